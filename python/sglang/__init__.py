@@ -1,0 +1,23 @@
+"""sm120-sglang: an SGLang-compatible server and engine. Importing this package imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.version import __version__
+
+if TYPE_CHECKING:
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.server_args import ServerArgs
+
+__all__ = ["Engine", "ServerArgs", "__version__"]
+
+_LAZY = {"Engine": "sglang.srt.entrypoints.engine", "ServerArgs": "sglang.srt.server_args"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'sglang' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_LAZY[name]), name)

@@ -1,0 +1,98 @@
+"""The `sglang` command: serve, generate, version."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.launch_server import report_user_errors, serve
+from sglang.srt.errors import UserError
+from sglang.version import __version__
+
+USAGE = """\
+usage: sglang COMMAND [options]
+
+  serve      start a server; without --model-path it serves the small model that ships with the package
+  generate   print a model's answer to one prompt
+  version    print the version
+
+`sglang COMMAND --help` explains a command.
+"""
+
+
+def _has_model(argv: Sequence[str]) -> bool:
+    return any(word.split("=")[0] in ("--model-path", "--model", "--config", "--help", "-h") for word in argv)
+
+
+def with_model(argv: Sequence[str]) -> list[str]:
+    """`argv`, naming the embedded model unless it names one itself (a positional first word counts)."""
+    words = list(argv)
+    if words and not words[0].startswith("-"):
+        return ["--model-path", *words]
+    return words if _has_model(words) else ["--model-path", DEFAULT_MODEL_PATH, *words]
+
+
+def run_serve(argv: Sequence[str]) -> None:
+    serve(with_model(argv), "sglang serve")
+
+
+def run_generate(argv: Sequence[str]) -> None:
+    """One prompt through the engine, streamed to standard output. Other options are those of the server."""
+    parser = argparse.ArgumentParser(prog="sglang generate", epilog="Server options such as --tp are accepted too.")
+    parser.add_argument("--prompt", required=True, help="Text to continue; `-` reads standard input.")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="Default: 128.")
+    parser.add_argument("--temperature", type=float, default=None, help="Default: the model's.")
+    own, rest = parser.parse_known_args(list(argv))
+
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.environ import adopt_environment
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils.log import configure_logging
+
+    adopt_environment()
+    args = ServerArgs.from_cli(["--log-level", "warning", *with_model(rest)], "sglang generate")
+    configure_logging(args.log_level)
+    sampling = {"max_new_tokens": own.max_new_tokens}
+    if own.temperature is not None:
+        sampling["temperature"] = own.temperature
+    prompt = sys.stdin.read() if own.prompt == "-" else own.prompt
+    printed = 0
+    with Engine(server_args=args) as engine:
+        for output in engine.generate(prompt, sampling_params=sampling, stream=True):
+            text = output["text"]
+            print(text[printed:], end="", flush=True)
+            printed = len(text)
+    print()
+
+
+def run_version(argv: Sequence[str]) -> None:
+    if argv:
+        raise UserError(f"sglang version takes no arguments; got {' '.join(argv)}.")
+    print(f"sm120-sglang {__version__}")
+
+
+COMMANDS: Mapping[str, Callable[[Sequence[str]], None]] = {
+    "serve": run_serve,
+    "generate": run_generate,
+    "version": run_version,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0 if words else 2
+    if words[0] == "--version":
+        words[0] = "version"
+    command = COMMANDS.get(words[0])
+    if command is None:
+        print(f"error: unknown command {words[0]!r}; one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    return report_user_errors(lambda: command(words[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""`python -m sglang.launch_server --model-path DIR [options]`"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from sglang.srt.environ import adopt_environment
+from sglang.srt.errors import UserError
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.log import configure_logging
+
+USER_ERROR = 2
+"""Exit status for something that the user can correct."""
+
+
+def report_user_errors(run: Callable[[], None]) -> int:
+    """Runs it; a UserError becomes one line on standard error and exit status 2. Other exceptions pass."""
+    try:
+        run()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    return 0
+
+
+def serve(argv: Sequence[str] | None, prog: str) -> None:
+    """Serve as the command line says, until told to stop. Raises UserError."""
+    adopt_environment()
+    args = ServerArgs.from_cli(argv, prog)
+    configure_logging(args.log_level)
+    from sglang.srt.entrypoints.http_server import launch_server
+
+    launch_server(args)
+
+
+if __name__ == "__main__":
+    sys.exit(report_user_errors(lambda: serve(None, "python -m sglang.launch_server")))

@@ -1,0 +1,91 @@
+"""Reads a checkpoint's JSON files, and their values by typed keys: require, default, or an error that names key and file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sglang.srt.errors import UserError
+
+T = TypeVar("T")
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`. Raises UserError if it is unreadable, malformed or something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON: {error}.") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must hold a JSON object, not a {type(content).__name__}.")
+    return content
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    path = directory / "config.json"
+    if not path.is_file():
+        raise UserError(f"{directory} has no config.json; it does not look like a Hugging Face model directory.")
+    return read_json_object(path)
+
+
+def read_generation_config(directory: Path) -> dict[str, Any]:
+    """generation_config.json, or {} if the model has none."""
+    path = directory / "generation_config.json"
+    return read_json_object(path) if path.is_file() else {}
+
+
+class ConfigReader:
+    """Typed access to a config mapping; `source` appears in messages."""
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self.values = values
+        self.source = source
+
+    def require(self, key: str, kind: type[T]) -> T:
+        """The value of `key`, of type `kind`. Raises UserError if it is missing or of another type."""
+        if self.values.get(key) is None:
+            raise UserError(f"{self.source}: the key {key!r} is missing.")
+        return self._typed(key, self.values[key], kind)
+
+    def default(self, key: str, kind: type[T], default: T) -> T:
+        """As `require`; `default` if the key is missing or null."""
+        value = self.values.get(key)
+        return default if value is None else self._typed(key, value, kind)
+
+    def positive(self, key: str, default: int | None = None) -> int:
+        """A whole number of at least 1; required if there is no default."""
+        value = self.require(key, int) if default is None else self.default(key, int, default)
+        if value < 1:
+            raise UserError(f"{self.source}: {key!r} must be at least 1; got {value}.")
+        return value
+
+    def _typed(self, key: str, value: Any, kind: type[T]) -> T:
+        is_bool_as_number = isinstance(value, bool) and kind is not bool
+        if kind is float and isinstance(value, int) and not is_bool_as_number:
+            return float(value)  # type: ignore[return-value]
+        if is_bool_as_number or not isinstance(value, kind):
+            raise UserError(f"{self.source}: {key!r} must be of type {kind.__name__}; got {value!r}.")
+        return value
+
+
+def merge_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` with `overrides` merged into it; nested objects merge key by key."""
+    result = dict(config)
+    for key, value in overrides.items():
+        old = result.get(key)
+        result[key] = merge_overrides(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return result
+
+
+def select_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The language model's part of a multimodal config, with the outer keys that it does not repeat; else `config`."""
+    inner = config.get("text_config")
+    if not isinstance(inner, Mapping):
+        return dict(config)
+    outer = {key: value for key, value in config.items() if key not in ("text_config", "vision_config", "audio_config")}
+    architectures = config.get("architectures") or inner.get("architectures")
+    return outer | dict(inner) | {"architectures": architectures}

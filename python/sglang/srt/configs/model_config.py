@@ -1,0 +1,192 @@
+"""What the model is: the facts of config.json and generation_config.json that planning and serving need. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.cli_args import not_implemented
+from sglang.srt.configs.architectures import SUPPORTED, SUPPORTED_ARCHITECTURES, Architecture
+from sglang.srt.configs.hf_config import (
+    ConfigReader,
+    merge_overrides,
+    read_config,
+    read_generation_config,
+    read_json_object,
+    select_text_config,
+)
+from sglang.srt.configs.model_path import resolve_model_path
+from sglang.srt.configs.rope import rope_parameters, scaled_context_length
+from sglang.srt.environ import envs, warn_once
+from sglang.srt.errors import UserError
+from sglang.srt.server_args import ServerArgs
+
+DTYPES = ("bfloat16", "float16", "float32")
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Sizes are those of the whole model, before it is split over GPUs."""
+
+    model_path: str
+    """Local directory (a Hugging Face id is resolved)."""
+    architecture: str
+    hf_config: Mapping[str, Any]
+    """config.json after overrides; of a multimodal model the text part."""
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    """Of the dense MLP; may be 0 where every layer has experts."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    vocab_size: int
+    context_len: int
+    dtype: str
+    quantization: Mapping[str, Any] | None
+    eos_token_ids: frozenset[int]
+    default_sampling: Mapping[str, Any]
+    tie_word_embeddings: bool
+    num_experts: int
+    """0 in a dense model; then the two below are 0 as well."""
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+
+    @classmethod
+    def from_server_args(cls, args: ServerArgs) -> ModelConfig:
+        """Raises UserError if the model is missing, malformed, or not one that we serve."""
+        config = cls.read(args)
+        _check_supported(config)
+        return config
+
+    @classmethod
+    def read(cls, args: ServerArgs) -> ModelConfig:
+        """As `from_server_args`, also for architectures and quantizations that we cannot serve (`explain`)."""
+        directory = resolve_model_path(args.model_path, args.revision, args.download_dir, args.load_format != "dummy")
+        config = merge_overrides(read_config(directory), args.model_overrides())
+        generation = read_generation_config(directory)
+        return cls.from_hf(config, generation, args=args, directory=directory)
+
+    @classmethod
+    def from_hf(
+        cls, config: Mapping[str, Any], generation: Mapping[str, Any], *, args: ServerArgs, directory: Path
+    ) -> ModelConfig:
+        """From the parsed files; `args` contributes --dtype and --context-length."""
+        hf_config = select_text_config(config)
+        reader = ConfigReader(hf_config, f"{directory / 'config.json'}")
+        architecture = _architecture(reader)
+        known = SUPPORTED.get(architecture, Architecture())
+        num_heads = reader.positive("num_attention_heads")
+        hidden_size = reader.positive("hidden_size")
+        head_dim = _head_dim(reader, known, hidden_size, num_heads)
+        num_experts = _num_experts(reader, known)
+        # A mixture of experts without dense layers may leave the dense size out, or use it for its experts.
+        intermediate_size = reader.default("intermediate_size", int, 0) if num_experts else reader.positive("intermediate_size")
+        return cls(
+            model_path=str(directory),
+            architecture=architecture,
+            hf_config=hf_config,
+            num_layers=reader.positive("num_hidden_layers"),
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            num_heads=num_heads,
+            num_kv_heads=reader.positive("num_key_value_heads", known.num_key_value_heads or num_heads),
+            head_dim=head_dim,
+            v_head_dim=reader.positive("v_head_dim", head_dim),
+            vocab_size=reader.positive("vocab_size"),
+            context_len=_context_length(reader, args.context_length),
+            dtype=_dtype(reader, args.dtype),
+            quantization=_quantization(hf_config, directory),
+            eos_token_ids=_eos_token_ids(hf_config, generation),
+            default_sampling={key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None},
+            tie_word_embeddings=reader.default("tie_word_embeddings", bool, known.tie_word_embeddings),
+            num_experts=num_experts,
+            num_experts_per_tok=reader.positive("num_experts_per_tok") if num_experts else 0,
+            moe_intermediate_size=reader.positive("moe_intermediate_size", intermediate_size or None) if num_experts else 0,
+        )
+
+
+def _architecture(reader: ConfigReader) -> str:
+    names = reader.require("architectures", list)
+    if not names or not isinstance(names[0], str):
+        raise UserError(f"{reader.source}: 'architectures' must name a model class; got {names!r}.")
+    return names[0]
+
+
+def _check_supported(config: ModelConfig) -> None:
+    if config.architecture not in SUPPORTED:
+        raise UserError(
+            f"{config.model_path}: the architecture {config.architecture} is not supported. "
+            f"Supported: {', '.join(SUPPORTED_ARCHITECTURES)}."
+        )
+    if config.quantization is not None:
+        method = config.quantization.get("quant_method", "unknown")
+        raise not_implemented(f"Quantization {method!r} ({config.model_path})", "serve the unquantized checkpoint")
+    if config.num_heads % config.num_kv_heads:
+        raise UserError(
+            f"{config.model_path}: num_attention_heads {config.num_heads} is not a multiple of num_key_value_heads "
+            f"{config.num_kv_heads}."
+        )
+
+
+def _head_dim(reader: ConfigReader, known: Architecture, hidden_size: int, num_heads: int) -> int:
+    return reader.positive("head_dim", known.head_dim or max(hidden_size // num_heads, 1))
+
+
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def _num_experts(reader: ConfigReader, known: Architecture) -> int:
+    for key in _EXPERT_KEYS:
+        if reader.values.get(key) is not None:
+            return reader.require(key, int)
+    return reader.positive("num_experts") if known.is_moe else 0
+
+
+def _context_length(reader: ConfigReader, requested: int | None) -> int:
+    longest = scaled_context_length(reader.positive("max_position_embeddings"), rope_parameters(reader.values))
+    if requested is None or requested <= longest:
+        return longest if requested is None else requested
+    if not envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN:
+        raise UserError(
+            f"--context-length {requested} exceeds the {longest} tokens that {reader.source} supports. Lower it, configure rope "
+            "scaling with --json-model-override-args, or set SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 to try regardless."
+        )
+    warn_once(f"--context-length {requested} exceeds the model's {longest}; outputs beyond it may be poor.")
+    return requested
+
+
+def _dtype(reader: ConfigReader, requested: str) -> str:
+    if requested != "auto":
+        return requested
+    written = reader.values.get("dtype") or reader.values.get("torch_dtype") or "bfloat16"
+    name = str(written).removeprefix("torch.")
+    if name not in DTYPES:
+        raise UserError(f"{reader.source}: dtype {written!r} is not one of {', '.join(DTYPES)}; choose one with --dtype.")
+    return name
+
+
+def _quantization(hf_config: Mapping[str, Any], directory: Path) -> Mapping[str, Any] | None:
+    for key in ("quantization_config", "compression_config"):
+        value = hf_config.get(key)
+        if value is not None:
+            if not isinstance(value, Mapping):
+                raise UserError(f"config.json: {key!r} must be an object; got {value!r}.")
+            return value
+    modelopt = directory / "hf_quant_config.json"
+    return {"quant_method": "modelopt", **read_json_object(modelopt)} if modelopt.is_file() else None
+
+
+def _eos_token_ids(hf_config: Mapping[str, Any], generation: Mapping[str, Any]) -> frozenset[int]:
+    found: set[int] = set()
+    for source in (hf_config, generation):
+        value = source.get("eos_token_id")
+        for token in value if isinstance(value, list) else [] if value is None else [value]:
+            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+                raise UserError(f"config.json or generation_config.json: 'eos_token_id' must hold token ids; got {value!r}.")
+            found.add(token)
+    return frozenset(found)

@@ -1,0 +1,84 @@
+"""The ASGI application: routes, error handlers, and what surrounds them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from sglang.srt.entrypoints import http_native
+from sglang.srt.entrypoints.http_body import body_definitions
+from sglang.srt.entrypoints.http_errors import ApiError, error_response
+from sglang.srt.entrypoints.http_middleware import RequestGate
+from sglang.srt.entrypoints.http_state import ServerState
+from sglang.srt.entrypoints.http_stream import ClientDisconnected
+from sglang.srt.entrypoints.openai import routes as openai_routes
+from sglang.srt.managers.generate_request import RequestError
+from sglang.version import __version__
+
+_STATUS_CLIENT_CLOSED = 499
+"""What the log shows for a client that left; nobody receives it."""
+
+
+async def _on_api_error(request: Request, error: Any) -> Response:
+    return error_response(request.url.path, error)
+
+
+async def _on_request_error(request: Request, error: Any) -> Response:
+    return error_response(request.url.path, ApiError(error.status_code, error.message))
+
+
+async def _on_http_exception(request: Request, error: Any) -> Response:
+    message = {
+        404: f"there is no route {request.url.path}",
+        405: f"{request.method} is not allowed on {request.url.path}",
+    }.get(error.status_code, str(error.detail))
+    response = error_response(request.url.path, ApiError(error.status_code, message))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_disconnect(request: Request, error: Any) -> Response:
+    return Response(status_code=_STATUS_CLIENT_CLOSED)
+
+
+async def _on_bug(request: Request, error: Any) -> Response:
+    """The server middleware logs the traceback."""
+    return error_response(request.url.path, ApiError(500, "internal server error; the server's log has the details"))
+
+
+def create_api(state: ServerState) -> FastAPI:
+    """The routes alone, without key check and CORS."""
+    api = FastAPI(title="sm120-sglang", version=__version__, redoc_url=None)
+    api.state.server = state
+    api.state.created = int(time.time())
+    api.include_router(openai_routes.router)
+    api.include_router(http_native.router)
+    api.add_exception_handler(ApiError, _on_api_error)
+    api.add_exception_handler(RequestError, _on_request_error)
+    api.add_exception_handler(HTTPException, _on_http_exception)
+    api.add_exception_handler(ClientDisconnected, _on_disconnect)
+    api.add_exception_handler(Exception, _on_bug)
+
+    describe_routes = api.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema = describe_routes()
+        definitions = body_definitions(*openai_routes.BODIES, *http_native.BODIES)
+        schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions)
+        return schema
+
+    api.openapi = openapi  # type: ignore[method-assign]
+    return api
+
+
+def create_app(state: ServerState) -> ASGIApp:
+    """The complete application for `state`."""
+    gate = RequestGate(create_api(state), state.args.api_key)
+    return CORSMiddleware(gate, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])

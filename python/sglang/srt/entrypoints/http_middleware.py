@@ -1,0 +1,59 @@
+"""What every HTTP request passes before it reaches a route, on plain ASGI so that streamed chunks pay nothing."""
+
+from __future__ import annotations
+
+import hmac
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sglang.srt.entrypoints.http_errors import ApiError, error_response, json_response
+
+MAX_BODY_BYTES = 64 * 1024 * 1024
+
+_OPEN_PATHS = ("/health", "/ready", "/metrics")
+"""Prefixes that need no API key: probes and scrapers have none."""
+
+
+class RequestGate:
+    """Checks the API key and bounds the size of request bodies."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+        self._app = app
+        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        if not self._authorized(scope, headers.get(b"authorization", b"")):
+            await json_response({"error": "Unauthorized"}, 401)(scope, receive, send)
+            return
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._max_body_bytes:
+            await error_response(scope["path"], self._too_large())(scope, receive, send)
+            return
+        await self._app(scope, self._bounded(receive), send)
+
+    def _authorized(self, scope: Scope, given: bytes) -> bool:
+        if self._expected is None or scope["method"] == "OPTIONS" or scope["path"].startswith(_OPEN_PATHS):
+            return True
+        return hmac.compare_digest(given, self._expected)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the request body is larger than {self._max_body_bytes} bytes")
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """`receive` for bodies of unannounced length (chunked transfer)."""
+        seen = 0
+
+        async def bounded() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self._max_body_bytes:
+                raise self._too_large()
+            return message
+
+        return bounded

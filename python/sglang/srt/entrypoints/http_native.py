@@ -1,0 +1,255 @@
+"""`/generate` and the routes that look after the server."""
+
+from __future__ import annotations
+
+import asyncio
+import html
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+
+from sglang.srt.entrypoints.http_body import body_schema, read_body
+from sglang.srt.entrypoints.http_errors import ApiError, bad_request, json_response, sse_error
+from sglang.srt.entrypoints.http_state import engine_of, state_of
+from sglang.srt.entrypoints.http_stream import DONE, EventStream, until_disconnect
+from sglang.srt.entrypoints.openai.protocol import Int
+from sglang.srt.entrypoints.openai.serving import OpenAIService
+from sglang.srt.managers.generate_request import GenerateRequest, RequestError
+from sglang.srt.managers.native_output import native_results, native_stream
+from sglang.version import __version__
+
+router = APIRouter(tags=["native"])
+
+HEALTH_TIMEOUT_S = 20.0
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class GenerateBody(BaseModel):
+    """Body of `/generate`: `text` or `input_ids`, one prompt or a batch; per-prompt values may be lists."""
+
+    text: str | list[str] | None = None
+    input_ids: list[Int] | list[list[Int]] | None = None
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    stream: bool = False
+    return_logprob: bool | list[bool] = False
+    logprob_start_len: Int | list[Int] = -1
+    top_logprobs_num: Int | list[Int] = 0
+    token_ids_logprob: list[Int] | list[list[Int]] | None = None
+    return_text_in_logprobs: bool = False
+    rid: str | list[str] | None = None
+    priority: Int | None = None
+    image_data: Any = None
+    lora_path: Any = None
+
+    def to_request(self) -> GenerateRequest:
+        if self.image_data is not None:
+            raise bad_request("image_data: this model reads text only (it has no vision input)", param="image_data")
+        if self.lora_path is not None:
+            raise bad_request("lora_path: this server has no LoRA adapters loaded", param="lora_path")
+        return GenerateRequest(
+            text=self.text,
+            input_ids=self.input_ids,
+            sampling_params=self.sampling_params,
+            stream=self.stream,
+            return_logprob=self.return_logprob,
+            logprob_start_len=self.logprob_start_len,
+            top_logprobs_num=self.top_logprobs_num,
+            token_ids_logprob=self.token_ids_logprob,
+            return_text_in_logprobs=self.return_text_in_logprobs,
+            rid=self.rid,
+            priority=self.priority or 0,
+        )
+
+
+class AbortBody(BaseModel):
+    rid: str | None = None
+    abort_all: bool = False
+
+
+BODIES = (GenerateBody, AbortBody)
+
+
+@router.api_route("/generate", methods=["POST", "PUT"], openapi_extra=body_schema(GenerateBody))
+async def generate(request: Request) -> Response:
+    engine = engine_of(request)
+    call = (await read_body(request, GenerateBody)).to_request()
+    if not call.stream:
+        return json_response(await until_disconnect(request, native_results(engine.manager, call)))
+    results = native_stream(engine.manager, call, engine.manager.args.incremental_streaming_output)
+    first = await until_disconnect(request, _first(results))
+    return EventStream(_event(first), _native_events(results, request.url.path))
+
+
+async def _first(results: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
+    return await anext(results)
+
+
+def _event(result: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(result) + b"\n\n"
+
+
+async def _native_events(results: Any, path: str) -> AsyncIterator[bytes]:
+    try:
+        async for result in results:
+            yield _event(result)
+        yield DONE
+    except RequestError as error:
+        yield sse_error(path, ApiError(error.status_code, error.message)) + DONE
+    finally:
+        await results.aclose()
+
+
+# --- what the server is ------------------------------------------------------------------------------------------------
+
+
+@router.get("/model_info")
+@router.get("/get_model_info", include_in_schema=False)
+async def model_info(request: Request) -> Response:
+    manager = engine_of(request).manager
+    args, model = manager.args, manager.model_config
+    return json_response(
+        {
+            "model_path": args.model_path,
+            "tokenizer_path": args.tokenizer_path,
+            "served_model_name": args.served_model_name,
+            "is_generation": True,
+            "preferred_sampling_params": args.preferred_sampling_params,
+            "weight_version": "default",
+            "model_type": model.hf_config.get("model_type"),
+            "architectures": [model.architecture],
+            "max_model_len": model.context_len,
+            "vocab_size": model.vocab_size,
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+        }
+    )
+
+
+@router.get("/server_info")
+@router.get("/get_server_info", include_in_schema=False)
+async def server_info(request: Request) -> Response:
+    """All resolved arguments, what the plan decided, and the scheduler's state now."""
+    manager = engine_of(request).manager
+    state = await manager.control("internal_state")
+    return json_response(
+        {
+            **manager.args.public_dict(),
+            **manager.scheduler_info,
+            "version": __version__,
+            "status": manager.status.name.lower(),
+            "internal_states": [state.data],
+        }
+    )
+
+
+@router.get("/v1/loads")
+async def loads(request: Request) -> Response:
+    engine = engine_of(request)
+    state = (await engine.manager.control("internal_state")).data
+    return json_response({"timestamp": time.time(), "version": __version__, "loads": [{"dp_rank": 0, **state}]})
+
+
+# --- health ------------------------------------------------------------------------------------------------------------
+
+
+@router.get("/health")
+@router.get("/ready")
+@router.get("/ping")
+async def health(request: Request) -> Response:
+    """200 with an empty body when requests are served, otherwise 503 with the reason."""
+    reason = state_of(request).unavailable()
+    return Response(status_code=200) if reason is None else PlainTextResponse(reason, 503)
+
+
+@router.get("/health_generate")
+async def health_generate(request: Request) -> Response:
+    """As `/health`, after one token has been generated, or any other output has come from the engine meanwhile."""
+    engine = engine_of(request)
+    if await probe(engine, HEALTH_TIMEOUT_S):
+        return Response(status_code=200)
+    return PlainTextResponse(f"no output from the engine within {HEALTH_TIMEOUT_S:.0f} s", 503)
+
+
+async def probe(engine: OpenAIService, timeout_s: float) -> bool:
+    """Whether the engine produces output: of a one-token request, or of anybody's request if it has to queue."""
+    started = time.monotonic()
+    call = GenerateRequest(input_ids=[0], sampling_params={"max_new_tokens": 1, "temperature": 0.0})
+
+    async def one_token() -> None:
+        async with await engine.manager.submit(call) as stream:
+            await stream.collect()
+
+    try:
+        await asyncio.wait_for(one_token(), timeout_s)
+    except asyncio.TimeoutError:
+        return engine.manager.last_receive_time > started
+    return True
+
+
+# --- control -----------------------------------------------------------------------------------------------------------
+
+
+async def _control(request: Request, kind: str, done: str, args: dict[str, Any] | None = None) -> Response:
+    reply = await engine_of(request).manager.control(kind, args)
+    if not reply.ok:
+        raise bad_request(reply.message or f"{kind} failed")
+    return PlainTextResponse(done + "\n")
+
+
+@router.api_route("/flush_cache", methods=["GET", "POST"])
+async def flush_cache(request: Request) -> Response:
+    return await _control(request, "flush_cache", "Cache flushed.")
+
+
+@router.api_route("/pause_generation", methods=["POST"])
+async def pause_generation(request: Request) -> Response:
+    return await _control(request, "pause", "Generation paused.")
+
+
+@router.api_route("/continue_generation", methods=["POST"])
+async def continue_generation(request: Request) -> Response:
+    return await _control(request, "resume", "Generation continues.")
+
+
+@router.post("/abort_request", openapi_extra=body_schema(AbortBody))
+async def abort_request(request: Request) -> Response:
+    """Ends requests early; a rid that is unknown or has ended is not an error, since both race."""
+    manager = engine_of(request).manager
+    body = await read_body(request, AbortBody)
+    if body.abort_all:
+        manager.abort_all()
+    elif body.rid:
+        manager.abort(body.rid)
+    else:
+        raise bad_request("give the rid of the request to abort, or abort_all: true", param="rid")
+    return Response(status_code=200)
+
+
+# --- pages -------------------------------------------------------------------------------------------------------------
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    engine = state_of(request).engine
+    if engine is None or engine.manager.metrics is None:
+        raise ApiError(404, "metrics are off: start the server with --enable-metrics")
+    return Response(engine.manager.metrics.render(), headers={"content-type": METRICS_TYPE})
+
+
+@router.get("/", include_in_schema=False)
+async def index(request: Request) -> Response:
+    rows = "".join(
+        f"<li><code>{' '.join(sorted(methods)).upper()} {path}</code></li>"
+        for path, methods in sorted((path, list(item)) for path, item in request.app.openapi()["paths"].items())
+    )
+    name = html.escape(state_of(request).model_name)
+    return HTMLResponse(
+        f"<!doctype html><meta charset=utf-8><title>sm120-sglang</title><h1>sm120-sglang {__version__}</h1>"
+        f"<p>Serving <code>{name}</code>. <a href=/docs>API documentation</a></p><ul>{rows}</ul>"
+    )

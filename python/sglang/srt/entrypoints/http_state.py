@@ -1,0 +1,66 @@
+"""The running server as its routes see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+
+from sglang.srt.entrypoints.http_errors import ApiError
+from sglang.srt.entrypoints.openai.chat_template import ChatTemplate, read_template_file
+from sglang.srt.entrypoints.openai.serving import OpenAIService
+from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
+from sglang.srt.server_args import ServerArgs
+
+
+@dataclass
+class ServerState:
+    """`engine` is None until the processes run; requests are refused before and while it is not up."""
+
+    args: ServerArgs
+    engine: OpenAIService | None = field(default=None)
+    failure: str | None = None
+    """Why the server is about to exit."""
+
+    @property
+    def model_name(self) -> str:
+        return self.args.served_model_name or self.args.model_path
+
+    def connect(self, manager: TokenizerManager) -> None:
+        """Called once the engine's processes are up. Raises UserError for a broken chat template."""
+        tokenizer = manager.tokenizer
+        source = None if tokenizer is None else tokenizer.chat_template
+        if self.args.chat_template is not None:
+            source = read_template_file(self.args.chat_template)
+        self.engine = OpenAIService(
+            manager=manager,
+            chat_template=ChatTemplate(source, {} if tokenizer is None else tokenizer.special_tokens),
+            model_name=self.model_name,
+            report_cached_tokens=self.args.enable_cache_report,
+        )
+
+    def unavailable(self) -> str | None:
+        """Why requests are refused now, or None."""
+        if self.failure is not None:
+            return self.failure
+        if self.engine is None or self.engine.manager.status is ServerStatus.STARTING:
+            return "the server is starting"
+        if self.engine.manager.status is ServerStatus.UP:
+            return None
+        return self.engine.manager.status_message or "the server is shutting down"
+
+    def require_engine(self) -> OpenAIService:
+        """Raises ApiError 503 while there is no engine to answer."""
+        reason = self.unavailable()
+        if reason is not None or self.engine is None:
+            raise ApiError(503, reason or "the server is starting")
+        return self.engine
+
+
+def state_of(request: Request) -> ServerState:
+    state: ServerState = request.app.state.server
+    return state
+
+
+def engine_of(request: Request) -> OpenAIService:
+    return state_of(request).require_engine()

@@ -1,0 +1,195 @@
+"""Renders conversations with a model's Jinja chat template.
+
+Follows the template conventions of Hugging Face tokenizers (sandbox, whitespace control, `raise_exception`,
+`strftime_now`, `tojson` that keeps non-ASCII text, `generation` blocks) without importing transformers, which would add
+seconds to start-up.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from sglang.srt.entrypoints.http_errors import bad_request
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, ChatMessage
+from sglang.srt.errors import UserError
+
+_DEFAULT = "default"
+_WITH_TOOLS = "tool_use"
+_PART_SEPARATOR = " "
+
+
+class _GenerationBlocks(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks training targets; for inference only the contents matter."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = _now
+    return environment
+
+
+def read_template_file(path: str) -> str:
+    """The template text of `--chat-template`: a Jinja file, or a JSON file with a `chat_template` string."""
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"--chat-template: no such file: {path} (give the path of a .jinja or .json file)")
+    text = file.read_text(encoding="utf-8")
+    if file.suffix != ".json":
+        return text
+    try:
+        template = json.loads(text)["chat_template"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--chat-template: {path} is not a JSON object with a chat_template string") from error
+    if not isinstance(template, str):
+        raise UserError(f"--chat-template: chat_template in {path} is not a string")
+    return template
+
+
+class ChatTemplate:
+    """Compiled templates of one model.
+
+    `source` is the template, several by name (`default`, `tool_use`), or None if the model has none.
+    `special_tokens` (bos_token, eos_token, ...) become template variables.
+    """
+
+    def __init__(self, source: str | dict[str, str] | None, special_tokens: dict[str, str]) -> None:
+        sources = {_DEFAULT: source} if isinstance(source, str) else (source or {})
+        environment = _environment()
+        try:
+            self._templates = {name: environment.from_string(text) for name, text in sources.items()}
+        except jinja2.TemplateError as error:
+            raise UserError(f"the chat template does not compile: {error}") from error
+        self._special_tokens = special_tokens
+
+    def render(self, request: ChatCompletionRequest) -> str:
+        """The prompt text. Raises ApiError 400 for conversations that the model or its template does not take."""
+        messages = [_template_message(message) for message in request.messages]
+        continued = _continued_text(request, messages) if request.continue_final_message else None
+        variables: dict[str, Any] = {
+            **self._special_tokens,
+            "messages": messages,
+            "tools": _template_tools(request),
+            "add_generation_prompt": request.add_generation_prompt and continued is None,
+        }
+        if request.reasoning_effort is not None:
+            variables["reasoning_effort"] = request.reasoning_effort
+        variables.update(request.chat_template_kwargs or {})
+        try:
+            text = self._pick(variables["tools"]).render(variables)
+        except jinja2.TemplateError as error:
+            raise bad_request(f"the chat template refused the messages: {error}", param="messages") from error
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise bad_request(f"the chat template failed on these messages: {error}", param="messages") from error
+        return text if continued is None else _cut_after(text, continued)
+
+    def _pick(self, tools: list[dict[str, Any]] | None) -> jinja2.Template:
+        if tools and _WITH_TOOLS in self._templates:
+            return self._templates[_WITH_TOOLS]
+        if _DEFAULT not in self._templates:
+            raise bad_request(
+                "this model has no chat template: start the server with --chat-template FILE, or use /v1/completions"
+            )
+        return self._templates[_DEFAULT]
+
+
+def _template_tools(request: ChatCompletionRequest) -> list[dict[str, Any]] | None:
+    if not request.tools or request.tool_choice == "none":
+        return None
+    return [
+        {"type": "function", "function": tool.function.model_dump(exclude_unset=True)} for tool in request.tools
+    ]
+
+
+def _template_message(message: ChatMessage) -> dict[str, Any]:
+    fields = message.model_dump(exclude_unset=True, exclude={"content", "tool_calls"})
+    if message.role == "developer":
+        fields["role"] = "system"
+    fields["content"] = _joined_text(message)
+    if message.tool_calls:
+        fields["tool_calls"] = [_template_tool_call(call) for call in message.tool_calls]
+    return fields
+
+
+def _joined_text(message: ChatMessage) -> str:
+    if message.content is None:
+        return ""
+    if isinstance(message.content, str):
+        return message.content
+    texts = []
+    for part in message.content:
+        if part.type != "text":
+            raise bad_request(
+                f"message content of type {part.type!r} is not supported: this model reads text only (it has no "
+                "vision or audio input)",
+                param="messages",
+            )
+        if part.text is None:
+            raise bad_request('a content part of type "text" has no "text"', param="messages")
+        texts.append(part.text)
+    return _PART_SEPARATOR.join(texts)
+
+
+def _template_tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Templates print arguments as an object, while the API carries them as a JSON string."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise bad_request('each entry of tool_calls needs {"function": {"name", "arguments"}}', param="messages")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError as error:
+            raise bad_request(f"tool_calls: arguments are not JSON: {error}", param="messages") from error
+    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
+
+
+def _continued_text(request: ChatCompletionRequest, messages: list[dict[str, Any]]) -> str:
+    if request.messages[-1].role != "assistant":
+        raise bad_request(
+            'continue_final_message needs a last message with role "assistant"', param="continue_final_message"
+        )
+    text = str(messages[-1]["content"]).strip()
+    if not text:
+        raise bad_request("continue_final_message needs text in the last message", param="continue_final_message")
+    return text
+
+
+def _cut_after(rendered: str, text: str) -> str:
+    """The rendered conversation up to the end of its last message's text, so that the model goes on there."""
+    start = rendered.rfind(text)
+    if start < 0:
+        raise bad_request(
+            "continue_final_message: the chat template changes the last message's text", param="continue_final_message"
+        )
+    return rendered[: start + len(text)]

@@ -1,0 +1,79 @@
+"""Server-sent events of a streamed choice, assembled from bytes that are encoded once a request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+encode = msgspec.json.encode
+_NULL = b"null"
+
+
+class ChunkWriter:
+    """Writes the events of one request.
+
+    `object_name` is `chat.completion.chunk` or `text_completion`; every event shares id, creation time and model.
+    """
+
+    def __init__(self, object_name: str, response_id: str, created: int, model: str) -> None:
+        fields = {"id": response_id, "object": object_name, "created": created, "model": model}
+        self._head = b"data: " + encode(fields)[:-1] + b',"choices":['
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """The final event with the totals and no choice."""
+        return self._head + b'],"usage":' + encode(usage) + b"}\n\n"
+
+    def _event(self, index: int, payload: bytes, logprobs: bytes, finish: bytes, usage: bytes) -> bytes:
+        return b"".join(
+            (
+                self._head,
+                b'{"index":%d,' % index,
+                payload,
+                b',"logprobs":',
+                logprobs,
+                finish,
+                b'}],"usage":',
+                usage,
+                b"}\n\n",
+            )
+        )
+
+
+_RUNNING = b',"finish_reason":null,"matched_stop":null'
+
+
+def finish_fields(reason: str, matched: int | str | None) -> bytes:
+    """The tail of a choice that ended."""
+    return b',"finish_reason":' + encode(reason) + b',"matched_stop":' + encode(matched)
+
+
+class ChatChunks(ChunkWriter):
+    """Per choice: `role`, then `text` for each piece, then `finish`."""
+
+    def __init__(self, response_id: str, created: int, model: str) -> None:
+        super().__init__("chat.completion.chunk", response_id, created, model)
+
+    def role(self, index: int, usage: bytes = _NULL) -> bytes:
+        delta = b'"delta":{"role":"assistant","content":"","reasoning_content":null}'
+        return self._event(index, delta, _NULL, _RUNNING, usage)
+
+    def text(self, index: int, text: str, logprobs: bytes = _NULL, usage: bytes = _NULL) -> bytes:
+        delta = b'"delta":{"content":' + encode(text) + b',"reasoning_content":null}'
+        return self._event(index, delta, logprobs, _RUNNING, usage)
+
+    def finish(self, index: int, reason: str, matched: int | str | None, usage: bytes = _NULL) -> bytes:
+        delta = b'"delta":{"content":null,"reasoning_content":null}'
+        return self._event(index, delta, _NULL, finish_fields(reason, matched), usage)
+
+
+class CompletionChunks(ChunkWriter):
+    """Per choice: `text` for each piece, the last one with its finish reason."""
+
+    def __init__(self, response_id: str, created: int, model: str) -> None:
+        super().__init__("text_completion", response_id, created, model)
+
+    def text(
+        self, index: int, text: str, logprobs: bytes = _NULL, usage: bytes = _NULL, finish: bytes = _RUNNING
+    ) -> bytes:
+        return self._event(index, b'"text":' + encode(text), logprobs, finish, usage)

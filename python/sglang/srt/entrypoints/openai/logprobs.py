@@ -1,0 +1,71 @@
+"""Log probabilities in the two forms of the OpenAI API."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from sglang.srt.managers.io_struct import OutputLogprobs, TokenLogprob
+
+
+class TokenTexts(Protocol):
+    """The part of the tokenizer that names single tokens."""
+
+    def token_text(self, token_id: int) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+def _entry(tokens: TokenTexts, token: TokenLogprob) -> dict[str, Any]:
+    logprob, token_id = token
+    return {
+        "token": tokens.token_text(token_id),
+        "bytes": list(tokens.token_bytes(token_id)),
+        "logprob": logprob,
+    }
+
+
+def chat_logprobs(tokens: TokenTexts, logprobs: OutputLogprobs) -> dict[str, Any]:
+    """`{"content": [{token, bytes, logprob, top_logprobs}]}`, one entry a token."""
+    tops = logprobs.output_top or [[] for _ in logprobs.output]
+    content = [
+        {**_entry(tokens, token), "top_logprobs": [_entry(tokens, candidate) for candidate in top]}
+        for token, top in zip(logprobs.output, tops, strict=True)
+    ]
+    return {"content": content}
+
+
+class CompletionLogprobs:
+    """`{tokens, token_logprobs, top_logprobs, text_offset}` of one choice, in as many pieces as it is streamed in.
+
+    Offsets count characters of the tokens' own texts from the start of the choice.
+    """
+
+    def __init__(self, tokens: TokenTexts) -> None:
+        self._tokens = tokens
+        self._offset = 0
+
+    def output(self, logprobs: OutputLogprobs) -> dict[str, Any]:
+        tops: list[list[TokenLogprob]] = logprobs.output_top or [[] for _ in logprobs.output]
+        return self._piece(list(logprobs.output), list(tops))
+
+    def prompt_and_output(self, logprobs: OutputLogprobs) -> dict[str, Any]:
+        """As `output`, behind the prompt's own tokens (`echo`), of which the first has no log probability."""
+        prompt = list(logprobs.input or [])
+        prompt_tops = list(logprobs.input_top or [None] * len(prompt))
+        tops = logprobs.output_top or [[] for _ in logprobs.output]
+        return self._piece(prompt + list(logprobs.output), prompt_tops + list(tops))
+
+    def _piece(
+        self, entries: list[tuple[float | None, int]], tops: list[list[TokenLogprob] | None]
+    ) -> dict[str, Any]:
+        piece: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for (logprob, token_id), top in zip(entries, tops, strict=True):
+            text = self._tokens.token_text(token_id)
+            piece["tokens"].append(text)
+            piece["token_logprobs"].append(logprob)
+            piece["top_logprobs"].append(
+                {self._tokens.token_text(candidate): value for value, candidate in top} if top else None
+            )
+            piece["text_offset"].append(self._offset)
+            self._offset += len(text)
+        return piece

@@ -1,0 +1,98 @@
+"""The routes below `/v1`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sglang.srt.entrypoints.http_body import body_schema, read_body
+from sglang.srt.entrypoints.http_errors import ApiError, json_response
+from sglang.srt.entrypoints.http_state import engine_of
+from sglang.srt.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from sglang.srt.entrypoints.openai.serving import OpenAIService
+from sglang.srt.entrypoints.openai.serving_chat import chat_completions
+from sglang.srt.entrypoints.openai.serving_completions import completions
+
+router = APIRouter(tags=["OpenAI"])
+BODIES = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+
+
+@router.post("/v1/chat/completions", openapi_extra=body_schema(ChatCompletionRequest))
+async def post_chat_completions(request: Request) -> Response:
+    engine = engine_of(request)
+    return await chat_completions(engine, await read_body(request, ChatCompletionRequest), request)
+
+
+@router.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
+async def post_completions(request: Request) -> Response:
+    engine = engine_of(request)
+    return await completions(engine, await read_body(request, CompletionRequest), request)
+
+
+def _model_card(engine: OpenAIService, created: int) -> dict[str, Any]:
+    return {
+        "id": engine.model_name,
+        "object": "model",
+        "created": created,
+        "owned_by": "sglang",
+        "root": engine.model_name,
+        "parent": None,
+        "max_model_len": engine.manager.model_config.context_len,
+    }
+
+
+@router.get("/v1/models")
+async def get_models(request: Request) -> Response:
+    card = _model_card(engine_of(request), request.app.state.created)
+    return json_response({"object": "list", "data": [card]})
+
+
+@router.get("/v1/models/{model_id:path}")
+async def get_model(request: Request, model_id: str) -> Response:
+    card = _model_card(engine_of(request), request.app.state.created)
+    if model_id != card["id"]:
+        raise ApiError(404, f"The model '{model_id}' does not exist", code="model_not_found", param="model")
+    return json_response(card)
+
+
+@router.post("/tokenize", openapi_extra=body_schema(TokenizeRequest))
+@router.post("/v1/tokenize", include_in_schema=False)
+async def post_tokenize(request: Request) -> Response:
+    engine = engine_of(request)
+    body = await read_body(request, TokenizeRequest)
+    _ = engine.tokenizer
+    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    tokens = [await engine.manager.encode(prompt, body.add_special_tokens) for prompt in prompts]
+    counts = [len(ids) for ids in tokens]
+    single = isinstance(body.prompt, str)
+    return json_response(
+        {
+            "tokens": tokens[0] if single else tokens,
+            "count": counts[0] if single else counts,
+            "max_model_len": engine.manager.model_config.context_len,
+        }
+    )
+
+
+@router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))
+@router.post("/v1/detokenize", include_in_schema=False)
+async def post_detokenize(request: Request) -> Response:
+    engine = engine_of(request)
+    body = await read_body(request, DetokenizeRequest)
+    single = not body.tokens or isinstance(body.tokens[0], int)
+    sequences: list[list[int]] = [body.tokens] if single else body.tokens  # type: ignore[list-item,assignment]
+    vocab_size = engine.manager.model_config.vocab_size
+    for ids in sequences:
+        for token in ids:
+            if not 0 <= token < vocab_size:
+                raise ApiError(400, f"token id {token} is not in the vocabulary (0..{vocab_size - 1})", param="tokens")
+    texts = [engine.tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens) for ids in sequences]
+    return json_response({"text": texts[0] if single else texts})

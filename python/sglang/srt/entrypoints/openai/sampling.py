@@ -1,0 +1,78 @@
+"""OpenAI request fields as sampling parameters of the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from sglang.srt.entrypoints.http_errors import bad_request
+from sglang.srt.entrypoints.openai.protocol import SamplingFields
+
+COMPLETION_DEFAULT_MAX_TOKENS = 16
+
+_SAME_NAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+    "stop_regex",
+    "logit_bias",
+    "regex",
+    "ebnf",
+    "ignore_eos",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "no_stop_trim",
+    "n",
+)
+_RENAMED = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+
+
+def _as_json(value: str | dict[str, Any]) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _format_constraint(request: SamplingFields) -> dict[str, str]:
+    """The grammar that `response_format` asks for."""
+    wanted = request.response_format
+    if wanted is None or wanted.type == "text":
+        return {}
+    if wanted.type == "json_object":
+        return {"json_schema": '{"type":"object"}'}
+    if wanted.type == "json_schema":
+        assert wanted.json_schema is not None and wanted.json_schema.json_schema is not None
+        return {"json_schema": _as_json(wanted.json_schema.json_schema)}
+    return {"structural_tag": _as_json(wanted.model_dump(exclude={"json_schema"}))}
+
+
+def sampling_dict(request: SamplingFields, max_new_tokens: int | None) -> dict[str, Any]:
+    """Sampling parameters that the request sets; those it leaves out keep the model's defaults.
+
+    `max_new_tokens` of None: until the context is full.
+    """
+    if request.lora_path is not None:
+        raise bad_request("lora_path: this server has no LoRA adapters loaded.", param="lora_path")
+    params: dict[str, Any] = {"max_new_tokens": max_new_tokens}
+    for name in _SAME_NAME:
+        value = getattr(request, name)
+        if value is not None:
+            params[name] = value
+    for name, engine_name in _RENAMED.items():
+        value = getattr(request, name)
+        if value is not None:
+            params[engine_name] = value
+    for name in ("json_schema", "structural_tag"):
+        value = getattr(request, name)
+        if value is not None:
+            params[name] = _as_json(value)
+    for name, grammar in _format_constraint(request).items():
+        if name in params:
+            raise bad_request(f"response_format and {name} both constrain the output; give one of them.", param=name)
+        params[name] = grammar
+    return params

@@ -1,0 +1,117 @@
+"""What the OpenAI endpoints share: who they talk to, and how a call becomes one response or a stream of events."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sglang.srt.entrypoints.http_errors import ApiError, sse_error
+from sglang.srt.entrypoints.http_stream import DONE, EventStream, until_disconnect
+from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
+from sglang.srt.entrypoints.openai.protocol import SamplingFields
+from sglang.srt.managers.generate_request import GenerateOutput, GenerateRequest, RequestError
+from sglang.srt.managers.generation_stream import GenerationStream
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAIService:
+    """The engine as the OpenAI endpoints see it."""
+
+    manager: TokenizerManager
+    chat_template: ChatTemplate
+    model_name: str
+    report_cached_tokens: bool
+    tool_calls_parsed: bool = False
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ApiError 400 when the server runs without one."""
+        if self.manager.tokenizer is None:
+            raise ApiError(400, "the server runs with --skip-tokenizer-init: use /generate with input_ids")
+        return self.manager.tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseHead:
+    """The fields that all parts of one response repeat."""
+
+    id: str
+    created: int
+    model: str
+
+
+def new_head(prefix: str, request: SamplingFields, service: OpenAIService) -> tuple[ResponseHead, str | list[str]]:
+    """The response's identity and the request id(s) that the engine shall use."""
+    rid = request.rid or uuid.uuid4().hex
+    name = rid if isinstance(rid, str) else rid[0]
+    return ResponseHead(prefix + name, int(time.time()), service.model_name), rid
+
+
+async def collect(service: OpenAIService, request: Request, call: GenerateRequest) -> tuple[GenerationStream, list[GenerateOutput]]:
+    """All outputs of `call`, complete; aborted when the client disconnects."""
+
+    async def work() -> tuple[GenerationStream, list[GenerateOutput]]:
+        async with await service.manager.submit(call) as stream:
+            return stream, await stream.collect()
+
+    return await until_disconnect(request, work())
+
+
+class StreamWriter:
+    """Turns the outputs of one call into events."""
+
+    def write(self, output: GenerateOutput) -> bytes:
+        """The events for one output, possibly none (empty)."""
+        raise NotImplementedError
+
+    def end(self) -> bytes:
+        """The events after the last output."""
+        raise NotImplementedError
+
+
+async def stream_events(
+    service: OpenAIService,
+    request: Request,
+    call: GenerateRequest,
+    make_writer: Callable[[GenerationStream], StreamWriter],
+) -> Response:
+    """A streamed response. Whatever goes wrong before the first event raises, so that it gets an HTTP status."""
+
+    async def start() -> tuple[GenerationStream, StreamWriter, bytes]:
+        stream = await service.manager.submit(call)
+        try:
+            writer = make_writer(stream)
+            async for output in stream:
+                return stream, writer, writer.write(output)
+            return stream, writer, b""
+        except BaseException:
+            await stream.aclose()
+            raise
+
+    stream, writer, first = await until_disconnect(request, start())
+    return EventStream(first, _remaining_events(stream, writer, request.url.path))
+
+
+async def _remaining_events(stream: GenerationStream, writer: StreamWriter, path: str) -> AsyncIterator[bytes]:
+    async with stream:
+        try:
+            async for output in stream:
+                events = writer.write(output)
+                if events:
+                    yield events
+            yield writer.end() + DONE
+        except RequestError as error:
+            yield sse_error(path, ApiError(error.status_code, error.message)) + DONE
+        except Exception:
+            logger.exception("a stream on %s failed", path)
+            yield sse_error(path, ApiError(500, "internal error while streaming")) + DONE

@@ -1,0 +1,145 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sglang.srt.entrypoints.http_errors import bad_request, json_response
+from sglang.srt.entrypoints.openai.chunks import CompletionChunks, encode, finish_fields
+from sglang.srt.entrypoints.openai.logprobs import CompletionLogprobs
+from sglang.srt.entrypoints.openai.protocol import CompletionRequest
+from sglang.srt.entrypoints.openai.sampling import COMPLETION_DEFAULT_MAX_TOKENS, sampling_dict
+from sglang.srt.entrypoints.openai.serving import (
+    OpenAIService,
+    ResponseHead,
+    StreamWriter,
+    collect,
+    new_head,
+    stream_events,
+)
+from sglang.srt.entrypoints.openai.usage import UsageCounter
+from sglang.srt.managers.generate_request import GenerateOutput, GenerateRequest
+from sglang.srt.managers.generation_stream import GenerationStream
+from sglang.srt.managers.io_struct import OutputLogprobs
+
+
+async def completions(service: OpenAIService, body: CompletionRequest, request: Request) -> Response:
+    _check(body)
+    head, rid = new_head("cmpl-", body, service)
+    call = _generate_request(body, rid)
+    usage = UsageCounter(body.num_choices, service.report_cached_tokens)
+    if body.stream:
+        return await stream_events(
+            service, request, call, lambda stream: _CompletionWriter(_Echo(service, body, stream), body, head, usage)
+        )
+    stream, outputs = await collect(service, request, call)
+    for output in outputs:
+        usage.update(output.index, output.meta)
+    echo = _Echo(service, body, stream)
+    return json_response(
+        {
+            "id": head.id,
+            "object": "text_completion",
+            "created": head.created,
+            "model": head.model,
+            "choices": [_choice(echo, output) for output in outputs],
+            "usage": usage.as_dict(),
+            "metadata": {"weight_version": "default"},
+        }
+    )
+
+
+def _check(body: CompletionRequest) -> None:
+    if body.suffix is not None:
+        raise bad_request("suffix (fill in the middle) is not supported", param="suffix")
+    if body.best_of is not None and body.best_of != body.num_choices:
+        raise bad_request("best_of other than n is not supported: leave it out", param="best_of")
+    if not body.prompt:
+        raise bad_request("prompt is empty", param="prompt")
+
+
+def _generate_request(body: CompletionRequest, rid: str | list[str]) -> GenerateRequest:
+    prompt = body.prompt
+    is_text = isinstance(prompt, str) or isinstance(prompt[0], str)
+    max_tokens = COMPLETION_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    return GenerateRequest(
+        text=prompt if is_text else None,  # type: ignore[arg-type]
+        input_ids=None if is_text else prompt,  # type: ignore[arg-type]
+        sampling_params=sampling_dict(body, max_tokens),
+        stream=body.stream,
+        return_logprob=body.logprobs is not None,
+        logprob_start_len=0 if body.echo and body.logprobs is not None else -1,
+        top_logprobs_num=body.logprobs or 0,
+        rid=rid,
+        priority=body.priority or 0,
+        cache_namespace=body.cache_salt,
+    )
+
+
+class _Echo:
+    """The prompt's share of the choices (`echo`), and their log probabilities."""
+
+    def __init__(self, service: OpenAIService, body: CompletionRequest, stream: GenerationStream) -> None:
+        self._service = service
+        self._echo = body.echo
+        self._stream = stream
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+
+    def prompt_text(self, index: int) -> str:
+        """What precedes the first output text of choice `index`."""
+        if not self._echo:
+            return ""
+        text = self._stream.prompt_texts[index // self._stream.num_samples]
+        if text is not None:
+            return text
+        return self._service.tokenizer.decode(self._stream.requests[index].input_ids)
+
+    def logprobs(self, index: int, logprobs: OutputLogprobs | None) -> dict[str, Any] | None:
+        """The next piece of choice `index`; its first piece has the prompt's tokens when they are echoed."""
+        if logprobs is None:
+            return None
+        if index in self._logprobs:
+            return self._logprobs[index].output(logprobs)
+        writer = self._logprobs[index] = CompletionLogprobs(self._service.tokenizer)
+        return writer.prompt_and_output(logprobs) if self._echo else writer.output(logprobs)
+
+
+def _choice(echo: _Echo, output: GenerateOutput) -> dict[str, Any]:
+    assert output.finish is not None
+    return {
+        "index": output.index,
+        "text": echo.prompt_text(output.index) + output.text,
+        "logprobs": echo.logprobs(output.index, output.logprobs),
+        "finish_reason": output.finish.type,
+        "matched_stop": output.finish.matched,
+    }
+
+
+class _CompletionWriter(StreamWriter):
+    def __init__(self, echo: _Echo, body: CompletionRequest, head: ResponseHead, usage: UsageCounter) -> None:
+        self._echo = echo
+        self._chunks = CompletionChunks(head.id, head.created, head.model)
+        self._usage = usage
+        self._continuous = body.continuous_usage
+        self._final_usage = body.include_usage
+        self._introduced: set[int] = set()
+
+    def write(self, output: GenerateOutput) -> bytes:
+        index, text, finish = output.index, output.text, output.finish
+        self._usage.update(index, output.meta)
+        if index not in self._introduced:
+            self._introduced.add(index)
+            text = self._echo.prompt_text(index) + text
+        if not text and finish is None and output.logprobs is None:
+            return b""
+        logprobs = b"null" if output.logprobs is None else encode(self._echo.logprobs(index, output.logprobs))
+        usage = encode(self._usage.as_dict()) if self._continuous else b"null"
+        if finish is None:
+            return self._chunks.text(index, text, logprobs, usage)
+        return self._chunks.text(index, text, logprobs, usage, finish_fields(finish.type, finish.matched))
+
+    def end(self) -> bytes:
+        return self._chunks.usage(self._usage.as_dict()) if self._final_usage else b""

@@ -1,0 +1,32 @@
+"""Token counts of one response."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.managers.io_struct import TokenMeta
+
+
+class UsageCounter:
+    """Keeps the newest counts of every sequence. The `num_choices` samples of a prompt count its prompt once."""
+
+    def __init__(self, num_choices: int, report_cached: bool) -> None:
+        self._num_choices = num_choices
+        self._report_cached = report_cached
+        self._meta: dict[int, TokenMeta] = {}
+
+    def update(self, index: int, meta: TokenMeta) -> None:
+        self._meta[index] = meta
+
+    def as_dict(self) -> dict[str, Any]:
+        firsts = [meta for index, meta in self._meta.items() if index % self._num_choices == 0]
+        prompt_tokens = sum(meta.prompt_tokens for meta in firsts)
+        completion_tokens = sum(meta.completion_tokens for meta in self._meta.values())
+        details = {"cached_tokens": sum(meta.cached_tokens for meta in firsts)} if self._report_cached else None
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "reasoning_tokens": 0,
+            "prompt_tokens_details": details,
+        }

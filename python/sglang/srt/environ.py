@@ -1,0 +1,140 @@
+"""The environment variables that we read, typed. A value that does not parse is an error, never a silent default.
+
+    from sglang.srt.environ import envs
+    if envs.SGLANG_FORCE_ARCH is not None: ...
+
+Values are read at access, so that a test can set one with `monkeypatch.setenv`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Generic, TypeVar, overload
+
+from sglang.srt.errors import UserError
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+def _parse_bool(text: str) -> bool:
+    try:
+        return _BOOLEANS[text.strip().lower()]
+    except KeyError:
+        raise ValueError("expected a boolean such as 1, 0, true or false") from None
+
+
+def _parse_positive_float(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError("expected a positive number")
+    return value
+
+
+def _parse_directory(text: str) -> Path:
+    path = Path(text).expanduser()
+    if not path.is_dir():
+        raise ValueError("no such directory")
+    return path
+
+
+class EnvVar(Generic[T]):
+    """Descriptor: the attribute's name is the variable's name, reading the attribute reads the environment."""
+
+    def __init__(self, parse: Callable[[str], T], default: T, description: str) -> None:
+        self.parse = parse
+        self.default = default
+        self.description = description
+        self.name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> EnvVar[T]: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+    def __get__(self, instance: object | None, owner: type) -> EnvVar[T] | T:
+        if instance is None:
+            return self
+        text = os.environ.get(self.name, "").strip()
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise UserError(f"Environment variable {self.name}={text!r} is not valid: {error}. {self.description}") from None
+
+
+class Environment:
+    """Every variable of ours. One that is set but empty counts as unset."""
+
+    SGLANG_FORCE_ARCH: EnvVar[str | None] = EnvVar(
+        str, None, "Make every kernel choice as for this GPU, for example sm_120."
+    )
+    SGLANG_MOE_CONFIG_DIR: EnvVar[Path | None] = EnvVar(
+        _parse_directory, None, "Directory whose `configs/` holds MoE tuning files, searched before our own."
+    )
+    SGLANG_CACHE_DIR: EnvVar[Path] = EnvVar(
+        lambda text: Path(text).expanduser(),
+        Path("~/.cache/sm120-sglang").expanduser(),
+        "Where compiled kernel records are cached.",
+    )
+    SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN: EnvVar[bool] = EnvVar(
+        _parse_bool, False, "Let --context-length exceed what the model's configuration supports."
+    )
+    SGLANG_TORCH_PROFILER_DIR: EnvVar[Path] = EnvVar(
+        lambda text: Path(text).expanduser(), Path("/tmp"), "Where /start_profile writes its traces."
+    )
+    SGLANG_DRAIN_TIMEOUT: EnvVar[float] = EnvVar(
+        _parse_positive_float, 60.0, "Seconds that running requests get to finish after SIGTERM."
+    )
+
+
+envs = Environment()
+
+KNOWN: frozenset[str] = frozenset(name for name, value in vars(Environment).items() if isinstance(value, EnvVar))
+
+IGNORED: Mapping[str, str] = {
+    "SGLANG_DISABLE_CUDNN_CHECK": "there is no cuDNN version check to disable",
+    "SGLANG_SM120_TRITON_FLASHMLA": "attention kernels are chosen by the plan; see `python -m sglang.explain`",
+    "SGLANG_SM120_MQA_FALLBACK": "attention kernels are chosen by the plan; see `python -m sglang.explain`",
+    "SGLANG_ENABLE_SPEC_V2": "speculative decoding has one implementation",
+    "SGLANG_ENABLE_JIT_DEEPGEMM": "DeepGEMM is not used",
+}
+"""Variables that existing guides set and that have nothing to switch here, with the reason."""
+
+_already_warned: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """Logs a warning the first time that this process produces it."""
+    if message not in _already_warned:
+        _already_warned.add(message)
+        logger.warning(message)
+
+
+def adopt_environment() -> None:
+    """Takes over the older `SGL_*` spelling of variables that we know, and says once which ones have no effect.
+
+    Called by entry points before anything reads `envs`; the environment is inherited by the processes started later.
+    A variable that is set in both spellings keeps its new one.
+    """
+    ignored = dict(IGNORED)
+    for name in sorted(os.environ):
+        if not name.startswith("SGL_"):
+            continue
+        new_name = "SGLANG_" + name.removeprefix("SGL_")
+        if new_name in KNOWN:
+            os.environ.setdefault(new_name, os.environ[name])
+            warn_once(f"Environment variable {name} is the older spelling of {new_name}; please use the latter.")
+        else:
+            ignored[name] = IGNORED.get(new_name, "no variable of that name exists")
+    for name, reason in ignored.items():
+        if name in os.environ:
+            warn_once(f"Environment variable {name} has no effect in sm120-sglang: {reason}.")

@@ -1,0 +1,158 @@
+"""What the GPU can do. The only module that asks a device; everything else reads the traits that it returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang.srt.environ import envs
+from sglang.srt.errors import UserError
+from sglang.srt.hardware.products import ARCHS, PRODUCTS, ArchFacts, product_of_device_name
+
+
+class UnknownArch(UserError):
+    """The name is none of the architectures and products that we know."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArchTraits:
+    """One GPU, or the CPU. Shared memory and memory in bytes, bandwidth in bytes/s (0 where unknown)."""
+
+    name: str  # "sm_120" ... or "cpu"
+    capability: tuple[int, int] | None
+    smem_per_block: int  # what one block may ask for, after the opt-in
+    smem_per_sm: int
+    num_sms: int
+    bandwidth: float
+    memory: int
+    features: frozenset[str]
+    product: str | None = None  # key of PRODUCTS
+
+    @property
+    def device(self) -> str:
+        """The torch device type."""
+        return "cuda" if self.capability else "cpu"
+
+
+CPU = ArchTraits("cpu", None, 0, 0, 0, 0.0, 0, frozenset())
+
+
+def arch_by_name(name: str) -> ArchTraits:
+    """Traits by architecture ("sm_120", with the numbers of its reference product), product ("rtx-5090") or "cpu".
+
+    Raises UnknownArch.
+    """
+    if name == "cpu":
+        return CPU
+    product_key = ARCHS[name].reference_product if name in ARCHS else name
+    if product_key not in PRODUCTS:
+        known = ", ".join(["cpu", *ARCHS, *PRODUCTS])
+        raise UnknownArch(f"unknown architecture or product {name!r}; known: {known}")
+    product = PRODUCTS[product_key]
+    facts = ARCHS[product.arch]
+    return ArchTraits(
+        name=product.arch,
+        capability=facts.capability,
+        smem_per_block=facts.smem_per_block,
+        smem_per_sm=facts.smem_per_sm,
+        num_sms=product.num_sms,
+        bandwidth=float(product.bandwidth),
+        memory=product.memory,
+        features=facts.features | ({"nvlink"} if product.nvlink else set()),
+        product=product_key,
+    )
+
+
+def current_arch(device_index: int = 0, device: str = "auto") -> ArchTraits:
+    """Traits of this machine's GPU, or of the GPU that SGLANG_FORCE_ARCH names, or the CPU's.
+
+    `device` is "auto", "cuda" or "cpu". SGLANG_FORCE_ARCH (an architecture or a product) wins over "auto" and "cuda", so
+    that a GPU can run with another one's kernels and tiles. Raises UnknownArch for a bad name, and UserError when CUDA
+    is asked for and there is none.
+    """
+    if device == "cpu":
+        return CPU
+    if envs.SGLANG_FORCE_ARCH is not None:
+        return arch_by_name(envs.SGLANG_FORCE_ARCH)
+    if cuda_available():
+        return _measured_arch(device_index)
+    if device == "cuda":
+        raise UserError("--device cuda, but torch sees no CUDA device; check nvidia-smi, or use --device cpu")
+    return CPU
+
+
+def _measured_arch(device_index: int) -> ArchTraits:
+    import torch
+
+    props = torch.cuda.get_device_properties(device_index)
+    capability = (props.major, props.minor)
+    name = f"sm_{props.major}{props.minor}"
+    facts = _facts_for(capability)
+    product_key = product_of_device_name(props.name)
+    product = PRODUCTS[product_key] if product_key else None
+    return ArchTraits(
+        name=name,
+        capability=capability,
+        smem_per_block=props.shared_memory_per_block_optin,
+        smem_per_sm=props.shared_memory_per_multiprocessor,
+        num_sms=props.multi_processor_count,
+        bandwidth=float(product.bandwidth) if product else 0.0,
+        memory=props.total_memory,
+        features=facts.features | ({"nvlink"} if product and product.nvlink else set()),
+        product=product_key,
+    )
+
+
+def _facts_for(capability: tuple[int, int]) -> ArchFacts:
+    """A capability that we do not list gets what the newest listed one of its major, not above it, guarantees."""
+    same_major = [f for f in ARCHS.values() if f.capability[0] == capability[0] and f.capability <= capability]
+    if same_major:
+        return max(same_major, key=lambda f: f.capability)
+    return ArchFacts(capability, 0, 0, frozenset({"cp_async"}) if capability >= (8, 0) else frozenset(), "")
+
+
+def cuda_available() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def device_name(device_index: int = 0) -> str:
+    """The driver's name of the GPU, or "cpu"."""
+    if not cuda_available():
+        return "cpu"
+    import torch
+
+    return torch.cuda.get_device_name(device_index)
+
+
+def device_count() -> int:
+    """CUDA devices that this process may use."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def free_memory_bytes(device_index: int | None = 0) -> int:
+    """Bytes that can still be allocated: on the GPU, or with None in main memory (Linux; cgroup limits count)."""
+    if device_index is None:
+        return _free_main_memory()
+    import torch
+
+    free, _ = torch.cuda.mem_get_info(device_index)
+    return int(free)
+
+
+def _free_main_memory() -> int:
+    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(meminfo["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        available = min(available, max(0, int(text) - int(used.read_text())))
+    return available
+
+
+def is_sm120_supported(device_index: int = 0) -> bool:
+    """Upstream's meaning, for ported code: the device's major capability is 12 (sm_120 and sm_121)."""
+    capability = current_arch(device_index).capability
+    return capability is not None and capability[0] == 12

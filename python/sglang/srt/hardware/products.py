@@ -1,0 +1,82 @@
+"""Published facts of GPUs: what an architecture can do, and what each product of it measures.
+
+Numbers: NVIDIA's CUDA programming guide (shared memory), product data sheets (SM count, memory, bandwidth).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KIB = 1024
+GB = 10**9
+GIB = 1024**3
+
+FEATURES = frozenset({"cp_async", "tma", "wgmma", "tcgen05", "fp8_mma", "block_scaled_mma", "pdl", "nvlink"})
+"""Everything a kernel may require. There is no feature "Blackwell": sm_100 has tcgen05, sm_120 has not."""
+
+_AMPERE = frozenset({"cp_async"})
+_ADA = _AMPERE | {"fp8_mma"}
+_HOPPER = _ADA | {"tma", "wgmma", "pdl"}
+_DATACENTER_BLACKWELL = _ADA | {"tma", "tcgen05", "block_scaled_mma", "pdl"}
+_SM12X = _ADA | {"tma", "block_scaled_mma", "pdl"}
+
+
+@dataclass(frozen=True, slots=True)
+class ArchFacts:
+    """What holds for every product of one compute capability. Shared memory in bytes, after the opt-in."""
+
+    capability: tuple[int, int]
+    smem_per_block: int
+    smem_per_sm: int
+    features: frozenset[str]
+    reference_product: str
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A card. `aliases` are fragments of the driver's device name, lower case, all of which must occur in it."""
+
+    arch: str
+    num_sms: int
+    bandwidth: float  # bytes/s
+    memory: int  # bytes
+    name_parts: tuple[str, ...]
+    nvlink: bool = False
+
+
+ARCHS: dict[str, ArchFacts] = {
+    "sm_80": ArchFacts((8, 0), 163 * KIB, 164 * KIB, _AMPERE, "a100-80gb"),
+    "sm_86": ArchFacts((8, 6), 99 * KIB, 100 * KIB, _AMPERE, "rtx-3090"),
+    "sm_89": ArchFacts((8, 9), 99 * KIB, 100 * KIB, _ADA, "l40s"),
+    "sm_90": ArchFacts((9, 0), 227 * KIB, 228 * KIB, _HOPPER, "h200"),
+    "sm_100": ArchFacts((10, 0), 227 * KIB, 228 * KIB, _DATACENTER_BLACKWELL, "b200"),
+    "sm_103": ArchFacts((10, 3), 227 * KIB, 228 * KIB, _DATACENTER_BLACKWELL, "b300"),
+    "sm_120": ArchFacts((12, 0), 99 * KIB, 100 * KIB, _SM12X, "rtx-pro-6000-server"),
+    "sm_121": ArchFacts((12, 1), 99 * KIB, 100 * KIB, _SM12X, "gb10"),
+}
+
+# Searched in this order, so that the more specific name comes first.
+PRODUCTS: dict[str, Product] = {
+    "rtx-pro-6000-max-q": Product("sm_120", 188, 1792 * GB, 96 * GIB, ("rtx pro 6000", "max-q")),
+    "rtx-pro-6000-server": Product("sm_120", 188, 1597 * GB, 96 * GIB, ("rtx pro 6000", "server")),
+    "rtx-pro-6000-workstation": Product("sm_120", 188, 1792 * GB, 96 * GIB, ("rtx pro 6000",)),
+    "rtx-5090": Product("sm_120", 170, 1792 * GB, 32 * GIB, ("rtx 5090",)),
+    "rtx-5080": Product("sm_120", 84, 960 * GB, 16 * GIB, ("rtx 5080",)),
+    "gb10": Product("sm_121", 48, 273 * GB, 121 * GIB, ("gb10",)),
+    "h200": Product("sm_90", 132, 4800 * GB, 141 * GB, ("h200",), nvlink=True),
+    "h100": Product("sm_90", 132, 3350 * GB, 80 * GIB, ("h100",), nvlink=True),
+    "b200": Product("sm_100", 148, 8000 * GB, 180 * GIB, ("b200",), nvlink=True),
+    "b300": Product("sm_103", 148, 8000 * GB, 268 * GIB, ("b300",), nvlink=True),
+    "a100-80gb": Product("sm_80", 108, 2039 * GB, 80 * GIB, ("a100",), nvlink=True),
+    "rtx-3090": Product("sm_86", 82, 936 * GB, 24 * GIB, ("rtx 3090",)),
+    "l40s": Product("sm_89", 142, 864 * GB, 48 * GIB, ("l40s",)),
+}
+
+
+def product_of_device_name(device_name: str) -> str | None:
+    """Key of PRODUCTS for a driver's device name such as "NVIDIA GeForce RTX 5090", or None for an unknown card."""
+    lowered = device_name.lower()
+    for key, product in PRODUCTS.items():
+        if all(part in lowered for part in product.name_parts):
+            return key
+    return None

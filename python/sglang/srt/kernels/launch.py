@@ -1,0 +1,140 @@
+"""A launch that heals itself: should a tile ask for more than the GPU has after all (another Triton, an unknown card), the
+next smaller ledger tile takes over, for this process and for later ones.
+
+    ladder = plan.ladder("extend_attention")
+    ladder.run(lambda tile: extend_attention_fwd(..., tile=tile))
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from sglang.srt.environ import envs
+from sglang.srt.hardware.arch import device_name
+from sglang.srt.kernels.ledger_file import tile_key
+from sglang.srt.kernels.spec import Tile
+
+R = TypeVar("R")
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepDown:
+    """A tile that failed to launch, and the one used instead."""
+
+    op: str
+    failed: str
+    used: str
+    reason: str
+
+
+_step_downs: list[StepDown] = []
+
+
+def step_downs() -> list[dict[str, str]]:
+    """All step-downs of this process (those remembered from earlier ones included), for /server_info."""
+    return [asdict(s) for s in _step_downs]
+
+
+class TileLadder:
+    """Tiles of one call site, best first. One per call site and process; not thread safe."""
+
+    def __init__(self, op: str, tiles: Sequence[Tile], entry: str) -> None:
+        """`entry` is "module:attribute" of the kernel: its source is part of what a remembered failure is tied to."""
+        assert tiles, f"{op}: a ladder needs at least one tile"
+        self.op = op
+        self.tiles = tuple(tiles)
+        self.entry = entry
+        self._at = 0
+        self._recalled = False
+
+    @property
+    def tile(self) -> Tile:
+        """The tile in use."""
+        if not self._recalled:
+            self._recall()
+        return self.tiles[self._at]
+
+    def run(self, attempt: Callable[[Tile], R]) -> R:
+        """`attempt(tile)`, with a smaller tile after each OutOfResources. Raises the last one when no tile is left."""
+        while True:
+            tile = self.tile
+            try:
+                return attempt(tile)
+            except Exception as error:
+                if not is_out_of_resources(error) or self._at + 1 == len(self.tiles):
+                    raise
+                self._step_down(str(error))
+
+    def _step_down(self, reason: str) -> None:
+        failed, used = tile_key(self.tiles[self._at]), tile_key(self.tiles[self._at + 1])
+        logger.warning("%s: tile %s does not launch (%s); using tile %s from now on", self.op, failed, reason, used)
+        self._at += 1
+        step = StepDown(self.op, failed, used, reason)
+        _step_downs.append(step)
+        _remember(_cache_key(self.entry), step)
+
+    def _recall(self) -> None:
+        self._recalled = True
+        keys = [tile_key(tile) for tile in self.tiles]
+        for step in _remembered(_cache_key(self.entry)):
+            if step.op == self.op and step.used in keys[self._at + 1 :]:
+                self._at = keys.index(step.used)
+                _step_downs.append(step)
+                logger.warning("%s: using tile %s, as %s failed before (%s)", step.op, step.used, step.failed, step.reason)
+
+
+def is_out_of_resources(error: BaseException) -> bool:
+    """Triton's error for a kernel that needs more shared memory or registers than the GPU has."""
+    return any(kind.__name__ == "OutOfResources" for kind in type(error).__mro__)
+
+
+def _cache_file() -> Path:
+    return envs.SGLANG_CACHE_DIR / "step_downs.json"
+
+
+@functools.cache
+def _cache_key(entry: str) -> str:
+    """Kernel source, Triton version and GPU: a change of any of them makes a failure worth trying again."""
+    spec = importlib.util.find_spec(entry.partition(":")[0])
+    source = Path(spec.origin).read_bytes() if spec and spec.origin else entry.encode()
+    try:
+        triton_version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton_version = "none"
+    return f"{hashlib.sha256(source).hexdigest()[:16]}/{triton_version}/{device_name()}"
+
+
+def _read_cache() -> dict[str, list[dict[str, str]]]:
+    path = _cache_file()
+    if not path.exists():
+        return {}
+    try:
+        content: dict[str, list[dict[str, str]]] = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        logger.warning("ignoring %s, which is not valid JSON: %s", path, error)
+        return {}
+    return content
+
+
+def _remembered(key: str) -> list[StepDown]:
+    return [StepDown(**step) for step in _read_cache().get(key, [])]
+
+
+def _remember(key: str, step: StepDown) -> None:
+    content = _read_cache()
+    content.setdefault(key, []).append(asdict(step))
+    path = _cache_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replacement = path.with_suffix(".tmp")
+    replacement.write_text(json.dumps(content, indent=1))
+    replacement.replace(path)

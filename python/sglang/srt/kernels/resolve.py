@@ -1,0 +1,108 @@
+"""The one resolver: need + architecture -> kernel and tile, with a reason for everything that was not chosen."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.kernels.ledger_file import Ledger
+from sglang.srt.kernels.spec import Choice, KernelSpec, Need, NoKernel, Rejection, Tile, TileRecord
+from sglang.srt.kernels.tables import PREFERENCES, TABLES, Preference
+
+OPTIONAL_PACKAGES = ("flashinfer", "sgl_kernel", "triton")
+
+
+def installed_packages() -> frozenset[str]:
+    """Those of OPTIONAL_PACKAGES that this Python can import; looks, does not import."""
+    return frozenset(name for name in OPTIONAL_PACKAGES if importlib.util.find_spec(name) is not None)
+
+
+def resolve(
+    need: Need, arch: ArchTraits, ledger: Ledger, packages: frozenset[str], forced: str | None = None
+) -> Choice:
+    """The first candidate of the op's table that can serve `need`; with `forced`, that one or nothing.
+
+    Raises NoKernel (a start-up error) with every reason, and what would work.
+    """
+    preference = _preference(need, arch)
+    candidates = _ordered(TABLES[need.op], preference)
+    if forced is not None:
+        return _resolve_forced(need, arch, ledger, packages, candidates, forced)
+    rejected: list[Rejection] = []
+    for spec in candidates:
+        fit = _fit(spec, need, arch, ledger, packages)
+        if isinstance(fit, Rejection):
+            rejected.append(fit)
+            continue
+        later = [_passed_over(s, spec, need, arch, packages) for s in candidates[candidates.index(spec) + 1 :]]
+        note = preference.evidence if preference else None
+        return _choice(need, spec, fit, ledger, arch, (*rejected, *later), note)
+    raise NoKernel(need, arch, tuple(rejected))
+
+
+def _resolve_forced(
+    need: Need,
+    arch: ArchTraits,
+    ledger: Ledger,
+    packages: frozenset[str],
+    candidates: Sequence[KernelSpec],
+    forced: str,
+) -> Choice:
+    fits = {spec.name: _fit(spec, need, arch, ledger, packages) for spec in candidates}
+    works = tuple(name for name, fit in fits.items() if not isinstance(fit, Rejection))
+    if forced not in fits:
+        reason = f"there is no such kernel; known: {', '.join(fits)}"
+        raise NoKernel(need, arch, (Rejection(forced, (reason,)),), forced, works)
+    fit = fits[forced]
+    if isinstance(fit, Rejection):
+        raise NoKernel(need, arch, (fit,), forced, works)
+    spec = next(s for s in candidates if s.name == forced)
+    others = tuple(_passed_over(s, spec, need, arch, packages) for s in candidates if s is not spec)
+    return _choice(need, spec, fit, ledger, arch, others, "asked for")
+
+
+def _preference(need: Need, arch: ArchTraits) -> Preference | None:
+    return next((p for p in PREFERENCES if p.applies(need, arch)), None)
+
+
+def _ordered(candidates: tuple[KernelSpec, ...], preference: Preference | None) -> list[KernelSpec]:
+    if preference is None:
+        return list(candidates)
+    rank = {name: i for i, name in enumerate(preference.order)}
+    return sorted(candidates, key=lambda spec: rank.get(spec.name, len(rank)))
+
+
+def _fit(
+    spec: KernelSpec, need: Need, arch: ArchTraits, ledger: Ledger, packages: frozenset[str]
+) -> Rejection | tuple[Tile, ...]:
+    """The tiles that fit, best first (empty for an untiled kernel), or why the kernel cannot be used."""
+    reasons = spec.why_not(need, arch, packages)
+    if reasons or not spec.tiled:
+        return Rejection(spec.name, tuple(reasons)) if reasons else ()
+    fitting = ledger.fitting_tiles(need, arch)
+    if not fitting.tiles:
+        return Rejection(spec.name, tuple(fitting.reasons))
+    return fitting.tiles
+
+
+def _passed_over(
+    spec: KernelSpec, chosen: KernelSpec, need: Need, arch: ArchTraits, packages: frozenset[str]
+) -> Rejection:
+    reasons = spec.why_not(need, arch, packages)
+    return Rejection(spec.name, tuple(reasons) or (f"{chosen.name} comes first",))
+
+
+def _choice(
+    need: Need,
+    spec: KernelSpec,
+    tiles: tuple[Tile, ...],
+    ledger: Ledger,
+    arch: ArchTraits,
+    rejected: tuple[Rejection, ...],
+    note: str | None,
+) -> Choice:
+    if not tiles:
+        return Choice(need, spec, rejected=rejected, note=note)
+    record: TileRecord | None = ledger.record(need, tiles[0], arch)
+    return Choice(need, spec, tiles[0], record, tiles[1:], rejected, note)

@@ -1,0 +1,136 @@
+"""What a call site needs, what a kernel offers, and what was chosen. No torch, no device."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import ArchTraits
+
+Tile = Mapping[str, int]
+"""Launch parameters of a tiled kernel: BLOCK_M, ..., num_warps, num_stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a call site asks for. Head dims 0 where the op has none; dtypes as in ModelConfig, KV dtype as in KVSpec.
+
+    `traits` are properties that not every kernel supports: "sliding_window", "sinks", "logit_cap", "custom_mask", "mla",
+    "sparse", "hybrid_gdn", "hierarchical_cache", "bidirectional".
+    """
+
+    op: str
+    head_dim: int = 0
+    v_head_dim: int = 0
+    q_dtype: str = "bfloat16"
+    kv_dtype: str = "bfloat16"
+    page_size: int = 1
+    quant: str | None = None
+    traits: frozenset[str] = frozenset()
+
+    def describe(self) -> str:
+        parts = [self.q_dtype]
+        if self.head_dim:
+            dims = f"{self.head_dim}" if self.head_dim == self.v_head_dim else f"{self.head_dim}/{self.v_head_dim}"
+            parts = [f"head dim {dims}", *parts, f"{self.kv_dtype} KV", f"page size {self.page_size}"]
+        if self.quant:
+            parts.append(self.quant)
+        return ", ".join([*parts, *sorted(self.traits)])
+
+
+Refuse = Callable[[Need, ArchTraits], list[str]]
+"""Reasons why a kernel cannot serve a need on an architecture; empty when it can."""
+
+
+def refuses_nothing(need: Need, arch: ArchTraits) -> list[str]:
+    return []
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """One candidate of an op's table."""
+
+    name: str
+    entry: str = ""  # "package.module:attribute", imported when the model is built
+    requires: frozenset[str] = frozenset()  # features of ArchTraits
+    package: str | None = None  # optional distribution that must be installed
+    tiled: bool = False  # takes a tile; one must be in the ledger and fit
+    refuse: Refuse = refuses_nothing
+    graph_safe: bool = True  # may run inside a CUDA graph
+    not_here: str | None = None  # exists elsewhere; why it is not part of this server
+
+    def why_not(self, need: Need, arch: ArchTraits, packages: frozenset[str]) -> list[str]:
+        """Every reason against this kernel, the hardware's first. Tiles are looked at afterwards."""
+        missing = sorted(self.requires - arch.features)
+        reasons = [f"needs {', '.join(missing)}, which {arch.name} does not have"] if missing else []
+        reasons += self.refuse(need, arch)
+        if self.not_here is not None:
+            reasons.append(self.not_here)
+        elif self.package is not None and self.package not in packages:
+            reasons.append(f"{self.package} is not installed")
+        return reasons
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    kernel: str
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kernel}: {'; '.join(self.reasons)}"
+
+
+@dataclass(frozen=True, slots=True)
+class TileRecord:
+    """What the ledger knows about a tile on one architecture: worst case over the kernel's variants. Bytes."""
+
+    smem: int
+    registers: int
+    spills: int
+    stack: int
+    mma: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The kernel that serves a need, the tile that it gets, and everything that was not chosen."""
+
+    need: Need
+    spec: KernelSpec
+    tile: Tile | None = None
+    record: TileRecord | None = None
+    smaller_tiles: tuple[Tile, ...] = ()  # what a launch may step down to, in order
+    rejected: tuple[Rejection, ...] = ()
+    note: str | None = None  # why this order, where it was measured
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    def load(self) -> Any:
+        """The kernel's callable (or backend class). Imports its module."""
+        module, _, attribute = self.spec.entry.partition(":")
+        return getattr(importlib.import_module(module), attribute)
+
+
+class NoKernel(UserError):
+    """No candidate serves the need: a start-up error that says why, for each, and what would work."""
+
+    def __init__(
+        self,
+        need: Need,
+        arch: ArchTraits,
+        rejected: tuple[Rejection, ...],
+        forced: str | None = None,
+        would_work: tuple[str, ...] = (),
+    ) -> None:
+        self.need, self.arch, self.rejected, self.forced, self.would_work = need, arch, rejected, forced, would_work
+        what = f"{need.op} ({need.describe()}) on {arch.name}"
+        head = f"{forced} cannot run {what}" if forced else f"no kernel can run {what}"
+        lines = [head + ":", *(f"  - {rejection}" for rejection in rejected)]
+        if would_work:
+            lines.append(f"What would work: {', '.join(would_work)}.")
+        super().__init__("\n".join(lines))

@@ -1,0 +1,229 @@
+"""The candidates of every op, in order: the first one that can serve a need is chosen.
+
+Rows with `not_here` exist in other servers and are listed so that `explain` can say why they are out. Hardware reasons
+come from `requires`, never from comparing architectures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.kernels.spec import KernelSpec, Need, Refuse
+
+_ATTENTION = "sglang.srt.layers.attention"
+_NATIVE = "sglang.srt.layers.native_ops"
+_TRITON = "sglang.srt.layers.triton_ops"
+_MOE = "sglang.srt.layers.moe.fused_moe_triton"
+
+NOT_PART = "not part of sm120-sglang"
+NOT_YET = "not implemented yet in sm120-sglang"
+
+CP_ASYNC = frozenset({"cp_async"})
+TCGEN05 = frozenset({"tcgen05"})
+WGMMA = frozenset({"wgmma"})
+NVLINK = frozenset({"nvlink"})
+
+# --- what kernels refuse ----------------------------------------------------------------------------------------------
+
+
+def all_of(*refusals: Refuse) -> Refuse:
+    return lambda need, arch: [reason for refuse in refusals for reason in refuse(need, arch)]
+
+
+def lacks(*traits: str) -> Refuse:
+    """The kernel has none of these."""
+    return lambda need, arch: [f"no support for {trait.replace('_', ' ')}" for trait in traits if trait in need.traits]
+
+
+def only_dtypes(*dtypes: str) -> Refuse:
+    return lambda need, arch: [] if need.q_dtype in dtypes else [f"no {need.q_dtype} (has {', '.join(dtypes)})"]
+
+
+def only_quant(*schemes: str | None) -> Refuse:
+    def refuse(need: Need, arch: ArchTraits) -> list[str]:
+        has = ", ".join(scheme or "unquantized" for scheme in schemes)
+        return [] if need.quant in schemes else [f"no {need.quant or 'unquantized weights'} (has {has})"]
+
+    return refuse
+
+
+def only_latent(need: Need, arch: ArchTraits) -> list[str]:
+    return [] if "mla" in need.traits else ["serves latent attention (MLA) only"]
+
+
+def only_full_heads(need: Need, arch: ArchTraits) -> list[str]:
+    return ["does not serve latent attention (MLA)"] if "mla" in need.traits else []
+
+
+def flashinfer_head_dims(need: Need, arch: ArchTraits) -> list[str]:
+    if need.head_dim != need.v_head_dim:
+        return [f"head dims {need.head_dim}/{need.v_head_dim} differ"]
+    return [] if need.head_dim in (64, 128, 256) else [f"head dim {need.head_dim} (has 64, 128, 256)"]
+
+
+def no_hybrid_with_tcgen05(need: Need, arch: ArchTraits) -> list[str]:
+    if "hybrid_gdn" in need.traits and "tcgen05" in arch.features:
+        return ["hybrid gated-delta-net models take triton or trtllm_mha on GPUs with tcgen05"]
+    return []
+
+
+def native_fp4_available(need: Need, arch: ArchTraits) -> list[str]:
+    if need.quant in ("nvfp4", "mxfp4") and "block_scaled_mma" in arch.features:
+        return ["weight-only; native FP4 is available"]
+    return []
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+_HALF = only_dtypes("bfloat16", "float16")
+
+
+def _attention(triton_entry: str) -> tuple[KernelSpec, ...]:
+    flashinfer_refuses = all_of(
+        only_full_heads, flashinfer_head_dims, _HALF, lacks("sinks", "sparse"), no_hybrid_with_tcgen05
+    )
+    return (
+        KernelSpec("triton", triton_entry, CP_ASYNC, "triton", tiled=True, refuse=all_of(_HALF, lacks("sparse"))),
+        KernelSpec(
+            "flashinfer",
+            f"{_ATTENTION}.flashinfer_backend:FlashInferAttnBackend",
+            CP_ASYNC,
+            "flashinfer",
+            refuse=flashinfer_refuses,
+        ),
+        KernelSpec(
+            "torch_native",
+            f"{_ATTENTION}.torch_native_backend:TorchNativeAttnBackend",
+            refuse=lacks("custom_mask", "sparse"),
+            graph_safe=False,
+        ),
+        KernelSpec("flashinfer_mla", requires=CP_ASYNC, refuse=only_latent, not_here=NOT_YET),
+        KernelSpec("trtllm_mha", requires=TCGEN05, refuse=only_full_heads, not_here=NOT_PART),
+        KernelSpec("trtllm_mla", requires=TCGEN05, refuse=only_latent, not_here=NOT_PART),
+        KernelSpec("cutlass_mla", requires=TCGEN05, refuse=only_latent, not_here=NOT_PART),
+        KernelSpec("fa3", requires=WGMMA, not_here=NOT_PART),
+        KernelSpec("fa4", requires=TCGEN05, not_here=NOT_PART),
+        KernelSpec("flashmla", requires=WGMMA, refuse=only_latent, not_here=NOT_PART),
+    )
+
+
+EXTEND_ATTENTION = _attention(f"{_ATTENTION}.triton_backend:TritonAttnBackend")
+DECODE_ATTENTION = _attention(f"{_ATTENTION}.triton_backend:TritonAttnBackend")
+PREFILL_ATTENTION = (
+    KernelSpec(
+        "triton",
+        f"{_ATTENTION}.triton_ops.prefill_attention:context_attention_fwd",
+        CP_ASYNC,
+        "triton",
+        tiled=True,
+        refuse=_HALF,
+    ),
+    KernelSpec("torch_native", "torch.nn.functional:scaled_dot_product_attention", graph_safe=False),
+    KernelSpec("fa3", requires=WGMMA, not_here=NOT_PART),
+)
+
+# --- elementwise, mixture of experts ----------------------------------------------------------------------------------
+
+
+def _elementwise(op: str, module: str) -> tuple[KernelSpec, ...]:
+    return (
+        KernelSpec("triton", f"{_TRITON}.{module}:{op}", CP_ASYNC, "triton"),
+        KernelSpec("torch_native", f"{_NATIVE}:{op}"),
+    )
+
+
+FUSED_MOE = (
+    KernelSpec(
+        "triton",
+        f"{_MOE}.fused_moe:fused_moe",
+        CP_ASYNC,
+        "triton",
+        refuse=all_of(_HALF, only_quant(None)),
+    ),
+    KernelSpec("torch_native", f"{_NATIVE}:fused_moe", refuse=only_quant(None), graph_safe=False),
+    KernelSpec("triton_quantized", requires=CP_ASYNC, not_here=NOT_YET),
+    KernelSpec("trtllm_gen", requires=TCGEN05, not_here=NOT_PART),
+    KernelSpec("deep_gemm", requires=WGMMA, not_here=NOT_PART),
+    KernelSpec("cutlass", requires=frozenset({"tma"}), not_here=NOT_PART),
+    KernelSpec("marlin", requires=CP_ASYNC, refuse=native_fp4_available, not_here=NOT_PART),
+)
+LINEAR = (
+    KernelSpec("cublas", "torch.nn.functional:linear", CP_ASYNC, refuse=only_quant(None)),
+    KernelSpec("torch_native", "torch.nn.functional:linear", refuse=only_quant(None)),
+    KernelSpec("triton_quantized", requires=CP_ASYNC, not_here=NOT_YET),
+    KernelSpec("cutlass", requires=frozenset({"tma"}), not_here=NOT_PART),
+    KernelSpec("marlin", requires=CP_ASYNC, refuse=native_fp4_available, not_here=NOT_PART),
+)
+TOPK_SIGMOID = (
+    KernelSpec("triton", requires=CP_ASYNC, not_here=NOT_YET),
+    KernelSpec("torch_native", not_here=NOT_YET),
+)
+GATED_DELTA_RULE = (
+    KernelSpec("triton", requires=CP_ASYNC, not_here=NOT_YET),
+    KernelSpec("flashinfer", requires=CP_ASYNC, refuse=no_hybrid_with_tcgen05, not_here=NOT_YET),
+    KernelSpec("torch_native", not_here=NOT_YET),
+)
+SPARSE_INDEXER = (
+    KernelSpec("triton", requires=CP_ASYNC, not_here=NOT_YET),
+    KernelSpec("deep_gemm", requires=WGMMA, not_here=NOT_PART),
+)
+ALL_REDUCE = (
+    KernelSpec("nccl", "sglang.srt.distributed.parallel_state:all_reduce", CP_ASYNC),
+    KernelSpec("gloo", "sglang.srt.distributed.parallel_state:all_reduce"),
+    KernelSpec("oneshot", requires=CP_ASYNC, not_here=NOT_YET),
+    KernelSpec("nvls", requires=NVLINK, not_here=NOT_PART),
+)
+
+TABLES: dict[str, tuple[KernelSpec, ...]] = {
+    "rmsnorm": _elementwise("rmsnorm", "norm"),
+    "fused_add_rmsnorm": _elementwise("fused_add_rmsnorm", "norm"),
+    "silu_and_mul": _elementwise("silu_and_mul", "activation"),
+    "qk_norm_rope_store": _elementwise("qk_norm_rope_store", "rope_store"),
+    "topk_softmax": _elementwise("topk_softmax", "topk"),
+    "topk_sigmoid": TOPK_SIGMOID,
+    "linear": LINEAR,
+    "fused_moe": FUSED_MOE,
+    "extend_attention": EXTEND_ATTENTION,
+    "decode_attention": DECODE_ATTENTION,
+    "prefill_attention": PREFILL_ATTENTION,
+    "gated_delta_rule": GATED_DELTA_RULE,
+    "sparse_indexer": SPARSE_INDEXER,
+    "all_reduce": ALL_REDUCE,
+}
+
+ATTENTION_BACKENDS: tuple[str, ...] = tuple(spec.name for spec in EXTEND_ATTENTION)
+"""What --attention-backend may name; the resolver says which of them can run."""
+
+# --- measured order ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """An order that differs from the table's, and the evidence for it. Kernels not named keep their order, behind."""
+
+    ops: frozenset[str]
+    order: tuple[str, ...]
+    evidence: str
+    archs: frozenset[str] | None = None  # None: every architecture
+    traits: frozenset[str] = frozenset()  # all must be among the need's
+    also: Callable[[Need], bool] = lambda need: True
+
+    def applies(self, need: Need, arch: ArchTraits) -> bool:
+        return (
+            need.op in self.ops
+            and (self.archs is None or arch.name in self.archs)
+            and self.traits <= need.traits
+            and self.also(need)
+        )
+
+
+PREFERENCES: tuple[Preference, ...] = (
+    Preference(
+        ops=frozenset({"decode_attention"}),
+        order=("flashinfer",),
+        evidence="a hierarchical cache moves pages while decode reads them: flashinfer's page-table reads first",
+        traits=frozenset({"hierarchical_cache"}),
+    ),
+)

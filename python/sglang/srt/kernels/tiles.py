@@ -1,0 +1,69 @@
+"""Candidate tiles of the tiled kernels, best first. Data only: no torch, no Triton, no device.
+
+A tile is a dict that a kernel's launcher takes as it is. Every tile of `tiles` fits 101,376 bytes of shared memory (the
+sm_86/89/120/121 limit) without spills, which the ledger proves; `prefer` lists tiles for GPUs with a given feature that
+are tried before those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+
+Tile = dict[str, int]
+
+HEAD_DIMS: tuple[tuple[int, int], ...] = (
+    (64, 64), (72, 72), (80, 80), (96, 96), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256), (288, 256),
+    (512, 512), (576, 512),
+)  # fmt: skip
+"""(head_dim, v_head_dim) that the attention kernels support."""
+
+MLA_LATENT = (576, 512)
+"""One key head whose first 512 columns are the value."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileRow:
+    """Tiles of one op for the listed (head_dim, v_head_dim) and KV element sizes in bytes."""
+
+    op: str
+    head_dims: tuple[tuple[int, int], ...]
+    kv_bytes: tuple[int, ...]
+    tiles: tuple[Tile, ...]
+    prefer: Mapping[str, tuple[Tile, ...]] = field(default_factory=dict)
+
+    def candidates(self, features: Collection[str]) -> Iterator[Tile]:
+        for feature, tiles in self.prefer.items():
+            if feature in features:
+                yield from tiles
+        yield from self.tiles
+
+
+def _qkv(m: int, n: int, warps: int, stages: int) -> Tile:
+    return {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
+
+
+def _split(h: int, n: int, warps: int, stages: int, ctas_per_sm: int, waves: int = 4) -> Tile:
+    """ctas_per_sm: programs that share an SM, waves: how many rounds of those a large batch is cut into."""
+    return {"BLOCK_H": h, "BLOCK_N": n, "num_warps": warps, "num_stages": stages, "ctas_per_sm": ctas_per_sm, "waves": waves}  # fmt: skip
+
+
+ROWS: tuple[TileRow, ...] = ()
+
+
+def find_row(op: str, head_dim: int, v_head_dim: int, kv_bytes: int) -> TileRow | None:
+    for row in ROWS:
+        if row.op == op and (head_dim, v_head_dim) in row.head_dims and kv_bytes in row.kv_bytes:
+            return row
+    return None
+
+
+KV_BYTES: Mapping[str, int] = {
+    "bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "uint8": 1,
+}  # fmt: skip
+
+
+def attention_tiles(op: str, head_dim: int, v_head_dim: int, kv_dtype: str, features: Collection[str]) -> tuple[Tile, ...]:
+    """Candidate tiles, best first; empty if the kernels do not support the shape or the dtype."""
+    row = find_row(op, head_dim, v_head_dim, KV_BYTES.get(kv_dtype, 0))
+    return () if row is None else tuple(row.candidates(features))

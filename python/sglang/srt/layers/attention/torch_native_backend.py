@@ -1,0 +1,136 @@
+"""Attention in plain torch: serves the CPU, and is the reference of the other backends.
+
+Softmax and products are fp32. Work is cut into pieces whose score matrices stay small, so memory is bounded for any
+length. Everything is read from the pool, the new tokens too. It looks at host lengths and therefore cannot be captured.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.layers.radix_attention import RadixAttention
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.memory_pool import KVPool
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.plan.plan import Plan
+
+_MAX_SCORES = 1 << 23
+"""Elements of one piece's score matrix (32 MiB in fp32)."""
+
+
+class TorchNativeAttnBackend:
+    """Implements AttentionBackend. Keeps nothing between calls."""
+
+    def __init__(self, plan: Plan, device: str | torch.device) -> None:
+        del plan, device
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        pass
+
+    def init_cuda_graph_state(self, max_batch_size: int) -> None:
+        raise NotImplementedError(
+            "the torch_native attention backend cannot run in CUDA graphs; pass --disable-cuda-graph"
+        )
+
+    def init_forward_metadata_capture(self, batch: ForwardBatch) -> None:
+        raise NotImplementedError("the torch_native attention backend cannot run in CUDA graphs")
+
+    def init_forward_metadata_replay(self, batch: ForwardBatch, num_reqs: int) -> None:
+        raise NotImplementedError("the torch_native attention backend cannot run in CUDA graphs")
+
+    def forward_extend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
+    ) -> torch.Tensor:
+        assert batch.extend_seq_lens_cpu is not None and batch.extend_prefix_lens_cpu is not None
+        out = q.new_empty((q.shape[0], layer.num_heads, layer.v_head_dim))
+        start = 0
+        slots = batch.req_pool_indices.tolist()
+        for slot, prefix, new in zip(slots, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True):
+            loc = batch.req_to_token[slot, : prefix + new]
+            keys, values = _gather(batch.kv_pool, layer, loc)
+            step = max(1, _MAX_SCORES // (layer.num_heads * (prefix + new)))
+            for first in range(0, new, step):
+                rows = slice(start + first, start + min(first + step, new))
+                positions = torch.arange(prefix + first, prefix + first + rows.stop - rows.start, device=q.device)
+                seen = prefix + first + rows.stop - rows.start
+                mask = _visible(positions, torch.arange(seen, device=q.device), layer.sliding_window)
+                out[rows] = attend(q[rows], keys[:seen], values[:seen], mask, layer)
+            start += new
+        return out.flatten(1)
+
+    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch) -> torch.Tensor:
+        assert batch.seq_lens_cpu is not None
+        out = q.new_empty((q.shape[0], layer.num_heads, layer.v_head_dim))
+        start = 0
+        while start < len(q):
+            rows = _group(batch.seq_lens_cpu, start, layer.num_heads)
+            out[rows] = _decode_group(q[rows], layer, batch, rows)
+            start = rows.stop
+        return out.flatten(1)
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, layer: RadixAttention
+) -> torch.Tensor:
+    """q [..., N, Hq, D], k [..., L, Hkv, D], v [..., L, Hkv, Dv], mask [..., N, L] bool, True where a query sees a key
+    -> [..., N, Hq, Dv] in the dtype of q. Every query sees at least one key."""
+    group = layer.num_heads // layer.num_kv_heads
+    # Query heads of one kv head become rows of one product: [..., Hkv, group * N, D].
+    queries = q.float().unflatten(-2, (layer.num_kv_heads, group)).movedim(-4, -2).flatten(-3, -2)
+    scores = (queries @ k.float().movedim(-3, -1)) * layer.scale
+    if layer.logit_cap > 0:
+        scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
+    scores = scores.unflatten(-2, (group, -1)).masked_fill(~mask[..., None, None, :, :], float("-inf"))
+    if layer.sinks is None:
+        probs = torch.softmax(scores, dim=-1)
+    else:
+        sinks = layer.sinks.float().view(layer.num_kv_heads, group, 1, 1).expand(*scores.shape[:-1], 1)
+        probs = torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1]
+    out = probs.flatten(-3, -2) @ v.float().transpose(-3, -2)
+    return out.unflatten(-2, (group, -1)).movedim(-2, -4).flatten(-3, -2).to(q.dtype)
+
+
+def _gather(pool: KVPool, layer: RadixAttention, loc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of the cache slots `loc` [...], dequantized when the cache is fp8: [..., Hkv, D] and [..., Hkv, Dv]."""
+    keys = _load(pool.k(layer.layer_id), loc, pool.k_scale(layer.layer_id))
+    return keys, _load(pool.v(layer.layer_id), loc, pool.v_scale(layer.layer_id))
+
+
+def _load(cache: torch.Tensor, loc: torch.Tensor, scale: float) -> torch.Tensor:
+    if cache.element_size() > 1:
+        return cache[loc]
+    return cache.view(torch.uint8)[loc].view(cache.dtype).float() * scale
+
+
+def _visible(query_positions: torch.Tensor, key_positions: torch.Tensor, window: int) -> torch.Tensor:
+    """[..., N] and [L] -> [..., N, L]: causal, within the sliding window when there is one."""
+    distance = query_positions[..., None] - key_positions
+    mask = distance >= 0
+    return mask & (distance < window) if window > 0 else mask
+
+
+def _group(seq_lens: list[int], start: int, num_heads: int) -> slice:
+    """The longest run of requests from `start` whose padded score matrix stays within the limit; at least one."""
+    longest, stop = seq_lens[start], start + 1
+    while stop < len(seq_lens):
+        longest = max(longest, seq_lens[stop])
+        if (stop + 1 - start) * longest * num_heads > _MAX_SCORES:
+            break
+        stop += 1
+    return slice(start, stop)
+
+
+def _decode_group(q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, rows: slice) -> torch.Tensor:
+    assert batch.seq_lens_cpu is not None
+    longest = max(batch.seq_lens_cpu[rows])
+    lens = batch.seq_lens[rows].long()
+    key_positions = torch.arange(longest, device=q.device)
+    loc = batch.req_to_token[batch.req_pool_indices[rows], :longest]
+    # Beyond a request's end the table holds anything: read its first token there, and mask it.
+    loc = torch.where(key_positions < lens[:, None], loc, loc[:, :1])
+    keys, values = _gather(batch.kv_pool, layer, loc)
+    mask = _visible(lens[:, None] - 1, key_positions, layer.sliding_window)
+    return attend(q[:, None], keys, values, mask, layer)[:, 0]

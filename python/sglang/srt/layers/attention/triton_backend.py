@@ -1,0 +1,110 @@
+"""Attention with this project's Triton kernels. Serves every head dim, dtype and page size that the tile table lists."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, decode_attention_fwd, plan_decode
+from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.plan.plan import Plan
+
+
+class TritonAttnBackend:
+    """Implements AttentionBackend. The only state between calls is the decode workspace, which is refilled on the device
+    from `seq_lens`: the refill is part of a captured graph, so a replay needs no work on the host."""
+
+    def __init__(self, plan: Plan, device: torch.device | str) -> None:
+        self._extend_tile = plan.tile("extend_attention")
+        self._decode_tile = plan.tile("decode_attention")
+        self._num_heads = plan.model.num_heads // plan.tp_size
+        self._num_kv_heads = plan.kv.num_kv_heads
+        self._v_head_dim = plan.kv.v_head_dim
+        self._num_sms = plan.arch.num_sms
+        self._device = device
+        self._any_prefix = True
+        self._workspace = self._allocate(plan.max_running_requests)
+
+    def _allocate(self, max_batch: int) -> DecodeWorkspace:
+        return DecodeWorkspace.allocate(
+            max_batch,
+            self._num_heads,
+            self._num_kv_heads,
+            self._v_head_dim,
+            self._num_sms,
+            self._decode_tile,
+            self._device,
+        )
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        if batch.forward_mode.is_decode():
+            plan_decode(batch.seq_lens, self._workspace, self._decode_tile)
+        else:
+            assert batch.extend_prefix_lens_cpu is not None
+            self._any_prefix = any(batch.extend_prefix_lens_cpu)
+
+    def init_cuda_graph_state(self, max_batch_size: int) -> None:
+        if max_batch_size > self._workspace.max_batch:
+            self._workspace = self._allocate(max_batch_size)
+
+    def init_forward_metadata_capture(self, batch: ForwardBatch) -> None:
+        """Must be called inside the capture, so that every replay cuts the current `seq_lens` anew."""
+        plan_decode(batch.seq_lens, self._workspace, self._decode_tile)
+
+    def init_forward_metadata_replay(self, batch: ForwardBatch, num_reqs: int) -> None:
+        pass
+
+    def forward_extend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
+    ) -> torch.Tensor:
+        assert batch.extend_prefix_lens is not None and batch.extend_start_loc is not None
+        pool, layer_id = batch.kv_pool, layer.layer_id
+        out = torch.empty((q.shape[0], layer.num_heads, layer.v_head_dim), dtype=q.dtype, device=q.device)
+        extend_attention_fwd(
+            q,
+            k,
+            v,
+            out,
+            pool.k(layer_id),
+            pool.v(layer_id),
+            batch.req_to_token,
+            batch.req_pool_indices,
+            batch.extend_prefix_lens,
+            batch.extend_start_loc,
+            scale=layer.scale,
+            tile=self._extend_tile,
+            sliding_window=layer.sliding_window,
+            logit_cap=layer.logit_cap,
+            sinks=layer.sinks,
+            k_scale=pool.k_scale(layer_id),
+            v_scale=pool.v_scale(layer_id),
+            has_prefix=self._any_prefix,
+        )
+        return out.flatten(1)
+
+    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch) -> torch.Tensor:
+        pool, layer_id = batch.kv_pool, layer.layer_id
+        out = torch.empty((q.shape[0], layer.num_heads, layer.v_head_dim), dtype=q.dtype, device=q.device)
+        decode_attention_fwd(
+            q,
+            out,
+            pool.k(layer_id),
+            pool.v(layer_id),
+            batch.req_to_token,
+            batch.req_pool_indices,
+            batch.seq_lens,
+            self._workspace,
+            scale=layer.scale,
+            tile=self._decode_tile,
+            sliding_window=layer.sliding_window,
+            logit_cap=layer.logit_cap,
+            sinks=layer.sinks,
+            k_scale=pool.k_scale(layer_id),
+            v_scale=pool.v_scale(layer_id),
+        )
+        return out.flatten(1)

@@ -1,0 +1,317 @@
+"""Attention of one new token of each sequence over its paged cache, with the keys split between programs.
+
+Decoding is bound by memory bandwidth, so the work is cut into pieces of equal size whatever the lengths in the batch are:
+`plan_decode` (one small kernel a step) turns seq_lens into a table of pieces on the device, `decode_kernel` handles one
+(piece, tile of query heads) a program, and `combine_kernel` merges the pieces of sequences that have more than one. The
+grids depend on the batch size only and nothing is read back, so that all of it can be captured in a CUDA graph.
+
+Query heads that share a KV head form one tile, so each key is read once a group (MHA is a group of one). With
+`v_cache` being the first columns of `k_cache` (the MLA latent), the value tile is the key tile.
+
+Reference: `reference_decode` in test/srt/layers/attention/reference.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang.srt.layers.attention.triton_ops.common import LOG2E, accumulate, cap_scores, load_rows, split_head_dim
+
+# A piece shorter than this many tokens is only made to occupy idle SMs, not to even out the last wave.
+SHORT_PIECE = 512
+
+
+# Index arrays arrive as slices of one packed buffer: their alignment must not decide about a recompilation.
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_slots", "num_pieces"], do_not_specialize_on_alignment=["seq_lens_ptr"]
+)
+def plan_kernel(
+    seq_lens_ptr, work_ptr, pieces_ptr, num_seqs, num_slots, num_pieces, TILE: tl.constexpr, WAVES: tl.constexpr,
+    SHORT_TILES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """seq_lens [B] -> work [num_pieces, 4] = (sequence or -1, first token, end token, pieces of the sequence) and
+    pieces [B, 2] = (first piece, number of pieces). One wave fills `num_slots` programs; grid: (cdiv(pieces, BLOCK_W),)."""
+    offs_b = tl.arange(0, BLOCK_B)
+    total = 0
+    for b in range(0, num_seqs, BLOCK_B):
+        lens = tl.load(seq_lens_ptr + b + offs_b, mask=b + offs_b < num_seqs, other=0)
+        total += tl.sum((lens + TILE - 1) // TILE)
+    one_wave = (total + num_slots - 1) // num_slots
+    all_waves = (total + num_slots * WAVES - 1) // (num_slots * WAVES)
+    tiles = tl.maximum(tl.maximum(all_waves, tl.minimum(one_wave, SHORT_TILES)), 1)
+
+    w = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
+    seq = tl.zeros([BLOCK_W], dtype=tl.int32)
+    first = tl.zeros([BLOCK_W], dtype=tl.int32)
+    done = 0
+    for b in range(0, num_seqs, BLOCK_B):
+        ok = b + offs_b < num_seqs
+        lens = tl.load(seq_lens_ptr + b + offs_b, mask=ok, other=0)
+        count = ((lens + TILE - 1) // TILE + tiles - 1) // tiles
+        ends = done + tl.cumsum(count, 0)
+        before = (ends[None, :] <= w[:, None]) & ok[None, :]
+        seq += tl.sum(before.to(tl.int32), 1)
+        first = tl.maximum(first, tl.max(tl.where(before, ends[None, :], 0), 1))
+        if tl.program_id(0) == 0:
+            tl.store(pieces_ptr + (b + offs_b) * 2, ends - count, mask=ok)
+            tl.store(pieces_ptr + (b + offs_b) * 2 + 1, count, mask=ok)
+        done += tl.sum(count)
+
+    used = seq < num_seqs
+    length = tl.load(seq_lens_ptr + seq, mask=used, other=0)
+    begin = (w - first) * tiles * TILE
+    in_table = w < num_pieces
+    tl.store(work_ptr + w * 4, tl.where(used, seq, -1), mask=in_table)
+    tl.store(work_ptr + w * 4 + 1, begin, mask=in_table)
+    tl.store(work_ptr + w * 4 + 2, tl.minimum(begin + tiles * TILE, length), mask=in_table)
+    tl.store(work_ptr + w * 4 + 3, ((length + TILE - 1) // TILE + tiles - 1) // tiles, mask=in_table)
+
+
+@triton.jit
+def _attend(
+    acc, row_max, row_sum, q, q_pe, k_base, v_base, slots, k_stride, v_stride, pos, begin, end, scale, cap,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DPE: tl.constexpr,
+    BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, HAS_CAP: tl.constexpr, V_IN_K: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys at cache slots `slots` [N], admissible where begin <= pos < end."""
+    keep = (pos >= begin) & (pos < end)
+    k_rows = slots.to(tl.int64) * k_stride
+    k = load_rows(k_base, k_rows, keep, 0, BLOCK_D, HEAD_DIM, MASKED).to(q.dtype)
+    scores = tl.dot(q, tl.trans(k))
+    if BLOCK_DPE > 0:
+        k_pe = load_rows(k_base, k_rows, keep, BLOCK_D, BLOCK_DPE, HEAD_DIM, MASKED)
+        scores = tl.dot(q_pe, tl.trans(k_pe.to(q.dtype)), scores)
+    if HAS_CAP:
+        scores = cap_scores(scores, scale, cap)
+        scale = 1.0
+    if V_IN_K:
+        v = k
+    else:
+        v = load_rows(v_base, slots.to(tl.int64) * v_stride, keep, 0, BLOCK_DV, V_HEAD_DIM, MASKED)
+    return accumulate(acc, row_max, row_sum, scores, scale, keep[None, :], v, q.dtype, MASKED)
+
+
+@triton.jit(do_not_specialize_on_alignment=["req_pool_indices_ptr", "seq_lens_ptr"])
+def decode_kernel(
+    q_ptr, o_ptr, k_cache_ptr, v_cache_ptr, req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr, sinks_ptr, work_ptr,
+    part_o_ptr, part_lse_ptr, num_head_tiles, num_heads, scale, v_scale, cap, window, stride_qb, stride_qh, stride_ob,
+    stride_oh, stride_kcs, stride_kch, stride_vcs, stride_vch, stride_rt, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DPE: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, V_IN_K: tl.constexpr,
+):  # fmt: skip
+    """q [B, Hq, D], caches [S, Hkv, D/Dv] -> o [B, Hq, Dv] for sequences of one piece, otherwise the piece's normalized
+    output [pieces, Hq, Dv] and base-2 log-sum-exp [pieces, Hq], both fp32. Grid: (pieces * num_head_tiles,)."""
+    pid = tl.program_id(0)
+    head_tile = pid % num_head_tiles
+    piece = pid // num_head_tiles
+    seq = tl.load(work_ptr + piece * 4)
+    if seq < 0:
+        return
+    begin = tl.load(work_ptr + piece * 4 + 1)
+    end = tl.load(work_ptr + piece * 4 + 2)
+    num_pieces = tl.load(work_ptr + piece * 4 + 3)
+
+    TILES_PER_GROUP: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
+    kv_head = head_tile // TILES_PER_GROUP
+    in_group = head_tile % TILES_PER_GROUP * BLOCK_H + tl.arange(0, BLOCK_H)
+    head = kv_head * GROUP + in_group
+    head_ok = in_group < GROUP
+    q_rows = seq.to(tl.int64) * stride_qb + head * stride_qh
+    q = load_rows(q_ptr, q_rows, head_ok, 0, BLOCK_D, HEAD_DIM, True)
+    q_pe = q
+    if BLOCK_DPE > 0:
+        q_pe = load_rows(q_ptr, q_rows, head_ok, BLOCK_D, BLOCK_DPE, HEAD_DIM, True)
+
+    k_base = k_cache_ptr + kv_head * stride_kch
+    v_base = v_cache_ptr + kv_head * stride_vch
+    slot_ptr = req_to_token_ptr + tl.load(req_pool_indices_ptr + seq) * stride_rt
+    acc = tl.zeros([BLOCK_H, BLOCK_DV], dtype=tl.float32)
+    row_max = tl.full([BLOCK_H], float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros([BLOCK_H], dtype=tl.float32)
+    offs_n = tl.arange(0, BLOCK_N)
+    if HAS_WINDOW:
+        begin = tl.maximum(begin, tl.load(seq_lens_ptr + seq) - window)
+        start = begin // BLOCK_N * BLOCK_N
+    else:
+        start = begin + (end - begin) // BLOCK_N * BLOCK_N
+        for n in range(begin, start, BLOCK_N):
+            pos = n + offs_n
+            acc, row_max, row_sum = _attend(
+                acc, row_max, row_sum, q, q_pe, k_base, v_base, tl.load(slot_ptr + pos), stride_kcs, stride_vcs, pos,
+                begin, end, scale, cap, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, False, HAS_CAP,
+                V_IN_K)  # fmt: skip
+    for n in range(start, end, BLOCK_N):
+        pos = n + offs_n
+        acc, row_max, row_sum = _attend(
+            acc, row_max, row_sum, q, q_pe, k_base, v_base, tl.load(slot_ptr + pos, mask=pos < end, other=0),
+            stride_kcs, stride_vcs, pos, begin, end, scale, cap, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV,
+            True, HAS_CAP, V_IN_K)  # fmt: skip
+
+    cols = tl.arange(0, BLOCK_DV)
+    mask = head_ok[:, None] & (cols < V_HEAD_DIM)[None, :]
+    if num_pieces == 1:
+        if HAS_SINKS:
+            sink = tl.load(sinks_ptr + head, mask=head_ok, other=0.0) * 1.4426950408889634
+            row_sum += tl.exp2(sink - row_max)
+        out = acc * (v_scale / row_sum)[:, None]
+        o_rows = seq.to(tl.int64) * stride_ob + head * stride_oh
+        tl.store(o_ptr + o_rows[:, None] + cols[None, :], out.to(o_ptr.dtype.element_ty), mask=mask)
+    else:
+        # A piece that lies outside the window has row_sum 0: its -inf makes the combination skip its output.
+        out = acc * (v_scale / row_sum)[:, None]
+        part = piece.to(tl.int64) * num_heads + head
+        tl.store(part_o_ptr + part[:, None] * V_HEAD_DIM + cols[None, :], out, mask=mask)
+        tl.store(part_lse_ptr + part, row_max + tl.log2(row_sum), mask=head_ok)
+
+
+@triton.jit
+def combine_kernel(
+    o_ptr, pieces_ptr, sinks_ptr, part_o_ptr, part_lse_ptr, num_heads, stride_ob, stride_oh, V_HEAD_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Merge the pieces of one (sequence, head); sequences of one piece are written already. Grid: (Hq, B)."""
+    head = tl.program_id(0)
+    seq = tl.program_id(1)
+    count = tl.load(pieces_ptr + seq * 2 + 1)
+    if count <= 1:
+        return
+    first = tl.load(pieces_ptr + seq * 2)
+    cols = tl.arange(0, BLOCK_DV)
+    offs_p = tl.arange(0, BLOCK_P)
+    if HAS_SINKS:
+        top = tl.load(sinks_ptr + head) * 1.4426950408889634
+        weight_sum = 1.0
+    else:
+        top = float("-inf")
+        weight_sum = 0.0
+    acc = tl.zeros([BLOCK_DV], dtype=tl.float32)
+    for p in range(0, count, BLOCK_P):
+        part = (first + p + offs_p).to(tl.int64) * num_heads + head
+        lse = tl.load(part_lse_ptr + part, mask=p + offs_p < count, other=float("-inf"))
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight = tl.exp2(lse - base)
+        decay = tl.exp2(top - base)
+        ok = (lse > float("-inf"))[:, None] & (cols < V_HEAD_DIM)[None, :]
+        out = tl.load(part_o_ptr + part[:, None] * V_HEAD_DIM + cols[None, :], mask=ok, other=0.0)
+        acc = acc * decay + tl.sum(out * weight[:, None], 0)
+        weight_sum = weight_sum * decay + tl.sum(weight, 0)
+        top = new_top
+    o_row = seq.to(tl.int64) * stride_ob + head * stride_oh
+    tl.store(o_ptr + o_row + cols, (acc / weight_sum).to(o_ptr.dtype.element_ty), mask=cols < V_HEAD_DIM)
+
+
+def head_tiles(num_heads: int, num_kv_heads: int, block_h: int) -> int:
+    """Programs that share one piece: a tile holds at most block_h query heads of one KV head."""
+    return num_kv_heads * triton.cdiv(num_heads // num_kv_heads, block_h)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWorkspace:
+    """Static buffers of the decode kernels for batches up to `max_batch`; one serves all layers of one shape."""
+
+    max_batch: int
+    num_slots: int
+    """Pieces that the GPU runs at once."""
+    waves: int
+    work: torch.Tensor  # [max_batch + num_slots * waves, 4] int32
+    pieces: torch.Tensor  # [max_batch, 2] int32
+    part_o: torch.Tensor  # [pieces, Hq, Dv] fp32
+    part_lse: torch.Tensor  # [pieces, Hq] fp32
+
+    @staticmethod
+    def allocate(
+        max_batch: int,
+        num_heads: int,
+        num_kv_heads: int,
+        v_head_dim: int,
+        num_sms: int,
+        tile: Mapping[str, int],
+        device: torch.device | str,
+    ) -> DecodeWorkspace:
+        tiles = head_tiles(num_heads, num_kv_heads, tile["BLOCK_H"])
+        num_slots = max(1, num_sms * tile["ctas_per_sm"] // tiles)
+        pieces = max_batch + num_slots * tile["waves"]
+        return DecodeWorkspace(
+            max_batch,
+            num_slots,
+            tile["waves"],
+            torch.empty((pieces, 4), dtype=torch.int32, device=device),
+            torch.empty((max_batch, 2), dtype=torch.int32, device=device),
+            torch.empty((pieces, num_heads, v_head_dim), dtype=torch.float32, device=device),
+            torch.empty((pieces, num_heads), dtype=torch.float32, device=device),
+        )
+
+    def num_pieces(self, batch_size: int) -> int:
+        """Upper bound, whatever the lengths: rounding up adds at most one piece a sequence."""
+        return batch_size + self.num_slots * self.waves
+
+
+def plan_decode(seq_lens: torch.Tensor, workspace: DecodeWorkspace, tile: Mapping[str, int]) -> None:
+    """Cut seq_lens [B] int32 into pieces; once a step, before `decode_attention_fwd` with the same workspace and tile."""
+    num_seqs = seq_lens.shape[0]
+    if num_seqs > workspace.max_batch:
+        raise ValueError(f"batch of {num_seqs} sequences exceeds the decode workspace of {workspace.max_batch}")
+    num_pieces = workspace.num_pieces(num_seqs)
+    block_w = 32
+    plan_kernel[(triton.cdiv(num_pieces, block_w),)](
+        seq_lens, workspace.work, workspace.pieces, num_seqs, workspace.num_slots, num_pieces, TILE=tile["BLOCK_N"],
+        WAVES=workspace.waves, SHORT_TILES=SHORT_PIECE // tile["BLOCK_N"], BLOCK_B=256, BLOCK_W=block_w, num_warps=4,
+    )  # fmt: skip
+
+
+def decode_attention_fwd(
+    q: torch.Tensor,
+    o: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    workspace: DecodeWorkspace,
+    *,
+    scale: float,
+    tile: Mapping[str, int],
+    sliding_window: int = 0,
+    logit_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """Fill o [B, Hq, Dv] with the attention of q [B, Hq, D] (bf16/fp16) over k_cache [S, Hkv, D], v_cache [S, Hkv, Dv].
+
+    The caches are in q's dtype or float8 (a uint8 pool must be viewed by the caller), real value = stored value *
+    k_scale / v_scale; the last dimension of all is contiguous. If v_cache starts at k_cache's address with a smaller
+    head dim it is taken to be its first columns (MLA). req_to_token [reqs, ctx] int32, req_pool_indices [B] int64 and
+    seq_lens [B] int32 >= 1 (the new token included). `plan_decode(seq_lens, workspace, tile)` must have run before on
+    the same stream; layers with and without a sliding window (which counts the query itself) share one plan.
+    """
+    num_seqs, num_heads, head_dim = q.shape
+    num_kv_heads, v_head_dim = v_cache.shape[1], v_cache.shape[2]
+    if k_cache.dtype == torch.uint8:
+        raise TypeError("k_cache is uint8 storage: pass it as .view(torch.float8_e4m3fn) or .view(torch.float8_e5m2)")
+    tiles = head_tiles(num_heads, num_kv_heads, tile["BLOCK_H"])
+    block_d, block_dpe = split_head_dim(head_dim)
+    v_in_k = v_cache.data_ptr() == k_cache.data_ptr() and v_head_dim == block_d and v_head_dim < head_dim
+    sinks_arg = seq_lens if sinks is None else sinks
+    decode_kernel[(workspace.num_pieces(num_seqs) * tiles,)](
+        q, o, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, sinks_arg, workspace.work, workspace.part_o,
+        workspace.part_lse, tiles, num_heads, scale * k_scale * LOG2E, float(v_scale), logit_cap * LOG2E,
+        sliding_window, q.stride(0), q.stride(1), o.stride(0), o.stride(1), k_cache.stride(0), k_cache.stride(1),
+        v_cache.stride(0), v_cache.stride(1), req_to_token.stride(0), GROUP=num_heads // num_kv_heads,
+        HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, BLOCK_D=block_d, BLOCK_DPE=block_dpe,
+        BLOCK_DV=triton.next_power_of_2(v_head_dim), BLOCK_H=tile["BLOCK_H"], BLOCK_N=tile["BLOCK_N"],
+        HAS_WINDOW=sliding_window > 0, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None, V_IN_K=v_in_k,
+        num_warps=tile["num_warps"], num_stages=tile["num_stages"],
+    )  # fmt: skip
+    combine_kernel[(num_heads, num_seqs)](
+        o, workspace.pieces, sinks_arg, workspace.part_o, workspace.part_lse, num_heads, o.stride(0), o.stride(1),
+        V_HEAD_DIM=v_head_dim, BLOCK_DV=triton.next_power_of_2(v_head_dim), BLOCK_P=16, HAS_SINKS=sinks is not None,
+        num_warps=4,
+    )  # fmt: skip

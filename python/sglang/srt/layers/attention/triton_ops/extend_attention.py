@@ -1,0 +1,243 @@
+"""Attention of ragged new tokens over a paged prefix.
+
+The query heads that share a KV head are packed into the rows of one tile: row r of a sequence is token r // GROUP, head
+r % GROUP of the group. So no row is wasted for any group size, K and V are read once for the whole group, and a request
+that brings one token fills GROUP rows instead of one.
+
+The grid is flat and depends on shapes only. Sequence i owns the block numbers from start_loc[i] * GROUP // BLOCK_M + i
+on, which leaves room for its last partial block; a program finds its sequence by bisection.
+
+Reference: `reference_extend` in test/srt/layers/attention/reference.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang.srt.layers.attention.triton_ops.common import LOG2E, accumulate, cap_scores, load_rows, split_head_dim
+
+
+@triton.jit
+def _attend(
+    acc, row_max, row_sum, q, q_pe, k_base, v_base, slots, k_stride, v_stride, kv_pos, kv_end, q_pos, scale, cap, window,
+    mask_rows, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DPE: tl.constexpr,
+    BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys: rows `slots` [N] of the cache or of the new tokens, at absolute positions kv_pos [N]."""
+    in_range = kv_pos < kv_end
+    k_rows = slots.to(tl.int64) * k_stride
+    k = load_rows(k_base, k_rows, in_range, 0, BLOCK_D, HEAD_DIM, MASKED)
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)))
+    if BLOCK_DPE > 0:
+        k_pe = load_rows(k_base, k_rows, in_range, BLOCK_D, BLOCK_DPE, HEAD_DIM, MASKED)
+        scores = tl.dot(q_pe, tl.trans(k_pe.to(q.dtype)), scores)
+    if HAS_CAP:
+        scores = cap_scores(scores, scale, cap)
+        scale = 1.0
+    keep = in_range[None, :]
+    if MASKED:
+        if CAUSAL:
+            keep = keep & (kv_pos[None, :] <= q_pos[:, None])
+        if HAS_WINDOW:
+            keep = keep & (kv_pos[None, :] > q_pos[:, None] - window)
+        if HAS_MASK:
+            keep = keep & (tl.load(mask_rows[:, None] + kv_pos[None, :], mask=keep, other=0) != 0)
+    v = load_rows(v_base, slots.to(tl.int64) * v_stride, in_range, 0, BLOCK_DV, V_HEAD_DIM, MASKED)
+    return accumulate(acc, row_max, row_sum, scores, scale, keep, v, q.dtype, MASKED)
+
+
+# Index arrays arrive as slices of one packed buffer: their alignment must not decide about a recompilation.
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_blocks"],
+    do_not_specialize_on_alignment=["req_pool_indices_ptr", "prefix_lens_ptr", "start_loc_ptr", "mask_offsets_ptr"],
+)
+def extend_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, k_cache_ptr, v_cache_ptr, req_to_token_ptr, req_pool_indices_ptr, prefix_lens_ptr,
+    start_loc_ptr, sinks_ptr, mask_ptr, mask_offsets_ptr, num_seqs, num_blocks, num_kv_heads, scale, k_scale, v_scale,
+    cap, window, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh, stride_kcs,
+    stride_kch, stride_vcs, stride_vch, stride_rt, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DPE: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, HAS_PREFIX: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """q [T, Hkv * GROUP, D], k/v [T, Hkv, D/Dv], caches [S, Hkv, D/Dv] -> o [T, Hkv * GROUP, Dv]; `scale` and `cap`
+    carry log2(e). Grid: (num_blocks * Hkv,)."""
+    pid = tl.program_id(0)
+    kv_head = pid % num_kv_heads
+    # The last blocks of a sequence see the most keys: start them first.
+    block = num_blocks - 1 - pid // num_kv_heads
+
+    low = 0
+    high = num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(start_loc_ptr + middle) * GROUP // BLOCK_M + middle <= block:
+            low = middle
+        else:
+            high = middle
+    seq = low
+    seq_start = tl.load(start_loc_ptr + seq)
+    seq_len = tl.load(start_loc_ptr + seq + 1) - seq_start
+    first_row = (block - (seq_start * GROUP // BLOCK_M + seq)) * BLOCK_M
+    if first_row >= seq_len * GROUP:
+        return
+
+    rows = first_row + tl.arange(0, BLOCK_M)
+    row_ok = rows < seq_len * GROUP
+    token = rows // GROUP
+    head = kv_head * GROUP + rows % GROUP
+    first_token = first_row // GROUP
+    last_token = tl.minimum((first_row + BLOCK_M - 1) // GROUP, seq_len - 1)
+
+    q_rows = (seq_start + token).to(tl.int64) * stride_qt + head * stride_qh
+    q = load_rows(q_ptr, q_rows, row_ok, 0, BLOCK_D, HEAD_DIM, True)
+    q_pe = q
+    if BLOCK_DPE > 0:
+        q_pe = load_rows(q_ptr, q_rows, row_ok, BLOCK_D, BLOCK_DPE, HEAD_DIM, True)
+
+    prefix_len = 0
+    if HAS_PREFIX:
+        prefix_len = tl.load(prefix_lens_ptr + seq)
+    q_pos = prefix_len + token
+    mask_rows = mask_ptr
+    if HAS_MASK:
+        mask_token = tl.minimum(token, seq_len - 1).to(tl.int64)
+        mask_rows = mask_ptr + tl.load(mask_offsets_ptr + seq) + mask_token * (prefix_len + seq_len)
+
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
+    if HAS_SINKS:
+        row_max = tl.load(sinks_ptr + head, mask=row_ok, other=0.0) * 1.4426950408889634
+        row_sum = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
+    else:
+        row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+        row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+
+    offs_n = tl.arange(0, BLOCK_N)
+    ALWAYS_MASK: tl.constexpr = HAS_WINDOW or HAS_MASK
+
+    first_visible = 0
+    if HAS_WINDOW:
+        first_visible = tl.maximum(prefix_len + first_token - window + 1, 0)
+
+    if HAS_PREFIX:
+        k_base = k_cache_ptr + kv_head * stride_kch
+        v_base = v_cache_ptr + kv_head * stride_vch
+        slot_ptr = req_to_token_ptr + tl.load(req_pool_indices_ptr + seq) * stride_rt
+        prefix_scale = scale * k_scale
+        start = first_visible // BLOCK_N * BLOCK_N
+        if not ALWAYS_MASK:
+            start = prefix_len // BLOCK_N * BLOCK_N
+            for n in range(0, start, BLOCK_N):
+                pos = n + offs_n
+                acc, row_max, row_sum = _attend(
+                    acc, row_max, row_sum, q, q_pe, k_base, v_base, tl.load(slot_ptr + pos), stride_kcs, stride_vcs,
+                    pos, prefix_len, q_pos, prefix_scale, cap, window, mask_rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D,
+                    BLOCK_DPE, BLOCK_DV, False, False, False, HAS_CAP, False)  # fmt: skip
+        for n in range(start, prefix_len, BLOCK_N):
+            pos = n + offs_n
+            acc, row_max, row_sum = _attend(
+                acc, row_max, row_sum, q, q_pe, k_base, v_base, tl.load(slot_ptr + pos, mask=pos < prefix_len, other=0),
+                stride_kcs, stride_vcs, pos, prefix_len, q_pos, prefix_scale, cap, window, mask_rows, HEAD_DIM,
+                V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, True, False, HAS_WINDOW, HAS_CAP, HAS_MASK)  # fmt: skip
+        acc = acc * v_scale
+
+    k_base = k_ptr + seq_start.to(tl.int64) * stride_kt + kv_head * stride_kh
+    v_base = v_ptr + seq_start.to(tl.int64) * stride_vt + kv_head * stride_vh
+    kv_end = prefix_len + seq_len
+    if CAUSAL:
+        end = last_token + 1
+        start = (first_token + 1) // BLOCK_N * BLOCK_N
+    else:
+        end = seq_len
+        start = seq_len // BLOCK_N * BLOCK_N
+    if ALWAYS_MASK:
+        start = tl.maximum(first_visible - prefix_len, 0) // BLOCK_N * BLOCK_N
+    else:
+        for n in range(0, start, BLOCK_N):
+            pos = n + offs_n
+            acc, row_max, row_sum = _attend(
+                acc, row_max, row_sum, q, q_pe, k_base, v_base, pos, stride_kt, stride_vt, prefix_len + pos, kv_end,
+                q_pos, scale, cap, window, mask_rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, False, False,
+                False, HAS_CAP, False)  # fmt: skip
+    for n in range(start, end, BLOCK_N):
+        pos = n + offs_n
+        acc, row_max, row_sum = _attend(
+            acc, row_max, row_sum, q, q_pe, k_base, v_base, pos, stride_kt, stride_vt, prefix_len + pos, kv_end, q_pos,
+            scale, cap, window, mask_rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, True, CAUSAL, HAS_WINDOW,
+            HAS_CAP, HAS_MASK)  # fmt: skip
+
+    out = acc / row_sum[:, None]
+    if ALWAYS_MASK:
+        # A row whose mask admits nothing has no weight at all; its output is defined as zero.
+        out = tl.where(row_sum[:, None] > 0.0, out, 0.0)
+    o_rows = (seq_start + token).to(tl.int64) * stride_ot + head * stride_oh
+    cols = tl.arange(0, BLOCK_DV)
+    o_mask = row_ok[:, None] & (cols < V_HEAD_DIM)[None, :]
+    tl.store(o_ptr + o_rows[:, None] + cols[None, :], out.to(o_ptr.dtype.element_ty), mask=o_mask)
+
+
+def extend_attention_fwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    start_loc: torch.Tensor,
+    *,
+    scale: float,
+    tile: Mapping[str, int],
+    causal: bool = True,
+    sliding_window: int = 0,
+    logit_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    custom_mask: torch.Tensor | None = None,
+    mask_offsets: torch.Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    has_prefix: bool = True,
+) -> None:
+    """Fill o [T, Hq, Dv] with the attention of T new tokens of B sequences over their cached prefixes and themselves.
+
+    q [T, Hq, D] bf16/fp16; k [T, Hkv, D], v [T, Hkv, Dv] of the new tokens, in q's dtype; k_cache [S, Hkv, D], v_cache
+    [S, Hkv, Dv] in q's dtype or float8 (a uint8 pool must be viewed by the caller), with real value = stored value *
+    k_scale / v_scale. The last dimension of each must be contiguous; other strides are free. req_to_token [reqs, ctx]
+    int32 and req_pool_indices [B] int64 give the cache slot of every prefix position, for any page size; prefix_lens [B]
+    int32; start_loc [B + 1] int32.
+
+    custom_mask: uint8, for each sequence a [new, prefix + new] matrix (1: visible, on top of causality), flattened one
+    after another; sequence i starts at mask_offsets[i] (int64). sinks [Hq] fp32. sliding_window counts the query itself;
+    0 means none. has_prefix False: the caller knows that all prefixes are empty. Never synchronizes; CUDA-graph safe.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, v_head_dim = v.shape[1], v.shape[2]
+    if num_tokens == 0:
+        return
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.dtype == torch.uint8:
+            raise TypeError(f"{name} is uint8 storage: pass it as .view(torch.float8_e4m3fn) or .view(torch.float8_e5m2)")
+    group = num_heads // num_kv_heads
+    num_seqs = start_loc.shape[0] - 1
+    num_blocks = num_tokens * group // tile["BLOCK_M"] + num_seqs
+    block_d, block_dpe = split_head_dim(head_dim)
+    extend_kernel[(num_blocks * num_kv_heads,)](
+        q, k, v, o, k_cache, v_cache, req_to_token, req_pool_indices, prefix_lens, start_loc,
+        q if sinks is None else sinks,
+        q if custom_mask is None else custom_mask,
+        start_loc if mask_offsets is None else mask_offsets,
+        num_seqs, num_blocks, num_kv_heads, scale * LOG2E, float(k_scale), float(v_scale), logit_cap * LOG2E,
+        sliding_window, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), o.stride(0),
+        o.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1), req_to_token.stride(0),
+        GROUP=group, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, BLOCK_D=block_d, BLOCK_DPE=block_dpe,
+        BLOCK_DV=triton.next_power_of_2(v_head_dim), BLOCK_M=tile["BLOCK_M"], BLOCK_N=tile["BLOCK_N"], CAUSAL=causal,
+        HAS_PREFIX=has_prefix, HAS_WINDOW=sliding_window > 0, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None,
+        HAS_MASK=custom_mask is not None, num_warps=tile["num_warps"], num_stages=tile["num_stages"],
+    )  # fmt: skip

@@ -1,0 +1,119 @@
+"""Every attention launch that the tile table allows, described for the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+
+from sglang.srt.kernels import tiles
+from sglang.srt.kernels.variant import Variant
+from sglang.srt.layers.attention.triton_ops.common import split_head_dim
+from sglang.srt.layers.attention.triton_ops.decode_attention import decode_kernel
+from sglang.srt.layers.attention.triton_ops.extend_attention import extend_kernel
+
+OPS = ("extend_attention", "decode_attention", "prefill_attention")
+
+KV_DTYPES: dict[str, str] = {"bfloat16": "*bf16", "fp8_e4m3": "*fp8e4nv", "fp8_e5m2": "*fp8e5"}
+"""float16 needs what bfloat16 needs; a uint8 pool is viewed as one of the float8 types before the launch."""
+
+_POINTERS = {"sinks_ptr": "*fp32", "mask_ptr": "*u8", "part_o_ptr": "*fp32", "part_lse_ptr": "*fp32"}
+_INT64_POINTERS = ("req_pool_indices_ptr", "mask_offsets_ptr")
+_FLOATS = ("scale", "k_scale", "v_scale", "cap")
+
+# Kernel code with every feature on is the upper bound of what a feature can cost.
+_FEATURES = {
+    "extend_attention": {"plain": (), "full": ("HAS_WINDOW", "HAS_CAP", "HAS_SINKS", "HAS_MASK")},
+    "decode_attention": {"plain": (), "full": ("HAS_WINDOW", "HAS_CAP", "HAS_SINKS")},
+    "prefill_attention": {"causal": ("CAUSAL",), "bidirectional": ()},
+}
+
+
+def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
+    """Variants of `op` for a GPU with `features` (they decide which preferred tiles come on top)."""
+    for row in tiles.ROWS:
+        if row.op != op:
+            continue
+        for rank, tile in enumerate(row.candidates(features)):
+            for head_dims in row.head_dims:
+                for kv_dtype in KV_DTYPES:
+                    if tiles.KV_BYTES[kv_dtype] in row.kv_bytes:
+                        yield from _of_tile(op, head_dims, kv_dtype, tile, rank == 0)
+
+
+def _of_tile(op: str, head_dims: tuple[int, int], kv_dtype: str, tile: tiles.Tile, default: bool) -> Iterator[Variant]:
+    for name, flags in _FEATURES[op].items():
+        # Features act on scores only, whatever the cache's dtype: one dtype shows their cost.
+        if name != "full" or kv_dtype == "bfloat16":
+            yield describe(op, head_dims, kv_dtype, tile, name, flags, default)
+
+
+def describe(
+    op: str,
+    head_dims: tuple[int, int],
+    kv_dtype: str,
+    tile: tiles.Tile,
+    flags_name: str,
+    flags: tuple[str, ...],
+    default: bool = True,
+) -> Variant:
+    """The launch of `op` with one tile: also for tiles that no table row has (negative tests, searches for new tiles)."""
+    decode = op == "decode_attention"
+    fn = decode_kernel if decode else extend_kernel
+    constexprs = _shape_constexprs(head_dims, tile, decode)
+    for name in fn.arg_names:
+        if name.startswith("HAS_") or name == "CAUSAL":
+            constexprs[name] = name in flags
+    if op == "extend_attention":
+        constexprs |= {"CAUSAL": True, "HAS_PREFIX": True}
+    signature = {name: _type_of(name, kv_dtype, constexprs) for name in fn.arg_names}
+    unspecialized = set(fn.do_not_specialize) | set(fn.do_not_specialize_on_alignment)
+    divisible = tuple(
+        name
+        for name, kind in signature.items()
+        if (kind.startswith("*") or name.startswith("stride")) and name not in unspecialized
+    )
+    shape = f"{head_dims[0]}x{head_dims[1]}"
+    key = f"{shape}/bfloat16/{kv_dtype}/{flags_name}"
+    return Variant(op, key, fn, signature, constexprs, divisible, tile, head_dims, kv_dtype, default)
+
+
+def tile_name(tile: tiles.Tile) -> str:
+    """128x64 w8 s2."""
+    blocks = "x".join(str(value) for name, value in tile.items() if name.startswith("BLOCK_"))
+    return f"{blocks} w{tile['num_warps']} s{tile['num_stages']}"
+
+
+def _shape_constexprs(head_dims: tuple[int, int], tile: tiles.Tile, decode: bool) -> dict[str, Any]:
+    head_dim, v_head_dim = head_dims
+    block_d, block_dpe = split_head_dim(head_dim)
+    latent = head_dims == tiles.MLA_LATENT
+    shape: dict[str, Any] = {
+        "GROUP": 128 if latent else 8,
+        "HEAD_DIM": head_dim,
+        "V_HEAD_DIM": v_head_dim,
+        "BLOCK_D": block_d,
+        "BLOCK_DPE": block_dpe,
+        "BLOCK_DV": triton.next_power_of_2(v_head_dim),
+        "BLOCK_N": tile["BLOCK_N"],
+    }
+    if decode:
+        return shape | {"BLOCK_H": tile["BLOCK_H"], "V_IN_K": latent}
+    return shape | {"BLOCK_M": tile["BLOCK_M"]}
+
+
+def _type_of(name: str, kv_dtype: str, constexprs: dict[str, Any]) -> str:
+    if name in constexprs:
+        return "constexpr"
+    if name in _POINTERS:
+        return _POINTERS[name]
+    if name in _INT64_POINTERS:
+        return "*i64"
+    if name in ("k_cache_ptr", "v_cache_ptr"):
+        return KV_DTYPES[kv_dtype]
+    if name in ("q_ptr", "k_ptr", "v_ptr", "o_ptr"):
+        return "*bf16"
+    if name.endswith("_ptr"):
+        return "*i32"
+    return "fp32" if name in _FLOATS else "i32"

@@ -1,0 +1,88 @@
+"""Grouped-query attention of a decoder layer, from hidden states to hidden states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_of
+from sglang.srt.layers.parameter import Init, Scope
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.rotary_embedding import RopeSpec
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+@dataclass(frozen=True, slots=True)
+class GQA:
+    """Attention in which `num_heads / num_kv_heads` query heads share a kv head."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeSpec
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+
+
+def kv_head_range(num_kv_heads: int, tp_rank: int, tp_size: int) -> slice:
+    """The kv heads of a rank; with more ranks than kv heads, neighbouring ranks hold the same head."""
+    if tp_size <= num_kv_heads:
+        return shard_of(num_kv_heads, tp_rank, tp_size, "number of kv heads")
+    if tp_size % num_kv_heads:
+        raise ValueError(f"{num_kv_heads} kv heads cannot be replicated over {tp_size} tensor-parallel ranks evenly")
+    head = tp_rank * num_kv_heads // tp_size
+    return slice(head, head + 1)
+
+
+class GQAttention:
+    """[T, H] -> [T, H]: one projection to q, k and v; head norms, rotary embedding and the store into the pool in one
+    op; attention; output projection."""
+
+    def __init__(
+        self, scope: Scope, layer_id: int, hidden_size: int, spec: GQA, eps: float, cos_sin: torch.Tensor
+    ) -> None:
+        dim = spec.head_dim
+        heads = shard_of(spec.num_heads, scope.tp_rank, scope.tp_size, "number of attention heads")
+        kv_heads = kv_head_range(spec.num_kv_heads, scope.tp_rank, scope.tp_size)
+        self.layer_id = layer_id
+        self.num_heads = heads.stop - heads.start
+        self.num_kv_heads = kv_heads.stop - kv_heads.start
+        self.head_dim = dim
+        self.eps = eps
+        self.cos_sin = cos_sin
+        q_rows = (spec.num_heads * dim, slice(heads.start * dim, heads.stop * dim))
+        kv_rows = (spec.num_kv_heads * dim, slice(kv_heads.start * dim, kv_heads.stop * dim))
+        projections = {"q": q_rows, "k": kv_rows, "v": kv_rows}
+        self.qkv = ColumnParallelLinear(scope.sub("qkv"), hidden_size, projections, spec.qkv_bias)
+        self.o = RowParallelLinear(scope.sub("o"), spec.num_heads * dim, hidden_size, spec.o_bias)
+        self.q_norm = self.k_norm = None
+        if spec.qk_norm:
+            self.q_norm = scope.sub("q_norm").param("weight", (dim,), init=Init.ONES)
+            self.k_norm = scope.sub("k_norm").param("weight", (dim,), init=Init.ONES)
+        self.norm_rope_store = scope.plan.entry("qk_norm_rope_store")
+        self.attention = RadixAttention(layer_id, self.num_heads, self.num_kv_heads, dim, dim**-0.5)
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        pool = batch.kv_pool
+        q, k, v = self.norm_rope_store(
+            self.qkv(x),
+            batch.positions,
+            self.cos_sin,
+            self.q_norm,
+            self.k_norm,
+            self.eps,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            pool.k(self.layer_id),
+            pool.v(self.layer_id),
+            batch.out_cache_loc,
+            pool.k_scale(self.layer_id),
+            pool.v_scale(self.layer_id),
+        )
+        return self.o(self.attention(q, k, v, batch))

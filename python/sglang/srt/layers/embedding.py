@@ -1,0 +1,55 @@
+"""Token embedding and output projection, both sharded by vocabulary."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from sglang.srt.distributed import parallel_state
+from sglang.srt.layers.parameter import Part, PartKey, Scope
+
+
+def _vocab_weight(scope: Scope, vocab_size: int, hidden_size: int) -> torch.Tensor:
+    """This rank's rows [ceil(V / tp), H]. Rows past the vocabulary (of the last ranks) stay zero."""
+    rows = -(-vocab_size // scope.tp_size)
+    first = min(scope.tp_rank * rows, vocab_size)
+    held = slice(first, min(first + rows, vocab_size))
+    part = Part((vocab_size, hidden_size), (held,), (slice(0, held.stop - held.start),))
+    weight = scope.param("weight", (rows, hidden_size), {PartKey(): part})
+    if not weight.is_meta:
+        weight[held.stop - held.start :].zero_()
+    return weight
+
+
+class VocabParallelEmbedding:
+    """ids [T] -> [T, H]."""
+
+    def __init__(self, scope: Scope, vocab_size: int, hidden_size: int) -> None:
+        self.weight = _vocab_weight(scope, vocab_size, hidden_size)
+        self.multi_rank = scope.tp_size > 1
+        self.first = scope.tp_rank * self.weight.shape[0]
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        if not self.multi_rank:
+            return F.embedding(ids, self.weight)
+        local = ids - self.first
+        mine = (local >= 0) & (local < self.weight.shape[0])
+        out = F.embedding(torch.where(mine, local, 0), self.weight)
+        return parallel_state.all_reduce(out * mine[:, None])
+
+
+class LMHead:
+    """hidden [R, H] -> logits [R, V] fp32 on every rank. Shares the embedding's weight when `tied_to` is given."""
+
+    def __init__(
+        self, scope: Scope, vocab_size: int, hidden_size: int, tied_to: VocabParallelEmbedding | None = None
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.multi_rank = scope.tp_size > 1
+        self.weight = _vocab_weight(scope, vocab_size, hidden_size) if tied_to is None else tied_to.weight
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(hidden, self.weight).float()
+        if not self.multi_rank:
+            return logits
+        return parallel_state.all_gather(logits)[:, : self.vocab_size]

@@ -1,0 +1,115 @@
+"""Linear layers over the tensor-parallel ranks, and the seam where quantization formats enter.
+
+A layer states its shards (which rows or columns of which checkpoint tensors this rank holds); a QuantMethod creates the
+tensors that hold them and multiplies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from sglang.srt.distributed import parallel_state
+from sglang.srt.layers.parameter import Init, Part, PartKey, Scope
+
+Apply = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Of the checkpoint weight `part` [out_features, in_features], this rank's [rows, cols]."""
+
+    part: str
+    out_features: int
+    in_features: int
+    rows: slice
+    cols: slice
+
+
+class QuantMethod(Protocol):
+    """How linear weights are stored and multiplied."""
+
+    def create_weights(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
+        """Allocate the weights of `shards` stacked by rows in `scope`, and return x [T, in] -> [T, out] (+ bias)."""
+
+
+class Unquantized:
+    """One weight [out, in] in the model's dtype."""
+
+    def create_weights(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
+        parts: dict[PartKey, Part] = {}
+        end = 0
+        for shard in shards:
+            begin, end = end, end + shard.rows.stop - shard.rows.start
+            parts[PartKey(shard.part)] = Part(
+                (shard.out_features, shard.in_features), (shard.rows, shard.cols), (slice(begin, end),)
+            )
+        weight = scope.param("weight", (end, shards[0].cols.stop - shards[0].cols.start), parts)
+        return lambda x: F.linear(x, weight, bias)
+
+
+def shard_of(total: int, rank: int, size: int, what: str) -> slice:
+    """This rank's equal share of `total`."""
+    if total % size:
+        raise ValueError(f"{what} {total} cannot be divided over {size} tensor-parallel ranks; choose another --tp-size")
+    share = total // size
+    return slice(rank * share, (rank + 1) * share)
+
+
+class ColumnParallelLinear:
+    """Several projections of one input, side by side, each sharded by output: x [T, in] -> [T, sum of shares].
+
+    `projections` maps the checkpoint's part to (its output features, the rows that this rank holds).
+    """
+
+    def __init__(
+        self, scope: Scope, in_features: int, projections: dict[str, tuple[int, slice]], bias: bool = False
+    ) -> None:
+        whole = slice(0, in_features)
+        shards = [Shard(part, out, in_features, rows, whole) for part, (out, rows) in projections.items()]
+        self.apply = scope.quant.create_weights(scope, shards, _stacked_bias(scope, shards) if bias else None)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.apply(x)
+
+
+class RowParallelLinear:
+    """Sharded by input, summed over the ranks: x [T, in / tp] -> [T, out]."""
+
+    def __init__(self, scope: Scope, in_features: int, out_features: int, bias: bool = False) -> None:
+        cols = shard_of(in_features, scope.tp_rank, scope.tp_size, f"input features of {scope.path}:")
+        shard = Shard("", out_features, in_features, slice(0, out_features), cols)
+        self.bias = scope.param("bias", (out_features,), init=Init.ZEROS) if bias else None
+        self.multi_rank = scope.tp_size > 1
+        # The bias belongs to the sum, so that with several ranks it is added once, after the all-reduce.
+        self.apply = scope.quant.create_weights(scope, [shard], None if self.multi_rank else self.bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.apply(x)
+        if not self.multi_rank:
+            return out
+        out = parallel_state.all_reduce(out)
+        return out if self.bias is None else out + self.bias
+
+
+class ReplicatedLinear:
+    """Every rank holds and computes all of it: x [T, in] -> [T, out]. Never quantized."""
+
+    def __init__(self, scope: Scope, in_features: int, out_features: int) -> None:
+        self.weight = scope.param("weight", (out_features, in_features))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
+
+
+def _stacked_bias(scope: Scope, shards: list[Shard]) -> torch.Tensor:
+    parts: dict[PartKey, Part] = {}
+    end = 0
+    for shard in shards:
+        begin, end = end, end + shard.rows.stop - shard.rows.start
+        parts[PartKey(shard.part)] = Part((shard.out_features,), (shard.rows,), (slice(begin, end),))
+    return scope.param("bias", (end,), parts, init=Init.ZEROS)

@@ -1,0 +1,121 @@
+"""Every op of a decoder layer in plain torch: the CPU's kernels, and the reference that other kernels are tested against.
+
+Math is done in fp32 and cast back to the input's dtype; matrix products run in the dtype of their operands.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., H], weight [H] -> [..., H]."""
+    x32 = x.float()
+    scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    return (x32 * scale * weight.float()).to(x.dtype)
+
+
+def fused_add_rmsnorm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, residual [T, H] -> (norm of the sum [T, H], the sum [T, H])."""
+    residual = x + residual
+    return rmsnorm(residual, weight, eps), residual
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [..., 2I] -> silu(first half) * second half [..., I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
+
+
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """x [T, heads, D], cos and sin [T, rot_dim / 2] fp32 -> [T, heads, D] fp32; dims from rot_dim on pass unchanged.
+
+    Pairs that rotate together: (i, i + rot_dim / 2), or (2i, 2i + 1) when `interleaved`.
+    """
+    rot_dim = 2 * cos.shape[-1]
+    rotated, rest = x[..., :rot_dim].float(), x[..., rot_dim:].float()
+    cos, sin = cos[:, None], sin[:, None]
+    if interleaved:
+        first, second = rotated[..., 0::2], rotated[..., 1::2]
+        pair = (first * cos - second * sin, second * cos + first * sin)
+        return torch.cat((torch.stack(pair, dim=-1).flatten(-2), rest), dim=-1)
+    first, second = rotated.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def qk_norm_rope_store(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Norm of each q and k head (when weights are given), rotary embedding, and the store of k and v into the pool.
+
+    qkv [T, (Hq + 2 Hkv) D], positions and out_cache_loc [T], cos_sin [max_pos, rot_dim] fp32 (cosines, then sines),
+    weights [D], caches [slots, Hkv, D] -> q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D].
+    """
+    q, k, v = (
+        part.unflatten(-1, (-1, head_dim))
+        for part in qkv.split([num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim], dim=-1)
+    )
+    if q_weight is not None:
+        q = rmsnorm(q, q_weight, eps)
+    if k_weight is not None:
+        k = rmsnorm(k, k_weight, eps)
+    cos, sin = cos_sin[positions].chunk(2, dim=-1)
+    q = apply_rope(q, cos, sin, interleaved).to(qkv.dtype)
+    k = apply_rope(k, cos, sin, interleaved).to(qkv.dtype)
+    store_cache(k_cache, k, out_cache_loc, k_scale)
+    store_cache(v_cache, v, out_cache_loc, v_scale)
+    return q, k, v
+
+
+def store_cache(cache: torch.Tensor, x: torch.Tensor, loc: torch.Tensor, scale: float) -> None:
+    """cache[loc] = x / scale, saturating when the cache is fp8. cache [slots, H, D], x [T, H, D], loc [T]."""
+    if cache.element_size() > 1:
+        cache[loc] = x.to(cache.dtype)
+        return
+    limit = torch.finfo(cache.dtype).max
+    quantized = (x.float() / scale).clamp(-limit, limit).to(cache.dtype)
+    # Indexed stores of fp8 are not implemented everywhere; the bytes are.
+    cache.view(torch.uint8)[loc] = quantized.view(torch.uint8)
+
+
+def topk_softmax(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """router_logits [T, E] -> weights [T, k] fp32 (of the softmax over all experts; summing to 1 if `renormalize`) and
+    expert ids [T, k] int32, largest first."""
+    weights, ids = torch.softmax(router_logits.float(), dim=-1).topk(top_k, dim=-1)
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, ids.to(torch.int32)
+
+
+def fused_moe(
+    x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+) -> torch.Tensor:
+    """x [T, H], w13 [E, 2I, H] (gate rows, then up rows), w2 [E, H, I], weights and ids [T, k] -> [T, H].
+
+    An id of -1 names no expert and adds nothing.
+    """
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in topk_ids.unique().tolist():
+        if expert < 0:
+            continue
+        token, choice = (topk_ids == expert).nonzero(as_tuple=True)
+        y = F.linear(silu_and_mul(F.linear(x[token], w13[expert])), w2[expert])
+        out.index_add_(0, token, y.float() * topk_weights[token, choice, None].float())
+    return out.to(x.dtype)

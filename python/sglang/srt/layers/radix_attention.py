@@ -1,0 +1,38 @@
+"""The attention call site of a model layer: shape facts only; the backend that runs it comes with the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+@dataclass(slots=True)
+class RadixAttention:
+    """Attention of one layer over the paged cache. Head counts are those of this rank."""
+
+    layer_id: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    v_head_dim: int = 0
+    """0: the same as head_dim."""
+    sliding_window: int = 0
+    """Each query sees itself and the `sliding_window - 1` tokens before it; 0: all."""
+    logit_cap: float = 0.0
+    sinks: torch.Tensor | None = None
+    """[num_heads] fp32: an extra logit a head that takes part in the softmax and has no value."""
+
+    def __post_init__(self) -> None:
+        self.v_head_dim = self.v_head_dim or self.head_dim
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], stored already -> [T, Hq * Dv]."""
+        if batch.forward_mode.is_decode():
+            return batch.attn_backend.forward_decode(q, self, batch)
+        return batch.attn_backend.forward_extend(q, k, v, self, batch)

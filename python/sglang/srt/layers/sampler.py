@@ -1,0 +1,157 @@
+"""From logits to the next token of each request, on the device and without waiting for it.
+
+Order of steps: raw log probabilities (if asked for), logit bias and the stop-token mask of `min_new_tokens`, repetition,
+frequency and presence penalties, grammar mask, temperature, top_k, top_p, min_p, draw.
+
+top_k keeps the k largest logits; top_p then keeps the smallest set of largest tokens that holds at least top_p of the
+probability that is left; min_p drops tokens less likely than min_p x the likeliest. Each of them is a lower bound on
+the logit, so a row is filtered by one threshold, and tokens tied with the last kept one are kept too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang.srt.sampling.logprobs import LogprobRequest, token_logprobs
+from sglang.srt.sampling.noise import gumbel_noise
+from sglang.srt.sampling.penalties import apply_penalties
+from sglang.srt.sampling.sampling_params import TOP_K_ALL
+from sglang.srt.sampling.sampling_table import Column, SamplingBatch
+
+BITS = 32
+TOPK_LIMIT = 1024
+"""Up to this k `torch.topk` beats a full sort."""
+
+
+@dataclass(slots=True)
+class SamplerOutput:
+    next_token_ids: torch.Tensor  # [B] int64
+    logprobs: torch.Tensor | None  # packed [B, W] int32, see sampling.logprobs
+
+
+class Sampler:
+    """`use_triton` (CUDA only) picks the fused kernels; results are the same up to rounding of near-ties."""
+
+    def __init__(self, use_triton: bool) -> None:
+        self.use_triton = use_triton
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        batch: SamplingBatch,
+        positions: torch.Tensor,
+        vocab_mask: torch.Tensor | None = None,
+        logprobs: LogprobRequest | None = None,
+        next_token: torch.Tensor | None = None,
+    ) -> SamplerOutput:
+        """logits [B, V] fp32, overwritten; positions [B] (int32 or int64): sequence length before the new token;
+        vocab_mask [B, ceil(V / 32)] int32, bit v % 32 of word v // 32 allows token v. With `next_token` [num_slots]
+        int64, the tokens are also written to the rows of the batch's request slots.
+        """
+        logits = logits.contiguous()
+        raw = logits
+        edited = batch.sparse is not None or batch.penalties is not None or vocab_mask is not None
+        if logprobs is not None and edited:
+            raw = logits.clone()
+        if batch.sparse is not None:
+            _add_sparse(logits, batch.sparse.packed, positions)
+        if self.use_triton:
+            tokens = _sample_triton(logits, batch, positions, vocab_mask, next_token)
+        else:
+            tokens = _sample_torch(logits, batch, positions, vocab_mask)
+            if next_token is not None:
+                next_token[batch.slots] = tokens
+        if batch.penalties is not None:
+            batch.penalties.add_tokens(batch.rows()[:, Column.PENALTY_ROW].long(), tokens)
+        packed = None
+        if logprobs is not None:
+            packed = token_logprobs(raw, tokens, logprobs.num_top, logprobs.ids_dev)
+        return SamplerOutput(tokens, packed)
+
+
+def _add_sparse(logits: torch.Tensor, packed: torch.Tensor, positions: torch.Tensor) -> None:
+    row, token, amount, limit = packed.unbind(0)
+    row = row.long()
+    amount = torch.where(positions[row] < limit, amount.view(torch.float32), 0.0)
+    logits.view(-1).scatter_add_(0, row * logits.shape[1] + token, amount)
+
+
+def apply_vocab_mask(logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
+    """Set the tokens whose bit is 0 to -inf, in place; shapes as in `Sampler.__call__`."""
+    shifts = torch.arange(BITS, device=logits.device, dtype=torch.int32)
+    allowed = ((vocab_mask[:, :, None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]]
+    logits.masked_fill_(allowed == 0, -torch.inf)
+
+
+def filter_thresholds(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor) -> torch.Tensor:
+    """Smallest logit that each row keeps, [B] fp32. Greedy rows keep everything."""
+    floats = rows.view(torch.float32)
+    temperature = torch.where(floats[:, Column.TEMPERATURE] == 0, 1.0, floats[:, Column.TEMPERATURE])
+    limit = min(batch.max_top_k, logits.shape[1])
+    if limit <= TOPK_LIMIT:
+        ordered = logits.topk(limit, dim=-1).values
+    else:
+        ordered = logits.sort(dim=-1, descending=True).values
+    top_k = rows[:, Column.TOP_K].clamp(max=ordered.shape[1]).long()
+    kth = ordered.gather(1, top_k[:, None] - 1)
+    # The sums are in double precision so that a row's cut does not move with the width that its batch mates ask for.
+    weights = torch.exp((ordered - ordered[:, :1]).double() / temperature[:, None])
+    weights *= torch.arange(ordered.shape[1], device=logits.device)[None, :] < top_k[:, None]
+    mass = weights.cumsum(dim=-1)
+    # Logits tied with the k-th one are kept, so they count, also where the list was cut before them.
+    num_tied = (logits >= kth).sum(dim=-1, keepdim=True) - top_k[:, None]
+    total = mass[:, -1:] + num_tied * weights.gather(1, top_k[:, None] - 1)
+    target = floats[:, Column.TOP_P, None].double() * total
+    last = ((mass - weights) < target).logical_and_(weights > 0).sum(dim=-1, keepdim=True).clamp_(min=1) - 1
+    threshold = torch.maximum(kth, ordered.gather(1, last))[:, 0]
+    keeps_all = (rows[:, Column.TOP_K] == TOP_K_ALL) & (floats[:, Column.TOP_P] >= 1.0)
+    threshold = torch.where(keeps_all, -torch.inf, threshold)
+    min_p = torch.log(floats[:, Column.MIN_P]) * temperature + ordered[:, 0]
+    return torch.maximum(threshold, min_p)
+
+
+def _sample_torch(
+    logits: torch.Tensor, batch: SamplingBatch, positions: torch.Tensor, vocab_mask: torch.Tensor | None
+) -> torch.Tensor:
+    if batch.all_greedy and batch.penalties is None and vocab_mask is None:
+        return logits.argmax(dim=-1)
+    rows = batch.rows()
+    floats = rows.view(torch.float32)
+    if batch.penalties is not None:
+        apply_penalties(
+            logits,
+            batch.penalties.state[rows[:, Column.PENALTY_ROW].long()],
+            floats[:, Column.REPETITION],
+            floats[:, Column.FREQUENCY],
+            floats[:, Column.PRESENCE],
+        )
+    if vocab_mask is not None:
+        apply_vocab_mask(logits, vocab_mask)
+    if batch.all_greedy:
+        return logits.argmax(dim=-1)
+    greedy = floats[:, Column.TEMPERATURE, None] == 0
+    noise = gumbel_noise(rows[:, Column.SEED_LO], rows[:, Column.SEED_HI], positions, logits.shape[1])
+    scores = torch.where(greedy, logits, logits / floats[:, Column.TEMPERATURE, None] + noise)
+    if batch.any_filter:
+        scores.masked_fill_(logits < filter_thresholds(logits, batch, rows)[:, None], -torch.inf)
+    return scores.argmax(dim=-1)
+
+
+def _sample_triton(
+    logits: torch.Tensor,
+    batch: SamplingBatch,
+    positions: torch.Tensor,
+    vocab_mask: torch.Tensor | None,
+    next_token: torch.Tensor | None,
+) -> torch.Tensor:
+    from sglang.srt.layers.triton_ops import sampling as ops
+
+    if batch.penalties is not None or vocab_mask is not None:
+        state = None if batch.penalties is None else batch.penalties.state
+        ops.adjust_logits(logits, batch.table, batch.slots, state, vocab_mask)
+    thresholds = None
+    if not batch.all_greedy and batch.any_filter:
+        thresholds = ops.filter_thresholds(logits, batch.table, batch.slots)
+    return ops.draw_tokens(logits, batch.table, batch.slots, positions, thresholds, batch.all_greedy, next_token)

@@ -1,0 +1,397 @@
+"""Sampling kernels over [B, V] fp32 logits. Reference: the torch path of `layers/sampler.py`.
+
+A row of the parameter table is ROW int32 words (`sampling_table.Column`); floats are stored as bit patterns.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang.srt.sampling.noise import GOLDEN, KEY_STEP, MIX_MUL_1, MIX_MUL_2, UNIFORM_MAX
+from sglang.srt.sampling.penalties import PROMPT_FLAG
+from sglang.srt.sampling.sampling_params import TOP_K_ALL
+from sglang.srt.sampling.sampling_table import ROW_WIDTH, Column
+
+TEMPERATURE = tl.constexpr(int(Column.TEMPERATURE))
+TOP_P = tl.constexpr(int(Column.TOP_P))
+MIN_P = tl.constexpr(int(Column.MIN_P))
+REPETITION = tl.constexpr(int(Column.REPETITION))
+FREQUENCY = tl.constexpr(int(Column.FREQUENCY))
+PRESENCE = tl.constexpr(int(Column.PRESENCE))
+TOP_K = tl.constexpr(int(Column.TOP_K))
+SEED_LO = tl.constexpr(int(Column.SEED_LO))
+SEED_HI = tl.constexpr(int(Column.SEED_HI))
+PENALTY_ROW = tl.constexpr(int(Column.PENALTY_ROW))
+ROW = tl.constexpr(ROW_WIDTH)
+ALL = tl.constexpr(TOP_K_ALL)
+PROMPT = tl.constexpr(PROMPT_FLAG)
+MUL_1 = tl.constexpr(MIX_MUL_1)
+MUL_2 = tl.constexpr(MIX_MUL_2)
+GOLDEN_STEP = tl.constexpr(GOLDEN)
+SECOND_KEY_STEP = tl.constexpr(KEY_STEP)
+MAX_UNIFORM = tl.constexpr(UNIFORM_MAX)
+NO_ID = tl.constexpr(2**31 - 1)
+
+DRAW_BLOCK = 4096
+DRAW_PROGRAMS = 512
+"""Programs that a draw is split into at small batch sizes: about four on each SM of a large GPU."""
+THRESHOLD_BLOCK = 8192
+ADJUST_BLOCK = 4096
+
+
+@triton.jit
+def _float_param(table, slot, COLUMN: tl.constexpr):
+    return tl.load(table + slot * ROW + COLUMN).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _mix32(x):
+    x = x ^ (x >> 16)
+    x = x * tl.full((), MUL_1, tl.uint32)
+    x = x ^ (x >> 15)
+    x = x * tl.full((), MUL_2, tl.uint32)
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _gumbel(key_0, key_1, ids):
+    bits = _mix32(_mix32(ids.to(tl.uint32) + key_0) ^ key_1)
+    uniform = tl.minimum((bits.to(tl.float32) + 0.5) * (2.0**-32), MAX_UNIFORM)
+    # -log(1 - u): the series where 1 - u would lose the digits of a small u.
+    series = uniform * (1.0 + uniform * (0.5 + uniform * (1.0 / 3.0 + uniform * (0.25 + uniform * 0.2))))
+    exponential = tl.where(uniform < 0.015625, series, -tl.log(1.0 - uniform))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def _first_largest(scores, ids):
+    top = tl.max(scores)
+    return top, tl.min(tl.where(scores == top, ids, NO_ID))
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def draw_tokens_kernel(
+    logits,  # [B, V] fp32 or bf16
+    table,
+    slots,  # [B] int64
+    positions,  # [B] int32 or int64
+    thresholds,  # [B] fp32
+    scores_out,  # [B, num_splits] fp32 scratch
+    ids_out,  # [B, num_splits] int32 scratch
+    arrivals,  # [B] int32, zero before and after
+    tokens,  # [B] int64
+    next_token,  # [num_slots] int64
+    vocab_size,
+    stride,  # elements between rows of logits
+    num_splits,
+    NOISE: tl.constexpr,
+    FILTER: tl.constexpr,
+    WRITE_NEXT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Argmax (first of equals) of logits / temperature + noise, over the logits at or above the row's threshold. num_splits
+    programs share a row; the last of them to finish combines their results, so a step needs a single launch."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    slot = tl.load(slots + row)
+    temperature = 0.0
+    if NOISE:
+        temperature = _float_param(table, slot, TEMPERATURE)
+        position = tl.load(positions + row).to(tl.uint32)
+        seed_lo = tl.load(table + slot * ROW + SEED_LO).to(tl.uint32, bitcast=True)
+        seed_hi = tl.load(table + slot * ROW + SEED_HI).to(tl.uint32, bitcast=True)
+        key_0 = _mix32(seed_lo ^ _mix32(position + tl.full((), GOLDEN_STEP, tl.uint32)))
+        key_1 = _mix32(
+            _mix32(seed_hi + tl.full((), SECOND_KEY_STEP, tl.uint32)) ^ (key_0 + tl.full((), GOLDEN_STEP, tl.uint32))
+        )
+    threshold = -float("inf")
+    if FILTER:
+        threshold = tl.load(thresholds + row)
+
+    lanes = tl.arange(0, BLOCK)
+    best = tl.full((BLOCK,), -float("inf"), tl.float32)
+    best_id = tl.full((BLOCK,), NO_ID, tl.int32)
+    for start in range(split * BLOCK, vocab_size, num_splits * BLOCK):
+        ids = start + lanes
+        x = tl.load(logits + row * stride + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+        score = x
+        if NOISE:
+            if temperature > 0.0:
+                score = x / temperature + _gumbel(key_0, key_1, ids)
+        if FILTER:
+            score = tl.where(x >= threshold, score, -float("inf"))
+        # Strictly greater keeps the lowest id of a lane.
+        wins = score > best
+        best = tl.where(wins, score, best)
+        best_id = tl.where(wins, ids, best_id)
+    top, top_id = _first_largest(best, best_id)
+
+    tl.store(scores_out + row * num_splits + split, top)
+    tl.store(ids_out + row * num_splits + split, top_id)
+    if tl.atomic_add(arrivals + row, 1, sem="acq_rel") == num_splits - 1:
+        parts = tl.arange(0, MAX_SPLITS)
+        there = parts < num_splits
+        scores = tl.load(scores_out + row * num_splits + parts, mask=there, other=-float("inf"), cache_modifier=".cg")
+        winners = tl.load(ids_out + row * num_splits + parts, mask=there, other=NO_ID, cache_modifier=".cg")
+        top, top_id = _first_largest(scores, winners)
+        tl.store(arrivals + row, 0)
+        # A row without any finite logit has no winner; token 0 keeps what follows within bounds.
+        token = tl.where(top_id == NO_ID, 0, top_id).to(tl.int64)
+        tl.store(tokens + row, token)
+        if WRITE_NEXT:
+            tl.store(next_token + slot, token)
+
+
+@triton.jit
+def _count_and_mass(logits, vocab_size, peak, inv_temperature, a, b, c, BLOCK: tl.constexpr, MASS: tl.constexpr):
+    """How many logits are >= each of the three pivots, and their softmax mass relative to `peak`."""
+    lanes = tl.arange(0, BLOCK)
+    count_a = tl.zeros((BLOCK,), tl.int32)
+    count_b = tl.zeros((BLOCK,), tl.int32)
+    count_c = tl.zeros((BLOCK,), tl.int32)
+    mass_a = tl.zeros((BLOCK,), tl.float32)
+    mass_b = tl.zeros((BLOCK,), tl.float32)
+    mass_c = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, vocab_size, BLOCK):
+        ids = start + lanes
+        x = tl.load(logits + ids, mask=ids < vocab_size, other=-float("inf"))
+        count_a += (x >= a).to(tl.int32)
+        count_b += (x >= b).to(tl.int32)
+        count_c += (x >= c).to(tl.int32)
+        if MASS:
+            weight = tl.exp((x - peak) * inv_temperature)
+            mass_a += tl.where(x >= a, weight, 0.0)
+            mass_b += tl.where(x >= b, weight, 0.0)
+            mass_c += tl.where(x >= c, weight, 0.0)
+    return (
+        tl.sum(count_a), tl.sum(count_b), tl.sum(count_c),
+        tl.sum(mass_a), tl.sum(mass_b), tl.sum(mass_c),
+    )  # fmt: skip
+
+
+@triton.jit
+def _search(
+    logits, vocab_size, peak, inv_temperature, low, high, num_low, target, BLOCK: tl.constexpr, MASS: tl.constexpr
+):
+    """Largest threshold in [low, high) whose kept set (logits >= threshold) still reaches `target`: a count, or a softmax
+    mass if MASS. `low` reaches it and keeps `num_low` logits; `high` keeps none. Four-way bisection over the values; it
+    ends when a single logit, or only equal ones, separate the two bounds."""
+    num_high = num_low * 0
+    searching = num_low > 1
+    while searching:
+        step = (high - low) * 0.25
+        a = low + step
+        b = low + 2.0 * step
+        c = low + 3.0 * step
+        n_a, n_b, n_c, m_a, m_b, m_c = _count_and_mass(
+            logits, vocab_size, peak, inv_temperature, a, b, c, BLOCK, MASS
+        )
+        if MASS:
+            ok_a = m_a >= target
+            ok_b = m_b >= target
+            ok_c = m_c >= target
+        else:
+            ok_a = n_a >= target
+            ok_b = n_b >= target
+            ok_c = n_c >= target
+        # Between neighbouring floats the pivots collapse onto the bounds: then nothing is left to separate.
+        searching = (low < b) & (b < high)
+        new_low = tl.where(ok_c, c, tl.where(ok_b, b, tl.where(ok_a, a, low)))
+        num_low = tl.where(ok_c, n_c, tl.where(ok_b, n_b, tl.where(ok_a, n_a, num_low)))
+        new_high = tl.where(ok_c, high, tl.where(ok_b, c, tl.where(ok_a, b, a)))
+        num_high = tl.where(ok_c, num_high, tl.where(ok_b, n_c, tl.where(ok_a, n_b, n_a)))
+        low = new_low
+        high = new_high
+        searching = searching & (num_low - num_high > 1)
+        if not MASS:
+            searching = searching & (num_low > target)
+    return low, num_low
+
+
+@triton.jit
+def threshold_kernel(
+    logits,  # [B, V] fp32
+    table,
+    slots,  # [B] int64
+    thresholds,  # [B] fp32
+    vocab_size,
+    stride,
+    BLOCK: tl.constexpr,
+):
+    """Smallest logit that top_k, top_p and min_p let through, one program a row, without sorting."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    logits += row * stride
+    temperature = _float_param(table, slot, TEMPERATURE)
+    top_p = _float_param(table, slot, TOP_P)
+    min_p = _float_param(table, slot, MIN_P)
+    top_k = tl.load(table + slot * ROW + TOP_K)
+    threshold = -float("inf")
+    if temperature > 0.0:
+        if (top_k < ALL) | (top_p < 1.0) | (min_p > 0.0):
+            lanes = tl.arange(0, BLOCK)
+            largest = tl.full((BLOCK,), -float("inf"), tl.float32)
+            smallest = tl.full((BLOCK,), float("inf"), tl.float32)
+            finite = tl.zeros((BLOCK,), tl.int32)
+            for start in range(0, vocab_size, BLOCK):
+                ids = start + lanes
+                x = tl.load(logits + ids, mask=ids < vocab_size, other=-float("inf"))
+                real = x > -float("inf")
+                finite += real.to(tl.int32)
+                largest = tl.maximum(largest, x)
+                smallest = tl.minimum(smallest, tl.where(real, x, float("inf")))
+            peak = tl.max(largest)
+            low = tl.min(smallest)
+            num_low = tl.sum(finite)
+            if num_low > 1:
+                inv_temperature = 1.0 / temperature
+                high = peak + tl.maximum(tl.abs(peak) * 1e-6, 1e-6)
+                if top_k < num_low:
+                    low, num_low = _search(
+                        logits, vocab_size, peak, inv_temperature, low, high, num_low, top_k, BLOCK, False
+                    )
+                if top_p < 1.0:
+                    n_a, n_b, n_c, mass, m_b, m_c = _count_and_mass(
+                        logits, vocab_size, peak, inv_temperature, low, low, low, BLOCK, True
+                    )
+                    low, num_low = _search(
+                        logits, vocab_size, peak, inv_temperature, low, high, num_low, top_p * mass, BLOCK, True
+                    )
+                threshold = low
+                if min_p > 0.0:
+                    threshold = tl.maximum(low, tl.log(min_p) * temperature + peak)
+    tl.store(thresholds + row, threshold)
+
+
+@triton.jit
+def adjust_logits_kernel(
+    logits,  # [B, V] fp32, in place
+    table,
+    slots,  # [B] int64
+    state,  # [rows, V] int32
+    vocab_mask,  # [B, ceil(V / 32)] int32
+    vocab_size,
+    stride,
+    mask_stride,
+    PENALTIES: tl.constexpr,
+    MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < vocab_size
+    slot = tl.load(slots + row)
+    x = tl.load(logits + row * stride + ids, mask=inside)
+    if PENALTIES:
+        penalty_row = tl.load(table + slot * ROW + PENALTY_ROW).to(tl.int64)
+        if penalty_row > 0:
+            repetition = _float_param(table, slot, REPETITION)
+            frequency = _float_param(table, slot, FREQUENCY)
+            presence = _float_param(table, slot, PRESENCE)
+            seen = tl.load(state + penalty_row * vocab_size + ids, mask=inside, other=0)
+            x = tl.where(seen != 0, tl.where(x > 0, x / repetition, x * repetition), x)
+            count = seen & (PROMPT - 1)
+            x = x - count.to(tl.float32) * frequency - tl.where(count > 0, presence, 0.0)
+    if MASK:
+        word = tl.load(vocab_mask + row * mask_stride + ids // 32, mask=inside, other=0)
+        x = tl.where(((word >> (ids % 32)) & 1) != 0, x, -float("inf"))
+    tl.store(logits + row * stride + ids, x, mask=inside)
+
+
+_scratch: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+
+def _draw_scratch(batch_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(scores, ids, arrival counters) shared by all draws on a device: they are ordered on one stream."""
+    held = _scratch.get(device)
+    if held is None or held[2].shape[0] < batch_size:
+        rows = max(1024, triton.next_power_of_2(batch_size))
+        size = rows + DRAW_PROGRAMS
+        held = (
+            torch.empty(size, dtype=torch.float32, device=device),
+            torch.empty(size, dtype=torch.int32, device=device),
+            torch.zeros(rows, dtype=torch.int32, device=device),
+        )
+        _scratch[device] = held
+    return held
+
+
+def draw_tokens(
+    logits: torch.Tensor,
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    thresholds: torch.Tensor | None,
+    all_greedy: bool,
+    next_token: torch.Tensor | None,
+) -> torch.Tensor:
+    """logits [B, V] fp32 or bf16 (rows contiguous) -> [B] int64; with `next_token` also scattered to the slots."""
+    batch_size, vocab_size = logits.shape
+    tokens = torch.empty(batch_size, dtype=torch.int64, device=logits.device)
+    if batch_size == 0:
+        return tokens
+    blocks = triton.cdiv(vocab_size, DRAW_BLOCK)
+    splits = max(1, min(DRAW_PROGRAMS // batch_size, blocks))
+    # Whole rounds only: 38 blocks over 32 programs would take as long as over 19.
+    splits = triton.cdiv(blocks, triton.cdiv(blocks, splits))
+    scores, ids, arrivals = _draw_scratch(batch_size, logits.device)
+    draw_tokens_kernel[(batch_size, splits)](
+        logits,
+        table,
+        slots,
+        positions,
+        scores if thresholds is None else thresholds,
+        scores,
+        ids,
+        arrivals,
+        tokens,
+        tokens if next_token is None else next_token,
+        vocab_size,
+        logits.stride(0),
+        splits,
+        NOISE=not all_greedy,
+        FILTER=thresholds is not None,
+        WRITE_NEXT=next_token is not None,
+        MAX_SPLITS=triton.next_power_of_2(blocks),
+        BLOCK=DRAW_BLOCK,
+        num_warps=8,
+    )
+    return tokens
+
+
+def filter_thresholds(logits: torch.Tensor, table: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """logits [B, V] fp32 -> [B] fp32 smallest kept logit."""
+    batch_size, vocab_size = logits.shape
+    thresholds = torch.empty(batch_size, dtype=torch.float32, device=logits.device)
+    threshold_kernel[(batch_size,)](
+        logits, table, slots, thresholds, vocab_size, logits.stride(0), BLOCK=THRESHOLD_BLOCK, num_warps=16
+    )
+    return thresholds
+
+
+def adjust_logits(
+    logits: torch.Tensor,
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    state: torch.Tensor | None,
+    vocab_mask: torch.Tensor | None,
+) -> None:
+    """Penalties and grammar mask, in place. state [rows, V] int32; vocab_mask [B, ceil(V / 32)] int32."""
+    batch_size, vocab_size = logits.shape
+    adjust_logits_kernel[(batch_size, triton.cdiv(vocab_size, ADJUST_BLOCK))](
+        logits,
+        table,
+        slots,
+        table if state is None else state,
+        table if vocab_mask is None else vocab_mask,
+        vocab_size,
+        logits.stride(0),
+        0 if vocab_mask is None else vocab_mask.stride(0),
+        PENALTIES=state is not None,
+        MASK=vocab_mask is not None,
+        BLOCK=ADJUST_BLOCK,
+        num_warps=8,
+    )

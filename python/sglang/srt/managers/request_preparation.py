@@ -1,0 +1,237 @@
+"""From a caller's GenerateRequest to the sequences that the scheduler gets: split, check, tokenize."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.generate_request import GenerateRequest, RequestError
+from sglang.srt.managers.io_struct import TokenizedGenerateReq
+from sglang.srt.sampling.sampling_params import SamplingParams, merge
+from sglang.srt.server_args import ServerArgs
+
+T = TypeVar("T")
+
+MAX_BATCH = 4096
+MAX_RID_LENGTH = 256
+CHARS_PER_TOKEN_BOUND = 512
+"""A text with more characters per token of context than this is refused before it is tokenized: no vocabulary has
+tokens that long, so it cannot fit."""
+
+Encode = Callable[[str, bool], Awaitable[list[int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedCall:
+    """`requests` holds num_samples sequences for each prompt, prompt by prompt."""
+
+    rids: list[str]
+    """Public request ids, one a prompt."""
+    requests: list[TokenizedGenerateReq]
+    prompt_texts: list[str | None]
+    num_samples: int
+
+
+class RequestPreparer:
+    """Validates against one model's limits. `encode` tokenizes, None without a tokenizer."""
+
+    def __init__(self, args: ServerArgs, model_config: ModelConfig, encode: Encode | None) -> None:
+        self._allow_truncate = args.allow_auto_truncate
+        self._context_len = model_config.context_len
+        self._vocab_size = model_config.vocab_size
+        self._encode = encode
+        self._model_defaults = model_config.default_sampling if args.sampling_defaults == "model" else {}
+        self._server_defaults = json.loads(args.preferred_sampling_params or "{}")
+
+    async def prepare(self, req: GenerateRequest) -> PreparedCall:
+        """Raises RequestError (400)."""
+        prompts = _prompts(req)
+        count = len(prompts)
+        rids = _rids(req.rid, count, req.is_batch)
+        params = self._sampling_params(req.sampling_params, count)
+        num_samples = params[0][0].n
+        if any(p.n != num_samples for p, _ in params):
+            raise RequestError("n must be the same for all prompts of a batch.")
+        options = zip(
+            _spread("return_logprob", req.return_logprob, count, bool),
+            _spread("logprob_start_len", req.logprob_start_len, count, int),
+            _spread("top_logprobs_num", req.top_logprobs_num, count, int),
+            _spread_ids(req.token_ids_logprob, count),
+            strict=True,
+        )
+        requests = []
+        for prompt, rid, (p, explicit_length), wanted in zip(prompts, rids, params, options, strict=True):
+            input_ids = await self._input_ids(prompt, req.add_special_tokens)
+            input_ids, p = self._fit(input_ids, p, explicit_length)
+            request = TokenizedGenerateReq(
+                rid=rid,
+                input_ids=input_ids,
+                sampling_params=p,
+                stream=req.stream,
+                return_logprob=wanted[0],
+                logprob_start_len=wanted[1],
+                top_logprobs_num=wanted[2],
+                token_ids_logprob=wanted[3],
+                priority=req.priority,
+                cache_namespace=req.cache_namespace,
+            )
+            self._check_logprobs(request)
+            requests.extend(_samples(request))
+        texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
+        return PreparedCall(rids, requests, texts, num_samples)
+
+    def _sampling_params(self, given: Any, count: int) -> list[tuple[SamplingParams, bool]]:
+        """Checked parameters a prompt, and whether its max_new_tokens was asked for."""
+        if isinstance(given, list) and len(given) != count:
+            raise RequestError(f"sampling_params has {len(given)} entries for {count} prompts.")
+        try:
+            if isinstance(given, list):
+                return [self._merge(entry) for entry in given]
+            return [self._merge(given)] * count
+        except ValueError as error:
+            raise RequestError(str(error)) from None
+
+    def _merge(self, given: Any) -> tuple[SamplingParams, bool]:
+        explicit = True
+        if isinstance(given, SamplingParams):
+            params = given
+        elif given is None or isinstance(given, Mapping):
+            params = merge(given or {}, self._model_defaults, self._server_defaults)
+            explicit = given is not None and given.get("max_new_tokens") is not None
+        else:
+            raise ValueError(f"sampling_params must be an object, got {type(given).__name__}.")
+        params.verify(self._vocab_size)
+        if self._encode is None and (params.stop or params.stop_regex):
+            raise ValueError("stop and stop_regex need a tokenizer; the server runs with --skip-tokenizer-init.")
+        return params, explicit
+
+    async def _input_ids(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
+        if isinstance(prompt, str):
+            if self._encode is None:
+                raise RequestError("text needs a tokenizer; the server runs with --skip-tokenizer-init: send input_ids.")
+            if len(prompt) > self._context_len * CHARS_PER_TOKEN_BOUND and not self._allow_truncate:
+                raise RequestError(
+                    f"The prompt of {len(prompt)} characters is longer than the model's context length of {self._context_len} tokens."
+                )
+            prompt = await self._encode(prompt, add_special_tokens)
+            source = "The tokenized text"
+        else:
+            source = "input_ids"
+        if not prompt:
+            raise RequestError("The prompt is empty: at least one token is needed.")
+        if set(map(type, prompt)) != {int}:
+            raise RequestError("input_ids must be integers.")
+        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
+            bad = next(i for i in prompt if not 0 <= i < self._vocab_size)
+            raise RequestError(f"{source} must hold token ids in [0, {self._vocab_size - 1}], got {bad}.")
+        return prompt
+
+    def _fit(self, ids: list[int], params: SamplingParams, explicit_length: bool) -> tuple[list[int], SamplingParams]:
+        """The prompt and its output must fit the context together. A default output length just shrinks."""
+        room = self._context_len - len(ids)
+        if room < 1:
+            if not self._allow_truncate:
+                raise RequestError(
+                    f"The prompt of {len(ids)} tokens does not fit the model's context length of {self._context_len} tokens "
+                    "with room for output."
+                )
+            ids = ids[: self._context_len - 1]
+            room = 1
+        wanted = params.max_new_tokens
+        if wanted is None or wanted <= room:
+            return ids, params
+        if explicit_length and not self._allow_truncate:
+            raise RequestError(
+                f"The prompt of {len(ids)} tokens and max_new_tokens of {wanted} make {len(ids) + wanted} tokens, more than the "
+                f"model's context length of {self._context_len} tokens."
+            )
+        return ids, msgspec.structs.replace(
+            params, max_new_tokens=room, min_new_tokens=min(room, params.min_new_tokens)
+        )
+
+    def _check_logprobs(self, request: TokenizedGenerateReq) -> None:
+        length, top, wanted = len(request.input_ids), request.top_logprobs_num, request.token_ids_logprob or []
+        if not -1 <= request.logprob_start_len < length:
+            raise RequestError(
+                f"logprob_start_len must be in [-1, {length - 1}] for a prompt of {length} tokens, got {request.logprob_start_len}."
+            )
+        if not 0 <= top <= self._vocab_size:
+            raise RequestError(f"top_logprobs_num must be in [0, {self._vocab_size}], got {top}.")
+        bad = next((i for i in wanted if not 0 <= i < self._vocab_size), None)
+        if bad is not None:
+            raise RequestError(f"token_ids_logprob must hold token ids in [0, {self._vocab_size - 1}], got {bad}.")
+
+
+def _prompts(req: GenerateRequest) -> Sequence[str | list[int]]:
+    if (req.text is None) == (req.input_ids is None):
+        raise RequestError("Give either text or input_ids, and not both.")
+    given: Any = req.text if req.text is not None else req.input_ids
+    prompts: Any = given if req.is_batch else [given]
+    kind = str if req.text is not None else list
+    if not isinstance(prompts, list) or not all(isinstance(prompt, kind) for prompt in prompts):
+        raise RequestError("text must be a string or a list of strings, input_ids a list of integers or a list of such lists.")
+    if not 1 <= len(prompts) <= MAX_BATCH:
+        raise RequestError(f"A batch must have 1 to {MAX_BATCH} prompts, got {len(prompts)}.")
+    return prompts
+
+
+def _rids(given: Any, count: int, is_batch: bool) -> list[str]:
+    if given is None:
+        return [uuid.uuid4().hex for _ in range(count)]
+    if isinstance(given, str) and not (is_batch and count > 1):
+        given = [given]
+    elif isinstance(given, str):
+        given = [f"{given}_{i}" for i in range(count)]
+    if not isinstance(given, list) or len(given) != count:
+        raise RequestError(f"rid must be a string or a list with one string for each of the {count} prompts.")
+    for rid in given:
+        if not isinstance(rid, str) or not 1 <= len(rid) <= MAX_RID_LENGTH:
+            raise RequestError(f"rid must be a string of 1 to {MAX_RID_LENGTH} characters.")
+    if len(set(given)) != count:
+        raise RequestError("rid must be different for each prompt of a batch.")
+    return given
+
+
+def _spread(name: str, value: Any, count: int, kind: type[T]) -> list[T]:
+    """One value for all prompts, or one each."""
+    values = value if isinstance(value, list) else [value] * count
+    if len(values) != count:
+        raise RequestError(f"{name} has {len(values)} entries for {count} prompts.")
+    if any(type(entry) is not kind for entry in values):
+        raise RequestError(f"{name} must be of type {kind.__name__}, got {value!r}.")
+    return values
+
+
+def _spread_ids(value: Any, count: int) -> list[list[int] | None]:
+    if value is None:
+        return [None] * count
+    if isinstance(value, list) and all(type(entry) is int for entry in value):
+        return [value] * count
+    values = _spread("token_ids_logprob", value, count, list)
+    if any(type(entry) is not int for ids in values for entry in ids):
+        raise RequestError("token_ids_logprob must hold integers.")
+    return list(values)
+
+
+def _samples(request: TokenizedGenerateReq) -> list[TokenizedGenerateReq]:
+    """`n` sequences of one prompt. A given seed counts up, or all would be the same."""
+    params = request.sampling_params
+    if params.n == 1:
+        return [request]
+    seed = params.sampling_seed
+    return [
+        msgspec.structs.replace(
+            request,
+            rid=f"{request.rid}_{i}",
+            sampling_params=msgspec.structs.replace(
+                params, n=1, sampling_seed=None if seed is None else (seed + i + (1 << 63)) % (1 << 64) - (1 << 63)
+            ),
+        )
+        for i in range(params.n)
+    ]

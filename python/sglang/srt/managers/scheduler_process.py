@@ -1,0 +1,209 @@
+"""The scheduler's process: sockets in, sockets out, and the loop between them.
+
+With tensor parallelism every rank runs this loop over the same messages: rank 0 reads the socket and broadcasts the raw
+bytes, so all ranks take the same decisions. Only rank 0 answers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from multiprocessing.connection import Connection
+import msgspec
+
+from sglang.srt.constrained.grammar import GrammarError, grammar_key
+from sglang.srt.constrained.grammar_backend import GrammarBackend
+from sglang.srt.constrained.grammar_manager import GrammarManager, PendingGrammar
+from sglang.srt.distributed import parallel_state
+from sglang.srt.managers import ipc
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    ControlReply,
+    ControlReq,
+    FinishReason,
+    SchedulerInput,
+    SchedulerReady,
+    TokenizedGenerateReq,
+)
+from sglang.srt.managers.output import StopChecker
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_setup import create_runner
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.hf_tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+IDLE_POLL_S = 60.0
+GRAMMAR_POLL_S = 0.002
+RECV_LIMIT = 1024
+"""Messages taken in one step; the rest waits in the socket."""
+
+
+class SchedulerProcess:
+    """Connects a Scheduler with the other processes."""
+
+    def __init__(self, args: ServerArgs, runner: ModelRunner, tokenizer: Tokenizer | None, ports: ipc.Ports) -> None:
+        self.args, self.runner = args, runner
+        self.model = runner.plan.model
+        self.leader = parallel_state.tp_rank() == 0
+        self.scheduler = Scheduler(args, runner, StopChecker(tokenizer.decode if tokenizer else None))
+        backend = None
+        if args.grammar_backend != "none" and tokenizer is not None:
+            backend = GrammarBackend(lambda: tokenizer.hf, self.model.vocab_size, self.model.eos_token_ids)
+        self.grammars = GrammarManager(backend)
+        self.inbox = ipc.scheduler_inbox(ports) if self.leader else None
+        self.outbox = ipc.scheduler_outbox(ports) if self.leader else None
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(list[SchedulerInput])
+        self._was_idle = False
+
+    def run_forever(self) -> None:
+        """One step after the other; blocks in `receive` while there is nothing to do."""
+        while True:
+            for message in self.receive():
+                self.dispatch(message)
+            self.admit_compiled()
+            self.scheduler.step()
+            self.send()
+
+    # --- in ------------------------------------------------------------------------------------------------------------
+
+    def receive(self) -> list[SchedulerInput]:
+        """New messages, the same on every rank. Sleeps while the scheduler is idle."""
+        messages: list[SchedulerInput] = []
+        idle = self.scheduler.idle
+        if self.inbox is not None:
+            if idle:
+                if not self._was_idle:
+                    self.scheduler.stats.went_idle()
+                    self.outbox.send(self.scheduler.stats.snapshot())
+                while not self.inbox.poll(GRAMMAR_POLL_S if self.scheduler.compiling else IDLE_POLL_S):
+                    if self.scheduler.compiling:
+                        break
+            self._was_idle = idle
+            while len(messages) < RECV_LIMIT and (message := self.inbox.recv_nowait()) is not None:
+                messages.append(message)
+        if parallel_state.tp_size() > 1:
+            payload = parallel_state.broadcast_bytes(self._encoder.encode(messages) if self.leader else None)
+            if not self.leader:
+                messages = self._decoder.decode(payload)
+        return messages
+
+    def dispatch(self, message: SchedulerInput) -> None:
+        if isinstance(message, TokenizedGenerateReq):
+            self.add(message)
+        elif isinstance(message, AbortReq):
+            self.scheduler.abort(message)
+        else:
+            reply = self.control(message)
+            self.send()
+            if self.outbox is not None:
+                self.outbox.send(reply)
+
+    def add(self, msg: TokenizedGenerateReq) -> None:
+        p = msg.sampling_params
+        seed = p.sampling_seed
+        if seed is None:  # every rank must draw the same one
+            digest = hashlib.blake2b(f"{self.args.random_seed}:{msg.rid}".encode(), digest_size=8).digest()
+            seed = int.from_bytes(digest, "little") >> 1
+        stop_ids = frozenset(p.stop_token_ids) | (frozenset() if p.ignore_eos else self.model.eos_token_ids)
+        req = self.scheduler.add(msg, seed, stop_ids)
+        if req is None:
+            return
+        try:
+            key = grammar_key(p)
+        except GrammarError as error:
+            self.scheduler.end(req, FinishReason("abort", message=str(error), status_code=400))
+            return
+        if key is not None:
+            self.scheduler.hold(req, self.grammars.request(key))
+
+    def admit_compiled(self) -> None:
+        """Queue the requests whose grammar is ready. Rank 0 says which are, since compile times differ between ranks."""
+        compiling = self.scheduler.compiling
+        if not compiling:
+            return
+        ready = [req.rid for req, pending in compiling if pending.done()]
+        if parallel_state.tp_size() > 1:
+            payload = parallel_state.broadcast_bytes(self._encoder.encode(ready) if self.leader else None)
+            ready = msgspec.msgpack.decode(payload, type=list[str])
+        for req, pending in [c for c in compiling if c[0].rid in ready]:
+            self._attach(req, pending)
+
+    def _attach(self, req: Req, pending: PendingGrammar) -> None:
+        try:
+            req.grammar = pending.result()
+        except GrammarError as error:
+            self.scheduler.end(req, FinishReason("abort", message=str(error), status_code=400))
+            return
+        self.scheduler.release_hold(req)
+
+    # --- out -----------------------------------------------------------------------------------------------------------
+
+    def send(self) -> None:
+        messages, self.scheduler.outbox = self.scheduler.outbox, []
+        if self.outbox is None:
+            return
+        for message in messages:
+            self.outbox.send(message)
+        if (stats := self.scheduler.stats.due()) is not None and not self.scheduler.idle:
+            self.outbox.send(stats)
+
+    # --- control -------------------------------------------------------------------------------------------------------
+
+    def control(self, msg: ControlReq) -> ControlReply:
+        handler = self._CONTROLS.get(msg.kind)
+        if handler is None:
+            return ControlReply(msg.id, ok=False, message=f"unknown control call {msg.kind!r}")
+        return handler(self, msg)
+
+    def _flush_cache(self, msg: ControlReq) -> ControlReply:
+        ok = self.scheduler.flush_cache()
+        return ControlReply(msg.id, ok, "" if ok else "The cache was not flushed: requests are running or waiting.")
+
+    def _internal_state(self, msg: ControlReq) -> ControlReply:
+        stats = msgspec.to_builtins(self.scheduler.stats.snapshot())
+        memory = self.scheduler.check_memory()
+        state = {
+            "last_gen_throughput": stats["gen_throughput"],
+            "memory_usage": {**memory, "kv_cache_bytes": self.runner.kv_pool.size_bytes()},
+            "num_running_reqs": stats["num_running_reqs"],
+            "num_queue_reqs": stats["num_queue_reqs"],
+            "num_unfinished_reqs": len(self.scheduler.reqs),
+            "free_request_slots": self.scheduler.req_pool.available_size(),
+            "num_retracted_reqs": stats["num_retracted_reqs"],
+        }
+        return ControlReply(msg.id, data=state)
+
+    def _check(self, msg: ControlReq) -> ControlReply:
+        self.scheduler.settle()
+        self.scheduler.cache.check()
+        return ControlReply(msg.id, data=dict(self.scheduler.check_memory()))
+
+    def _pause(self, msg: ControlReq) -> ControlReply:
+        self.scheduler.paused = msg.kind == "pause"
+        return ControlReply(msg.id)
+
+    def _ping(self, msg: ControlReq) -> ControlReply:
+        return ControlReply(msg.id)
+
+    _CONTROLS = {
+        "flush_cache": _flush_cache,
+        "internal_state": _internal_state,
+        "check": _check,
+        "pause": _pause,
+        "resume": _pause,
+        "ping": _ping,
+    }
+
+
+def run_scheduler(args: ServerArgs, ports: ipc.Ports, tp_rank: int, start_pipe: Connection) -> None:
+    """Main of a scheduler process; `start_pipe` belongs to the launcher, which guards and reports failures."""
+    runner = create_runner(args, tp_rank, f"file://{ports.directory}/rendezvous")
+    process = SchedulerProcess(args, runner, load_tokenizer(args), ports)
+    if process.outbox is not None:
+        process.outbox.send(SchedulerReady(info=runner.plan.describe()))
+    start_pipe.send_bytes(b"ready")
+    process.run_forever()

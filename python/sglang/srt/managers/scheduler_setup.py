@@ -1,0 +1,48 @@
+"""From user intent to a ready model runner, for one rank."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed import parallel_state
+from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import current_arch, device_count, free_memory_bytes
+from sglang.srt.plan.plan import Plan, make_plan
+from sglang.srt.server_args import ServerArgs
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+def create_plan(args: ServerArgs, tp_rank: int = 0, rendezvous: str | None = None) -> Plan:
+    """Join the other ranks and decide everything. `rendezvous`: torch.distributed init method, for more than one rank.
+
+    Raises UserError."""
+    model = ModelConfig.from_server_args(args)
+    arch = current_arch(tp_rank, args.device)
+    on_gpu = arch.device == "cuda"
+    if on_gpu:
+        import torch
+
+        if args.tp_size > device_count():
+            raise UserError(f"--tp-size {args.tp_size}, but torch sees {device_count()} CUDA devices")
+        torch.cuda.set_device(tp_rank)
+    if args.tp_size > 1:
+        assert rendezvous is not None
+        parallel_state.init(tp_rank, args.tp_size, "nccl" if on_gpu else "gloo", rendezvous)
+    available = parallel_state.least(free_memory_bytes(tp_rank if on_gpu else None))
+    return make_plan(args, model, arch, available)
+
+
+def create_runner(args: ServerArgs, tp_rank: int = 0, rendezvous: str | None = None) -> ModelRunner:
+    """As create_plan, then weights, pools and graphs. Raises UserError."""
+    plan = create_plan(args, tp_rank, rendezvous)
+    if tp_rank == 0:
+        plan.log()
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    return ModelRunner(plan, args.load_format, args.random_seed or 0)

@@ -1,0 +1,330 @@
+"""Prefix cache: a radix tree over token ids whose nodes own the KV slots of those tokens.
+
+Who owns a slot: the allocator (free), the tree (cached), or one request (computed, not yet given to the tree). `commit`
+moves slots from a request to the tree, `release` ends a request, `evict` gives slots back. Everything is page aligned;
+the tail of a request that does not fill a page stays with the request.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang.srt.mem_cache.allocator import Slots, TokenAllocator
+
+Tokens = Sequence[int] | npt.NDArray[np.integer]
+Edge = bytes | tuple[str, bytes]
+"""How a parent finds a child: the bytes of its first page; below the root together with the namespace, if it has one."""
+
+EMPTY: Slots = np.empty(0, np.int32)
+
+
+class Node:
+    """A run of tokens (`key`) and their slots (`value`), both of one length, a multiple of the page size."""
+
+    __slots__ = ("children", "edge", "key", "last_access", "lock_ref", "parent", "queued", "value")
+
+    def __init__(self, key: Slots, value: Slots, parent: Node | None, edge: Edge, last_access: int) -> None:
+        self.key = key
+        self.value = value
+        self.parent = parent
+        self.edge = edge
+        self.children: dict[Edge, Node] = {}
+        self.lock_ref = 0
+        self.last_access = last_access
+        self.queued = False  # has an entry in the eviction heap
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The cached slots of a prefix, and the node where it ends (the root if nothing matched)."""
+
+    indices: Slots
+    node: Node
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Where a request stands after a commit: its slots (the tree's own where the tree had the tokens already), the node
+    that it holds locked, and how many leading tokens belong to the tree."""
+
+    indices: Slots
+    node: Node
+    num_cached: int
+
+
+class RadixCache:
+    """`enabled=False` keeps the interface and caches nothing: requests own their slots to the end."""
+
+    def __init__(self, allocator: TokenAllocator, page_size: int, enabled: bool = True) -> None:
+        assert page_size == allocator.page_size, "the tree and the allocator must agree on the page size"
+        self.allocator = allocator
+        self.page_size = page_size
+        self.enabled = enabled
+        self._start()
+
+    def _start(self) -> None:
+        self._clock = 0
+        self._entries = 0  # breaks ties in the heap, so that nodes are never compared
+        self._evictable = 0
+        self._protected = 0
+        self._heap: list[tuple[int, int, Node]] = []
+        self.root = Node(EMPTY, EMPTY, None, b"", 0)
+
+    # --- sizes in tokens ----------------------------------------------------------------------------------------------
+
+    def evictable_size(self) -> int:
+        return self._evictable
+
+    def protected_size(self) -> int:
+        return self._protected
+
+    def total_size(self) -> int:
+        return self._evictable + self._protected
+
+    # --- lookup and insertion -----------------------------------------------------------------------------------------
+
+    def match_prefix(self, token_ids: Tokens, namespace: str | None = None) -> Match:
+        """The longest cached, page-aligned prefix. Lock the node before anything is evicted."""
+        if not self.enabled:
+            return Match(EMPTY, self.root)
+        tokens = self._aligned(token_ids)
+        self._clock += 1
+        node, values = self._descend(self.root, tokens, namespace)
+        return Match(_concat(values), node)
+
+    def insert(self, token_ids: Tokens, indices: Slots, namespace: str | None = None) -> int:
+        """Gives the page-aligned part to the tree. Returns how many leading tokens were there already: for those the
+        tree keeps its own slots, and those in `indices` stay with the caller."""
+        if not self.enabled:
+            return 0
+        self._clock += 1
+        tokens = self._aligned(token_ids)
+        _, values = self._extend(self.root, tokens, np.asarray(indices, np.int32), namespace)
+        return sum(v.size for v in values)
+
+    def _aligned(self, token_ids: Tokens) -> Slots:
+        tokens = np.asarray(token_ids, np.int32)
+        return tokens[: len(tokens) // self.page_size * self.page_size]
+
+    def _edge(self, tokens: Slots, parent: Node, namespace: str | None) -> Edge:
+        first_page = tokens[: self.page_size].tobytes()
+        return (namespace, first_page) if parent is self.root and namespace is not None else first_page
+
+    def _descend(self, node: Node, tokens: Slots, namespace: str | None) -> tuple[Node, list[Slots]]:
+        """Follows `tokens` below `node` as far as the tree goes, splitting the last node where they part."""
+        values: list[Slots] = []
+        while tokens.size:
+            child = node.children.get(self._edge(tokens, node, namespace))
+            if child is None:
+                break
+            common = self._common_length(child.key, tokens)
+            if common < child.key.size:
+                child = self._split(child, common)
+            child.last_access = self._clock
+            values.append(child.value)
+            tokens = tokens[common:]
+            node = child
+        return node, values
+
+    def _extend(self, node: Node, tokens: Slots, indices: Slots, namespace: str | None) -> tuple[Node, list[Slots]]:
+        """As _descend, then a new leaf for what is missing. Returns the deepest node and the slots found on the way."""
+        node, values = self._descend(node, tokens, namespace)
+        found = sum(v.size for v in values)
+        if found < tokens.size:
+            rest = tokens[found:].copy()
+            edge = self._edge(rest, node, namespace)
+            leaf = Node(rest, indices[found : tokens.size].copy(), node, edge, self._clock)
+            node.children[edge] = leaf
+            self._evictable += rest.size
+            self._queue(leaf)
+            node = leaf
+        return node, values
+
+    def _common_length(self, key: Slots, tokens: Slots) -> int:
+        length = min(key.size, tokens.size)
+        differ = key[:length] != tokens[:length]
+        first = int(differ.argmax()) if length else 0
+        common = first if differ[first] else length
+        return common // self.page_size * self.page_size
+
+    def _split(self, node: Node, length: int) -> Node:
+        """Puts a new node above `node` that takes its first `length` tokens. `node` stays the deep end, so that the
+        locks that point at it still cover the whole path."""
+        parent = node.parent
+        assert parent is not None
+        upper = Node(node.key[:length], node.value[:length], parent, node.edge, node.last_access)
+        upper.lock_ref = node.lock_ref
+        parent.children[node.edge] = upper
+        node.key, node.value, node.parent = node.key[length:], node.value[length:], upper
+        node.edge = node.key[: self.page_size].tobytes()
+        upper.children[node.edge] = node
+        return upper
+
+    # --- locks and eviction -------------------------------------------------------------------------------------------
+
+    def lock(self, node: Node) -> None:
+        """Keeps the path from `node` to the root from eviction until the matching unlock."""
+        for n in self._path(node):
+            if n.lock_ref == 0:
+                self._evictable -= n.key.size
+                self._protected += n.key.size
+            n.lock_ref += 1
+
+    def unlock(self, node: Node) -> None:
+        for n in self._path(node):
+            assert n.lock_ref > 0, "a radix node was unlocked more often than locked"
+            n.lock_ref -= 1
+            if n.lock_ref == 0:
+                self._evictable += n.key.size
+                self._protected -= n.key.size
+                self._queue(n)
+
+    def _path(self, node: Node) -> Iterator[Node]:
+        while node.parent is not None:
+            yield node
+            node = node.parent
+        assert node is self.root, "the node is no longer in the tree"
+
+    def _queue(self, node: Node) -> None:
+        """Makes sure that an evictable leaf has a heap entry. Entries age: `evict` looks at the node itself."""
+        if not node.queued and not node.children and node.lock_ref == 0 and node is not self.root:
+            node.queued = True
+            self._entries += 1
+            heapq.heappush(self._heap, (node.last_access, self._entries, node))
+
+    def evict(self, num_tokens: int) -> int:
+        """Frees at least `num_tokens` tokens, if so many are evictable: least recently used leaves first, from their
+        ends, rounded up to pages. Returns the number of tokens freed."""
+        freed: list[Slots] = []
+        missing = -(-num_tokens // self.page_size) * self.page_size
+        while missing > 0 and self._heap:
+            queued_at, _, node = heapq.heappop(self._heap)
+            node.queued = False
+            if node.children or node.lock_ref:
+                continue  # queued again when it becomes a free leaf
+            if node.last_access > queued_at:
+                self._queue(node)
+                continue
+            taken = min(missing, node.key.size)
+            freed.append(node.value[node.value.size - taken :])
+            missing -= taken
+            self._shrink(node, taken)
+        slots = _concat(freed)
+        self._evictable -= slots.size
+        self.allocator.free(slots)
+        return int(slots.size)
+
+    def _shrink(self, leaf: Node, num_tokens: int) -> None:
+        keep = leaf.key.size - num_tokens
+        if keep:
+            leaf.key, leaf.value = leaf.key[:keep], leaf.value[:keep]
+            self._queue(leaf)
+            return
+        parent = leaf.parent
+        assert parent is not None
+        del parent.children[leaf.edge]
+        leaf.parent = None
+        self._queue(parent)
+
+    def reset(self) -> None:
+        """Frees every cached slot. Only while no request holds a lock."""
+        assert self._protected == 0, f"{self._protected} cached tokens are still in use"
+        self.allocator.free(_concat([n.value for n in self._nodes()]))
+        self._start()
+
+    def _nodes(self) -> Iterator[Node]:
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def commit(
+        self, token_ids: Tokens, indices: Slots, node: Node, num_cached: int, namespace: str | None = None
+    ) -> Commit:
+        """Shares what a request has computed so far, while it goes on.
+
+        indices [>= len(token_ids)]: the slots of `token_ids` and perhaps of further positions; the first `num_cached`
+        belong to the tree and are locked through `node`, where they end. Where the tree has got the same tokens from
+        somebody else meanwhile, the request's duplicates are freed and the tree's slots take their place in the result.
+        The lock moves to the node of the result.
+        """
+        indices = np.asarray(indices, np.int32)
+        tokens = self._aligned(token_ids)
+        if not self.enabled or tokens.size <= num_cached:
+            return Commit(indices, node, num_cached)
+        self._clock += 1
+        for n in self._path(node):
+            n.last_access = self._clock
+        deepest, found = self._extend(node, tokens[num_cached:], indices[num_cached : tokens.size], namespace)
+        shared = _concat(found)
+        if shared.size:
+            self.allocator.free(indices[num_cached : num_cached + shared.size])
+            indices = np.concatenate((indices[:num_cached], shared, indices[num_cached + shared.size :]))
+        self.lock(deepest)
+        self.unlock(node)
+        return Commit(indices, deepest, int(tokens.size))
+
+    def release(
+        self,
+        token_ids: Tokens,
+        indices: Slots,
+        node: Node,
+        num_cached: int,
+        namespace: str | None = None,
+        keep: bool = True,
+    ) -> None:
+        """Ends a request: commits its tokens if `keep`, frees all of `indices` that the tree does not own, unlocks.
+        Arguments as for commit; slots beyond len(token_ids) (a step in flight when the request ended) are freed too."""
+        if keep:
+            result = self.commit(token_ids, indices, node, num_cached, namespace)
+            indices, node, num_cached = result.indices, result.node, result.num_cached
+        self.allocator.free(indices[num_cached:])
+        self.unlock(node)
+
+    # --- invariants ---------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises AssertionError, with what is wrong, if the tree is not consistent. Slow: tests and idle time only."""
+        evictable = protected = 0
+        values: list[Slots] = []
+        for node in self._nodes():
+            self._check_node(node)
+            values.append(node.value)
+            if node.lock_ref:
+                protected += node.key.size
+            else:
+                evictable += node.key.size
+        assert evictable == self._evictable, f"evictable size is {evictable}, the count says {self._evictable}"
+        assert protected == self._protected, f"protected size is {protected}, the count says {self._protected}"
+        slots = _concat(values)
+        assert np.unique(slots).size == slots.size, "two nodes own the same slot"
+        assert not self.allocator.is_free(slots).any(), "the tree owns slots that the allocator holds as free"
+        assert len({id(n) for _, _, n in self._heap}) == len(self._heap), "the eviction heap holds a node twice"
+
+    def _check_node(self, node: Node) -> None:
+        page_size = self.page_size
+        assert node.key.size > 0 and node.key.size % page_size == 0, f"node of {node.key.size} tokens"
+        assert node.key.size == node.value.size, f"{node.key.size} tokens with {node.value.size} slots"
+        pages = node.value.reshape(-1, page_size)
+        assert (pages[:, 0] % page_size == 0).all(), "a page does not start at a page boundary"
+        assert (pages == pages[:, :1] + np.arange(page_size)).all(), "a page is not contiguous"
+        first_page = node.key[:page_size].tobytes()
+        named = isinstance(node.edge, tuple)
+        assert (node.edge[1] if named else node.edge) == first_page, "a node hangs on a wrong edge"
+        assert node.parent is not None and node.parent.children[node.edge] is node, "parent and child disagree"
+        assert not named or node.parent is self.root, "a namespace below the first level"
+        assert node.lock_ref >= sum(c.lock_ref for c in node.children.values()), "a locked node under a freer one"
+        assert all(c.last_access <= node.last_access for c in node.children.values()), "a child newer than its parent"
+        assert node.queued or node.children or node.lock_ref, "a free leaf that eviction will never find"
+
+
+def _concat(parts: list[Slots]) -> Slots:
+    return np.concatenate(parts) if parts else EMPTY

@@ -1,0 +1,97 @@
+"""Decode steps as CUDA graphs, one for each planned batch size.
+
+A graph holds everything from the request slots to the logits: reading the last sampled tokens, the positions, the table
+update, attention metadata that lives on the device, and the model. A replay therefore needs one small copy and one
+launch. Batches between two sizes are padded with rows that own request slot 0 and cache slot 0.
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.step import StepInput
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class _StaticInputs:
+    """Device buffers that the graphs read, filled by one copy from pinned memory: slots, cache slots, lengths."""
+
+    def __init__(self, max_bs: int, device: str) -> None:
+        self.max_bs = max_bs
+        self.packed = torch.zeros(max_bs * 20, dtype=torch.uint8, device=device)
+        self.slots, self.out_cache_loc, self.seq_lens = self._views(self.packed)
+        self.seq_lens.fill_(1)
+
+    def _views(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        n = self.max_bs
+        return (
+            packed[: 8 * n].view(torch.int64),
+            packed[8 * n : 16 * n].view(torch.int64),
+            packed[16 * n : 20 * n].view(torch.int32),
+        )
+
+    def load(self, step: StepInput) -> None:
+        n = len(step.slots)
+        host = torch.zeros(self.packed.numel(), dtype=torch.uint8, pin_memory=True)
+        slots, out_cache_loc, seq_lens = (t.numpy() for t in self._views(host))
+        slots[:n] = step.slots
+        out_cache_loc[:n] = step.out_cache_loc
+        seq_lens[:n] = step.seq_lens
+        seq_lens[n:] = 1
+        self.packed.copy_(host, non_blocking=True)
+
+
+class CudaGraphRunner:
+    """Owns the captured graphs. `batch_sizes` ascend."""
+
+    def __init__(self, runner: ModelRunner, batch_sizes: tuple[int, ...]) -> None:
+        self.runner = runner
+        self.batch_sizes = batch_sizes
+        self.inputs = _StaticInputs(batch_sizes[-1], runner.device)
+        self.batches: dict[int, ForwardBatch] = {}
+        self.logits: dict[int, torch.Tensor] = {}
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        runner.attn_backend.init_cuda_graph_state(batch_sizes[-1])
+        pool = None
+        for size in reversed(batch_sizes):  # the largest first: smaller graphs then reuse its memory
+            self._capture(size, pool)
+            pool = pool or self.graphs[size].pool()
+
+    def fits(self, num_reqs: int) -> bool:
+        return num_reqs <= self.batch_sizes[-1]
+
+    def _static_batch(self, size: int) -> ForwardBatch:
+        i = self.inputs
+        return self.runner.decode_batch(i.slots[:size], i.seq_lens[:size], i.out_cache_loc[:size])
+
+    def _step(self, size: int) -> torch.Tensor:
+        batch = self.batches[size] = self._static_batch(size)
+        self.runner.attn_backend.init_forward_metadata_capture(batch)
+        return self.runner.model.logits(self.runner.model(batch))
+
+    def _capture(self, size: int, pool: tuple[int, int] | None) -> None:
+        for _ in range(2):  # compiles kernels and lets libraries choose, neither of which may happen during capture
+            self._step(size)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            self.logits[size] = self._step(size)
+        self.graphs[size] = graph
+
+    def replay(self, step: StepInput) -> torch.Tensor:
+        """Logits [B, V] of a decode step; valid until the next replay."""
+        num_reqs = len(step.slots)
+        size = self.batch_sizes[bisect.bisect_left(self.batch_sizes, num_reqs)]
+        self.inputs.load(step)
+        batch = self.batches[size]
+        batch.seq_lens_cpu = np.concatenate([step.seq_lens, np.ones(size - num_reqs, np.int32)]).tolist()
+        self.runner.attn_backend.init_forward_metadata_replay(batch, num_reqs)
+        self.graphs[size].replay()
+        return self.logits[size][:num_reqs]

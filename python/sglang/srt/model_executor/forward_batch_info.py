@@ -1,0 +1,59 @@
+"""The device's view of one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.mem_cache.memory_pool import KVPool
+
+
+class ForwardMode(Enum):
+    """EXTEND: each request brings one or more new tokens over a cached prefix (a mixed batch is an EXTEND in which some
+    requests bring one token). DECODE: each brings exactly one. IDLE: nothing to compute (a rank that only follows)."""
+
+    EXTEND = auto()
+    DECODE = auto()
+    IDLE = auto()
+
+    def is_decode(self) -> bool:
+        return self is ForwardMode.DECODE
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """B requests with T new tokens in total; device tensors unless the name ends in `_cpu`.
+
+    In DECODE T == B, and under CUDA graphs B is the padded size: padding rows have `seq_lens` 1, request slot 0 and
+    cache slot 0, which no request owns.
+    """
+
+    forward_mode: ForwardMode
+    batch_size: int
+    input_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    req_pool_indices: torch.Tensor  # [B] int64, row of req_to_token
+    seq_lens: torch.Tensor  # [B] int32, length including the new tokens
+    out_cache_loc: torch.Tensor  # [T] int64, cache slot of each new token
+
+    req_to_token: torch.Tensor  # [max_reqs + 1, context_len] int32, cache slot of each position
+    kv_pool: KVPool
+    attn_backend: AttentionBackend
+
+    # EXTEND only
+    extend_seq_lens: torch.Tensor | None = None  # [B] int32, new tokens of each request
+    extend_prefix_lens: torch.Tensor | None = None  # [B] int32, cached tokens before them
+    extend_start_loc: torch.Tensor | None = None  # [B + 1] int32, exclusive sum of extend_seq_lens
+    extend_seq_lens_cpu: list[int] | None = None
+    extend_prefix_lens_cpu: list[int] | None = None
+
+    seq_lens_cpu: list[int] | None = None
+    """None while a CUDA graph is captured; the longest length is then bounded by the context length only."""
+
+    # Prompt log probabilities: rows of the [T, hidden] output (besides the last of each request) that must be projected.
+    logprob_rows: torch.Tensor | None = None  # [R] int64

@@ -1,0 +1,180 @@
+"""Runs steps on one rank's device: owns the weights, the KV pool, the request tables and the graphs."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch
+
+from sglang.srt.layers.attention.attention_registry import create_attention_backend
+from sglang.srt.layers.sampler import Sampler
+from sglang.srt.mem_cache.memory_pool import KVPool
+from sglang.srt.mem_cache.req_pool import ReqToTokenPool
+from sglang.srt.model_executor import host_pack
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.step import NEXT_TOKEN, LogprobSpec, PendingLogprobs, StepInput, StepResult
+from sglang.srt.model_loader.loader import load_model
+from sglang.srt.plan.plan import Plan
+from sglang.srt.sampling.logprobs import LogprobRequest, prompt_logprobs
+from sglang.srt.sampling.sampling_table import SamplingTable
+
+logger = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """Everything that touches the device. Called by one thread; every call returns before the device is done."""
+
+    def __init__(self, plan: Plan, load_format: str = "auto", seed: int = 0) -> None:
+        self.plan = plan
+        self.device = plan.device
+        self.model = load_model(plan, load_format, seed)
+        # One page more than the plan counts: page 0 is the padding page.
+        num_slots = plan.max_total_num_tokens + plan.page_size
+        self.kv_pool = KVPool(plan.kv, num_slots, plan.device)
+        self.req_pool = ReqToTokenPool(plan.max_running_requests, plan.context_len, plan.device)
+        self.sampling_table = SamplingTable(plan.max_running_requests + 1, plan.model.vocab_size, plan.device)
+        self.sampler = Sampler(use_triton=plan.device == "cuda")
+        self.next_token = torch.zeros(plan.max_running_requests + 1, dtype=torch.int64, device=plan.device)
+        self.attn_backend = create_attention_backend(plan)
+        self.graphs = None
+        if plan.cuda_graph_bs:
+            with torch.inference_mode():
+                self.graphs = CudaGraphRunner(self, plan.cuda_graph_bs)
+            logger.info("Captured CUDA graphs for batch sizes %s", list(plan.cuda_graph_bs))
+
+    @torch.inference_mode()
+    def run(self, step: StepInput) -> StepResult:
+        """Launch one step: forward, sample, and the copy of the sampled tokens to the host."""
+        if step.table_update is not None:
+            index, value = host_pack.send((step.table_update.index, step.table_update.value), self.device)
+            self.req_pool.req_to_token.view(-1)[index] = value
+        if step.extend is not None:
+            return self._run_extend(step)
+        if self.graphs is not None and self.graphs.fits(len(step.slots)):
+            logits = self.graphs.replay(step)
+            return self._sample(step, logits, self.graphs.inputs.slots[: len(step.slots)], self.graphs.inputs.seq_lens)
+        slots, seq_lens, loc = host_pack.send(
+            (step.slots, step.seq_lens, step.out_cache_loc.astype(np.int64)), self.device
+        )
+        batch = self.decode_batch(slots, seq_lens, loc)
+        batch.seq_lens_cpu = step.seq_lens.tolist()
+        self.attn_backend.init_forward_metadata(batch)
+        return self._sample(step, self.model.logits(self.model(batch)), slots, seq_lens)
+
+    def decode_batch(self, slots: torch.Tensor, seq_lens: torch.Tensor, out_cache_loc: torch.Tensor) -> ForwardBatch:
+        """A DECODE batch from device tensors only, so that it can be captured. Also enters the new slots in the table."""
+        positions = seq_lens.to(torch.int64) - 1
+        self.req_pool.req_to_token[slots, positions] = out_cache_loc.to(torch.int32)
+        return ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=len(slots),
+            input_ids=self.next_token[slots],
+            positions=positions,
+            req_pool_indices=slots,
+            seq_lens=seq_lens,
+            out_cache_loc=out_cache_loc,
+            req_to_token=self.req_pool.req_to_token,
+            kv_pool=self.kv_pool,
+            attn_backend=self.attn_backend,
+        )
+
+    def _run_extend(self, step: StepInput) -> StepResult:
+        extend = step.extend
+        assert extend is not None
+        start = np.concatenate(([0], np.cumsum(extend.extend_lens))).astype(np.int32)
+        of_request = np.repeat(np.arange(len(step.slots)), extend.extend_lens)
+        positions = np.arange(start[-1], dtype=np.int64) - start[of_request] + extend.prefix_lens[of_request]
+        on_device = np.flatnonzero(extend.input_ids == NEXT_TOKEN)
+        last_rows = start[1:].astype(np.int64)[extend.sample_rows] - 1
+        sent = host_pack.send(
+            (
+                np.maximum(extend.input_ids, 0),
+                positions,
+                step.slots,
+                step.seq_lens,
+                step.out_cache_loc.astype(np.int64),
+                extend.extend_lens,
+                extend.prefix_lens,
+                start,
+                last_rows,
+                step.sampled_slots,
+                step.seq_lens[extend.sample_rows],
+                on_device,
+                step.slots[of_request[on_device]],
+            ),
+            self.device,
+        )
+        ids, pos, slots, seq_lens, loc, extend_lens, prefix_lens, start_loc, rows, sampled, sampled_lens, hole, src = sent
+        if len(on_device):
+            ids[hole] = self.next_token[src]
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            batch_size=len(step.slots),
+            input_ids=ids,
+            positions=pos,
+            req_pool_indices=slots,
+            seq_lens=seq_lens,
+            out_cache_loc=loc,
+            req_to_token=self.req_pool.req_to_token,
+            kv_pool=self.kv_pool,
+            attn_backend=self.attn_backend,
+            extend_seq_lens=extend_lens,
+            extend_prefix_lens=prefix_lens,
+            extend_start_loc=start_loc,
+            extend_seq_lens_cpu=extend.extend_lens.tolist(),
+            extend_prefix_lens_cpu=extend.prefix_lens.tolist(),
+            seq_lens_cpu=step.seq_lens.tolist(),
+        )
+        self.attn_backend.init_forward_metadata(batch)
+        hidden = self.model(batch)
+        pending = self._prompt_logprobs(step, hidden)
+        return self._sample(step, self.model.logits(hidden[rows]), sampled, sampled_lens, pending)
+
+    def _prompt_logprobs(self, step: StepInput, hidden: torch.Tensor) -> PendingLogprobs | None:
+        assert step.extend is not None
+        wanted = step.extend.prompt_logprobs
+        if wanted is None:
+            return None
+        request = self._logprob_request(wanted.spec)
+        assert request is not None
+        rows, targets, of_request = host_pack.send((wanted.rows, wanted.targets, wanted.request), self.device)
+        vocab_size = self.plan.model.vocab_size
+        packed = prompt_logprobs(hidden[rows], self.model.logits, targets, of_request, request, vocab_size)
+        return PendingLogprobs(self._to_host(packed), request)
+
+    def _sample(
+        self,
+        step: StepInput,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        seq_lens: torch.Tensor,
+        prompt: PendingLogprobs | None = None,
+    ) -> StepResult:
+        mask = None
+        if step.vocab_mask is not None:
+            (mask,) = host_pack.send((step.vocab_mask,), self.device)
+        request = self._logprob_request(step.logprobs)
+        sampling = self.sampling_table.view(step.sampled_slots, slots)
+        out = self.sampler(logits, sampling, seq_lens[: len(slots)], mask, request, self.next_token)
+        tokens = self._to_host(out.next_token_ids)
+        pending = None
+        if request is not None:
+            assert out.logprobs is not None
+            pending = PendingLogprobs(self._to_host(out.logprobs), request)
+        ready = None
+        if self.device == "cuda":
+            ready = torch.cuda.Event()
+            ready.record()
+        return StepResult(tokens, ready, pending, prompt)
+
+    def _logprob_request(self, spec: LogprobSpec | None) -> LogprobRequest | None:
+        return spec and LogprobRequest.build(spec.wanted, spec.top_nums, spec.token_ids, self.device)
+
+    def _to_host(self, x: torch.Tensor) -> torch.Tensor:
+        """A copy in host memory, complete once the step's event has passed."""
+        if self.device == "cpu":
+            return x
+        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        return host.copy_(x, non_blocking=True)

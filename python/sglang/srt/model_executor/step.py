@@ -1,0 +1,94 @@
+"""One step as the scheduler hands it to the model runner (host arrays), and what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sglang.srt.sampling.logprobs import HostLogprobs, LogprobRequest
+
+
+@dataclass(slots=True)
+class TableUpdate:
+    """Entries of `req_to_token` to write before the step, as flat indices into the table."""
+
+    index: np.ndarray  # [N] int64
+    value: np.ndarray  # [N] int32
+
+
+@dataclass(slots=True)
+class LogprobSpec:
+    """Which log probabilities to return, one entry a request."""
+
+    wanted: list[bool]
+    top_nums: list[int]
+    token_ids: list[list[int] | None]
+
+
+@dataclass(slots=True)
+class PromptLogprobs:
+    """P rows of an EXTEND step whose prediction of the next prompt token is wanted, for the requests of `spec`."""
+
+    spec: LogprobSpec
+    rows: np.ndarray  # [P] int64, rows of the step's [T] tokens
+    targets: np.ndarray  # [P] int64, the token after each of these
+    request: np.ndarray  # [P] int64, entry of `spec`
+
+
+@dataclass(slots=True)
+class ExtendInput:
+    """What an EXTEND step has besides the fields of every step."""
+
+    input_ids: np.ndarray  # [T] int64; NEXT_TOKEN where the token is still on the device
+    prefix_lens: np.ndarray  # [B] int32
+    extend_lens: np.ndarray  # [B] int32
+    sample_rows: np.ndarray  # [R] int64, the requests whose next token is wanted, in order
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+NEXT_TOKEN = -1
+"""In `ExtendInput.input_ids`: use the last token sampled for this request, which the host may not know yet."""
+
+
+@dataclass(slots=True)
+class StepInput:
+    """B requests; T new tokens. DECODE when `extend` is None (then T == B)."""
+
+    slots: np.ndarray  # [B] int64, request slots
+    seq_lens: np.ndarray  # [B] int32, lengths including the new tokens
+    out_cache_loc: np.ndarray  # [T] int32
+    extend: ExtendInput | None = None
+    table_update: TableUpdate | None = None
+    vocab_mask: np.ndarray | None = None  # [R, ceil(V / 32)] int32, allowed tokens of the sampled rows
+    logprobs: LogprobSpec | None = None  # of the sampled rows
+
+    @property
+    def sampled_slots(self) -> np.ndarray:
+        return self.slots if self.extend is None else self.slots[self.extend.sample_rows]
+
+
+@dataclass(slots=True)
+class PendingLogprobs:
+    """Packed log probabilities on their way to the host."""
+
+    packed: torch.Tensor  # [R, W] int32, host memory
+    request: LogprobRequest
+
+    def unpack(self) -> HostLogprobs:
+        return HostLogprobs.unpack(self.packed.numpy(), self.request)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step sends back to the host; nothing here may be read before `wait`."""
+
+    next_token_ids: torch.Tensor  # [R] int64, host memory
+    ready: torch.cuda.Event | None
+    logprobs: PendingLogprobs | None = None
+    prompt_logprobs: PendingLogprobs | None = None
+
+    def wait(self) -> None:
+        if self.ready is not None:
+            self.ready.synchronize()

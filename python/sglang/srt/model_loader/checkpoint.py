@@ -1,0 +1,99 @@
+"""The safetensors files of a model directory, checked against their index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from sglang.srt.errors import UserError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """`files` maps each file to the tensors that the index promises in it; None when there is no index."""
+
+    files: dict[Path, frozenset[str] | None]
+
+    def total_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.files)
+
+    def tensors(self) -> Iterator[tuple[str, Any, Any]]:
+        """(name, safetensors slice, open file), file by file, memory-mapped: nothing is read until it is indexed."""
+        for path, promised in self.files.items():
+            with _open(path) as file:
+                names = list(file.keys())
+                _check_promises(path, promised, frozenset(names))
+                for name in names:
+                    yield name, file.get_slice(name), file
+
+
+def find_checkpoint(model_path: str) -> Checkpoint:
+    """The files of a model directory: those of the index, or one model.safetensors. Raises UserError."""
+    folder = Path(model_path)
+    if (folder / INDEX_NAME).is_file():
+        return _indexed(folder)
+    if (folder / SINGLE_NAME).is_file():
+        return Checkpoint({folder / SINGLE_NAME: None})
+    found = sorted(p.name for p in folder.glob("*.safetensors")) or sorted(p.name for p in folder.glob("*.bin"))
+    hint = f"; it has {', '.join(found[:5])}" if found else ""
+    raise UserError(
+        f"{folder} has neither {INDEX_NAME} nor {SINGLE_NAME}{hint}. Only safetensors weights can be loaded "
+        "(--load-format dummy starts with random ones)"
+    )
+
+
+def _indexed(folder: Path) -> Checkpoint:
+    path = folder / INDEX_NAME
+    try:
+        index = json.loads(path.read_text(), object_pairs_hook=_reject_duplicates)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise UserError(f"{path} has no 'weight_map' from tensor names to file names")
+    promised: dict[str, set[str]] = {}
+    for name, file in weight_map.items():
+        promised.setdefault(file, set()).add(name)
+    missing = [file for file in promised if not (folder / file).is_file()]
+    if missing:
+        raise UserError(f"{path} names files that do not exist: {some(missing)}. Is the download complete?")
+    return Checkpoint({folder / file: frozenset(names) for file, names in sorted(promised.items())})
+
+
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in seen:
+            raise UserError(f"{INDEX_NAME} has the entry {key!r} twice")
+        seen[key] = value
+    return seen
+
+
+def _check_promises(path: Path, promised: frozenset[str] | None, names: frozenset[str]) -> None:
+    if promised is None or promised == names:
+        return
+    if promised - names:
+        raise UserError(f"{path} lacks tensors that {INDEX_NAME} promises there: {some(promised - names)}")
+    raise UserError(f"{path} has tensors that {INDEX_NAME} does not name there: {some(names - promised)}")
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise UserError(f"{path} is not a readable safetensors file ({error}). Is the download complete?") from error
+
+
+def some(names: Any) -> str:
+    """Up to 10 names in order, and how many there are when there are more."""
+    ordered = sorted(names)
+    shown = ", ".join(ordered[:10])
+    return shown if len(ordered) <= 10 else f"{shown}, ... ({len(ordered)} in total)"

@@ -1,0 +1,118 @@
+"""Builds a model and fills its parameters: from safetensors, tensor by tensor, or with random numbers."""
+
+from __future__ import annotations
+
+import logging
+import time
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tqdm import tqdm
+
+from sglang.srt.distributed import parallel_state
+from sglang.srt.errors import UserError
+from sglang.srt.layers.parameter import Init, Param, Part
+from sglang.srt.model_loader.checkpoint import find_checkpoint, some
+from sglang.srt.models.causal_lm import CausalLM
+from sglang.srt.models.registry import MODEL_REGISTRY
+
+if TYPE_CHECKING:
+    from sglang.srt.plan.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def load_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> CausalLM:
+    """The planned model with its weights on the plan's device; this rank's share of them.
+
+    `load_format`: auto and safetensors read the model directory; dummy fills with random numbers from `seed`. Raises
+    UserError when the checkpoint does not hold exactly the weights of this model.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise UserError(f"load format {load_format!r} is not supported; supported: {', '.join(LOAD_FORMATS)}")
+    if plan.model.architecture not in MODEL_REGISTRY:
+        raise UserError(
+            f"architecture {plan.model.architecture!r} is not implemented; implemented: {', '.join(MODEL_REGISTRY)}"
+        )
+    start = time.perf_counter()
+    with torch.inference_mode():
+        model = MODEL_REGISTRY[plan.model.architecture](plan)
+        if load_format == "dummy":
+            fill_random(model.params, seed)
+        else:
+            load_checkpoint(model, plan.model.model_path)
+    num_bytes = sum(p.tensor.nbytes for p in model.params.values())
+    logger.info(
+        "Loaded %s (%s): %.2f GB of weights in %.1f s",
+        plan.model.architecture,
+        load_format,
+        num_bytes / 1e9,
+        time.perf_counter() - start,
+    )
+    return model
+
+
+def load_checkpoint(model: CausalLM, model_path: str) -> None:
+    """Stream the directory's tensors into the parameters: each is read once, and only this rank's slice of it."""
+    checkpoint = find_checkpoint(model_path)
+    wanted = model.weights.index(model.params.values())
+    unknown: list[str] = []
+    loaded: set[str] = set()
+    with tqdm(
+        total=checkpoint.total_bytes(),
+        desc="Loading safetensors",
+        unit="B",
+        unit_scale=True,
+        disable=parallel_state.tp_rank() != 0,
+    ) as progress:
+        for name, view, file in checkpoint.tensors():
+            if name in loaded:
+                raise UserError(f"{model_path}: tensor {name} is in more than one file")
+            if name in wanted:
+                param, key = wanted[name]
+                part = param.parts[key]
+                _check(name, view, part)
+                source = view[part.source] if part.sharded else file.get_tensor(name)
+                param.tensor[part.dest].copy_(source)
+                loaded.add(name)
+                progress.update(source.nbytes)
+            elif not model.ignored_weight(name):
+                unknown.append(name)
+        progress.update(progress.total - progress.n)
+    if unknown:
+        raise UserError(f"{model_path} has weights that {type(model).__name__} does not have: {some(unknown)}")
+    missing = wanted.keys() - loaded
+    if missing:
+        raise UserError(f"{model_path} lacks weights of {type(model).__name__}: {some(missing)}")
+
+
+def _check(name: str, view: Any, part: Part) -> None:
+    shape = tuple(view.get_shape())
+    if shape != part.shape:
+        raise UserError(f"tensor {name} has shape {list(shape)}, but config.json calls for {list(part.shape)}")
+    if view.get_dtype() not in _FLOATS:
+        raise UserError(
+            f"tensor {name} is stored as {view.get_dtype()}: quantized checkpoints need a quantization_config "
+            "that is supported"
+        )
+
+
+def fill_random(params: dict[str, Param], seed: int) -> None:
+    """Random weights that keep activations finite: normal with deviation 0.02; norms 1, biases 0.
+
+    Replicated parameters are the same on every rank, shards differ.
+    """
+    for param in params.values():
+        if param.init is Init.ONES:
+            param.tensor.fill_(1.0)
+        elif param.init is Init.ZEROS:
+            param.tensor.zero_()
+        else:
+            rank = parallel_state.tp_rank() if param.sharded else 0
+            generator = torch.Generator(param.tensor.device)
+            generator.manual_seed(zlib.crc32(f"{seed}/{rank}/{param.name}".encode()))
+            param.tensor.normal_(0.0, 0.02, generator=generator)

@@ -1,0 +1,260 @@
+"""Everything decided before the first allocation: kernels, tiles, dtypes, sizes, each with its reason."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.kernels.launch import TileLadder
+from sglang.srt.kernels.ledger_file import Ledger, tile_key
+from sglang.srt.kernels.resolve import installed_packages, resolve
+from sglang.srt.kernels.spec import Choice, Need, Tile
+from sglang.srt.plan import defaults
+from sglang.srt.plan.kv_spec import KVSpec, kv_cache_dtype
+from sglang.srt.plan.memory import GIB, MIN_POOL_TOKENS, MemoryPlan, Sizes, plan_cpu_memory, plan_gpu_memory
+from sglang.srt.plan.model_facts import ModelFacts, facts_from_config
+from sglang.srt.plan.needs import needs_of
+from sglang.srt.plan.weights import weight_bytes
+from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Read-only after `make_plan`. Sizes are those of one rank; the ranks of a group have equal plans."""
+
+    arch: ArchTraits
+    model: ModelConfig
+    kv: KVSpec
+    dtype: str
+    kv_cache_dtype: str
+    device: str
+    tp_size: int
+    choices: Mapping[str, Choice]
+    memory: MemoryPlan
+    max_total_num_tokens: int
+    page_size: int
+    max_running_requests: int
+    context_len: int
+    chunked_prefill_size: int  # -1: whole prompts
+    max_prefill_tokens: int
+    cuda_graph_bs: tuple[int, ...]  # empty: no graphs
+    warnings: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()  # the server works, but not as the user will want it
+
+    def entry(self, op: str) -> Any:
+        """The chosen kernel's callable."""
+        return self.choices[op].load()
+
+    def tile(self, op: str) -> Tile:
+        """The chosen tile of a tiled kernel."""
+        tile = self.choices[op].tile
+        assert tile is not None, f"{op} runs on {self.choices[op].name}, which takes no tile"
+        return tile
+
+    def ladder(self, op: str) -> TileLadder:
+        """The chosen tile and those that a launch may step down to; see kernels/launch.py."""
+        choice = self.choices[op]
+        return TileLadder(op, (self.tile(op), *choice.smaller_tiles), choice.spec.entry)
+
+    def describe(self) -> dict[str, Any]:
+        """For /server_info."""
+        return {
+            "arch": self.arch.name,
+            "product": self.arch.product,
+            "device": self.device,
+            "dtype": self.dtype,
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "tp_size": self.tp_size,
+            "page_size": self.page_size,
+            **self._sizes(),
+            "cuda_graph_bs": list(self.cuda_graph_bs),
+            "memory": self.memory.describe(),
+            "kernels": {
+                op: {
+                    "kernel": choice.name,
+                    "tile": None if choice.tile is None else tile_key(choice.tile),
+                    "not_chosen": [str(rejection) for rejection in choice.rejected],
+                }
+                for op, choice in self.choices.items()
+            },
+            "warnings": [*self.errors, *self.warnings],
+        }
+
+    def _sizes(self) -> dict[str, int]:
+        return {
+            "max_total_num_tokens": self.max_total_num_tokens,
+            "chunked_prefill_size": self.chunked_prefill_size,
+            "max_prefill_tokens": self.max_prefill_tokens,
+            "max_running_requests": self.max_running_requests,
+            "context_len": self.context_len,
+        }
+
+    def log(self) -> None:
+        """Say at start-up what was decided."""
+        for op, choice in self.choices.items():
+            tile = f" tile {tile_key(choice.tile)}" if choice.tile else ""
+            logger.info("%s: %s%s", op, choice.name, tile)
+        logger.info(self.memory.log_line())
+        logger.info(", ".join(f"{name}={value}" for name, value in self._sizes().items()))
+        for message in self.warnings:
+            logger.warning(message)
+        for message in self.errors:
+            logger.error(message)
+
+
+def make_plan(
+    args: ServerArgs,
+    model: ModelConfig,
+    arch: ArchTraits,
+    available_bytes: int,
+    packages: frozenset[str] | None = None,
+) -> Plan:
+    """`available_bytes`: free on the device before anything is allocated, the least over the ranks. `packages`: optional
+    ones to count on (those installed here if None).
+
+    Raises UserError: a kernel that was asked for cannot run, heads do not divide, weights do not fit.
+    """
+    facts = facts_from_config(model.hf_config)
+    _check_tensor_parallel(facts, args.tp_size)
+    kv_dtype = kv_cache_dtype(args.kv_cache_dtype, model.dtype)
+    page_size = args.page_size or 1
+    needs = needs_of(facts, model.dtype, kv_dtype, page_size, args.tp_size)
+    choices = choose(args, needs, arch, installed_packages() if packages is None else packages)
+    kv = kv_spec(facts, kv_dtype, args.tp_size)
+    sizes, notes = _sizes(args, model, arch, choices, available_bytes, page_size)
+    weights = weight_bytes(model, args.tp_size)
+    if arch.device == "cpu":
+        memory = plan_cpu_memory(facts, model.dtype, weights, available_bytes, sizes, kv, args.max_total_tokens)
+    else:
+        memory = plan_gpu_memory(
+            facts, model.dtype, weights, available_bytes, sizes, kv, args.mem_fraction_static, args.max_total_tokens
+        )
+    tokens = memory.kv_cache // kv.bytes_per_token // page_size * page_size - page_size  # page 0 is padding
+    return Plan(
+        arch=arch,
+        model=model,
+        kv=kv,
+        dtype=model.dtype,
+        kv_cache_dtype=kv_dtype,
+        device=arch.device,
+        tp_size=args.tp_size,
+        choices=choices,
+        memory=memory,
+        max_total_num_tokens=tokens,
+        page_size=page_size,
+        max_running_requests=sizes.max_running_requests,
+        context_len=model.context_len,
+        chunked_prefill_size=_chunk(args, arch, available_bytes, page_size),
+        max_prefill_tokens=args.max_prefill_tokens,
+        cuda_graph_bs=sizes.graph_batch_sizes,
+        warnings=tuple(notes + _token_notes(args, tokens)),
+        errors=_check_pool(args, tokens, model.context_len, memory, kv),
+    )
+
+
+def choose(
+    args: ServerArgs, needs: tuple[Need, ...], arch: ArchTraits, packages: frozenset[str]
+) -> dict[str, Choice]:
+    """One Choice per op. Raises NoKernel."""
+    ledger = Ledger.load()
+    forced = forced_kernels(args)
+    return {need.op: resolve(need, arch, ledger, packages, forced.get(need.op)) for need in needs}
+
+
+def forced_kernels(args: ServerArgs) -> dict[str, str]:
+    """Op -> kernel name, from the flags that name one."""
+    named = {
+        "extend_attention": args.prefill_attention_backend or args.attention_backend,
+        "decode_attention": args.decode_attention_backend or args.attention_backend,
+        "fused_moe": None if args.moe_runner_backend == "auto" else args.moe_runner_backend,
+    }
+    return {op: name for op, name in named.items() if name is not None}
+
+
+def kv_spec(facts: ModelFacts, kv_dtype: str, tp_size: int) -> KVSpec:
+    """Of one rank. KV heads are replicated when there are fewer than ranks; latent (MLA) caches always are."""
+    return KVSpec(
+        num_layers=facts.attention_layers,
+        num_kv_heads=max(1, facts.num_kv_heads // tp_size),
+        head_dim=facts.head_dim,
+        v_head_dim=0 if facts.is_latent else facts.v_head_dim,
+        dtype=kv_dtype,
+    )
+
+
+def _check_tensor_parallel(facts: ModelFacts, tp_size: int) -> None:
+    heads, kv_heads = facts.num_heads, facts.num_kv_heads
+    if heads % tp_size:
+        raise UserError(f"--tp-size {tp_size} does not divide the model's {heads} attention heads")
+    if not facts.is_latent and kv_heads % tp_size and tp_size % kv_heads:
+        raise UserError(f"--tp-size {tp_size} neither divides nor is a multiple of the model's {kv_heads} KV heads")
+    for name, inter in (("intermediate size", facts.dense_inter), ("expert intermediate size", facts.expert_inter)):
+        if inter % tp_size:
+            raise UserError(f"--tp-size {tp_size} does not divide the model's {name} {inter}")
+
+
+def _chunk(args: ServerArgs, arch: ArchTraits, available: int, page_size: int) -> int:
+    chunk = args.chunked_prefill_size
+    if chunk is None:
+        chunk = defaults.default_chunked_prefill_size(arch.device, available)
+    return chunk if chunk == -1 else max(page_size, chunk // page_size * page_size)
+
+
+def _sizes(
+    args: ServerArgs,
+    model: ModelConfig,
+    arch: ArchTraits,
+    choices: Mapping[str, Choice],
+    available: int,
+    page_size: int,
+) -> tuple[Sizes, list[str]]:
+    running = args.max_running_requests
+    if running is None:
+        running = defaults.default_max_running_requests(arch.device, available, model.context_len)
+    notes: list[str] = []
+    graphs: tuple[int, ...] = ()
+    if arch.device != "cpu":
+        graphs = defaults.cuda_graph_batch_sizes(args, available, running)
+        unsafe = sorted({c.name for op, c in choices.items() if op != "extend_attention" and not c.spec.graph_safe})
+        if graphs and unsafe:
+            notes.append(f"CUDA graphs are off: {', '.join(unsafe)} cannot run inside one")
+            graphs = ()
+    chunk = _chunk(args, arch, available, page_size)
+    tokens = max(args.max_prefill_tokens, model.context_len) if chunk == -1 else chunk
+    return Sizes(running, model.context_len, tokens, graphs, page_size, args.tp_size), notes
+
+
+def _token_notes(args: ServerArgs, tokens: int) -> list[str]:
+    if args.max_total_tokens is None or args.max_total_tokens // (args.page_size or 1) * (args.page_size or 1) <= tokens:
+        return []
+    return [f"--max-total-tokens {args.max_total_tokens} does not fit: the KV cache holds {tokens} tokens"]
+
+
+def _check_pool(
+    args: ServerArgs, tokens: int, context_len: int, memory: MemoryPlan, kv: KVSpec
+) -> tuple[str, ...]:
+    facts = (
+        f"the KV cache holds {max(0, tokens):,} tokens ({memory.kv_cache / GIB:.2f} GiB at {kv.bytes_per_token:,} B a token)"
+    )
+    remedies = (
+        "a higher --mem-fraction-static, --kv-cache-dtype fp8_e4m3, a larger --tp-size, or a smaller --chunked-prefill-size"
+        if args.max_total_tokens is None
+        else "a larger --max-total-tokens"
+    )
+    if tokens < MIN_POOL_TOKENS and args.max_total_tokens is None:
+        raise UserError(f"{facts}, too few to serve anything. What helps: {remedies}.")
+    if tokens < 2:
+        raise UserError(f"{facts}, too few to serve anything. What helps: {remedies}.")
+    if tokens < context_len:
+        return (
+            f"{facts}, less than one request of the full context length {context_len:,}: longer requests are refused."
+            f" What helps: --context-length {tokens}, {remedies}.",
+        )
+    return ()

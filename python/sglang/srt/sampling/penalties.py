@@ -1,0 +1,103 @@
+"""Token counts behind the repetition, frequency and presence penalties."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+PROMPT_FLAG = 1 << 30
+"""Set in a token's state when the prompt contains it; the bits below count its occurrences in the output."""
+
+GROW_ROWS = 8
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy to `device` without waiting: on CUDA through pinned memory, which torch keeps until the copy is done."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device, copy=True)
+
+
+class PenaltyState:
+    """Rows of `[vocab_size]` int32 token states on the device, one per request that uses penalties.
+
+    Row 0 belongs to all requests without penalties and is never read for a result. Memory (4 bytes x vocabulary a row)
+    is taken when the first request needs it and grows in doubling steps. Device writes wait for `flush`, so that they
+    run on the stream that samples.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self.state = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+        self._num_rows = 1
+        self._free: list[int] = []
+        self._pending: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def acquire(self, prompt_ids: list[int], output_ids: list[int]) -> int:
+        """A row that holds the counts of these tokens after the next `flush`."""
+        if self._free:
+            row = self._free.pop()
+        else:
+            row = self._num_rows
+            self._num_rows += 1
+        tokens, counts = np.unique(np.asarray(output_ids, dtype=np.int64), return_counts=True)
+        prompt = np.unique(np.asarray(prompt_ids, dtype=np.int64))
+        all_tokens = np.union1d(prompt, tokens)
+        values = np.zeros(len(all_tokens), dtype=np.int64)
+        values[np.searchsorted(all_tokens, tokens)] = counts
+        values[np.searchsorted(all_tokens, prompt)] += PROMPT_FLAG
+        # Placeholder ids (images) lie outside the vocabulary.
+        known = (all_tokens >= 0) & (all_tokens < self.vocab_size)
+        self._pending[row] = (all_tokens[known], values[known])
+        return row
+
+    def release(self, row: int) -> None:
+        self._pending.pop(row, None)
+        self._free.append(row)
+
+    def flush(self) -> None:
+        """Write the rows acquired since the last call."""
+        if not self._pending:
+            return
+        self._grow(self._num_rows)
+        rows = np.fromiter(self._pending, dtype=np.int64)
+        index = np.concatenate([row * self.vocab_size + tokens for row, (tokens, _) in self._pending.items()])
+        values = np.concatenate([values for _, values in self._pending.values()])
+        self._pending.clear()
+        packed = to_device(np.concatenate([rows, index, values]), self.device)
+        rows_dev, index_dev, values_dev = packed.split([len(rows), len(index), len(values)])
+        self.state.index_fill_(0, rows_dev, 0)
+        self.state.view(-1).scatter_(0, index_dev, values_dev.int())
+
+    def _grow(self, num_rows: int) -> None:
+        capacity = self.state.shape[0]
+        if num_rows <= capacity:
+            return
+        grown = torch.zeros((max(num_rows, 2 * capacity, GROW_ROWS), self.vocab_size), dtype=torch.int32, device=self.device)
+        grown[:capacity] = self.state
+        self.state = grown
+
+    def add_tokens(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Count one new output token for each of `rows` [B] (int64, 0 for requests without penalties)."""
+        index = rows * self.vocab_size + tokens
+        self.state.view(-1).scatter_add_(0, index, torch.ones_like(index, dtype=torch.int32))
+
+
+def apply_penalties(
+    logits: torch.Tensor,
+    state: torch.Tensor,
+    repetition: torch.Tensor,
+    frequency: torch.Tensor,
+    presence: torch.Tensor,
+) -> None:
+    """In place on logits [B, V] fp32; state [B, V] int32; one penalty a row.
+
+    Tokens of prompt or output: positive logits are divided, negative ones multiplied by `repetition`. Tokens of the
+    output: minus `frequency` x count, minus `presence`.
+    """
+    factor = torch.where(state != 0, repetition[:, None], 1.0)
+    logits.copy_(torch.where(logits > 0, logits / factor, logits * factor))
+    counts = state & (PROMPT_FLAG - 1)
+    logits.sub_(counts * frequency[:, None]).sub_((counts > 0) * presence[:, None])

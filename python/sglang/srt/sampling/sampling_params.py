@@ -1,0 +1,163 @@
+"""Sampling parameters of one request, as they travel from the HTTP side to the scheduler."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+TOP_K_ALL = 1 << 30
+"""`top_k` of a request that keeps the whole vocabulary."""
+MAX_STOP_STRINGS = 32
+MAX_SAMPLES = 128
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """User intent for one request. Field names and ranges are the public `/generate` interface.
+
+    `sampling_seed` of None means that the scheduler draws one. `max_new_tokens` of None means "until the context is full".
+    """
+
+    max_new_tokens: int | None = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    stop_regex: list[str] = []
+    logit_bias: dict[str, float] = {}
+    sampling_seed: int | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    n: int = 1
+
+    def verify(self, vocab_size: int) -> None:
+        """Raises ValueError for the first value that is out of range."""
+        for name, low, high, low_open in _RANGES:
+            value = getattr(self, name)
+            below = value <= low if low_open else value < low
+            if below or value > high or not math.isfinite(value):
+                raise ValueError(f"{name} must be {_interval(low, high, low_open)}, got {value:g}.")
+        if self.top_k != -1 and self.top_k < 1:
+            raise ValueError(f"top_k must be -1 (all) or at least 1, got {self.top_k}.")
+        self._verify_lengths()
+        self._verify_stops(vocab_size)
+        self._verify_bias(vocab_size)
+        given = [name for name in _GRAMMARS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"only one of {', '.join(_GRAMMARS)} can be given, got {' and '.join(given)}.")
+
+    def _verify_lengths(self) -> None:
+        if self.max_new_tokens is not None and self.max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens must be at least 0, got {self.max_new_tokens}.")
+        longest = math.inf if self.max_new_tokens is None else self.max_new_tokens
+        if not 0 <= self.min_new_tokens <= longest:
+            raise ValueError(f"min_new_tokens must be in [0, max_new_tokens={longest}], got {self.min_new_tokens}.")
+        seed = self.sampling_seed
+        if seed is not None and not -(1 << 63) <= seed < 1 << 63:
+            raise ValueError(f"sampling_seed must be a 64-bit integer, got {seed}.")
+
+    def _verify_stops(self, vocab_size: int) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise ValueError(f"stop must have at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}.")
+        if len(self.stop_regex) > MAX_STOP_STRINGS:
+            raise ValueError(f"stop_regex must have at most {MAX_STOP_STRINGS} patterns, got {len(self.stop_regex)}.")
+        for pattern in self.stop_regex:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"stop_regex is not a regular expression: {error}, got {pattern!r}.") from None
+        for token in self.stop_token_ids:
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"stop_token_ids must be in [0, {vocab_size - 1}], got {token}.")
+
+    def _verify_bias(self, vocab_size: int) -> None:
+        for key, value in self.logit_bias.items():
+            if not (key.isascii() and key.isdigit() and int(key) < vocab_size):
+                raise ValueError(f"logit_bias keys must be token ids in [0, {vocab_size - 1}], got {key!r}.")
+            if not math.isfinite(value):
+                raise ValueError(f"logit_bias values must be finite, got {value} for token {key}.")
+
+
+_RANGES: tuple[tuple[str, float, float, bool], ...] = (  # name, low, high, whether low itself is excluded
+    ("temperature", 0, math.inf, False),
+    ("top_p", 0, 1, True),
+    ("min_p", 0, 1, False),
+    ("frequency_penalty", -2, 2, False),
+    ("presence_penalty", -2, 2, False),
+    ("repetition_penalty", 0, 2, True),
+    ("n", 1, MAX_SAMPLES, False),
+)
+_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+_LISTS = ("stop", "stop_regex")
+_NULLABLE = ("max_new_tokens",)
+_TYPE_ERROR = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<where>[^`]*)`)?", re.DOTALL)
+
+
+def _interval(low: float, high: float, low_open: bool) -> str:
+    return f"in {'(' if low_open else '['}{low}, {high:g}{')' if high == math.inf else ']'}"
+
+
+def merge(
+    request: Mapping[str, Any],
+    model_defaults: Mapping[str, Any] | None = None,
+    server_defaults: Mapping[str, Any] | None = None,
+) -> SamplingParams:
+    """Parameters of one request: its own values, then the server's, then the model's, then the defaults above.
+
+    A value of None counts as not given, except for `max_new_tokens`, where it means "until the context is full". Raises
+    ValueError for an unknown key or a value of the wrong type; ranges are checked by `verify`.
+    """
+    if model_defaults and model_defaults.get("top_k") == 0:  # generation_config.json's way to say "all"
+        model_defaults = {**model_defaults, "top_k": -1}
+    values: dict[str, Any] = {}
+    for source in (model_defaults or {}, server_defaults or {}, request):
+        values.update({key: value for key, value in source.items() if value is not None or key in _NULLABLE})
+    for key in values:
+        if key not in SamplingParams.__struct_fields__:
+            close = difflib.get_close_matches(key, SamplingParams.__struct_fields__, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"unknown sampling parameter {key!r}{hint}")
+    try:
+        return msgspec.convert(_normalize(values), SamplingParams)
+    except msgspec.ValidationError as error:
+        raise ValueError(_type_message(error, values)) from None
+
+
+def _normalize(values: dict[str, Any]) -> dict[str, Any]:
+    """Accepted spellings: one stop string instead of a list, a grammar as an object, token ids as numbers."""
+    for name in _LISTS:
+        if isinstance(values.get(name), str):
+            values[name] = [values[name]]
+        if isinstance(values.get(name), list):
+            values[name] = [text for text in values[name] if text != ""]
+    for name in ("json_schema", "structural_tag"):
+        if isinstance(values.get(name), dict | bool):
+            values[name] = json.dumps(values[name])
+    if isinstance(values.get("logit_bias"), dict):
+        values["logit_bias"] = {str(key): value for key, value in values["logit_bias"].items()}
+    return values
+
+
+def _type_message(error: msgspec.ValidationError, values: dict[str, Any]) -> str:
+    match = _TYPE_ERROR.fullmatch(str(error))
+    if match is None or not match["where"]:
+        return str(error)
+    name = re.split(r"[.\[]", match["where"])[0]
+    return f"{name}: {match['what'].replace('`', '').lower()} in {values.get(name)!r}."

@@ -1,0 +1,234 @@
+"""What the user asked for: one dataclass, from which the command line, the config file and `Engine(...)` are derived.
+
+A field that depends on the model or the GPU stays None here; the plan decides it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import MISSING, asdict, dataclass
+from typing import Any
+
+from sglang.srt.cli_args import OptionTable, coerce_values, flag, not_implemented, option, parse_argv, resolve_keywords
+from sglang.srt.errors import UserError
+
+MODEL = "model"
+SERVING = "HTTP server"
+PARALLEL = "parallelism"
+MEMORY = "memory and scheduling"
+KERNELS = "kernels"
+OBSERVE = "logging and metrics"
+
+_EFFECTIVE_IF_NONE = "Chosen at start-up if not given."
+
+
+@dataclass(kw_only=True)
+class ServerArgs:
+    """Build it with `from_cli` or `from_kwargs`, which check every value; `check()` does so after a manual change."""
+
+    # --- model
+    model_path: str = option(MISSING, MODEL, "Local directory or Hugging Face id of the model.", "--model")
+    tokenizer_path: str | None = option(None, MODEL, "Where the tokenizer is, if not with the model.")
+    served_model_name: str | None = option(None, MODEL, "Name shown by /v1/models, if not the model path.")
+    revision: str | None = option(None, MODEL, "Branch, tag or commit of a Hugging Face model.")
+    download_dir: str | None = option(None, MODEL, "Where Hugging Face models are stored.")
+    context_length: int | None = option(
+        None, MODEL, "Longest sequence, prompt and output together, if shorter than the model's.", minimum=1, size=True
+    )
+    trust_remote_code: bool = option(False, MODEL, "Allow a tokenizer that brings its own Python code.")
+    dtype: str = option(
+        "auto", MODEL, "Type of weights and activations.", choices=("auto", "bfloat16", "float16", "float32")
+    )
+    load_format: str = option(
+        "auto",
+        MODEL,
+        "auto and safetensors read the checkpoint, dummy fills random weights.",
+        choices=("auto", "safetensors", "dummy"),
+    )
+    json_model_override_args: str = option("{}", MODEL, "JSON object merged into config.json.", json=True, metavar="JSON")
+    skip_tokenizer_init: bool = option(False, MODEL, "Serve token ids only; no tokenizer is loaded.")
+    quantization: str | None = option(None, MODEL, "Quantization of the weights.")
+    kv_cache_dtype: str = option(
+        "auto", MODEL, "Type of the KV cache.", choices=("auto", "bf16", "fp8_e4m3", "fp8_e5m2")
+    )
+    device: str = option("auto", MODEL, "Where the model runs.", choices=("auto", "cuda", "cpu"))
+    random_seed: int | None = option(None, MODEL, "Seed of unseeded requests and of dummy weights; random if not given.", minimum=0)
+
+    # --- HTTP server
+    host: str = option("127.0.0.1", SERVING, "Address to listen on; 0.0.0.0 for all.")
+    port: int = option(30000, SERVING, "Port to listen on.", minimum=1, maximum=65535)
+    api_key: str | None = option(None, SERVING, "Require `Authorization: Bearer KEY`.")
+    chat_template: str | None = option(None, SERVING, "Jinja file that replaces the tokenizer's chat template.")
+    tool_call_parser: str | None = option(None, SERVING, "Format of the model's tool calls.")
+    reasoning_parser: str | None = option(None, SERVING, "Format of the model's reasoning.")
+    allow_auto_truncate: bool = option(False, SERVING, "Cut prompts and outputs that exceed the context instead of refusing.")
+    incremental_streaming_output: bool = option(False, SERVING, "/generate streams new text only, not all text so far.")
+    sampling_defaults: str = option(
+        "model",
+        SERVING,
+        "Defaults of requests: the model's generation_config.json, or OpenAI's (temperature 1, top_p 1).",
+        choices=("model", "openai"),
+    )
+    preferred_sampling_params: str | None = option(
+        None, SERVING, "JSON object of sampling parameters that requests leave out.", json=True, metavar="JSON"
+    )
+    skip_server_warmup: bool = option(False, SERVING, "Do not send a first request at start-up.")
+    watchdog_timeout: float = option(300.0, SERVING, "Seconds after which a stuck step ends the server.", minimum=1)
+
+    # --- parallelism
+    tp_size: int = option(1, PARALLEL, "GPUs that share every layer.", "--tp", "--tensor-parallel-size", minimum=1)
+    pp_size: int = option(1, PARALLEL, "Pipeline stages.", "--pp", "--pipeline-parallel-size", minimum=1)
+    dp_size: int = option(1, PARALLEL, "Replicas.", "--dp", "--data-parallel-size", minimum=1)
+    ep_size: int = option(1, PARALLEL, "GPUs that share the experts.", "--ep", "--expert-parallel-size", minimum=1)
+    nnodes: int = option(1, PARALLEL, "Machines.", minimum=1)
+    node_rank: int = option(0, PARALLEL, "Index of this machine.", minimum=0)
+    dist_init_addr: str | None = option(None, PARALLEL, "HOST:PORT where the ranks meet.", metavar="HOST:PORT")
+
+    # --- memory and scheduling
+    mem_fraction_static: float | None = option(
+        None, MEMORY, f"Share of GPU memory for weights and KV cache, above 0 and below 1. {_EFFECTIVE_IF_NONE}"
+    )
+    max_running_requests: int | None = option(None, MEMORY, f"Requests in one batch. {_EFFECTIVE_IF_NONE}", minimum=1)
+    max_queued_requests: int | None = option(None, MEMORY, "Waiting requests beyond which new ones get a 503.", minimum=1)
+    max_total_tokens: int | None = option(
+        None, MEMORY, f"Tokens in the KV cache. {_EFFECTIVE_IF_NONE}", minimum=1, size=True
+    )
+    chunked_prefill_size: int | None = option(
+        None, MEMORY, f"Prompt tokens computed in one step; -1: whole prompts. {_EFFECTIVE_IF_NONE}", minimum=-1, size=True
+    )
+    page_size: int | None = option(None, MEMORY, f"Tokens in a KV cache page. {_EFFECTIVE_IF_NONE}", minimum=1)
+    max_prefill_tokens: int = option(16384, MEMORY, "Prompt tokens of all requests in one step.", minimum=1, size=True)
+    schedule_policy: str = option(
+        "fcfs", MEMORY, "Order of waiting requests.", choices=("fcfs", "lpm", "random", "dfs-weight", "lof")
+    )
+    schedule_conservativeness: float = option(
+        1.0, MEMORY, "Above 1 admits fewer requests and retracts less often.", minimum=0
+    )
+    stream_interval: int = option(1, MEMORY, "Tokens between two messages of a stream.", minimum=1)
+    enable_mixed_chunk: bool = option(False, MEMORY, "Let a step hold prompt chunks and decoding requests.")
+    disable_radix_cache: bool = option(False, MEMORY, "Do not reuse the KV cache of common prefixes.")
+    disable_overlap_schedule: bool = option(False, MEMORY, "Wait for a step's results before preparing the next.")
+
+    # --- kernels
+    attention_backend: str | None = option(None, KERNELS, "triton, flashinfer, torch_native, ...")
+    prefill_attention_backend: str | None = option(None, KERNELS, "As --attention-backend, for prefill.")
+    decode_attention_backend: str | None = option(None, KERNELS, "As --attention-backend, for decode.")
+    sampling_backend: str | None = option(None, KERNELS, "triton, torch_native, ...")
+    moe_runner_backend: str = option("auto", KERNELS, "auto, triton, torch_native, ...", "--moe-backend")
+    fp8_gemm_backend: str = option("auto", KERNELS, "Kernel for FP8 weights.", choices=("auto",))
+    fp4_gemm_backend: str = option("auto", KERNELS, "Kernel for FP4 weights.", choices=("auto",))
+    grammar_backend: str | None = option(None, KERNELS, "Structured output.", choices=("xgrammar", "none"))
+    cuda_graph_max_bs: int | None = option(None, KERNELS, "Largest decode batch that runs from a CUDA graph.", minimum=1)
+    cuda_graph_bs: list[int] | None = option(None, KERNELS, "Decode batch sizes to capture.", minimum=1)
+    disable_cuda_graph: bool = option(False, KERNELS, "Launch every kernel from the host.")
+
+    # --- logging and metrics
+    log_level: str = option(
+        "info", OBSERVE, "Level of our messages.", choices=("debug", "info", "warning", "error", "critical")
+    )
+    log_level_http: str | None = option(
+        None,
+        OBSERVE,
+        "Level of the HTTP server's messages; as --log-level if not given.",
+        choices=("debug", "info", "warning", "error", "critical"),
+    )
+    log_requests: bool = option(False, OBSERVE, "Log every request.")
+    log_requests_level: int = option(2, OBSERVE, "0: ids, 1: and parameters, 2: and some text, 3: all text.", minimum=0, maximum=3)
+    decode_log_interval: int = option(40, OBSERVE, "Decode steps between two log lines.", minimum=1)
+    enable_metrics: bool = option(False, OBSERVE, "Serve Prometheus metrics at /metrics.")
+    enable_cache_report: bool = option(False, OBSERVE, "Say in `usage` how many prompt tokens were cached.")
+
+    def __post_init__(self) -> None:
+        if self.tokenizer_path is None:
+            self.tokenizer_path = self.model_path
+        if self.served_model_name is None:
+            self.served_model_name = self.model_path
+        if self.random_seed is None:
+            self.random_seed = random.SystemRandom().randrange(1 << 30)
+
+    @classmethod
+    def from_cli(cls, argv: Sequence[str] | None = None, prog: str = "python -m sglang.launch_server") -> ServerArgs:
+        """From command-line words (`sys.argv[1:]` if None). Raises UserError; `--help` prints and exits."""
+        values = parse_argv(TABLE, sys.argv[1:] if argv is None else argv, prog)
+        return cls._checked(values)
+
+    @classmethod
+    def from_kwargs(cls, **values: Any) -> ServerArgs:
+        """From keyword arguments named as the flags, for `Engine`. Raises UserError."""
+        return cls._checked(resolve_keywords(TABLE, values))
+
+    @classmethod
+    def _checked(cls, values: dict[str, Any]) -> ServerArgs:
+        if not values.get("model_path"):
+            raise UserError("--model-path is required: a local directory or a Hugging Face id.")
+        args = cls(**values)
+        args.check()
+        return args
+
+    def check(self) -> None:
+        """Raises UserError if a value is out of range or values contradict each other."""
+        coerce_values(TABLE, asdict(self))
+        _check_features(self)
+        _check_combinations(self)
+
+    def model_overrides(self) -> dict[str, Any]:
+        """`json_model_override_args` parsed."""
+        result: dict[str, Any] = json.loads(self.json_model_override_args)
+        return result
+
+    def url(self) -> str:
+        """Where this machine reaches the server."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, f"[{self.host}]" if ":" in self.host else self.host)
+        return f"http://{host}:{self.port}"
+
+    def public_dict(self) -> dict[str, Any]:
+        """All fields for /server_info, without the API key."""
+        return asdict(self) | {"api_key": None if self.api_key is None else "set"}
+
+
+TABLE = OptionTable(ServerArgs)
+
+
+def _check_features(args: ServerArgs) -> None:
+    only_one = {
+        "pp_size": "split the model with --tp-size",
+        "dp_size": "start one server for each replica behind a load balancer",
+        "ep_size": "experts are split with --tp-size",
+        "nnodes": "use the GPUs of one machine with --tp-size",
+    }
+    for name, hint in only_one.items():
+        value = getattr(args, name)
+        if value != 1:
+            raise not_implemented(f"{flag(name)} {value}", hint)
+    not_yet = {
+        "quantization": "serve an unquantized checkpoint",
+        "tool_call_parser": "remove the flag and parse the text in the client",
+        "reasoning_parser": "remove the flag and parse the text in the client",
+    }
+    for name, hint in not_yet.items():
+        value = getattr(args, name)
+        if value is not None:
+            raise not_implemented(f"{flag(name)} {value}", hint)
+
+
+def _check_combinations(args: ServerArgs) -> None:
+    if args.mem_fraction_static is not None and not 0 < args.mem_fraction_static < 1:
+        raise UserError(f"--mem-fraction-static must be above 0 and below 1; got {args.mem_fraction_static}.")
+    if args.chunked_prefill_size == 0:
+        raise UserError("--chunked-prefill-size must be positive, or -1 to compute whole prompts; got 0.")
+    if args.page_size is not None and args.chunked_prefill_size is not None:
+        if args.chunked_prefill_size > 0 and args.chunked_prefill_size % args.page_size:
+            raise UserError(
+                f"--chunked-prefill-size {args.chunked_prefill_size} must be a multiple of --page-size {args.page_size}."
+            )
+    if args.page_size is not None and args.max_total_tokens is not None and args.max_total_tokens < args.page_size:
+        raise UserError(f"--max-total-tokens {args.max_total_tokens} is less than one page of {args.page_size} tokens.")
+    if args.node_rank >= args.nnodes:
+        raise UserError(f"--node-rank must be below --nnodes {args.nnodes}; got {args.node_rank}.")
+    if args.disable_cuda_graph and args.cuda_graph_bs is not None:
+        raise UserError("--cuda-graph-bs and --disable-cuda-graph contradict each other; remove one.")
+    if args.enable_mixed_chunk and args.chunked_prefill_size == -1:
+        raise UserError("--enable-mixed-chunk needs chunked prefill; remove --chunked-prefill-size -1.")

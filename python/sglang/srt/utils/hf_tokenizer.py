@@ -1,0 +1,182 @@
+"""The model's tokenizer. Reads tokenizer.json with the `tokenizers` library alone where that is the whole truth, because
+importing transformers (and with it torch) costs every process seconds; otherwise transformers loads it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import tokenizers
+
+from sglang.srt.configs.model_path import resolve_model_path
+from sglang.srt.errors import UserError
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.text_stream import ByteLevelDecoder, TextDecoder, WindowDecoder
+from sglang.srt.utils.tokenizer_files import TokenizerFiles, read_tokenizer_files
+
+logger = logging.getLogger(__name__)
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_WORD_START = "\u2581"
+"""Stands for a space in SentencePiece vocabularies."""
+
+
+class Tokenizer:
+    """Text to ids and back. Decoding never "cleans up" spaces: the text is exactly what the tokens spell."""
+
+    def __init__(self, files: TokenizerFiles, rust: tokenizers.Tokenizer | None, hf: Any | None) -> None:
+        """`rust` is the `tokenizers` object, None for a tokenizer that is written in Python; then `hf` is given."""
+        self._files = files
+        self._rust = rust
+        self._hf = hf
+        self._hf_lock = threading.Lock()
+        self._byte_level = ByteLevelDecoder(rust.id_to_token, self._special_ids()) if _is_byte_level(rust) else None
+        self._texts: dict[int, str] = {}
+        self.special_tokens = files.special_tokens
+        """bos_token, eos_token, ... -> text."""
+        self.chat_template = files.chat_template
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`; special tokens that are spelled out in it count as such. Safe in several threads."""
+        if self._rust is not None:
+            ids: list[int] = self._rust.encode(text, add_special_tokens=add_special_tokens).ids
+            return ids
+        with self._hf_lock:
+            return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; ids outside of the vocabulary print nothing."""
+        if self._rust is not None:
+            text: str = self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            return text
+        with self._hf_lock:
+            known = [i for i in ids if 0 <= i < len(self.hf)]
+            return str(
+                self.hf.decode(known, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+            )
+
+    def text_decoder(self) -> TextDecoder:
+        """For decoding sequences as they grow."""
+        return self._byte_level or WindowDecoder(self.decode)
+
+    def token_text(self, token_id: int) -> str:
+        """How one token prints, special tokens included; U+FFFD for parts of characters."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.token_bytes(token_id).decode("utf-8", "replace")
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for; empty for an unknown id."""
+        if self._byte_level is not None:
+            return self._byte_level.token_bytes(token_id)
+        if self._rust is None:
+            return self.decode([token_id], skip_special_tokens=False).encode()
+        token = self._rust.id_to_token(token_id)
+        if token is None:
+            return b""
+        byte = _BYTE_TOKEN.fullmatch(token)
+        return bytes([int(byte[1], 16)]) if byte else token.replace(_WORD_START, " ").encode()
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids with a meaning, added tokens included. The model's vocabulary may be padded beyond."""
+        return self._rust.get_vocab_size(with_added_tokens=True) if self._rust is not None else len(self.hf)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        text = self.special_tokens.get("eos_token")
+        if text is None:
+            return None
+        found = self._rust.token_to_id(text) if self._rust is not None else self.hf.convert_tokens_to_ids(text)
+        return None if found is None else int(found)
+
+    @property
+    def rust(self) -> tokenizers.Tokenizer | None:
+        """The underlying `tokenizers` object, if there is one."""
+        return self._rust
+
+    @property
+    def hf(self) -> Any:
+        """The transformers tokenizer; the first use imports transformers and torch (seconds)."""
+        if self._hf is None:
+            self._hf = _load_with_transformers(self._files, trust_remote_code=False)
+        return self._hf
+
+    def _special_ids(self) -> frozenset[int]:
+        if self._rust is None:
+            return frozenset()
+        return frozenset(i for i, token in self._rust.get_added_tokens_decoder().items() if token.special)
+
+
+def load_tokenizer(args: ServerArgs) -> Tokenizer | None:
+    """The tokenizer of `--tokenizer-path`, None with --skip-tokenizer-init. Raises UserError."""
+    if args.skip_tokenizer_init:
+        return None
+    assert args.tokenizer_path is not None
+    directory = resolve_model_path(args.tokenizer_path, args.revision, args.download_dir, weights=False)
+    files = read_tokenizer_files(directory)
+    if files.json_path.is_file() and not files.has_own_code:
+        rust = _read_tokenizer_json(files)
+        mismatch = _mismatch(files, rust)
+        if mismatch is None:
+            return Tokenizer(files, rust, None)
+        logger.debug("loading the tokenizer with transformers: %s", mismatch)
+    hf = _load_with_transformers(files, args.trust_remote_code)
+    return Tokenizer(files, hf.backend_tokenizer if hf.is_fast else None, hf)
+
+
+def _read_tokenizer_json(files: TokenizerFiles) -> tokenizers.Tokenizer:
+    try:
+        rust = tokenizers.Tokenizer.from_file(str(files.json_path))
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(f"{files.json_path} is not a tokenizer that this version of `tokenizers` reads: {error}") from None
+    rust.no_truncation()
+    rust.no_padding()
+    return rust
+
+
+def _mismatch(files: TokenizerFiles, rust: tokenizers.Tokenizer) -> str | None:
+    """Why tokenizer.json alone is not what tokenizer_config.json describes; None: it is."""
+    added = rust.get_added_tokens_decoder()
+    for key, wanted in files.config.get("added_tokens_decoder", {}).items():
+        token = added.get(int(key))
+        if token is None or token.content != wanted["content"] or token.special != wanted.get("special", False):
+            return f"added token {key} is not in tokenizer.json"
+    ids = rust.encode("a").ids
+    for flag, name, position in (("add_bos_token", "bos_token", 0), ("add_eos_token", "eos_token", -1)):
+        text, wanted = files.special_tokens.get(name), files.config.get(flag)
+        present = text is not None and bool(ids) and ids[position] == rust.token_to_id(text)
+        if wanted is not None and bool(wanted) != present and text is not None:
+            return f"{flag} is {wanted}, tokenizer.json does otherwise"
+    return None
+
+
+def _load_with_transformers(files: TokenizerFiles, trust_remote_code: bool) -> Any:
+    if files.has_own_code and not trust_remote_code:
+        raise UserError(
+            f"The tokenizer in {files.directory} brings its own Python code. If you trust it, pass --trust-remote-code."
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(files.directory), trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers raises all kinds
+        raise UserError(
+            f"No tokenizer could be loaded from {files.directory} ({type(error).__name__}: {error}). Give another directory "
+            "with --tokenizer-path, or serve token ids with --skip-tokenizer-init."
+        ) from error
+
+
+def _is_byte_level(rust: tokenizers.Tokenizer | None) -> bool:
+    """Whether decoding is nothing but joining the tokens' bytes."""
+    if rust is None or rust.decoder is None:
+        return False
+    decoder = json.loads(rust.decoder.__getstate__())
+    parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    return [part["type"] for part in parts] == ["ByteLevel"]

@@ -1,0 +1,153 @@
+"""Token ids to text, a few ids at a time, without ever printing half a character.
+
+A `TextDecoder` belongs to a tokenizer, a `TextStream` to one sequence. For every way of cutting the ids into chunks, the
+pieces that `push` and `finish` return concatenate to the tokenizer's decoding of all ids (without clean-up of spaces).
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+REPLACEMENT = "\ufffd"
+MAX_HELD_IDS = 16
+"""Ids after which a window that still ends in U+FFFD counts as invalid text rather than as half a character (the longest
+UTF-8 sequence has 4 bytes, a byte-fallback tokenizer spends one id on each)."""
+MAX_CONTEXT_IDS = 32
+"""Printed ids that a window keeps at most."""
+
+
+class TextStream(Protocol):
+    """Decoding state of one sequence."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that these ids make certain."""
+
+    def finish(self) -> str:
+        """What is left: incomplete bytes show as U+FFFD."""
+
+
+class TextDecoder(Protocol):
+    """Makes text streams for one tokenizer."""
+
+    def stream(self, skip_special_tokens: bool) -> TextStream: ...
+
+
+# --- byte-level tokenizers: every token is a byte string ---------------------------------------------------------------
+
+
+def byte_level_alphabet() -> dict[str, int]:
+    """The printable stand-ins that byte-level BPE vocabularies use, character -> byte: bytes that are printable in Latin-1
+    stand for themselves, the others are numbered from U+0100 in order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(0x100 + i): byte for i, byte in enumerate(sorted(set(range(256)) - printable))})
+    return alphabet
+
+
+class ByteLevelDecoder:
+    """For vocabularies whose tokens are byte strings: a table lookup a token, and an incremental UTF-8 decoder."""
+
+    def __init__(self, token_of: Callable[[int], str | None], special_ids: frozenset[int]) -> None:
+        """`token_of` gives the vocabulary's spelling of an id, None if there is none (such ids print nothing)."""
+        self._token_of = token_of
+        self._special_ids = special_ids
+        self._alphabet = byte_level_alphabet()
+        self._bytes: dict[int, bytes] = {}
+        self._bytes_without_special: dict[int, bytes] = {}
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for; empty for an unknown id."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._spell(token_id)
+        return found
+
+    def stream(self, skip_special_tokens: bool) -> ByteLevelStream:
+        table = self._bytes_without_special if skip_special_tokens else self._bytes
+        return ByteLevelStream(table, self._fill_without_special if skip_special_tokens else self.token_bytes)
+
+    def _fill_without_special(self, token_id: int) -> bytes:
+        found = b"" if token_id in self._special_ids else self.token_bytes(token_id)
+        self._bytes_without_special[token_id] = found
+        return found
+
+    def _spell(self, token_id: int) -> bytes:
+        token = self._token_of(token_id)
+        if token is None:
+            return b""
+        try:
+            return bytes([self._alphabet[char] for char in token])
+        except KeyError:  # an added token outside of the alphabet stands for its own text
+            return token.encode()
+
+
+class ByteLevelStream:
+    __slots__ = ("_decode", "_fill", "_table")
+
+    def __init__(self, table: dict[int, bytes], fill: Callable[[int], bytes]) -> None:
+        self._table = table
+        self._fill = fill
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, ids: Sequence[int]) -> str:
+        table = self._table
+        if len(ids) == 1:
+            piece = table.get(ids[0])
+            return self._decode(self._fill(ids[0]) if piece is None else piece)
+        try:
+            return self._decode(b"".join([table[i] for i in ids]))
+        except KeyError:
+            return self._decode(b"".join([self._fill(i) for i in ids]))
+
+    def finish(self) -> str:
+        return self._decode(b"", True)
+
+
+# --- any other tokenizer: decode a short window and print the difference -----------------------------------------------
+
+
+class WindowDecoder:
+    """For tokenizers that can only decode whole id lists. `decode(ids, skip_special_tokens)` is the tokenizer's."""
+
+    def __init__(self, decode: Callable[[list[int], bool], str]) -> None:
+        self._decode = decode
+
+    def stream(self, skip_special_tokens: bool) -> WindowStream:
+        return WindowStream(self._decode, skip_special_tokens)
+
+
+class WindowStream:
+    """Keeps the ids of the piece printed last as context: how a token prints may depend on the one before (a leading
+    space, say), and is taken not to depend on older ones."""
+
+    __slots__ = ("_decode", "_num_printed", "_skip_special_tokens", "_window")
+
+    def __init__(self, decode: Callable[[list[int], bool], str], skip_special_tokens: bool) -> None:
+        self._decode = decode
+        self._skip_special_tokens = skip_special_tokens
+        self._window: list[int] = []
+        self._num_printed = 0
+        """Ids at the front of the window whose text is out."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        self._window.extend(ids)
+        return self._print(final=False)
+
+    def finish(self) -> str:
+        return self._print(final=True)
+
+    def _print(self, final: bool) -> str:
+        if len(self._window) == self._num_printed:
+            return ""
+        before = self._decode(self._window[: self._num_printed], self._skip_special_tokens)
+        now = self._decode(self._window, self._skip_special_tokens)
+        held = len(self._window) - self._num_printed
+        if now.endswith(REPLACEMENT) and not final and held < MAX_HELD_IDS:
+            return ""
+        # Ids that print nothing (special tokens) are no context for what follows: the ones before them stay.
+        oldest = self._num_printed if len(now) > len(before) else max(0, len(self._window) - MAX_CONTEXT_IDS)
+        del self._window[:oldest]
+        self._num_printed = len(self._window)
+        return now[len(before) :]

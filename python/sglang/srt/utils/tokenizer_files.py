@@ -1,0 +1,74 @@
+"""What a Hugging Face tokenizer directory says beside its vocabulary: special tokens and chat templates."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.errors import UserError
+
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """The parsed files of one directory; `config` is tokenizer_config.json (empty if there is none)."""
+
+    directory: Path
+    config: dict[str, Any]
+    special_tokens: dict[str, str]
+    chat_template: str | dict[str, str] | None
+    """A Jinja template, several by name, or None."""
+
+    @property
+    def has_own_code(self) -> bool:
+        """Whether the tokenizer is a Python class that comes with the model."""
+        return "AutoTokenizer" in (self.config.get("auto_map") or {})
+
+    @property
+    def json_path(self) -> Path:
+        return self.directory / "tokenizer.json"
+
+
+def read_tokenizer_files(directory: Path) -> TokenizerFiles:
+    """Raises UserError on malformed JSON."""
+    config = _read_object(directory / "tokenizer_config.json")
+    tokens = {**_read_object(directory / "special_tokens_map.json"), **config}
+    special = {name: text for name in SPECIAL_TOKEN_NAMES if (text := _token_text(tokens.get(name))) is not None}
+    return TokenizerFiles(directory, config, special, _chat_template(directory, config))
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} must hold a JSON object.")
+    return value
+
+
+def _token_text(value: Any) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _chat_template(directory: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
+    """Files win over tokenizer_config.json; further templates may lie in additional_chat_templates/."""
+    single = directory / "chat_template.jinja"
+    if single.is_file():
+        default = single.read_text(encoding="utf-8")
+        more = sorted((directory / "additional_chat_templates").glob("*.jinja"))
+        if not more:
+            return default
+        return {"default": default, **{path.stem: path.read_text(encoding="utf-8") for path in more}}
+    legacy = _read_object(directory / "chat_template.json").get("chat_template")
+    value = legacy if legacy is not None else config.get("chat_template")
+    if isinstance(value, list):
+        return {entry["name"]: entry["template"] for entry in value}
+    return value if isinstance(value, str | dict) else None

@@ -1,0 +1,163 @@
+"""A model runner without a model: its "KV cache" stores token ids, and the next token is a function of what it reads
+back through the request table. A wrong slot, a lost token, a stale table entry or a page handed out too early therefore
+changes the output, and the expected output needs no scheduler to compute.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+
+from sglang.srt.managers.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
+from sglang.srt.managers.output import StopChecker
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.req_pool import ReqToTokenPool
+from sglang.srt.model_executor.step import NEXT_TOKEN, StepInput
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+VOCAB = 97
+EOS = 0
+
+
+def next_token(tokens: np.ndarray) -> int:
+    """Deterministic, depends on every token, and is EOS now and then."""
+    return zlib.crc32(np.asarray(tokens, np.int32).tobytes()) % VOCAB
+
+
+def expected_output(prompt: list[int], max_new_tokens: int, ignore_eos: bool = False) -> list[int]:
+    tokens, out = list(prompt), []
+    while len(out) < max_new_tokens:
+        out.append(next_token(np.array(tokens)))
+        tokens.append(out[-1])
+        if out[-1] == EOS and not ignore_eos:
+            break
+    return out
+
+
+@dataclass
+class LateResult:
+    """Tokens that may be read only after the step is over."""
+
+    next_token_ids: np.ndarray
+    logprobs: None = None
+    prompt_logprobs: None = None
+
+    def wait(self) -> None:
+        pass
+
+
+@dataclass
+class FakeSamplingTable:
+    live: set[int] = field(default_factory=set)
+
+    def set(self, slot: int, *_: object) -> None:
+        assert slot not in self.live, "a request slot was handed out twice"
+        self.live.add(slot)
+
+    def clear(self, slot: int) -> None:
+        self.live.discard(slot)
+
+
+class FakeRunner:
+    graphs = None
+
+    def __init__(self, pool: int, page: int, context: int, max_reqs: int, chunk: int, max_prefill: int = 4096) -> None:
+        self.plan = SimpleNamespace(
+            max_total_num_tokens=pool, page_size=page, context_len=context, max_running_requests=max_reqs,
+            chunked_prefill_size=chunk, max_prefill_tokens=max_prefill,
+            model=SimpleNamespace(vocab_size=VOCAB, eos_token_ids=frozenset({EOS})),
+        )  # fmt: skip
+        self.req_pool = ReqToTokenPool(max_reqs, context, "cpu")
+        self.sampling_table = FakeSamplingTable()
+        self.table = np.zeros((max_reqs + 1, context), np.int64)
+        self.kv = np.full(pool + 2 * page, -1, np.int64)
+        self.next_token = np.zeros(max_reqs + 1, np.int64)
+        self.steps: list[str] = []
+
+    def run(self, step: StepInput) -> LateResult:
+        if step.table_update is not None:
+            assert len(np.unique(step.table_update.index)) == len(step.table_update.index)
+            self.table.reshape(-1)[step.table_update.index] = step.table_update.value
+        assert len(np.unique(step.out_cache_loc)) == len(step.out_cache_loc), "one cache slot for two tokens"
+        assert len(np.unique(step.slots)) == len(step.slots)
+        assert (step.out_cache_loc >= self.plan.page_size).all(), "the padding page was handed out"
+        if step.extend is None:
+            self.steps.append("decode")
+            ids, rows = self.next_token[step.slots], range(len(step.slots))
+            self.table[step.slots, step.seq_lens - 1] = step.out_cache_loc
+        else:
+            self.steps.append("extend")
+            ids, rows = step.extend.input_ids.copy(), step.extend.sample_rows
+            holes = ids == NEXT_TOKEN
+            ids[holes] = self.next_token[np.repeat(step.slots, step.extend.extend_lens)][holes]
+            assert (step.extend.prefix_lens + step.extend.extend_lens == step.seq_lens).all()
+        self.kv[step.out_cache_loc] = ids
+        tokens = []
+        for row in rows:
+            sequence = self.kv[self.table[step.slots[row], : step.seq_lens[row]]]
+            assert (sequence >= 0).all(), "a cache slot was read before it was written"
+            tokens.append(next_token(sequence))
+            self.next_token[step.slots[row]] = tokens[-1]
+        return LateResult(np.array(tokens, np.int64))
+
+
+def make_scheduler(runner: FakeRunner, **options: object) -> Scheduler:
+    args = SimpleNamespace(
+        **{
+            "disable_radix_cache": False, "disable_overlap_schedule": False, "enable_mixed_chunk": False,
+            "schedule_policy": "fcfs", "schedule_conservativeness": 1.0, "stream_interval": 1, "decode_log_interval": 40, "max_queued_requests": None,
+            **options,
+        }
+    )  # fmt: skip
+    return Scheduler(args, runner, StopChecker(None))
+
+
+def request(rid: str, prompt: list[int], max_new_tokens: int, stream: bool = False, **params: object) -> TokenizedGenerateReq:
+    return TokenizedGenerateReq(
+        rid=rid, input_ids=prompt, sampling_params=SamplingParams(max_new_tokens=max_new_tokens, **params), stream=stream
+    )
+
+
+@dataclass
+class Collector:
+    """What clients would have received."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    finish: dict[str, FinishReason] = field(default_factory=dict)
+
+    def take(self, scheduler: Scheduler) -> None:
+        messages, scheduler.outbox = scheduler.outbox, []
+        for message in messages:
+            assert isinstance(message, BatchTokenIDOut)
+            for rid, ids, finish in zip(message.rids, message.new_ids, message.finish, strict=True):
+                assert rid not in self.finish, "a message after the last one"
+                self.tokens.setdefault(rid, []).extend(ids)
+                if finish is not None:
+                    self.finish[rid] = finish
+
+
+def add(scheduler: Scheduler, msg: TokenizedGenerateReq) -> None:
+    eos = frozenset() if msg.sampling_params.ignore_eos else frozenset({EOS})
+    scheduler.add(msg, seed=1, stop_ids=eos | frozenset(msg.sampling_params.stop_token_ids))
+
+
+def run_to_end(scheduler: Scheduler, collector: Collector, limit: int = 20_000) -> None:
+    for _ in range(limit):
+        scheduler.step()
+        collector.take(scheduler)
+        if scheduler.idle:
+            return
+    raise AssertionError("the scheduler does not come to rest")
+
+
+def assert_clean(scheduler: Scheduler) -> None:
+    """No request holds anything, and free + cached is the whole pool."""
+    memory = scheduler.check_memory()
+    assert memory["held"] == 0 and memory["free"] + memory["cached"] == memory["total"], memory
+    assert scheduler.req_pool.available_size() == scheduler.req_pool.max_reqs
+    assert scheduler.cache.protected_size() == 0
+    assert not scheduler.reqs and not scheduler.waiting
+    scheduler.cache.check()

@@ -1,0 +1,283 @@
+"""The scheduler against a naive model: whatever the pool, the page size and the company, every request gets exactly the
+tokens that it would get alone, and in the end nothing is held."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_policy import POLICIES
+
+from .fake_runner import (
+    EOS,
+    VOCAB,
+    Collector,
+    FakeRunner,
+    add,
+    assert_clean,
+    expected_output,
+    make_scheduler,
+    request,
+    run_to_end,
+)
+
+
+def prompt(length: int, seed: int = 1) -> list[int]:
+    return [(seed * 31 + i * i * 7 + i) % (VOCAB - 1) + 1 for i in range(length)]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("page", [1, 4, 16])
+def test_batch_of_requests(page: int, overlap: bool) -> None:
+    scheduler = make_scheduler(FakeRunner(2048, page, 256, 8, 64), disable_overlap_schedule=not overlap)
+    collector = Collector()
+    for i in range(20):
+        add(scheduler, request(f"r{i}", prompt(5 + 7 * i, i), 3 + i))
+    run_to_end(scheduler, collector)
+    for i in range(20):
+        assert collector.tokens[f"r{i}"] == expected_output(prompt(5 + 7 * i, i), 3 + i)
+    assert_clean(scheduler)
+
+
+def test_overlap_launches_before_reading() -> None:
+    """With overlap the step after a prefill is launched before the prefill's token is known to the host."""
+    scheduler = make_scheduler(FakeRunner(256, 1, 128, 4, 64))
+    add(scheduler, request("a", prompt(5), 4, ignore_eos=True))
+    scheduler.step()
+    assert scheduler.runner.steps == ["extend"] and scheduler.reqs["a"].output_len == 0
+    scheduler.step()
+    assert scheduler.runner.steps == ["extend", "decode"] and scheduler.reqs["a"].output_len == 1
+
+
+def test_a_request_that_ends_by_length_costs_no_extra_step() -> None:
+    scheduler = make_scheduler(FakeRunner(256, 1, 128, 4, 64))
+    add(scheduler, request("a", prompt(5), 4, ignore_eos=True))
+    run_to_end(scheduler, Collector())
+    assert scheduler.runner.steps == ["extend", "decode", "decode", "decode"]
+
+
+def test_second_request_uses_the_cache() -> None:
+    scheduler = make_scheduler(FakeRunner(512, 1, 256, 4, 128))
+    collector = Collector()
+    shared = prompt(100)
+    add(scheduler, request("a", shared + [5], 4))
+    run_to_end(scheduler, collector)
+    add(scheduler, request("b", shared + [6], 4))
+    b = scheduler.reqs["b"]
+    run_to_end(scheduler, collector)
+    assert b.hit_len == 100
+    assert collector.tokens["b"] == expected_output(shared + [6], 4)
+
+
+def test_equal_prompts_in_one_queue_are_computed_once() -> None:
+    scheduler = make_scheduler(FakeRunner(2048, 1, 256, 8, 512))
+    collector = Collector()
+    for i in range(4):
+        add(scheduler, request(f"r{i}", prompt(100), 8))
+    reqs = [scheduler.reqs[f"r{i}"] for i in range(4)]
+    run_to_end(scheduler, collector)
+    assert [r.hit_len for r in reqs] == [0, 99, 99, 99]
+    assert all(collector.tokens[f"r{i}"] == expected_output(prompt(100), 8) for i in range(4))
+
+
+def test_chunked_prefill_takes_several_steps_and_changes_nothing() -> None:
+    scheduler = make_scheduler(FakeRunner(1024, 1, 512, 4, 32))
+    collector = Collector()
+    add(scheduler, request("a", prompt(200), 5, ignore_eos=True))
+    run_to_end(scheduler, collector)
+    assert scheduler.runner.steps == ["extend"] * 7 + ["decode"] * 4
+    assert collector.tokens["a"] == expected_output(prompt(200), 5, ignore_eos=True)
+
+
+def test_mixed_chunk_decodes_while_it_prefills() -> None:
+    scheduler = make_scheduler(FakeRunner(1024, 1, 512, 4, 32), enable_mixed_chunk=True)
+    collector = Collector()
+    add(scheduler, request("a", prompt(10), 30, stream=True, ignore_eos=True))
+    scheduler.step()
+    add(scheduler, request("b", prompt(200, 2), 5))
+    for _ in range(5):
+        scheduler.step()
+    assert scheduler.chunked is not None and scheduler.reqs["a"].output_len >= 4
+    run_to_end(scheduler, collector)
+    assert collector.tokens["a"] == expected_output(prompt(10), 30, ignore_eos=True)
+    assert collector.tokens["b"] == expected_output(prompt(200, 2), 5)
+    assert_clean(scheduler)
+
+
+def test_retraction_loses_nothing_and_repeats_nothing() -> None:
+    scheduler = make_scheduler(FakeRunner(200, 1, 150, 8, 64), schedule_conservativeness=0.01)
+    collector = Collector()
+    for i in range(6):
+        add(scheduler, request(f"r{i}", prompt(10, i), 80, stream=True, ignore_eos=True))
+    run_to_end(scheduler, collector)
+    assert scheduler.stats.num_retracted > 0, "the pool was meant to be too small"
+    for i in range(6):
+        assert collector.tokens[f"r{i}"] == expected_output(prompt(10, i), 80, ignore_eos=True)
+    assert_clean(scheduler)
+
+
+def test_abort_in_every_state() -> None:
+    scheduler = make_scheduler(FakeRunner(300, 1, 256, 2, 32))
+    collector = Collector()
+    add(scheduler, request("decoding", prompt(5), 100, ignore_eos=True))
+    scheduler.step()
+    scheduler.step()
+    add(scheduler, request("chunked", prompt(100, 2), 5))
+    add(scheduler, request("waiting", prompt(50, 3), 5))
+    scheduler.step()
+    assert scheduler.chunked is not None and len(scheduler.waiting) == 1
+    for rid in ("waiting", "chunked", "decoding", "unknown"):
+        scheduler.abort(AbortReq(rid))
+    run_to_end(scheduler, collector)
+    assert {rid: f.type for rid, f in collector.finish.items()} == dict.fromkeys(("waiting", "chunked", "decoding"), "abort")
+    assert collector.tokens["decoding"] == expected_output(prompt(5), 100, ignore_eos=True)[: len(collector.tokens["decoding"])]
+    assert_clean(scheduler)
+
+
+def test_abort_all() -> None:
+    scheduler = make_scheduler(FakeRunner(300, 1, 256, 2, 32))
+    collector = Collector()
+    for i in range(5):
+        add(scheduler, request(f"r{i}", prompt(20, i), 50))
+    scheduler.step()
+    scheduler.abort(AbortReq(abort_all=True))
+    run_to_end(scheduler, collector)
+    assert len(collector.finish) == 5
+    assert_clean(scheduler)
+
+
+def test_refusals_have_a_status() -> None:
+    scheduler = make_scheduler(FakeRunner(300, 1, 64, 2, 32), max_queued_requests=1)
+    collector = Collector()
+    add(scheduler, request("long", prompt(64), 5))
+    add(scheduler, request("first", prompt(10), 5))
+    add(scheduler, request("second", prompt(10), 5))
+    collector.take(scheduler)
+    assert collector.finish["long"].status_code == 400 and "64" in (collector.finish["long"].message or "")
+    assert collector.finish["second"].status_code == 503
+    run_to_end(scheduler, collector)
+    assert collector.finish["first"].type in ("stop", "length")
+    assert_clean(scheduler)
+
+
+def test_prompt_only() -> None:
+    scheduler = make_scheduler(FakeRunner(300, 1, 64, 2, 32))
+    collector = Collector()
+    add(scheduler, request("a", prompt(10), 0))
+    run_to_end(scheduler, collector)
+    assert collector.tokens["a"] == [] and collector.finish["a"].type == "length"
+    assert_clean(scheduler)
+
+
+def test_output_stops_at_the_context_length() -> None:
+    scheduler = make_scheduler(FakeRunner(300, 1, 64, 2, 32))
+    collector = Collector()
+    add(scheduler, request("a", prompt(60), 100, ignore_eos=True))
+    run_to_end(scheduler, collector)
+    assert len(collector.tokens["a"]) == 4 and collector.finish["a"].type == "length"
+
+
+def test_stop_token_wins_over_length() -> None:
+    expected = expected_output(prompt(6), 5, ignore_eos=True)
+    scheduler = make_scheduler(FakeRunner(300, 1, 64, 2, 32))
+    collector = Collector()
+    add(scheduler, request("a", prompt(6), 5, ignore_eos=True, stop_token_ids=[expected[4]]))
+    run_to_end(scheduler, collector)
+    assert collector.finish["a"].type == "stop" and collector.finish["a"].matched == expected[4]
+
+
+def test_pause_stops_and_resume_goes_on() -> None:
+    scheduler = make_scheduler(FakeRunner(300, 1, 64, 2, 32))
+    collector = Collector()
+    add(scheduler, request("a", prompt(6), 20, ignore_eos=True))
+    scheduler.step()
+    scheduler.paused = True
+    run_to_end(scheduler, collector)
+    assert "a" not in collector.finish
+    scheduler.paused = False
+    run_to_end(scheduler, collector)
+    assert collector.tokens["a"] == expected_output(prompt(6), 20, ignore_eos=True)
+
+
+def test_flush_needs_rest() -> None:
+    scheduler = make_scheduler(FakeRunner(300, 1, 64, 2, 32))
+    add(scheduler, request("a", prompt(6), 3))
+    scheduler.step()
+    assert not scheduler.flush_cache()
+    run_to_end(scheduler, Collector())
+    assert scheduler.flush_cache() and scheduler.check_memory()["free"] == 300
+
+
+def test_longest_prefix_first() -> None:
+    scheduler = make_scheduler(FakeRunner(1024, 1, 256, 1, 256), schedule_policy="lpm")
+    collector = Collector()
+    add(scheduler, request("warm", prompt(100), 2))
+    run_to_end(scheduler, collector)
+    add(scheduler, request("cold", prompt(100, 9), 2))
+    add(scheduler, request("hit", prompt(100) + [3], 2))
+    scheduler.step()
+    assert scheduler.reqs["hit"].slot and not scheduler.reqs["cold"].slot
+
+
+workload = st.lists(
+    st.tuples(
+        st.integers(0, 3),  # which shared prefix
+        st.integers(1, 90),  # length
+        st.integers(0, 60),  # max_new_tokens
+        st.integers(0, 12),  # steps before the next event
+        st.sampled_from(["run", "run", "run", "abort"]),
+        st.booleans(),  # ignore_eos
+    ),
+    min_size=1,
+    max_size=14,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    events=workload,
+    page=st.sampled_from([1, 4, 16]),
+    pool_pages=st.integers(12, 60),
+    chunk=st.sampled_from([-1, 16, 48]),
+    max_reqs=st.integers(1, 6),
+    policy=st.sampled_from(sorted(POLICIES)),
+    radix=st.booleans(),
+    mixed=st.booleans(),
+    overlap=st.booleans(),
+    conservativeness=st.sampled_from([0.01, 1.0]),
+)
+def test_any_workload(
+    events: list, page: int, pool_pages: int, chunk: int, max_reqs: int, policy: str, radix: bool, mixed: bool,
+    overlap: bool, conservativeness: float,
+) -> None:  # fmt: skip
+    runner = FakeRunner(pool_pages * page if page > 1 else pool_pages * 4, page, 160, max_reqs, chunk)
+    scheduler = make_scheduler(
+        runner, schedule_policy=policy, disable_radix_cache=not radix, enable_mixed_chunk=mixed,
+        disable_overlap_schedule=not overlap, schedule_conservativeness=conservativeness,
+    )  # fmt: skip
+    collector = Collector()
+    wanted: dict[str, tuple[list[int], int, bool]] = {}
+    for i, (family, length, max_new, steps, kind, ignore_eos) in enumerate(events):
+        ids = prompt(length, family)
+        add(scheduler, request(f"r{i}", ids, max_new, stream=i % 2 == 0, ignore_eos=ignore_eos))
+        wanted[f"r{i}"] = (ids, max_new, ignore_eos)
+        for _ in range(steps):
+            scheduler.step()
+            scheduler.cache.check()
+            collector.take(scheduler)
+        if kind == "abort":
+            scheduler.abort(AbortReq(f"r{i // 2}"))
+    run_to_end(scheduler, collector)
+    assert set(collector.finish) == set(wanted)
+    capacity = min(160, scheduler.allocator.size - 2 * page)
+    for rid, (ids, max_new, ignore_eos) in wanted.items():
+        got, finish = collector.tokens[rid], collector.finish[rid]
+        full = expected_output(ids, max(0, min(max_new, capacity - len(ids))), ignore_eos)
+        if finish.type == "abort":
+            assert got == full[: len(got)]
+        else:
+            assert got == full
+            assert (finish.type == "stop") == (bool(full) and full[-1] == EOS and not ignore_eos)
+    assert_clean(scheduler)

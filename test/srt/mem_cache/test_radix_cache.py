@@ -1,0 +1,332 @@
+"""RadixCache against a dictionary of prefixes, and request life cycles against a count of every slot."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sglang.srt.mem_cache.allocator import Slots, TokenAllocator
+from sglang.srt.mem_cache.radix_cache import Node, RadixCache
+
+NAMESPACES = (None, "a", "")
+
+
+@dataclass
+class Request:
+    tokens: list[int]
+    namespace: str | None
+    node: Node
+    indices: Slots
+    num_cached: int = 0
+    prompt: list[int] = field(default_factory=list)
+
+
+class RadixMachine(RuleBasedStateMachine):
+    """Requests with a small alphabet (so that prefixes collide) run through match, lock, alloc, commit, release.
+
+    The model: `content` says which (namespace, prefix) the KV slot of each page was computed for. A slot in a wrong
+    place of the tree, or one that is reused while cached, shows as a prefix that does not match its content.
+    """
+
+    @initialize(page_size=st.sampled_from([1, 4, 16]), pages=st.integers(6, 40), enabled=st.integers(0, 9))
+    def start(self, page_size: int, pages: int, enabled: int) -> None:
+        self.page_size = page_size
+        self.allocator = TokenAllocator(page_size * pages, page_size)
+        self.cache = RadixCache(self.allocator, page_size, enabled=enabled > 0)
+        self.content: dict[int, tuple[str | None, tuple[int, ...]]] = {}
+        self.running: list[Request] = []
+
+    def compute(self, req: Request, upto: int) -> bool:
+        """Allocates and 'computes' tokens up to `upto`, evicting as needed. False if there is no room."""
+        old = len(req.indices)
+        last = req.indices[-1] if old else -1
+        slots = self.allocator.alloc([old], [upto], [last])
+        if slots is None:
+            wanted = (-(-upto // self.page_size) + (-old // self.page_size)) * self.page_size
+            missing = wanted - self.allocator.available_size()
+            evictable = self.cache.evictable_size()
+            freed = self.cache.evict(missing)
+            assert freed == min(-(-missing // self.page_size) * self.page_size, evictable)
+            slots = self.allocator.alloc([old], [upto], [last])
+            if slots is None:
+                assert freed < missing
+                return False
+        req.indices = np.concatenate((req.indices, slots))
+        for position in range(old, upto):
+            self.content[int(req.indices[position])] = (req.namespace, tuple(req.tokens[: position + 1]))
+        return True
+
+    def holds(self, req: Request, count: int) -> None:
+        for position in range(count):
+            expected = (req.namespace, tuple(req.tokens[: position + 1]))
+            assert self.content[int(req.indices[position])] == expected
+
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=50),
+        repeat=st.sampled_from([1, 4, 16]),
+        namespace=st.sampled_from(NAMESPACES),
+    )
+    def admit(self, tokens: list[int], repeat: int, namespace: str | None) -> None:
+        tokens = [t for t in tokens for _ in range(repeat)][:64]
+        match = self.cache.match_prefix(np.array(tokens, np.int32), namespace)
+        assert len(match.indices) % self.page_size == 0
+        req = Request(tokens, namespace, match.node, match.indices.copy(), len(match.indices))
+        self.holds(req, req.num_cached)
+        self.cache.lock(match.node)
+        self.running.append(req)
+        if not self.compute(req, len(tokens)):
+            self.running.remove(req)
+            self.cache.release(tokens, req.indices, req.node, req.num_cached, namespace, keep=False)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), more=st.lists(st.integers(0, 1), min_size=1, max_size=20))
+    def decode(self, data: st.DataObject, more: list[int]) -> None:
+        req = data.draw(st.sampled_from(self.running))
+        tokens = req.tokens
+        req.tokens = tokens + more
+        if not self.compute(req, len(req.tokens)):
+            req.tokens = tokens
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        req = data.draw(st.sampled_from(self.running))
+        upto = data.draw(st.integers(req.num_cached, len(req.tokens)))
+        result = self.cache.commit(req.tokens[:upto], req.indices, req.node, req.num_cached, req.namespace)
+        assert len(result.indices) == len(req.indices)
+        expected = upto // self.page_size * self.page_size if self.cache.enabled else 0
+        assert result.num_cached == max(expected, req.num_cached)
+        req.indices, req.node, req.num_cached = result.indices, result.node, result.num_cached
+        self.holds(req, len(req.tokens))
+        if self.cache.enabled:
+            again = self.cache.match_prefix(req.tokens, req.namespace)
+            assert len(again.indices) >= req.num_cached
+            assert again.indices[: req.num_cached].tolist() == req.indices[: req.num_cached].tolist()
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), keep=st.booleans(), in_flight=st.booleans())
+    def release(self, data: st.DataObject, keep: bool, in_flight: bool) -> None:
+        req = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        done = len(req.tokens) - (1 if in_flight and len(req.tokens) > req.num_cached else 0)
+        self.cache.release(req.tokens[:done], req.indices, req.node, req.num_cached, req.namespace, keep)
+        if keep and self.cache.enabled:
+            match = self.cache.match_prefix(req.tokens[:done], req.namespace)
+            assert len(match.indices) == done // self.page_size * self.page_size
+
+    @rule(amount=st.integers(1, 100))
+    def evict(self, amount: int) -> None:
+        free = self.allocator.available_size()
+        evictable = self.cache.evictable_size()
+        freed = self.cache.evict(amount)
+        assert freed == min(-(-amount // self.page_size) * self.page_size, evictable)
+        assert self.allocator.available_size() == free + freed
+
+    @precondition(lambda self: not self.running)
+    @rule()
+    def flush(self) -> None:
+        self.cache.reset()
+        assert self.allocator.available_size() == self.allocator.size
+
+    @invariant()
+    def every_slot_has_one_owner(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        self.cache.check()
+        held = {int(s) // self.page_size for r in self.running for s in r.indices[r.num_cached :]}
+        held_count = sum(len({int(s) // self.page_size for s in r.indices[r.num_cached :]}) for r in self.running)
+        assert len(held) == held_count
+        total = self.allocator.available_size() + self.cache.total_size() + held_count * self.page_size
+        assert total == self.allocator.size
+
+    def teardown(self) -> None:
+        if hasattr(self, "cache"):
+            for req in self.running:
+                self.cache.release(req.tokens, req.indices, req.node, req.num_cached, req.namespace)
+            assert self.cache.protected_size() == 0
+            self.cache.reset()
+            assert self.allocator.available_size() == self.allocator.size
+
+
+TestRadix = RadixMachine.TestCase
+TestRadix.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+
+
+class PrefixMachine(RuleBasedStateMachine):
+    """insert and match alone against a dictionary: page-aligned prefix -> slots of its last page."""
+
+    @initialize(page_size=st.sampled_from([1, 4]))
+    def start(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.allocator = TokenAllocator(1 << 14, page_size)
+        self.cache = RadixCache(self.allocator, page_size)
+        self.known: dict[tuple[int, ...], list[int]] = {}
+
+    def expected(self, tokens: list[int]) -> list[int]:
+        slots: list[int] = []
+        while True:
+            page = self.known.get(tuple(tokens[: len(slots) + self.page_size]))
+            if page is None or len(slots) + self.page_size > len(tokens):
+                return slots
+            slots += page
+
+    @rule(tokens=st.lists(st.integers(0, 2), max_size=24))
+    def insert(self, tokens: list[int]) -> None:
+        slots = self.allocator.alloc([0], [len(tokens)], [-1])
+        assert slots is not None
+        expected = len(self.expected(tokens))
+        assert self.cache.insert(tokens, slots) == expected
+        aligned = len(tokens) // self.page_size * self.page_size
+        for at in range(expected, aligned, self.page_size):
+            self.known[tuple(tokens[: at + self.page_size])] = slots[at : at + self.page_size].tolist()
+        self.allocator.free(np.concatenate((slots[:expected], slots[aligned:])))
+
+    @rule(tokens=st.lists(st.integers(0, 2), max_size=24))
+    def match(self, tokens: list[int]) -> None:
+        assert self.cache.match_prefix(tokens).indices.tolist() == self.expected(tokens)
+
+    @invariant()
+    def consistent(self) -> None:
+        if hasattr(self, "cache"):
+            self.cache.check()
+            assert self.cache.total_size() == len(self.known) * self.page_size
+
+
+TestPrefix = PrefixMachine.TestCase
+TestPrefix.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+def filled(size: int = 64, page_size: int = 1) -> tuple[TokenAllocator, RadixCache]:
+    allocator = TokenAllocator(size, page_size)
+    return allocator, RadixCache(allocator, page_size)
+
+
+def put(allocator: TokenAllocator, cache: RadixCache, tokens: list[int]) -> None:
+    slots = allocator.alloc([0], [len(tokens)], [-1])
+    assert slots is not None
+    had = cache.insert(tokens, slots)
+    allocator.free(slots[:had])
+
+
+def test_least_recently_used_goes_first() -> None:
+    allocator, cache = filled()
+    for first in (1, 2, 3):
+        put(allocator, cache, [first, 9, 9])
+    cache.match_prefix([1, 9, 9])
+    assert cache.evict(3) == 3
+    assert [len(cache.match_prefix([first, 9, 9]).indices) for first in (1, 2, 3)] == [3, 0, 3]
+
+
+def test_a_prompt_loses_its_end_first() -> None:
+    allocator, cache = filled()
+    put(allocator, cache, list(range(10)))
+    assert cache.evict(4) == 4
+    assert len(cache.match_prefix(list(range(10))).indices) == 6
+    cache.check()
+
+
+def test_locked_nodes_survive_eviction_and_splits() -> None:
+    allocator, cache = filled()
+    put(allocator, cache, [1, 2, 3, 4])
+    match = cache.match_prefix([1, 2, 3, 4])
+    cache.lock(match.node)
+    put(allocator, cache, [1, 2, 7])  # splits the locked node
+    assert (cache.protected_size(), cache.evictable_size()) == (4, 1)
+    assert cache.evict(64) == 1
+    assert cache.match_prefix([1, 2, 3, 4]).indices.tolist() == match.indices.tolist()
+    cache.unlock(match.node)
+    assert cache.evict(64) == 4
+    assert allocator.available_size() == 64
+
+
+def test_a_commit_gives_way_to_what_the_tree_has() -> None:
+    allocator, cache = filled()
+    first = allocator.alloc([0], [4], None)
+    second = allocator.alloc([0], [5], None)
+    assert first is not None and second is not None
+    done = cache.commit([1, 2, 3, 4], first, cache.root, 0)
+    other = cache.commit([1, 2, 3, 4, 5], second, cache.root, 0)
+    assert other.indices.tolist() == [*first.tolist(), second[4]]
+    assert allocator.available_size() == 64 - 5
+    cache.release([1, 2, 3, 4], done.indices, done.node, 4)
+    cache.release([1, 2, 3, 4, 5], other.indices, other.node, 5)
+    assert (cache.evictable_size(), cache.protected_size()) == (5, 0)
+
+
+def test_namespaces_share_nothing() -> None:
+    allocator, cache = filled()
+    put(allocator, cache, [1, 2, 3])
+    assert len(cache.match_prefix([1, 2, 3], "lora").indices) == 0
+    slots = allocator.alloc([0], [3], None)
+    assert slots is not None
+    assert cache.insert([1, 2, 3], slots, "lora") == 0
+    assert cache.match_prefix([1, 2, 3], "lora").indices.tolist() == slots.tolist()
+
+
+def test_a_disabled_cache_frees_everything() -> None:
+    allocator = TokenAllocator(64, 4)
+    cache = RadixCache(allocator, 4, enabled=False)
+    slots = allocator.alloc([0], [10], [-1])
+    assert slots is not None
+    kept = cache.commit(list(range(10)), slots, cache.root, 0)
+    assert kept.num_cached == 0 and len(cache.match_prefix(list(range(10))).indices) == 0
+    cache.release(list(range(10)), kept.indices, kept.node, kept.num_cached)
+    assert allocator.available_size() == 64
+
+
+@pytest.mark.parametrize("misuse", ["unlock", "lock_evicted", "reset_locked"])
+def test_misuse_is_an_assertion(misuse: str) -> None:
+    allocator, cache = filled()
+    put(allocator, cache, [1, 2, 3])
+    node = cache.match_prefix([1, 2, 3]).node
+    with pytest.raises(AssertionError):
+        if misuse == "unlock":
+            cache.unlock(node)
+        elif misuse == "lock_evicted":
+            cache.evict(3)
+            cache.lock(node)
+        else:
+            cache.lock(node)
+            cache.reset()
+
+
+@pytest.mark.parametrize("defect", ["size", "slot", "edge", "heap"])
+def test_check_finds_defects(defect: str) -> None:
+    allocator, cache = filled()
+    put(allocator, cache, [1, 2, 3])
+    put(allocator, cache, [4, 5])
+    node = cache.match_prefix([1, 2, 3]).node
+    cache.check()
+    if defect == "size":
+        cache.lock(node)
+        node.lock_ref = 0
+    elif defect == "slot":
+        node.value[0] = cache.match_prefix([4]).indices[0]
+    elif defect == "edge":
+        node.key[0] = 9
+    else:
+        node.queued = False
+    with pytest.raises(AssertionError):
+        cache.check()
+
+
+def test_long_prompts_match_and_insert_quickly() -> None:
+    allocator, cache = filled(1 << 16)
+    tokens = np.random.default_rng(0).integers(0, 150_000, 8192, dtype=np.int32)
+    slots = allocator.alloc([0], [8192], None)
+    assert slots is not None
+    start = time.perf_counter()
+    cache.insert(tokens, slots)
+    inserted = time.perf_counter() - start
+    matched = 1.0
+    for _ in range(20):
+        start = time.perf_counter()
+        match = cache.match_prefix(tokens)
+        matched = min(matched, time.perf_counter() - start)
+    assert len(match.indices) == 8192
+    assert matched < 400e-6 and inserted < 2e-3  # microseconds in fact; the bounds leave room for a busy machine

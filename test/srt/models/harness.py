@@ -1,0 +1,171 @@
+"""Runs our models without a server: tiny transformers models saved to disk, loaded by our loader, stepped by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers import native_ops
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.mem_cache.memory_pool import KVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_loader.loader import load_model
+from sglang.srt.plan.kv_spec import KVSpec
+from sglang.srt.server_args import ServerArgs
+
+VOCAB = 256
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # not hidden_size / heads
+    "max_position_embeddings": 256,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+# name -> (config class, what differs from SIZES)
+TINY: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "qwen3": (Qwen3Config, {}),
+    "qwen3_tied_bias": (Qwen3Config, {"tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3_moe": (Qwen3MoeConfig, EXPERTS),
+    "qwen3_moe_mixed": (
+        Qwen3MoeConfig,
+        EXPERTS | {"norm_topk_prob": False, "decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3]},
+    ),
+    "llama": (LlamaConfig, {"head_dim": 16}),
+    "llama_bias_llama3": (LlamaConfig, {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
+}
+
+
+def hf_model(name: str, seed: int = 0) -> PreTrainedModel:
+    """A tiny fp32 model in which every parameter is random (norms and biases too) and attention is far from uniform."""
+    config_class, changes = TINY[name]
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config_class(**(SIZES | changes)), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for key, param in model.named_parameters():
+            if "norm" in key:
+                param.uniform_(0.5, 1.5)
+            else:
+                param.normal_(0.0, 0.15)
+        if model.config.tie_word_embeddings:  # or else the likeliest next token is the last one
+            model.get_input_embeddings().weight.mul_(0.1)
+    return model
+
+
+def save_tiny(name: str, folder: Path) -> PreTrainedModel:
+    model = hf_model(name)
+    model.save_pretrained(folder)
+    return model
+
+
+@dataclass(frozen=True)
+class NativePlan:
+    """What models read of a Plan, with the torch kernels."""
+
+    model: ModelConfig
+    context_len: int = 256
+    device: str = "cpu"
+
+    @property
+    def dtype(self) -> str:
+        return self.model.dtype
+
+    def entry(self, op: str) -> Callable[..., Any]:
+        return getattr(native_ops, op)
+
+    def tile(self, op: str) -> None:
+        return None
+
+
+def plan_for(folder: Path, **args: Any) -> NativePlan:
+    return NativePlan(ModelConfig.from_server_args(ServerArgs(model_path=str(folder), **args)))
+
+
+class TinyRunner:
+    """Steps a loaded model. Every token gets a random cache slot, so that nothing works by contiguity."""
+
+    def __init__(self, plan: NativePlan, load_format: str = "auto", tp_size: int = 1, seed: int = 0) -> None:
+        self.model = load_model(plan, load_format)
+        config = plan.model
+        kv = KVSpec(
+            config.num_layers, max(config.num_kv_heads // tp_size, 1), config.head_dim, config.head_dim, config.dtype
+        )
+        self.pool = KVPool(kv, 1024, "cpu")
+        self.table = torch.full((9, plan.context_len), -7, dtype=torch.int32)
+        self.free = (torch.randperm(1023, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
+        self.lens: dict[int, int] = {}
+        self.backend = TorchNativeAttnBackend(plan, "cpu")
+
+    def _batch(self, mode: ForwardMode, new: dict[int, list[int]]) -> ForwardBatch:
+        slots, positions, locs, prefix = list(new), [], [], []
+        for slot, tokens in new.items():
+            start = self.lens.get(slot, 0)
+            prefix.append(start)
+            loc = [self.free.pop() for _ in tokens]
+            self.table[slot, start : start + len(tokens)] = torch.tensor(loc, dtype=torch.int32)
+            positions += range(start, start + len(tokens))
+            locs += loc
+            self.lens[slot] = start + len(tokens)
+        seq_lens = [self.lens[s] for s in slots]
+        extend = [len(tokens) for tokens in new.values()]
+        return ForwardBatch(
+            forward_mode=mode,
+            batch_size=len(slots),
+            input_ids=torch.tensor([t for tokens in new.values() for t in tokens]),
+            positions=torch.tensor(positions),
+            req_pool_indices=torch.tensor(slots),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+            out_cache_loc=torch.tensor(locs),
+            req_to_token=self.table,
+            kv_pool=self.pool,
+            attn_backend=self.backend,
+            extend_seq_lens=torch.tensor(extend, dtype=torch.int32),
+            extend_prefix_lens=torch.tensor(prefix, dtype=torch.int32),
+            extend_start_loc=torch.tensor([0, *extend], dtype=torch.int32).cumsum(0, dtype=torch.int32),
+            extend_seq_lens_cpu=extend,
+            extend_prefix_lens_cpu=prefix,
+            seq_lens_cpu=seq_lens,
+        )
+
+    @torch.inference_mode()
+    def extend(self, new: dict[int, list[int]]) -> list[torch.Tensor]:
+        """New tokens of each request slot -> logits [n, V] of each."""
+        batch = self._batch(ForwardMode.EXTEND, new)
+        self.backend.init_forward_metadata(batch)
+        logits = self.model.logits(self.model(batch))
+        return list(logits.split([len(tokens) for tokens in new.values()]))
+
+    @torch.inference_mode()
+    def decode(self, new: dict[int, int]) -> torch.Tensor:
+        """The next token of each request slot -> logits [B, V]."""
+        batch = self._batch(ForwardMode.DECODE, {slot: [token] for slot, token in new.items()})
+        self.backend.init_forward_metadata(batch)
+        return self.model.logits(self.model(batch))
+
+
+@torch.inference_mode()
+def hf_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    """[n, V] fp32."""
+    return model(torch.tensor([tokens])).logits[0].float()
+
+
+def random_tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()

@@ -1,0 +1,63 @@
+"""Our models against transformers, in fp32 on the CPU, from checkpoints that transformers wrote."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from srt.models.harness import TINY, TinyRunner, hf_logits, plan_for, random_tokens, save_tiny
+from transformers import PreTrainedModel
+
+TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
+
+
+@pytest.fixture(scope="module", params=list(TINY))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, object]:
+    folder = tmp_path_factory.mktemp(request.param)
+    return save_tiny(request.param, folder), plan_for(folder)
+
+
+def test_prefill_in_one_piece(pair) -> None:
+    reference, plan = pair
+    tokens = random_tokens(37, seed=1)
+    want = hf_logits(reference, tokens)
+    assert want.std() > 0.3, "the reference says nothing: its logits are nearly constant"
+    torch.testing.assert_close(TinyRunner(plan).extend({3: tokens})[0], want, **TOLERANCE)
+
+
+def test_prefill_in_chunks_over_a_cached_prefix_among_strangers(pair) -> None:
+    reference, plan = pair
+    tokens, stranger, other = random_tokens(40, 1), random_tokens(23, 2), random_tokens(5, 3)
+    runner = TinyRunner(plan)
+    first = runner.extend({5: tokens[:16], 2: stranger})
+    second = runner.extend({1: other, 5: tokens[16:17]})
+    third = runner.extend({5: tokens[17:]})
+    got = torch.cat((first[0], second[1], third[0]))
+    torch.testing.assert_close(got, hf_logits(reference, tokens), **TOLERANCE)
+    torch.testing.assert_close(first[1], hf_logits(reference, stranger), **TOLERANCE)
+    torch.testing.assert_close(second[0], hf_logits(reference, other), **TOLERANCE)
+
+
+def test_decode_in_a_batch_of_different_lengths(pair) -> None:
+    reference, plan = pair
+    sequences = {slot: random_tokens(length, slot) for slot, length in ((4, 30), (1, 9), (8, 70))}
+    runner = TinyRunner(plan)
+    runner.extend({slot: tokens[:-6] for slot, tokens in sequences.items()})
+    steps = [runner.decode({slot: tokens[i] for slot, tokens in sequences.items()}) for i in range(-6, 0)]
+    for row, tokens in enumerate(sequences.values()):
+        got = torch.stack([logits[row] for logits in steps])
+        torch.testing.assert_close(got, hf_logits(reference, tokens)[-6:], **TOLERANCE)
+
+
+def test_64_greedy_tokens_are_identical(pair) -> None:
+    reference, plan = pair
+    prompt = random_tokens(12, seed=4)
+    with torch.inference_mode():
+        want = reference.generate(
+            torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
+        )[0, len(prompt) :].tolist()
+    runner = TinyRunner(plan)
+    got = [int(runner.extend({1: prompt})[0][-1].argmax())]
+    while len(got) < 64:
+        got.append(int(runner.decode({1: got[-1]})[0].argmax()))
+    assert got == want
+    assert len(set(want)) > 8, "the reference repeats itself: the test would see little"
