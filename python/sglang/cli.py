@@ -23,7 +23,7 @@ usage: sglang COMMAND [options]
 
 
 def _has_model(argv: Sequence[str]) -> bool:
-    return any(word.split("=")[0] in ("--model-path", "--model", "--config", "--help", "-h") for word in argv)
+    return any(word.startswith(("--model", "--config", "--help", "-h")) for word in argv)
 
 
 def with_model(argv: Sequence[str]) -> list[str]:
@@ -40,7 +40,7 @@ def run_serve(argv: Sequence[str]) -> None:
 
 def run_generate(argv: Sequence[str]) -> None:
     """One prompt through the engine, streamed to standard output. Other options are those of the server."""
-    parser = argparse.ArgumentParser(prog="sglang generate", epilog="Server options such as --tp are accepted too.")
+    parser = argparse.ArgumentParser(prog="sglang generate", allow_abbrev=False, epilog="Server options such as --tp are accepted too.")
     parser.add_argument("--prompt", required=True, help="Text to continue; `-` reads standard input.")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="Default: 128.")
     parser.add_argument("--temperature", type=float, default=None, help="Default: the model's.")

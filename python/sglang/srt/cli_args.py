@@ -212,7 +212,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(table: OptionTable, prog: str) -> argparse.ArgumentParser:
-    parser = _Parser(prog=prog, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    usage = f"{prog} --model-path MODEL [options]"
+    parser = _Parser(prog=prog, usage=usage, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="FILE", help="YAML file of options (page-size: 16); the command line wins.")
     groups: dict[str, Any] = {}
     for name, (annotation, f) in table.fields.items():

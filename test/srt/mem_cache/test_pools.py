@@ -12,8 +12,8 @@ from sglang.srt.mem_cache.req_pool import ReqToTokenPool
 def test_request_slots_leave_the_padding_row_alone() -> None:
     pool = ReqToTokenPool(3, 16, "cpu")
     assert [pool.alloc() for _ in range(4)] == [1, 2, 3, None]
-    assert pool.host.shape == (4, 16) and tuple(pool.req_to_token.shape) == (4, 16)
-    assert pool.req_to_token.dtype == torch.int32 and not pool.req_to_token.any()
+    assert pool.host.shape == (4, 16) and tuple(pool.device_table.shape) == (4, 16)
+    assert pool.device_table.dtype == torch.int32 and not pool.device_table.any()
     pool.free(2)
     assert pool.available_size() == 1 and pool.alloc() == 2
     for bad in (0, 4):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -17,14 +17,13 @@ from sglang.srt.mem_cache.radix_cache import Node, RadixCache
 NAMESPACES = (None, "a", "")
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     tokens: list[int]
     namespace: str | None
     node: Node
     indices: Slots
     num_cached: int = 0
-    prompt: list[int] = field(default_factory=list)
 
 
 class RadixMachine(RuleBasedStateMachine):
@@ -154,7 +153,7 @@ class RadixMachine(RuleBasedStateMachine):
 
 
 TestRadix = RadixMachine.TestCase
-TestRadix.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestRadix.settings = settings(max_examples=80, stateful_step_count=30, deadline=None, derandomize=True)
 
 
 class PrefixMachine(RuleBasedStateMachine):
@@ -198,7 +197,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
 
 TestPrefix = PrefixMachine.TestCase
-TestPrefix.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestPrefix.settings = settings(max_examples=60, stateful_step_count=25, deadline=None, derandomize=True)
 
 
 def filled(size: int = 64, page_size: int = 1) -> tuple[TokenAllocator, RadixCache]:

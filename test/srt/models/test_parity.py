@@ -20,7 +20,7 @@ def test_prefill_in_one_piece(pair) -> None:
     reference, plan = pair
     tokens = random_tokens(37, seed=1)
     want = hf_logits(reference, tokens)
-    assert want.std() > 0.3, "the reference says nothing: its logits are nearly constant"
+    assert want.std() > 0.1, "the reference says nothing: its logits are nearly constant"
     torch.testing.assert_close(TinyRunner(plan).extend({3: tokens})[0], want, **TOLERANCE)
 
 

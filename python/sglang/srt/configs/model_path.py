@@ -26,7 +26,7 @@ def resolve_model_path(
 
 def _is_hub_id(text: str) -> bool:
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils._validators import validate_repo_id
 
     try:
         validate_repo_id(text)

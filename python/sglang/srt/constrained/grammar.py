@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
@@ -83,16 +82,3 @@ class Grammar:
     def fresh(self) -> Grammar:
         """The same grammar at its start."""
         return Grammar(self._compiled)
-
-
-def num_mask_words(vocab_size: int) -> int:
-    return -(-vocab_size // 32)
-
-
-def fill_masks(grammars: Iterable[Grammar | None], masks: npt.NDArray[np.int32]) -> None:
-    """One row of `masks` [B, ceil(vocab / 32)] for each request; all tokens are allowed where there is no grammar."""
-    for row, grammar in zip(masks, grammars, strict=True):
-        if grammar is None:
-            row.fill(-1)
-        else:
-            grammar.fill_mask(row)

@@ -48,7 +48,13 @@ def _split(h: int, n: int, warps: int, stages: int, ctas_per_sm: int, waves: int
     return {"BLOCK_H": h, "BLOCK_N": n, "num_warps": warps, "num_stages": stages, "ctas_per_sm": ctas_per_sm, "waves": waves}  # fmt: skip
 
 
-ROWS: tuple[TileRow, ...] = ()
+_ANY = (1, 2)
+
+ROWS: tuple[TileRow, ...] = (
+    TileRow("extend_attention", ((64, 64),), _ANY, (_qkv(128, 64, 8, 2), _qkv(64, 32, 4, 2)), {"wgmma": (_qkv(128, 64, 8, 3),)}),
+    TileRow("extend_attention", ((128, 128),), _ANY, (_qkv(128, 32, 8, 3), _qkv(64, 32, 4, 2)), {"wgmma": (_qkv(128, 64, 8, 3),)}),
+    TileRow("decode_attention", ((64, 64), (128, 128)), _ANY, (_split(16, 64, 4, 3, 2), _split(16, 32, 4, 3, 4)), {"wgmma": (_split(16, 64, 4, 3, 4),)}),
+)
 
 
 def find_row(op: str, head_dim: int, v_head_dim: int, kv_bytes: int) -> TileRow | None:

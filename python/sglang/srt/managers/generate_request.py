@@ -52,7 +52,7 @@ class GenerateRequest:
         """Whether the caller gave a list of prompts (and gets a list of results)."""
         if self.text is not None:
             return not isinstance(self.text, str)
-        return bool(self.input_ids) and not isinstance(self.input_ids[0], int)  # type: ignore[index]
+        return isinstance(self.input_ids, list) and bool(self.input_ids) and not isinstance(self.input_ids[0], int)
 
 
 @dataclass(slots=True)

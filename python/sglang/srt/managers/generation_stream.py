@@ -19,6 +19,9 @@ from types import TracebackType
 from sglang.srt.managers.generate_request import GenerateOutput, RequestError, extend_logprobs
 from sglang.srt.managers.io_struct import TokenizedGenerateReq
 
+CLIENT_CLOSED_REQUEST = 499
+"""Status of a sequence that was aborted on request: an ordinary end, not an error."""
+
 
 class GenerationStream:
     """Outputs of the sequences of one call. A slow reader costs no queue: waiting outputs of a sequence are merged."""
@@ -102,13 +105,13 @@ class GenerationStream:
         return self._closed
 
     def push(self, output: GenerateOutput) -> None:
-        """Hand over what is new in one sequence."""
-        if self._closed:
+        """Hand over what is new in one sequence. Ignored once the call has failed."""
+        if self._closed or self._error is not None:
             return
         finish = output.finish
         if finish is not None:
             self._unfinished -= 1
-            if finish.status_code is not None:
+            if finish.status_code is not None and finish.status_code != CLIENT_CLOSED_REQUEST:
                 self.fail(RequestError(finish.message or "the request was aborted", finish.status_code))
                 return
         if self._texts is not None:

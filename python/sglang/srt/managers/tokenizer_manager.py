@@ -1,36 +1,345 @@
-"""PUBLISHED API (implementation follows in minutes).
+"""The front of the engine: takes calls, sends their sequences to the scheduler, hands the outputs back to the callers.
 
-class ServerStatus(enum.Enum): STARTING, UP, UNHEALTHY, SHUTTING_DOWN
+Runs in one event loop, that of the HTTP server or of the in-process engine:
+
+    manager.attach()
+    async with await manager.submit(GenerateRequest(text="Hello", stream=True)) as stream:
+        async for output in stream: ...
+
+Every sequence that is sent gets exactly one message with a finish reason from the scheduler, also after an abort; its
+request id stays taken until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import time
+import uuid
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers import ipc
+from sglang.srt.managers.generate_request import GenerateOutput, GenerateRequest, RequestError
+from sglang.srt.managers.generation_stream import CLIENT_CLOSED_REQUEST, GenerationStream
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    BatchStrOut,
+    ControlReply,
+    ControlReq,
+    DetokenizerOutput,
+    FinishReason,
+    SchedulerInput,
+    SchedulerReady,
+    SchedulerStats,
+    TokenizedGenerateReq,
+    TokenMeta,
+)
+from sglang.srt.managers.metrics import Metrics
+from sglang.srt.managers.request_log import RequestLog
+from sglang.srt.managers.request_preparation import PreparedCall, RequestPreparer
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+LONG_TEXT = 4096
+"""Characters from which a text is tokenized in a thread, so that the event loop goes on."""
+SHARED_PREFIX_TOKENS = 64
+"""Prompt length from which the further samples of a prompt wait for the first one, whose prefill they then share."""
+DRAIN_POLL_S = 0.02
+
+
+class ServerStatus(enum.Enum):
+    STARTING = "starting"
+    UP = "up"
+    UNHEALTHY = "unhealthy"
+    SHUTTING_DOWN = "shutting down"
+
+
+class _Sequence:
+    """One sequence that the scheduler owes a finish message."""
+
+    __slots__ = ("first_time", "followers", "group", "index", "last_time", "sent", "stream")
+
+    def __init__(self, stream: GenerationStream, index: int, group: str) -> None:
+        self.stream = stream
+        self.index = index
+        self.group = group
+        """The public request id, shared by the samples of a prompt."""
+        self.sent = False
+        self.followers: list[TokenizedGenerateReq] = []
+        self.first_time = 0.0
+        self.last_time = 0.0
+
 
 class TokenizerManager:
-    args: ServerArgs; model_config: ModelConfig; tokenizer: Tokenizer | None   # srt/utils/hf_tokenizer.py; None with --skip-tokenizer-init
-    status: ServerStatus                 # STARTING until mark_up() (the HTTP server calls it after its warm-up)
-    status_message: str
-    last_receive_time: float             # time.monotonic() of the last message from the engine
-    scheduler_info: dict                 # SchedulerReady.info: what /server_info shows of the plan
-    stats: SchedulerStats                # latest gauges
-    metrics: Metrics | None              # .render() -> bytes (prometheus text); None without --enable-metrics
+    """One engine's front. All methods belong to the event loop that `attach` was called in."""
 
-    def attach(self) -> None                                   # once, inside the running event loop
-    async def submit(self, req: GenerateRequest) -> GenerationStream   # validates, tokenizes, sends; RequestError(message, status_code)
-    def abort(self, rid: str) -> bool                           # public rid, all its samples; False: unknown
-    def abort_all(self) -> None
-    async def control(self, kind: str, args: dict | None = None, timeout: float = 60.0) -> ControlReply
-    def mark_up(self) / mark_unhealthy(self, message)
-    def begin_shutdown(self) -> None                            # new requests get RequestError 503
-    async def drain(self, limit_s: float) -> bool               # True: nothing runs any more
-    async def encode(self, text: str, add_special_tokens=True) -> list[int]
-    num_unfinished: int
-    def close(self) -> None
+    def __init__(
+        self, args: ServerArgs, model_config: ModelConfig, ports: ipc.Ports, tokenizer: Tokenizer | None
+    ) -> None:
+        self.args = args
+        self.model_config = model_config
+        self.tokenizer = tokenizer
+        self.status = ServerStatus.STARTING
+        self.status_message = ""
+        self.last_receive_time = time.monotonic()
+        """time.monotonic() of the last message from the engine."""
+        self.scheduler_info: dict[str, Any] = {}
+        self.stats = SchedulerStats()
+        self.metrics = Metrics(args.served_model_name or args.model_path) if args.enable_metrics else None
+        self._log = RequestLog(args) if args.log_requests else None
+        self._inbox = ipc.tokenizer_inbox(ports)
+        self._outbox = ipc.tokenizer_outbox(ports)
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+        self._preparer = RequestPreparer(args, model_config, None if tokenizer is None else self.encode)
+        self._sequences: dict[str, _Sequence] = {}
+        self._groups: dict[str, set[str]] = {}
+        """Public request id -> the unfinished sequences behind it."""
+        self._replies: dict[str, asyncio.Future[ControlReply]] = {}
 
-class Tokenizer:  (srt/utils/hf_tokenizer.py; no transformers/torch import unless .hf is touched or the format needs it)
-    encode(text, add_special_tokens=True) -> list[int];  decode(ids, skip_special_tokens=True) -> str
-    token_text(id) -> str; token_bytes(id) -> bytes
-    vocab_size: int; eos_token_id: int | None; special_tokens: dict[str, str]  # bos_token, eos_token, pad_token, unk_token ...
-    chat_template: str | dict[str, str] | None                  # render with jinja2 (importing transformers costs ~5 s with torch)
-    hf                                                          # transformers tokenizer, loaded on first use (slow)
+    # --- life ---------------------------------------------------------------------------------------------------------
 
-srt/managers/native_output.py: the /generate form
-    async def native_results(tm, req) -> dict | list[dict]                      # stream=False
-    async def native_stream(tm, req, incremental: bool) -> AsyncIterator[dict]  # the dicts carry "index" for batches or n > 1
-"""
+    def attach(self) -> None:
+        """Start to listen; once, inside the running event loop."""
+        self._inbox.attach(self._receive)
+
+    def mark_up(self) -> None:
+        if self.status is ServerStatus.STARTING:
+            self.status = ServerStatus.UP
+
+    def mark_unhealthy(self, message: str) -> None:
+        """The engine is gone: fail everything that runs and refuse what comes."""
+        if self.status is not ServerStatus.SHUTTING_DOWN:
+            self.status = ServerStatus.UNHEALTHY
+        self.status_message = message
+        error = RequestError(message, 500)
+        sequences, self._sequences, self._groups = self._sequences, {}, {}
+        for sequence in sequences.values():
+            sequence.stream.fail(error)
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(error)
+
+    def begin_shutdown(self) -> None:
+        """Refuse new calls; running ones go on."""
+        self.status = ServerStatus.SHUTTING_DOWN
+
+    async def drain(self, limit_s: float) -> bool:
+        """Wait until nothing runs. What still runs after `limit_s` seconds is aborted, and False returned."""
+        end = time.monotonic() + limit_s
+        while self._sequences and time.monotonic() < end:
+            await asyncio.sleep(DRAIN_POLL_S)
+        if not self._sequences:
+            return True
+        self.abort_all()
+        return False
+
+    def close(self) -> None:
+        self._inbox.close()
+        self._outbox.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences that have not ended yet, aborted ones whose end is on its way included."""
+        return len(self._sequences)
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    async def submit(self, req: GenerateRequest) -> GenerationStream:
+        """Check, tokenize and send. Raises RequestError; then nothing was sent."""
+        created = time.perf_counter()
+        self._refuse_when_down()
+        call = await self._preparer.prepare(req)
+        self._refuse_when_down()
+        self._refuse_taken_ids(call)
+        stream = GenerationStream(call.requests, call.prompt_texts, call.num_samples, self._on_close)
+        stream.created_time = created
+        leaders = self._register(call, stream)
+        try:
+            for request in leaders:
+                self._send_sequence(request)
+        except ipc.ChannelFull:
+            await stream.aclose()
+            raise RequestError("The server is overloaded; try again later.", 503) from None
+        return stream
+
+    def abort(self, rid: str) -> bool:
+        """End a request and all its samples. False: no such request."""
+        group = self._groups.get(rid)
+        if group is None:
+            return False
+        self._abort_sequences(list(group))
+        return True
+
+    def abort_all(self) -> None:
+        """End every request, also those of other front ends."""
+        self._abort_sequences([rid for rid, sequence in self._sequences.items() if not sequence.sent])
+        self._send_control(AbortReq(abort_all=True))
+
+    async def control(self, kind: str, args: dict[str, Any] | None = None, timeout: float = 60.0) -> ControlReply:
+        """Ask the scheduler; `kind` is one of ControlReq's. Raises RequestError when there is no answer in time."""
+        if self.status is ServerStatus.UNHEALTHY:
+            raise RequestError(self.status_message, 503)
+        call_id = uuid.uuid4().hex
+        reply = self._replies[call_id] = asyncio.get_running_loop().create_future()
+        try:
+            self._send_control(ControlReq(call_id, kind, args or {}))
+            return await asyncio.wait_for(reply, timeout)
+        except asyncio.TimeoutError:
+            raise RequestError(f"The scheduler did not answer {kind} within {timeout:g} seconds.", 503) from None
+        finally:
+            del self._replies[call_id]
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Raises RequestError without a tokenizer."""
+        if self.tokenizer is None:
+            raise RequestError("The server runs with --skip-tokenizer-init.")
+        if len(text) < LONG_TEXT:
+            return self.tokenizer.encode(text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self.tokenizer.encode, text, add_special_tokens)
+
+    # --- sending ------------------------------------------------------------------------------------------------------
+
+    def _refuse_when_down(self) -> None:
+        if self.status is ServerStatus.SHUTTING_DOWN:
+            raise RequestError("The server is shutting down.", 503)
+        if self.status is ServerStatus.UNHEALTHY:
+            raise RequestError(f"The server is not healthy: {self.status_message}", 503)
+
+    def _refuse_taken_ids(self, call: PreparedCall) -> None:
+        taken = next((rid for rid in call.rids if rid in self._groups), None)
+        taken = taken or next((r.rid for r in call.requests if r.rid in self._sequences), None)
+        if taken is not None:
+            raise RequestError(f"A request with rid {taken!r} is already running.")
+
+    def _register(self, call: PreparedCall, stream: GenerationStream) -> list[TokenizedGenerateReq]:
+        """Enter all sequences; returns those to send now. The others follow the first sample of their prompt."""
+        leaders: list[TokenizedGenerateReq] = []
+        share_prefix = not self.args.disable_radix_cache
+        for index, request in enumerate(call.requests):
+            group = call.rids[index // call.num_samples]
+            sequence = self._sequences[request.rid] = _Sequence(stream, index, group)
+            self._groups.setdefault(group, set()).add(request.rid)
+            sample = index % call.num_samples
+            if sample and share_prefix and len(request.input_ids) >= SHARED_PREFIX_TOKENS:
+                first = call.requests[index - sample]
+                self._sequences[first.rid].followers.append(request)
+            else:
+                leaders.append(request)
+            if self._log is not None:
+                self._log.received(request, call.prompt_texts[index // call.num_samples])
+        return leaders
+
+    def _send_sequence(self, request: TokenizedGenerateReq) -> None:
+        self._outbox.try_send(request)
+        self._sequences[request.rid].sent = True
+
+    def _send_control(self, message: SchedulerInput) -> None:
+        try:
+            self._outbox.try_send(message)
+        except ipc.ChannelFull:
+            logger.exception("%s was not delivered: the scheduler does not read", type(message).__name__)
+
+    def _abort_sequences(self, rids: Iterable[str]) -> None:
+        for rid in rids:
+            sequence = self._sequences[rid]
+            if sequence.sent:
+                self._send_control(AbortReq(rid))
+                continue
+            self._forget(rid, sequence)
+            request = sequence.stream.requests[sequence.index]
+            finish = FinishReason("abort", message="Aborted", status_code=CLIENT_CLOSED_REQUEST)
+            meta = TokenMeta(len(request.input_ids), 0)
+            sequence.stream.push(GenerateOutput(sequence.index, "", [], finish, meta, None))
+
+    def _on_close(self, stream: GenerationStream) -> None:
+        """The reader is done, or gone: what still runs is of no use."""
+        for request in stream.requests:
+            sequence = self._sequences.get(request.rid)
+            if sequence is None or sequence.stream is not stream:
+                continue
+            if sequence.sent:
+                self._send_control(AbortReq(request.rid))
+            else:
+                self._forget(request.rid, sequence)
+
+    def _forget(self, rid: str, sequence: _Sequence) -> None:
+        del self._sequences[rid]
+        group = self._groups[sequence.group]
+        group.discard(rid)
+        if not group:
+            del self._groups[sequence.group]
+
+    # --- receiving ----------------------------------------------------------------------------------------------------
+
+    def _receive(self, message: DetokenizerOutput) -> None:
+        self.last_receive_time = time.monotonic()
+        if isinstance(message, BatchStrOut):
+            self._deliver(message)
+        elif isinstance(message, ControlReply):
+            reply = self._replies.get(message.id)
+            if reply is not None and not reply.done():
+                reply.set_result(message)
+        elif isinstance(message, SchedulerStats):
+            self.stats = message
+            if self.metrics is not None:
+                self.metrics.stats = message
+        elif isinstance(message, SchedulerReady):
+            self.scheduler_info = message.info
+
+    def _deliver(self, batch: BatchStrOut) -> None:
+        now = time.perf_counter()
+        sequences, log_probabilities = self._sequences, batch.logprobs
+        for i, rid in enumerate(batch.rids):
+            sequence = sequences.get(rid)
+            if sequence is None:  # failed by mark_unhealthy
+                continue
+            finish, ids, meta = batch.finish[i], batch.new_ids[i], batch.meta[i]
+            stream = sequence.stream
+            if self.metrics is not None and ids:
+                self._observe(self.metrics, sequence, len(ids), now)
+            if finish is not None:
+                self._finish(rid, sequence, finish, meta, now)
+            stream.push(GenerateOutput(sequence.index, batch.new_text[i], ids, finish, meta, log_probabilities[i]))
+            if sequence.followers:
+                self._send_followers(sequence, finish)
+
+    def _send_followers(self, sequence: _Sequence, finish: FinishReason | None) -> None:
+        followers, sequence.followers = sequence.followers, []
+        refused = finish is not None and finish.status_code is not None
+        for request in followers:
+            follower = self._sequences.get(request.rid)
+            if follower is None or follower.stream is not sequence.stream:  # aborted meanwhile
+                continue
+            if refused or sequence.stream.closed:
+                self._abort_sequences([request.rid])
+                continue
+            try:
+                self._send_sequence(request)
+            except ipc.ChannelFull:
+                self._forget(request.rid, follower)
+                sequence.stream.fail(RequestError("The server is overloaded; try again later.", 503))
+
+    def _finish(self, rid: str, sequence: _Sequence, finish: FinishReason, meta: TokenMeta, now: float) -> None:
+        self._forget(rid, sequence)
+        seconds = now - sequence.stream.created_time
+        if self.metrics is not None:
+            self.metrics.request_finished(seconds, meta, aborted=finish.type == "abort")
+        if self._log is not None:
+            self._log.finished(rid, seconds, meta, finish)
+
+    def _observe(self, metrics: Metrics, sequence: _Sequence, num_tokens: int, now: float) -> None:
+        metrics.generation_tokens += num_tokens
+        if sequence.first_time:
+            metrics.inter_token.observe((now - sequence.last_time) / num_tokens, num_tokens)
+        else:
+            sequence.first_time = now
+            metrics.first_token.observe(now - sequence.stream.created_time)
+        sequence.last_time = now

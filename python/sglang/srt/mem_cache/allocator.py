@@ -90,7 +90,7 @@ class TokenAllocator:
         return pages
 
     def free(self, slots: npt.ArrayLike) -> None:
-        """Frees the page of every slot named; the caller owns these pages wholly. A page that is free already is a bug."""
+        """Frees the page of every slot named; the caller owns these pages wholly. AssertionError for a double free."""
         slots = np.asarray(slots, np.int32)
         if slots.size == 0:
             return
@@ -113,4 +113,5 @@ class TokenAllocator:
 
     def is_free(self, slots: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         """Whether the page of each slot is free; for invariant checks."""
-        return self._is_free[np.asarray(slots, np.int64) // self.page_size]
+        free: npt.NDArray[np.bool_] = self._is_free[np.asarray(slots, np.int64) // self.page_size]
+        return free

@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.allocator import Slots, TokenAllocator
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]
 Edge = bytes | tuple[str, bytes]
-"""How a parent finds a child: the bytes of its first page; below the root together with the namespace, if it has one."""
+"""How a parent finds a child: the bytes of its first page; below the root with the namespace, if it has one."""
 
 EMPTY: Slots = np.empty(0, np.int32)
 

@@ -9,7 +9,7 @@ import torch
 class ReqToTokenPool:
     """Slots 1..max_reqs; row 0 belongs to padding and stays zero, which is the padding cache slot.
 
-    `host` [max_reqs + 1, context_len] int32 is what the scheduler reads and writes; `req_to_token` is its copy on the
+    `host` [max_reqs + 1, context_len] int32 is what the scheduler reads and writes; `device_table` is its copy on the
     device, brought up to date by the step that needs it.
     """
 
@@ -17,7 +17,7 @@ class ReqToTokenPool:
         self.max_reqs = max_reqs
         self.context_len = context_len
         self.host = np.zeros((max_reqs + 1, context_len), np.int32)
-        self.req_to_token = torch.zeros((max_reqs + 1, context_len), dtype=torch.int32, device=device)
+        self.device_table = torch.zeros((max_reqs + 1, context_len), dtype=torch.int32, device=device)
         self._free: list[int] = []
         self.clear()
 

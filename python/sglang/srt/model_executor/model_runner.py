@@ -49,7 +49,7 @@ class ModelRunner:
         """Launch one step: forward, sample, and the copy of the sampled tokens to the host."""
         if step.table_update is not None:
             index, value = host_pack.send((step.table_update.index, step.table_update.value), self.device)
-            self.req_pool.req_to_token.view(-1)[index] = value
+            self.req_pool.device_table.view(-1)[index] = value
         if step.extend is not None:
             return self._run_extend(step)
         if self.graphs is not None and self.graphs.fits(len(step.slots)):
@@ -66,7 +66,7 @@ class ModelRunner:
     def decode_batch(self, slots: torch.Tensor, seq_lens: torch.Tensor, out_cache_loc: torch.Tensor) -> ForwardBatch:
         """A DECODE batch from device tensors only, so that it can be captured. Also enters the new slots in the table."""
         positions = seq_lens.to(torch.int64) - 1
-        self.req_pool.req_to_token[slots, positions] = out_cache_loc.to(torch.int32)
+        self.req_pool.device_table[slots, positions] = out_cache_loc.to(torch.int32)
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             batch_size=len(slots),
@@ -75,7 +75,7 @@ class ModelRunner:
             req_pool_indices=slots,
             seq_lens=seq_lens,
             out_cache_loc=out_cache_loc,
-            req_to_token=self.req_pool.req_to_token,
+            req_to_token=self.req_pool.device_table,
             kv_pool=self.kv_pool,
             attn_backend=self.attn_backend,
         )
@@ -117,7 +117,7 @@ class ModelRunner:
             req_pool_indices=slots,
             seq_lens=seq_lens,
             out_cache_loc=loc,
-            req_to_token=self.req_pool.req_to_token,
+            req_to_token=self.req_pool.device_table,
             kv_pool=self.kv_pool,
             attn_backend=self.attn_backend,
             extend_seq_lens=extend_lens,

@@ -179,17 +179,21 @@ def _continued_text(request: ChatCompletionRequest, messages: list[dict[str, Any
         raise bad_request(
             'continue_final_message needs a last message with role "assistant"', param="continue_final_message"
         )
-    text = str(messages[-1]["content"]).strip()
+    text = str(messages[-1]["content"]).lstrip()
     if not text:
         raise bad_request("continue_final_message needs text in the last message", param="continue_final_message")
     return text
 
 
 def _cut_after(rendered: str, text: str) -> str:
-    """The rendered conversation up to the end of its last message's text, so that the model goes on there."""
-    start = rendered.rfind(text)
-    if start < 0:
-        raise bad_request(
-            "continue_final_message: the chat template changes the last message's text", param="continue_final_message"
-        )
-    return rendered[: start + len(text)]
+    """The rendered conversation up to the end of its last message's text, so that the model goes on there.
+
+    Templates that trim messages lose the text's trailing space.
+    """
+    for kept in (text, text.rstrip()):
+        start = rendered.rfind(kept)
+        if start >= 0:
+            return rendered[: start + len(kept)]
+    raise bad_request(
+        "continue_final_message: the chat template changes the last message's text", param="continue_final_message"
+    )

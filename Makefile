@@ -1,0 +1,68 @@
+# make serve   install into .venv and serve the embedded model; PORT=8000 ARGS="--model-path DIR --tp 2"
+# make test    install into .venv and run every check
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PORT ?= 30000
+ARGS ?=
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.10 || command -v python3)
+TORCH ?= 2.13.0
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: help serve test install check lint types imports unit format clean
+
+help:
+	@sed -n 's/^# //p' Makefile
+
+serve: install
+	exec $(BIN)/sglang serve --port $(PORT) $(ARGS)
+
+test: lint types imports unit
+
+install: $(INSTALLED)
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "error: no python3 found; install Python 3.10, 3.11 or 3.12, or set PYTHON=" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' || { \
+		echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1); Python 3.10, 3.11 or 3.12 is needed. Set PYTHON=" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+
+# torch goes first and alone: without a GPU its CPU build, which is a tenth of the size; with one the build from the
+# package index, which brings the triton version that fits it, so that neither is held to the pins of the CPU build.
+$(INSTALLED): $(BIN)/python pyproject.toml constraints.txt
+	@if nvidia-smi -L >/dev/null 2>&1; then \
+		echo "Installing for CUDA"; \
+		grep -vE '^(torch|triton)==' constraints.txt > .venv/constraints.txt; \
+		$(BIN)/python -m pip install --quiet torch; \
+	else \
+		echo "Installing for CPU (no NVIDIA GPU found)"; \
+		cp constraints.txt .venv/constraints.txt; \
+		$(BIN)/python -m pip install --quiet 'torch==$(TORCH)+cpu' 2>/dev/null \
+			|| $(BIN)/python -m pip install --quiet --extra-index-url $(CPU_INDEX) 'torch==$(TORCH)+cpu'; \
+	fi
+	$(BIN)/python -m pip install --quiet -c .venv/constraints.txt -e '.[dev]'
+	@touch $@
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+imports: install
+	$(BIN)/lint-imports
+
+unit: install
+	$(BIN)/pytest $(ARGS)
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv

@@ -1,0 +1,111 @@
+"""Kernel tests without a GPU: Triton's interpreter, repaired, in a process of its own.
+
+TRITON_INTERPRET must be set before a kernel's module is imported, and other tests import the same modules to compile
+them, so kernel tests run in a subprocess. A file of kernel tests reads
+
+    import interpreter                       # before anything that imports Triton
+    from sglang.srt... import some_kernel
+
+    @interpreter.kernel_test                 # natively with a GPU (marker `gpu`), interpreted in the subprocess
+    def test_some_kernel(): x = torch.randn(..., device=interpreter.DEVICE) ...
+
+    def test_in_interpreter(): interpreter.run_file(__file__)
+
+What is repaired (Triton 3.6 to 3.9 hold bfloat16 and float8 as raw integers in numpy arrays): casts, which truncate or
+wrap; arithmetic and `tl.dot`, which use the raw bits. Here both go through fp32, casts with torch's rounding, and float8
+saturates as the GPU's conversion does.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+_Test = TypeVar("_Test", bound=Callable[..., Any])
+
+
+def kernel_test(test: _Test) -> _Test:
+    """Runs interpreted in the subprocess and natively where there is a GPU; skipped otherwise."""
+    if INTERPRETED:
+        return test
+    needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU (interpreted: test_in_interpreter)")
+    return pytest.mark.gpu(needs_gpu(test))
+
+
+def run_file(path: str) -> None:
+    """Run the kernel tests of one file in the repaired interpreter. Raises AssertionError with pytest's output."""
+    if INTERPRETED:
+        pytest.skip("this is the interpreted run")
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", path]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-8000:]}\n{done.stderr[-2000:]}"
+    assert " passed" in done.stdout, done.stdout
+
+
+def repair() -> None:
+    """Patch the interpreter of this process. Idempotent."""
+    import triton.language as tl
+    from triton._C.libtriton import ir
+    from triton.runtime import interpreter
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    if InterpreterBuilder.create_dot.__module__ == __name__:
+        return
+    exotic = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+    raw = {tl.bfloat16: torch.uint16, tl.float8e4nv: torch.uint8, tl.float8e5: torch.uint8}
+    largest = {tl.float8e4nv: 448.0, tl.float8e5: 57344.0}
+
+    def widen(handle: Any) -> np.ndarray:
+        dtype = handle.dtype.scalar
+        if dtype not in exotic:
+            return handle.data
+        return torch.from_numpy(np.array(handle.data)).view(exotic[dtype]).float().numpy()
+
+    def narrow(data: np.ndarray, dtype: Any) -> np.ndarray:
+        if dtype not in exotic:
+            return data.astype(interpreter._get_np_dtype(dtype))
+        values = torch.from_numpy(np.array(data, dtype=np.float32))
+        if dtype in largest:
+            values = values.clamp(-largest[dtype], largest[dtype])
+        return values.to(exotic[dtype]).view(raw[dtype]).numpy()
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        return TensorHandle(narrow(widen(src), dst_type.scalar), dst_type.scalar)
+
+    def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+        if rounding_mode not in (None, ir.ROUNDING_MODE.RTNE):
+            raise NotImplementedError(f"rounding mode {rounding_mode} in the repaired interpreter")
+        return cast_impl(self, src, dst_type)
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        product = np.matmul(widen(a).astype(np.float32), widen(b).astype(np.float32))
+        return TensorHandle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
+
+    stock_binary_op = InterpreterBuilder.binary_op
+
+    def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+        dtype = lhs.dtype.scalar
+        if dtype not in exotic:
+            return stock_binary_op(self, lhs, rhs, op)
+        out = op(widen(lhs), widen(rhs))
+        return TensorHandle(out if out.dtype == np.bool_ else narrow(out, dtype), dtype)
+
+    InterpreterBuilder.cast_impl = cast_impl
+    InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
+    InterpreterBuilder.create_dot = create_dot
+    InterpreterBuilder.binary_op = binary_op
+
+
+if INTERPRETED:
+    repair()

@@ -1,0 +1,154 @@
+"""Chat templates render as transformers renders them, and mistakes in a conversation are refused with a reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang.srt.entrypoints.http_errors import ApiError
+from sglang.srt.entrypoints.openai.chat_template import ChatTemplate, read_template_file
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+from sglang.srt.errors import UserError
+
+CHATML = """\
+{%- if tools %}
+<|im_start|>system
+{% for tool in tools %}
+{{ tool | tojson }}
+{% endfor %}
+<|im_end|>
+{% endif %}
+{% for message in messages %}
+    {%- if loop.index0 > 50 %}{% break %}{% endif %}
+{{- bos_token if loop.first }}<|im_start|>{{ message.role }}
+{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}
+{% for call in message.tool_calls or [] %}
+<tool_call>{{ call.function.name }} {{ call.function.arguments | tojson }}</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}
+{% if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think></think>
+{% endif %}{% endif %}
+"""
+STRICT = "{% if messages[0].role != 'user' %}{{ raise_exception('must start with the user') }}{% endif %}{{ messages[0].content }}"
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Wetter <heute> für München", "parameters": {"type": "object"}},
+}
+
+
+def request(messages: list[dict[str, Any]], **fields: Any) -> ChatCompletionRequest:
+    return ChatCompletionRequest.model_validate({"messages": messages, **fields})
+
+
+def render(template: str | dict[str, str] | None, messages: list[dict[str, Any]], **fields: Any) -> str:
+    return ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"}).render(request(messages, **fields))
+
+
+CONVERSATION = [
+    {"role": "system", "content": "Be <brief> & kind."},
+    {"role": "user", "content": "Grüße 🙂"},
+    {"role": "assistant", "content": "Hallo"},
+    {"role": "user", "content": "Wie ist das Wetter?"},
+]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"tools": [WEATHER]},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"add_generation_prompt": False},
+    ],
+)
+def test_same_text_as_transformers(fields: dict[str, Any]) -> None:
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    reference = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()), bos_token="<s>", chat_template=CHATML
+    )
+    options = {"add_generation_prompt": True, **fields, **fields.get("chat_template_kwargs", {})}
+    options.pop("chat_template_kwargs", None)
+    expected = reference.apply_chat_template(CONVERSATION, tokenize=False, **options)
+    assert render(CHATML, CONVERSATION, **fields) == expected
+
+
+def test_continue_final_message_same_as_transformers() -> None:
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    messages = [*CONVERSATION, {"role": "assistant", "content": "Das Wetter ist "}]
+    reference = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()), bos_token="<s>", chat_template=CHATML
+    )
+    expected = reference.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    assert render(CHATML, messages, continue_final_message=True) == expected
+
+
+def test_tool_call_arguments_reach_the_template_as_an_object() -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Köln"}'}}
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+    ]
+    assert '<tool_call>weather {"city": "Köln"}</tool_call>' in render(CHATML, messages)
+
+
+def test_tool_choice_none_hides_the_tools() -> None:
+    assert "weather" not in render(CHATML, CONVERSATION, tools=[WEATHER], tool_choice="none")
+
+
+def test_content_parts_are_joined_and_developer_is_system() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    text = render(CHATML, [{"role": "developer", "content": parts}])
+    assert "<|im_start|>system\none two" in text
+
+
+def test_template_with_tools_is_chosen_by_name() -> None:
+    templates = {"default": "plain", "tool_use": "with tools"}
+    assert render(templates, CONVERSATION) == "plain"
+    assert render(templates, CONVERSATION, tools=[WEATHER]) == "with tools"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "fields", "part"),
+    [
+        (None, CONVERSATION, {}, "no chat template"),
+        (STRICT, CONVERSATION, {}, "must start with the user"),
+        ("{{ messages[0].content + 1 }}", CONVERSATION, {}, "failed on these messages"),
+        (CHATML, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], {}, "vision"),
+        (CHATML, CONVERSATION, {"continue_final_message": True}, "assistant"),
+        (
+            CHATML,
+            [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            {},
+            "not JSON",
+        ),
+    ],
+)
+def test_refusals(template: str | None, messages: list[dict[str, Any]], fields: dict[str, Any], part: str) -> None:
+    with pytest.raises(ApiError, match=part) as refused:
+        render(template, messages, **fields)
+    assert refused.value.status == 400
+
+
+def test_broken_template_is_a_start_up_error() -> None:
+    with pytest.raises(UserError, match="does not compile"):
+        ChatTemplate("{% if %}", {})
+
+
+def test_template_files(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text("hello")
+    (tmp_path / "t.json").write_text(json.dumps({"chat_template": "from json"}))
+    (tmp_path / "bad.json").write_text("{}")
+    assert read_template_file(str(tmp_path / "t.jinja")) == "hello"
+    assert read_template_file(str(tmp_path / "t.json")) == "from json"
+    for name, part in (("missing.jinja", "no such file"), ("bad.json", "chat_template")):
+        with pytest.raises(UserError, match=part):
+            read_template_file(str(tmp_path / name))

@@ -1,0 +1,162 @@
+"""Key check, body limit and streamed responses, driven as plain ASGI."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from sglang.srt.entrypoints.http_errors import ApiError
+from sglang.srt.entrypoints.http_middleware import RequestGate
+from sglang.srt.entrypoints.http_stream import ClientDisconnected, EventStream, until_disconnect
+
+
+def scope(path: str = "/v1/models", method: str = "GET", **headers: str) -> dict[str, Any]:
+    pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    return {"type": "http", "path": path, "method": method, "headers": pairs}
+
+
+class Exchange:
+    """One request: `inbox` feeds receive(), `sent` has what was sent."""
+
+    def __init__(self, *inbox: dict[str, Any]) -> None:
+        self.inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        for message in inbox:
+            self.inbox.put_nowait(message)
+        self.sent: list[dict[str, Any]] = []
+
+    async def receive(self) -> dict[str, Any]:
+        return await self.inbox.get()
+
+    async def send(self, message: dict[str, Any]) -> None:
+        self.sent.append(message)
+
+    @property
+    def status(self) -> int:
+        return int(self.sent[0]["status"])
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+
+async def read_all(scope: Any, receive: Any, send: Any) -> None:
+    while (await receive()).get("more_body"):
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+
+
+def through_gate(request: dict[str, Any], exchange: Exchange, **options: Any) -> Exchange:
+    asyncio.run(RequestGate(read_all, **{"api_key": None, **options})(request, exchange.receive, exchange.send))
+    return exchange
+
+
+EMPTY = {"type": "http.request", "body": b""}
+
+
+@pytest.mark.parametrize(
+    ("request_scope", "status"),
+    [
+        (scope(), 401),
+        (scope(authorization="Bearer wrong"), 401),
+        (scope(authorization="secret"), 401),
+        (scope(authorization="Bearer sécret"), 401),
+        (scope(authorization="Bearer secret"), 200),
+        (scope(method="OPTIONS"), 200),
+        (scope("/health"), 200),
+        (scope("/health_generate"), 200),
+        (scope("/ready"), 200),
+        (scope("/metrics"), 200),
+        (scope("/generate"), 401),
+    ],
+)
+def test_api_key(request_scope: dict[str, Any], status: int) -> None:
+    exchange = through_gate(request_scope, Exchange(EMPTY), api_key="secret")
+    assert exchange.status == status
+    assert (exchange.body == b'{"error":"Unauthorized"}') == (status == 401)
+
+
+def test_announced_body_too_large() -> None:
+    exchange = through_gate(scope("/v1/completions", content_length="11"), Exchange(), max_body_bytes=10)
+    assert exchange.status == 413 and b'"object":"error"' in exchange.body
+
+
+def test_unannounced_body_too_large() -> None:
+    parts = [{"type": "http.request", "body": b"x" * 6, "more_body": True}] * 2
+    with pytest.raises(ApiError) as refused:
+        through_gate(scope(), Exchange(*parts), max_body_bytes=10)
+    assert refused.value.status == 413
+
+
+class Source:
+    """Yields `chunks`, then waits for ever if `endless`; remembers that it was closed."""
+
+    def __init__(self, chunks: list[bytes], endless: bool = False) -> None:
+        self.chunks, self.endless, self.closed = chunks, endless, False
+
+    async def events(self) -> AsyncIterator[bytes]:
+        try:
+            for chunk in self.chunks:
+                yield chunk
+            if self.endless:
+                await asyncio.Event().wait()
+        finally:
+            self.closed = True
+
+
+def test_stream_to_its_end() -> None:
+    source, exchange = Source([b"b", b"c"]), Exchange()
+    asyncio.run(EventStream(b"a", source.events())(scope(), exchange.receive, exchange.send))
+    assert [message.get("body") for message in exchange.sent[1:]] == [b"a", b"b", b"c", b""]
+    assert exchange.sent[-1]["more_body"] is False and source.closed
+
+
+def test_disconnect_closes_the_source() -> None:
+    source, exchange = Source([b"b"], endless=True), Exchange()
+
+    async def run() -> None:
+        response = asyncio.ensure_future(EventStream(b"a", source.events())(scope(), exchange.receive, exchange.send))
+        await asyncio.sleep(0.01)
+        assert not source.closed
+        exchange.inbox.put_nowait({"type": "http.disconnect"})
+        await asyncio.wait_for(response, 5)
+
+    asyncio.run(run())
+    assert source.closed and exchange.body == b"ab"
+
+
+def test_work_is_cancelled_on_disconnect() -> None:
+    cancelled = []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    async def run() -> None:
+        exchange = Exchange({"type": "http.disconnect"})
+        await until_disconnect(Request(scope(), exchange.receive), work())
+
+    with pytest.raises(ClientDisconnected):
+        asyncio.run(run())
+    assert cancelled
+
+
+def test_work_result_and_error_pass_through() -> None:
+    async def succeed() -> int:
+        return 3
+
+    async def fail() -> int:
+        raise ApiError(400, "no")
+
+    async def run(work: Any) -> int:
+        return await until_disconnect(Request(scope(), Exchange().receive), work)
+
+    assert asyncio.run(run(succeed())) == 3
+    with pytest.raises(ApiError):
+        asyncio.run(run(fail()))

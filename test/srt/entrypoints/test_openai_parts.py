@@ -1,0 +1,194 @@
+"""The pieces of the OpenAI endpoints: events, usage, log probabilities, and the request's sampling parameters."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from sglang.srt.entrypoints.http_errors import ApiError, error_body, from_validation, sse_error
+from sglang.srt.entrypoints.openai.chunks import ChatChunks, CompletionChunks, finish_fields
+from sglang.srt.entrypoints.openai.logprobs import CompletionLogprobs, chat_logprobs
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
+from sglang.srt.entrypoints.openai.sampling import sampling_dict
+from sglang.srt.entrypoints.openai.usage import UsageCounter
+from sglang.srt.managers.io_struct import OutputLogprobs, TokenMeta
+
+USER = [{"role": "user", "content": "hi"}]
+AWKWARD = 'quote " backslash \\ newline \n emoji 🙂 separator \u2028 null \x00'
+
+
+def event(data: bytes) -> dict[str, Any]:
+    assert data.startswith(b"data: ") and data.endswith(b"\n\n") and data.count(b"\n\n") == 1
+    parsed: dict[str, Any] = json.loads(data[6:])
+    return parsed
+
+
+def test_chat_events() -> None:
+    chunks = ChatChunks("chatcmpl-1", 12, "a model")
+    head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 12, "model": "a model"}
+    role = event(chunks.role(1))
+    assert role == {
+        **head,
+        "choices": [
+            {
+                "index": 1,
+                "delta": {"role": "assistant", "content": "", "reasoning_content": None},
+                "logprobs": None,
+                "finish_reason": None,
+                "matched_stop": None,
+            }
+        ],
+        "usage": None,
+    }
+    text = event(chunks.text(0, AWKWARD))
+    assert text["choices"][0]["delta"] == {"content": AWKWARD, "reasoning_content": None}
+    last = event(chunks.finish(0, "stop", 7))
+    assert last["choices"][0]["finish_reason"] == "stop" and last["choices"][0]["matched_stop"] == 7
+    totals = event(chunks.usage({"prompt_tokens": 3}))
+    assert totals == {**head, "choices": [], "usage": {"prompt_tokens": 3}}
+
+
+def test_completion_events() -> None:
+    chunks = CompletionChunks("cmpl-1", 12, "m")
+    assert event(chunks.text(2, AWKWARD))["choices"] == [
+        {"index": 2, "text": AWKWARD, "logprobs": None, "finish_reason": None, "matched_stop": None}
+    ]
+    ended = event(chunks.text(0, "", finish=finish_fields("stop", "\n")))
+    assert ended["choices"][0]["matched_stop"] == "\n"
+
+
+def test_usage_counts_a_prompt_once_for_its_samples() -> None:
+    usage = UsageCounter(num_choices=2, report_cached=True)
+    for index in range(4):
+        usage.update(index, TokenMeta(10, 1, 4))
+        usage.update(index, TokenMeta(10, 5, 4))
+    assert usage.as_dict() == {
+        "prompt_tokens": 20,
+        "completion_tokens": 20,
+        "total_tokens": 40,
+        "reasoning_tokens": 0,
+        "prompt_tokens_details": {"cached_tokens": 8},
+    }
+    assert UsageCounter(1, report_cached=False).as_dict()["prompt_tokens_details"] is None
+
+
+class Tokens:
+    """Token 0 is half of a character."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return [b"\xc3", b"ab", b" c"][token_id]
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def test_chat_logprobs_have_the_true_bytes() -> None:
+    found = chat_logprobs(Tokens(), OutputLogprobs(output=[(-0.5, 0)], output_top=[[(-0.5, 0), (-1.0, 1)]]))
+    assert found == {
+        "content": [
+            {
+                "token": "\ufffd",
+                "bytes": [0xC3],
+                "logprob": -0.5,
+                "top_logprobs": [
+                    {"token": "\ufffd", "bytes": [0xC3], "logprob": -0.5},
+                    {"token": "ab", "bytes": [97, 98], "logprob": -1.0},
+                ],
+            }
+        ]
+    }
+
+
+def test_completion_logprobs_continue_their_offsets() -> None:
+    writer = CompletionLogprobs(Tokens())
+    first = writer.prompt_and_output(OutputLogprobs(output=[(-0.5, 1)], input=[(None, 2), (-2.0, 1)]))
+    assert first["tokens"] == [" c", "ab", "ab"]
+    assert first["token_logprobs"] == [None, -2.0, -0.5]
+    assert first["text_offset"] == [0, 2, 4]
+    second = writer.output(OutputLogprobs(output=[(-0.1, 2)], output_top=[[(-0.1, 2), (-3.0, 1)]]))
+    assert second["text_offset"] == [6]
+    assert second["top_logprobs"] == [{" c": -0.1, "ab": -3.0}]
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    return ChatCompletionRequest.model_validate({"messages": USER, **fields})
+
+
+def test_only_given_parameters_are_set() -> None:
+    assert sampling_dict(chat(), None) == {"max_new_tokens": None}
+    given = sampling_dict(chat(temperature=0, seed=5, min_tokens=2, n=3, stop="x", logit_bias={"4": -100}), 9)
+    assert given == {
+        "max_new_tokens": 9,
+        "temperature": 0.0,
+        "sampling_seed": 5,
+        "min_new_tokens": 2,
+        "n": 3,
+        "stop": "x",
+        "logit_bias": {"4": -100.0},
+    }
+
+
+@pytest.mark.parametrize(
+    ("wanted", "key", "grammar"),
+    [
+        ({"type": "json_object"}, "json_schema", {"type": "object"}),
+        (
+            {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}},
+            "json_schema",
+            {"type": "integer"},
+        ),
+        (
+            {"type": "structural_tag", "structures": [], "triggers": ["<f"]},
+            "structural_tag",
+            {"type": "structural_tag", "structures": [], "triggers": ["<f"]},
+        ),
+    ],
+)
+def test_response_formats(wanted: dict[str, Any], key: str, grammar: dict[str, Any]) -> None:
+    assert json.loads(sampling_dict(chat(response_format=wanted), None)[key]) == grammar
+
+
+def test_text_format_constrains_nothing_and_two_schemas_conflict() -> None:
+    assert "json_schema" not in sampling_dict(chat(response_format={"type": "text"}), None)
+    with pytest.raises(ApiError, match="one of them"):
+        sampling_dict(chat(response_format={"type": "json_object"}, json_schema="{}"), None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot", "content": ""}]}, "role"),
+        ({"messages": "hi"}, "messages"),
+        ({"tool_choice": "required"}, "tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "'f'"),
+        ({"top_logprobs": 2}, "logprobs"),
+        ({"n": 0}, "n"),
+        ({"seed": 1 << 70}, "seed"),
+        ({"response_format": {"type": "json_schema"}}, "schema"),
+    ],
+)
+def test_invalid_chat_requests(fields: dict[str, Any], part: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        chat(**fields)
+    assert part in from_validation(refused.value).message
+
+
+def test_unknown_fields_are_ignored() -> None:
+    assert CompletionRequest.model_validate({"prompt": "x", "future_field": {"a": 1}}).prompt == "x"
+
+
+def test_error_shapes() -> None:
+    error = ApiError(404, "no", code="model_not_found", param="model")
+    assert error_body("/v1/models/x", error) == {
+        "object": "error",
+        "message": "no",
+        "type": "NotFoundError",
+        "param": "model",
+        "code": "model_not_found",
+    }
+    assert error_body("/generate", error) == {"error": {"message": "no"}}
+    assert event(sse_error("/v1/completions", ApiError(500, "broken")))["error"]["code"] == 500

@@ -1,0 +1,130 @@
+"""The torch attention backend against a loop over tokens and heads, in fp64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.layers.attention import torch_native_backend
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.native_ops import store_cache
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import KVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.plan.kv_spec import KVSpec
+
+LAYER = RadixAttention(layer_id=1, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.4)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gqa": {},
+    "mha": {"num_kv_heads": 4},
+    "one_kv_head": {"num_kv_heads": 1},
+    "narrow_values": {"v_head_dim": 8},
+    "window": {"sliding_window": 5},
+    "cap": {"logit_cap": 1.5},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    "all": {"sliding_window": 3, "logit_cap": 2.0, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]), "v_head_dim": 8},
+}
+SEQ_LENS = {3: 21, 1: 1, 4: 9, 2: 13}  # request slot -> length
+
+
+def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: RadixAttention) -> torch.Tensor:
+    """One query [Hq, D] at the last position of keys [L, Hkv, D]."""
+    out = []
+    for head in range(layer.num_heads):
+        kv = head // (layer.num_heads // layer.num_kv_heads)
+        first = max(0, len(keys) - layer.sliding_window) if layer.sliding_window else 0
+        scores = [float(q[head] @ keys[i, kv]) * layer.scale for i in range(first, len(keys))]
+        if layer.logit_cap:
+            scores = [layer.logit_cap * math.tanh(s / layer.logit_cap) for s in scores]
+        total = sum(map(math.exp, scores))
+        if layer.sinks is not None:
+            total += math.exp(layer.sinks[head])
+        out.append(sum(math.exp(s) / total * values[first + i, kv] for i, s in enumerate(scores)))
+    return torch.cat(out)
+
+
+class Case:
+    """A pool with random keys and values of every request in scattered slots; unused slots hold NaN."""
+
+    def __init__(self, layer: RadixAttention, dtype: str = "float32", scale: float = 1.0) -> None:
+        torch.manual_seed(0)
+        self.layer = layer
+        self.pool = KVPool(KVSpec(2, layer.num_kv_heads, layer.head_dim, layer.v_head_dim, dtype), 64, "cpu")
+        self.pool.set_scales(1, scale, scale)
+        if dtype == "float32":
+            self.pool.k(1).fill_(float("nan"))
+            self.pool.v(1).fill_(float("nan"))
+        self.table = torch.zeros(6, 32, dtype=torch.int32)
+        order = torch.randperm(63) + 1
+        self.keys, self.values = {}, {}
+        for slot, length in SEQ_LENS.items():
+            loc, order = order[:length], order[length:]
+            self.table[slot, :length] = loc
+            self.keys[slot] = torch.randn(length, layer.num_kv_heads, layer.head_dim)
+            self.values[slot] = torch.randn(length, layer.num_kv_heads, layer.v_head_dim)
+            store_cache(self.pool.k(1), self.keys[slot], loc, scale)
+            store_cache(self.pool.v(1), self.values[slot], loc, scale)
+
+    def batch(self, mode: ForwardMode, new: list[int]) -> ForwardBatch:
+        lens = list(SEQ_LENS.values())
+        return ForwardBatch(
+            forward_mode=mode,
+            batch_size=4,
+            input_ids=torch.zeros(sum(new), dtype=torch.int64),
+            positions=torch.zeros(sum(new), dtype=torch.int64),
+            req_pool_indices=torch.tensor(list(SEQ_LENS)),
+            seq_lens=torch.tensor(lens, dtype=torch.int32),
+            out_cache_loc=torch.zeros(sum(new), dtype=torch.int64),
+            req_to_token=self.table,
+            kv_pool=self.pool,
+            attn_backend=TorchNativeAttnBackend(None, "cpu"),
+            extend_seq_lens_cpu=new,
+            extend_prefix_lens_cpu=[n - e for n, e in zip(lens, new, strict=True)],
+            seq_lens_cpu=lens,
+        )
+
+    def run(self, new: list[int], mode: ForwardMode) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the backend and the reference give for the last `new` tokens of each request."""
+        layer = self.layer
+        q = torch.randn(sum(new), layer.num_heads, layer.head_dim)
+        want, row = [], 0
+        for (slot, length), count in zip(SEQ_LENS.items(), new, strict=True):
+            for end in range(length - count + 1, length + 1):
+                keys, values = self.keys[slot][:end].double(), self.values[slot][:end].double()
+                want.append(_attend(q[row].double(), keys, values, layer))
+                row += 1
+        unused = q.new_empty(0)
+        got = layer(q, unused, unused, self.batch(mode, new))
+        return got, torch.stack(want).float()
+
+
+@pytest.fixture(params=[1 << 23, 100], ids=["whole", "pieces"])
+def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_native_backend, "_MAX_SCORES", request.param)
+
+
+@pytest.mark.usefixtures("piece")
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("new", [[21, 1, 9, 13], [5, 1, 1, 12], None], ids=["prefill", "extend", "decode"])
+def test_against_the_loop(variant: str, new: list[int] | None) -> None:
+    layer = replace(LAYER, **VARIANTS[variant])
+    mode = ForwardMode.DECODE if new is None else ForwardMode.EXTEND
+    got, want = Case(layer).run(new or [1, 1, 1, 1], mode)
+    assert got.shape == (len(want), layer.num_heads * layer.v_head_dim)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE])
+def test_fp8_caches_are_scaled_back(dtype: str, mode: ForwardMode) -> None:
+    got, want = Case(LAYER, dtype, scale=0.5).run([1, 1, 1, 1], mode)
+    assert (got - want).norm() / want.norm() < (0.06 if dtype == "fp8_e4m3" else 0.12)
+
+
+def test_graphs_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="--disable-cuda-graph"):
+        TorchNativeAttnBackend(None, "cpu").init_cuda_graph_state(8)

@@ -1,0 +1,89 @@
+"""Rotary tables against transformers, which computes the same variants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from sglang.srt.errors import UserError
+from sglang.srt.layers.rotary_embedding import rope_spec, rope_table
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+VARIANTS: list[dict[str, Any]] = [
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "llama3", **LLAMA3},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 24, "beta_slow": 2},
+    {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256, "attention_factor": 1.25},
+    {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 256,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+        "truncate": False,
+    },
+]
+
+
+def _config(rope: dict[str, Any], theta: float = 10000.0) -> dict[str, Any]:
+    return {"max_position_embeddings": 2048, "rope_parameters": {**rope, "rope_theta": theta}}
+
+
+def _reference(rope: dict[str, Any], theta: float, positions: torch.Tensor) -> torch.Tensor:
+    config = LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=4,
+        max_position_embeddings=2048,
+        rope_parameters={**rope, "rope_theta": theta},
+    )
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
+    return torch.cat((cos[0, :, :32], sin[0, :, :32]), dim=-1)
+
+
+@pytest.mark.parametrize("rope", VARIANTS, ids=lambda r: "-".join(map(str, r.values())))
+@pytest.mark.parametrize("theta", [10000.0, 1e6])
+def test_table_equals_transformers(rope: dict[str, Any], theta: float) -> None:
+    table = rope_table(rope_spec(_config(rope, theta), 64), 2048, "cpu")
+    assert table.shape == (2048, 64) and table.dtype == torch.float32
+    torch.testing.assert_close(table, _reference(rope, theta, torch.arange(2048)), rtol=0, atol=2e-5)
+
+
+def test_dynamic_scaling_uses_the_served_length() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0}
+    spec = rope_spec(_config(rope), 64)
+    within = rope_table(spec, 2048, "cpu")
+    torch.testing.assert_close(within, rope_table(rope_spec(_config({"rope_type": "default"}), 64), 2048, "cpu"))
+    beyond = rope_table(spec, 4096, "cpu")
+    torch.testing.assert_close(beyond, _reference(rope, 10000.0, torch.arange(4096)), rtol=0, atol=2e-5)
+
+
+def test_the_older_spelling_means_the_same() -> None:
+    old = {"max_position_embeddings": 2048, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}
+    assert rope_spec(old, 64) == rope_spec(_config({"rope_type": "linear", "factor": 4.0}, 5e5), 64)
+    assert rope_spec({"max_position_embeddings": 8, "rope_scaling": None}, 64).kind == "default"
+
+
+def test_partial_rotary_turns_the_leading_dims_only() -> None:
+    config = {"max_position_embeddings": 2048, "partial_rotary_factor": 0.5}
+    assert rope_spec(config, 64).rot_dim == 32
+    assert rope_table(rope_spec(config, 64), 16, "cpu").shape == (16, 32)
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "longrope", "short_factor": [1.0]}, "'longrope' is not supported; supported: default, dynamic"),
+        ({"rope_type": "default", "mrope_section": [1, 2]}, "mrope_section"),
+        ({"rope_type": "llama3", "factor": 2.0}, "needs high_freq_factor, low_freq_factor, original_max"),
+        ({"rope_type": "yarn", "factor": 2.0, "beta_medium": 3}, "beta_medium"),
+    ],
+)
+def test_what_we_do_not_understand_is_refused_by_name(rope: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        rope_spec(_config(rope), 64)

@@ -1,0 +1,153 @@
+"""Scheduler and model runner together against transformers: 64 greedy tokens are the same whether a prompt is computed
+at once, in chunks, from the radix cache, after a retraction, in larger pages, or among strangers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.managers.output import StopChecker
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_setup import create_runner
+from sglang.srt.server_args import ServerArgs
+
+from ..models.harness import VOCAB, save_tiny
+from .fake_runner import Collector, add, assert_clean, request, run_to_end
+
+NEW_TOKENS = 64
+
+
+def prompt(seed: int, length: int = 50) -> list[int]:
+    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+class Reference:
+    """A tiny model on disk, and what transformers says about it."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.folder = folder
+        self.model = save_tiny(name, folder)
+        self._outputs: dict[tuple[int, ...], list[int]] = {}
+
+    def greedy(self, ids: list[int]) -> list[int]:
+        key = tuple(ids)
+        if key not in self._outputs:
+            with torch.inference_mode():
+                out = self.model.generate(
+                    torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0
+                )
+            self._outputs[key] = out[0, len(ids) :].tolist()
+        return self._outputs[key]
+
+    def logprobs(self, ids: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return self.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+
+    def scheduler(self, **options: Any) -> Scheduler:
+        args = ServerArgs.from_kwargs(
+            model_path=str(self.folder), device="cpu", skip_tokenizer_init=True,
+            **{"max_total_tokens": 4096, "max_running_requests": 8, **options},
+        )  # fmt: skip
+        return Scheduler(args, create_runner(args), StopChecker(None))
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", "llama_bias_llama3"])
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
+    yield Reference(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def check(reference: Reference, scheduler: Scheduler, prompts: list[list[int]]) -> Collector:
+    collector = Collector()
+    for i, ids in enumerate(prompts):
+        add(scheduler, request(f"r{i}", ids, NEW_TOKENS, temperature=0.0, ignore_eos=True))
+    run_to_end(scheduler, collector)
+    for i, ids in enumerate(prompts):
+        assert collector.tokens[f"r{i}"] == reference.greedy(ids), f"prompt {i}"
+    assert_clean(scheduler)
+    return collector
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_among_strangers(reference: Reference, page_size: int) -> None:
+    check(reference, reference.scheduler(page_size=page_size), [prompt(s, 11 + 13 * s) for s in range(6)])
+
+
+def test_in_chunks(reference: Reference) -> None:
+    scheduler = reference.scheduler(chunked_prefill_size=16, enable_mixed_chunk=True)
+    check(reference, scheduler, [prompt(1, 70), prompt(2, 5), prompt(3, 33)])
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_from_the_radix_cache(reference: Reference, page_size: int) -> None:
+    scheduler = reference.scheduler(page_size=page_size)
+    check(reference, scheduler, [prompt(1)])
+    warm = [prompt(1), prompt(1) + [7, 8, 9], prompt(1)[:40] + [3]]
+    check(reference, scheduler, warm)
+    assert scheduler.stats._cached >= 2 * 32
+
+
+def test_retracted_and_resumed(reference: Reference) -> None:
+    scheduler = reference.scheduler(max_total_tokens=260, schedule_conservativeness=0.01, chunked_prefill_size=64)
+    check(reference, scheduler, [prompt(s, 20) for s in range(5)])
+    assert scheduler.stats.num_retracted > 0
+
+
+def test_without_overlap_and_cache(reference: Reference) -> None:
+    scheduler = reference.scheduler(disable_overlap_schedule=True, disable_radix_cache=True)
+    check(reference, scheduler, [prompt(1), prompt(1), prompt(2)])
+
+
+@pytest.mark.parametrize("chunk", [-1, 16])
+def test_log_probabilities(reference: Reference, chunk: int) -> None:
+    """Prompt and output log probabilities, the best two, and those of named tokens, also when the prompt is cached."""
+    ids, start = prompt(4), 10
+    scheduler = reference.scheduler(chunked_prefill_size=chunk)
+    for attempt in range(2):
+        msg = request("a", ids, NEW_TOKENS, temperature=0.0, ignore_eos=True)
+        msg.return_logprob, msg.logprob_start_len, msg.top_logprobs_num, msg.token_ids_logprob = True, start, 2, [5, 9]
+        add(scheduler, msg)
+        seen: dict[str, list[Any]] = {"output": [], "top": [], "ids": [], "input": [], "input_top": [], "input_ids": []}
+        while scheduler.reqs:
+            scheduler.step()
+            for message in scheduler.outbox:
+                got = message.logprobs[0]
+                assert got is not None
+                seen["output"] += got.output
+                seen["top"] += got.output_top
+                seen["ids"] += got.output_token_ids
+                seen["input"] += got.input or []
+                seen["input_top"] += got.input_top or []
+                seen["input_ids"] += got.input_token_ids or []
+            scheduler.outbox.clear()
+        scheduler.settle()
+        full = ids + reference.greedy(ids)
+        expected = reference.logprobs(full)
+        assert [t for _, t in seen["output"]] == reference.greedy(ids)
+        assert [t for _, t in seen["input"]] == ids[start:], f"attempt {attempt}"
+        positions = list(range(start, len(full)))
+        chosen = torch.tensor([p for p, _ in seen["input"] + seen["output"]])
+        torch.testing.assert_close(chosen, expected[[p - 1 for p in positions], full[start:]], atol=1e-4, rtol=0)
+        for p, best, named in zip(positions, seen["input_top"] + seen["top"], seen["input_ids"] + seen["ids"], strict=True):
+            top = expected[p - 1].topk(2)
+            assert [t for _, t in best] == top.indices.tolist()
+            torch.testing.assert_close(torch.tensor([v for v, _ in best]), top.values, atol=1e-4, rtol=0)
+            assert [t for _, t in named] == [5, 9]
+            torch.testing.assert_close(torch.tensor([v for v, _ in named]), expected[p - 1, [5, 9]], atol=1e-4, rtol=0)
+
+
+def test_log_probability_of_the_first_token_is_none(reference: Reference) -> None:
+    scheduler = reference.scheduler()
+    msg = request("a", [5], 2, temperature=0.0, ignore_eos=True)
+    msg.return_logprob, msg.logprob_start_len = True, 0
+    add(scheduler, msg)
+    run = Collector()
+    inputs = []
+    while scheduler.reqs:
+        scheduler.step()
+        inputs += [m.logprobs[0].input for m in scheduler.outbox if m.logprobs[0] and m.logprobs[0].input]
+        run.take(scheduler)
+    assert inputs == [[(None, 5)]]

@@ -1,0 +1,87 @@
+"""The repaired interpreter agrees with torch on exactly the operations that the stock one gets wrong."""
+
+from __future__ import annotations
+
+import interpreter
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@triton.jit
+def cast_kernel(x_ptr, y_ptr, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    tl.store(y_ptr + offs, tl.load(x_ptr + offs).to(y_ptr.dtype.element_ty))
+
+
+@triton.jit
+def dot_kernel(a_ptr, b_ptr, c_ptr, N: tl.constexpr):
+    offs = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    tl.store(c_ptr + offs, tl.dot(tl.load(a_ptr + offs), tl.load(b_ptr + offs)))
+
+
+@triton.jit
+def add_kernel(x_ptr, y_ptr, out_ptr, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    tl.store(out_ptr + offs, tl.load(x_ptr + offs) + tl.load(y_ptr + offs))
+
+
+def values() -> torch.Tensor:
+    """Both signs, ties, subnormals of float8, and everything between; within the range of every dtype."""
+    torch.manual_seed(0)
+    wide = torch.randn(480) * torch.logspace(-8, 1.5, 480)
+    special = torch.tensor([0.0, -0.0, 1.0, 1.00390625, 1.01171875, 2**-9, 2**-10, 2**-16, 448.0, -448.0, 0.3])
+    return torch.cat([wide, special, torch.zeros(512 - 480 - len(special))]).to(interpreter.DEVICE)
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_downcast_rounds_to_nearest_even(dtype: torch.dtype) -> None:
+    x = values()
+    y = torch.zeros(512, dtype=dtype, device=x.device)
+    cast_kernel[(1,)](x, y, 512)
+    assert torch.equal(y.float(), x.to(dtype).float())
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_upcast_is_exact(dtype: torch.dtype) -> None:
+    x = values().to(dtype)
+    y = torch.zeros(512, device=x.device)
+    cast_kernel[(1,)](x, y, 512)
+    assert torch.equal(y, x.float())
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize(("dtype", "largest"), [(torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)])
+def test_float8_saturates(dtype: torch.dtype, largest: float) -> None:
+    x = torch.tensor([1e6, -1e6, largest, -largest], device=interpreter.DEVICE)
+    y = torch.zeros(4, dtype=dtype, device=x.device)
+    cast_kernel[(1,)](x, y, 4)
+    assert y.float().tolist() == [largest, -largest, largest, -largest]
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dot(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    a, b = (torch.randn(32, 32, device=interpreter.DEVICE).to(dtype) for _ in range(2))
+    c = torch.full((32, 32), float("nan"), device=a.device)
+    dot_kernel[(1,)](a, b, c, 32)
+    torch.testing.assert_close(c, a.float() @ b.float(), rtol=1e-4, atol=1e-4)
+
+
+@interpreter.kernel_test
+def test_bfloat16_arithmetic() -> None:
+    torch.manual_seed(2)
+    x, y = (torch.randn(64, device=interpreter.DEVICE).bfloat16() for _ in range(2))
+    out = torch.zeros_like(x)
+    add_kernel[(1,)](x, y, out, 64)
+    assert torch.equal(out, x + y)
+
+
+def test_in_interpreter() -> None:
+    interpreter.run_file(__file__)
