@@ -16,7 +16,7 @@ INSTALLED := .venv/.installed
 .PHONY: help serve test install check lint types imports unit format clean
 
 help:
-	@sed -n 's/^# //p' Makefile
+	@sed -n 's/^# make/make/p' Makefile
 
 serve: install
 	exec $(BIN)/sglang serve --port $(PORT) $(ARGS)

@@ -47,7 +47,7 @@ def run_file(path: str) -> None:
     if INTERPRETED:
         pytest.skip("this is the interpreted run")
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", path]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", path]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-8000:]}\n{done.stderr[-2000:]}"
     assert " passed" in done.stdout, done.stdout

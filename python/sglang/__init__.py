@@ -1,4 +1,4 @@
-"""sm120-sglang: an SGLang-compatible server and engine. Importing this package imports neither torch nor transformers."""
+"""sm120-sglang: an SGLang-compatible server and engine. Importing this imports neither torch nor transformers."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.launch_server import report_user_errors, serve
@@ -31,7 +32,9 @@ def with_model(argv: Sequence[str]) -> list[str]:
     words = list(argv)
     if words and not words[0].startswith("-"):
         return ["--model-path", *words]
-    return words if _has_model(words) else ["--model-path", DEFAULT_MODEL_PATH, *words]
+    if _has_model(words):
+        return words
+    return ["--model-path", DEFAULT_MODEL_PATH, "--served-model-name", Path(DEFAULT_MODEL_PATH).name, *words]
 
 
 def run_serve(argv: Sequence[str]) -> None:
@@ -40,7 +43,9 @@ def run_serve(argv: Sequence[str]) -> None:
 
 def run_generate(argv: Sequence[str]) -> None:
     """One prompt through the engine, streamed to standard output. Other options are those of the server."""
-    parser = argparse.ArgumentParser(prog="sglang generate", allow_abbrev=False, epilog="Server options such as --tp are accepted too.")
+    parser = argparse.ArgumentParser(
+        prog="sglang generate", allow_abbrev=False, epilog="Server options such as --tp are accepted too."
+    )
     parser.add_argument("--prompt", required=True, help="Text to continue; `-` reads standard input.")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="Default: 128.")
     parser.add_argument("--temperature", type=float, default=None, help="Default: the model's.")
@@ -54,6 +59,7 @@ def run_generate(argv: Sequence[str]) -> None:
     adopt_environment()
     args = ServerArgs.from_cli(["--log-level", "warning", *with_model(rest)], "sglang generate")
     configure_logging(args.log_level)
+    args.incremental_streaming_output = False
     sampling = {"max_new_tokens": own.max_new_tokens}
     if own.temperature is not None:
         sampling["temperature"] = own.temperature

@@ -165,13 +165,18 @@ def texts(seed: int = 0, count: int = 6000) -> Iterator[str]:
         yield CODE
     for number in range(count):
         pick = {key: rng.choice(value) for key, value in choices.items()}
-        yield rng.choice(
-            (
-                "{who} {did} {what} {where} {why}.",
-                "{when} {who} {did} {what}, and {who} {did} it {where}.",
-                "Why has {who} {did} {what} {when}? {why}!",
-                "The story says that {who} {did} {what} {when}.",
+        yield (
+            rng.choice(
+                (
+                    "{who} {did} {what} {where} {why}.",
+                    "{when} {who} {did} {what}, and {who} {did} it {where}.",
+                    "Why has {who} {did} {what} {when}? {why}!",
+                    "The story says that {who} {did} {what} {when}.",
+                )
             )
-        ).format(**pick).capitalize() + "\n"
+            .format(**pick)
+            .capitalize()
+            + "\n"
+        )
         words = [rng.choice(TOPICS) + rng.choice(ENDINGS) for _ in range(6)]
         yield " ".join(words) + (f" {rng.randrange(10**4)}\n" if number % 3 else "\n")

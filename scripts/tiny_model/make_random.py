@@ -2,7 +2,7 @@
 
     python scripts/tiny_model/make_random.py [OUTPUT_DIR]
 
-The same seed gives the same files. A trained model of the same form can take its place; the directory is all that changes.
+The same seed gives the same files. A trained model can take its place: sglang.embedded names the directory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ WORD = r" ?\p{L}+| ?[^\s\p{L}\p{N}]+|\p{N}|\s+"
 def make_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(WORD), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(WORD), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

@@ -1,7 +1,7 @@
-"""Turns a dataclass whose fields are declared with `option(...)` into a command line, a config file and keyword arguments.
+"""Turns a dataclass whose fields are declared with `option(...)` into a command line, a config file and keywords.
 
-All three end in the same typed `coerce`, so that a value means the same wherever it was written. Old spellings come from
-`compat`; a flag that upstream has and we do not is refused by name.
+All three end in the same typed `coerce`, so that a value means the same wherever it was written. Old spellings come
+from `compat`; a flag that upstream has and we do not is refused by name.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def _canonical_argv(table: OptionTable, argv: Sequence[str]) -> list[str]:
     """Every option written out under its present name, options without effect removed."""
     result: list[str] = []
     skip_value = False
-    for position, word in enumerate(argv):
+    for word in argv:
         if skip_value and not word.startswith("--"):
             skip_value = False
             continue

@@ -1,7 +1,7 @@
-"""Spellings that other releases of SGLang use, as data: what we rename, what means nothing here, what we do not have yet.
+"""Spellings of other SGLang releases, as data: what we rename, what means nothing here, what we do not have yet.
 
-Flags are written without the leading dashes. When a feature arrives, its rows leave `UNIMPLEMENTED` and become fields of
-`ServerArgs`.
+Flags are written without the leading dashes. When a feature arrives, its rows leave `UNIMPLEMENTED` and become fields
+of `ServerArgs`.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ NO_EFFECT: Mapping[str, NoEffect] = {
 }
 
 _LATER = "remove the flag"
+_ONE_ORDER = "requests are served in the order of --schedule-policy; remove the flag"
 _NO_SPECULATION = "speculative decoding does not exist yet; remove the --speculative-* flags"
 _NO_LORA = "LoRA adapters are not supported yet; merge the adapter into the checkpoint"
 _NO_DISAGGREGATION = "prefill and decode run in one server; remove the --disaggregation-* flags"
@@ -169,7 +170,8 @@ UNIMPLEMENTED: Mapping[str, str] = {
         _NO_EXPERT_PARALLEL,
     ),
     **dict.fromkeys(
-        ("enable-dp-attention", "enable-dp-lm-head", "load-balance-method", "load-watch-interval", "dist-timeout"), _NO_DP
+        ("enable-dp-attention", "enable-dp-lm-head", "load-balance-method", "load-watch-interval", "dist-timeout"),
+        _NO_DP,
     ),
     **dict.fromkeys(
         (
@@ -182,7 +184,9 @@ UNIMPLEMENTED: Mapping[str, str] = {
         ),
         _NO_MULTIMODAL,
     ),
-    **dict.fromkeys(("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "ssl-keyfile-password", "enable-ssl-refresh"), _NO_TLS),
+    **dict.fromkeys(
+        ("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "ssl-keyfile-password", "enable-ssl-refresh"), _NO_TLS
+    ),
     **dict.fromkeys(
         (
             "nsa-prefill-backend",
@@ -196,7 +200,8 @@ UNIMPLEMENTED: Mapping[str, str] = {
         _NO_SPARSE_ATTENTION,
     ),
     **dict.fromkeys(
-        ("cpu-offload-gb", "offload-group-size", "offload-mode", "enable-weights-cpu-backup", "enable-memory-saver"), _NO_OFFLOAD
+        ("cpu-offload-gb", "offload-group-size", "offload-mode", "enable-weights-cpu-backup", "enable-memory-saver"),
+        _NO_OFFLOAD,
     ),
     **dict.fromkeys(
         (
@@ -274,9 +279,9 @@ UNIMPLEMENTED: Mapping[str, str] = {
     "pp-max-micro-batch-size": "pipeline parallelism does not exist yet; use --tp-size",
     "pp-async-batch-depth": "pipeline parallelism does not exist yet; use --tp-size",
     "quantization-param-path": "scales are read from the checkpoint; remove the flag",
-    "enable-priority-scheduling": "requests are served in the order of --schedule-policy; remove the flag",
-    "priority-scheduling-preemption-threshold": "requests are served in the order of --schedule-policy; remove the flag",
-    "schedule-low-priority-values-first": "requests are served in the order of --schedule-policy; remove the flag",
+    "enable-priority-scheduling": _ONE_ORDER,
+    "priority-scheduling-preemption-threshold": _ONE_ORDER,
+    "schedule-low-priority-values-first": _ONE_ORDER,
     "rl-on-policy-target": _LATER,
     "sleep-on-idle": "an idle server sleeps already; remove the flag",
     "swa-full-tokens-ratio": "all layers keep the full context; remove the flag",

@@ -68,7 +68,7 @@ class EnvVar(Generic[T]):
         try:
             return self.parse(text)
         except ValueError as error:
-            raise UserError(f"Environment variable {self.name}={text!r} is not valid: {error}. {self.description}") from None
+            raise UserError(f"Environment variable {self.name}={text!r}: {error}. {self.description}") from None
 
 
 class Environment:

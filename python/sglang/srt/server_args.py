@@ -48,14 +48,18 @@ class ServerArgs:
         "auto and safetensors read the checkpoint, dummy fills random weights.",
         choices=("auto", "safetensors", "dummy"),
     )
-    json_model_override_args: str = option("{}", MODEL, "JSON object merged into config.json.", json=True, metavar="JSON")
+    json_model_override_args: str = option(
+        "{}", MODEL, "JSON object merged into config.json.", json=True, metavar="JSON"
+    )
     skip_tokenizer_init: bool = option(False, MODEL, "Serve token ids only; no tokenizer is loaded.")
     quantization: str | None = option(None, MODEL, "Quantization of the weights.")
     kv_cache_dtype: str = option(
         "auto", MODEL, "Type of the KV cache.", choices=("auto", "bf16", "fp8_e4m3", "fp8_e5m2")
     )
     device: str = option("auto", MODEL, "Where the model runs.", choices=("auto", "cuda", "cpu"))
-    random_seed: int | None = option(None, MODEL, "Seed of unseeded requests and of dummy weights; random if not given.", minimum=0)
+    random_seed: int | None = option(
+        None, MODEL, "Seed of unseeded requests and of dummy weights; random if not given.", minimum=0
+    )
 
     # --- HTTP server
     host: str = option("127.0.0.1", SERVING, "Address to listen on; 0.0.0.0 for all.")
@@ -64,7 +68,9 @@ class ServerArgs:
     chat_template: str | None = option(None, SERVING, "Jinja file that replaces the tokenizer's chat template.")
     tool_call_parser: str | None = option(None, SERVING, "Format of the model's tool calls.")
     reasoning_parser: str | None = option(None, SERVING, "Format of the model's reasoning.")
-    allow_auto_truncate: bool = option(False, SERVING, "Cut prompts and outputs that exceed the context instead of refusing.")
+    allow_auto_truncate: bool = option(
+        False, SERVING, "Cut prompts and outputs that exceed the context instead of refusing."
+    )
     incremental_streaming_output: bool = option(False, SERVING, "/generate streams new text only, not all text so far.")
     sampling_defaults: str = option(
         "model",
@@ -92,12 +98,18 @@ class ServerArgs:
         None, MEMORY, f"Share of GPU memory for weights and KV cache, above 0 and below 1. {_EFFECTIVE_IF_NONE}"
     )
     max_running_requests: int | None = option(None, MEMORY, f"Requests in one batch. {_EFFECTIVE_IF_NONE}", minimum=1)
-    max_queued_requests: int | None = option(None, MEMORY, "Waiting requests beyond which new ones get a 503.", minimum=1)
+    max_queued_requests: int | None = option(
+        None, MEMORY, "Waiting requests beyond which new ones get a 503.", minimum=1
+    )
     max_total_tokens: int | None = option(
         None, MEMORY, f"Tokens in the KV cache. {_EFFECTIVE_IF_NONE}", minimum=1, size=True
     )
     chunked_prefill_size: int | None = option(
-        None, MEMORY, f"Prompt tokens computed in one step; -1: whole prompts. {_EFFECTIVE_IF_NONE}", minimum=-1, size=True
+        None,
+        MEMORY,
+        f"Prompt tokens computed in one step; -1: whole prompts. {_EFFECTIVE_IF_NONE}",
+        minimum=-1,
+        size=True,
     )
     page_size: int | None = option(None, MEMORY, f"Tokens in a KV cache page. {_EFFECTIVE_IF_NONE}", minimum=1)
     max_prefill_tokens: int = option(16384, MEMORY, "Prompt tokens of all requests in one step.", minimum=1, size=True)
@@ -121,7 +133,9 @@ class ServerArgs:
     fp8_gemm_backend: str = option("auto", KERNELS, "Kernel for FP8 weights.", choices=("auto",))
     fp4_gemm_backend: str = option("auto", KERNELS, "Kernel for FP4 weights.", choices=("auto",))
     grammar_backend: str | None = option(None, KERNELS, "Structured output.", choices=("xgrammar", "none"))
-    cuda_graph_max_bs: int | None = option(None, KERNELS, "Largest decode batch that runs from a CUDA graph.", minimum=1)
+    cuda_graph_max_bs: int | None = option(
+        None, KERNELS, "Largest decode batch that runs from a CUDA graph.", minimum=1
+    )
     cuda_graph_bs: list[int] | None = option(None, KERNELS, "Decode batch sizes to capture.", minimum=1)
     disable_cuda_graph: bool = option(False, KERNELS, "Launch every kernel from the host.")
 
@@ -136,7 +150,9 @@ class ServerArgs:
         choices=("debug", "info", "warning", "error", "critical"),
     )
     log_requests: bool = option(False, OBSERVE, "Log every request.")
-    log_requests_level: int = option(2, OBSERVE, "0: ids, 1: and parameters, 2: and some text, 3: all text.", minimum=0, maximum=3)
+    log_requests_level: int = option(
+        2, OBSERVE, "0: ids, 1: and parameters, 2: and some text, 3: all text.", minimum=0, maximum=3
+    )
     decode_log_interval: int = option(40, OBSERVE, "Decode steps between two log lines.", minimum=1)
     enable_metrics: bool = option(False, OBSERVE, "Serve Prometheus metrics at /metrics.")
     enable_cache_report: bool = option(False, OBSERVE, "Say in `usage` how many prompt tokens were cached.")
@@ -181,7 +197,9 @@ class ServerArgs:
 
     def url(self) -> str:
         """Where this machine reaches the server."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, f"[{self.host}]" if ":" in self.host else self.host)
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(
+            self.host, f"[{self.host}]" if ":" in self.host else self.host
+        )
         return f"http://{host}:{self.port}"
 
     def public_dict(self) -> dict[str, Any]:
@@ -222,7 +240,7 @@ def _check_combinations(args: ServerArgs) -> None:
     if args.page_size is not None and args.chunked_prefill_size is not None:
         if args.chunked_prefill_size > 0 and args.chunked_prefill_size % args.page_size:
             raise UserError(
-                f"--chunked-prefill-size {args.chunked_prefill_size} must be a multiple of --page-size {args.page_size}."
+                f"--chunked-prefill-size {args.chunked_prefill_size} is not a multiple of --page-size {args.page_size}."
             )
     if args.page_size is not None and args.max_total_tokens is not None and args.max_total_tokens < args.page_size:
         raise UserError(f"--max-total-tokens {args.max_total_tokens} is less than one page of {args.page_size} tokens.")

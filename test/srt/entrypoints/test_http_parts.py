@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from starlette.requests import Request
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.http_middleware import RequestGate
 from sglang.srt.entrypoints.http_stream import ClientDisconnected, EventStream, until_disconnect
+from sglang.srt.managers.generate_request import RequestError
 
 
 def scope(path: str = "/v1/models", method: str = "GET", **headers: str) -> dict[str, Any]:
@@ -97,7 +98,7 @@ class Source:
     def __init__(self, chunks: list[bytes], endless: bool = False) -> None:
         self.chunks, self.endless, self.closed = chunks, endless, False
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         try:
             for chunk in self.chunks:
                 yield chunk
@@ -109,16 +110,36 @@ class Source:
 
 def test_stream_to_its_end() -> None:
     source, exchange = Source([b"b", b"c"]), Exchange()
-    asyncio.run(EventStream(b"a", source.events())(scope(), exchange.receive, exchange.send))
-    assert [message.get("body") for message in exchange.sent[1:]] == [b"a", b"b", b"c", b""]
+    asyncio.run(EventStream(b"a", source.events(), "/generate")(scope(), exchange.receive, exchange.send))
+    assert [message.get("body") for message in exchange.sent[1:]] == [b"a", b"b", b"c", b"data: [DONE]\n\n"]
     assert exchange.sent[-1]["more_body"] is False and source.closed
+
+
+@pytest.mark.parametrize(
+    ("error", "event"),
+    [
+        (RequestError("too slow", 503), b'data: {"error":{"message":"too slow"}}'),
+        (KeyError("bug"), b'data: {"error":{"message":"internal error while streaming"}}'),
+    ],
+)
+def test_failure_in_mid_stream_is_an_event(error: Exception, event: bytes) -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"b"
+        raise error
+
+    exchange = Exchange()
+    asyncio.run(EventStream(b"a", events(), "/generate")(scope(), exchange.receive, exchange.send))
+    assert exchange.body == b"ab" + event + b"\n\ndata: [DONE]\n\n"
+    assert exchange.sent[-1]["more_body"] is False
 
 
 def test_disconnect_closes_the_source() -> None:
     source, exchange = Source([b"b"], endless=True), Exchange()
 
     async def run() -> None:
-        response = asyncio.ensure_future(EventStream(b"a", source.events())(scope(), exchange.receive, exchange.send))
+        response = asyncio.ensure_future(
+            EventStream(b"a", source.events(), "/generate")(scope(), exchange.receive, exchange.send)
+        )
         await asyncio.sleep(0.01)
         assert not source.closed
         exchange.inbox.put_nowait({"type": "http.disconnect"})

@@ -115,9 +115,14 @@ def make_scheduler(runner: FakeRunner, **options: object) -> Scheduler:
     return Scheduler(args, runner, StopChecker(None))
 
 
-def request(rid: str, prompt: list[int], max_new_tokens: int, stream: bool = False, **params: object) -> TokenizedGenerateReq:
+def request(
+    rid: str, prompt: list[int], max_new_tokens: int, stream: bool = False, **params: object
+) -> TokenizedGenerateReq:
     return TokenizedGenerateReq(
-        rid=rid, input_ids=prompt, sampling_params=SamplingParams(max_new_tokens=max_new_tokens, **params), stream=stream
+        rid=rid,
+        input_ids=prompt,
+        sampling_params=SamplingParams(max_new_tokens=max_new_tokens, **params),
+        stream=stream,
     )
 
 

@@ -6,11 +6,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-from sglang.srt.managers.io_struct import AbortReq
-from sglang.srt.managers.schedule_policy import POLICIES
-
-from .fake_runner import (
+from srt.managers.fake_runner import (
     EOS,
     VOCAB,
     Collector,
@@ -22,6 +18,9 @@ from .fake_runner import (
     request,
     run_to_end,
 )
+
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_policy import POLICIES
 
 
 def prompt(length: int, seed: int = 1) -> list[int]:
@@ -131,8 +130,13 @@ def test_abort_in_every_state() -> None:
     for rid in ("waiting", "chunked", "decoding", "unknown"):
         scheduler.abort(AbortReq(rid))
     run_to_end(scheduler, collector)
-    assert {rid: f.type for rid, f in collector.finish.items()} == dict.fromkeys(("waiting", "chunked", "decoding"), "abort")
-    assert collector.tokens["decoding"] == expected_output(prompt(5), 100, ignore_eos=True)[: len(collector.tokens["decoding"])]
+    assert {rid: f.type for rid, f in collector.finish.items()} == dict.fromkeys(
+        ("waiting", "chunked", "decoding"), "abort"
+    )
+    assert (
+        collector.tokens["decoding"]
+        == expected_output(prompt(5), 100, ignore_eos=True)[: len(collector.tokens["decoding"])]
+    )
     assert_clean(scheduler)
 
 

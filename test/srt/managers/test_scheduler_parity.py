@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
+from srt.models.harness import VOCAB, save_tiny
 
 from sglang.srt.managers.output import StopChecker
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_setup import create_runner
 from sglang.srt.server_args import ServerArgs
-
-from ..models.harness import VOCAB, save_tiny
-from .fake_runner import Collector, add, assert_clean, request, run_to_end
 
 NEW_TOKENS = 64
 
@@ -131,7 +130,9 @@ def test_log_probabilities(reference: Reference, chunk: int) -> None:
         positions = list(range(start, len(full)))
         chosen = torch.tensor([p for p, _ in seen["input"] + seen["output"]])
         torch.testing.assert_close(chosen, expected[[p - 1 for p in positions], full[start:]], atol=1e-4, rtol=0)
-        for p, best, named in zip(positions, seen["input_top"] + seen["top"], seen["input_ids"] + seen["ids"], strict=True):
+        for p, best, named in zip(
+            positions, seen["input_top"] + seen["top"], seen["input_ids"] + seen["ids"], strict=True
+        ):
             top = expected[p - 1].topk(2)
             assert [t for _, t in best] == top.indices.tolist()
             torch.testing.assert_close(torch.tensor([v for v, _ in best]), top.values, atol=1e-4, rtol=0)

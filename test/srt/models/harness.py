@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers import native_ops
@@ -19,9 +18,13 @@ from sglang.srt.model_loader.loader import load_model
 from sglang.srt.plan.kv_spec import KVSpec
 from sglang.srt.server_args import ServerArgs
 
-VOCAB = 256
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+VOCAB = 250
+"""Token ids below this are valid in every tiny model."""
 SIZES = {
-    "vocab_size": VOCAB,
+    "vocab_size": 256,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 3,
@@ -40,25 +43,34 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
-# name -> (config class, what differs from SIZES)
-TINY: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
-    "qwen3": (Qwen3Config, {}),
-    "qwen3_tied_bias": (Qwen3Config, {"tie_word_embeddings": True, "attention_bias": True}),
-    "qwen3_moe": (Qwen3MoeConfig, EXPERTS),
+# Dimensions that GPU kernels take.
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 128}
+
+# name -> (transformers config class, what differs from SIZES)
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3Config", {}),
+    "qwen3_tied_bias": ("Qwen3Config", {"tie_word_embeddings": True, "attention_bias": True, "vocab_size": 251}),
+    "qwen3_moe": ("Qwen3MoeConfig", EXPERTS),
     "qwen3_moe_mixed": (
-        Qwen3MoeConfig,
+        "Qwen3MoeConfig",
         EXPERTS | {"norm_topk_prob": False, "decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3]},
     ),
-    "llama": (LlamaConfig, {"head_dim": 16}),
-    "llama_bias_llama3": (LlamaConfig, {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
+    "llama": ("LlamaConfig", {"head_dim": 16}),
+    "qwen3_wide": ("Qwen3Config", WIDE),
+    "qwen3_moe_wide": ("Qwen3MoeConfig", WIDE | EXPERTS | {"moe_intermediate_size": 128}),
+    "llama_wide": ("LlamaConfig", WIDE | {"head_dim": 64}),
+    "llama_bias_llama3": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
 }
 
 
 def hf_model(name: str, seed: int = 0) -> PreTrainedModel:
     """A tiny fp32 model in which every parameter is random (norms and biases too) and attention is far from uniform."""
-    config_class, changes = TINY[name]
+    import transformers  # slow, and the ranks of a tensor-parallel test do not need it
+
+    class_name, changes = TINY[name]
+    config = getattr(transformers, class_name)(**(SIZES | changes))
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config_class(**(SIZES | changes)), dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for key, param in model.named_parameters():
             if "norm" in key:

@@ -1,4 +1,4 @@
-"""Reads a checkpoint's JSON files, and their values by typed keys: require, default, or an error that names key and file."""
+"""Reads a checkpoint's JSON files, and their values by typed keys; errors name the key and the file."""
 
 from __future__ import annotations
 

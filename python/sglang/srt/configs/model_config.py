@@ -59,54 +59,52 @@ class ModelConfig:
     @classmethod
     def from_server_args(cls, args: ServerArgs) -> ModelConfig:
         """Raises UserError if the model is missing, malformed, or not one that we serve."""
-        config = cls.read(args)
-        _check_supported(config)
-        return config
-
-    @classmethod
-    def read(cls, args: ServerArgs) -> ModelConfig:
-        """As `from_server_args`, also for architectures and quantizations that we cannot serve (`explain`)."""
         directory = resolve_model_path(args.model_path, args.revision, args.download_dir, args.load_format != "dummy")
         config = merge_overrides(read_config(directory), args.model_overrides())
-        generation = read_generation_config(directory)
-        return cls.from_hf(config, generation, args=args, directory=directory)
+        return cls.from_hf(config, read_generation_config(directory), args=args, directory=directory)
 
     @classmethod
     def from_hf(
         cls, config: Mapping[str, Any], generation: Mapping[str, Any], *, args: ServerArgs, directory: Path
     ) -> ModelConfig:
-        """From the parsed files; `args` contributes --dtype and --context-length."""
+        """From the parsed files; `args` contributes --dtype and --context-length. Raises UserError."""
         hf_config = select_text_config(config)
         reader = ConfigReader(hf_config, f"{directory / 'config.json'}")
         architecture = _architecture(reader)
-        known = SUPPORTED.get(architecture, Architecture())
-        num_heads = reader.positive("num_attention_heads")
+        known = SUPPORTED[architecture]
+        quantization = _quantization(hf_config, directory)
+        if quantization is not None:
+            method = quantization.get("quant_method", "unknown")
+            raise not_implemented(f"Quantization {method!r} ({directory})", "serve the unquantized checkpoint")
+        num_heads, num_kv_heads = _heads(reader, known)
         hidden_size = reader.positive("hidden_size")
-        head_dim = _head_dim(reader, known, hidden_size, num_heads)
+        head_dim = reader.positive("head_dim", known.head_dim or max(hidden_size // num_heads, 1))
         num_experts = _num_experts(reader, known)
         # A mixture of experts without dense layers may leave the dense size out, or use it for its experts.
-        intermediate_size = reader.default("intermediate_size", int, 0) if num_experts else reader.positive("intermediate_size")
+        dense_size = (
+            reader.default("intermediate_size", int, 0) if num_experts else reader.positive("intermediate_size")
+        )
         return cls(
             model_path=str(directory),
             architecture=architecture,
             hf_config=hf_config,
             num_layers=reader.positive("num_hidden_layers"),
             hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
+            intermediate_size=dense_size,
             num_heads=num_heads,
-            num_kv_heads=reader.positive("num_key_value_heads", known.num_key_value_heads or num_heads),
+            num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             v_head_dim=reader.positive("v_head_dim", head_dim),
             vocab_size=reader.positive("vocab_size"),
             context_len=_context_length(reader, args.context_length),
             dtype=_dtype(reader, args.dtype),
-            quantization=_quantization(hf_config, directory),
+            quantization=quantization,
             eos_token_ids=_eos_token_ids(hf_config, generation),
             default_sampling={key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None},
             tie_word_embeddings=reader.default("tie_word_embeddings", bool, known.tie_word_embeddings),
             num_experts=num_experts,
             num_experts_per_tok=reader.positive("num_experts_per_tok") if num_experts else 0,
-            moe_intermediate_size=reader.positive("moe_intermediate_size", intermediate_size or None) if num_experts else 0,
+            moe_intermediate_size=reader.positive("moe_intermediate_size", dense_size or None) if num_experts else 0,
         )
 
 
@@ -114,27 +112,21 @@ def _architecture(reader: ConfigReader) -> str:
     names = reader.require("architectures", list)
     if not names or not isinstance(names[0], str):
         raise UserError(f"{reader.source}: 'architectures' must name a model class; got {names!r}.")
-    return names[0]
+    name: str = names[0]
+    if name not in SUPPORTED:
+        supported = ", ".join(SUPPORTED_ARCHITECTURES)
+        raise UserError(f"{reader.source}: the architecture {name} is not supported. Supported: {supported}.")
+    return name
 
 
-def _check_supported(config: ModelConfig) -> None:
-    if config.architecture not in SUPPORTED:
+def _heads(reader: ConfigReader, known: Architecture) -> tuple[int, int]:
+    num_heads = reader.positive("num_attention_heads")
+    num_kv_heads = reader.positive("num_key_value_heads", known.num_key_value_heads or num_heads)
+    if num_heads % num_kv_heads:
         raise UserError(
-            f"{config.model_path}: the architecture {config.architecture} is not supported. "
-            f"Supported: {', '.join(SUPPORTED_ARCHITECTURES)}."
+            f"{reader.source}: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}."
         )
-    if config.quantization is not None:
-        method = config.quantization.get("quant_method", "unknown")
-        raise not_implemented(f"Quantization {method!r} ({config.model_path})", "serve the unquantized checkpoint")
-    if config.num_heads % config.num_kv_heads:
-        raise UserError(
-            f"{config.model_path}: num_attention_heads {config.num_heads} is not a multiple of num_key_value_heads "
-            f"{config.num_kv_heads}."
-        )
-
-
-def _head_dim(reader: ConfigReader, known: Architecture, hidden_size: int, num_heads: int) -> int:
-    return reader.positive("head_dim", known.head_dim or max(hidden_size // num_heads, 1))
+    return num_heads, num_kv_heads
 
 
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -153,8 +145,9 @@ def _context_length(reader: ConfigReader, requested: int | None) -> int:
         return longest if requested is None else requested
     if not envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN:
         raise UserError(
-            f"--context-length {requested} exceeds the {longest} tokens that {reader.source} supports. Lower it, configure rope "
-            "scaling with --json-model-override-args, or set SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 to try regardless."
+            f"--context-length {requested} exceeds the {longest} tokens that {reader.source} supports. "
+            "Lower it, configure rope scaling with --json-model-override-args, "
+            "or set SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 to try regardless."
         )
     warn_once(f"--context-length {requested} exceeds the model's {longest}; outputs beyond it may be poor.")
     return requested
@@ -166,7 +159,9 @@ def _dtype(reader: ConfigReader, requested: str) -> str:
     written = reader.values.get("dtype") or reader.values.get("torch_dtype") or "bfloat16"
     name = str(written).removeprefix("torch.")
     if name not in DTYPES:
-        raise UserError(f"{reader.source}: dtype {written!r} is not one of {', '.join(DTYPES)}; choose one with --dtype.")
+        raise UserError(
+            f"{reader.source}: dtype {written!r} is not supported; choose {', '.join(DTYPES)} with --dtype."
+        )
     return name
 
 
@@ -187,6 +182,8 @@ def _eos_token_ids(hf_config: Mapping[str, Any], generation: Mapping[str, Any]) 
         value = source.get("eos_token_id")
         for token in value if isinstance(value, list) else [] if value is None else [value]:
             if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                raise UserError(f"config.json or generation_config.json: 'eos_token_id' must hold token ids; got {value!r}.")
+                raise UserError(
+                    f"config.json or generation_config.json: 'eos_token_id' must be token ids; got {value!r}."
+                )
             found.add(token)
     return frozenset(found)

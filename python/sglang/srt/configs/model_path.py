@@ -18,9 +18,9 @@ def resolve_model_path(
     if local.is_dir():
         return local
     if local.is_file():
-        raise UserError(f"--model-path {model_path} is a file; give the directory that holds config.json and the weights.")
+        raise UserError(f"--model-path {model_path} is a file; give the directory that holds config.json.")
     if not _is_hub_id(model_path):
-        raise UserError(f"--model-path {model_path} does not exist. Give a local directory or a Hugging Face id (owner/name).")
+        raise UserError(f"--model-path {model_path} does not exist. Give a local directory or a Hugging Face id.")
     return _download(model_path, revision, download_dir, weights)
 
 
@@ -57,14 +57,14 @@ def _download(repo_id: str, revision: str | None, download_dir: str | None, weig
             )
         )
     except GatedRepoError:
-        raise UserError(f"{subject} it needs permission: accept its terms on huggingface.co and set HF_TOKEN.") from None
+        raise UserError(f"{subject} it needs permission: accept its terms there and set HF_TOKEN.") from None
     except RevisionNotFoundError:
         raise UserError(f"{subject} it has no revision {revision}.") from None
     except RepositoryNotFoundError:
         raise UserError(f"{subject} it does not exist or is private. Check the name, or set HF_TOKEN.") from None
     except (LocalEntryNotFoundError, OfflineModeIsEnabled):
         raise UserError(
-            f"{subject} it is not in the local cache and the hub cannot be reached (no network, or HF_HUB_OFFLINE is set)."
+            f"{subject} it is neither in the local cache nor can the hub be reached (is HF_HUB_OFFLINE set?)."
         ) from None
     except (HfHubHTTPError, OSError) as error:
         raise UserError(f"{subject} it could not be downloaded: {error}") from None

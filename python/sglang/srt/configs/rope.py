@@ -1,4 +1,4 @@
-"""One form for the two ways in which configs write rotary embeddings (`rope_scaling` + `rope_theta`, `rope_parameters`)."""
+"""One form for both ways of writing rotary embeddings: `rope_scaling` with `rope_theta`, and `rope_parameters`."""
 
 from __future__ import annotations
 

@@ -5,22 +5,23 @@ from __future__ import annotations
 import asyncio
 import html
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from sglang.srt.entrypoints.http_body import body_schema, read_body
-from sglang.srt.entrypoints.http_errors import ApiError, bad_request, json_response, sse_error
+from sglang.srt.entrypoints.http_errors import ApiError, bad_request, json_response
 from sglang.srt.entrypoints.http_state import engine_of, state_of
-from sglang.srt.entrypoints.http_stream import DONE, EventStream, until_disconnect
+from sglang.srt.entrypoints.http_stream import EventStream, until_disconnect
 from sglang.srt.entrypoints.openai.protocol import Int
 from sglang.srt.entrypoints.openai.serving import OpenAIService
-from sglang.srt.managers.generate_request import GenerateRequest, RequestError
+from sglang.srt.managers.generate_request import GenerateRequest
 from sglang.srt.managers.native_output import native_results, native_stream
 from sglang.version import __version__
 
@@ -83,7 +84,7 @@ async def generate(request: Request) -> Response:
         return json_response(await until_disconnect(request, native_results(engine.manager, call)))
     results = native_stream(engine.manager, call, engine.manager.args.incremental_streaming_output)
     first = await until_disconnect(request, _first(results))
-    return EventStream(_event(first), _native_events(results, request.url.path))
+    return EventStream(_event(first), _native_events(results), request.url.path)
 
 
 async def _first(results: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
@@ -94,18 +95,13 @@ def _event(result: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(result) + b"\n\n"
 
 
-async def _native_events(results: Any, path: str) -> AsyncIterator[bytes]:
-    try:
+async def _native_events(results: Any) -> AsyncGenerator[bytes, None]:
+    async with aclosing(results):
         async for result in results:
             yield _event(result)
-        yield DONE
-    except RequestError as error:
-        yield sse_error(path, ApiError(error.status_code, error.message)) + DONE
-    finally:
-        await results.aclose()
 
 
-# --- what the server is ------------------------------------------------------------------------------------------------
+# --- what the server is -----------------------------------------------------------------------------------------------
 
 
 @router.get("/model_info")
@@ -155,7 +151,7 @@ async def loads(request: Request) -> Response:
     return json_response({"timestamp": time.time(), "version": __version__, "loads": [{"dp_rank": 0, **state}]})
 
 
-# --- health ------------------------------------------------------------------------------------------------------------
+# --- health -----------------------------------------------------------------------------------------------------------
 
 
 @router.get("/health")
@@ -192,7 +188,7 @@ async def probe(engine: OpenAIService, timeout_s: float) -> bool:
     return True
 
 
-# --- control -----------------------------------------------------------------------------------------------------------
+# --- control ----------------------------------------------------------------------------------------------------------
 
 
 async def _control(request: Request, kind: str, done: str, args: dict[str, Any] | None = None) -> Response:
@@ -231,7 +227,7 @@ async def abort_request(request: Request) -> Response:
     return Response(status_code=200)
 
 
-# --- pages -------------------------------------------------------------------------------------------------------------
+# --- pages ------------------------------------------------------------------------------------------------------------
 
 
 @router.get("/metrics")

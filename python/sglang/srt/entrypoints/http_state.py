@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from starlette.requests import Request
 
 from sglang.srt.entrypoints.http_errors import ApiError
@@ -13,28 +11,31 @@ from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
 from sglang.srt.server_args import ServerArgs
 
 
-@dataclass
 class ServerState:
     """`engine` is None until the processes run; requests are refused before and while it is not up."""
 
-    args: ServerArgs
-    engine: OpenAIService | None = field(default=None)
-    failure: str | None = None
-    """Why the server is about to exit."""
+    def __init__(self, args: ServerArgs) -> None:
+        """Raises UserError for a broken --chat-template."""
+        self.args = args
+        self.engine: OpenAIService | None = None
+        self.failure: str | None = None
+        """Why the server is about to exit."""
+        self._own_source = None if args.chat_template is None else read_template_file(args.chat_template)
+        ChatTemplate(self._own_source, {})
 
     @property
     def model_name(self) -> str:
         return self.args.served_model_name or self.args.model_path
 
     def connect(self, manager: TokenizerManager) -> None:
-        """Called once the engine's processes are up. Raises UserError for a broken chat template."""
+        """Called once the engine's processes are up. Raises UserError if the model's own chat template is broken."""
         tokenizer = manager.tokenizer
-        source = None if tokenizer is None else tokenizer.chat_template
-        if self.args.chat_template is not None:
-            source = read_template_file(self.args.chat_template)
+        source, special_tokens = (
+            (None, {}) if tokenizer is None else (tokenizer.chat_template, tokenizer.special_tokens)
+        )
         self.engine = OpenAIService(
             manager=manager,
-            chat_template=ChatTemplate(source, {} if tokenizer is None else tokenizer.special_tokens),
+            chat_template=ChatTemplate(self._own_source or source, special_tokens),
             model_name=self.model_name,
             report_cached_tokens=self.args.enable_cache_report,
         )

@@ -7,13 +7,19 @@ thousands of chunks a second.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+import logging
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from sglang.srt.entrypoints.http_errors import ApiError, sse_error
+from sglang.srt.managers.generate_request import RequestError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -59,14 +65,16 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
 class EventStream(Response):
     """A `text/event-stream` response: `first` has been produced already, `rest` yields complete events as bytes.
 
-    `rest` is closed when the client disconnects. It must not raise: failures are events of their own.
+    `rest` is closed at the end, also when the client disconnects. If it raises, the client gets an error event in the
+    shape of the route `path`.
     """
 
-    def __init__(self, first: bytes, rest: AsyncIterator[bytes]) -> None:
-        super().__init__(b"", 200, media_type="text/event-stream")
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], path: str) -> None:
+        super().__init__(b"", 200)
         self.raw_headers = list(_HEADERS)
         self._first = first
         self._rest = rest
+        self._path = path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pump = asyncio.ensure_future(self._pump(send))
@@ -81,9 +89,17 @@ class EventStream(Response):
                 await _cancel(pump)
 
     async def _pump(self, send: Send) -> None:
-        async with aclosing(self._rest) as rest:  # type: ignore[type-var]
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        if self._first:
             await send({"type": "http.response.body", "body": self._first, "more_body": True})
-            async for chunk in rest:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        last = DONE
+        async with aclosing(self._rest) as rest:
+            try:
+                async for chunk in rest:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            except RequestError as error:
+                last = sse_error(self._path, ApiError(error.status_code, error.message)) + DONE
+            except Exception:
+                logger.exception("a stream on %s failed", self._path)
+                last = sse_error(self._path, ApiError(500, "internal error while streaming")) + DONE
+        await send({"type": "http.response.body", "body": last, "more_body": False})

@@ -51,7 +51,9 @@ def compile_variant(variant: Variant, target: str) -> Measurement:
     log = io.StringIO()
     with tempfile.TemporaryDirectory() as cache, _environment(cache), contextlib.redirect_stdout(log):
         try:
-            kernel = triton.compile(source, target=GPUTarget("cuda", int(target.removeprefix("sm_")), 32), options=options)
+            kernel = triton.compile(
+                source, target=GPUTarget("cuda", int(target.removeprefix("sm_")), 32), options=options
+            )
         except Exception as error:  # Triton raises many kinds; all mean that this variant does not compile
             name = f"{variant.op}/{variant.key} tile {tile_key(variant.tile)}"
             raise CompileFailed(f"{name} does not compile for {target}: {type(error).__name__}: {error}") from error
@@ -120,7 +122,7 @@ def _sources(fn: Any, seen: dict[str, str]) -> dict[str, str]:
     first = function.body[0]
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and len(function.body) > 1:
         function.body = function.body[1:]  # the docstring
-    seen[f"{python.__module__}.{python.__qualname__}"] = ast.dump(tree)
+    seen[f"{python.__module__}.{python.__qualname__}"] = ast.unparse(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id in python.__globals__:
             value = python.__globals__[node.id]

@@ -90,7 +90,9 @@ class TileLadder:
             if step.op == self.op and step.used in keys[self._at + 1 :]:
                 self._at = keys.index(step.used)
                 _step_downs.append(step)
-                logger.warning("%s: using tile %s, as %s failed before (%s)", step.op, step.used, step.failed, step.reason)
+                logger.warning(
+                    "%s: using tile %s, as %s failed before (%s)", step.op, step.used, step.failed, step.reason
+                )
 
 
 def is_out_of_resources(error: BaseException) -> bool:

@@ -1,8 +1,8 @@
-"""The lock files: what every tile of every kernel costs on an architecture, measured by compiling it. No torch, no Triton.
+"""The lock files: what every tile of every kernel costs on an architecture, measured by compiling. No torch, no Triton.
 
-`sm120.lock.json` holds sm_120 and sm_121, `sm90.lock.json` sm_90. A row is one (op, variant, tile); its value gives for
-each "triton version/architecture" the shared memory, registers, spilled bytes, stack bytes and matrix instructions.
-The key of an attention variant starts with `variant_prefix(need)`.
+`sm120.lock.json` holds sm_120 and sm_121, `sm90.lock.json` sm_90. A row is one (op, variant, tile): the hash of what was
+compiled, and for each "triton version/architecture" the shared memory, registers, spilled bytes, stack bytes and matrix
+instructions. The key of an attention variant starts with `variant_prefix(need)`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,79 +19,163 @@ from sglang.srt.kernels.spec import Need, Tile, TileRecord
 from sglang.srt.kernels.tiles import attention_tiles
 
 LOCK_DIR = Path(__file__).parent
-LOCK_OF_ARCH: Mapping[str, str] = {"sm_120": "sm120", "sm_121": "sm120", "sm_90": "sm90"}
-"""Architectures that we verify. Any other one is judged by sm_120's rows, whose limit is the smallest."""
+LOCKS: Mapping[str, tuple[str, ...]] = {"sm120": ("sm_120", "sm_121"), "sm90": ("sm_90",)}
+"""Lock file -> the architectures that it verifies. Any other one is judged by sm_120's rows, whose limit is the lowest."""
 PROXY_ARCH = "sm_120"
+
+TRITON_VERSIONS = ("3.6.0", "3.9.0")
+"""Verified: the oldest that we support and the one that CI pins."""
+NOT_NATIVE = frozenset({"3.6.0/sm_121"})
+"""Compiles, but low-precision products go through wider types; numbers are recorded and not held to the spill budget."""
 
 _LAUNCH_ONLY = frozenset({"ctas_per_sm", "waves"})
 _SHORT = {"num_warps": "w", "num_stages": "s"}
+_FEATURE_TRAITS = frozenset({"sliding_window", "sinks", "logit_cap", "custom_mask"})
+_SAME_CODE = {"float16": "bfloat16"}
+"""Dtypes that compile to the same code but for the type of the instructions."""
 
 Measurement = tuple[int, int, int, int, tuple[str, ...]]
 """Shared bytes, registers, spilled bytes, stack bytes, matrix instructions."""
 
 
+@dataclass(slots=True)
+class Row:
+    """`by_target["3.9.0/sm_120"]` is a Measurement; `code` the hash of what was compiled."""
+
+    code: str
+    by_target: dict[str, Measurement] = field(default_factory=dict)
+
+
+Rows = dict[tuple[str, str, str], Row]
+"""By (op, variant key, tile key)."""
+
+
 def tile_key(tile: Tile) -> str:
-    """"M64 N32 w4 s2": the parameters that the compiler sees. Tiles that differ in others share a row."""
-    parts = [
-        f"{_SHORT.get(name) or name.removeprefix('BLOCK_').removeprefix('SIZE_')}{value}"
-        for name, value in sorted(tile.items())
-        if name not in _LAUNCH_ONLY
+    """ "M64 N32 w4 s2": the parameters that the compiler sees. Tiles that differ in others share a row."""
+    blocks = [(name.removeprefix("BLOCK_"), value) for name, value in tile.items() if name.startswith("BLOCK_")]
+    others = [
+        (_SHORT.get(name, name), value)
+        for name, value in sorted(tile.items(), reverse=True)
+        if not name.startswith("BLOCK_") and name not in _LAUNCH_ONLY
     ]
-    return " ".join(parts)
+    return " ".join(f"{name}{value}" for name, value in [*sorted(blocks), *others])
 
 
 def variant_prefix(need: Need) -> str:
     """What the keys of all variants that can serve `need` start with; ends with a slash."""
-    return f"{need.head_dim}x{need.v_head_dim}/{need.q_dtype}/{need.kv_dtype}/"
+    q, kv = (_SAME_CODE.get(dtype, dtype) for dtype in (need.q_dtype, need.kv_dtype))
+    return f"{need.head_dim}x{need.v_head_dim}/{q}/{kv}/"
 
 
-def arch_in_ledger(arch: ArchTraits) -> str:
-    return arch.name if arch.name in LOCK_OF_ARCH else PROXY_ARCH
+def _serves(variant_key: str, need: Need) -> bool:
+    """A variant "full" has every feature of a kernel; it is measured for a cache in the model's dtype only, because the
+    features work on scores."""
+    if variant_key.endswith("/full"):
+        with_features = not need.traits.isdisjoint(_FEATURE_TRAITS)
+        return with_features and variant_key.startswith(variant_prefix(replace(need, kv_dtype=need.q_dtype)))
+    return variant_key.startswith(variant_prefix(need))
+
+
+def judged_as(arch: ArchTraits) -> str:
+    """The architecture whose rows stand for `arch`: its own if we verify it."""
+    verified = any(arch.name in archs for archs in LOCKS.values())
+    return arch.name if verified else PROXY_ARCH
+
+
+def read_lock(name: str, directory: Path = LOCK_DIR) -> Rows:
+    """Rows of one lock file; empty if there is none."""
+    path = directory / f"{name}.lock.json"
+    if not path.exists():
+        return {}
+    rows: Rows = {}
+    for op, variants in json.loads(path.read_text())["rows"].items():
+        for key, tiles in variants.items():
+            for tile, entry in tiles.items():
+                row = rows[op, key, tile] = Row(entry.pop("code"))
+                for targets, (smem, registers, spills, stack, mma) in entry.items():
+                    for target in targets.split():
+                        row.by_target[target] = (smem, registers, spills, stack, tuple(filter(None, mma.split("; "))))
+    return rows
+
+
+def write_lock(name: str, rows: Rows, directory: Path = LOCK_DIR) -> None:
+    """One line a row, sorted; targets with equal numbers share an entry."""
+    tree: dict[str, dict[str, list[str]]] = {}
+    for (op, key, tile), row in sorted(rows.items()):
+        entry: dict[str, Any] = {"code": row.code}
+        by_value: dict[Measurement, list[str]] = {}
+        for target, value in sorted(row.by_target.items()):
+            by_value.setdefault(value, []).append(target)
+        entry |= {" ".join(targets): [*value[:4], "; ".join(value[4])] for value, targets in by_value.items()}
+        tree.setdefault(op, {}).setdefault(key, []).append(f"{json.dumps(tile)}: {json.dumps(entry)}")
+    header = {"archs": LOCKS[name], "triton": TRITON_VERSIONS, "compiles only, not native": sorted(NOT_NATIVE)}
+    ops = [
+        f"  {json.dumps(op)}: {{\n"
+        + ",\n".join(_variant_lines(key, tiles) for key, tiles in variants.items())
+        + "\n  }"
+        for op, variants in tree.items()
+    ]
+    head = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in header.items())
+    text = "{\n" + head + ',\n "rows": {\n' + ",\n".join(ops) + "\n }\n}\n"
+    (directory / f"{name}.lock.json").write_text(text)
+
+
+def _variant_lines(key: str, tiles: list[str]) -> str:
+    return f"   {json.dumps(key)}: {{\n" + ",\n".join(f"    {tile}" for tile in tiles) + "\n   }"
 
 
 @dataclass(frozen=True, slots=True)
 class FittingTiles:
-    """Tiles in order of preference that fit; when there is none, why."""
+    """Tiles in order of preference that fit; for those that do not, why."""
 
     tiles: tuple[Tile, ...]
     reasons: tuple[str, ...] = ()
 
 
-class Ledger:
-    """The rows of all lock files. `rows[op][variant key][tile key]["3.9.0/sm_120"]` is a Measurement."""
+def _worst_of(found: list[Measurement]) -> TileRecord | None:
+    if not found:
+        return None
+    return TileRecord(
+        smem=max(m[0] for m in found),
+        registers=max(m[1] for m in found),
+        spills=max(m[2] for m in found),
+        stack=max(m[3] for m in found),
+        mma=tuple(sorted({kind for m in found for kind in m[4]})),
+    )
 
-    def __init__(self, rows: Mapping[str, Mapping[str, Mapping[str, Mapping[str, Measurement]]]]) -> None:
+
+class Ledger:
+    """What the resolver asks the lock files."""
+
+    def __init__(self, rows: Rows) -> None:
         self.rows = rows
 
     @staticmethod
     @functools.cache
     def load() -> Ledger:
         """The shipped lock files."""
-        merged: dict[str, Any] = {}
-        for name in sorted(set(LOCK_OF_ARCH.values())):
-            path = LOCK_DIR / f"{name}.lock.json"
-            if not path.exists():
-                continue
-            for op, variants in json.loads(path.read_text())["rows"].items():
-                for key, tiles in variants.items():
-                    for tile, by_target in tiles.items():
-                        merged.setdefault(op, {}).setdefault(key, {}).setdefault(tile, {}).update(by_target)
+        merged: Rows = {}
+        for name in LOCKS:
+            for key, row in read_lock(name).items():
+                merged.setdefault(key, Row(row.code)).by_target.update(row.by_target)
         return Ledger(merged)
 
     def measurements(self, need: Need, tile: Tile, arch: ArchTraits) -> Iterator[Measurement]:
         """Of every variant that can serve `need`, for every Triton version."""
-        prefix, wanted, target = variant_prefix(need), tile_key(tile), "/" + arch_in_ledger(arch)
-        for key, tiles in self.rows.get(need.op, {}).items():
-            if key.startswith(prefix) and wanted in tiles:
-                yield from (value for name, value in tiles[wanted].items() if name.endswith(target))
+        wanted, target = tile_key(tile), "/" + judged_as(arch)
+        for (op, key, name), row in self.rows.items():
+            if op == need.op and name == wanted and _serves(key, need):
+                yield from (value for version, value in row.by_target.items() if version.endswith(target))
 
     def record(self, need: Need, tile: Tile, arch: ArchTraits) -> TileRecord | None:
         """The worst case of the tile over variants and Triton versions, or None if it is not in the ledger."""
-        found = list(self.measurements(need, tile, arch))
-        if not found:
-            return None
-        smem, registers, spills, stack = (max(m[i] for m in found) for i in range(4))  # type: ignore[type-var]
-        return TileRecord(smem, registers, spills, stack, tuple(sorted({kind for m in found for kind in m[4]})))  # type: ignore[arg-type]
+        return _worst_of(list(self.measurements(need, tile, arch)))
+
+    def worst(self, op: str, arch: ArchTraits) -> TileRecord | None:
+        """The worst case over all rows of an op that picks its launch by size itself."""
+        target = "/" + judged_as(arch)
+        rows = [row for (row_op, _, _), row in self.rows.items() if row_op == op]
+        return _worst_of([m for row in rows for name, m in row.by_target.items() if name.endswith(target)])
 
     def fitting_tiles(self, need: Need, arch: ArchTraits) -> FittingTiles:
         """The candidate tiles of `need` whose measured shared memory one block of `arch` can have."""
@@ -102,12 +186,12 @@ class Ledger:
         reasons: list[str] = []
         for tile in candidates:
             record = self.record(need, tile, arch)
+            name = tile_key(tile)
             if record is None:
-                reasons.append(f"tile {tile_key(tile)} is not in the ledger for {need.describe()}")
+                reasons.append(f"tile {name} is not in the ledger for {need.describe()}")
             elif record.smem > arch.smem_per_block:
-                reasons.append(
-                    f"tile {tile_key(tile)} needs {record.smem:,} B of shared memory, {arch.name} has {arch.smem_per_block:,} B"
-                )
+                limit = arch.smem_per_block
+                reasons.append(f"tile {name} needs {record.smem:,} B of shared memory, {arch.name} has {limit:,} B")
             else:
                 fitting.append(tile)
         return FittingTiles(tuple(fitting), tuple(reasons))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.ledger_file import Ledger
-from sglang.srt.kernels.spec import Choice, KernelSpec, Need, NoKernel, Rejection, Tile, TileRecord
+from sglang.srt.kernels.spec import Choice, KernelSpec, Need, NoKernel, Rejection, Tile
 from sglang.srt.kernels.tables import PREFERENCES, TABLES, Preference
 
 OPTIONAL_PACKAGES = ("flashinfer", "sgl_kernel", "triton")
@@ -103,6 +103,6 @@ def _choice(
     note: str | None,
 ) -> Choice:
     if not tiles:
-        return Choice(need, spec, rejected=rejected, note=note)
-    record: TileRecord | None = ledger.record(need, tiles[0], arch)
-    return Choice(need, spec, tiles[0], record, tiles[1:], rejected, note)
+        record = ledger.worst(need.op, arch) if spec.package == "triton" else None
+        return Choice(need, spec, record=record, rejected=rejected, note=note)
+    return Choice(need, spec, tiles[0], ledger.record(need, tiles[0], arch), tiles[1:], rejected, note)

@@ -49,12 +49,42 @@ def _split(h: int, n: int, warps: int, stages: int, ctas_per_sm: int, waves: int
 
 
 _ANY = (1, 2)
+_WIDE = ((160, 160), (192, 192), (256, 256), (288, 256))
 
 ROWS: tuple[TileRow, ...] = (
-    TileRow("extend_attention", ((64, 64),), _ANY, (_qkv(128, 64, 8, 2), _qkv(64, 32, 4, 2)), {"wgmma": (_qkv(128, 64, 8, 3),)}),
-    TileRow("extend_attention", ((128, 128),), _ANY, (_qkv(128, 32, 8, 3), _qkv(64, 32, 4, 2)), {"wgmma": (_qkv(128, 64, 8, 3),)}),
-    TileRow("decode_attention", ((64, 64), (128, 128)), _ANY, (_split(16, 64, 4, 3, 2), _split(16, 32, 4, 3, 4)), {"wgmma": (_split(16, 64, 4, 3, 4),)}),
-)
+    TileRow(
+        "extend_attention", ((64, 64),), _ANY,
+        (_qkv(128, 64, 8, 2), _qkv(64, 32, 4, 2)), {"wgmma": (_qkv(128, 64, 8, 3),)},
+    ),
+    TileRow(
+        "extend_attention", ((72, 72), (80, 80), (96, 96), (128, 128)), _ANY,
+        (_qkv(128, 32, 8, 3), _qkv(64, 32, 4, 2)), {"wgmma": (_qkv(128, 64, 8, 3),)},
+    ),
+    TileRow("extend_attention", ((192, 128),), _ANY, (_qkv(64, 32, 4, 2),), {"wgmma": (_qkv(128, 64, 8, 2),)}),
+    TileRow("extend_attention", _WIDE, _ANY, (_qkv(64, 32, 8, 2), _qkv(32, 32, 4, 2))),
+    TileRow("extend_attention", ((512, 512), (576, 512)), _ANY, (_qkv(32, 16, 8, 2), _qkv(16, 16, 4, 2))),
+    TileRow(
+        "decode_attention", ((64, 64), (72, 72), (80, 80), (96, 96), (128, 128), (192, 128)), _ANY,
+        (_split(16, 64, 4, 3, 2), _split(16, 32, 4, 3, 4)), {"wgmma": (_split(16, 64, 4, 3, 4),)},
+    ),
+    TileRow("decode_attention", _WIDE, _ANY, (_split(16, 32, 4, 3, 2), _split(16, 16, 4, 2, 2))),
+    TileRow("decode_attention", ((512, 512),), _ANY, (_split(16, 16, 4, 3, 1), _split(16, 16, 4, 2, 1))),
+    TileRow(
+        "decode_attention", ((576, 512),), _ANY,
+        (_split(32, 32, 8, 2, 1, 2), _split(16, 16, 4, 2, 1, 2)), {"wgmma": (_split(64, 32, 8, 2, 1, 2),)},
+    ),
+    TileRow(
+        "prefill_attention", ((64, 64),), (2,),
+        (_qkv(128, 64, 8, 2), _qkv(64, 32, 4, 2)), {"wgmma": (_qkv(128, 64, 8, 3),)},
+    ),
+    TileRow(
+        "prefill_attention", ((72, 72), (80, 80), (96, 96), (128, 128)), (2,),
+        (_qkv(128, 32, 8, 3), _qkv(64, 32, 4, 2)), {"wgmma": (_qkv(128, 64, 8, 3),)},
+    ),
+    TileRow("prefill_attention", ((192, 128),), (2,), (_qkv(64, 32, 4, 2),), {"wgmma": (_qkv(128, 64, 8, 2),)}),
+    TileRow("prefill_attention", _WIDE, (2,), (_qkv(64, 32, 8, 2), _qkv(32, 32, 4, 2))),
+    TileRow("prefill_attention", ((512, 512), (576, 512)), (2,), (_qkv(32, 16, 8, 2), _qkv(16, 16, 4, 2))),
+)  # fmt: skip
 
 
 def find_row(op: str, head_dim: int, v_head_dim: int, kv_bytes: int) -> TileRow | None:
@@ -69,7 +99,9 @@ KV_BYTES: Mapping[str, int] = {
 }  # fmt: skip
 
 
-def attention_tiles(op: str, head_dim: int, v_head_dim: int, kv_dtype: str, features: Collection[str]) -> tuple[Tile, ...]:
+def attention_tiles(
+    op: str, head_dim: int, v_head_dim: int, kv_dtype: str, features: Collection[str]
+) -> tuple[Tile, ...]:
     """Candidate tiles, best first; empty if the kernels do not support the shape or the dtype."""
     row = find_row(op, head_dim, v_head_dim, KV_BYTES.get(kv_dtype, 0))
     return () if row is None else tuple(row.candidates(features))

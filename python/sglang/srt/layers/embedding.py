@@ -49,7 +49,7 @@ class LMHead:
         self.weight = _vocab_weight(scope, vocab_size, hidden_size) if tied_to is None else tied_to.weight
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(hidden, self.weight).float()
-        if not self.multi_rank:
-            return logits
-        return parallel_state.all_gather(logits)[:, : self.vocab_size]
+        logits = F.linear(hidden, self.weight)
+        if self.multi_rank:
+            logits = parallel_state.all_gather(logits)[:, : self.vocab_size]
+        return logits.float()

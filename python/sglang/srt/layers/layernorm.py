@@ -20,4 +20,5 @@ class RMSNorm:
         """x, residual [T, H] -> (norm of their sum, their sum). Without a residual `x` is the sum."""
         if residual is None:
             return self._norm(x, self.weight, self.eps), x
-        return self._add_norm(x, residual, self.weight, self.eps)
+        normed, total = self._add_norm(x, residual, self.weight, self.eps)
+        return normed, total

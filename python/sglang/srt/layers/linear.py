@@ -55,7 +55,9 @@ class Unquantized:
 def shard_of(total: int, rank: int, size: int, what: str) -> slice:
     """This rank's equal share of `total`."""
     if total % size:
-        raise ValueError(f"{what} {total} cannot be divided over {size} tensor-parallel ranks; choose another --tp-size")
+        raise ValueError(
+            f"{what} {total} cannot be divided over {size} tensor-parallel ranks; choose another --tp-size"
+        )
     share = total // size
     return slice(rank * share, (rank + 1) * share)
 

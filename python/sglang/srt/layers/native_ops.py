@@ -1,4 +1,4 @@
-"""Every op of a decoder layer in plain torch: the CPU's kernels, and the reference that other kernels are tested against.
+"""Every op of a decoder layer in plain torch: the CPU's kernels, and the reference that others are tested against.
 
 Math is done in fp32 and cast back to the input's dtype; matrix products run in the dtype of their operands.
 """
@@ -68,10 +68,8 @@ def qk_norm_rope_store(
     qkv [T, (Hq + 2 Hkv) D], positions and out_cache_loc [T], cos_sin [max_pos, rot_dim] fp32 (cosines, then sines),
     weights [D], caches [slots, Hkv, D] -> q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D].
     """
-    q, k, v = (
-        part.unflatten(-1, (-1, head_dim))
-        for part in qkv.split([num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim], dim=-1)
-    )
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if q_weight is not None:
         q = rmsnorm(q, q_weight, eps)
     if k_weight is not None:
@@ -112,9 +110,7 @@ def fused_moe(
     An id of -1 names no expert and adds nothing.
     """
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in topk_ids.unique().tolist():
-        if expert < 0:
-            continue
+    for expert in sorted(set(topk_ids.flatten().tolist()) - {-1}):
         token, choice = (topk_ids == expert).nonzero(as_tuple=True)
         y = F.linear(silu_and_mul(F.linear(x[token], w13[expert])), w2[expert])
         out.index_add_(0, token, y.float() * topk_weights[token, choice, None].float())

@@ -79,9 +79,7 @@ class Scope:
     def sub(self, name: str | int) -> Scope:
         """The scope of a child; parameters land in the same collection."""
         path = f"{self.path}.{name}" if self.path else str(name)
-        return Scope(
-            self.plan, self.device, self.dtype, self.tp_rank, self.tp_size, self.quant, path, self.params
-        )
+        return Scope(self.plan, self.device, self.dtype, self.tp_rank, self.tp_size, self.quant, path, self.params)
 
     def param(
         self,

@@ -20,7 +20,7 @@ from sglang.srt.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """`rot_dim` leading dims of a head rotate. `params`: the variant's own settings, as (key, value) pairs sorted by key.
+    """`rot_dim` leading dims of a head rotate. `params`: the variant's own settings, (key, value) sorted by key.
 
     `max_position` is the length that the checkpoint states (max_position_embeddings).
     """

@@ -134,7 +134,7 @@ def build_extend(scheduler: Scheduler, chosen: list[tuple[Req, int]], mixed: lis
 def _ask_prompt_logprobs(
     batch: ScheduleBatch, chosen: list[tuple[Req, int]], prefix: np.ndarray, lens: np.ndarray
 ) -> PromptLogprobs | None:
-    """Row p of a prompt predicts token p + 1; collect the rows in this step whose target is wanted and not collected."""
+    """Row p of a prompt predicts token p + 1: the rows of this step whose target is wanted and not collected yet."""
     starts = np.cumsum(lens) - lens
     rows, targets = [], []
     for (req, n), begin, row0 in zip(chosen, prefix.tolist(), starts.tolist(), strict=False):

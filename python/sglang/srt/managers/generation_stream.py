@@ -4,7 +4,7 @@
     async for output in stream:            # deltas; sequences of a batch interleave by output.index
         ...
     results = await stream.collect()       # instead of iterating: one merged output a sequence, in index order
-    await stream.aclose()                  # always, also when the client is gone: aborts what still runs (or `async with`)
+    await stream.aclose()                  # always, or `async with stream`: aborts what still runs
 
 All methods belong to the event loop that the tokenizer manager is attached to.
 """

@@ -1,6 +1,7 @@
 """Messages between the processes, encoded with msgspec (MessagePack) and carried by zmq.
 
-    tokenizer manager --(SchedulerInput)--> scheduler --(SchedulerOutput)--> detokenizer --(DetokenizerOutput)--> tokenizer manager
+    tokenizer manager --(SchedulerInput)--> scheduler --(SchedulerOutput)--> detokenizer
+    detokenizer --(DetokenizerOutput)--> tokenizer manager
 
 Batch messages are columnar: entry i of every list belongs to `rids[i]`. Control replies pass through the detokenizer
 unchanged, so that a reply never overtakes the tokens that were sent before it.
@@ -69,7 +70,7 @@ SchedulerInput = TokenizedGenerateReq | AbortReq | ControlReq
 
 
 class OutputLogprobs(msgspec.Struct, omit_defaults=True):
-    """Log probabilities that are new in this message, one entry a token. Input fields come once, with the first output."""
+    """Log probabilities that are new in this message, an entry a token. Input fields come once, with the first output."""
 
     output: list[TokenLogprob] = []
     output_top: list[list[TokenLogprob]] = []

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import zmq
 
+from sglang.srt.errors import UserError
 from sglang.srt.managers.io_struct import DetokenizerOutput, SchedulerInput, SchedulerOutput
 
 T = TypeVar("T")
@@ -41,6 +42,8 @@ class Ports:
     scheduler_input: str
     detokenizer_input: str
     tokenizer_input: str
+    rendezvous: str
+    """torch.distributed init method, for the ranks of tensor parallelism."""
 
     @classmethod
     def create(cls) -> Ports:
@@ -50,10 +53,16 @@ class Ports:
         def address(name: str) -> str:
             path = os.path.join(directory, name)
             if len(path) > zmq.IPC_PATH_MAX_LEN:
-                raise ValueError(f"the socket path {path} is too long for the system; set TMPDIR to a shorter directory")
+                raise UserError(f"The socket path {path} is too long for the system; set TMPDIR to a shorter one.")
             return f"ipc://{path}"
 
-        return cls(directory, address("scheduler"), address("detokenizer"), address("tokenizer"))
+        return cls(
+            directory,
+            address("scheduler"),
+            address("detokenizer"),
+            address("tokenizer"),
+            f"file://{os.path.join(directory, 'rendezvous')}",
+        )
 
     def remove(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -63,7 +72,7 @@ class Sender(Generic[T]):
     """Writing end of a channel. Belongs to one thread."""
 
     def __init__(self, address: str, timeout_s: float = SEND_TIMEOUT_S) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.set_hwm(HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.SNDTIMEO, int(timeout_s * 1000))
@@ -94,7 +103,7 @@ class Receiver(Generic[T]):
     msgspec.ValidationError. Belongs to one thread."""
 
     def __init__(self, address: str, message_type: Any) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.PULL)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._socket.set_hwm(HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(address)

@@ -26,8 +26,8 @@ async def native_results(manager: TokenizerManager, req: GenerateRequest) -> dic
 async def native_stream(
     manager: TokenizerManager, req: GenerateRequest, incremental: bool
 ) -> AsyncIterator[dict[str, Any]]:
-    """A dict for every step of every sequence, with everything so far or, if `incremental`, only what is new. Dicts of a
-    batch or of n > 1 carry the sequence's `index`. Raises RequestError, at the first step if nothing was sent."""
+    """A dict for every step of every sequence, with everything so far or, if `incremental`, only what is new. Dicts of
+    a batch or of n > 1 carry the sequence's `index`. Raises RequestError, at the first step if nothing was sent."""
     async with await manager.submit(req) as stream:
         writer = _Writer(manager.tokenizer, req, stream)
         so_far = [_SoFar() for _ in stream.requests]

@@ -65,9 +65,7 @@ def _take_logprobs(req: Req) -> OutputLogprobs | None:
 
 def _options(req: Req) -> DecodeOptions:
     p = req.params
-    return DecodeOptions(
-        p.skip_special_tokens, p.spaces_between_special_tokens, p.no_stop_trim, p.stop, p.stop_regex
-    )
+    return DecodeOptions(p.skip_special_tokens, p.spaces_between_special_tokens, p.no_stop_trim, p.stop, p.stop_regex)
 
 
 def output_message(reqs: Iterable[Req]) -> BatchTokenIDOut:

@@ -114,10 +114,11 @@ class RequestPreparer:
     async def _input_ids(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):
             if self._encode is None:
-                raise RequestError("text needs a tokenizer; the server runs with --skip-tokenizer-init: send input_ids.")
+                raise RequestError("The server runs with --skip-tokenizer-init: send input_ids instead of text.")
             if len(prompt) > self._context_len * CHARS_PER_TOKEN_BOUND and not self._allow_truncate:
                 raise RequestError(
-                    f"The prompt of {len(prompt)} characters is longer than the model's context length of {self._context_len} tokens."
+                    f"The prompt of {len(prompt)} characters is longer than the model's context length of "
+                    f"{self._context_len} tokens."
                 )
             prompt = await self._encode(prompt, add_special_tokens)
             source = "The tokenized text"
@@ -138,8 +139,8 @@ class RequestPreparer:
         if room < 1:
             if not self._allow_truncate:
                 raise RequestError(
-                    f"The prompt of {len(ids)} tokens does not fit the model's context length of {self._context_len} tokens "
-                    "with room for output."
+                    f"The prompt of {len(ids)} tokens does not fit the model's context length of {self._context_len} "
+                    "tokens with room for output."
                 )
             ids = ids[: self._context_len - 1]
             room = 1
@@ -148,8 +149,8 @@ class RequestPreparer:
             return ids, params
         if explicit_length and not self._allow_truncate:
             raise RequestError(
-                f"The prompt of {len(ids)} tokens and max_new_tokens of {wanted} make {len(ids) + wanted} tokens, more than the "
-                f"model's context length of {self._context_len} tokens."
+                f"The prompt of {len(ids)} tokens and max_new_tokens of {wanted} make {len(ids) + wanted} tokens, more "
+                f"than the model's context length of {self._context_len} tokens."
             )
         return ids, msgspec.structs.replace(
             params, max_new_tokens=room, min_new_tokens=min(room, params.min_new_tokens)
@@ -159,7 +160,8 @@ class RequestPreparer:
         length, top, wanted = len(request.input_ids), request.top_logprobs_num, request.token_ids_logprob or []
         if not -1 <= request.logprob_start_len < length:
             raise RequestError(
-                f"logprob_start_len must be in [-1, {length - 1}] for a prompt of {length} tokens, got {request.logprob_start_len}."
+                f"logprob_start_len must be in [-1, {length - 1}] for a prompt of {length} tokens, got "
+                f"{request.logprob_start_len}."
             )
         if not 0 <= top <= self._vocab_size:
             raise RequestError(f"top_logprobs_num must be in [0, {self._vocab_size}], got {top}.")
@@ -175,7 +177,9 @@ def _prompts(req: GenerateRequest) -> Sequence[str | list[int]]:
     prompts: Any = given if req.is_batch else [given]
     kind = str if req.text is not None else list
     if not isinstance(prompts, list) or not all(isinstance(prompt, kind) for prompt in prompts):
-        raise RequestError("text must be a string or a list of strings, input_ids a list of integers or a list of such lists.")
+        raise RequestError(
+            "text must be a string or a list of strings, input_ids a list of ids or a list of such lists."
+        )
     if not 1 <= len(prompts) <= MAX_BATCH:
         raise RequestError(f"A batch must have 1 to {MAX_BATCH} prompts, got {len(prompts)}.")
     return prompts

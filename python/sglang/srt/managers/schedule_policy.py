@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from sglang.srt.managers.schedule_batch import Req, RunningBatch
-from sglang.srt.mem_cache.radix_cache import RadixCache, Node
+from sglang.srt.mem_cache.radix_cache import Node, RadixCache
 
 MAX_LPM_QUEUE = 128
 """Beyond this queue length matching every request costs more than the order gains; FCFS then."""

@@ -140,7 +140,11 @@ class Scheduler:
                 break
             match = self.cache.match_prefix(req.tokens[: req.matchable_len()], req.namespace)
             start = tuple(req.tokens[:SHARED_PREFIX])
-            if len(match.indices) < SHARED_PREFIX == len(start) and start in starts and not self.args.disable_radix_cache:
+            if (
+                len(match.indices) < SHARED_PREFIX == len(start)
+                and start in starts
+                and not self.args.disable_radix_cache
+            ):
                 continue
             self.cache.lock(match.node)
             take = budget.take(req, len(match.indices))
@@ -234,7 +238,9 @@ class Scheduler:
             if req.prompt_len < req.limit:
                 req.tokens.append(token)
                 if req.grammar is not None and not req.grammar.accept(token):
-                    self.end(req, FinishReason("abort", message="the grammar rejected a sampled token", status_code=500))
+                    self.end(
+                        req, FinishReason("abort", message="the grammar rejected a sampled token", status_code=500)
+                    )
                     continue
                 reason = self.stop_checker.finish_reason(req)
             else:  # max_new_tokens is 0: the prompt was all that was wanted

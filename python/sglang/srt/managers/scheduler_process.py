@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from multiprocessing.connection import Connection
+
 import msgspec
 
 from sglang.srt.constrained.grammar import GrammarError, grammar_key
@@ -164,7 +165,7 @@ class SchedulerProcess:
         return ControlReply(msg.id, ok, "" if ok else "The cache was not flushed: requests are running or waiting.")
 
     def _internal_state(self, msg: ControlReq) -> ControlReply:
-        stats = msgspec.to_builtins(self.scheduler.stats.snapshot())
+        stats = msgspec.structs.asdict(self.scheduler.stats.snapshot())
         memory = self.scheduler.check_memory()
         state = {
             "last_gen_throughput": stats["gen_throughput"],

@@ -225,7 +225,7 @@ class TokenizerManager:
         share_prefix = not self.args.disable_radix_cache
         for index, request in enumerate(call.requests):
             group = call.rids[index // call.num_samples]
-            sequence = self._sequences[request.rid] = _Sequence(stream, index, group)
+            self._sequences[request.rid] = _Sequence(stream, index, group)
             self._groups.setdefault(group, set()).add(request.rid)
             sample = index % call.num_samples
             if sample and share_prefix and len(request.input_ids) >= SHARED_PREFIX_TOKENS:

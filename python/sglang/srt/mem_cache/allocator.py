@@ -109,7 +109,8 @@ class TokenAllocator:
         """Each page once, without sorting: of equal entries the one whose index the scratch array remembers."""
         index = np.arange(pages.size, dtype=np.int32)
         self._mark[pages] = index
-        return pages[self._mark[pages] == index]
+        distinct: Slots = pages[self._mark[pages] == index]
+        return distinct
 
     def is_free(self, slots: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         """Whether the page of each slot is free; for invariant checks."""

@@ -106,7 +106,9 @@ class ModelRunner:
             ),
             self.device,
         )
-        ids, pos, slots, seq_lens, loc, extend_lens, prefix_lens, start_loc, rows, sampled, sampled_lens, hole, src = sent
+        ids, pos, slots, seq_lens, loc, extend_lens, prefix_lens, start_loc, rows, sampled, sampled_lens, hole, src = (
+            sent
+        )
         if len(on_device):
             ids[hole] = self.next_token[src]
         batch = ForwardBatch(

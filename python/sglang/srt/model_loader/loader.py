@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import zlib
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,7 @@ def load_checkpoint(model: CausalLM, model_path: str) -> None:
     wanted = model.weights.index(model.params.values())
     unknown: list[str] = []
     loaded: set[str] = set()
+    tqdm.set_lock(threading.RLock())  # its default is a semaphore between processes, which outlives this one
     with tqdm(
         total=checkpoint.total_bytes(),
         desc="Loading safetensors",

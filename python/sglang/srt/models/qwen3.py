@@ -54,5 +54,7 @@ def _attention(model: ModelConfig) -> GQA:
     expect(model, "use_sliding_window", False)
     kinds = set(reader(model).default("layer_types", list, []))
     if kinds - {"full_attention"}:
-        raise UserError(f"{model.model_path}/config.json: layer_types {sorted(kinds)} are not supported, only full_attention.")
+        raise UserError(
+            f"{model.model_path}/config.json: layer_types {sorted(kinds)} are not supported, only full_attention."
+        )
     return grouped_query_attention(model, qk_norm=True)

@@ -36,7 +36,9 @@ def cuda_graph_batch_sizes(args: ServerArgs, available: int, max_running_request
     if args.disable_cuda_graph:
         return ()
     if args.cuda_graph_bs is not None:
-        return tuple(sorted({size for size in args.cuda_graph_bs if size <= max_running_requests})) or (max_running_requests,)
+        return tuple(sorted({size for size in args.cuda_graph_bs if size <= max_running_requests})) or (
+            max_running_requests,
+        )
     largest = min(args.cuda_graph_max_bs or default_cuda_graph_max_bs(available), max_running_requests)
     steps = (1, 2, 4, *range(8, 161, 8), *range(176, 257, 16), *range(288, largest + 1, 32))
     return tuple(sorted({size for size in steps if size <= largest} | {largest}))

@@ -71,7 +71,11 @@ def activation_bytes(facts: ModelFacts, dtype: str, num_tokens: int, tp_size: in
     item = KV_DTYPE_BYTES[dtype]
     hidden = 3 * facts.hidden_size
     heads = facts.num_heads // tp_size
-    attention = 2 * heads * facts.head_dim + heads * facts.v_head_dim + 2 * max(1, facts.num_kv_heads // tp_size) * facts.head_dim
+    attention = (
+        2 * heads * facts.head_dim
+        + heads * facts.v_head_dim
+        + 2 * max(1, facts.num_kv_heads // tp_size) * facts.head_dim
+    )
     dense = 3 * facts.dense_inter // tp_size
     experts = facts.top_k * (3 * facts.expert_inter // tp_size + facts.hidden_size)
     routing = 4 * facts.num_experts * 2

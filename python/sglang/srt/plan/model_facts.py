@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.configs.hf_config import read_json_object
 from sglang.srt.errors import UserError
 
 Config = Mapping[str, Any]
@@ -22,6 +23,7 @@ class ModelFacts:
     """Sizes of the whole model (not of one rank). Zero means that the model has none of it."""
 
     architecture: str
+    dtype: str
     hidden_size: int
     num_layers: int
     vocab_size: int
@@ -48,34 +50,36 @@ class ModelFacts:
         return "mla" in self.attention_traits
 
 
-def read_config(model_path: str) -> dict[str, Any]:
-    """config.json of a local model directory, with `hf_quant_config.json` merged as quantization_config if only that
-    exists. Raises UserError."""
-    path = Path(model_path) / "config.json"
-    try:
-        config: dict[str, Any] = json.loads(path.read_text())
-        quant = path.with_name("hf_quant_config.json")
-        if quant.exists() and not config.get("quantization_config"):
-            config["quantization_config"] = json.loads(quant.read_text()).get("quantization", {})
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist: --model-path must name a directory with a config.json") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from None
-    return config
+def quantization_of(config: Config, directory: Path) -> Config | None:
+    """The quantization of a checkpoint: in config.json (of a multimodal model inside or outside of the text part), or
+    in ModelOpt's file beside it."""
+    for part in (config, config.get("text_config") or {}):
+        for key in ("quantization_config", "compression_config"):
+            if part.get(key):
+                found: Config = part[key]
+                return found
+    modelopt = directory / "hf_quant_config.json"
+    if modelopt.is_file():
+        return read_json_object(modelopt).get("quantization") or {}
+    return None
 
 
-def facts_from_config(config: Config) -> ModelFacts:
-    """Facts of a config.json (multimodal wrappers included). Raises UserError naming a key that is missing."""
+def facts_from_config(config: Config, quantization: Config | None) -> ModelFacts:
+    """Facts of a config.json (multimodal wrappers included) and of the quantization that was detected beside it.
+
+    Raises UserError naming a key that is missing.
+    """
     text: Config = config.get("text_config") or config
     heads = _require(text, "num_attention_heads")
     hidden = _require(text, "hidden_size")
     layers = _require(text, "num_hidden_layers")
     kinds = text.get("layer_types") or []
     num_experts = int(_first(text, "n_routed_experts", "num_experts", "num_local_experts"))
-    expert_quant, linear_quant = _quant_schemes(text.get("quantization_config") or config.get("quantization_config") or {})
+    expert_quant, linear_quant = _quant_schemes(quantization or {})
     head_dim, v_head_dim, prompt_dims = _head_dims(text, hidden, heads)
     return ModelFacts(
         architecture=(config.get("architectures") or ["unknown"])[0],
+        dtype=_dtype(text, config),
         hidden_size=hidden,
         num_layers=layers,
         vocab_size=_require(text, "vocab_size"),
@@ -97,6 +101,11 @@ def facts_from_config(config: Config) -> ModelFacts:
         expert_quant=expert_quant,
         linear_quant=linear_quant,
     )
+
+
+def _dtype(text: Config, config: Config) -> str:
+    written = _first(text, "dtype", "torch_dtype") or _first(config, "dtype", "torch_dtype") or "bfloat16"
+    return str(written).removeprefix("torch.")
 
 
 def _require(config: Config, key: str) -> int:
@@ -142,7 +151,10 @@ def _router(text: Config) -> str:
 def _vision_head_dim(vision: Config | None) -> int:
     if not vision:
         return 0
-    hidden, heads = _first(vision, "vt_hidden_size", "hidden_size"), _first(vision, "vt_num_attention_heads", "num_heads", "num_attention_heads")
+    hidden, heads = (
+        _first(vision, "vt_hidden_size", "hidden_size"),
+        _first(vision, "vt_num_attention_heads", "num_heads", "num_attention_heads"),
+    )
     return hidden // heads if hidden and heads else 0
 
 

@@ -121,7 +121,7 @@ def make_plan(
 
     Raises UserError: a kernel that was asked for cannot run, heads do not divide, weights do not fit.
     """
-    facts = facts_from_config(model.hf_config)
+    facts = facts_from_config(model.hf_config, model.quantization)
     _check_tensor_parallel(facts, args.tp_size)
     kv_dtype = kv_cache_dtype(args.kv_cache_dtype, model.dtype)
     page_size = args.page_size or 1
@@ -159,9 +159,7 @@ def make_plan(
     )
 
 
-def choose(
-    args: ServerArgs, needs: tuple[Need, ...], arch: ArchTraits, packages: frozenset[str]
-) -> dict[str, Choice]:
+def choose(args: ServerArgs, needs: tuple[Need, ...], arch: ArchTraits, packages: frozenset[str]) -> dict[str, Choice]:
     """One Choice per op. Raises NoKernel."""
     ledger = Ledger.load()
     forced = forced_kernels(args)
@@ -232,17 +230,16 @@ def _sizes(
 
 
 def _token_notes(args: ServerArgs, tokens: int) -> list[str]:
-    if args.max_total_tokens is None or args.max_total_tokens // (args.page_size or 1) * (args.page_size or 1) <= tokens:
+    if (
+        args.max_total_tokens is None
+        or args.max_total_tokens // (args.page_size or 1) * (args.page_size or 1) <= tokens
+    ):
         return []
     return [f"--max-total-tokens {args.max_total_tokens} does not fit: the KV cache holds {tokens} tokens"]
 
 
-def _check_pool(
-    args: ServerArgs, tokens: int, context_len: int, memory: MemoryPlan, kv: KVSpec
-) -> tuple[str, ...]:
-    facts = (
-        f"the KV cache holds {max(0, tokens):,} tokens ({memory.kv_cache / GIB:.2f} GiB at {kv.bytes_per_token:,} B a token)"
-    )
+def _check_pool(args: ServerArgs, tokens: int, context_len: int, memory: MemoryPlan, kv: KVSpec) -> tuple[str, ...]:
+    facts = f"the KV cache holds {max(0, tokens):,} tokens ({memory.kv_cache / GIB:.2f} GiB at {kv.bytes_per_token:,} B a token)"
     remedies = (
         "a higher --mem-fraction-static, --kv-cache-dtype fp8_e4m3, a larger --tp-size, or a smaller --chunked-prefill-size"
         if args.max_total_tokens is None

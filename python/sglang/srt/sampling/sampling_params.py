@@ -20,7 +20,7 @@ MAX_SAMPLES = 128
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """User intent for one request. Field names and ranges are the public `/generate` interface.
 
-    `sampling_seed` of None means that the scheduler draws one. `max_new_tokens` of None means "until the context is full".
+    `sampling_seed` of None means that the scheduler draws one, `max_new_tokens` of None "until the context is full".
     """
 
     max_new_tokens: int | None = 128

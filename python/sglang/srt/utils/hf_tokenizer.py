@@ -1,5 +1,5 @@
-"""The model's tokenizer. Reads tokenizer.json with the `tokenizers` library alone where that is the whole truth, because
-importing transformers (and with it torch) costs every process seconds; otherwise transformers loads it.
+"""The model's tokenizer. Reads tokenizer.json with the `tokenizers` library alone where that is the whole truth,
+because importing transformers (and with it torch) costs every process seconds; otherwise transformers loads it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Tokenizer:
         self._rust = rust
         self._hf = hf
         self._hf_lock = threading.Lock()
-        self._byte_level = ByteLevelDecoder(rust.id_to_token, self._special_ids()) if _is_byte_level(rust) else None
+        self._byte_level: ByteLevelDecoder | None = None
+        if rust is not None and _is_byte_level(rust):
+            self._byte_level = ByteLevelDecoder(rust.id_to_token, _special_ids(rust))
         self._texts: dict[int, str] = {}
         self.special_tokens = files.special_tokens
         """bos_token, eos_token, ... -> text."""
@@ -108,11 +110,6 @@ class Tokenizer:
             self._hf = _load_with_transformers(self._files, trust_remote_code=False)
         return self._hf
 
-    def _special_ids(self) -> frozenset[int]:
-        if self._rust is None:
-            return frozenset()
-        return frozenset(i for i, token in self._rust.get_added_tokens_decoder().items() if token.special)
-
 
 def load_tokenizer(args: ServerArgs) -> Tokenizer | None:
     """The tokenizer of `--tokenizer-path`, None with --skip-tokenizer-init. Raises UserError."""
@@ -135,7 +132,7 @@ def _read_tokenizer_json(files: TokenizerFiles) -> tokenizers.Tokenizer:
     try:
         rust = tokenizers.Tokenizer.from_file(str(files.json_path))
     except Exception as error:  # the library raises bare Exception
-        raise UserError(f"{files.json_path} is not a tokenizer that this version of `tokenizers` reads: {error}") from None
+        raise UserError(f"{files.json_path} is not a tokenizer that `tokenizers` can read: {error}") from None
     rust.no_truncation()
     rust.no_padding()
     return rust
@@ -168,14 +165,18 @@ def _load_with_transformers(files: TokenizerFiles, trust_remote_code: bool) -> A
         return AutoTokenizer.from_pretrained(str(files.directory), trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises all kinds
         raise UserError(
-            f"No tokenizer could be loaded from {files.directory} ({type(error).__name__}: {error}). Give another directory "
-            "with --tokenizer-path, or serve token ids with --skip-tokenizer-init."
+            f"No tokenizer could be loaded from {files.directory} ({type(error).__name__}: {error}). Give another "
+            "directory with --tokenizer-path, or serve token ids with --skip-tokenizer-init."
         ) from error
 
 
-def _is_byte_level(rust: tokenizers.Tokenizer | None) -> bool:
+def _special_ids(rust: tokenizers.Tokenizer) -> frozenset[int]:
+    return frozenset(i for i, token in rust.get_added_tokens_decoder().items() if token.special)
+
+
+def _is_byte_level(rust: tokenizers.Tokenizer) -> bool:
     """Whether decoding is nothing but joining the tokens' bytes."""
-    if rust is None or rust.decoder is None:
+    if rust.decoder is None:
         return False
     decoder = json.loads(rust.decoder.__getstate__())
     parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]

@@ -1,7 +1,8 @@
 """Token ids to text, a few ids at a time, without ever printing half a character.
 
-A `TextDecoder` belongs to a tokenizer, a `TextStream` to one sequence. For every way of cutting the ids into chunks, the
-pieces that `push` and `finish` return concatenate to the tokenizer's decoding of all ids (without clean-up of spaces).
+A `TextDecoder` belongs to a tokenizer, a `TextStream` to one sequence. For every way of cutting the ids into chunks,
+the pieces that `push` and `finish` return concatenate to the tokenizer's decoding of all ids (without clean-up of
+spaces).
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
-MAX_HELD_IDS = 16
-"""Ids after which a window that still ends in U+FFFD counts as invalid text rather than as half a character (the longest
-UTF-8 sequence has 4 bytes, a byte-fallback tokenizer spends one id on each)."""
+MAX_HELD_IDS = 3
+"""Ids that may wait for the rest of their character: it has at most 4 bytes, and an id stands for at least one."""
 MAX_CONTEXT_IDS = 32
 """Printed ids that a window keeps at most."""
 
@@ -34,12 +34,12 @@ class TextDecoder(Protocol):
     def stream(self, skip_special_tokens: bool) -> TextStream: ...
 
 
-# --- byte-level tokenizers: every token is a byte string ---------------------------------------------------------------
+# --- byte-level tokenizers: every token is a byte string --------------------------------------------------------------
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """The printable stand-ins that byte-level BPE vocabularies use, character -> byte: bytes that are printable in Latin-1
-    stand for themselves, the others are numbered from U+0100 in order."""
+    """The printable stand-ins that byte-level BPE vocabularies use, character -> byte: bytes that are printable in
+    Latin-1 stand for themselves, the others are numbered from U+0100 in order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     alphabet = {chr(byte): byte for byte in printable}
     alphabet.update({chr(0x100 + i): byte for i, byte in enumerate(sorted(set(range(256)) - printable))})
@@ -105,7 +105,7 @@ class ByteLevelStream:
         return self._decode(b"", True)
 
 
-# --- any other tokenizer: decode a short window and print the difference -----------------------------------------------
+# --- any other tokenizer: decode a short window and print the difference ----------------------------------------------
 
 
 class WindowDecoder:
@@ -142,12 +142,23 @@ class WindowStream:
         if len(self._window) == self._num_printed:
             return ""
         before = self._decode(self._window[: self._num_printed], self._skip_special_tokens)
-        now = self._decode(self._window, self._skip_special_tokens)
-        held = len(self._window) - self._num_printed
-        if now.endswith(REPLACEMENT) and not final and held < MAX_HELD_IDS:
+        end, now = self._whole_characters(final)
+        if end == self._num_printed:
             return ""
         # Ids that print nothing (special tokens) are no context for what follows: the ones before them stay.
-        oldest = self._num_printed if len(now) > len(before) else max(0, len(self._window) - MAX_CONTEXT_IDS)
+        oldest = self._num_printed if len(now) > len(before) else max(0, end - MAX_CONTEXT_IDS)
         del self._window[:oldest]
-        self._num_printed = len(self._window)
+        self._num_printed = end - oldest
         return now[len(before) :]
+
+    def _whole_characters(self, final: bool) -> tuple[int, str]:
+        """How much of the window can be printed, at least what is printed already, and its text."""
+        length = len(self._window)
+        now = ""
+        for end in range(length, max(self._num_printed, length - MAX_HELD_IDS - 1), -1):
+            now = self._decode(self._window[:end], self._skip_special_tokens)
+            if final or not now.endswith(REPLACEMENT):
+                return end, now
+        if length - self._num_printed > MAX_HELD_IDS:  # text that is not UTF-8, however it goes on
+            return length - MAX_HELD_IDS, now
+        return self._num_printed, now

@@ -30,7 +30,7 @@ _PART_SEPARATOR = " "
 class _GenerationBlocks(jinja2.ext.Extension):
     """`{% generation %}...{% endgeneration %}` marks training targets; for inference only the contents matter."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
@@ -126,9 +126,7 @@ class ChatTemplate:
 def _template_tools(request: ChatCompletionRequest) -> list[dict[str, Any]] | None:
     if not request.tools or request.tool_choice == "none":
         return None
-    return [
-        {"type": "function", "function": tool.function.model_dump(exclude_unset=True)} for tool in request.tools
-    ]
+    return [{"type": "function", "function": tool.function.model_dump(exclude_unset=True)} for tool in request.tools]
 
 
 def _template_message(message: ChatMessage) -> dict[str, Any]:

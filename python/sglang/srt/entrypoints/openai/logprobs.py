@@ -55,9 +55,7 @@ class CompletionLogprobs:
         tops = logprobs.output_top or [[] for _ in logprobs.output]
         return self._piece(prompt + list(logprobs.output), prompt_tops + list(tops))
 
-    def _piece(
-        self, entries: list[tuple[float | None, int]], tops: list[list[TokenLogprob] | None]
-    ) -> dict[str, Any]:
+    def _piece(self, entries: list[tuple[float | None, int]], tops: list[list[TokenLogprob] | None]) -> dict[str, Any]:
         piece: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for (logprob, token_id), top in zip(entries, tops, strict=True):
             text = self._tokens.token_text(token_id)

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """An integer that the messages between the processes can carry."""
 

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sglang.srt.entrypoints.http_errors import ApiError, sse_error
-from sglang.srt.entrypoints.http_stream import DONE, EventStream, until_disconnect
+from sglang.srt.entrypoints.http_errors import ApiError
+from sglang.srt.entrypoints.http_stream import EventStream, until_disconnect
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.entrypoints.openai.protocol import SamplingFields
-from sglang.srt.managers.generate_request import GenerateOutput, GenerateRequest, RequestError
+from sglang.srt.managers.generate_request import GenerateOutput, GenerateRequest
 from sglang.srt.managers.generation_stream import GenerationStream
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.utils.hf_tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +29,6 @@ class OpenAIService:
     chat_template: ChatTemplate
     model_name: str
     report_cached_tokens: bool
-    tool_calls_parsed: bool = False
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -57,7 +54,9 @@ def new_head(prefix: str, request: SamplingFields, service: OpenAIService) -> tu
     return ResponseHead(prefix + name, int(time.time()), service.model_name), rid
 
 
-async def collect(service: OpenAIService, request: Request, call: GenerateRequest) -> tuple[GenerationStream, list[GenerateOutput]]:
+async def collect(
+    service: OpenAIService, request: Request, call: GenerateRequest
+) -> tuple[GenerationStream, list[GenerateOutput]]:
     """All outputs of `call`, complete; aborted when the client disconnects."""
 
     async def work() -> tuple[GenerationStream, list[GenerateOutput]]:
@@ -67,16 +66,16 @@ async def collect(service: OpenAIService, request: Request, call: GenerateReques
     return await until_disconnect(request, work())
 
 
-class StreamWriter:
+class StreamWriter(Protocol):
     """Turns the outputs of one call into events."""
 
     def write(self, output: GenerateOutput) -> bytes:
         """The events for one output, possibly none (empty)."""
-        raise NotImplementedError
+        ...
 
     def end(self) -> bytes:
         """The events after the last output."""
-        raise NotImplementedError
+        ...
 
 
 async def stream_events(
@@ -99,19 +98,15 @@ async def stream_events(
             raise
 
     stream, writer, first = await until_disconnect(request, start())
-    return EventStream(first, _remaining_events(stream, writer, request.url.path))
+    return EventStream(first, _remaining_events(stream, writer), request.url.path)
 
 
-async def _remaining_events(stream: GenerationStream, writer: StreamWriter, path: str) -> AsyncIterator[bytes]:
+async def _remaining_events(stream: GenerationStream, writer: StreamWriter) -> AsyncGenerator[bytes, None]:
     async with stream:
-        try:
-            async for output in stream:
-                events = writer.write(output)
-                if events:
-                    yield events
-            yield writer.end() + DONE
-        except RequestError as error:
-            yield sse_error(path, ApiError(error.status_code, error.message)) + DONE
-        except Exception:
-            logger.exception("a stream on %s failed", path)
-            yield sse_error(path, ApiError(500, "internal error while streaming")) + DONE
+        async for output in stream:
+            events = writer.write(output)
+            if events:
+                yield events
+        end = writer.end()
+        if end:
+            yield end

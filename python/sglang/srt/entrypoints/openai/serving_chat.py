@@ -15,7 +15,6 @@ from sglang.srt.entrypoints.openai.sampling import sampling_dict
 from sglang.srt.entrypoints.openai.serving import (
     OpenAIService,
     ResponseHead,
-    StreamWriter,
     collect,
     new_head,
     stream_events,
@@ -92,7 +91,7 @@ def _choice(service: OpenAIService, output: GenerateOutput) -> dict[str, Any]:
     }
 
 
-class _ChatWriter(StreamWriter):
+class _ChatWriter:
     def __init__(
         self, service: OpenAIService, body: ChatCompletionRequest, head: ResponseHead, usage: UsageCounter
     ) -> None:

@@ -15,7 +15,6 @@ from sglang.srt.entrypoints.openai.sampling import COMPLETION_DEFAULT_MAX_TOKENS
 from sglang.srt.entrypoints.openai.serving import (
     OpenAIService,
     ResponseHead,
-    StreamWriter,
     collect,
     new_head,
     stream_events,
@@ -118,7 +117,7 @@ def _choice(echo: _Echo, output: GenerateOutput) -> dict[str, Any]:
     }
 
 
-class _CompletionWriter(StreamWriter):
+class _CompletionWriter:
     def __init__(self, echo: _Echo, body: CompletionRequest, head: ResponseHead, usage: UsageCounter) -> None:
         self._echo = echo
         self._chunks = CompletionChunks(head.id, head.created, head.model)

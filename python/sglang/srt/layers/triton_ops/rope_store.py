@@ -156,13 +156,17 @@ def heads_per_program(num_tokens: int) -> int:
 
 
 def launch_constants(head_dim: int, rot_dim: int, heads: int) -> dict[str, int]:
-    """Block sizes and warps of `qk_norm_rope_store_kernel` for `heads` heads a program."""
+    """Block sizes and warps of `qk_norm_rope_store_kernel` for `heads` heads a program.
+
+    No more threads than pairs: a pair held by two warps could be read by one after the other has rewritten it.
+    """
+    half_block = triton.next_power_of_2(rot_dim // 2)
     return {
         "HEADS": heads,
-        "HALF_BLOCK": triton.next_power_of_2(rot_dim // 2),
+        "HALF_BLOCK": half_block,
         "REST_BLOCK": triton.next_power_of_2(max(1, head_dim - rot_dim)),
         "DIM_BLOCK": triton.next_power_of_2(head_dim),
-        "num_warps": max(1, heads * triton.next_power_of_2(head_dim) // 512),
+        "num_warps": max(1, min(heads * triton.next_power_of_2(head_dim) // 512, heads * half_block // 32)),
     }
 
 

@@ -37,7 +37,8 @@ NO_ID = tl.constexpr(2**31 - 1)
 DRAW_BLOCK = 4096
 DRAW_PROGRAMS = 512
 """Programs that a draw is split into at small batch sizes: about four on each SM of a large GPU."""
-THRESHOLD_BLOCK = 8192
+THRESHOLD_BLOCK = 4096
+THRESHOLD_WARPS = 16
 ADJUST_BLOCK = 4096
 
 
@@ -149,25 +150,22 @@ def draw_tokens_kernel(
 def _count_and_mass(logits, vocab_size, peak, inv_temperature, a, b, c, BLOCK: tl.constexpr, MASS: tl.constexpr):
     """How many logits are >= each of the three pivots, and their softmax mass relative to `peak`."""
     lanes = tl.arange(0, BLOCK)
-    count_a = tl.zeros((BLOCK,), tl.int32)
-    count_b = tl.zeros((BLOCK,), tl.int32)
-    count_c = tl.zeros((BLOCK,), tl.int32)
+    # A lane counts fewer than 1024 logits, so that three counters share a register.
+    counts = tl.zeros((BLOCK,), tl.int32)
     mass_a = tl.zeros((BLOCK,), tl.float32)
     mass_b = tl.zeros((BLOCK,), tl.float32)
     mass_c = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, vocab_size, BLOCK):
+    for start in tl.range(0, vocab_size, BLOCK, num_stages=3):
         ids = start + lanes
         x = tl.load(logits + ids, mask=ids < vocab_size, other=-float("inf"))
-        count_a += (x >= a).to(tl.int32)
-        count_b += (x >= b).to(tl.int32)
-        count_c += (x >= c).to(tl.int32)
+        counts += (x >= a).to(tl.int32) + ((x >= b).to(tl.int32) << 10) + ((x >= c).to(tl.int32) << 20)
         if MASS:
             weight = tl.exp((x - peak) * inv_temperature)
             mass_a += tl.where(x >= a, weight, 0.0)
             mass_b += tl.where(x >= b, weight, 0.0)
             mass_c += tl.where(x >= c, weight, 0.0)
     return (
-        tl.sum(count_a), tl.sum(count_b), tl.sum(count_c),
+        tl.sum(counts & 1023), tl.sum((counts >> 10) & 1023), tl.sum(counts >> 20),
         tl.sum(mass_a), tl.sum(mass_b), tl.sum(mass_c),
     )  # fmt: skip
 
@@ -365,9 +363,10 @@ def draw_tokens(
 def filter_thresholds(logits: torch.Tensor, table: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """logits [B, V] fp32 -> [B] fp32 smallest kept logit."""
     batch_size, vocab_size = logits.shape
+    assert vocab_size < 1023 * THRESHOLD_BLOCK, "the kernel's counters would overflow"
     thresholds = torch.empty(batch_size, dtype=torch.float32, device=logits.device)
     threshold_kernel[(batch_size,)](
-        logits, table, slots, thresholds, vocab_size, logits.stride(0), BLOCK=THRESHOLD_BLOCK, num_warps=16
+        logits, table, slots, thresholds, vocab_size, logits.stride(0), BLOCK=THRESHOLD_BLOCK, num_warps=THRESHOLD_WARPS
     )
     return thresholds
 

@@ -18,21 +18,23 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.hardware.arch import current_arch
+from sglang.srt.kernels.tiles import attention_tiles
 from sglang.srt.layers.attention.triton_ops.common import LOG2E, accumulate, cap_scores, load_rows, split_head_dim
 
 
 @triton.jit
 def _attend(
     acc, row_max, row_sum, q, q_pe, k_base, v_base, slots, k_stride, v_stride, kv_pos, kv_end, q_pos, scale, cap, window,
-    mask_rows, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DPE: tl.constexpr,
+    mask_base, mask_rows, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DPE: tl.constexpr,
     BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_MASK: tl.constexpr,
+    HAS_MASK: tl.constexpr, V_IN_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: rows `slots` [N] of the cache or of the new tokens, at absolute positions kv_pos [N]."""
     in_range = kv_pos < kv_end
     k_rows = slots.to(tl.int64) * k_stride
-    k = load_rows(k_base, k_rows, in_range, 0, BLOCK_D, HEAD_DIM, MASKED)
-    scores = tl.dot(q, tl.trans(k.to(q.dtype)))
+    k = load_rows(k_base, k_rows, in_range, 0, BLOCK_D, HEAD_DIM, MASKED).to(q.dtype)
+    scores = tl.dot(q, tl.trans(k))
     if BLOCK_DPE > 0:
         k_pe = load_rows(k_base, k_rows, in_range, BLOCK_D, BLOCK_DPE, HEAD_DIM, MASKED)
         scores = tl.dot(q_pe, tl.trans(k_pe.to(q.dtype)), scores)
@@ -46,8 +48,11 @@ def _attend(
         if HAS_WINDOW:
             keep = keep & (kv_pos[None, :] > q_pos[:, None] - window)
         if HAS_MASK:
-            keep = keep & (tl.load(mask_rows[:, None] + kv_pos[None, :], mask=keep, other=0) != 0)
-    v = load_rows(v_base, slots.to(tl.int64) * v_stride, in_range, 0, BLOCK_DV, V_HEAD_DIM, MASKED)
+            keep = keep & (tl.load(mask_base + mask_rows[:, None] + kv_pos[None, :], mask=keep, other=0) != 0)
+    if V_IN_K:
+        v = k
+    else:
+        v = load_rows(v_base, slots.to(tl.int64) * v_stride, in_range, 0, BLOCK_DV, V_HEAD_DIM, MASKED)
     return accumulate(acc, row_max, row_sum, scores, scale, keep, v, q.dtype, MASKED)
 
 
@@ -64,6 +69,7 @@ def extend_kernel(
     V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DPE: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, HAS_PREFIX: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_MASK: tl.constexpr,
+    V_IN_K: tl.constexpr,
 ):  # fmt: skip
     """q [T, Hkv * GROUP, D], k/v [T, Hkv, D/Dv], caches [S, Hkv, D/Dv] -> o [T, Hkv * GROUP, Dv]; `scale` and `cap`
     carry log2(e). Grid: (num_blocks * Hkv,)."""
@@ -104,18 +110,15 @@ def extend_kernel(
     if HAS_PREFIX:
         prefix_len = tl.load(prefix_lens_ptr + seq)
     q_pos = prefix_len + token
-    mask_rows = mask_ptr
+    mask_base = mask_ptr
+    mask_rows = token
     if HAS_MASK:
-        mask_token = tl.minimum(token, seq_len - 1).to(tl.int64)
-        mask_rows = mask_ptr + tl.load(mask_offsets_ptr + seq) + mask_token * (prefix_len + seq_len)
+        mask_base = mask_ptr + tl.load(mask_offsets_ptr + seq)
+        mask_rows = tl.minimum(token, seq_len - 1) * (prefix_len + seq_len)
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
-    if HAS_SINKS:
-        row_max = tl.load(sinks_ptr + head, mask=row_ok, other=0.0) * 1.4426950408889634
-        row_sum = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
-    else:
-        row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-        row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
 
     offs_n = tl.arange(0, BLOCK_N)
     ALWAYS_MASK: tl.constexpr = HAS_WINDOW or HAS_MASK
@@ -136,14 +139,15 @@ def extend_kernel(
                 pos = n + offs_n
                 acc, row_max, row_sum = _attend(
                     acc, row_max, row_sum, q, q_pe, k_base, v_base, tl.load(slot_ptr + pos), stride_kcs, stride_vcs,
-                    pos, prefix_len, q_pos, prefix_scale, cap, window, mask_rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D,
-                    BLOCK_DPE, BLOCK_DV, False, False, False, HAS_CAP, False)  # fmt: skip
+                    pos, prefix_len, q_pos, prefix_scale, cap, window, mask_base, mask_rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D,
+                    BLOCK_DPE, BLOCK_DV, False, False, False, HAS_CAP, False,
+                    V_IN_K)  # fmt: skip
         for n in range(start, prefix_len, BLOCK_N):
             pos = n + offs_n
             acc, row_max, row_sum = _attend(
                 acc, row_max, row_sum, q, q_pe, k_base, v_base, tl.load(slot_ptr + pos, mask=pos < prefix_len, other=0),
-                stride_kcs, stride_vcs, pos, prefix_len, q_pos, prefix_scale, cap, window, mask_rows, HEAD_DIM,
-                V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, True, False, HAS_WINDOW, HAS_CAP, HAS_MASK)  # fmt: skip
+                stride_kcs, stride_vcs, pos, prefix_len, q_pos, prefix_scale, cap, window, mask_base, mask_rows, HEAD_DIM,
+                V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, True, False, HAS_WINDOW, HAS_CAP, HAS_MASK, V_IN_K)  # fmt: skip
         acc = acc * v_scale
 
     k_base = k_ptr + seq_start.to(tl.int64) * stride_kt + kv_head * stride_kh
@@ -162,19 +166,23 @@ def extend_kernel(
             pos = n + offs_n
             acc, row_max, row_sum = _attend(
                 acc, row_max, row_sum, q, q_pe, k_base, v_base, pos, stride_kt, stride_vt, prefix_len + pos, kv_end,
-                q_pos, scale, cap, window, mask_rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, False, False,
-                False, HAS_CAP, False)  # fmt: skip
+                q_pos, scale, cap, window, mask_base, mask_rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, False, False,
+                False, HAS_CAP, False, V_IN_K)  # fmt: skip
     for n in range(start, end, BLOCK_N):
         pos = n + offs_n
         acc, row_max, row_sum = _attend(
             acc, row_max, row_sum, q, q_pe, k_base, v_base, pos, stride_kt, stride_vt, prefix_len + pos, kv_end, q_pos,
-            scale, cap, window, mask_rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, True, CAUSAL, HAS_WINDOW,
-            HAS_CAP, HAS_MASK)  # fmt: skip
+            scale, cap, window, mask_base, mask_rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, True, CAUSAL, HAS_WINDOW,
+            HAS_CAP, HAS_MASK, V_IN_K)  # fmt: skip
 
-    out = acc / row_sum[:, None]
     if ALWAYS_MASK:
         # A row whose mask admits nothing has no weight at all; its output is defined as zero.
-        out = tl.where(row_sum[:, None] > 0.0, out, 0.0)
+        row_sum = tl.where(row_sum > 0.0, row_sum, 1.0)
+    if HAS_SINKS:
+        # Last, not as the first maximum: the largest weight then stays exactly one when it is rounded to DTYPE.
+        sink = tl.load(sinks_ptr + head, mask=row_ok, other=0.0) * 1.4426950408889634
+        row_sum += tl.exp2(sink - row_max)
+    out = acc * (1.0 / row_sum)[:, None]
     o_rows = (seq_start + token).to(tl.int64) * stride_ot + head * stride_oh
     cols = tl.arange(0, BLOCK_DV)
     o_mask = row_ok[:, None] & (cols < V_HEAD_DIM)[None, :]
@@ -209,12 +217,13 @@ def extend_attention_fwd(
 
     q [T, Hq, D] bf16/fp16; k [T, Hkv, D], v [T, Hkv, Dv] of the new tokens, in q's dtype; k_cache [S, Hkv, D], v_cache
     [S, Hkv, Dv] in q's dtype or float8 (a uint8 pool must be viewed by the caller), with real value = stored value *
-    k_scale / v_scale. The last dimension of each must be contiguous; other strides are free. req_to_token [reqs, ctx]
+    k_scale / v_scale. The last dimension of each must be contiguous; other strides are free. If v and v_cache start where k and
+    k_cache do, they are taken to be their first columns (MLA). req_to_token [reqs, ctx]
     int32 and req_pool_indices [B] int64 give the cache slot of every prefix position, for any page size; prefix_lens [B]
     int32; start_loc [B + 1] int32.
 
     custom_mask: uint8, for each sequence a [new, prefix + new] matrix (1: visible, on top of causality), flattened one
-    after another; sequence i starts at mask_offsets[i] (int64). sinks [Hq] fp32. sliding_window counts the query itself;
+    after another; sequence i starts at mask_offsets[i] (int64), and its matrix has less than 2^31 elements. sinks [Hq] fp32. sliding_window counts the query itself;
     0 means none. has_prefix False: the caller knows that all prefixes are empty. Never synchronizes; CUDA-graph safe.
     """
     num_tokens, num_heads, head_dim = q.shape
@@ -228,6 +237,11 @@ def extend_attention_fwd(
     num_seqs = start_loc.shape[0] - 1
     num_blocks = num_tokens * group // tile["BLOCK_M"] + num_seqs
     block_d, block_dpe = split_head_dim(head_dim)
+    v_in_k = (
+        v_head_dim == block_d < head_dim
+        and v.data_ptr() == k.data_ptr()
+        and (v_cache.data_ptr() == k_cache.data_ptr() or not has_prefix)
+    )
     extend_kernel[(num_blocks * num_kv_heads,)](
         q, k, v, o, k_cache, v_cache, req_to_token, req_pool_indices, prefix_lens, start_loc,
         q if sinks is None else sinks,
@@ -239,5 +253,16 @@ def extend_attention_fwd(
         GROUP=group, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, BLOCK_D=block_d, BLOCK_DPE=block_dpe,
         BLOCK_DV=triton.next_power_of_2(v_head_dim), BLOCK_M=tile["BLOCK_M"], BLOCK_N=tile["BLOCK_N"], CAUSAL=causal,
         HAS_PREFIX=has_prefix, HAS_WINDOW=sliding_window > 0, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None,
-        HAS_MASK=custom_mask is not None, num_warps=tile["num_warps"], num_stages=tile["num_stages"],
+        HAS_MASK=custom_mask is not None, V_IN_K=v_in_k, num_warps=tile["num_warps"], num_stages=tile["num_stages"],
     )  # fmt: skip
+
+
+def _get_block_sizes_for_extend_attention(Lq: int, Lv: int) -> tuple[int, int, int, int, int, int]:  # noqa: N803
+    """(BLOCK_DMODEL, BLOCK_DPE, BLOCK_DV, BLOCK_M, BLOCK_N, num_warps) of the first tile of the table for head dims
+    Lq / Lv on this GPU. Kept for ported code; this project's own call sites take their tile from the plan."""
+    candidates = attention_tiles("extend_attention", Lq, Lv, "bfloat16", current_arch().features)
+    if not candidates:
+        raise ValueError(f"extend attention has no tile for head dims {Lq}/{Lv}")
+    tile = candidates[0]
+    block_d, block_dpe = split_head_dim(Lq)
+    return block_d, block_dpe, triton.next_power_of_2(Lv), tile["BLOCK_M"], tile["BLOCK_N"], tile["num_warps"]

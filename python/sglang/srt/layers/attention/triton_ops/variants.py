@@ -22,12 +22,14 @@ _POINTERS = {"sinks_ptr": "*fp32", "mask_ptr": "*u8", "part_o_ptr": "*fp32", "pa
 _INT64_POINTERS = ("req_pool_indices_ptr", "mask_offsets_ptr")
 _FLOATS = ("scale", "k_scale", "v_scale", "cap")
 
-# Kernel code with every feature on is the upper bound of what a feature can cost.
-_FEATURES = {
-    "extend_attention": {"plain": (), "full": ("HAS_WINDOW", "HAS_CAP", "HAS_SINKS", "HAS_MASK")},
-    "decode_attention": {"plain": (), "full": ("HAS_WINDOW", "HAS_CAP", "HAS_SINKS")},
+_WINDOW = ("HAS_WINDOW", "HAS_CAP", "HAS_SINKS")
+_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
+    "extend_attention": {"plain": (), "window_cap_sinks": _WINDOW, "custom_mask": ("HAS_MASK",)},
+    "decode_attention": {"plain": (), "window_cap_sinks": _WINDOW},
     "prefill_attention": {"causal": ("CAUSAL",), "bidirectional": ()},
 }
+"""Features that occur together in models are compiled together; none of them depends on the cache's dtype, so that only
+the first set is compiled for each dtype."""
 
 
 def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
@@ -43,9 +45,8 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
 
 
 def _of_tile(op: str, head_dims: tuple[int, int], kv_dtype: str, tile: tiles.Tile, default: bool) -> Iterator[Variant]:
-    for name, flags in _FEATURES[op].items():
-        # Features act on scores only, whatever the cache's dtype: one dtype shows their cost.
-        if name != "full" or kv_dtype == "bfloat16":
+    for i, (name, flags) in enumerate(_FLAGS[op].items()):
+        if i == 0 or kv_dtype == "bfloat16":
             yield describe(op, head_dims, kv_dtype, tile, name, flags, default)
 
 
@@ -61,7 +62,7 @@ def describe(
     """The launch of `op` with one tile: also for tiles that no table row has (negative tests, searches for new tiles)."""
     decode = op == "decode_attention"
     fn = decode_kernel if decode else extend_kernel
-    constexprs = _shape_constexprs(head_dims, tile, decode)
+    constexprs = _shape_constexprs(head_dims, tile, "BLOCK_H" if decode else "BLOCK_M")
     for name in fn.arg_names:
         if name.startswith("HAS_") or name == "CAUSAL":
             constexprs[name] = name in flags
@@ -85,7 +86,7 @@ def tile_name(tile: tiles.Tile) -> str:
     return f"{blocks} w{tile['num_warps']} s{tile['num_stages']}"
 
 
-def _shape_constexprs(head_dims: tuple[int, int], tile: tiles.Tile, decode: bool) -> dict[str, Any]:
+def _shape_constexprs(head_dims: tuple[int, int], tile: tiles.Tile, rows: str) -> dict[str, Any]:
     head_dim, v_head_dim = head_dims
     block_d, block_dpe = split_head_dim(head_dim)
     latent = head_dims == tiles.MLA_LATENT
@@ -98,9 +99,7 @@ def _shape_constexprs(head_dims: tuple[int, int], tile: tiles.Tile, decode: bool
         "BLOCK_DV": triton.next_power_of_2(v_head_dim),
         "BLOCK_N": tile["BLOCK_N"],
     }
-    if decode:
-        return shape | {"BLOCK_H": tile["BLOCK_H"], "V_IN_K": latent}
-    return shape | {"BLOCK_M": tile["BLOCK_M"]}
+    return shape | {rows: tile[rows], "V_IN_K": latent}
 
 
 def _type_of(name: str, kv_dtype: str, constexprs: dict[str, Any]) -> str:

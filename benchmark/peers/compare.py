@@ -1,0 +1,196 @@
+#!/usr/bin/env python3
+"""This server and upstream SGLang on the same GPU in one run: latency of one batch, and throughput under load.
+
+    python benchmark/peers/compare.py --peer-site DIR --model DIR [--model DIR] --out results.json \
+        [--stages latency,server] [--peer-backends triton,flashinfer] [--concurrency 64,256]
+
+`--peer-site` is a folder with upstream and its dependencies, put on PYTHONPATH for the peer's processes only. Models need a
+config.json and a tokenizer; weights are random. Both servers are driven by the same load generator (ours). Prints a table
+with the ratio peer / ours of each time and ours / peer of each throughput: above 1 is better than the peer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+BATCH_SIZES = (1, 16, 64)
+INPUT_LEN, OUTPUT_LEN = 1024, 64
+SERVER_INPUT, SERVER_OUTPUT = 512, 128
+PORT = 31000
+START_LIMIT_S = 240
+PEER_ENV = {
+    "SGLANG_DISABLE_CUDNN_CHECK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "FLASHINFER_DISABLE_VERSION_CHECK": "1",
+}
+
+
+class Side:
+    """One of the two servers: how its processes are started."""
+
+    def __init__(self, name: str, pythonpath: str, env: dict[str, str], flags: list[str], log_dir: Path) -> None:
+        self.name = name
+        self.env = {**os.environ, **env, "PYTHONPATH": pythonpath, "PYTHONUNBUFFERED": "1"}
+        self.flags = flags
+        self.log = log_dir / f"{name}.log"
+
+    def command(self, module: str, model: str, *more: str) -> list[str]:
+        return [
+            sys.executable, "-W", "ignore", "-m", f"sglang.{module}", "--model-path", model, "--load-format", "dummy",
+            *self.flags, *more,
+        ]  # fmt: skip
+
+
+def latency(side: Side, model: str) -> list[dict[str, float]]:
+    """One row a batch size, from the benchmark's printed medians (the first rows belong to its warm-up)."""
+    sizes = [str(b) for b in BATCH_SIZES]
+    done = subprocess.run(
+        side.command(
+            "bench_one_batch", model, "--batch-size", *sizes, "--input-len", str(INPUT_LEN), "--output-len", str(OUTPUT_LEN),
+            "--cuda-graph-max-bs", "128",
+        ),
+        env=side.env, capture_output=True, text=True,
+    )  # fmt: skip
+    with side.log.open("a") as log:
+        log.write(done.stdout + done.stderr)
+    prefill = [float(x) for x in re.findall(r"Prefill\. latency: *([\d.]+) s", done.stdout)]
+    decode = [float(x) for x in re.findall(r"Decode\. +median latency: *([\d.]+) s", done.stdout)]
+    if done.returncode or len(decode) < len(BATCH_SIZES):
+        raise RuntimeError(
+            f"{side.name} bench_one_batch failed ({done.returncode}); see {side.log}\n{done.stderr[-2000:]}"
+        )
+    rows = zip(BATCH_SIZES, prefill[-len(BATCH_SIZES) :], decode[-len(BATCH_SIZES) :], strict=True)
+    return [
+        {"batch": b, "decode_ms": d * 1e3, "prefill_tok_s": b * INPUT_LEN / p, "prefill_ms": p * 1e3}
+        for b, p, d in rows
+    ]
+
+
+def healthy() -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=2) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False
+
+
+def server(side: Side, model: str, concurrencies: list[int], client_env: dict[str, str]) -> list[dict[str, float]]:
+    """Output throughput and latencies at each concurrency; a short round before each warms the server."""
+    with side.log.open("a") as log:
+        process = subprocess.Popen(
+            side.command("launch_server", model, "--port", str(PORT)),
+            env=side.env, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+        try:
+            started = time.time()
+            while not healthy():
+                if process.poll() is not None or time.time() - started > START_LIMIT_S:
+                    raise RuntimeError(f"{side.name} server did not start; see {side.log}")
+                time.sleep(0.5)
+            print(f"  {side.name}: up after {time.time() - started:.0f} s", flush=True)
+            return [load(side, c, client_env, log) for c in concurrencies]
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+            time.sleep(3)
+
+
+def load(side: Side, concurrency: int, env: dict[str, str], log: Any) -> dict[str, float]:
+    result = side.log.with_name(f"{side.name}_{concurrency}.jsonl")
+    for prompts in (concurrency, 4 * concurrency):
+        result.unlink(missing_ok=True)
+        subprocess.run(
+            [
+                sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--port", str(PORT),
+                "--dataset-name", "random-ids", "--random-input-len", str(SERVER_INPUT), "--random-output-len",
+                str(SERVER_OUTPUT), "--random-range-ratio", "1.0", "--num-prompts", str(prompts), "--max-concurrency",
+                str(concurrency), "--output-file", str(result), "--seed", str(prompts), "--flush-cache",
+            ],
+            env=env, check=True, stdout=log, stderr=log, timeout=300,
+        )  # fmt: skip
+    row = json.loads(result.read_text().splitlines()[-1])
+    keep = ("output_throughput", "mean_ttft_ms", "median_itl_ms", "mean_tpot_ms", "p99_itl_ms", "completed", "duration")
+    return {"concurrency": concurrency, **{k: row[k] for k in keep if k in row}}
+
+
+def table(results: dict[str, Any]) -> str:
+    lines = []
+    for model, sides in results.items():
+        ours = sides["ours"]
+        peers = {name: rows for name, rows in sides.items() if name != "ours"}
+        lines.append(f"\n{Path(model).name}: ours, then each peer with the ratio (above 1: ours is better)")
+        for key, unit, better_low in (("decode_ms", "decode ms", True), ("prefill_tok_s", "prefill tok/s", False)):
+            for i, row in enumerate(ours.get("latency", [])):
+                cells = [f"{unit:>14} batch {row['batch']:>3}: {row[key]:>10.2f}"]
+                for name, peer in peers.items():
+                    if "latency" in peer:
+                        value = peer["latency"][i][key]
+                        cells.append(
+                            f"{name} {value:.2f} ({(value / row[key]) if better_low else (row[key] / value):.3f}x)"
+                        )
+                lines.append("   ".join(cells))
+        for i, row in enumerate(ours.get("server", [])):
+            cells = [f"  out tok/s at concurrency {row['concurrency']:>3}: {row['output_throughput']:>10.1f}"]
+            for name, peer in peers.items():
+                if "server" in peer:
+                    value = peer["server"][i]["output_throughput"]
+                    cells.append(f"{name} {value:.1f} ({row['output_throughput'] / value:.3f}x)")
+            lines.append("   ".join(cells))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer-site")
+    parser.add_argument("--model", action="append", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--stages", default="latency,server")
+    parser.add_argument("--peer-backends", default="triton,flashinfer")
+    parser.add_argument("--peer-server-backend", default="flashinfer")
+    parser.add_argument("--concurrency", default="64,256")
+    args = parser.parse_args()
+    log_dir = args.out.parent
+    concurrencies = [int(c) for c in args.concurrency.split(",")]
+    our_path = os.pathsep.join([str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ours = Side("ours", our_path, {}, [], log_dir)
+    sides = [ours]
+    if args.peer_site:
+        flags = ["--sampling-backend", "pytorch"]
+        sides += [
+            Side(f"peer_{b}", args.peer_site, PEER_ENV, [*flags, "--attention-backend", b], log_dir)
+            for b in args.peer_backends.split(",")
+        ]
+    results: dict[str, Any] = {}
+    for model in args.model:
+        results[model] = {}
+        for side in sides:
+            row = results[model].setdefault(side.name, {})
+            started = time.time()
+            if "latency" in args.stages:
+                row["latency"] = latency(side, model)
+            if "server" in args.stages and (side is ours or side.name.endswith(args.peer_server_backend)):
+                if side is not ours:
+                    side.flags = [*side.flags, "--grammar-backend", "none"]
+                row["server"] = server(side, model, concurrencies, ours.env)
+            print(f"{Path(model).name} {side.name}: {time.time() - started:.0f} s {json.dumps(row)}", flush=True)
+            args.out.write_text(json.dumps(results, indent=1))
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()

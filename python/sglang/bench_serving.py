@@ -1,0 +1,281 @@
+"""Measures a running server: `python -m sglang.bench_serving --backend sglang --dataset-name random ...`.
+
+TTFT is the time from sending a request to its first token, ITL the gaps between the chunks that follow, TPOT the time
+from the first to the last token divided by the number of tokens after the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from sglang.bench.backends import BACKENDS, Backend, CallOptions, RequestResult, run_request
+from sglang.bench.datasets import DATASETS, DatasetArgs, DatasetError, Prompt, make_prompts
+from sglang.bench.http_client import Endpoint, HttpError, get_json, send
+from sglang.bench.load import arrival_times, run_load
+from sglang.bench.summary import Summary, report
+from sglang.bench.tokenizer import load_prompt_tokenizer
+from sglang.srt.errors import UserError
+
+T = TypeVar("T")
+
+
+class BenchError(Exception):
+    """The run cannot go on; the message says why."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sglang.bench_serving", description="Benchmark of a running server: throughput and latencies."
+    )
+    server = parser.add_argument_group("server")
+    server.add_argument("--backend", choices=list(BACKENDS), default="sglang")
+    server.add_argument("--base-url", help="Such as http://127.0.0.1:30000; replaces --host and --port.")
+    server.add_argument("--host", default="127.0.0.1")
+    server.add_argument("--port", type=int, help="Default: 30000 for sglang, 8000 for vllm.")
+    server.add_argument("--model", help="Default: what the server says.")
+    server.add_argument("--served-model-name", help="Name in the requests. Default: what the server says.")
+    server.add_argument("--tokenizer", help="Directory or Hugging Face id. Default: the server's.")
+    server.add_argument("--trust-remote-code", action="store_true", help="For a tokenizer that brings its own code.")
+    server.add_argument("--header", nargs="+", default=[], metavar="NAME=VALUE", help="Further request headers.")
+    server.add_argument("--ready-check-timeout-sec", type=float, default=60.0, help="How long to wait for the server.")
+    _add_dataset_flags(parser)
+    load = parser.add_argument_group("load")
+    load.add_argument(
+        "--request-rate", type=float, default=float("inf"), help="Requests a second, Poisson. Default: inf."
+    )
+    load.add_argument("--max-concurrency", type=int, help="Requests in flight at most.")
+    load.add_argument("--warmup-requests", type=int, default=1)
+    load.add_argument("--flush-cache", action="store_true", help="Empty the server's prefix cache after the warm-up.")
+    load.add_argument("--disable-stream", action="store_true")
+    load.add_argument("--disable-ignore-eos", action="store_true", help="Let outputs end by themselves.")
+    load.add_argument("--return-logprob", action="store_true")
+    load.add_argument(
+        "--extra-request-body", type=_json_object, default={}, metavar="JSON", help="Merged into requests."
+    )
+    load.add_argument("--profile", action="store_true", help="Start and stop the server's profiler around the run.")
+    output = parser.add_argument_group("output")
+    output.add_argument("--output-file", help="A line of JSON is appended for each run.")
+    output.add_argument("--output-details", action="store_true", help="With lengths, times and texts of all requests.")
+    output.add_argument("--tag", help="Any text; goes to the output file.")
+    output.add_argument("--disable-tqdm", action="store_true")
+    return parser
+
+
+def _add_dataset_flags(parser: argparse.ArgumentParser) -> None:
+    data = parser.add_argument_group("dataset")
+    data.add_argument("--dataset-name", choices=list(DATASETS), default="sharegpt")
+    data.add_argument("--dataset-path", help="A ShareGPT JSON file (sharegpt; optional for random).")
+    data.add_argument("--num-prompts", type=int, default=1000)
+    data.add_argument("--seed", type=int, default=1)
+    data.add_argument("--tokenize-prompt", action="store_true", help="Send token ids instead of text.")
+    data.add_argument("--random-input-len", "--random-input", type=int, default=1024)
+    data.add_argument("--random-output-len", "--random-output", type=int, default=1024)
+    data.add_argument(
+        "--random-range-ratio", type=float, default=0.0, help="Lengths are uniform in [ratio * len, len]. Default: 0."
+    )
+    data.add_argument("--sharegpt-output-len", type=int)
+    data.add_argument("--sharegpt-context-len", type=int, help="Longer conversations are left out.")
+    data.add_argument("--gsp-num-groups", type=int, default=64)
+    data.add_argument("--gsp-prompts-per-group", type=int, default=16)
+    data.add_argument("--gsp-system-prompt-len", type=int, default=2048)
+    data.add_argument("--gsp-question-len", type=int, default=128)
+    data.add_argument("--gsp-output-len", type=int, default=256)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("expected a JSON object")
+    return value
+
+
+def _endpoint(args: argparse.Namespace, backend: Backend) -> Endpoint:
+    headers = {}
+    key = os.environ.get("OPENAI_API_KEY") or os.environ.get("API_KEY")
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    for entry in args.header:
+        name, equals, value = entry.partition("=")
+        if not equals:
+            raise BenchError(f"--header takes NAME=VALUE, got {entry!r}")
+        headers[name] = value
+    url = args.base_url or f"http://{args.host}:{args.port or backend.default_port}"
+    return Endpoint.parse(url, headers)
+
+
+def _dataset_args(args: argparse.Namespace, backend: Backend) -> DatasetArgs:
+    if args.tokenize_prompt and args.backend.endswith("-chat"):
+        raise BenchError("--tokenize-prompt: the chat endpoint takes text only")
+    are_ids = args.dataset_name == "random-ids" or (args.dataset_name == "random" and args.dataset_path is None)
+    return DatasetArgs(
+        name=args.dataset_name,
+        path=args.dataset_path,
+        num_prompts=args.num_prompts,
+        seed=args.seed,
+        as_ids=args.tokenize_prompt or (are_ids and backend.takes_ids),
+        random_input_len=args.random_input_len,
+        random_output_len=args.random_output_len,
+        random_range_ratio=args.random_range_ratio,
+        sharegpt_output_len=args.sharegpt_output_len,
+        sharegpt_context_len=args.sharegpt_context_len,
+        gsp_num_groups=args.gsp_num_groups,
+        gsp_prompts_per_group=args.gsp_prompts_per_group,
+        gsp_system_prompt_len=args.gsp_system_prompt_len,
+        gsp_question_len=args.gsp_question_len,
+        gsp_output_len=args.gsp_output_len,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """What the server serves."""
+
+    name: str
+    tokenizer: str
+
+
+async def _ask_server(endpoint: Endpoint, backend: Backend, args: argparse.Namespace) -> _Served:
+    """Waits until the server answers, then asks for its model and tokenizer where the command line does not say."""
+    deadline = time.monotonic() + args.ready_check_timeout_sec
+    while True:
+        try:
+            models = (await get_json(endpoint, "/v1/models"))["data"]
+            break
+        except HttpError as error:
+            if time.monotonic() > deadline or str(error).startswith("HTTP 4"):
+                raise BenchError(f"the server is not ready: {error}") from None
+            await asyncio.sleep(0.5)
+    name = args.served_model_name or args.model or models[0]["id"]
+    tokenizer = args.tokenizer or args.model
+    if tokenizer is None and backend.is_sglang:
+        tokenizer = (await get_json(endpoint, "/get_model_info")).get("tokenizer_path")
+    return _Served(name, tokenizer or models[0].get("root") or name)
+
+
+async def _flush_cache(endpoint: Endpoint) -> None:
+    """Retried for a moment, since a server refuses while it still cleans up after the last request."""
+    for attempt in range(10):
+        try:
+            await send(endpoint, "POST", "/flush_cache", timeout_s=30)
+            return
+        except HttpError as error:
+            if attempt == 9:
+                raise BenchError(f"--flush-cache failed: {error}") from None
+            await asyncio.sleep(0.3)
+
+
+async def _warm_up(
+    backend: Backend, endpoint: Endpoint, prompts: Sequence[Prompt], options: CallOptions, count: int
+) -> None:
+    if not count:
+        return
+    first = replace(prompts[0], output_len=min(prompts[0].output_len, 32))
+    results = await asyncio.gather(*(run_request(backend, endpoint, first, options) for _ in range(count)))
+    failed = [r for r in results if not r.success]
+    if failed:
+        raise BenchError(f"the warm-up request failed: {failed[0].error}")
+
+
+async def benchmark(args: argparse.Namespace) -> dict[str, Any]:
+    """Runs it, prints the report, appends to --output-file. Returns the numbers."""
+    backend = BACKENDS[args.backend]
+    dataset = _dataset_args(args, backend)
+    endpoint = _endpoint(args, backend)
+    served = await _ask_server(endpoint, backend, args)
+    prompts = make_prompts(dataset, load_prompt_tokenizer(served.tokenizer, args.trust_remote_code))
+    options = CallOptions(
+        model=served.name,
+        stream=not args.disable_stream,
+        ignore_eos=not args.disable_ignore_eos,
+        return_logprob=args.return_logprob,
+        keep_text=args.output_details,
+        extra_body=args.extra_request_body,
+    )
+    await _warm_up(backend, endpoint, prompts, options, args.warmup_requests)
+    if args.flush_cache:
+        await _flush_cache(endpoint)
+    if args.profile:
+        await send(endpoint, "POST", "/start_profile")
+    arrivals = arrival_times(len(prompts), args.request_rate, np.random.default_rng(args.seed))
+    results, duration = await run_load(
+        backend, endpoint, prompts, options, arrivals, args.max_concurrency, progress=not args.disable_tqdm
+    )
+    if args.profile:
+        await send(endpoint, "POST", "/stop_profile", timeout_s=600)
+    return _conclude(args, results, duration)
+
+
+def _conclude(args: argparse.Namespace, results: list[RequestResult], duration: float) -> dict[str, Any]:
+    summary = Summary.of(results, duration)
+    print("\n" + report(summary, args.backend, args.request_rate, args.max_concurrency))
+    failed = [r for r in results if not r.success]
+    if failed:
+        print(f"{len(failed)} of {len(results)} requests failed; the first: {failed[0].error}", file=sys.stderr)
+    record = {
+        "tag": args.tag,
+        "backend": args.backend,
+        "dataset_name": args.dataset_name,
+        "request_rate": "inf" if args.request_rate == float("inf") else args.request_rate,
+        "max_concurrency": args.max_concurrency,
+        "num_prompts": len(results),
+        "sharegpt_output_len": args.sharegpt_output_len,
+        "random_input_len": args.random_input_len,
+        "random_output_len": args.random_output_len,
+        "random_range_ratio": args.random_range_ratio,
+        **summary.as_dict(),
+    }
+    details = {
+        "input_lens": [r.prompt_len for r in results],
+        "output_lens": [r.output_len for r in results],
+        "ttfts": [r.ttft for r in results],
+        "itls": [r.itl for r in results],
+        "generated_texts": [r.text for r in results],
+        "errors": [r.error for r in results],
+    }
+    if args.output_file:
+        with Path(args.output_file).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record | details if args.output_details else record) + "\n")
+    return record | details
+
+
+def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:
+    """As the command, for callers in Python; `args` as from `build_parser().parse_args(...)`."""
+    return _run(benchmark(args))
+
+
+def _run(main: Coroutine[Any, Any, T]) -> T:
+    import uvloop
+
+    loop = uvloop.new_event_loop()
+    try:
+        return loop.run_until_complete(main)
+    finally:
+        loop.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    try:
+        result = run_benchmark(args)
+    except (BenchError, DatasetError, HttpError, UserError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0 if result["completed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

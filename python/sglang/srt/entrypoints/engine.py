@@ -1,0 +1,184 @@
+"""`sglang.Engine`: the engine inside a Python program, without HTTP.
+
+    if __name__ == "__main__":                       # the child processes import the script again
+        with sglang.Engine(model_path="...") as engine:
+            print(engine.generate("Hello", {"max_new_tokens": 8})["text"])
+
+Keyword arguments are the server's flags. Results are the dicts of `/generate`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from types import TracebackType
+from typing import Any, TypeVar
+
+from sglang.srt.environ import adopt_environment
+from sglang.srt.managers.generate_request import GenerateRequest
+from sglang.srt.managers.launch import launch_engine
+from sglang.srt.managers.native_output import native_results, native_stream
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+T = TypeVar("T")
+Result = dict[str, Any]
+
+
+class Engine:
+    """Processes that generate, and an event loop in a thread of its own that talks to them.
+
+    All methods may be called from any thread, the `async_` ones from any event loop. A refused request raises
+    RequestError (a ValueError) with the reason.
+    """
+
+    def __init__(self, *, server_args: ServerArgs | None = None, **flags: Any) -> None:
+        """Start, and return when requests can be served. Give flags (`model_path=...`) or complete `server_args`.
+
+        Raises UserError for a wrong flag or model, EngineError if a process fails.
+        """
+        if server_args is not None and flags:
+            raise TypeError(f"give server_args or single flags, not both: {', '.join(flags)}")
+        adopt_environment()
+        self.server_args = server_args or ServerArgs.from_kwargs(**{"log_level": "error", **flags})
+        self._closed = False
+        self._handle = launch_engine(self.server_args)
+        self._manager: TokenizerManager = self._handle.manager
+        self._handle.wait_ready()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engine-loop", daemon=True)
+        self._thread.start()
+        self._loop.call_soon_threadsafe(self._manager.attach)
+        self._loop.call_soon_threadsafe(self._manager.mark_up)
+        self._handle.watch(self._engine_failed)
+
+    def generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
+        *,
+        input_ids: list[int] | list[list[int]] | None = None,
+        stream: bool = False,
+        **options: Any,
+    ) -> Result | list[Result] | Iterator[Result]:
+        """Continue `prompt` (or `input_ids`). One prompt gives a dict, a list or `n` > 1 a list of dicts, `stream` an
+        iterator of dicts with all text so far. `options` are further fields of GenerateRequest: return_logprob,
+        logprob_start_len, top_logprobs_num, token_ids_logprob, return_text_in_logprobs, rid, priority, ..."""
+        req = _request(prompt, sampling_params, input_ids, stream, options)
+        return self._iterate(req) if stream else self._run(native_results(self._manager, req))
+
+    async def async_generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
+        *,
+        input_ids: list[int] | list[list[int]] | None = None,
+        stream: bool = False,
+        **options: Any,
+    ) -> Result | list[Result] | AsyncIterator[Result]:
+        """As `generate`; with `stream`, awaiting it gives an asynchronous iterator."""
+        req = _request(prompt, sampling_params, input_ids, stream, options)
+        return self._aiterate(req) if stream else await self._arun(native_results(self._manager, req))
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        """End a request, or all; its caller gets what there is, with finish reason `abort`."""
+        self._run(self._abort(rid, abort_all))
+
+    def flush_cache(self) -> bool:
+        """Empty the prefix cache. False: not possible while requests run."""
+        return self._run(self._manager.control("flush_cache")).ok
+
+    def get_server_info(self) -> dict[str, Any]:
+        """All flags as resolved, the plan, and `internal_states` of the scheduler."""
+        state = self._run(self._manager.control("internal_state"))
+        return {
+            **self.server_args.public_dict(),
+            **self._manager.scheduler_info,
+            "internal_states": [state.data],
+        }
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._manager.tokenizer
+
+    def shutdown(self) -> None:
+        """End the processes; running requests fail. Harmless when repeated."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.call_soon_threadsafe(self._manager.begin_shutdown)
+        self._loop.call_soon_threadsafe(self._manager.mark_unhealthy, "the engine was shut down")
+        self._handle.shutdown()
+        self._run(self._close_manager())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:  # an interrupted caller wants no result any more
+            future.cancel()
+            raise
+
+    async def _arun(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    def _iterate(self, req: GenerateRequest) -> Iterator[Result]:
+        results = native_stream(self._manager, req, self.server_args.incremental_streaming_output)
+        try:
+            while (result := self._run(_next(results))) is not None:
+                yield result
+        finally:
+            self._run(_close(results))
+
+    async def _aiterate(self, req: GenerateRequest) -> AsyncIterator[Result]:
+        results = native_stream(self._manager, req, self.server_args.incremental_streaming_output)
+        try:
+            while (result := await self._arun(_next(results))) is not None:
+                yield result
+        finally:
+            await self._arun(_close(results))
+
+    async def _abort(self, rid: str, abort_all: bool) -> None:
+        if abort_all:
+            self._manager.abort_all()
+        else:
+            self._manager.abort(rid)
+
+    async def _close_manager(self) -> None:
+        self._manager.close()
+
+    def _engine_failed(self, message: str) -> None:
+        self._loop.call_soon_threadsafe(self._manager.mark_unhealthy, message)
+
+
+def _request(
+    prompt: str | list[str] | None,
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None,
+    input_ids: list[int] | list[list[int]] | None,
+    stream: bool,
+    options: dict[str, Any],
+) -> GenerateRequest:
+    return GenerateRequest(text=prompt, input_ids=input_ids, sampling_params=sampling_params, stream=stream, **options)
+
+
+async def _next(results: AsyncIterator[Result]) -> Result | None:
+    return await anext(results, None)
+
+
+async def _close(results: Any) -> None:
+    await results.aclose()

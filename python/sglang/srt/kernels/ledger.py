@@ -1,0 +1,179 @@
+"""`python -m sglang.srt.kernels.ledger check|update|report`: the proof that every tile fits, kept in lock files.
+
+check    the recorded numbers obey the rules; kernels whose code changed (and --sample others) compile to them
+update   measure what changed, with this Triton and with those that --triton names, and write the lock files
+report   counts and worst cases
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from sglang.srt.kernels import ledger_rules
+from sglang.srt.kernels.compile import variant_hash
+from sglang.srt.kernels.ledger_file import LOCKS, TRITON_VERSIONS, Ledger, Measurement, Row, Rows, read_lock, write_lock
+from sglang.srt.kernels.measure import Job, all_jobs, measure, to_rows, variant_table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m sglang.srt.kernels.ledger", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("check", "update", "report"):
+        command = commands.add_parser(name)
+        command.add_argument("--lock", choices=sorted(LOCKS), action="append", help="only this lock file")
+        if name != "report":
+            command.add_argument("--processes", type=int, default=2)
+            command.add_argument("--all", action="store_true", help="compile every row, changed or not")
+            command.add_argument("--only", default="", help="only rows whose op/key/tile contains this")
+        if name == "check":
+            command.add_argument("--sample", type=int, default=4, help="unchanged rows to compile as well")
+        if name == "update":
+            command.add_argument(
+                "--triton", type=Path, action="append", default=[], help="directory with another Triton"
+            )
+            command.add_argument("--only-measure", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    args.lock = args.lock or sorted(LOCKS)
+    return {"check": check, "update": update, "report": report}[args.command](args)
+
+
+def check(args: argparse.Namespace) -> int:
+    problems: list[str] = list(ledger_rules.rows_without_tile(Ledger.load()))
+    for lock in args.lock:
+        rows, table = read_lock(lock), variant_table(lock)
+        problems += ledger_rules.missing(lock, rows, table)
+        problems += ledger_rules.over_limit(lock, rows)
+        problems += ledger_rules.over_spill_budget(lock, rows, table)
+        problems += _drift(lock, rows, args)
+    for problem in problems:
+        print(problem)
+    print(f"{len(problems)} problem(s)" if problems else "ledger: all rules hold")
+    if problems:
+        print(
+            "After a change of kernels or tiles: python -m sglang.srt.kernels.ledger update --triton DIR (see docs/kernels.md)"
+        )
+    return 1 if problems else 0
+
+
+def _drift(lock: str, rows: Rows, args: argparse.Namespace) -> list[str]:
+    """Rows whose code changed since they were measured, and measured rows that now compile to other numbers."""
+    import triton
+
+    table = variant_table(lock)
+    changed = [key for key, row in rows.items() if key in table and row.code != variant_hash(table[key])]
+    problems = [f"{lock}: {'/'.join(key)}: the kernel changed since it was measured" for key in changed]
+    if triton.__version__ not in TRITON_VERSIONS:
+        print(f"Triton {triton.__version__} is not in the lock files: nothing is compiled")
+        return problems
+    recorded = [key for key in rows if key in table and key not in changed and args.only in "/".join(key)]
+    random.Random(0).shuffle(recorded)
+    jobs = [Job(lock, key, arch) for key in recorded[: None if args.all else args.sample] for arch in LOCKS[lock]]
+    for job, result in measure(jobs, args.processes, progress=False).items():
+        expected = rows[job.row].by_target.get(f"{triton.__version__}/{job.arch}")
+        if expected is not None and result != expected:
+            problems.append(f"{lock}: {'/'.join(job.row)} on {job.arch}: recorded {expected}, now {result}")
+    return problems
+
+
+def update(args: argparse.Namespace) -> int:
+    """Measures with this Triton; each --triton directory runs this module again with that Triton in front."""
+    import triton
+
+    failures: list[str] = []
+    for lock in args.lock:
+        known = {} if args.all else read_lock(lock)
+        jobs = [job for job in all_jobs(lock, args.only) if not _is_current(known, job, triton.__version__)]
+        print(f"{lock}, Triton {triton.__version__}: {len(jobs)} to compile", file=sys.stderr)
+        fresh, failed = to_rows(lock, measure(jobs, args.processes), triton.__version__)
+        failures += failed
+        if args.only_measure:
+            (args.only_measure / f"{lock}.json").write_text(
+                json.dumps([[*key, row.code, row.by_target] for key, row in fresh.items()])
+            )
+            continue
+        for directory in args.triton:
+            _merge(fresh, _measure_with(directory, lock, args))
+        write_lock(lock, _combined(lock, known, fresh))
+    for failure in failures:
+        print(failure)
+    return 1 if failures else 0
+
+
+def _is_current(known: Rows, job: Job, triton_version: str) -> bool:
+    row = known.get(job.row)
+    return (
+        row is not None
+        and row.code == variant_hash(variant_table(job.lock)[job.row])
+        and f"{triton_version}/{job.arch}" in row.by_target
+    )
+
+
+def _measure_with(directory: Path, lock: str, args: argparse.Namespace) -> Rows:
+    path = os.pathsep.join([str(directory), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with tempfile.TemporaryDirectory() as out:
+        command = [sys.executable, "-m", "sglang.srt.kernels.ledger", "update", "--lock", lock, "--only-measure", out]
+        command += ["--processes", str(args.processes), "--only", args.only] + (["--all"] if args.all else [])
+        subprocess.run(command, check=False, env=os.environ | {"PYTHONPATH": path})
+        content = json.loads((Path(out) / f"{lock}.json").read_text())
+    return {
+        (op, key, tile): Row(code, {t: _measurement(m) for t, m in values.items()})
+        for op, key, tile, code, values in content
+    }
+
+
+def _measurement(values: Sequence[object]) -> Measurement:
+    smem, registers, spills, stack, mma = values
+    return smem, registers, spills, stack, tuple(mma)  # type: ignore[return-value,arg-type]
+
+
+def _merge(into: Rows, rows: Rows) -> None:
+    for key, row in rows.items():
+        into.setdefault(key, Row(row.code)).by_target.update(row.by_target)
+
+
+def _combined(lock: str, known: Rows, fresh: Rows) -> Rows:
+    """Of the rows known before, what is still in the table with the same code stays."""
+    table = variant_table(lock)
+    combined: Rows = {
+        key: Row(row.code, dict(row.by_target))
+        for key, row in known.items()
+        if key in table and row.code == variant_hash(table[key])
+    }
+    _merge(combined, fresh)
+    return combined
+
+
+def report(args: argparse.Namespace) -> int:
+    for lock in args.lock:
+        rows, table = read_lock(lock), variant_table(lock)
+        values = [(key, target, m) for key, row in rows.items() for target, m in row.by_target.items()]
+        if not values:
+            print(f"{lock}: empty")
+            continue
+        defaults = [v for v in values if v[0] in table and table[v[0]].default]
+        worst = max(values, key=lambda v: v[2][0])
+        spilling = max(defaults, key=lambda v: v[2][2])
+        print(f"{lock} ({', '.join(LOCKS[lock])}; Triton {', '.join(TRITON_VERSIONS)})")
+        print(f"  {len(rows)} (kernel, variant, tile) rows, {len(values)} measurements")
+        print(f"  most shared memory: {worst[2][0]:,} B, {'/'.join(worst[0])} on {worst[1]}")
+        print(f"  over the limit: {len(list(ledger_rules.over_limit(lock, rows)))}")
+        print(
+            f"  default tiles that spill: {len({v[0] for v in defaults if v[2][2] > 0})} of {len({v[0] for v in defaults})}"
+        )
+        print(f"  most spilled by a default tile: {spilling[2][2]} B, {'/'.join(spilling[0])} on {spilling[1]}")
+        for kind in sorted({kind for v in values for kind in v[2][4]}):
+            print(f"  {kind}: {len({v[0] for v in values if kind in v[2][4]})} rows")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

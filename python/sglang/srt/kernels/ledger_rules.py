@@ -1,0 +1,84 @@
+"""What must hold of the lock files. Looks at recorded numbers only: no compiler needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from sglang.srt.hardware.arch import arch_by_name
+from sglang.srt.kernels import tiles
+from sglang.srt.kernels.ledger_file import LOCKS, NOT_NATIVE, TRITON_VERSIONS, Ledger, Rows
+from sglang.srt.kernels.spec import Need
+from sglang.srt.kernels.variant import Variant
+
+SPILL_BUDGET = 0
+"""Bytes that a default tile may spill (stores plus loads), but for the exceptions below."""
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedSpill:
+    """A default tile that may spill: rows of `op` whose key starts with `key`, on any architecture of `lock`."""
+
+    lock: str
+    op: str
+    key: str
+    max_bytes: int
+    why: str
+
+
+ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = ()
+
+ARCHS_WITH_TILES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
+
+
+def spill_budget(lock: str, op: str, key: str) -> int:
+    accepted = (a.max_bytes for a in ACCEPTED_SPILLS if a.lock == lock and a.op == op and key.startswith(a.key))
+    return max(accepted, default=SPILL_BUDGET)
+
+
+def over_limit(lock: str, rows: Rows) -> Iterator[str]:
+    """Tiles that ask for more shared memory than a block can have."""
+    for (op, key, tile), row in rows.items():
+        for target, (smem, *_) in row.by_target.items():
+            limit = arch_by_name(target.split("/")[1]).smem_per_block
+            if smem > limit:
+                yield f"{lock}: {op}/{key} tile {tile} needs {smem:,} B on {target}, limit {limit:,} B"
+
+
+def over_spill_budget(lock: str, rows: Rows, table: Mapping[tuple[str, str, str], Variant]) -> Iterator[str]:
+    """Default tiles that spill more than they may."""
+    for (op, key, tile), row in rows.items():
+        variant = table.get((op, key, tile))
+        if variant is None or not variant.default:
+            continue
+        budget = spill_budget(lock, op, key)
+        for target, (_, _, spills, _, _) in row.by_target.items():
+            if target not in NOT_NATIVE and spills > budget:
+                yield f"{lock}: {op}/{key} default tile {tile} spills {spills} B on {target}, budget {budget} B"
+
+
+def missing(lock: str, rows: Rows, table: Mapping[tuple[str, str, str], Variant]) -> Iterator[str]:
+    """Tiles of the table that were never measured, and rows of tiles that no longer exist."""
+    targets = [f"{version}/{arch}" for version in TRITON_VERSIONS for arch in LOCKS[lock]]
+    for op, key, tile in table:
+        row = rows.get((op, key, tile))
+        absent = targets if row is None else [t for t in targets if t not in row.by_target]
+        if absent:
+            yield f"{lock}: {op}/{key} tile {tile} is not in the lock for {', '.join(absent)}"
+    for op, key, tile in sorted(rows.keys() - table.keys()):
+        yield f"{lock}: {op}/{key} tile {tile} is in the lock, but not in the table"
+
+
+def rows_without_tile(ledger: Ledger) -> Iterator[str]:
+    """Table rows that leave an architecture without any tile that fits."""
+    dtypes = ("bfloat16", "fp8_e4m3", "fp8_e5m2")
+    for row in tiles.ROWS:
+        for head_dim, v_head_dim in row.head_dims:
+            for kv_dtype in dtypes:
+                if tiles.KV_BYTES[kv_dtype] not in row.kv_bytes:
+                    continue
+                need = Need(row.op, head_dim, v_head_dim, "bfloat16", kv_dtype)
+                for name in ARCHS_WITH_TILES:
+                    fitting = ledger.fitting_tiles(need, arch_by_name(name))
+                    if not fitting.tiles:
+                        yield f"{name}: no tile fits {row.op} with {need.describe()}: {'; '.join(fitting.reasons)}"

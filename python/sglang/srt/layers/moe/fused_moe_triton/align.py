@@ -1,0 +1,152 @@
+"""Group (token, expert) pairs by expert, in blocks of BLOCK_M rows, on the device and without a synchronization.
+
+Output: `sorted_pairs`, the pair numbers `token * k + choice` expert by expert, each expert's run padded to a multiple of
+BLOCK_M with the number of pairs; `block_expert`, the expert of each block; `num_blocks`, how many blocks are in use.
+The order within an expert is not fixed; no result depends on it, because a pair's row is computed alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+ONE_PROGRAM_PAIRS = 4096
+"""Up to so many pairs one program does everything in one launch."""
+CHUNK = 1024
+
+
+@dataclass(slots=True)
+class ExpertBlocks:
+    sorted_pairs: torch.Tensor  # [max_blocks * BLOCK_M] int32
+    block_expert: torch.Tensor  # [max_blocks] int32
+    num_blocks: torch.Tensor  # [1] int32
+
+    @property
+    def max_blocks(self) -> int:
+        return self.block_expert.shape[0]
+
+
+@triton.jit
+def _count_pairs(topk_ids, start, num_pairs, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
+    """Pairs of each expert in one chunk; ids of -1 are left out."""
+    at = start + tl.arange(0, CHUNK)
+    ids = tl.load(topk_ids + at, mask=at < num_pairs, other=-1)
+    return tl.histogram(tl.maximum(ids, 0), EXPERTS, mask=ids >= 0)
+
+
+@triton.jit
+def _scatter_pairs(topk_ids, start, num_pairs, cursors, sorted_pairs, CHUNK: tl.constexpr):
+    at = start + tl.arange(0, CHUNK)
+    ids = tl.load(topk_ids + at, mask=at < num_pairs, other=-1)
+    valid = ids >= 0
+    place = tl.atomic_add(cursors + tl.maximum(ids, 0), 1, mask=valid, sem="relaxed")
+    tl.store(sorted_pairs + place, at, mask=valid)
+
+
+@triton.jit
+def _write_block_experts(ends, block_expert, max_blocks, EXPERTS: tl.constexpr):
+    """ends [EXPERTS]: first block after each expert's run. Block b belongs to the first expert with ends > b."""
+    for block in range(0, max_blocks, 16):
+        b = block + tl.arange(0, 16)
+        expert = tl.sum((ends[None, :] <= b[:, None]).to(tl.int32), axis=1)
+        tl.store(block_expert + b, tl.minimum(expert, EXPERTS - 1), mask=b < max_blocks)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "max_blocks"])
+def align_small_kernel(
+    topk_ids,  # [num_pairs] int32
+    sorted_pairs,
+    block_expert,
+    num_blocks,
+    cursors,  # [EXPERTS] int32 scratch
+    num_pairs,
+    max_blocks,
+    EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Everything in one program."""
+    counts = tl.zeros((EXPERTS,), tl.int32)
+    for start in range(0, num_pairs, CHUNK):
+        counts += _count_pairs(topk_ids, start, num_pairs, EXPERTS, CHUNK)
+    blocks = (counts + BLOCK_M - 1) // BLOCK_M
+    ends = tl.cumsum(blocks, 0)
+    tl.store(cursors + tl.arange(0, EXPERTS), (ends - blocks) * BLOCK_M)
+    tl.store(num_blocks, tl.sum(blocks))
+    for start in range(0, max_blocks * BLOCK_M, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        tl.store(sorted_pairs + at, num_pairs + tl.zeros((CHUNK,), tl.int32), mask=at < max_blocks * BLOCK_M)
+    _write_block_experts(ends, block_expert, max_blocks, EXPERTS)
+    # The cursors and the padding must be in memory before pairs are placed over them.
+    tl.debug_barrier()
+    for start in range(0, num_pairs, CHUNK):
+        _scatter_pairs(topk_ids, start, num_pairs, cursors, sorted_pairs, CHUNK)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_places"])
+def align_count_kernel(
+    topk_ids,
+    counts,  # [EXPERTS] int32, zero
+    sorted_pairs,
+    num_pairs,
+    num_places,
+    EXPERTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """First of three for many pairs: count, and fill the places with padding."""
+    pid = tl.program_id(0)
+    counted = _count_pairs(topk_ids, pid * CHUNK, num_pairs, EXPERTS, CHUNK)
+    tl.atomic_add(counts + tl.arange(0, EXPERTS), counted, mask=counted > 0, sem="relaxed")
+    for start in range(pid * CHUNK, num_places, tl.num_programs(0) * CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        tl.store(sorted_pairs + at, num_pairs + tl.zeros((CHUNK,), tl.int32), mask=at < num_places)
+
+
+@triton.jit(do_not_specialize=["max_blocks"])
+def align_offsets_kernel(
+    counts, cursors, block_expert, num_blocks, max_blocks, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """Second: where each expert's run starts."""
+    expert = tl.arange(0, EXPERTS)
+    blocks = (tl.load(counts + expert) + BLOCK_M - 1) // BLOCK_M
+    ends = tl.cumsum(blocks, 0)
+    tl.store(cursors + expert, (ends - blocks) * BLOCK_M)
+    tl.store(num_blocks, tl.sum(blocks))
+    _write_block_experts(ends, block_expert, max_blocks, EXPERTS)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def align_scatter_kernel(topk_ids, cursors, sorted_pairs, num_pairs, CHUNK: tl.constexpr):
+    """Third: place the pairs."""
+    _scatter_pairs(topk_ids, tl.program_id(0) * CHUNK, num_pairs, cursors, sorted_pairs, CHUNK)
+
+
+def align(topk_ids: torch.Tensor, num_experts: int, block_m: int) -> ExpertBlocks:
+    """topk_ids [T, k] int32 contiguous, -1 for none."""
+    num_pairs = topk_ids.numel()
+    # Each of at most min(pairs, experts) used experts wastes at most BLOCK_M - 1 places.
+    max_blocks = triton.cdiv(num_pairs + min(num_pairs, num_experts) * (block_m - 1), block_m)
+    experts = triton.next_power_of_2(num_experts)
+    device = topk_ids.device
+    scratch = torch.empty(max_blocks * block_m + max_blocks + 1, dtype=torch.int32, device=device)
+    sorted_pairs, block_expert, num_blocks = scratch.split([max_blocks * block_m, max_blocks, 1])
+    if num_pairs <= ONE_PROGRAM_PAIRS:
+        cursors = torch.empty(experts, dtype=torch.int32, device=device)
+        align_small_kernel[(1,)](
+            topk_ids, sorted_pairs, block_expert, num_blocks, cursors, num_pairs, max_blocks,
+            EXPERTS=experts, BLOCK_M=block_m, CHUNK=CHUNK, num_warps=16,
+        )  # fmt: skip
+    else:
+        counts, cursors = torch.zeros((2, experts), dtype=torch.int32, device=device)
+        grid = (triton.cdiv(num_pairs, CHUNK),)
+        align_count_kernel[grid](
+            topk_ids, counts, sorted_pairs, num_pairs, max_blocks * block_m, EXPERTS=experts, CHUNK=CHUNK, num_warps=8
+        )
+        align_offsets_kernel[(1,)](
+            counts, cursors, block_expert, num_blocks, max_blocks, EXPERTS=experts, BLOCK_M=block_m, num_warps=8
+        )
+        align_scatter_kernel[grid](topk_ids, cursors, sorted_pairs, num_pairs, CHUNK=CHUNK, num_warps=8)
+    return ExpertBlocks(sorted_pairs, block_expert, num_blocks)

@@ -1,0 +1,159 @@
+"""Launch variants of the elementwise, sampling and matrix-vector kernels, described for the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import triton
+
+from sglang.srt.kernels.variant import Variant
+from sglang.srt.layers.triton_ops import activation, norm, rope_store, sampling, skinny_gemm, topk
+
+OPS = (
+    "rmsnorm",
+    "fused_add_rmsnorm",
+    "silu_and_mul",
+    "qk_norm_rope_store",
+    "topk_softmax",
+    "draw_tokens",
+    "filter_thresholds",
+    "adjust_logits",
+    "skinny_linear",
+)
+
+HIDDEN_SIZES = (1024, 2048, 2880, 4096, 5120, 6144, 7168)
+ROPE_SHAPES = ((64, 64), (128, 128), (128, 64), (256, 64))
+"""(head dim, rotary dim)."""
+CACHE_TYPES = {"bfloat16": ("*bf16", 0.0), "fp8_e4m3": ("*fp8e4nv", 448.0), "fp8_e5m2": ("*fp8e5", 57344.0)}
+ROUTINGS = ((128, 8), (256, 8), (384, 8), (512, 10))
+"""(experts, choices)."""
+LAUNCH_ONLY = ("num_warps", "num_stages")
+
+
+def describe(
+    op: str,
+    key: str,
+    fn: Any,
+    types: Mapping[str, str],
+    constexprs: Mapping[str, Any],
+    launch: Mapping[str, int],
+    divisible: tuple[str, ...] = (),
+) -> Variant:
+    """`types` of the run-time parameters; `launch` holds block sizes (constexprs) and warps; all pointers and the named
+    `divisible` integers count as multiples of 16."""
+    tile = {"num_stages": 3, **launch}
+    constants = dict(constexprs) | {name: value for name, value in launch.items() if name not in LAUNCH_ONLY}
+    signature = {name: types[name] if name in types else "constexpr" for name in fn.arg_names}
+    assert all(name in constants for name, kind in signature.items() if kind == "constexpr"), f"{op}: {signature}"
+    pointers = tuple(name for name, kind in signature.items() if kind.startswith("*"))
+    return Variant(op, key, fn, signature, constants, (*pointers, *divisible), tile)
+
+
+def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
+    """Every launch of `op` over the sizes of the published models. The same for every GPU."""
+    yield from _VARIANTS[op]()
+
+
+def _norms(op: str) -> Iterator[Variant]:
+    if op == "rmsnorm":
+        fn, types = norm.rmsnorm_kernel, {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "row_stride": "i32"}
+        strides: tuple[str, ...] = ("row_stride",)
+    else:
+        fn = norm.fused_add_rmsnorm_kernel
+        types = {"x": "*bf16", "residual": "*bf16", "weight": "*bf16", "row_stride": "i32", "residual_stride": "i32"}
+        strides = ("row_stride", "residual_stride")
+    launches = {launch["BLOCK"]: launch for launch in map(norm.row_launch, HIDDEN_SIZES)}
+    for block, launch in launches.items():
+        yield describe(op, f"{block}", fn, types | {"size": "i32", "eps": "fp32"}, {}, launch, (*strides, "size"))
+
+
+def _activation() -> Iterator[Variant]:
+    types = {"gate_up": "*bf16", "out": "*bf16", "row_stride": "i32", "size": "i32"}
+    for name, launch in (("small", activation.SMALL_BLOCK), ("large", activation.LARGE_BLOCK)):
+        yield describe(
+            "silu_and_mul", name, activation.silu_and_mul_kernel, types, {}, launch, ("row_stride", "size")
+        )
+
+
+def _rope_store() -> Iterator[Variant]:
+    types = {"qkv": "*bf16", "positions": "*i64", "cos_sin": "*fp32", "q_weight": "*bf16", "k_weight": "*bf16"}
+    types |= {"out_cache_loc": "*i64", "eps": "fp32", "k_scale": "fp32", "v_scale": "fp32"}
+    types |= dict.fromkeys(("row_stride", "k_slot_stride", "v_slot_stride"), "i32")
+    strides = ("row_stride", "k_slot_stride", "v_slot_stride")
+    for dim, rot in ROPE_SHAPES:
+        for cache, (pointer, limit) in CACHE_TYPES.items():
+            for heads in (1, 4, 8):
+                constants = {"Q_HEADS": 32, "KV_HEADS": 8, "DIM": dim, "ROT": rot, "NORM_Q": True, "NORM_K": True}
+                constants |= {"INTERLEAVED": False, "FP8_LIMIT": limit}
+                yield describe(
+                    "qk_norm_rope_store",
+                    f"{dim}r{rot}/{cache}/{heads}",
+                    rope_store.qk_norm_rope_store_kernel,
+                    types | {"k_cache": pointer, "v_cache": pointer},
+                    constants,
+                    rope_store.launch_constants(dim, rot, heads),
+                    strides,
+                )
+
+
+def _routing() -> Iterator[Variant]:
+    types = {"logits": "*bf16", "weights": "*fp32", "ids": "*i32", "num_tokens": "i32"}
+    types |= {"row_stride": "i32", "num_experts": "i32"}
+    for experts, k in ROUTINGS:
+        constants = {"RENORMALIZE": True, "K": k, "K_BLOCK": triton.next_power_of_2(k)}
+        launch = {"EXPERTS": triton.next_power_of_2(experts), "ROWS": topk.ROWS, "num_warps": 4}
+        yield describe(
+            "topk_softmax", f"{experts}k{k}", topk.topk_softmax_kernel, types, constants, launch, ("row_stride",)
+        )
+
+
+_LOGITS = {"logits": "*fp32", "table": "*i32", "slots": "*i64", "vocab_size": "i32", "stride": "i32"}
+
+
+def _draw() -> Iterator[Variant]:
+    types = _LOGITS | {"positions": "*i32", "thresholds": "*fp32", "scores_out": "*fp32", "ids_out": "*i32"}
+    types |= {"arrivals": "*i32", "tokens": "*i64", "next_token": "*i64", "num_splits": "i32"}
+    launch = {"BLOCK": sampling.DRAW_BLOCK, "num_warps": 8}
+    for name, noise, filtered in (("greedy", False, False), ("sampled", True, False), ("filtered", True, True)):
+        constants = {"NOISE": noise, "FILTER": filtered, "WRITE_NEXT": True, "MAX_SPLITS": 64}
+        yield describe("draw_tokens", name, sampling.draw_tokens_kernel, types, constants, launch, ("stride",))
+
+
+def _thresholds() -> Iterator[Variant]:
+    types = _LOGITS | {"thresholds": "*fp32"}
+    launch = {"BLOCK": sampling.THRESHOLD_BLOCK, "num_warps": sampling.THRESHOLD_WARPS}
+    yield describe("filter_thresholds", "all", sampling.threshold_kernel, types, {}, launch, ("stride",))
+
+
+def _adjust() -> Iterator[Variant]:
+    types = _LOGITS | {"state": "*i32", "vocab_mask": "*i32", "mask_stride": "i32"}
+    launch = {"BLOCK": sampling.ADJUST_BLOCK, "num_warps": 8}
+    constants = {"PENALTIES": True, "MASK": True}
+    yield describe("adjust_logits", "all", sampling.adjust_logits_kernel, types, constants, launch, ("stride",))
+
+
+def _skinny() -> Iterator[Variant]:
+    types = {"x": "*bf16", "w": "*bf16", "out": "*bf16", "N": "i32", "K": "i32"}
+    tiles = skinny_gemm.DEFAULT_TILES
+    for name, gated, tile in (("gemv", False, tiles.gemv), ("gemv_gated", True, tiles.gemv_gated)):
+        constants = {"GATED": gated, "PDL": False}
+        yield describe("skinny_linear", name, skinny_gemm.gemv_kernel, types, constants, tile, ("N", "K"))
+    types |= {"partial": "*fp32", "arrivals": "*i32", "M": "i32", "x_stride": "i32"}
+    for parts in (1, 8):
+        constants = {"BLOCK_M": skinny_gemm.MAX_ROWS, "SPLIT_K": parts, "PDL": False}
+        sizes = ("N", "K", "x_stride")
+        yield describe("skinny_linear", f"k{parts}", skinny_gemm.skinny_kernel, types, constants, tiles.skinny, sizes)
+
+
+_VARIANTS = {
+    "rmsnorm": lambda: _norms("rmsnorm"),
+    "fused_add_rmsnorm": lambda: _norms("fused_add_rmsnorm"),
+    "silu_and_mul": _activation,
+    "qk_norm_rope_store": _rope_store,
+    "topk_softmax": _routing,
+    "draw_tokens": _draw,
+    "filter_thresholds": _thresholds,
+    "adjust_logits": _adjust,
+    "skinny_linear": _skinny,
+}

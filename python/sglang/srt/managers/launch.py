@@ -1,0 +1,245 @@
+"""Starts an engine's processes, waits for them, watches them, ends them.
+
+    handle = launch_engine(args)          # returns at once; raises UserError for what can be known without the children
+    handle.wait_ready()                   # raises UserError or EngineError, with all processes gone
+    handle.watch(on_failure)              # told once if a process dies later
+    handle.shutdown()
+
+Each child holds one end of a pipe. It says `ready` through it, or why it failed; and since the pipe breaks when the
+parent is gone, however that ended, a child never outlives its parent. Children ignore SIGINT and SIGTERM, which reach
+a whole process group: the parent decides when they go.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.errors import UserError
+from sglang.srt.managers.ipc import Ports
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.hf_tokenizer import load_tokenizer
+from sglang.srt.utils.log import configure_logging
+
+logger = logging.getLogger(__name__)
+
+SCHEDULER_ENTRY = "sglang.srt.managers.scheduler_process:run_scheduler"
+"""`module:function(args, ports, tp_rank, start_pipe)`; imported by the child only."""
+DETOKENIZER_ENTRY = "sglang.srt.managers.detokenizer_manager:run_detokenizer"
+
+READY = b"ready"
+_STOP = b"stop"
+_ERROR = b"error:"
+_USER_ERROR = b"user-error:"
+_EXIT_GRACE_S = 1.0
+"""Time for a dying child's last words to arrive."""
+
+
+class EngineError(RuntimeError):
+    """A process of the engine failed. `details` is its traceback, empty if it left none."""
+
+    def __init__(self, message: str, details: str = "") -> None:
+        super().__init__(message)
+        self.details = details
+
+
+@dataclass(slots=True)
+class _Child:
+    name: str
+    process: BaseProcess
+    pipe: Connection
+    ready: bool = False
+
+
+class EngineHandle:
+    """The processes of one engine, and `manager`, the tokenizer manager that talks to them."""
+
+    def __init__(self, args: ServerArgs, model_config: ModelConfig) -> None:
+        self._ports = Ports.create()
+        self._children: list[_Child] = []
+        self._settled = threading.Event()
+        """Set when all children are ready or one has failed."""
+        self._closing = False
+        self._failure: UserError | EngineError | None = None
+        self._on_failure: Callable[[str], None] | None = None
+        self._lock = threading.Lock()
+        atexit.register(self.shutdown)  # before the exit handler of multiprocessing, which would wait for the children
+        try:
+            for rank in range(args.tp_size):
+                name = "scheduler" if args.tp_size == 1 else f"scheduler TP{rank}"
+                self._spawn(name, SCHEDULER_ENTRY, (args, self._ports, rank))
+            self._spawn("detokenizer", DETOKENIZER_ENTRY, (args, self._ports, 0))
+            self._monitor = threading.Thread(target=self._watch_children, name="engine-monitor", daemon=True)
+            self._monitor.start()
+            self.manager = TokenizerManager(args, model_config, self._ports, load_tokenizer(args))
+        except BaseException:
+            self.shutdown(limit_s=0.0)
+            raise
+
+    def wait_ready(self, timeout_s: float | None = None) -> None:
+        """Block until every process is ready. On failure all are shut down and UserError or EngineError is raised."""
+        settled = self._settled.wait(timeout_s)
+        failure = self._failure
+        if not settled:
+            failure = EngineError(f"the engine did not start within {timeout_s:g} seconds")
+        if failure is not None:
+            self.shutdown(limit_s=0.0)
+            raise failure
+
+    def watch(self, on_failure: Callable[[str], None]) -> None:
+        """Call `on_failure(message)` from another thread, once, when a process dies although nobody asked it to."""
+        with self._lock:
+            self._on_failure = on_failure
+            failure = self._failure
+        if failure is not None:
+            on_failure(str(failure))
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine is dead, or None."""
+        return None if self._failure is None else str(self._failure)
+
+    @property
+    def process_ids(self) -> dict[str, int | None]:
+        return {child.name: child.process.pid for child in self._children}
+
+    def shutdown(self, limit_s: float = 5.0) -> None:
+        """End all processes; those that are not gone after `limit_s` seconds are killed. Harmless when repeated. What
+        still runs is lost: drain the manager before."""
+        if self._closing:
+            return
+        atexit.unregister(self.shutdown)
+        self._end_children(limit_s)
+        self._ports.remove()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _spawn(self, name: str, entry: str, call: tuple[ServerArgs, Ports, int]) -> None:
+        ours, theirs = multiprocessing.Pipe(duplex=True)
+        context = multiprocessing.get_context("spawn")
+        process = context.Process(target=_child_main, args=(name, entry, call, theirs), name=name, daemon=True)
+        process.start()
+        theirs.close()
+        self._children.append(_Child(name, process, ours))
+
+    def _end_children(self, limit_s: float) -> None:
+        self._closing = True
+        for child in self._children:
+            # A message, because closing would not break the pipe while the monitor thread waits on it.
+            with contextlib.suppress(OSError):  # already gone
+                child.pipe.send_bytes(_STOP)
+        end = time.monotonic() + limit_s
+        for child in self._children:
+            child.process.join(max(0.0, end - time.monotonic()))
+            if child.process.is_alive():
+                child.process.kill()
+                child.process.join()
+            child.pipe.close()
+
+    def _watch_children(self) -> None:
+        """Body of the monitor thread: ends with the first failure, or when the engine is shut down."""
+        by_pipe = {child.pipe: child for child in self._children}
+        while not self._closing:
+            try:
+                signalled = multiprocessing.connection.wait(list(by_pipe))
+                for pipe in signalled:
+                    failure = self._read(by_pipe[pipe])  # type: ignore[index]
+                    if failure is not None:
+                        self._fail(failure)
+                        return
+            except (OSError, ValueError):  # the pipes were closed by shutdown
+                return
+            if all(child.ready for child in self._children):
+                self._settled.set()  # and watch on
+
+    def _read(self, child: _Child) -> UserError | EngineError | None:
+        try:
+            message = child.pipe.recv_bytes()
+        except (EOFError, ConnectionError):
+            child.process.join(_EXIT_GRACE_S)
+            return EngineError(f"the {child.name} process died ({_exit_reason(child.process.exitcode)})")
+        if message == READY:
+            child.ready = True
+            return None
+        if message.startswith(_USER_ERROR):
+            return UserError(message.removeprefix(_USER_ERROR).decode())
+        details = message.removeprefix(_ERROR).decode(errors="replace").rstrip()
+        return EngineError(f"the {child.name} process failed: {details.splitlines()[-1]}", details)
+
+    def _fail(self, failure: UserError | EngineError) -> None:
+        with self._lock:
+            if self._closing:
+                return
+            self._failure = failure
+            callback = self._on_failure
+        if isinstance(failure, EngineError):
+            logger.error("%s", f"{failure}\n{failure.details}".rstrip())
+        self._settled.set()
+        if callback is not None:
+            callback(str(failure))
+
+
+def launch_engine(args: ServerArgs) -> EngineHandle:
+    """Start the processes for `args`. Raises UserError for a wrong model or tokenizer."""
+    return EngineHandle(args, ModelConfig.from_server_args(args))
+
+
+def _exit_reason(code: int | None) -> str:
+    if code is None:
+        return "it does not answer"
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit status {code}"
+
+
+# --- in the child -----------------------------------------------------------------------------------------------------
+
+
+def _child_main(name: str, entry: str, call: tuple[ServerArgs, Ports, int], pipe: Connection) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    args = call[0]
+    threading.Thread(target=_exit_with_parent, args=(pipe, call[1]), name="parent-watch", daemon=True).start()
+    configure_logging(args.log_level, name.removeprefix("scheduler ") if " " in name else "")
+    try:
+        module, function = entry.split(":")
+        getattr(importlib.import_module(module), function)(*call, pipe)
+    except UserError as error:
+        _last_words(pipe, _USER_ERROR + str(error).encode(), 2)
+    except BaseException:
+        _last_words(pipe, _ERROR + traceback.format_exc().encode(), 1)
+
+
+def _last_words(pipe: Connection, message: bytes, status: int) -> None:
+    """Report and end at once: threads and libraries of a broken process may not come to an end by themselves."""
+    try:
+        pipe.send_bytes(message)
+    except OSError:
+        pass  # the parent is gone, nobody to tell
+    finally:
+        os._exit(status)
+
+
+def _exit_with_parent(pipe: Connection, ports: Ports) -> None:
+    """Ends the process when the parent says so, or has died."""
+    try:
+        pipe.recv_bytes()
+    except (EOFError, OSError):
+        ports.remove()  # the parent had no time to
+    finally:
+        os._exit(0)

@@ -1,0 +1,201 @@
+"""`/generate` and the routes that look after the server."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import pytest
+
+PROMPT = "The quick brown fox"
+
+
+def url_of(http: httpx.Client) -> str:
+    return str(http.base_url).rstrip("/")
+
+
+def generate(http: httpx.Client, **body: Any) -> Any:
+    params = {"max_new_tokens": 6, "temperature": 0, **body.pop("sampling_params", {})}
+    response = http.post("/generate", json={"text": PROMPT, "sampling_params": params, **body})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def events(http: httpx.Client, **body: Any) -> list[Any]:
+    params = {"max_new_tokens": 6, "temperature": 0, **body.pop("sampling_params", {})}
+    body = {"text": PROMPT, "stream": True, "sampling_params": params, **body}
+    with http.stream("POST", "/generate", json=body) as response:
+        assert response.status_code == 200
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_generate(http: httpx.Client) -> None:
+    result = generate(http, rid="my-own-id")
+    info = result["meta_info"]
+    assert result["text"] and len(result["output_ids"]) == 6
+    assert info["id"] == "my-own-id" and info["finish_reason"] == {"type": "length", "length": 6}
+    assert info["completion_tokens"] == 6 and info["prompt_tokens"] > 0 and info["cached_tokens"] >= 0
+    assert info["e2e_latency"] > 0
+    assert http.put("/generate", json={"text": PROMPT, "sampling_params": {"max_new_tokens": 1}}).status_code == 200
+
+
+def test_generate_stream_is_cumulative(http: httpx.Client) -> None:
+    whole = generate(http)
+    seen = events(http)
+    assert seen[-1]["text"] == whole["text"] and seen[-1]["output_ids"] == whole["output_ids"]
+    for earlier, later in pairwise(seen):
+        assert later["text"].startswith(earlier["text"]) and earlier["meta_info"]["finish_reason"] is None
+
+
+def test_batches(http: httpx.Client) -> None:
+    prompts = [PROMPT, "Another one"]
+    results = generate(http, text=prompts)
+    assert [result["text"] for result in results] == [generate(http, text=prompt)["text"] for prompt in prompts]
+    ids = http.post("/tokenize", json={"prompt": prompts}).json()["tokens"]
+    by_ids = generate(http, text=None, input_ids=ids)
+    assert [result["output_ids"] for result in by_ids] == [result["output_ids"] for result in results]
+    streamed = events(http, text=prompts)
+    last = {event["index"]: event["text"] for event in streamed}
+    assert last == dict(enumerate(result["text"] for result in results))
+    assert len(generate(http, sampling_params={"n": 3})) == 3
+
+
+def test_generate_logprobs(http: httpx.Client) -> None:
+    info = generate(http, return_logprob=True, logprob_start_len=0, top_logprobs_num=2, return_text_in_logprobs=True)[
+        "meta_info"
+    ]
+    assert len(info["output_token_logprobs"]) == len(info["output_top_logprobs"]) == 6
+    assert len(info["input_token_logprobs"]) == info["prompt_tokens"]
+    assert "".join(text for _, _, text in info["input_token_logprobs"]) == PROMPT
+    assert info["input_token_logprobs"][0][0] is None
+    for (logprob, token, _), top in zip(info["output_token_logprobs"], info["output_top_logprobs"], strict=True):
+        assert len(top) == 2 and top[0][:2] == [logprob, token]
+
+
+def test_information(http: httpx.Client) -> None:
+    assert http.get("/model_info").json() == http.get("/get_model_info").json()
+    model = http.get("/model_info").json()
+    assert model["is_generation"] is True and model["architectures"] == ["Qwen3MoeForCausalLM"]
+    info = http.get("/server_info").json()
+    assert info["served_model_name"] == "tiny" and info["version"] and info["max_total_num_tokens"] > 0
+    assert {"last_gen_throughput", "memory_usage"} <= info["internal_states"][0].keys()
+    assert http.get("/get_server_info").status_code == 200
+    assert http.get("/v1/loads").json()["loads"][0]["num_running_reqs"] == 0
+
+
+@pytest.mark.parametrize("path", ["/health", "/health_generate", "/ready", "/ping"])
+def test_health(http: httpx.Client, path: str) -> None:
+    assert http.get(path).status_code == 200
+
+
+def test_pages(http: httpx.Client) -> None:
+    assert "/v1/chat/completions" in http.get("/").text
+    schema = http.get("/openapi.json").json()
+    assert {"/v1/chat/completions", "/v1/completions", "/generate", "/v1/models"} <= schema["paths"].keys()
+    body = schema["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body["properties"]["messages"]["items"]["$ref"].rsplit("/", 1)[1] in schema["components"]["schemas"]
+
+
+def test_tokenize_round_trip(http: httpx.Client) -> None:
+    text = "Grüße aus Köln 🙂"
+    answer = http.post("/tokenize", json={"prompt": text}).json()
+    assert answer["count"] == len(answer["tokens"]) and answer["max_model_len"] == 4096
+    assert http.post("/detokenize", json={"tokens": answer["tokens"]}).json()["text"] == text
+    assert http.post("/v1/detokenize", json={"tokens": [answer["tokens"]] * 2}).json()["text"] == [text] * 2
+
+
+def test_metrics(http: httpx.Client) -> None:
+    generate(http)
+    page = http.get("/metrics")
+    assert page.headers["content-type"].startswith("text/plain")
+    samples = {line.split(" ")[0].split("{")[0] for line in page.text.splitlines() if not line.startswith("#")}
+    expected = {
+        "e2e_request_latency_seconds_bucket", "time_to_first_token_seconds_bucket",
+        "inter_token_latency_seconds_bucket", "num_running_reqs", "num_queue_reqs", "gen_throughput", "cache_hit_rate",
+        "num_used_tokens", "token_usage", "prompt_tokens_total", "generation_tokens_total", "cached_tokens_total",
+        "num_requests_total", "spec_accept_length",
+    }  # fmt: skip
+    assert {f"sglang:{name}" for name in expected} <= samples
+    assert 'model_name="tiny"' in page.text and 'engine_type="' in page.text
+
+
+def test_flush_cache(http: httpx.Client) -> None:
+    long_prompt = "flush me " * 40
+    generate(http, text=long_prompt)
+    assert generate(http, text=long_prompt)["meta_info"]["cached_tokens"] > 0
+    assert http.post("/flush_cache").status_code == 200
+    assert generate(http, text=long_prompt)["meta_info"]["cached_tokens"] == 0
+    assert http.get("/flush_cache").status_code == 200
+
+
+class LongRequest:
+    """A request that would run to the end of the context, in a thread."""
+
+    def __init__(self, http: httpx.Client, rid: str) -> None:
+        self.body = {"text": PROMPT, "rid": rid, "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}}
+        self.response: httpx.Response | None = None
+        self.thread = threading.Thread(target=self.run, args=(url_of(http),))
+        self.thread.start()
+        wait_for(http, lambda state: state["num_running_reqs"] > 0)
+
+    def run(self, url: str) -> None:
+        self.response = httpx.post(f"{url}/generate", json=self.body, timeout=120)
+
+    def result(self) -> httpx.Response:
+        self.thread.join(60)
+        assert self.response is not None
+        return self.response
+
+
+def wait_for(http: httpx.Client, condition: Any, limit_s: float = 30.0) -> None:
+    end = time.monotonic() + limit_s
+    while not condition(http.get("/server_info").json()["internal_states"][0]):
+        assert time.monotonic() < end, "the condition never held"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("body", [{"rid": "long-one"}, {"abort_all": True}])
+def test_abort(http: httpx.Client, body: dict[str, Any]) -> None:
+    request = LongRequest(http, "long-one")
+    assert http.post("/abort_request", json=body).status_code == 200
+    response = request.result()
+    assert response.status_code == 200
+    info = response.json()["meta_info"]
+    assert info["finish_reason"]["type"] == "abort" and info["completion_tokens"] < 4000
+    wait_for(http, lambda state: state["num_unfinished_reqs"] == 0)
+
+
+def test_a_running_request_blocks_a_flush_and_its_id(http: httpx.Client) -> None:
+    request = LongRequest(http, "taken")
+    flush = http.post("/flush_cache")
+    again = http.post("/generate", json={"text": "x", "rid": "taken"})
+    http.post("/abort_request", json={"rid": "taken"})
+    request.result()
+    assert flush.status_code == 400 and again.status_code == 400 and "taken" in again.json()["error"]["message"]
+
+
+def test_pause_and_continue(http: httpx.Client) -> None:
+    request = LongRequest(http, "paused")
+    assert http.post("/pause_generation").status_code == 200
+    assert http.get("/health").status_code == 200
+    assert http.post("/continue_generation").status_code == 200
+    http.post("/abort_request", json={"rid": "paused"})
+    assert request.result().status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_slot(http: httpx.Client, stream: bool) -> None:
+    body = {"text": PROMPT, "stream": stream, "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}}
+    if stream:
+        with httpx.stream("POST", f"{url_of(http)}/generate", json=body, timeout=30) as response:
+            next(response.iter_lines())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url_of(http)}/generate", json=body, timeout=0.5)
+    wait_for(http, lambda state: state["num_unfinished_reqs"] == 0)

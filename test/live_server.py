@@ -1,0 +1,91 @@
+"""A real server in its own process, for tests that talk to it over a socket."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from sglang.embedded import DEFAULT_MODEL_PATH
+
+START_LIMIT_S = 120.0
+PYTHON_ROOT = str(Path(__file__).parents[1] / "python")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class LiveServer:
+    """`python -m sglang.launch_server` with the embedded model on the CPU and further `flags`.
+
+    In float32, so that batch mates cannot turn a tie between two tokens.
+    """
+
+    def __init__(self, *flags: str, port: int | None = None) -> None:
+        self.port = free_port() if port is None else port
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log_path = Path(tempfile.mkdtemp(prefix="sglang-test-")) / "log"
+        model = [] if "--model-path" in flags else ["--model-path", DEFAULT_MODEL_PATH]
+        fixed = ["--device", "cpu", "--dtype", "float32", "--port", str(self.port)]
+        command = [sys.executable, "-m", "sglang.launch_server", *fixed, *model, *flags]
+        paths = [PYTHON_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+        self.started = time.monotonic()
+        self.start_seconds = 0.0
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+
+    def wait_up(self) -> LiveServer:
+        """Until `/health` says 200; fails with the log."""
+        while time.monotonic() - self.started < START_LIMIT_S:
+            if self.process.poll() is not None:
+                break
+            if self.health() == 200:
+                self.start_seconds = time.monotonic() - self.started
+                return self
+            time.sleep(0.05)
+        raise AssertionError(f"the server did not come up, status {self.process.poll()}:\n{self.log()}")
+
+    def health(self) -> int:
+        """The status of `/health`; 0: nobody listens."""
+        try:
+            return httpx.get(f"{self.url}/health", timeout=5).status_code
+        except httpx.TransportError:
+            return 0
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def wait_exit(self, limit_s: float = 60.0) -> int:
+        return self.process.wait(limit_s)
+
+    def end(self) -> None:
+        """Kill what is left."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+@contextmanager
+def live_server(*flags: str) -> Iterator[LiveServer]:
+    server = LiveServer(*flags)
+    try:
+        yield server.wait_up()
+    finally:
+        server.end()

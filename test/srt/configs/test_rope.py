@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglang.srt.configs.rope import rope_parameters
+from sglang.srt.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, {"rope_type": "default", "rope_theta": 10000.0}),
+        ({"rope_theta": 5}, {"rope_type": "default", "rope_theta": 5.0}),
+        (
+            {"rope_theta": 7, "rope_scaling": {"type": "linear", "factor": 2}},
+            {"rope_type": "linear", "rope_theta": 7.0, "factor": 2},
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 9, "factor": 4}, "rope_theta": 1},
+            {"rope_type": "yarn", "rope_theta": 9.0, "factor": 4},
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 9}, "partial_rotary_factor": 0.5},
+            {"rope_type": "default", "rope_theta": 9.0, "partial_rotary_factor": 0.5},
+        ),
+        ({"rope_scaling": {"rope_type": "llama3", "type": "x"}}, {"rope_type": "llama3", "rope_theta": 10000.0}),
+    ],
+)
+def test_one_form(config: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert rope_parameters(config) == expected
+
+
+def test_config_is_left_alone() -> None:
+    config = {"rope_scaling": {"type": "linear", "factor": 2}}
+    rope_parameters(config)
+    assert config == {"rope_scaling": {"type": "linear", "factor": 2}}
+
+
+def test_parameters_by_layer_type() -> None:
+    with pytest.raises(UserError, match="by layer type is not supported"):
+        rope_parameters(
+            {"rope_parameters": {"full_attention": {"rope_theta": 1}, "sliding_attention": {"rope_theta": 2}}}
+        )

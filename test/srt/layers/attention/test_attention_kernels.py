@@ -1,0 +1,272 @@
+"""The attention kernels against fp32 references: interpreted here, natively (and with larger shapes) on a GPU.
+
+Set SGLANG_FORCE_ARCH=sm_120 on another GPU to run it with the tiles that sm_120 gets.
+
+Errors are measured on fp32 outputs, because rounding the result to bfloat16 is an error of 1.7e-3 by itself, whatever the
+kernel does. What remains is the rounding of the softmax weights before the second product, up to 1.6e-3 for long
+sequences. That a bfloat16 output is the rounded fp32 one is a test of its own.
+"""
+
+from __future__ import annotations
+
+import interpreter
+import pytest
+import torch
+from srt.layers.attention.reference import Problem, reference_decode, reference_extend, relative_error
+
+from sglang.srt.hardware.arch import arch_by_name, current_arch
+from sglang.srt.kernels.tiles import HEAD_DIMS, MLA_LATENT, Tile, attention_tiles
+from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, decode_attention_fwd, plan_decode
+from sglang.srt.layers.attention.triton_ops.extend_attention import (
+    _get_block_sizes_for_extend_attention,
+    extend_attention_fwd,
+)
+from sglang.srt.layers.attention.triton_ops.prefill_attention import context_attention_fwd
+
+BF16_BOUND = 2e-3
+FP8_BOUND = 2e-2
+NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
+# Small enough for the interpreter to finish a grid, ragged enough for every boundary: empty and tiny prefixes, one new
+# token, lengths off and on the multiples of the tiles.
+EXTEND_SHAPES = ([0, 37, 70, 64], [40, 5, 1, 32])
+DECODE_LENS = [0, 99, 31, 130]
+if not interpreter.INTERPRETED:
+    EXTEND_SHAPES = ([0, 517, 1000, 64, 4096], [700, 130, 1, 512, 257])
+    DECODE_LENS = [0, 99, 31, 5000, 1023, 64, 17000]
+
+
+def first_tile(op: str, head_dim: int, v_head_dim: int, kv_dtype: torch.dtype) -> Tile:
+    arch = arch_by_name("sm_120") if interpreter.INTERPRETED else current_arch()
+    return attention_tiles(op, head_dim, v_head_dim, NAMES[kv_dtype], arch.features)[0]
+
+
+def heads_of(head_dims: tuple[int, int]) -> tuple[int, int]:
+    return (16, 1) if head_dims == MLA_LATENT else (6, 2)
+
+
+def bound(p: Problem) -> float:
+    return FP8_BOUND if p.k_cache.element_size() == 1 else BF16_BOUND
+
+
+def poisoned_output(p: Problem, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full((p.q.shape[0], p.num_heads, p.v_head_dim), float("nan"), dtype=dtype, device=p.device)
+
+
+def run_extend(
+    p: Problem, tile: Tile | None = None, out_dtype: torch.dtype = torch.float32, **kwargs: object
+) -> torch.Tensor:
+    out = poisoned_output(p, out_dtype)
+    tile = tile or first_tile("extend_attention", p.head_dim, p.v_head_dim, p.k_cache.dtype)
+    extend_attention_fwd(
+        p.q, p.k, p.v, out, p.k_cache, p.v_cache, p.req_to_token, p.req_pool_indices, p.prefix, p.start_loc,
+        scale=p.head_dim**-0.5, tile=tile, k_scale=p.k_scale, v_scale=p.v_scale, **kwargs,
+    )  # fmt: skip
+    return out
+
+
+def run_decode(
+    p: Problem, tile: Tile | None = None, out_dtype: torch.dtype = torch.float32, num_sms: int = 8, **kwargs: object
+) -> torch.Tensor:
+    out = poisoned_output(p, out_dtype)
+    tile = tile or first_tile("decode_attention", p.head_dim, p.v_head_dim, p.k_cache.dtype)
+    workspace = DecodeWorkspace.allocate(
+        len(p.prefix_lens) + 3, p.num_heads, p.num_kv_heads, p.v_head_dim, num_sms, tile, p.device
+    )
+    workspace.part_o.fill_(float("nan"))
+    workspace.part_lse.fill_(float("nan"))
+    workspace.work.fill_(1 << 30)
+    seq_lens = p.prefix + 1
+    plan_decode(seq_lens, workspace, tile)
+    decode_attention_fwd(
+        p.q, out, p.k_cache, p.v_cache, p.req_to_token, p.req_pool_indices, seq_lens, workspace, scale=p.head_dim**-0.5,
+        tile=tile, k_scale=p.k_scale, v_scale=p.v_scale, **kwargs,
+    )  # fmt: skip
+    return out
+
+
+def extend_problem(head_dims: tuple[int, int] = (64, 64), **kwargs: object) -> Problem:
+    heads = heads_of(head_dims)
+    return Problem(*EXTEND_SHAPES, *heads, *head_dims, v_in_k=head_dims == MLA_LATENT, device=interpreter.DEVICE, **kwargs)
+
+
+def decode_problem(head_dims: tuple[int, int] = (64, 64), **kwargs: object) -> Problem:
+    heads, latent = heads_of(head_dims), head_dims == MLA_LATENT
+    new = [1] * len(DECODE_LENS)
+    return Problem(DECODE_LENS, new, *heads, *head_dims, v_in_k=latent, device=interpreter.DEVICE, **kwargs)
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
+def test_extend_head_dims(head_dims: tuple[int, int]) -> None:
+    p = extend_problem(head_dims)
+    assert relative_error(run_extend(p), reference_extend(p, head_dims[0] ** -0.5)) < BF16_BOUND
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
+def test_decode_head_dims(head_dims: tuple[int, int]) -> None:
+    p = decode_problem(head_dims)
+    assert relative_error(run_decode(p), reference_decode(p, head_dims[0] ** -0.5)) < BF16_BOUND
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_outputs_are_rounded_to_nearest(dtype: torch.dtype) -> None:
+    p = extend_problem(dtype=dtype)
+    assert torch.equal(run_extend(p, out_dtype=dtype), run_extend(p).to(dtype))
+    p = decode_problem(dtype=dtype)
+    assert torch.equal(run_decode(p, out_dtype=dtype), run_decode(p).to(dtype))
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dtypes_and_pages(dtype: torch.dtype, kv_dtype: torch.dtype | None, page_size: int) -> None:
+    scales = (0.5, 1.75) if kv_dtype else (1.0, 1.0)
+    options = {"dtype": dtype, "kv_dtype": kv_dtype, "page_size": page_size, "k_scale": scales[0], "v_scale": scales[1]}
+    p = extend_problem(**options)
+    assert relative_error(run_extend(p), reference_extend(p, 64**-0.5)) < bound(p)
+    p = decode_problem(**options)
+    assert relative_error(run_decode(p), reference_decode(p, 64**-0.5)) < bound(p)
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("heads", [(4, 4), (8, 1), (12, 1), (10, 2), (40, 2)], ids=str)
+def test_groupings(heads: tuple[int, int]) -> None:
+    p = Problem(*EXTEND_SHAPES, *heads, 64, 64, device=interpreter.DEVICE)
+    assert relative_error(run_extend(p), reference_extend(p, 64**-0.5)) < BF16_BOUND
+    p = Problem(DECODE_LENS, [1] * len(DECODE_LENS), *heads, 64, 64, device=interpreter.DEVICE)
+    assert relative_error(run_decode(p), reference_decode(p, 64**-0.5)) < BF16_BOUND
+
+
+def sink_logits(p: Problem) -> torch.Tensor:
+    return torch.linspace(-1.0, 4.0, p.num_heads, device=p.device)
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("window", [1, 20, 64, 1 << 20])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_window_and_sinks(window: int, with_sinks: bool) -> None:
+    p = extend_problem()
+    sinks = sink_logits(p) if with_sinks else None
+    expected = reference_extend(p, 64**-0.5, window=window, sinks=sinks)
+    assert relative_error(run_extend(p, sliding_window=window, sinks=sinks), expected) < BF16_BOUND
+    p = decode_problem()
+    expected = reference_decode(p, 64**-0.5, window=window, sinks=sinks)
+    assert relative_error(run_decode(p, sliding_window=window, sinks=sinks), expected) < BF16_BOUND
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("cap", [1.0, 30.0])
+def test_logit_cap(cap: float) -> None:
+    p = extend_problem()
+    assert relative_error(run_extend(p, logit_cap=cap), reference_extend(p, 64**-0.5, logit_cap=cap)) < BF16_BOUND
+    p = decode_problem()
+    assert relative_error(run_decode(p, logit_cap=cap), reference_decode(p, 64**-0.5, logit_cap=cap)) < BF16_BOUND
+
+
+@interpreter.kernel_test
+def test_sinks_without_window() -> None:
+    p = extend_problem()
+    sinks = sink_logits(p)
+    assert relative_error(run_extend(p, sinks=sinks), reference_extend(p, 64**-0.5, sinks=sinks)) < BF16_BOUND
+    p = decode_problem()
+    assert relative_error(run_decode(p, sinks=sinks), reference_decode(p, 64**-0.5, sinks=sinks)) < BF16_BOUND
+
+
+@interpreter.kernel_test
+def test_custom_mask() -> None:
+    p = extend_problem()
+    masks = [
+        torch.rand(new, prefix + new, device=p.device) < 0.5
+        for prefix, new in zip(p.prefix_lens, p.new_lens, strict=True)
+    ]
+    masks[1][2] = False  # a row that sees nothing
+    offsets = torch.tensor([0, *(m.numel() for m in masks)], device=p.device).cumsum(0)
+    packed = torch.cat([m.flatten() for m in masks]).to(torch.uint8)
+    actual = run_extend(p, custom_mask=packed, mask_offsets=offsets)
+    assert relative_error(actual, reference_extend(p, 64**-0.5, masks=masks)) < BF16_BOUND
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dims", [(64, 64), (72, 72), (80, 80)], ids=str)
+def test_prefill(head_dims: tuple[int, int], causal: bool) -> None:
+    lens = EXTEND_SHAPES[1]
+    p = Problem([0] * len(lens), lens, 4, 4, *head_dims, device=interpreter.DEVICE)
+    out = poisoned_output(p, torch.float32)
+    context_attention_fwd(p.q, p.k, p.v, out, p.start_loc, is_causal=causal)
+    assert relative_error(out, reference_extend(p, head_dims[0] ** -0.5, causal=causal)) < BF16_BOUND
+
+
+@interpreter.kernel_test
+def test_extend_without_prefix_equals_empty_prefixes() -> None:
+    lens = EXTEND_SHAPES[1]
+    p = Problem([0] * len(lens), lens, 6, 2, 64, 64, device=interpreter.DEVICE)
+    assert torch.equal(run_extend(p, has_prefix=False), run_extend(p, has_prefix=True))
+
+
+@interpreter.kernel_test
+def test_extend_skips_empty_sequences() -> None:
+    p = Problem([5, 20, 0, 9], [3, 0, 4, 1], 6, 2, 64, 64, device=interpreter.DEVICE)
+    assert relative_error(run_extend(p), reference_extend(p, 64**-0.5)) < BF16_BOUND
+
+
+@interpreter.kernel_test
+def test_large_scores_do_not_overflow() -> None:
+    p = extend_problem()
+    p.q *= 100
+    assert relative_error(run_extend(p), reference_extend(p, 64**-0.5)) < BF16_BOUND
+    p = decode_problem()
+    p.q *= 100
+    assert relative_error(run_decode(p), reference_decode(p, 64**-0.5)) < BF16_BOUND
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("num_sms", [1, 4, 300])
+@pytest.mark.parametrize("lens", [[1], [64], [65], [1000, 1, 1, 1, 1], [300] * 9, [1 + 7 * i for i in range(300)]])
+def test_decode_pieces_cover_every_token_once(lens: list[int], num_sms: int) -> None:
+    tile: Tile = {"BLOCK_H": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2, "ctas_per_sm": 2, "waves": 4}
+    workspace = DecodeWorkspace.allocate(len(lens), 8, 2, 64, num_sms, tile, interpreter.DEVICE)
+    plan_decode(torch.tensor(lens, dtype=torch.int32, device=interpreter.DEVICE), workspace, tile)
+    work = workspace.work[: workspace.num_pieces(len(lens))].tolist()
+    pieces = workspace.pieces[: len(lens)].tolist()
+    for seq, length in enumerate(lens):
+        mine = [row for row in work if row[0] == seq]
+        first, count = pieces[seq]
+        assert work[first : first + count] == mine and all(row[3] == count for row in mine)
+        assert [row[1] for row in mine] == [0, *(row[2] for row in mine[:-1])] and mine[-1][2] == length
+        assert all(row[1] < row[2] for row in mine)
+    assert {row[0] for row in work} <= {-1, *range(len(lens))}
+
+
+@interpreter.kernel_test
+def test_uint8_storage_must_be_viewed() -> None:
+    p = extend_problem(kv_dtype=torch.float8_e4m3fn)
+    p.k_cache = p.k_cache.view(torch.uint8)
+    tile = first_tile("extend_attention", 64, 64, torch.float8_e4m3fn)
+    with pytest.raises(TypeError, match="view"):
+        run_extend(p, tile)
+
+
+@interpreter.kernel_test
+def test_strided_queries_and_keys() -> None:
+    """q, k and v as slices of one projection output."""
+    p = extend_problem()
+    expected = reference_extend(p, 64**-0.5)
+    packed = torch.cat([p.q.flatten(1), p.k.flatten(1), p.v.flatten(1)], dim=1)
+    q, k, v = packed.split([p.num_heads * 64, p.num_kv_heads * 64, p.num_kv_heads * 64], dim=1)
+    p.q, p.k, p.v = q.unflatten(1, (-1, 64)), k.unflatten(1, (-1, 64)), v.unflatten(1, (-1, 64))
+    assert not p.q.is_contiguous() and relative_error(run_extend(p), expected) < BF16_BOUND
+
+
+def test_block_sizes_for_ported_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_FORCE_ARCH", "sm_120")
+    tile = attention_tiles("extend_attention", 576, 512, "bfloat16", arch_by_name("sm_120").features)[0]
+    sizes = _get_block_sizes_for_extend_attention(576, 512)
+    assert sizes == (512, 64, 512, tile["BLOCK_M"], tile["BLOCK_N"], tile["num_warps"])
+
+
+def test_in_interpreter() -> None:
+    interpreter.run_file(__file__)

@@ -1,0 +1,161 @@
+"""Elementwise kernels against the plain torch ops, interpreted on a CPU and natively on a GPU."""
+
+from __future__ import annotations
+
+import interpreter
+import pytest
+import torch
+
+from sglang.srt.layers import native_ops
+from sglang.srt.layers.triton_ops import activation, norm, rope_store, topk
+
+DEVICE = interpreter.DEVICE
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape) * scale).to(dtype).to(DEVICE)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Elementwise to one rounding of the dtype, relative to the larger of the value and one."""
+    tolerance = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 4096), (3, 96), (5, 1000)])
+def test_rmsnorm(num_tokens: int, size: int, dtype: torch.dtype) -> None:
+    x, weight = randn(num_tokens, size, dtype=dtype, scale=3.0), randn(size, dtype=dtype)
+    assert_close(norm.rmsnorm(x, weight, 1e-6), native_ops.rmsnorm(x, weight, 1e-6))
+
+
+@interpreter.kernel_test
+def test_rmsnorm_of_a_strided_slice_and_of_nothing() -> None:
+    wide, weight = randn(4, 300), randn(100)
+    assert_close(norm.rmsnorm(wide[:, 100:200], weight, 1e-5), native_ops.rmsnorm(wide[:, 100:200], weight, 1e-5))
+    assert norm.rmsnorm(wide[:0, :100], weight, 1e-5).shape == (0, 100)
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 2048), (4, 80)])
+def test_fused_add_rmsnorm(num_tokens: int, size: int, dtype: torch.dtype) -> None:
+    x, residual, weight = (randn(num_tokens, size, dtype=dtype) for _ in range(3))
+    weight = weight[0].contiguous()
+    expected, expected_sum = native_ops.fused_add_rmsnorm(x, residual, weight, 1e-6)
+    normed, total = norm.fused_add_rmsnorm(x.clone(), residual.clone(), weight, 1e-6)
+    assert_close(normed, expected)
+    assert torch.equal(total, expected_sum)
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 3072), (7, 100), (70, 64)])
+def test_silu_and_mul(num_tokens: int, size: int, dtype: torch.dtype) -> None:
+    gate_up = randn(num_tokens, 2 * size, dtype=dtype, scale=4.0)
+    assert_close(activation.silu_and_mul(gate_up), native_ops.silu_and_mul(gate_up))
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("num_tokens", [1, 40])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_qk_norm_rope_store(num_tokens: int, dtype: torch.dtype, cache_dtype: torch.dtype | None) -> None:
+    check_rope_store(num_tokens, dtype, cache_dtype or dtype, heads=(4, 2), dim=64, rot=64)
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("num_tokens", [2, 300])
+def test_partial_rotary_on_odd_head_counts(num_tokens: int) -> None:
+    check_rope_store(num_tokens, torch.float16, torch.float16, heads=(5, 1), dim=80, rot=32)
+
+
+@interpreter.kernel_test
+def test_interleaved_rotary() -> None:
+    check_rope_store(3, torch.float16, torch.float16, heads=(2, 2), dim=64, rot=64, interleaved=True)
+
+
+@interpreter.kernel_test
+def test_rotary_without_head_norms() -> None:
+    check_rope_store(3, torch.float16, torch.float16, heads=(2, 1), dim=64, rot=32, has_norm=False)
+
+
+def check_rope_store(
+    num_tokens: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    heads: tuple[int, int],
+    dim: int,
+    rot: int,
+    interleaved: bool = False,
+    has_norm: bool = True,
+) -> None:
+    q_heads, kv_heads = heads
+    num_slots = num_tokens + 9
+    # Values far beyond the range of e4m3 after scaling: the store must saturate.
+    qkv = randn(num_tokens, (q_heads + 2 * kv_heads) * dim, dtype=dtype, scale=30.0)
+    positions = torch.randint(0, 50, (num_tokens,)).to(DEVICE)
+    loc = torch.randperm(num_slots)[:num_tokens].to(DEVICE)
+    angles = torch.rand(50, rot // 2) * 6.28
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1).to(DEVICE)
+    weights = (randn(dim, dtype=dtype), randn(dim, dtype=dtype)) if has_norm else (None, None)
+
+    def caches() -> tuple[torch.Tensor, torch.Tensor]:
+        zeros = torch.zeros(2, num_slots, kv_heads, dim, dtype=torch.float32, device=DEVICE)
+        return zeros[0].to(cache_dtype), zeros[1].to(cache_dtype)
+
+    def run(op, qkv: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor):
+        return op(
+            qkv, positions, cos_sin, *weights, 1e-6, q_heads, kv_heads, dim, k_cache, v_cache, loc, 0.5, 0.125, interleaved
+        )
+
+    expected_caches, actual_caches = caches(), caches()
+    expected = run(native_ops.qk_norm_rope_store, qkv.clone(), *expected_caches)
+    actual = run(rope_store.qk_norm_rope_store, qkv.clone(), *actual_caches)
+    for got, want in zip(actual, expected, strict=True):
+        assert got.shape == want.shape
+        assert_close(got, want)
+    for got, want in zip(actual_caches, expected_caches, strict=True):
+        # One step of an fp8 mantissa where the fp32 values straddle a rounding boundary.
+        step = {1: 0.26, 2: TOLERANCE[dtype]}[got.element_size()]
+        torch.testing.assert_close(got.float(), want.float(), rtol=step, atol=TOLERANCE[dtype])
+        assert (got.float() == want.float()).float().mean() > 0.99 - (0.1 if got.element_size() > 1 else 0.0)
+
+
+@interpreter.kernel_test
+def test_untyped_bytes_are_refused_as_cache() -> None:
+    cache = torch.zeros(4, 1, 64, dtype=torch.uint8, device=DEVICE)
+    index = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(TypeError, match="view it as float8"):
+        rope_store.qk_norm_rope_store(
+            randn(1, 192), index, randn(4, 64), None, None, 1e-6, 1, 1, 64, cache, cache, index
+        )
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(1, 128, 8), (7, 60, 4), (5, 8, 1)])
+def test_topk_softmax(num_tokens: int, num_experts: int, top_k: int, renormalize: bool) -> None:
+    logits = randn(num_tokens, num_experts, scale=3.0)
+    weights, ids = topk.topk_softmax(logits, top_k, renormalize)
+    expected_weights, expected_ids = native_ops.topk_softmax(logits, top_k, renormalize)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
+
+
+@interpreter.kernel_test
+def test_topk_softmax_of_equal_logits_names_distinct_experts() -> None:
+    _, ids = topk.topk_softmax(torch.zeros(3, 16, device=DEVICE), 4, True)
+    assert ids.tolist() == [[0, 1, 2, 3]] * 3
+
+
+def test_in_interpreter() -> None:
+    interpreter.run_file(__file__)

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from sglang.srt.managers import ipc
+from sglang.srt.managers.io_struct import AbortReq, ControlReq, SchedulerInput, TokenizedGenerateReq
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+
+@pytest.fixture
+def ports() -> Iterator[ipc.Ports]:
+    ports = ipc.Ports.create()
+    yield ports
+    ports.remove()
+
+
+def request(rid: str, **params: object) -> TokenizedGenerateReq:
+    return TokenizedGenerateReq(rid=rid, input_ids=[1, 2], sampling_params=SamplingParams(**params))  # type: ignore[arg-type]
+
+
+def test_messages_arrive_in_order_and_whole(ports: ipc.Ports) -> None:
+    inbox, outbox = ipc.scheduler_inbox(ports), ipc.tokenizer_outbox(ports)
+    sent = [request("a", stop=["x"], top_p=0.5), AbortReq("a"), AbortReq(abort_all=True), ControlReq("1", "ping", {"k": [1]})]
+    for message in sent:
+        outbox.send(message)
+    received = [inbox.recv() for _ in sent]
+    assert received == sent
+    assert inbox.recv_nowait() is None
+    assert not inbox.poll(0.0)
+    outbox.send(AbortReq("b"))
+    assert inbox.poll(5.0)
+    assert list(inbox.drain()) == [AbortReq("b")]
+    inbox.close()
+    outbox.close()
+
+
+def test_a_writer_may_come_before_the_reader(ports: ipc.Ports) -> None:
+    outbox = ipc.tokenizer_outbox(ports)
+    outbox.send(AbortReq("early"))
+    inbox = ipc.scheduler_inbox(ports)
+    assert inbox.recv() == AbortReq("early")
+    inbox.close()
+    outbox.close()
+
+
+def test_only_the_user_may_enter(ports: ipc.Ports) -> None:
+    assert stat.S_IMODE(os.stat(ports.directory).st_mode) == 0o700
+    ports.remove()
+    assert not os.path.exists(ports.directory)
+
+
+def test_a_foreign_message_is_refused(ports: ipc.Ports) -> None:
+    inbox = ipc.scheduler_inbox(ports)
+    outbox: ipc.Sender[object] = ipc.Sender(ports.scheduler_input)
+    outbox.send({"type": "Nonsense"})
+    with pytest.raises(msgspec.ValidationError):
+        inbox.recv()
+    inbox.close()
+    outbox.close()
+
+
+def test_a_full_channel_refuses_instead_of_growing(ports: ipc.Ports, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ipc, "HIGH_WATER_MARK", 10)
+    outbox: ipc.Sender[SchedulerInput] = ipc.Sender(ports.scheduler_input, timeout_s=0.01)
+    with pytest.raises(ipc.ChannelFull):
+        for _ in range(100):
+            outbox.try_send(AbortReq("x"))
+    with pytest.raises(ipc.ChannelFull):
+        outbox.send(AbortReq("x"))
+    ipc.scheduler_inbox(ports).close()  # otherwise the sender lingers
+    outbox.close()
+
+
+def test_event_loop_delivery(ports: ipc.Ports) -> None:
+    """More messages than one turn handles, an exception in the handler, and messages before and after attaching."""
+    inbox, outbox = ipc.scheduler_inbox(ports), ipc.tokenizer_outbox(ports)
+    count = 3 * ipc.DRAIN_BATCH
+    seen: list[str] = []
+    errors: list[object] = []
+
+    def handle(message: SchedulerInput) -> None:
+        assert isinstance(message, AbortReq)
+        if message.rid == "5":
+            raise RuntimeError("once")
+        seen.append(message.rid)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: errors.append(context["exception"]))
+        for i in range(count):
+            outbox.send(AbortReq(str(i)))
+        inbox.attach(handle)
+        while len(seen) < count - 1:
+            await asyncio.sleep(0.001)
+        outbox.send(AbortReq("last"))
+        while seen[-1] != "last":
+            await asyncio.sleep(0.001)
+        inbox.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+    assert seen == [str(i) for i in range(count) if i != 5] + ["last"]
+    assert [str(error) for error in errors] == ["once"]
+    outbox.close()

@@ -1,0 +1,188 @@
+"""Start, failure and end of the processes, with a scheduler that needs no model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.srt.errors import UserError
+from sglang.srt.managers import launch
+from sglang.srt.managers.generate_request import GenerateRequest, RequestError
+from sglang.srt.managers.launch import EngineError, EngineHandle, launch_engine
+from sglang.srt.managers.native_output import native_results
+from sglang.srt.server_args import ServerArgs
+
+START_S = 60.0
+USER_ERROR, CRASH = 13, 14
+"""--max-total-tokens with which the fake scheduler fails to start."""
+
+
+@pytest.fixture(autouse=True)
+def fake_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "SCHEDULER_ENTRY", "srt.managers.fake_scheduler:run_scheduler")
+
+
+def start(**flags: Any) -> EngineHandle:
+    handle = launch_engine(ServerArgs.from_kwargs(model_path=DEFAULT_MODEL_PATH, **flags))
+    handle.wait_ready(START_S)
+    return handle
+
+
+@pytest.fixture
+def engine() -> Iterator[EngineHandle]:
+    handle = start()
+    yield handle
+    handle.shutdown()
+
+
+def alive(pid: int | None) -> bool:
+    assert pid is not None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    end = time.monotonic() + 10
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not any(map(alive, pids))
+
+
+def run_call(engine: EngineHandle, **fields: Any) -> Any:
+    async def main() -> Any:
+        engine.manager.attach()
+        try:
+            return await asyncio.wait_for(native_results(engine.manager, GenerateRequest(**fields)), 20)
+        finally:
+            engine.manager._inbox.detach()
+
+    return asyncio.run(main())
+
+
+def test_from_text_to_text(engine: EngineHandle) -> None:
+    text = "naïve 😀 text "
+    for _ in range(2):
+        result = run_call(engine, text=text, sampling_params={"max_new_tokens": 500})
+        assert result["text"].startswith(text * 3)
+        assert result["meta_info"]["finish_reason"] == {"type": "length", "length": 500}
+    assert engine.manager.scheduler_info == {"fake": True}
+
+
+def test_shutdown_leaves_nothing() -> None:
+    handle = start()
+    pids = [pid for pid in handle.process_ids.values() if pid is not None]
+    directory = handle._ports.directory
+    assert len(pids) == 2
+    assert os.path.isdir(directory)
+    handle.shutdown()
+    handle.shutdown()
+    assert not any(map(alive, pids))
+    assert not os.path.exists(directory)
+    assert handle.failure is None
+
+
+def test_tensor_parallel_ranks_are_processes_of_their_own() -> None:
+    """The fake one binds the same socket in each rank, so only the names are looked at."""
+    handle = launch_engine(ServerArgs.from_kwargs(model_path=DEFAULT_MODEL_PATH, tp_size=2, max_total_tokens=USER_ERROR))
+    assert list(handle.process_ids) == ["scheduler TP0", "scheduler TP1", "detokenizer"]
+    handle.shutdown(limit_s=0)
+
+
+def test_a_user_error_in_a_child_is_one_here() -> None:
+    with pytest.raises(UserError, match="13 tokens are too few"):
+        start(max_total_tokens=USER_ERROR)
+
+
+def test_a_crash_at_start_carries_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    handle = launch_engine(ServerArgs.from_kwargs(model_path=DEFAULT_MODEL_PATH, max_total_tokens=CRASH))
+    pids = [pid for pid in handle.process_ids.values() if pid is not None]
+    with pytest.raises(EngineError, match="scheduler process failed: RuntimeError: no luck at start-up") as caught:
+        handle.wait_ready(START_S)
+    assert "in run_scheduler" in caught.value.details
+    assert "in run_scheduler" in caplog.text
+    wait_until_gone(pids)
+
+
+def test_a_time_limit_for_the_start() -> None:
+    handle = launch_engine(ServerArgs.from_kwargs(model_path=DEFAULT_MODEL_PATH))
+    with pytest.raises(EngineError, match="did not start within 0 seconds"):
+        handle.wait_ready(0.0)
+
+
+def test_a_wrong_model_is_known_at_once() -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        launch_engine(ServerArgs.from_kwargs(model_path="/no/such/model"))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [("crash", "scheduler process failed: RuntimeError: the fake scheduler crashed"), ("die", "killed by SIGKILL")],
+)
+def test_death_while_running_is_reported(how: str, message: str) -> None:
+    handle = start()
+    failures: queue.Queue[str] = queue.Queue()
+    handle.watch(failures.put)
+
+    async def main() -> None:
+        handle.manager.attach()
+        loop = asyncio.get_running_loop()
+        handle.watch(lambda text: loop.call_soon_threadsafe(handle.manager.mark_unhealthy, text) and failures.put(text))
+        req = GenerateRequest(input_ids=[1], cache_namespace=how)
+        with pytest.raises(RequestError, match="scheduler process"):
+            await asyncio.wait_for(native_results(handle.manager, req), 20)
+        handle.manager.close()
+
+    asyncio.run(main())
+    assert handle.failure is not None
+    assert message in handle.failure
+    late: queue.Queue[str] = queue.Queue()
+    handle.watch(late.put)
+    assert late.get(timeout=5) == handle.failure
+    handle.shutdown()
+
+
+def test_signals_to_the_group_leave_children_to_the_parent(engine: EngineHandle) -> None:
+    for pid in engine.process_ids.values():
+        assert pid is not None
+        os.kill(pid, signal.SIGINT)
+        os.kill(pid, signal.SIGTERM)
+    assert run_call(engine, input_ids=[1], sampling_params={"max_new_tokens": 2})["output_ids"] == [1, 1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_children_end_with_their_parent(tmp_path: Path, number: signal.Signals) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import sys, time\n"
+        "from sglang.srt.managers import launch\n"
+        "from sglang.srt.server_args import ServerArgs\n"
+        "if __name__ == '__main__':\n"
+        f"    sys.path[:] = {sys.path!r}\n"
+        "    launch.SCHEDULER_ENTRY = 'srt.managers.fake_scheduler:run_scheduler'\n"
+        f"    handle = launch.launch_engine(ServerArgs.from_kwargs(model_path={DEFAULT_MODEL_PATH!r}))\n"
+        "    handle.wait_ready(60)\n"
+        "    print(handle._ports.directory, *handle.process_ids.values(), flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        directory, *pids = parent.stdout.readline().split()
+        assert os.path.isdir(directory)
+        assert all(alive(int(pid)) for pid in pids)
+        parent.send_signal(number)
+    wait_until_gone([int(pid) for pid in pids])
+    assert not os.path.exists(directory)

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import pytest
+
+from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.generate_request import GenerateRequest, RequestError
+from sglang.srt.managers.request_preparation import PreparedCall, RequestPreparer
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+
+CONTEXT, VOCAB = 32, 100
+
+
+async def encode(text: str, add_special_tokens: bool) -> list[int]:
+    """A letter is a token; 0 is the beginning."""
+    return [0] * add_special_tokens + [ord(c) % VOCAB for c in text]
+
+
+def preparer(tokenizer: bool = True, model_defaults: dict[str, Any] | None = None, **flags: Any) -> RequestPreparer:
+    args = ServerArgs.from_kwargs(model_path=DEFAULT_MODEL_PATH, **flags)
+    model = dataclasses.replace(
+        ModelConfig.from_server_args(args), context_len=CONTEXT, vocab_size=VOCAB, default_sampling=model_defaults or {}
+    )
+    return RequestPreparer(args, model, encode if tokenizer else None)
+
+
+def prepare(flags: dict[str, Any] | None = None, **fields: Any) -> PreparedCall:
+    return asyncio.run(preparer(**(flags or {})).prepare(GenerateRequest(**fields)))
+
+
+def test_one_prompt() -> None:
+    call = prepare(text="ab", sampling_params={"max_new_tokens": 3}, rid="x", priority=2)
+    (request,) = call.requests
+    assert (call.rids, call.prompt_texts, call.num_samples) == (["x"], ["ab"], 1)
+    assert (request.rid, request.input_ids, request.priority) == ("x", [0, 97, 98], 2)
+    assert request.sampling_params == SamplingParams(max_new_tokens=3)
+    assert prepare(text="ab", add_special_tokens=False).requests[0].input_ids == [97, 98]
+
+
+def test_batch_spreads_values() -> None:
+    call = prepare(
+        input_ids=[[1], [2, 3]],
+        sampling_params=[{"top_k": 1}, {"top_k": 2}],
+        return_logprob=[True, False],
+        top_logprobs_num=4,
+        token_ids_logprob=[[5], [6]],
+    )
+    a, b = call.requests
+    assert (a.sampling_params.top_k, b.sampling_params.top_k) == (1, 2)
+    assert (a.return_logprob, b.return_logprob, a.top_logprobs_num, b.top_logprobs_num) == (True, False, 4, 4)
+    assert (a.token_ids_logprob, b.token_ids_logprob) == ([5], [6])
+    assert a.rid != b.rid
+    assert call.prompt_texts == [None, None]
+    assert [r.token_ids_logprob for r in prepare(input_ids=[[1], [2]], token_ids_logprob=[7, 8]).requests] == [[7, 8]] * 2
+    assert prepare(input_ids=[[1], [2]], rid="x").rids == ["x_0", "x_1"]
+
+
+def test_samples_get_names_and_seeds_of_their_own() -> None:
+    call = prepare(input_ids=[[1], [2]], rid=["a", "b"], sampling_params={"n": 2, "sampling_seed": 7})
+    assert [r.rid for r in call.requests] == ["a_0", "a_1", "b_0", "b_1"]
+    assert [r.sampling_params.sampling_seed for r in call.requests] == [7, 8, 7, 8]
+    assert {r.sampling_params.n for r in call.requests} == {1}
+    top = (1 << 63) - 1
+    seeds = [r.sampling_params.sampling_seed for r in prepare(input_ids=[1], sampling_params={"n": 2, "sampling_seed": top}).requests]
+    assert seeds == [top, -(1 << 63)]
+
+
+def test_defaults_of_the_model_and_the_server() -> None:
+    flags = {"model_defaults": {"temperature": 0.5, "top_p": 0.5}, "preferred_sampling_params": '{"top_p": 0.25}'}
+    params = prepare(flags, input_ids=[1], sampling_params={"top_k": 3}).requests[0].sampling_params
+    assert (params.temperature, params.top_p, params.top_k) == (0.5, 0.25, 3)
+    openai = prepare({**flags, "sampling_defaults": "openai"}, input_ids=[1]).requests[0].sampling_params
+    assert (openai.temperature, openai.top_p) == (1.0, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "either text or input_ids"),
+        ({"text": "a", "input_ids": [1]}, "either text or input_ids"),
+        ({"text": 5}, "text must be"),
+        ({"text": ["a", 5]}, "text must be"),
+        ({"input_ids": 5}, "text must be"),
+        ({"input_ids": "abc"}, "text must be"),
+        ({"input_ids": [1.5]}, "text must be"),
+        ({"input_ids": [1, "2"]}, "must be integers"),
+        ({"input_ids": [1, True]}, "must be integers"),
+        ({"input_ids": [1, None]}, "must be integers"),
+        ({"text": []}, "1 to 4096 prompts"),
+        ({"input_ids": []}, "empty"),
+        ({"text": "", "add_special_tokens": False}, "empty"),
+        ({"input_ids": [1, 100]}, "in [0, 99], got 100"),
+        ({"input_ids": [-1]}, "in [0, 99], got -1"),
+        ({"input_ids": [1] * 32}, "32 tokens does not fit the model's context length of 32"),
+        ({"text": "a" * 40}, "41 tokens does not fit"),
+        ({"text": "a" * 100_000}, "100000 characters is longer"),
+        ({"input_ids": [1] * 20, "sampling_params": {"max_new_tokens": 13}}, "make 33 tokens, more than the model's"),
+        ({"input_ids": [1], "sampling_params": {"top_p": 0}}, "top_p must be in (0, 1], got 0."),
+        ({"input_ids": [1], "sampling_params": {"nope": 0}}, "unknown sampling parameter 'nope'"),
+        ({"input_ids": [1], "sampling_params": "x"}, "sampling_params must be an object"),
+        ({"input_ids": [1], "sampling_params": [{}, {}]}, "2 entries for 1 prompts"),
+        ({"input_ids": [[1], [2]], "sampling_params": [{"n": 1}, {"n": 2}]}, "n must be the same"),
+        ({"input_ids": [1], "rid": ""}, "rid must be a string of 1 to 256"),
+        ({"input_ids": [1], "rid": "x" * 257}, "rid must be a string of 1 to 256"),
+        ({"input_ids": [[1], [2]], "rid": ["a"]}, "rid must be"),
+        ({"input_ids": [[1], [2]], "rid": ["a", "a"]}, "different"),
+        ({"input_ids": [1], "logprob_start_len": 1}, "logprob_start_len must be in [-1, 0]"),
+        ({"input_ids": [1], "logprob_start_len": "0"}, "logprob_start_len must be of type int"),
+        ({"input_ids": [1], "top_logprobs_num": -1}, "top_logprobs_num must be in [0, 100]"),
+        ({"input_ids": [1], "token_ids_logprob": [100]}, "token_ids_logprob must hold token ids in [0, 99], got 100"),
+        ({"input_ids": [1], "token_ids_logprob": ["a"]}, "token_ids_logprob must be of type list"),
+        ({"input_ids": [[1], [2]], "return_logprob": [True]}, "return_logprob has 1 entries for 2 prompts"),
+    ],
+)
+def test_wrong_requests(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        prepare(**fields)
+    assert caught.value.status_code == 400
+    assert message in caught.value.message
+
+
+def test_without_a_tokenizer() -> None:
+    for fields in ({"text": "a"}, {"input_ids": [1], "sampling_params": {"stop": "x"}}):
+        with pytest.raises(RequestError, match="--skip-tokenizer-init"):
+            prepare({"tokenizer": False}, **fields)
+
+
+def test_output_length_and_the_context() -> None:
+    def limit(flags: dict[str, Any] | None = None, **params: Any) -> int | None:
+        return prepare(flags, input_ids=[1] * 20, sampling_params=params).requests[0].sampling_params.max_new_tokens
+
+    assert limit() == 12  # the default of 128 shrinks
+    assert limit(max_new_tokens=None) is None
+    assert limit(max_new_tokens=12) == 12
+    assert limit({"allow_auto_truncate": True}, max_new_tokens=13, min_new_tokens=13) == 12
+
+
+def test_auto_truncate() -> None:
+    request = prepare({"allow_auto_truncate": True}, input_ids=list(range(40))).requests[0]
+    assert request.input_ids == list(range(31))
+    assert request.sampling_params.max_new_tokens == 1

@@ -1,0 +1,454 @@
+"""The tokenizer manager against a scheduler that the test plays by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers import ipc, tokenizer_manager
+from sglang.srt.managers.generate_request import GenerateRequest, RequestError
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    BatchStrOut,
+    ControlReply,
+    ControlReq,
+    FinishReason,
+    OutputLogprobs,
+    SchedulerInput,
+    SchedulerReady,
+    SchedulerStats,
+    TokenizedGenerateReq,
+    TokenMeta,
+)
+from sglang.srt.managers.native_output import native_results, native_stream
+from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.hf_tokenizer import load_tokenizer
+
+LENGTH = FinishReason("length", length=2)
+ABORTED = FinishReason("abort", message="Aborted", status_code=499)
+
+
+class Bench:
+    """A manager, and the other ends of its channels."""
+
+    def __init__(self, **flags: Any) -> None:
+        args = ServerArgs.from_kwargs(model_path=DEFAULT_MODEL_PATH, **flags)
+        self.ports = ipc.Ports.create()
+        self.manager = TokenizerManager(args, ModelConfig.from_server_args(args), self.ports, load_tokenizer(args))
+        self.inbox = ipc.scheduler_inbox(self.ports)
+        self.outbox = ipc.detokenizer_outbox(self.ports)
+
+    async def received(self) -> SchedulerInput:
+        while (message := self.inbox.recv_nowait()) is None:
+            await asyncio.sleep(0.001)
+        return message
+
+    async def request(self) -> TokenizedGenerateReq:
+        message = await self.received()
+        assert isinstance(message, TokenizedGenerateReq)
+        return message
+
+    async def nothing_received(self) -> bool:
+        await asyncio.sleep(0.03)
+        return self.inbox.recv_nowait() is None
+
+    def send(
+        self,
+        rid: str,
+        text: str = "",
+        ids: list[int] | None = None,
+        finish: FinishReason | None = None,
+        logprobs: OutputLogprobs | None = None,
+    ) -> None:
+        meta = TokenMeta(prompt_tokens=3, completion_tokens=len(ids or []), cached_tokens=1)
+        self.outbox.send(
+            BatchStrOut(rids=[rid], new_text=[text], new_ids=[ids or []], finish=[finish], meta=[meta], logprobs=[logprobs])
+        )
+
+    async def settled(self) -> None:
+        """Until everything sent so far has been handled."""
+        reply = asyncio.ensure_future(self.manager.control("ping"))
+        message = await self.received()
+        assert isinstance(message, ControlReq)
+        self.outbox.send(ControlReply(message.id))
+        await reply
+
+    def close(self) -> None:
+        self.manager.close()
+        self.inbox.close()
+        self.outbox.close()
+        self.ports.remove()
+
+
+def play(test: Callable[[Bench], Awaitable[None]], **flags: Any) -> None:
+    async def main() -> None:
+        bench = Bench(**flags)
+        try:
+            bench.manager.attach()
+            bench.manager.mark_up()
+            await asyncio.wait_for(test(bench), 20)
+            assert bench.manager.num_unfinished == 0
+            assert not bench.manager._groups
+        finally:
+            bench.close()
+
+    asyncio.run(main())
+
+
+def call(rid: str = "r", **fields: Any) -> GenerateRequest:
+    return GenerateRequest(**{"input_ids": [1, 2, 3], "rid": rid, **fields})
+
+
+def test_stream_of_deltas() -> None:
+    async def test(bench: Bench) -> None:
+        stream = await bench.manager.submit(call(stream=True))
+        request = await bench.request()
+        assert (request.rid, request.input_ids, request.stream) == ("r", [1, 2, 3], True)
+        bench.send("r", "He", [7])
+        first = await anext(stream)
+        assert (first.index, first.text, first.new_ids, first.finish) == (0, "He", [7], None)
+        bench.send("r", "llo", [8], LENGTH)
+        second = await anext(stream)
+        assert (second.text, second.new_ids, second.finish) == ("llo", [8], LENGTH)
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        await stream.aclose()
+        assert await bench.nothing_received()
+
+    play(test)
+
+
+def test_a_slow_reader_gets_merged_outputs() -> None:
+    async def test(bench: Bench) -> None:
+        async with await bench.manager.submit(call()) as stream:
+            await bench.request()
+            for i in range(5):
+                logprobs = OutputLogprobs(output=[(-1.0, i)], input=[(None, 1)] if i == 0 else None)
+                bench.send("r", str(i), [i], LENGTH if i == 4 else None, logprobs)
+            await bench.settled()
+            outputs = [output async for output in stream]
+        (whole,) = outputs
+        assert (whole.text, whole.new_ids, whole.finish) == ("01234", [0, 1, 2, 3, 4], LENGTH)
+        assert whole.logprobs == OutputLogprobs(output=[(-1.0, i) for i in range(5)], input=[(None, 1)])
+
+    play(test)
+
+
+def test_batch_results_in_prompt_order() -> None:
+    async def test(bench: Bench) -> None:
+        req = call(rid=["a", "b"], input_ids=[[1], [2]], return_text_in_logprobs=True)
+        work = asyncio.ensure_future(native_results(bench.manager, req))
+        assert [(await bench.request()).rid for _ in range(2)] == ["a", "b"]
+        bench.send("b", "B1", [5])
+        bench.send("a", "A1", [6], FinishReason("stop", matched="x"))
+        bench.send("b", "B2", [64], LENGTH, OutputLogprobs(output=[(-0.5, 64)]))
+        results = await work
+        assert isinstance(results, list)
+        assert [r["text"] for r in results] == ["A1", "B1B2"]
+        assert results[1]["output_ids"] == [5, 64]
+        info = results[0]["meta_info"]
+        assert info["finish_reason"] == {"type": "stop", "matched": "x"}
+        assert (info["id"], info["prompt_tokens"], info["completion_tokens"], info["cached_tokens"]) == ("a", 3, 1, 1)
+        assert info["e2e_latency"] > 0
+        assert results[1]["meta_info"]["output_token_logprobs"] == [[-0.5, 64, bench.manager.tokenizer.token_text(64)]]  # type: ignore[union-attr]
+
+    play(test)
+
+
+def test_native_stream_is_cumulative_or_incremental() -> None:
+    async def test(bench: Bench) -> None:
+        for incremental, texts, ids in ((False, ["a", "ab"], [[1], [1, 2]]), (True, ["a", "b"], [[1], [2]])):
+            results = native_stream(bench.manager, call(stream=True), incremental)
+            step = asyncio.ensure_future(anext(results))
+            await bench.request()
+            bench.send("r", "a", [1])
+            first = await step
+            bench.send("r", "b", [2], LENGTH)
+            second = await anext(results)
+            assert [first["text"], second["text"]] == texts
+            assert [first["output_ids"], second["output_ids"]] == ids
+            assert first["meta_info"]["finish_reason"] is None
+            assert second["meta_info"]["finish_reason"] == {"type": "length", "length": 2}
+            assert "index" not in first
+            assert await anext(results, None) is None
+
+    play(test)
+
+
+def test_samples_follow_the_first_one() -> None:
+    """So that they find the prompt in the prefix cache."""
+
+    async def test(bench: Bench) -> None:
+        stream = await bench.manager.submit(call(input_ids=[1] * 64, sampling_params={"n": 3}))
+        assert (await bench.request()).rid == "r_0"
+        assert await bench.nothing_received()
+        bench.send("r_0", "x", [1])
+        assert [(await bench.request()).rid for _ in range(2)] == ["r_1", "r_2"]
+        for i in range(3):
+            bench.send(f"r_{i}", str(i), [i], LENGTH)
+        assert [output.text for output in await stream.collect()] == ["x0", "1", "2"]
+
+    play(test)
+
+
+def test_short_prompts_and_no_cache_send_all_samples_at_once() -> None:
+    async def test(bench: Bench) -> None:
+        stream = await bench.manager.submit(call(input_ids=[1] * 64, sampling_params={"n": 2}))
+        assert [(await bench.request()).rid for _ in range(2)] == ["r_0", "r_1"]
+        for i in range(2):
+            bench.send(f"r_{i}", "", [], LENGTH)
+        await stream.collect()
+
+    play(test, disable_radix_cache=True)
+
+
+@pytest.mark.parametrize("collect", [False, True])
+def test_a_refusal_raises_with_its_status(collect: bool) -> None:
+    async def test(bench: Bench) -> None:
+        stream = await bench.manager.submit(call(input_ids=[1] * 64, sampling_params={"n": 2}))
+        await bench.request()
+        bench.send("r_0", finish=FinishReason("abort", message="The queue is full.", status_code=503))
+        with pytest.raises(RequestError, match="queue is full") as caught:
+            await (stream.collect() if collect else anext(stream))
+        assert caught.value.status_code == 503
+        assert await bench.nothing_received()  # the second sample was never sent, nor aborted
+
+    play(test)
+
+
+def test_one_failing_prompt_ends_the_batch() -> None:
+    async def test(bench: Bench) -> None:
+        stream = await bench.manager.submit(call(rid=["a", "b"], input_ids=[[1], [2]]))
+        await bench.request()
+        await bench.request()
+        bench.send("a", finish=FinishReason("abort", message="bad grammar", status_code=400))
+        with pytest.raises(RequestError, match="bad grammar"):
+            await stream.collect()
+        assert await bench.received() == AbortReq("b")
+        bench.send("b", finish=ABORTED)
+        await bench.settled()
+
+    play(test)
+
+
+def test_closing_aborts_and_keeps_the_id_taken() -> None:
+    async def test(bench: Bench) -> None:
+        stream = await bench.manager.submit(call())
+        await bench.request()
+        await stream.aclose()
+        assert await bench.received() == AbortReq("r")
+        with pytest.raises(RequestError, match="already running"):
+            await bench.manager.submit(call())
+        bench.send("r", "late", [1])
+        bench.send("r", finish=ABORTED)
+        await bench.settled()
+        again = await bench.manager.submit(call())
+        await bench.request()
+        bench.send("r", "new", [1], LENGTH)
+        assert [output.text for output in await again.collect()] == ["new"]
+
+    play(test)
+
+
+def test_a_cancelled_reader_aborts() -> None:
+    async def test(bench: Bench) -> None:
+        work = asyncio.ensure_future(native_results(bench.manager, call()))
+        await bench.request()
+        work.cancel()
+        assert await bench.received() == AbortReq("r")
+        bench.send("r", finish=ABORTED)
+        await bench.settled()
+
+    play(test)
+
+
+def test_abort_by_public_id() -> None:
+    """All samples end, also those that were not sent yet, and the caller gets what there is."""
+
+    async def test(bench: Bench) -> None:
+        stream = await bench.manager.submit(call(input_ids=[1] * 64, sampling_params={"n": 2}))
+        await bench.request()
+        assert bench.manager.abort("r")
+        assert not bench.manager.abort("other")
+        assert await bench.received() == AbortReq("r_0")
+        bench.send("r_0", "half", [1], ABORTED)
+        outputs = await stream.collect()
+        assert [(o.text, o.finish.type if o.finish else None) for o in outputs] == [("half", "abort"), ("", "abort")]
+
+    play(test)
+
+
+def test_abort_all() -> None:
+    async def test(bench: Bench) -> None:
+        streams = [await bench.manager.submit(call(rid=rid)) for rid in "ab"]
+        for _ in streams:
+            await bench.request()
+        bench.manager.abort_all()
+        assert await bench.received() == AbortReq(abort_all=True)
+        for rid in "ab":
+            bench.send(rid, finish=ABORTED)
+        for stream in streams:
+            assert [o.finish for o in await stream.collect()] == [ABORTED]
+
+    play(test)
+
+
+def test_duplicate_ids_are_refused() -> None:
+    async def test(bench: Bench) -> None:
+        stream = await bench.manager.submit(call())
+        await bench.request()
+        with pytest.raises(RequestError, match="'r' is already running"):
+            await bench.manager.submit(call())
+        bench.send("r", finish=LENGTH)
+        await stream.collect()
+
+    play(test)
+
+
+def test_control_calls() -> None:
+    async def test(bench: Bench) -> None:
+        work = asyncio.ensure_future(bench.manager.control("flush_cache", {"a": 1}))
+        message = await bench.received()
+        assert isinstance(message, ControlReq)
+        assert (message.kind, message.args) == ("flush_cache", {"a": 1})
+        bench.outbox.send(ControlReply("somebody else's"))
+        bench.outbox.send(ControlReply(message.id, ok=False, message="busy"))
+        reply = await work
+        assert (reply.ok, reply.message) == (False, "busy")
+        with pytest.raises(RequestError, match=r"did not answer ping within 0\.01") as caught:
+            await bench.manager.control("ping", timeout=0.01)
+        assert caught.value.status_code == 503
+        await bench.received()
+
+    play(test)
+
+
+def test_information_from_the_scheduler() -> None:
+    async def test(bench: Bench) -> None:
+        before = bench.manager.last_receive_time
+        bench.outbox.send(SchedulerReady({"plan": 1}))
+        bench.outbox.send(SchedulerStats(num_running_reqs=3, token_usage=0.5))
+        await bench.settled()
+        assert bench.manager.scheduler_info == {"plan": 1}
+        assert bench.manager.stats.num_running_reqs == 3
+        assert bench.manager.last_receive_time > before
+
+    play(test)
+
+
+def test_a_dead_engine_fails_what_runs_and_what_comes() -> None:
+    async def test(bench: Bench) -> None:
+        stream = await bench.manager.submit(call())
+        control = asyncio.ensure_future(bench.manager.control("ping"))
+        await asyncio.sleep(0)
+        bench.manager.mark_unhealthy("the scheduler process died")
+        for work in (stream.collect(), control):
+            with pytest.raises(RequestError, match="scheduler process died") as caught:
+                await work
+            assert caught.value.status_code == 500
+        with pytest.raises(RequestError, match="not healthy") as caught:
+            await bench.manager.submit(call())
+        assert caught.value.status_code == 503
+        assert bench.manager.status is ServerStatus.UNHEALTHY
+
+    play(test)
+
+
+def test_drain() -> None:
+    async def test(bench: Bench) -> None:
+        stream = await bench.manager.submit(call())
+        await bench.request()
+        bench.manager.begin_shutdown()
+        with pytest.raises(RequestError, match="shutting down") as caught:
+            await bench.manager.submit(call("other"))
+        assert caught.value.status_code == 503
+        drained = asyncio.ensure_future(bench.manager.drain(10))
+        await asyncio.sleep(0.05)
+        assert not drained.done()
+        bench.send("r", "end", [1], LENGTH)
+        assert await drained
+        assert [o.text for o in await stream.collect()] == ["end"]
+
+    play(test)
+
+
+def test_drain_ends_what_takes_too_long() -> None:
+    async def test(bench: Bench) -> None:
+        stream = await bench.manager.submit(call())
+        await bench.request()
+        bench.manager.begin_shutdown()
+        assert not await bench.manager.drain(0.02)
+        assert await bench.received() == AbortReq(abort_all=True)
+        bench.send("r", finish=ABORTED)
+        await stream.collect()
+
+    play(test)
+
+
+def test_an_overloaded_channel_is_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(bench: Bench) -> None:
+        def refuse(message: object) -> None:
+            raise ipc.ChannelFull("full")
+
+        monkeypatch.setattr(bench.manager._outbox, "try_send", refuse)
+        with pytest.raises(RequestError, match="overloaded") as caught:
+            await bench.manager.submit(call(rid=["a", "b"], input_ids=[[1], [2]]))
+        assert caught.value.status_code == 503
+
+    play(test)
+
+
+def test_long_texts_leave_the_loop_alone() -> None:
+    async def test(bench: Bench) -> None:
+        ids = await bench.manager.encode("word " * 2000)
+        assert len(ids) > 1000
+        stream = await bench.manager.submit(call(input_ids=None, text="word " * 1000))
+        assert (await bench.request()).input_ids == await bench.manager.encode("word " * 1000)
+        bench.send("r", finish=LENGTH)
+        await stream.collect()
+
+    assert tokenizer_manager.LONG_TEXT < 5000
+    play(test)
+
+
+def test_metrics() -> None:
+    async def test(bench: Bench) -> None:
+        metrics = bench.manager.metrics
+        assert metrics is not None
+        stream = await bench.manager.submit(call())
+        await bench.request()
+        bench.send("r", "a", [1])
+        bench.send("r", "bcd", [2, 3, 4], LENGTH)
+        await stream.collect()
+        bench.outbox.send(SchedulerStats(num_running_reqs=3, token_usage=0.5))
+        await bench.settled()
+        families = text_string_to_metric_families(metrics.render().decode())
+        samples = [sample for family in families for sample in family.samples]
+        labels = {"model_name": "tiny", "engine_type": "unified", "tp_rank": "0", "pp_rank": "0"}
+        values = {sample.name: sample.value for sample in samples if sample.labels == labels}
+        expected = {
+            "sglang:num_running_reqs": 3,
+            "sglang:num_queue_reqs": 0,
+            "sglang:token_usage": 0.5,
+            "sglang:prompt_tokens_total": 3,
+            "sglang:generation_tokens_total": 4,
+            "sglang:cached_tokens_total": 1,
+            "sglang:num_requests_total": 1,
+            "sglang:num_aborted_requests_total": 0,
+            "sglang:time_to_first_token_seconds_count": 1,
+            "sglang:inter_token_latency_seconds_count": 3,
+            "sglang:e2e_request_latency_seconds_count": 1,
+        }
+        assert {name: values.get(name) for name in expected} == expected
+        buckets = [s.value for s in samples if s.name == "sglang:inter_token_latency_seconds_bucket"]
+        assert buckets == sorted(buckets)
+        assert buckets[-1] == 3
+
+    play(test, enable_metrics=True, served_model_name="tiny")

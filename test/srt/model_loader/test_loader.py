@@ -1,0 +1,185 @@
+"""Checkpoints in the published layout, whole, sharded and broken."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sglang.srt.errors import UserError
+from sglang.srt.model_loader.loader import load_model
+
+from ..models.harness import TinyRunner, hf_logits, plan_for, random_tokens, save_tiny
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen3_moe_mixed")
+    save_tiny("qwen3_moe_mixed", folder)
+    return folder
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "model"))
+
+
+def _edit(folder: Path, change: Callable[[Tensors], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def _shard(folder: Path, count: int = 3) -> dict[str, str]:
+    """Split model.safetensors and write its index; returns the weight map."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names, weight_map = sorted(tensors), {}
+    for i in range(count):
+        file = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+        save_file({name: tensors[name] for name in names[i::count]}, folder / file)
+        weight_map |= dict.fromkeys(names[i::count], file)
+    _write_index(folder, weight_map)
+    return weight_map
+
+
+def _write_index(folder: Path, weight_map: object) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def test_a_sharded_checkpoint_holds_the_same_model(saved: Path, copy: Path) -> None:
+    _shard(copy)
+    whole, sharded = load_model(plan_for(saved)), load_model(plan_for(copy))
+    assert whole.params.keys() == sharded.params.keys()
+    for name, param in whole.params.items():
+        assert torch.equal(param.tensor, sharded.params[name].tensor), name
+
+
+def test_weights_are_converted_to_the_planned_dtype(saved: Path) -> None:
+    model = load_model(plan_for(saved, dtype="bfloat16"))
+    want = load_file(saved / "model.safetensors")["model.layers.1.mlp.experts.2.up_proj.weight"]
+    w13 = model.params["layers.1.moe.w13.weight"].tensor
+    assert w13.dtype == torch.bfloat16
+    assert torch.equal(w13[2, 32:], want.bfloat16())
+
+
+def test_known_tensors_that_are_no_weights_are_passed_over(tmp_path: Path) -> None:
+    reference = save_tiny("qwen3_tied_bias", tmp_path)
+    extra = {
+        "lm_head.weight": torch.full((251, 64), 9.0),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16),
+    }
+    _edit(tmp_path, lambda tensors: tensors.update(extra))
+    tokens = random_tokens(9, seed=0)
+    got = TinyRunner(plan_for(tmp_path)).extend({1: tokens})[0]
+    torch.testing.assert_close(got, hf_logits(reference, tokens), rtol=0.0, atol=1e-4)
+
+
+def _add_unknown(tensors: Tensors) -> None:
+    tensors.update({f"model.layers.0.self_attn.extra{i}.weight": torch.ones(1) for i in range(12)})
+
+
+def _drop(tensors: Tensors) -> None:
+    del tensors["model.layers.1.mlp.experts.3.gate_proj.weight"], tensors["model.norm.weight"]
+
+
+def _reshape(tensors: Tensors) -> None:
+    tensors["model.layers.0.self_attn.k_proj.weight"] = torch.ones(32, 64)
+
+
+def _quantize(tensors: Tensors) -> None:
+    name = "model.layers.0.self_attn.k_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_add_unknown, r"has weights that Qwen3MoeForCausalLM does not have: .*extra0\.weight, .*\(12 in total\)"),
+        (
+            _drop,
+            r"lacks weights of Qwen3MoeForCausalLM: model.layers.1.mlp.experts.3.gate_proj.weight, model.norm.weight",
+        ),
+        (
+            _reshape,
+            r"model.layers.0.self_attn.k_proj.weight has shape \[32, 64\], but config.json calls for \[64, 64\]",
+        ),
+        (_quantize, r"k_proj.weight is stored as F8_E4M3"),
+    ],
+)
+def test_other_weights_than_the_models_are_refused_by_name(
+    copy: Path, change: Callable[[Tensors], None], message: str
+) -> None:
+    _edit(copy, change)
+    with pytest.raises(UserError, match=message):
+        load_model(plan_for(copy))
+
+
+def test_missing_shards_are_named(copy: Path) -> None:
+    _shard(copy)
+    (copy / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(UserError, match=r"do not exist: model-00002-of-00003\.safetensors\. Is the download complete"):
+        load_model(plan_for(copy))
+
+
+def test_an_index_that_disagrees_with_its_files_is_refused(copy: Path) -> None:
+    weight_map = _shard(copy)
+    other = next(file for file in weight_map.values() if file != weight_map["lm_head.weight"])
+    _write_index(copy, weight_map | {"lm_head.weight": other})
+    with pytest.raises(UserError, match=r"(lacks|has) tensors that .* lm_head\.weight"):
+        load_model(plan_for(copy))
+    del weight_map["lm_head.weight"]
+    _write_index(copy, weight_map)
+    with pytest.raises(UserError, match=r"has tensors that .* does not name there: lm_head\.weight"):
+        load_model(plan_for(copy))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "has the entry 'a' twice"),
+        ('{"weight_map": {"a": ', "is not valid JSON"),
+        ('{"weight_map": ["a"]}', "has no 'weight_map'"),
+    ],
+)
+def test_a_broken_index_is_refused(copy: Path, text: str, message: str) -> None:
+    (copy / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_model(plan_for(copy))
+
+
+def test_files_that_are_no_safetensors_are_refused(copy: Path) -> None:
+    path = copy / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(UserError, match="not a readable safetensors file"):
+        load_model(plan_for(copy))
+    path.rename(copy / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"it has pytorch_model\.bin\. Only safetensors"):
+        load_model(plan_for(copy))
+
+
+def test_dummy_weights_need_no_files_and_stay_finite(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    plan = plan_for(copy, dtype="bfloat16", load_format="dummy")
+    runner = TinyRunner(plan, load_format="dummy")
+    logits = runner.extend({1: random_tokens(30, seed=0)})[0]
+    assert logits.isfinite().all() and logits.std() > 1e-3
+    again = load_model(plan, "dummy").params
+    other = load_model(plan, "dummy", seed=1).params
+    name = "layers.0.attn.qkv.weight"
+    assert torch.equal(runner.model.params[name].tensor, again[name].tensor)
+    assert not torch.equal(other[name].tensor, again[name].tensor)
+    assert not torch.equal(again["layers.1.attn.qkv.weight"].tensor, again[name].tensor)
+    assert (again["layers.0.attn.q_norm.weight"].tensor == 1).all()
+
+
+def test_an_unknown_load_format_is_refused(saved: Path) -> None:
+    with pytest.raises(UserError, match="'gguf' is not supported; supported: auto, safetensors, dummy"):
+        load_model(plan_for(saved), "gguf")

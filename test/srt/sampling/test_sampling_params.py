@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglang.srt.sampling.sampling_params import SamplingParams, merge
+
+VOCAB = 100
+
+
+def check(**values: Any) -> SamplingParams:
+    params = merge(values)
+    params.verify(VOCAB)
+    return params
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"top_p": 0}, "top_p must be in (0, 1], got 0."),
+        ({"top_p": 1.5}, "top_p must be in (0, 1], got 1.5."),
+        ({"temperature": -0.1}, "temperature must be in [0, inf), got -0.1."),
+        ({"temperature": float("nan")}, "temperature must be in [0, inf), got nan."),
+        ({"temperature": float("inf")}, "temperature must be in [0, inf), got inf."),
+        ({"top_k": 0}, "top_k must be -1 (all) or at least 1, got 0."),
+        ({"top_k": -2}, "top_k must be -1 (all) or at least 1, got -2."),
+        ({"min_p": 1.1}, "min_p must be in [0, 1], got 1.1."),
+        ({"frequency_penalty": 2.5}, "frequency_penalty must be in [-2, 2], got 2.5."),
+        ({"presence_penalty": -3}, "presence_penalty must be in [-2, 2], got -3."),
+        ({"repetition_penalty": 0}, "repetition_penalty must be in (0, 2], got 0."),
+        ({"n": 0}, "n must be in [1, 128], got 0."),
+        ({"max_new_tokens": -1}, "max_new_tokens must be at least 0, got -1."),
+        ({"min_new_tokens": 9, "max_new_tokens": 4}, "min_new_tokens must be in [0, max_new_tokens=4], got 9."),
+        ({"sampling_seed": 1 << 63}, "sampling_seed must be a 64-bit integer"),
+        ({"stop": ["x"] * 33}, "stop must have at most 32 strings, got 33."),
+        ({"stop_regex": "("}, "stop_regex is not a regular expression"),
+        ({"stop_token_ids": [100]}, "stop_token_ids must be in [0, 99], got 100."),
+        ({"logit_bias": {"100": 1.0}}, "logit_bias keys must be token ids in [0, 99], got '100'."),
+        ({"logit_bias": {"x": 1.0}}, "logit_bias keys must be token ids in [0, 99], got 'x'."),
+        ({"logit_bias": {"1": float("inf")}}, "logit_bias values must be finite"),
+        ({"regex": "a", "ebnf": "b"}, "only one of json_schema, regex, ebnf, structural_tag"),
+        ({"temperature": "hot"}, "temperature: expected float, got str in 'hot'."),
+        ({"temperature": True}, "temperature: expected float, got bool in True."),
+        ({"top_k": 1.5}, "top_k: expected int, got float in 1.5."),
+        ({"stop": [1]}, "stop: expected str, got int in [1]."),
+        ({"max_tokens": 4}, "unknown sampling parameter 'max_tokens'; did you mean 'max_new_tokens'?"),
+    ],
+)
+def test_wrong_values_are_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        check(**values)
+    assert message in str(caught.value)
+
+
+def test_edges_of_the_ranges_pass() -> None:
+    check(temperature=0, top_p=1, top_k=1, min_p=0, frequency_penalty=-2, presence_penalty=2, repetition_penalty=2, n=128)
+    check(min_p=1, top_k=-1, max_new_tokens=0, sampling_seed=-(1 << 63), logit_bias={"99": -100.0}, stop_token_ids=[0, 99])
+
+
+def test_spellings() -> None:
+    assert check(stop="a").stop == ["a"]
+    assert check(stop=["", "a"]).stop == ["a"]
+    assert check(stop_regex="a+").stop_regex == ["a+"]
+    assert check(json_schema={"type": "object"}).json_schema == '{"type": "object"}'
+    assert check(logit_bias={5: 1}).logit_bias == {"5": 1.0}
+
+
+def test_precedence_is_request_server_model_defaults() -> None:
+    model = {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    server = {"top_p": 0.8, "top_k": 10}
+    params = merge({"top_k": 5}, model, server)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.6, 0.8, 5, 0.0)
+
+
+def test_null_means_not_given_except_for_the_length() -> None:
+    params = merge({"temperature": None, "stop": None, "max_new_tokens": None}, {"temperature": 0.6})
+    assert (params.temperature, params.stop, params.max_new_tokens) == (0.6, [], None)
+    assert merge({}).max_new_tokens == 128
+
+
+def test_top_k_of_zero_in_generation_config_means_all() -> None:
+    assert merge({}, {"top_k": 0}).top_k == -1

@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang.srt.cli_args import Option, build_parser, flag, parse_size
+from sglang.srt.compat import NO_EFFECT, RENAMED_FLAGS, UNIMPLEMENTED
+from sglang.srt.errors import UserError
+from sglang.srt.server_args import TABLE, ServerArgs
+
+
+def cli(*words: str) -> ServerArgs:
+    return ServerArgs.from_cli(["--model-path", "m", *words])
+
+
+def test_defaults() -> None:
+    args = cli()
+    assert (args.host, args.port, args.tp_size, args.schedule_policy) == ("127.0.0.1", 30000, 1, "fcfs")
+    assert args.max_prefill_tokens == 16384
+    for planned in (
+        "mem_fraction_static",
+        "max_running_requests",
+        "chunked_prefill_size",
+        "page_size",
+        "cuda_graph_bs",
+    ):
+        assert dataclasses.asdict(args)[planned] is None
+    assert args.tokenizer_path == args.served_model_name == "m"
+    assert args.random_seed is not None
+
+
+def test_three_sources_agree(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        "model-path: m\ntp-size: 2\nchunked_prefill_size: 8k\nenable-metrics: true\ncuda-graph-bs: [1, 2]\n"
+        "random-seed: 3\njson-model-override-args: {rope_theta: 5}\nmem-fraction-static: 0.5\n"
+    )
+    from_file = ServerArgs.from_cli(["--config", str(config)])
+    from_words = ServerArgs.from_cli(
+        "--model m --tp 2 --chunked-prefill-size 8k --enable-metrics --cuda-graph-bs 1 2 --random-seed 3 "
+        "--mem-fraction-static=0.5".split()
+        + ["--json-model-override-args", '{"rope_theta": 5}']
+    )
+    from_python = ServerArgs.from_kwargs(
+        model="m",
+        tp=2,
+        chunked_prefill_size=8192,
+        enable_metrics=True,
+        cuda_graph_bs=[1, 2],
+        random_seed=3,
+        mem_fraction_static=0.5,
+        json_model_override_args={"rope_theta": 5},
+    )
+    assert from_file == from_words == from_python
+    assert from_python.model_overrides() == {"rope_theta": 5}
+
+
+def test_command_line_beats_file(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("model-path: m\nport: 1111\ntp: 4\n")
+    args = ServerArgs.from_cli(["--config", str(config), "--port", "2222"])
+    assert (args.port, args.tp_size) == (2222, 4)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("- a\n- b\n", "must hold a mapping"),
+        ("a: [", "not valid YAML"),
+        ("model: m\nnot-a-flag: 1\n", "Unknown option --not-a-flag"),
+        ("model: m\nport: x\n", "--port: expected an integer"),
+        ("model: m\nmodel-path: n\n", "a second time"),
+        ("model: m\nenable-metrics: 1\n", "expected true or false"),
+    ],
+)
+def test_bad_config_files(tmp_path: Path, content: str, message: str) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(content)
+    with pytest.raises(UserError, match=message) as caught:
+        ServerArgs.from_cli(["--config", str(config)])
+    assert str(config) in str(caught.value)
+
+
+def test_missing_config_file() -> None:
+    with pytest.raises(UserError, match=r"no\.yaml: No such file"):
+        ServerArgs.from_cli(["--config", "/no/such/no.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        ("--tp 4", "tp_size", 4),
+        ("--tensor-parallel-size 4", "tp_size", 4),
+        ("--tensor-par 4", "tp_size", 4),
+        ("--mem-fraction 0.8", "mem_fraction_static", 0.8),
+        ("--chunked-prefill -1", "chunked_prefill_size", -1),
+        ("--chunked-prefill-size=16k", "chunked_prefill_size", 16384),
+        ("--max-total-tokens 1.5M", "max_total_tokens", 3 << 19),
+        ("--context-len 32k", "context_length", 32768),
+        ("--cuda-graph-max-bs 8", "cuda_graph_max_bs", 8),
+        ("--cuda-graph-max 8", "cuda_graph_max_bs", 8),
+        ("--cuda-graph-bs 1 2 4", "cuda_graph_bs", [1, 2, 4]),
+        ("--dtype half", "dtype", "float16"),
+        ("--kv-cache-dtype bfloat16", "kv_cache_dtype", "bf16"),
+        ("--disable-radix", "disable_radix_cache", True),
+    ],
+)
+def test_spellings(words: str, field: str, value: Any) -> None:
+    assert getattr(cli(*words.split()), field) == value
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--max 3", "--max is ambiguous: it could be .*--max-queued-requests.*--max-running-requests"),
+        ("--page-sise 3", "Unknown option --page-sise. Did you mean --page-size"),
+        ("--page-size", "page-size: expected one argument"),
+        ("--page-size 0", "--page-size: must be at least 1; got '0'"),
+        ("--page-size 1.5", "--page-size: expected an integer; got '1.5'"),
+        ("--page-size 16k", "--page-size: expected an integer"),
+        ("--port 70000", "--port: must be at most 65535"),
+        ("--mem-fraction-static 1.0", "--mem-fraction-static must be above 0 and below 1; got 1.0"),
+        ("--mem-fraction-static nan", "--mem-fraction-static: expected a number"),
+        ("--schedule-conservativeness abc", "--schedule-conservativeness: expected a number"),
+        ("--chunked-prefill-size 0", "must be positive, or -1"),
+        ("--chunked-prefill-size -2", "must be at least -1"),
+        ("--chunked-prefill-size 100 --page-size 16", "is not a multiple of --page-size 16"),
+        ("--max-total-tokens 8 --page-size 16", "less than one page"),
+        ("--dtype int8", "--dtype: must be one of auto, bfloat16"),
+        ("--schedule-policy best", "--schedule-policy: must be one of fcfs"),
+        ("--json-model-override-args [1]", "--json-model-override-args: expected a JSON object"),
+        ("--json-model-override-args {a}", "--json-model-override-args: expected a JSON object"),
+        ("--cuda-graph-bs 1 0", "--cuda-graph-bs: must be at least 1"),
+        ("--cuda-graph-bs 1 --disable-cuda-graph", "contradict"),
+        ("--enable-mixed-chunk --chunked-prefill-size -1", "needs chunked prefill"),
+        ("stray", "Unrecognized arguments: stray"),
+        ("--pp 2", "--pp-size 2 is not implemented in sm120-sglang"),
+        ("--dp-size 2", "--dp-size 2 is not implemented"),
+        ("--ep 4", "--ep-size 4 is not implemented"),
+        ("--nnodes 2", "--nnodes 2 is not implemented"),
+        ("--quantization fp8", "--quantization fp8 is not implemented"),
+        ("--tool-call-parser qwen3", "--tool-call-parser qwen25 is not implemented"),
+        ("--node-rank 1", "--node-rank must be below --nnodes 1"),
+    ],
+)
+def test_refused(words: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        cli(*words.split())
+
+
+def test_model_is_required() -> None:
+    with pytest.raises(UserError, match="--model-path is required"):
+        ServerArgs.from_cli([])
+    with pytest.raises(UserError, match="--model-path is required"):
+        ServerArgs.from_kwargs(model_path="")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tp_size": "many"}, "--tp-size: expected an integer"),
+        ({"tp_size": 1.0}, "--tp-size: expected an integer"),
+        ({"tp_size": True}, "--tp-size: expected a number"),
+        ({"enable_metrics": "perhaps"}, "--enable-metrics: expected true or false"),
+        ({"host": 5}, "--host: expected a string"),
+        ({"dtype": None}, "--dtype: expected a string"),
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm is not implemented"),
+        ({"tpsize": 2}, "Unknown option --tpsize"),
+    ],
+)
+def test_refused_keywords(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ServerArgs.from_kwargs(model_path="m", **values)
+
+
+def test_check_after_manual_change() -> None:
+    args = cli()
+    args.check()
+    args.port = 0
+    with pytest.raises(UserError, match="--port"):
+        args.check()
+
+
+def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        ServerArgs.from_cli(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for field in dataclasses.fields(ServerArgs):
+        assert flag(field.name) in text
+        spec = field.metadata["option"]
+        assert isinstance(spec, Option)
+        assert spec.help.endswith("."), field.name
+    assert build_parser(TABLE, "x").prog == "x"
+
+
+def test_api_key_is_not_public() -> None:
+    args = cli("--api-key", "secret")
+    assert "secret" not in str(args.public_dict())
+    assert cli().public_dict()["api_key"] is None
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("127.0.0.1", "http://127.0.0.1:30000"), ("0.0.0.0", "http://127.0.0.1:30000"), ("::", "http://[::1]:30000")],
+)
+def test_url(host: str, url: str) -> None:
+    assert cli("--host", host).url() == url
+
+
+def test_tables_do_not_overlap() -> None:
+    known = {name.removeprefix("--") for name in TABLE.names}
+    for table in (RENAMED_FLAGS, NO_EFFECT, UNIMPLEMENTED):
+        assert not known & set(table), "a real option is also listed as something else"
+    assert not set(NO_EFFECT) & set(UNIMPLEMENTED)
+    for new in RENAMED_FLAGS.values():
+        assert new in known
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("7", 7), ("16k", 16384), ("1M", 1 << 20), ("1.5k", 1536), ("2g", 2 << 30), ("-1", -1)]
+)
+def test_sizes(text: str, value: int) -> None:
+    assert parse_size(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "k", "1kk", "1.3", "0.1k", "1t", "0x10", "1 k"])
+def test_bad_sizes(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_size(text)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(
+        st.one_of(st.sampled_from(sorted(TABLE.names)), st.text(max_size=8), st.just("--"), st.just("1")), max_size=6
+    )
+)
+def test_no_words_crash_the_parser(words: list[str]) -> None:
+    """Whatever is typed, the answer is arguments or a UserError."""
+    try:
+        args = ServerArgs.from_cli(
+            ["--model", "m", *[word for word in words if word not in ("--help", "-h", "--config")]]
+        )
+    except UserError as error:
+        assert str(error)
+    except SystemExit as stop:
+        assert stop.code == 0
+    else:
+        args.check()

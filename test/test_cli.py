@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import pytest
+
+from sglang.cli import main, with_model
+from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.launch_server import report_user_errors
+from sglang.srt.errors import UserError
+
+EMBEDDED = ["--model-path", DEFAULT_MODEL_PATH, "--served-model-name", "tiny"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], EMBEDDED),
+        (["--port", "1"], [*EMBEDDED, "--port", "1"]),
+        (["--model-path", "x"], ["--model-path", "x"]),
+        (["--model=x"], ["--model=x"]),
+        (["--config", "f.yaml"], ["--config", "f.yaml"]),
+        (["some/model", "--tp", "2"], ["--model-path", "some/model", "--tp", "2"]),
+    ],
+)
+def test_embedded_model_is_the_default(words: list[str], expected: list[str]) -> None:
+    assert with_model(words) == expected
+
+
+def test_user_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise UserError("the value 3 is wrong")
+
+    assert report_user_errors(fail) == 2
+    assert capsys.readouterr().err == "error: the value 3 is wrong\n"
+
+
+def test_other_errors_pass() -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        report_user_errors(fail)
+
+
+def test_generate_prints_the_answer(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--prompt", "The old gardener", "--max-new-tokens", "4", "--temperature", "0", "--device", "cpu"]
+    assert main(["generate", *words]) == 0
+    once = capfd.readouterr().out
+    assert once.strip()
+    assert main(["generate", *words]) == 0
+    assert capfd.readouterr().out == once
+
+
+def test_no_command_shows_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "serve" in capsys.readouterr().out
+    assert main(["--help"]) == 0
+    assert main(["--version"]) == 0
+    assert main(["version", "now"]) == 2
