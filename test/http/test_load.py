@@ -14,7 +14,7 @@ from live_server import live_server
 
 NUM_REQUESTS = 200
 CONTEXT = 512
-POOL = 3072
+POOL = 1024
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 WORDS = "the quick brown fox jumps over the lazy dog while seven wizards boil 12 eggs in Köln 🙂".split()
 SHARED = " ".join(WORDS * 4)
@@ -36,7 +36,7 @@ def make_job(number: int, rng: random.Random) -> Job:
     prompt = " ".join(rng.choices(WORDS, k=rng.randint(1, 60)))
     if rng.random() < 0.4:
         prompt = f"{SHARED} {prompt}"
-    limit = rng.choice([1, 8, 30, 120])
+    limit = rng.choice([1, 8, 30, 80])
     stream = rng.random() < 0.6
     rid = f"job-{number}"
     path = rng.choice(["/v1/chat/completions", "/v1/completions", "/generate"])
@@ -150,6 +150,7 @@ def test_load(page_size: int) -> None:
     jobs = [make_job(number, rng) for number in range(NUM_REQUESTS)]
     flags = ["--context-length", CONTEXT, "--max-total-tokens", POOL, "--max-running-requests", 24]
     flags += ["--max-queued-requests", 150, "--chunked-prefill-size", 64, "--page-size", page_size]
+    flags += ["--schedule-conservativeness", 0.1]
     with live_server(*map(str, flags)) as server:
         slots = internal_state(server.url)["free_request_slots"]
         ends = asyncio.run(run_all(server.url, jobs))

@@ -12,7 +12,7 @@ import ssl
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -75,9 +75,8 @@ class _Exchange(asyncio.Protocol):
         return b"".join(self._body)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
-        transport.write(self._request)
+        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's does not say that it is one
+        self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
         self._now = time.perf_counter()

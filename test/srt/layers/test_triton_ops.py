@@ -114,7 +114,20 @@ def check_rope_store(
 
     def run(op, qkv: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor):
         return op(
-            qkv, positions, cos_sin, *weights, 1e-6, q_heads, kv_heads, dim, k_cache, v_cache, loc, 0.5, 0.125, interleaved
+            qkv,
+            positions,
+            cos_sin,
+            *weights,
+            1e-6,
+            q_heads,
+            kv_heads,
+            dim,
+            k_cache,
+            v_cache,
+            loc,
+            0.5,
+            0.125,
+            interleaved,
         )
 
     expected_caches, actual_caches = caches(), caches()

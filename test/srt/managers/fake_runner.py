@@ -106,24 +106,24 @@ class FakeRunner:
 
 def make_scheduler(runner: FakeRunner, **options: object) -> Scheduler:
     args = SimpleNamespace(
-        **{
-            "disable_radix_cache": False, "disable_overlap_schedule": False, "enable_mixed_chunk": False,
-            "schedule_policy": "fcfs", "schedule_conservativeness": 1.0, "stream_interval": 1, "decode_log_interval": 40, "max_queued_requests": None,
-            **options,
-        }
-    )  # fmt: skip
+        disable_radix_cache=False,
+        disable_overlap_schedule=False,
+        enable_mixed_chunk=False,
+        schedule_policy="fcfs",
+        schedule_conservativeness=1.0,
+        stream_interval=1,
+        decode_log_interval=40,
+        max_queued_requests=None,
+    )
+    vars(args).update(options)
     return Scheduler(args, runner, StopChecker(None))
 
 
 def request(
     rid: str, prompt: list[int], max_new_tokens: int, stream: bool = False, **params: object
 ) -> TokenizedGenerateReq:
-    return TokenizedGenerateReq(
-        rid=rid,
-        input_ids=prompt,
-        sampling_params=SamplingParams(max_new_tokens=max_new_tokens, **params),
-        stream=stream,
-    )
+    sampling_params = SamplingParams(max_new_tokens=max_new_tokens, **params)
+    return TokenizedGenerateReq(rid=rid, input_ids=prompt, sampling_params=sampling_params, stream=stream)
 
 
 @dataclass

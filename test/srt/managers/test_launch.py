@@ -134,13 +134,11 @@ def test_a_wrong_model_is_known_at_once() -> None:
 )
 def test_death_while_running_is_reported(how: str, message: str) -> None:
     handle = start()
-    failures: queue.Queue[str] = queue.Queue()
-    handle.watch(failures.put)
 
     async def main() -> None:
         handle.manager.attach()
         loop = asyncio.get_running_loop()
-        handle.watch(lambda text: loop.call_soon_threadsafe(handle.manager.mark_unhealthy, text) and failures.put(text))
+        handle.watch(lambda text: loop.call_soon_threadsafe(handle.manager.mark_unhealthy, text) and None)
         req = GenerateRequest(input_ids=[1], cache_namespace=how)
         with pytest.raises(RequestError, match="scheduler process"):
             await asyncio.wait_for(native_results(handle.manager, req), 20)
@@ -150,7 +148,7 @@ def test_death_while_running_is_reported(how: str, message: str) -> None:
     assert handle.failure is not None
     assert message in handle.failure
     late: queue.Queue[str] = queue.Queue()
-    handle.watch(late.put)
+    handle.watch(late.put)  # told at once
     assert late.get(timeout=5) == handle.failure
     handle.shutdown()
 

@@ -1,8 +1,8 @@
 """Scheduler, graphs and kernels on a GPU, in bf16, against transformers in fp32.
 
-Greedy tokens of a bf16 model may differ where two logits are close, so each chosen token is judged by the reference's log
-probabilities along the path that our model took: it must be within TOLERANCE of the best, and its own log probability
-must agree within TOLERANCE.
+Greedy tokens of a bf16 model may differ where two logits are close, so each chosen token is judged by the reference's
+log probabilities along the path that our model took: it must be within TOLERANCE of the best, and its own log
+probability must agree within TOLERANCE.
 """
 
 from __future__ import annotations

@@ -36,7 +36,9 @@ def test_output_logprobs_ignore_what_sampling_does_to_the_logits() -> None:
     logits, slots = randn(3, VOCAB), torch.tensor([1, 2, 3])
     mask = torch.full((3, 2), -1, dtype=torch.int32)
     raw = torch.log_softmax(logits, dim=-1)
-    out = Sampler(use_triton=False)(logits.clone(), table.view(slots.numpy(), slots), torch.full((3,), 5), mask, request())
+    out = Sampler(use_triton=False)(
+        logits.clone(), table.view(slots.numpy(), slots), torch.full((3,), 5), mask, request()
+    )
     assert out.logprobs is not None
     host = HostLogprobs.unpack(out.logprobs.numpy(), request())
     tokens = out.next_token_ids.tolist()
@@ -96,7 +98,9 @@ def test_a_request_without_top_or_ids_has_no_such_lists() -> None:
     assert built is not None
     out = OutputLogprobs()
     add_unpredicted_input(out, built, 0, 1)
-    packed = prompt_logprobs(randn(2, 4), lambda h: h @ randn(4, VOCAB), torch.tensor([5, 6]), torch.zeros(2).long(), built, VOCAB)
+    packed = prompt_logprobs(
+        randn(2, 4), lambda h: h @ randn(4, VOCAB), torch.tensor([5, 6]), torch.zeros(2).long(), built, VOCAB
+    )
     HostLogprobs.unpack(packed.numpy(), built).add_input(out, 0, range(2), [5, 6])
     assert out.input is not None and len(out.input) == 3
     assert out.input_top is None and out.input_token_ids is None
@@ -117,4 +121,6 @@ def test_nothing_wanted_is_no_request() -> None:
 
 
 def prompt_shape() -> torch.Size:
-    return prompt_logprobs(randn(0, 4), lambda h: h, torch.zeros(0).long(), torch.zeros(0).long(), request(), VOCAB).shape
+    return prompt_logprobs(
+        randn(0, 4), lambda h: h, torch.zeros(0).long(), torch.zeros(0).long(), request(), VOCAB
+    ).shape

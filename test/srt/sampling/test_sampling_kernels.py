@@ -44,7 +44,9 @@ def assert_same_choices(vocab_size: int, params: list[SamplingParams], steps: in
     differing = 0
     for step in range(steps):
         logits = torch.randn(count, vocab_size, generator=generator) * 3
-        mask = torch.randint(-(2**31), 2**31, (count, -(-vocab_size // 32)), generator=generator).int() if masked else None
+        mask = (
+            torch.randint(-(2**31), 2**31, (count, -(-vocab_size // 32)), generator=generator).int() if masked else None
+        )
         positions = torch.full((count,), 6 + step, dtype=torch.int32)
         tokens = {}
         for use_triton, table in tables.items():
@@ -78,7 +80,9 @@ def test_greedy_takes_the_first_of_equals() -> None:
     logits = torch.zeros(3, 9000, device=DEVICE)
     logits[1, [8999, 4500, 77]] = 1.0
     logits[2] = -torch.inf
-    out = Sampler(True)(logits, table.view(slots.cpu().numpy(), slots), torch.zeros(3, dtype=torch.int32, device=DEVICE))
+    out = Sampler(True)(
+        logits, table.view(slots.cpu().numpy(), slots), torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    )
     assert out.next_token_ids.tolist() == [0, 77, 0]
 
 

@@ -66,9 +66,9 @@ def arch_by_name(name: str) -> ArchTraits:
 def current_arch(device_index: int = 0, device: str = "auto") -> ArchTraits:
     """Traits of this machine's GPU, or of the GPU that SGLANG_FORCE_ARCH names, or the CPU's.
 
-    `device` is "auto", "cuda" or "cpu". SGLANG_FORCE_ARCH (an architecture or a product) wins over "auto" and "cuda", so
-    that a GPU can run with another one's kernels and tiles. Raises UnknownArch for a bad name, and UserError when CUDA
-    is asked for and there is none.
+    `device` is "auto", "cuda" or "cpu". SGLANG_FORCE_ARCH (an architecture or a product) wins over "auto" and "cuda",
+    so that a GPU can run with another one's kernels and tiles. Raises UnknownArch for a bad name, and UserError when
+    CUDA is asked for and there is none.
     """
     if device == "cpu":
         return CPU
@@ -93,7 +93,7 @@ def _measured_arch(device_index: int) -> ArchTraits:
     return ArchTraits(
         name=name,
         capability=capability,
-        smem_per_block=props.shared_memory_per_block_optin,
+        smem_per_block=props.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         smem_per_sm=props.shared_memory_per_multiprocessor,
         num_sms=props.multi_processor_count,
         bandwidth=float(product.bandwidth) if product else 0.0,

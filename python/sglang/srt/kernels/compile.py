@@ -51,9 +51,8 @@ def compile_variant(variant: Variant, target: str) -> Measurement:
     log = io.StringIO()
     with tempfile.TemporaryDirectory() as cache, _environment(cache), contextlib.redirect_stdout(log):
         try:
-            kernel = triton.compile(
-                source, target=GPUTarget("cuda", int(target.removeprefix("sm_")), 32), options=options
-            )
+            gpu = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
+            kernel = triton.compile(source, target=gpu, options=options)
         except Exception as error:  # Triton raises many kinds; all mean that this variant does not compile
             name = f"{variant.op}/{variant.key} tile {tile_key(variant.tile)}"
             raise CompileFailed(f"{name} does not compile for {target}: {type(error).__name__}: {error}") from error
@@ -87,7 +86,7 @@ def parse_ptxas(log: str) -> tuple[int, int, int]:
 
 
 def matrix_instructions(ptx: str) -> tuple[str, ...]:
-    """Each kind of matrix instruction in the PTX once: "m16n8k16 bf16", "m16n8k64 mxf4nvf4 4X", "wgmma m64n128k16 bf16"."""
+    """Each kind of matrix instruction in the PTX once: "m16n8k16 bf16", "m16n8k64 mxf4nvf4 4X", "wgmma m64n64k16 bf16"."""
     found = {_describe(m[1]) for m in _MMA.finditer(ptx)} | {"wgmma " + _describe(m[1]) for m in _WGMMA.finditer(ptx)}
     return tuple(sorted(found))
 
@@ -150,7 +149,7 @@ def variant_hash(variant: Variant) -> str:
 
 
 def measure_cached(variant: Variant, target: str, cache_dir: Path) -> Measurement:
-    """`compile_variant`, remembered under the variant's hash, the Triton version and the target. Raises CompileFailed."""
+    """`compile_variant`, remembered under variant's hash, Triton version and target. Raises CompileFailed."""
     import triton
 
     path = cache_dir / triton.__version__ / target / f"{variant_hash(variant)}.json"

@@ -1,5 +1,5 @@
-"""A launch that heals itself: should a tile ask for more than the GPU has after all (another Triton, an unknown card), the
-next smaller ledger tile takes over, for this process and for later ones.
+"""A launch that heals itself: should a tile ask for more than the GPU has after all (another Triton, an unknown card),
+the next ledger tile takes over, for this process and for later ones.
 
     ladder = plan.ladder("extend_attention")
     ladder.run(lambda tile: extend_attention_fwd(..., tile=tile))

@@ -59,7 +59,8 @@ def check(args: argparse.Namespace) -> int:
     print(f"{len(problems)} problem(s)" if problems else "ledger: all rules hold")
     if problems:
         print(
-            "After a change of kernels or tiles: python -m sglang.srt.kernels.ledger update --triton DIR (see docs/kernels.md)"
+            "After a change of kernels or tiles: python -m sglang.srt.kernels.ledger update --triton DIR"
+            " (docs/kernels.md says how to get DIR)"
         )
     return 1 if problems else 0
 
@@ -166,9 +167,8 @@ def report(args: argparse.Namespace) -> int:
         print(f"  {len(rows)} (kernel, variant, tile) rows, {len(values)} measurements")
         print(f"  most shared memory: {worst[2][0]:,} B, {'/'.join(worst[0])} on {worst[1]}")
         print(f"  over the limit: {len(list(ledger_rules.over_limit(lock, rows)))}")
-        print(
-            f"  default tiles that spill: {len({v[0] for v in defaults if v[2][2] > 0})} of {len({v[0] for v in defaults})}"
-        )
+        spilling_rows = len({v[0] for v in defaults if v[2][2] > 0})
+        print(f"  default tiles that spill: {spilling_rows} of {len({v[0] for v in defaults})}")
         print(f"  most spilled by a default tile: {spilling[2][2]} B, {'/'.join(spilling[0])} on {spilling[1]}")
         for kind in sorted({kind for v in values for kind in v[2][4]}):
             print(f"  {kind}: {len({v[0] for v in values if kind in v[2][4]})} rows")

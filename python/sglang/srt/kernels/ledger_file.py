@@ -1,8 +1,8 @@
-"""The lock files: what every tile of every kernel costs on an architecture, measured by compiling. No torch, no Triton.
+"""The lock files: what every tile of every kernel costs on an architecture, measured by compiling. No torch or Triton.
 
-`sm120.lock.json` holds sm_120 and sm_121, `sm90.lock.json` sm_90. A row is one (op, variant, tile): the hash of what was
-compiled, and for each "triton version/architecture" the shared memory, registers, spilled bytes, stack bytes and matrix
-instructions. The key of an attention variant starts with `variant_prefix(need)`.
+`sm120.lock.json` holds sm_120 and sm_121, `sm90.lock.json` sm_90. A row is one (op, variant, tile): the hash of what
+was compiled, and for each "triton version/architecture" the shared memory, registers, spilled bytes, stack bytes and
+matrix instructions. The key of an attention variant starts with `variant_prefix(need)`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from sglang.srt.kernels.tiles import attention_tiles
 
 LOCK_DIR = Path(__file__).parent
 LOCKS: Mapping[str, tuple[str, ...]] = {"sm120": ("sm_120", "sm_121"), "sm90": ("sm_90",)}
-"""Lock file -> the architectures that it verifies. Any other one is judged by sm_120's rows, whose limit is the lowest."""
+"""Lock file -> the architectures that it verifies. Any other is judged by sm_120's rows, whose limit is the lowest."""
 PROXY_ARCH = "sm_120"
 
 TRITON_VERSIONS = ("3.6.0", "3.9.0")
 """Verified: the oldest that we support and the one that CI pins."""
 NOT_NATIVE = frozenset({"3.6.0/sm_121"})
-"""Compiles, but low-precision products go through wider types; numbers are recorded and not held to the spill budget."""
+"""Compiles, but low-precision products go through wider types; recorded, and not held to the spill budget."""
 
 _LAUNCH_ONLY = frozenset({"ctas_per_sm", "waves"})
 _SHORT = {"num_warps": "w", "num_stages": "s"}

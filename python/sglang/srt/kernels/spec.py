@@ -18,8 +18,8 @@ Tile = Mapping[str, int]
 class Need:
     """What a call site asks for. Head dims 0 where the op has none; dtypes as in ModelConfig, KV dtype as in KVSpec.
 
-    `traits` are properties that not every kernel supports: "sliding_window", "sinks", "logit_cap", "custom_mask", "mla",
-    "sparse", "hybrid_gdn", "hierarchical_cache", "bidirectional".
+    `traits` are properties that not every kernel supports: "sliding_window", "sinks", "logit_cap", "custom_mask",
+    "mla", "sparse", "hybrid_gdn", "hierarchical_cache", "bidirectional".
     """
 
     op: str

@@ -1,7 +1,7 @@
 """From logits to the next token of each request, on the device and without waiting for it.
 
-Order of steps: raw log probabilities (if asked for), logit bias and the stop-token mask of `min_new_tokens`, repetition,
-frequency and presence penalties, grammar mask, temperature, top_k, top_p, min_p, draw.
+Order of steps: raw log probabilities (if asked for), logit bias and the stop-token mask of `min_new_tokens`,
+repetition, frequency and presence penalties, grammar mask, temperature, top_k, top_p, min_p, draw.
 
 top_k keeps the k largest logits; top_p then keeps the smallest set of largest tokens that holds at least top_p of the
 probability that is left; min_p drops tokens less likely than min_p x the likeliest. Each of them is a lower bound on

@@ -70,7 +70,7 @@ SchedulerInput = TokenizedGenerateReq | AbortReq | ControlReq
 
 
 class OutputLogprobs(msgspec.Struct, omit_defaults=True):
-    """Log probabilities that are new in this message, an entry a token. Input fields come once, with the first output."""
+    """Log probabilities new in this message, an entry a token. Input fields come once, with the first output."""
 
     output: list[TokenLogprob] = []
     output_top: list[list[TokenLogprob]] = []

@@ -49,9 +49,8 @@ class Req:
         self.admitted = False
 
         self.return_logprob = msg.return_logprob
-        self.logprob_start = (
-            msg.logprob_start_len if msg.return_logprob and msg.logprob_start_len >= 0 else self.prompt_len
-        )
+        wants_prompt = msg.return_logprob and msg.logprob_start_len >= 0
+        self.logprob_start = msg.logprob_start_len if wants_prompt else self.prompt_len
         self.top_logprobs_num = msg.top_logprobs_num
         self.token_ids_logprob = msg.token_ids_logprob or []
         self.pending_logprobs = OutputLogprobs()

@@ -60,8 +60,8 @@ POLICIES: dict[str, Callable[[list[Req], RadixCache], list[Req]]] = {
 
 
 class NewTokenRatio:
-    """Share of their possible output that running requests are expected to use: it starts cautious, sinks while decoding
-    goes well, and rises when a request had to be retracted."""
+    """Share of their possible output that running requests are expected to use: it starts cautious, sinks while
+    decoding goes well, and rises when a request had to be retracted."""
 
     START, FLOOR, DECAY, PENALTY = 0.7, 0.1, 0.001, 0.2
 

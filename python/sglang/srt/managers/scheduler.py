@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SHARED_PREFIX = 64
-"""Two new requests that begin with this many equal, uncached tokens do not enter one step: the second waits one step and
+"""Two new requests that begin with this many equal, uncached tokens do not enter one step: the second waits a step and
 finds the first one's KV in the cache."""
 
 
@@ -65,7 +65,7 @@ class Scheduler:
         self.paused = False
         self.stats = StatsLogger(self)
 
-    # --- the step ------------------------------------------------------------------------------------------------------
+    # --- the step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
         """Launch the next batch, then read back the one before it."""
@@ -98,7 +98,7 @@ class Scheduler:
         no_work = not self.waiting and self.chunked is None and not self.running.reqs
         return self.in_flight is None and (no_work or self.paused)
 
-    # --- choosing ------------------------------------------------------------------------------------------------------
+    # --- choosing ----------------------------------------------------------------------------------------------------
 
     def pick_prefill(self) -> ScheduleBatch | None:
         if self.chunked is None and (not self.waiting or not self.req_pool.available_size()):
@@ -125,8 +125,8 @@ class Scheduler:
         return batch
 
     def _admit(self, budget: PrefillBudget) -> list[tuple[Req, int]]:
-        """Requests for a prefill step with the number of tokens that each computes. Admitted ones own a request slot and
-        hold a lock on their cached prefix."""
+        """Requests for a prefill step with the number of tokens that each computes. Admitted ones own a request slot
+        and hold a lock on their cached prefix."""
         chosen: list[tuple[Req, int]] = []
         if self.chunked is not None:
             take = budget.take(self.chunked, self.chunked.kv_len)
@@ -140,11 +140,7 @@ class Scheduler:
                 break
             match = self.cache.match_prefix(req.tokens[: req.matchable_len()], req.namespace)
             start = tuple(req.tokens[:SHARED_PREFIX])
-            if (
-                len(match.indices) < SHARED_PREFIX == len(start)
-                and start in starts
-                and not self.args.disable_radix_cache
-            ):
+            if self.cache.enabled and start in starts and len(match.indices) < SHARED_PREFIX == len(start):
                 continue
             self.cache.lock(match.node)
             take = budget.take(req, len(match.indices))
@@ -185,7 +181,7 @@ class Scheduler:
         self.stats.decode_launched(len(batch.sampled))
         return batch
 
-    # --- memory --------------------------------------------------------------------------------------------------------
+    # --- memory ------------------------------------------------------------------------------------------------------
 
     def ensure_free(self, num_tokens: int) -> bool:
         """Evict cached prefixes until this many slots (in whole pages) are free, if that is possible."""
@@ -226,7 +222,7 @@ class Scheduler:
         self.req_pool.free(req.slot)
         req.slot, req.kv_len, req.num_cached, req.node = 0, 0, 0, None
 
-    # --- results -------------------------------------------------------------------------------------------------------
+    # --- results -----------------------------------------------------------------------------------------------------
 
     def process(self, batch: ScheduleBatch) -> None:
         """Append the sampled tokens, end what has ended, and queue the messages."""
@@ -238,9 +234,8 @@ class Scheduler:
             if req.prompt_len < req.limit:
                 req.tokens.append(token)
                 if req.grammar is not None and not req.grammar.accept(token):
-                    self.end(
-                        req, FinishReason("abort", message="the grammar rejected a sampled token", status_code=500)
-                    )
+                    message = "The grammar rejected a sampled token."
+                    self.end(req, FinishReason("abort", message=message, status_code=500))
                     continue
                 reason = self.stop_checker.finish_reason(req)
             else:  # max_new_tokens is 0: the prompt was all that was wanted
@@ -270,7 +265,7 @@ class Scheduler:
         else:
             report.append(req)
 
-    # --- requests ------------------------------------------------------------------------------------------------------
+    # --- requests ----------------------------------------------------------------------------------------------------
 
     def add(self, msg: TokenizedGenerateReq, seed: int, stop_ids: frozenset[int]) -> Req | None:
         """Queue a request, or refuse it with a message that reaches the client; None then."""
@@ -282,7 +277,7 @@ class Scheduler:
         if len(msg.input_ids) > capacity or (len(msg.input_ids) == capacity and wanted != 0):
             refusal = FinishReason(
                 "abort",
-                message=f"The prompt has {len(msg.input_ids)} tokens, but this server can hold at most {capacity} tokens "
+                message=f"The prompt has {len(msg.input_ids)} tokens, but this server holds at most {capacity} tokens "
                 f"of one request (context length {self.plan.context_len}, KV cache {self.allocator.size} tokens).",
                 status_code=400,
             )

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import ClassVar
 
 import msgspec
 
@@ -69,7 +71,7 @@ class SchedulerProcess:
             self.scheduler.step()
             self.send()
 
-    # --- in ------------------------------------------------------------------------------------------------------------
+    # --- in ----------------------------------------------------------------------------------------------------------
 
     def receive(self) -> list[SchedulerInput]:
         """New messages, the same on every rank. Sleeps while the scheduler is idle."""
@@ -122,7 +124,7 @@ class SchedulerProcess:
             self.scheduler.hold(req, self.grammars.request(key))
 
     def admit_compiled(self) -> None:
-        """Queue the requests whose grammar is ready. Rank 0 says which are, since compile times differ between ranks."""
+        """Queue the requests whose grammar is ready. Rank 0 says which: compile times differ between ranks."""
         compiling = self.scheduler.compiling
         if not compiling:
             return
@@ -141,7 +143,7 @@ class SchedulerProcess:
             return
         self.scheduler.release_hold(req)
 
-    # --- out -----------------------------------------------------------------------------------------------------------
+    # --- out ---------------------------------------------------------------------------------------------------------
 
     def send(self) -> None:
         messages, self.scheduler.outbox = self.scheduler.outbox, []
@@ -152,7 +154,7 @@ class SchedulerProcess:
         if (stats := self.scheduler.stats.due()) is not None and not self.scheduler.idle:
             self.outbox.send(stats)
 
-    # --- control -------------------------------------------------------------------------------------------------------
+    # --- control -----------------------------------------------------------------------------------------------------
 
     def control(self, msg: ControlReq) -> ControlReply:
         handler = self._CONTROLS.get(msg.kind)
@@ -190,7 +192,7 @@ class SchedulerProcess:
     def _ping(self, msg: ControlReq) -> ControlReply:
         return ControlReply(msg.id)
 
-    _CONTROLS = {
+    _CONTROLS: ClassVar[dict[str, Callable[[SchedulerProcess, ControlReq], ControlReply]]] = {
         "flush_cache": _flush_cache,
         "internal_state": _internal_state,
         "check": _check,

@@ -52,8 +52,8 @@ class StatsLogger:
         s = self.scheduler
         graphs = s.runner.graphs
         logger.info(
-            "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, cuda graph: %s, gen throughput (token/s): %.2f, "
-            "#queue-req: %d",
+            "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, cuda graph: %s, "
+            "gen throughput (token/s): %.2f, #queue-req: %d",
             num_reqs, self.used_tokens(), self.token_usage(), graphs is not None and graphs.fits(num_reqs),
             self.gen_throughput, len(s.waiting),
         )  # fmt: skip

@@ -54,6 +54,3 @@ class ForwardBatch:
 
     seq_lens_cpu: list[int] | None = None
     """None while a CUDA graph is captured; the longest length is then bounded by the context length only."""
-
-    # Prompt log probabilities: rows of the [T, hidden] output (besides the last of each request) that must be projected.
-    logprob_rows: torch.Tensor | None = None  # [R] int64

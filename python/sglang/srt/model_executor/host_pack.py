@@ -1,4 +1,4 @@
-"""Send several small host arrays to the device as one copy: each copy costs microseconds of launch time, not bandwidth."""
+"""Send several small host arrays to the device as one copy: what a copy costs is its launch, not bandwidth."""
 
 from __future__ import annotations
 

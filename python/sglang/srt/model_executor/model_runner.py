@@ -64,7 +64,7 @@ class ModelRunner:
         return self._sample(step, self.model.logits(self.model(batch)), slots, seq_lens)
 
     def decode_batch(self, slots: torch.Tensor, seq_lens: torch.Tensor, out_cache_loc: torch.Tensor) -> ForwardBatch:
-        """A DECODE batch from device tensors only, so that it can be captured. Also enters the new slots in the table."""
+        """A DECODE batch from device tensors only, so that it can be captured; enters the new slots in the table."""
         positions = seq_lens.to(torch.int64) - 1
         self.req_pool.device_table[slots, positions] = out_cache_loc.to(torch.int32)
         return ForwardBatch(

@@ -146,8 +146,8 @@ def plan_cpu_memory(
     kv_bytes = (tokens + sizes.page_size) * kv.bytes_per_token
     if weights + kv_bytes > available:
         raise UserError(
-            f"--max-total-tokens {max_total_tokens} takes {kv_bytes / GIB:.2f} GiB of KV cache beside {weights / GIB:.2f} GiB"
-            f" of weights, but only {available / GIB:.2f} GiB of main memory are free"
+            f"--max-total-tokens {max_total_tokens} takes {kv_bytes / GIB:.2f} GiB of KV cache beside"
+            f" {weights / GIB:.2f} GiB of weights, but only {available / GIB:.2f} GiB of main memory are free"
         )
     activations = activation_bytes(facts, dtype, sizes.tokens_per_step, sizes.tp_size)
     logits = logits_bytes(facts, sizes.max_running_requests)
@@ -155,11 +155,14 @@ def plan_cpu_memory(
 
 
 def _weights_do_not_fit(weights: int, available: int, others: int, fraction: float | None, tp_size: int) -> str:
-    head = f"the weights take {weights / GIB:.2f} GiB a GPU of {available / GIB:.2f} GiB free, which leaves nothing for the KV cache"
+    head = (
+        f"the weights take {weights / GIB:.2f} GiB of {available / GIB:.2f} GiB a GPU: nothing is left for the KV cache"
+    )
     if fraction is not None and weights < available - others:
         lowest = weights / available
         return f"{head} with --mem-fraction-static {fraction}; it must be well above {lowest:.3f}"
     return (
         f"{head} after {others / GIB:.2f} GiB for activations, logits, graphs and reserve; use more GPUs (--tp-size"
-        f" {tp_size * 2}), --cuda-graph-max-bs 16, a smaller --chunked-prefill-size or --max-running-requests, or a quantized checkpoint"
+        f" {tp_size * 2}), --cuda-graph-max-bs 16, a smaller --chunked-prefill-size or --max-running-requests, or a"
+        " quantized checkpoint"
     )

@@ -179,7 +179,7 @@ def _scheme(quant: Config) -> str | None:
 def _compressed_tensors_scheme(quant: Config) -> str:
     if "nvfp4" in str(quant.get("format")):
         return "nvfp4"
-    group = next(iter((quant.get("config_groups") or {}).values()), {})
+    group: Config = next(iter((quant.get("config_groups") or {}).values()), {})
     weights = group.get("weights") or {}
     if weights.get("type") == "int":
         return f"int{weights.get('num_bits')}_g{weights.get('group_size')}"

@@ -10,15 +10,13 @@ from sglang.srt.plan.model_facts import ModelFacts
 
 def needs_of(facts: ModelFacts, dtype: str, kv_dtype: str, page_size: int, tp_size: int) -> tuple[Need, ...]:
     """In the order of a layer. One attention need covers all layers: its traits are those of any of them."""
-    return tuple(
-        [
-            Need("rmsnorm", q_dtype=dtype),
-            Need("fused_add_rmsnorm", q_dtype=dtype),
-            Need("linear", q_dtype=dtype, quant=facts.linear_quant),
-            *_attention(facts, dtype, kv_dtype, page_size),
-            *_feed_forward(facts, dtype),
-            *([Need("all_reduce", q_dtype=dtype)] if tp_size > 1 else []),
-        ]
+    return (
+        Need("rmsnorm", q_dtype=dtype),
+        Need("fused_add_rmsnorm", q_dtype=dtype),
+        Need("linear", q_dtype=dtype, quant=facts.linear_quant),
+        *_attention(facts, dtype, kv_dtype, page_size),
+        *_feed_forward(facts, dtype),
+        *([Need("all_reduce", q_dtype=dtype)] if tp_size > 1 else []),
     )
 
 

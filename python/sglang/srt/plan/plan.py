@@ -116,8 +116,8 @@ def make_plan(
     available_bytes: int,
     packages: frozenset[str] | None = None,
 ) -> Plan:
-    """`available_bytes`: free on the device before anything is allocated, the least over the ranks. `packages`: optional
-    ones to count on (those installed here if None).
+    """`available_bytes`: free on the device before anything is allocated, the least over the ranks. `packages`: the
+    optional ones to count on (those installed here if None).
 
     Raises UserError: a kernel that was asked for cannot run, heads do not divide, weights do not fit.
     """
@@ -155,7 +155,7 @@ def make_plan(
         max_prefill_tokens=args.max_prefill_tokens,
         cuda_graph_bs=sizes.graph_batch_sizes,
         warnings=tuple(notes + _token_notes(args, tokens)),
-        errors=_check_pool(args, tokens, model.context_len, memory, kv),
+        errors=_check_pool(args, tokens, model.context_len, memory, kv, arch.device != "cpu"),
     )
 
 
@@ -230,24 +230,25 @@ def _sizes(
 
 
 def _token_notes(args: ServerArgs, tokens: int) -> list[str]:
-    if (
-        args.max_total_tokens is None
-        or args.max_total_tokens // (args.page_size or 1) * (args.page_size or 1) <= tokens
-    ):
+    page_size = args.page_size or 1
+    if args.max_total_tokens is None or args.max_total_tokens // page_size * page_size <= tokens:
         return []
     return [f"--max-total-tokens {args.max_total_tokens} does not fit: the KV cache holds {tokens} tokens"]
 
 
-def _check_pool(args: ServerArgs, tokens: int, context_len: int, memory: MemoryPlan, kv: KVSpec) -> tuple[str, ...]:
-    facts = f"the KV cache holds {max(0, tokens):,} tokens ({memory.kv_cache / GIB:.2f} GiB at {kv.bytes_per_token:,} B a token)"
-    remedies = (
-        "a higher --mem-fraction-static, --kv-cache-dtype fp8_e4m3, a larger --tp-size, or a smaller --chunked-prefill-size"
-        if args.max_total_tokens is None
-        else "a larger --max-total-tokens"
-    )
-    if tokens < MIN_POOL_TOKENS and args.max_total_tokens is None:
-        raise UserError(f"{facts}, too few to serve anything. What helps: {remedies}.")
-    if tokens < 2:
+def _check_pool(
+    args: ServerArgs, tokens: int, context_len: int, memory: MemoryPlan, kv: KVSpec, on_gpu: bool
+) -> tuple[str, ...]:
+    size = f"{memory.kv_cache / GIB:.2f} GiB at {kv.bytes_per_token:,} B a token"
+    facts = f"the KV cache holds {max(0, tokens):,} tokens ({size})"
+    chosen_by_user = args.max_total_tokens is not None
+    remedies = "a larger --max-total-tokens"
+    if on_gpu and not chosen_by_user:
+        remedies = (
+            "a higher --mem-fraction-static, --kv-cache-dtype fp8_e4m3, a larger --tp-size, or a smaller"
+            " --chunked-prefill-size, --max-running-requests or --cuda-graph-max-bs"
+        )
+    if tokens < (2 if chosen_by_user else MIN_POOL_TOKENS):
         raise UserError(f"{facts}, too few to serve anything. What helps: {remedies}.")
     if tokens < context_len:
         return (

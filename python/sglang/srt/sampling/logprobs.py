@@ -1,7 +1,7 @@
 """Log probabilities of tokens under the raw model distribution.
 
-All values come from log_softmax of the model's own logits: before logit bias, penalties, masks and temperature. A request
-can therefore compare them with any other evaluation of the model, whatever it samples with.
+All values come from log_softmax of the model's own logits: before logit bias, penalties, masks and temperature. A
+request can therefore compare them with any other evaluation of the model, whatever it samples with.
 
 On the device the results of R rows are one packed int32 tensor, so that one copy brings them to the host:
 
@@ -65,9 +65,7 @@ class LogprobRequest:
         return 1 + 2 * self.num_top + self.num_ids
 
 
-def token_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, num_top: int, ids: torch.Tensor | None
-) -> torch.Tensor:
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int, ids: torch.Tensor | None) -> torch.Tensor:
     """logits [R, V] raw fp32, tokens [R] int64, ids [R, M] int64 or None -> packed [R, W] int32."""
     log_norm = torch.logsumexp(logits, dim=-1, keepdim=True)
     parts = [(logits.gather(1, tokens[:, None]) - log_norm).view(torch.int32)]
@@ -138,8 +136,8 @@ class HostLogprobs:
             out.output_token_ids.append(self.requested(batch_row, ids))
 
     def add_input(self, out: OutputLogprobs, batch_row: int, rows: range, tokens: Sequence[int]) -> None:
-        """Append the entries of prompt `tokens` of `batch_row`, predicted by packed `rows`. The first token of a text has
-        no prediction: put it in with `add_unpredicted_input` before."""
+        """Append the entries of prompt `tokens` of `batch_row`, predicted by packed `rows`. The first token of a text
+        has no prediction: put it in with `add_unpredicted_input` before."""
         top_num, ids = self.request.top_nums[batch_row], self.request.token_ids[batch_row]
         for row, token in zip(rows, tokens, strict=True):
             out.input = _appended(out.input, (self.token(row), token))

@@ -47,6 +47,6 @@ def gumbel_noise(
     key_0, key_1 = row_keys(seed_lo, seed_hi, positions)
     ids = torch.arange(vocab_size, device=positions.device, dtype=torch.int64)
     bits = mix32(mix32((ids[None, :] + key_0[:, None]) & MASK32) ^ key_1[:, None])
-    # Small uniforms carry the likely winners, so they keep all 32 bits: E = -log(1 - u) is exponential, gumbel = -log E.
+    # Small uniforms carry the likely winners, so they keep all 32 bits: -log(1 - u) is exponential, -log of it Gumbel.
     uniform = ((bits.float() + 0.5) * 2.0**-32).clamp_(max=UNIFORM_MAX)
     return -torch.log(-torch.log1p(-uniform))

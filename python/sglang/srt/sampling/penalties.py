@@ -75,7 +75,9 @@ class PenaltyState:
         capacity = self.state.shape[0]
         if num_rows <= capacity:
             return
-        grown = torch.zeros((max(num_rows, 2 * capacity, GROW_ROWS), self.vocab_size), dtype=torch.int32, device=self.device)
+        grown = torch.zeros(
+            (max(num_rows, 2 * capacity, GROW_ROWS), self.vocab_size), dtype=torch.int32, device=self.device
+        )
         grown[:capacity] = self.state
         self.state = grown
 

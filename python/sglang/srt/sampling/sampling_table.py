@@ -1,4 +1,4 @@
-"""Sampling parameters of all running requests: one row a request slot, on the host for decisions, on the device for use."""
+"""Sampling parameters of all running requests, one row a slot: on the host for decisions, on the device for use."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class Flag(IntEnum):
 
 @dataclass(slots=True)
 class SparseLogits:
-    """Additions to single logits: the columns of `packed` are (batch row, token, float32 bits, position limit). An entry
-    applies while the row's position is below its limit."""
+    """Additions to single logits: the columns of `packed` are (batch row, token, float32 bits, position limit). An
+    entry applies while the row's position is below its limit."""
 
     packed: torch.Tensor  # [4, n] int32
 
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """The rows of one batch, B = len(slots). Flags say whether any row needs a step at all; they come from host memory."""
+    """The rows of one batch, B = len(slots). The flags, from host memory, say whether any row needs a step at all."""
 
     slots: torch.Tensor  # [B] int64
     table: torch.Tensor  # [num_slots, ROW_WIDTH] int32
@@ -76,8 +76,8 @@ class SamplingBatch:
 
 
 class SamplingTable:
-    """Per-slot sampling state. `set` and `clear` touch host memory only; the device rows are written by the next `view`,
-    on the stream that is current there, and nothing ever waits for the device."""
+    """Per-slot sampling state. `set` and `clear` touch host memory only; the device rows are written by the next
+    `view`, on the stream that is current there, and nothing ever waits for the device."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: str) -> None:
         """`num_slots` includes the padding slot 0, which stays greedy."""

@@ -40,7 +40,9 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, bound: float = 6e
 
 def check(num_tokens: int, num_experts: int, tiles: MoeTiles | None, drop: bool = False, **shape: int) -> None:
     dims = {"hidden": 64, "inter": 64, "top_k": 2} | shape
-    x, w13, w2, weights, ids = inputs(num_tokens, num_experts, dims["top_k"], dims["hidden"], dims["inter"], torch.bfloat16)
+    x, w13, w2, weights, ids = inputs(
+        num_tokens, num_experts, dims["top_k"], dims["hidden"], dims["inter"], torch.bfloat16
+    )
     if drop:
         ids[0] = -1
         ids[num_tokens // 2, 0] = -1

@@ -1,4 +1,4 @@
-"""RMS norm, alone and fused with the residual addition. Reference: `native_ops.rmsnorm`, `native_ops.fused_add_rmsnorm`.
+"""RMS norm, alone and fused with the residual addition. References: those of the same names in `native_ops`.
 
 One program a row: the row is read once and stays in registers between the sum of squares and the scaling.
 """

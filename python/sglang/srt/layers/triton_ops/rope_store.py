@@ -224,6 +224,8 @@ def qk_norm_rope_store(
             **launch_constants(head_dim, rot_dim, heads),
         )
     q, k, v = qkv.split([num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim], dim=-1)
-    return q.unflatten(-1, (num_heads, head_dim)), k.unflatten(-1, (num_kv_heads, head_dim)), v.unflatten(
-        -1, (num_kv_heads, head_dim)
+    return (
+        q.unflatten(-1, (num_heads, head_dim)),
+        k.unflatten(-1, (num_kv_heads, head_dim)),
+        v.unflatten(-1, (num_kv_heads, head_dim)),
     )

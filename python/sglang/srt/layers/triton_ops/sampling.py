@@ -93,8 +93,9 @@ def draw_tokens_kernel(
     MAX_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Argmax (first of equals) of logits / temperature + noise, over the logits at or above the row's threshold. num_splits
-    programs share a row; the last of them to finish combines their results, so a step needs a single launch."""
+    """Argmax (first of equals) of logits / temperature + noise, over the logits at or above the row's threshold.
+
+    num_splits programs share a row; the last to finish combines their results, so a step needs a single launch."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     slot = tl.load(slots + row)
@@ -174,9 +175,9 @@ def _count_and_mass(logits, vocab_size, peak, inv_temperature, a, b, c, BLOCK: t
 def _search(
     logits, vocab_size, peak, inv_temperature, low, high, num_low, target, BLOCK: tl.constexpr, MASS: tl.constexpr
 ):
-    """Largest threshold in [low, high) whose kept set (logits >= threshold) still reaches `target`: a count, or a softmax
-    mass if MASS. `low` reaches it and keeps `num_low` logits; `high` keeps none. Four-way bisection over the values; it
-    ends when a single logit, or only equal ones, separate the two bounds."""
+    """Largest threshold in [low, high) whose kept set (logits >= threshold) still reaches `target`: a count, or a
+    softmax mass if MASS. `low` reaches it and keeps `num_low` logits; `high` keeps none. Four-way bisection over the
+    values; it ends when a single logit, or only equal ones, separate the two bounds."""
     num_high = num_low * 0
     searching = num_low > 1
     while searching:
@@ -184,9 +185,7 @@ def _search(
         a = low + step
         b = low + 2.0 * step
         c = low + 3.0 * step
-        n_a, n_b, n_c, m_a, m_b, m_c = _count_and_mass(
-            logits, vocab_size, peak, inv_temperature, a, b, c, BLOCK, MASS
-        )
+        n_a, n_b, n_c, m_a, m_b, m_c = _count_and_mass(logits, vocab_size, peak, inv_temperature, a, b, c, BLOCK, MASS)
         if MASS:
             ok_a = m_a >= target
             ok_b = m_b >= target

@@ -44,7 +44,7 @@ def describe(
     `divisible` integers count as multiples of 16."""
     tile = {"num_stages": 3, **launch}
     constants = dict(constexprs) | {name: value for name, value in launch.items() if name not in LAUNCH_ONLY}
-    signature = {name: types[name] if name in types else "constexpr" for name in fn.arg_names}
+    signature = {name: types.get(name, "constexpr") for name in fn.arg_names}
     assert all(name in constants for name, kind in signature.items() if kind == "constexpr"), f"{op}: {signature}"
     pointers = tuple(name for name, kind in signature.items() if kind.startswith("*"))
     return Variant(op, key, fn, signature, constants, (*pointers, *divisible), tile)
@@ -71,9 +71,7 @@ def _norms(op: str) -> Iterator[Variant]:
 def _activation() -> Iterator[Variant]:
     types = {"gate_up": "*bf16", "out": "*bf16", "row_stride": "i32", "size": "i32"}
     for name, launch in (("small", activation.SMALL_BLOCK), ("large", activation.LARGE_BLOCK)):
-        yield describe(
-            "silu_and_mul", name, activation.silu_and_mul_kernel, types, {}, launch, ("row_stride", "size")
-        )
+        yield describe("silu_and_mul", name, activation.silu_and_mul_kernel, types, {}, launch, ("row_stride", "size"))
 
 
 def _rope_store() -> Iterator[Variant]:

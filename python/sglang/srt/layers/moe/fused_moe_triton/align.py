@@ -1,7 +1,7 @@
 """Group (token, expert) pairs by expert, in blocks of BLOCK_M rows, on the device and without a synchronization.
 
-Output: `sorted_pairs`, the pair numbers `token * k + choice` expert by expert, each expert's run padded to a multiple of
-BLOCK_M with the number of pairs; `block_expert`, the expert of each block; `num_blocks`, how many blocks are in use.
+Output: `sorted_pairs`, the pair numbers `token * k + choice` expert by expert, each expert's run padded to a multiple
+of BLOCK_M with the number of pairs; `block_expert`, the expert of each block; `num_blocks`, how many blocks are used.
 The order within an expert is not fixed; no result depends on it, because a pair's row is computed alone.
 """
 

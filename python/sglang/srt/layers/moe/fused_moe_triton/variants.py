@@ -43,13 +43,27 @@ def _products(even: bool) -> Iterator[Variant]:
         yield describe("fused_moe", f"down/{tail}", kernels.down_kernel, down, flag, row.down, _MULTIPLES)
     up, down = _SIZES | _UP | {"topk_ids": "*i32"}, _SIZES | _DOWN | _ROUTING
     yield describe(
-        "fused_moe", f"gate_up_pairs/{tail}", kernels.gate_up_pairs_kernel, up, flag, PAIR_GATE_UP, (*_MULTIPLES, "x_stride")
+        "fused_moe",
+        f"gate_up_pairs/{tail}",
+        kernels.gate_up_pairs_kernel,
+        up,
+        flag,
+        PAIR_GATE_UP,
+        (*_MULTIPLES, "x_stride"),
     )
-    yield describe("fused_moe", f"down_sum/{tail}", kernels.down_sum_kernel, down, flag | {"TOP_K": 8}, PAIR_DOWN, _MULTIPLES)
+    yield describe(
+        "fused_moe", f"down_sum/{tail}", kernels.down_sum_kernel, down, flag | {"TOP_K": 8}, PAIR_DOWN, _MULTIPLES
+    )
 
 
 def _alignment() -> Iterator[Variant]:
-    types = {"topk_ids": "*i32", "cursors": "*i32", "counts": "*i32", "num_places": "i32", "max_blocks": "i32"} | _GROUPING
+    types = {
+        "topk_ids": "*i32",
+        "cursors": "*i32",
+        "counts": "*i32",
+        "num_places": "i32",
+        "max_blocks": "i32",
+    } | _GROUPING
     steps = {
         align.align_small_kernel: {"EXPERTS": 512, "BLOCK_M": 16, "CHUNK": align.CHUNK, "num_warps": 16},
         align.align_count_kernel: {"EXPERTS": 512, "CHUNK": align.CHUNK, "num_warps": 8},
