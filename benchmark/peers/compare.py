@@ -4,9 +4,9 @@
     python benchmark/peers/compare.py --peer-site DIR --model DIR [--model DIR] --out results.json \
         [--stages latency,server] [--peer-backends triton,flashinfer] [--concurrency 64,256]
 
-`--peer-site` is a folder with upstream and its dependencies, put on PYTHONPATH for the peer's processes only. Models need a
-config.json and a tokenizer; weights are random. Both servers are driven by the same load generator (ours). Prints a table
-with the ratio peer / ours of each time and ours / peer of each throughput: above 1 is better than the peer.
+`--peer-site` is a folder with upstream and its dependencies, put on PYTHONPATH for the peer's processes only. Models need
+a config.json and a tokenizer; weights are random. Both servers are driven by the same load generator (ours). Prints a
+table with the ratio peer / ours of each time and ours / peer of each throughput: above 1 is better than the peer.
 """
 
 from __future__ import annotations
@@ -102,12 +102,12 @@ def server(side: Side, model: str, concurrencies: list[int], client_env: dict[st
             print(f"  {side.name}: up after {time.time() - started:.0f} s", flush=True)
             return [load(side, c, client_env, log) for c in concurrencies]
         finally:
-            os.killpg(process.pid, signal.SIGTERM)
+            process.terminate()
             try:
                 process.wait(20)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-            time.sleep(3)
+            time.sleep(3)  # the driver takes a moment to give the memory back
 
 
 def load(side: Side, concurrency: int, env: dict[str, str], log: Any) -> dict[str, float]:

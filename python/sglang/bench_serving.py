@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from sglang.bench.backends import BACKENDS, Backend, CallOptions, RequestResult, run_request
-from sglang.bench.datasets import DATASETS, DatasetArgs, DatasetError, Prompt, make_prompts
+from sglang.bench.dataset_flags import add_dataset_flags, dataset_args, json_object
+from sglang.bench.datasets import DatasetArgs, DatasetError, Prompt, make_prompts
 from sglang.bench.http_client import Endpoint, HttpError, get_json, send
 from sglang.bench.load import arrival_times, run_load
 from sglang.bench.summary import Summary, report
@@ -49,8 +50,9 @@ def build_parser() -> argparse.ArgumentParser:
     server.add_argument("--trust-remote-code", action="store_true", help="For a tokenizer that brings its own code.")
     server.add_argument("--header", nargs="+", default=[], metavar="NAME=VALUE", help="Further request headers.")
     server.add_argument("--ready-check-timeout-sec", type=float, default=60.0, help="How long to wait for the server.")
-    _add_dataset_flags(parser)
+    add_dataset_flags(parser)
     load = parser.add_argument_group("load")
+    load.add_argument("--tokenize-prompt", action="store_true", help="Send token ids instead of text.")
     load.add_argument(
         "--request-rate", type=float, default=float("inf"), help="Requests a second, Poisson. Default: inf."
     )
@@ -61,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     load.add_argument("--disable-ignore-eos", action="store_true", help="Let outputs end by themselves.")
     load.add_argument("--return-logprob", action="store_true")
     load.add_argument(
-        "--extra-request-body", type=_json_object, default={}, metavar="JSON", help="Merged into requests."
+        "--extra-request-body", type=json_object, default={}, metavar="JSON", help="Merged into requests."
     )
     load.add_argument("--profile", action="store_true", help="Start and stop the server's profiler around the run.")
     output = parser.add_argument_group("output")
@@ -70,37 +72,6 @@ def build_parser() -> argparse.ArgumentParser:
     output.add_argument("--tag", help="Any text; goes to the output file.")
     output.add_argument("--disable-tqdm", action="store_true")
     return parser
-
-
-def _add_dataset_flags(parser: argparse.ArgumentParser) -> None:
-    data = parser.add_argument_group("dataset")
-    data.add_argument("--dataset-name", choices=list(DATASETS), default="sharegpt")
-    data.add_argument("--dataset-path", help="A ShareGPT JSON file (sharegpt; optional for random).")
-    data.add_argument("--num-prompts", type=int, default=1000)
-    data.add_argument("--seed", type=int, default=1)
-    data.add_argument("--tokenize-prompt", action="store_true", help="Send token ids instead of text.")
-    data.add_argument("--random-input-len", "--random-input", type=int, default=1024)
-    data.add_argument("--random-output-len", "--random-output", type=int, default=1024)
-    data.add_argument(
-        "--random-range-ratio", type=float, default=0.0, help="Lengths are uniform in [ratio * len, len]. Default: 0."
-    )
-    data.add_argument("--sharegpt-output-len", type=int)
-    data.add_argument("--sharegpt-context-len", type=int, help="Longer conversations are left out.")
-    data.add_argument("--gsp-num-groups", type=int, default=64)
-    data.add_argument("--gsp-prompts-per-group", type=int, default=16)
-    data.add_argument("--gsp-system-prompt-len", type=int, default=2048)
-    data.add_argument("--gsp-question-len", type=int, default=128)
-    data.add_argument("--gsp-output-len", type=int, default=256)
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("expected a JSON object")
-    return value
 
 
 def _endpoint(args: argparse.Namespace, backend: Backend) -> Endpoint:
@@ -121,23 +92,7 @@ def _dataset_args(args: argparse.Namespace, backend: Backend) -> DatasetArgs:
     if args.tokenize_prompt and args.backend.endswith("-chat"):
         raise BenchError("--tokenize-prompt: the chat endpoint takes text only")
     are_ids = args.dataset_name == "random-ids" or (args.dataset_name == "random" and args.dataset_path is None)
-    return DatasetArgs(
-        name=args.dataset_name,
-        path=args.dataset_path,
-        num_prompts=args.num_prompts,
-        seed=args.seed,
-        as_ids=args.tokenize_prompt or (are_ids and backend.takes_ids),
-        random_input_len=args.random_input_len,
-        random_output_len=args.random_output_len,
-        random_range_ratio=args.random_range_ratio,
-        sharegpt_output_len=args.sharegpt_output_len,
-        sharegpt_context_len=args.sharegpt_context_len,
-        gsp_num_groups=args.gsp_num_groups,
-        gsp_prompts_per_group=args.gsp_prompts_per_group,
-        gsp_system_prompt_len=args.gsp_system_prompt_len,
-        gsp_question_len=args.gsp_question_len,
-        gsp_output_len=args.gsp_output_len,
-    )
+    return dataset_args(args, as_ids=args.tokenize_prompt or (are_ids and backend.takes_ids))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.launch_server import report_user_errors, serve
@@ -60,13 +61,15 @@ def run_generate(argv: Sequence[str]) -> None:
     args = ServerArgs.from_cli(["--log-level", "warning", *with_model(rest)], "sglang generate")
     configure_logging(args.log_level)
     args.incremental_streaming_output = False
-    sampling = {"max_new_tokens": own.max_new_tokens}
+    sampling: dict[str, Any] = {"max_new_tokens": own.max_new_tokens}
     if own.temperature is not None:
         sampling["temperature"] = own.temperature
     prompt = sys.stdin.read() if own.prompt == "-" else own.prompt
     printed = 0
     with Engine(server_args=args) as engine:
-        for output in engine.generate(prompt, sampling_params=sampling, stream=True):
+        outputs = engine.generate(prompt, sampling_params=sampling, stream=True)
+        assert isinstance(outputs, Iterator)
+        for output in outputs:
             text = output["text"]
             print(text[printed:], end="", flush=True)
             printed = len(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import subprocess
 import sys
 import threading
@@ -38,6 +39,12 @@ def one(result: Any) -> dict[str, Any]:
     return result
 
 
+def stream(engine: sglang.Engine, params: dict[str, Any]) -> list[dict[str, Any]]:
+    parts = engine.generate(PROMPT, params, stream=True)
+    assert isinstance(parts, Iterator)
+    return list(parts)
+
+
 def test_text_and_ids_agree(engine: sglang.Engine) -> None:
     assert engine.tokenizer is not None
     ids = engine.tokenizer.encode(PROMPT)
@@ -51,9 +58,9 @@ def test_text_and_ids_agree(engine: sglang.Engine) -> None:
 
 def test_streams_add_up(engine: sglang.Engine) -> None:
     whole = one(engine.generate(PROMPT, GREEDY))
-    parts = list(engine.generate(PROMPT, GREEDY, stream=True))
+    parts = stream(engine, GREEDY)
     assert len(parts) > 1
-    assert all(later["text"].startswith(earlier["text"]) for earlier, later in zip(parts, parts[1:], strict=False))
+    assert all(later["text"].startswith(earlier["text"]) for earlier, later in itertools.pairwise(parts))
     assert (parts[-1]["text"], parts[-1]["output_ids"]) == (whole["text"], whole["output_ids"])
 
 
@@ -75,7 +82,7 @@ def test_stop_string(engine: sglang.Engine) -> None:
     stopped = one(engine.generate(PROMPT, {**GREEDY, "stop": stop}))
     assert stopped["text"] == free[: free.index(stop)]
     assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
-    streamed = list(engine.generate(PROMPT, {**GREEDY, "stop": stop}, stream=True))
+    streamed = stream(engine, {**GREEDY, "stop": stop})
     assert streamed[-1]["text"] == stopped["text"]
     assert all(stopped["text"].startswith(part["text"]) for part in streamed)
     kept = one(engine.generate(PROMPT, {**GREEDY, "stop": stop, "no_stop_trim": True}))
@@ -99,10 +106,10 @@ def test_logprobs(engine: sglang.Engine) -> None:
 
 def test_abandoned_streams_free_their_memory(engine: sglang.Engine) -> None:
     for _ in range(3):
-        stream = engine.generate(PROMPT, {"max_new_tokens": 2000, "ignore_eos": True}, stream=True)
-        assert isinstance(stream, Iterator)
-        next(stream)
-        stream.close()  # type: ignore[attr-defined]
+        parts = engine.generate(PROMPT, {"max_new_tokens": 2000, "ignore_eos": True}, stream=True)
+        assert isinstance(parts, Iterator)
+        next(parts)
+        parts.close()  # type: ignore[attr-defined]
     engine.generate(PROMPT, GREEDY)
     assert unused(engine)
 
@@ -135,9 +142,9 @@ def test_inside_a_running_loop(engine: sglang.Engine) -> None:
         first, second = await asyncio.gather(
             engine.async_generate(PROMPT, GREEDY), engine.async_generate("Once upon a time", GREEDY)
         )
-        stream = await engine.async_generate(PROMPT, GREEDY, stream=True)
-        assert not isinstance(stream, dict | list)
-        return first, second, [part async for part in stream]
+        parts = await engine.async_generate(PROMPT, GREEDY, stream=True)
+        assert not isinstance(parts, dict | list)
+        return first, second, [part async for part in parts]
 
     first, second, parts = asyncio.run(main())
     assert first["output_ids"] == parts[-1]["output_ids"] == one(engine.generate(PROMPT, GREEDY))["output_ids"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from itertools import pairwise
@@ -10,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from live_server import LiveServer
 
 PROMPT = "The quick brown fox"
 
@@ -199,3 +201,12 @@ def test_a_client_that_leaves_frees_its_slot(http: httpx.Client, stream: bool) -
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{url_of(http)}/generate", json=body, timeout=0.5)
     wait_for(http, lambda state: state["num_unfinished_reqs"] == 0)
+
+
+def test_a_client_that_leaves_while_sending_is_no_error(http: httpx.Client, server: LiveServer) -> None:
+    head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(head)
+        time.sleep(0.1)
+    assert http.get("/health").status_code == 200
+    assert "Traceback" not in server.log()

@@ -13,11 +13,8 @@ RENAMED_FLAGS: Mapping[str, str] = {
     "cuda-graph-max-bs-decode": "cuda-graph-max-bs",
     "cuda-graph-bs-decode": "cuda-graph-bs",
     "disable-decode-cuda-graph": "disable-cuda-graph",
-    "fp8-gemm-runner-backend": "fp8-gemm-backend",
-    "fp4-gemm-runner-backend": "fp4-gemm-backend",
     "stream-output": "incremental-streaming-output",
     "schedule-heuristic": "schedule-policy",
-    "nccl-init-addr": "dist-init-addr",
 }
 
 VALUE_ALIASES: Mapping[tuple[str, str], str] = {
@@ -27,7 +24,6 @@ VALUE_ALIASES: Mapping[tuple[str, str], str] = {
     ("dtype", "float"): "float32",
     ("dtype", "fp32"): "float32",
     ("kv_cache_dtype", "bfloat16"): "bf16",
-    ("sampling_backend", "pytorch"): "torch_native",
     ("attention_backend", "torch"): "torch_native",
     ("tool_call_parser", "qwen"): "qwen25",
     ("tool_call_parser", "qwen3"): "qwen25",
@@ -44,6 +40,9 @@ class NoEffect:
 
 
 NO_EFFECT: Mapping[str, NoEffect] = {
+    "dist-init-addr": NoEffect("the ranks of one machine meet without an address", takes_value=True),
+    "nccl-init-addr": NoEffect("the ranks of one machine meet without an address", takes_value=True),
+    "sampling-backend": NoEffect("sampling has one implementation for each device", takes_value=True),
     "disable-custom-all-reduce": NoEffect("there is no custom all-reduce to disable"),
     "disable-disk-cache": NoEffect("grammars are not cached on disk"),
     "disable-fast-image-processor": NoEffect("there are no image inputs"),
@@ -75,6 +74,7 @@ _NO_SPARSE_ATTENTION = "models with sparse attention are not supported yet; remo
 _NO_OFFLOAD = "weights stay in GPU memory; use more GPUs with --tp-size"
 _NO_TRITON_TUNING = "tiles and splits come from the kernel tables; see `python -m sglang.explain`"
 _NO_MAMBA = "hybrid models are not supported yet; remove the flag"
+_NO_QUANTIZATION = "quantized checkpoints are not supported yet; remove the flag"
 _NO_COMPILE = "the model already runs from CUDA graphs with fused kernels; remove the flag"
 
 UNIMPLEMENTED: Mapping[str, str] = {
@@ -235,6 +235,9 @@ UNIMPLEMENTED: Mapping[str, str] = {
             "cuda-graph-bs-prefill",
         ),
         _NO_COMPILE,
+    ),
+    **dict.fromkeys(
+        ("fp8-gemm-backend", "fp8-gemm-runner-backend", "fp4-gemm-backend", "fp4-gemm-runner-backend"), _NO_QUANTIZATION
     ),
     "admin-api-key": "use --api-key",
     "base-gpu-id": "choose the GPUs with CUDA_VISIBLE_DEVICES",

@@ -91,7 +91,6 @@ class ServerArgs:
     ep_size: int = option(1, PARALLEL, "GPUs that share the experts.", "--ep", "--expert-parallel-size", minimum=1)
     nnodes: int = option(1, PARALLEL, "Machines.", minimum=1)
     node_rank: int = option(0, PARALLEL, "Index of this machine.", minimum=0)
-    dist_init_addr: str | None = option(None, PARALLEL, "HOST:PORT where the ranks meet.", metavar="HOST:PORT")
 
     # --- memory and scheduling
     mem_fraction_static: float | None = option(
@@ -128,10 +127,7 @@ class ServerArgs:
     attention_backend: str | None = option(None, KERNELS, "triton, flashinfer, torch_native, ...")
     prefill_attention_backend: str | None = option(None, KERNELS, "As --attention-backend, for prefill.")
     decode_attention_backend: str | None = option(None, KERNELS, "As --attention-backend, for decode.")
-    sampling_backend: str | None = option(None, KERNELS, "triton, torch_native, ...")
     moe_runner_backend: str = option("auto", KERNELS, "auto, triton, torch_native, ...", "--moe-backend")
-    fp8_gemm_backend: str = option("auto", KERNELS, "Kernel for FP8 weights.", choices=("auto",))
-    fp4_gemm_backend: str = option("auto", KERNELS, "Kernel for FP4 weights.", choices=("auto",))
     grammar_backend: str | None = option(None, KERNELS, "Structured output.", choices=("xgrammar", "none"))
     cuda_graph_max_bs: int | None = option(
         None, KERNELS, "Largest decode batch that runs from a CUDA graph.", minimum=1

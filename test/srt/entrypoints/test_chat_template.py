@@ -24,7 +24,8 @@ CHATML = """\
 {% for message in messages %}
     {%- if loop.index0 > 50 %}{% break %}{% endif %}
 {{- bos_token if loop.first }}<|im_start|>{{ message.role }}
-{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}
+{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}
+{% else %}{{ message.content }}{% endif %}
 {% for call in message.tool_calls or [] %}
 <tool_call>{{ call.function.name }} {{ call.function.arguments | tojson }}</tool_call>
 {%- endfor %}<|im_end|>
@@ -33,7 +34,7 @@ CHATML = """\
 {% if enable_thinking is defined and not enable_thinking %}<think></think>
 {% endif %}{% endif %}
 """
-STRICT = "{% if messages[0].role != 'user' %}{{ raise_exception('must start with the user') }}{% endif %}{{ messages[0].content }}"
+STRICT = "{% if messages[0].role != 'user' %}{{ raise_exception('must start with the user') }}{% endif %}"
 WEATHER = {
     "type": "function",
     "function": {"name": "weather", "description": "Wetter <heute> für München", "parameters": {"type": "object"}},

@@ -110,8 +110,9 @@ class Source:
 
 def test_stream_to_its_end() -> None:
     source, exchange = Source([b"b", b"c"]), Exchange()
-    asyncio.run(EventStream(b"a", source.events(), "/generate")(scope(), exchange.receive, exchange.send))
-    assert [message.get("body") for message in exchange.sent[1:]] == [b"a", b"b", b"c", b"data: [DONE]\n\n"]
+    response = EventStream(b"a", source.events(), bytes.upper, "/generate", end=lambda: b"!")
+    asyncio.run(response(scope(), exchange.receive, exchange.send))
+    assert [message.get("body") for message in exchange.sent[1:]] == [b"a", b"B", b"C", b"!data: [DONE]\n\n"]
     assert exchange.sent[-1]["more_body"] is False and source.closed
 
 
@@ -128,8 +129,8 @@ def test_failure_in_mid_stream_is_an_event(error: Exception, event: bytes) -> No
         raise error
 
     exchange = Exchange()
-    asyncio.run(EventStream(b"a", events(), "/generate")(scope(), exchange.receive, exchange.send))
-    assert exchange.body == b"ab" + event + b"\n\ndata: [DONE]\n\n"
+    asyncio.run(EventStream(b"a", events(), bytes.upper, "/generate")(scope(), exchange.receive, exchange.send))
+    assert exchange.body == b"aB" + event + b"\n\ndata: [DONE]\n\n"
     assert exchange.sent[-1]["more_body"] is False
 
 
@@ -138,7 +139,7 @@ def test_disconnect_closes_the_source() -> None:
 
     async def run() -> None:
         response = asyncio.ensure_future(
-            EventStream(b"a", source.events(), "/generate")(scope(), exchange.receive, exchange.send)
+            EventStream(b"a", source.events(), bytes.upper, "/generate")(scope(), exchange.receive, exchange.send)
         )
         await asyncio.sleep(0.01)
         assert not source.closed
@@ -146,7 +147,7 @@ def test_disconnect_closes_the_source() -> None:
         await asyncio.wait_for(response, 5)
 
     asyncio.run(run())
-    assert source.closed and exchange.body == b"ab"
+    assert source.closed and exchange.body == b"aB"
 
 
 def test_work_is_cancelled_on_disconnect() -> None:

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.layers import native_ops
-from sglang.srt.layers.triton_ops import skinny_gemm
+from sglang.srt.layers.triton_ops import activation, norm, pdl, skinny_gemm
 from sglang.srt.layers.triton_ops.skinny_gemm import DEFAULT_TILES, MAX_ROWS, SkinnyTiles, split_k, supports
 
 DEVICE = interpreter.DEVICE
 SMALL_TILES = SkinnyTiles(
-    gemv={"BLOCK_N": 4, "BLOCK_K": 64, "STAGES": 1, "num_warps": 4},
+    gemv={"BLOCK_N": 4, "BLOCK_K": 64, "num_warps": 4},
     gemv_gated=DEFAULT_TILES.gemv_gated,
     skinny={"BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2},
     programs=8,
@@ -58,14 +58,47 @@ def test_what_does_not_fit_goes_to_torch() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(interpreter.INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("dependent_launch", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, MAX_ROWS])
 @pytest.mark.parametrize(("cols", "size"), [(6144, 4096), (4096, 12288), (1024, 3072), (151936, 1024)])
-def test_published_shapes(rows: int, cols: int, size: int, pdl: bool) -> None:
+def test_published_shapes(rows: int, cols: int, size: int, dependent_launch: bool) -> None:
     x, w = operands(rows, cols, size)
-    for _ in range(3):
-        assert_close(skinny_gemm.skinny_linear(x, w, pdl=pdl), F.linear(x, w))
-    assert_close(skinny_gemm.linear_silu_and_mul(x, w), native_ops.silu_and_mul(F.linear(x, w)))
+    pdl.enable(dependent_launch)
+    try:
+        for _ in range(3):
+            assert_close(skinny_gemm.skinny_linear(x, w), F.linear(x, w))
+        assert_close(skinny_gemm.linear_silu_and_mul(x, w), native_ops.silu_and_mul(F.linear(x, w)))
+    finally:
+        pdl.enable(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(interpreter.INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
+def test_dependent_launches_keep_the_order_of_a_graph() -> None:
+    """Every kernel of the chain reads what the one before it wrote."""
+    x, w = operands(2, 4096, 4096)
+    residual, weight = torch.randn_like(x), torch.ones(4096, device=DEVICE).bfloat16()
+
+    def chain() -> torch.Tensor:
+        h, r = x.clone(), residual.clone()
+        for _ in range(20):
+            h, r = norm.fused_add_rmsnorm(h, r, weight, 1e-6)
+            h = skinny_gemm.skinny_linear(h, w)
+            h = activation.silu_and_mul(h.repeat(1, 2))
+        return h
+
+    expected = chain()
+    pdl.enable(True)
+    try:
+        chain()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = chain()
+        for _ in range(50):
+            graph.replay()
+            assert torch.equal(result, expected)
+    finally:
+        pdl.enable(False)
 
 
 def test_split_covers_k_with_even_parts() -> None:

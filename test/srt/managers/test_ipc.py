@@ -26,7 +26,12 @@ def request(rid: str, **params: object) -> TokenizedGenerateReq:
 
 def test_messages_arrive_in_order_and_whole(ports: ipc.Ports) -> None:
     inbox, outbox = ipc.scheduler_inbox(ports), ipc.tokenizer_outbox(ports)
-    sent = [request("a", stop=["x"], top_p=0.5), AbortReq("a"), AbortReq(abort_all=True), ControlReq("1", "ping", {"k": [1]})]
+    sent: list[SchedulerInput] = [
+        request("a", stop=["x"], top_p=0.5),
+        AbortReq("a"),
+        AbortReq(abort_all=True),
+        ControlReq("1", "ping", {"k": [1]}),
+    ]
     for message in sent:
         outbox.send(message)
     received = [inbox.recv() for _ in sent]

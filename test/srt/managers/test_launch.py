@@ -97,7 +97,9 @@ def test_shutdown_leaves_nothing() -> None:
 
 def test_tensor_parallel_ranks_are_processes_of_their_own() -> None:
     """The fake one binds the same socket in each rank, so only the names are looked at."""
-    handle = launch_engine(ServerArgs.from_kwargs(model_path=DEFAULT_MODEL_PATH, tp_size=2, max_total_tokens=USER_ERROR))
+    handle = launch_engine(
+        ServerArgs.from_kwargs(model_path=DEFAULT_MODEL_PATH, tp_size=2, max_total_tokens=USER_ERROR)
+    )
     assert list(handle.process_ids) == ["scheduler TP0", "scheduler TP1", "detokenizer"]
     handle.shutdown(limit_s=0)
 
@@ -138,7 +140,11 @@ def test_death_while_running_is_reported(how: str, message: str) -> None:
     async def main() -> None:
         handle.manager.attach()
         loop = asyncio.get_running_loop()
-        handle.watch(lambda text: loop.call_soon_threadsafe(handle.manager.mark_unhealthy, text) and None)
+
+        def fail(message: str) -> None:
+            loop.call_soon_threadsafe(handle.manager.mark_unhealthy, message)
+
+        handle.watch(fail)
         req = GenerateRequest(input_ids=[1], cache_namespace=how)
         with pytest.raises(RequestError, match="scheduler process"):
             await asyncio.wait_for(native_results(handle.manager, req), 20)

@@ -56,7 +56,9 @@ def test_batch_spreads_values() -> None:
     assert (a.token_ids_logprob, b.token_ids_logprob) == ([5], [6])
     assert a.rid != b.rid
     assert call.prompt_texts == [None, None]
-    assert [r.token_ids_logprob for r in prepare(input_ids=[[1], [2]], token_ids_logprob=[7, 8]).requests] == [[7, 8]] * 2
+    assert [r.token_ids_logprob for r in prepare(input_ids=[[1], [2]], token_ids_logprob=[7, 8]).requests] == [
+        [7, 8]
+    ] * 2
     assert prepare(input_ids=[[1], [2]], rid="x").rids == ["x_0", "x_1"]
 
 
@@ -66,7 +68,10 @@ def test_samples_get_names_and_seeds_of_their_own() -> None:
     assert [r.sampling_params.sampling_seed for r in call.requests] == [7, 8, 7, 8]
     assert {r.sampling_params.n for r in call.requests} == {1}
     top = (1 << 63) - 1
-    seeds = [r.sampling_params.sampling_seed for r in prepare(input_ids=[1], sampling_params={"n": 2, "sampling_seed": top}).requests]
+    seeds = [
+        r.sampling_params.sampling_seed
+        for r in prepare(input_ids=[1], sampling_params={"n": 2, "sampling_seed": top}).requests
+    ]
     assert seeds == [top, -(1 << 63)]
 
 

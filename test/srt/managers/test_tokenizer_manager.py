@@ -69,7 +69,9 @@ class Bench:
     ) -> None:
         meta = TokenMeta(prompt_tokens=3, completion_tokens=len(ids or []), cached_tokens=1)
         self.outbox.send(
-            BatchStrOut(rids=[rid], new_text=[text], new_ids=[ids or []], finish=[finish], meta=[meta], logprobs=[logprobs])
+            BatchStrOut(
+                rids=[rid], new_text=[text], new_ids=[ids or []], finish=[finish], meta=[meta], logprobs=[logprobs]
+            )
         )
 
     async def settled(self) -> None:
@@ -102,7 +104,7 @@ def play(test: Callable[[Bench], Awaitable[None]], **flags: Any) -> None:
     asyncio.run(main())
 
 
-def call(rid: str = "r", **fields: Any) -> GenerateRequest:
+def call(rid: str | list[str] = "r", **fields: Any) -> GenerateRequest:
     return GenerateRequest(**{"input_ids": [1, 2, 3], "rid": rid, **fields})
 
 

@@ -79,7 +79,7 @@ def assert_drawn_from(tokens: list[int], probabilities: np.ndarray) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("output_ids", [[], [7, 7, 9, 11, 11, 11]], ids=["start", "later"])
 def test_each_parameter_gives_the_reference_distribution(name: str, output_ids: list[int]) -> None:
-    params, draws = VARIANTS[name], 2000
+    params, draws = VARIANTS[name], 1000
     logits = rows_of_logits(1, seed=len(name))
     expected = distribution(adjusted_logits(logits[0].numpy(), params, PROMPT, output_ids, STOPS), params)
     table = table_of([params] * draws, output_ids, seeds=[7919 * i for i in range(draws)])
@@ -255,3 +255,11 @@ def test_next_token_table_is_written() -> None:
         rows_of_logits(2), table.view(slots.numpy(), slots), torch.tensor([4, 4]), next_token=next_token
     )
     assert next_token.tolist() == [-1, out.next_token_ids[1], out.next_token_ids[0]]
+
+
+def test_warm_up_leaves_the_padding_slot_greedy_and_clean() -> None:
+    table, next_token = table_of([VARIANTS["plain"]], []), torch.zeros(2, dtype=torch.int64)
+    Sampler(use_triton=False).warm_up(table, next_token)
+    batch = table.view(np.array([0]), torch.tensor([0]))
+    assert batch.all_greedy and batch.penalties is None and batch.sparse is None
+    assert table.table[0, Column.PENALTY_ROW] == 0 and not next_token.any()

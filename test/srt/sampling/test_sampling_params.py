@@ -54,8 +54,12 @@ def test_wrong_values_are_named(values: dict[str, Any], message: str) -> None:
 
 
 def test_edges_of_the_ranges_pass() -> None:
-    check(temperature=0, top_p=1, top_k=1, min_p=0, frequency_penalty=-2, presence_penalty=2, repetition_penalty=2, n=128)
-    check(min_p=1, top_k=-1, max_new_tokens=0, sampling_seed=-(1 << 63), logit_bias={"99": -100.0}, stop_token_ids=[0, 99])
+    check(
+        temperature=0, top_p=1, top_k=1, min_p=0, frequency_penalty=-2, presence_penalty=2, repetition_penalty=2, n=128
+    )
+    check(
+        min_p=1, top_k=-1, max_new_tokens=0, sampling_seed=-(1 << 63), logit_bias={"99": -100.0}, stop_token_ids=[0, 99]
+    )
 
 
 def test_spellings() -> None:

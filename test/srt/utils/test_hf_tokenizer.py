@@ -44,7 +44,8 @@ def test_agrees_with_transformers() -> None:
 
 def test_does_not_import_transformers() -> None:
     code = (
-        "import sys; from sglang.srt.server_args import ServerArgs; from sglang.srt.utils.hf_tokenizer import load_tokenizer;"
+        "import sys; from sglang.srt.server_args import ServerArgs;"
+        "from sglang.srt.utils.hf_tokenizer import load_tokenizer;"
         f"t = load_tokenizer(ServerArgs.from_kwargs(model_path={DEFAULT_MODEL_PATH!r})); t.decode(t.encode('a'));"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )

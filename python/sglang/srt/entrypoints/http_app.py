@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
@@ -63,7 +63,8 @@ def create_api(state: ServerState) -> FastAPI:
     api.add_exception_handler(ApiError, _on_api_error)
     api.add_exception_handler(RequestError, _on_request_error)
     api.add_exception_handler(HTTPException, _on_http_exception)
-    api.add_exception_handler(ClientDisconnected, _on_disconnect)
+    for left in (ClientDisconnected, ClientDisconnect):  # while waiting for the answer; while sending the body
+        api.add_exception_handler(left, _on_disconnect)
     api.add_exception_handler(Exception, _on_bug)
 
     describe_routes = api.openapi

@@ -7,6 +7,7 @@ import hmac
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang.srt.entrypoints.http_errors import ApiError, error_response, json_response
+from sglang.srt.entrypoints.http_stream import DIRECT_SEND
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 
@@ -34,6 +35,7 @@ class RequestGate:
         if length.isdigit() and int(length) > self._max_body_bytes:
             await error_response(scope["path"], self._too_large())(scope, receive, send)
             return
+        scope[DIRECT_SEND] = send
         await self._app(scope, self._bounded(receive), send)
 
     def _authorized(self, scope: Scope, given: bytes) -> bool:

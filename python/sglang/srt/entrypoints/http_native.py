@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import html
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -20,14 +19,15 @@ from sglang.srt.entrypoints.http_errors import ApiError, bad_request, json_respo
 from sglang.srt.entrypoints.http_state import engine_of, state_of
 from sglang.srt.entrypoints.http_stream import EventStream, until_disconnect
 from sglang.srt.entrypoints.openai.protocol import Int
-from sglang.srt.entrypoints.openai.serving import OpenAIService
 from sglang.srt.managers.generate_request import GenerateRequest
 from sglang.srt.managers.native_output import native_results, native_stream
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.version import __version__
 
 router = APIRouter(tags=["native"])
 
 HEALTH_TIMEOUT_S = 20.0
+HEALTH_POLL_S = 0.01
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -84,7 +84,7 @@ async def generate(request: Request) -> Response:
         return json_response(await until_disconnect(request, native_results(engine.manager, call)))
     results = native_stream(engine.manager, call, engine.manager.args.incremental_streaming_output)
     first = await until_disconnect(request, _first(results))
-    return EventStream(_event(first), _native_events(results), request.url.path)
+    return EventStream(_event(first), results, _event, request.url.path)
 
 
 async def _first(results: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
@@ -93,12 +93,6 @@ async def _first(results: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
 
 def _event(result: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(result) + b"\n\n"
-
-
-async def _native_events(results: Any) -> AsyncGenerator[bytes, None]:
-    async with aclosing(results):
-        async for result in results:
-            yield _event(result)
 
 
 # --- what the server is -----------------------------------------------------------------------------------------------
@@ -166,26 +160,32 @@ async def health(request: Request) -> Response:
 @router.get("/health_generate")
 async def health_generate(request: Request) -> Response:
     """As `/health`, after one token has been generated, or any other output has come from the engine meanwhile."""
-    engine = engine_of(request)
-    if await probe(engine, HEALTH_TIMEOUT_S):
+    manager = engine_of(request).manager
+    if await shows_life(manager, HEALTH_TIMEOUT_S):
         return Response(status_code=200)
     return PlainTextResponse(f"no output from the engine within {HEALTH_TIMEOUT_S:.0f} s", 503)
 
 
-async def probe(engine: OpenAIService, timeout_s: float) -> bool:
-    """Whether the engine produces output: of a one-token request, or of anybody's request if it has to queue."""
-    started = time.monotonic()
+async def generate_one_token(manager: TokenizerManager) -> None:
+    """Raises RequestError."""
     call = GenerateRequest(input_ids=[0], sampling_params={"max_new_tokens": 1, "temperature": 0.0})
+    async with await manager.submit(call) as stream:
+        await stream.collect()
 
-    async def one_token() -> None:
-        async with await engine.manager.submit(call) as stream:
-            await stream.collect()
 
+async def shows_life(manager: TokenizerManager, limit_s: float) -> bool:
+    """Whether anything comes from the engine: the token asked for here or, when that has to queue, anybody's."""
+    started = time.monotonic()
+    token = asyncio.ensure_future(generate_one_token(manager))
     try:
-        await asyncio.wait_for(one_token(), timeout_s)
-    except asyncio.TimeoutError:
-        return engine.manager.last_receive_time > started
-    return True
+        while manager.last_receive_time <= started:
+            if time.monotonic() - started > limit_s:
+                return False
+            await asyncio.sleep(HEALTH_POLL_S)
+        return True
+    finally:
+        token.cancel()
+        await asyncio.gather(token, return_exceptions=True)
 
 
 # --- control ----------------------------------------------------------------------------------------------------------

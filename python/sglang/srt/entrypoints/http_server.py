@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from typing import Any
 
 import uvicorn
 
 from sglang.srt.entrypoints.http_app import create_app
-from sglang.srt.entrypoints.http_native import probe
+from sglang.srt.entrypoints.http_native import generate_one_token
 from sglang.srt.entrypoints.http_state import ServerState
 from sglang.srt.errors import UserError
 from sglang.srt.managers.generate_request import RequestError
@@ -140,6 +142,7 @@ class _Server:
                 return 0
         except EngineError as error:
             self.state.failure = str(error)
+            logger.error("The server does not start: %s", error)
             return ENGINE_DIED
         if not self._died.is_set():
             await self._or_stop(self._died.wait())
@@ -153,9 +156,9 @@ class _Server:
         self._num_signals += 1
         (self._stop if self._num_signals == 1 else self._stop_now).set()
 
-    async def _or_stop(self, work: object) -> bool:
+    async def _or_stop(self, work: Coroutine[Any, Any, object]) -> bool:
         """Wait for `work`, whose error passes, or for the first signal. False: the signal came first."""
-        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
+        task = asyncio.ensure_future(work)
         stopped = asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -206,16 +209,18 @@ class _Server:
         self._died.set()
 
     async def _warm_up(self) -> None:
-        assert self.handle is not None and self.state.engine is not None
+        assert self.handle is not None
         if not self.args.skip_server_warmup:
             started = time.perf_counter()
             try:
-                if not await probe(self.state.engine, WARMUP_LIMIT_S):
-                    raise EngineError(f"the first request got no answer within {WARMUP_LIMIT_S:.0f} s")
+                await asyncio.wait_for(generate_one_token(self.handle.manager), WARMUP_LIMIT_S)
+            except asyncio.TimeoutError:
+                raise EngineError(f"the first request got no answer within {WARMUP_LIMIT_S:.0f} s") from None
             except RequestError as error:
                 raise EngineError(f"the first request failed: {error.message}") from error
             logger.info("The first request took %.2f s.", time.perf_counter() - started)
         self.handle.manager.mark_up()
+        gc.freeze()  # what start-up made stays: collections under load need not look at it again
         logger.info("Listening on %s", self.args.url())
         logger.info(READY_LINE)
 

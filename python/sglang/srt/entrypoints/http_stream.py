@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,6 +22,10 @@ from sglang.srt.managers.generate_request import RequestError
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+DIRECT_SEND = "sglang.send"
+"""Scope key of the server's own `send`: body chunks of a stream need not pass every middleware again."""
 
 DONE = b"data: [DONE]\n\n"
 
@@ -62,22 +66,40 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
             await _cancel(task)
 
 
-class EventStream(Response):
-    """A `text/event-stream` response: `first` has been produced already, `rest` yields complete events as bytes.
+class ClosableOutputs(Protocol[T_co]):
+    """An asynchronous iterator that must be closed, such as a GenerationStream or an asynchronous generator."""
 
-    `rest` is closed at the end, also when the client disconnects. If it raises, the client gets an error event in the
-    shape of the route `path`.
+    def __aiter__(self) -> AsyncIterator[T_co]: ...
+
+    async def aclose(self) -> None: ...
+
+
+class EventStream(Response, Generic[T]):
+    """A `text/event-stream` response.
+
+    `first` holds events that exist already. `outputs` yields the rest, `write` turns each into complete events
+    (possibly none), and `end` makes the events before `[DONE]`. `outputs` is closed at the end, also when the client
+    disconnects. What it raises becomes an error event in the shape of the route `path`.
     """
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], path: str) -> None:
+    def __init__(
+        self,
+        first: bytes,
+        outputs: ClosableOutputs[T],
+        write: Callable[[T], bytes],
+        path: str,
+        end: Callable[[], bytes] = bytes,
+    ) -> None:
         super().__init__(b"", 200)
         self.raw_headers = list(_HEADERS)
         self._first = first
-        self._rest = rest
+        self._outputs = outputs
+        self._write = write
+        self._end = end
         self._path = path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pump = asyncio.ensure_future(self._pump(send))
+        pump = asyncio.ensure_future(self._pump(send, scope.get(DIRECT_SEND, send)))
         watcher = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait({pump, watcher}, return_when=asyncio.FIRST_COMPLETED)
@@ -88,18 +110,21 @@ class EventStream(Response):
             if not pump.done():
                 await _cancel(pump)
 
-    async def _pump(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        if self._first:
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        last = DONE
-        async with aclosing(self._rest) as rest:
+    async def _pump(self, send: Send, direct: Send) -> None:
+        async with aclosing(self._outputs) as outputs:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            if self._first:
+                await direct({"type": "http.response.body", "body": self._first, "more_body": True})
+            write = self._write
             try:
-                async for chunk in rest:
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                async for output in outputs:
+                    events = write(output)
+                    if events:
+                        await direct({"type": "http.response.body", "body": events, "more_body": True})
+                last = self._end()
             except RequestError as error:
-                last = sse_error(self._path, ApiError(error.status_code, error.message)) + DONE
+                last = sse_error(self._path, ApiError(error.status_code, error.message))
             except Exception:
                 logger.exception("a stream on %s failed", self._path)
-                last = sse_error(self._path, ApiError(500, "internal error while streaming")) + DONE
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+                last = sse_error(self._path, ApiError(500, "internal error while streaming"))
+            await direct({"type": "http.response.body", "body": last + DONE, "more_body": False})

@@ -15,6 +15,7 @@ import os
 import re
 import tempfile
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,29 +36,85 @@ class CompileFailed(RuntimeError):
     """Triton or ptxas rejected a variant."""
 
 
+SHARED_PTX = {"sm_121": "sm_120"}
+"""From Triton 3.8 on these get the same PTX but for the name of the target (a test holds that)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """The result of compiling for one architecture."""
+
+    measurement: Measurement
+    ptx: str
+    function: str
+
+
 def compile_variant(variant: Variant, target: str) -> Measurement:
     """Shared bytes, registers, spilled bytes (stores + loads), stack bytes and matrix instructions for e.g. "sm_120".
 
     Raises CompileFailed.
     """
+    return compile_for(variant, target).measurement
+
+
+def compile_for(variant: Variant, target: str) -> Compiled:
+    """All stages, from the kernel's source to machine code. Raises CompileFailed."""
     import triton
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     fn = variant.fn
     attrs = {(fn.arg_names.index(name),): [["tt.divisibility", 16]] for name in variant.divisible_by_16}
     source = ASTSource(fn, dict(variant.signature), dict(variant.constexprs), attrs)
-    options = {name: value for name, value in variant.tile.items() if name in ("num_warps", "num_stages", "maxnreg")}
     log = io.StringIO()
     with tempfile.TemporaryDirectory() as cache, _environment(cache), contextlib.redirect_stdout(log):
         try:
-            gpu = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
-            kernel = triton.compile(source, target=gpu, options=options)
+            kernel = triton.compile(source, target=_gpu(target), options=_options(variant))
         except Exception as error:  # Triton raises many kinds; all mean that this variant does not compile
-            name = f"{variant.op}/{variant.key} tile {tile_key(variant.tile)}"
-            raise CompileFailed(f"{name} does not compile for {target}: {type(error).__name__}: {error}") from error
-    registers, spills, stack = parse_ptxas(log.getvalue())
-    return kernel.metadata.shared, registers, spills, stack, matrix_instructions(kernel.asm["ptx"])
+            raise _failed(variant, target, error) from error
+    ptx = kernel.asm["ptx"]
+    measurement = (kernel.metadata.shared, *parse_ptxas(log.getvalue()), matrix_instructions(ptx))
+    return Compiled(measurement, ptx, kernel.metadata.name)
+
+
+def assemble_for(variant: Variant, compiled: Compiled, source: str, target: str) -> Measurement:
+    """The measurement for `target` from the PTX made for `source`. Raises CompileFailed."""
+    from triton.compiler.compiler import make_backend
+
+    backend = make_backend(_gpu(target))
+    ptx = compiled.ptx.replace(f".target {source}", f".target {target}")
+    capability = int(target.removeprefix("sm_"))
+    log = io.StringIO()
+    with tempfile.TemporaryDirectory() as cache, _environment(cache), contextlib.redirect_stdout(log):
+        try:
+            options = backend.parse_options(_options(variant))
+            backend.make_cubin(ptx, {"name": compiled.function}, options, capability)
+        except Exception as error:
+            raise _failed(variant, target, error) from error
+    shared, mma = compiled.measurement[0], compiled.measurement[4]
+    return (shared, *parse_ptxas(log.getvalue()), mma)
+
+
+def shares_ptx(target: str) -> bool:
+    """Whether this Triton makes the same PTX for `target` as for SHARED_PTX[target]."""
+    import triton
+
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return target in SHARED_PTX and version >= (3, 8)
+
+
+def _gpu(target: str) -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    return GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
+
+
+def _options(variant: Variant) -> dict[str, int]:
+    return {name: value for name, value in variant.tile.items() if name in ("num_warps", "num_stages", "maxnreg")}
+
+
+def _failed(variant: Variant, target: str, error: Exception) -> CompileFailed:
+    name = f"{variant.op}/{variant.key} tile {tile_key(variant.tile)}"
+    return CompileFailed(f"{name} does not compile for {target}: {type(error).__name__}: {error}")
 
 
 @contextlib.contextmanager
@@ -86,7 +143,7 @@ def parse_ptxas(log: str) -> tuple[int, int, int]:
 
 
 def matrix_instructions(ptx: str) -> tuple[str, ...]:
-    """Each kind of matrix instruction in the PTX once: "m16n8k16 bf16", "m16n8k64 mxf4nvf4 4X", "wgmma m64n64k16 bf16"."""
+    """Each kind in the PTX once: "m16n8k16 bf16", "m16n8k64 mxf4nvf4 4X", "wgmma m64n64k16 bf16"."""
     found = {_describe(m[1]) for m in _MMA.finditer(ptx)} | {"wgmma " + _describe(m[1]) for m in _WGMMA.finditer(ptx)}
     return tuple(sorted(found))
 
@@ -104,7 +161,7 @@ def _describe(suffix: str) -> str:
 
 
 def source_hash(fn: Any) -> str:
-    """Of a kernel's code and of every Triton function and constant that it reaches; comments and layout do not count."""
+    """Of a kernel's code and of every Triton function and constant it reaches; comments and layout do not count."""
     digest = hashlib.sha256()
     for name, text in sorted(_sources(fn, {}).items()):
         digest.update(f"{name}\n{text}\n".encode())
@@ -148,17 +205,33 @@ def variant_hash(variant: Variant) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def measure_cached(variant: Variant, target: str, cache_dir: Path) -> Measurement:
-    """`compile_variant`, remembered under variant's hash, Triton version and target. Raises CompileFailed."""
+def measure_cached(variant: Variant, targets: tuple[str, ...], cache_dir: Path) -> dict[str, Measurement]:
+    """For each target, remembered under the variant's hash and the Triton version. Raises CompileFailed."""
     import triton
 
-    path = cache_dir / triton.__version__ / target / f"{variant_hash(variant)}.json"
-    if path.exists():
-        smem, registers, spills, stack, mma = json.loads(path.read_text())
-        return smem, registers, spills, stack, tuple(mma)
-    result = compile_variant(variant, target)
+    directory, name = cache_dir / triton.__version__, f"{variant_hash(variant)}.json"
+    results: dict[str, Measurement] = {}
+    compiled: dict[str, Compiled] = {}
+    for target in targets:
+        path = directory / target / name
+        if path.exists():
+            smem, registers, spills, stack, mma = json.loads(path.read_text())
+            results[target] = (smem, registers, spills, stack, tuple(mma))
+            continue
+        if shares_ptx(target):
+            source = SHARED_PTX[target]
+            if source not in compiled:
+                compiled[source] = compile_for(variant, source)
+            results[target] = assemble_for(variant, compiled[source], source, target)
+        else:
+            compiled[target] = compile_for(variant, target)
+            results[target] = compiled[target].measurement
+        _store(path, results[target])
+    return results
+
+
+def _store(path: Path, result: Measurement) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps(result))
     partial.replace(path)
-    return result

@@ -77,11 +77,15 @@ def _drift(lock: str, rows: Rows, args: argparse.Namespace) -> list[str]:
         return problems
     recorded = [key for key in rows if key in table and key not in changed and args.only in "/".join(key)]
     random.Random(0).shuffle(recorded)
-    jobs = [Job(lock, key, arch) for key in recorded[: None if args.all else args.sample] for arch in LOCKS[lock]]
+    jobs = [Job(lock, key, LOCKS[lock]) for key in recorded[: None if args.all else args.sample]]
     for job, result in measure(jobs, args.processes, progress=False).items():
-        expected = rows[job.row].by_target.get(f"{triton.__version__}/{job.arch}")
-        if expected is not None and result != expected:
-            problems.append(f"{lock}: {'/'.join(job.row)} on {job.arch}: recorded {expected}, now {result}")
+        if isinstance(result, str):
+            problems.append(f"{lock}: {result}")
+            continue
+        for arch, now in result.items():
+            recorded_value = rows[job.row].by_target.get(f"{triton.__version__}/{arch}")
+            if recorded_value is not None and now != recorded_value:
+                problems.append(f"{lock}: {'/'.join(job.row)} on {arch}: recorded {recorded_value}, now {now}")
     return problems
 
 
@@ -92,7 +96,7 @@ def update(args: argparse.Namespace) -> int:
     failures: list[str] = []
     for lock in args.lock:
         known = {} if args.all else read_lock(lock)
-        jobs = [job for job in all_jobs(lock, args.only) if not _is_current(known, job, triton.__version__)]
+        jobs = all_jobs(lock, args.only, known, triton.__version__)
         print(f"{lock}, Triton {triton.__version__}: {len(jobs)} to compile", file=sys.stderr)
         fresh, failed = to_rows(lock, measure(jobs, args.processes), triton.__version__)
         failures += failed
@@ -107,15 +111,6 @@ def update(args: argparse.Namespace) -> int:
     for failure in failures:
         print(failure)
     return 1 if failures else 0
-
-
-def _is_current(known: Rows, job: Job, triton_version: str) -> bool:
-    row = known.get(job.row)
-    return (
-        row is not None
-        and row.code == variant_hash(variant_table(job.lock)[job.row])
-        and f"{triton_version}/{job.arch}" in row.by_target
-    )
 
 
 def _measure_with(directory: Path, lock: str, args: argparse.Namespace) -> Rows:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sglang.srt.environ import envs
 from sglang.srt.hardware.arch import arch_by_name
-from sglang.srt.kernels.compile import measure_cached, variant_hash
+from sglang.srt.kernels.compile import CompileFailed, measure_cached, variant_hash
 from sglang.srt.kernels.ledger_file import LOCKS, Measurement, Row, Rows, tile_key
 from sglang.srt.kernels.variant import Variant
 
@@ -52,14 +52,22 @@ def variant_table(lock: str) -> dict[RowKey, Variant]:
 
 @dataclass(frozen=True, slots=True)
 class Job:
+    """A row to measure on some architectures of its lock file."""
+
     lock: str
     row: RowKey
-    arch: str
+    archs: tuple[str, ...]
 
 
-def measure(jobs: list[Job], processes: int = 2, progress: bool = True) -> dict[Job, Measurement | str]:
-    """The measurement of each job, or the message of the compiler that failed. Uses the Triton of this Python."""
-    results: dict[Job, Measurement | str] = {}
+Results = dict[Job, "dict[str, Measurement] | str"]
+"""The measurements by architecture, or the message of the compiler that failed."""
+
+
+def measure(jobs: list[Job], processes: int = 2, progress: bool = True) -> Results:
+    """Runs the jobs with the Triton of this Python."""
+    results: Results = {}
+    if not jobs:
+        return results
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
         futures = {pool.submit(_run, job, envs.SGLANG_CACHE_DIR / "ledger"): job for job in jobs}
@@ -70,22 +78,31 @@ def measure(jobs: list[Job], processes: int = 2, progress: bool = True) -> dict[
     return results
 
 
-def _run(job: Job, cache_dir: Path) -> Measurement | str:
+def _run(job: Job, cache_dir: Path) -> dict[str, Measurement] | str:
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as today's launches; silences a notice of Triton 3.9
-    from sglang.srt.kernels.compile import CompileFailed
-
     try:
-        return measure_cached(variant_table(job.lock)[job.row], job.arch, cache_dir)
+        return measure_cached(variant_table(job.lock)[job.row], job.archs, cache_dir)
     except CompileFailed as error:
         return str(error)
 
 
-def all_jobs(lock: str, only: str = "") -> list[Job]:
-    """One a row and architecture; `only` restricts them to rows whose op/key/tile contains it."""
-    return [Job(lock, row, arch) for row in variant_table(lock) if only in "/".join(row) for arch in LOCKS[lock]]
+def all_jobs(lock: str, only: str = "", known: Rows | None = None, triton_version: str = "") -> list[Job]:
+    """One a row. `only`: rows whose op/key/tile contains it. `known`: what it holds for `triton_version`, measured from
+    the same code, is left out."""
+    jobs: list[Job] = []
+    for row, variant in variant_table(lock).items():
+        if only not in "/".join(row):
+            continue
+        archs = LOCKS[lock]
+        old = (known or {}).get(row)
+        if old is not None and old.code == variant_hash(variant):
+            archs = tuple(arch for arch in archs if f"{triton_version}/{arch}" not in old.by_target)
+        if archs:
+            jobs.append(Job(lock, row, archs))
+    return jobs
 
 
-def to_rows(lock: str, results: dict[Job, Measurement | str], triton_version: str) -> tuple[Rows, list[str]]:
+def to_rows(lock: str, results: Results, triton_version: str) -> tuple[Rows, list[str]]:
     """Rows of the lock file, and the messages of what did not compile."""
     rows: Rows = {}
     failures: list[str] = []
@@ -94,5 +111,5 @@ def to_rows(lock: str, results: dict[Job, Measurement | str], triton_version: st
             failures.append(f"Triton {triton_version}: {result}")
             continue
         row = rows.setdefault(job.row, Row(variant_hash(variant_table(lock)[job.row])))
-        row.by_target[f"{triton_version}/{job.arch}"] = result
+        row.by_target |= {f"{triton_version}/{arch}": value for arch, value in result.items()}
     return rows, failures

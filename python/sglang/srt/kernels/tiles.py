@@ -48,42 +48,43 @@ def _split(h: int, n: int, warps: int, stages: int, ctas_per_sm: int, waves: int
     return {"BLOCK_H": h, "BLOCK_N": n, "num_warps": warps, "num_stages": stages, "ctas_per_sm": ctas_per_sm, "waves": waves}  # fmt: skip
 
 
+_HALF = (2,)
+_FP8 = (1,)
 _ANY = (1, 2)
+_NARROW = ((72, 72), (80, 80), (96, 96))
 _WIDE = ((160, 160), (192, 192), (256, 256), (288, 256))
+_LATENT = ((512, 512), MLA_LATENT)
+
+
+def _extend_rows(op: str, kv_bytes: tuple[int, ...]) -> tuple[TileRow, ...]:
+    wgmma = {"wgmma": (_qkv(128, 64, 8, 3),)}
+    rows = (
+        TileRow(op, ((64, 64),), kv_bytes, (_qkv(128, 64, 8, 2), _qkv(64, 32, 4, 2)), wgmma),
+        TileRow(op, _NARROW, kv_bytes, (_qkv(128, 32, 8, 2), _qkv(64, 32, 8, 2)), wgmma),
+        TileRow(op, ((128, 128),), _HALF, (_qkv(128, 32, 8, 3), _qkv(32, 32, 4, 2)), wgmma),
+        TileRow(op, ((192, 128),), kv_bytes, (_qkv(64, 64, 8, 2), _qkv(64, 32, 8, 2)), {"wgmma": (_qkv(128, 64, 8, 2),)}),
+        TileRow(op, _WIDE, kv_bytes, (_qkv(64, 32, 8, 2), _qkv(32, 32, 4, 2))),
+        TileRow(op, _LATENT, kv_bytes, (_qkv(32, 16, 8, 2), _qkv(16, 16, 4, 2))),
+    )
+    if kv_bytes == _HALF:
+        return rows
+    # Converting float8 keys costs registers: fewer rows a warp than with 16-bit keys.
+    return (*rows, TileRow(op, ((128, 128),), _FP8, (_qkv(64, 64, 8, 2), _qkv(32, 32, 4, 2)), wgmma))
+
 
 ROWS: tuple[TileRow, ...] = (
+    *_extend_rows("extend_attention", _ANY),
+    *_extend_rows("prefill_attention", _HALF),
     TileRow(
-        "extend_attention", ((64, 64),), _ANY,
-        (_qkv(128, 64, 8, 2), _qkv(64, 32, 4, 2)), {"wgmma": (_qkv(128, 64, 8, 3),)},
-    ),
-    TileRow(
-        "extend_attention", ((72, 72), (80, 80), (96, 96), (128, 128)), _ANY,
-        (_qkv(128, 32, 8, 3), _qkv(64, 32, 4, 2)), {"wgmma": (_qkv(128, 64, 8, 3),)},
-    ),
-    TileRow("extend_attention", ((192, 128),), _ANY, (_qkv(64, 32, 4, 2),), {"wgmma": (_qkv(128, 64, 8, 2),)}),
-    TileRow("extend_attention", _WIDE, _ANY, (_qkv(64, 32, 8, 2), _qkv(32, 32, 4, 2))),
-    TileRow("extend_attention", ((512, 512), (576, 512)), _ANY, (_qkv(32, 16, 8, 2), _qkv(16, 16, 4, 2))),
-    TileRow(
-        "decode_attention", ((64, 64), (72, 72), (80, 80), (96, 96), (128, 128), (192, 128)), _ANY,
+        "decode_attention", ((64, 64), *_NARROW, (128, 128), (192, 128)), _ANY,
         (_split(16, 64, 4, 3, 2), _split(16, 32, 4, 3, 4)), {"wgmma": (_split(16, 64, 4, 3, 4),)},
     ),
     TileRow("decode_attention", _WIDE, _ANY, (_split(16, 32, 4, 3, 2), _split(16, 16, 4, 2, 2))),
-    TileRow("decode_attention", ((512, 512),), _ANY, (_split(16, 16, 4, 3, 1), _split(16, 16, 4, 2, 1))),
+    TileRow("decode_attention", ((512, 512),), _ANY, (_split(16, 16, 4, 3, 2), _split(16, 16, 4, 2, 2))),
     TileRow(
-        "decode_attention", ((576, 512),), _ANY,
-        (_split(32, 32, 8, 2, 1, 2), _split(16, 16, 4, 2, 1, 2)), {"wgmma": (_split(64, 32, 8, 2, 1, 2),)},
+        "decode_attention", (MLA_LATENT,), _ANY,
+        (_split(32, 32, 8, 2, 1, 2), _split(16, 16, 4, 2, 2, 2)), {"wgmma": (_split(64, 32, 8, 2, 1, 2),)},
     ),
-    TileRow(
-        "prefill_attention", ((64, 64),), (2,),
-        (_qkv(128, 64, 8, 2), _qkv(64, 32, 4, 2)), {"wgmma": (_qkv(128, 64, 8, 3),)},
-    ),
-    TileRow(
-        "prefill_attention", ((72, 72), (80, 80), (96, 96), (128, 128)), (2,),
-        (_qkv(128, 32, 8, 3), _qkv(64, 32, 4, 2)), {"wgmma": (_qkv(128, 64, 8, 3),)},
-    ),
-    TileRow("prefill_attention", ((192, 128),), (2,), (_qkv(64, 32, 4, 2),), {"wgmma": (_qkv(128, 64, 8, 2),)}),
-    TileRow("prefill_attention", _WIDE, (2,), (_qkv(64, 32, 8, 2), _qkv(32, 32, 4, 2))),
-    TileRow("prefill_attention", ((512, 512), (576, 512)), (2,), (_qkv(32, 16, 8, 2), _qkv(16, 16, 4, 2))),
 )  # fmt: skip
 
 

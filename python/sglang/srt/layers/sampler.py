@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from sglang.srt.sampling.logprobs import LogprobRequest, token_logprobs
 from sglang.srt.sampling.noise import gumbel_noise
 from sglang.srt.sampling.penalties import apply_penalties
-from sglang.srt.sampling.sampling_params import TOP_K_ALL
-from sglang.srt.sampling.sampling_table import Column, SamplingBatch
+from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
+from sglang.srt.sampling.sampling_table import Column, SamplingBatch, SamplingTable
 
 BITS = 32
 TOPK_LIMIT = 1024
@@ -69,6 +70,27 @@ class Sampler:
         if logprobs is not None:
             packed = token_logprobs(raw, tokens, logprobs.num_top, logprobs.ids_dev)
         return SamplerOutput(tokens, packed)
+
+    def warm_up(self, table: SamplingTable, next_token: torch.Tensor) -> None:
+        """Compile what requests will need later, on the padding slot of `table`, which is left as it was."""
+        slots = np.zeros(1, dtype=np.int64)
+        device, vocab_size = table.device, table.vocab_size
+        slots_dev, positions = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, dtype=torch.int32)
+        mask = torch.full((1, -(-vocab_size // BITS)), -1, dtype=torch.int32, device=device)
+        kinds = (
+            SamplingParams(temperature=0.0),
+            SamplingParams(),
+            SamplingParams(top_k=20, top_p=0.9, logit_bias={"0": 0.0}),
+            SamplingParams(presence_penalty=1.0),
+        )
+        for params in kinds:
+            table.set(0, params, 0, [], [], ())
+            for vocab_mask in (None, mask):
+                logits = torch.zeros((1, vocab_size), dtype=torch.float32, device=device)
+                batch = table.view(slots, slots_dev)
+                self(logits, batch, positions.to(device), vocab_mask, next_token=next_token)
+        table.clear(0)
+        next_token[0] = 0
 
 
 def _add_sparse(logits: torch.Tensor, packed: torch.Tensor, positions: torch.Tensor) -> None:

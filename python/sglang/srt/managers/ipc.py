@@ -42,8 +42,6 @@ class Ports:
     scheduler_input: str
     detokenizer_input: str
     tokenizer_input: str
-    rendezvous: str
-    """torch.distributed init method, for the ranks of tensor parallelism."""
 
     @classmethod
     def create(cls) -> Ports:
@@ -61,7 +59,6 @@ class Ports:
             address("scheduler"),
             address("detokenizer"),
             address("tokenizer"),
-            f"file://{os.path.join(directory, 'rendezvous')}",
         )
 
     def remove(self) -> None:
@@ -138,7 +135,7 @@ class Receiver(Generic[T]):
         exception handler; later messages are still delivered."""
         self._loop = asyncio.get_running_loop()
         self._handler = handler
-        self._loop.add_reader(self._socket.getsockopt(zmq.FD), self._deliver)
+        self._loop.add_reader(int(self._socket.getsockopt(zmq.FD)), self._deliver)
         self._loop.call_soon(self._deliver)
 
     def _deliver(self) -> None:
@@ -159,7 +156,7 @@ class Receiver(Generic[T]):
 
     def detach(self) -> None:
         if self._loop is not None:
-            self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
+            self._loop.remove_reader(int(self._socket.getsockopt(zmq.FD)))
             self._loop = self._handler = None
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from sglang.srt.managers.generate_request import GenerateOutput, GenerateRequest, extend_logprobs
@@ -25,7 +25,7 @@ async def native_results(manager: TokenizerManager, req: GenerateRequest) -> dic
 
 async def native_stream(
     manager: TokenizerManager, req: GenerateRequest, incremental: bool
-) -> AsyncIterator[dict[str, Any]]:
+) -> AsyncGenerator[dict[str, Any], None]:
     """A dict for every step of every sequence, with everything so far or, if `incremental`, only what is new. Dicts of
     a batch or of n > 1 carry the sequence's `index`. Raises RequestError, at the first step if nothing was sent."""
     async with await manager.submit(req) as stream:

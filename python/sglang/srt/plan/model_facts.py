@@ -166,7 +166,8 @@ def _quant_schemes(quant: Config) -> tuple[str | None, str | None]:
 
 
 def _scheme(quant: Config) -> str | None:
-    method = str(quant.get("quant_method") or quant.get("quant_algo") or "").lower()
+    # ModelOpt's method says only who made the checkpoint; its algorithm is the format.
+    method = str(quant.get("quant_algo") or quant.get("quant_method") or "").lower()
     if not method:
         return None
     if method == "fp8" and quant.get("weight_block_size"):

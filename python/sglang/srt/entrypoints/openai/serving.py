@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -98,15 +98,4 @@ async def stream_events(
             raise
 
     stream, writer, first = await until_disconnect(request, start())
-    return EventStream(first, _remaining_events(stream, writer), request.url.path)
-
-
-async def _remaining_events(stream: GenerationStream, writer: StreamWriter) -> AsyncGenerator[bytes, None]:
-    async with stream:
-        async for output in stream:
-            events = writer.write(output)
-            if events:
-                yield events
-        end = writer.end()
-        if end:
-            yield end
+    return EventStream(first, stream, writer.write, request.url.path, writer.end)

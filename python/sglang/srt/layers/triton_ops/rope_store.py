@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.triton_ops import pdl
+
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
@@ -114,8 +116,12 @@ def qk_norm_rope_store_kernel(
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program (token, block): HEADS heads of q, then of k, then of v."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     Q_BLOCKS: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
@@ -222,6 +228,7 @@ def qk_norm_rope_store(
             INTERLEAVED=interleaved,
             FP8_LIMIT=FP8_MAX.get(k_cache.dtype, 0.0),
             **launch_constants(head_dim, rot_dim, heads),
+            **pdl.options(),
         )
     q, k, v = qkv.split([num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim], dim=-1)
     return (

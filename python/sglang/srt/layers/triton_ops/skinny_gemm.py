@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.layers.triton_ops.activation import silu_and_mul
 
 MAX_ROWS = 16
@@ -43,7 +44,6 @@ def gemv_kernel(
     GATED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One row of x. BLOCK_K divides K."""
@@ -55,17 +55,24 @@ def gemv_kernel(
     if GATED:
         up_at = w_at + tl.cast(N, tl.int64) * K
         up_total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    weight = tl.load(w_at, eviction_policy="evict_first")
+    if GATED:
+        up_weight = tl.load(up_at, eviction_policy="evict_first")
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        weight = tl.load(w_at + start, eviction_policy="evict_first")
+    for start in range(0, K, BLOCK_K):
+        # The next block of weights is on its way while this one is multiplied.
+        more = (start + BLOCK_K + k < K)[None, :]
+        next_weight = tl.load(w_at + start + BLOCK_K, mask=more, other=0.0, eviction_policy="evict_first")
         if GATED:
-            up_weight = tl.load(up_at + start, eviction_policy="evict_first")
+            next_up = tl.load(up_at + start + BLOCK_K, mask=more, other=0.0, eviction_policy="evict_first")
         a = tl.load(x + start + k).to(tl.float32)[None, :]
         total += weight.to(tl.float32) * a
+        weight = next_weight
         if GATED:
             up_total += up_weight.to(tl.float32) * a
+            up_weight = next_up
     dtype = out.dtype.element_ty
     y = tl.sum(total, axis=1)
     if GATED:
@@ -138,8 +145,8 @@ class SkinnyTiles:
 
 
 DEFAULT_TILES = SkinnyTiles(
-    gemv={"BLOCK_N": 8, "BLOCK_K": 512, "STAGES": 1, "num_warps": 4},
-    gemv_gated={"BLOCK_N": 4, "BLOCK_K": 512, "STAGES": 1, "num_warps": 4},
+    gemv={"BLOCK_N": 8, "BLOCK_K": 512, "num_warps": 4},
+    gemv_gated={"BLOCK_N": 4, "BLOCK_K": 512, "num_warps": 4},
     skinny={"BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4},
     programs=396,
 )
@@ -178,17 +185,14 @@ def split_k(num_cols: int, size: int, tile: Tile, programs: int) -> int:
     return triton.cdiv(steps, triton.cdiv(steps, parts))
 
 
-def skinny_linear(
-    x: torch.Tensor, w: torch.Tensor, tiles: SkinnyTiles = DEFAULT_TILES, pdl: bool = False
-) -> torch.Tensor:
+def skinny_linear(x: torch.Tensor, w: torch.Tensor, tiles: SkinnyTiles = DEFAULT_TILES) -> torch.Tensor:
     """x [..., K] with at most MAX_ROWS rows, w [N, K] contiguous -> [..., N]."""
     rows = x.reshape(-1, x.shape[-1])
     (num_rows, size), num_cols = rows.shape, w.shape[0]
     out = torch.empty((*x.shape[:-1], num_cols), dtype=x.dtype, device=x.device)
-    options = {"launch_pdl": True} if pdl else {}
     if num_rows == 1:
         grid = (triton.cdiv(num_cols, tiles.gemv["BLOCK_N"]),)
-        gemv_kernel[grid](rows, w, out, num_cols, size, GATED=False, PDL=pdl, **tiles.gemv, **options)
+        gemv_kernel[grid](rows, w, out, num_cols, size, GATED=False, **tiles.gemv, **pdl.options())
         return out
     tile = tiles.skinny
     parts = split_k(num_cols, size, tile, tiles.programs)
@@ -196,7 +200,7 @@ def skinny_linear(
     partial, arrivals = _split_scratch(parts * num_rows * num_cols if parts > 1 else 0, blocks, x.device)
     skinny_kernel[(blocks, parts)](
         rows, w, out, partial, arrivals, num_rows, num_cols, size, rows.stride(0),
-        BLOCK_M=MAX_ROWS, SPLIT_K=parts, PDL=pdl, **tile, **options,
+        BLOCK_M=MAX_ROWS, SPLIT_K=parts, **tile, **pdl.options(),
     )  # fmt: skip
     return out
 
@@ -215,5 +219,6 @@ def linear_silu_and_mul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     num_cols, size = w.shape[0] // 2, w.shape[1]
     out = torch.empty((*x.shape[:-1], num_cols), dtype=x.dtype, device=x.device)
     tile = DEFAULT_TILES.gemv_gated
-    gemv_kernel[(triton.cdiv(num_cols, tile["BLOCK_N"]),)](x, w, out, num_cols, size, GATED=True, PDL=False, **tile)
+    grid = (triton.cdiv(num_cols, tile["BLOCK_N"]),)
+    gemv_kernel[grid](x, w, out, num_cols, size, GATED=True, **tile, **pdl.options())
     return out

@@ -1,0 +1,93 @@
+"""bench_one_batch on the CPU with the embedded model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang import bench_one_batch
+from sglang.bench.direct import DirectBatch
+from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.srt.errors import UserError
+from sglang.srt.managers.scheduler_setup import create_runner
+from sglang.srt.mem_cache.allocator import TokenAllocator
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.server_args import ServerArgs
+
+MODEL = ["--model-path", DEFAULT_MODEL_PATH, "--device", "cpu", "--dtype", "float32", "--log-level", "warning"]
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [300, 301, 302], [40] * 20]
+
+
+@pytest.fixture(scope="module", params=[1, 4])
+def runner(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
+    flags = ["--max-total-tokens", "4096", "--max-running-requests", "4", "--page-size", str(request.param)]
+    yield create_runner(ServerArgs.from_cli([*MODEL, *flags]))
+
+
+def generate(runner: ModelRunner, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    allocator = TokenAllocator(runner.plan.max_total_num_tokens, runner.plan.page_size)
+    batch = DirectBatch(runner, allocator, prompts, 6)
+    outputs = [[token] for token in batch.prefill(max_tokens)]
+    for _ in range(5):
+        for output, token in zip(outputs, batch.decode(), strict=True):
+            output.append(token)
+    batch.close()
+    assert allocator.available_size() == allocator.size
+    assert runner.req_pool.available_size() == runner.plan.max_running_requests
+    return outputs
+
+
+def test_steps_do_not_change_the_outputs(runner: ModelRunner) -> None:
+    whole = generate(runner, PROMPTS, 1 << 20)
+    assert generate(runner, PROMPTS, 8) == whole
+    assert [generate(runner, [p], 1 << 20)[0] for p in PROMPTS] == whole
+    assert len({tuple(o) for o in whole}) > 1
+
+
+@pytest.mark.parametrize(
+    ("prompts", "output_len", "message"),
+    [([[1]] * 5, 4, "--max-running-requests 4"), ([[1]], 5000, "context length"), ([[1] * 1200] * 4, 4, "KV cache")],
+)
+def test_what_does_not_fit_is_refused(
+    runner: ModelRunner, prompts: list[list[int]], output_len: int, message: str
+) -> None:
+    allocator = TokenAllocator(runner.plan.max_total_num_tokens, runner.plan.page_size)
+    with pytest.raises(UserError, match=message):
+        DirectBatch(runner, allocator, prompts, output_len)
+    assert allocator.available_size() == allocator.size
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "result.jsonl"
+    sizes = ["--batch-size", "1", "3", "--input-len", "10", "9000", "--output-len", "5"]
+    assert bench_one_batch.main([*MODEL, *sizes, "--result-filename", str(file), "--run-name", "x"]) == 0
+    out = capsys.readouterr().out
+    assert len(re.findall(r"^Prefill\. latency: +\d+\.\d{5} s, throughput: +\d+\.\d\d token/s$", out, re.M)) == 2
+    assert len(re.findall(r"^Decode\.  median latency: .* s, median throughput: .* token/s$", out, re.M)) == 2
+    assert len(re.findall(r"^Total\. latency: .* s, throughput: .* token/s$", out, re.M)) == 2
+    assert len(re.findall(r"^Decode \d\. Batch size: 3, latency: .* s, throughput: .* token/s$", out, re.M)) == 4
+    assert out.count("skipped: 9005 tokens a request exceed the context length") == 2
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(r["run_name"], r["batch_size"], r["input_len"], r["output_len"]) for r in rows] == [
+        ("x", 1, 10, 5),
+        ("x", 3, 10, 5),
+    ]
+    assert all(
+        r["median_decode_throughput"] == pytest.approx(r["batch_size"] / r["median_decode_latency"]) for r in rows
+    )
+
+
+def test_correctness_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_one_batch.main([*MODEL, "--correctness-test", "--output-len", "12"]) == 0
+    out, err = capsys.readouterr()
+    assert out.count("========= Prompt") == 3 and "The capital of France is" in out
+    assert "Outputs differ" not in err
+
+
+def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_one_batch.main([*MODEL, "--batch-sizes", "1"]) == 2
+    assert "--batch-sizes" in capsys.readouterr().err

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import pytest
+
+from sglang.srt.hardware import arch as arch_module
+from sglang.srt.hardware.arch import CPU, UnknownArch, arch_by_name, current_arch, free_memory_bytes, is_sm120_supported
+from sglang.srt.hardware.products import ARCHS, FEATURES, PRODUCTS, product_of_device_name
+
+EXPECTED_FEATURES = {
+    "sm_80": {"cp_async", "nvlink"},
+    "sm_86": {"cp_async"},
+    "sm_89": {"cp_async", "fp8_mma"},
+    "sm_90": {"cp_async", "fp8_mma", "tma", "wgmma", "pdl", "nvlink"},
+    "sm_100": {"cp_async", "fp8_mma", "tma", "tcgen05", "block_scaled_mma", "pdl", "nvlink"},
+    "sm_103": {"cp_async", "fp8_mma", "tma", "tcgen05", "block_scaled_mma", "pdl", "nvlink"},
+    "sm_120": {"cp_async", "fp8_mma", "tma", "block_scaled_mma", "pdl"},
+    "sm_121": {"cp_async", "fp8_mma", "tma", "block_scaled_mma", "pdl"},
+    "cpu": set(),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED_FEATURES)
+def test_features(name: str) -> None:
+    arch = arch_by_name(name)
+    assert arch.name == name
+    assert arch.features == EXPECTED_FEATURES[name]
+    assert arch.features <= FEATURES
+    assert arch.device == ("cpu" if name == "cpu" else "cuda")
+
+
+@pytest.mark.parametrize("name", ["sm_86", "sm_89", "sm_120", "sm_121"])
+def test_the_small_shared_memory(name: str) -> None:
+    assert arch_by_name(name).smem_per_block == 101_376
+
+
+@pytest.mark.parametrize("name", ["sm_90", "sm_100", "sm_103"])
+def test_the_large_shared_memory(name: str) -> None:
+    assert arch_by_name(name).smem_per_block == 232_448
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_products(product: str) -> None:
+    arch = arch_by_name(product)
+    assert arch.product == product and arch.name in ARCHS
+    assert arch.num_sms > 0 and arch.memory > 0 and arch.bandwidth > 0
+
+
+@pytest.mark.parametrize(
+    ("device_name", "product"),
+    [
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000-workstation"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "rtx-pro-6000-max-q"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000-server"),
+        ("NVIDIA GeForce RTX 5090", "rtx-5090"),
+        ("NVIDIA GeForce RTX 5080", "rtx-5080"),
+        ("NVIDIA GB10", "gb10"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("Some future card", None),
+    ],
+)
+def test_product_of_device_name(device_name: str, product: str | None) -> None:
+    assert product_of_device_name(device_name) == product
+
+
+def test_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(UnknownArch, match=r"'sm_999'.*sm_120.*rtx-5090"):
+        arch_by_name("sm_999")
+
+
+def test_force_arch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_FORCE_ARCH", "sm_120")
+    assert current_arch().name == "sm_120"
+    assert is_sm120_supported()
+    assert current_arch(device="cpu") is CPU
+    monkeypatch.setenv("SGLANG_FORCE_ARCH", "sm_121")
+    assert is_sm120_supported()
+    monkeypatch.setenv("SGLANG_FORCE_ARCH", "sm_100")
+    assert not is_sm120_supported()
+    monkeypatch.setenv("SGLANG_FORCE_ARCH", "geforce 256")
+    with pytest.raises(UnknownArch, match="geforce 256"):
+        current_arch()
+
+
+def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_FORCE_ARCH", raising=False)
+    monkeypatch.setattr(arch_module, "cuda_available", lambda: False)
+    assert current_arch() is CPU
+    with pytest.raises(ValueError, match="--device cuda"):
+        current_arch(device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("capability", "like"), [((8, 7), "sm_86"), ((9, 5), "sm_90"), ((10, 1), "sm_100"), ((12, 9), "sm_121")]
+)
+def test_unlisted_capability_gets_what_an_older_one_guarantees(capability: tuple[int, int], like: str) -> None:
+    assert arch_module._facts_for(capability).features == ARCHS[like].features
+
+
+def test_unlisted_major_gets_the_minimum() -> None:
+    assert arch_module._facts_for((11, 0)).features == {"cp_async"}
+    assert arch_module._facts_for((7, 5)).features == frozenset()
+
+
+def test_free_main_memory() -> None:
+    assert 64 * 2**20 < free_memory_bytes(None) < 2**50
+
+
+def test_export_for_ported_code() -> None:
+    from sglang.srt import utils
+
+    assert utils.is_sm120_supported is is_sm120_supported

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from sglang.srt.kernels import launch
+from sglang.srt.kernels.launch import TileLadder, step_downs
+from sglang.srt.kernels.spec import Tile
+
+BIG, MIDDLE, SMALL = ({"BLOCK_M": m, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2} for m in (128, 64, 32))
+ENTRY = "sglang.srt.kernels.tiles:ROWS"
+
+
+class OutOfResources(Exception):
+    """Named as Triton's."""
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(launch, "_step_downs", [])
+    return tmp_path
+
+
+class Gpu:
+    """Launches tiles of at most `rows` rows."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.tried: list[int] = []
+
+    def __call__(self, tile: Tile) -> int:
+        self.tried.append(tile["BLOCK_M"])
+        if tile["BLOCK_M"] > self.rows:
+            raise OutOfResources("Required: 147456, Hardware limit: 101376")
+        return tile["BLOCK_M"]
+
+
+def ladder(op: str = "extend_attention") -> TileLadder:
+    return TileLadder(op, (BIG, MIDDLE, SMALL), ENTRY)
+
+
+def test_a_launch_that_works_changes_nothing(fresh: Path) -> None:
+    steps = ladder()
+    assert steps.run(Gpu(128)) == 128
+    assert step_downs() == [] and not list(fresh.iterdir())
+
+
+def test_steps_down_until_it_launches_and_stays_there(caplog: pytest.LogCaptureFixture) -> None:
+    gpu, steps = Gpu(32), ladder()
+    with caplog.at_level(logging.WARNING):
+        assert [steps.run(gpu) for _ in range(3)] == [32, 32, 32]
+    assert gpu.tried == [128, 64, 32, 32, 32]
+    assert [r.message for r in caplog.records] == [
+        "extend_attention: tile M128 N32 w4 s2 does not launch (Required: 147456, Hardware limit: 101376);"
+        " using tile M64 N32 w4 s2 from now on",
+        "extend_attention: tile M64 N32 w4 s2 does not launch (Required: 147456, Hardware limit: 101376);"
+        " using tile M32 N32 w4 s2 from now on",
+    ]
+    assert [s["used"] for s in step_downs()] == ["M64 N32 w4 s2", "M32 N32 w4 s2"]
+
+
+def test_a_later_process_starts_where_the_last_one_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ladder().run(Gpu(64))
+    monkeypatch.setattr(launch, "_step_downs", [])
+    gpu = Gpu(64)
+    assert ladder().run(gpu) == 64 and gpu.tried == [64]
+    assert step_downs()[0]["failed"] == "M128 N32 w4 s2"
+
+
+def test_what_is_remembered_belongs_to_one_op_kernel_gpu_and_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    ladder().run(Gpu(64))
+    assert ladder("decode_attention").tile == BIG
+    assert TileLadder("extend_attention", (BIG, SMALL), "sglang.srt.kernels.spec:Need").tile == BIG
+    monkeypatch.setattr(launch, "device_name", lambda: "another GPU")
+    launch._cache_key.cache_clear()
+    assert ladder().tile == BIG
+    launch._cache_key.cache_clear()
+
+
+def test_no_tile_left_raises_the_launch_error() -> None:
+    with pytest.raises(OutOfResources, match="101376"):
+        ladder().run(Gpu(16))
+
+
+def test_other_errors_are_not_swallowed() -> None:
+    def broken(tile: Tile) -> None:
+        raise ValueError("a bug")
+
+    steps = ladder()
+    with pytest.raises(ValueError, match="a bug"):
+        steps.run(broken)
+    assert steps.tile == BIG
+
+
+def test_a_damaged_cache_file_is_ignored_loudly(fresh: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (fresh / "step_downs.json").write_text("{")
+    assert ladder().tile == BIG
+    assert "not valid JSON" in caplog.text
+
+
+def test_it_knows_tritons_error() -> None:
+    errors = pytest.importorskip("triton.runtime.errors")
+    assert launch.is_out_of_resources(errors.OutOfResources(147456, 101376, "shared memory"))

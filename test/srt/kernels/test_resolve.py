@@ -1,0 +1,226 @@
+"""The rules of selection, with synthetic GPUs and a synthetic ledger."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+import sglang
+from sglang.srt.hardware.arch import arch_by_name
+from sglang.srt.kernels.ledger_file import Ledger, Row, judged_as, tile_key
+from sglang.srt.kernels.resolve import resolve
+from sglang.srt.kernels.spec import Choice, Need, NoKernel
+from sglang.srt.kernels.tables import ATTENTION_BACKENDS, TABLES
+from sglang.srt.kernels.tiles import attention_tiles
+
+GPUS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
+SM12X = ("sm_120", "sm_121")
+BOTH = frozenset({"triton", "flashinfer"})
+TRITON = frozenset({"triton"})
+
+GQA = Need("extend_attention", 128, 128)
+GQA_DECODE = Need("decode_attention", 128, 128)
+MLA = Need("extend_attention", 576, 512, traits=frozenset({"mla"}))
+MLA_DECODE = Need("decode_attention", 576, 512, traits=frozenset({"mla"}))
+HYBRID = Need("extend_attention", 256, 256, traits=frozenset({"hybrid_gdn"}))
+NEEDS = (GQA, GQA_DECODE, MLA, MLA_DECODE, HYBRID)
+
+
+def ledger_where_tiles_take(smem: int, needs: tuple[Need, ...] = NEEDS) -> Ledger:
+    """Every candidate tile of `needs` measured at `smem` bytes on every verified architecture."""
+    rows = {}
+    for need in needs:
+        for name in GPUS:
+            arch = arch_by_name(name)
+            for tile in attention_tiles(need.op, need.head_dim, need.v_head_dim, need.kv_dtype, arch.features):
+                key = f"{need.head_dim}x{need.v_head_dim}/{need.q_dtype}/{need.kv_dtype}/plain"
+                row = rows.setdefault((need.op, key, tile_key(tile)), Row("x"))
+                row.by_target[f"3.9.0/{judged_as(arch)}"] = (smem, 100, 0, 0, ("m16n8k16 bf16",))
+    return Ledger(rows)
+
+
+FITS = ledger_where_tiles_take(50_000)
+
+
+def reasons(choice: Choice | NoKernel) -> Mapping[str, str]:
+    return {rejection.kernel: "; ".join(rejection.reasons) for rejection in choice.rejected}
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("need", NEEDS, ids=str)
+def test_triton_serves_every_gpu(gpu: str, need: Need) -> None:
+    choice = resolve(need, arch_by_name(gpu), FITS, TRITON)
+    assert choice.name == "triton"
+    assert choice.tile is not None and choice.record is not None and choice.record.smem == 50_000
+
+
+@pytest.mark.parametrize("need", [GQA, MLA, MLA_DECODE], ids=str)
+def test_cpu_takes_torch(need: Need) -> None:
+    choice = resolve(need, arch_by_name("cpu"), FITS, BOTH)
+    assert choice.name == "torch_native" and choice.tile is None
+    assert "needs cp_async" in reasons(choice)["triton"]
+
+
+@pytest.mark.parametrize("gpu", SM12X)
+@pytest.mark.parametrize("need", NEEDS, ids=str)
+@pytest.mark.parametrize("name", ["trtllm_mha", "trtllm_mla", "cutlass_mla", "fa4"])
+def test_never_tcgen05_kernels_on_sm12x(gpu: str, need: Need, name: str) -> None:
+    choice = resolve(need, arch_by_name(gpu), FITS, BOTH)
+    assert f"needs tcgen05, which {gpu} does not have" in reasons(choice)[name]
+
+
+@pytest.mark.parametrize("gpu", SM12X)
+def test_never_trtllm_moe_on_sm12x(gpu: str) -> None:
+    choice = resolve(Need("fused_moe"), arch_by_name(gpu), FITS, BOTH)
+    assert choice.name == "triton"
+    assert "needs tcgen05" in reasons(choice)["trtllm_gen"]
+    assert "needs wgmma" in reasons(choice)["deep_gemm"]
+
+
+@pytest.mark.parametrize("gpu", SM12X)
+@pytest.mark.parametrize("name", ["fa3", "flashmla"])
+def test_never_hopper_kernels_on_sm12x(gpu: str, name: str) -> None:
+    assert "needs wgmma" in reasons(resolve(MLA, arch_by_name(gpu), FITS, BOTH))[name]
+
+
+@pytest.mark.parametrize("gpu", ["sm_100", "sm_103"])
+def test_tcgen05_kernels_are_out_for_another_reason_where_they_could_run(gpu: str) -> None:
+    rejected = reasons(resolve(GQA, arch_by_name(gpu), FITS, BOTH))
+    assert rejected["trtllm_mha"] == "not part of sm120-sglang"
+
+
+@pytest.mark.parametrize("gpu", [*SM12X, "sm_90"])
+@pytest.mark.parametrize("name", ["triton", "flashinfer"])
+def test_hybrid_models_may_use_triton_or_flashinfer_on_sm12x(gpu: str, name: str) -> None:
+    assert resolve(HYBRID, arch_by_name(gpu), FITS, BOTH, forced=name).name == name
+
+
+@pytest.mark.parametrize("gpu", ["sm_100", "sm_103"])
+def test_hybrid_models_may_not_use_flashinfer_with_tcgen05(gpu: str) -> None:
+    with pytest.raises(NoKernel, match="hybrid gated-delta-net models take triton or trtllm_mha") as error:
+        resolve(HYBRID, arch_by_name(gpu), FITS, BOTH, forced="flashinfer")
+    assert "triton" in error.value.would_work
+    assert resolve(GQA, arch_by_name(gpu), FITS, BOTH, forced="flashinfer").name == "flashinfer"
+
+
+@pytest.mark.parametrize("gpu", SM12X)
+def test_mla_stays_with_kernels_that_serve_it(gpu: str) -> None:
+    choice = resolve(MLA_DECODE, arch_by_name(gpu), FITS, BOTH)
+    assert choice.name in ("triton", "flashinfer_mla")
+    assert "latent" in reasons(choice)["flashinfer"]
+
+
+def test_hierarchical_cache_decodes_with_flashinfer() -> None:
+    need = Need("decode_attention", 128, 128, traits=frozenset({"hierarchical_cache"}))
+    choice = resolve(need, arch_by_name("sm_120"), FITS, BOTH)
+    assert choice.name == "flashinfer" and choice.note is not None and "hierarchical cache" in choice.note
+    fallback = resolve(need, arch_by_name("sm_120"), FITS, TRITON)
+    assert fallback.name == "triton" and reasons(fallback)["flashinfer"] == "flashinfer is not installed"
+
+
+# --- tiles ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("smem", "what"), [(106_496, "MLA 32x64"), (147_456, "fused MoE default")])
+@pytest.mark.parametrize("gpu", ["sm_86", "sm_89", *SM12X])
+def test_the_published_crashes_are_refused(gpu: str, smem: int, what: str) -> None:
+    choice = resolve(MLA, arch_by_name(gpu), ledger_where_tiles_take(smem), TRITON)
+    assert choice.name == "torch_native", what
+    assert f"needs {smem:,} B of shared memory, {gpu} has 101,376 B" in reasons(choice)["triton"]
+
+
+@pytest.mark.parametrize("smem", [106_496, 147_456])
+def test_they_run_where_shared_memory_is_large(smem: int) -> None:
+    assert resolve(MLA, arch_by_name("sm_90"), ledger_where_tiles_take(smem), TRITON).name == "triton"
+
+
+def test_a_tile_outside_of_the_ledger_is_never_used() -> None:
+    choice = resolve(GQA, arch_by_name("sm_120"), Ledger({}), TRITON)
+    assert choice.name == "torch_native"
+    assert "not in the ledger" in reasons(choice)["triton"]
+
+
+def test_the_first_tile_that_fits_is_chosen_and_the_rest_is_kept() -> None:
+    need, arch = GQA, arch_by_name("sm_120")
+    tiles = attention_tiles(need.op, 128, 128, "bfloat16", arch.features)
+    assert len(tiles) > 1
+    ledger = ledger_where_tiles_take(90_000)
+    first = ledger.rows[need.op, "128x128/bfloat16/bfloat16/plain", tile_key(tiles[0])]
+    first.by_target["3.9.0/sm_120"] = (101_377, 100, 0, 0, ())
+    choice = resolve(need, arch, ledger, TRITON)
+    assert choice.tile == tiles[1] and choice.smaller_tiles == tiles[2:]
+
+
+def test_an_unsupported_shape_says_so() -> None:
+    choice = resolve(Need("decode_attention", 100, 100), arch_by_name("sm_120"), FITS, TRITON)
+    assert choice.name == "torch_native"
+    assert "no tile for head dim 100" in reasons(choice)["triton"]
+
+
+# --- forcing ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_forced_kernel_that_cannot_run_is_an_error_with_a_way_out() -> None:
+    with pytest.raises(NoKernel) as error:
+        resolve(GQA, arch_by_name("sm_120"), FITS, TRITON, forced="trtllm_mha")
+    message = str(error.value)
+    assert "trtllm_mha cannot run extend_attention (head dim 128" in message
+    assert "needs tcgen05, which sm_120 does not have" in message
+    assert "What would work: triton, torch_native." in message
+
+
+def test_a_forced_kernel_that_does_not_exist() -> None:
+    with pytest.raises(NoKernel, match="there is no such kernel; known: triton, flashinfer, torch_native"):
+        resolve(GQA, arch_by_name("sm_120"), FITS, TRITON, forced="tritn")
+
+
+def test_a_forced_kernel_wins_over_the_order() -> None:
+    choice = resolve(GQA, arch_by_name("sm_120"), FITS, BOTH, forced="torch_native")
+    assert choice.name == "torch_native" and choice.note == "asked for"
+    assert reasons(choice)["triton"] == "torch_native comes first"
+
+
+@pytest.mark.parametrize(
+    "need", [Need("fused_moe", quant="nvfp4"), Need("gated_delta_rule"), Need("sparse_indexer")], ids=str
+)
+def test_what_is_not_implemented_yet_is_said_plainly(need: Need) -> None:
+    with pytest.raises(NoKernel, match="not implemented yet in sm120-sglang"):
+        resolve(need, arch_by_name("sm_120"), FITS, BOTH)
+
+
+def test_weight_only_is_not_taken_where_fp4_is_native() -> None:
+    need = Need("fused_moe", quant="nvfp4")
+    for gpu, native in (("sm_120", True), ("sm_90", False)):
+        with pytest.raises(NoKernel) as error:
+            resolve(need, arch_by_name(gpu), FITS, BOTH)
+        assert ("native FP4 is available" in reasons(error.value)["marlin"]) is native
+
+
+# --- the tables -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", TABLES)
+def test_every_usable_row_can_be_loaded_where_its_packages_are(op: str) -> None:
+    for spec in TABLES[op]:
+        if spec.not_here is not None or spec.package not in (None, "triton"):
+            continue
+        assert callable(Choice(Need(op), spec).load()), spec.name
+
+
+def test_attention_backends_are_the_names_users_know() -> None:
+    assert {"triton", "flashinfer", "torch_native"} <= set(ATTENTION_BACKENDS)
+
+
+def test_nobody_compares_architectures_or_asks_the_device() -> None:
+    """Only hardware/ asks the device; nothing is called is_blackwell."""
+    root = Path(sglang.__file__).parent
+    forbidden = {"get_device_capability", "get_device_properties", "is_blackwell", "mem_get_info"}
+    for path in root.rglob("*.py"):
+        if path.parent.name == "hardware":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+            assert name not in forbidden, f"{path}:{getattr(node, 'lineno', 0)} uses {name}"

@@ -1,0 +1,249 @@
+"""The plan: sizes, memory arithmetic, messages. Synthetic GPUs and models; no torch."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import arch_by_name
+from sglang.srt.kernels.spec import NoKernel
+from sglang.srt.plan.defaults import cuda_graph_batch_sizes
+from sglang.srt.plan.kv_spec import KVSpec, kv_cache_dtype
+from sglang.srt.plan.model_facts import facts_from_config
+from sglang.srt.plan.plan import Plan, make_plan
+from sglang.srt.server_args import ServerArgs
+
+GIB = 1024**3
+QWEN3_8B = json.loads((Path(__file__).parents[1] / "kernels" / "configs" / "qwen3.json").read_text())
+TINY = QWEN3_8B | {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+TINY |= {"head_dim": 16, "intermediate_size": 128, "vocab_size": 256, "max_position_embeddings": 512}
+PACKAGES = frozenset({"triton"})
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Any:
+    def make(config: dict[str, Any] = QWEN3_8B, arch: str = "sm_120", free: float = 94 * GIB, **flags: Any) -> Plan:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        args = ServerArgs.from_kwargs(model_path=str(tmp_path), load_format="dummy", **flags)
+        packages = flags.pop("packages", PACKAGES)
+        return make_plan(args, ModelConfig.from_server_args(args), arch_by_name(arch), int(free), packages)
+
+    return make
+
+
+def spent(plan: Plan) -> int:
+    return sum(value for name, value in asdict(plan.memory).items() if name != "available")
+
+
+@pytest.mark.parametrize(
+    ("arch", "free", "chunk", "graphs", "running"),
+    [
+        ("sm_120", 94, 8192, 512, 1024),
+        ("rtx-5090", 31, 2048, 160, 256),
+        ("l40s", 44, 4096, 256, 512),
+        ("h200", 139, 8192, 512, 1024),
+        ("gb10", 110, 8192, 512, 1024),
+    ],
+)
+def test_defaults_follow_memory(build: Any, arch: str, free: int, chunk: int, graphs: int, running: int) -> None:
+    plan = build(arch=arch, free=free * GIB)
+    assert plan.chunked_prefill_size == chunk
+    assert plan.cuda_graph_bs[-1] == graphs and plan.cuda_graph_bs[:4] == (1, 2, 4, 8)
+    assert plan.max_running_requests == running
+    assert plan.device == "cuda" and plan.page_size == 1 and plan.errors == ()
+    assert spent(plan) <= plan.memory.available
+    assert 0.5 < plan.memory.mem_fraction_static < 0.99
+
+
+def test_the_pool_takes_what_is_left(build: Any) -> None:
+    plan = build()
+    assert spent(plan) > plan.memory.available - GIB // 64
+    assert (plan.max_total_num_tokens + 1) * plan.kv.bytes_per_token <= plan.memory.kv_cache
+    assert plan.kv.bytes_per_token == 36 * 8 * 256 * 2
+    assert plan.memory.weights > 15 * GIB
+
+
+def test_mem_fraction_static_is_obeyed(build: Any) -> None:
+    plan = build(mem_fraction_static=0.5)
+    assert plan.memory.weights + plan.memory.kv_cache == 47 * GIB
+
+
+def test_fp8_doubles_the_tokens(build: Any) -> None:
+    half = build(kv_cache_dtype="fp8_e4m3")
+    assert half.kv.dtype == half.kv_cache_dtype == "fp8_e4m3"
+    assert half.max_total_num_tokens == pytest.approx(2 * build().max_total_num_tokens, rel=1e-3)
+
+
+def test_tensor_parallel_shares(build: Any) -> None:
+    one, four = build(), build(tp_size=4)
+    assert four.kv.num_kv_heads == 2 and four.kv.bytes_per_token * 4 == one.kv.bytes_per_token
+    assert four.memory.weights < one.memory.weights / 3.5
+    assert four.choices["all_reduce"].name == "nccl" and "all_reduce" not in one.choices
+    assert build(tp_size=16).kv.num_kv_heads == 1, "KV heads are replicated beyond their number"
+
+
+@pytest.mark.parametrize(("tp_size", "what"), [(3, "32 attention heads"), (64, "32 attention heads")])
+def test_heads_must_divide(build: Any, tp_size: int, what: str) -> None:
+    with pytest.raises(UserError, match=f"--tp-size {tp_size} does not divide the model's {what}"):
+        build(tp_size=tp_size)
+
+
+def test_the_users_sizes_win(build: Any) -> None:
+    plan = build(max_total_tokens=5000, max_running_requests=7, chunked_prefill_size=256, cuda_graph_max_bs=6)
+    assert (plan.max_total_num_tokens, plan.max_running_requests, plan.chunked_prefill_size) == (5000, 7, 256)
+    assert plan.cuda_graph_bs == (1, 2, 4, 6)
+    assert build(cuda_graph_bs=[3, 1]).cuda_graph_bs == (1, 3)
+    assert build(disable_cuda_graph=True).cuda_graph_bs == ()
+    assert build(chunked_prefill_size=-1).chunked_prefill_size == -1
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("tokens", [5000, 4096])
+def test_pages_are_whole_and_page_zero_is_extra(build: Any, page_size: int, tokens: int) -> None:
+    plan = build(page_size=page_size, max_total_tokens=tokens)
+    assert plan.max_total_num_tokens == tokens // page_size * page_size
+    assert plan.chunked_prefill_size % page_size == 0
+
+
+def test_a_request_for_too_many_tokens_is_said(build: Any) -> None:
+    plan = build(max_total_tokens=50_000_000)
+    assert plan.max_total_num_tokens < 50_000_000
+    assert plan.warnings == (
+        f"--max-total-tokens 50000000 does not fit: the KV cache holds {plan.max_total_num_tokens} tokens",
+    )
+
+
+def test_a_small_pool_is_said_loudly(build: Any, caplog: pytest.LogCaptureFixture) -> None:
+    plan = build(free=21 * GIB)
+    assert plan.max_total_num_tokens < plan.context_len
+    with caplog.at_level(logging.INFO):
+        plan.log()
+    (record,) = [r for r in caplog.records if r.levelno == logging.ERROR]
+    for part in (f"{plan.max_total_num_tokens:,} tokens", "40,960", "--context-length", "--mem-fraction-static"):
+        assert part in record.message
+    assert "fp8_e4m3" in record.message and "--tp-size" in record.message
+    assert f"max_total_num_tokens={plan.max_total_num_tokens}, chunked_prefill_size=2048" in caplog.text
+
+
+def test_a_tiny_pool_is_refused(build: Any) -> None:
+    with pytest.raises(UserError, match="too few to serve anything"):
+        build(max_total_tokens=1)
+
+
+def test_weights_that_do_not_fit(build: Any) -> None:
+    with pytest.raises(UserError, match=r"the weights take 15\.\d+ GiB of 15\.50 GiB .*--tp-size 2"):
+        build(free=15.5 * GIB)
+    with pytest.raises(UserError, match=r"--mem-fraction-static 0\.1; it must be well above 0\.162"):
+        build(mem_fraction_static=0.1)
+
+
+def test_cpu(build: Any) -> None:
+    plan = build(TINY, "cpu", 8 * GIB)
+    assert plan.device == "cpu" and plan.cuda_graph_bs == () and plan.chunked_prefill_size == 512
+    assert 512 < plan.max_total_num_tokens <= 131072
+    assert {choice.name for choice in plan.choices.values()} == {"torch_native"}
+    assert build(TINY, "cpu", 8 * GIB, max_total_tokens=300).max_total_num_tokens == 300
+    with pytest.raises(UserError, match="of main memory are free"):
+        build(QWEN3_8B, "cpu", 8 * GIB)
+
+
+def test_long_contexts_leave_the_request_table_small(build: Any) -> None:
+    plan = build(QWEN3_8B | {"max_position_embeddings": 1_048_576})
+    assert plan.max_running_requests < 1024
+    assert plan.memory.tables < plan.memory.available / 30
+
+
+def test_a_forced_backend_goes_through_the_same_check(build: Any) -> None:
+    with pytest.raises(NoKernel, match="needs tcgen05, which sm_120 does not have"):
+        build(attention_backend="trtllm_mha")
+    with pytest.raises(NoKernel, match="flashinfer is not installed"):
+        build(decode_attention_backend="flashinfer")
+    plan = build(prefill_attention_backend="torch_native")
+    assert plan.choices["extend_attention"].name == "torch_native"
+    assert plan.choices["decode_attention"].name == "triton"
+    assert plan.cuda_graph_bs, "prefill never runs inside a graph"
+
+
+def test_no_graphs_around_a_backend_that_cannot(build: Any) -> None:
+    plan = build(decode_attention_backend="torch_native")
+    assert plan.cuda_graph_bs == ()
+    assert plan.warnings == ("CUDA graphs are off: torch_native cannot run inside one",)
+
+
+def test_describe_is_json(build: Any) -> None:
+    described = json.loads(json.dumps(build().describe()))
+    assert described["arch"] == "sm_120" and described["max_total_num_tokens"] > 0
+    assert described["kernels"]["extend_attention"]["kernel"] == "triton"
+    assert described["kernels"]["extend_attention"]["tile"]
+    assert 0 < described["memory"]["mem_fraction_static"] < 1
+
+
+def test_kernels_of_the_plan(build: Any) -> None:
+    plan = build()
+    assert plan.tile("decode_attention")["num_warps"] >= 1
+    assert plan.ladder("extend_attention").tiles[0] == plan.tile("extend_attention")
+    cpu = build(TINY, "cpu", 8 * GIB)
+    assert cpu.entry("rmsnorm").__module__ == "sglang.srt.layers.native_ops"
+    with pytest.raises(AssertionError, match="takes no tile"):
+        cpu.tile("extend_attention")
+
+
+@settings(deadline=None, max_examples=60)
+@given(limit=st.integers(1, 2000), running=st.integers(1, 2000))
+def test_graph_sizes(limit: int, running: int) -> None:
+    args = ServerArgs.from_kwargs(model_path="x", cuda_graph_max_bs=limit)
+    sizes = cuda_graph_batch_sizes(args, 100 * GIB, running)
+    assert list(sizes) == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == min(limit, running)
+    assert all(b - a <= max(8, b // 6) for a, b in itertools.pairwise(sizes))
+
+
+@settings(deadline=None, max_examples=60)
+@given(free=st.integers(20, 200), page=st.sampled_from([1, 16, 64]), tp=st.sampled_from([1, 2, 4]))
+def test_the_plan_never_exceeds_the_memory(
+    free: int, page: int, tp: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = tmp_path_factory.mktemp("model")
+    (directory / "config.json").write_text(json.dumps(QWEN3_8B))
+    args = ServerArgs.from_kwargs(model_path=str(directory), load_format="dummy", page_size=page, tp_size=tp)
+    model = ModelConfig.from_server_args(args)
+    plan = make_plan(args, model, arch_by_name("sm_120"), free * GIB, PACKAGES)
+    assert spent(plan) <= plan.memory.available
+    assert (plan.max_total_num_tokens + page) * plan.kv.bytes_per_token <= plan.memory.kv_cache
+    assert plan.max_total_num_tokens % page == 0
+
+
+def test_kv_spec() -> None:
+    assert KVSpec(61, 1, 576, 0, "bfloat16").bytes_per_token == 61 * 576 * 2
+    assert kv_cache_dtype("auto", "float16") == "float16" and kv_cache_dtype("bf16", "float16") == "bfloat16"
+    with pytest.raises(UserError, match="--kv-cache-dtype int3"):
+        kv_cache_dtype("int3", "bfloat16")
+
+
+def test_facts_name_a_missing_key() -> None:
+    with pytest.raises(UserError, match="hidden_size must be a positive integer"):
+        facts_from_config({"num_attention_heads": 4}, None)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "experts", "linear"),
+    [
+        (None, None, None),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8_block128x128", "fp8_block128x128"),
+        ({"quant_method": "mxfp4"}, "mxfp4", None),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4", "nvfp4"),
+        ({"quant_method": "awq"}, "awq", "awq"),
+    ],
+)
+def test_quantization_schemes(quantization: Any, experts: str | None, linear: str | None) -> None:
+    facts = facts_from_config(QWEN3_8B, quantization)
+    assert (facts.expert_quant, facts.linear_quant) == (experts, linear)
