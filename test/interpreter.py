@@ -12,8 +12,8 @@ them, so kernel tests run in a subprocess. A file of kernel tests reads
     def test_in_interpreter(): interpreter.run_file(__file__)
 
 What is repaired (Triton 3.6 to 3.9 hold bfloat16 and float8 as raw integers in numpy arrays): casts, which truncate or
-wrap; arithmetic and `tl.dot`, which use the raw bits. Here both go through fp32, casts with torch's rounding, and float8
-saturates as the GPU's conversion does.
+wrap; arithmetic and `tl.dot`, which use the raw bits. Here both go through fp32, casts with torch's rounding, and
+float8 saturates as the GPU's conversion does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def kernel_test(test: _Test) -> _Test:
     """Runs interpreted in the subprocess and natively where there is a GPU; skipped otherwise."""
     if INTERPRETED:
         return test
-    needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU (interpreted: test_in_interpreter)")
+    needs_gpu = pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a GPU (interpreted: test_in_interpreter)"
+    )
     return pytest.mark.gpu(needs_gpu(test))
 
 

@@ -208,5 +208,6 @@ def test_a_client_that_leaves_while_sending_is_no_error(http: httpx.Client, serv
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(head)
         time.sleep(0.1)
+    time.sleep(0.3)  # for the server to notice
     assert http.get("/health").status_code == 200
     assert "Traceback" not in server.log()

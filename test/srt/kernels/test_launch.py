@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +12,7 @@ from sglang.srt.kernels.launch import TileLadder, step_downs
 from sglang.srt.kernels.spec import Tile
 
 BIG, MIDDLE, SMALL = ({"BLOCK_M": m, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2} for m in (128, 64, 32))
-ENTRY = "sglang.srt.kernels.tiles:ROWS"
+MODULE = "sglang.srt.kernels.tiles"
 
 
 class OutOfResources(Exception):
@@ -39,7 +41,7 @@ class Gpu:
 
 
 def ladder(op: str = "extend_attention") -> TileLadder:
-    return TileLadder(op, (BIG, MIDDLE, SMALL), ENTRY)
+    return TileLadder(op, (BIG, MIDDLE, SMALL), MODULE)
 
 
 def test_a_launch_that_works_changes_nothing(fresh: Path) -> None:
@@ -73,7 +75,7 @@ def test_a_later_process_starts_where_the_last_one_ended(monkeypatch: pytest.Mon
 def test_what_is_remembered_belongs_to_one_op_kernel_gpu_and_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     ladder().run(Gpu(64))
     assert ladder("decode_attention").tile == BIG
-    assert TileLadder("extend_attention", (BIG, SMALL), "sglang.srt.kernels.spec:Need").tile == BIG
+    assert TileLadder("extend_attention", (BIG, SMALL), "sglang.srt.kernels.spec").tile == BIG
     monkeypatch.setattr(launch, "device_name", lambda: "another GPU")
     launch._cache_key.cache_clear()
     assert ladder().tile == BIG
@@ -104,3 +106,58 @@ def test_a_damaged_cache_file_is_ignored_loudly(fresh: Path, caplog: pytest.LogC
 def test_it_knows_tritons_error() -> None:
     errors = pytest.importorskip("triton.runtime.errors")
     assert launch.is_out_of_resources(errors.OutOfResources(147456, 101376, "shared memory"))
+
+
+def test_the_attention_backend_heals_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill and decode step down on their own; the decode workspace follows the tile."""
+    pytest.importorskip("triton")
+    import torch
+
+    from sglang.srt.layers.attention import triton_backend
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    small_extend = {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
+    big_decode = {"BLOCK_H": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3, "ctas_per_sm": 2, "waves": 4}
+    small_decode = big_decode | {"BLOCK_N": 32, "num_stages": 2, "ctas_per_sm": 4}
+    ladders = {"extend_attention": (BIG, small_extend), "decode_attention": (big_decode, small_decode)}
+    plan = SimpleNamespace(
+        ladder=lambda op: TileLadder(op, ladders[op], MODULE),
+        model=SimpleNamespace(num_heads=4),
+        tp_size=1,
+        kv=SimpleNamespace(num_kv_heads=2, v_head_dim=64),
+        arch=SimpleNamespace(num_sms=8),
+        max_running_requests=4,
+    )
+    log: list[tuple[str, Tile]] = []
+
+    def launch_of(name: str, limit: int) -> Callable[..., None]:
+        def attempt(*args: object, tile: Tile, **rest: object) -> None:
+            log.append((name, tile))
+            if tile["num_stages"] * tile["BLOCK_N"] * tile.get("BLOCK_M", 32) > limit:
+                raise OutOfResources("Required: 147456, Hardware limit: 101376")
+
+        return attempt
+
+    monkeypatch.setattr(triton_backend, "extend_attention_fwd", launch_of("extend", 4096))
+    monkeypatch.setattr(triton_backend, "decode_attention_fwd", launch_of("decode", 4096))
+    monkeypatch.setattr(triton_backend, "plan_decode", lambda seq_lens, workspace, tile: log.append(("cut", tile)))
+    backend = triton_backend.TritonAttnBackend(plan, "cpu")  # type: ignore[arg-type]
+    first_workspace = backend._workspace
+    pool = SimpleNamespace(k=lambda i: None, v=lambda i: None, k_scale=lambda i: 1.0, v_scale=lambda i: 1.0)
+    fields = ("req_to_token", "req_pool_indices", "extend_prefix_lens", "extend_start_loc", "seq_lens")
+    batch = SimpleNamespace(kv_pool=pool, **dict.fromkeys(fields, torch.ones(1)))
+    layer = RadixAttention(0, 4, 2, 64, 0.125)
+    q = torch.zeros(2, 4, 64)
+    backend.forward_extend(q, q, q, layer, batch)  # type: ignore[arg-type]
+    for _ in range(2):
+        backend.forward_decode(q, layer, batch)  # type: ignore[arg-type]
+    assert log == [
+        ("extend", BIG),
+        ("extend", small_extend),
+        ("decode", big_decode),
+        ("cut", small_decode),
+        ("decode", small_decode),
+        ("decode", small_decode),
+    ]
+    assert backend._workspace is not first_workspace
+    assert {step["op"] for step in step_downs()} == {"extend_attention", "decode_attention"}

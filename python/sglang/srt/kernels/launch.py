@@ -48,12 +48,12 @@ def step_downs() -> list[dict[str, str]]:
 class TileLadder:
     """Tiles of one call site, best first. One per call site and process; not thread safe."""
 
-    def __init__(self, op: str, tiles: Sequence[Tile], entry: str) -> None:
-        """`entry` is "module:attribute" of the kernel: its source is part of what a remembered failure is tied to."""
+    def __init__(self, op: str, tiles: Sequence[Tile], module: str) -> None:
+        """`module` holds the kernel: its source is part of what a remembered failure is tied to."""
         assert tiles, f"{op}: a ladder needs at least one tile"
         self.op = op
         self.tiles = tuple(tiles)
-        self.entry = entry
+        self.module = module
         self._at = 0
         self._recalled = False
 
@@ -81,12 +81,12 @@ class TileLadder:
         self._at += 1
         step = StepDown(self.op, failed, used, reason)
         _step_downs.append(step)
-        _remember(_cache_key(self.entry), step)
+        _remember(_cache_key(self.module), step)
 
     def _recall(self) -> None:
         self._recalled = True
         keys = [tile_key(tile) for tile in self.tiles]
-        for step in _remembered(_cache_key(self.entry)):
+        for step in _remembered(_cache_key(self.module)):
             if step.op == self.op and step.used in keys[self._at + 1 :]:
                 self._at = keys.index(step.used)
                 _step_downs.append(step)
@@ -105,10 +105,10 @@ def _cache_file() -> Path:
 
 
 @functools.cache
-def _cache_key(entry: str) -> str:
+def _cache_key(module: str) -> str:
     """Kernel source, Triton version and GPU: a change of any of them makes a failure worth trying again."""
-    spec = importlib.util.find_spec(entry.partition(":")[0])
-    source = Path(spec.origin).read_bytes() if spec and spec.origin else entry.encode()
+    spec = importlib.util.find_spec(module)
+    source = Path(spec.origin).read_bytes() if spec and spec.origin else module.encode()
     try:
         triton_version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:

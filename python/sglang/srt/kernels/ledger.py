@@ -132,18 +132,16 @@ def _measurement(values: Sequence[object]) -> Measurement:
 
 
 def _merge(into: Rows, rows: Rows) -> None:
+    """Measurements of other code are replaced, those of the same code completed."""
     for key, row in rows.items():
-        into.setdefault(key, Row(row.code)).by_target.update(row.by_target)
+        if key not in into or into[key].code != row.code:
+            into[key] = Row(row.code)
+        into[key].by_target.update(row.by_target)
 
 
 def _combined(lock: str, known: Rows, fresh: Rows) -> Rows:
-    """Of the rows known before, what is still in the table with the same code stays."""
-    table = variant_table(lock)
-    combined: Rows = {
-        key: Row(row.code, dict(row.by_target))
-        for key, row in known.items()
-        if key in table and row.code == variant_hash(table[key])
-    }
+    """Known rows whose tile is in the table stay until they are measured anew; `check` reports those of changed code."""
+    combined = {key: Row(row.code, dict(row.by_target)) for key, row in known.items() if key in variant_table(lock)}
     _merge(combined, fresh)
     return combined
 

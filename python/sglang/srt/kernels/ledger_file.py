@@ -2,7 +2,7 @@
 
 `sm120.lock.json` holds sm_120 and sm_121, `sm90.lock.json` sm_90. A row is one (op, variant, tile): the hash of what
 was compiled, and for each "triton version/architecture" the shared memory, registers, spilled bytes, stack bytes and
-matrix instructions. The key of an attention variant starts with `variant_prefix(need)`.
+matrix instructions. `variant_keys` says which rows count for a need.
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ NOT_NATIVE = frozenset({"3.6.0/sm_121"})
 
 _LAUNCH_ONLY = frozenset({"ctas_per_sm", "waves"})
 _SHORT = {"num_warps": "w", "num_stages": "s"}
-_FEATURE_TRAITS = frozenset({"sliding_window", "sinks", "logit_cap", "custom_mask"})
+_PLAIN = ("plain", "causal", "bidirectional")
+_FEATURES: Mapping[str, tuple[str, ...]] = {
+    "window_cap_sinks": ("sliding_window", "logit_cap", "sinks"),
+    "custom_mask": ("custom_mask",),
+}
+"""Last part of a variant's key -> the traits that need it."""
 _SAME_CODE = {"float16": "bfloat16"}
 """Dtypes that compile to the same code but for the type of the instructions."""
 
@@ -61,19 +66,15 @@ def tile_key(tile: Tile) -> str:
     return " ".join(f"{name}{value}" for name, value in [*sorted(blocks), *others])
 
 
-def variant_prefix(need: Need) -> str:
-    """What the keys of all variants that can serve `need` start with; ends with a slash."""
+def variant_keys(need: Need) -> tuple[str, ...]:
+    """The variants whose cost counts for `need`: its shape and dtypes without features, and with those of its traits.
+
+    Features work on scores, so they are measured for a cache in the model's dtype only.
+    """
     q, kv = (_SAME_CODE.get(dtype, dtype) for dtype in (need.q_dtype, need.kv_dtype))
-    return f"{need.head_dim}x{need.v_head_dim}/{q}/{kv}/"
-
-
-def _serves(variant_key: str, need: Need) -> bool:
-    """A variant "full" has every feature of a kernel; it is measured for a cache in the model's dtype only, because the
-    features work on scores."""
-    if variant_key.endswith("/full"):
-        with_features = not need.traits.isdisjoint(_FEATURE_TRAITS)
-        return with_features and variant_key.startswith(variant_prefix(replace(need, kv_dtype=need.q_dtype)))
-    return variant_key.startswith(variant_prefix(need))
+    shape = f"{need.head_dim}x{need.v_head_dim}/{q}"
+    featured = [name for name, traits in _FEATURES.items() if not need.traits.isdisjoint(traits)]
+    return (*(f"{shape}/{kv}/{name}" for name in _PLAIN), *(f"{shape}/{q}/{name}" for name in featured))
 
 
 def judged_as(arch: ArchTraits) -> str:
@@ -161,15 +162,22 @@ class Ledger:
         return Ledger(merged)
 
     def measurements(self, need: Need, tile: Tile, arch: ArchTraits) -> Iterator[Measurement]:
-        """Of every variant that can serve `need`, for every Triton version."""
-        wanted, target = tile_key(tile), "/" + judged_as(arch)
-        for (op, key, name), row in self.rows.items():
-            if op == need.op and name == wanted and _serves(key, need):
+        """Of every variant that counts for `need`, for every Triton version."""
+        name, target = tile_key(tile), "/" + judged_as(arch)
+        for key in variant_keys(need):
+            row = self.rows.get((need.op, key, name))
+            if row is not None:
                 yield from (value for version, value in row.by_target.items() if version.endswith(target))
 
     def record(self, need: Need, tile: Tile, arch: ArchTraits) -> TileRecord | None:
-        """The worst case of the tile over variants and Triton versions, or None if it is not in the ledger."""
-        return _worst_of(list(self.measurements(need, tile, arch)))
+        """The worst case of the tile over variants and Triton versions, or None if it is not in the ledger.
+
+        The two float8 formats take the same memory: for a lower candidate only the costlier one, e4m3, is on record.
+        """
+        found = list(self.measurements(need, tile, arch))
+        if not found and need.kv_dtype == "fp8_e5m2":
+            found = list(self.measurements(replace(need, kv_dtype="fp8_e4m3"), tile, arch))
+        return _worst_of(found)
 
     def worst(self, op: str, arch: ArchTraits) -> TileRecord | None:
         """The worst case over all rows of an op that picks its launch by size itself."""

@@ -58,6 +58,7 @@ class KernelSpec:
     requires: frozenset[str] = frozenset()  # features of ArchTraits
     package: str | None = None  # optional distribution that must be installed
     tiled: bool = False  # takes a tile; one must be in the ledger and fit
+    kernel_module: str = ""  # of a tiled kernel: where its code is, if not at the entry
     refuse: Refuse = refuses_nothing
     graph_safe: bool = True  # may run inside a CUDA graph
     not_here: str | None = None  # exists elsewhere; why it is not part of this server

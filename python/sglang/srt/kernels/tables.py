@@ -80,12 +80,20 @@ def native_fp4_available(need: Need, arch: ArchTraits) -> list[str]:
 _HALF = only_dtypes("bfloat16", "float16")
 
 
-def _attention(triton_entry: str) -> tuple[KernelSpec, ...]:
+def _attention(op: str) -> tuple[KernelSpec, ...]:
     flashinfer_refuses = all_of(
         only_full_heads, flashinfer_head_dims, _HALF, lacks("sinks", "sparse"), no_hybrid_with_tcgen05
     )
     return (
-        KernelSpec("triton", triton_entry, CP_ASYNC, "triton", tiled=True, refuse=all_of(_HALF, lacks("sparse"))),
+        KernelSpec(
+            "triton",
+            f"{_ATTENTION}.triton_backend:TritonAttnBackend",
+            CP_ASYNC,
+            "triton",
+            tiled=True,
+            kernel_module=f"{_ATTENTION}.triton_ops.{op}",
+            refuse=all_of(_HALF, lacks("sparse")),
+        ),
         KernelSpec(
             "flashinfer",
             f"{_ATTENTION}.flashinfer_backend:FlashInferAttnBackend",
@@ -109,8 +117,8 @@ def _attention(triton_entry: str) -> tuple[KernelSpec, ...]:
     )
 
 
-EXTEND_ATTENTION = _attention(f"{_ATTENTION}.triton_backend:TritonAttnBackend")
-DECODE_ATTENTION = _attention(f"{_ATTENTION}.triton_backend:TritonAttnBackend")
+EXTEND_ATTENTION = _attention("extend_attention")
+DECODE_ATTENTION = _attention("decode_attention")
 PREFILL_ATTENTION = (
     KernelSpec(
         "triton",

@@ -45,7 +45,8 @@ def _qkv(m: int, n: int, warps: int, stages: int) -> Tile:
 
 def _split(h: int, n: int, warps: int, stages: int, ctas_per_sm: int, waves: int = 4) -> Tile:
     """ctas_per_sm: programs that share an SM, waves: how many rounds of those a large batch is cut into."""
-    return {"BLOCK_H": h, "BLOCK_N": n, "num_warps": warps, "num_stages": stages, "ctas_per_sm": ctas_per_sm, "waves": waves}  # fmt: skip
+    tile = {"BLOCK_H": h, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
+    return tile | {"ctas_per_sm": ctas_per_sm, "waves": waves}
 
 
 _HALF = (2,)
@@ -58,11 +59,12 @@ _LATENT = ((512, 512), MLA_LATENT)
 
 def _extend_rows(op: str, kv_bytes: tuple[int, ...]) -> tuple[TileRow, ...]:
     wgmma = {"wgmma": (_qkv(128, 64, 8, 3),)}
+    wgmma_192 = {"wgmma": (_qkv(128, 64, 8, 2),)}
     rows = (
         TileRow(op, ((64, 64),), kv_bytes, (_qkv(128, 64, 8, 2), _qkv(64, 32, 4, 2)), wgmma),
         TileRow(op, _NARROW, kv_bytes, (_qkv(128, 32, 8, 2), _qkv(64, 32, 8, 2)), wgmma),
         TileRow(op, ((128, 128),), _HALF, (_qkv(128, 32, 8, 3), _qkv(32, 32, 4, 2)), wgmma),
-        TileRow(op, ((192, 128),), kv_bytes, (_qkv(64, 64, 8, 2), _qkv(64, 32, 8, 2)), {"wgmma": (_qkv(128, 64, 8, 2),)}),
+        TileRow(op, ((192, 128),), kv_bytes, (_qkv(64, 64, 8, 2), _qkv(64, 32, 8, 2)), wgmma_192),
         TileRow(op, _WIDE, kv_bytes, (_qkv(64, 32, 8, 2), _qkv(32, 32, 4, 2))),
         TileRow(op, _LATENT, kv_bytes, (_qkv(32, 16, 8, 2), _qkv(16, 16, 4, 2))),
     )
@@ -95,9 +97,7 @@ def find_row(op: str, head_dim: int, v_head_dim: int, kv_bytes: int) -> TileRow 
     return None
 
 
-KV_BYTES: Mapping[str, int] = {
-    "bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "uint8": 1,
-}  # fmt: skip
+KV_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
 def attention_tiles(

@@ -61,7 +61,8 @@ class Plan:
     def ladder(self, op: str) -> TileLadder:
         """The chosen tile and those that a launch may step down to; see kernels/launch.py."""
         choice = self.choices[op]
-        return TileLadder(op, (self.tile(op), *choice.smaller_tiles), choice.spec.entry)
+        module = choice.spec.kernel_module or choice.spec.entry.partition(":")[0]
+        return TileLadder(op, (self.tile(op), *choice.smaller_tiles), module)
 
     def describe(self) -> dict[str, Any]:
         """For /server_info."""

@@ -16,7 +16,7 @@ def attend(
     logit_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [N, Hq, D], k [L, Hkv, D], v [L, Hkv, Dv], visible [N, L] -> [N, Hq, Dv], all fp32; nothing visible gives zero."""
+    """q [N, Hq, D], k [L, Hkv, D], v [L, Hkv, Dv], visible [N, L] -> [N, Hq, Dv] fp32; nothing visible gives zero."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
     scores = torch.einsum("nhd,lhd->hnl", q.float(), k) * scale
@@ -84,7 +84,9 @@ class Problem:
         tokens = sum(self.new_lens)
         self.q = self._random(tokens, self.num_heads, self.head_dim)
         self.k = self._random(tokens, self.num_kv_heads, self.head_dim)
-        self.v = self.k[..., : self.v_head_dim] if self.v_in_k else self._random(tokens, self.num_kv_heads, self.v_head_dim)
+        self.v = (
+            self.k[..., : self.v_head_dim] if self.v_in_k else self._random(tokens, self.num_kv_heads, self.v_head_dim)
+        )
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=self.device).to(self.dtype)
@@ -117,7 +119,7 @@ def reference_extend(
     sinks: torch.Tensor | None = None,
     masks: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """New tokens over prefix and themselves -> [T, Hq, Dv] fp32; masks[i] [new, prefix + new] bool is applied on top."""
+    """New tokens over prefix and themselves -> [T, Hq, Dv] fp32; masks[i] [new, prefix + new] bool goes on top."""
     out, start = [], 0
     for i, (prefix, new) in enumerate(zip(p.prefix_lens, p.new_lens, strict=True)):
         rows = slice(start, start + new)

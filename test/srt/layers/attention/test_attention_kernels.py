@@ -2,8 +2,8 @@
 
 Set SGLANG_FORCE_ARCH=sm_120 on another GPU to run it with the tiles that sm_120 gets.
 
-Errors are measured on fp32 outputs, because rounding the result to bfloat16 is an error of 1.7e-3 by itself, whatever the
-kernel does. What remains is the rounding of the softmax weights before the second product, up to 1.6e-3 for long
+Errors are measured on fp32 outputs, because rounding the result to bfloat16 is an error of 1.7e-3 by itself, whatever
+the kernel does. What remains is the rounding of the softmax weights before the second product, up to 1.6e-3 for long
 sequences. That a bfloat16 output is the rounded fp32 one is a test of its own.
 """
 
@@ -25,7 +25,12 @@ from sglang.srt.layers.attention.triton_ops.prefill_attention import context_att
 
 BF16_BOUND = 2e-3
 FP8_BOUND = 2e-2
-NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
+NAMES = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float8_e4m3fn: "fp8_e4m3",
+    torch.float8_e5m2: "fp8_e5m2",
+}
 # Small enough for the interpreter to finish a grid, ragged enough for every boundary: empty and tiny prefixes, one new
 # token, lengths off and on the multiples of the tiles.
 EXTEND_SHAPES = ([0, 37, 70, 64], [40, 5, 1, 32])
@@ -86,7 +91,9 @@ def run_decode(
 
 def extend_problem(head_dims: tuple[int, int] = (64, 64), **kwargs: object) -> Problem:
     heads = heads_of(head_dims)
-    return Problem(*EXTEND_SHAPES, *heads, *head_dims, v_in_k=head_dims == MLA_LATENT, device=interpreter.DEVICE, **kwargs)
+    return Problem(
+        *EXTEND_SHAPES, *heads, *head_dims, v_in_k=head_dims == MLA_LATENT, device=interpreter.DEVICE, **kwargs
+    )
 
 
 def decode_problem(head_dims: tuple[int, int] = (64, 64), **kwargs: object) -> Problem:

@@ -1,4 +1,4 @@
-"""From the plan's choices to an attention backend object; and the hook for backends that live outside of this package."""
+"""From the plan's choices to an attention backend object, and the hook for backends from outside this package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention with this project's Triton kernels. Serves every head dim, dtype and page size that the tile table lists."""
+"""Attention with this project's Triton kernels, for every head dim and cache dtype that the tile table lists."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorksp
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
 
 if TYPE_CHECKING:
+    from sglang.srt.kernels.spec import Tile
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.plan.plan import Plan
 
 
 class TritonAttnBackend:
-    """Implements AttentionBackend. The only state between calls is the decode workspace, which is refilled on the device
-    from `seq_lens`: the refill is part of a captured graph, so a replay needs no work on the host."""
+    """Implements AttentionBackend. The only state between calls is the decode workspace, which the device refills from
+    `seq_lens`: the refill is part of a captured graph, so that a replay needs no work on the host."""
 
     def __init__(self, plan: Plan, device: torch.device | str) -> None:
-        self._extend_tile = plan.tile("extend_attention")
-        self._decode_tile = plan.tile("decode_attention")
+        self._extend = plan.ladder("extend_attention")
+        self._decode = plan.ladder("decode_attention")
+        self._decode_tile = self._decode.tile
         self._num_heads = plan.model.num_heads // plan.tp_size
         self._num_kv_heads = plan.kv.num_kv_heads
         self._v_head_dim = plan.kv.v_head_dim
@@ -65,31 +67,43 @@ class TritonAttnBackend:
         assert batch.extend_prefix_lens is not None and batch.extend_start_loc is not None
         pool, layer_id = batch.kv_pool, layer.layer_id
         out = torch.empty((q.shape[0], layer.num_heads, layer.v_head_dim), dtype=q.dtype, device=q.device)
-        extend_attention_fwd(
-            q,
-            k,
-            v,
-            out,
-            pool.k(layer_id),
-            pool.v(layer_id),
-            batch.req_to_token,
-            batch.req_pool_indices,
-            batch.extend_prefix_lens,
-            batch.extend_start_loc,
-            scale=layer.scale,
-            tile=self._extend_tile,
-            sliding_window=layer.sliding_window,
-            logit_cap=layer.logit_cap,
-            sinks=layer.sinks,
-            k_scale=pool.k_scale(layer_id),
-            v_scale=pool.v_scale(layer_id),
-            has_prefix=self._any_prefix,
+        self._extend.run(
+            lambda tile: extend_attention_fwd(
+                q,
+                k,
+                v,
+                out,
+                pool.k(layer_id),
+                pool.v(layer_id),
+                batch.req_to_token,
+                batch.req_pool_indices,
+                batch.extend_prefix_lens,
+                batch.extend_start_loc,
+                scale=layer.scale,
+                tile=tile,
+                sliding_window=layer.sliding_window,
+                logit_cap=layer.logit_cap,
+                sinks=layer.sinks,
+                k_scale=pool.k_scale(layer_id),
+                v_scale=pool.v_scale(layer_id),
+                has_prefix=self._any_prefix,
+            )
         )
         return out.flatten(1)
 
     def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch) -> torch.Tensor:
-        pool, layer_id = batch.kv_pool, layer.layer_id
         out = torch.empty((q.shape[0], layer.num_heads, layer.v_head_dim), dtype=q.dtype, device=q.device)
+        self._decode.run(lambda tile: self._launch_decode(tile, q, out, layer, batch))
+        return out.flatten(1)
+
+    def _launch_decode(
+        self, tile: Tile, q: torch.Tensor, out: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
+    ) -> None:
+        if tile is not self._decode_tile:  # the launch stepped down: the work is cut by the tile
+            self._decode_tile = tile
+            self._workspace = self._allocate(self._workspace.max_batch)
+            plan_decode(batch.seq_lens, self._workspace, tile)
+        pool, layer_id = batch.kv_pool, layer.layer_id
         decode_attention_fwd(
             q,
             out,
@@ -100,11 +114,10 @@ class TritonAttnBackend:
             batch.seq_lens,
             self._workspace,
             scale=layer.scale,
-            tile=self._decode_tile,
+            tile=tile,
             sliding_window=layer.sliding_window,
             logit_cap=layer.logit_cap,
             sinks=layer.sinks,
             k_scale=pool.k_scale(layer_id),
             v_scale=pool.v_scale(layer_id),
         )
-        return out.flatten(1)

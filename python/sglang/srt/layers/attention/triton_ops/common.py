@@ -20,7 +20,9 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
 
 
 @triton.jit
-def load_rows(base, row_offsets, row_ok, FIRST: tl.constexpr, COLS: tl.constexpr, LIMIT: tl.constexpr, MASK_ROWS: tl.constexpr):
+def load_rows(
+    base, row_offsets, row_ok, FIRST: tl.constexpr, COLS: tl.constexpr, LIMIT: tl.constexpr, MASK_ROWS: tl.constexpr
+):
     """Rows at element offsets `row_offsets` [R], columns FIRST..FIRST+COLS-1 -> [R, COLS]; columns from LIMIT on and,
     if MASK_ROWS, rows that are not `row_ok` read as zero. FIRST + COLS <= LIMIT means that no column mask is needed."""
     cols = FIRST + tl.arange(0, COLS)
@@ -43,7 +45,7 @@ def cap_scores(scores, scale, cap):
 
 @triton.jit
 def accumulate(acc, row_max, row_sum, scores, scale, keep, v, DTYPE: tl.constexpr, MASKED: tl.constexpr):
-    """One online-softmax step: scores [M, N] (times `scale` in the base-2 domain), v [N, Dv] -> (acc, row_max, row_sum)."""
+    """One online-softmax step with scores [M, N] (times `scale`: base-2 domain) and v [N, Dv]."""
     if MASKED:
         scores = tl.where(keep, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)

@@ -1,6 +1,6 @@
 """Attention of one new token of each sequence over its paged cache, with the keys split between programs.
 
-Decoding is bound by memory bandwidth, so the work is cut into pieces of equal size whatever the lengths in the batch are:
+Decoding is bound by memory bandwidth, so the work is cut into pieces of equal size, whatever the lengths in the batch:
 `plan_decode` (one small kernel a step) turns seq_lens into a table of pieces on the device, `decode_kernel` handles one
 (piece, tile of query heads) a program, and `combine_kernel` merges the pieces of sequences that have more than one. The
 grids depend on the batch size only and nothing is read back, so that all of it can be captured in a CUDA graph.
@@ -27,15 +27,13 @@ SHORT_PIECE = 512
 
 
 # Index arrays arrive as slices of one packed buffer: their alignment must not decide about a recompilation.
-@triton.jit(
-    do_not_specialize=["num_seqs", "num_slots", "num_pieces"], do_not_specialize_on_alignment=["seq_lens_ptr"]
-)
+@triton.jit(do_not_specialize=["num_seqs", "num_slots", "num_pieces"], do_not_specialize_on_alignment=["seq_lens_ptr"])
 def plan_kernel(
     seq_lens_ptr, work_ptr, pieces_ptr, num_seqs, num_slots, num_pieces, TILE: tl.constexpr, WAVES: tl.constexpr,
     SHORT_TILES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """seq_lens [B] -> work [num_pieces, 4] = (sequence or -1, first token, end token, pieces of the sequence) and
-    pieces [B, 2] = (first piece, number of pieces). One wave fills `num_slots` programs; grid: (cdiv(pieces, BLOCK_W),)."""
+    pieces [B, 2] = (first piece, number of pieces). `num_slots` pieces run at once. Grid: (cdiv(pieces, BLOCK_W),)."""
     offs_b = tl.arange(0, BLOCK_B)
     total = 0
     for b in range(0, num_seqs, BLOCK_B):
@@ -254,7 +252,7 @@ class DecodeWorkspace:
 
 
 def plan_decode(seq_lens: torch.Tensor, workspace: DecodeWorkspace, tile: Mapping[str, int]) -> None:
-    """Cut seq_lens [B] int32 into pieces; once a step, before `decode_attention_fwd` with the same workspace and tile."""
+    """Cut seq_lens [B] int32 into pieces: once a step, before `decode_attention_fwd` with this workspace and tile."""
     num_seqs = seq_lens.shape[0]
     if num_seqs > workspace.max_batch:
         raise ValueError(f"batch of {num_seqs} sequences exceeds the decode workspace of {workspace.max_batch}")

@@ -25,10 +25,10 @@ from sglang.srt.layers.attention.triton_ops.common import LOG2E, accumulate, cap
 
 @triton.jit
 def _attend(
-    acc, row_max, row_sum, q, q_pe, k_base, v_base, slots, k_stride, v_stride, kv_pos, kv_end, q_pos, scale, cap, window,
-    mask_base, mask_rows, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DPE: tl.constexpr,
-    BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_MASK: tl.constexpr, V_IN_K: tl.constexpr,
+    acc, row_max, row_sum, q, q_pe, k_base, v_base, slots, k_stride, v_stride, kv_pos, kv_end, q_pos, scale, cap,
+    window, mask_base, mask_rows, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DPE:
+    tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_MASK: tl.constexpr, V_IN_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: rows `slots` [N] of the cache or of the new tokens, at absolute positions kv_pos [N]."""
     in_range = kv_pos < kv_end
@@ -139,15 +139,17 @@ def extend_kernel(
                 pos = n + offs_n
                 acc, row_max, row_sum = _attend(
                     acc, row_max, row_sum, q, q_pe, k_base, v_base, tl.load(slot_ptr + pos), stride_kcs, stride_vcs,
-                    pos, prefix_len, q_pos, prefix_scale, cap, window, mask_base, mask_rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D,
-                    BLOCK_DPE, BLOCK_DV, False, False, False, HAS_CAP, False,
-                    V_IN_K)  # fmt: skip
+                    pos, prefix_len, q_pos, prefix_scale, cap, window, mask_base, mask_rows, HEAD_DIM, V_HEAD_DIM,
+                    BLOCK_D, BLOCK_DPE, BLOCK_DV, False, False, False, HAS_CAP, False, V_IN_K,
+                )  # fmt: skip
         for n in range(start, prefix_len, BLOCK_N):
             pos = n + offs_n
             acc, row_max, row_sum = _attend(
-                acc, row_max, row_sum, q, q_pe, k_base, v_base, tl.load(slot_ptr + pos, mask=pos < prefix_len, other=0),
-                stride_kcs, stride_vcs, pos, prefix_len, q_pos, prefix_scale, cap, window, mask_base, mask_rows, HEAD_DIM,
-                V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, True, False, HAS_WINDOW, HAS_CAP, HAS_MASK, V_IN_K)  # fmt: skip
+                acc, row_max, row_sum, q, q_pe, k_base, v_base, tl.load(slot_ptr + pos, mask=pos < prefix_len,
+                other=0), stride_kcs, stride_vcs, pos, prefix_len, q_pos, prefix_scale, cap, window, mask_base,
+                mask_rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, True, False, HAS_WINDOW, HAS_CAP,
+                HAS_MASK, V_IN_K,
+            )  # fmt: skip
         acc = acc * v_scale
 
     k_base = k_ptr + seq_start.to(tl.int64) * stride_kt + kv_head * stride_kh
@@ -166,14 +168,16 @@ def extend_kernel(
             pos = n + offs_n
             acc, row_max, row_sum = _attend(
                 acc, row_max, row_sum, q, q_pe, k_base, v_base, pos, stride_kt, stride_vt, prefix_len + pos, kv_end,
-                q_pos, scale, cap, window, mask_base, mask_rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, False, False,
-                False, HAS_CAP, False, V_IN_K)  # fmt: skip
+                q_pos, scale, cap, window, mask_base, mask_rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV,
+                False, False, False, HAS_CAP, False, V_IN_K,
+            )  # fmt: skip
     for n in range(start, end, BLOCK_N):
         pos = n + offs_n
         acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, q, q_pe, k_base, v_base, pos, stride_kt, stride_vt, prefix_len + pos, kv_end, q_pos,
-            scale, cap, window, mask_base, mask_rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, True, CAUSAL, HAS_WINDOW,
-            HAS_CAP, HAS_MASK, V_IN_K)  # fmt: skip
+            acc, row_max, row_sum, q, q_pe, k_base, v_base, pos, stride_kt, stride_vt, prefix_len + pos, kv_end,
+            q_pos, scale, cap, window, mask_base, mask_rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, True,
+            CAUSAL, HAS_WINDOW, HAS_CAP, HAS_MASK, V_IN_K,
+        )  # fmt: skip
 
     if ALWAYS_MASK:
         # A row whose mask admits nothing has no weight at all; its output is defined as zero.
@@ -217,14 +221,15 @@ def extend_attention_fwd(
 
     q [T, Hq, D] bf16/fp16; k [T, Hkv, D], v [T, Hkv, Dv] of the new tokens, in q's dtype; k_cache [S, Hkv, D], v_cache
     [S, Hkv, Dv] in q's dtype or float8 (a uint8 pool must be viewed by the caller), with real value = stored value *
-    k_scale / v_scale. The last dimension of each must be contiguous; other strides are free. If v and v_cache start where k and
-    k_cache do, they are taken to be their first columns (MLA). req_to_token [reqs, ctx]
-    int32 and req_pool_indices [B] int64 give the cache slot of every prefix position, for any page size; prefix_lens [B]
-    int32; start_loc [B + 1] int32.
+    k_scale / v_scale. The last dimension of each must be contiguous; other strides are free. If v and v_cache start
+    where k and k_cache do, they are taken to be their first columns (MLA). req_to_token [reqs, ctx] int32 and
+    req_pool_indices [B] int64 give the cache slot of every prefix position, for any page size; prefix_lens [B] int32;
+    start_loc [B + 1] int32.
 
-    custom_mask: uint8, for each sequence a [new, prefix + new] matrix (1: visible, on top of causality), flattened one
-    after another; sequence i starts at mask_offsets[i] (int64), and its matrix has less than 2^31 elements. sinks [Hq] fp32. sliding_window counts the query itself;
-    0 means none. has_prefix False: the caller knows that all prefixes are empty. Never synchronizes; CUDA-graph safe.
+    custom_mask: uint8, for each sequence a [new, prefix + new] matrix of less than 2^31 elements (1: visible, on top of
+    causality), flattened one after another; sequence i starts at mask_offsets[i] (int64). sinks [Hq] fp32.
+    sliding_window counts the query itself; 0 means none. has_prefix False: the caller knows that all prefixes are empty.
+    Never synchronizes; CUDA-graph safe.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, v_head_dim = v.shape[1], v.shape[2]
@@ -232,7 +237,7 @@ def extend_attention_fwd(
         return
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.dtype == torch.uint8:
-            raise TypeError(f"{name} is uint8 storage: pass it as .view(torch.float8_e4m3fn) or .view(torch.float8_e5m2)")
+            raise TypeError(f"{name} is uint8 storage: pass .view(torch.float8_e4m3fn) or .view(torch.float8_e5m2)")
     group = num_heads // num_kv_heads
     num_seqs = start_loc.shape[0] - 1
     num_blocks = num_tokens * group // tile["BLOCK_M"] + num_seqs
@@ -257,7 +262,7 @@ def extend_attention_fwd(
     )  # fmt: skip
 
 
-def _get_block_sizes_for_extend_attention(Lq: int, Lv: int) -> tuple[int, int, int, int, int, int]:  # noqa: N803
+def _get_block_sizes_for_extend_attention(Lq: int, Lv: int) -> tuple[int, int, int, int, int, int]:
     """(BLOCK_DMODEL, BLOCK_DPE, BLOCK_DV, BLOCK_M, BLOCK_N, num_warps) of the first tile of the table for head dims
     Lq / Lv on this GPU. Kept for ported code; this project's own call sites take their tile from the plan."""
     candidates = attention_tiles("extend_attention", Lq, Lv, "bfloat16", current_arch().features)

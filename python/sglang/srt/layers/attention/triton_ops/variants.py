@@ -66,7 +66,7 @@ def describe(
     flags: tuple[str, ...],
     default: bool = True,
 ) -> Variant:
-    """The launch of `op` with one tile: also for tiles that no table row has (negative tests, searches for new tiles)."""
+    """The launch of `op` with one tile, in the table or not (negative tests, searches for new tiles)."""
     decode = op == "decode_attention"
     fn = decode_kernel if decode else extend_kernel
     constexprs = _shape_constexprs(head_dims, tile, "BLOCK_H" if decode else "BLOCK_M")
