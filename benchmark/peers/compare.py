@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """This server and upstream SGLang on the same GPU in one run: latency of one batch, and throughput under load.
 
-    python benchmark/peers/compare.py --peer-site DIR --model DIR [--model DIR] --out results.json \
+    python benchmark/peers/compare.py --peer-site DIR --model DIR [--model DIR] --out results.json
         [--stages latency,server] [--peer-backends triton,flashinfer] [--concurrency 64,256]
 
 `--peer-site` is a folder with upstream and its dependencies, put on PYTHONPATH for the peer's processes only. Models need
@@ -48,9 +48,9 @@ class Side:
 
     def command(self, module: str, model: str, *more: str) -> list[str]:
         return [
-            sys.executable, "-W", "ignore", "-m", f"sglang.{module}", "--model-path", model, "--load-format", "dummy",
-            *self.flags, *more,
-        ]  # fmt: skip
+            *(sys.executable, "-W", "ignore", "-m", f"sglang.{module}"),
+            *("--model-path", model, "--load-format", "dummy", *self.flags, *more),
+        ]
 
 
 def latency(side: Side, model: str) -> list[dict[str, float]]:
@@ -58,11 +58,13 @@ def latency(side: Side, model: str) -> list[dict[str, float]]:
     sizes = [str(b) for b in BATCH_SIZES]
     done = subprocess.run(
         side.command(
-            "bench_one_batch", model, "--batch-size", *sizes, "--input-len", str(INPUT_LEN), "--output-len", str(OUTPUT_LEN),
-            "--cuda-graph-max-bs", "128",
+            *("bench_one_batch", model, "--batch-size", *sizes, "--cuda-graph-max-bs", "128"),
+            *("--input-len", str(INPUT_LEN), "--output-len", str(OUTPUT_LEN), "--chunked-prefill-size", "-1"),
         ),
-        env=side.env, capture_output=True, text=True,
-    )  # fmt: skip
+        env=side.env,
+        capture_output=True,
+        text=True,
+    )
     with side.log.open("a") as log:
         log.write(done.stdout + done.stderr)
     prefill = [float(x) for x in re.findall(r"Prefill\. latency: *([\d.]+) s", done.stdout)]
@@ -112,13 +114,13 @@ def server(side: Side, model: str, concurrencies: list[int], client_env: dict[st
 
 def load(side: Side, concurrency: int, env: dict[str, str], log: Any) -> dict[str, float]:
     result = side.log.with_name(f"{side.name}_{concurrency}.jsonl")
-    for prompts in (concurrency, 4 * concurrency):
+    for prompts in (concurrency, 8 * concurrency):
         result.unlink(missing_ok=True)
         subprocess.run(
             [
                 sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--port", str(PORT),
                 "--dataset-name", "random-ids", "--random-input-len", str(SERVER_INPUT), "--random-output-len",
-                str(SERVER_OUTPUT), "--random-range-ratio", "1.0", "--num-prompts", str(prompts), "--max-concurrency",
+                str(SERVER_OUTPUT), "--random-range-ratio", "0.0", "--num-prompts", str(prompts), "--max-concurrency",
                 str(concurrency), "--output-file", str(result), "--seed", str(prompts), "--flush-cache",
             ],
             env=env, check=True, stdout=log, stderr=log, timeout=300,

@@ -142,6 +142,12 @@ def test_candidate_tiles_fit_the_small_gpus_without_the_preferred_ones() -> None
             assert all(m[0] <= 101_376 for r in measured for m in r.by_target.values())
 
 
+def test_the_lock_is_current(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every kernel is the one that was measured, and a sample of rows compiles to the recorded numbers."""
+    pytest.importorskip("triton")
+    assert ledger.main(["check", "--sample", "2", "--processes", "1"]) == 0, capsys.readouterr().out
+
+
 # --- compiling --------------------------------------------------------------------------------------------------------
 
 

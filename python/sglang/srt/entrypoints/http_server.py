@@ -23,6 +23,7 @@ import uvicorn
 from sglang.srt.entrypoints.http_app import create_app
 from sglang.srt.entrypoints.http_native import generate_one_token
 from sglang.srt.entrypoints.http_state import ServerState
+from sglang.srt.environ import envs
 from sglang.srt.errors import UserError
 from sglang.srt.managers.generate_request import RequestError
 from sglang.srt.managers.launch import EngineError, EngineHandle, launch_engine
@@ -33,8 +34,6 @@ logger = logging.getLogger(__name__)
 READY_LINE = "The server is fired up and ready to roll!"
 ENGINE_DIED = 1
 """Exit status after an engine process has died."""
-DRAIN_LIMIT_S = 30.0
-"""How long running requests may take to finish after SIGTERM; a second signal ends them at once."""
 WARMUP_LIMIT_S = 600.0
 """The first request may compile kernels."""
 FAILURE_GRACE_S = 1.0
@@ -230,7 +229,7 @@ class _Server:
         manager.begin_shutdown()
         if manager.num_unfinished:
             logger.info("Shutting down: waiting for %d requests.", manager.num_unfinished)
-        draining = asyncio.ensure_future(manager.drain(DRAIN_LIMIT_S))
+        draining = asyncio.ensure_future(manager.drain(envs.SGLANG_DRAIN_TIMEOUT))
         hurried = asyncio.ensure_future(self._stop_now.wait())
         died = asyncio.ensure_future(self._died.wait())
         await asyncio.wait({draining, hurried, died}, return_when=asyncio.FIRST_COMPLETED)

@@ -140,7 +140,7 @@ def _merge(into: Rows, rows: Rows) -> None:
 
 
 def _combined(lock: str, known: Rows, fresh: Rows) -> Rows:
-    """Known rows whose tile is in the table stay until they are measured anew; `check` reports those of changed code."""
+    """Known rows of the table stay until they are measured anew; `check` reports those whose code changed."""
     combined = {key: Row(row.code, dict(row.by_target)) for key, row in known.items() if key in variant_table(lock)}
     _merge(combined, fresh)
     return combined

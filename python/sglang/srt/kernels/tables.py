@@ -158,8 +158,9 @@ FUSED_MOE = (
     KernelSpec("marlin", requires=CP_ASYNC, refuse=native_fp4_available, not_here=NOT_PART),
 )
 LINEAR = (
+    KernelSpec("triton_gemv", f"{_TRITON}.gemv:linear", CP_ASYNC, "triton", refuse=all_of(_HALF, only_quant(None))),
     KernelSpec("cublas", "torch.nn.functional:linear", CP_ASYNC, refuse=only_quant(None)),
-    KernelSpec("torch_native", "torch.nn.functional:linear", refuse=only_quant(None)),
+    KernelSpec("torch_native", f"{_NATIVE}:linear", refuse=only_quant(None)),
     KernelSpec("triton_quantized", requires=CP_ASYNC, not_here=NOT_YET),
     KernelSpec("cutlass", requires=frozenset({"tma"}), not_here=NOT_PART),
     KernelSpec("marlin", requires=CP_ASYNC, refuse=native_fp4_available, not_here=NOT_PART),

@@ -63,7 +63,7 @@ def _extend_rows(op: str, kv_bytes: tuple[int, ...]) -> tuple[TileRow, ...]:
     rows = (
         TileRow(op, ((64, 64),), kv_bytes, (_qkv(128, 64, 8, 2), _qkv(64, 32, 4, 2)), wgmma),
         TileRow(op, _NARROW, kv_bytes, (_qkv(128, 32, 8, 2), _qkv(64, 32, 8, 2)), wgmma),
-        TileRow(op, ((128, 128),), _HALF, (_qkv(128, 32, 8, 3), _qkv(32, 32, 4, 2)), wgmma),
+        TileRow(op, ((128, 128),), _HALF, (_qkv(64, 32, 4, 2), _qkv(32, 32, 4, 2)), wgmma),
         TileRow(op, ((192, 128),), kv_bytes, (_qkv(64, 64, 8, 2), _qkv(64, 32, 8, 2)), wgmma_192),
         TileRow(op, _WIDE, kv_bytes, (_qkv(64, 32, 8, 2), _qkv(32, 32, 4, 2))),
         TileRow(op, _LATENT, kv_bytes, (_qkv(32, 16, 8, 2), _qkv(16, 16, 4, 2))),

@@ -11,7 +11,8 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class Variant:
     """`op/key` is stable; with the tile it is unique. `signature` has every parameter of `fn` in order ("*bf16", "i32",
-    "fp32", "constexpr"), `constexprs` the values of the last kind, `divisible_by_16` the parameters that the launcher would specialize so."""
+    "fp32", "constexpr"), `constexprs` the values of the last kind, `divisible_by_16` the parameters that the
+    launcher would specialize so."""
 
     op: str
     key: str

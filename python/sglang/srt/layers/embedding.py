@@ -46,10 +46,11 @@ class LMHead:
     ) -> None:
         self.vocab_size = vocab_size
         self.multi_rank = scope.tp_size > 1
+        self.linear = scope.plan.entry("linear")
         self.weight = _vocab_weight(scope, vocab_size, hidden_size) if tied_to is None else tied_to.weight
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(hidden, self.weight)
+        logits = self.linear(hidden, self.weight)
         if self.multi_rank:
             logits = parallel_state.all_gather(logits)[:, : self.vocab_size]
         return logits.float()

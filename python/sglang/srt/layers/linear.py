@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.parameter import Init, Part, PartKey, Scope
@@ -49,7 +48,8 @@ class Unquantized:
                 (shard.out_features, shard.in_features), (shard.rows, shard.cols), (slice(begin, end),)
             )
         weight = scope.param("weight", (end, shards[0].cols.stop - shards[0].cols.start), parts)
-        return lambda x: F.linear(x, weight, bias)
+        linear = scope.plan.entry("linear")
+        return lambda x: linear(x, weight, bias)
 
 
 def shard_of(total: int, rank: int, size: int, what: str) -> slice:
@@ -103,9 +103,11 @@ class ReplicatedLinear:
 
     def __init__(self, scope: Scope, in_features: int, out_features: int) -> None:
         self.weight = scope.param("weight", (out_features, in_features))
+        self.linear = scope.plan.entry("linear")
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight)
+        out: torch.Tensor = self.linear(x, self.weight)
+        return out
 
 
 def _stacked_bias(scope: Scope, shards: list[Shard]) -> torch.Tensor:

@@ -9,6 +9,11 @@ import torch
 import torch.nn.functional as F
 
 
+def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [..., K], w [N, K], bias [N] -> [..., N]."""
+    return F.linear(x, w, bias)
+
+
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., H], weight [H] -> [..., H]."""
     x32 = x.float()

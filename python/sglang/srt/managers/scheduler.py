@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_QUEUED_REQUESTS = 1 << 16
+"""When --max-queued-requests does not say less: no queue is unbounded."""
+
 SHARED_PREFIX = 64
 """Two new requests that begin with this many equal, uncached tokens do not enter one step: the second waits a step and
 finds the first one's KV in the cache."""
@@ -207,6 +210,7 @@ class Scheduler:
 
     def _commit(self, req: Req) -> None:
         """Share the KV of a prompt (or chunk) that has just been launched."""
+        assert req.node is not None
         row = self.req_pool.host[req.slot]
         own = row[: req.kv_len].copy()
         done = self.cache.commit(req.tokens[: req.kv_len], own, req.node, req.num_cached, req.namespace)
@@ -216,6 +220,7 @@ class Scheduler:
             self.table.write(req.slot, int(moved[0]), done.indices[moved[0] :])
 
     def _release(self, req: Req) -> None:
+        assert req.node is not None
         indices = self.req_pool.host[req.slot, : req.kv_len].copy()
         self.cache.release(req.tokens[: req.kv_len], indices, req.node, req.num_cached, req.namespace)
         self.runner.sampling_table.clear(req.slot)
@@ -227,7 +232,7 @@ class Scheduler:
     def process(self, batch: ScheduleBatch) -> None:
         """Append the sampled tokens, end what has ended, and queue the messages."""
         tokens = batch.tokens()
-        report = []
+        report: list[Req] = []
         for req, token in zip(batch.sampled, tokens, strict=True):
             if req.finish is not None:
                 continue
@@ -281,8 +286,8 @@ class Scheduler:
                 f"of one request (context length {self.plan.context_len}, KV cache {self.allocator.size} tokens).",
                 status_code=400,
             )
-        queued = self.args.max_queued_requests
-        if queued is not None and len(self.waiting) >= queued:
+        queued = self.args.max_queued_requests or MAX_QUEUED_REQUESTS
+        if len(self.waiting) + len(self.compiling) >= queued:
             refusal = FinishReason("abort", message=f"The queue is full ({queued} requests).", status_code=503)
         if msg.rid in self.reqs:
             refusal = FinishReason("abort", message=f"A request with rid {msg.rid!r} is running.", status_code=400)

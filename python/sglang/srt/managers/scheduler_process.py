@@ -18,6 +18,7 @@ from sglang.srt.constrained.grammar import GrammarError, grammar_key
 from sglang.srt.constrained.grammar_backend import GrammarBackend
 from sglang.srt.constrained.grammar_manager import GrammarManager, PendingGrammar
 from sglang.srt.distributed import parallel_state
+from sglang.srt.kernels.launch import step_downs
 from sglang.srt.managers import ipc
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -25,6 +26,7 @@ from sglang.srt.managers.io_struct import (
     ControlReq,
     FinishReason,
     SchedulerInput,
+    SchedulerOutput,
     SchedulerReady,
     TokenizedGenerateReq,
 )
@@ -32,6 +34,7 @@ from sglang.srt.managers.output import StopChecker
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_setup import create_runner
+from sglang.srt.managers.watchdog import Watchdog
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import Tokenizer, load_tokenizer
@@ -64,8 +67,12 @@ class SchedulerProcess:
 
     def run_forever(self) -> None:
         """One step after the other; blocks in `receive` while there is nothing to do."""
+        watchdog = Watchdog(self.args.watchdog_timeout)
         while True:
-            for message in self.receive():
+            watchdog.idle()
+            messages = self.receive()
+            watchdog.busy()
+            for message in messages:
                 self.dispatch(message)
             self.admit_compiled()
             self.scheduler.step()
@@ -76,16 +83,8 @@ class SchedulerProcess:
     def receive(self) -> list[SchedulerInput]:
         """New messages, the same on every rank. Sleeps while the scheduler is idle."""
         messages: list[SchedulerInput] = []
-        idle = self.scheduler.idle
         if self.inbox is not None:
-            if idle:
-                if not self._was_idle:
-                    self.scheduler.stats.went_idle()
-                    self.outbox.send(self.scheduler.stats.snapshot())
-                while not self.inbox.poll(GRAMMAR_POLL_S if self.scheduler.compiling else IDLE_POLL_S):
-                    if self.scheduler.compiling:
-                        break
-            self._was_idle = idle
+            self._sleep_while_idle(self.inbox)
             while len(messages) < RECV_LIMIT and (message := self.inbox.recv_nowait()) is not None:
                 messages.append(message)
         if parallel_state.tp_size() > 1:
@@ -93,6 +92,18 @@ class SchedulerProcess:
             if not self.leader:
                 messages = self._decoder.decode(payload)
         return messages
+
+    def _sleep_while_idle(self, inbox: ipc.Receiver[SchedulerInput]) -> None:
+        idle = self.scheduler.idle
+        if idle and not self._was_idle:
+            self.scheduler.stats.went_idle()
+            self.tell(self.scheduler.stats.snapshot())
+        self._was_idle = idle
+        if idle and self.scheduler.compiling:
+            inbox.poll(GRAMMAR_POLL_S)
+        elif idle:
+            while not inbox.poll(IDLE_POLL_S):
+                pass
 
     def dispatch(self, message: SchedulerInput) -> None:
         if isinstance(message, TokenizedGenerateReq):
@@ -102,8 +113,7 @@ class SchedulerProcess:
         else:
             reply = self.control(message)
             self.send()
-            if self.outbox is not None:
-                self.outbox.send(reply)
+            self.tell(reply)
 
     def add(self, msg: TokenizedGenerateReq) -> None:
         p = msg.sampling_params
@@ -118,41 +128,52 @@ class SchedulerProcess:
         try:
             key = grammar_key(p)
         except GrammarError as error:
-            self.scheduler.end(req, FinishReason("abort", message=str(error), status_code=400))
+            self._refuse_grammar(req, str(error))
             return
         if key is not None:
+            p.min_new_tokens = 0  # a complete grammar allows the end only; the two together may allow nothing
             self.scheduler.hold(req, self.grammars.request(key))
 
     def admit_compiled(self) -> None:
         """Queue the requests whose grammar is ready. Rank 0 says which: compile times differ between ranks."""
-        compiling = self.scheduler.compiling
+        compiling = {req.rid: (req, pending) for req, pending in self.scheduler.compiling}
         if not compiling:
             return
-        ready = [req.rid for req, pending in compiling if pending.done()]
+        outcomes = {rid: self._outcome(pending) for rid, (_, pending) in compiling.items() if pending.done()}
         if parallel_state.tp_size() > 1:
-            payload = parallel_state.broadcast_bytes(self._encoder.encode(ready) if self.leader else None)
-            ready = msgspec.msgpack.decode(payload, type=list[str])
-        for req, pending in [c for c in compiling if c[0].rid in ready]:
-            self._attach(req, pending)
+            payload = parallel_state.broadcast_bytes(self._encoder.encode(outcomes) if self.leader else None)
+            outcomes = msgspec.msgpack.decode(payload, type=dict[str, str])
+        for rid, error in outcomes.items():
+            req, pending = compiling[rid]
+            if error:
+                self._refuse_grammar(req, error)
+            else:
+                req.grammar = pending.result()
+                self.scheduler.release_hold(req)
 
-    def _attach(self, req: Req, pending: PendingGrammar) -> None:
+    def _outcome(self, pending: PendingGrammar) -> str:
+        """Empty when the grammar is good, otherwise what is wrong with it."""
         try:
-            req.grammar = pending.result()
+            pending.result()
         except GrammarError as error:
-            self.scheduler.end(req, FinishReason("abort", message=str(error), status_code=400))
-            return
-        self.scheduler.release_hold(req)
+            return str(error)
+        return ""
+
+    def _refuse_grammar(self, req: Req, message: str) -> None:
+        self.scheduler.end(req, FinishReason("abort", message=message, status_code=400))
 
     # --- out ---------------------------------------------------------------------------------------------------------
 
+    def tell(self, message: SchedulerOutput) -> None:
+        if self.outbox is not None:
+            self.outbox.send(message)
+
     def send(self) -> None:
         messages, self.scheduler.outbox = self.scheduler.outbox, []
-        if self.outbox is None:
-            return
         for message in messages:
-            self.outbox.send(message)
-        if (stats := self.scheduler.stats.due()) is not None and not self.scheduler.idle:
-            self.outbox.send(stats)
+            self.tell(message)
+        if not self.scheduler.idle and (stats := self.scheduler.stats.due()) is not None:
+            self.tell(stats)
 
     # --- control -----------------------------------------------------------------------------------------------------
 
@@ -171,6 +192,7 @@ class SchedulerProcess:
         memory = self.scheduler.check_memory()
         state = {
             "last_gen_throughput": stats["gen_throughput"],
+            "kernel_step_downs": step_downs(),
             "memory_usage": {**memory, "kv_cache_bytes": self.runner.kv_pool.size_bytes()},
             "num_running_reqs": stats["num_running_reqs"],
             "num_queue_reqs": stats["num_queue_reqs"],
@@ -206,7 +228,6 @@ def run_scheduler(args: ServerArgs, ports: ipc.Ports, tp_rank: int, start_pipe: 
     """Main of a scheduler process; `start_pipe` belongs to the launcher, which guards and reports failures."""
     runner = create_runner(args, tp_rank, f"file://{ports.directory}/rendezvous")
     process = SchedulerProcess(args, runner, load_tokenizer(args), ports)
-    if process.outbox is not None:
-        process.outbox.send(SchedulerReady(info=runner.plan.describe()))
+    process.tell(SchedulerReady(info=runner.plan.describe()))
     start_pipe.send_bytes(b"ready")
     process.run_forever()

@@ -8,7 +8,7 @@ launch. Batches between two sizes are padded with rows that own request slot 0 a
 from __future__ import annotations
 
 import bisect
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -76,7 +76,7 @@ class CudaGraphRunner:
         self.runner.attn_backend.init_forward_metadata_capture(batch)
         return self.runner.model.logits(self.runner.model(batch))
 
-    def _capture(self, size: int, pool: tuple[int, int] | None) -> None:
+    def _capture(self, size: int, pool: Any) -> None:
         for _ in range(2):  # compiles kernels and lets libraries choose, neither of which may happen during capture
             self._step(size)
         torch.cuda.synchronize()

@@ -9,6 +9,7 @@ import torch
 
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
 from sglang.srt.layers.sampler import Sampler
+from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.mem_cache.memory_pool import KVPool
 from sglang.srt.mem_cache.req_pool import ReqToTokenPool
 from sglang.srt.model_executor import host_pack
@@ -29,6 +30,7 @@ class ModelRunner:
     def __init__(self, plan: Plan, load_format: str = "auto", seed: int = 0) -> None:
         self.plan = plan
         self.device = plan.device
+        pdl.enable("pdl" in plan.arch.features)
         self.model = load_model(plan, load_format, seed)
         # One page more than the plan counts: page 0 is the padding page.
         num_slots = plan.max_total_num_tokens + plan.page_size
@@ -37,6 +39,7 @@ class ModelRunner:
         self.sampling_table = SamplingTable(plan.max_running_requests + 1, plan.model.vocab_size, plan.device)
         self.sampler = Sampler(use_triton=plan.device == "cuda")
         self.next_token = torch.zeros(plan.max_running_requests + 1, dtype=torch.int64, device=plan.device)
+        self.sampler.warm_up(self.sampling_table, self.next_token)
         self.attn_backend = create_attention_backend(plan)
         self.graphs = None
         if plan.cuda_graph_bs:
@@ -172,7 +175,9 @@ class ModelRunner:
         return StepResult(tokens, ready, pending, prompt)
 
     def _logprob_request(self, spec: LogprobSpec | None) -> LogprobRequest | None:
-        return spec and LogprobRequest.build(spec.wanted, spec.top_nums, spec.token_ids, self.device)
+        if spec is None:
+            return None
+        return LogprobRequest.build(spec.wanted, spec.top_nums, spec.token_ids, self.device)
 
     def _to_host(self, x: torch.Tensor) -> torch.Tensor:
         """A copy in host memory, complete once the step's event has passed."""

@@ -64,7 +64,8 @@ class TritonAttnBackend:
     def forward_extend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
     ) -> torch.Tensor:
-        assert batch.extend_prefix_lens is not None and batch.extend_start_loc is not None
+        prefix_lens, start_loc = batch.extend_prefix_lens, batch.extend_start_loc
+        assert prefix_lens is not None and start_loc is not None
         pool, layer_id = batch.kv_pool, layer.layer_id
         out = torch.empty((q.shape[0], layer.num_heads, layer.v_head_dim), dtype=q.dtype, device=q.device)
         self._extend.run(
@@ -77,8 +78,8 @@ class TritonAttnBackend:
                 pool.v(layer_id),
                 batch.req_to_token,
                 batch.req_pool_indices,
-                batch.extend_prefix_lens,
-                batch.extend_start_loc,
+                prefix_lens,
+                start_loc,
                 scale=layer.scale,
                 tile=tile,
                 sliding_window=layer.sliding_window,

@@ -8,7 +8,7 @@ from typing import Any
 import triton
 
 from sglang.srt.kernels.variant import Variant
-from sglang.srt.layers.triton_ops import activation, norm, rope_store, sampling, skinny_gemm, topk
+from sglang.srt.layers.triton_ops import activation, gemv, norm, rope_store, sampling, topk
 
 OPS = (
     "rmsnorm",
@@ -19,7 +19,7 @@ OPS = (
     "draw_tokens",
     "filter_thresholds",
     "adjust_logits",
-    "skinny_linear",
+    "linear",
 )
 
 HIDDEN_SIZES = (1024, 2048, 2880, 4096, 5120, 6144, 7168)
@@ -87,7 +87,8 @@ def _rope_store() -> Iterator[Variant]:
     for dim, rot in ROPE_SHAPES:
         for cache, (pointer, limit) in CACHE_TYPES.items():
             for heads in (1, 4, 8):
-                constants = {"Q_HEADS": 32, "KV_HEADS": 8, "DIM": dim, "ROT": rot, "NORM_Q": True, "NORM_K": True}
+                constants: dict[str, Any] = {"Q_HEADS": 32, "KV_HEADS": 8, "DIM": dim, "ROT": rot}
+                constants |= {"NORM_Q": True, "NORM_K": True}
                 constants |= {"INTERLEAVED": False, "FP8_LIMIT": limit}
                 yield describe(
                     "qk_norm_rope_store",
@@ -136,17 +137,9 @@ def _adjust() -> Iterator[Variant]:
     yield describe("adjust_logits", "all", sampling.adjust_logits_kernel, types, constants, launch, ("stride",))
 
 
-def _skinny() -> Iterator[Variant]:
+def _gemv() -> Iterator[Variant]:
     types = {"x": "*bf16", "w": "*bf16", "out": "*bf16", "N": "i32", "K": "i32"}
-    tiles = skinny_gemm.DEFAULT_TILES
-    for name, gated, tile in (("gemv", False, tiles.gemv), ("gemv_gated", True, tiles.gemv_gated)):
-        constants = {"GATED": gated}
-        yield describe("skinny_linear", name, skinny_gemm.gemv_kernel, types, constants, tile, ("N", "K"))
-    types |= {"partial": "*fp32", "arrivals": "*i32", "M": "i32", "x_stride": "i32"}
-    for parts in (1, 8):
-        constants = {"BLOCK_M": skinny_gemm.MAX_ROWS, "SPLIT_K": parts}
-        sizes = ("N", "K", "x_stride")
-        yield describe("skinny_linear", f"k{parts}", skinny_gemm.skinny_kernel, types, constants, tiles.skinny, sizes)
+    yield describe("linear", "gemv", gemv.gemv_kernel, types, {}, gemv.TILE, ("N", "K"))
 
 
 _VARIANTS = {
@@ -158,5 +151,5 @@ _VARIANTS = {
     "draw_tokens": _draw,
     "filter_thresholds": _thresholds,
     "adjust_logits": _adjust,
-    "skinny_linear": _skinny,
+    "linear": _gemv,
 }

@@ -228,8 +228,8 @@ def extend_attention_fwd(
 
     custom_mask: uint8, for each sequence a [new, prefix + new] matrix of less than 2^31 elements (1: visible, on top of
     causality), flattened one after another; sequence i starts at mask_offsets[i] (int64). sinks [Hq] fp32.
-    sliding_window counts the query itself; 0 means none. has_prefix False: the caller knows that all prefixes are empty.
-    Never synchronizes; CUDA-graph safe.
+    sliding_window counts the query itself; 0 means none. has_prefix False: the caller knows that all prefixes are
+    empty. Never synchronizes; CUDA-graph safe.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, v_head_dim = v.shape[1], v.shape[2]

@@ -1,0 +1,85 @@
+"""A stand-in plan, pool and batch for attention backends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from srt.layers.attention.reference import Problem
+
+from sglang.srt.kernels.launch import TileLadder
+from sglang.srt.kernels.tiles import attention_tiles
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.plan.kv_spec import KVSpec
+
+
+@dataclass
+class FakeModel:
+    num_heads: int
+
+
+@dataclass
+class FakeArch:
+    num_sms: int = 8
+
+
+@dataclass
+class FakePlan:
+    """The part of Plan that backends read."""
+
+    model: FakeModel
+    kv: KVSpec
+    max_running_requests: int = 2
+    tp_size: int = 1
+    page_size: int = 1
+    context_len: int = 512
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    arch: FakeArch = field(default_factory=FakeArch)
+    choices: dict[str, Any] = field(default_factory=dict)
+
+    def ladder(self, op: str) -> TileLadder:
+        return TileLadder(op, attention_tiles(op, self.kv.head_dim, self.kv.v_head_dim, "bfloat16", ()), __name__)
+
+
+class FakePool:
+    def __init__(self, p: Problem) -> None:
+        self.p = p
+        self.dtype = p.k_cache.dtype
+
+    def k(self, layer_id: int) -> torch.Tensor:
+        return self.p.k_cache
+
+    def v(self, layer_id: int) -> torch.Tensor:
+        return self.p.v_cache
+
+    def k_scale(self, layer_id: int) -> float:
+        return self.p.k_scale
+
+    def v_scale(self, layer_id: int) -> float:
+        return self.p.v_scale
+
+
+def plan_of(p: Problem, **kwargs: Any) -> FakePlan:
+    kv = KVSpec(1, p.num_kv_heads, p.head_dim, p.v_head_dim, "bfloat16")
+    return FakePlan(FakeModel(p.num_heads), kv, page_size=p.page_size, device=p.device, **kwargs)
+
+
+def layer_of(p: Problem, **kwargs: Any) -> RadixAttention:
+    return RadixAttention(0, p.num_heads, p.num_kv_heads, p.head_dim, p.head_dim**-0.5, p.v_head_dim, **kwargs)
+
+
+def batch_of(p: Problem, mode: ForwardMode, backend: Any) -> ForwardBatch:
+    new = torch.tensor(p.new_lens, dtype=torch.int32, device=p.device)
+    tokens = torch.zeros(sum(p.new_lens), dtype=torch.int64, device=p.device)  # backends read neither ids nor slots
+    batch = ForwardBatch(
+        mode, len(p.new_lens), tokens, tokens, p.req_pool_indices, p.prefix + new, tokens, p.req_to_token,
+        FakePool(p), backend,
+    )  # type: ignore[arg-type]  # fmt: skip
+    batch.seq_lens_cpu = [a + b for a, b in zip(p.prefix_lens, p.new_lens, strict=True)]
+    if mode is ForwardMode.EXTEND:
+        batch.extend_seq_lens, batch.extend_prefix_lens, batch.extend_start_loc = new, p.prefix, p.start_loc
+        batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu = p.new_lens, p.prefix_lens
+    return batch
