@@ -4,9 +4,9 @@
     python benchmark/peers/compare.py --peer-site DIR --model DIR [--model DIR] --out results.json
         [--stages latency,server] [--peer-backends triton,flashinfer] [--concurrency 64,256]
 
-`--peer-site` is a folder with upstream and its dependencies, put on PYTHONPATH for the peer's processes only. Models need
-a config.json and a tokenizer; weights are random. Both servers are driven by the same load generator (ours). Prints a
-table with the ratio peer / ours of each time and ours / peer of each throughput: above 1 is better than the peer.
+`--peer-site` is a folder with upstream and its dependencies, put on PYTHONPATH for the peer's processes only. Models
+need a config.json and a tokenizer; weights are random. Both servers are driven by the same load generator (ours). Prints
+a table with the ratio peer / ours of each time and ours / peer of each throughput: above 1 is better than the peer.
 """
 
 from __future__ import annotations

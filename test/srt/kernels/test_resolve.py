@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,16 @@ def test_an_unsupported_shape_says_so() -> None:
     choice = resolve(Need("decode_attention", 100, 100), arch_by_name("sm_120"), FITS, TRITON)
     assert choice.name == "torch_native"
     assert "no tile for head dim 100" in reasons(choice)["triton"]
+
+
+@pytest.mark.parametrize("gpu", ["sm_80", "sm_86"])
+def test_e4m3_caches_need_a_gpu_that_converts_it(gpu: str) -> None:
+    need = Need("qk_norm_rope_store", kv_dtype="fp8_e4m3")
+    choice = resolve(need, arch_by_name(gpu), FITS, TRITON)
+    assert choice.name == "torch_native"
+    assert reasons(choice)["triton"] == f"cannot convert fp8_e4m3 on {gpu} (fp8_e5m2 works)"
+    assert resolve(replace(need, kv_dtype="fp8_e5m2"), arch_by_name(gpu), FITS, TRITON).name == "triton"
+    assert resolve(need, arch_by_name("sm_120"), FITS, TRITON).name == "triton"
 
 
 # --- forcing ----------------------------------------------------------------------------------------------------------

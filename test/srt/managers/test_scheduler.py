@@ -6,6 +6,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_policy import POLICIES
 from srt.managers.fake_runner import (
     EOS,
     VOCAB,
@@ -18,9 +21,6 @@ from srt.managers.fake_runner import (
     request,
     run_to_end,
 )
-
-from sglang.srt.managers.io_struct import AbortReq
-from sglang.srt.managers.schedule_policy import POLICIES
 
 
 def prompt(length: int, seed: int = 1) -> list[int]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from srt.sampling.reference import adjusted_logits, distribution, pack_mask
 
 from sglang.srt.layers.sampler import Sampler, filter_thresholds
 from sglang.srt.sampling.noise import gumbel_noise
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.sampling.sampling_table import Column, SamplingTable
+from srt.sampling.reference import adjusted_logits, distribution, pack_mask
 
 VOCAB = 67
 PROMPT = [3, 9, 9, 40]

@@ -69,6 +69,13 @@ def no_hybrid_with_tcgen05(need: Need, arch: ArchTraits) -> list[str]:
     return []
 
 
+def no_e4m3_conversion(need: Need, arch: ArchTraits) -> list[str]:
+    """Triton converts e4m3 on GPUs that multiply it, e5m2 on all."""
+    if need.kv_dtype == "fp8_e4m3" and "fp8_mma" not in arch.features:
+        return [f"cannot convert fp8_e4m3 on {arch.name} (fp8_e5m2 works)"]
+    return []
+
+
 def native_fp4_available(need: Need, arch: ArchTraits) -> list[str]:
     if need.quant in ("nvfp4", "mxfp4") and "block_scaled_mma" in arch.features:
         return ["weight-only; native FP4 is available"]
@@ -92,7 +99,7 @@ def _attention(op: str) -> tuple[KernelSpec, ...]:
             "triton",
             tiled=True,
             kernel_module=f"{_ATTENTION}.triton_ops.{op}",
-            refuse=all_of(_HALF, lacks("sparse")),
+            refuse=all_of(_HALF, no_e4m3_conversion, lacks("sparse")),
         ),
         KernelSpec(
             "flashinfer",
@@ -137,7 +144,7 @@ PREFILL_ATTENTION = (
 
 def _elementwise(op: str, module: str) -> tuple[KernelSpec, ...]:
     return (
-        KernelSpec("triton", f"{_TRITON}.{module}:{op}", CP_ASYNC, "triton"),
+        KernelSpec("triton", f"{_TRITON}.{module}:{op}", CP_ASYNC, "triton", refuse=no_e4m3_conversion),
         KernelSpec("torch_native", f"{_NATIVE}:{op}"),
     )
 

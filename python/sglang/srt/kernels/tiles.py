@@ -84,9 +84,10 @@ ROWS: tuple[TileRow, ...] = (
     TileRow("decode_attention", _WIDE, _ANY, (_split(16, 32, 4, 3, 2), _split(16, 16, 4, 2, 2))),
     TileRow("decode_attention", ((512, 512),), _ANY, (_split(16, 16, 4, 3, 2), _split(16, 16, 4, 2, 2))),
     TileRow(
-        "decode_attention", (MLA_LATENT,), _ANY,
+        "decode_attention", (MLA_LATENT,), _HALF,
         (_split(32, 32, 8, 2, 1, 2), _split(16, 16, 4, 2, 2, 2)), {"wgmma": (_split(64, 32, 8, 2, 1, 2),)},
     ),
+    TileRow("decode_attention", (MLA_LATENT,), _FP8, (_split(32, 32, 8, 2, 1, 2), _split(16, 16, 4, 2, 2, 2))),
 )  # fmt: skip
 
 

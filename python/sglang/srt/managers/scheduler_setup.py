@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sglang.srt.configs.model_config import ModelConfig
@@ -25,6 +26,8 @@ def create_plan(args: ServerArgs, tp_rank: int = 0, rendezvous: str | None = Non
     model = ModelConfig.from_server_args(args)
     arch = current_arch(tp_rank, args.device)
     on_gpu = arch.device == "cuda"
+    if not on_gpu and args.dtype == "auto":
+        model = replace(model, dtype="float32")  # CPUs without bf16 units are several times slower in bf16
     if on_gpu:
         import torch
 

@@ -25,7 +25,7 @@ def _attention(facts: ModelFacts, dtype: str, kv_dtype: str, page_size: int) -> 
         return Need(op, dims[0], dims[1], dtype, kv_dtype, page_size, traits=traits)
 
     dims = (facts.head_dim, facts.v_head_dim)
-    yield Need("qk_norm_rope_store", q_dtype=dtype)
+    yield Need("qk_norm_rope_store", q_dtype=dtype, kv_dtype=kv_dtype)
     yield attend("extend_attention", dims, facts.attention_traits)
     yield attend("decode_attention", dims, facts.attention_traits)
     if facts.sparse_index:

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from srt.layers.attention.reference import Problem
 
 from sglang.srt.kernels.launch import TileLadder
 from sglang.srt.kernels.tiles import attention_tiles
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.plan.kv_spec import KVSpec
+from srt.layers.attention.reference import Problem
 
 
 @dataclass

@@ -12,7 +12,6 @@ from __future__ import annotations
 import interpreter
 import pytest
 import torch
-from srt.layers.attention.reference import Problem, reference_decode, reference_extend, relative_error
 
 from sglang.srt.hardware.arch import arch_by_name, current_arch
 from sglang.srt.kernels.tiles import HEAD_DIMS, MLA_LATENT, Tile, attention_tiles
@@ -22,6 +21,7 @@ from sglang.srt.layers.attention.triton_ops.extend_attention import (
     extend_attention_fwd,
 )
 from sglang.srt.layers.attention.triton_ops.prefill_attention import context_attention_fwd
+from srt.layers.attention.reference import Problem, reference_decode, reference_extend, relative_error
 
 BF16_BOUND = 2e-3
 FP8_BOUND = 2e-2

@@ -8,14 +8,14 @@ from typing import Any
 import interpreter
 import pytest
 import torch
-from srt.layers.attention.backend_harness import batch_of, layer_of, plan_of
-from srt.layers.attention.reference import Problem, reference_decode, reference_extend, relative_error
 
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention.attention_registry import HybridAttnBackend, create_attention_backend
 from sglang.srt.layers.attention.page_table import gather_pages
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from srt.layers.attention.backend_harness import batch_of, layer_of, plan_of
+from srt.layers.attention.reference import Problem, reference_decode, reference_extend, relative_error
 
 BF16_OUTPUT_BOUND = 2.5e-3  # the kernels' 1.6e-3, and 1.7e-3 for rounding the output
 DECODE_LENS = [0, 99, 31]
