@@ -8,7 +8,6 @@ PORT ?= 30000
 ARGS ?=
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.10 || command -v python3)
 TORCH ?= 2.13.0
-CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -31,8 +30,9 @@ $(BIN)/python:
 		echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1); Python 3.10, 3.11 or 3.12 is needed. Set PYTHON=" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 
-# torch goes first and alone: without a GPU its CPU build, which is a tenth of the size; with one the build from the
-# package index, which brings the triton version that fits it, so that neither is held to the pins of the CPU build.
+# torch goes first and alone. Without a GPU: its CPU build, a tenth of the size, where the package index has one (for
+# others set PIP_EXTRA_INDEX_URL to PyTorch's). With a GPU: the default build, which brings the triton version that fits
+# it, so that neither is held to the pins of the CPU build.
 $(INSTALLED): $(BIN)/python pyproject.toml constraints.txt
 	@if nvidia-smi -L >/dev/null 2>&1; then \
 		echo "Installing for CUDA"; \
@@ -42,7 +42,7 @@ $(INSTALLED): $(BIN)/python pyproject.toml constraints.txt
 		echo "Installing for CPU (no NVIDIA GPU found)"; \
 		cp constraints.txt .venv/constraints.txt; \
 		$(BIN)/python -m pip install --quiet 'torch==$(TORCH)+cpu' 2>/dev/null \
-			|| $(BIN)/python -m pip install --quiet --extra-index-url $(CPU_INDEX) 'torch==$(TORCH)+cpu'; \
+			|| $(BIN)/python -m pip install --quiet 'torch==$(TORCH)'; \
 	fi
 	$(BIN)/python -m pip install --quiet -c .venv/constraints.txt -e '.[dev]'
 	@touch $@

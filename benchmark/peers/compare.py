@@ -5,7 +5,7 @@
         [--stages latency,server] [--peer-backends triton,flashinfer] [--concurrency 64,256]
 
 `--peer-site` is a folder with upstream and its dependencies, put on PYTHONPATH for the peer's processes only. Models
-need a config.json and a tokenizer; weights are random. Both servers are driven by the same load generator (ours). Prints
+need a config.json and a tokenizer; weights are random. One load generator (ours) drives both servers. Prints
 a table with the ratio peer / ours of each time and ours / peer of each throughput: above 1 is better than the peer.
 """
 

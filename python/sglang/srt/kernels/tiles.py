@@ -63,7 +63,7 @@ def _extend_rows(op: str, kv_bytes: tuple[int, ...]) -> tuple[TileRow, ...]:
     rows = (
         TileRow(op, ((64, 64),), kv_bytes, (_qkv(128, 64, 8, 2), _qkv(64, 32, 4, 2)), wgmma),
         TileRow(op, _NARROW, kv_bytes, (_qkv(128, 32, 8, 2), _qkv(64, 32, 8, 2)), wgmma),
-        TileRow(op, ((128, 128),), _HALF, (_qkv(64, 32, 4, 2), _qkv(32, 32, 4, 2)), wgmma),
+        TileRow(op, ((128, 128),), _HALF, (_qkv(64, 32, 4, 2), _qkv(32, 32, 4, 2)), {"wgmma": (_qkv(64, 64, 4, 3),)}),
         TileRow(op, ((192, 128),), kv_bytes, (_qkv(64, 64, 8, 2), _qkv(64, 32, 8, 2)), wgmma_192),
         TileRow(op, _WIDE, kv_bytes, (_qkv(64, 32, 8, 2), _qkv(32, 32, 4, 2))),
         TileRow(op, _LATENT, kv_bytes, (_qkv(32, 16, 8, 2), _qkv(16, 16, 4, 2))),
@@ -78,7 +78,15 @@ ROWS: tuple[TileRow, ...] = (
     *_extend_rows("extend_attention", _ANY),
     *_extend_rows("prefill_attention", _HALF),
     TileRow(
-        "decode_attention", ((64, 64), *_NARROW, (128, 128), (192, 128)), _ANY,
+        "decode_attention", ((64, 64), *_NARROW, (192, 128)), _ANY,
+        (_split(16, 64, 4, 3, 2), _split(16, 32, 4, 3, 4)), {"wgmma": (_split(16, 64, 4, 3, 4),)},
+    ),
+    TileRow(
+        "decode_attention", ((128, 128),), _HALF,
+        (_split(16, 64, 4, 3, 2), _split(16, 32, 4, 3, 4)), {"wgmma": (_split(16, 64, 2, 3, 4),)},
+    ),
+    TileRow(
+        "decode_attention", ((128, 128),), _FP8,
         (_split(16, 64, 4, 3, 2), _split(16, 32, 4, 3, 4)), {"wgmma": (_split(16, 64, 4, 3, 4),)},
     ),
     TileRow("decode_attention", _WIDE, _ANY, (_split(16, 32, 4, 3, 2), _split(16, 16, 4, 2, 2))),

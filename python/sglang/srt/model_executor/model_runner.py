@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.req_pool import ReqToTokenPool
 from sglang.srt.model_executor import host_pack
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.model_executor.step import NEXT_TOKEN, LogprobSpec, PendingLogprobs, StepInput, StepResult
+from sglang.srt.model_executor.step import NEXT_TOKEN, ExtendInput, LogprobSpec, PendingLogprobs, StepInput, StepResult
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.plan.plan import Plan
 from sglang.srt.sampling.logprobs import LogprobRequest, prompt_logprobs
@@ -46,6 +46,16 @@ class ModelRunner:
             with torch.inference_mode():
                 self.graphs = CudaGraphRunner(self, plan.cuda_graph_bs)
             logger.info("Captured CUDA graphs for batch sizes %s", list(plan.cuda_graph_bs))
+        if plan.device == "cuda":
+            self._warm_up_extend()
+
+    def _warm_up_extend(self) -> None:
+        """Compile what prefill needs, with and without a cached prefix, on the padding slots."""
+        num = 16
+        for prefix in (0, 1):
+            lens, zero = np.array([num], np.int32), np.zeros(1, np.int64)
+            extend = ExtendInput(np.zeros(num, np.int64), np.array([prefix], np.int32), lens, zero)
+            self.run(StepInput(zero, lens + prefix, np.zeros(num, np.int32), extend)).wait()
 
     @torch.inference_mode()
     def run(self, step: StepInput) -> StepResult:

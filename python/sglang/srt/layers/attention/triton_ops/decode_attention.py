@@ -62,12 +62,16 @@ def plan_kernel(
 
     used = seq < num_seqs
     length = tl.load(seq_lens_ptr + seq, mask=used, other=0)
-    begin = (w - first) * tiles * TILE
+    # The pieces of one sequence are made equal: a short last one would leave its SM idle.
+    num_tiles = (length + TILE - 1) // TILE
+    count = tl.maximum((num_tiles + tiles - 1) // tiles, 1)
+    step = (num_tiles + count - 1) // count * TILE
+    begin = (w - first) * step
     in_table = w < num_pieces
     tl.store(work_ptr + w * 4, tl.where(used, seq, -1), mask=in_table)
     tl.store(work_ptr + w * 4 + 1, begin, mask=in_table)
-    tl.store(work_ptr + w * 4 + 2, tl.minimum(begin + tiles * TILE, length), mask=in_table)
-    tl.store(work_ptr + w * 4 + 3, ((length + TILE - 1) // TILE + tiles - 1) // tiles, mask=in_table)
+    tl.store(work_ptr + w * 4 + 2, tl.minimum(begin + step, length), mask=in_table)
+    tl.store(work_ptr + w * 4 + 3, count, mask=in_table)
 
 
 @triton.jit
