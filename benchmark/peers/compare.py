@@ -88,13 +88,16 @@ def healthy() -> bool:
         return False
 
 
-def server(side: Side, model: str, concurrencies: list[int], client_env: dict[str, str]) -> list[dict[str, float]]:
-    """Output throughput and latencies at each concurrency; a short round before each warms the server."""
+def server(side: Side, model: str, concurrencies: list[int], client_env: dict[str, str]) -> dict[str, Any]:
+    """Throughput and latencies under random load, and the time between tokens of a full batch of equal requests."""
     with side.log.open("a") as log:
         process = subprocess.Popen(
             side.command("launch_server", model, "--port", str(PORT)),
-            env=side.env, stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
+            env=side.env,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
         try:
             started = time.time()
             while not healthy():
@@ -102,7 +105,14 @@ def server(side: Side, model: str, concurrencies: list[int], client_env: dict[st
                     raise RuntimeError(f"{side.name} server did not start; see {side.log}")
                 time.sleep(0.5)
             print(f"  {side.name}: up after {time.time() - started:.0f} s", flush=True)
-            return [load(side, c, client_env, log) for c in concurrencies]
+            load = Load(side.log.parent / f"{side.name}_{Path(model).name}", client_env, log)
+            rows = []
+            for concurrency in concurrencies:
+                random_lengths = ("0.0", SERVER_INPUT, SERVER_OUTPUT)
+                load.run(concurrency, concurrency, *random_lengths)  # warms up
+                rows.append(load.run(8 * concurrency, concurrency, *random_lengths))
+            full = load.run(BATCH_SIZES[-1], BATCH_SIZES[-1], "1.0", INPUT_LEN, 2 * OUTPUT_LEN)
+            return {"load": rows, "full_batch": full}
         finally:
             process.terminate()
             try:
@@ -112,22 +122,34 @@ def server(side: Side, model: str, concurrencies: list[int], client_env: dict[st
             time.sleep(3)  # the driver takes a moment to give the memory back
 
 
-def load(side: Side, concurrency: int, env: dict[str, str], log: Any) -> dict[str, float]:
-    result = side.log.with_name(f"{side.name}_{concurrency}.jsonl")
-    for prompts in (concurrency, 8 * concurrency):
+class Load:
+    """Runs of our load generator against the server on PORT."""
+
+    KEEP = ("output_throughput", "mean_ttft_ms", "median_itl_ms", "mean_tpot_ms", "p99_itl_ms", "completed", "duration")
+
+    def __init__(self, prefix: Path, env: dict[str, str], log: Any) -> None:
+        self.prefix, self.env, self.log = prefix, env, log
+
+    def run(self, prompts: int, concurrency: int, ratio: str, input_len: int, output_len: int) -> dict[str, float]:
+        result = Path(f"{self.prefix}_{concurrency}.jsonl")
         result.unlink(missing_ok=True)
         subprocess.run(
             [
-                sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--port", str(PORT),
-                "--dataset-name", "random-ids", "--random-input-len", str(SERVER_INPUT), "--random-output-len",
-                str(SERVER_OUTPUT), "--random-range-ratio", "0.0", "--num-prompts", str(prompts), "--max-concurrency",
-                str(concurrency), "--output-file", str(result), "--seed", str(prompts), "--flush-cache",
+                *(sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--port", str(PORT)),
+                *("--dataset-name", "random-ids", "--random-range-ratio", ratio, "--seed", str(prompts)),
+                *("--random-input-len", str(input_len), "--random-output-len", str(output_len)),
+                *("--num-prompts", str(prompts), "--max-concurrency", str(concurrency), "--flush-cache"),
+                *("--output-file", str(result), "--disable-tqdm"),
             ],
-            env=env, check=True, stdout=log, stderr=log, timeout=300,
-        )  # fmt: skip
-    row = json.loads(result.read_text().splitlines()[-1])
-    keep = ("output_throughput", "mean_ttft_ms", "median_itl_ms", "mean_tpot_ms", "p99_itl_ms", "completed", "duration")
-    return {"concurrency": concurrency, **{k: row[k] for k in keep if k in row}}
+            env=self.env,
+            check=True,
+            stdout=self.log,
+            stderr=self.log,
+            timeout=300,
+        )
+        row = json.loads(result.read_text().splitlines()[-1])
+        result.unlink()
+        return {"concurrency": concurrency, **{k: row[k] for k in self.KEEP}}
 
 
 def table(results: dict[str, Any]) -> str:
@@ -146,13 +168,19 @@ def table(results: dict[str, Any]) -> str:
                             f"{name} {value:.2f} ({(value / row[key]) if better_low else (row[key] / value):.3f}x)"
                         )
                 lines.append("   ".join(cells))
-        for i, row in enumerate(ours.get("server", [])):
+        for i, row in enumerate(ours.get("server", {}).get("load", [])):
             cells = [f"  out tok/s at concurrency {row['concurrency']:>3}: {row['output_throughput']:>10.1f}"]
             for name, peer in peers.items():
                 if "server" in peer:
-                    value = peer["server"][i]["output_throughput"]
+                    value = peer["server"]["load"][i]["output_throughput"]
                     cells.append(f"{name} {value:.1f} ({row['output_throughput'] / value:.3f}x)")
             lines.append("   ".join(cells))
+        for name, side in sides.items():
+            if "server" in side and "latency" in side:
+                inter, step = side["server"]["full_batch"]["median_itl_ms"], side["latency"][-1]["decode_ms"]
+                lines.append(
+                    f"  {name}: {inter:.2f} ms between tokens at batch {BATCH_SIZES[-1]}, {inter / step:.3f} of a step"
+                )
     return "\n".join(lines)
 
 
