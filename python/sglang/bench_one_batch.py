@@ -83,6 +83,8 @@ def _fit_server_args(args: ServerArgs, bench: BenchArgs) -> None:
         args.max_running_requests = max(largest, len(CORRECTNESS_PROMPTS))
     if args.cuda_graph_bs is None and args.cuda_graph_max_bs is None:
         args.cuda_graph_bs = sorted(set(bench.batch_size))
+    if args.chunked_prefill_size == -1:  # the memory plan must know how long one step gets
+        args.max_prefill_tokens = max(args.max_prefill_tokens, largest * max(bench.input_len))
 
 
 def _print(rank: int, line: str) -> None:
