@@ -59,7 +59,7 @@ def latency(side: Side, model: str) -> list[dict[str, float]]:
     done = subprocess.run(
         side.command(
             *("bench_one_batch", model, "--batch-size", *sizes, "--cuda-graph-max-bs", "128"),
-            *("--input-len", str(INPUT_LEN), "--output-len", str(OUTPUT_LEN), "--chunked-prefill-size", "-1"),
+            *("--input-len", str(INPUT_LEN), "--output-len", str(OUTPUT_LEN)),
         ),
         env=side.env,
         capture_output=True,

@@ -53,7 +53,8 @@ _HALF = (2,)
 _FP8 = (1,)
 _ANY = (1, 2)
 _NARROW = ((72, 72), (80, 80), (96, 96))
-_WIDE = ((160, 160), (192, 192), (256, 256), (288, 256))
+_WIDE = ((160, 160), (192, 192), (256, 256))
+_WIDEST = ((288, 256),)
 _LATENT = ((512, 512), MLA_LATENT)
 
 
@@ -66,6 +67,7 @@ def _extend_rows(op: str, kv_bytes: tuple[int, ...]) -> tuple[TileRow, ...]:
         TileRow(op, ((128, 128),), _HALF, (_qkv(64, 32, 4, 2), _qkv(32, 32, 4, 2)), {"wgmma": (_qkv(64, 64, 4, 3),)}),
         TileRow(op, ((192, 128),), kv_bytes, (_qkv(64, 64, 8, 2), _qkv(64, 32, 8, 2)), wgmma_192),
         TileRow(op, _WIDE, kv_bytes, (_qkv(64, 32, 8, 2), _qkv(32, 32, 4, 2))),
+        TileRow(op, _WIDEST, kv_bytes, (_qkv(64, 16, 8, 3), _qkv(32, 32, 8, 2))),
         TileRow(op, _LATENT, kv_bytes, (_qkv(32, 16, 8, 2), _qkv(16, 16, 4, 2))),
     )
     if kv_bytes == _HALF:
@@ -89,7 +91,7 @@ ROWS: tuple[TileRow, ...] = (
         "decode_attention", ((128, 128),), _FP8,
         (_split(16, 64, 4, 3, 2), _split(16, 32, 4, 3, 4)), {"wgmma": (_split(16, 64, 4, 3, 4),)},
     ),
-    TileRow("decode_attention", _WIDE, _ANY, (_split(16, 32, 4, 3, 2), _split(16, 16, 4, 2, 2))),
+    TileRow("decode_attention", (*_WIDE, *_WIDEST), _ANY, (_split(16, 32, 4, 3, 2), _split(16, 16, 4, 2, 2))),
     TileRow("decode_attention", ((512, 512),), _ANY, (_split(16, 16, 4, 3, 2), _split(16, 16, 4, 2, 2))),
     TileRow(
         "decode_attention", (MLA_LATENT,), _HALF,
