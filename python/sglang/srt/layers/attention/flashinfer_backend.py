@@ -91,11 +91,10 @@ class FlashInferAttnBackend:
         self._current = wrapper
 
     def init_cuda_graph_state(self, max_batch_size: int) -> None:
-        ints = {"dtype": torch.int32, "device": self._device}
         self._graph = GraphBuffers(
-            torch.zeros(max_batch_size + 1, **ints),
-            torch.ones(max_batch_size, **ints),
-            torch.zeros(max_batch_size * self._max_pages_each, **ints),
+            torch.zeros(max_batch_size + 1, dtype=torch.int32, device=self._device),
+            torch.ones(max_batch_size, dtype=torch.int32, device=self._device),
+            torch.zeros(max_batch_size * self._max_pages_each, dtype=torch.int32, device=self._device),
         )
 
     def init_forward_metadata_capture(self, batch: ForwardBatch) -> None:

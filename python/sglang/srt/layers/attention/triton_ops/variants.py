@@ -45,13 +45,13 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
 
 
 def _of_tile(op: str, head_dims: tuple[int, int], kv_dtype: str, tile: tiles.Tile, default: bool) -> Iterator[Variant]:
-    flags = _FLAGS[op].items()
+    flags = list(_FLAGS[op].items())
     if not default:
         # What a launch steps down to is smaller in every respect: without features it is on record, and e5m2 costs what
         # e4m3 costs. This halves the time to compile the ledger.
-        flags = [] if kv_dtype == "fp8_e5m2" else list(flags)[:1]
+        flags = [] if kv_dtype == "fp8_e5m2" else flags[:1]
     elif kv_dtype != "bfloat16":
-        flags = list(flags)[:1]
+        flags = flags[:1]
     for name, names in flags:
         # No call site of this server passes a mask: what it costs is on record, but decides about no tile.
         yield describe(op, head_dims, kv_dtype, tile, name, names, default and name != "custom_mask")
