@@ -63,6 +63,7 @@ class KernelSpec:
     kernel_module: str = ""  # of a tiled kernel: where its code is, if not at the entry
     refuse: Refuse = refuses_nothing
     graph_safe: bool = True  # may run inside a CUDA graph
+    graph_prefill: bool = False  # attention: prefill too, because it takes nothing but shapes from the host
     not_here: str | None = None  # exists elsewhere; why it is not part of this server
 
     def why_not(self, need: Need, arch: ArchTraits, packages: frozenset[str]) -> list[str]:

@@ -89,8 +89,9 @@ _HALF = only_dtypes("bfloat16", "float16")
 
 def _attention(op: str) -> tuple[KernelSpec, ...]:
     flashinfer_refuses = all_of(
-        only_full_heads, flashinfer_head_dims, _HALF, lacks("sinks", "sparse"), no_hybrid_with_tcgen05
-    )
+        only_full_heads, flashinfer_head_dims, _HALF, no_hybrid_with_tcgen05,
+        lacks("sinks", "sparse", "sliding_window", "logit_cap", "custom_mask"),
+    )  # fmt: skip
     return (
         KernelSpec(
             "triton",
@@ -100,6 +101,7 @@ def _attention(op: str) -> tuple[KernelSpec, ...]:
             tiled=True,
             kernel_module=f"{_ATTENTION}.triton_ops.{op}",
             refuse=all_of(_HALF, no_e4m3_conversion, lacks("sparse")),
+            graph_prefill=True,
         ),
         KernelSpec(
             "flashinfer",

@@ -14,38 +14,11 @@ import numpy as np
 import torch
 
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.static_pack import StaticPack
 from sglang.srt.model_executor.step import StepInput
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-
-class _StaticInputs:
-    """Device buffers that the graphs read, filled by one copy from pinned memory: slots, cache slots, lengths."""
-
-    def __init__(self, max_bs: int, device: str) -> None:
-        self.max_bs = max_bs
-        self.packed = torch.zeros(max_bs * 20, dtype=torch.uint8, device=device)
-        self.slots, self.out_cache_loc, self.seq_lens = self._views(self.packed)
-        self.seq_lens.fill_(1)
-
-    def _views(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        n = self.max_bs
-        return (
-            packed[: 8 * n].view(torch.int64),
-            packed[8 * n : 16 * n].view(torch.int64),
-            packed[16 * n : 20 * n].view(torch.int32),
-        )
-
-    def load(self, step: StepInput) -> None:
-        n = len(step.slots)
-        host = torch.zeros(self.packed.numel(), dtype=torch.uint8, pin_memory=True)
-        slots, out_cache_loc, seq_lens = (t.numpy() for t in self._views(host))
-        slots[:n] = step.slots
-        out_cache_loc[:n] = step.out_cache_loc
-        seq_lens[:n] = step.seq_lens
-        seq_lens[n:] = 1
-        self.packed.copy_(host, non_blocking=True)
 
 
 class CudaGraphRunner:
@@ -54,11 +27,19 @@ class CudaGraphRunner:
     def __init__(self, runner: ModelRunner, batch_sizes: tuple[int, ...]) -> None:
         self.runner = runner
         self.batch_sizes = batch_sizes
-        self.inputs = _StaticInputs(batch_sizes[-1], runner.device)
+        largest = batch_sizes[-1]
+        self.inputs = StaticPack(
+            {
+                "slots": (largest, np.int64, 0),
+                "out_cache_loc": (largest, np.int64, 0),
+                "seq_lens": (largest, np.int32, 1),
+            },
+            runner.device,
+        )
         self.batches: dict[int, ForwardBatch] = {}
         self.logits: dict[int, torch.Tensor] = {}
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        runner.attn_backend.init_cuda_graph_state(batch_sizes[-1])
+        runner.attn_backend.init_cuda_graph_state(largest)
         pool = None
         for size in reversed(batch_sizes):  # the largest first: smaller graphs then reuse its memory
             self._capture(size, pool)
@@ -69,7 +50,7 @@ class CudaGraphRunner:
 
     def _static_batch(self, size: int) -> ForwardBatch:
         i = self.inputs
-        return self.runner.decode_batch(i.slots[:size], i.seq_lens[:size], i.out_cache_loc[:size])
+        return self.runner.decode_batch(i["slots"][:size], i["seq_lens"][:size], i["out_cache_loc"][:size])
 
     def _step(self, size: int) -> torch.Tensor:
         batch = self.batches[size] = self._static_batch(size)
@@ -89,7 +70,7 @@ class CudaGraphRunner:
         """Logits [B, V] of a decode step; valid until the next replay."""
         num_reqs = len(step.slots)
         size = self.batch_sizes[bisect.bisect_left(self.batch_sizes, num_reqs)]
-        self.inputs.load(step)
+        self.inputs.load(slots=step.slots, out_cache_loc=step.out_cache_loc, seq_lens=step.seq_lens)
         batch = self.batches[size]
         batch.seq_lens_cpu = np.concatenate([step.seq_lens, np.ones(size - num_reqs, np.int32)]).tolist()
         self.runner.attn_backend.init_forward_metadata_replay(batch, num_reqs)

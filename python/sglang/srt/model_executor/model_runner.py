@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.memory_pool import KVPool
 from sglang.srt.mem_cache.req_pool import ReqToTokenPool
 from sglang.srt.model_executor import host_pack
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
+from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.step import NEXT_TOKEN, ExtendInput, LogprobSpec, PendingLogprobs, StepInput, StepResult
 from sglang.srt.model_loader.loader import load_model
@@ -41,10 +42,13 @@ class ModelRunner:
         self.next_token = torch.zeros(plan.max_running_requests + 1, dtype=torch.int64, device=plan.device)
         self.sampler.warm_up(self.sampling_table, self.next_token)
         self.attn_backend = create_attention_backend(plan)
-        self.graphs = None
+        self.graphs: CudaGraphRunner | None = None
+        self.extend_graphs: ExtendGraphRunner | None = None
         if plan.cuda_graph_bs:
             with torch.inference_mode():
                 self.graphs = CudaGraphRunner(self, plan.cuda_graph_bs)
+                if plan.cuda_graph_prefill_tokens:
+                    self.extend_graphs = ExtendGraphRunner(self, plan.cuda_graph_prefill_tokens)
             logger.info("Captured CUDA graphs for batch sizes %s", list(plan.cuda_graph_bs))
         if plan.device == "cuda":
             self._warm_up_extend()
@@ -67,7 +71,8 @@ class ModelRunner:
             return self._run_extend(step)
         if self.graphs is not None and self.graphs.fits(len(step.slots)):
             logits = self.graphs.replay(step)
-            return self._sample(step, logits, self.graphs.inputs.slots[: len(step.slots)], self.graphs.inputs.seq_lens)
+            inputs = self.graphs.inputs
+            return self._sample(step, logits, inputs["slots"][: len(step.slots)], inputs["seq_lens"])
         slots, seq_lens, loc = host_pack.send(
             (step.slots, step.seq_lens, step.out_cache_loc.astype(np.int64)), self.device
         )
@@ -99,6 +104,11 @@ class ModelRunner:
         start = np.concatenate(([0], np.cumsum(extend.extend_lens))).astype(np.int32)
         of_request = np.repeat(np.arange(len(step.slots)), extend.extend_lens)
         positions = np.arange(start[-1], dtype=np.int64) - start[of_request] + extend.prefix_lens[of_request]
+        if self.extend_graphs is not None and self.extend_graphs.fits(step):
+            hidden, logits = self.extend_graphs.replay(step, positions, start)
+            inputs = self.extend_graphs.inputs
+            sampled = inputs["sampled_slots"][: len(logits)]
+            return self._sample(step, logits, sampled, inputs["sampled_lens"], self._prompt_logprobs(step, hidden))
         on_device = np.flatnonzero(extend.input_ids == NEXT_TOKEN)
         last_rows = start[1:].astype(np.int64)[extend.sample_rows] - 1
         sent = host_pack.send(

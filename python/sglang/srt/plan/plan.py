@@ -15,7 +15,7 @@ from sglang.srt.kernels.ledger_file import Ledger, tile_key
 from sglang.srt.kernels.resolve import installed_packages, resolve
 from sglang.srt.kernels.spec import Choice, Need, Tile
 from sglang.srt.plan import defaults
-from sglang.srt.plan.kv_spec import KVSpec, kv_cache_dtype
+from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES, KVSpec, kv_cache_dtype
 from sglang.srt.plan.memory import GIB, MIN_POOL_TOKENS, MemoryPlan, Sizes, plan_cpu_memory, plan_gpu_memory
 from sglang.srt.plan.model_facts import ModelFacts, facts_from_config
 from sglang.srt.plan.needs import needs_of
@@ -45,6 +45,7 @@ class Plan:
     chunked_prefill_size: int  # -1: whole prompts
     max_prefill_tokens: int
     cuda_graph_bs: tuple[int, ...]  # empty: no graphs
+    cuda_graph_prefill_tokens: tuple[int, ...] = ()
     warnings: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()  # the server works, but not as the user will want it
 
@@ -76,6 +77,7 @@ class Plan:
             "page_size": self.page_size,
             **self._sizes(),
             "cuda_graph_bs": list(self.cuda_graph_bs),
+            "cuda_graph_prefill_tokens": list(self.cuda_graph_prefill_tokens),
             "memory": self.memory.describe(),
             "kernels": {
                 op: {
@@ -137,6 +139,10 @@ def make_plan(
         memory = plan_gpu_memory(
             facts, model.dtype, weights, available_bytes, sizes, kv, args.mem_fraction_static, args.max_total_tokens
         )
+    prefill_graphs: tuple[int, ...] = ()
+    if sizes.graph_batch_sizes and choices["extend_attention"].spec.graph_prefill:
+        elements = weights // KV_DTYPE_BYTES[model.dtype]
+        prefill_graphs = defaults.cuda_graph_prefill_tokens(facts.num_layers, elements, sizes.tokens_per_step)
     tokens = memory.kv_cache // kv.bytes_per_token // page_size * page_size - page_size  # page 0 is padding
     return Plan(
         arch=arch,
@@ -155,6 +161,7 @@ def make_plan(
         chunked_prefill_size=_chunk(args, arch, available_bytes, page_size),
         max_prefill_tokens=args.max_prefill_tokens,
         cuda_graph_bs=sizes.graph_batch_sizes,
+        cuda_graph_prefill_tokens=prefill_graphs,
         warnings=tuple(notes + _token_notes(args, tokens)),
         errors=_check_pool(args, tokens, model.context_len, memory, kv, arch.device != "cpu"),
     )
