@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import threading
@@ -189,6 +190,16 @@ def test_pause_and_continue(http: httpx.Client) -> None:
     assert http.post("/continue_generation").status_code == 200
     http.post("/abort_request", json={"rid": "paused"})
     assert request.result().status_code == 200
+
+
+def test_a_profile_is_written(http: httpx.Client, server: LiveServer) -> None:
+    assert http.post("/stop_profile").status_code == 400
+    assert http.post("/start_profile").status_code == 200
+    assert http.post("/start_profile").status_code == 400
+    http.post("/generate", json={"text": PROMPT, "sampling_params": {"max_new_tokens": 2}})
+    assert http.post("/stop_profile").status_code == 200
+    (trace,) = server.log_path.parent.glob("*.trace.json.gz")
+    assert "aten::linear" in gzip.decompress(trace.read_bytes()).decode()
 
 
 @pytest.mark.parametrize("stream", [False, True])

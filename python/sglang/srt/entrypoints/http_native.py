@@ -213,6 +213,17 @@ async def continue_generation(request: Request) -> Response:
     return await _control(request, "resume", "Generation continues.")
 
 
+@router.post("/start_profile")
+async def start_profile(request: Request) -> Response:
+    """Trace the schedulers until /stop_profile; files go to $SGLANG_TORCH_PROFILER_DIR."""
+    return await _control(request, "start_profile", "Profiling.")
+
+
+@router.post("/stop_profile")
+async def stop_profile(request: Request) -> Response:
+    return await _control(request, "stop_profile", "The trace was written.")
+
+
 @router.post("/abort_request", openapi_extra=body_schema(AbortBody))
 async def abort_request(request: Request) -> Response:
     """Ends requests early; a rid that is unknown or has ended is not an error, since both race."""

@@ -6,6 +6,7 @@ bytes, so all ranks take the same decisions. Only rank 0 answers.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from sglang.srt.constrained.grammar import GrammarError, grammar_key
 from sglang.srt.constrained.grammar_backend import GrammarBackend
 from sglang.srt.constrained.grammar_manager import GrammarManager, PendingGrammar
 from sglang.srt.distributed import parallel_state
+from sglang.srt.environ import envs
 from sglang.srt.kernels.launch import step_downs
 from sglang.srt.managers import ipc
 from sglang.srt.managers.io_struct import (
@@ -31,6 +33,7 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReq,
 )
 from sglang.srt.managers.output import StopChecker
+from sglang.srt.managers.profiler import Profiler
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_setup import create_runner
@@ -63,6 +66,7 @@ class SchedulerProcess:
         self.outbox = ipc.scheduler_outbox(ports) if self.leader else None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(list[SchedulerInput])
+        self.profiler = Profiler(envs.SGLANG_TORCH_PROFILER_DIR, parallel_state.tp_rank())
         self._was_idle = False
 
     def run_forever(self) -> None:
@@ -211,6 +215,18 @@ class SchedulerProcess:
         self.scheduler.paused = msg.kind == "pause"
         return ControlReply(msg.id)
 
+    def _start_profile(self, msg: ControlReq) -> ControlReply:
+        problem = self.profiler.start()
+        return ControlReply(msg.id, not problem, problem)
+
+    def _stop_profile(self, msg: ControlReq) -> ControlReply:
+        self.scheduler.settle()
+        path = self.profiler.stop()
+        if path is None:
+            return ControlReply(msg.id, ok=False, message="No trace is running; call /start_profile first.")
+        logger.info("Wrote the trace %s", path)
+        return ControlReply(msg.id, data={"path": str(path)})
+
     def _ping(self, msg: ControlReq) -> ControlReply:
         return ControlReply(msg.id)
 
@@ -220,6 +236,8 @@ class SchedulerProcess:
         "check": _check,
         "pause": _pause,
         "resume": _pause,
+        "start_profile": _start_profile,
+        "stop_profile": _stop_profile,
         "ping": _ping,
     }
 
@@ -229,5 +247,6 @@ def run_scheduler(args: ServerArgs, ports: ipc.Ports, tp_rank: int, start_pipe: 
     runner = create_runner(args, tp_rank, f"file://{ports.directory}/rendezvous")
     process = SchedulerProcess(args, runner, load_tokenizer(args), ports)
     process.tell(SchedulerReady(info=runner.plan.describe()))
+    gc.freeze()  # what start-up made stays: a collection must not look at all of it in the middle of a step
     start_pipe.send_bytes(b"ready")
     process.run_forever()
