@@ -283,3 +283,16 @@ def test_any_workload(
             assert got == full
             assert (finish.type == "stop") == (bool(full) and full[-1] == EOS and not ignore_eos)
     assert_clean(scheduler)
+
+
+def test_a_prompt_beyond_the_step_limit_does_not_wait_for_an_empty_server() -> None:
+    scheduler = make_scheduler(FakeRunner(1024, 1, 512, 4, -1, max_prefill=64))
+    collector = Collector()
+    add(scheduler, request("running", prompt(10), 200, ignore_eos=True))
+    scheduler.step()
+    add(scheduler, request("long", prompt(100, 2), 3))
+    scheduler.step()
+    assert scheduler.reqs["long"].slot
+    run_to_end(scheduler, collector)
+    assert collector.tokens["long"] == expected_output(prompt(100, 2), 3)
+    assert_clean(scheduler)

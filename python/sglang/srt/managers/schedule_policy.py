@@ -66,18 +66,14 @@ class NewTokenRatio:
     START, FLOOR, DECAY, PENALTY = 0.7, 0.1, 0.001, 0.2
 
     def __init__(self, conservativeness: float) -> None:
-        self.start = min(1.0, self.START * conservativeness)
-        self.floor = min(self.start, self.FLOOR * conservativeness)
-        self.value = self.start
+        self.value = min(1.0, self.START * conservativeness)
+        self.floor = min(self.value, self.FLOOR * conservativeness)
 
     def step(self) -> None:
         self.value = max(self.floor, self.value - self.DECAY)
 
     def retracted(self) -> None:
         self.value = min(1.0, self.value + self.PENALTY)
-
-    def reset(self) -> None:
-        self.value = self.start
 
 
 class PrefillBudget:
@@ -93,6 +89,7 @@ class PrefillBudget:
         self.tokens = max_tokens - used
         self.chunk = chunk - used if chunk is not None else None
         self.alone = len(running) == 0
+        self.first = True
 
     def free(self) -> int:
         """Slots that may still be promised. Matched prefixes are locked first, so this shrinks as requests match."""
@@ -110,10 +107,10 @@ class PrefillBudget:
         take = want
         if self.chunk is not None and take > self.chunk:
             take = self.chunk // page * page
-        elif take > self.tokens and not self.alone:
+        elif take > self.tokens and not self.first:  # the first may exceed what it could never fit
             take = 0
         if take > 0:
-            self.alone = False
+            self.alone = self.first = False
             self.reserved += (want + output if take == want else want) + page
             self.tokens -= take
             if self.chunk is not None:
