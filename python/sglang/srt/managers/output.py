@@ -1,6 +1,6 @@
 """What happens to a step's tokens on the host: append, decide whether the request ends, and report.
 
-Order of the checks for one token: a stop token wins over the length limit, and both over stop strings.
+Order of the checks for one token: stop token, complete grammar, stop string, length limit.
 """
 
 from __future__ import annotations

@@ -31,7 +31,6 @@ class Req:
         self.stream = msg.stream
         self.seed = seed
         self.namespace = msg.cache_namespace
-        self.priority = msg.priority
         self.stop_ids = stop_ids
         self.tokens = list(msg.input_ids)
         self.prompt_len = len(msg.input_ids)

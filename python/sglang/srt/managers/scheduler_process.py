@@ -206,11 +206,6 @@ class SchedulerProcess:
         }
         return ControlReply(msg.id, data=state)
 
-    def _check(self, msg: ControlReq) -> ControlReply:
-        self.scheduler.settle()
-        self.scheduler.cache.check()
-        return ControlReply(msg.id, data=dict(self.scheduler.check_memory()))
-
     def _pause(self, msg: ControlReq) -> ControlReply:
         self.scheduler.paused = msg.kind == "pause"
         return ControlReply(msg.id)
@@ -233,7 +228,6 @@ class SchedulerProcess:
     _CONTROLS: ClassVar[dict[str, Callable[[SchedulerProcess, ControlReq], ControlReply]]] = {
         "flush_cache": _flush_cache,
         "internal_state": _internal_state,
-        "check": _check,
         "pause": _pause,
         "resume": _pause,
         "start_profile": _start_profile,

@@ -15,11 +15,10 @@ if TYPE_CHECKING:
 
 class ForwardMode(Enum):
     """EXTEND: each request brings one or more new tokens over a cached prefix (a mixed batch is an EXTEND in which some
-    requests bring one token). DECODE: each brings exactly one. IDLE: nothing to compute (a rank that only follows)."""
+    requests bring one token). DECODE: each brings exactly one."""
 
     EXTEND = auto()
     DECODE = auto()
-    IDLE = auto()
 
     def is_decode(self) -> bool:
         return self is ForwardMode.DECODE

@@ -18,7 +18,7 @@ CPU_KV_TOKENS = 131072
 MIN_POOL_TOKENS = 64
 """A pool below this cannot serve anything."""
 
-# Measured on the H200 as upper bounds; a graph holds its kernels' launch records, about one per kernel and layer.
+# Estimates, with room: Qwen3-8B and 0.6B served within them on an H200. A graph holds its kernels' launch records.
 _GRAPH_BASE = 6 * MIB
 _GRAPH_PER_LAYER = 160 * 1024
 _LIBRARY_RESERVE = 768 * MIB  # cuBLAS workspaces, compiled kernels, allocator slack

@@ -1,7 +1,8 @@
 """y = x @ w^T for one row of x: the time is that of reading w once. Reference: `torch.nn.functional.linear`.
 
-Threads along K multiply and add, without matrix instructions. Measured on an H200 in bf16 (docs/results): 5-14% faster
-than cuBLAS for Qwen3-8B's output and down projections, up to three times for Qwen3-0.6B's small ones, equal elsewhere.
+Threads along K multiply and add, without matrix instructions. On an H200 in bf16 (benchmark/kernels/elementwise/
+bench_gemv.py) 10-14% faster than cuBLAS for Qwen3-8B's output and down projections, up to three times for Qwen3-0.6B's
+small ones, within 3% elsewhere.
 """
 
 from __future__ import annotations

@@ -87,12 +87,6 @@ def describe(
     return Variant(op, key, fn, signature, constexprs, divisible, tile, head_dims, kv_dtype, default)
 
 
-def tile_name(tile: tiles.Tile) -> str:
-    """128x64 w8 s2."""
-    blocks = "x".join(str(value) for name, value in tile.items() if name.startswith("BLOCK_"))
-    return f"{blocks} w{tile['num_warps']} s{tile['num_stages']}"
-
-
 def _shape_constexprs(head_dims: tuple[int, int], tile: tiles.Tile, rows: str) -> dict[str, Any]:
     head_dim, v_head_dim = head_dims
     block_d, block_dpe = split_head_dim(head_dim)
