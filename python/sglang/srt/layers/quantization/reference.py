@@ -1,0 +1,172 @@
+"""Quantization in plain torch: the definition that kernels, checkpoints and the exporter are held to.
+
+Values are exact: `dequantize` returns fp32 products of what is stored, `quantize` rounds to nearest, ties to even.
+Sources: OCP Microscaling Formats (MX) v1.0; NVIDIA's NVFP4 (blocks of 16, e4m3 scales, one fp32 factor a matrix).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
+
+E4M3_MAX = 448.0
+E2M1_MAX = 6.0
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Of codes 0 to 7; bit 3 is the sign."""
+E8M0_BIAS = 127
+_TINY = 1e-12
+
+
+@dataclass(slots=True)
+class Quantized:
+    """`data` [..., N, K] (e4m3, int8) or [..., N, K / 2] (uint8, two to a byte, even columns in the low bits);
+    `scale` [..., *Scheme.scale_shape(N, K)] (e8m0 as uint8); `global_scale` [...] fp32 or None."""
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    global_scale: torch.Tensor | None = None
+
+
+def quantize(weight: torch.Tensor, scheme: Scheme) -> Quantized:
+    """weight [..., N, K]; K must be a multiple of the group's columns where these are under 128."""
+    w = weight.float()
+    rows, cols = w.shape[-2:]
+    if scheme.scale == "e8m0":
+        scale, values = _quantize_mx(w, scheme)
+        return Quantized(_encode(values, scheme.element), scale)
+    if scheme.global_scale:
+        return _quantize_nvfp4(w, w.abs().amax((-1, -2)) / (E4M3_MAX * E2M1_MAX))
+    limit = {"e4m3": E4M3_MAX, "int8": 127.0, "int4": 7.5}[scheme.element]
+    scale = (_group_amax(w, scheme) / limit).clamp_min(_TINY)
+    if scheme.scale == "bfloat16":
+        scale = scale.bfloat16()
+    return Quantized(_encode(w / expand_scale(scale.float(), scheme, rows, cols), scheme.element), scale)
+
+
+def dequantize(q: Quantized, scheme: Scheme) -> torch.Tensor:
+    """[..., N, K] fp32."""
+    values = _decode(q.data, scheme.element)
+    rows, cols = values.shape[-2:]
+    scale = decode_e8m0(q.scale) if scheme.scale == "e8m0" else q.scale.float()
+    values = values * expand_scale(scale, scheme, rows, cols)
+    return values if q.global_scale is None else values * q.global_scale.float()[..., None, None]
+
+
+def round_activation(x: torch.Tensor, scheme: Scheme, input_scale: torch.Tensor | None = None) -> torch.Tensor:
+    """x [T, K] as the product sees it: quantized by the scheme and back, fp32. `input_scale` is a static scale of one
+    value (fp8_tensor), or the global factor of nvfp4; without it the tensor's own largest value gives it."""
+    kind, values = scheme.activation, x.float()
+    if kind is None:
+        return values
+    if kind == "mxfp8":
+        return _round_by(values, SCHEMES["mxfp8"])
+    if kind == "nvfp4":
+        own = values.abs().amax() / (E4M3_MAX * E2M1_MAX)
+        return dequantize(
+            _quantize_nvfp4(values, own if input_scale is None else input_scale.float()), SCHEMES["nvfp4"]
+        )
+    group = {"tensor": (0, 0), "token": (1, 0), "group128": (1, 128)}[kind]
+    as_weight = Scheme("activation", scheme.element, group, "float32", None)
+    if input_scale is None:
+        return _round_by(values, as_weight)
+    return _decode(_encode(values / input_scale.float(), scheme.element), scheme.element) * input_scale.float()
+
+
+def expand_scale(scale: torch.Tensor, scheme: Scheme, rows: int, cols: int) -> torch.Tensor:
+    """Scales as stored -> something that broadcasts over [..., rows, cols]."""
+    per_row, per_col = scheme.group
+    if per_row == 0:
+        return scale[..., None, None]
+    if per_col == 0:
+        return scale[..., None]
+    if per_row > 1:
+        scale = scale.repeat_interleave(per_row, -2)[..., :rows, :]
+    return scale.repeat_interleave(per_col, -1)[..., :cols]
+
+
+def decode_e8m0(scale: torch.Tensor) -> torch.Tensor:
+    """uint8 exponents with bias 127 -> fp32. 255 is NaN."""
+    exact = torch.ldexp(torch.ones_like(scale, dtype=torch.float32), scale.int() - E8M0_BIAS)
+    return torch.where(scale == 255, torch.nan, exact)
+
+
+def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """fp32 -> codes 0 to 15 (uint8), to nearest, ties to the even code, saturating at 6."""
+    magnitude = values.abs().clamp_max(E2M1_MAX)
+    # Between neighbours the step is 0.5 below 2, 1 below 4, then 2: round in units of it (torch rounds ties to even).
+    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    rounded = torch.round(magnitude / step) * step
+    code = torch.bucketize(rounded, torch.tensor(E2M1_VALUES, device=values.device)).to(torch.uint8)
+    return code | (torch.signbit(values).to(torch.uint8) << 3)
+
+
+def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
+    """Codes 0 to 15 -> fp32."""
+    table = torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), device=codes.device)
+    return table[codes.int()]
+
+
+def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """[..., K] of 0 to 15 -> [..., K / 2] uint8, even columns in the low bits."""
+    return codes[..., 0::2].to(torch.uint8) | (codes[..., 1::2].to(torch.uint8) << 4)
+
+
+def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """[..., K / 2] uint8 -> [..., K] uint8 of 0 to 15."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+def _encode(values: torch.Tensor, element: str) -> torch.Tensor:
+    if element == "e4m3":
+        return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    if element == "int8":
+        return values.round().clamp(-127, 127).to(torch.int8)
+    if element == "int4":
+        return pack_nibbles(values.round().clamp(-8, 7).to(torch.int8) + 8)
+    return pack_nibbles(encode_e2m1(values))
+
+
+def _decode(data: torch.Tensor, element: str) -> torch.Tensor:
+    if element == "int4":
+        return unpack_nibbles(data.view(torch.uint8)).float() - 8.0
+    if element == "e2m1":
+        return decode_e2m1(unpack_nibbles(data.view(torch.uint8)))
+    return data.float()
+
+
+def _round_by(values: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    return dequantize(quantize(values, scheme), scheme)
+
+
+def _group_amax(w: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    per_row, per_col = scheme.group
+    magnitude = w.abs()
+    if per_row == 0:
+        return magnitude.amax((-1, -2))
+    if per_col == 0:
+        return magnitude.amax(-1)
+    rows, cols = w.shape[-2:]
+    padded = torch.nn.functional.pad(magnitude, (0, -cols % per_col, 0, -rows % per_row))
+    return padded.unflatten(-1, (-1, per_col)).unflatten(-3, (-1, per_row)).amax((-1, -3))
+
+
+def _quantize_mx(w: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
+    """(e8m0 scales, values divided by them): the largest value's exponent less that of the format's largest."""
+    rows, cols = w.shape[-2:]
+    largest_exponent = {"e2m1": 2, "e4m3": 8}[scheme.element]
+    exponent = torch.frexp(_group_amax(w, scheme).clamp_min(2.0**-126)).exponent - 1 - largest_exponent
+    scale = (exponent + E8M0_BIAS).clamp(0, 254).to(torch.uint8)
+    return scale, w / expand_scale(decode_e8m0(scale), scheme, rows, cols)
+
+
+def _quantize_nvfp4(w: torch.Tensor, global_scale: torch.Tensor) -> Quantized:
+    scheme = SCHEMES["nvfp4"]
+    rows, cols = w.shape[-2:]
+    factor = global_scale.clamp_min(_TINY)[..., None, None]
+    scale = _encode(_group_amax(w, scheme) / E2M1_MAX / factor, "e4m3")
+    both = expand_scale(scale.float(), scheme, rows, cols) * factor
+    values = torch.where(both > 0, w / both, 0.0)
+    return Quantized(_encode(values, "e2m1"), scale, global_scale.clamp_min(_TINY))

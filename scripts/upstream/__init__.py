@@ -1,0 +1,1 @@
+"""Carries the SM120 changes onto a pristine SGLang tree: see docs/upstream.md."""
