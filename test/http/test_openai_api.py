@@ -9,6 +9,8 @@ import httpx
 import openai
 import pytest
 
+from sglang.srt.constrained.grammar_backend import MAX_WHITESPACE
+
 MODEL = "tiny"
 HELLO: list[Any] = [{"role": "user", "content": "Hello, who are you?"}]
 
@@ -208,7 +210,8 @@ def test_echo_with_logprobs_of_the_prompt(client: openai.OpenAI) -> None:
     ],
 )
 def test_structured_output(client: openai.OpenAI, constraint: dict[str, Any]) -> None:
-    choice = chat(client, max_tokens=100, **constraint).choices[0]
+    # The longest answer that the schema allows: a dozen characters and the most whitespace at five places.
+    choice = chat(client, max_tokens=12 + 5 * MAX_WHITESPACE, **constraint).choices[0]
     assert choice.finish_reason == "stop"
     assert isinstance(json.loads(choice.message.content)["ok"], bool)
 

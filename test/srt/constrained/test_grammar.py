@@ -20,7 +20,7 @@ from sglang.srt.constrained.grammar import (
     GrammarKey,
     grammar_key,
 )
-from sglang.srt.constrained.grammar_backend import GrammarBackend
+from sglang.srt.constrained.grammar_backend import MAX_WHITESPACE, GrammarBackend
 from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -97,6 +97,13 @@ def test_json_schema_output_is_valid(manager: GrammarManager) -> None:
         text = sample(pending.result(), np.random.default_rng(seed))
         value = json.loads(text, strict=False)  # xgrammar's bounded strings admit raw control characters
         assert set(value) == {"name", "age"} and isinstance(value["name"], str) and isinstance(value["age"], int)
+
+
+@pytest.mark.parametrize("source", [SCHEMA, ANY_JSON])
+def test_whitespace_in_json_ends(manager: GrammarManager, source: str) -> None:
+    grammar = manager.request(GrammarKey("json_schema", source)).result()
+    assert feed(grammar, "{" + "\n" * MAX_WHITESPACE)
+    assert not feed(grammar, " ") and feed(grammar, '"')
 
 
 def test_regex_output_matches(manager: GrammarManager) -> None:

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 LIBRARY_PREFIX = re.compile(r"^\[[\d:]+\] \S+:\d+: (?:Check failed: .*? is false: )?")
 
 
+MAX_WHITESPACE = 64
+"""Characters between two elements of JSON: room for deep indentation, but a model cannot fill its answer with them."""
+
+
 class GrammarBackend:
     """The tokenizer is loaded with the first grammar: most servers never see one."""
 
@@ -56,8 +60,8 @@ class GrammarBackend:
 
 def _compile_json(compiler: xgrammar.GrammarCompiler, source: str) -> xgrammar.CompiledGrammar:
     if source == ANY_JSON:
-        return compiler.compile_json_schema('{"type": "object"}', strict_mode=False)
-    return compiler.compile_json_schema(source)
+        return compiler.compile_json_schema('{"type": "object"}', strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE)
+    return compiler.compile_json_schema(source, max_whitespace_cnt=MAX_WHITESPACE)
 
 
 def _compile_structural_tag(compiler: xgrammar.GrammarCompiler, source: str) -> xgrammar.CompiledGrammar:
