@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -271,15 +270,3 @@ def test_a_tokenizer_that_cannot_be_loaded_fails_the_request_only() -> None:
     with pytest.raises(GrammarError, match=r"no tokenizer\.json"):
         manager.request(GrammarKey("regex", "a")).result()
     manager.shutdown()
-
-
-def test_masks_are_cheap(manager: GrammarManager) -> None:
-    grammar = manager.request(GrammarKey("json_schema", SCHEMA)).result()
-    assert feed(grammar, '{"name": "a')
-    row = np.zeros(-(-VOCAB_SIZE // 32), np.int32)
-    best = 1.0
-    for _ in range(50):
-        start = time.perf_counter()
-        grammar.fill_mask(row)
-        best = min(best, time.perf_counter() - start)
-    assert best < 1e-3

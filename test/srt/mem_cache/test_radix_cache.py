@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -314,18 +313,10 @@ def test_check_finds_defects(defect: str) -> None:
         cache.check()
 
 
-def test_long_prompts_match_and_insert_quickly() -> None:
+def test_long_prompts_match_whole() -> None:
     allocator, cache = filled(1 << 16)
     tokens = np.random.default_rng(0).integers(0, 150_000, 8192, dtype=np.int32)
     slots = allocator.alloc([0], [8192], None)
     assert slots is not None
-    start = time.perf_counter()
     cache.insert(tokens, slots)
-    inserted = time.perf_counter() - start
-    matched = 1.0
-    for _ in range(20):
-        start = time.perf_counter()
-        match = cache.match_prefix(tokens)
-        matched = min(matched, time.perf_counter() - start)
-    assert len(match.indices) == 8192
-    assert matched < 400e-6 and inserted < 2e-3  # microseconds in fact; the bounds leave room for a busy machine
+    assert np.array_equal(cache.match_prefix(tokens).indices, slots)
