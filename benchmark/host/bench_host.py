@@ -71,9 +71,9 @@ def main() -> None:
         "allocate 512 tokens, page size 1": decode_allocation(1),
         "allocate 512 tokens, page size 16": decode_allocation(16),
         "match a cached prompt of 8192": prefix_match(),
-        "import sglang": import_seconds(),
     }.items():
         print(f"{name:<40} {seconds * 1e6:>10.1f} us {seconds / step:>8.2%} of a step")
+    print(f"{'import sglang':<40} {import_seconds() * 1e6:>10.1f} us")
 
 
 if __name__ == "__main__":

@@ -30,15 +30,17 @@ class Quantized:
     global_scale: torch.Tensor | None = None
 
 
-def quantize(weight: torch.Tensor, scheme: Scheme) -> Quantized:
-    """weight [..., N, K]; K must be a multiple of the group's columns where these are under 128."""
+def quantize(weight: torch.Tensor, scheme: Scheme, global_scale: torch.Tensor | None = None) -> Quantized:
+    """weight [..., N, K]; K must be a multiple of the group's columns where a group has one row. `global_scale` [...]
+    is given where several weights share it."""
     w = weight.float()
     rows, cols = w.shape[-2:]
     if scheme.scale == "e8m0":
         scale, values = _quantize_mx(w, scheme)
         return Quantized(_encode(values, scheme.element), scale)
     if scheme.global_scale:
-        return _quantize_nvfp4(w, w.abs().amax((-1, -2)) / (E4M3_MAX * E2M1_MAX))
+        own = w.abs().amax((-1, -2)) / (E4M3_MAX * E2M1_MAX)
+        return _quantize_nvfp4(w, own if global_scale is None else global_scale)
     limit = {"e4m3": E4M3_MAX, "int8": 127.0, "int4": 7.5}[scheme.element]
     scale = (_group_amax(w, scheme) / limit).clamp_min(_TINY)
     if scheme.scale == "bfloat16":

@@ -1,0 +1,209 @@
+"""Reads a checkpoint shard by shard and writes it with its linear weights quantized."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from sglang.quantize.formats import Config, Format, Tensors
+from sglang.srt.configs.hf_config import read_json_object
+from sglang.srt.configs.quant_scheme import Scheme
+from sglang.srt.errors import UserError
+from sglang.srt.layers.quantization.reference import E2M1_MAX, E4M3_MAX, Quantized, dequantize, quantize
+from sglang.srt.model_loader.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, find_checkpoint
+
+NEVER = ("*embed_tokens", "*lm_head", "*.gate", "*shared_expert_gate", "*router", "*norm")
+"""Embeddings and routers keep their precision: a token that reaches another expert costs more than the bytes."""
+FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}, {"w1", "w3"}, {"q_a_proj", "kv_a_proj_with_mqa"})
+"""Modules that servers multiply as one: they share the factor that covers a whole matrix."""
+UNCALIBRATED_INPUT_SCALE = 2.0**-4
+"""Of NVFP4 activations when nothing was measured: blocks with a largest value from 0.006 to 168 keep full precision."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which modules are quantized: those that match `include` and none of `ignore`. Patterns as in a shell."""
+
+    include: tuple[str, ...] = ("*",)
+    ignore: tuple[str, ...] = ()
+
+    def takes(self, module: str) -> bool:
+        return _matches(module, self.include) and not _matches(module, (*NEVER, *self.ignore))
+
+
+def _matches(module: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(module, pattern) for pattern in patterns)
+
+
+@dataclass(slots=True)
+class Report:
+    """What became of the linear weights; bytes of all tensors; squares of the quantized weights and of their errors."""
+
+    quantized: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    bytes_before: int = 0
+    bytes_after: int = 0
+    weight_squares: float = 0.0
+    error_squares: float = 0.0
+
+    @property
+    def relative_error(self) -> float:
+        """Norm of all errors by the norm of all quantized weights."""
+        return math.sqrt(self.error_squares / self.weight_squares) if self.weight_squares else 0.0
+
+
+def export(
+    source: str,
+    target: str,
+    form: Format,
+    selection: Selection,
+    input_scales: Mapping[str, float] | None = None,
+    shard_bytes: int = 4 << 30,
+) -> Report:
+    """Writes the model directory `target`. `input_scales` gives NVFP4's activation factor by module name.
+
+    One tensor and one output shard are in memory at a time. Raises UserError for a source that is quantized already, a
+    target that exists, or a model without a weight that the scheme can take.
+    """
+    folder, out = Path(source), Path(target)
+    config = _source_config(folder)
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"{out} exists and is not empty; choose another output directory")
+    checkpoint = find_checkpoint(source)
+    modules = _linear_shapes(checkpoint)
+    chosen = {m for m, shape in modules.items() if selection.takes(m) and _divisible(form.scheme, shape)}
+    if not chosen:
+        raise UserError(f"{folder}: no weight that matches can be stored as {form.scheme.name}")
+    report = Report(sorted(chosen), sorted(modules.keys() - chosen))
+    factors = _shared_factors(checkpoint, chosen) if form.scheme.global_scale else {}
+    out.mkdir(parents=True, exist_ok=True)
+    writer = _ShardWriter(out, shard_bytes)
+    with tqdm(total=checkpoint.total_bytes(), desc="Quantizing", unit="B", unit_scale=True) as progress:
+        for name, _, file in checkpoint.tensors():
+            tensor = file.get_tensor(name)
+            report.bytes_before += tensor.nbytes
+            progress.update(tensor.nbytes)
+            module = name.removesuffix(".weight")
+            if module in chosen and name != module:
+                q = quantize(tensor, form.scheme, factors.get(module))
+                report.weight_squares += tensor.float().square().sum().item()
+                report.error_squares += (dequantize(q, form.scheme) - tensor).square().sum().item()
+                tensors = _tensors(q, tensor, module, form, input_scales or {})
+                writer.add({f"{module}.{leaf}": value for leaf, value in tensors.items()})
+            else:
+                writer.add({name: tensor})
+    report.bytes_after = writer.finish()
+    _write_configs(folder, out, config, form, report.kept)
+    return report
+
+
+def _source_config(folder: Path) -> Config:
+    config = dict(read_json_object(folder / "config.json"))
+    if config.get("quantization_config") or (folder / "hf_quant_config.json").exists():
+        raise UserError(f"{folder} is quantized already; start from the unquantized checkpoint")
+    return config
+
+
+def _linear_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
+    """Modules with a two-dimensional weight in 16 or 32 bits, embeddings and routers included."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, view, _ in checkpoint.tensors():
+        shape = tuple(view.get_shape())
+        if name.endswith(".weight") and len(shape) == 2 and view.get_dtype() in ("F32", "F16", "BF16"):
+            found[name.removesuffix(".weight")] = (shape[0], shape[1])
+    return found
+
+
+def _divisible(scheme: Scheme, shape: tuple[int, int]) -> bool:
+    """Blocks of 128 may end early; a packed group may not."""
+    cols = scheme.group[1]
+    return cols == 0 or scheme.group[0] > 1 or shape[1] % cols == 0
+
+
+def _partners(module: str) -> tuple[str, ...]:
+    parent, _, leaf = module.rpartition(".")
+    group = next((g for g in FUSED if leaf in g), {leaf})
+    return tuple(sorted(f"{parent}.{name}" for name in group))
+
+
+def _shared_factors(checkpoint: Checkpoint, chosen: set[str]) -> dict[str, torch.Tensor]:
+    """module -> fp32 factor of its matrix, from the largest value of it and of what is multiplied with it."""
+    largest: dict[tuple[str, ...], float] = {}
+    for name, _, file in checkpoint.tensors():
+        module = name.removesuffix(".weight")
+        if module in chosen and name != module:
+            key = _partners(module)
+            largest[key] = max(largest.get(key, 0.0), file.get_tensor(name).abs().max().item())
+    return {module: torch.tensor(largest[_partners(module)] / (E4M3_MAX * E2M1_MAX)) for module in chosen}
+
+
+def _tensors(
+    q: Quantized, weight: torch.Tensor, module: str, form: Format, input_scales: Mapping[str, float]
+) -> Tensors:
+    tensors = form.tensors(q, (weight.shape[0], weight.shape[1]))
+    if form.scheme.activation == "nvfp4":
+        tensors["input_scale"] = torch.tensor(input_scales.get(module, UNCALIBRATED_INPUT_SCALE))
+    return {leaf: value.contiguous() for leaf, value in tensors.items()}
+
+
+class _ShardWriter:
+    """Collects tensors and writes them in files of at most `limit` bytes (one tensor may be larger), with an index."""
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self.limit = folder, limit
+        self._pending: Tensors = {}
+        self._files: list[list[str]] = []
+        self._total = 0
+
+    def add(self, tensors: Tensors) -> None:
+        size = sum(t.nbytes for t in tensors.values())
+        if self._pending and sum(t.nbytes for t in self._pending.values()) + size > self.limit:
+            self._flush()
+        self._pending |= tensors
+        self._total += size
+
+    def _flush(self) -> None:
+        path = self._partial(len(self._files))
+        save_file(self._pending, path, metadata={"format": "pt"})
+        path.chmod(0o644)  # the library keeps what it writes to its owner
+        self._files.append(list(self._pending))
+        self._pending = {}
+
+    def _partial(self, index: int) -> Path:
+        return self.folder / f"model-{index:05d}.safetensors.part"
+
+    def finish(self) -> int:
+        """Names the files, now that their number is known. Returns the bytes of all tensors."""
+        self._flush()
+        if len(self._files) == 1:
+            self._partial(0).rename(self.folder / SINGLE_NAME)
+            return self._total
+        weight_map: dict[str, str] = {}
+        for i, names in enumerate(self._files):
+            file = f"model-{i + 1:05d}-of-{len(self._files):05d}.safetensors"
+            self._partial(i).rename(self.folder / file)
+            weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(weight_map.items()))}
+        (self.folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+        return self._total
+
+
+def _write_configs(folder: Path, out: Path, config: Config, form: Format, ignored: list[str]) -> None:
+    """Everything that is not weights comes along; the format is stated where its readers look for it."""
+    for path in folder.iterdir():
+        if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model", ".md") and path.name != INDEX_NAME:
+            shutil.copy2(path, out / path.name)
+    stated = form.config(ignored)
+    if form.modelopt:
+        (out / "hf_quant_config.json").write_text(json.dumps(stated, indent=2) + "\n")
+    else:
+        (out / "config.json").write_text(json.dumps(config | {"quantization_config": stated}, indent=2) + "\n")
