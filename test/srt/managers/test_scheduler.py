@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.output import StopChecker
 from sglang.srt.managers.schedule_policy import POLICIES
 from srt.managers.fake_runner import (
     EOS,
@@ -188,6 +189,18 @@ def test_stop_token_wins_over_length() -> None:
     add(scheduler, request("a", prompt(6), 5, ignore_eos=True, stop_token_ids=[expected[4]]))
     run_to_end(scheduler, collector)
     assert collector.finish["a"].type == "stop" and collector.finish["a"].matched == expected[4]
+
+
+def test_a_stop_regex_that_takes_too_long_ends_its_request_only() -> None:
+    scheduler = make_scheduler(FakeRunner(512, 1, 128, 4, 64))
+    scheduler.stop_checker = StopChecker(lambda ids: "a" * 60 + "b")
+    collector = Collector()
+    add(scheduler, request("bad", prompt(6), 5, stop_regex=["(a|aa)+$"]))
+    add(scheduler, request("good", prompt(7), 5, stop_regex=["c"], ignore_eos=True))
+    run_to_end(scheduler, collector)
+    assert collector.finish["bad"].type == "abort" and "takes too long" in (collector.finish["bad"].message or "")
+    assert collector.finish["good"].type == "length"
+    assert_clean(scheduler)
 
 
 def test_pause_stops_and_resume_goes_on() -> None:

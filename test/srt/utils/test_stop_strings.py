@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang.srt.utils.stop_strings import MAX_REGEX_HOLD, StopHold, longest_match
+from sglang.srt.utils.stop_strings import MAX_REGEX_HOLD, StopHold, longest_match, search
 
 LETTERS = st.text("ab", max_size=12)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
@@ -51,3 +52,16 @@ def test_regex() -> None:
 
 def test_an_unknown_match_cuts_nothing() -> None:
     assert StopHold(["x"], []).finish("abc", "d", "<special>") == "abcd"
+
+
+RUNAWAY = r"(a|aa)+$"
+"""Needs exponential time on a long run of a's that ends otherwise."""
+
+
+def test_a_pattern_that_takes_too_long_is_given_up() -> None:
+    text = "a" * 60 + "b"
+    assert search("a+b", text) and not search("c", text)
+    with pytest.raises(TimeoutError):
+        search(RUNAWAY, text)
+    hold = StopHold([], [RUNAWAY])
+    assert hold.finish(text, "b", RUNAWAY) == text + "b"

@@ -5,7 +5,6 @@ Order of the checks for one token: stop token, complete grammar, stop string, le
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 
 from sglang.srt.managers.io_struct import (
@@ -16,6 +15,7 @@ from sglang.srt.managers.io_struct import (
     TokenMeta,
 )
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.utils.stop_strings import search
 
 REGEX_WINDOW = 1024
 """A stop_regex is searched in the last tokens only, so that its cost per token is bounded."""
@@ -33,7 +33,11 @@ class StopChecker:
             return FinishReason("stop", matched=token)
         if req.grammar is not None and req.grammar.is_terminated():
             return FinishReason("stop", matched=token)
-        matched = self._matched_text(req)
+        try:
+            matched = self._matched_text(req)
+        except TimeoutError:
+            message = f"stop_regex takes too long to search: {', '.join(map(repr, req.params.stop_regex))}"
+            return FinishReason("abort", message=message, status_code=400)
         if matched is not None:
             return FinishReason("stop", matched=matched)
         if len(req.tokens) >= req.limit:
@@ -51,7 +55,7 @@ class StopChecker:
             if stop in tail:
                 return stop
         for pattern in req.params.stop_regex:
-            if re.search(pattern, tail):
+            if search(pattern, tail):
                 return pattern
         return None
 

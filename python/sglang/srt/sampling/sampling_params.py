@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import regex
 
 TOP_K_ALL = 1 << 30
 """`top_k` of a request that keeps the whole vocabulary."""
@@ -81,7 +82,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         for pattern in self.stop_regex:
             try:
                 re.compile(pattern)
-            except re.error as error:
+                regex.compile(pattern)  # what searches it
+            except (re.error, regex.error) as error:
                 raise ValueError(f"stop_regex is not a regular expression: {error}, got {pattern!r}.") from None
         for token in self.stop_token_ids:
             if not 0 <= token < vocab_size:

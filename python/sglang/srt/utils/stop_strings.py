@@ -1,10 +1,15 @@
-"""Stop strings: what must be held back because it may become one, and where to cut."""
+"""Stop strings: what must be held back because it may become one, and where to cut.
+
+Patterns come from clients. They are checked as Python's regular expressions and searched by a library that takes the
+same syntax and can stop, because a pattern may need exponential time.
+"""
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
+
+import regex
 
 if sys.version_info >= (3, 11):
     from re import _parser as regex_parser  # type: ignore[attr-defined]
@@ -13,6 +18,8 @@ else:
 
 MAX_REGEX_HOLD = 256
 """Characters held back for a stop regex whose matches have no small upper bound."""
+SEARCH_LIMIT_S = 0.05
+"""For one search; a common pattern takes microseconds."""
 
 
 class StopHold:
@@ -26,7 +33,7 @@ class StopHold:
     def __init__(self, stop: Sequence[str], stop_regex: Sequence[str]) -> None:
         self._heads = frozenset(s[:n] for s in stop for n in range(1, len(s)))
         self._longest = max(map(len, stop), default=1) - 1
-        self._patterns = {pattern: re.compile(pattern) for pattern in stop_regex}
+        self._patterns = {pattern: regex.compile(pattern) for pattern in stop_regex}
         self._regex_hold = max((longest_match(pattern) for pattern in stop_regex), default=1) - 1
         self._held = ""
 
@@ -55,10 +62,18 @@ class StopHold:
         return next((n for n in range(min(self._longest, len(text)), 0, -1) if text[-n:] in self._heads), 0)
 
     def _find(self, whole: str, matched: str, last_start: int) -> int:
-        pattern = self._patterns.get(matched) or re.compile(re.escape(matched))
-        hits = list(pattern.finditer(whole))
+        pattern = self._patterns.get(matched) or regex.compile(regex.escape(matched))
+        try:
+            hits = list(pattern.finditer(whole, timeout=SEARCH_LIMIT_S))
+        except TimeoutError:
+            return len(whole)
         ending_late = (hit.start() for hit in hits if hit.end() > last_start)
         return next(ending_late, hits[-1].start() if hits else len(whole))
+
+
+def search(pattern: str, text: str) -> bool:
+    """Whether a client's pattern matches somewhere. Raises TimeoutError after SEARCH_LIMIT_S."""
+    return regex.search(pattern, text, timeout=SEARCH_LIMIT_S) is not None
 
 
 def longest_match(pattern: str) -> int:
