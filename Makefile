@@ -1,5 +1,6 @@
 # make serve   install into .venv and serve the embedded model; PORT=8000 ARGS="--model-path DIR --tp 2"
 # make test    install into .venv and run every check
+# make gpu     the tests that need a GPU, with its own kernels and with SM120's
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -12,7 +13,7 @@ TORCH ?= 2.13.0
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help serve test install check lint types imports unit format clean
+.PHONY: help serve test gpu install check lint types imports unit format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -21,6 +22,9 @@ serve: install
 	exec $(BIN)/sglang serve --port $(PORT) $(ARGS)
 
 test: lint types imports unit
+
+gpu: install
+	$(BIN)/python scripts/gpu_checks.py $(ARGS)
 
 install: $(INSTALLED)
 
