@@ -1,0 +1,212 @@
+#!/usr/bin/env python3
+"""Held-out score of the embedded model by task, over OpenAI's API.
+
+    python benchmark/evals/bench_tiny.py [--port 30000] [--limit 10] [--tasks add,sort] [--output report.json] [--check]
+
+The problems are made by scripts/tiny_model from a fixed seed and were never in training; --data-path reads others.
+Every answer is greedy and right or wrong as a whole. With --check the exit status says whether the targets are met.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+for folder in (str(Path(__file__).resolve().parent), str(ROOT / "scripts")):
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+
+import api  # noqa: E402
+from judge import Verdict, judge  # noqa: E402
+
+STOPS = ["Question"]
+"""Ends plain-text answers, as in few-shot evaluations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    name: str
+    tasks: tuple[str, ...]
+    least: float
+
+
+TARGETS = (
+    Target("arithmetic, 2 digits", ("add", "subtract"), 0.98),
+    Target("copy, sort, reverse", ("copy", "sort", "reverse"), 0.95),
+    Target("needle at 2k", ("needle_2k",), 0.95),
+    Target("facts", ("facts",), 0.99),
+    Target("JSON", ("json",), 0.95),
+    Target("tool calls", ("tool_qwen",), 0.95),
+)
+
+
+@dataclass(slots=True)
+class Score:
+    count: int = 0
+    right: int = 0
+    invalid: int = 0
+    errors: int = 0
+
+    @property
+    def share(self) -> float:
+        return self.right / self.count if self.count else 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        return {
+            "score": round(self.share, 4),
+            "count": self.count,
+            "right": self.right,
+            "invalid": self.invalid,
+            "errors": self.errors,
+        }
+
+
+@dataclass(slots=True)
+class Report:
+    scores: dict[str, Score] = field(default_factory=dict)
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+    completion_tokens: int = 0
+
+    def add(self, item: dict[str, Any], answer: api.Answer) -> None:
+        score = self.scores.setdefault(item["task"], Score())
+        score.count += 1
+        self.completion_tokens += answer.completion_tokens
+        if answer.body is None:
+            score.errors += 1
+            verdict = Verdict(False, False, f"error: {answer.error}")
+        else:
+            verdict = judge(item, answer.body["choices"][0])
+            score.right += verdict.right
+            score.invalid += not verdict.valid
+        if not verdict.right:
+            self.failures.append({"id": item["id"], "expected": item["expected"], "got": verdict.got})
+
+    def target(self, target: Target) -> Score | None:
+        """Together; None if a part was not measured."""
+        if not all(task in self.scores for task in target.tasks):
+            return None
+        parts = [self.scores[task] for task in target.tasks]
+        return Score(sum(p.count for p in parts), sum(p.right for p in parts))
+
+    def missed(self) -> list[str]:
+        found = [(target, self.target(target)) for target in TARGETS]
+        return [
+            f"{target.name}: {score.share:.3f}, at least {target.least} is wanted"
+            for target, score in found
+            if score is not None and score.share < target.least
+        ]
+
+    def whole(self) -> Score:
+        parts = self.scores.values()
+        return Score(
+            sum(p.count for p in parts),
+            sum(p.right for p in parts),
+            sum(p.invalid for p in parts),
+            sum(p.errors for p in parts),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        targets = {t.name: {"least": t.least, "score": s.share} for t in TARGETS if (s := self.target(t)) is not None}
+        return {
+            "seconds": round(self.seconds, 2),
+            "completion_tokens": self.completion_tokens,
+            "all": self.whole().as_dict(),
+            "targets": targets,
+            "tasks": {task: score.as_dict() for task, score in self.scores.items()},
+            "failures": self.failures,
+        }
+
+    def table(self) -> str:
+        lines = [f"{'task':<22} {'score':>7} {'right':>6} {'of':>6} {'invalid':>8} {'errors':>7}"]
+        for task, score in [*self.scores.items(), ("all", self.whole())]:
+            lines.append(
+                f"{task:<22} {100 * score.share:>6.1f}% {score.right:>6} {score.count:>6} {score.invalid:>8}"
+                f" {score.errors:>7}"
+            )
+        for target in TARGETS:
+            if (part := self.target(target)) is not None:
+                mark = "met" if part.share >= target.least else "MISSED"
+                lines.append(f"{target.name:<22} {100 * part.share:>6.1f}%   target {100 * target.least:.0f}%: {mark}")
+        lines.append(f"{self.seconds:.1f} s, {self.completion_tokens} tokens written")
+        return "\n".join(lines)
+
+
+def load(path: Path | None, limit: int | None, tasks: Sequence[str]) -> list[dict[str, Any]]:
+    """Raises ValueError for unknown tasks and lines that are no problems."""
+    if path is None:
+        from tiny_model.heldout import DEFAULT_COUNT, all_items
+        from tiny_model.mixture import TASK_NAMES
+
+        count = DEFAULT_COUNT if limit is None else limit
+        return [item.as_dict() for item in all_items(count, tuple(tasks) or TASK_NAMES)]
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    found: list[dict[str, Any]] = []
+    taken: dict[str, int] = {}
+    for number, line in enumerate(lines, 1):
+        item = json.loads(line)
+        if not isinstance(item, dict) or not {"task", "messages", "expected", "check"} <= item.keys():
+            raise ValueError(f"{path}, line {number} is not a problem as `scripts/tiny_model heldout` writes them")
+        taken[item["task"]] = taken.get(item["task"], 0) + 1
+        if (not tasks or item["task"] in tasks) and (limit is None or taken[item["task"]] <= limit):
+            found.append(item)
+    unknown = set(tasks) - taken.keys()
+    if unknown:
+        raise ValueError(f"{path} has no tasks {', '.join(sorted(unknown))}; it has {', '.join(taken)}")
+    return found
+
+
+def request(item: dict[str, Any]) -> api.Request:
+    limits = {"temperature": 0, "max_tokens": item["max_tokens"]}
+    if item.get("prompt"):
+        return api.Request("/v1/completions", {"prompt": item["prompt"], "stop": STOPS, **limits})
+    body = {"messages": item["messages"], "chat_template_kwargs": item["chat_template_kwargs"], **limits}
+    if item.get("tools"):
+        body["tools"] = item["tools"]
+    return api.Request("/v1/chat/completions", body)
+
+
+def evaluate(url: str, items: list[dict[str, Any]], parallel: int, api_key: str | None = None) -> Report:
+    report = Report()
+    answers, report.seconds = api.run(url, [request(item) for item in items], parallel, api_key)
+    for item, answer in zip(items, answers, strict=True):
+        report.add(item, answer)
+    return report
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=30000)
+    parser.add_argument("--base-url", help="instead of --host and --port")
+    parser.add_argument("--api-key")
+    parser.add_argument("--parallel", type=int, default=32)
+    parser.add_argument("--limit", type=int, help="problems a task")
+    parser.add_argument("--tasks", default="", help="separated by commas (default: all)")
+    parser.add_argument("--data-path", type=Path, help="problems, one JSON object a line")
+    parser.add_argument("--output", type=Path, help="JSON report")
+    parser.add_argument("--check", action="store_true", help="fail if a target is missed")
+    args = parser.parse_args()
+    try:
+        items = load(args.data_path, args.limit, [name for name in args.tasks.split(",") if name])
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    report = evaluate(args.base_url or api.base_url(args.host, args.port), items, args.parallel, args.api_key)
+    print(report.table())
+    if args.output:
+        args.output.write_text(json.dumps(report.as_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    if args.check and (missed := report.missed()):
+        print("\n".join(missed), file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""Puts a finished model where the package finds it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+EMBEDDED = Path(__file__).resolve().parents[2] / "python" / "sglang" / "embedded" / "tiny"
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "model.safetensors",
+)
+LARGEST = 16 * 10**6
+"""Bytes of the weights."""
+
+
+def install(source: Path, target: Path = EMBEDDED) -> None:
+    """Copies what is served; other files in `target` go. Raises ValueError before touching anything."""
+    missing = [name for name in FILES if not (source / name).is_file()]
+    if missing:
+        raise ValueError(f"{source} lacks {', '.join(missing)}; is it the output of `train`, and did training end?")
+    size = (source / "model.safetensors").stat().st_size
+    if size >= LARGEST:
+        raise ValueError(f"the weights are {size:,} bytes, which is too much for the repository (limit {LARGEST:,})")
+    target.mkdir(parents=True, exist_ok=True)
+    for path in target.iterdir():
+        if path.is_file() and path.name not in FILES:
+            path.unlink()
+    for name in FILES:
+        shutil.copyfile(source / name, target / name)
+        (target / name).chmod(0o644)
