@@ -1,8 +1,9 @@
 """An upstream source -> a directory on this machine that holds its package `sglang/`.
 
     fetch("0.5.15")                                          a release, from the package index
+    fetch("newest")                                          its newest release
     fetch("https://github.com/sgl-project/sglang@main")      a git ref
-    fetch("/path/to/checkout")                               a checkout, an unpacked wheel, or a directory with `sglang/`
+    fetch("/path/to/checkout")                               a checkout, or a directory with `sglang/`
 
 Releases and commits are kept under `cache_dir()`, outside the repository; what is there is treated as read-only.
 """
@@ -51,11 +52,13 @@ def resolve(spec: str) -> Source:
     """As `fetch`, with the whole tree and its label."""
     if Path(spec).expanduser().exists():
         return _from_path(Path(spec).expanduser().resolve())
+    if spec == "newest":
+        return _from_index(_newest())
     if match := _VERSION.fullmatch(spec):
         return _from_index(match[1])
     if match := _GIT.fullmatch(spec):
         return _from_git(match["url"], match["ref"])
-    raise SourceError(f"{spec!r} is not an existing path, a version such as 0.5.15, or a GIT-URL@REF.")
+    raise SourceError(f"{spec!r} is not an existing path, a version such as 0.5.15, newest, or a GIT-URL@REF.")
 
 
 def cache_dir() -> Path:
@@ -76,19 +79,38 @@ def _source(label: str, root: Path) -> Source:
     raise SourceError(f"{root} holds no sglang/srt, python/sglang/srt or src/sglang/srt: it is not an SGLang tree.")
 
 
+def _newest() -> str:
+    """The newest stable release of the package index."""
+    command = [sys.executable, "-m", "pip", "index", "versions", "sglang"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    match = re.match(r"sglang \(([\w.]+)\)", done.stdout)
+    if match is None:
+        raise SourceError(f"The package index does not say which sglang is the newest: {done.stderr.strip()[-500:]}")
+    return match[1]
+
+
 def _from_index(version: str) -> Source:
     kept = cache_dir() / "releases" / version
     if not kept.is_dir():
-        with _staged(kept) as staging:
-            with tempfile.TemporaryDirectory() as downloads:
-                _pip_download(version, Path(downloads))
-                _unpack(next(Path(downloads).iterdir()), staging)
+        with _staged(kept) as staging, tempfile.TemporaryDirectory() as downloads:
+            _pip_download(version, Path(downloads))
+            _unpack(next(Path(downloads).iterdir()), staging)
     return _source(version, kept)
 
 
 def _pip_download(version: str, into: Path) -> None:
     """Any wheel will do, since only the sources are read; the oldest releases and some new ones have an sdist alone."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(into), f"sglang=={version}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(into),
+        f"sglang=={version}",
+    ]
     attempts = (
         ["--only-binary=:all:", "--python-version=3.12", "--platform=manylinux_2_34_x86_64", "--platform=any"],
         ["--only-binary=:all:"],
