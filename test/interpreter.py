@@ -13,7 +13,8 @@ them, so kernel tests run in a subprocess. A file of kernel tests reads
 
 What is repaired (Triton 3.6 to 3.9 hold bfloat16 and float8 as raw integers in numpy arrays): casts, which truncate or
 wrap; arithmetic and `tl.dot`, which use the raw bits. Here both go through fp32, casts with torch's rounding, and
-float8 saturates as the GPU's conversion does.
+float8 saturates as the GPU's conversion does. `tl.dot_scaled`, which is unsupported up to 3.7 and wrong for e4m3 scales
+after, is the exact product of the dequantized operands.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def repair() -> None:
     """Patch the interpreter of this process. Idempotent."""
     import triton.language as tl
     from triton._C.libtriton import ir
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -94,6 +96,63 @@ def repair() -> None:
         product = np.matmul(widen(a).astype(np.float32), widen(b).astype(np.float32))
         return TensorHandle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
 
+    e2m1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=np.float32)
+    e2m1 = np.concatenate([e2m1, -e2m1])
+
+    def unscaled(handle: Any, kind: Any, axis: int) -> np.ndarray:
+        """The values of an operand of `dot_scaled`, packed or not along the axis."""
+        if kind != ir.ScaleDotElemTypeTY.E2M1:
+            return widen(handle).astype(np.float32)
+        packed = handle.data.view(np.uint8)
+        both = np.stack((e2m1[packed & 15], e2m1[packed >> 4]), axis=axis + 1)
+        shape = list(packed.shape)
+        shape[axis] *= 2
+        return both.reshape(shape)
+
+    def scales(handle: Any, columns: int) -> np.ndarray:
+        """[R, K / group] as stored -> [R, K]. Integers are exponents with bias 127."""
+        if handle.dtype.scalar.is_int():
+            stored = handle.data.view(np.uint8).astype(np.int32)
+            values = np.where(stored == 255, np.nan, np.ldexp(np.float32(1), stored - 127)).astype(np.float32)
+        else:
+            values = widen(handle).astype(np.float32)
+        return np.repeat(values, columns // values.shape[-1], axis=-1)
+
+    def create_dot_scaled(
+        self: Any, a: Any, a_scale: Any, a_kind: Any, b: Any, b_scale: Any, b_kind: Any, fast_math: Any,
+        a_k_pack: bool, b_k_pack: bool, acc: Any,
+    ) -> Any:  # fmt: skip
+        left = unscaled(a, a_kind, 1 if a_k_pack else 0)
+        right = unscaled(b, b_kind, 0 if b_k_pack else 1)
+        if a_scale is not None:
+            left = left * scales(a_scale, left.shape[1])
+        if b_scale is not None:
+            right = right * scales(b_scale, right.shape[0]).T
+        return TensorHandle((np.matmul(left, right) + acc.data).astype(acc.data.dtype), acc.dtype.scalar)
+
+    class Format(str):
+        """Triton 3.6 wants the constexpr that the interpreter has unwrapped."""
+
+        @property
+        def value(self) -> str:
+            return str(self)
+
+    stock_dot_scaled = TritonSemantic.dot_scaled
+
+    def dot_scaled(
+        self: Any, a: Any, a_scale: Any, a_format: Any, b: Any, b_scale: Any, b_format: Any, *more: Any, **named: Any
+    ) -> Any:
+        if isinstance(a_format, str):
+            a_format, b_format = Format(a_format), Format(b_format)
+        return stock_dot_scaled(self, a, a_scale, a_format, b, b_scale, b_format, *more, **named)
+
+    stock_splat = InterpreterBuilder.create_splat
+
+    def create_splat(self: Any, ret_ty: Any, arg: Any) -> Any:
+        out = stock_splat(self, ret_ty, arg)
+        # The splat of a comparison of scalars comes in their type, which no mask may be.
+        return TensorHandle(out.data.astype(np.bool_), tl.int1) if ret_ty.scalar == tl.int1 else out
+
     stock_binary_op = InterpreterBuilder.binary_op
 
     def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
@@ -106,6 +165,9 @@ def repair() -> None:
     InterpreterBuilder.cast_impl = cast_impl
     InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
     InterpreterBuilder.create_dot = create_dot
+    InterpreterBuilder.create_splat = create_splat
+    InterpreterBuilder.create_dot_scaled = create_dot_scaled
+    TritonSemantic.dot_scaled = dot_scaled
     InterpreterBuilder.binary_op = binary_op
 
 

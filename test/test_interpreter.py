@@ -8,6 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.configs.quant_scheme import SCHEMES
+from sglang.srt.layers.quantization import reference
+
 DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -81,6 +84,38 @@ def test_bfloat16_arithmetic() -> None:
     out = torch.zeros_like(x)
     add_kernel[(1,)](x, y, out, 64)
     assert torch.equal(out, x + y)
+
+
+@triton.jit
+def dot_scaled_kernel(
+    a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, c_ptr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    m, n, g = tl.arange(0, M)[:, None], tl.arange(0, N)[:, None], tl.arange(0, K // G)[None, :]
+    BYTES: tl.constexpr = K // 2 if FORMAT == "e2m1" else K
+    k = tl.arange(0, BYTES)[None, :]
+    a, b = tl.load(a_ptr + m * BYTES + k), tl.load(b_ptr + n * BYTES + k)
+    a_scale, b_scale = tl.load(a_scale_ptr + m * (K // G) + g), tl.load(b_scale_ptr + n * (K // G) + g)
+    acc = tl.full((M, N), 2.0, tl.float32)
+    c = tl.dot_scaled(a, a_scale, FORMAT, tl.trans(b), b_scale, FORMAT, acc)
+    tl.store(c_ptr + m * N + tl.arange(0, N)[None, :], c)
+
+
+@interpreter.kernel_test
+@pytest.mark.skipif(not interpreter.INTERPRETED, reason="only GPUs with block-scaled instructions run all of these")
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4_mxfp8", "nvfp4"])
+def test_scaled_dot_is_the_product_of_the_dequantized_operands(name: str) -> None:
+    """Formats mxfp8 (e4m3, group 32), mxfp4 (e2m1, group 32) and NVFP4 (e2m1, group 16, e4m3 scales)."""
+    scheme, m, n, k = SCHEMES[name], 32, 16, 128
+    torch.manual_seed(1)
+    spread = torch.logspace(-3, 3, k)
+    a, b = reference.quantize(torch.randn(m, k) * spread, scheme), reference.quantize(torch.randn(n, k), scheme)
+    out = torch.full((m, n), torch.nan)
+    dot_scaled_kernel[(1,)](a.data, a.scale, b.data, b.scale, out, m, n, k, scheme.group[1], FORMAT=scheme.element)
+    for q in (a, b):
+        q.global_scale = None  # of the whole matrix: no part of the instruction
+    expected = reference.dequantize(a, scheme) @ reference.dequantize(b, scheme).T + 2.0
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
 
 def test_in_interpreter() -> None:

@@ -9,20 +9,24 @@ import argparse
 import json
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.configs.hf_config import merge_overrides, read_config
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_path import resolve_model_path
+from sglang.srt.configs.quant_scheme import SCHEMES, expert_share
+from sglang.srt.configs.quantization import agree, detect
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name, current_arch
 from sglang.srt.kernels.ledger_file import Ledger, judged_as, tile_key
 from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import Choice, Need, NoKernel, Rejection
+from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
+from sglang.srt.layers.moe.fused_moe_triton.config_files import find
 from sglang.srt.plan.kv_spec import kv_cache_dtype
-from sglang.srt.plan.model_facts import ModelFacts, facts_from_config, quantization_of
+from sglang.srt.plan.model_facts import ModelFacts, facts_from_config
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.plan import forced_kernels, kv_spec, make_plan
 from sglang.srt.server_args import ServerArgs
@@ -42,6 +46,7 @@ class Explanation:
     not_implemented: str | None  # why this model cannot be served yet
     kv: dict[str, Any]
     outcomes: tuple[Choice | NoKernel, ...]
+    moe_tiles: str | None  # where the experts' tiles come from
     plan: dict[str, Any] | None  # sizes and memory, of implemented models
     notes: tuple[str, ...]
 
@@ -50,9 +55,10 @@ def explain(args: ServerArgs, arch: ArchTraits, packages: frozenset[str]) -> Exp
     """Raises UserError: a model or configuration that cannot be read."""
     directory = resolve_model_path(args.model_path, args.revision, args.download_dir, False)
     config = merge_overrides(read_config(directory), args.model_overrides())
-    facts = facts_from_config(config, quantization_of(config, directory))
+    quantization = agree(args.quantization, detect(config, directory), str(directory))
+    facts = facts_from_config(config, quantization)
     dtype = facts.dtype if args.dtype == "auto" else args.dtype
-    kv_dtype = kv_cache_dtype(args.kv_cache_dtype, dtype)
+    kv_dtype = kv_cache_dtype(args.kv_cache_dtype, dtype, quantization)
     needs = needs_of(facts, dtype, kv_dtype, args.page_size or 1, args.tp_size)
     forced = forced_kernels(args)
     outcomes = tuple(_outcome(need, arch, packages, forced.get(need.op)) for need in needs)
@@ -64,7 +70,22 @@ def explain(args: ServerArgs, arch: ArchTraits, packages: frozenset[str]) -> Exp
     plan, notes = _plan(args, model, arch, packages) if model else (None, ())
     spec = kv_spec(facts, kv_dtype, args.tp_size)
     kv = {"dtype": kv_dtype, "layers": spec.num_layers, "bytes_per_token": spec.bytes_per_token}
-    return Explanation(arch, facts, not_implemented, kv, outcomes, plan, notes)
+    tiles = _moe_tiles(args, arch, config, facts)
+    return Explanation(arch, facts, not_implemented, kv, outcomes, tiles, plan, notes)
+
+
+def _moe_tiles(args: ServerArgs, arch: ArchTraits, config: Mapping[str, Any], facts: ModelFacts) -> str | None:
+    """The tuning file that the experts' layers will find, and those that they will reject."""
+    if not facts.num_experts or arch.capability is None:
+        return None
+    text = config.get("text_config") or config
+    scheme, bias = facts.expert_quant, text.get("model_type") == "gpt_oss"
+    try:
+        share = expert_share(facts.expert_inter, args.tp_size, SCHEMES[scheme] if scheme else None)
+    except UserError as error:
+        return str(error)
+    experts = facts.num_experts + (facts.shared_as_routed and not args.disable_shared_experts_fusion)
+    return find(experts, share, scheme, arch, hidden=facts.hidden_size, bias=bias, cost=recorded_cost).describe()
 
 
 def _outcome(need: Need, arch: ArchTraits, packages: frozenset[str], forced: str | None) -> Choice | NoKernel:
@@ -97,7 +118,8 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
         "model": facts.architecture,
         "not_implemented": explanation.not_implemented,
         "kv_cache": explanation.kv,
-        "ops": {outcome.need.op: _op_json(outcome) for outcome in explanation.outcomes},
+        "moe_tiles": explanation.moe_tiles,
+        "ops": {outcome.need.key: _op_json(outcome) for outcome in explanation.outcomes},
         "plan": explanation.plan,
         "notes": list(explanation.notes),
     }
@@ -113,6 +135,7 @@ def _op_json(outcome: Choice | NoKernel) -> dict[str, Any]:
         "need": need,
         "kernel": outcome.name,
         "note": outcome.note,
+        "remark": outcome.remark,
         "tile": dict(outcome.tile) if outcome.tile else None,
         "smem": record.smem if record else None,
         "registers": record.registers if record else None,
@@ -141,7 +164,7 @@ def to_text(explanation: Explanation) -> str:
     for row, outcome in zip(rows, (None, *explanation.outcomes), strict=True):
         lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         if outcome is not None:
-            lines += _details(outcome)
+            lines += _details(outcome, explanation.moe_tiles)
     if explanation.plan:
         lines += ["", *(f"{key}: {value}" for key, value in explanation.plan.items() if key != "warnings")]
     lines += ["", *explanation.notes] if explanation.notes else []
@@ -150,16 +173,16 @@ def to_text(explanation: Explanation) -> str:
 
 def _cells(outcome: Choice | NoKernel) -> tuple[str, ...]:
     if isinstance(outcome, NoKernel):
-        return (outcome.need.op, "none", "", "", "", "", "")
+        return (outcome.need.key, "none", "", "", "", "", "")
     record = outcome.record
     if record is None:
-        return (outcome.need.op, outcome.name, "", "", "", "", "")
+        return (outcome.need.key, outcome.name, "", "", "", "", "")
     tile = tile_key(outcome.tile) if outcome.tile else ""
     mma = ", ".join(record.mma)
-    return (outcome.need.op, outcome.name, tile, f"{record.smem:,}", str(record.registers), str(record.spills), mma)
+    return (outcome.need.key, outcome.name, tile, f"{record.smem:,}", str(record.registers), str(record.spills), mma)
 
 
-def _details(outcome: Choice | NoKernel) -> list[str]:
+def _details(outcome: Choice | NoKernel, moe_tiles: str | None) -> list[str]:
     """The need, the note, and the rejected candidates; those with the same reason share an entry."""
     by_reason: dict[tuple[str, ...], list[str]] = {}
     for rejection in outcome.rejected:
@@ -168,6 +191,10 @@ def _details(outcome: Choice | NoKernel) -> list[str]:
     texts = [f"for {outcome.need.describe()}"]
     if isinstance(outcome, Choice) and outcome.note:
         texts.append(f"because {outcome.note}")
+    if isinstance(outcome, Choice) and outcome.need.op == "fused_moe" and outcome.name == "triton" and moe_tiles:
+        texts.append(f"tiles: {moe_tiles}")
+    if isinstance(outcome, Choice) and outcome.remark:
+        texts.append(f"how: {outcome.remark}")
     if entries:
         texts.append("not chosen: " + " | ".join(entries))
     return [

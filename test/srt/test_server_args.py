@@ -67,6 +67,11 @@ def test_command_line_beats_file(tmp_path: Path) -> None:
     assert (args.port, args.tp_size) == (2222, 4)
 
 
+def test_shared_experts_fusion_can_be_switched_off() -> None:
+    assert not ServerArgs.from_cli(["--model", "m"]).disable_shared_experts_fusion
+    assert ServerArgs.from_cli(["--model", "m", "--disable-shared-experts-fusion"]).disable_shared_experts_fusion
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -143,7 +148,6 @@ def test_spellings(words: str, field: str, value: Any) -> None:
         ("--dp-size 2", "--dp-size 2 is not implemented"),
         ("--ep 4", "--ep-size 4 is not implemented"),
         ("--nnodes 2", "--nnodes 2 is not implemented"),
-        ("--quantization fp8", "--quantization fp8 is not implemented"),
         ("--tool-call-parser qwen3", "--tool-call-parser qwen25 is not implemented"),
         ("--node-rank 1", "--node-rank must be below --nnodes 1"),
     ],

@@ -49,7 +49,6 @@ NO_EFFECT: Mapping[str, NoEffect] = {
     "disable-flashinfer-cutlass-moe-fp4-allgather": NoEffect("the kernel does not exist here"),
     "disable-outlines-disk-cache": NoEffect("grammars are not cached on disk"),
     "disable-regex-jump-forward": NoEffect("there is no jump-forward decoding"),
-    "disable-shared-experts-fusion": NoEffect("shared experts are never fused into the routed ones"),
     "enable-nccl-nvls": NoEffect("SM120 cards have no NVLink"),
     "enable-overlap-schedule": NoEffect("overlap scheduling is on by default"),
     "enable-p2p-check": NoEffect("peer access is left to NCCL"),

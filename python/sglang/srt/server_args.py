@@ -52,7 +52,9 @@ class ServerArgs:
         "{}", MODEL, "JSON object merged into config.json.", json=True, metavar="JSON"
     )
     skip_tokenizer_init: bool = option(False, MODEL, "Serve token ids only; no tokenizer is loaded.")
-    quantization: str | None = option(None, MODEL, "Quantization of the weights.")
+    quantization: str | None = option(
+        None, MODEL, "Quantization of the weights; detected. fp8 quantizes 16-bit weights, too."
+    )
     kv_cache_dtype: str = option(
         "auto", MODEL, "Type of the KV cache.", choices=("auto", "bf16", "fp8_e4m3", "fp8_e5m2")
     )
@@ -124,6 +126,9 @@ class ServerArgs:
     disable_overlap_schedule: bool = option(False, MEMORY, "Wait for a step's results before preparing the next.")
 
     # --- kernels
+    disable_shared_experts_fusion: bool = option(
+        False, KERNELS, "Compute the shared expert apart instead of as one more of the routed ones."
+    )
     attention_backend: str | None = option(None, KERNELS, "triton, flashinfer, torch_native, ...")
     prefill_attention_backend: str | None = option(None, KERNELS, "As --attention-backend, for prefill.")
     decode_attention_backend: str | None = option(None, KERNELS, "As --attention-backend, for decode.")
@@ -218,7 +223,6 @@ def _check_features(args: ServerArgs) -> None:
         if value != 1:
             raise not_implemented(f"{flag(name)} {value}", hint)
     not_yet = {
-        "quantization": "serve an unquantized checkpoint",
         "tool_call_parser": "remove the flag and parse the text in the client",
         "reasoning_parser": "remove the flag and parse the text in the client",
     }

@@ -144,8 +144,8 @@ def test_dtype(tmp_path: Path, requested: str, written: dict[str, Any], expected
         ({"eos_token_id": "</s>"}, "'eos_token_id' must be token ids"),
         ({"rope_scaling": [1]}, "'rope_parameters' must be an object"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "'factor' must be a positive number"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "Quantization 'fp8' .* is not implemented in sm120-sglang"),
-        ({"compression_config": {"quant_method": "compressed-tensors"}}, "Quantization 'compressed-tensors'"),
+        ({"quantization_config": {"quant_method": "int1"}}, "quant_method 'int1' .*is not supported"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors needs config_groups"),
     ],
 )
 def test_bad_configs(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -153,10 +153,13 @@ def test_bad_configs(tmp_path: Path, change: dict[str, Any], message: str) -> No
         read(tmp_path, {**QWEN3, **change})
 
 
-def test_modelopt_quantization_file(tmp_path: Path) -> None:
+def test_quantization_is_detected_and_held_to_the_flag(tmp_path: Path) -> None:
+    assert read(tmp_path, QWEN3).quantization is None
     (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
-    with pytest.raises(UserError, match="Quantization 'modelopt'"):
-        read(tmp_path, QWEN3)
+    found = read(tmp_path, QWEN3).quantization
+    assert found is not None and found.method == "modelopt NVFP4"
+    with pytest.raises(UserError, match=r"--quantization awq does not fit the checkpoint, which is modelopt NVFP4"):
+        read(tmp_path, QWEN3, quantization="awq")
 
 
 @pytest.mark.parametrize(

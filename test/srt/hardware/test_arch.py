@@ -82,6 +82,15 @@ def test_force_arch(monkeypatch: pytest.MonkeyPatch) -> None:
         current_arch()
 
 
+@pytest.mark.parametrize(("triton", "native"), [("3.6.0", False), ("3.7.1", False), ("3.8.0", True), ("3.10.0", True)])
+def test_an_old_triton_takes_features_away(monkeypatch: pytest.MonkeyPatch, triton: str, native: bool) -> None:
+    monkeypatch.setattr(arch_module.importlib.metadata, "version", lambda name: triton)
+    monkeypatch.setenv("SGLANG_FORCE_ARCH", "sm_121")
+    assert ("block_scaled_mma" in current_arch().features) == native
+    monkeypatch.setenv("SGLANG_FORCE_ARCH", "sm_120")
+    assert "block_scaled_mma" in current_arch().features
+
+
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SGLANG_FORCE_ARCH", raising=False)
     monkeypatch.setattr(arch_module, "cuda_available", lambda: False)

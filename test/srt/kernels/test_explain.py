@@ -55,7 +55,9 @@ def test_latent_attention_runs_on_a_tile_that_fits(model_dir: str, capsys: pytes
         assert found[op]["kernel"] == "triton"
         smem = found[op]["smem"]
         assert isinstance(smem, int) and 0 < smem <= 101_376
-    assert found["fused_moe"]["kernel"] is None
+    assert found["fused_moe"]["kernel"] == "triton"
+    assert found["fused_moe"]["remark"] == "weights widened to 16 bits in registers"
+    assert "linear/int4_g32" not in found, "the routed experts alone are quantized"
 
 
 @pytest.mark.parametrize("model_dir", ["gpt_oss"], indirect=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import sglang
+from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.ledger_file import Ledger, Row, judged_as, tile_key
 from sglang.srt.kernels.resolve import resolve
@@ -194,9 +195,7 @@ def test_a_forced_kernel_wins_over_the_order() -> None:
     assert reasons(choice)["triton"] == "torch_native comes first"
 
 
-@pytest.mark.parametrize(
-    "need", [Need("fused_moe", quant="nvfp4"), Need("gated_delta_rule"), Need("sparse_indexer")], ids=str
-)
+@pytest.mark.parametrize("need", [Need("gated_delta_rule"), Need("sparse_indexer")], ids=str)
 def test_what_is_not_implemented_yet_is_said_plainly(need: Need) -> None:
     with pytest.raises(NoKernel, match="not implemented yet in sm120-sglang"):
         resolve(need, arch_by_name("sm_120"), FITS, BOTH)
@@ -205,9 +204,20 @@ def test_what_is_not_implemented_yet_is_said_plainly(need: Need) -> None:
 def test_weight_only_is_not_taken_where_fp4_is_native() -> None:
     need = Need("fused_moe", quant="nvfp4")
     for gpu, native in (("sm_120", True), ("sm_90", False)):
-        with pytest.raises(NoKernel) as error:
-            resolve(need, arch_by_name(gpu), FITS, BOTH)
-        assert ("native FP4 is available" in reasons(error.value)["marlin"]) is native
+        choice = resolve(need, arch_by_name(gpu), FITS, BOTH)
+        assert choice.name == "triton"
+        assert ("native FP4 is available" in reasons(choice)["marlin"]) is native
+        assert ("widened" in choice.remark) is not native
+
+
+def test_experts_of_every_scheme_have_a_kernel_or_a_reason() -> None:
+    for name, scheme in SCHEMES.items():
+        need = Need("fused_moe", quant=name)
+        assert resolve(need, arch_by_name("sm_120"), FITS, BOTH).name == "triton"
+        # No e4m3 on sm_80, neither as weights nor as scales.
+        choice = resolve(need, arch_by_name("sm_80"), FITS, BOTH)
+        assert (choice.name == "triton") is ("e4m3" not in (scheme.element, scheme.scale))
+        assert choice.name == "triton" or "no e4m3 arithmetic" in reasons(choice)["triton"]
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.layers import native_ops
+from sglang.srt.layers.moe.expert_weights import ExpertWeights
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +102,7 @@ def test_fused_moe_and_its_missing_experts(dtype: torch.dtype) -> None:
             if e >= 0:
                 gate, up = (w13[e] @ x[t]).chunk(2)
                 want[t] += w * (w2[e] @ (F.silu(gate) * up))
-    got = native_ops.fused_moe(x.to(dtype), w13.to(dtype), w2.to(dtype), weights, ids)
+    got = native_ops.fused_moe(x.to(dtype), ExpertWeights(w13.to(dtype)), ExpertWeights(w2.to(dtype)), weights, ids)
     assert got.dtype == dtype
     assert (got[2] == 0).all()
     tolerance = {"rtol": 1e-5, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.4}

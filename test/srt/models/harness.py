@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.hardware.arch import CPU, ArchTraits
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.memory_pool import KVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_loader.loader import load_model
-from sglang.srt.plan.kv_spec import KVSpec
+from sglang.srt.plan.kv_spec import KVSpec, kv_cache_dtype
 from sglang.srt.server_args import ServerArgs
 
 if TYPE_CHECKING:
@@ -95,20 +96,26 @@ class NativePlan:
     model: ModelConfig
     context_len: int = 256
     device: str = "cpu"
+    arch: ArchTraits = CPU
+    kv_cache_dtype: str = "float32"
+    fuse_shared_experts: bool = True
 
     @property
     def dtype(self) -> str:
         return self.model.dtype
 
     def entry(self, op: str) -> Callable[..., Any]:
-        return getattr(native_ops, op)
+        return native_ops.quantized_linear if op.startswith("linear/") else getattr(native_ops, op)
 
     def tile(self, op: str) -> None:
         return None
 
 
 def plan_for(folder: Path, **args: Any) -> NativePlan:
-    return NativePlan(ModelConfig.from_server_args(ServerArgs(model_path=str(folder), **args)))
+    server_args = ServerArgs(model_path=str(folder), **args)
+    model = ModelConfig.from_server_args(server_args)
+    cache = kv_cache_dtype(server_args.kv_cache_dtype, model.dtype, model.quantization)
+    return NativePlan(model, kv_cache_dtype=cache)
 
 
 class TinyRunner:
@@ -118,9 +125,12 @@ class TinyRunner:
         self.model = load_model(plan, load_format)
         config = plan.model
         kv = KVSpec(
-            config.num_layers, max(config.num_kv_heads // tp_size, 1), config.head_dim, config.head_dim, config.dtype
-        )
+            config.num_layers, max(config.num_kv_heads // tp_size, 1), config.head_dim, config.head_dim,
+            plan.kv_cache_dtype,
+        )  # fmt: skip
         self.pool = KVPool(kv, 1024, "cpu")
+        for layer_id, scales in enumerate(self.model.kv_scales()):
+            self.pool.set_scales(layer_id, *scales)
         self.table = torch.full((9, plan.context_len), -7, dtype=torch.int32)
         self.free = (torch.randperm(1023, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
         self.lens: dict[int, int] = {}

@@ -14,6 +14,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.layers.mlp import Dense
 from sglang.srt.layers.moe.layer import MoE
+from sglang.srt.layers.moe.topk import Router
 from sglang.srt.models.registry import MODEL_REGISTRY
 from sglang.srt.plan.weights import weight_bytes
 from sglang.srt.server_args import ServerArgs
@@ -98,7 +99,7 @@ def test_which_layers_have_experts(tmp_path: Path) -> None:
     config = QWEN3_30B_A3B | {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
     layers = MODEL_REGISTRY["Qwen3MoeForCausalLM"].describe(_model(config, tmp_path)).layers
     assert [type(layer.mlp) for layer in layers] == [Dense, MoE, Dense, Dense, Dense, MoE]
-    assert layers[1].mlp == MoE(num_experts=128, top_k=8, intermediate_size=768, renormalize=True)
+    assert layers[1].mlp == MoE(num_experts=128, intermediate_size=768, router=Router(top_k=8))
 
 
 @pytest.mark.parametrize(

@@ -234,16 +234,35 @@ def test_facts_name_a_missing_key() -> None:
         facts_from_config({"num_attention_heads": 4}, None)
 
 
-@pytest.mark.parametrize(
-    ("quantization", "experts", "linear"),
-    [
-        (None, None, None),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8_block128x128", "fp8_block128x128"),
-        ({"quant_method": "mxfp4"}, "mxfp4", None),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4", "nvfp4"),
-        ({"quant_method": "awq"}, "awq", "awq"),
-    ],
-)
-def test_quantization_schemes(quantization: Any, experts: str | None, linear: str | None) -> None:
-    facts = facts_from_config(QWEN3_8B, quantization)
-    assert (facts.expert_quant, facts.linear_quant) == (experts, linear)
+FP8_BLOCK = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def test_linear_layers_have_a_choice_for_each_scheme(build: Any) -> None:
+    plan = build(QWEN3_8B | {"quantization_config": FP8_BLOCK})
+    assert plan.choices["linear"].name == "triton_gemv", "the output head is in 16 bits"
+    assert plan.choices["linear/fp8_block"].name == "triton_quantized"
+    assert (
+        plan.choices["linear/fp8_block"].remark == "" and plan.entry("linear/fp8_block").__name__ == "quantized_linear"
+    )
+    cpu = build(TINY | {"quantization_config": FP8_BLOCK}, "cpu", 8 * GIB)
+    assert cpu.choices["linear/fp8_block"].name == "torch_dequantized"
+    described = cpu.describe()
+    assert "dequantized" in described["kernels"]["linear/fp8_block"]["remark"]
+    assert described["quantization"].startswith("fp8 (fp8_block) according to ")
+
+
+def test_quantized_weights_take_less_memory(build: Any) -> None:
+    half = build(QWEN3_8B | {"quantization_config": FP8_BLOCK}).memory.weights
+    assert 0.5 < half / build().memory.weights < 0.6, "embedding and output head stay in 16 bits"
+
+
+def test_gpus_without_e4m3_say_so(build: Any) -> None:
+    choice = build(QWEN3_8B | {"quantization_config": FP8_BLOCK}, "sm_80").choices["linear/fp8_block"]
+    assert choice.name == "torch_dequantized" and "weights dequantized" in choice.remark
+    assert "no e4m3 arithmetic on sm_80, which fp8_block needs" in str(choice.rejected[3])
+
+
+def test_a_calibrated_cache_is_the_default(build: Any) -> None:
+    quantization = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    config = QWEN3_8B | {"quantization_config": quantization}
+    assert build(config).kv_cache_dtype == "fp8_e4m3" and build(config, kv_cache_dtype="bf16").kv.dtype == "bfloat16"

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.cli_args import not_implemented
 from sglang.srt.configs.architectures import SUPPORTED, SUPPORTED_ARCHITECTURES, Architecture
 from sglang.srt.configs.hf_config import (
     ConfigReader,
     merge_overrides,
     read_config,
     read_generation_config,
-    read_json_object,
     select_text_config,
 )
 from sglang.srt.configs.model_path import resolve_model_path
+from sglang.srt.configs.quant_rules import QuantConfig
+from sglang.srt.configs.quantization import agree, detect
 from sglang.srt.configs.rope import rope_parameters, scaled_context_length
 from sglang.srt.environ import envs, warn_once
 from sglang.srt.errors import UserError
@@ -47,7 +47,8 @@ class ModelConfig:
     vocab_size: int
     context_len: int
     dtype: str
-    quantization: Mapping[str, Any] | None
+    quantization: QuantConfig | None
+    """None: 16 bits throughout."""
     eos_token_ids: frozenset[int]
     default_sampling: Mapping[str, Any]
     tie_word_embeddings: bool
@@ -67,15 +68,11 @@ class ModelConfig:
     def from_hf(
         cls, config: Mapping[str, Any], generation: Mapping[str, Any], *, args: ServerArgs, directory: Path
     ) -> ModelConfig:
-        """From the parsed files; `args` contributes --dtype and --context-length. Raises UserError."""
+        """From the parsed files; `args` contributes --dtype, --context-length and --quantization. Raises UserError."""
         hf_config = select_text_config(config)
         reader = ConfigReader(hf_config, f"{directory / 'config.json'}")
         architecture = _architecture(reader)
         known = SUPPORTED[architecture]
-        quantization = _quantization(hf_config, directory)
-        if quantization is not None:
-            method = quantization.get("quant_method", "unknown")
-            raise not_implemented(f"Quantization {method!r} ({directory})", "serve the unquantized checkpoint")
         num_heads, num_kv_heads = _heads(reader, known)
         hidden_size = reader.positive("hidden_size")
         head_dim = reader.positive("head_dim", known.head_dim or max(hidden_size // num_heads, 1))
@@ -98,7 +95,7 @@ class ModelConfig:
             vocab_size=reader.positive("vocab_size"),
             context_len=_context_length(reader, args.context_length),
             dtype=_dtype(reader, args.dtype),
-            quantization=quantization,
+            quantization=agree(args.quantization, detect(config, directory), str(directory)),
             eos_token_ids=_eos_token_ids(hf_config, generation),
             default_sampling={key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None},
             tie_word_embeddings=reader.default("tie_word_embeddings", bool, known.tie_word_embeddings),
@@ -163,17 +160,6 @@ def _dtype(reader: ConfigReader, requested: str) -> str:
             f"{reader.source}: dtype {written!r} is not supported; choose {', '.join(DTYPES)} with --dtype."
         )
     return name
-
-
-def _quantization(hf_config: Mapping[str, Any], directory: Path) -> Mapping[str, Any] | None:
-    for key in ("quantization_config", "compression_config"):
-        value = hf_config.get(key)
-        if value is not None:
-            if not isinstance(value, Mapping):
-                raise UserError(f"config.json: {key!r} must be an object; got {value!r}.")
-            return value
-    modelopt = directory / "hf_quant_config.json"
-    return {"quant_method": "modelopt", **read_json_object(modelopt)} if modelopt.is_file() else None
 
 
 def _eos_token_ids(hf_config: Mapping[str, Any], generation: Mapping[str, Any]) -> frozenset[int]:

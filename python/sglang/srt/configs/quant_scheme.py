@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+
+from sglang.srt.errors import UserError
+
+SCALE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "e8m0": 1, "e4m3": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +43,7 @@ class Scheme:
     def bytes_per_weight(self) -> float:
         """Of a large matrix, scales included."""
         rows, cols = self.group
-        scale_bytes = {"float32": 4, "bfloat16": 2, "e8m0": 1, "e4m3": 1}[self.scale]
-        return self.bits / 8 + (scale_bytes / (rows * cols) if rows and cols else 0)
+        return self.bits / 8 + (SCALE_BYTES[self.scale] / (rows * cols) if rows and cols else 0)
 
 
 SCHEMES: Mapping[str, Scheme] = {
@@ -58,3 +61,37 @@ SCHEMES: Mapping[str, Scheme] = {
         Scheme("nvfp4", "e2m1", (1, 16), "e4m3", "nvfp4", global_scale=True),
     )
 }
+
+
+def widening(scheme: Scheme, features: Collection[str]) -> str:
+    """What GPUs with these features (of ArchTraits) do to multiply the scheme with wider instructions than its own; ""
+    where they multiply it as it is."""
+    if scheme.bits == 4 and (scheme.activation is None or "block_scaled_mma" not in features):
+        return "weights widened to 16 bits in registers"
+    if scheme.activation == "mxfp8" and "block_scaled_mma" not in features:
+        return "both sides widened to bf16"
+    return ""
+
+
+def expert_share(intermediate_size: int, tp_size: int, scheme: Scheme | None) -> int:
+    """Intermediate dims of every expert that a tensor-parallel rank has room for.
+
+    The even share if it cuts no group of scales, or else whole groups: the last rank then holds fewer, and zeros behind
+    them. Raises UserError where a rank would hold none, or where there are no groups and the share is uneven.
+    """
+    unit = 1 if scheme is None else max(1, *scheme.group)
+    if intermediate_size % (tp_size * unit) == 0:
+        return intermediate_size // tp_size
+    what = f"expert intermediate size {intermediate_size}"
+    if unit == 1 or scheme is None:
+        raise UserError(f"{what} cannot be divided over {tp_size} tensor-parallel ranks; choose another --tp-size")
+    # Kernels take packed rows in larger pieces anyway.
+    unit = max(unit, 64) if scheme.bits == 4 else unit
+    units = -(-intermediate_size // unit)
+    fit = next(size for size in range(tp_size, 0, -1) if (size - 1) * -(-units // size) < units)
+    if fit < tp_size:
+        raise UserError(
+            f"{what} in groups of {unit} that share scales ({scheme.name}) is too few for {tp_size} tensor-parallel"
+            f" ranks: one would hold none of {units}; choose --tp-size {fit} or less"
+        )
+    return -(-units // tp_size) * unit

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import importlib.metadata
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sglang.srt.environ import envs
 from sglang.srt.errors import UserError
-from sglang.srt.hardware.products import ARCHS, PRODUCTS, ArchFacts, product_of_device_name
+from sglang.srt.hardware.products import ARCHS, NEEDS_TRITON, PRODUCTS, ArchFacts, product_of_device_name
 
 
 class UnknownArch(UserError):
@@ -67,18 +68,29 @@ def current_arch(device_index: int = 0, device: str = "auto") -> ArchTraits:
     """Traits of this machine's GPU, or of the GPU that SGLANG_FORCE_ARCH names, or the CPU's.
 
     `device` is "auto", "cuda" or "cpu". SGLANG_FORCE_ARCH (an architecture or a product) wins over "auto" and "cuda",
-    so that a GPU can run with another one's kernels and tiles. Raises UnknownArch for a bad name, and UserError when
+    so that a GPU can run with another one's kernels and tiles. Features that the installed Triton cannot use are left
+    out. Raises UnknownArch for a bad name, and UserError when
     CUDA is asked for and there is none.
     """
     if device == "cpu":
         return CPU
     if envs.SGLANG_FORCE_ARCH is not None:
-        return arch_by_name(envs.SGLANG_FORCE_ARCH)
+        return _as_compiled(arch_by_name(envs.SGLANG_FORCE_ARCH))
     if cuda_available():
-        return _measured_arch(device_index)
+        return _as_compiled(_measured_arch(device_index))
     if device == "cuda":
         raise UserError("--device cuda, but torch sees no CUDA device; check nvidia-smi, or use --device cpu")
     return CPU
+
+
+def _as_compiled(traits: ArchTraits) -> ArchTraits:
+    """Without the features that the installed Triton has no instructions for."""
+    try:
+        installed = tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2])
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return traits
+    lacking = {feature for feature, least in NEEDS_TRITON.get(traits.name, {}).items() if installed < least}
+    return replace(traits, features=traits.features - lacking)
 
 
 def _measured_arch(device_index: int) -> ArchTraits:

@@ -55,6 +55,10 @@ ARCHS: dict[str, ArchFacts] = {
     "sm_121": ArchFacts((12, 1), 99 * KIB, 100 * KIB, _SM12X, "gb10"),
 }
 
+NEEDS_TRITON: dict[str, dict[str, tuple[int, int]]] = {"sm_121": {"block_scaled_mma": (3, 8)}}
+"""Architecture -> feature -> the first Triton that has instructions for it. Before that its products of packed
+four-bit operands do not compile."""
+
 # Searched in this order, so that the more specific name comes first.
 PRODUCTS: dict[str, Product] = {
     "rtx-pro-6000-max-q": Product("sm_120", 188, 1792 * GB, 96 * GIB, ("rtx pro 6000", "max-q")),

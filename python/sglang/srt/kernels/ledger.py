@@ -20,7 +20,7 @@ from pathlib import Path
 from sglang.srt.kernels import ledger_rules
 from sglang.srt.kernels.compile import variant_hash
 from sglang.srt.kernels.ledger_file import LOCKS, TRITON_VERSIONS, Ledger, Measurement, Row, Rows, read_lock, write_lock
-from sglang.srt.kernels.measure import Job, all_jobs, measure, to_rows, variant_table
+from sglang.srt.kernels.measure import Job, all_jobs, measure, targets, to_rows, variant_table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,7 +77,10 @@ def _drift(lock: str, rows: Rows, args: argparse.Namespace) -> list[str]:
         return problems
     recorded = [key for key in rows if key in table and key not in changed and args.only in "/".join(key)]
     random.Random(0).shuffle(recorded)
-    jobs = [Job(lock, key, LOCKS[lock]) for key in recorded[: None if args.all else args.sample]]
+    jobs = [
+        Job(lock, key, targets(lock, table[key], triton.__version__))
+        for key in recorded[: None if args.all else args.sample]
+    ]
     for job, result in measure(jobs, args.processes, progress=False).items():
         if isinstance(result, str):
             problems.append(f"{lock}: {result}")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Need, Tile, TileRecord
 from sglang.srt.kernels.tiles import attention_tiles
@@ -26,7 +27,8 @@ PROXY_ARCH = "sm_120"
 TRITON_VERSIONS = ("3.6.0", "3.9.0")
 """Verified: the oldest that we support and the one that CI pins."""
 NOT_NATIVE = frozenset({"3.6.0/sm_121"})
-"""Compiles, but low-precision products go through wider types; recorded, and not held to the spill budget."""
+"""Compiles, but low-precision products go through wider types; recorded, and not held to the spill budget. What needs
+packed four-bit operands is not compiled there (Variant.native_only), nor launched (hardware.arch.NEEDS_TRITON)."""
 
 _LAUNCH_ONLY = frozenset({"ctas_per_sm", "waves"})
 _SHORT = {"num_warps": "w", "num_stages": "s"}
@@ -38,6 +40,9 @@ _FEATURES: Mapping[str, tuple[str, ...]] = {
 """Last part of a variant's key -> the traits that need it."""
 _SAME_CODE = {"float16": "bfloat16"}
 """Dtypes that compile to the same code but for the type of the instructions."""
+
+WIDENED_TAIL = "/widened"
+"""In keys of variants for GPUs without `block_scaled_mma`, where those with it have others."""
 
 Measurement = tuple[int, int, int, int, tuple[str, ...]]
 """Shared bytes, registers, spilled bytes, stack bytes, matrix instructions."""
@@ -179,11 +184,18 @@ class Ledger:
             found = list(self.measurements(replace(need, kv_dtype="fp8_e4m3"), tile, arch))
         return _worst_of(found)
 
-    def worst(self, op: str, arch: ArchTraits) -> TileRecord | None:
-        """The worst case over all rows of an op that picks its launch by size itself."""
+    def worst(self, op: str, arch: ArchTraits, quant: str | None = None) -> TileRecord | None:
+        """The worst case over the rows of an op that picks its launch by size itself: those whose keys have the scheme
+        `quant` as a piece, or that have none."""
         target = "/" + judged_as(arch)
-        rows = [row for (row_op, _, _), row in self.rows.items() if row_op == op]
-        return _worst_of([m for row in rows for name, m in row.by_target.items() if name.endswith(target)])
+        wanted = set() if quant is None else {quant}
+        found: dict[bool, list[Measurement]] = {False: [], True: []}
+        for (row_op, key, _), row in self.rows.items():
+            if row_op == op and SCHEMES.keys() & key.split("/") == wanted:
+                measured = [m for name, m in row.by_target.items() if name.endswith(target)]
+                found[WIDENED_TAIL in key] += measured
+        widened = found[True] and "block_scaled_mma" not in arch.features
+        return _worst_of(found[True] if widened else found[False])
 
     def fitting_tiles(self, need: Need, arch: ArchTraits) -> FittingTiles:
         """The candidate tiles of `need` whose measured shared memory one block of `arch` can have."""

@@ -80,10 +80,11 @@ def over_spill_budget(lock: str, rows: Rows, table: Mapping[tuple[str, str, str]
 
 def missing(lock: str, rows: Rows, table: Mapping[tuple[str, str, str], Variant]) -> Iterator[str]:
     """Tiles of the table that were never measured, and rows of tiles that no longer exist."""
-    targets = [f"{version}/{arch}" for version in TRITON_VERSIONS for arch in LOCKS[lock]]
-    for op, key, tile in table:
+    for (op, key, tile), variant in table.items():
         row = rows.get((op, key, tile))
-        absent = targets if row is None else [t for t in targets if t not in row.by_target]
+        wanted = [f"{version}/{arch}" for version in TRITON_VERSIONS for arch in LOCKS[lock]]
+        wanted = [target for target in wanted if not (variant.native_only and target in NOT_NATIVE)]
+        absent = wanted if row is None else [target for target in wanted if target not in row.by_target]
         if absent:
             yield f"{lock}: {op}/{key} tile {tile} is not in the lock for {', '.join(absent)}"
     for op, key, tile in sorted(rows.keys() - table.keys()):

@@ -15,13 +15,14 @@ from pathlib import Path
 from sglang.srt.environ import envs
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.compile import CompileFailed, measure_cached, variant_hash
-from sglang.srt.kernels.ledger_file import LOCKS, Measurement, Row, Rows, tile_key
+from sglang.srt.kernels.ledger_file import LOCKS, NOT_NATIVE, Measurement, Row, Rows, tile_key
 from sglang.srt.kernels.variant import Variant
 
 # Named, not imported: the kernels are a layer above this one. Each has OPS and variants(op, features).
 VARIANT_MODULES = (
     "sglang.srt.layers.attention.triton_ops.variants",
     "sglang.srt.layers.triton_ops.variants",
+    "sglang.srt.layers.triton_ops.quant_variants",
     "sglang.srt.layers.moe.fused_moe_triton.variants",
 )
 
@@ -86,6 +87,11 @@ def _run(job: Job, cache_dir: Path) -> dict[str, Measurement] | str:
         return str(error)
 
 
+def targets(lock: str, variant: Variant, triton_version: str) -> tuple[str, ...]:
+    """The architectures of a lock file that a variant is compiled for with this Triton."""
+    return tuple(a for a in LOCKS[lock] if not (variant.native_only and f"{triton_version}/{a}" in NOT_NATIVE))
+
+
 def all_jobs(lock: str, only: str = "", known: Rows | None = None, triton_version: str = "") -> list[Job]:
     """One a row. `only`: rows whose op/key/tile contains it. `known`: what it holds for `triton_version`, measured from
     the same code, is left out."""
@@ -93,7 +99,7 @@ def all_jobs(lock: str, only: str = "", known: Rows | None = None, triton_versio
     for row, variant in variant_table(lock).items():
         if only not in "/".join(row):
             continue
-        archs = LOCKS[lock]
+        archs = targets(lock, variant, triton_version)
         old = (known or {}).get(row)
         if old is not None and old.code == variant_hash(variant):
             archs = tuple(arch for arch in archs if f"{triton_version}/{arch}" not in old.by_target)

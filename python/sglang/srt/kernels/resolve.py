@@ -102,7 +102,8 @@ def _choice(
     rejected: tuple[Rejection, ...],
     note: str | None,
 ) -> Choice:
+    remark = spec.remark(need, arch)
     if not tiles:
-        record = ledger.worst(need.op, arch) if spec.package == "triton" else None
-        return Choice(need, spec, record=record, rejected=rejected, note=note)
-    return Choice(need, spec, tiles[0], ledger.record(need, tiles[0], arch), tiles[1:], rejected, note)
+        record = ledger.worst(need.op, arch, need.quant) if spec.package == "triton" else None
+        return Choice(need, spec, record=record, rejected=rejected, note=note, remark=remark)
+    return Choice(need, spec, tiles[0], ledger.record(need, tiles[0], arch), tiles[1:], rejected, note, remark)

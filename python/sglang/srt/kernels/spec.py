@@ -31,6 +31,11 @@ class Need:
     quant: str | None = None
     traits: frozenset[str] = frozenset()
 
+    @property
+    def key(self) -> str:
+        """Names the need among those of a model: linear layers have one for each scheme of their weights."""
+        return f"{self.op}/{self.quant}" if self.op == "linear" and self.quant else self.op
+
     def describe(self) -> str:
         parts = [self.q_dtype]
         if self.head_dim:
@@ -51,6 +56,14 @@ def refuses_nothing(need: Need, arch: ArchTraits) -> list[str]:
     return []
 
 
+Remark = Callable[[Need, ArchTraits], str]
+"""What a person should know about how a kernel serves a need there; empty when there is nothing unusual."""
+
+
+def nothing_unusual(need: Need, arch: ArchTraits) -> str:
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
     """One candidate of an op's table."""
@@ -65,6 +78,7 @@ class KernelSpec:
     graph_safe: bool = True  # may run inside a CUDA graph
     graph_prefill: bool = False  # attention: prefill too, because it takes nothing but shapes from the host
     not_here: str | None = None  # exists elsewhere; why it is not part of this server
+    remark: Remark = nothing_unusual
 
     def why_not(self, need: Need, arch: ArchTraits, packages: frozenset[str]) -> list[str]:
         """Every reason against this kernel, the hardware's first. Tiles are looked at afterwards."""
@@ -109,6 +123,7 @@ class Choice:
     smaller_tiles: tuple[Tile, ...] = ()  # what a launch may step down to, in order
     rejected: tuple[Rejection, ...] = ()
     note: str | None = None  # why this order, where it was measured
+    remark: str = ""  # how, where that is unusual
 
     @property
     def name(self) -> str:

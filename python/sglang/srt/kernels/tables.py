@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from sglang.srt.configs.quant_scheme import SCHEMES, widening
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import KernelSpec, Need, Refuse
 
@@ -43,8 +44,10 @@ def only_dtypes(*dtypes: str) -> Refuse:
 
 def only_quant(*schemes: str | None) -> Refuse:
     def refuse(need: Need, arch: ArchTraits) -> list[str]:
-        has = ", ".join(scheme or "unquantized" for scheme in schemes)
-        return [] if need.quant in schemes else [f"no {need.quant or 'unquantized weights'} (has {has})"]
+        if need.quant in schemes:
+            return []
+        has = "unquantized" if schemes == (None,) else ", ".join(scheme or "unquantized" for scheme in schemes)
+        return [f"no {need.quant} (has {has})" if need.quant else "no unquantized weights"]
 
     return refuse
 
@@ -74,6 +77,22 @@ def no_e4m3_conversion(need: Need, arch: ArchTraits) -> list[str]:
     if need.kv_dtype == "fp8_e4m3" and "fp8_mma" not in arch.features:
         return [f"cannot convert fp8_e4m3 on {arch.name} (fp8_e5m2 works)"]
     return []
+
+
+def no_e4m3_arithmetic(need: Need, arch: ArchTraits) -> list[str]:
+    """Weights or scales of e4m3, on GPUs that do not have the type."""
+    scheme = SCHEMES.get(need.quant or "")
+    if scheme is not None and "e4m3" in (scheme.element, scheme.scale) and "fp8_mma" not in arch.features:
+        return [f"no e4m3 arithmetic on {arch.name}, which {need.quant} needs"]
+    return []
+
+
+def widened(need: Need, arch: ArchTraits) -> str:
+    return widening(SCHEMES[need.quant], arch.features) if need.quant else ""
+
+
+def dequantized(need: Need, arch: ArchTraits) -> str:
+    return "weights dequantized for each product; activations stay in 16 bits" if need.quant else ""
 
 
 def native_fp4_available(need: Need, arch: ArchTraits) -> list[str]:
@@ -157,10 +176,16 @@ FUSED_MOE = (
         f"{_MOE}.fused_moe:fused_moe",
         CP_ASYNC,
         "triton",
-        refuse=all_of(_HALF, only_quant(None)),
+        refuse=all_of(_HALF, only_quant(None, *SCHEMES), no_e4m3_arithmetic),
+        remark=widened,
     ),
-    KernelSpec("torch_native", f"{_NATIVE}:fused_moe", refuse=only_quant(None), graph_safe=False),
-    KernelSpec("triton_quantized", requires=CP_ASYNC, not_here=NOT_YET),
+    KernelSpec(
+        "torch_native",
+        f"{_NATIVE}:fused_moe",
+        refuse=only_quant(None, *SCHEMES),
+        graph_safe=False,
+        remark=dequantized,
+    ),
     KernelSpec("trtllm_gen", requires=TCGEN05, not_here=NOT_PART),
     KernelSpec("deep_gemm", requires=WGMMA, not_here=NOT_PART),
     KernelSpec("cutlass", requires=frozenset({"tma"}), not_here=NOT_PART),
@@ -170,13 +195,17 @@ LINEAR = (
     KernelSpec("triton_gemv", f"{_TRITON}.gemv:linear", CP_ASYNC, "triton", refuse=all_of(_HALF, only_quant(None))),
     KernelSpec("cublas", "torch.nn.functional:linear", CP_ASYNC, refuse=only_quant(None)),
     KernelSpec("torch_native", f"{_NATIVE}:linear", refuse=only_quant(None)),
-    KernelSpec("triton_quantized", requires=CP_ASYNC, not_here=NOT_YET),
+    KernelSpec(
+        "triton_quantized",
+        f"{_TRITON}.quant_linear:quantized_linear",
+        CP_ASYNC,
+        "triton",
+        refuse=all_of(_HALF, only_quant(*SCHEMES), no_e4m3_arithmetic),
+        remark=widened,
+    ),
+    KernelSpec("torch_dequantized", f"{_NATIVE}:quantized_linear", refuse=only_quant(*SCHEMES), remark=dequantized),
     KernelSpec("cutlass", requires=frozenset({"tma"}), not_here=NOT_PART),
     KernelSpec("marlin", requires=CP_ASYNC, refuse=native_fp4_available, not_here=NOT_PART),
-)
-TOPK_SIGMOID = (
-    KernelSpec("triton", requires=CP_ASYNC, not_here=NOT_YET),
-    KernelSpec("torch_native", not_here=NOT_YET),
 )
 GATED_DELTA_RULE = (
     KernelSpec("triton", requires=CP_ASYNC, not_here=NOT_YET),
@@ -194,13 +223,15 @@ ALL_REDUCE = (
     KernelSpec("nvls", requires=NVLINK, not_here=NOT_PART),
 )
 
+ROUTERS = ("softmax", "sigmoid", "sqrtsoftplus", "hash")
+"""How tokens find their experts: by what score, or by a table of token ids."""
+
 TABLES: dict[str, tuple[KernelSpec, ...]] = {
     "rmsnorm": _elementwise("rmsnorm", "norm"),
     "fused_add_rmsnorm": _elementwise("fused_add_rmsnorm", "norm"),
     "silu_and_mul": _elementwise("silu_and_mul", "activation"),
     "qk_norm_rope_store": _elementwise("qk_norm_rope_store", "rope_store"),
-    "topk_softmax": _elementwise("topk_softmax", "topk"),
-    "topk_sigmoid": TOPK_SIGMOID,
+    **{f"topk_{kind}": _elementwise(f"topk_{kind}", "topk") for kind in ROUTERS},
     "linear": LINEAR,
     "fused_moe": FUSED_MOE,
     "extend_attention": EXTEND_ATTENTION,

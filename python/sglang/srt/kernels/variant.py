@@ -27,3 +27,5 @@ class Variant:
     """As in KVSpec; empty where the op has none."""
     default: bool = True
     """False: a lower candidate of the table, for which spills are reported but not held against it."""
+    native_only: bool = False
+    """Needs matrix instructions that a compiler of `ledger_file.NOT_NATIVE` does not have; not launched there."""

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.errors import UserError
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_of
-from sglang.srt.layers.parameter import Init, Scope
+from sglang.srt.layers.parameter import Init, Part, PartKey, Scope
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import RopeSpec
 
@@ -64,6 +65,9 @@ class GQAttention:
         if spec.qk_norm:
             self.q_norm = scope.sub("q_norm").param("weight", (dim,), init=Init.ONES)
             self.k_norm = scope.sub("k_norm").param("weight", (dim,), init=Init.ONES)
+        self.k_scale = self.v_scale = None
+        if scope.plan.kv_cache_dtype.startswith("fp8"):
+            self.k_scale, self.v_scale = _cache_scale(scope, "k_scale"), _cache_scale(scope, "v_scale")
         self.norm_rope_store = scope.plan.entry("qk_norm_rope_store")
         self.attention = RadixAttention(layer_id, self.num_heads, self.num_kv_heads, dim, dim**-0.5)
 
@@ -86,3 +90,20 @@ class GQAttention:
             pool.v_scale(self.layer_id),
         )
         return self.o(self.attention(q, k, v, batch))
+
+    def kv_scales(self) -> tuple[float, float]:
+        """What keys and values are divided by in an fp8 cache; 1 where the checkpoint does not say.
+
+        Raises UserError for a scale that cannot be one."""
+        return _value(self.k_scale), _value(self.v_scale)
+
+
+def _cache_scale(scope: Scope, leaf: str) -> torch.Tensor:
+    return scope.param(leaf, (1,), {PartKey(): Part((1,), optional=True)}, Init.ONES, torch.float32)
+
+
+def _value(scale: torch.Tensor | None) -> float:
+    value = 1.0 if scale is None else float(scale.item())
+    if not 0.0 < value < float("inf"):
+        raise UserError(f"the checkpoint's scale of the KV cache is {value}; serve it with --kv-cache-dtype bf16")
+    return value

@@ -80,13 +80,17 @@ class ColumnParallelLinear:
 
 
 class RowParallelLinear:
-    """Sharded by input, summed over the ranks: x [T, in / tp] -> [T, out]."""
+    """Sharded by input, summed over the ranks: x [T, in / tp] -> [T, out]. Without `reduce` the caller sums, and there
+    is no bias."""
 
-    def __init__(self, scope: Scope, in_features: int, out_features: int, bias: bool = False) -> None:
+    def __init__(
+        self, scope: Scope, in_features: int, out_features: int, bias: bool = False, reduce: bool = True
+    ) -> None:
+        assert reduce or not bias
         cols = shard_of(in_features, scope.tp_rank, scope.tp_size, f"input features of {scope.path}:")
         shard = Shard("", out_features, in_features, slice(0, out_features), cols)
         self.bias = scope.param("bias", (out_features,), init=Init.ZEROS) if bias else None
-        self.multi_rank = scope.tp_size > 1
+        self.multi_rank = scope.tp_size > 1 and reduce
         # The bias belongs to the sum, so that with several ranks it is added once, after the all-reduce.
         self.apply = scope.quant.create_weights(scope, [shard], None if self.multi_rank else self.bias)
 

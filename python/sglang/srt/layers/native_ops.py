@@ -5,13 +5,34 @@ Math is done in fp32 and cast back to the input's dtype; matrix products run in 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
+
+from sglang.srt.layers.moe.expert_weights import SILU, Activation, ExpertWeights
+
+if TYPE_CHECKING:
+    from sglang.srt.hardware.arch import ArchTraits
+    from sglang.srt.layers.quantization.linear_weight import LinearWeight
 
 
 def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., K], w [N, K], bias [N] -> [..., N]."""
     return F.linear(x, w, bias)
+
+
+def quantized_linear(
+    weight: LinearWeight, arch: ArchTraits | None = None
+) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]:
+    """(x [..., K], bias [N] or None) -> [..., N], with the weight [N, K] dequantized for each product. Activations stay
+    as they are: their quantization serves matrix units that a CPU does not have."""
+
+    def run(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x, weight.dequantized().to(x.dtype), bias)
+
+    return run
 
 
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -98,25 +119,148 @@ def store_cache(cache: torch.Tensor, x: torch.Tensor, loc: torch.Tensor, scale: 
     cache.view(torch.uint8)[loc] = quantized.view(torch.uint8)
 
 
-def topk_softmax(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def topk_softmax(
+    router_logits: torch.Tensor,
+    top_k: int,
+    renormalize: bool,
+    scale: float = 1.0,
+    with_shared: bool = False,
+    num_valid: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """router_logits [T, E] -> weights [T, k] fp32 (of the softmax over all experts; summing to 1 if `renormalize`) and
-    expert ids [T, k] int32, largest first."""
+    expert ids [T, k] int32, largest first. `renormalize` is also the softmax over the chosen logits (GPT-OSS).
+
+    Of all routings: `scale` multiplies the weights; `with_shared` appends expert E with weight 1 to every token's; from
+    token `num_valid` [1] int32 on, ids are -1 and weights 0.
+    """
     weights, ids = torch.softmax(router_logits.float(), dim=-1).topk(top_k, dim=-1)
+    return _routed(weights, ids, renormalize, scale, router_logits.shape[1], with_shared, num_valid)
+
+
+def topk_sigmoid(
+    router_logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    renormalize: bool,
+    groups: tuple[int, int] = (1, 1),
+    scale: float = 1.0,
+    with_shared: bool = False,
+    num_valid: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """router_logits [T, E], bias [E] -> weights [T, k] fp32: the sigmoids of the experts whose sigmoid plus bias is
+    largest, among the best `groups[1]` of `groups[0]` groups of neighbours; ids [T, k] int32, in the order of choice.
+
+    A group's score is the sum of its two largest. Source: DeepSeek-V3 technical report, section 2.1.2.
+    """
+    scores = router_logits.float().sigmoid()
+    return _choose(scores, bias, top_k, renormalize, groups, scale, with_shared, num_valid)
+
+
+def topk_sqrtsoftplus(
+    router_logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    renormalize: bool,
+    groups: tuple[int, int] = (1, 1),
+    scale: float = 1.0,
+    with_shared: bool = False,
+    num_valid: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `topk_sigmoid`, with scores sqrt(softplus(logits)) (DeepSeek-V4)."""
+    scores = F.softplus(router_logits.float()).sqrt()
+    return _choose(scores, bias, top_k, renormalize, groups, scale, with_shared, num_valid)
+
+
+def topk_hash(
+    router_logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    table: torch.Tensor,
+    score: str,
+    scale: float = 1.0,
+    with_shared: bool = False,
+    num_valid: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """router_logits [T, E], token_ids [T], table [V, k] int32 -> weights [T, k] fp32, ids [T, k] int32: the experts
+    that the table names for each token, weighted by their scores ("sigmoid" or "sqrtsoftplus"), which are normalized.
+    """
+    logits = router_logits.float()
+    scores = logits.sigmoid() if score == "sigmoid" else F.softplus(logits).sqrt()
+    ids = table[token_ids].long()
+    return _routed(scores.gather(1, ids), ids, True, scale, router_logits.shape[1], with_shared, num_valid)
+
+
+def _choose(
+    scores: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    renormalize: bool,
+    groups: tuple[int, int],
+    scale: float,
+    with_shared: bool,
+    num_valid: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    choice = scores if bias is None else scores + bias.float()
+    num_groups, top_groups = groups
+    if top_groups < num_groups:
+        by_group = choice.unflatten(1, (num_groups, -1))
+        best = by_group.topk(2, dim=-1).values.sum(-1).topk(top_groups, dim=-1).indices
+        taken = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter_(1, best, True)
+        choice = by_group.masked_fill(~taken[..., None], -torch.inf).flatten(1)
+    ids = choice.topk(top_k, dim=-1).indices
+    return _routed(scores.gather(1, ids), ids, renormalize, scale, scores.shape[1], with_shared, num_valid)
+
+
+def _routed(
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    renormalize: bool,
+    scale: float,
+    num_experts: int,
+    with_shared: bool,
+    num_valid: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     if renormalize:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights, ids.to(torch.int32)
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    weights, ids = weights * scale, ids.to(torch.int32)
+    if with_shared:
+        weights, ids = F.pad(weights, (0, 1), value=1.0), F.pad(ids, (0, 1), value=num_experts)
+    if num_valid is not None:
+        padding = torch.arange(len(ids), device=ids.device)[:, None] >= num_valid
+        weights, ids = weights.masked_fill(padding, 0.0), ids.masked_fill(padding, -1)
+    return weights, ids
+
+
+def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """gate_up [..., 2I] -> (up + offset) * gate * sigmoid(alpha * gate) [..., I], clamped as `activation` says."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    if activation.limit is not None:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    return ((up + activation.up_offset) * gate * torch.sigmoid(activation.alpha * gate)).to(gate_up.dtype)
 
 
 def fused_moe(
-    x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    x: torch.Tensor,
+    w13: ExpertWeights,
+    w2: ExpertWeights,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: Activation = SILU,
+    tiles: None = None,
+    features: Collection[str] = (),
 ) -> torch.Tensor:
     """x [T, H], w13 [E, 2I, H] (gate rows, then up rows), w2 [E, H, I], weights and ids [T, k] -> [T, H].
 
-    An id of -1 names no expert and adds nothing.
+    An id of -1 names no expert and adds nothing. The weights are dequantized; activations stay as they are, since their
+    quantization serves matrix units that a CPU does not have.
     """
+
+    def product(x: torch.Tensor, weights: ExpertWeights, expert: int) -> torch.Tensor:
+        bias = None if weights.bias is None else weights.bias[expert].to(x.dtype)
+        return F.linear(x, weights.dequantized(expert).to(x.dtype), bias)
+
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in sorted(set(topk_ids.flatten().tolist()) - {-1}):
         token, choice = (topk_ids == expert).nonzero(as_tuple=True)
-        y = F.linear(silu_and_mul(F.linear(x[token], w13[expert])), w2[expert])
+        y = product(gated(product(x[token], w13, expert), activation), w2, expert)
         out.index_add_(0, token, y.float() * topk_weights[token, choice, None].float())
     return out.to(x.dtype)

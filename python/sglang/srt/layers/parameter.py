@@ -7,7 +7,8 @@ so that sharding and merging are stated once, by the layer that owns the paramet
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -15,26 +16,56 @@ import torch
 
 if TYPE_CHECKING:
     from sglang.srt.layers.linear import QuantMethod
+    from sglang.srt.models.weight_map import WeightMap
     from sglang.srt.plan.plan import Plan
 
 Index: TypeAlias = tuple[int | slice, ...]
+Convert: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+Fill: TypeAlias = Callable[[torch.Tensor, torch.Generator], None]
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""What safetensors calls the types that an unquantized weight may be stored in."""
 
 
 class Init(Enum):
-    """What a dummy parameter holds."""
+    """What a dummy parameter holds; a function may fill it otherwise."""
 
     NORMAL = "normal"
     ONES = "ones"
     ZEROS = "zeros"
 
 
+def constant(value: float) -> Fill:
+    def fill(tensor: torch.Tensor, generator: torch.Generator) -> None:
+        tensor.fill_(value)
+
+    return fill
+
+
+def random_codes(tensor: torch.Tensor, generator: torch.Generator) -> None:
+    """Any code of an 8-bit type, or two of a 4-bit type; of e4m3 none that is NaN."""
+    codes = tensor.view(torch.uint8)
+    codes.random_(0, 256, generator=generator)
+    if tensor.dtype == torch.float8_e4m3fn:
+        codes.bitwise_and_(0xFE)  # NaN is the largest code of either sign
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One checkpoint tensor: its whole shape, the slice that this rank holds, and where in the parameter it goes."""
+    """One checkpoint tensor, or a piece of one: the tensor's whole shape, the slice that this rank holds, and where in
+    the parameter it goes.
+
+    `dtypes` are the types that it may be stored in, as safetensors names them. `convert` makes what the parameter holds
+    of what was read (bytes of packed words, a reciprocal); the number of elements must then be that of `dest`. A
+    checkpoint may lack an `optional` part: the parameter keeps what a dummy one holds.
+    """
 
     shape: tuple[int, ...]
     source: tuple[slice, ...] = ()
     dest: Index = ()
+    dtypes: tuple[str, ...] = FLOATS
+    convert: Convert | None = None
+    optional: bool = False
 
     @property
     def sharded(self) -> bool:
@@ -43,10 +74,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class PartKey:
-    """Names a part within its parameter; the fields fill the checkpoint name's template."""
+    """Names a part within its parameter; the fields fill the checkpoint name's template.
+
+    `module` is the module of the layer whose template that is, where it is not the parameter's own (a shared expert
+    that is kept among the routed ones).
+    """
 
     part: str = ""
     expert: int = 0
+    module: str = ""
 
 
 @dataclass(slots=True)
@@ -56,7 +92,7 @@ class Param:
     name: str
     tensor: torch.Tensor
     parts: dict[PartKey, Part]
-    init: Init = Init.NORMAL
+    init: Init | Fill = Init.NORMAL
 
     @property
     def sharded(self) -> bool:
@@ -65,7 +101,10 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What layers are built in: the plan, the place of the weights, and a path that names them."""
+    """What layers are built in: the plan, the place of the weights, and a path that names them.
+
+    `finish` collects what is left to do once the parameters are filled (scales folded, weights repacked).
+    """
 
     plan: Plan
     device: torch.device
@@ -73,25 +112,32 @@ class Scope:
     tp_rank: int
     tp_size: int
     quant: QuantMethod
+    weights: WeightMap
     path: str = ""
     params: dict[str, Param] = field(default_factory=dict)
+    finish: list[Callable[[], None]] = field(default_factory=list)
 
     def sub(self, name: str | int) -> Scope:
         """The scope of a child; parameters land in the same collection."""
         path = f"{self.path}.{name}" if self.path else str(name)
-        return Scope(self.plan, self.device, self.dtype, self.tp_rank, self.tp_size, self.quant, path, self.params)
+        return replace(self, path=path)
+
+    def module(self, part: str = "", expert: int = 0) -> str:
+        """What the checkpoint calls the module that has this part."""
+        return self.weights.checkpoint_name(f"{self.path}.weight", PartKey(part, expert)).removesuffix(".weight")
 
     def param(
         self,
         leaf: str,
         shape: tuple[int, ...],
         parts: dict[PartKey, Part] | None = None,
-        init: Init = Init.NORMAL,
+        init: Init | Fill = Init.NORMAL,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Allocate and record a parameter [shape]. Without `parts` it is one checkpoint tensor, held whole."""
+        """Allocate and record a parameter [shape]. Without `parts` it is one checkpoint tensor, held whole; where
+        there are none in them, something else fills it."""
         name = f"{self.path}.{leaf}"
         assert name not in self.params, f"parameter {name} exists already"
         tensor = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
-        self.params[name] = Param(name, tensor, parts or {PartKey(): Part(shape)}, init)
+        self.params[name] = Param(name, tensor, {PartKey(): Part(shape)} if parts is None else parts, init)
         return tensor

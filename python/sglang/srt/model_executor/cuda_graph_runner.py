@@ -33,6 +33,7 @@ class CudaGraphRunner:
                 "slots": (largest, np.int64, 0),
                 "out_cache_loc": (largest, np.int64, 0),
                 "seq_lens": (largest, np.int32, 1),
+                "num_reqs": (1, np.int32, 0),
             },
             runner.device,
         )
@@ -50,7 +51,8 @@ class CudaGraphRunner:
 
     def _static_batch(self, size: int) -> ForwardBatch:
         i = self.inputs
-        return self.runner.decode_batch(i["slots"][:size], i["seq_lens"][:size], i["out_cache_loc"][:size])
+        slots, seq_lens, out_cache_loc = (i[name][:size] for name in ("slots", "seq_lens", "out_cache_loc"))
+        return self.runner.decode_batch(slots, seq_lens, out_cache_loc, i["num_reqs"])
 
     def _step(self, size: int) -> torch.Tensor:
         batch = self.batches[size] = self._static_batch(size)
@@ -70,7 +72,12 @@ class CudaGraphRunner:
         """Logits [B, V] of a decode step; valid until the next replay."""
         num_reqs = len(step.slots)
         size = self.batch_sizes[bisect.bisect_left(self.batch_sizes, num_reqs)]
-        self.inputs.load(slots=step.slots, out_cache_loc=step.out_cache_loc, seq_lens=step.seq_lens)
+        self.inputs.load(
+            slots=step.slots,
+            out_cache_loc=step.out_cache_loc,
+            seq_lens=step.seq_lens,
+            num_reqs=np.array([num_reqs], np.int32),
+        )
         batch = self.batches[size]
         batch.seq_lens_cpu = np.concatenate([step.seq_lens, np.ones(size - num_reqs, np.int32)]).tolist()
         self.runner.attn_backend.init_forward_metadata_replay(batch, num_reqs)

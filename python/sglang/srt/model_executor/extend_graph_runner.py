@@ -43,6 +43,7 @@ class ExtendGraphRunner:
                 "prefix_lens": (reqs, np.int32, 0),
                 "start_loc": (reqs + 1, np.int32, 0),
                 "sampled_lens": (MAX_REQS, np.int32, 0),
+                "num_tokens": (1, np.int32, 0),
             },
             runner.device,
         )
@@ -78,6 +79,7 @@ class ExtendGraphRunner:
             extend_start_loc=i["start_loc"],
             extend_seq_lens_cpu=[size],
             extend_prefix_lens_cpu=[1],  # a replay may have cached prefixes
+            num_valid_tokens=i["num_tokens"],
         )
         self.runner.attn_backend.init_forward_metadata(batch)
         self.hidden[size] = self.runner.model(batch)
@@ -120,6 +122,7 @@ class ExtendGraphRunner:
             prefix_lens=extend.prefix_lens,
             start_loc=start_loc,
             sampled_lens=step.seq_lens[rows],
+            num_tokens=np.array([num_tokens], np.int32),
         )
         self.graphs[size].replay()
         return self.hidden[size][:num_tokens], self.logits[size][: len(rows)]

@@ -44,6 +44,9 @@ class ForwardBatch:
     kv_pool: KVPool
     attn_backend: AttentionBackend
 
+    num_valid_tokens: torch.Tensor | None = None
+    """[1] int32: tokens from here on are padding, which experts need not compute. None: all are valid."""
+
     # EXTEND only
     extend_seq_lens: torch.Tensor | None = None  # [B] int32, new tokens of each request
     extend_prefix_lens: torch.Tensor | None = None  # [B] int32, cached tokens before them

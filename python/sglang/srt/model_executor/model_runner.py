@@ -36,6 +36,8 @@ class ModelRunner:
         # One page more than the plan counts: page 0 is the padding page.
         num_slots = plan.max_total_num_tokens + plan.page_size
         self.kv_pool = KVPool(plan.kv, num_slots, plan.device)
+        for layer_id, (k_scale, v_scale) in enumerate(self.model.kv_scales()):
+            self.kv_pool.set_scales(layer_id, k_scale, v_scale)
         self.req_pool = ReqToTokenPool(plan.max_running_requests, plan.context_len, plan.device)
         self.sampling_table = SamplingTable(plan.max_running_requests + 1, plan.model.vocab_size, plan.device)
         self.sampler = Sampler(use_triton=plan.device == "cuda")
@@ -81,7 +83,13 @@ class ModelRunner:
         self.attn_backend.init_forward_metadata(batch)
         return self._sample(step, self.model.logits(self.model(batch)), slots, seq_lens)
 
-    def decode_batch(self, slots: torch.Tensor, seq_lens: torch.Tensor, out_cache_loc: torch.Tensor) -> ForwardBatch:
+    def decode_batch(
+        self,
+        slots: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out_cache_loc: torch.Tensor,
+        num_valid_tokens: torch.Tensor | None = None,
+    ) -> ForwardBatch:
         """A DECODE batch from device tensors only, so that it can be captured; enters the new slots in the table."""
         positions = seq_lens.to(torch.int64) - 1
         self.req_pool.device_table[slots, positions] = out_cache_loc.to(torch.int32)
@@ -96,6 +104,7 @@ class ModelRunner:
             req_to_token=self.req_pool.device_table,
             kv_pool=self.kv_pool,
             attn_backend=self.attn_backend,
+            num_valid_tokens=num_valid_tokens,
         )
 
     def _run_extend(self, step: StepInput) -> StepResult:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
-from sglang.srt.layers.parameter import Init, Param, Part
+from sglang.srt.layers.parameter import FLOATS, Init, Param, Part, PartKey
 from sglang.srt.model_loader.checkpoint import find_checkpoint, some
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.models.registry import MODEL_REGISTRY
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def load_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> CausalLM:
@@ -46,6 +45,8 @@ def load_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> CausalLM
             fill_random(model.params, seed)
         else:
             load_checkpoint(model, plan.model.model_path)
+        for step in model.finish:
+            step()
     num_bytes = sum(p.tensor.nbytes for p in model.params.values())
     logger.info(
         "Loaded %s (%s): %.2f GB of weights in %.1f s",
@@ -61,6 +62,8 @@ def load_checkpoint(model: CausalLM, model_path: str) -> None:
     """Stream the directory's tensors into the parameters: each is read once, and only this rank's slice of it."""
     checkpoint = find_checkpoint(model_path)
     wanted = model.weights.index(model.params.values())
+    absent = {p.name: p for parts in wanted.values() if _optional(parts) for p, _ in parts}
+    fill_random(absent, seed=0)  # until the checkpoint says otherwise: constants
     unknown: list[str] = []
     loaded: set[str] = set()
     tqdm.set_lock(threading.RLock())  # its default is a semaphore between processes, which outlives this one
@@ -71,40 +74,63 @@ def load_checkpoint(model: CausalLM, model_path: str) -> None:
         unit_scale=True,
         disable=parallel_state.tp_rank() != 0,
     ) as progress:
-        for name, view, file in checkpoint.tensors():
+        for stored_name, view, file in checkpoint.tensors():
+            name = model.weights.canonical(stored_name)
             if name in loaded:
                 raise UserError(f"{model_path}: tensor {name} is in more than one file")
             if name in wanted:
-                param, key = wanted[name]
-                part = param.parts[key]
-                _check(name, view, part)
-                source = view[part.source] if part.sharded else file.get_tensor(name)
-                param.tensor[part.dest].copy_(source)
+                for param, key in wanted[name]:
+                    progress.update(_fill(param, key, stored_name, view, file))
                 loaded.add(name)
-                progress.update(source.nbytes)
             elif not model.ignored_weight(name):
-                unknown.append(name)
+                unknown.append(stored_name)
         progress.update(progress.total - progress.n)
     if unknown:
         raise UserError(f"{model_path} has weights that {type(model).__name__} does not have: {some(unknown)}")
-    missing = wanted.keys() - loaded
+    missing = {name for name in wanted.keys() - loaded if not _optional(wanted[name])}
     if missing:
         raise UserError(f"{model_path} lacks weights of {type(model).__name__}: {some(missing)}")
 
 
+def _optional(parts: list[tuple[Param, PartKey]]) -> bool:
+    return all(param.parts[key].optional for param, key in parts)
+
+
+def _fill(param: Param, key: PartKey, name: str, view: Any, file: Any) -> int:
+    """Copies one part from a checkpoint tensor; returns the bytes that were read."""
+    part = param.parts[key]
+    _check(name, view, part)
+    source = view[part.source] if part.sharded else file.get_tensor(name)
+    dest = param.tensor[part.dest]
+    dest.copy_((part.convert(source) if part.convert else source).reshape(dest.shape))
+    num_bytes: int = source.nbytes
+    return num_bytes
+
+
 def _check(name: str, view: Any, part: Part) -> None:
     shape = tuple(view.get_shape())
-    if shape != part.shape:
+    # Writers differ in whether a number is [] or [1], and a column [N, 1] or [N].
+    if _squeezed(shape) != _squeezed(part.shape):
         raise UserError(f"tensor {name} has shape {list(shape)}, but config.json calls for {list(part.shape)}")
-    if view.get_dtype() not in _FLOATS:
+    dtype = view.get_dtype()
+    if dtype in part.dtypes:
+        return
+    if part.dtypes == FLOATS and name.endswith(".weight"):
         raise UserError(
-            f"tensor {name} is stored as {view.get_dtype()}: quantized checkpoints need a quantization_config "
-            "that is supported"
+            f"tensor {name} is stored as {dtype}: quantized checkpoints need a quantization_config that is supported"
         )
+    raise UserError(
+        f"tensor {name} is stored as {dtype}, but the checkpoint's quantization calls for {' or '.join(part.dtypes)}"
+    )
+
+
+def _squeezed(shape: tuple[int, ...]) -> list[int]:
+    return [size for size in shape if size != 1]
 
 
 def fill_random(params: dict[str, Param], seed: int) -> None:
-    """Random weights that keep activations finite: normal with deviation 0.02; norms 1, biases 0.
+    """Random weights that keep activations finite: normal with deviation 0.02, or what the parameter asks for; norms 1,
+    biases 0.
 
     Replicated parameters are the same on every rank, shards differ.
     """
@@ -117,4 +143,7 @@ def fill_random(params: dict[str, Param], seed: int) -> None:
             rank = parallel_state.tp_rank() if param.sharded else 0
             generator = torch.Generator(param.tensor.device)
             generator.manual_seed(zlib.crc32(f"{seed}/{rank}/{param.name}".encode()))
-            param.tensor.normal_(0.0, 0.02, generator=generator)
+            if param.init is Init.NORMAL:
+                param.tensor.normal_(0.0, 0.02, generator=generator)
+            else:
+                param.init(param.tensor, generator)

@@ -13,8 +13,10 @@ from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import QuantMethod, Unquantized
 from sglang.srt.layers.mlp import Dense, GatedMLP
-from sglang.srt.layers.moe.layer import SoftmaxMoE
+from sglang.srt.layers.moe.layer import MoELayer
 from sglang.srt.layers.parameter import Param, Scope
+from sglang.srt.layers.quantization.dense import QuantizedMethod
+from sglang.srt.layers.quantization.layout import redundant_endings
 from sglang.srt.layers.rotary_embedding import RopeSpec, rope_table
 from sglang.srt.models.spec import LayerSpec, ModelSpec
 from sglang.srt.models.weight_map import WeightMap
@@ -34,11 +36,11 @@ class DecoderLayer:
         self.input_norm = RMSNorm(scope.sub("input_norm"), hidden_size, eps)
         self.attention = GQAttention(scope.sub("attn"), layer_id, hidden_size, spec.attention, eps, cos_sin)
         self.mlp_norm = RMSNorm(scope.sub("mlp_norm"), hidden_size, eps)
-        self.mlp: GatedMLP | SoftmaxMoE
+        self.mlp: GatedMLP | MoELayer
         if isinstance(spec.mlp, Dense):
             self.mlp = GatedMLP(scope.sub("mlp"), hidden_size, spec.mlp)
         else:
-            self.mlp = SoftmaxMoE(scope.sub("moe"), hidden_size, spec.mlp)
+            self.mlp = MoELayer(scope.sub("moe"), hidden_size, spec.mlp)
 
     def __call__(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
@@ -46,7 +48,9 @@ class DecoderLayer:
         hidden, residual = self.input_norm(hidden, residual)
         hidden = self.attention(hidden, batch)
         hidden, residual = self.mlp_norm(hidden, residual)
-        return self.mlp(hidden), residual
+        # Routing may look at the token ids, and at which rows are padding.
+        hidden = self.mlp(hidden, batch) if isinstance(self.mlp, MoELayer) else self.mlp(hidden)
+        return hidden, residual
 
 
 class CausalLM(ABC):
@@ -66,7 +70,8 @@ class CausalLM(ABC):
     def __init__(self, plan: Plan, device: torch.device | str | None = None) -> None:
         """`device` overrides the plan's: `meta` builds the shapes only."""
         self.spec = spec = self.describe(plan.model)
-        quant: QuantMethod = Unquantized()
+        quantization = plan.model.quantization
+        quant: QuantMethod = Unquantized() if quantization is None else QuantizedMethod(quantization)
         scope = Scope(
             plan=plan,
             device=torch.device(device or plan.device),
@@ -74,8 +79,11 @@ class CausalLM(ABC):
             tp_rank=parallel_state.tp_rank(),
             tp_size=parallel_state.tp_size(),
             quant=quant,
+            weights=self.weights,
         )
         self.params: dict[str, Param] = scope.params
+        self.finish = scope.finish
+        self.redundant = redundant_endings(quantization)
         self.embed = VocabParallelEmbedding(scope.sub("embed"), spec.vocab_size, spec.hidden_size)
         tables: dict[RopeSpec, torch.Tensor] = {}
         self.layers: list[DecoderLayer] = []
@@ -95,8 +103,12 @@ class CausalLM(ABC):
             hidden, residual = layer(hidden, residual, batch)
         return self.norm(hidden, residual)[0]
 
+    def kv_scales(self) -> list[tuple[float, float]]:
+        """For each layer what keys and values are divided by in a quantized cache. Waits for the device."""
+        return [layer.attention.kv_scales() for layer in self.layers]
+
     def ignored_weight(self, name: str) -> bool:
         """Whether a checkpoint tensor holds nothing that we need."""
         if self.spec.tie_embeddings and name == self.weights.model["lm_head"] + ".weight":
             return True
-        return name.endswith(self.weights.ignore)
+        return name.endswith((*self.weights.ignore, *self.redundant))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 MODEL_NAMES = {"embed": "model.embed_tokens", "norm": "model.norm", "lm_head": "lm_head"}
 LAYER_NAMES = {
     "input_norm": "input_layernorm",
+    "attn": "self_attn",
     "attn.qkv": "self_attn.{part}_proj",
     "attn.o": "self_attn.o_proj",
     "mlp_norm": "post_attention_layernorm",

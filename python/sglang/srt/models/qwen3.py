@@ -8,6 +8,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.layers.attention_block import GQA
 from sglang.srt.layers.mlp import Dense
 from sglang.srt.layers.moe.layer import MoE
+from sglang.srt.layers.moe.topk import Router
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.models.llama import LAYER_NAMES, MODEL_NAMES
 from sglang.srt.models.spec import LayerSpec, ModelSpec, decoder, expect, grouped_query_attention, reader
@@ -42,9 +43,8 @@ class Qwen3MoeForCausalLM(CausalLM):
         attention, dense = _attention(model), Dense(model.intermediate_size)
         experts = MoE(
             num_experts=model.num_experts,
-            top_k=model.num_experts_per_tok,
             intermediate_size=model.moe_intermediate_size,
-            renormalize=reader(model).default("norm_topk_prob", bool, False),
+            router=Router(model.num_experts_per_tok, renormalize=reader(model).default("norm_topk_prob", bool, False)),
         )
         sparse = sparse_layers(model)
         return decoder(model, [LayerSpec(attention, experts if s else dense) for s in sparse])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sglang.srt.configs.quant_rules import QuantConfig
 from sglang.srt.errors import UserError
 
 KV_DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
@@ -29,9 +30,11 @@ class KVSpec:
         return self.num_layers * self.num_kv_heads * (self.head_dim + self.v_head_dim) * KV_DTYPE_BYTES[self.dtype]
 
 
-def kv_cache_dtype(requested: str, model_dtype: str) -> str:
-    """The dtype name of the cache for --kv-cache-dtype; "auto" is the model's. Raises UserError."""
-    name = model_dtype if requested == "auto" else _SPELLINGS.get(requested, requested)
+def kv_cache_dtype(requested: str, model_dtype: str, quantization: QuantConfig | None = None) -> str:
+    """The dtype name of the cache for --kv-cache-dtype; "auto" is what a quantized checkpoint was made for, or
+    else the model's dtype. Raises UserError."""
+    own = quantization.kv_cache if quantization is not None else None
+    name = own or model_dtype if requested == "auto" else _SPELLINGS.get(requested, requested)
     if name not in KV_DTYPE_BYTES:
         raise UserError(f"--kv-cache-dtype {requested} is not known; use auto, {', '.join(KV_DTYPE_BYTES)}")
     return name

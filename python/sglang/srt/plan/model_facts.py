@@ -3,13 +3,11 @@ whether or not its model class exists here, so that `explain` can answer for it.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from sglang.srt.configs.hf_config import read_json_object
+from sglang.srt.configs.quant_rules import QuantConfig
 from sglang.srt.errors import UserError
 
 Config = Mapping[str, Any]
@@ -37,37 +35,27 @@ class ModelFacts:
     num_experts: int
     top_k: int
     expert_inter: int
-    router: str  # "softmax" or "sigmoid"
+    router: str  # "softmax", "sigmoid" or "sqrtsoftplus"
+    hash_routed: bool  # some layers choose experts by token ids
+    shared_as_routed: bool  # the shared expert can be one more of the routed ones
     linear_attention: bool
     sparse_index: bool
     attention_traits: frozenset[str]
     vision_head_dim: int
     expert_quant: str | None
-    linear_quant: str | None
+    """The scheme of the routed experts; None: 16 bits."""
+    linear_quants: tuple[str, ...]
+    """The schemes of the other linear layers. Some layers are always in 16 bits."""
 
     @property
     def is_latent(self) -> bool:
         return "mla" in self.attention_traits
 
 
-def quantization_of(config: Config, directory: Path) -> Config | None:
-    """The quantization of a checkpoint: in config.json (of a multimodal model inside or outside of the text part), or
-    in ModelOpt's file beside it."""
-    for part in (config, config.get("text_config") or {}):
-        for key in ("quantization_config", "compression_config"):
-            if part.get(key):
-                found: Config = part[key]
-                return found
-    modelopt = directory / "hf_quant_config.json"
-    if modelopt.is_file():
-        return read_json_object(modelopt).get("quantization") or {}
-    return None
+def facts_from_config(config: Config, quantization: QuantConfig | None) -> ModelFacts:
+    """Facts of a config.json (multimodal wrappers included) and of the quantization that was detected for it.
 
-
-def facts_from_config(config: Config, quantization: Config | None) -> ModelFacts:
-    """Facts of a config.json (multimodal wrappers included) and of the quantization that was detected beside it.
-
-    Raises UserError naming a key that is missing.
+    Raises UserError naming a key that is missing, or experts that are quantized in several ways.
     """
     text: Config = config.get("text_config") or config
     heads = _require(text, "num_attention_heads")
@@ -75,7 +63,6 @@ def facts_from_config(config: Config, quantization: Config | None) -> ModelFacts
     layers = _require(text, "num_hidden_layers")
     kinds = text.get("layer_types") or []
     num_experts = int(_first(text, "n_routed_experts", "num_experts", "num_local_experts"))
-    expert_quant, linear_quant = _quant_schemes(quantization or {})
     head_dim, v_head_dim, prompt_dims = _head_dims(text, hidden, heads)
     return ModelFacts(
         architecture=(config.get("architectures") or ["unknown"])[0],
@@ -94,12 +81,14 @@ def facts_from_config(config: Config, quantization: Config | None) -> ModelFacts
         top_k=int(_first(text, "num_experts_per_tok", "experts_per_token")) if num_experts else 0,
         expert_inter=int(_first(text, "moe_intermediate_size", "intermediate_size")) if num_experts else 0,
         router=_router(text),
+        shared_as_routed=_shared_as_routed(quantization, config, num_experts),
+        hash_routed=bool(text.get("num_hash_layers")) or "hash_moe" in (text.get("mlp_layer_types") or []),
         linear_attention="linear_attention" in kinds,
         sparse_index=bool(text.get("index_topk")),
         attention_traits=_attention_traits(text, kinds),
         vision_head_dim=_vision_head_dim(config.get("vision_config")),
-        expert_quant=expert_quant,
-        linear_quant=linear_quant,
+        expert_quant=_expert_quant(quantization, config, num_experts),
+        linear_quants=_linear_quants(quantization, config, num_experts),
     )
 
 
@@ -158,30 +147,72 @@ def _vision_head_dim(vision: Config | None) -> int:
     return hidden // heads if hidden and heads else 0
 
 
-def _quant_schemes(quant: Config) -> tuple[str | None, str | None]:
-    """(experts, other linear layers); None is unquantized."""
-    scheme = _scheme(quant)
-    excluded = json.dumps([quant.get("ignore"), quant.get("modules_to_not_convert")])
-    return scheme, None if scheme == "mxfp4" or "self_attn" in excluded else scheme
+# The language model's layers in a checkpoint; which of these a multimodal one has, its patterns tell.
+_PREFIXES = ("model.layers.", "language_model.model.layers.", "model.language_model.layers.")
+_GQA_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLA_PROJECTIONS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
+_GATED_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
-def _scheme(quant: Config) -> str | None:
-    # ModelOpt's method says only who made the checkpoint; its algorithm is the format.
-    method = str(quant.get("quant_algo") or quant.get("quant_method") or "").lower()
-    if not method:
+def _prefix(quant: QuantConfig, config: Config) -> str:
+    if not config.get("text_config"):
+        return _PREFIXES[0]
+    said = " ".join(pattern.replace("\\", "") for rule in quant.rules for pattern in rule.patterns)
+    return next((prefix for prefix in _PREFIXES[1:] if prefix.split(".layers")[0] in said), _PREFIXES[0])
+
+
+def _linear_quants(quant: QuantConfig | None, config: Config, num_experts: int) -> tuple[str, ...]:
+    if quant is None:
+        return ()
+    text: Config = config.get("text_config") or config
+    prefix = _prefix(quant, config)
+    names = (prefix + name for i in range(text["num_hidden_layers"]) for name in _linear_modules(text, i, num_experts))
+    return tuple(sorted({found.scheme for found in map(quant.of, names) if found is not None}))
+
+
+def _linear_modules(text: Config, layer: int, num_experts: int) -> Iterator[str]:
+    """Names of the usual linear modules of a layer, but for its routed experts."""
+    kinds = text.get("layer_types") or []
+    if layer < len(kinds) and kinds[layer] == "linear_attention":
+        yield from (f"{layer}.linear_attn.{name}" for name in ("in_proj_qkv", "out_proj"))
+    else:
+        projections = _MLA_PROJECTIONS if text.get("kv_lora_rank") else _GQA_PROJECTIONS
+        yield from (f"{layer}.self_attn.{name}" for name in projections)
+    if not num_experts or _is_dense(text, layer):
+        yield from (f"{layer}.mlp.{name}" for name in _GATED_PROJECTIONS)
+    elif _first(text, "n_shared_experts", "shared_expert_intermediate_size"):
+        shared = "shared_experts" if text.get("n_shared_experts") else "shared_expert"
+        yield from (f"{layer}.mlp.{shared}.{name}" for name in _GATED_PROJECTIONS)
+
+
+def _is_dense(text: Config, layer: int) -> bool:
+    """Of a model with experts, a layer without."""
+    if layer < int(text.get("first_k_dense_replace") or 0) or layer in (text.get("mlp_only_layers") or []):
+        return True
+    return (layer + 1) % int(text.get("decoder_sparse_step") or 1) != 0
+
+
+def _shared_as_routed(quant: QuantConfig | None, config: Config, num_experts: int) -> bool:
+    """One ungated shared expert of the same size, whose weights are stored as theirs (`layers.moe.layer.why_apart`)."""
+    text: Config = config.get("text_config") or config
+    if not num_experts or text.get("n_shared_experts") != 1:
+        return False
+    if quant is None:
+        return True
+    prefix, last = _prefix(quant, config), text["num_hidden_layers"] - 1
+    own, theirs = (quant.of(f"{prefix}{last}.mlp.{name}.gate_proj") for name in ("shared_experts", "experts.0"))
+    return own == theirs
+
+
+def _expert_quant(quant: QuantConfig | None, config: Config, num_experts: int) -> str | None:
+    if quant is None or not num_experts:
         return None
-    if method == "fp8" and quant.get("weight_block_size"):
-        return "fp8_block" + "x".join(str(n) for n in quant["weight_block_size"])
-    if method == "compressed-tensors":
-        return _compressed_tensors_scheme(quant)
-    return "nvfp4" if "nvfp4" in method else method
-
-
-def _compressed_tensors_scheme(quant: Config) -> str:
-    if "nvfp4" in str(quant.get("format")):
-        return "nvfp4"
-    group: Config = next(iter((quant.get("config_groups") or {}).values()), {})
-    weights = group.get("weights") or {}
-    if weights.get("type") == "int":
-        return f"int{weights.get('num_bits')}_g{weights.get('group_size')}"
-    return "w8a8_fp8" if group.get("input_activations") else "w8a16_fp8"
+    text: Config = config.get("text_config") or config
+    sparse = [i for i in range(text["num_hidden_layers"]) if not _is_dense(text, i)]
+    prefix = _prefix(quant, config)
+    names = [f"{prefix}{i}.mlp.experts.0.{name}" for i in sparse for name in _GATED_PROJECTIONS]
+    found = {None if module is None else module.scheme for module in map(quant.of, names)}
+    if len(found) > 1:
+        schemes = ", ".join(sorted(scheme or "16 bits" for scheme in found))
+        raise UserError(f"{quant.source}: experts that are quantized in several ways are not supported: {schemes}.")
+    return next(iter(found), None)

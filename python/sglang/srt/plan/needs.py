@@ -13,7 +13,8 @@ def needs_of(facts: ModelFacts, dtype: str, kv_dtype: str, page_size: int, tp_si
     return (
         Need("rmsnorm", q_dtype=dtype),
         Need("fused_add_rmsnorm", q_dtype=dtype),
-        Need("linear", q_dtype=dtype, quant=facts.linear_quant),
+        Need("linear", q_dtype=dtype),
+        *(Need("linear", q_dtype=dtype, quant=scheme) for scheme in facts.linear_quants),
         *_attention(facts, dtype, kv_dtype, page_size),
         *_feed_forward(facts, dtype),
         *([Need("all_reduce", q_dtype=dtype)] if tp_size > 1 else []),
@@ -47,4 +48,6 @@ def _feed_forward(facts: ModelFacts, dtype: str) -> Iterator[Need]:
     yield Need("silu_and_mul", q_dtype=dtype)
     if facts.num_experts:
         yield Need(f"topk_{facts.router}", q_dtype=dtype)
+        if facts.hash_routed:
+            yield Need("topk_hash", q_dtype=dtype)
         yield Need("fused_moe", q_dtype=dtype, quant=facts.expert_quant)

@@ -46,6 +46,7 @@ class Plan:
     max_prefill_tokens: int
     cuda_graph_bs: tuple[int, ...]  # empty: no graphs
     cuda_graph_prefill_tokens: tuple[int, ...] = ()
+    fuse_shared_experts: bool = True
     warnings: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()  # the server works, but not as the user will want it
 
@@ -73,6 +74,7 @@ class Plan:
             "device": self.device,
             "dtype": self.dtype,
             "kv_cache_dtype": self.kv_cache_dtype,
+            "quantization": None if self.model.quantization is None else self.model.quantization.describe(),
             "tp_size": self.tp_size,
             "page_size": self.page_size,
             **self._sizes(),
@@ -83,6 +85,7 @@ class Plan:
                 op: {
                     "kernel": choice.name,
                     "tile": None if choice.tile is None else tile_key(choice.tile),
+                    "remark": choice.remark,
                     "not_chosen": [str(rejection) for rejection in choice.rejected],
                 }
                 for op, choice in self.choices.items()
@@ -101,9 +104,12 @@ class Plan:
 
     def log(self) -> None:
         """Say at start-up what was decided."""
+        if self.model.quantization is not None:
+            logger.info("Quantization: %s", self.model.quantization.describe())
         for op, choice in self.choices.items():
             tile = f" tile {tile_key(choice.tile)}" if choice.tile else ""
-            logger.info("%s: %s%s", op, choice.name, tile)
+            remark = f" ({choice.remark})" if choice.remark else ""
+            logger.info("%s: %s%s%s", op, choice.name, tile, remark)
         logger.info(self.memory.log_line())
         logger.info(", ".join(f"{name}={value}" for name, value in self._sizes().items()))
         for message in self.warnings:
@@ -126,13 +132,13 @@ def make_plan(
     """
     facts = facts_from_config(model.hf_config, model.quantization)
     _check_tensor_parallel(facts, args.tp_size)
-    kv_dtype = kv_cache_dtype(args.kv_cache_dtype, model.dtype)
+    kv_dtype = kv_cache_dtype(args.kv_cache_dtype, model.dtype, model.quantization)
     page_size = args.page_size or 1
     needs = needs_of(facts, model.dtype, kv_dtype, page_size, args.tp_size)
     choices = choose(args, needs, arch, installed_packages() if packages is None else packages)
     kv = kv_spec(facts, kv_dtype, args.tp_size)
     sizes, notes = _sizes(args, model, arch, choices, available_bytes, page_size)
-    weights = weight_bytes(model, args.tp_size)
+    weights = weight_bytes(model, args.tp_size, kv_dtype.startswith("fp8"))
     if arch.device == "cpu":
         memory = plan_cpu_memory(facts, model.dtype, weights, available_bytes, sizes, kv, args.max_total_tokens)
     else:
@@ -162,16 +168,17 @@ def make_plan(
         max_prefill_tokens=args.max_prefill_tokens,
         cuda_graph_bs=sizes.graph_batch_sizes,
         cuda_graph_prefill_tokens=prefill_graphs,
+        fuse_shared_experts=not args.disable_shared_experts_fusion,
         warnings=tuple(notes + _token_notes(args, tokens)),
         errors=_check_pool(args, tokens, model.context_len, memory, kv, arch.device != "cpu"),
     )
 
 
 def choose(args: ServerArgs, needs: tuple[Need, ...], arch: ArchTraits, packages: frozenset[str]) -> dict[str, Choice]:
-    """One Choice per op. Raises NoKernel."""
+    """One Choice per need, by its key. Raises NoKernel."""
     ledger = Ledger.load()
     forced = forced_kernels(args)
-    return {need.op: resolve(need, arch, ledger, packages, forced.get(need.op)) for need in needs}
+    return {need.key: resolve(need, arch, ledger, packages, forced.get(need.op)) for need in needs}
 
 
 def forced_kernels(args: ServerArgs) -> dict[str, str]:

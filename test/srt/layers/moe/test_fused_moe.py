@@ -1,4 +1,7 @@
-"""Grouped expert products against the plain torch loop, interpreted on a CPU and natively on a GPU."""
+"""The experts' products of every scheme against dequantized fp32, interpreted on a CPU and natively on a GPU.
+
+Scratch memory holds NaN before every test, so that nothing that was never written can go unnoticed.
+"""
 
 from __future__ import annotations
 
@@ -6,124 +9,201 @@ import interpreter
 import pytest
 import torch
 
-from sglang.srt.layers import native_ops
-from sglang.srt.layers.moe.fused_moe_triton import align as align_module
-from sglang.srt.layers.moe.fused_moe_triton.align import align
-from sglang.srt.layers.moe.fused_moe_triton.fused_moe import fused_moe
-from sglang.srt.layers.moe.fused_moe_triton.tiles import TILES, MoeTiles, few_pairs, tiles_for
+from sglang.srt.configs.quant_scheme import SCHEMES
+from sglang.srt.hardware.arch import current_arch
+from sglang.srt.layers.moe.expert_weights import GPT_OSS_SWIGLU, SILU, Activation
+from sglang.srt.layers.moe.fused_moe_triton.fused_moe import columns_at_once, fused_moe
+from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, few_pairs, tile
+from srt.layers.moe.moe_harness import NATIVE, Case, assert_close, expected, make_case
 
 DEVICE = interpreter.DEVICE
+HAS_NATIVE = interpreter.INTERPRETED or "block_scaled_mma" in current_arch().features
+PLANES = ("int4_g32", "int4_g128", "mxfp4", "mxfp4_mxfp8", "nvfp4")
+LAYOUTS = [
+    *((None, frozenset()), *((name, frozenset()) for name in SCHEMES if SCHEMES[name].bits == 8 or name in PLANES)),
+    *((name, NATIVE) for name in ("mxfp4_mxfp8", "nvfp4")),
+]
+"""(scheme, features of the GPU that its weights were repacked for)."""
+HALF_EXACT = 6e-3
+"""What rounding to bfloat16 between the steps explains."""
 
 
-def small_tile(block_m: int) -> MoeTiles:
-    tile = {"BLOCK_M": block_m, "BLOCK_N": 32, "BLOCK_K": 32, "GROUP_M": 2, "num_warps": 4, "num_stages": 2}
-    return MoeTiles(float("inf"), tile, tile)
+@pytest.fixture(autouse=True)
+def poisoned_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() and tensor.element_size() > 1 else tensor
+
+    monkeypatch.setattr(torch, "empty", poisoned)
 
 
-def inputs(num_tokens: int, num_experts: int, top_k: int, hidden: int, inter: int, dtype: torch.dtype):
-    generator = torch.Generator().manual_seed(num_tokens)
-
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    x = randn(num_tokens, hidden).to(dtype)
-    w13 = (randn(num_experts, 2 * inter, hidden) * hidden**-0.5).to(dtype)
-    w2 = (randn(num_experts, hidden, inter) * inter**-0.5).to(dtype)
-    weights, ids = native_ops.topk_softmax(randn(num_tokens, num_experts), top_k, True)
-    return [t.to(DEVICE) for t in (x, w13, w2, weights, ids)]
+def small(block_m: int = 16, block_n: int = 32, block_k: int = 64) -> MoeTiles:
+    one = tile(block_m, block_n, block_k, 2, 4, 2)
+    return MoeTiles(float("inf"), one, one)
 
 
-def assert_close(actual: torch.Tensor, expected: torch.Tensor, bound: float = 6e-3) -> None:
-    error, size = (actual.float() - expected.float()).norm(), expected.float().norm()
-    assert error <= bound * size, f"error {error:.2e} of {size:.2e}"
+def run(
+    case: Case,
+    tiles: MoeTiles | None = None,
+    activation: Activation = SILU,
+    features: frozenset[str] = frozenset(),
+) -> torch.Tensor:
+    return fused_moe(case.x, case.w13, case.w2, case.weights, case.ids, activation, tiles, features)
 
 
-def check(num_tokens: int, num_experts: int, tiles: MoeTiles | None, drop: bool = False, **shape: int) -> None:
-    dims = {"hidden": 64, "inter": 64, "top_k": 2} | shape
-    x, w13, w2, weights, ids = inputs(
-        num_tokens, num_experts, dims["top_k"], dims["hidden"], dims["inter"], torch.bfloat16
+def bound_of(scheme: str | None) -> float:
+    """Where a sum that differs in its last bit is rounded to the next e2m1, the result differs by more."""
+    return 1e-2 if scheme == "nvfp4" else HALF_EXACT
+
+
+def needs(features: frozenset[str]) -> None:
+    if features and not HAS_NATIVE:
+        pytest.skip("needs block-scaled matrix instructions")
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize(("scheme", "features"), LAYOUTS)
+def test_grouped(scheme: str | None, features: frozenset[str]) -> None:
+    needs(features)
+    case = make_case(scheme, 24, hidden=256, inter=128, features=features, device=DEVICE)
+    case.ids[0] = -1
+    case.ids[12, 0] = -1
+    actual = run(case, small(block_k=128))
+    assert actual.shape == case.x.shape and actual.dtype == case.x.dtype
+    assert_close(actual, expected(case), bound_of(scheme))
+    assert not actual[0].any()
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize(("scheme", "features"), LAYOUTS)
+def test_few_pairs_keep_activations_in_16_bits(scheme: str | None, features: frozenset[str]) -> None:
+    case = make_case(scheme, 3, num_experts=12, hidden=256, inter=128, features=features, device=DEVICE)
+    case.ids[1] = -1
+    case.ids[2, 1] = -1
+    assert few_pairs(case.ids.numel(), 12)
+    actual = run(case)
+    assert_close(actual, expected(case, rounded=False), HALF_EXACT)
+    assert not actual[1].any()
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize(("scheme", "features"), LAYOUTS)
+def test_sizes_that_no_block_divides(scheme: str | None, features: frozenset[str]) -> None:
+    needs(features)
+    hidden, inter = (384, 128) if scheme == "int4_g128" else (160, 96)  # groups are whole
+    case = make_case(scheme, 20, hidden=hidden, inter=inter, features=features, device=DEVICE)
+    assert_close(run(case, small(block_n=64, block_k=128)), expected(case), bound_of(scheme))
+    few = make_case(scheme, 1, num_experts=8, hidden=hidden, inter=inter, features=features, device=DEVICE)
+    assert_close(run(few), expected(few, rounded=False), HALF_EXACT)
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("scheme", [None, "fp8_block", "fp8_channel", "int8_channel", "int4_g32", "mxfp4"])
+def test_weights_as_the_tall_operand(scheme: str | None) -> None:
+    """As on GPUs with wgmma."""
+    case = make_case(scheme, 10, hidden=256, inter=128, device=DEVICE)
+    actual = run(case, small(16, 64, 128), features=frozenset({"wgmma"}))
+    assert_close(actual, expected(case), HALF_EXACT)
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize(("scheme", "features"), [(None, frozenset()), ("mxfp4", frozenset()), ("mxfp4_mxfp8", NATIVE)])
+@pytest.mark.parametrize("few", [True, False])
+def test_clamped_swiglu_with_biases(scheme: str | None, features: frozenset[str], few: bool) -> None:
+    """GPT-OSS. Inputs are large enough that both clamps matter."""
+    needs(features)
+    num_tokens, num_experts = (2, 8) if few else (16, 4)
+    case = make_case(scheme, num_tokens, num_experts, features=features, bias=True, device=DEVICE)
+    case.x *= 8
+    wanted = expected(case, GPT_OSS_SWIGLU, rounded=not few)
+    assert (wanted - expected(case, Activation(1.702, 1.0), rounded=not few)).norm() > 0.1 * wanted.norm()
+    assert_close(run(case, None if few else small(), GPT_OSS_SWIGLU), wanted, HALF_EXACT)
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("scheme", ["fp8_block", "fp8_channel", "int4_g32"])
+def test_columns_that_are_summed_while_they_are_cached(scheme: str | None) -> None:
+    case = make_case(scheme, 8, 2, hidden=640, inter=128, device=DEVICE)
+    whole = run(case, small(block_k=128))
+    parts = fused_moe(
+        case.x, case.w13, case.w2, case.weights, case.ids, tiles=small(block_k=128), pair_out_bytes=8 * 2 * 2 * 300
     )
-    if drop:
-        ids[0] = -1
-        ids[num_tokens // 2, 0] = -1
-    expected = native_ops.fused_moe(x, w13, w2, weights, ids)
-    actual = fused_moe(x, w13, w2, weights, ids, tiles)
-    assert actual.shape == x.shape and actual.dtype == x.dtype
-    assert_close(actual, expected)
-    if drop:
-        assert not actual[0].any()
+    assert torch.equal(parts, whole)
+    assert [columns_at_once(640, 64, limit) for limit in (None, 640 * 64, 639 * 64, 300 * 64, 1)] == [
+        *(640, 640, 512, 256, 256)
+    ]
 
 
 @interpreter.kernel_test
-@pytest.mark.parametrize("drop", [False, True])
-def test_pair_by_pair(drop: bool) -> None:
-    assert few_pairs(6, 16)
-    check(3, 16, None, drop)
+def test_static_activation_scale_is_one_for_all_experts() -> None:
+    case = make_case("fp8_tensor", 24, static=True, device=DEVICE)
+    assert case.w13.input_scale.shape == (1,)
+    assert_close(run(case, small()), expected(case), HALF_EXACT)
 
 
 @interpreter.kernel_test
-@pytest.mark.parametrize("drop", [False, True])
-@pytest.mark.parametrize("num_tokens", [1, 9, 40])
-def test_grouped(num_tokens: int, drop: bool) -> None:
-    check(num_tokens, 6, small_tile(16), drop)
+@pytest.mark.parametrize("scheme", [None, "int4_g32", "mxfp4", "fp8_channel"])
+def test_float16(scheme: str | None) -> None:
+    case = make_case(scheme, 12, dtype=torch.float16, device=DEVICE)
+    assert_close(run(case, small()), expected(case), 2e-3)
+    few = make_case(scheme, 2, 8, dtype=torch.float16, device=DEVICE)
+    assert_close(run(few), expected(few, rounded=False), 2e-3)
 
 
 @interpreter.kernel_test
-@pytest.mark.parametrize(("hidden", "inter"), [(80, 48), (72, 100)])
-def test_sizes_that_no_block_divides(hidden: int, inter: int) -> None:
-    check(20, 4, small_tile(16), hidden=hidden, inter=inter)
-    check(1, 8, None, hidden=hidden, inter=inter)
+@pytest.mark.parametrize("scheme", [None, "fp8_block", "int4_g32"])
+def test_all_tokens_at_one_expert_and_none(scheme: str | None) -> None:
+    case = make_case(scheme, 40, 8, 1, inter=128, device=DEVICE)
+    case.ids.fill_(3)
+    assert_close(run(case), expected(case), case.bound)
+    case.ids.fill_(-1)
+    assert not run(case).any()
+    empty = Case(case.x[:0], case.w13, case.w2, case.weights[:0], case.ids[:0])
+    assert run(empty).shape == (0, 128)
 
 
 @interpreter.kernel_test
-def test_all_tokens_at_one_expert_and_none() -> None:
-    x, w13, w2, weights, ids = inputs(40, 8, 1, 64, 32, torch.bfloat16)
-    ids.fill_(3)
-    assert_close(fused_moe(x, w13, w2, weights, ids), native_ops.fused_moe(x, w13, w2, weights, ids))
-    ids.fill_(-1)
-    assert not fused_moe(x, w13, w2, weights, ids).any()
-    assert fused_moe(x[:0], w13, w2, weights[:0], ids[:0]).shape == (0, 64)
-
-
-@interpreter.kernel_test
-@pytest.mark.parametrize("one_program", [True, False])
-@pytest.mark.parametrize("block_m", [16, 64])
-def test_alignment(one_program: bool, block_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not one_program:
-        monkeypatch.setattr(align_module, "ONE_PROGRAM_PAIRS", 0)
-    generator = torch.Generator().manual_seed(1)
-    num_experts, top_k = 12, 3
-    ids = torch.randint(-1, num_experts, (500, top_k), generator=generator, dtype=torch.int32)
-    blocks = align(ids.to(DEVICE), num_experts, block_m)
-    flat = ids.flatten().tolist()
-    used = int(blocks.num_blocks)
-    places = blocks.sorted_pairs.cpu().view(-1, block_m)
-    assert used == sum(-(-flat.count(e) // block_m) for e in range(num_experts))
-    assert used <= blocks.max_blocks
-    placed = []
-    for block, expert in zip(places[:used].tolist(), blocks.block_expert.tolist(), strict=False):
-        pairs = [pair for pair in block if pair != len(flat)]
-        assert pairs, "a block in use holds at least one pair"
-        assert all(flat[pair] == expert for pair in pairs)
-        placed += pairs
-    assert sorted(placed) == [pair for pair, expert in enumerate(flat) if expert >= 0]
-    assert (places[used:] == len(flat)).all()
+def test_a_row_does_not_depend_on_the_other_rows() -> None:
+    """Of the grouped kernels, schemes with an activation scale a row."""
+    case = make_case("fp8_channel", 24, device=DEVICE)
+    whole = run(case, small())
+    part = Case(case.x[:5], case.w13, case.w2, case.weights[:5], case.ids[:5])
+    assert torch.equal(run(part, small()), whole[:5])
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(interpreter.INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("num_tokens", [1, 4, 8, 16, 64, 300, 2000])
-def test_published_shape(num_tokens: int) -> None:
-    """Qwen3-30B-A3B with the tiles that a server uses."""
-    check(num_tokens, 128, None, num_tokens > 8, hidden=2048, inter=768, top_k=8)
+@pytest.mark.parametrize(("scheme", "features"), LAYOUTS)
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 16, 300, 16384])
+def test_tiles_of_a_server(scheme: str | None, features: frozenset[str], num_tokens: int, wide: bool) -> None:
+    """Default tiles, those that fit every GPU and those of this one, over the batch sizes of a server."""
+    needs(features)
+    own = current_arch().features if wide else frozenset()
+    case = make_case(scheme, num_tokens, 32, 4, 1024, 384, features, device=DEVICE)
+    case.ids[num_tokens // 2, 0] = -1
+    actual = run(case, features=own)
+    few = few_pairs(case.ids.numel(), 32)
+    assert_close(actual, expected(case, rounded=not few), case.bound)
 
 
-def test_tiles_share_their_grouping_and_cover_every_batch() -> None:
-    for row in TILES:
-        assert row.gate_up["BLOCK_M"] == row.down["BLOCK_M"]
-    assert tiles_for(1, 128) is TILES[0]
-    assert tiles_for(8 * 8192, 128) is TILES[-1]
-    assert [row.max_rows_per_expert for row in TILES] == sorted(row.max_rows_per_expert for row in TILES)
+@pytest.mark.gpu
+@pytest.mark.skipif(interpreter.INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("scheme", [None, "fp8_block", "int4_g32"])
+@pytest.mark.parametrize("num_tokens", [2, 200])
+def test_in_a_cuda_graph(scheme: str | None, num_tokens: int) -> None:
+    case = make_case(scheme, num_tokens, 16, 2, 256, 128, device=DEVICE)
+    run(case)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(case)
+    case.x.copy_(case.x.flip(0))
+    case.ids.copy_(case.ids.flip(0))
+    graph.replay()
+    few = few_pairs(case.ids.numel(), 16)
+    assert_close(out, expected(case, rounded=not few), case.bound)
 
 
 def test_in_interpreter() -> None:

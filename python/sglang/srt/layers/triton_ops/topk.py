@@ -1,75 +1,288 @@
-"""Expert routing. Reference: `native_ops.topk_softmax`."""
+"""Expert routing: which experts a token goes to, and with what weights. References: the functions of `native_ops` with
+the same names.
+
+Common to all: `scale` multiplies the weights. `with_shared` appends one more choice, expert number E with weight 1: a
+shared expert that is kept behind the routed ones. `num_valid` [1] int32 is how many of the tokens are no padding (of a
+CUDA graph); the others get ids of -1, which name no expert, and weights 0.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-ROWS = 4
-"""Tokens a program."""
+LAUNCH = {"ROWS": 1, "num_warps": 1}
+"""A token is one warp: choosing is a chain of reductions, which within a warp are shuffles and wait for no barrier."""
+HASH_LAUNCH = {"ROWS": 4, "num_warps": 1}
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + exp(x)) to fp32's precision, for large negative x too, where it is exp(x)."""
+    u = tl.exp(-tl.abs(x))
+    w = 1.0 + u
+    # What rounding w lost is put back by u / (w - 1).
+    rest = tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
+    return tl.maximum(x, 0.0) + rest
+
+
+@triton.jit
+def _score(x, SCORE: tl.constexpr):
+    """Of one expert alone; softmax is not among them."""
+    if SCORE == "sigmoid":
+        return tl.sigmoid(x)
+    else:
+        tl.static_assert(SCORE == "sqrtsoftplus")
+        return tl.sqrt(_softplus(x))
+
+
+@triton.jit
+def _group_scores(choice, in_group):
+    """choice [ROWS, GROUPS, MEMBERS] -> [ROWS, GROUPS]: the sum of each group's two largest."""
+    first = tl.max(choice, axis=2)
+    first_at = tl.min(tl.where(choice == first[:, :, None], in_group, 1 << 30), axis=2)
+    second = tl.max(tl.where(in_group == first_at[:, :, None], -float("inf"), choice), axis=2)
+    return first + second
+
+
+@triton.jit
+def _best(values, numbers):
+    """values [ROWS, N], numbers [1, N] -> the number of each row's largest, the lowest among equals."""
+    return tl.min(tl.where(values == tl.max(values, axis=1)[:, None], numbers, 1 << 30), axis=1)
+
+
+@triton.jit
+def _store_choices(weights, ids, chosen_weights, chosen_ids, row, valid, inside, COLUMNS, K, K_BLOCK, SHARED_ID):
+    """chosen [ROWS, K_BLOCK] -> columns 0 to K - 1, and the shared expert in column K where there is one."""
+    column = tl.arange(0, K_BLOCK)[None, :]
+    target = row[:, None] * COLUMNS + column
+    wanted = inside[:, None] & (column < K)
+    tl.store(weights + target, tl.where(valid[:, None], chosen_weights, 0.0), mask=wanted)
+    tl.store(ids + target, tl.where(valid[:, None], chosen_ids, -1), mask=wanted)
+    if COLUMNS > K:
+        tl.store(weights + row * COLUMNS + K, tl.where(valid, 1.0, 0.0), mask=inside)
+        tl.store(ids + row * COLUMNS + K, tl.where(valid, SHARED_ID, -1), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def topk_softmax_kernel(
+def topk_kernel(
     logits,  # [T, E]
-    weights,  # [T, K] fp32
-    ids,  # [T, K] int32
+    bias,  # [E] or None
+    weights,  # [T, COLUMNS] fp32
+    ids,  # [T, COLUMNS] int32
+    num_valid,  # [1] int32 or None
     num_tokens,
     row_stride,
-    num_experts,
+    scale,
+    SCORE: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     K: tl.constexpr,
     K_BLOCK: tl.constexpr,
-    EXPERTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    MEMBER_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Softmax over all experts, the K largest in descending order (lower id first among equals)."""
+    """The K experts with the largest score plus bias, in descending order (lower id first among equals), of the
+    TOP_GROUPS best of GROUPS groups of MEMBERS experts. The weight is the score alone. Blocks are powers of two."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    expert = tl.arange(0, EXPERTS)[None, :]
-    inside = (row[:, None] < num_tokens) & (expert < num_experts)
-    x = tl.load(logits + row[:, None] * row_stride + expert, mask=inside, other=-float("inf")).to(tl.float32)
-    peak = tl.where(row < num_tokens, tl.max(x, axis=1), 0.0)
-    exponentials = tl.exp(x - peak[:, None])
-    total = tl.sum(exponentials, axis=1)
+    inside = row < num_tokens
+    slot = tl.arange(0, GROUP_BLOCK * MEMBER_BLOCK)[None, :]
+    group, member = slot // MEMBER_BLOCK, slot % MEMBER_BLOCK
+    exists = (group < GROUPS) & (member < MEMBERS)
+    expert = group * MEMBERS + member
+    x = tl.load(logits + row[:, None] * row_stride + expert, mask=inside[:, None] & exists, other=-float("inf"))
+    x = x.to(tl.float32)
+    if SCORE == "softmax":
+        score = tl.exp(x - tl.where(inside, tl.max(x, axis=1), 0.0)[:, None])
+    else:
+        score = _score(tl.where(exists, x, 0.0), SCORE)
+    total = tl.sum(score, axis=1)  # softmax's
+    choice = score
+    if bias is not None:
+        choice += tl.load(bias + expert, mask=exists, other=0.0).to(tl.float32)
+    # NaN is no number's equal: as the least of all it names experts that exist, where -inf names what does not.
+    choice = tl.where(exists, tl.where(choice > -1e38, choice, -1e38), -float("inf"))
+    if TOP_GROUPS < GROUPS:
+        in_group = tl.arange(0, MEMBER_BLOCK)[None, None, :]
+        group_score = _group_scores(tl.reshape(choice, (ROWS, GROUP_BLOCK, MEMBER_BLOCK)), in_group)
+        number = tl.arange(0, GROUP_BLOCK)[None, :]
+        group_score = tl.where(number < GROUPS, group_score, -float("inf"))
+        taken = tl.zeros((ROWS, GROUP_BLOCK * MEMBER_BLOCK), tl.int1)
+        for _ in range(TOP_GROUPS):
+            best = _best(group_score, number)
+            taken = taken | (group == best[:, None])
+            group_score = tl.where(number == best[:, None], -float("inf"), group_score)
+        choice = tl.where(taken, choice, -float("inf"))
 
     column = tl.arange(0, K_BLOCK)[None, :]
     chosen_weights = tl.zeros((ROWS, K_BLOCK), tl.float32)
     chosen_ids = tl.zeros((ROWS, K_BLOCK), tl.int32)
     for k in range(K):
-        best = tl.max(exponentials, axis=1)
-        best_id = tl.min(tl.where(exponentials == best[:, None], expert, EXPERTS), axis=1)
-        chosen_weights = tl.where(column == k, best[:, None], chosen_weights)
+        best = _best(choice, slot)
+        hit = slot == best[:, None]
+        chosen_weights = tl.where(column == k, tl.sum(tl.where(hit, score, 0.0), axis=1)[:, None], chosen_weights)
+        best_id = best // MEMBER_BLOCK * MEMBERS + best % MEMBER_BLOCK
         chosen_ids = tl.where(column == k, best_id[:, None], chosen_ids)
-        exponentials = tl.where(expert == best_id[:, None], -1.0, exponentials)
-    divisor = total
+        choice = tl.where(hit, -float("inf"), choice)
     if RENORMALIZE:
-        divisor = tl.sum(chosen_weights, axis=1)
-    chosen_weights = chosen_weights / divisor[:, None]
-    target = row[:, None] * K + column
-    wanted = (row[:, None] < num_tokens) & (column < K)
-    tl.store(weights + target, chosen_weights, mask=wanted)
-    tl.store(ids + target, chosen_ids, mask=wanted)
+        chosen_weights = chosen_weights / (tl.sum(chosen_weights, axis=1) + 1e-20)[:, None]
+    elif SCORE == "softmax":
+        chosen_weights = chosen_weights / total[:, None]
+    valid = inside
+    if num_valid is not None:
+        valid = row < tl.load(num_valid)
+    _store_choices(
+        weights, ids, chosen_weights * scale, chosen_ids, row, valid, inside, COLUMNS, K, K_BLOCK, GROUPS * MEMBERS
+    )
 
 
-def topk_softmax(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+@triton.jit(do_not_specialize=["num_tokens"])
+def topk_hash_kernel(
+    logits,  # [T, E]
+    token_ids,  # [T] int64
+    table,  # [V, K] int32
+    weights,  # [T, COLUMNS] fp32
+    ids,  # [T, COLUMNS] int32
+    num_valid,  # [1] int32 or None
+    num_tokens,
+    row_stride,
+    num_experts,
+    scale,
+    SCORE: tl.constexpr,
+    K: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The experts that the table names for each token; their scores, normalized, are the weights."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    inside = row < num_tokens
+    column = tl.arange(0, K_BLOCK)[None, :]
+    wanted = inside[:, None] & (column < K)
+    token = tl.load(token_ids + row, mask=inside, other=0)
+    expert = tl.load(table + token[:, None] * K + column, mask=wanted, other=0)
+    x = tl.load(logits + row[:, None] * row_stride + expert, mask=wanted, other=0.0).to(tl.float32)
+    score = tl.where(column < K, _score(x, SCORE), 0.0)
+    chosen = score / (tl.sum(score, axis=1) + 1e-20)[:, None] * scale
+    valid = inside
+    if num_valid is not None:
+        valid = row < tl.load(num_valid)
+    _store_choices(weights, ids, chosen, expert, row, valid, inside, COLUMNS, K, K_BLOCK, num_experts)
+
+
+def topk_softmax(
+    router_logits: torch.Tensor,
+    top_k: int,
+    renormalize: bool,
+    scale: float = 1.0,
+    with_shared: bool = False,
+    num_valid: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """router_logits [T, E] -> weights [T, k] fp32, expert ids [T, k] int32, largest first."""
+    groups = (1, 1)
+    return _topk("softmax", router_logits, None, top_k, renormalize, groups, scale, with_shared, num_valid)
+
+
+def topk_sigmoid(
+    router_logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    renormalize: bool,
+    groups: tuple[int, int] = (1, 1),
+    scale: float = 1.0,
+    with_shared: bool = False,
+    num_valid: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """router_logits [T, E], bias [E] -> weights [T, k] fp32, ids [T, k] int32: the largest sigmoid plus bias among the
+    best `groups[1]` of `groups[0]` groups."""
+    return _topk("sigmoid", router_logits, bias, top_k, renormalize, groups, scale, with_shared, num_valid)
+
+
+def topk_sqrtsoftplus(
+    router_logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    renormalize: bool,
+    groups: tuple[int, int] = (1, 1),
+    scale: float = 1.0,
+    with_shared: bool = False,
+    num_valid: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `topk_sigmoid`, of sqrt(softplus(logits)) (DeepSeek-V4)."""
+    return _topk("sqrtsoftplus", router_logits, bias, top_k, renormalize, groups, scale, with_shared, num_valid)
+
+
+def topk_hash(
+    router_logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    table: torch.Tensor,
+    score: str,
+    scale: float = 1.0,
+    with_shared: bool = False,
+    num_valid: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """router_logits [T, E], token_ids [T] int64, table [V, k] int32 contiguous -> weights [T, k] fp32 (scores "sigmoid"
+    or "sqrtsoftplus" of the named experts, summing to `scale`), ids [T, k] int32 in the table's order."""
     num_tokens, num_experts = router_logits.shape
-    weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=router_logits.device)
-    ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=router_logits.device)
+    top_k = table.shape[1]
+    weights, ids = _outputs(router_logits, top_k + with_shared)
     if num_tokens:
-        topk_softmax_kernel[(triton.cdiv(num_tokens, ROWS),)](
-            router_logits,
-            weights,
-            ids,
-            num_tokens,
-            router_logits.stride(0),
-            num_experts,
-            RENORMALIZE=renormalize,
-            K=top_k,
-            K_BLOCK=triton.next_power_of_2(top_k),
-            EXPERTS=triton.next_power_of_2(num_experts),
-            ROWS=ROWS,
-            num_warps=4,
-        )
+        topk_hash_kernel[(triton.cdiv(num_tokens, HASH_LAUNCH["ROWS"]),)](
+            router_logits, token_ids, table, weights, ids, num_valid,
+            num_tokens, router_logits.stride(0), num_experts, scale,
+            SCORE=score, **choice_constants(top_k, with_shared), **HASH_LAUNCH,
+        )  # fmt: skip
     return weights, ids
+
+
+def _topk(
+    score: str,
+    router_logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    renormalize: bool,
+    groups: tuple[int, int],
+    scale: float,
+    with_shared: bool,
+    num_valid: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_tokens, num_experts = router_logits.shape
+    weights, ids = _outputs(router_logits, top_k + with_shared)
+    if num_tokens:
+        topk_kernel[(triton.cdiv(num_tokens, LAUNCH["ROWS"]),)](
+            router_logits, bias, weights, ids, num_valid, num_tokens, router_logits.stride(0), scale,
+            SCORE=score, RENORMALIZE=renormalize, **topk_constants(num_experts, top_k, groups, with_shared), **LAUNCH,
+        )  # fmt: skip
+    return weights, ids
+
+
+def topk_constants(num_experts: int, top_k: int, groups: tuple[int, int], with_shared: bool) -> dict[str, Any]:
+    """What a launch of `topk_kernel` is specialized for."""
+    num_groups, top_groups = groups
+    # One group of everything and all groups of everything are the same.
+    num_groups = num_groups if top_groups < num_groups else 1
+    members = num_experts // num_groups
+    return {
+        "GROUPS": num_groups,
+        "TOP_GROUPS": min(top_groups, num_groups),
+        "MEMBERS": members,
+        "GROUP_BLOCK": triton.next_power_of_2(num_groups),
+        "MEMBER_BLOCK": triton.next_power_of_2(members),
+        **choice_constants(top_k, with_shared),
+    }
+
+
+def choice_constants(top_k: int, with_shared: bool) -> dict[str, Any]:
+    return {"K": top_k, "K_BLOCK": triton.next_power_of_2(top_k), "COLUMNS": top_k + with_shared}
+
+
+def _outputs(router_logits: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    shape, device = (router_logits.shape[0], columns), router_logits.device
+    return torch.empty(shape, dtype=torch.float32, device=device), torch.empty(shape, dtype=torch.int32, device=device)

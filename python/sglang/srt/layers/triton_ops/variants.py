@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import triton
-
 from sglang.srt.kernels.variant import Variant
 from sglang.srt.layers.triton_ops import activation, gemv, norm, rope_store, sampling, topk
 
@@ -16,6 +14,9 @@ OPS = (
     "silu_and_mul",
     "qk_norm_rope_store",
     "topk_softmax",
+    "topk_sigmoid",
+    "topk_sqrtsoftplus",
+    "topk_hash",
     "draw_tokens",
     "filter_thresholds",
     "adjust_logits",
@@ -26,8 +27,12 @@ HIDDEN_SIZES = (1024, 2048, 2880, 4096, 5120, 6144, 7168)
 ROPE_SHAPES = ((64, 64), (128, 128), (128, 64), (256, 64))
 """(head dim, rotary dim)."""
 CACHE_TYPES = {"bfloat16": ("*bf16", 0.0), "fp8_e4m3": ("*fp8e4nv", 448.0), "fp8_e5m2": ("*fp8e5", 57344.0)}
-ROUTINGS = ((128, 8), (256, 8), (384, 8), (512, 10))
-"""(experts, choices)."""
+ROUTINGS: Mapping[str, tuple[tuple[int, int, tuple[int, int]], ...]] = {
+    "softmax": ((128, 8, (1, 1)), (256, 8, (1, 1)), (512, 10, (1, 1))),
+    "sigmoid": ((160, 8, (1, 1)), (384, 8, (1, 1)), (256, 8, (8, 4))),
+    "sqrtsoftplus": ((256, 6, (1, 1)),),
+}
+"""Score -> (experts, choices, (groups, best groups))."""
 LAUNCH_ONLY = ("num_warps", "num_stages")
 
 
@@ -52,7 +57,8 @@ def describe(
     signature = {name: types.get(name, "constexpr") for name in fn.arg_names}
     assert all(name in constants for name, kind in signature.items() if kind == "constexpr"), f"{op}: {signature}"
     pointers = tuple(name for name, kind in signature.items() if kind.startswith("*"))
-    return Variant(op, key, fn, signature, constants, (*pointers, *divisible), tile)
+    packed = constants.get("KIND") == "mx" and constants.get("ELEMENT") == "e2m1"
+    return Variant(op, key, fn, signature, constants, (*pointers, *divisible), tile, native_only=packed)
 
 
 def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
@@ -101,15 +107,24 @@ def _rope_store() -> Iterator[Variant]:
                 )
 
 
-def _routing() -> Iterator[Variant]:
-    types = {"logits": "*bf16", "weights": "*fp32", "ids": "*i32", "num_tokens": "i32"}
-    types |= {"row_stride": "i32", "num_experts": "i32"}
-    for experts, k in ROUTINGS:
-        constants = {"RENORMALIZE": True, "K": k, "K_BLOCK": triton.next_power_of_2(k)}
-        launch = {"EXPERTS": triton.next_power_of_2(experts), "ROWS": topk.ROWS, "num_warps": 4}
-        yield describe(
-            "topk_softmax", f"{experts}k{k}", topk.topk_softmax_kernel, types, constants, launch, ("row_stride",)
-        )
+def _routing(score: str) -> Iterator[Variant]:
+    """The widest form: with bias, shared expert and padding."""
+    types = {"logits": "*bf16", "weights": "*fp32", "ids": "*i32", "num_valid": "*i32", "num_tokens": "i32"}
+    types |= {"row_stride": "i32", "scale": "fp32"}
+    if score != "softmax":
+        types |= {"logits": "*fp32", "bias": "*fp32"}
+    for experts, k, groups in ROUTINGS[score]:
+        constants = {"SCORE": score, "RENORMALIZE": True} | ({"bias": None} if score == "softmax" else {})
+        constants |= topk.topk_constants(experts, k, groups, with_shared=score != "softmax")
+        key = f"{experts}k{k}" + (f"g{groups[0]}" if groups[0] > 1 else "")
+        yield describe(f"topk_{score}", key, topk.topk_kernel, types, constants, topk.LAUNCH, ("row_stride",))
+
+
+def _hash_routing() -> Iterator[Variant]:
+    types = {"logits": "*bf16", "token_ids": "*i64", "table": "*i32", "weights": "*fp32", "ids": "*i32"}
+    types |= {"num_valid": "*i32", "num_tokens": "i32", "row_stride": "i32", "num_experts": "i32", "scale": "fp32"}
+    constants = {"SCORE": "sqrtsoftplus"} | topk.choice_constants(6, True)
+    yield describe("topk_hash", "k6", topk.topk_hash_kernel, types, constants, topk.HASH_LAUNCH, ("row_stride",))
 
 
 _LOGITS = {"logits": "*fp32", "table": "*i32", "slots": "*i64", "vocab_size": "i32", "stride": "i32"}
@@ -147,7 +162,10 @@ _VARIANTS = {
     "fused_add_rmsnorm": lambda: _norms("fused_add_rmsnorm"),
     "silu_and_mul": _activation,
     "qk_norm_rope_store": _rope_store,
-    "topk_softmax": _routing,
+    "topk_softmax": lambda: _routing("softmax"),
+    "topk_sigmoid": lambda: _routing("sigmoid"),
+    "topk_sqrtsoftplus": lambda: _routing("sqrtsoftplus"),
+    "topk_hash": _hash_routing,
     "draw_tokens": _draw,
     "filter_thresholds": _thresholds,
     "adjust_logits": _adjust,

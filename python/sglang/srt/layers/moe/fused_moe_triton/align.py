@@ -2,7 +2,8 @@
 
 Output: `sorted_pairs`, the pair numbers `token * k + choice` expert by expert, each expert's run padded to a multiple
 of BLOCK_M with the number of pairs; `block_expert`, the expert of each block; `num_blocks`, how many blocks are used.
-The order within an expert is not fixed; no result depends on it, because a pair's row is computed alone.
+What lies behind those is not to be read. The order within an expert is not fixed; no result depends on it, because a
+pair's row is computed alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+
+from sglang.srt.layers.triton_ops import pdl
 
 ONE_PROGRAM_PAIRS = 4096
 """Up to so many pairs one program does everything in one launch."""
@@ -47,15 +50,15 @@ def _scatter_pairs(topk_ids, start, num_pairs, cursors, sorted_pairs, CHUNK: tl.
 
 
 @triton.jit
-def _write_block_experts(ends, block_expert, max_blocks, EXPERTS: tl.constexpr):
+def _write_block_experts(ends, block_expert, used, EXPERTS: tl.constexpr):
     """ends [EXPERTS]: first block after each expert's run. Block b belongs to the first expert with ends > b."""
-    for block in range(0, max_blocks, 16):
+    for block in range(0, used, 16):
         b = block + tl.arange(0, 16)
         expert = tl.sum((ends[None, :] <= b[:, None]).to(tl.int32), axis=1)
-        tl.store(block_expert + b, tl.minimum(expert, EXPERTS - 1), mask=b < max_blocks)
+        tl.store(block_expert + b, tl.minimum(expert, EXPERTS - 1), mask=b < used)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "max_blocks"])
+@triton.jit(do_not_specialize=["num_pairs"])
 def align_small_kernel(
     topk_ids,  # [num_pairs] int32
     sorted_pairs,
@@ -63,23 +66,27 @@ def align_small_kernel(
     num_blocks,
     cursors,  # [EXPERTS] int32 scratch
     num_pairs,
-    max_blocks,
     EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Everything in one program."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     counts = tl.zeros((EXPERTS,), tl.int32)
     for start in range(0, num_pairs, CHUNK):
         counts += _count_pairs(topk_ids, start, num_pairs, EXPERTS, CHUNK)
     blocks = (counts + BLOCK_M - 1) // BLOCK_M
     ends = tl.cumsum(blocks, 0)
     tl.store(cursors + tl.arange(0, EXPERTS), (ends - blocks) * BLOCK_M)
-    tl.store(num_blocks, tl.sum(blocks))
-    for start in range(0, max_blocks * BLOCK_M, CHUNK):
+    used = tl.sum(blocks)
+    tl.store(num_blocks, used)
+    for start in range(0, used * BLOCK_M, CHUNK):
         at = start + tl.arange(0, CHUNK)
-        tl.store(sorted_pairs + at, num_pairs + tl.zeros((CHUNK,), tl.int32), mask=at < max_blocks * BLOCK_M)
-    _write_block_experts(ends, block_expert, max_blocks, EXPERTS)
+        tl.store(sorted_pairs + at, num_pairs + tl.zeros((CHUNK,), tl.int32), mask=at < used * BLOCK_M)
+    _write_block_experts(ends, block_expert, used, EXPERTS)
     # The cursors and the padding must be in memory before pairs are placed over them.
     tl.debug_barrier()
     for start in range(0, num_pairs, CHUNK):
@@ -95,8 +102,12 @@ def align_count_kernel(
     num_places,
     EXPERTS: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """First of three for many pairs: count, and fill the places with padding."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
     counted = _count_pairs(topk_ids, pid * CHUNK, num_pairs, EXPERTS, CHUNK)
     tl.atomic_add(counts + tl.arange(0, EXPERTS), counted, mask=counted > 0, sem="relaxed")
@@ -105,22 +116,35 @@ def align_count_kernel(
         tl.store(sorted_pairs + at, num_pairs + tl.zeros((CHUNK,), tl.int32), mask=at < num_places)
 
 
-@triton.jit(do_not_specialize=["max_blocks"])
+@triton.jit
 def align_offsets_kernel(
-    counts, cursors, block_expert, num_blocks, max_blocks, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr
+    counts,
+    cursors,
+    block_expert,
+    num_blocks,
+    EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Second: where each expert's run starts."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     expert = tl.arange(0, EXPERTS)
     blocks = (tl.load(counts + expert) + BLOCK_M - 1) // BLOCK_M
     ends = tl.cumsum(blocks, 0)
     tl.store(cursors + expert, (ends - blocks) * BLOCK_M)
-    tl.store(num_blocks, tl.sum(blocks))
-    _write_block_experts(ends, block_expert, max_blocks, EXPERTS)
+    used = tl.sum(blocks)
+    tl.store(num_blocks, used)
+    _write_block_experts(ends, block_expert, used, EXPERTS)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def align_scatter_kernel(topk_ids, cursors, sorted_pairs, num_pairs, CHUNK: tl.constexpr):
+def align_scatter_kernel(topk_ids, cursors, sorted_pairs, num_pairs, CHUNK: tl.constexpr, PDL: tl.constexpr):
     """Third: place the pairs."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     _scatter_pairs(topk_ids, tl.program_id(0) * CHUNK, num_pairs, cursors, sorted_pairs, CHUNK)
 
 
@@ -136,17 +160,21 @@ def align(topk_ids: torch.Tensor, num_experts: int, block_m: int) -> ExpertBlock
     if num_pairs <= ONE_PROGRAM_PAIRS:
         cursors = torch.empty(experts, dtype=torch.int32, device=device)
         align_small_kernel[(1,)](
-            topk_ids, sorted_pairs, block_expert, num_blocks, cursors, num_pairs, max_blocks,
-            EXPERTS=experts, BLOCK_M=block_m, CHUNK=CHUNK, num_warps=16,
+            topk_ids, sorted_pairs, block_expert, num_blocks, cursors, num_pairs,
+            EXPERTS=experts, BLOCK_M=block_m, CHUNK=CHUNK, num_warps=16, **pdl.options(),
         )  # fmt: skip
     else:
         counts, cursors = torch.zeros((2, experts), dtype=torch.int32, device=device)
         grid = (triton.cdiv(num_pairs, CHUNK),)
         align_count_kernel[grid](
-            topk_ids, counts, sorted_pairs, num_pairs, max_blocks * block_m, EXPERTS=experts, CHUNK=CHUNK, num_warps=8
-        )
+            topk_ids, counts, sorted_pairs, num_pairs, max_blocks * block_m,
+            EXPERTS=experts, CHUNK=CHUNK, num_warps=8, **pdl.options(),
+        )  # fmt: skip
         align_offsets_kernel[(1,)](
-            counts, cursors, block_expert, num_blocks, max_blocks, EXPERTS=experts, BLOCK_M=block_m, num_warps=8
+            counts, cursors, block_expert, num_blocks,
+            EXPERTS=experts, BLOCK_M=block_m, num_warps=8, **pdl.options(),
+        )  # fmt: skip
+        align_scatter_kernel[grid](
+            topk_ids, cursors, sorted_pairs, num_pairs, CHUNK=CHUNK, num_warps=8, **pdl.options()
         )
-        align_scatter_kernel[grid](topk_ids, cursors, sorted_pairs, num_pairs, CHUNK=CHUNK, num_warps=8)
     return ExpertBlocks(sorted_pairs, block_expert, num_blocks)

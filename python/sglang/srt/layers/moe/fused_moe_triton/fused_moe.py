@@ -1,88 +1,255 @@
-"""The routed experts of one layer: gate and up projections, SiLU gate, down projection, weighted sum."""
+"""The routed experts of one layer: gate and up projections, gate, down projection, weighted sum.
+
+Few pairs: two launches, which stream the chosen experts' weights. Otherwise the pairs are grouped by expert: x is
+quantized (where the scheme says so), both products of the first matrix and the gate are one launch, the result is
+quantized again, and the second product's rows are summed with their weights.
+"""
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 
-from sglang.srt.layers.moe.fused_moe_triton import kernels
-from sglang.srt.layers.moe.fused_moe_triton.align import align
-from sglang.srt.layers.moe.fused_moe_triton.tiles import PAIR_DOWN, PAIR_GATE_UP, MoeTiles, few_pairs, tiles_for
+from sglang.srt.errors import UserError
+from sglang.srt.layers.moe.expert_weights import SILU, Activation, ExpertWeights
+from sglang.srt.layers.moe.fused_moe_triton import kernels, kernels_few
+from sglang.srt.layers.moe.fused_moe_triton.align import ExpertBlocks, align
+from sglang.srt.layers.moe.fused_moe_triton.tiles import PAIR_TILES, MoeTiles, few_pairs, swaps, tiles_for
+from sglang.srt.layers.triton_ops import pdl
+from sglang.srt.layers.triton_ops.quantize import quantize_activation
+from sglang.srt.layers.triton_ops.scaled_dot import STRIP, Product, product_of
+from sglang.srt.layers.triton_ops.streamed_dot import pair_launch
 
 COMBINE_BLOCK = 1024
+COLUMN_STEP = 256
+"""A multiple of every BLOCK_N and of the rows that share a scale."""
+NVFP4_RANGE = 448.0 * 6.0
 
 
 def fused_moe(
     x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    w13: ExpertWeights,
+    w2: ExpertWeights,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
+    activation: Activation = SILU,
     tiles: MoeTiles | None = None,
+    features: Collection[str] = (),
+    pair_out_bytes: int | None = None,
 ) -> torch.Tensor:
-    """x [T, H] (rows contiguous), w13 [E, 2I, H] (gate rows, then up rows), w2 [E, H, I], topk_weights [T, k] fp32,
-    topk_ids [T, k] int32 -> [T, H]. An id of -1 names no expert and adds nothing. `tiles` forces the grouped kernels.
+    """x [T, H] (rows contiguous, bfloat16 or float16), topk_weights [T, k] fp32, topk_ids [T, k] int32 -> [T, H].
+
+    w13 [E, 2I, H] and w2 [E, H, I] of one scheme, after `expert_weights.repack`. An id of -1 names no expert and adds
+    nothing. `tiles` forces the grouped kernels. `features` (of ArchTraits) may allow larger tiles than every GPU has
+    room for. `pair_out_bytes`: so much of what the experts give for each pair is held at once, so that it is summed
+    while it is in the L2 cache, and not written to memory and read again; None: all of it.
     """
-    num_pairs, num_experts = topk_ids.numel(), w13.shape[0]
+    num_pairs, num_experts = topk_ids.numel(), w13.num_experts
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if num_pairs == 0:
         return out
     if tiles is None and few_pairs(num_pairs, num_experts):
-        _pair_by_pair(x, w13, w2, topk_weights, topk_ids, out)
+        _pair_by_pair(x, w13, w2, topk_weights, topk_ids, activation, out)
     else:
-        _grouped(x, w13, w2, topk_weights, topk_ids, out, tiles or tiles_for(num_pairs, num_experts))
+        chosen = tiles or tiles_for(num_pairs, num_experts, product_for(w13).tile_kind, features)
+        inter, blocks = _gate_up(x, w13, topk_ids, activation, chosen, features)
+        _down(inter, w2, topk_weights, topk_ids, blocks, out, chosen, features, pair_out_bytes)
     return out
+
+
+def product_for(weights: ExpertWeights) -> Product:
+    """How products with these weights are computed; their layout says for which GPU they were repacked."""
+    scheme = weights.scheme
+    if scheme is not None and scheme.bits == 4 and scheme.activation is None and weights.plane_cols is None:
+        raise UserError(f"expert weights ({scheme.name}) must be repacked before use: expert_weights.repack")
+    return product_of(scheme, () if weights.plane_cols is not None else ("block_scaled_mma",))
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """The arguments of a kernel that describe one ExpertWeights. Tensors that it has not are given as `data`."""
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    factor: torch.Tensor
+    bias: torch.Tensor
+    strides: tuple[int, int, int, int]  # of a row of data and of scales, and of an expert of both
+    flags: Mapping[str, bool]
+
+    def rows_from(self, start: int, weights: ExpertWeights) -> Matrix:
+        """The rows of every expert from a multiple of COLUMN_STEP on."""
+        if start == 0:
+            return self
+        scale, group_rows = self.data[:, start:], 1 if weights.scheme is None else weights.scheme.group[0]
+        if weights.scale is not None:
+            scale = weights.scale[:, start // group_rows :] if group_rows else weights.scale
+        return dataclasses.replace(self, data=self.data[:, start:], scale=scale)
+
+
+def matrix_of(weights: ExpertWeights, words: bool = False) -> Matrix:
+    """`words`: packed nibbles as int32, eight at a time."""
+    data, scale = weights.data, weights.scale
+    if words and data.dtype == torch.uint8:
+        data = data.view(torch.int32)
+    if scale is None:
+        scale_strides = (0, 0)
+    else:
+        scale_strides = (scale.stride(1) if scale.ndim > 1 else 0, scale.stride(0))
+    return Matrix(
+        data=data,
+        scale=data if scale is None else scale,
+        factor=data if weights.global_scale is None else weights.global_scale,
+        bias=data if weights.bias is None else weights.bias,
+        strides=(data.stride(1), scale_strides[0], data.stride(0), scale_strides[1]),
+        flags={"HAS_FACTOR": weights.global_scale is not None, "HAS_BIAS": weights.bias is not None},
+    )
+
+
+def gate_constants(activation: Activation) -> dict[str, float]:
+    limit = 0.0 if activation.limit is None else activation.limit
+    return {"ALPHA": activation.alpha, "OFFSET": activation.up_offset, "LIMIT": limit}
 
 
 def _pair_by_pair(
     x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    w13: ExpertWeights,
+    w2: ExpertWeights,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
+    activation: Activation,
     out: torch.Tensor,
 ) -> None:
     num_tokens, top_k = topk_ids.shape
-    _, hidden, intermediate = w2.shape
+    hidden, intermediate = w2.rows, w2.cols
+    first, second = matrix_of(w13, words=True), matrix_of(w2, words=True)
+    up, down = product_for(w13), product_for(w2)
+    up_launch = pair_launch(up, PAIR_TILES[up.pair_kind][0], hidden, intermediate)
+    down_launch = pair_launch(down, PAIR_TILES[down.pair_kind][1], intermediate, hidden)
     inter = torch.empty((num_tokens * top_k, intermediate), dtype=x.dtype, device=x.device)
-    grid = (triton.cdiv(intermediate, PAIR_GATE_UP["BLOCK_N"]), num_tokens * top_k)
-    kernels.gate_up_pairs_kernel[grid](
-        x, w13, topk_ids, inter, top_k, hidden, intermediate, x.stride(0), w13.stride(0),
-        EVEN_K=hidden % PAIR_GATE_UP["BLOCK_K"] == 0, **PAIR_GATE_UP,
+    grid = (triton.cdiv(intermediate, up_launch["BLOCK_N"]), num_tokens * top_k)
+    kernels_few.gate_up_pairs_kernel[grid](
+        x, first.data, first.scale, first.factor, first.bias, topk_ids, inter, top_k, hidden, intermediate, x.stride(0),
+        *first.strides, **first.flags, **up_launch, **gate_constants(activation), **pdl.options(),
     )  # fmt: skip
-    grid = (triton.cdiv(hidden, PAIR_DOWN["BLOCK_N"]), num_tokens)
-    kernels.down_sum_kernel[grid](
-        inter, w2, topk_weights, topk_ids, out, hidden, intermediate, w2.stride(0),
-        TOP_K=top_k, EVEN_K=intermediate % PAIR_DOWN["BLOCK_K"] == 0, **PAIR_DOWN,
+    grid = (triton.cdiv(hidden, down_launch["BLOCK_N"]), num_tokens)
+    kernels_few.down_sum_kernel[grid](
+        inter, second.data, second.scale, second.factor, second.bias, topk_weights, topk_ids, out, hidden, intermediate,
+        *second.strides, TOP_K=top_k, STEPS=triton.cdiv(intermediate, down_launch["COLS"]),
+        **second.flags, **down_launch, **pdl.options(),
     )  # fmt: skip
 
 
-def _grouped(
+def _gate_up(
     x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    w13: ExpertWeights,
+    topk_ids: torch.Tensor,
+    activation: Activation,
+    tiles: MoeTiles,
+    features: Collection[str],
+) -> tuple[torch.Tensor, ExpertBlocks]:
+    """[T * k, I], whose rows for choices of -1 are not written, and the grouping of the pairs."""
+    num_pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
+    hidden, intermediate, tile = w13.cols, w13.rows // 2, tiles.gate_up
+    assert tile["BLOCK_M"] == tiles.down["BLOCK_M"], "both products share one grouping"
+    blocks = align(topk_ids, w13.num_experts, tile["BLOCK_M"])
+    # What is made of a whole tensor must not see rows that were not written.
+    make = torch.zeros if _scales_whole_tensor(w13) else torch.empty
+    inter = make((num_pairs, intermediate), dtype=x.dtype, device=x.device)
+    w, a = matrix_of(w13), _operand(x, w13)
+    kernels.gate_up_kernel[(blocks.max_blocks * triton.cdiv(intermediate, tile["BLOCK_N"]),)](
+        a.data, a.scale, w.data, w.scale, w.factor, a.factor, w.bias, inter,
+        blocks.sorted_pairs, blocks.block_expert, blocks.num_blocks,
+        num_pairs, top_k, hidden, intermediate, a.data.stride(0), a.scale_stride, *w.strides,
+        **grouped_launch(product_for(w13), tile, hidden, intermediate, features), **w.flags,
+        **gate_constants(activation), **pdl.options(),
+    )  # fmt: skip
+    return inter, blocks
+
+
+def _down(
+    inter: torch.Tensor,
+    w2: ExpertWeights,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
+    blocks: ExpertBlocks,
     out: torch.Tensor,
     tiles: MoeTiles,
+    features: Collection[str],
+    pair_out_bytes: int | None,
 ) -> None:
+    """The second product and the weighted sum, for some columns after the others."""
     num_tokens, top_k = topk_ids.shape
-    num_experts, hidden, intermediate = w2.shape
-    num_pairs = num_tokens * top_k
-    up, down = tiles.gate_up, tiles.down
-    assert up["BLOCK_M"] == down["BLOCK_M"], "both products share one grouping"
-    blocks = align(topk_ids, num_experts, up["BLOCK_M"])
-    grouping = (blocks.sorted_pairs, blocks.block_expert, blocks.num_blocks)
-    inter = torch.empty((num_pairs, intermediate), dtype=x.dtype, device=x.device)
-    pair_out = torch.empty((num_pairs, hidden), dtype=x.dtype, device=x.device)
-    kernels.gate_up_kernel[(blocks.max_blocks * triton.cdiv(intermediate, up["BLOCK_N"]),)](
-        x, w13, inter, *grouping, num_pairs, top_k, hidden, intermediate, x.stride(0), w13.stride(0),
-        EVEN_K=hidden % up["BLOCK_K"] == 0, **up,
-    )  # fmt: skip
-    kernels.down_kernel[(blocks.max_blocks * triton.cdiv(hidden, down["BLOCK_N"]),)](
-        inter, w2, pair_out, *grouping, num_pairs, hidden, intermediate, w2.stride(0),
-        EVEN_K=intermediate % down["BLOCK_K"] == 0, **down,
-    )  # fmt: skip
-    kernels.combine_kernel[(num_tokens, triton.cdiv(hidden, COMBINE_BLOCK))](
-        pair_out, topk_weights, topk_ids, out, hidden, TOP_K=top_k, BLOCK=COMBINE_BLOCK, num_warps=4
-    )
+    num_pairs, hidden, intermediate, tile = topk_ids.numel(), w2.rows, w2.cols, tiles.down
+    # Biases are read with the stride of a whole row.
+    limit = None if w2.bias is not None else pair_out_bytes
+    at_once = columns_at_once(hidden, num_pairs * inter.element_size(), limit)
+    pair_out = torch.empty(num_pairs * at_once, dtype=inter.dtype, device=inter.device)
+    whole, a = matrix_of(w2), _operand(inter, w2)
+    launch = grouped_launch(product_for(w2), tile, intermediate, 0, features)
+    for start in range(0, hidden, at_once):
+        width = min(at_once, hidden - start)
+        w = whole.rows_from(start, w2)
+        kernels.down_kernel[(blocks.max_blocks * triton.cdiv(width, tile["BLOCK_N"]),)](
+            a.data, a.scale, w.data, w.scale, w.factor, a.factor, w.bias, pair_out,
+            blocks.sorted_pairs, blocks.block_expert, blocks.num_blocks,
+            num_pairs, width, intermediate, a.data.stride(0), a.scale_stride, *w.strides,
+            **launch, **w.flags, **pdl.options(),
+        )  # fmt: skip
+        kernels.combine_kernel[(num_tokens, triton.cdiv(width, COMBINE_BLOCK))](
+            pair_out, topk_weights, topk_ids, out[:, start:], width, out.stride(0),
+            TOP_K=top_k, BLOCK=COMBINE_BLOCK, num_warps=4, **pdl.options(),
+        )  # fmt: skip
+
+
+def columns_at_once(columns: int, column_bytes: int, limit: int | None) -> int:
+    """How many columns of at most `limit` bytes in all: a multiple of COLUMN_STEP, or all of them."""
+    if limit is None or columns * column_bytes <= limit:
+        return columns
+    return min(columns, max(1, limit // column_bytes // COLUMN_STEP) * COLUMN_STEP)
+
+
+def grouped_launch(
+    product: Product, tile: Mapping[str, int], depth: int, second: int, features: Collection[str]
+) -> dict[str, Any]:
+    """Constants of a grouped kernel. depth: columns of the weights; second: rows between gate and up, if both."""
+    step = STRIP.value if product.kind == "planes" else tile["BLOCK_K"]
+    shape = {
+        "EVEN_K": depth % step == 0,
+        "SWAP": swaps(dict(tile), product.kind, features),
+        "ONE_SCALE": product.kind == "group128" and 128 % tile["BLOCK_N"] == 0 and second % 128 == 0,
+        "X_FACTOR": product.activation == "nvfp4",
+    }
+    return {**tile, **shape, **product.constants}
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """x as a product takes it. Tensors that it has not are given as `data`."""
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    scale_stride: int  # between rows; 0: one scale for all
+    factor: torch.Tensor
+
+
+def _scales_whole_tensor(weights: ExpertWeights) -> bool:
+    return product_for(weights).activation == "nvfp4" and weights.input_scale is None
+
+
+def _operand(x: torch.Tensor, weights: ExpertWeights) -> Operand:
+    kind, scheme, input_scale = product_for(weights).activation, weights.scheme, weights.input_scale
+    if kind is None or scheme is None:
+        return Operand(x, x, 0, x)
+    if kind == "nvfp4" and input_scale is None:
+        input_scale = (x.abs().amax().float() / NVFP4_RANGE).clamp_min(1e-12).reshape(1)
+    if kind == "tensor" and input_scale is None:
+        # A scale for each row is finer, and one token's result does not depend on the others.
+        scheme = dataclasses.replace(scheme, activation="token")
+    data, scale = quantize_activation(x, scheme, input_scale)
+    stride = 0 if kind == "tensor" and input_scale is not None else scale.stride(0)
+    return Operand(data, scale, stride, data if input_scale is None else input_scale)

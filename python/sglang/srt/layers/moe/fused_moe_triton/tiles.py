@@ -1,14 +1,18 @@
-"""Tiles of the grouped products. Data only: no torch, no Triton.
+"""Tiles of the experts' products. Data only: no torch, no Triton.
 
-All of them fit 101,376 bytes of shared memory, so every GPU may use them. A row serves batches with up to
-`max_rows_per_expert` pairs per expert on average.
+A row serves batches with up to `max_rows_per_expert` pairs per expert on average. Each row of TILES fits the 101,376
+bytes of shared memory of the smallest GPUs, without spills (the ledger proves it); WIDE_TILES are for GPUs with wgmma
+and more shared memory. Keys of both: `scaled_dot.Product.tile_kind`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 Tile = dict[str, int]
+
+TILE_KEYS = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", "num_warps", "num_stages")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,26 +22,125 @@ class MoeTiles:
     down: Tile
 
 
-def _tile(m: int, n: int, k: int, group: int, warps: int, stages: int) -> Tile:
-    return {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP_M": group, "num_warps": warps, "num_stages": stages}
+def tile(m: int, n: int, k: int, group: int, warps: int, stages: int) -> Tile:
+    return dict(zip(TILE_KEYS, (m, n, k, group, warps, stages), strict=True))
 
+
+def swaps(tile: Tile, kind: str, features: Collection[str]) -> bool:
+    """Whether the weights are the tall operand of the matrix instruction. wgmma takes 64 rows of that at a time and as
+    few as 8 of the other, so that few tokens waste little of it; and it takes that operand from registers, where
+    planes are widened."""
+    return "wgmma" in features and tile["BLOCK_N"] >= 64 and (tile["BLOCK_M"] < 64 or kind == "planes")
+
+
+_ANY = float("inf")
 
 # gate_up holds two BLOCK_N wide operands and accumulators.
-TILES: tuple[MoeTiles, ...] = (
-    MoeTiles(12, _tile(16, 32, 128, 1, 4, 4), _tile(16, 64, 128, 1, 4, 4)),
-    MoeTiles(24, _tile(32, 64, 64, 1, 4, 4), _tile(32, 128, 64, 1, 4, 4)),
-    MoeTiles(96, _tile(64, 64, 64, 8, 4, 3), _tile(64, 128, 64, 8, 4, 3)),
-    MoeTiles(float("inf"), _tile(128, 64, 64, 8, 8, 3), _tile(128, 128, 64, 8, 8, 3)),
-)
+TILES: Mapping[str, tuple[MoeTiles, ...]] = {
+    "plain": (
+        MoeTiles(12, tile(16, 32, 128, 1, 4, 4), tile(16, 64, 128, 1, 4, 4)),
+        MoeTiles(27, tile(32, 64, 64, 1, 4, 4), tile(32, 128, 64, 1, 4, 4)),
+        MoeTiles(56, tile(64, 64, 64, 8, 4, 3), tile(64, 128, 64, 8, 4, 3)),
+        MoeTiles(_ANY, tile(128, 64, 64, 8, 8, 3), tile(128, 128, 64, 8, 8, 3)),
+    ),
+    "scaled": (
+        MoeTiles(12, tile(16, 64, 128, 1, 4, 4), tile(16, 128, 128, 1, 4, 4)),
+        MoeTiles(27, tile(32, 64, 128, 1, 4, 4), tile(32, 128, 128, 1, 4, 3)),
+        MoeTiles(56, tile(64, 64, 128, 8, 4, 3), tile(64, 128, 128, 8, 4, 3)),
+        MoeTiles(_ANY, tile(128, 64, 128, 8, 8, 3), tile(128, 128, 128, 8, 8, 3)),
+    ),
+    "group128": (
+        MoeTiles(12, tile(16, 64, 128, 1, 4, 4), tile(16, 128, 128, 1, 4, 4)),
+        MoeTiles(27, tile(32, 64, 128, 1, 4, 4), tile(32, 128, 128, 1, 4, 3)),
+        MoeTiles(56, tile(64, 64, 128, 8, 8, 3), tile(64, 128, 128, 8, 8, 3)),
+        MoeTiles(_ANY, tile(128, 64, 64, 8, 8, 4), tile(128, 128, 64, 8, 8, 4)),
+    ),
+    "planes": (
+        MoeTiles(12, tile(16, 64, 128, 1, 4, 4), tile(16, 128, 128, 1, 4, 4)),
+        MoeTiles(27, tile(32, 64, 128, 1, 4, 3), tile(32, 128, 128, 1, 4, 3)),
+        MoeTiles(56, tile(64, 64, 128, 8, 8, 3), tile(64, 128, 128, 8, 8, 3)),
+        MoeTiles(_ANY, tile(128, 64, 128, 8, 8, 2), tile(128, 64, 128, 8, 4, 3)),
+    ),
+    "mx": (
+        MoeTiles(12, tile(16, 64, 128, 1, 4, 4), tile(16, 128, 128, 1, 4, 4)),
+        MoeTiles(27, tile(32, 64, 128, 1, 4, 3), tile(32, 128, 128, 1, 4, 3)),
+        MoeTiles(56, tile(64, 64, 128, 8, 8, 2), tile(64, 128, 128, 8, 8, 2)),
+        MoeTiles(_ANY, tile(128, 32, 128, 8, 8, 3), tile(128, 128, 128, 8, 8, 2)),
+    ),
+    "mx4": (
+        MoeTiles(12, tile(16, 64, 256, 1, 4, 3), tile(16, 128, 128, 1, 4, 4)),
+        MoeTiles(27, tile(32, 64, 128, 1, 4, 4), tile(32, 128, 128, 1, 4, 4)),
+        MoeTiles(56, tile(64, 64, 128, 8, 8, 3), tile(64, 128, 128, 8, 8, 3)),
+        MoeTiles(_ANY, tile(128, 64, 128, 8, 8, 3), tile(128, 128, 128, 8, 8, 3)),
+    ),
+}
 
-# Few pairs: BLOCK_K elements of BLOCK_N rows at a time, without shared memory.
-PAIR_GATE_UP: Tile = {"BLOCK_N": 4, "BLOCK_K": 512, "num_warps": 4, "num_stages": 2}
-PAIR_DOWN: Tile = {"BLOCK_N": 8, "BLOCK_K": 256, "num_warps": 4, "num_stages": 2}
+WIDE_TILES: Mapping[str, tuple[MoeTiles, ...]] = {
+    "plain": (
+        MoeTiles(12, tile(16, 64, 128, 1, 4, 3), tile(16, 128, 128, 1, 4, 3)),
+        MoeTiles(27, tile(32, 64, 64, 1, 4, 4), tile(32, 128, 64, 1, 4, 4)),
+        MoeTiles(56, tile(64, 128, 64, 8, 8, 4), tile(64, 256, 64, 8, 8, 4)),
+        MoeTiles(_ANY, tile(128, 128, 64, 8, 8, 4), tile(128, 256, 64, 8, 8, 4)),
+    ),
+    "scaled": (
+        MoeTiles(12, tile(16, 64, 128, 1, 4, 4), tile(16, 128, 64, 1, 4, 4)),
+        MoeTiles(27, tile(32, 64, 128, 1, 4, 4), tile(32, 128, 64, 1, 4, 4)),
+        MoeTiles(56, tile(64, 64, 128, 8, 4, 4), tile(64, 128, 64, 8, 4, 4)),
+        MoeTiles(_ANY, tile(128, 64, 128, 8, 8, 4), tile(128, 256, 64, 8, 8, 4)),
+    ),
+    "group128": (
+        MoeTiles(12, tile(16, 128, 128, 1, 4, 3), tile(16, 128, 128, 1, 4, 4)),
+        MoeTiles(27, tile(32, 64, 128, 1, 4, 4), tile(32, 128, 128, 1, 4, 4)),
+        MoeTiles(56, tile(64, 64, 128, 8, 4, 4), tile(64, 128, 128, 8, 4, 4)),
+        MoeTiles(_ANY, tile(128, 64, 128, 8, 8, 4), tile(128, 128, 128, 8, 8, 4)),
+    ),
+    "planes": (
+        MoeTiles(12, tile(16, 64, 128, 1, 4, 4), tile(16, 64, 128, 1, 4, 4)),
+        MoeTiles(27, tile(32, 64, 128, 1, 4, 4), tile(32, 128, 128, 1, 4, 3)),
+        MoeTiles(56, tile(64, 64, 128, 8, 4, 4), tile(64, 128, 128, 8, 8, 4)),
+        MoeTiles(_ANY, tile(128, 64, 128, 8, 4, 3), tile(128, 128, 128, 8, 8, 3)),
+    ),
+}
 
 
-def tiles_for(num_pairs: int, num_experts: int) -> MoeTiles:
+@dataclass(frozen=True, slots=True)
+class PairTile:
+    """Few pairs: `size` weights of each matrix at a time, at most `max_cols` of a row, `unroll` such steps at once."""
+
+    size: int
+    max_cols: int
+    unroll: int
+    num_warps: int = 4
+
+    def cut(self, cols: int, multiple: int) -> Tile:
+        """The tile for rows of `cols` weights: columns in one step (a multiple of `multiple`) that divide them, or,
+        where that would be few, that are at most 512."""
+        dividing = min(self.max_cols, cols & -cols)
+        step = dividing if dividing >= 256 else min(self.max_cols, 512, 1 << (cols - 1).bit_length())
+        step = max(step, multiple)
+        rows = max(1, self.size // step)
+        return {"BLOCK_N": rows, "COLS": step, "UNROLL": self.unroll, "num_warps": self.num_warps}
+
+
+PAIR_TILES: Mapping[str, tuple[PairTile, PairTile]] = {
+    "16-bit": (PairTile(2048, 512, 1), PairTile(2048, 256, 4)),
+    "e4m3": (PairTile(4096, 1024, 2), PairTile(4096, 512, 4)),
+    "int8": (PairTile(2048, 1024, 2), PairTile(2048, 512, 4)),
+    "mxfp8": (PairTile(2048, 1024, 2), PairTile(4096, 512, 4)),
+    "planes": (PairTile(8192, 1024, 2), PairTile(4096, 256, 2)),
+    "packed": (PairTile(4096, 1024, 1), PairTile(4096, 256, 2)),
+}
+"""(gate and up, down); "packed": two e2m1 to a byte as published."""
+
+
+def tile_rows(kind: str, features: Collection[str]) -> tuple[MoeTiles, ...]:
+    """The rows of a kind on a GPU with these features (of ArchTraits)."""
+    return WIDE_TILES[kind] if "wgmma" in features and kind in WIDE_TILES else TILES[kind]
+
+
+def tiles_for(num_pairs: int, num_experts: int, kind: str = "plain", features: Collection[str] = ()) -> MoeTiles:
     rows = num_pairs / num_experts
-    return next(tiles for tiles in TILES if rows <= tiles.max_rows_per_expert)
+    return next(tiles for tiles in tile_rows(kind, features) if rows <= tiles.max_rows_per_expert)
 
 
 def few_pairs(num_pairs: int, num_experts: int) -> bool:

@@ -1,0 +1,286 @@
+"""Readers of the published forms of a quantization config, one a method. No torch.
+
+Each takes the config's object and what to call it in messages, and gives the rules. Raises UserError naming what is not
+supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from sglang.srt.configs.quant_rules import (
+    EVERY_MODULE,
+    ModuleQuant,
+    QuantConfig,
+    Rule,
+    component,
+    exact_or_inside,
+    from_regex,
+    glob,
+)
+from sglang.srt.configs.quant_scheme import SCHEMES
+from sglang.srt.errors import UserError
+
+Config = Mapping[str, Any]
+FP8_KV = "fp8_e4m3"
+
+
+def unsupported(source: str, what: str) -> UserError:
+    return UserError(f"{source}: {what} is not supported. Supported schemes: {', '.join(SCHEMES)}.")
+
+
+# --- fp8, mxfp8: the block-scaled checkpoints of DeepSeek, Qwen and MiniMax, and per-tensor ones ----------------------
+
+
+def read_fp8(config: Config, source: str) -> QuantConfig:
+    activation = config.get("activation_scheme", "dynamic")
+    if activation not in ("dynamic", "static"):
+        raise unsupported(source, f"activation_scheme {activation!r}")
+    if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise unsupported(source, f"fmt {config['fmt']!r}")
+    static = activation == "static"
+    block = config.get("weight_block_size")
+    if block is None:
+        quant = ModuleQuant("fp8_tensor", "fp8", static)
+    elif static:
+        raise unsupported(source, "activation_scheme 'static' with weight_block_size")
+    elif list(block) == [128, 128]:
+        quant = ModuleQuant("fp8_block", "fp8")
+    elif list(block) == [1, 32]:
+        quant = ModuleQuant("mxfp8", "mxfp8")
+    else:
+        raise unsupported(source, f"weight_block_size {block!r} (has [128, 128] and [1, 32])")
+    return QuantConfig("fp8", source, (*_kept(config, source), Rule(EVERY_MODULE, quant)))
+
+
+def read_mxfp8(config: Config, source: str) -> QuantConfig:
+    block = config.get("weight_block_size", [1, 32])
+    if list(block) != [1, 32]:
+        raise unsupported(source, f"mxfp8 with weight_block_size {block!r}")
+    quant = ModuleQuant("mxfp8", "mxfp8")
+    return QuantConfig("mxfp8", source, (*_kept(config, source), Rule(EVERY_MODULE, quant)))
+
+
+def read_mxfp4(config: Config, source: str) -> QuantConfig:
+    """GPT-OSS: the experts only; everything else is in 16 bits, whatever the list of exceptions says."""
+    experts = (component("experts", source),)
+    return QuantConfig("mxfp4", source, (*_kept(config, source), Rule(experts, ModuleQuant("mxfp4", "mxfp4"))))
+
+
+def with_fp4_experts(found: QuantConfig) -> QuantConfig:
+    """DeepSeek-V4 says of its experts outside of the quantization config (expert_dtype) that they are MXFP4."""
+    experts = (component("experts", found.source),)
+    return QuantConfig(
+        f"{found.method} with fp4 experts",
+        found.source,
+        (Rule(experts, ModuleQuant("mxfp4", "fp8")), *found.rules),
+        found.kv_cache,
+    )
+
+
+def _kept(config: Config, source: str) -> tuple[Rule, ...]:
+    """modules_to_not_convert (ignored_layers in some) as a rule."""
+    names: list[str] = []
+    for key in ("modules_to_not_convert", "ignored_layers"):
+        names += _names(config, key, source)
+    return (Rule(tuple(component(name, source) for name in names), None),) if names else ()
+
+
+def _names(config: Config, key: str, source: str) -> list[str]:
+    value = config.get(key) or []
+    if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(name, str) for name in value):
+        raise UserError(f"{source}: {key} must be a list of module names; got {value!r}.")
+    return [name for name in value if name]
+
+
+# --- compressed-tensors -----------------------------------------------------------------------------------------------
+
+
+def read_compressed_tensors(config: Config, source: str) -> QuantConfig:
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise UserError(f"{source}: compressed-tensors needs config_groups; got {groups!r}.")
+    ignored = tuple(_target(name, source) for name in _names(config, "ignore", source))
+    rules = [Rule(ignored, None)] if ignored else []
+    general: list[Rule] = []
+    for name, group in groups.items():
+        where = f"{source} config_groups {name}"
+        quant = _group_quant(group, group.get("format") or config.get("format"), where)
+        targets = _names(group, "targets", where)
+        named = tuple(_target(target, where) for target in targets if target != "Linear")
+        if named:
+            rules.append(Rule(named, quant))
+        if "Linear" in targets:  # a class: names come first
+            general.append(Rule(EVERY_MODULE, quant))
+    kv_cache = _kv_of_compressed_tensors(config.get("kv_cache_scheme"), source)
+    return QuantConfig("compressed-tensors", source, (*rules, *general), kv_cache)
+
+
+def _target(name: str, source: str) -> str:
+    if name.startswith("re:"):
+        return from_regex(name.removeprefix("re:"), source)
+    return exact_or_inside(name)
+
+
+def _group_quant(group: Config, layout: str | None, source: str) -> ModuleQuant:
+    weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    kind = f"{weights.get('type')}{weights.get('num_bits')} per {weights.get('strategy')}"
+    size = weights.get("group_size")
+    described = f"format {layout}: weights {kind}{f' of {size}' if size else ''}, activations {_describe(inputs)}"
+    if weights.get("symmetric") is False:
+        raise unsupported(source, f"{described}: asymmetric weights (zero points)")
+    if weights.get("actorder") in ("group", True):
+        raise unsupported(source, f"{described}: weights in activation order (actorder)")
+    for match, scheme in _COMPRESSED_SCHEMES:
+        if match(weights, inputs, layout):
+            if scheme == "fp8_block" and list(weights.get("block_structure") or ()) != [128, 128]:
+                raise unsupported(source, f"{described}, block_structure {weights.get('block_structure')!r}")
+            static = scheme in ("fp8_tensor", "nvfp4") and inputs is not None and _is_static(inputs, scheme)
+            return ModuleQuant(scheme, "compressed-tensors", static)
+    raise unsupported(source, described)
+
+
+def _is_static(inputs: Config, scheme: str) -> bool:
+    """NVFP4 keeps one factor for the whole activation even where the blocks' scales are dynamic ("local")."""
+    return scheme == "nvfp4" or inputs.get("dynamic") is False
+
+
+def _describe(inputs: Config | None) -> str:
+    if inputs is None:
+        return "in 16 bits"
+    dynamic = "dynamic" if inputs.get("dynamic") else "static"
+    return f"{inputs.get('type')}{inputs.get('num_bits')} per {inputs.get('strategy')}, {dynamic}"
+
+
+Match = Callable[[Config, "Config | None", "str | None"], bool]
+
+
+def _is(
+    number: str, bits: int, strategy: str, inputs: tuple[str, int, str] | None, size: int = 0, layout: str = ""
+) -> Match:
+    """Weights (type, bits, strategy, group size), activations likewise (None: 16 bits), and what the format ends in."""
+
+    def match(weights: Config, given: Config | None, form: str | None) -> bool:
+        if (weights.get("type"), weights.get("num_bits"), weights.get("strategy")) != (number, bits, strategy):
+            return False
+        if (size and weights.get("group_size") != size) or not str(form or "").endswith(layout):
+            return False
+        if inputs is None or given is None:
+            return inputs is None and given is None
+        return (given.get("type"), given.get("num_bits"), given.get("strategy")) == inputs
+
+    return match
+
+
+_TOKEN_FP8 = ("float", 8, "token")
+_COMPRESSED_SCHEMES: tuple[tuple[Match, str], ...] = (
+    (_is("float", 8, "channel", _TOKEN_FP8), "fp8_channel"),
+    (_is("float", 8, "tensor", _TOKEN_FP8), "fp8_tensor"),
+    (_is("float", 8, "tensor", ("float", 8, "tensor")), "fp8_tensor"),
+    (_is("float", 8, "block", ("float", 8, "group")), "fp8_block"),
+    (_is("float", 8, "group", ("float", 8, "group"), 32), "mxfp8"),
+    (_is("int", 8, "channel", ("int", 8, "token")), "int8_channel"),
+    (_is("int", 4, "group", None, 32, "pack-quantized"), "int4_g32"),
+    (_is("int", 4, "group", None, 128, "pack-quantized"), "int4_g128"),
+    (_is("float", 4, "tensor_group", ("float", 4, "tensor_group"), 16), "nvfp4"),
+    (_is("float", 4, "group", None, 32), "mxfp4"),
+    (_is("float", 4, "group", ("float", 8, "group"), 32), "mxfp4_mxfp8"),
+)
+
+
+def _kv_of_compressed_tensors(scheme: Config | None, source: str) -> str | None:
+    if not scheme:
+        return None
+    if scheme.get("type", "float") != "float" or scheme.get("num_bits") != 8:
+        raise unsupported(source, f"kv_cache_scheme {scheme.get('type')}{scheme.get('num_bits')}")
+    if scheme.get("strategy", "tensor") != "tensor":
+        raise unsupported(source, f"kv_cache_scheme per {scheme['strategy']}")
+    return FP8_KV
+
+
+# --- ModelOpt ---------------------------------------------------------------------------------------------------------
+
+_MODELOPT: Mapping[str, ModuleQuant] = {
+    "FP8": ModuleQuant("fp8_tensor", "modelopt", True),
+    "FP8_PER_CHANNEL_PER_TOKEN": ModuleQuant("fp8_channel", "modelopt"),
+    "NVFP4": ModuleQuant("nvfp4", "modelopt", True),
+    "NVFP4_AWQ": ModuleQuant("nvfp4", "modelopt", True),
+    "MXFP8": ModuleQuant("mxfp8", "modelopt"),
+}
+
+
+def read_modelopt(config: Config, source: str) -> QuantConfig:
+    """hf_quant_config.json (`quantization` inside), or what newer exports write to config.json."""
+    inner = config.get("quantization")
+    config = inner if isinstance(inner, Mapping) else config
+    algorithm = str(config.get("quant_algo") or "").upper()
+    excluded = [*_names(config, "exclude_modules", source), *_names(config, "ignore", source)]
+    rules = [Rule(tuple(_excluded(name, source) for name in excluded), None)] if excluded else []
+    if algorithm == "MIXED_PRECISION":
+        layers = config.get("quantized_layers")
+        if not isinstance(layers, Mapping) or not layers:
+            raise UserError(f"{source}: MIXED_PRECISION needs quantized_layers; got {layers!r}.")
+        for name, layer in layers.items():
+            rules.append(Rule((exact_or_inside(name),), _modelopt_quant(layer, f"{source} quantized_layers {name}")))
+    else:
+        rules.append(Rule(EVERY_MODULE, _modelopt_quant(config, source)))
+    return QuantConfig(f"modelopt {algorithm}", source, tuple(rules), _modelopt_kv(config, source))
+
+
+def _excluded(name: str, source: str) -> str:
+    return from_regex(name.removeprefix("re:"), source) if name.startswith("re:") else glob(name)
+
+
+def _modelopt_quant(config: Config, source: str) -> ModuleQuant:
+    algorithm = str(config.get("quant_algo") or "").upper()
+    if algorithm not in _MODELOPT:
+        raise unsupported(source, f"quant_algo {config.get('quant_algo')!r} (has {', '.join(_MODELOPT)})")
+    if "NVFP4" in algorithm and config.get("group_size", 16) != 16:
+        raise unsupported(source, f"{algorithm} with group_size {config['group_size']}")
+    return _MODELOPT[algorithm]
+
+
+def _modelopt_kv(config: Config, source: str) -> str | None:
+    algorithm = config.get("kv_cache_quant_algo")
+    if not algorithm:
+        return _kv_of_compressed_tensors(config.get("kv_cache_scheme"), source)
+    if str(algorithm).upper() != "FP8":
+        raise unsupported(source, f"kv_cache_quant_algo {algorithm!r}")
+    return FP8_KV
+
+
+# --- int4 of gptq and awq ---------------------------------------------------------------------------------------------
+
+
+def read_gptq(config: Config, source: str) -> QuantConfig:
+    """Symmetric 4-bit groups of 32 or 128 in natural order are the same numbers as ours, packed otherwise."""
+    bits, size = config.get("bits"), config.get("group_size")
+    described = f"gptq with bits {bits}, group_size {size}, sym {config.get('sym')}, desc_act {config.get('desc_act')}"
+    form = str(config.get("checkpoint_format") or config.get("format") or "gptq")
+    # A checkpoint without `sym` is symmetric; one that leaves `desc_act` out is in natural order.
+    plain = config.get("sym", True) is True and not config.get("desc_act")
+    if bits != 4 or size not in (32, 128) or not plain or form != "gptq" or config.get("dynamic"):
+        raise unsupported(source, described if form == "gptq" else f"{described}, checkpoint_format {form}")
+    if config.get("lm_head"):
+        raise unsupported(source, "gptq with a quantized lm_head")
+    quant = ModuleQuant(f"int4_g{size}", "gptq")
+    return QuantConfig("gptq", source, (*_kept(config, source), Rule(EVERY_MODULE, quant)))
+
+
+def read_awq(config: Config, source: str) -> QuantConfig:
+    bits, size, zero = (config.get(key) for key in ("bits", "group_size", "zero_point"))
+    raise unsupported(source, f"awq (bits {bits}, group_size {size}, zero_point {zero}): weights with zero points")
+
+
+READERS: Mapping[str, Callable[[Config, str], QuantConfig]] = {
+    "fp8": read_fp8,
+    "mxfp8": read_mxfp8,
+    "mxfp4": read_mxfp4,
+    "compressed-tensors": read_compressed_tensors,
+    "modelopt": read_modelopt,
+    "modelopt_fp4": read_modelopt,
+    "modelopt_fp8": read_modelopt,
+    "gptq": read_gptq,
+    "awq": read_awq,
+}

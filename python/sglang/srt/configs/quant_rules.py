@@ -1,0 +1,111 @@
+"""Which modules of a checkpoint are quantized, and how: rules over module names. No torch."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
+from sglang.srt.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleQuant:
+    """How the weight of one linear module is stored. `storage` says under which tensor names, types and packing:
+    "fp8", "compressed-tensors", "modelopt", "mxfp8", "mxfp4", "gptq", or "online" for 16-bit weights that are quantized
+    while they are loaded. With `static_input` the checkpoint holds the scale (or the global factor) of activations."""
+
+    scheme: str
+    storage: str
+    static_input: bool = False
+
+    @property
+    def format(self) -> Scheme:
+        return SCHEMES[self.scheme]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Modules whose whole name one of `patterns` (regular expressions) matches are stored as `quant` (None: in 16
+    bits)."""
+
+    patterns: tuple[str, ...]
+    quant: ModuleQuant | None
+
+
+EVERY_MODULE = (".*",)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantConfig:
+    """The quantization of a checkpoint. The first rule that matches decides; a module that none matches is not
+    quantized. Norms, embeddings, output heads and routers never are: nobody asks for them."""
+
+    method: str
+    """As the checkpoint calls it, with the algorithm where the method does not say it ("modelopt NVFP4")."""
+    source: str
+    """The file and the key that say so."""
+    rules: tuple[Rule, ...]
+    kv_cache: str | None = None
+    """"fp8_e4m3": made for a cache of that type; there may be scales for it."""
+
+    def of(self, module: str) -> ModuleQuant | None:
+        """Of the module with this name in the checkpoint ("model.layers.0.self_attn.q_proj")."""
+        for rule in self.rules:
+            if _any_of(rule.patterns).fullmatch(module):
+                return rule.quant
+        return None
+
+    def of_fused(self, modules: Sequence[str]) -> ModuleQuant | None:
+        """Of modules that are multiplied as one (q, k and v; gate and up). Raises UserError when they differ."""
+        found = {module: self.of(module) for module in modules}
+        if len(set(found.values())) > 1:
+            said = ", ".join(
+                f"{module} {quant.scheme if quant else 'not quantized'}" for module, quant in found.items()
+            )
+            raise UserError(f"{self.source}: modules that are computed as one are quantized differently: {said}.")
+        return found[modules[0]]
+
+    def describe(self) -> str:
+        """For people: what it is, and who says so."""
+        cache = f", {self.kv_cache} KV cache" if self.kv_cache else ""
+        return f"{self.method} ({', '.join(sorted(self.schemes()))}){cache} according to {self.source}"
+
+    def schemes(self) -> frozenset[str]:
+        """Names of all schemes that some module may have."""
+        return frozenset(rule.quant.scheme for rule in self.rules if rule.quant is not None)
+
+
+def exact_or_inside(name: str) -> str:
+    """The module of this name and those inside it."""
+    return rf"{re.escape(name.strip('.'))}(\..*)?"
+
+
+def from_regex(pattern: str, source: str) -> str:
+    """A pattern that has to match the beginning of a name, as checkpoints mean theirs. Raises UserError."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"{source}: {pattern!r} is not a regular expression: {error}.") from None
+    return f"(?:{pattern}).*"
+
+
+def glob(pattern: str) -> str:
+    """`*` stands for any characters, dots too; what is inside a matching module matches."""
+    return ".*".join(re.escape(piece) for piece in pattern.strip(".").split("*")) + r"(\..*)?"
+
+
+def component(pattern: str, source: str) -> str:
+    """Whole dotted pieces anywhere in a name, `*` within a piece: "gate" is in "mlp.gate", not in "mlp.gate_proj". With
+    other special characters it is a regular expression for the beginning of a name."""
+    if re.search(r"[\\^$()\[\]{}|+?]", pattern):
+        return from_regex(pattern, source)
+    pieces = r"[^.]*".join(re.escape(piece) for piece in pattern.strip(".").split("*"))
+    return rf"(?:.*\.)?{pieces}(\..*)?"
+
+
+@functools.lru_cache(1024)
+def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns))

@@ -1,0 +1,133 @@
+"""Detects how a checkpoint is quantized, and holds --quantization to it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.configs.hf_config import read_json_object
+from sglang.srt.configs.quant_formats import READERS, unsupported, with_fp4_experts
+from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig, Rule, component
+from sglang.srt.errors import UserError
+
+Config = Mapping[str, Any]
+
+_FP8 = frozenset({"fp8_tensor", "fp8_channel", "fp8_block"})
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """What a value of --quantization accepts: checkpoints of these methods, whose schemes are all among `schemes`
+    (None: any). `online`: 16-bit checkpoints too, which are quantized while they are loaded."""
+
+    methods: frozenset[str]
+    schemes: frozenset[str] | None = None
+    online: bool = False
+
+
+def _spelling(*methods: str, schemes: frozenset[str] | None = None, online: bool = False) -> Spelling:
+    return Spelling(frozenset(methods), schemes, online)
+
+
+SPELLINGS: Mapping[str, Spelling] = {
+    "fp8": _spelling("fp8", online=True),
+    "w8a8_fp8": _spelling("compressed-tensors", schemes=_FP8, online=True),
+    "w8a8_int8": _spelling("compressed-tensors", schemes=frozenset({"int8_channel"})),
+    "compressed-tensors": _spelling("compressed-tensors"),
+    "modelopt": _spelling("modelopt"),
+    "modelopt_fp8": _spelling("modelopt", schemes=_FP8),
+    "modelopt_fp4": _spelling("modelopt", schemes=frozenset({"nvfp4"})),
+    "modelopt_mixed": _spelling("modelopt"),
+    "mxfp8": _spelling("mxfp8", "fp8", schemes=frozenset({"mxfp8"})),
+    "mxfp4": _spelling("mxfp4"),
+    "gptq": _spelling("gptq"),
+    "gptq_marlin": _spelling("gptq"),
+    "awq": _spelling("awq"),
+    "awq_marlin": _spelling("awq"),
+    "moe_wna16": _spelling("gptq", "awq", "compressed-tensors", schemes=frozenset({"int4_g32", "int4_g128"})),
+}
+"""Values of --quantization. Each names a checkpoint's format: the kernel follows from the GPU."""
+
+
+def detect(config: Config, directory: Path) -> QuantConfig | None:
+    """The quantization that the checkpoint in `directory` with this config.json states; None: it is not quantized.
+
+    Looks at quantization_config, then compression_config (of a multimodal model outside of the text part or inside),
+    then at ModelOpt's hf_quant_config.json. Raises UserError for what is malformed or not supported.
+    """
+    found = _stated(config, directory)
+    if found is None:
+        return None
+    values, source = found
+    method = _method(values, source)
+    if method not in READERS:
+        raise unsupported(source, f"quant_method {method!r} (has {', '.join(READERS)})")
+    result = READERS[method](values, source)
+    text = config.get("text_config") or config
+    return with_fp4_experts(result) if text.get("expert_dtype") == "fp4" and result.method == "fp8" else result
+
+
+def _stated(config: Config, directory: Path) -> tuple[Config, str] | None:
+    file = directory / "config.json"
+    inner = config.get("text_config")
+    for part in (config, inner if isinstance(inner, Mapping) else {}):
+        for key in ("quantization_config", "compression_config"):
+            value = part.get(key)
+            if value is not None and not isinstance(value, Mapping):
+                raise UserError(f"{file}: {key!r} must be an object; got {value!r}.")
+            if value:
+                return value, f"{file} {key}"
+    modelopt = directory / "hf_quant_config.json"
+    if not modelopt.is_file():
+        return None
+    values = read_json_object(modelopt)
+    if not isinstance(values.get("quantization"), Mapping):
+        raise UserError(f"{modelopt}: 'quantization' must be an object; got {values.get('quantization')!r}.")
+    # An export that leaves the weights alone and calibrates the cache only has no algorithm.
+    return ({"quant_method": "modelopt", **values}, str(modelopt)) if values["quantization"].get("quant_algo") else None
+
+
+def _method(values: Config, source: str) -> str:
+    method = values.get("quant_method")
+    if method is None and "config_groups" in values:
+        return "compressed-tensors"
+    if method is None and (values.get("quant_algo") or isinstance(values.get("quantization"), Mapping)):
+        return "modelopt"
+    if not isinstance(method, str):
+        raise UserError(f"{source}: quant_method must name a method; got {method!r}. Known: {', '.join(READERS)}.")
+    return method.lower()
+
+
+def agree(flag: str | None, found: QuantConfig | None, model_path: str) -> QuantConfig | None:
+    """What to serve with: the checkpoint's quantization, which `flag` (--quantization) may name but not change; of a
+    16-bit checkpoint one that is made while loading. Raises UserError naming both when they disagree."""
+    if flag is None:
+        return found
+    if flag not in SPELLINGS:
+        raise UserError(f"--quantization {flag} is not supported; supported: {', '.join(SPELLINGS)}.")
+    spelling = SPELLINGS[flag]
+    if found is None:
+        if not spelling.online:
+            can = ", ".join(name for name, other in SPELLINGS.items() if other.online)
+            raise UserError(
+                f"--quantization {flag}, but the checkpoint {model_path} is not quantized. Remove the flag, give a"
+                f" checkpoint of that format, or quantize while loading with: {can}."
+            )
+        return online_fp8(flag)
+    schemes = found.schemes()
+    if found.method.split()[0] in spelling.methods and (spelling.schemes is None or schemes <= spelling.schemes):
+        return found
+    raise UserError(
+        f"--quantization {flag} does not fit the checkpoint, which is {found.method} ({', '.join(sorted(schemes))})"
+        f" according to {found.source}. Remove the flag: the format is detected."
+    )
+
+
+def online_fp8(flag: str) -> QuantConfig:
+    """Weights of 16 bits become e4m3 with a scale a row while they are loaded."""
+    source = f"--quantization {flag}"
+    quant = ModuleQuant("fp8_channel", "online")
+    projections = tuple(component(name, source) for name in ("self_attn", "mlp"))
+    return QuantConfig("fp8 (while loading)", source, (Rule(projections, quant),))

@@ -1,0 +1,182 @@
+"""The weights of one product of all experts, in the layout that the kernels read, and the gate between two products."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from sglang.srt.configs.quant_scheme import Scheme
+from sglang.srt.errors import UserError
+from sglang.srt.layers.quantization.reference import Quantized, dequantize, pack_nibbles, unpack_nibbles
+
+ELEMENT_DTYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8, "e2m1": torch.uint8}
+SCALE_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "e8m0": torch.uint8,
+    "e4m3": torch.float8_e4m3fn,
+}
+UNQUANTIZED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PLANE = 16
+"""Columns of a plane of reordered four-bit weights, whose nibbles are at the same place of as many 32-bit words."""
+PLANES = 8
+ZERO_BYTE = {"int4": 0x88, "e2m1": 0}
+"""Two nibbles that stand for 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """inter = (up + up_offset) * gate * sigmoid(alpha * gate), after gate is clamped to at most `limit` and up to
+    within +-`limit` (None: not clamped)."""
+
+    alpha: float = 1.0
+    up_offset: float = 0.0
+    limit: float | None = None
+
+    @property
+    def linear_in_up(self) -> bool:
+        """Whether a factor of up is one of the result."""
+        return self.up_offset == 0.0 and self.limit is None
+
+
+SILU = Activation()
+GPT_OSS_SWIGLU = Activation(alpha=1.702, up_offset=1.0, limit=7.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """Weights [E, N, K] of one product, out = x @ w^T, and what belongs to them. All tensors contiguous.
+
+    `data` [E, N, K], or uint8 [E, N, K / 2] with two columns to a byte, the even one in the low bits, as published; or,
+    after `repack`, int32 [E, N, K' / 8] with `plane_cols` = K, where K' is K padded with zeros to a multiple of 128:
+    bits 4i to 4i + 3 of word j of each 16 words hold column 16 i + j of 128. `scale` [E, *scheme.scale_shape(N, K)] (K'
+    once repacked) in the scheme's dtype (e8m0 as uint8); `global_scale` [E] fp32; `input_scale` [1] or [E] fp32, a
+    static scale of the activations; `bias` [E, N]. w13 has the gate's rows before up's.
+    Raises UserError when the tensors do not make up the scheme.
+    """
+
+    data: torch.Tensor
+    scheme: Scheme | None = None
+    scale: torch.Tensor | None = None
+    global_scale: torch.Tensor | None = None
+    input_scale: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    plane_cols: int | None = None
+
+    def __post_init__(self) -> None:
+        for problem in self._problems():
+            name = "unquantized" if self.scheme is None else self.scheme.name
+            raise UserError(f"expert weights ({name}): {problem}")
+
+    @property
+    def num_experts(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def rows(self) -> int:
+        """N, the outputs of the product."""
+        return self.data.shape[1]
+
+    @property
+    def cols(self) -> int:
+        """K, the inputs of the product."""
+        return self._stored_cols if self.plane_cols is None else self.plane_cols
+
+    @property
+    def _stored_cols(self) -> int:
+        if self.scheme is None or self.scheme.bits == 8:
+            return self.data.shape[2]
+        return self.data.shape[2] * self.data.element_size() * 2
+
+    def dequantized(self, expert: int) -> torch.Tensor:
+        """[N, K] fp32, exact; without the bias."""
+        if self.scheme is None:
+            return self.data[expert].float()
+        assert self.scale is not None
+        data = self.data[expert] if self.plane_cols is None else _from_planes(self.data[expert])
+        factor = None if self.global_scale is None else self.global_scale[expert]
+        return dequantize(Quantized(data, self.scale[expert], factor), self.scheme)[:, : self.cols]
+
+    def _problems(self) -> list[str]:
+        """What is wrong with the tensors, the most telling first."""
+        if self.data.ndim != 3:
+            return [f"data must be [experts, rows, columns], not {list(self.data.shape)}"]
+        if self.scheme is None:
+            stray = self.scale is not None or self.global_scale is not None
+            return [
+                *([f"no dtype {self.data.dtype}"] if self.data.dtype not in UNQUANTIZED_DTYPES else []),
+                *(["has scales, but no scheme"] if stray else []),
+            ]
+        wanted = ELEMENT_DTYPES[self.scheme.element] if self.plane_cols is None else torch.int32
+        if self.data.dtype != wanted:
+            return [f"data must be {wanted}, not {self.data.dtype}"]
+        return self._scale_problems(self.scheme)
+
+    def _scale_problems(self, scheme: Scheme) -> list[str]:
+        wanted = SCALE_DTYPES[scheme.scale]
+        shape = (self.num_experts, *scheme.scale_shape(self.rows, self._stored_cols))
+        if self.scale is None:
+            return ["has no scale"]
+        problems = []
+        if self.scale.dtype != wanted:
+            problems.append(f"scale must be {wanted}, not {self.scale.dtype}")
+        if tuple(self.scale.shape) != shape:
+            problems.append(f"scale must be {list(shape)}, not {list(self.scale.shape)}")
+        if scheme.global_scale != (self.global_scale is not None):
+            problems.append("needs a global scale" if scheme.global_scale else "takes no global scale")
+        if self.global_scale is not None and tuple(self.global_scale.shape) != (self.num_experts,):
+            problems.append(f"global_scale must be [{self.num_experts}], not {list(self.global_scale.shape)}")
+        return problems
+
+
+def repack(weights: ExpertWeights, features: Collection[str]) -> ExpertWeights:
+    """The same weights as the kernels want them on a GPU with these features (of ArchTraits). May reorder in place.
+
+    Four-bit weights that are unpacked in registers go into planes (see ExpertWeights), so that one shift and mask gives
+    weights of neighbouring columns, with one scale a row. Weights that the matrix unit reads packed stay as they are. A
+    static input scale of each expert becomes the largest one: x is quantized once for all experts.
+    """
+    scheme, input_scale = weights.scheme, weights.input_scale
+    if input_scale is not None:
+        input_scale = input_scale.float().max().reshape(1)
+    weights = dataclasses.replace(weights, input_scale=input_scale)
+    if scheme is None or weights.plane_cols is not None or not wants_planes(scheme, features):
+        return weights
+    assert weights.scale is not None
+    padding = -weights.cols % (PLANE * PLANES)
+    data, scale = weights.data, weights.scale
+    if padding:
+        data = F.pad(data, (0, padding // 2), value=ZERO_BYTE[scheme.element])
+        groups = scheme.scale_shape(weights.rows, weights.cols + padding)[1]
+        scale = F.pad(scale.view(_bytes_of(scale)), (0, groups - scale.shape[-1])).view(scale.dtype)
+    for expert in data:  # one at a time: all at once would need several times their memory
+        expert.copy_(_to_planes(expert))
+    return dataclasses.replace(weights, data=data.view(torch.int32), scale=scale, plane_cols=weights.cols)
+
+
+def wants_planes(scheme: Scheme, features: Collection[str]) -> bool:
+    """Whether weights of the scheme are widened to 16 bits in registers there, which takes them in planes."""
+    packed = scheme.element == "e2m1" and scheme.activation is not None and "block_scaled_mma" in features
+    return scheme.bits == 4 and not packed
+
+
+def _bytes_of(scale: torch.Tensor) -> torch.dtype:
+    """An integer type of the same size: not every torch pads float8."""
+    return torch.int16 if scale.element_size() == 2 else torch.uint8
+
+
+def _to_planes(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [N, K / 2] as published -> the same shape, in planes. K is a multiple of 128."""
+    codes = unpack_nibbles(packed).unflatten(-1, (-1, PLANES, PLANE))
+    # Bytes of a word from its lowest bits on: planes 0 and 1, 2 and 3, ...
+    return (codes[..., 0::2, :] | (codes[..., 1::2, :] << 4)).transpose(-1, -2).flatten(-3)
+
+
+def _from_planes(words: torch.Tensor) -> torch.Tensor:
+    """int32 [N, K / 8] -> uint8 [N, K / 2] as published."""
+    pairs = words.view(torch.uint8).unflatten(-1, (-1, PLANE, PLANES // 2)).transpose(-1, -2)
+    return pack_nibbles(torch.stack((pairs & 15, pairs >> 4), -2).flatten(-4))

@@ -1,0 +1,119 @@
+"""What a tile of the grouped products costs on a GPU: from a record, or by compiling it now. No torch.
+
+`tile_costs.json` records the tiles that tuning chooses from, compiled for sm_120 (and so for sm_121); the ledger has
+those that are shipped. A tile that is on neither is compiled once, in a second, and remembered in SGLANG_CACHE_DIR.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.environ import envs
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.kernels.compile import CompileFailed, measure_cached
+from sglang.srt.kernels.ledger_file import Ledger, Measurement, judged_as, tile_key
+from sglang.srt.kernels.spec import Tile, TileRecord
+from sglang.srt.kernels.variant import Variant
+
+RECORD_FILE = Path(__file__).parent / "tile_costs.json"
+RECORDED_ARCHS = ("sm_120", "sm_121")
+"""sm_121 gets the code of sm_120."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTile:
+    """A tile for one of the products of a layer. `hidden` and `intermediate` are sizes of this rank, 0 if not known."""
+
+    kind: str  # "gate_up" or "down"
+    scheme: str | None  # a name of SCHEMES; None: 16-bit weights
+    hidden: int
+    intermediate: int
+    tile: Tile
+    bias: bool = False  # GPT-OSS: its experts have biases, and its activation goes with them
+
+    @property
+    def even(self) -> bool:
+        """Whether BLOCK_K divides what is summed over: the kernel then needs no masks."""
+        depth = self.hidden if self.kind == "gate_up" else self.intermediate
+        return depth % self.tile["BLOCK_K"] == 0
+
+    @property
+    def record_keys(self) -> tuple[str, str]:
+        """(product, tile) in the record. GROUP_M orders programs and costs nothing."""
+        product = f"{self.kind}/{self.scheme or 'bf16'}/{'even' if self.even else 'ragged'}"
+        product += "/bias" if self.bias else ""
+        return product, tile_key({name: value for name, value in self.tile.items() if name != "GROUP_M"})
+
+
+CostOf = Callable[[ProductTile, ArchTraits], "TileRecord | str | None"]
+"""What a tile costs; why it cannot be used; None if neither is known."""
+
+
+@functools.cache
+def read_record(path: Path = RECORD_FILE) -> Mapping[str, Mapping[str, Any]]:
+    """Product -> {"code": hash, "tiles": tile -> costs, or why it does not compile}; empty if there is no file."""
+    if not path.exists():
+        return {}
+    products: Mapping[str, Mapping[str, Any]] = json.loads(path.read_text())["products"]
+    return products
+
+
+def recorded_cost(product: ProductTile, arch: ArchTraits) -> TileRecord | str | None:
+    """From `tile_costs.json`, which also says what does not compile; None if it is not there. Never imports Triton."""
+    if judged_as(arch) not in RECORDED_ARCHS:
+        return None
+    name, tile = product.record_keys
+    found = read_record().get(name, {}).get("tiles", {}).get(tile)
+    if found is None or isinstance(found, str):
+        return found
+    smem, registers, spills, stack, mma = found
+    return TileRecord(smem, registers, spills, stack, tuple(mma.split("; ")))
+
+
+def cost_of(product: ProductTile, arch: ArchTraits) -> TileRecord | str:
+    """From the record, the ledger, or the compiler; or why none of them knows. May take seconds."""
+    recorded = recorded_cost(product, arch)
+    if recorded is not None:
+        return recorded
+    if arch.capability is None or importlib.util.find_spec("triton") is None:
+        return f"was not measured for {arch.name}, and Triton is not installed here to measure it"
+    variant = product_variant_of(product, arch.features)
+    row = Ledger.load().rows.get((variant.op, variant.key, tile_key(variant.tile)))
+    if row is not None:
+        known = [m for target, m in row.by_target.items() if target.endswith("/" + arch.name)]
+        if known:
+            return max((_record(m) for m in known), key=lambda record: record.smem)
+    try:
+        measured = measure_cached(variant, (arch.name,), envs.SGLANG_CACHE_DIR / "ledger")
+    except CompileFailed as error:
+        return f"does not compile: {error}"
+    return _record(measured[arch.name])
+
+
+def product_variant_of(product: ProductTile, features: Collection[str]) -> Variant:
+    """The launch of a tile on a GPU with these features, described for the compiler. Imports Triton."""
+    from sglang.srt.layers.moe.expert_weights import GPT_OSS_SWIGLU, SILU
+    from sglang.srt.layers.moe.fused_moe_triton.variants import product_variant
+
+    activation = GPT_OSS_SWIGLU if product.bias else SILU
+    return product_variant(
+        product.kind,
+        product.scheme,
+        product.tile,
+        product.hidden,
+        product.intermediate,
+        8,
+        features,
+        activation,
+        product.bias,
+    )
+
+
+def _record(measurement: Measurement) -> TileRecord:
+    return TileRecord(*measurement)

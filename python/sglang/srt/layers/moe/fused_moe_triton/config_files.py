@@ -1,0 +1,225 @@
+"""Which tiles a layer's experts get: those of a tuning file for its shape and GPU, if there is one that fits.
+
+    tuned = lookup(num_experts=161, intermediate=192, scheme="fp8_channel", arch=arch, hidden=5120)
+    out = fused_moe(..., tiles=tuned.for_launch(num_tokens, top_k) if tuned else None)
+
+Files are searched in $SGLANG_MOE_CONFIG_DIR/configs and then in the package's `configs`. No torch; Triton only to
+measure a tile that is on no record (`capacity`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sglang.srt.environ import envs
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.hardware.products import ARCHS, PRODUCTS, product_of_device_name
+from sglang.srt.kernels.ledger_file import tile_key
+from sglang.srt.layers.moe.fused_moe_triton.capacity import CostOf, ProductTile, cost_of
+from sglang.srt.layers.moe.fused_moe_triton.config_format import (
+    ConfigFileError,
+    Content,
+    TilePair,
+    nearest,
+    read_content,
+)
+from sglang.srt.layers.moe.fused_moe_triton.config_names import FileName, parse_directory, parse_name
+from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, few_pairs
+
+PACKAGE_CONFIGS = Path(__file__).parent / "configs"
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TunedTiles:
+    """The tiles of one file, all of which fit the GPU. `smem`: the most shared memory that one of them takes, bytes."""
+
+    path: Path
+    source: str  # as Content.source
+    num_experts: int
+    by_tokens: Mapping[int, TilePair]
+    smem: int
+
+    def at(self, num_tokens: int) -> TilePair:
+        """Of the entry whose number of tokens is closest."""
+        return self.by_tokens[nearest(self.by_tokens, num_tokens)]
+
+    def for_launch(self, num_tokens: int, top_k: int) -> MoeTiles | None:
+        """What `fused_moe` takes; None where so few pairs meet that they are not grouped at all."""
+        if few_pairs(num_tokens * top_k, self.num_experts):
+            return None
+        pair = self.at(num_tokens)
+        return MoeTiles(float("inf"), pair.gate_up, pair.down)
+
+    def describe(self) -> str:
+        """One line for logs and `explain`."""
+        least, most = min(self.by_tokens), max(self.by_tokens)
+        return f"{self.path.name} ({self.source}, {least} to {most} tokens, at most {self.smem:,} B of shared memory)"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The result of a search: the tiles if a file fits, and why better placed files were passed over."""
+
+    tiles: TunedTiles | None
+    rejected: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """One line for logs and `explain`."""
+        result = self.tiles.describe() if self.tiles else "no tuning file; tiles by rows an expert"
+        return "; ".join([result, *(f"rejected {reason}" for reason in self.rejected)])
+
+
+@functools.cache
+def lookup(
+    num_experts: int, intermediate: int, scheme: str | None, arch: ArchTraits, *, hidden: int = 0, bias: bool = False
+) -> TunedTiles | None:
+    """As `find`, once for all layers that are alike; says in the log what is used and what was rejected."""
+    found = find(num_experts, intermediate, scheme, arch, hidden=hidden, bias=bias)
+    for reason in found.rejected:
+        logger.warning("MoE tuning file not used: %s", reason)
+    if found.tiles is not None:
+        logger.info("fused_moe: tiles of %s", found.tiles.describe())
+    return found.tiles
+
+
+def find(
+    num_experts: int,
+    intermediate: int,
+    scheme: str | None,
+    arch: ArchTraits,
+    *,
+    hidden: int = 0,
+    bias: bool = False,
+    cost: CostOf = cost_of,
+) -> Found:
+    """The best placed file whose every tile fits `arch`.
+
+    `intermediate`: of one rank. `scheme`: a name of SCHEMES, None for 16-bit weights. `hidden` 0: not known, any file.
+    `bias`: the experts have biases, as GPT-OSS's do.
+    Raises ConfigFileError for a file of the right name that is not a tuning file, or one that is for something else.
+    """
+    rejected: list[str] = []
+    for name, path in candidates(num_experts, intermediate, scheme, arch, hidden):
+        down = path.with_name(str(_companion(name)))
+        content = read_content(path, down if down.exists() else None)
+        _check_about(path, name, content, scheme)
+        layer = ProductTile("", scheme, hidden, intermediate, {}, bias)
+        smem, problem = _capacity(content, layer, arch, cost)
+        if problem is None:
+            return Found(TunedTiles(path, content.source, num_experts, content.by_tokens, smem), tuple(rejected))
+        rejected.append(f"{path}: {problem}")
+    return Found(None, tuple(rejected))
+
+
+def candidates(
+    num_experts: int, intermediate: int, scheme: str | None, arch: ArchTraits, hidden: int
+) -> Iterator[tuple[FileName, Path]]:
+    """Files for these weights and GPU, best first: the user's before ours, this product's before another edition's
+    before the architecture's, this hidden size, the best name of the scheme, the nearest Triton version."""
+    ranked: list[tuple[tuple[float, ...], FileName, Path]] = []
+    for place, root in enumerate(_roots()):
+        for path in _files(root):
+            name = parse_name(path.name)
+            if name is None or name.is_down or (name.num_experts, name.intermediate) != (num_experts, intermediate):
+                continue
+            device, named = name.device_rank(arch), name.scheme_rank(scheme)
+            if device is None or named is None:
+                continue
+            other_hidden = abs(name.hidden - hidden) if name.hidden and hidden else 0
+            rank = (place, device, other_hidden, named, _version_distance(path.parent.name))
+            ranked.append((rank, name, path))
+    yield from ((name, path) for _, name, path in sorted(ranked, key=lambda found: (found[0], found[2])))
+
+
+def shipped_products(features: Collection[str]) -> Iterator[ProductTile]:
+    """Every tile of the package's own files for GPUs with these features, for the ledger."""
+    for path in sorted(_files(PACKAGE_CONFIGS)):
+        name = parse_name(path.name)
+        if name is None or name.is_down or _features_of(name) != frozenset(features) - {"nvlink"}:
+            continue
+        content = read_content(path)
+        scheme = content.about["scheme"]
+        layer = ProductTile(
+            "",
+            None if scheme == "none" else scheme,
+            content.about["hidden"],
+            name.intermediate,
+            {},
+            content.about["bias"],
+        )
+        for pair in content.by_tokens.values():
+            yield replace(layer, kind="gate_up", tile=pair.gate_up)
+            yield replace(layer, kind="down", tile=pair.down)
+
+
+def _features_of(name: FileName) -> frozenset[str]:
+    """Of the GPU that a file is for."""
+    arch = name.arch
+    if arch is None:
+        product = product_of_device_name((name.device or "").replace("_", " "))
+        arch = PRODUCTS[product].arch if product else None
+    return ARCHS[arch].features if arch in ARCHS else frozenset()
+
+
+def _roots() -> Iterator[Path]:
+    user = envs.SGLANG_MOE_CONFIG_DIR
+    if user is not None:
+        yield user / "configs"
+    yield PACKAGE_CONFIGS
+
+
+def _files(root: Path) -> Iterator[Path]:
+    yield from root.glob("*.json")
+    yield from root.glob("triton_*/*.json")
+
+
+def _companion(name: FileName) -> FileName:
+    return FileName(
+        name.num_experts, name.intermediate, name.selector, name.hidden, name.device, name.arch, name.num_sms, True
+    )
+
+
+def _version_distance(directory: str) -> float:
+    """0 for the installed Triton's directory; more for others, most for files that name no version."""
+    version = parse_directory(directory)
+    if version is None:
+        return float("inf")
+    try:
+        installed = tuple(int(part) for part in importlib.metadata.version("triton").split("+")[0].split(".")[:3])
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        installed = (99, 0, 0)  # then the newest comes first
+    weights = (10_000, 100, 1)
+    return abs(sum(w * (a - b) for w, a, b in zip(weights, version, installed, strict=False)))
+
+
+def _check_about(path: Path, name: FileName, content: Content, scheme: str | None) -> None:
+    """What a file says of itself must be what its name says."""
+    said = {"arch": name.arch, "num_sms": name.num_sms, "hidden": name.hidden, "scheme": scheme or "none"}
+    for key, expected in said.items():
+        value = content.about.get(key, expected)
+        if expected and value != expected:
+            said_and_named = f"{path} says {key} {value!r}, but its name stands for {expected!r}"
+            raise ConfigFileError(f"{said_and_named}. Rename or delete it.")
+
+
+def _capacity(content: Content, layer: ProductTile, arch: ArchTraits, cost: CostOf) -> tuple[int, str | None]:
+    """The most shared memory that a tile takes, and what is wrong with the first that does not fit."""
+    most = 0
+    for tokens, pair in content.by_tokens.items():
+        for kind, tile in (("gate_up", pair.gate_up), ("down", pair.down)):
+            product = replace(layer, kind=kind, tile=tile)
+            name = f"entry {tokens}: {product.kind} tile {tile_key(product.tile)}"
+            record = cost(product, arch) or f"is not on record for {arch.name}; a server measures it when it starts"
+            if isinstance(record, str):
+                return most, f"{name} {record}"
+            if record.smem > arch.smem_per_block:
+                limit = f"{arch.name} has {arch.smem_per_block:,} B"
+                return most, f"{name} needs {record.smem:,} B of shared memory, {limit}"
+            most = max(most, record.smem)
+    return most, None

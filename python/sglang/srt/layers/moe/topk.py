@@ -1,0 +1,120 @@
+"""Which experts a token goes to: the router's description and its layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from sglang.srt.errors import UserError
+from sglang.srt.layers.parameter import Init, Part, PartKey, Scope
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """How experts are scored and chosen.
+
+    `score` of a logit: "softmax", "sigmoid" or "sqrtsoftplus". The `top_k` largest (after adding the correction bias,
+    of the best `top_groups` of `num_groups` groups) are chosen; their scores, summing to 1 if `renormalize`, times
+    `scale` are the weights. `correction` and `hash_table` are the last pieces of those tensors' names in checkpoints;
+    empty: there is none. With a hash table token ids name the experts, and the scores only weight them. `bias`: of the
+    linear layer. `float32`: logits are computed in fp32.
+    """
+
+    top_k: int
+    score: str = "softmax"
+    renormalize: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    correction: str = ""
+    hash_table: str = ""
+    bias: bool = False
+    float32: bool = False
+
+    def problems(self, num_experts: int) -> list[str]:
+        """What of it no model can have."""
+        if self.num_groups < 1 or num_experts % self.num_groups:
+            return [f"{num_experts} experts do not divide into {self.num_groups} groups"]
+        members = num_experts // self.num_groups
+        found = []
+        if not 1 <= self.top_groups <= self.num_groups:
+            found.append(f"{self.top_groups} of {self.num_groups} groups cannot be chosen")
+        if self.top_groups < self.num_groups and members < 2:
+            found.append("groups are ranked by their two best experts and have one")
+        if not 1 <= self.top_k <= members * self.top_groups:
+            found.append(f"{self.top_k} experts cannot be chosen from {self.top_groups} groups of {members}")
+        if self.score == "softmax" and (self.correction or self.hash_table or self.num_groups > 1):
+            found.append("softmax routing has no groups, correction bias or hash table")
+        return found
+
+
+class TopK:
+    """x [T, H] -> weights [T, k] fp32 and expert ids [T, k] int32; with the shared expert behind them if `with_shared`.
+
+    `scope` names the linear layer; the correction bias and the hash table are its neighbours `correction` and `hash`.
+    """
+
+    def __init__(self, scope: Scope, hidden_size: int, num_experts: int, spec: Router, with_shared: bool) -> None:
+        problems = spec.problems(num_experts)
+        if problems:
+            raise UserError(f"{scope.plan.model.model_path}/config.json: impossible routing: {'; '.join(problems)}")
+        self.spec, self.with_shared = spec, with_shared
+        own = scope.sub("router")
+        dtype = torch.float32 if spec.float32 else None
+        self.weight = own.param("weight", (num_experts, hidden_size), dtype=dtype)
+        self.bias = own.param("bias", (num_experts,), init=Init.ZEROS, dtype=dtype) if spec.bias else None
+        # Kernels for 16-bit products do not take fp32.
+        self.linear = F.linear if spec.float32 else scope.plan.entry("linear")
+        self.route = scope.plan.entry("topk_hash" if spec.hash_table else f"topk_{spec.score}")
+        self.correction: torch.Tensor | None = None
+        self.table: torch.Tensor | None = None
+        if spec.correction:
+            self.correction = scope.sub("correction").param(
+                spec.correction, (num_experts,), init=Init.ZEROS, dtype=torch.float32
+            )
+        if spec.hash_table:
+            self.table = _hash_table(scope.sub("hash"), spec, num_experts)
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        spec = self.spec
+        logits = self.linear(x.float() if spec.float32 else x, self.weight, self.bias)
+        valid = None if batch is None else batch.num_valid_tokens
+        common = (spec.scale, self.with_shared, valid)
+        found: tuple[torch.Tensor, torch.Tensor]
+        if self.table is not None:
+            assert batch is not None, "hash routing needs the token ids"
+            found = self.route(logits, batch.input_ids, self.table, spec.score, *common)
+        elif spec.score == "softmax":
+            found = self.route(logits, spec.top_k, spec.renormalize, *common)
+        else:
+            groups = (spec.num_groups, spec.top_groups)
+            found = self.route(logits, self.correction, spec.top_k, spec.renormalize, groups, *common)
+        return found
+
+
+def _hash_table(scope: Scope, spec: Router, num_experts: int) -> torch.Tensor:
+    """[V, k] int32: the experts of every token id."""
+    shape = (scope.plan.model.vocab_size, spec.top_k)
+    part = Part(shape, dtypes=("I64", "I32"))
+
+    def distinct(tensor: torch.Tensor, generator: torch.Generator) -> None:
+        first = torch.randint(0, num_experts, (shape[0], 1), generator=generator, device=tensor.device)
+        tensor.copy_((first + torch.arange(spec.top_k, device=tensor.device)) % num_experts)
+
+    table = scope.param(spec.hash_table, shape, {PartKey(): part}, distinct, torch.int32)
+
+    def check() -> None:
+        least, most = int(table.min()), int(table.max())
+        if least < 0 or most >= num_experts:
+            raise UserError(
+                f"{scope.module()}.{spec.hash_table} names experts {least} to {most}; there are {num_experts}"
+            )
+
+    scope.finish.append(check)
+    return table

@@ -1,0 +1,206 @@
+"""Quantized linear layers: which modules are, and how their tensors get from the checkpoint into memory.
+
+Several modules with one input are one product, stacked by rows: their scales stay their own, row by row, and of static
+scales for the activation the largest serves all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig
+from sglang.srt.configs.quant_scheme import Scheme
+from sglang.srt.errors import UserError
+from sglang.srt.layers.linear import Apply, Shard, Unquantized
+from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES
+from sglang.srt.layers.parameter import FLOATS, Convert, Fill, Part, PartKey, Scope, constant, random_codes
+from sglang.srt.layers.quantization.layout import Leaf, layout_of
+from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
+from sglang.srt.layers.quantization.reference import quantize
+
+# Random codes times these give weights of a deviation near 0.02, like unquantized dummy weights.
+_DUMMY_SCALES = {"e4m3": 0.02 / 104, "int8": 0.02 / 74, "int4": 0.02 / 4.6, "e2m1": 1.0}
+_DUMMY_EXPONENTS = {"e4m3": 127 - 12, "e2m1": 127 - 7}
+_DUMMY_FACTOR = 0.02 / 2.93
+_DUMMY_INPUT_SCALE = 0.02
+
+
+class QuantizedMethod:
+    """The QuantMethod of a quantized checkpoint; modules that its config leaves alone are in 16 bits."""
+
+    def __init__(self, config: QuantConfig) -> None:
+        self.config = config
+
+    def create_weights(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
+        quant = self.config.of_fused([scope.module(shard.part) for shard in shards])
+        if quant is None:
+            return Unquantized().create_weights(scope, shards, bias)
+        create = _quantized_while_loading if quant.storage == "online" else _as_stored
+        return QuantizedLinear(scope, quant, create(scope, shards, quant), bias)
+
+
+class QuantizedLinear:
+    """x [T, in] -> [T, out] (+ bias). The kernel takes the weight once it is loaded, and may arrange it its own way."""
+
+    def __init__(self, scope: Scope, quant: ModuleQuant, weight: LinearWeight, bias: torch.Tensor | None) -> None:
+        self.bind = scope.plan.entry(f"linear/{quant.scheme}")
+        self.arch = scope.plan.arch
+        self.weight: LinearWeight | None = weight
+        self.bias = bias
+        self.run: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] | None = None
+        scope.finish.append(self.finish)
+
+    def finish(self) -> None:
+        assert self.weight is not None
+        if self.weight.input_scale is not None:
+            self.weight.input_scale[:] = self.weight.input_scale.max()
+        self.run = self.bind(self.weight, self.arch)
+        self.weight = None  # the kernel's now
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.run is not None, "the weights are not loaded"
+        return self.run(x, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """Shards one below the other, as the parameters of `scope` hold them."""
+
+    scope: Scope
+    shards: list[Shard]
+
+    @property
+    def rows(self) -> int:
+        return sum(_length(shard.rows) for shard in self.shards)
+
+    @property
+    def cols(self) -> int:
+        return _length(self.shards[0].cols)
+
+    def matrix(
+        self,
+        leaf: Leaf,
+        per: tuple[int, int],
+        held: tuple[int, ...],
+        dtype: torch.dtype,
+        fill: Fill,
+    ) -> torch.Tensor:
+        """A parameter [held] of tensors with one element for `per` = (rows, columns)."""
+        parts: dict[PartKey, Part] = {}
+        begin = 0
+        for shard in self.shards:
+            self._check_split(shard, per)
+            shape = (-(-shard.out_features // per[0]), -(-shard.in_features // per[1]))
+            source = (_cut(shard.rows, per[0]), _cut(shard.cols, per[1]))
+            if leaf.transposed:
+                shape, source = shape[::-1], source[::-1]
+            end = begin + -(-_length(shard.rows) // per[0])
+            dest = (slice(begin, end),)
+            parts[PartKey(shard.part)] = Part(shape, source, dest, leaf.dtypes, leaf.convert)
+            begin = end
+        return self.scope.param(leaf.name, held, parts, fill, dtype)
+
+    def by_row(self, leaf: Leaf, single: bool, fill: Fill) -> torch.Tensor:
+        """A parameter [rows] fp32 of one number a row, or (`single`) a matrix, which is repeated for its rows."""
+        parts: dict[PartKey, Part] = {}
+        begin = 0
+        for shard in self.shards:
+            end = begin + _length(shard.rows)
+            shape, source = ((1,), ()) if single else ((shard.out_features,), (shard.rows,))
+            convert = _repeated(leaf.convert, end - begin) if single else leaf.convert
+            parts[PartKey(shard.part)] = Part(shape, source, (slice(begin, end),), leaf.dtypes, convert)
+            begin = end
+        return self.scope.param(leaf.name, (self.rows,), parts, fill, torch.float32)
+
+    def by_part(self, leaf: Leaf, fill: Fill) -> torch.Tensor:
+        """A parameter [shards] fp32 of one number each."""
+        parts = {
+            PartKey(shard.part): Part((1,), (), (slice(i, i + 1),), leaf.dtypes, leaf.convert)
+            for i, shard in enumerate(self.shards)
+        }
+        return self.scope.param(leaf.name, (len(self.shards),), parts, fill, torch.float32)
+
+    def _check_split(self, shard: Shard, per: tuple[int, int]) -> None:
+        """Raises UserError where a rank's share, or a module above another, ends within what has one scale or word."""
+        name, size = self.scope.module(shard.part), self.scope.tp_size
+        for what, part, total, step in (
+            ("rows", shard.rows, shard.out_features, per[0]),
+            ("columns", shard.cols, shard.in_features, per[1]),
+        ):
+            if part.start % step or (part.stop != total and part.stop % step):
+                raise UserError(
+                    f"{name}: {step} {what} have one scale or word, but with --tp-size {size} a rank holds {what}"
+                    f" {part.start} to {part.stop} of {total}; choose a smaller --tp-size"
+                )
+        if _length(shard.rows) % per[0] and shard is not self.shards[-1]:
+            raise UserError(f"{name}: {_length(shard.rows)} rows do not divide into groups of {per[0]} with one scale")
+        if per[0] == 1 and shard.in_features % per[1]:
+            raise UserError(f"{name}: {shard.in_features} columns do not divide into groups of {per[1]}")
+
+
+def _as_stored(scope: Scope, shards: list[Shard], quant: ModuleQuant) -> LinearWeight:
+    """The parameters are the checkpoint's tensors."""
+    layout, scheme, stack = layout_of(quant), held_scheme(quant), _Stack(scope, shards)
+    held = (stack.rows, stack.cols * scheme.bits // 8)
+    data = stack.matrix(layout.data, (1, layout.data.columns), held, ELEMENT_DTYPES[scheme.element], random_codes)
+    scale = _scales(stack, layout.scale, quant, scheme)
+    factor = input_scale = None
+    if layout.global_scale is not None:
+        factor = stack.by_row(layout.global_scale, True, constant(_DUMMY_FACTOR))
+    if layout.input_scale is not None:
+        input_scale = stack.by_part(layout.input_scale, constant(_DUMMY_INPUT_SCALE))
+    return LinearWeight(data, scheme, scale, factor, input_scale)
+
+
+def _scales(stack: _Stack, leaf: Leaf, quant: ModuleQuant, scheme: Scheme) -> torch.Tensor:
+    per_row, per_col = scheme.group
+    fill = constant(_DUMMY_EXPONENTS[scheme.element] if scheme.scale == "e8m0" else _DUMMY_SCALES[scheme.element])
+    if per_col == 0:
+        return stack.by_row(leaf, quant.format.group == (0, 0), fill)
+    shape = scheme.scale_shape(stack.rows, stack.cols)
+    return stack.matrix(leaf, (per_row, per_col), shape, SCALE_DTYPES[scheme.scale], fill)
+
+
+def _quantized_while_loading(scope: Scope, shards: list[Shard], quant: ModuleQuant) -> LinearWeight:
+    """16-bit tensors, quantized as they arrive: one scale a row, of the columns that this rank holds."""
+    scheme, stack = held_scheme(quant), _Stack(scope, shards)
+    fill = constant(_DUMMY_SCALES[scheme.element])
+    scale = scope.param("weight_scale", (stack.rows,), {}, fill, torch.float32)
+    parts: dict[PartKey, Part] = {}
+    begin = 0
+    for shard in shards:
+        end = begin + _length(shard.rows)
+        convert = _quantize_into(scale[begin:end], scheme)
+        shape = (shard.out_features, shard.in_features)
+        parts[PartKey(shard.part)] = Part(shape, (shard.rows, shard.cols), (slice(begin, end),), FLOATS, convert)
+        begin = end
+    data = scope.param("weight", (stack.rows, stack.cols), parts, random_codes, ELEMENT_DTYPES[scheme.element])
+    return LinearWeight(data, scheme, scale)
+
+
+def _quantize_into(scale: torch.Tensor, scheme: Scheme) -> Convert:
+    def convert(read: torch.Tensor) -> torch.Tensor:
+        made = quantize(read.to(scale.device), scheme)
+        scale.copy_(made.scale)
+        return made.data
+
+    return convert
+
+
+def _repeated(convert: Convert | None, times: int) -> Convert:
+    def repeat(read: torch.Tensor) -> torch.Tensor:
+        value = read if convert is None else convert(read)
+        return value.float().reshape(1).expand(times)
+
+    return repeat
+
+
+def _cut(part: slice, per: int) -> slice:
+    return slice(part.start // per, -(-part.stop // per))
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)

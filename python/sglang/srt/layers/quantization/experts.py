@@ -1,0 +1,289 @@
+"""The weights of a layer's experts: how they get from a checkpoint of any published form into what the products take.
+
+Each rank holds a share of every expert's intermediate dims. Where scales cover groups, shares are whole groups: the
+last rank may hold fewer dims, and zeros behind them, which add nothing (`expert_share`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from sglang.srt.configs.quant_rules import ModuleQuant
+from sglang.srt.configs.quant_scheme import SCHEMES, Scheme, expert_share
+from sglang.srt.errors import UserError
+from sglang.srt.layers.linear import Shard
+from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights, repack
+from sglang.srt.layers.parameter import FLOATS, Convert, Fill, Index, Init, Part, PartKey, Scope, constant, random_codes
+from sglang.srt.layers.quantization.experts_finish import StoredProduct, finish_pair
+from sglang.srt.layers.quantization.experts_fused import FUSED, FusedForm, FusedLeaf
+from sglang.srt.layers.quantization.layout import Layout, Leaf, layout_of
+from sglang.srt.layers.quantization.reference import quantize
+
+# Scales with which random codes have a deviation near 0.02, as unquantized dummy weights do.
+_DUMMY_SCALES = {"e4m3": 0.02 / 104, "int8": 0.02 / 74, "int4": 0.02 / 4.6, "e2m1": 0.02 / 2.9}
+_DUMMY_EXPONENTS = {"e4m3": 127 - 12, "e2m1": 127 - 7}
+_DUMMY_INPUT_SCALE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    """Of the whole layer. `shared`: one more expert behind the routed ones, read from the layer's shared expert.
+    `form` names how a 16-bit checkpoint keeps the experts: "" one by one, or one of `experts_fused.FUSED`."""
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    bias: bool = False
+    shared: bool = False
+    form: str = ""
+
+    @property
+    def held_experts(self) -> int:
+        return self.num_experts + self.shared
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One of the two products. `shards` are what this rank holds of each expert's matrices; matrix i begins at row
+    `at[i]` of `rows`; `cols` are as many as there is room for."""
+
+    name: str
+    shards: tuple[Shard, ...]
+    at: tuple[int, ...]
+    rows: int
+    cols: int
+
+    @property
+    def padded(self) -> bool:
+        return sum(_length(s.rows) for s in self.shards) < self.rows or _length(self.shards[0].cols) < self.cols
+
+
+class Experts:
+    """`w13` and `w2` are there once the parameters are filled and `finish` has run. `linear_in_up`: see Activation."""
+
+    w13: ExpertWeights
+    w2: ExpertWeights
+
+    def __init__(self, scope: Scope, sizes: ExpertSizes, linear_in_up: bool) -> None:
+        self.quant = quant = expert_quant(scope, sizes)
+        self.linear_in_up = linear_in_up
+        up, down = _products(sizes, quant.format if quant else None, scope.tp_rank, scope.tp_size)
+        self.features = scope.plan.arch.features
+        self.held = [_create(scope.sub(product.name), product, sizes, quant) for product in (up, down)]
+        scope.finish.append(self.finish)
+
+    def finish(self) -> None:
+        up, down = self.held
+        if isinstance(up, StoredProduct) and isinstance(down, StoredProduct):
+            up, down = finish_pair(up, down, self.linear_in_up)
+        assert isinstance(up, ExpertWeights) and isinstance(down, ExpertWeights)
+        self.w13, self.w2 = repack(up, self.features), repack(down, self.features)
+        self.held.clear()
+
+
+def expert_quant(scope: Scope, sizes: ExpertSizes) -> ModuleQuant | None:
+    """How the checkpoint stores the experts of the layer `scope`. Raises UserError if not all in one way."""
+    config = scope.plan.model.quantization
+    if config is None:
+        return None
+    if _in_layer(scope.sub("w13")) not in scope.weights.layer:  # a family that never keeps experts one by one
+        return config.of(scope.sub("experts").module())
+    ends = {0, sizes.num_experts - 1}
+    up = [scope.sub("w13").module(part, e) for part in ("gate", "up") for e in ends]
+    return config.of_fused([*up, *(scope.sub("w2").module("down", e) for e in ends)])
+
+
+def _in_layer(scope: Scope) -> str:
+    """The path without the layer: "moe.w13"."""
+    return scope.path.split(".", 2)[2]
+
+
+def _products(sizes: ExpertSizes, scheme: Scheme | None, rank: int, tp_size: int) -> tuple[Product, Product]:
+    inter, hidden = sizes.intermediate_size, sizes.hidden_size
+    if scheme is not None and scheme.group[0] == 1 and scheme.group[1] and hidden % scheme.group[1]:
+        raise UserError(f"hidden size {hidden} does not divide into {scheme.name} groups of {scheme.group[1]}")
+    share = expert_share(inter, tp_size, scheme)
+    held = slice(min(rank * share, inter), min((rank + 1) * share, inter))
+    whole = slice(0, hidden)
+    up = (Shard("gate", inter, hidden, held, whole), Shard("up", inter, hidden, held, whole))
+    down = (Shard("down", hidden, inter, whole, held),)
+    return Product("w13", up, (0, share), 2 * share, hidden), Product("w2", down, (0,), hidden, share)
+
+
+def _create(
+    scope: Scope, product: Product, sizes: ExpertSizes, quant: ModuleQuant | None
+) -> ExpertWeights | StoredProduct:
+    # Families that keep 16-bit experts together publish most quantized ones one by one.
+    fused = FUSED.get(quant.storage if quant else sizes.form)
+    if fused is not None:
+        return _fused(scope, product, sizes, fused, quant.format if quant else None)
+    if sizes.bias:
+        raise UserError(f"{scope.path}: experts with a bias that are stored one by one are not supported")
+    if quant is None:
+        return ExpertWeights(_data_param(scope, product, sizes, Leaf("weight"), None))
+    if quant.storage == "online":
+        return _while_loading(scope, product, sizes, quant.format)
+    return _as_stored(scope, product, sizes, quant.format, layout_of(quant))
+
+
+# --- one tensor an expert ---------------------------------------------------------------------------------------------
+
+
+def _as_stored(scope: Scope, product: Product, sizes: ExpertSizes, scheme: Scheme, layout: Layout) -> StoredProduct:
+    """The parameters are the checkpoint's tensors."""
+    data = _data_param(scope, product, sizes, layout.data, scheme)
+    dummy = _DUMMY_SCALES[scheme.element]
+    if scheme.group == (0, 0):
+        scale = _singles(scope, product, sizes, layout.scale, dummy)
+    else:
+        scale = _scale_param(scope, product, sizes, layout.scale, scheme)
+    factor = inputs = None
+    if layout.global_scale is not None:
+        factor = _singles(scope, product, sizes, layout.global_scale, dummy)
+    if layout.input_scale is not None:
+        inputs = _singles(scope, product, sizes, layout.input_scale, _DUMMY_INPUT_SCALE)
+    return StoredProduct(scope.path, scheme, product.at, data, scale, factor, inputs)
+
+
+def _each(scope: Scope, product: Product, sizes: ExpertSizes) -> Iterator[tuple[PartKey, int, int, Shard]]:
+    """(key, expert, matrix, shard) of every checkpoint matrix of the product."""
+    for i, shard in enumerate(product.shards):
+        for e in range(sizes.num_experts):
+            yield PartKey(shard.part, e), e, i, shard
+        if sizes.shared:
+            yield PartKey(shard.part, module=shared_module(scope, product.name)), sizes.num_experts, i, shard
+
+
+def shared_module(scope: Scope, product: str) -> str:
+    """The layer's name of the shared expert's projections, whether they are kept there or among the routed ones."""
+    return f"{_in_layer(scope).removesuffix(product)}shared.{'gate_up' if product == 'w13' else 'down'}"
+
+
+def _data_param(scope: Scope, product: Product, sizes: ExpertSizes, leaf: Leaf, scheme: Scheme | None) -> torch.Tensor:
+    """[E, rows, columns, or bytes of two]."""
+    per_byte = 2 if scheme is not None and scheme.bits == 4 else 1
+    parts: dict[PartKey, Part] = {}
+    for key, e, i, shard in _each(scope, product, sizes):
+        rows = slice(product.at[i], product.at[i] + _length(shard.rows))
+        parts[key] = _part(leaf, shard, (1, leaf.columns), (e, rows, slice(0, _length(shard.cols) // per_byte)))
+    shape = (sizes.held_experts, product.rows, product.cols // per_byte)
+    fill: Init | Fill = Init.NORMAL if scheme is None else random_codes
+    dtype = None if scheme is None else ELEMENT_DTYPES[scheme.element]
+    return _zeroed(product, scope.param(leaf.name, shape, parts, fill, dtype))
+
+
+def _scale_param(scope: Scope, product: Product, sizes: ExpertSizes, leaf: Leaf, scheme: Scheme) -> torch.Tensor:
+    """[E, rows] or [E, groups of rows, groups of columns]."""
+    per_row, per_col = scheme.group
+    parts: dict[PartKey, Part] = {}
+    for key, e, i, shard in _each(scope, product, sizes):
+        begin = product.at[i] // per_row
+        rows = slice(begin, begin - (-_length(shard.rows) // per_row))
+        if per_col:
+            parts[key] = _part(leaf, shard, scheme.group, (e, rows, slice(0, -(-_length(shard.cols) // per_col))))
+        else:
+            parts[key] = Part((shard.out_features,), (shard.rows,), (e, rows), leaf.dtypes, leaf.convert)
+    shape = (sizes.held_experts, *scheme.scale_shape(product.rows, product.cols))
+    return _zeroed(product, scope.param(leaf.name, shape, parts, _dummy_scale(scheme), SCALE_DTYPES[scheme.scale]))
+
+
+def _singles(scope: Scope, product: Product, sizes: ExpertSizes, leaf: Leaf, dummy: float) -> torch.Tensor:
+    """[E, matrices] fp32: one number a matrix."""
+    parts = {key: Part((), (), (e, i), leaf.dtypes, leaf.convert) for key, e, i, _ in _each(scope, product, sizes)}
+    shape = (sizes.held_experts, len(product.shards))
+    return scope.param(leaf.name, shape, parts, constant(dummy), torch.float32)
+
+
+def _part(leaf: Leaf, shard: Shard, per: tuple[int, int], dest: Index) -> Part:
+    """Of a tensor with one element for `per` = (rows, columns)."""
+    shape = (-(-shard.out_features // per[0]), -(-shard.in_features // per[1]))
+    source = (_cut(shard.rows, per[0]), _cut(shard.cols, per[1]))
+    if leaf.transposed:
+        shape, source = shape[::-1], source[::-1]
+    return Part(shape, source, dest, leaf.dtypes, leaf.convert)
+
+
+def _cut(part: slice, per: int) -> slice:
+    return slice(part.start // per, -(-part.stop // per))
+
+
+def _while_loading(scope: Scope, product: Product, sizes: ExpertSizes, scheme: Scheme) -> ExpertWeights:
+    """16-bit tensors that are quantized as they arrive: a scale a row, over the columns that this rank holds."""
+    shape = (sizes.held_experts, product.rows)
+    scale = scope.param("weight_scale", shape, {}, _dummy_scale(scheme), torch.float32)
+    parts: dict[PartKey, Part] = {}
+    for key, e, i, shard in _each(scope, product, sizes):
+        rows = slice(product.at[i], product.at[i] + _length(shard.rows))
+        convert = _quantizing(scheme, scale[e, rows])
+        parts[key] = Part((shard.out_features, shard.in_features), (shard.rows, shard.cols), (e, rows), FLOATS, convert)
+    data = scope.param("weight", (*shape, product.cols), parts, random_codes, ELEMENT_DTYPES[scheme.element])
+    return ExpertWeights(data, scheme, scale)
+
+
+def _quantizing(scheme: Scheme, scale: torch.Tensor) -> Convert:
+    def convert(read: torch.Tensor) -> torch.Tensor:
+        made = quantize(read.to(scale.device), scheme)
+        scale.copy_(made.scale)
+        return made.data
+
+    return convert
+
+
+# --- one tensor for all experts ---------------------------------------------------------------------------------------
+
+
+def _fused(scope: Scope, product: Product, sizes: ExpertSizes, form: FusedForm, scheme: Scheme | None) -> ExpertWeights:
+    if sizes.shared:
+        raise UserError(f"{scope.path}: a shared expert cannot be kept among experts that are one tensor")
+    share = product.at[-1] if product.name == "w13" else 0
+    module = _in_layer(scope).removesuffix(product.name) + "experts"
+    keys = [PartKey(shard.part, module=module) for shard in product.shards]
+
+    def param(leaf: FusedLeaf, shape: tuple[int, ...], fill: Init | Fill, dtype: torch.dtype | None) -> torch.Tensor:
+        parts = form.cuts(product.shards, product.at, leaf, sizes.num_experts, share)
+        return _zeroed(
+            product, scope.param(leaf.name(product.name), shape, dict(zip(keys, parts, strict=False)), fill, dtype)
+        )
+
+    rows, cols, num = product.rows, product.cols, sizes.num_experts
+    bias = param(form.bias, (num, rows), Init.ZEROS, None) if sizes.bias else None
+    if scheme is None or form.scale is None:
+        data, scale = param(form.data, (num, rows, cols), Init.NORMAL, None), None
+    else:
+        data = param(form.data, (num, rows, cols * scheme.bits // 8), random_codes, ELEMENT_DTYPES[scheme.element])
+        shape = (num, *scheme.scale_shape(rows, cols))
+        scale = param(form.scale, shape, _dummy_scale(scheme), SCALE_DTYPES[scheme.scale])
+    if bias is not None and product.name == "w2" and scope.tp_rank > 0:
+        scope.finish.append(functools.partial(_clear, bias))  # the ranks' results are summed
+    return ExpertWeights(data, scheme, scale, bias=bias)
+
+
+# --- common -----------------------------------------------------------------------------------------------------------
+
+
+def _dummy_scale(scheme: Scheme) -> Fill:
+    if scheme.scale == "e8m0":
+        return constant(_DUMMY_EXPONENTS[scheme.element])
+    return constant(1.0 if scheme.global_scale else _DUMMY_SCALES[scheme.element])
+
+
+def _zeroed(product: Product, tensor: torch.Tensor) -> torch.Tensor:
+    """What no checkpoint tensor fills must be zero."""
+    if product.padded and not tensor.is_meta:
+        tensor.zero_()
+    return tensor
+
+
+def _clear(tensor: torch.Tensor) -> None:
+    tensor.zero_()
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)
+
+
+assert all(scheme.element in _DUMMY_SCALES for scheme in SCHEMES.values())

@@ -1,0 +1,101 @@
+"""Scales as checkpoints keep them, one set a matrix, into those of the two products."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
+from sglang.srt.errors import UserError
+from sglang.srt.layers.moe.expert_weights import ExpertWeights
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class StoredProduct:
+    """A product as the checkpoint has it. Matrix i begins at row `at[i]` of `data` [E, rows, ...]. `scale` is
+    [E, matrices] fp32 where a matrix has one, or as the scheme has it; `factor` (NVFP4's) and `inputs` (static scales
+    of the activation) [E, matrices] fp32."""
+
+    name: str
+    scheme: Scheme
+    at: tuple[int, ...]
+    data: torch.Tensor
+    scale: torch.Tensor
+    factor: torch.Tensor | None
+    inputs: torch.Tensor | None
+
+    @property
+    def of_matrices(self) -> torch.Tensor | None:
+        """The numbers that cover whole matrices and have to be one for gate and up, or None."""
+        if self.scheme.group == (0, 0):
+            return None if self.inputs is None else self.scale
+        return self.factor
+
+
+def finish_pair(up: StoredProduct, down: StoredProduct, linear_in_up: bool) -> tuple[ExpertWeights, ExpertWeights]:
+    """w13 and w2. Changes the tensors in place. Raises UserError.
+
+    Where the numbers of gate and up differ, gate's serves both, and the ratio goes into the down projection's: exact,
+    as long as the gated activation is linear in up (`linear_in_up`). Otherwise the larger serves both, and what belongs
+    to the smaller is rounded again.
+    """
+    numbers, target = up.of_matrices, down.of_matrices
+    if linear_in_up and numbers is not None and target is not None:
+        gate, other = numbers[:, 0], numbers[:, 1]
+        # What gate or up turn to zero stays zero.
+        ratio = torch.where(gate > 0, other / gate, 1.0)
+        other.copy_(gate)
+        target *= ratio[:, None]
+        if down.inputs is not None:
+            down.inputs /= ratio[:, None]
+    return _finish(up), _finish(down)
+
+
+def _finish(made: StoredProduct) -> ExpertWeights:
+    """The activation is quantized once for all experts, so the largest of their static scales serves them all: float
+    formats lose nothing by it."""
+    data, scale, scheme = made.data, made.scale, made.scheme
+    input_scale = None if made.inputs is None else _largest(made.name, made.inputs)
+    if scheme.group == (0, 0):
+        if input_scale is None:
+            # A dynamic scale of all tokens would let them change each other's results: one a token, and scales a row.
+            return ExpertWeights(data, SCHEMES["fp8_channel"], _by_rows(scale, made.at, data.shape[1]))
+        scale = _one_number(made, scale, data)
+    global_scale = None if made.factor is None else _one_number(made, made.factor, scale)
+    return ExpertWeights(data, scheme, scale, global_scale, input_scale)
+
+
+def _largest(name: str, inputs: torch.Tensor) -> torch.Tensor:
+    """[1]. An expert that calibration never reached has no scale, or a zero."""
+    usable = inputs[torch.isfinite(inputs) & (inputs > 0)]
+    if usable.numel() == 0:
+        raise UserError(f"{name}: no expert has a usable input scale; was the checkpoint calibrated?")
+    return usable.max().reshape(1)
+
+
+def _by_rows(scale: torch.Tensor, at: tuple[int, ...], rows: int) -> torch.Tensor:
+    """[E, matrices] -> [E, rows]."""
+    lengths = torch.tensor([*at[1:], rows], device=scale.device) - torch.tensor(at, device=scale.device)
+    return scale.repeat_interleave(lengths, dim=1).contiguous()
+
+
+def _one_number(made: StoredProduct, numbers: torch.Tensor, scaled: torch.Tensor) -> torch.Tensor:
+    """[E, matrices] -> [E]: the largest. What a smaller one scales (rows of `scaled` [E, rows, ...]) is rounded again,
+    by the ratio."""
+    largest = numbers.max(dim=1).values
+    smaller = (numbers < largest[:, None]).nonzero().tolist()
+    for expert, matrix in smaller:
+        end = made.at[matrix + 1] if matrix + 1 < len(made.at) else None
+        values = scaled[expert, made.at[matrix] : end]
+        values.copy_((values.float() * (numbers[expert, matrix] / largest[expert])).to(values.dtype))
+    if smaller:
+        what = "weights" if scaled is made.data else "block scales"
+        logger.warning(
+            "%s: scales of gate and up differ in %d of %d experts; the larger serves both, and the other's %s were"
+            " rounded again", made.name, len(smaller), len(numbers), what,
+        )  # fmt: skip
+    return largest

@@ -1,0 +1,123 @@
+"""Checkpoints that keep a layer's experts in one tensor: what of it a rank reads, and how its rows are put in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from sglang.srt.layers.linear import Shard
+from sglang.srt.layers.parameter import FLOATS, Convert, Part
+
+PROJECTIONS = {"w13": "gate_up_proj", "w2": "down_proj"}
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLeaf:
+    """One tensor of all experts. Its name is the projection's and `ending`; `shape` is of (rows, columns) of one
+    expert's matrix, `source` of the slices of them that a rank holds, both without the experts. `columns` of the matrix
+    are one of the parameter; 0: it has none. `convert` as in Part."""
+
+    ending: str
+    shape: Callable[[int, int], tuple[int, ...]]
+    source: Callable[[slice, slice], tuple[slice, ...]]
+    columns: int = 1
+    dtypes: tuple[str, ...] = FLOATS
+    convert: Convert | None = None
+
+    def name(self, product: str) -> str:
+        return PROJECTIONS[product] + self.ending
+
+
+@dataclass(frozen=True, slots=True)
+class FusedForm:
+    """With `alternating`, gate's rows are the even ones and up's the odd ones; otherwise up's follow gate's."""
+
+    data: FusedLeaf
+    scale: FusedLeaf | None
+    bias: FusedLeaf
+    alternating: bool
+
+    def cuts(
+        self, shards: Sequence[Shard], at: Sequence[int], leaf: FusedLeaf, num_experts: int, share: int
+    ) -> list[Part]:
+        """Parts of the parameter of one leaf, one a shard, or one for all where the rows of several alternate.
+
+        `share`: rows that each of two matrices has room for."""
+        first = shards[0]
+        if len(shards) == 2 and self.alternating:
+            rows = slice(2 * first.rows.start, 2 * first.rows.stop)
+            both = replace(first, out_features=2 * first.out_features, rows=rows)
+            return [_cut(both, leaf, num_experts, None, _then(leaf.convert, _in_halves(share)))]
+        out = len(shards) * first.out_features
+        cuts = []
+        for i, shard in enumerate(shards):
+            begin = i * first.out_features
+            rows = slice(begin + shard.rows.start, begin + shard.rows.stop)
+            cuts.append(_cut(replace(shard, out_features=out, rows=rows), leaf, num_experts, at[i], leaf.convert))
+        return cuts
+
+
+def _cut(shard: Shard, leaf: FusedLeaf, num_experts: int, at: int | None, convert: Convert | None) -> Part:
+    """One slice of all experts, to rows `at` and following of the parameter; all of it without `at`."""
+    every = slice(0, num_experts)
+    shape = (num_experts, *leaf.shape(shard.out_features, shard.in_features))
+    source = (every, *leaf.source(shard.rows, shard.cols))
+    if at is None:
+        return Part(shape, source, (), leaf.dtypes, convert)
+    rows = slice(at, at + shard.rows.stop - shard.rows.start)
+    if leaf.columns == 0:  # no columns: a bias
+        return Part(shape, source, (every, rows), leaf.dtypes, convert)
+    cols = -(-(shard.cols.stop - shard.cols.start) // leaf.columns)
+    return Part(shape, source, (every, rows, slice(0, cols)), leaf.dtypes, convert)
+
+
+def _in_halves(share: int) -> Convert:
+    """[E, 2n, ...] with alternating rows -> [E, 2 * share, ...]: the even ones, then the odd ones, both with zeros
+    behind them up to `share`."""
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        num_experts, rows, *rest = tensor.shape
+        halves = tensor.unflatten(1, (rows // 2, 2)).transpose(1, 2)
+        if rows == 2 * share:
+            return halves.flatten(1, 2)
+        padded = tensor.new_zeros((num_experts, 2, share, *rest))
+        padded[:, :, : rows // 2] = halves
+        return padded.flatten(1, 2)
+
+    return convert
+
+
+def _then(first: Convert | None, second: Convert) -> Convert:
+    return second if first is None else lambda tensor: second(first(tensor))
+
+
+def _columns_first(tensor: torch.Tensor) -> torch.Tensor:
+    """[E, K, N] -> [E, N, K]."""
+    return tensor.transpose(1, 2)
+
+
+def _by_32(cols: slice) -> slice:
+    return slice(cols.start // 32, cols.stop // 32)
+
+
+_BIAS = FusedLeaf("_bias", lambda out, size: (out,), lambda rows, cols: (rows,), columns=0)
+_ROWS = FusedLeaf("", lambda out, size: (out, size), lambda rows, cols: (rows, cols))
+_COLUMNS = FusedLeaf("", lambda out, size: (size, out), lambda rows, cols: (cols, rows), convert=_columns_first)
+# 32 columns are 16 bytes, low bits first.
+_BLOCKS = FusedLeaf(
+    "_blocks", lambda out, size: (out, size // 32, 16), lambda rows, cols: (rows, _by_32(cols)), 2, ("U8",)
+)
+_EXPONENTS = FusedLeaf(
+    "_scales", lambda out, size: (out, size // 32), lambda rows, cols: (rows, _by_32(cols)), 32, ("U8",)
+)
+
+FUSED: Mapping[str, FusedForm] = {
+    # GPT-OSS: as published, and in 16 bits.
+    "mxfp4": FusedForm(_BLOCKS, _EXPONENTS, _BIAS, alternating=True),
+    "gpt_oss": FusedForm(_COLUMNS, None, _BIAS, alternating=True),
+    # Qwen3.5 in 16 bits.
+    "stacked": FusedForm(_ROWS, None, _BIAS, alternating=False),
+}
+"""By storage, or of 16-bit weights by the form that the family declares."""

@@ -1,0 +1,132 @@
+"""How checkpoints store a quantized matrix: the names, types and packing of its tensors, as data.
+
+A layout is named by what `configs/quantization.py` detects: the storage (who wrote the checkpoint) and the scheme.
+Linear layers and experts read the same table. Sources: the files of published checkpoints, and compressed-tensors and
+ModelOpt, which write most of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig
+from sglang.srt.errors import UserError
+from sglang.srt.layers.parameter import FLOATS, Convert
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Words of packed 4-bit codes, the first in the low bits, as bytes [..., n] -> [..., n * bytes a word]."""
+    return tensor.contiguous().view(torch.uint8)
+
+
+def reciprocal(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float().reciprocal()
+
+
+def transposed_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Words packed along K, [K / 8, N] -> bytes [N, K / 2]."""
+    return as_bytes(tensor.T)
+
+
+def transposed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.T
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One tensor of a matrix: the last piece of its name, the types it may be stored in, and what makes ours of it.
+
+    `columns` of the matrix lie in one stored element. With `transposed` it is stored [K, N].
+    """
+
+    name: str
+    dtypes: tuple[str, ...] = FLOATS
+    convert: Convert | None = None
+    columns: int = 1
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The tensors of one matrix [N, K]. `ignore`: names of tensors that repeat what is known otherwise.
+
+    Experts that are one tensor have forms of their own: `experts_fused`.
+    """
+
+    data: Leaf
+    scale: Leaf
+    global_scale: Leaf | None = None
+    input_scale: Leaf | None = None
+    ignore: tuple[str, ...] = ()
+
+
+_E4M3 = Leaf("weight", ("F8_E4M3",))
+_INT8 = Leaf("weight", ("I8",))
+_FP4 = Leaf("weight", ("U8", "I8"), as_bytes, columns=2)
+_E8M0 = ("U8", "F8_E8M0")
+_SCALE = Leaf("weight_scale")
+_EXPONENTS = replace(_SCALE, dtypes=_E8M0, convert=as_bytes)
+# Powers of two of blocks may be stored as exponents.
+_BLOCKS = Leaf("weight_scale_inv", (*FLOATS, "F8_E8M0"), torch.Tensor.float)
+_INPUT = Leaf("input_scale")
+_INT4 = Layout(
+    Leaf("weight_packed", ("I32",), as_bytes, columns=8), _SCALE, ignore=("weight_shape",)
+)  # codes plus 8, as ours
+_GPTQ = Layout(
+    Leaf("qweight", ("I32",), transposed_bytes, columns=8, transposed=True),
+    Leaf("scales", convert=transposed, transposed=True),
+    # Symmetric and in natural order, which detection has made sure of: all zero points are 8, all groups consecutive.
+    ignore=("qzeros", "g_idx"),
+)
+
+LAYOUTS: Mapping[tuple[str, str], Layout] = {
+    ("fp8", "fp8_tensor"): Layout(_E4M3, _SCALE, input_scale=_INPUT),
+    ("fp8", "fp8_block"): Layout(_E4M3, _BLOCKS),
+    # DeepSeek-V4's experts.
+    ("fp8", "mxfp4"): Layout(_FP4, Leaf("scale", _E8M0, as_bytes)),
+    ("mxfp8", "mxfp8"): Layout(_E4M3, Leaf("weight_scale_inv", _E8M0, as_bytes)),
+    ("compressed-tensors", "fp8_tensor"): Layout(_E4M3, _SCALE, input_scale=_INPUT),
+    ("compressed-tensors", "fp8_channel"): Layout(_E4M3, _SCALE),
+    ("compressed-tensors", "fp8_block"): Layout(_E4M3, replace(_BLOCKS, name="weight_scale")),
+    ("compressed-tensors", "mxfp8"): Layout(_E4M3, _EXPONENTS),
+    ("compressed-tensors", "int8_channel"): Layout(_INT8, _SCALE),
+    ("compressed-tensors", "int4_g32"): _INT4,
+    ("compressed-tensors", "int4_g128"): _INT4,
+    # The factors of a compressed-tensors checkpoint divide: 448 * 6 / the largest value.
+    ("compressed-tensors", "nvfp4"): Layout(
+        Leaf("weight_packed", ("U8",), columns=2),
+        Leaf("weight_scale", ("F8_E4M3",)),
+        Leaf("weight_global_scale", convert=reciprocal),
+        Leaf("input_global_scale", convert=reciprocal),
+    ),
+    ("compressed-tensors", "mxfp4"): Layout(Leaf("weight_packed", ("U8",), columns=2), _EXPONENTS),
+    ("compressed-tensors", "mxfp4_mxfp8"): Layout(Leaf("weight_packed", ("U8",), columns=2), _EXPONENTS),
+    ("modelopt", "fp8_tensor"): Layout(_E4M3, _SCALE, input_scale=_INPUT),
+    ("modelopt", "fp8_channel"): Layout(_E4M3, _SCALE),
+    ("modelopt", "nvfp4"): Layout(
+        replace(_FP4, dtypes=("U8",)), Leaf("weight_scale", ("F8_E4M3",)), Leaf("weight_scale_2"), _INPUT
+    ),
+    ("modelopt", "mxfp8"): Layout(_E4M3, _EXPONENTS),
+    ("gptq", "int4_g32"): _GPTQ,
+    ("gptq", "int4_g128"): _GPTQ,
+}
+
+
+def layout_of(quant: ModuleQuant) -> Layout:
+    """Raises UserError for a pair that no checkpoint is known to have."""
+    found = LAYOUTS.get((quant.storage, quant.scheme))
+    if found is None:
+        known = sorted(scheme for storage, scheme in LAYOUTS if storage == quant.storage)
+        has = ", ".join(known) or "none"
+        raise UserError(f"{quant.scheme} weights in a {quant.storage} checkpoint are not supported (has {has})")
+    return found if quant.static_input else replace(found, input_scale=None)
+
+
+def redundant_endings(config: QuantConfig | None) -> tuple[str, ...]:
+    """Endings of the names of checkpoint tensors that repeat what is known otherwise."""
+    quants = [rule.quant for rule in config.rules if rule.quant is not None] if config is not None else []
+    layouts = (LAYOUTS.get((quant.storage, quant.scheme)) for quant in quants)
+    return tuple({f".{name}" for layout in layouts if layout is not None for name in layout.ignore})

@@ -1,0 +1,49 @@
+"""A quantized weight of a linear layer as products read it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from sglang.srt.configs.quant_rules import ModuleQuant
+from sglang.srt.configs.quant_scheme import Scheme
+from sglang.srt.layers.quantization.reference import Quantized, dequantize
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWeight:
+    """The weight [N, K], one module's or several stacked by rows.
+
+    `data` [N, K], or uint8 [N, K / 2] with even columns in the low bits; `scale` as `scheme.scale_shape(N, K)` (e8m0 as
+    uint8, int4's in 16 bits); `row_factor` [N] fp32: NVFP4's factor of the matrix that a row is from; `input_scale` [1]
+    fp32: the static scale of activations, or NVFP4's factor for them.
+    """
+
+    data: torch.Tensor
+    scheme: Scheme
+    scale: torch.Tensor
+    row_factor: torch.Tensor | None = None
+    input_scale: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        rows, cols = self.data.shape
+        return rows, cols * (8 // self.scheme.bits)
+
+    def dequantized(self) -> torch.Tensor:
+        """[N, K] fp32, exact."""
+        values = dequantize(Quantized(self.data, self.scale), self.scheme)
+        return values if self.row_factor is None else values * self.row_factor[:, None]
+
+
+def held_scheme(quant: ModuleQuant) -> Scheme:
+    """The scheme of a linear weight in memory. A scale of the whole matrix is repeated for every row, so that modules
+    whose scales differ are stacked without requantizing; where the checkpoint has no scale for activations, each token
+    gets its own: one for all tokens would let them change each other's results."""
+    scheme = quant.format
+    if scheme.group != (0, 0):
+        return scheme
+    return dataclasses.replace(scheme, group=(1, 0), activation="tensor" if quant.static_input else "token")

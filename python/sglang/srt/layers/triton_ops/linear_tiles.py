@@ -1,0 +1,117 @@
+"""Tiles of products with a quantized weight. Data only: no torch, no Triton.
+
+Every tile of TILES fits the 101,376 bytes of shared memory of the smallest GPUs, without spills: the ledger proves it.
+Keys: the kinds of `scaled_dot.Product`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from sglang.srt.layers.moe.fused_moe_triton.tiles import PairTile
+
+Tile = dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearTile:
+    """For up to `max_rows` rows of x."""
+
+    max_rows: float
+    tile: Tile
+
+
+def _tile(m: int, n: int, k: int, group: int, warps: int, stages: int) -> Tile:
+    return {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP_M": group, "num_warps": warps, "num_stages": stages}
+
+
+_ANY = float("inf")
+
+# Few rows are read through narrow tiles, many at a time; K is split besides until all SMs read.
+TILES: Mapping[str, tuple[LinearTile, ...]] = {
+    "scaled": (
+        LinearTile(16, _tile(16, 32, 256, 1, 4, 4)),
+        LinearTile(32, _tile(32, 64, 128, 1, 4, 4)),
+        LinearTile(128, _tile(64, 64, 128, 8, 4, 4)),
+        LinearTile(512, _tile(64, 128, 128, 8, 4, 3)),
+        LinearTile(_ANY, _tile(128, 128, 128, 8, 8, 3)),
+    ),
+    "group128": (
+        LinearTile(16, _tile(16, 32, 128, 1, 4, 5)),
+        LinearTile(32, _tile(32, 64, 128, 1, 4, 4)),
+        LinearTile(128, _tile(64, 64, 128, 8, 4, 4)),
+        LinearTile(512, _tile(64, 128, 128, 8, 8, 3)),
+        LinearTile(_ANY, _tile(128, 128, 64, 8, 8, 4)),
+    ),
+    "planes": (
+        LinearTile(16, _tile(16, 64, 128, 1, 4, 4)),
+        LinearTile(32, _tile(32, 64, 128, 1, 4, 4)),
+        LinearTile(128, _tile(64, 64, 128, 8, 8, 3)),
+        LinearTile(512, _tile(64, 128, 128, 8, 8, 3)),
+        LinearTile(_ANY, _tile(128, 128, 128, 8, 8, 2)),
+    ),
+    "mx": (
+        LinearTile(16, _tile(16, 64, 128, 1, 4, 4)),
+        LinearTile(32, _tile(32, 64, 128, 1, 4, 4)),
+        LinearTile(128, _tile(64, 64, 128, 8, 4, 3)),
+        LinearTile(512, _tile(64, 128, 128, 8, 8, 2)),
+        LinearTile(_ANY, _tile(128, 128, 128, 8, 8, 2)),
+    ),
+}
+
+# With wgmma and more shared memory. wgmma takes 64 rows at a time of its first operand: where x has fewer, the weights
+# are that operand.
+WIDE_TILES: Mapping[str, tuple[LinearTile, ...]] = {
+    "scaled": (
+        LinearTile(16, _tile(16, 64, 256, 1, 4, 4)),
+        LinearTile(32, _tile(32, 64, 128, 1, 4, 4)),
+        LinearTile(128, _tile(64, 64, 128, 8, 4, 4)),
+        LinearTile(512, _tile(64, 128, 128, 8, 4, 4)),
+        LinearTile(_ANY, _tile(128, 256, 64, 8, 8, 4)),
+    ),
+    "group128": (
+        LinearTile(16, _tile(16, 64, 128, 1, 4, 5)),
+        LinearTile(32, _tile(32, 64, 128, 1, 4, 4)),
+        LinearTile(128, _tile(64, 64, 128, 8, 4, 4)),
+        LinearTile(512, _tile(64, 128, 128, 8, 4, 4)),
+        LinearTile(_ANY, _tile(128, 128, 128, 8, 8, 4)),
+    ),
+}
+
+FEW_TILES: Mapping[tuple[str, int], PairTile] = {
+    ("scaled", 8): PairTile(4096, 512, 4),
+    ("group128", 8): PairTile(4096, 512, 4),
+    ("mx", 8): PairTile(4096, 512, 2),
+    ("mx", 4): PairTile(4096, 256, 4),
+    ("planes", 4): PairTile(4096, 256, 4),
+}
+"""By kind and bits of a weight, without matrix instructions."""
+FEW_ROWS = 2
+"""Up to so many rows are multiplied without matrix instructions, each for itself, and x stays in 16 bits."""
+SPLIT_ROWS = 64
+"""Up to so many rows K may be split: with more, the partial sums would cost what the weights do."""
+MAX_SPLITS = 8
+MIN_SPLIT_COLS = 512
+
+
+def tile_rows(kind: str, features: Collection[str]) -> tuple[LinearTile, ...]:
+    """The rows of a kind on a GPU with these features (of ArchTraits)."""
+    return WIDE_TILES[kind] if "wgmma" in features and kind in WIDE_TILES else TILES[kind]
+
+
+def tile_for(kind: str, num_rows: int, features: Collection[str] = ()) -> Tile:
+    return next(row.tile for row in tile_rows(kind, features) if num_rows <= row.max_rows)
+
+
+def swaps(tile: Tile, features: Collection[str]) -> bool:
+    """Whether the weights are the first operand of the matrix instruction."""
+    return "wgmma" in features and tile["BLOCK_M"] < 64 <= tile["BLOCK_N"]
+
+
+def num_splits(num_rows: int, num_tiles: int, cols: int, num_sms: int) -> int:
+    """Into how many parts K is split, so that two programs an SM read the weights."""
+    if num_rows > SPLIT_ROWS:
+        return 1
+    wanted = 2 * max(num_sms, 1) // num_tiles
+    return max(1, min(wanted, MAX_SPLITS, cols // MIN_SPLIT_COLS))

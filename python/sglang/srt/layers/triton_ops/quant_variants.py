@@ -1,0 +1,120 @@
+"""Launch variants of the products with quantized weights and of activation quantization, described for the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
+from sglang.srt.kernels.ledger_file import WIDENED_TAIL
+from sglang.srt.kernels.variant import Variant
+from sglang.srt.layers.triton_ops import quant_linear, quantize
+from sglang.srt.layers.triton_ops.linear_tiles import SPLIT_ROWS, Tile, tile_rows
+from sglang.srt.layers.triton_ops.scaled_dot import Product, product_of
+from sglang.srt.layers.triton_ops.variants import HIDDEN_SIZES, describe
+
+OPS = ("linear", "quantize_activation")
+
+_ELEMENTS = {"e4m3": "*fp8e4nv", "int8": "*i8", "int4": "*i32", "e2m1": "*u8"}
+_SCALES = {"float32": "*fp32", "bfloat16": "*bf16", "e8m0": "*u8", "e4m3": "*fp8e4nv"}
+_X_SCALES = {"mxfp8": "*u8", "nvfp4": "*fp8e4nv"}
+_STRIDES = dict.fromkeys(("x_stride", "xs_stride", "w_stride", "ws_stride"), "i32")
+_COLS, _ROWS = 4096, 1024
+
+
+def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
+    """Every scheme as GPUs with these features compute it."""
+    if op == "linear":
+        for scheme in SCHEMES.values():
+            for product, tail in products(scheme, features):
+                yield from _linear(scheme, product, tail, features)
+    else:
+        yield from _quantize()
+
+
+def products(scheme: Scheme | None, features: Collection[str]) -> Iterator[tuple[Product, str]]:
+    """How GPUs with these features multiply a scheme, and the end of its rows' keys. Where they have packed
+    instructions, also how it is done without: other GPUs are judged by these rows."""
+    native = product_of(scheme, features)
+    yield native, ""
+    if product_of(scheme, ()).kind != native.kind:
+        yield product_of(scheme, ()), WIDENED_TAIL
+
+
+def _linear(scheme: Scheme, product: Product, tail: str, features: Collection[str]) -> Iterator[Variant]:
+    smallest = 0.0
+    for row in tile_rows(product.kind, features):
+        # Where K may be split it usually is: the split variant holds the sum besides.
+        yield _tiles(scheme, product, tail, row.tile, 4 if smallest < SPLIT_ROWS else 1, features)
+        smallest = row.max_rows
+    launch = quant_linear.few_launch(product, scheme.bits, _COLS, _ROWS)
+    tile = {name: launch[name] for name in ("BLOCK_N", "COLS", "UNROLL", "num_warps")}
+    constants = {name: value for name, value in launch.items() if name not in tile} | _flags(scheme)
+    types = {"x": "*bf16", "out": "*bf16", "N": "i32", "K": "i32", **_weight_types(scheme, product, True), **_STRIDES}
+    types = {name: kind for name, kind in types.items() if name in quant_linear.few_rows_kernel.arg_names}
+    key = f"few/{scheme.name}{tail}"
+    yield describe("linear", key, quant_linear.few_rows_kernel, types, constants, tile, _multiples(scheme, types))
+
+
+def _tiles(scheme: Scheme, product: Product, tail: str, tile: Tile, splits: int, features: Collection[str]) -> Variant:
+    launch = quant_linear.tile_launch(product, tile, _COLS, splits, features)
+    constants = {name: value for name, value in launch.items() if name not in (*tile, "chunk")} | _flags(scheme)
+    kind = product.activation
+    data = "*bf16" if kind is None else "*u8" if kind == "nvfp4" else "*i8" if scheme.element == "int8" else "*fp8e4nv"
+    factor = kind == "nvfp4"
+    constants |= {"HAS_X_FACTOR": factor}
+    types = {"x": data, "x_scale": _X_SCALES.get(kind or "", "*fp32" if kind else "*bf16"), "out": "*bf16"}
+    types |= {"x_factor": "*fp32" if factor else "*bf16", "parts": "*fp32" if splits > 1 else "*bf16"}
+    types |= {"arrivals": "*i32", **dict.fromkeys(("T", "N", "K", "chunk"), "i32"), **_STRIDES}
+    types |= _weight_types(scheme, product, False)
+    key = f"tiles/{scheme.name}{tail}" + ("/split" if splits > 1 else "")
+    return describe("linear", key, quant_linear.tiles_kernel, types, constants, tile, _multiples(scheme, types))
+
+
+def _weight_types(scheme: Scheme, product: Product, words: bool) -> dict[str, str]:
+    in_words = scheme.bits == 4 and (words or product.kind == "planes")
+    return {
+        "w": "*i32" if in_words else _ELEMENTS[scheme.element],
+        "w_scale": _SCALES[scheme.scale],
+        "w_factor": "*fp32" if scheme.global_scale else "*bf16",
+        "bias": "*bf16",
+    }
+
+
+def _flags(scheme: Scheme) -> dict[str, Any]:
+    return {"HAS_FACTOR": scheme.global_scale, "HAS_BIAS": False}
+
+
+def _multiples(scheme: Scheme, types: dict[str, str]) -> tuple[str, ...]:
+    # Scales of rows and tensors have strides of 1 and 0.
+    names = ("N", "K", "chunk", "x_stride", "w_stride", *(("xs_stride", "ws_stride") if scheme.group[1] else ()))
+    return tuple(name for name in names if name in types)
+
+
+def _quantize() -> Iterator[Variant]:
+    op, sizes = "quantize_activation", ("row_stride", "size")
+    types = {"x": "*bf16", "scale": "*fp32", "row_stride": "i32", "size": "i32", "limit": "fp32"}
+    for element, data in (("e4m3", "*fp8e4nv"), ("int8", "*i8")):
+        for launch in {v["BLOCK"]: v for v in map(quantize.row_launch, (*HIDDEN_SIZES, 18432))}.values():
+            key = f"token/{element}/{launch['BLOCK']}"
+            yield describe(op, key, quantize.row_kernel, types | {"data": data}, {}, launch, sizes)
+    tensor = types | {"data": "*fp8e4nv", "amax": "*fp32"}
+    for dynamic in (False, True):
+        key = "tensor/dynamic" if dynamic else "tensor/static"
+        constants = {"DYNAMIC": dynamic}
+        yield describe(op, key, quantize.tensor_kernel, tensor, constants, quantize.FLAT_LAUNCH, sizes)
+    amax = {name: kind for name, kind in tensor.items() if name in quantize.amax_kernel.arg_names}
+    yield describe(op, "tensor/amax", quantize.amax_kernel, amax, {}, quantize.FLAT_LAUNCH, sizes)
+    groups = {
+        "x": "*bf16",
+        "factor": "*fp32",
+        **dict.fromkeys(("row_stride", "size", "num_groups", "num_pairs"), "i32"),
+    }
+    for kind, size, data, scale in (
+        ("group128", 128, "*fp8e4nv", "*fp32"),
+        ("mxfp8", 32, "*fp8e4nv", "*u8"),
+        ("nvfp4", 16, "*u8", "*fp8e4nv"),
+    ):
+        own = groups | {"data": data, "scale": scale}
+        shape = {"KIND": kind, "GROUP": size}
+        yield describe(op, kind, quantize.group_kernel, own, shape, quantize.GROUP_LAUNCH[size], sizes)

@@ -1,0 +1,360 @@
+"""What quantization configs are taken to mean: the published forms of every model that we know, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig
+from sglang.srt.configs.quantization import SPELLINGS, agree, detect
+from sglang.srt.errors import UserError
+from sglang.srt.plan.model_facts import facts_from_config
+
+HERE = Path("/nowhere")
+FP8_BLOCK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def compressed(
+    layout: str, weights: dict[str, Any], inputs: dict[str, Any] | None, ignore: list[str], **more: Any
+) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group},
+        "ignore": ignore,
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+    } | more
+
+
+CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+INT4_G32 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "actorder": None}
+FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+
+GLM_47 = compressed("float-quantized", CHANNEL, TOKEN, ["model.layers.92.eh_proj", "lm_head", "re:.*\\.mlp\\.gate$"])
+KIMI_K25 = compressed(
+    "pack-quantized", INT4_G32, None,
+    ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
+)  # fmt: skip
+KIMI_NVFP4 = {
+    "producer": {"name": "modelopt", "version": "0.40.0"},
+    "quantization": {
+        "quant_algo": "NVFP4",
+        "kv_cache_quant_algo": "FP8",
+        "group_size": 16,
+        "exclude_modules": ["lm_head", "model.layers.0*", "model.layers.*.self_attn*", "*shared_experts*"],
+    },
+}
+NEW_MODELOPT = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "config_groups": {"group_0": {"input_activations": FP4, "weights": FP4, "targets": ["Linear"]}},
+    "ignore": ["lm_head", "model.layers.3.self_attn.q_proj"],
+    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+}
+GPT_OSS = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+    ],
+}  # fmt: skip
+MINIMAX_M2 = FP8_BLOCK | {"modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]}
+QWEN3_FP8 = FP8_BLOCK | {
+    "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm", "model.layers.0.mlp.gate"]
+}
+QWEN35_FP8 = FP8_BLOCK | {"modules_to_not_convert": ["model.language_model.layers.0.linear_attn.in_proj_a", "visual"]}
+
+BLOCK = ModuleQuant("fp8_block", "fp8")
+NVFP4 = ModuleQuant("nvfp4", "modelopt", True)
+
+
+def write(folder: Path, config: dict[str, Any], modelopt: dict[str, Any] | None = None) -> QuantConfig | None:
+    if modelopt is not None:
+        (folder / "hf_quant_config.json").write_text(json.dumps(modelopt))
+    return detect(config, folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            {"quantization_config": GLM_47},
+            {
+                "model.layers.5.mlp.experts.0.up_proj": ModuleQuant("fp8_channel", "compressed-tensors"),
+                "model.layers.5.mlp.shared_experts.up_proj": ModuleQuant("fp8_channel", "compressed-tensors"),
+                "model.layers.5.self_attn.o_proj": ModuleQuant("fp8_channel", "compressed-tensors"),
+                "model.layers.5.mlp.gate": None,
+                "lm_head": None,
+                "model.layers.92.eh_proj": None,
+            },
+        ),
+        (
+            {"text_config": {"quantization_config": KIMI_K25}, "vision_config": {}},
+            {
+                "language_model.model.layers.1.mlp.experts.7.down_proj": ModuleQuant("int4_g32", "compressed-tensors"),
+                "language_model.model.layers.1.mlp.shared_experts.down_proj": None,
+                "language_model.model.layers.1.self_attn.o_proj": None,
+                "language_model.model.layers.0.mlp.down_proj": None,
+            },
+        ),
+        (
+            {"quantization_config": FP8_BLOCK},  # DeepSeek-V3.2, GLM-5
+            {"model.layers.5.mlp.experts.0.up_proj": BLOCK, "model.layers.0.self_attn.q_a_proj": BLOCK},
+        ),
+        (
+            {"quantization_config": FP8_BLOCK | {"scale_fmt": "ue8m0"}, "expert_dtype": "fp4"},  # DeepSeek-V4
+            {
+                "model.layers.5.mlp.experts.0.up_proj": ModuleQuant("mxfp4", "fp8"),
+                "layers.5.ffn.experts.0.w1": ModuleQuant("mxfp4", "fp8"),
+                "layers.5.ffn.shared_experts.w1": BLOCK,
+                "model.layers.0.self_attn.q_a_proj": BLOCK,
+            },
+        ),
+        (
+            {"quantization_config": GPT_OSS},
+            {
+                "model.layers.5.mlp.experts": ModuleQuant("mxfp4", "mxfp4"),
+                "model.layers.5.mlp.router": None,
+                "model.layers.5.self_attn.q_proj": None,
+            },
+        ),
+        (
+            {"quantization_config": MINIMAX_M2},
+            {
+                "model.layers.5.block_sparse_moe.experts.3.w1": BLOCK,
+                "model.layers.5.block_sparse_moe.gate": None,
+                "model.layers.5.mlp.gate_proj": BLOCK,
+            },
+        ),
+        (
+            {"quantization_config": QWEN3_FP8},
+            {
+                "model.layers.0.mlp.gate": None,
+                "model.layers.0.mlp.gate_proj": BLOCK,
+                "model.layers.1.mlp.experts.5.gate_proj": BLOCK,
+                "lm_head": None,
+            },
+        ),
+        (
+            {"quantization_config": QWEN35_FP8, "text_config": {}},
+            {
+                "model.language_model.layers.0.linear_attn.in_proj_a": None,
+                "model.language_model.layers.0.linear_attn.in_proj_qkv": BLOCK,
+                "model.visual.blocks.3.attn.qkv": None,
+            },
+        ),
+        (
+            {"quantization_config": NEW_MODELOPT},
+            {"model.layers.3.self_attn.q_proj": None, "model.layers.3.self_attn.k_proj": NVFP4},
+        ),
+        (
+            {"compression_config": GLM_47 | {"quant_method": None}},
+            {"model.layers.5.self_attn.o_proj": ModuleQuant("fp8_channel", "compressed-tensors")},
+        ),
+    ],
+)
+def test_published_forms(config: dict[str, Any], expected: dict[str, ModuleQuant | None]) -> None:
+    found = detect(config, HERE)
+    assert found is not None
+    assert {name: found.of(name) for name in expected} == expected
+
+
+def test_modelopts_own_file(tmp_path: Path) -> None:
+    found = write(tmp_path, {}, KIMI_NVFP4)
+    assert found is not None and found.method == "modelopt NVFP4" and found.kv_cache == "fp8_e4m3"
+    expected = {
+        "model.layers.7.mlp.experts.3.up_proj": NVFP4,
+        "model.layers.7.self_attn.o_proj": None,
+        "model.layers.7.mlp.shared_experts.up_proj": None,
+        "model.layers.0.mlp.up_proj": None,
+        "lm_head": None,
+    }
+    assert {name: found.of(name) for name in expected} == expected
+    assert str(tmp_path / "hf_quant_config.json") in found.source
+
+
+def test_mixed_precision_of_modelopt() -> None:
+    layers = {
+        "model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16},
+        "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"},
+    }
+    config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    found = detect({"quantization_config": config}, HERE)
+    assert found is not None
+    assert found.of("model.layers.0.mlp.up_proj") == NVFP4
+    assert found.of("model.layers.0.self_attn.q_proj") == ModuleQuant("fp8_tensor", "modelopt", True)
+    assert found.of("model.layers.1.mlp.up_proj") is None
+
+
+def test_groups_by_name_come_before_the_class() -> None:
+    config = compressed("mixed-precision", CHANNEL, TOKEN, [])
+    int4 = {"targets": ["re:.*experts.*", "model.layers.0.mlp"], "weights": INT4_G32, "format": "pack-quantized"}
+    config["config_groups"]["group_1"] = int4 | {"input_activations": None}
+    found = detect({"quantization_config": config}, HERE)
+    assert found is not None
+    schemes = {
+        "model.layers.3.mlp.experts.0.up_proj": "int4_g32",
+        "model.layers.0.mlp.up_proj": "int4_g32",
+        "model.layers.0.mlp_norm": "fp8_channel",
+        "model.layers.3.self_attn.q_proj": "fp8_channel",
+    }
+    assert {name: quant.scheme for name in schemes if (quant := found.of(name))} == schemes
+
+
+def test_modules_computed_as_one() -> None:
+    ignore = ["re:.*k_proj"]
+    found = detect({"quantization_config": compressed("float-quantized", CHANNEL, TOKEN, ignore)}, HERE)
+    assert found is not None
+    assert found.of_fused(["a.gate_proj", "a.up_proj"]) == ModuleQuant("fp8_channel", "compressed-tensors")
+    with pytest.raises(UserError, match=r"differently: a\.q_proj fp8_channel, a\.k_proj not quantized"):
+        found.of_fused(["a.q_proj", "a.k_proj"])
+
+
+def test_nothing_is_quantized(tmp_path: Path) -> None:
+    assert detect({}, tmp_path) is None
+    assert detect({"quantization_config": None}, tmp_path) is None
+    calibrated = {"producer": {}, "quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    assert write(tmp_path, {}, calibrated) is None
+
+
+@pytest.mark.parametrize(
+    ("scheme", "expected"),
+    [({"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}, "fp8_e4m3"), (None, None)],
+)
+def test_the_kv_cache_of_compressed_tensors(scheme: Any, expected: str | None) -> None:
+    config = compressed("float-quantized", CHANNEL, TOKEN, [], kv_cache_scheme=scheme)
+    found = detect({"quantization_config": config}, HERE)
+    assert found is not None and found.kv_cache == expected
+
+
+def _weights(**change: Any) -> dict[str, Any]:
+    return compressed("pack-quantized", INT4_G32 | change, None, [])
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, r"quant_method 'bitsandbytes' \(has fp8, .*Supported schemes: fp8_tensor"),
+        ({"quant_method": 3}, "quant_method must name a method; got 3"),
+        ("fp8", "'quantization_config' must be an object; got 'fp8'"),
+        (FP8_BLOCK | {"weight_block_size": [64, 64]}, r"weight_block_size \[64, 64\] \(has \[128, 128\]"),
+        (FP8_BLOCK | {"activation_scheme": "static"}, "activation_scheme 'static' with weight_block_size"),
+        (FP8_BLOCK | {"fmt": "e5m2"}, "fmt 'e5m2' is not supported"),
+        (FP8_BLOCK | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert must be a list of module names"),
+        (_weights(symmetric=False), r"int4 per group of 32, activations in 16 bits: asymmetric weights"),
+        (_weights(actorder="group"), "weights in activation order"),
+        (_weights(group_size=64), "int4 per group of 64, activations in 16 bits is not supported"),
+        (_weights(num_bits=8), "int8 per group of 32, activations in 16 bits is not supported. Supported schemes"),
+        (compressed("float-quantized", CHANNEL, None, []), "float8 per channel, activations in 16 bits is not"),
+        (compressed("float-quantized", CHANNEL, TOKEN, ["re:("]), r"'\(' is not a regular expression"),
+        ({"quant_method": "compressed-tensors"}, "needs config_groups"),
+        (
+            compressed("x", CHANNEL, TOKEN, [], kv_cache_scheme={"num_bits": 4, "type": "float"}),
+            "kv_cache_scheme float4",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, r"quant_algo 'W4A8_AWQ' \(has FP8, .*NVFP4"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "NVFP4 with group_size 32"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"},
+            "kv_cache_quant_algo 'NVFP4'",
+        ),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, r"awq \(bits 4, .*zero points"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, "desc_act True is not supported"),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 128, "sym": True}, "gptq with bits 8"),
+    ],
+)
+def test_what_is_refused(config: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        detect({"quantization_config": config}, HERE)
+
+
+# --- --quantization ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flag", "config"),
+    [
+        ("fp8", FP8_BLOCK),
+        ("compressed-tensors", GLM_47),
+        ("w8a8_fp8", GLM_47),
+        ("modelopt", NEW_MODELOPT),
+        ("modelopt_fp4", NEW_MODELOPT),
+        ("mxfp4", GPT_OSS),
+        ("moe_wna16", KIMI_K25),
+        ("gptq_marlin", {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}),
+    ],
+)
+def test_the_flag_may_name_what_the_checkpoint_is(flag: str, config: dict[str, Any]) -> None:
+    found = detect({"quantization_config": config}, HERE)
+    assert agree(flag, found, "dir") is found is agree(None, found, "dir")
+
+
+@pytest.mark.parametrize(
+    ("flag", "config", "message"),
+    [
+        ("fp8", GLM_47, r"--quantization fp8 does not fit the checkpoint, which is compressed-tensors \(fp8_channel\)"),
+        ("compressed-tensors", FP8_BLOCK, r"which is fp8 \(fp8_block\) according to .*config.json quantization_config"),
+        ("modelopt_fp8", NEW_MODELOPT, r"which is modelopt NVFP4 \(nvfp4\)"),
+        ("w8a8_int8", GLM_47, "does not fit"),
+        ("awq", FP8_BLOCK, "does not fit"),
+        ("bitsandbytes", FP8_BLOCK, "--quantization bitsandbytes is not supported; supported: fp8, w8a8_fp8"),
+        ("awq", None, r"the checkpoint dir is not quantized\. Remove the flag, .* with: fp8, w8a8_fp8"),
+    ],
+)
+def test_disagreement_names_both(flag: str, config: dict[str, Any] | None, message: str) -> None:
+    found = detect({"quantization_config": config}, HERE)
+    with pytest.raises(UserError, match=message):
+        agree(flag, found, "dir")
+
+
+def test_fp8_quantizes_what_is_not() -> None:
+    made = agree("fp8", None, "dir")
+    assert made is not None
+    assert made.of("model.layers.0.self_attn.q_proj") == ModuleQuant("fp8_channel", "online")
+    assert made.of("lm_head") is None
+    assert {flag for flag, spelling in SPELLINGS.items() if spelling.online} == {"fp8", "w8a8_fp8"}
+
+
+# --- what the plan asks for -------------------------------------------------------------------------------------------
+
+SIZES = {"num_attention_heads": 8, "hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 32}
+MOE = SIZES | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "quantization", "experts", "linears"),
+    [
+        (SIZES, GLM_47, None, ("fp8_channel",)),
+        (MOE, GLM_47, "fp8_channel", ("fp8_channel",)),
+        (MOE, FP8_BLOCK, "fp8_block", ("fp8_block",)),
+        (MOE, GPT_OSS, "mxfp4", ()),
+        (MOE | {"n_shared_experts": 1}, KIMI_K25, "int4_g32", ()),
+        (
+            MOE | {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+            KIMI_K25,
+            "int4_g32",
+            (),
+        ),
+        (SIZES, NEW_MODELOPT, None, ("nvfp4",)),
+        (SIZES, None, None, ()),
+    ],
+)
+def test_facts(sizes: dict[str, Any], quantization: Any, experts: str | None, linears: tuple[str, ...]) -> None:
+    for config in (
+        sizes | {"quantization_config": quantization},
+        {"text_config": sizes, "quantization_config": quantization},
+    ):
+        facts = facts_from_config(config, detect(config, HERE))
+        assert (facts.expert_quant, facts.linear_quants) == (experts, linears)
+
+
+def test_experts_of_several_schemes_are_refused() -> None:
+    ignore = ["re:.*layers.2.mlp.experts.*"]
+    config = MOE | {"quantization_config": compressed("float-quantized", CHANNEL, TOKEN, ignore)}
+    with pytest.raises(UserError, match="quantized in several ways are not supported: 16 bits, fp8_channel"):
+        facts_from_config(config, detect(config, HERE))

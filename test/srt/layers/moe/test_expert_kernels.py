@@ -1,0 +1,130 @@
+"""Loaded experts through the Triton kernels: the block as a server runs it, against fp32 products."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import interpreter
+import pytest
+import torch
+
+from sglang.srt.hardware.arch import current_arch
+from sglang.srt.layers import native_ops
+from sglang.srt.layers.moe.expert_weights import GPT_OSS_SWIGLU, ExpertWeights
+from sglang.srt.layers.moe.fused_moe_triton.fused_moe import fused_moe
+from sglang.srt.layers.moe.fused_moe_triton.tiles import few_pairs
+from sglang.srt.layers.moe.layer import MoE, MoELayer, Shared
+from sglang.srt.layers.moe.topk import Router
+from sglang.srt.layers.quantization.reference import round_activation
+from sglang.srt.layers.triton_ops import topk
+
+from .expert_checkpoint import FORMATS, FUSED_ONLY, WEIGHTS, Format, Loaded, save
+from .test_expert_loading import HIDDEN, INTER, NUM_EXPERTS, assert_close, config_of, gpt_oss, write_experts
+
+DEVICE = interpreter.DEVICE
+# One form of every scheme: what differs between forms ends with loading.
+SCHEMES = tuple(name for name in FORMATS if name not in ("fp8_tensor_dynamic", "nvfp4_packed", "gptq"))
+TRITON = SimpleNamespace(
+    fused_moe=fused_moe,
+    topk_softmax=topk.topk_softmax,
+    topk_sigmoid=topk.topk_sigmoid,
+    linear=native_ops.linear,
+    silu_and_mul=native_ops.silu_and_mul,
+)
+
+
+def load(form: Format, spec: MoE, folder: Path) -> MoELayer:
+    arch = current_arch(device=DEVICE)
+    loaded = Loaded(spec, HIDDEN, config_of(form), folder, form.weights, ops=TRITON, dtype=torch.bfloat16, arch=arch)
+    return loaded.load(folder)
+
+
+def reference(layer: MoELayer, x: torch.Tensor, batch: SimpleNamespace | None = None, pairs: bool = False):
+    """fp32 with the layer's weights dequantized, and activations rounded as the products do: few `pairs` never, nor
+    where four-bit weights are widened for want of a matrix unit."""
+    weights, ids = layer.route(x, batch)
+    w13, w2 = layer.experts.w13, layer.experts.w2
+
+    def product(x: torch.Tensor, matrix: ExpertWeights, expert: int) -> torch.Tensor:
+        scheme = matrix.scheme
+        if scheme is not None and not pairs and (scheme.bits == 8 or "block_scaled_mma" in layer.features):
+            x = round_activation(x, scheme, matrix.input_scale)
+        out = x.float() @ matrix.dequantized(expert).T
+        return out if matrix.bias is None else out + matrix.bias[expert].float()
+
+    out = torch.zeros(x.shape, device=x.device)
+    for expert in range(w13.num_experts):
+        share = (weights * (ids == expert)).sum(1, keepdim=True)
+        inner = native_ops.gated(product(x, w13, expert), layer.activation).to(x.dtype)
+        out += share * product(inner, w2, expert)
+    return out
+
+
+def inputs(num_tokens: int) -> torch.Tensor:
+    return torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16().to(DEVICE)
+
+
+def bound(layer: MoELayer) -> float:
+    """What the first product rounds to 16 bits may fall to the other side when it is rounded again, to 8 or 4."""
+    scheme = layer.experts.w2.scheme
+    rounds = scheme is not None and (scheme.bits == 8 or "block_scaled_mma" in layer.features)
+    return 4e-2 if rounds else 1e-2
+
+
+@interpreter.kernel_test
+@torch.inference_mode()
+@pytest.mark.parametrize("name", SCHEMES)
+def test_grouped_products(name: str, tmp_path: Path) -> None:
+    form = FORMATS[name]
+    save(tmp_path, write_experts(form)[0])
+    layer = load(form, MoE(NUM_EXPERTS, INTER, Router(top_k=2)), tmp_path)
+    x = inputs(12)
+    assert not few_pairs(24, NUM_EXPERTS)
+    assert_close(layer(x).float(), reference(layer, x), bound(layer))
+
+
+@interpreter.kernel_test
+@torch.inference_mode()
+@pytest.mark.parametrize("name", SCHEMES)
+def test_few_pairs(name: str, tmp_path: Path) -> None:
+    form = FORMATS[name]
+    save(tmp_path, write_experts(form)[0])
+    layer = load(form, MoE(NUM_EXPERTS, INTER, Router(top_k=1)), tmp_path)
+    x = inputs(1)
+    assert few_pairs(1, NUM_EXPERTS)
+    assert_close(layer(x).float(), reference(layer, x, pairs=True), 1e-2)
+
+
+@interpreter.kernel_test
+@torch.inference_mode()
+def test_gpt_oss(tmp_path: Path) -> None:
+    save(tmp_path, gpt_oss(INTER)[0])
+    form = Format(FORMATS["bf16"].write, {"quant_method": "mxfp4"}, FUSED_ONLY)
+    spec = MoE(NUM_EXPERTS, INTER, Router(2, bias=True), GPT_OSS_SWIGLU, bias=True, form="gpt_oss")
+    layer = load(form, spec, tmp_path)
+    x = inputs(7)
+    assert_close(layer(x).float(), reference(layer, x), 1e-2)
+
+
+@interpreter.kernel_test
+@torch.inference_mode()
+def test_the_shared_expert_among_the_routed_ones_and_padding(tmp_path: Path) -> None:
+    form = FORMATS["fp8_channel"]
+    tensors, _ = write_experts(form)
+    shared = {name: tensor for name, tensor in tensors.items() if ".experts.0." in name}
+    tensors |= {name.replace(".experts.0.", ".shared_experts."): tensor.clone() for name, tensor in shared.items()}
+    tensors["model.layers.3.mlp.gate.e_score_correction_bias"] = torch.randn(NUM_EXPERTS)
+    save(tmp_path, tensors)
+    router = Router(2, "sigmoid", scale=2.5, correction="e_score_correction_bias", float32=True)
+    layer = load(form, MoE(NUM_EXPERTS, INTER, router, shared=Shared(INTER)), tmp_path)
+    assert layer.shared is None and WEIGHTS is form.weights
+    x = inputs(12)
+    batch = SimpleNamespace(num_valid_tokens=torch.tensor([9], dtype=torch.int32, device=DEVICE), input_ids=None)
+    got = layer(x, batch)
+    assert_close(got.float(), reference(layer, x, batch), bound(layer))
+    assert got[:9].any(1).all() and not got[9:].any()
+
+
+def test_in_interpreter() -> None:
+    interpreter.run_file(__file__)

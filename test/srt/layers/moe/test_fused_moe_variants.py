@@ -1,0 +1,76 @@
+"""What the experts' kernels compile to for each scheme: the instructions, and that what is not native says so."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang.srt.configs.quant_scheme import SCHEMES, widening
+from sglang.srt.hardware.arch import arch_by_name
+from sglang.srt.kernels.compile import compile_for, variant_hash
+from sglang.srt.layers.moe.fused_moe_triton import variants
+from sglang.srt.layers.moe.fused_moe_triton.tiles import tile
+from sglang.srt.layers.triton_ops.scaled_dot import product_of
+
+SM120, SM90 = arch_by_name("sm_120").features, arch_by_name("sm_90").features
+SMALL = tile(16, 64, 128, 1, 4, 3)
+UPSTREAM_DEFAULT = tile(128, 128, 128, 32, 8, 4)
+"""The tile that broke fused MoE on these GPUs, as our kernel counts its columns."""
+
+
+@pytest.mark.parametrize(
+    ("scheme", "instruction", "scale_type"),
+    [
+        ("fp8_channel", "m16n8k32 e4m3", ""),
+        ("fp8_block", "m16n8k32 e4m3", ""),
+        ("int8_channel", "m16n8k32 s8", ""),
+        ("mxfp4_mxfp8", "m16n8k32 mxf8f6f4 1X", "ue8m0"),
+        ("nvfp4", "m16n8k64 mxf4nvf4 4X", "ue4m3"),
+        ("int4_g32", "m16n8k16 bf16", ""),
+    ],
+)
+def test_instructions_on_sm120(scheme: str, instruction: str, scale_type: str) -> None:
+    variant = variants.product_variant("gate_up", scheme, SMALL, 2048, 512, 8, SM120)
+    compiled = compile_for(variant, "sm_120")
+    smem, _, spills, _, mma = compiled.measurement
+    assert mma == (instruction,)
+    assert smem <= arch_by_name("sm_120").smem_per_block and spills == 0
+    scaled = [line for line in compiled.ptx.splitlines() if "block_scale" in line]
+    assert all(scale_type in line for line in scaled) and bool(scaled) == bool(scale_type)
+    assert (instruction == "m16n8k16 bf16") == bool(widening(SCHEMES[scheme], SM120))
+
+
+def test_denormals_are_not_flushed() -> None:
+    """Widened e2m1 codes pass through fp32 denormals: 0.5 would become 0."""
+    variant = variants.product_variant("down", "mxfp4", SMALL, 2048, 512, 8, SM120)
+    ptx = compile_for(variant, "sm_120").ptx
+    assert "mul" in ptx and not [line for line in ptx.splitlines() if "mul.ftz" in line or "fma.rn.ftz" in line]
+
+
+@pytest.mark.parametrize("features", [SM120, SM90, frozenset()])
+def test_what_is_widened_is_said(features: frozenset[str]) -> None:
+    for scheme in SCHEMES.values():
+        product = product_of(scheme, features)
+        widened = product.kind == "planes" or (product.kind == "mx" and "block_scaled_mma" not in features)
+        assert widened == bool(widening(scheme, features)), scheme.name
+
+
+def test_few_tokens_use_wgmma_on_hopper() -> None:
+    """As the narrow operand: 16 rows of x would otherwise be given to instructions of the generation before."""
+    variant = variants.product_variant("down", "fp8_channel", SMALL, 2048, 512, 8, SM90)
+    assert compile_for(variant, "sm_90").measurement[4] == ("wgmma m64n16k32 e4m3",)
+
+
+def test_a_tile_for_large_gpus_shows_that_it_does_not_fit() -> None:
+    variant = variants.product_variant("gate_up", "fp8_channel", UPSTREAM_DEFAULT, 2048, 512, 8, SM120)
+    assert compile_for(variant, "sm_120").measurement[0] > arch_by_name("sm_120").smem_per_block
+
+
+def test_every_scheme_is_described_and_a_key_means_one_launch() -> None:
+    """Tiles of tuning files may be described again with other sizes; the compiler must not be able to tell."""
+    for features in (SM120, SM90):
+        launches: dict[tuple[str, tuple[int, ...]], set[str]] = {}
+        for variant in variants.variants("fused_moe", tuple(features)):
+            launches.setdefault((variant.key, tuple(variant.tile.values())), set()).add(variant_hash(variant))
+        assert {key for key, hashes in launches.items() if len(hashes) > 1} == set()
+        named = {piece for key, _ in launches for piece in key.split("/")}
+        assert SCHEMES.keys() <= named and "bf16" in named

@@ -1,0 +1,46 @@
+"""The matrix instructions that products with quantized weights compile to, and what `explain` says of them. No GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang.srt.configs.quant_scheme import SCHEMES, widening
+from sglang.srt.hardware.arch import arch_by_name
+from sglang.srt.kernels.compile import compile_variant
+from sglang.srt.kernels.spec import Need
+from sglang.srt.kernels.tables import widened
+from sglang.srt.layers.triton_ops.quant_variants import variants
+from sglang.srt.layers.triton_ops.scaled_dot import product_of
+
+ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "sm_121")
+ON_SM120 = {
+    "fp8_tensor": "m16n8k32 e4m3",
+    "fp8_channel": "m16n8k32 e4m3",
+    "fp8_block": "m16n8k32 e4m3",
+    "int8_channel": "m16n8k32 s8",
+    "mxfp8": "m16n8k32 mxf8f6f4 1X",
+    "mxfp4_mxfp8": "m16n8k32 mxf8f6f4 1X",
+    "nvfp4": "m16n8k64 mxf4nvf4 4X",
+    "int4_g32": "m16n8k16 bf16",
+    "int4_g128": "m16n8k16 bf16",
+    "mxfp4": "m16n8k16 bf16",
+}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_sm120_multiplies_natively_or_says_that_it_widens(scheme: str) -> None:
+    arch = arch_by_name("sm_120")
+    features = tuple(sorted(arch.features))
+    found = next(v for v in variants("linear", features) if v.key == f"tiles/{scheme}/split")
+    smem, _, spills, _, mma = compile_variant(found, "sm_120")
+    assert mma == (ON_SM120[scheme],)
+    assert smem <= arch.smem_per_block and spills == 0
+    widens = widened(Need("linear", quant=scheme), arch)
+    assert ("widened to 16 bits" in widens) == mma[0].endswith("bf16"), "explain must say what the ledger shows"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_explain_and_the_kernels_agree(arch: str) -> None:
+    features = arch_by_name(arch).features
+    for scheme in SCHEMES.values():
+        assert widening(scheme, features) == product_of(scheme, features).note, scheme.name

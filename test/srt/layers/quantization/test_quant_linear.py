@@ -1,0 +1,138 @@
+"""Products with a quantized weight against its own dequantized values, interpreted on a CPU and natively on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import interpreter
+import pytest
+import torch
+
+from sglang.srt.configs.quant_rules import ModuleQuant
+from sglang.srt.configs.quant_scheme import SCHEMES
+from sglang.srt.hardware.arch import ArchTraits, arch_by_name
+from sglang.srt.layers.quantization import reference
+from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
+from sglang.srt.layers.triton_ops import quant_linear
+from sglang.srt.layers.triton_ops.quant_linear import PackedWeight, few_rows, many_rows, pack, quantized_linear
+
+DEVICE = interpreter.DEVICE
+WIDENS, NATIVE = arch_by_name("sm_90"), arch_by_name("sm_120")
+STATIC = ("fp8_tensor_static", "nvfp4")
+NAMES = (*SCHEMES, "fp8_tensor_static")
+SMALL = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 128, "GROUP_M": 2, "num_warps": 4, "num_stages": 2}
+
+
+def weight_of(name: str, parts: tuple[int, ...], cols: int) -> LinearWeight:
+    """Modules of these rows, of different magnitudes, stacked as the loader does it."""
+    quant = ModuleQuant(name.removesuffix("_static"), "compressed-tensors", name in STATIC)
+    scheme, generator = held_scheme(quant), torch.Generator().manual_seed(cols)
+    made = []
+    for i, rows in enumerate(parts):
+        w = torch.randn(rows, cols, generator=generator) * cols**-0.5 * (1 + i)
+        made.append(reference.quantize(w, scheme))
+        if quant.scheme == "fp8_tensor":
+            one = reference.quantize(w, quant.format)
+            made[-1] = reference.Quantized(one.data, one.scale.repeat(rows))
+    data = torch.cat([m.data.view(torch.uint8) for m in made]).view(made[0].data.dtype)
+    scale = torch.cat([m.scale.view(torch.uint8) for m in made]).view(made[0].scale.dtype)
+    factor = None
+    if scheme.global_scale:
+        factor = torch.cat([m.global_scale.expand(rows) for m, rows in zip(made, parts, strict=True)])
+    input_scale = torch.tensor([0.01 if scheme.global_scale else 0.02]) if name in STATIC else None
+    tensors = {"data": data, "scale": scale, "row_factor": factor, "input_scale": input_scale}
+    held = {key: None if tensor is None else tensor.contiguous().to(DEVICE) for key, tensor in tensors.items()}
+    return LinearWeight(scheme=scheme, **held)
+
+
+def copy_of(weight: LinearWeight) -> LinearWeight:
+    return dataclasses.replace(weight, data=weight.data.clone(), scale=weight.scale.clone())
+
+
+def runs_here(arch: ArchTraits) -> bool:
+    """The interpreter runs everything."""
+    packed = "block_scaled_mma" in arch.features
+    return interpreter.INTERPRETED or not packed or torch.cuda.get_device_capability() >= (10, 0)
+
+
+def activations(rows: int, cols: int) -> torch.Tensor:
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows)).bfloat16().to(DEVICE)
+
+
+def expected(x: torch.Tensor, weight: LinearWeight, held: PackedWeight, rounded: bool) -> torch.Tensor:
+    scheme = dataclasses.replace(weight.scheme, activation=held.product.activation if rounded else None)
+    scale = None if weight.input_scale is None else weight.input_scale.squeeze(0)
+    return reference.round_activation(x, scheme, scale) @ weight.dequantized().T
+
+
+def assert_close(actual: torch.Tensor, want: torch.Tensor, limit: float = 1e-2) -> None:
+    assert actual.shape == want.shape and actual.dtype == torch.bfloat16
+    error = (actual.double() - want.double()).norm() / want.double().norm()
+    assert error < limit, f"relative error {error:.2e}"
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("arch", [WIDENS, NATIVE], ids=["widens", "native"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_every_scheme(name: str, arch: ArchTraits, rows: int) -> None:
+    if not runs_here(arch):
+        pytest.skip("this GPU has no block-scaled products")
+    weight = weight_of(name, (128, 128), 384)
+    x = activations(rows, 384)
+    bias = torch.randn(256, generator=torch.Generator().manual_seed(3)).bfloat16().to(DEVICE)
+    held = pack(copy_of(weight), arch)
+    few = rows <= quant_linear.FEW_ROWS
+    want = expected(x, weight, held, rounded=not few) + bias.float()
+    assert_close(quantized_linear(copy_of(weight), arch)(x, bias), want)
+    # In 16 bits the result is the weight's own, and the activations' rounding is all that tells the two apart.
+    exact = expected(x, weight, held, rounded=False)
+    limit = {"nvfp4": 0.15, "mxfp4_mxfp8": 0.05}.get(name, 0.04)
+    assert_close(many_rows(x, held), exact, limit)
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("parts", "cols", "rows"), [((72,), 416, 1), ((72,), 416, 18), ((24, 48, 40), 672, 3)])
+def test_sizes_that_no_block_divides(name: str, parts: tuple[int, ...], cols: int, rows: int) -> None:
+    if name == "int4_g128":
+        cols = cols // 128 * 128
+    if name == "fp8_block":
+        parts = parts[:1]
+    weight = weight_of(name, parts, cols)
+    x = activations(rows, cols)
+    held = pack(copy_of(weight), NATIVE if interpreter.INTERPRETED else WIDENS)
+    assert_close(many_rows(x, held, tile=SMALL), expected(x, weight, held, rounded=True))
+    assert_close(few_rows(x[:2], held), expected(x[:2], weight, held, rounded=False))
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("name", ["fp8_channel", "fp8_block", "int8_channel", "int4_g32", "nvfp4", "mxfp8"])
+def test_split_columns_are_summed_in_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = weight_of(name, (96,), 1280)
+    held = pack(copy_of(weight), NATIVE if interpreter.INTERPRETED else WIDENS)
+    x = activations(19, 1280)
+    monkeypatch.setattr(quant_linear, "num_splits", lambda *sizes: 4)
+    first = many_rows(x, held, tile=SMALL)
+    assert_close(first, expected(x, weight, held, rounded=True))
+    assert torch.equal(many_rows(x, held, tile=SMALL), first) and not held.arrivals.any()
+
+
+@interpreter.kernel_test
+def test_any_leading_shape_and_no_rows() -> None:
+    run = quantized_linear(weight_of("fp8_channel", (64,), 128), WIDENS)
+    x = activations(6, 128)
+    assert torch.equal(run(x.view(2, 3, 128), None), run(x, None).view(2, 3, 64))
+    assert run(x[:0], None).shape == (0, 64)
+
+
+def test_splits_fill_the_gpu_and_no_more() -> None:
+    from sglang.srt.layers.triton_ops.linear_tiles import num_splits
+
+    assert num_splits(8, 32, 4096, 188) == 8 and num_splits(8, 512, 4096, 188) == 1
+    assert num_splits(8, 32, 1024, 188) == 2, "a part has 512 columns at least"
+    assert num_splits(100, 4, 8192, 188) == 1, "many rows"
+
+
+def test_in_interpreter() -> None:
+    interpreter.run_file(__file__)

@@ -1,0 +1,116 @@
+"""Activation quantization kernels: bit for bit what the reference rounds to."""
+
+from __future__ import annotations
+
+import interpreter
+import pytest
+import torch
+
+from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
+from sglang.srt.layers.quantization import reference
+from sglang.srt.layers.triton_ops.quantize import encode_e2m1, quantize_activation
+
+DEVICE = interpreter.DEVICE
+SHAPES = [(1, 256), (5, 384), (3, 160), (17, 96)]
+
+
+def activations(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Of several magnitudes, with zeros, an outlier, a row of zeros and a group of zeros."""
+    x = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows * cols))
+    x *= torch.logspace(-4, 4, cols)[torch.randperm(cols, generator=torch.Generator().manual_seed(1))]
+    x[:, ::7] = 0.0
+    x[0, cols // 2] = 3000.0
+    x[-1, :16] = 0.0
+    if rows > 2:
+        x[1] = 0.0
+    return x.to(dtype).to(DEVICE)
+
+
+def value(data: torch.Tensor, scale: torch.Tensor, scheme: Scheme, factor: torch.Tensor | None) -> torch.Tensor:
+    """What the quantized activation stands for, by the reference's own arithmetic, in fp32."""
+    data, scale = data.cpu(), scale.cpu()
+    group = {"tensor": (0, 0), "token": (1, 0), "group128": (1, 128), "mxfp8": (1, 32), "nvfp4": (1, 16)}
+    kinds = {"mxfp8": "e8m0", "nvfp4": "e4m3"}
+    element = "e2m1" if scheme.activation == "nvfp4" else "int8" if scheme.element == "int8" else "e4m3"
+    assert scheme.activation is not None
+    as_weight = Scheme("x", element, group[scheme.activation], kinds.get(scheme.activation, "float32"), None)
+    held = scale.squeeze(0) if scheme.activation == "tensor" else scale
+    return reference.dequantize(
+        reference.Quantized(data, held, None if factor is None else factor.squeeze(0)), as_weight
+    )
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_channel", "int8_channel", "fp8_block", "mxfp8", "mxfp4_mxfp8"])
+def test_dynamic_scales(name: str, shape: tuple[int, int]) -> None:
+    scheme = SCHEMES[name]
+    x = activations(*shape)
+    data, scale = quantize_activation(x, scheme)
+    want = reference.round_activation(x.cpu(), scheme)
+    assert torch.equal(value(data, scale, scheme, None), want)
+    assert scale.shape == {
+        "fp8_tensor": (1,),
+        "fp8_channel": shape[:1],
+        "int8_channel": shape[:1],
+        "fp8_block": (shape[0], -(-shape[1] // 128)),
+    }.get(name, (shape[0], shape[1] // 32))
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("step", [0.5, 0.013])
+def test_a_static_scale_saturates(step: float) -> None:
+    scheme, x = SCHEMES["fp8_tensor"], activations(4, 200)
+    given = torch.tensor([step], device=DEVICE)
+    data, scale = quantize_activation(x, scheme, given)
+    assert scale is given
+    want = reference.round_activation(x.cpu(), scheme, given.cpu())
+    assert torch.equal(value(data, scale, scheme, None), want)
+    assert data.float().abs().max() == 448.0, "the outlier is beyond the scale"
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("shape", [(1, 256), (7, 96)])
+@pytest.mark.parametrize("factor", [1.0, 0.0021, 40.0])
+def test_nvfp4(shape: tuple[int, int], factor: float) -> None:
+    scheme, x = SCHEMES["nvfp4"], activations(*shape)
+    whole = torch.tensor([factor], device=DEVICE)
+    data, scale = quantize_activation(x, scheme, whole)
+    assert data.dtype == torch.uint8 and scale.dtype == torch.float8_e4m3fn
+    assert data.shape == (shape[0], shape[1] // 2) and scale.shape == (shape[0], shape[1] // 16)
+    want = reference.round_activation(x.cpu(), scheme, whole.cpu().squeeze(0))
+    assert torch.equal(value(data, scale, scheme, whole.cpu()), want)
+
+
+@interpreter.kernel_test
+def test_every_tie_of_e2m1_goes_to_the_even_code() -> None:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def kernel(x, out, N: tl.constexpr):
+        at = tl.arange(0, N)
+        tl.store(out + at, encode_e2m1(tl.load(x + at)).to(tl.uint8))
+
+    ties = torch.tensor([0.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    near = torch.cat((ties, ties + 1e-4, ties - 1e-4, torch.tensor([1e9, 6.0, 7.0, 0.1, 2.0, 3.0, 4.0, 1.0])))
+    x = torch.cat((near, -near)).to(DEVICE)
+    out = torch.empty(len(x), dtype=torch.uint8, device=DEVICE)
+    kernel[(1,)](x, out, len(x))
+    assert torch.equal(out.cpu(), reference.encode_e2m1(x.cpu()))
+
+
+@interpreter.kernel_test
+def test_rows_may_be_strided_and_none_is_fine() -> None:
+    wide = activations(4, 512)
+    part = wide[:, 128:256]
+    for name in ("fp8_channel", "fp8_block", "mxfp8"):
+        data, scale = quantize_activation(part, SCHEMES[name])
+        packed, packed_scale = quantize_activation(part.contiguous(), SCHEMES[name])
+        assert torch.equal(data.float(), packed.float()) and torch.equal(scale, packed_scale)
+        empty, _ = quantize_activation(part[:0], SCHEMES[name])
+        assert empty.shape == (0, 128)
+
+
+def test_in_interpreter() -> None:
+    interpreter.run_file(__file__)

@@ -1,0 +1,211 @@
+"""Writes tiny checkpoints in every published quantized form, and beside each the same model with the weights that its
+codes and scales stand for, in fp32."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from sglang.srt.configs.quant_scheme import SCHEMES
+from sglang.srt.layers.quantization import reference
+
+from .harness import save_tiny
+
+Tensors = dict[str, torch.Tensor]
+Write = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
+"""A weight [N, K] fp32 -> its tensors by leaf, and what they stand for."""
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def _quantize(weight: torch.Tensor, scheme: str) -> tuple[reference.Quantized, torch.Tensor]:
+    made = reference.quantize(weight, SCHEMES[scheme])
+    return made, reference.dequantize(made, SCHEMES[scheme])
+
+
+def plain(scheme: str, scale: str, shape: str = "") -> Write:
+    """`shape`: a column [N, 1], one number as [1], or as the scheme has it."""
+
+    def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        made, stands_for = _quantize(weight, scheme)
+        extended = made.scale.unsqueeze(-1) if shape in ("column", "one") else made.scale
+        return {"weight": made.data, scale: extended}, stands_for
+
+    return write
+
+
+def static(write: Write, leaf: str = "input_scale") -> Write:
+    def with_input(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        tensors, stands_for = write(weight)
+        return tensors | {leaf: weight.abs().max().reshape(())}, stands_for
+
+    return with_input
+
+
+def packed_int4(group: int) -> Write:
+    def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        made, stands_for = _quantize(weight, f"int4_g{group}")
+        shape = torch.tensor(weight.shape)
+        return {
+            "weight_packed": made.data.view(torch.int32),
+            "weight_scale": made.scale,
+            "weight_shape": shape,
+        }, stands_for
+
+    return write
+
+
+def gptq(group: int) -> Write:
+    def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        rows, cols = weight.shape
+        made, stands_for = _quantize(weight, f"int4_g{group}")
+        tensors = {
+            "qweight": made.data.view(torch.int32).T.contiguous(),
+            "scales": made.scale.T.contiguous(),
+            "qzeros": torch.full((cols // group, rows // 8), 0x77777777, dtype=torch.int32),
+            "g_idx": (torch.arange(cols) // group).to(torch.int32),
+        }
+        return tensors, stands_for
+
+    return write
+
+
+def nvfp4_compressed(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    made, stands_for = _quantize(weight, "nvfp4")
+    assert made.global_scale is not None
+    inverse = (1.0 / made.global_scale).reshape(1)
+    as_stored = reference.Quantized(made.data, made.scale, (1.0 / inverse).squeeze(0))
+    tensors = {"weight_packed": made.data, "weight_scale": made.scale, "weight_global_scale": inverse}
+    tensors["input_global_scale"] = torch.tensor([100.0])
+    return tensors, reference.dequantize(as_stored, SCHEMES["nvfp4"])
+
+
+def nvfp4_modelopt(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    made, stands_for = _quantize(weight, "nvfp4")
+    assert made.global_scale is not None
+    tensors = {"weight": made.data, "weight_scale": made.scale, "weight_scale_2": made.global_scale.reshape(())}
+    return tensors | {"input_scale": torch.tensor(0.01)}, stands_for
+
+
+def packed_mxfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    made, stands_for = _quantize(weight, "mxfp4")
+    return {"weight_packed": made.data, "weight_scale": made.scale}, stands_for
+
+
+def _values(kind: str, bits: int, strategy: str, size: int | None = None, **more: Any) -> dict[str, Any]:
+    return {"type": kind, "num_bits": bits, "strategy": strategy, "group_size": size, "symmetric": True, **more}
+
+
+def compressed(layout: str, weights: dict[str, Any], inputs: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "quantization_status": "compressed",
+    } | more
+
+
+@dataclass(frozen=True)
+class Form:
+    """A published form: quantization_config, hf_quant_config.json, and how a weight is written."""
+
+    write: Write
+    config: Mapping[str, Any] = field(default_factory=dict)
+    modelopt: Mapping[str, Any] = field(default_factory=dict)
+
+
+_TOKEN = _values("float", 8, "token", dynamic=True)
+_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head", "gate"]}
+
+
+def _modelopt(algorithm: str, **more: Any) -> dict[str, Any]:
+    excluded = ["lm_head", "*mlp.gate"]
+    return {
+        "producer": {"name": "modelopt"},
+        "quantization": {"quant_algo": algorithm, "exclude_modules": excluded} | more,
+    }
+
+
+FORMS: dict[str, Form] = {
+    "fp8_block": Form(plain("fp8_block", "weight_scale_inv"), _FP8 | {"weight_block_size": [128, 128]}),
+    "fp8_tensor_dynamic": Form(plain("fp8_tensor", "weight_scale", "one"), _FP8),
+    "fp8_tensor_static": Form(static(plain("fp8_tensor", "weight_scale")), _FP8 | {"activation_scheme": "static"}),
+    "mxfp8": Form(plain("mxfp8", "weight_scale_inv"), _FP8 | {"quant_method": "mxfp8", "weight_block_size": [1, 32]}),
+    "compressed_fp8_channel": Form(
+        plain("fp8_channel", "weight_scale", "column"),
+        compressed("float-quantized", _values("float", 8, "channel"), _TOKEN),
+    ),
+    "compressed_fp8_tensor": Form(
+        static(plain("fp8_tensor", "weight_scale", "one")),
+        compressed("float-quantized", _values("float", 8, "tensor"), _values("float", 8, "tensor", dynamic=False)),
+    ),
+    "compressed_fp8_block": Form(
+        plain("fp8_block", "weight_scale"),
+        compressed(
+            "float-quantized",
+            _values("float", 8, "block", block_structure=[128, 128]),
+            _values("float", 8, "group", 128, dynamic=True),
+        ),
+    ),
+    "compressed_int8": Form(
+        plain("int8_channel", "weight_scale", "column"),
+        compressed("int-quantized", _values("int", 8, "channel"), _values("int", 8, "token", dynamic=True)),
+    ),
+    "compressed_int4_g32": Form(packed_int4(32), compressed("pack-quantized", _values("int", 4, "group", 32), None)),
+    "compressed_int4_g128": Form(packed_int4(128), compressed("pack-quantized", _values("int", 4, "group", 128), None)),
+    "compressed_nvfp4": Form(
+        nvfp4_compressed,
+        compressed(
+            "nvfp4-pack-quantized",
+            _values("float", 4, "tensor_group", 16),
+            _values("float", 4, "tensor_group", 16, dynamic="local"),
+        ),
+    ),
+    "compressed_mxfp4": Form(packed_mxfp4, compressed("mxfp4-pack-quantized", _values("float", 4, "group", 32), None)),
+    "modelopt_fp8": Form(static(plain("fp8_tensor", "weight_scale")), modelopt=_modelopt("FP8")),
+    "modelopt_nvfp4": Form(nvfp4_modelopt, modelopt=_modelopt("NVFP4", group_size=16)),
+    "modelopt_mxfp8": Form(plain("mxfp8", "weight_scale"), modelopt=_modelopt("MXFP8", group_size=32)),
+    "gptq_g128": Form(
+        gptq(128), {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+    ),
+    "gptq_g32": Form(gptq(32), {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}),
+}
+
+
+def save_quantized(name: str, form: Form, folder: Path, keep: tuple[str, ...] = ()) -> Path:
+    """The tiny model `name` in `form` in `folder`/quantized, and what it stands for in `folder`/reference, which is
+    returned. Modules whose names contain one of `keep` stay as they are."""
+    save_tiny(name, folder / "reference")
+    tensors = load_file(folder / "reference" / "model.safetensors")
+    stored: Tensors = {}
+    for key, tensor in list(tensors.items()):
+        module, _, leaf = key.rpartition(".")
+        if leaf != "weight" or module.rpartition(".")[2] not in PROJECTIONS or any(part in module for part in keep):
+            stored[key] = tensor
+            continue
+        made, stands_for = form.write(tensor)
+        stored |= {f"{module}.{leaf}": value.contiguous() for leaf, value in made.items()}
+        tensors[key] = stands_for
+    save_file(tensors, folder / "reference" / "model.safetensors", {"format": "pt"})
+    write_model(folder, stored, form)
+    return folder / "reference"
+
+
+def write_model(folder: Path, stored: Tensors, form: Form) -> None:
+    quantized = folder / "quantized"
+    quantized.mkdir(exist_ok=True)
+    save_file(stored, quantized / "model.safetensors")
+    config = json.loads((folder / "reference" / "config.json").read_text())
+    if form.config:
+        config["quantization_config"] = dict(form.config)
+    (quantized / "config.json").write_text(json.dumps(config))
+    if form.modelopt:
+        (quantized / "hf_quant_config.json").write_text(json.dumps(form.modelopt))

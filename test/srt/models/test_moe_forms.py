@@ -1,0 +1,91 @@
+"""Mixture-of-experts models from quantized checkpoints on a CPU, against transformers with what they stand for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from sglang.srt.distributed import parallel_state
+from sglang.srt.errors import UserError
+from sglang.srt.model_loader.loader import load_model
+from sglang.srt.plan.weights import weight_bytes
+
+from .harness import TinyRunner, plan_for
+from .quantized_checkpoints import FORMS, save_quantized
+from .test_quantized import TOLERANCE, steps, wanted
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_computes_what_it_stands_for(form: str, tmp_path: Path) -> None:
+    reference = save_quantized("qwen3_moe_wide", FORMS[form], tmp_path)
+    plan = plan_for(tmp_path / "quantized")
+    runner = TinyRunner(plan)
+    want = wanted(reference)
+    assert want.std() > 0.1
+    torch.testing.assert_close(steps(runner), want, **TOLERANCE)
+    for layer in runner.model.layers:
+        assert layer.mlp.experts.w13.scheme is not None and layer.mlp.experts.w2.scheme is not None
+    held = sum(p.tensor.nbytes for p in runner.model.params.values())
+    assert held == weight_bytes(plan.model, 1), "the plan counts other bytes than are allocated"
+
+
+def test_routed_experts_alone_may_be_quantized(tmp_path: Path) -> None:
+    form = FORMS["compressed_int4_g32"]
+    form = replace(form, config=dict(form.config) | {"ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]})
+    reference = save_quantized("qwen3_moe_wide", form, tmp_path, keep=("self_attn",))
+    plan = plan_for(tmp_path / "quantized")
+    runner = TinyRunner(plan)
+    torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
+    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == weight_bytes(plan.model, 1)
+
+
+def test_16_bit_experts_quantized_while_loading(tmp_path: Path) -> None:
+    reference = save_quantized("qwen3_moe_wide", FORMS["compressed_fp8_channel"], tmp_path)
+    plain = replace(FORMS["compressed_fp8_channel"], write=lambda w: ({"weight": w}, w))
+    save_quantized("qwen3_moe_wide", plain, tmp_path / "original")
+    plan = plan_for(tmp_path / "original" / "reference", quantization="fp8")
+    runner = TinyRunner(plan)
+    torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
+    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == weight_bytes(plan.model, 1)
+
+
+def test_a_checkpoint_that_is_in_16_bits_after_all(tmp_path: Path) -> None:
+    form = replace(FORMS["fp8_block"], write=lambda w: ({"weight": w.bfloat16()}, w.bfloat16().float()))
+    save_quantized("qwen3_moe_wide", form, tmp_path)
+    with pytest.raises(UserError, match=r"proj.weight is stored as BF16, but .* calls for F8_E4M3"):
+        load_model(plan_for(tmp_path / "quantized"))
+
+
+def _rank(rank: int, folder: Path, forms: tuple[str, ...]) -> None:
+    torch.set_num_threads(1)
+    parallel_state.init(rank, 2, "gloo", f"file://{folder}/rendezvous")
+    for form in forms:
+        plan = plan_for(folder / form / "quantized")
+        runner = TinyRunner(plan, tp_size=2)
+        held = sum(p.tensor.nbytes for p in runner.model.params.values())
+        assert held == weight_bytes(plan.model, 2), "the plan counts other bytes than a rank allocates"
+        torch.save(steps(runner), folder / f"{form}{rank}.pt")
+    parallel_state.shutdown()
+
+
+def test_two_ranks_agree_with_one(tmp_path: Path) -> None:
+    forms = ("compressed_int4_g32", "modelopt_nvfp4", "compressed_fp8_channel", "gptq_g32")
+    references = {form: save_quantized("qwen3_moe_wide", FORMS[form], tmp_path / form) for form in forms}
+    mp.spawn(_rank, (tmp_path, forms), nprocs=2)
+    for form, reference in references.items():
+        want = wanted(reference)
+        for rank in range(2):
+            torch.testing.assert_close(torch.load(tmp_path / f"{form}{rank}.pt"), want, **TOLERANCE)
+
+
+def test_more_ranks_than_groups_is_a_start_up_error(tmp_path: Path) -> None:
+    save_quantized("qwen3_moe_wide", FORMS["fp8_block"], tmp_path)
+    model = plan_for(tmp_path / "quantized").model
+    with pytest.raises(
+        UserError, match="size 128 in groups of 128 that share .* too few for 2 .*choose --tp-size 1 or less"
+    ):
+        weight_bytes(model, 2)

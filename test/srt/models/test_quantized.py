@@ -1,0 +1,305 @@
+"""Quantized checkpoints in their published forms on a CPU, against transformers with the weights they stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+import transformers
+from safetensors.torch import load_file, save_file
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed import parallel_state
+from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import CPU
+from sglang.srt.layers.quantization.dense import QuantizedLinear
+from sglang.srt.model_loader.loader import load_model
+from sglang.srt.models.registry import MODEL_REGISTRY
+from sglang.srt.plan.plan import make_plan
+from sglang.srt.plan.weights import weight_bytes
+from sglang.srt.server_args import ServerArgs
+
+from .harness import TinyRunner, hf_logits, plan_for, random_tokens
+from .quantized_checkpoints import FORMS, Tensors, save_quantized
+
+TOKENS = random_tokens(23, seed=1)
+TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
+
+
+def steps(runner: TinyRunner) -> torch.Tensor:
+    """Logits of TOKENS: a prompt, then token by token."""
+    extended = runner.extend({2: TOKENS[:20]})
+    return torch.cat((*extended, *(runner.decode({2: token}) for token in TOKENS[20:])))
+
+
+def wanted(reference: Path) -> torch.Tensor:
+    return hf_logits(transformers.AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32), TOKENS)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_computes_what_it_stands_for(form: str, tmp_path: Path) -> None:
+    reference = save_quantized("qwen3_wide", FORMS[form], tmp_path)
+    plan = plan_for(tmp_path / "quantized")
+    runner = TinyRunner(plan)
+    want = wanted(reference)
+    assert want.std() > 0.1
+    torch.testing.assert_close(steps(runner), want, **TOLERANCE)
+    layer = runner.model.layers[0]
+    assert isinstance(layer.attention.qkv.apply, QuantizedLinear) and isinstance(layer.mlp.down.apply, QuantizedLinear)
+    held = sum(p.tensor.nbytes for p in runner.model.params.values())
+    assert held == weight_bytes(plan.model, 1), "the plan counts other bytes than are allocated"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_with_experts(form: str, tmp_path: Path) -> None:
+    reference = save_quantized("qwen3_moe_wide", FORMS[form], tmp_path)
+    plan = plan_for(tmp_path / "quantized")
+    runner = TinyRunner(plan)
+    torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
+    held = sum(p.tensor.nbytes for p in runner.model.params.values())
+    assert held == weight_bytes(plan.model, 1), "the plan counts other bytes than are allocated"
+
+
+def test_a_planned_server_runs_it(tmp_path: Path) -> None:
+    """From flags to tokens: the plan's own choices, in bfloat16."""
+    reference = save_quantized("qwen3_wide", FORMS["modelopt_nvfp4"], tmp_path)
+    args = ServerArgs.from_kwargs(model_path=str(tmp_path / "quantized"), quantization="modelopt_fp4", dtype="bfloat16")
+    plan = make_plan(args, ModelConfig.from_server_args(args), CPU, 4 << 30)
+    assert plan.choices["linear/nvfp4"].name == "torch_dequantized" and plan.choices["linear"].name == "torch_native"
+    got, want = steps(TinyRunner(plan)), wanted(reference)
+    assert (got - want).norm() < 0.05 * want.norm()
+
+
+def test_modules_that_are_left_alone_stay_in_16_bits(tmp_path: Path) -> None:
+    form = FORMS["compressed_fp8_channel"]
+    ignore = ["lm_head", "re:.*self_attn.*", "model.layers.1.mlp.down_proj"]
+    form = replace(form, config=dict(form.config) | {"ignore": ignore})
+    reference = save_quantized("qwen3_wide", form, tmp_path, keep=("self_attn", "layers.1.mlp.down_proj"))
+    runner = TinyRunner(plan_for(tmp_path / "quantized"))
+    torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
+    layers = runner.model.layers
+    assert not any(isinstance(layer.attention.qkv.apply, QuantizedLinear) for layer in layers)
+    assert [isinstance(layer.mlp.down.apply, QuantizedLinear) for layer in layers] == [True, False, True]
+
+
+def test_modules_of_one_product_must_agree(tmp_path: Path) -> None:
+    form = FORMS["compressed_fp8_channel"]
+    form = replace(form, config=dict(form.config) | {"ignore": ["re:.*layers.0.*k_proj"]})
+    save_quantized("qwen3_wide", form, tmp_path)
+    with pytest.raises(
+        UserError, match=r"layers.0.self_attn.k_proj not quantized, model.layers.0.self_attn.v_proj fp8_ch"
+    ):
+        load_model(plan_for(tmp_path / "quantized"))
+
+
+def test_biases(tmp_path: Path) -> None:
+    reference = save_quantized("qwen3_tied_bias", FORMS["compressed_int8"], tmp_path)
+    torch.testing.assert_close(steps(TinyRunner(plan_for(tmp_path / "quantized"))), wanted(reference), **TOLERANCE)
+
+
+def test_16_bit_weights_quantized_while_loading(tmp_path: Path) -> None:
+    reference = save_quantized("qwen3_wide", FORMS["compressed_fp8_channel"], tmp_path)
+    original = tmp_path / "original"
+    save_quantized("qwen3_wide", replace(FORMS["compressed_fp8_channel"], write=lambda w: ({"weight": w}, w)), original)
+    plan = plan_for(original / "reference", quantization="fp8")
+    runner = TinyRunner(plan)
+    torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
+    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == weight_bytes(plan.model, 1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_dummy_weights_are_sane(form: str, tmp_path: Path) -> None:
+    save_quantized("qwen3_wide", FORMS[form], tmp_path)
+    plan = plan_for(tmp_path / "quantized", load_format="dummy")
+    weights: dict[str, torch.Tensor] = {}
+    original = QuantizedLinear.finish
+
+    def watch(self: QuantizedLinear) -> None:
+        assert self.weight is not None
+        weights[f"{len(weights)}"] = self.weight.dequantized()
+        original(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(QuantizedLinear, "finish", watch)
+        logits = steps(TinyRunner(plan, load_format="dummy"))
+    assert logits.isfinite().all() and logits.std() > 0
+    assert weights and all(0.01 < weight.std() < 0.04 for weight in weights.values())
+
+
+# --- tensor parallelism -----------------------------------------------------------------------------------------------
+
+SPLIT = (
+    "fp8_block",
+    "compressed_fp8_channel",
+    "modelopt_fp8",
+    "compressed_int4_g128",
+    "modelopt_nvfp4",
+    "gptq_g32",
+    "mxfp8",
+)
+
+
+def _rank(rank: int, size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    parallel_state.init(rank, size, "gloo", f"file://{folder}/rendezvous")
+    for form in SPLIT:
+        plan = plan_for(folder / form / "quantized")
+        runner = TinyRunner(plan, tp_size=size)
+        assert sum(p.tensor.nbytes for p in runner.model.params.values()) == weight_bytes(plan.model, size)
+        torch.save(steps(runner), folder / f"{form}{rank}.pt")
+    parallel_state.shutdown()
+
+
+def test_two_ranks_hold_halves_of_weights_and_scales(tmp_path: Path) -> None:
+    for form in SPLIT:
+        (tmp_path / form).mkdir()
+        save_quantized("qwen3_wide", FORMS[form], tmp_path / form)
+    mp.spawn(_rank, (2, tmp_path), nprocs=2)
+    for form in SPLIT:
+        want = steps(TinyRunner(plan_for(tmp_path / form / "quantized")))
+        for rank in range(2):
+            got = torch.load(tmp_path / f"{form}{rank}.pt")
+            torch.testing.assert_close(got, want, **TOLERANCE, msg=lambda text, form=form: f"{form}: {text}")
+
+
+def test_a_share_that_cuts_a_block_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_quantized("qwen3_wide", FORMS["fp8_block"], tmp_path)
+    monkeypatch.setattr(parallel_state, "tp_size", lambda: 8)
+    monkeypatch.setattr(parallel_state, "tp_rank", lambda: 1)
+    plan = plan_for(tmp_path / "quantized")
+    with pytest.raises(
+        UserError, match=r"gate_proj: 128 rows have one scale or word, but with --tp-size 8 a rank holds rows 64"
+    ):
+        MODEL_REGISTRY[plan.model.architecture](plan, device="meta")
+
+
+# --- the KV cache -----------------------------------------------------------------------------------------------------
+
+
+def add_kv_scales(folder: Path, names: tuple[str, str]) -> None:
+    tensors = load_file(folder / "quantized" / "model.safetensors")
+    for i in range(3):
+        for name, value in zip(names, (0.02 * (i + 1), 0.05), strict=True):
+            tensors[f"model.layers.{i}.self_attn.{name}"] = torch.tensor([value])
+    save_file(tensors, folder / "quantized" / "model.safetensors")
+
+
+@pytest.mark.parametrize("names", [("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale")])
+def test_scales_of_the_cache_are_applied(names: tuple[str, str], tmp_path: Path) -> None:
+    form = FORMS["modelopt_fp8"]
+    inner = dict(form.modelopt["quantization"]) | {"kv_cache_quant_algo": "FP8"}
+    reference = save_quantized("qwen3_wide", replace(form, modelopt={"quantization": inner}), tmp_path)
+    add_kv_scales(tmp_path, names)
+    plan = plan_for(tmp_path / "quantized")
+    assert plan.kv_cache_dtype == "fp8_e4m3", "the checkpoint was made for it"
+    runner = TinyRunner(plan)
+    for i in range(3):
+        assert runner.pool.k_scale(i) == pytest.approx(0.02 * (i + 1)) and runner.pool.v_scale(i) == pytest.approx(0.05)
+    want, got = wanted(reference), steps(runner)
+    assert (got - want).norm() < 0.2 * want.norm(), "only the cache is rounded"
+    exact = TinyRunner(plan_for(tmp_path / "quantized", kv_cache_dtype="bf16"))
+    assert exact.pool.k_scale(0) == 1.0, "a cache that is not quantized has no scales"
+
+
+def test_a_cache_without_scales_in_the_checkpoint(tmp_path: Path) -> None:
+    save_quantized("qwen3_wide", FORMS["fp8_block"], tmp_path)
+    runner = TinyRunner(plan_for(tmp_path / "quantized", kv_cache_dtype="fp8_e4m3"))
+    assert [runner.pool.k_scale(i) for i in range(3)] == [1.0] * 3
+    assert steps(runner).isfinite().all()
+
+
+def test_an_impossible_scale_of_the_cache(tmp_path: Path) -> None:
+    save_quantized("qwen3_wide", FORMS["fp8_block"], tmp_path)
+    add_kv_scales(tmp_path, ("k_scale", "v_scale"))
+    tensors = load_file(tmp_path / "quantized" / "model.safetensors")
+    tensors["model.layers.1.self_attn.v_scale"] = torch.tensor([0.0])
+    save_file(tensors, tmp_path / "quantized" / "model.safetensors")
+    with pytest.raises(UserError, match=r"scale of the KV cache is 0\.0"):
+        TinyRunner(plan_for(tmp_path / "quantized", kv_cache_dtype="fp8_e4m3"))
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def _scale_as(dtype: torch.dtype, leaf: str) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        name = f"model.layers.0.self_attn.q_proj.{leaf}"
+        tensors[name] = tensors[name].float().to(dtype)
+
+    return change
+
+
+def _wrong_shape(tensors: Tensors) -> None:
+    name = "model.layers.0.mlp.down_proj.weight_scale_inv"
+    tensors[name] = tensors[name].repeat(2, 1)
+
+
+def _no_scale(tensors: Tensors) -> None:
+    del tensors["model.layers.2.mlp.up_proj.weight_scale_inv"]
+
+
+def _in_16_bits(tensors: Tensors) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name] = tensors[name].to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "message"),
+    [
+        (
+            "fp8_block",
+            _scale_as(torch.int8, "weight_scale_inv"),
+            r"q_proj.weight_scale_inv is stored as I8, but .* F32",
+        ),
+        ("modelopt_nvfp4", _scale_as(torch.uint8, "weight_scale"), r"weight_scale is stored as U8, but .* F8_E4M3"),
+        (
+            "compressed_mxfp4",
+            _scale_as(torch.float32, "weight_scale"),
+            r"weight_scale is stored as F32, but .* U8 or F8_E8M0",
+        ),
+        (
+            "compressed_int8",
+            _scale_as(torch.int8, "weight_scale"),
+            r"weight_scale is stored as I8, but .* calls for F64",
+        ),
+        ("fp8_block", _in_16_bits, r"q_proj.weight is stored as BF16, but .* calls for F8_E4M3"),
+        (
+            "fp8_block",
+            _wrong_shape,
+            r"down_proj.weight_scale_inv has shape \[4, 4\], but config.json calls for \[2, 4\]",
+        ),
+        ("fp8_block", _no_scale, r"lacks weights of Qwen3ForCausalLM: model.layers.2.mlp.up_proj.weight_scale_inv"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_config(
+    form: str, change: Callable[[Tensors], None], message: str, tmp_path: Path
+) -> None:
+    save_quantized("qwen3_wide", FORMS[form], tmp_path)
+    tensors = load_file(tmp_path / "quantized" / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "quantized" / "model.safetensors")
+    with pytest.raises(UserError, match=message):
+        load_model(plan_for(tmp_path / "quantized"))
+
+
+def test_a_quantized_checkpoint_without_its_config(tmp_path: Path) -> None:
+    save_quantized("qwen3_wide", FORMS["fp8_block"], tmp_path)
+    config = json.loads((tmp_path / "quantized" / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "quantized" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="stored as F8_E4M3: quantized checkpoints need a quantization_config"):
+        load_model(plan_for(tmp_path / "quantized"))
+
+
+def test_columns_that_do_not_divide_into_groups(tmp_path: Path) -> None:
+    form = FORMS["compressed_int4_g128"]
+    save_quantized("qwen3", FORMS["compressed_int4_g32"], tmp_path)  # hidden size 64
+    path = tmp_path / "quantized" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": dict(form.config)}))
+    with pytest.raises(UserError, match=r"q_proj: 64 columns do not divide into groups of 128"):
+        load_model(plan_for(tmp_path / "quantized"))
