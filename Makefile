@@ -1,5 +1,6 @@
 # make serve   install into .venv and serve the embedded model; PORT=8000 ARGS="--model-path DIR --tp 2"
 # make test    install into .venv and run every check
+# make upstream UPSTREAM=newest|0.5.23|DIR|GIT-URL@REF   carry our changes onto that SGLang, verify its kernels, compare interfaces
 # make gpu     the tests that need a GPU, with its own kernels and with SM120's
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -9,6 +10,9 @@ PORT ?= 30000
 ARGS ?=
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.10 || command -v python3)
 TORCH ?= 2.13.0
+UPSTREAM ?= newest
+OUT ?= build/upstream
+UPSTREAM_TRITON ?= 3.6.0
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -67,6 +71,16 @@ unit: install
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Both steps run, whatever the first one finds; their reports stay in $(OUT). Upstream's kernels are compiled by a Triton of
+# their time: newer ones no longer take all of them.
+upstream: install
+	rm -rf '$(OUT)/tree' && mkdir -p '$(OUT)'
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target '$(OUT)/triton' 'triton==$(UPSTREAM_TRITON)'
+	@failed=0; \
+	PYTHONPATH='$(abspath $(OUT))/triton' $(BIN)/python scripts/rebase_upstream.py --upstream '$(UPSTREAM)' --out '$(OUT)/tree' --verify 2>&1 | tee '$(OUT)/1-changes.md' || failed=1; \
+	$(BIN)/python scripts/rebase_upstream.py drift --upstream '$(UPSTREAM)' 2>&1 | tee '$(OUT)/2-interface.md' || failed=1; \
+	exit $$failed
 
 clean:
 	rm -rf .venv

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from timing import copies_for, copy_ceiling, read_ceiling, time_calls
 
+from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import fused_moe
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.layers.triton_ops import activation, norm, rope_store, topk
@@ -69,6 +70,10 @@ def elementwise(tokens: int) -> Iterator[Case]:
         logits = randn(tokens, 128)
         return lambda: topk.topk_softmax(logits, 8, True)
 
+    def route_in_groups() -> Callable[[], object]:
+        logits, bias = torch.randn(tokens, 256, device="cuda"), torch.randn(256, device="cuda")
+        return lambda: topk.topk_sigmoid(logits, bias, 8, True, (8, 4), 2.5, True)
+
     row = 2 * tokens * HIDDEN
     yield Case(f"rmsnorm T={tokens}", 2 * row, rmsnorm)
     yield Case(f"fused_add_rmsnorm T={tokens}", 4 * row, add_norm)
@@ -76,6 +81,7 @@ def elementwise(tokens: int) -> Iterator[Case]:
     rope_bytes = 2 * tokens * HEAD_DIM * (2 * HEADS + 5 * KV_HEADS + 2)
     yield Case(f"qk_norm_rope_store T={tokens}", rope_bytes, rope)
     yield Case(f"topk_softmax T={tokens}", tokens * (256 + 64), route)
+    yield Case(f"topk_sigmoid in groups T={tokens}", tokens * (1024 + 72), route_in_groups)
 
 
 def sampling(batch_size: int) -> Iterator[Case]:
@@ -109,7 +115,7 @@ def experts(tokens: int) -> Iterator[Case]:
 
     def make() -> Callable[[], object]:
         x = randn(tokens, hidden)
-        return lambda: fused_moe(x, w13, w2, weights, ids)
+        return lambda: fused_moe(x, ExpertWeights(w13), ExpertWeights(w2), weights, ids)
 
     num_bytes = used * 3 * inter * hidden * 2
     yield Case(f"fused_moe T={tokens} ({used} experts)", num_bytes, make, 6.0 * tokens * top_k * inter * hidden)
