@@ -82,13 +82,24 @@ def test_force_arch(monkeypatch: pytest.MonkeyPatch) -> None:
         current_arch()
 
 
-@pytest.mark.parametrize(("triton", "native"), [("3.6.0", False), ("3.7.1", False), ("3.8.0", True), ("3.10.0", True)])
-def test_an_old_triton_takes_features_away(monkeypatch: pytest.MonkeyPatch, triton: str, native: bool) -> None:
-    monkeypatch.setattr(arch_module.importlib.metadata, "version", lambda name: triton)
+@pytest.mark.parametrize(("triton", "native"), [((3, 6), False), ((3, 7), False), ((3, 8), True), (None, True)])
+def test_an_old_triton_takes_features_away(
+    monkeypatch: pytest.MonkeyPatch, triton: tuple[int, int] | None, native: bool
+) -> None:
+    monkeypatch.setattr(arch_module, "triton_version", lambda: triton)
     monkeypatch.setenv("SGLANG_FORCE_ARCH", "sm_121")
     assert ("block_scaled_mma" in current_arch().features) == native
     monkeypatch.setenv("SGLANG_FORCE_ARCH", "sm_120")
     assert "block_scaled_mma" in current_arch().features
+
+
+def test_a_forced_architecture_keeps_to_what_the_gpu_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_FORCE_ARCH", "sm_120")
+    monkeypatch.setattr(arch_module, "cuda_available", lambda: True)
+    monkeypatch.setattr(arch_module, "_measured_arch", lambda index: arch_by_name("h200"))
+    forced = current_arch()
+    assert forced.name == "sm_120" and forced.smem_per_block == 101_376
+    assert forced.features == EXPECTED_FEATURES["sm_120"] - {"block_scaled_mma"}
 
 
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sglang.srt.environ import envs
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.products import ARCHS, NEEDS_TRITON, PRODUCTS, ArchFacts, product_of_device_name
+
+logger = logging.getLogger(__name__)
+
+INSTRUCTIONS = frozenset({"fp8_mma", "block_scaled_mma"})
+"""Features without which kernels that use them do not compile."""
 
 
 class UnknownArch(UserError):
@@ -68,14 +75,14 @@ def current_arch(device_index: int = 0, device: str = "auto") -> ArchTraits:
     """Traits of this machine's GPU, or of the GPU that SGLANG_FORCE_ARCH names, or the CPU's.
 
     `device` is "auto", "cuda" or "cpu". SGLANG_FORCE_ARCH (an architecture or a product) wins over "auto" and "cuda",
-    so that a GPU can run with another one's kernels and tiles. Features that the installed Triton cannot use are left
-    out. Raises UnknownArch for a bad name, and UserError when
+    so that a GPU can run with another one's kernels and tiles. Features that the installed Triton or, for a forced
+    one, this GPU cannot use are left out. Raises UnknownArch for a bad name, and UserError when
     CUDA is asked for and there is none.
     """
     if device == "cpu":
         return CPU
     if envs.SGLANG_FORCE_ARCH is not None:
-        return _as_compiled(arch_by_name(envs.SGLANG_FORCE_ARCH))
+        return _as_compiled(_that_runs_here(arch_by_name(envs.SGLANG_FORCE_ARCH), device_index))
     if cuda_available():
         return _as_compiled(_measured_arch(device_index))
     if device == "cuda":
@@ -83,14 +90,37 @@ def current_arch(device_index: int = 0, device: str = "auto") -> ArchTraits:
     return CPU
 
 
+def _that_runs_here(forced: ArchTraits, device_index: int) -> ArchTraits:
+    """Another GPU's traits, less the instructions that kernels would be compiled to and this GPU has not."""
+    if not cuda_available():
+        return forced
+    own = _measured_arch(device_index)
+    lacking = (forced.features - own.features) & INSTRUCTIONS
+    if lacking:
+        _warn_once(f"{own.name} runs the choices for {forced.name} without {', '.join(sorted(lacking))}")
+    return replace(forced, features=forced.features - lacking)
+
+
 def _as_compiled(traits: ArchTraits) -> ArchTraits:
     """Without the features that the installed Triton has no instructions for."""
-    try:
-        installed = tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2])
-    except (importlib.metadata.PackageNotFoundError, ValueError):
-        return traits
-    lacking = {feature for feature, least in NEEDS_TRITON.get(traits.name, {}).items() if installed < least}
+    installed, needed = triton_version(), NEEDS_TRITON.get(traits.name, {})
+    lacking = {feature for feature, least in needed.items() if installed is not None and installed < least}
     return replace(traits, features=traits.features - lacking)
+
+
+@functools.cache
+def triton_version() -> tuple[int, int] | None:
+    """Major and minor of the installed Triton; None if there is none."""
+    try:
+        major, minor = importlib.metadata.version("triton").split(".")[:2]
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return int(major), int(minor)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 def _measured_arch(device_index: int) -> ArchTraits:
