@@ -36,6 +36,13 @@ ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
     AcceptedSpill("sm120", "extend_attention", "256x256/", 32, _FEW_REGISTERS),
     AcceptedSpill("sm120", "decode_attention", "192x192/", 8, _FEW_REGISTERS),
     AcceptedSpill("sm120", "decode_attention", "128x128/bfloat16/fp8_e5m2/", 24, _FEW_REGISTERS),
+    AcceptedSpill(
+        "sm120",
+        "fused_moe",
+        "down/nvfp4/widened/",
+        72,
+        "only under Triton 3.6, and only where there are no packed instructions: not on sm_120",
+    ),
     AcceptedSpill("sm90", "decode_attention", "64x64/bfloat16/fp8_e5m2/", 8, _FEW_REGISTERS),
     AcceptedSpill("sm90", "decode_attention", "72x72/", 8, _FEW_REGISTERS),
     AcceptedSpill("sm90", "decode_attention", "80x80/", 8, _FEW_REGISTERS),
