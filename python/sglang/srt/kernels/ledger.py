@@ -14,13 +14,26 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.kernels import ledger_rules
 from sglang.srt.kernels.compile import variant_hash
-from sglang.srt.kernels.ledger_file import LOCKS, TRITON_VERSIONS, Ledger, Measurement, Row, Rows, read_lock, write_lock
-from sglang.srt.kernels.measure import Job, all_jobs, measure, targets, to_rows, variant_table
+from sglang.srt.kernels.ledger_file import (
+    LOCKS,
+    NOT_NATIVE,
+    TRITON_VERSIONS,
+    WIDENED_TAIL,
+    Ledger,
+    Measurement,
+    Row,
+    Rows,
+    read_lock,
+    write_lock,
+)
+from sglang.srt.kernels.measure import Job, RowKey, all_jobs, measure, targets, to_rows, variant_table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -156,7 +169,7 @@ def report(args: argparse.Namespace) -> int:
         if not values:
             print(f"{lock}: empty")
             continue
-        defaults = [v for v in values if v[0] in table and table[v[0]].default]
+        defaults = [v for v in values if v[0] in table and table[v[0]].default and v[1] not in NOT_NATIVE]
         worst = max(values, key=lambda v: v[2][0])
         spilling = max(defaults, key=lambda v: v[2][2])
         print(f"{lock} ({', '.join(LOCKS[lock])}; Triton {', '.join(TRITON_VERSIONS)})")
@@ -168,7 +181,23 @@ def report(args: argparse.Namespace) -> int:
         print(f"  most spilled by a default tile: {spilling[2][2]} B, {'/'.join(spilling[0])} on {spilling[1]}")
         for kind in sorted({kind for v in values for kind in v[2][4]}):
             print(f"  {kind}: {len({v[0] for v in values if kind in v[2][4]})} rows")
+        _report_schemes(values)
     return 0
+
+
+def _report_schemes(values: Sequence[tuple[RowKey, str, Measurement]]) -> None:
+    """Worst cases of what is quantized, by op and scheme, where the compiler is native."""
+    found: dict[tuple[str, str], list[tuple[RowKey, Measurement]]] = defaultdict(list)
+    for row, target, measurement in values:
+        op, key, _ = row
+        tail = WIDENED_TAIL if WIDENED_TAIL in key else ""
+        for scheme in SCHEMES.keys() & key.split("/") if target not in NOT_NATIVE else ():
+            found[op, scheme + tail].append((row, measurement))
+    print(f"  {'op':<19} {'scheme':<19} {'rows':>4} {'smem':>8} {'regs':>5} {'spill':>5}  mma")
+    for (op, scheme), rows in sorted(found.items()):
+        smem, registers, spills = (max(m[i] for _, m in rows) for i in range(3))
+        mma = ", ".join(sorted({kind for _, m in rows for kind in m[4]}))
+        print(f"  {op:<19} {scheme:<19} {len({r for r, _ in rows}):>4} {smem:>8,} {registers:>5} {spills:>5}  {mma}")
 
 
 if __name__ == "__main__":
