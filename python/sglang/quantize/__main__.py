@@ -8,9 +8,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
+from sglang.srt.environ import adopt_environment
 from sglang.srt.errors import UserError
+
+if TYPE_CHECKING:
+    from sglang.quantize.export import InputScales
+    from sglang.quantize.formats import Format
 
 EPILOG = """\
 schemes:
@@ -24,13 +30,27 @@ schemes:
   nvfp4         e2m1 in blocks of 16 with e4m3 scales, weights and activations (ModelOpt)
 
 Embeddings, the output layer and routers keep their precision, as do weights whose width the groups do not divide.
---include '*.experts.*' quantizes the routed experts only. nvfp4 also rounds activations, by one factor a module:
---input-scales names a JSON file {module: factor}; without it a factor that suits normalized activations is used.
+--include '*.experts.*' quantizes the routed experts only.
+
+nvfp4 also rounds activations, by one factor a module (largest |x| / 2688), and so does fp8_tensor with
+--static-activations (largest |x| / 448). --calibrate measures them: the unquantized model computes sample prompts, one
+a line, as text or as JSON: {"text": "..."}, or {"messages": [...]} for the model's chat template. It needs memory for
+the whole model: of one GPU in 16 bits or, with --calibration-device cpu, of the machine in 32. --input-scales takes
+factors from a JSON file {module: factor} instead. Without either nvfp4 gets a factor that suits normalized activations.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from sglang.quantize.export import Selection, export
+    args = _parser().parse_args(argv)
+    adopt_environment()
+    try:
+        return _run(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
     from sglang.quantize.formats import FORMATS
 
     parser = argparse.ArgumentParser(
@@ -44,32 +64,77 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", required=True, help="directory to write; must not exist or be empty")
     parser.add_argument("--include", action="append", metavar="PATTERN", help="modules to quantize (shell pattern)")
     parser.add_argument("--ignore", action="append", default=[], metavar="PATTERN", help="modules to leave as they are")
-    parser.add_argument("--input-scales", metavar="FILE", help="JSON with nvfp4's activation factor by module")
+    parser.add_argument("--calibrate", metavar="FILE", help="measure activations on these prompts (text or JSON lines)")
+    parser.add_argument("--calibration-tokens", type=int, default=16384, metavar="N", help="at most (default 16384)")
+    parser.add_argument("--calibration-device", default="auto", choices=("auto", "cuda", "cpu"))
+    parser.add_argument("--input-scales", metavar="FILE", help="JSON with the activations' factor by module")
+    parser.add_argument("--static-activations", action="store_true", help="fp8_tensor: store a factor of activations")
     parser.add_argument("--shard-gb", type=float, default=4.0, help="largest file, in GB (default 4)")
-    args = parser.parse_args(argv)
-    try:
-        report = export(
-            args.model_path,
-            args.output,
-            FORMATS[args.scheme],
-            Selection(tuple(args.include or ("*",)), tuple(args.ignore)),
-            _input_scales(args.input_scales),
-            int(args.shard_gb * 1e9),
-        )
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    from sglang.quantize.export import Selection, export
+
+    form = _format(args)
+    report = export(
+        args.model_path,
+        args.output,
+        form,
+        Selection(tuple(args.include or ("*",)), tuple(args.ignore)),
+        _input_scales(args, form.largest_input),
+        int(args.shard_gb * 1e9),
+    )
+    unmeasured = f"; {len(report.unmeasured)} activation factors are the default" if report.unmeasured else ""
     print(
         f"{args.output}: {len(report.quantized)} weights in {args.scheme}, {len(report.kept)} kept;"
         f" {report.bytes_before / 1e9:.3f} GB became {report.bytes_after / 1e9:.3f} GB;"
-        f" relative error of the weights {report.relative_error:.2%}"
+        f" relative error of the weights {report.relative_error:.2%}{unmeasured}"
     )
     return 0
 
 
-def _input_scales(path: str | None) -> dict[str, float]:
-    if path is None:
-        return {}
+def _format(args: argparse.Namespace) -> Format:
+    """The format that was asked for. Raises UserError where the options contradict it, or each other."""
+    from sglang.quantize.formats import FORMATS, STATIC_FORMATS
+
+    sources = [f"--{name.replace('_', '-')}" for name in ("calibrate", "input_scales") if getattr(args, name)]
+    if len(sources) > 1:
+        raise UserError(f"{' and '.join(sources)} both give the activations' factors; choose one")
+    if args.calibration_tokens < 1:
+        raise UserError(f"--calibration-tokens must be positive; got {args.calibration_tokens}")
+    if args.static_activations:
+        if args.scheme not in STATIC_FORMATS:
+            raise UserError(f"--static-activations is for {', '.join(STATIC_FORMATS)}, not for {args.scheme}")
+        if not sources:
+            raise UserError("--static-activations needs --calibrate FILE (or --input-scales FILE)")
+        return STATIC_FORMATS[args.scheme]
+    form = FORMATS[args.scheme]
+    if sources and not form.static_input:
+        hint = "; add --static-activations" if args.scheme in STATIC_FORMATS else ""
+        raise UserError(f"{sources[0]} has no effect: {args.scheme} stores no factors of activations{hint}")
+    return form
+
+
+def _input_scales(args: argparse.Namespace, largest_input: float) -> InputScales:
+    if args.calibrate is None:
+        given = {} if args.input_scales is None else _read_scales(args.input_scales)
+        return lambda modules: given
+
+    def measure(modules: Collection[str]) -> dict[str, float]:
+        from sglang.quantize.calibrate import calibrate
+
+        found = calibrate(args.model_path, args.calibrate, args.calibration_tokens, args.calibration_device)
+        line = f"{args.calibrate}: {found.num_tokens} tokens of {found.num_prompts} prompts"
+        if unreached := found.unreached.intersection(modules):
+            line += f"; no token reached {len(unreached)} modules of experts: they get the largest factor of the others"
+        print(line)
+        return {module: value / largest_input for module, value in found.largest.items()}
+
+    return measure
+
+
+def _read_scales(path: str) -> dict[str, float]:
     try:
         with open(path) as file:
             scales = json.load(file)

@@ -6,7 +6,7 @@ import fnmatch
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,8 +19,10 @@ from sglang.srt.configs.hf_config import read_json_object
 from sglang.srt.configs.quant_scheme import Scheme
 from sglang.srt.errors import UserError
 from sglang.srt.layers.quantization.reference import E2M1_MAX, E4M3_MAX, Quantized, dequantize, quantize
-from sglang.srt.model_loader.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, find_checkpoint
+from sglang.srt.model_loader.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, find_checkpoint, some
 
+InputScales = Callable[[Collection[str]], Mapping[str, float]]
+"""Of modules with these names, the input_scale of those that have one."""
 NEVER = ("*embed_tokens", "*lm_head", "*.gate", "*shared_expert_gate", "*router", "*norm")
 """Embeddings and routers keep their precision: a token that reaches another expert costs more than the bytes."""
 FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}, {"w1", "w3"}, {"q_a_proj", "kv_a_proj_with_mqa"})
@@ -46,10 +48,12 @@ def _matches(module: str, patterns: tuple[str, ...]) -> bool:
 
 @dataclass(slots=True)
 class Report:
-    """What became of the linear weights; bytes of all tensors; squares of the quantized weights and of their errors."""
+    """What became of the linear weights, and whose activations were not measured; bytes of all tensors; squares of the
+    quantized weights and of their errors."""
 
     quantized: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
+    unmeasured: list[str] = field(default_factory=list)
     bytes_before: int = 0
     bytes_after: int = 0
     weight_squares: float = 0.0
@@ -66,13 +70,13 @@ def export(
     target: str,
     form: Format,
     selection: Selection,
-    input_scales: Mapping[str, float] | None = None,
+    input_scales: InputScales | None = None,
     shard_bytes: int = 4 << 30,
 ) -> Report:
-    """Writes the model directory `target`. `input_scales` gives NVFP4's activation factor by module name.
+    """Writes the model directory `target`. `input_scales` is asked once everything else is found to be in order.
 
     One tensor and one output shard are in memory at a time. Raises UserError for a source that is quantized already, a
-    target that exists, or a model without a weight that the scheme can take.
+    target that exists, a model without a weight that the scheme can take, or fp8 modules without a static scale.
     """
     folder, out = Path(source), Path(target)
     config = _source_config(folder)
@@ -84,6 +88,10 @@ def export(
     if not chosen:
         raise UserError(f"{folder}: no weight that matches can be stored as {form.scheme.name}")
     report = Report(sorted(chosen), sorted(modules.keys() - chosen))
+    scales = input_scales(report.quantized) if form.static_input and input_scales is not None else {}
+    report.unmeasured = [module for module in report.quantized if form.static_input and module not in scales]
+    if report.unmeasured and not form.scheme.global_scale:
+        raise UserError(f"static activations: no scale was measured of {some(set(report.unmeasured))}")
     factors = _shared_factors(checkpoint, chosen) if form.scheme.global_scale else {}
     out.mkdir(parents=True, exist_ok=True)
     writer = _ShardWriter(out, shard_bytes)
@@ -97,7 +105,7 @@ def export(
                 q = quantize(tensor, form.scheme, factors.get(module))
                 report.weight_squares += tensor.float().square().sum().item()
                 report.error_squares += (dequantize(q, form.scheme) - tensor).square().sum().item()
-                tensors = _tensors(q, tensor, module, form, input_scales or {})
+                tensors = _tensors(q, tensor, module, form, scales)
                 writer.add({f"{module}.{leaf}": value for leaf, value in tensors.items()})
             else:
                 writer.add({name: tensor})
@@ -150,8 +158,8 @@ def _tensors(
     q: Quantized, weight: torch.Tensor, module: str, form: Format, input_scales: Mapping[str, float]
 ) -> Tensors:
     tensors = form.tensors(q, (weight.shape[0], weight.shape[1]))
-    if form.scheme.activation == "nvfp4":
-        tensors["input_scale"] = torch.tensor(input_scales.get(module, UNCALIBRATED_INPUT_SCALE))
+    if form.static_input:
+        tensors["input_scale"] = torch.tensor(float(input_scales.get(module, UNCALIBRATED_INPUT_SCALE)))
     return {leaf: value.contiguous() for leaf, value in tensors.items()}
 
 

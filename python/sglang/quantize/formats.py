@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
-from sglang.srt.layers.quantization.reference import Quantized
+from sglang.srt.layers.quantization.reference import E2M1_MAX, E4M3_MAX, Quantized
 
 Tensors = dict[str, torch.Tensor]
 Config = dict[str, Any]
@@ -22,12 +22,19 @@ Config = dict[str, Any]
 @dataclass(frozen=True, slots=True)
 class Format:
     """`tensors(quantized, (N, K))` names the tensors of one module; `config(ignored module names)` is the
-    quantization_config, or with `modelopt` the content of hf_quant_config.json."""
+    quantization_config, or with `modelopt` the content of hf_quant_config.json. `static_input`: each module has a
+    tensor input_scale besides, of its activations."""
 
     scheme: Scheme
     tensors: Callable[[Quantized, tuple[int, int]], Tensors]
     config: Callable[[list[str]], Config]
     modelopt: bool = False
+    static_input: bool = False
+
+    @property
+    def largest_input(self) -> float:
+        """The largest |x| that is representable with an input_scale of 1."""
+        return E4M3_MAX * (E2M1_MAX if self.scheme.element == "e2m1" else 1.0)
 
 
 def _fp8_tensors(q: Quantized, shape: tuple[int, int]) -> Tensors:
@@ -35,9 +42,11 @@ def _fp8_tensors(q: Quantized, shape: tuple[int, int]) -> Tensors:
     return {"weight": q.data, leaf: q.scale}
 
 
-def _fp8_config(block: list[int] | None, method: str = "fp8") -> Callable[[list[str]], Config]:
+def _fp8_config(
+    block: list[int] | None, method: str = "fp8", activations: str = "dynamic"
+) -> Callable[[list[str]], Config]:
     def config(ignored: list[str]) -> Config:
-        entry: Config = {"quant_method": method, "fmt": "e4m3", "activation_scheme": "dynamic"}
+        entry: Config = {"quant_method": method, "fmt": "e4m3", "activation_scheme": activations}
         if block is not None:
             entry["weight_block_size"] = block
         return entry | {"modules_to_not_convert": ignored}
@@ -137,6 +146,12 @@ _FORMATS = (
             "mxfp4-pack-quantized", _numbers(4, "float", "group", 32) | {"scale_dtype": "torch.uint8"}, None
         ),
     ),
-    Format(SCHEMES["nvfp4"], _nvfp4_tensors, _nvfp4_config, modelopt=True),
+    Format(SCHEMES["nvfp4"], _nvfp4_tensors, _nvfp4_config, modelopt=True, static_input=True),
 )
 FORMATS = {form.scheme.name: form for form in _FORMATS}
+STATIC_FORMATS = {
+    "fp8_tensor": Format(
+        SCHEMES["fp8_tensor"], _fp8_tensors, _fp8_config(None, activations="static"), static_input=True
+    )
+}
+"""Variants of formats that otherwise leave the scale of activations to the server."""

@@ -1,0 +1,162 @@
+"""Measures how large activations get: runs the unquantized model over sample prompts and watches every product.
+
+The plan names the kernel of every product, so a plan whose kernels look at x before they multiply it is all that the
+model needs: `RecordingPlan`. Products are told apart by the address of their weight, which the parameters name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from sglang.bench.direct import DirectBatch
+from sglang.quantize.prompts import read_prompts
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.errors import UserError
+from sglang.srt.layers.moe.expert_weights import SILU, Activation, ExpertWeights
+from sglang.srt.layers.native_ops import gated
+from sglang.srt.managers.scheduler_setup import create_plan
+from sglang.srt.mem_cache.allocator import TokenAllocator
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.models.causal_lm import CausalLM
+from sglang.srt.plan.plan import Plan
+from sglang.srt.server_args import ServerArgs
+
+BATCH_PROMPTS = 16
+STEP_TOKENS = 2048
+WARM_UP_TOKENS = 64
+"""A context that a runner on a GPU can compile its kernels in."""
+Kernel = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """`largest` |x| of each module's input, by the checkpoint's name of the module. No token reached the experts in
+    `unreached`, which have the largest value of their layer's others."""
+
+    largest: dict[str, float]
+    unreached: frozenset[str]
+    num_prompts: int
+    num_tokens: int
+
+
+def calibrate(model_path: str, prompts: str, max_tokens: int, device: str = "auto") -> Calibration:
+    """Computes the first `max_tokens` tokens of the file `prompts` with the model on `device` (auto, cuda or cpu).
+
+    Raises UserError: the file has no prompts or one that cannot be read, or the model cannot be run.
+    """
+    args = ServerArgs(model_path=model_path, device=device, random_seed=0, disable_cuda_graph=True)
+    longest = ModelConfig.from_server_args(args).context_len - 1
+    found = read_prompts(prompts, args, max_tokens, longest)
+    batches = [found[i : i + BATCH_PROMPTS] for i in range(0, len(found), BATCH_PROMPTS)]
+    args = replace(
+        args,
+        context_length=min(longest, max(WARM_UP_TOKENS, *map(len, found))) + 1,
+        chunked_prefill_size=STEP_TOKENS,
+        max_running_requests=BATCH_PROMPTS,
+        max_total_tokens=max(sum(len(ids) + 1 for ids in batch) for batch in batches),  # the next token has a slot, too
+    )
+    recorder = Recorder()
+    runner = ModelRunner(_recording_plan(args, recorder))
+    recorder.seen.clear()  # of warming up
+    allocator = TokenAllocator(runner.plan.max_total_num_tokens, runner.plan.page_size)
+    for batch in tqdm(batches, desc="Calibrating", unit="batch"):
+        requests = DirectBatch(runner, allocator, batch, 1)
+        requests.prefill(STEP_TOKENS)
+        requests.close()
+    largest, unreached = recorder.by_module(runner.model)
+    return Calibration(largest, unreached, len(found), sum(map(len, found)))
+
+
+def _recording_plan(args: ServerArgs, recorder: Recorder) -> RecordingPlan:
+    try:
+        plan = create_plan(args)
+    except UserError as error:
+        where = "on one GPU, or in main memory with --calibration-device cpu"
+        note = "(options named there are the server's)"
+        raise UserError(f"--calibrate runs the unquantized model {where}, and cannot: {error} {note}") from error
+    values = {entry.name: getattr(plan, entry.name) for entry in fields(plan)}
+    return RecordingPlan(**values, recorder=recorder)
+
+
+class Recorder:
+    """`seen`: the largest |x| that met a weight, by the weight's address: [1] fp32, or [E] of the experts' products."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, torch.Tensor] = {}
+
+    def see(self, weight: torch.Tensor, largest: torch.Tensor) -> None:
+        before = self.seen.get(weight.data_ptr())
+        self.seen[weight.data_ptr()] = largest if before is None else torch.maximum(before, largest)
+
+    def linear(self, kernel: Kernel) -> Kernel:
+        """The kernel of `linear`, watched."""
+
+        def run(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+            self.see(weight, x.abs().amax().float().reshape(1))
+            return kernel(x, weight, *rest)
+
+        return run
+
+    def fused_moe(self, kernel: Kernel) -> Kernel:
+        """The kernel of `fused_moe`, watched: what the second product gets is computed apart, expert by expert."""
+
+        def run(
+            x: torch.Tensor,
+            w13: ExpertWeights,
+            w2: ExpertWeights,
+            topk_weights: torch.Tensor,
+            topk_ids: torch.Tensor,
+            activation: Activation = SILU,
+            *rest: Any,
+        ) -> torch.Tensor:
+            up = torch.zeros(w13.num_experts, device=x.device)
+            down = torch.zeros_like(up)
+            for expert in sorted(set(topk_ids.flatten().tolist()) - {-1}):
+                own = x[(topk_ids == expert).any(1)]
+                bias = None if w13.bias is None else w13.bias[expert].to(x.dtype)
+                inner = gated(F.linear(own, w13.data[expert].to(x.dtype), bias), activation)
+                up[expert], down[expert] = own.abs().amax(), inner.abs().amax()
+            self.see(w13.data, up)
+            self.see(w2.data, down)
+            return kernel(x, w13, w2, topk_weights, topk_ids, activation, *rest)
+
+        return run
+
+    def by_module(self, model: CausalLM) -> tuple[dict[str, float], frozenset[str]]:
+        """Calibration's `largest` and `unreached`. An input that was always zero is as one that was never seen. Raises
+        UserError for activations that are not finite."""
+        largest: dict[str, float] = {}
+        unreached = set()
+        for param in model.params.values():
+            seen = self.seen.get(param.tensor.data_ptr())
+            if seen is None or not bool(seen.any()):
+                continue
+            if not bool(seen.isfinite().all()):
+                raise UserError(f"--calibrate: activations before {param.name} are not finite; the model is not sound")
+            values = seen.tolist()
+            for key, part in param.parts.items():
+                module = model.weights.checkpoint_name(param.name, key).removesuffix(".weight")
+                expert = part.dest[0] if len(values) > 1 else 0
+                own = values[expert] if isinstance(expert, int) else max(values)
+                largest[module] = own or max(values)
+                if not own:
+                    unreached.add(module)
+        return largest, frozenset(unreached)
+
+
+@dataclass(frozen=True)
+class RecordingPlan(Plan):
+    """A plan of an unquantized model whose products are watched."""
+
+    recorder: Recorder = field(kw_only=True)
+
+    def entry(self, op: str) -> Any:
+        kernel = super().entry(op)
+        watched = {"linear": self.recorder.linear, "fused_moe": self.recorder.fused_moe}
+        return watched[op](kernel) if op in watched else kernel
