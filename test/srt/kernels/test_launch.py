@@ -82,6 +82,41 @@ def test_what_is_remembered_belongs_to_one_op_kernel_gpu_and_triton(monkeypatch:
     launch._cache_key.cache_clear()
 
 
+def test_ladders_of_one_op_do_not_take_over_each_others_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles for many rows step down to those for few, which are tiles of a ladder of their own."""
+    ladder().run(Gpu(64))  # BIG -> MIDDLE
+    other = BIG | {"num_stages": 4}
+    assert TileLadder("extend_attention", (other, BIG, MIDDLE, SMALL), MODULE).tile == other
+    assert TileLadder("extend_attention", (MIDDLE, SMALL), MODULE).tile == MIDDLE
+    ladder().run(Gpu(32))  # MIDDLE -> SMALL
+    for tiles in ((BIG, MIDDLE, SMALL), (MIDDLE, SMALL)):
+        gpu = Gpu(32)
+        assert TileLadder("extend_attention", tiles, MODULE).run(gpu) == 32 and gpu.tried == [32]
+    assert len(step_downs()) == 2, "each is reported once"
+
+
+def test_what_is_remembered_belongs_to_all_modules_of_a_kernel() -> None:
+    both = (MODULE, "sglang.srt.kernels.spec")
+    TileLadder("op", (BIG, SMALL), *both).run(Gpu(32))
+    assert TileLadder("op", (BIG, SMALL), *both).tile == SMALL
+    assert TileLadder("op", (BIG, SMALL), MODULE).tile == BIG
+
+
+def test_tiles_may_be_of_any_type() -> None:
+    steps = TileLadder("op", ((BIG, BIG), (SMALL, SMALL)), MODULE, key=lambda pair: f"pair of {pair[0]['BLOCK_M']}")
+    assert steps.run(lambda pair: Gpu(32)(pair[1])) == 32
+    assert (step_downs()[0]["failed"], step_downs()[0]["used"]) == ("pair of 128", "pair of 32")
+
+
+def test_a_cache_that_cannot_be_written_is_no_reason_to_fail(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (fresh / "file").touch()
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(fresh / "file"))
+    assert ladder().run(Gpu(64)) == 64
+    assert "not remembered for later processes" in caplog.text and len(step_downs()) == 1
+
+
 def test_no_tile_left_raises_the_launch_error() -> None:
     with pytest.raises(OutOfResources, match="101376"):
         ladder().run(Gpu(16))

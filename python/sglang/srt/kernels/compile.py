@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import hashlib
 import inspect
 import io
@@ -160,6 +161,7 @@ def _describe(suffix: str) -> str:
     return " ".join([*parts, next((t for t in suffix.split(".") if t in _INPUT_TYPES), "f32")])
 
 
+@functools.cache
 def source_hash(fn: Any) -> str:
     """Of a kernel's code and of every Triton function and constant it reaches; comments and layout do not count."""
     digest = hashlib.sha256()

@@ -13,17 +13,18 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 from sglang.srt.environ import envs
 from sglang.srt.hardware.arch import device_name
 from sglang.srt.kernels.ledger_file import tile_key
-from sglang.srt.kernels.spec import Tile
 
 R = TypeVar("R")
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -45,26 +46,33 @@ def step_downs() -> list[dict[str, str]]:
     return [asdict(s) for s in _step_downs]
 
 
-class TileLadder:
-    """Tiles of one call site, best first. One per call site and process; not thread safe."""
+class TileLadder(Generic[T]):
+    """Tiles of one call site, best first. One per call site and process; not thread safe.
 
-    def __init__(self, op: str, tiles: Sequence[Tile], module: str) -> None:
-        """`module` holds the kernel: its source is part of what a remembered failure is tied to."""
+    A failed attempt has launched nothing of the kernel that failed: Triton compares its needs with the GPU beforehand,
+    which is no operation of a stream, so that it may happen while a CUDA graph is captured. Launches that came before
+    it in the same attempt are done again, so an attempt must not depend on how often it is made.
+    """
+
+    def __init__(self, op: str, tiles: Sequence[T], *modules: str, key: Callable[[Any], str] = tile_key) -> None:
+        """`modules` hold the kernel: their source is part of what a remembered failure is tied to. `key`: the name of
+        a tile in logs and in what is remembered."""
         assert tiles, f"{op}: a ladder needs at least one tile"
         self.op = op
         self.tiles = tuple(tiles)
-        self.module = module
+        self._modules = modules
+        self._keys = [key(tile) for tile in self.tiles]
         self._at = 0
         self._recalled = False
 
     @property
-    def tile(self) -> Tile:
+    def tile(self) -> T:
         """The tile in use."""
         if not self._recalled:
             self._recall()
         return self.tiles[self._at]
 
-    def run(self, attempt: Callable[[Tile], R]) -> R:
+    def run(self, attempt: Callable[[T], R]) -> R:
         """`attempt(tile)`, with a smaller tile after each OutOfResources. Raises the last one when no tile is left."""
         while True:
             tile = self.tile
@@ -76,19 +84,21 @@ class TileLadder:
                 self._step_down(str(error))
 
     def _step_down(self, reason: str) -> None:
-        failed, used = tile_key(self.tiles[self._at]), tile_key(self.tiles[self._at + 1])
+        failed, used = self._keys[self._at], self._keys[self._at + 1]
         logger.warning("%s: tile %s does not launch (%s); using tile %s from now on", self.op, failed, reason, used)
         self._at += 1
         step = StepDown(self.op, failed, used, reason)
         _step_downs.append(step)
-        _remember(_cache_key(self.module), step)
+        _remember(_cache_key(*self._modules), step)
 
     def _recall(self) -> None:
         self._recalled = True
-        keys = [tile_key(tile) for tile in self.tiles]
-        for step in _remembered(_cache_key(self.module)):
-            if step.op == self.op and step.used in keys[self._at + 1 :]:
-                self._at = keys.index(step.used)
+        for step in _remembered(_cache_key(*self._modules)):
+            # Ladders of an op may share tiles: only what failed where this one stands is its own.
+            if step.op == self.op and step.failed == self._keys[self._at] and step.used in self._keys[self._at + 1 :]:
+                self._at = self._keys.index(step.used)
+                if step in _step_downs:
+                    continue
                 _step_downs.append(step)
                 logger.warning(
                     "%s: using tile %s, as %s failed before (%s)", step.op, step.used, step.failed, step.reason
@@ -105,15 +115,19 @@ def _cache_file() -> Path:
 
 
 @functools.cache
-def _cache_key(module: str) -> str:
+def _cache_key(*modules: str) -> str:
     """Kernel source, Triton version and GPU: a change of any of them makes a failure worth trying again."""
-    spec = importlib.util.find_spec(module)
-    source = Path(spec.origin).read_bytes() if spec and spec.origin else module.encode()
+    source = b"".join(map(_source, modules))
     try:
         triton_version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         triton_version = "none"
     return f"{hashlib.sha256(source).hexdigest()[:16]}/{triton_version}/{device_name()}"
+
+
+def _source(module: str) -> bytes:
+    spec = importlib.util.find_spec(module)
+    return Path(spec.origin).read_bytes() if spec and spec.origin else module.encode()
 
 
 def _read_cache() -> dict[str, list[dict[str, str]]]:
@@ -133,10 +147,18 @@ def _remembered(key: str) -> list[StepDown]:
 
 
 def _remember(key: str, step: StepDown) -> None:
+    """A launch that has found its tile does not fail for a file that cannot be written."""
+    try:
+        _write(key, step)
+    except OSError as error:
+        logger.warning("%s: tile %s is not remembered for later processes: %s", step.op, step.used, error)
+
+
+def _write(key: str, step: StepDown) -> None:
     content = _read_cache()
     content.setdefault(key, []).append(asdict(step))
     path = _cache_file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    replacement = path.with_suffix(".tmp")
+    replacement = path.with_suffix(f".{os.getpid()}")  # the ranks step down together
     replacement.write_text(json.dumps(content, indent=1))
     replacement.replace(path)

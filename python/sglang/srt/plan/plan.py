@@ -60,7 +60,7 @@ class Plan:
         assert tile is not None, f"{op} runs on {self.choices[op].name}, which takes no tile"
         return tile
 
-    def ladder(self, op: str) -> TileLadder:
+    def ladder(self, op: str) -> TileLadder[Tile]:
         """The chosen tile and those that a launch may step down to; see kernels/launch.py."""
         choice = self.choices[op]
         module = choice.spec.kernel_module or choice.spec.entry.partition(":")[0]

@@ -104,6 +104,23 @@ def tile_for(kind: str, num_rows: int, features: Collection[str] = ()) -> Tile:
     return next(row.tile for row in tile_rows(kind, features) if num_rows <= row.max_rows)
 
 
+def smaller_tiles(tile: Tile, kind: str) -> tuple[Tile, ...]:
+    """What a launch steps down to should `tile` not fit after all: the tiles of every GPU that give no larger block of
+    the result, largest first, and the last resort, which takes less shared memory than any other."""
+
+    def fits(other: Tile) -> bool:
+        fewer_rows = other["BLOCK_M"] <= tile["BLOCK_M"]
+        return fewer_rows and other["BLOCK_M"] * other["BLOCK_N"] <= tile["BLOCK_M"] * tile["BLOCK_N"]
+
+    rungs = (*(row.tile for row in reversed(TILES[kind])), last_resort(kind))
+    return tuple(rung for rung in rungs if rung != tile and fits(rung))
+
+
+def last_resort(kind: str) -> Tile:
+    """The smallest tile with two stages."""
+    return TILES[kind][0].tile | {"num_stages": 2}
+
+
 def swaps(tile: Tile, features: Collection[str]) -> bool:
     """Whether the weights are the first operand of the matrix instruction."""
     return "wgmma" in features and tile["BLOCK_M"] < 64 <= tile["BLOCK_N"]

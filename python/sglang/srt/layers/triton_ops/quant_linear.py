@@ -8,6 +8,8 @@ is split over programs, and the last one to finish a tile sums the parts, always
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -17,15 +19,26 @@ import triton
 import triton.language as tl
 
 from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.kernels.launch import TileLadder
 from sglang.srt.layers.moe.expert_weights import ExpertWeights, repack
+from sglang.srt.layers.moe.fused_moe_triton.tiles import TILE_KEYS
 from sglang.srt.layers.quantization.linear_weight import LinearWeight
-from sglang.srt.layers.triton_ops import pdl
-from sglang.srt.layers.triton_ops.linear_tiles import FEW_ROWS, FEW_TILES, Tile, num_splits, swaps, tile_for
+from sglang.srt.layers.triton_ops import pdl, scaled_dot
+from sglang.srt.layers.triton_ops.linear_tiles import (
+    FEW_ROWS,
+    FEW_TILES,
+    Tile,
+    num_splits,
+    smaller_tiles,
+    swaps,
+    tile_for,
+)
 from sglang.srt.layers.triton_ops.quantize import quantize_activation
 from sglang.srt.layers.triton_ops.scaled_dot import STRIP, Product, multiply, product_of
 from sglang.srt.layers.triton_ops.streamed_dot import add_product, pair_launch, sum_rows
 
 Apply = Callable[[torch.Tensor, "torch.Tensor | None"], torch.Tensor]
+_values = operator.itemgetter(*TILE_KEYS)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -251,11 +264,25 @@ def few_launch(product: Product, bits: int, cols: int, rows: int) -> dict[str, A
 def many_rows(
     x: torch.Tensor, held: PackedWeight, bias: torch.Tensor | None = None, tile: Tile | None = None
 ) -> torch.Tensor:
-    """x [T, K] -> [T, N] by tiles."""
+    """x [T, K] -> [T, N] by tiles. `tile` forces one, which then launches or raises OutOfResources."""
+    if tile is not None:
+        return _tiled(x, held, bias, tile)
+    kind = held.product.kind
+    first = tile_for(kind, len(x), held.arch.features)
+    return _ladder(held.weight.scheme.name, kind, _values(first)).run(lambda tile: _tiled(x, held, bias, tile))
+
+
+@functools.cache
+def _ladder(scheme: str, kind: str, values: tuple[int, ...]) -> TileLadder[Tile]:
+    """From the tile with these values down."""
+    first = dict(zip(TILE_KEYS, values, strict=True))
+    return TileLadder(f"linear/{scheme}", (first, *smaller_tiles(first, kind)), __name__, scaled_dot.__name__)
+
+
+def _tiled(x: torch.Tensor, held: PackedWeight, bias: torch.Tensor | None, tile: Tile) -> torch.Tensor:
     weight, product = held.weight, held.product
     num_rows, num_cols = len(x), weight.data.shape[0]
     features = held.arch.features
-    tile = tile or tile_for(product.kind, num_rows, features)
     num_tiles = triton.cdiv(num_rows, tile["BLOCK_M"]) * triton.cdiv(num_cols, tile["BLOCK_N"])
     splits = num_splits(num_rows, num_tiles, held.cols, held.arch.num_sms) if num_tiles <= len(held.arrivals) else 1
     launch = tile_launch(product, tile, held.cols, splits, features)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
 from sglang.srt.kernels.ledger_file import WIDENED_TAIL
 from sglang.srt.kernels.variant import Variant
 from sglang.srt.layers.triton_ops import quant_linear, quantize
-from sglang.srt.layers.triton_ops.linear_tiles import SPLIT_ROWS, Tile, tile_rows
+from sglang.srt.layers.triton_ops.linear_tiles import SPLIT_ROWS, Tile, last_resort, tile_rows
 from sglang.srt.layers.triton_ops.scaled_dot import Product, product_of
 from sglang.srt.layers.triton_ops.variants import HIDDEN_SIZES, describe
 
@@ -47,6 +48,7 @@ def _linear(scheme: Scheme, product: Product, tail: str, features: Collection[st
         # Where K may be split it usually is: the split variant holds the sum besides.
         yield _tiles(scheme, product, tail, row.tile, 4 if smallest < SPLIT_ROWS else 1, features)
         smallest = row.max_rows
+    yield replace(_tiles(scheme, product, tail, last_resort(product.kind), 4, features), default=False)
     launch = quant_linear.few_launch(product, scheme.bits, _COLS, _ROWS)
     tile = {name: launch[name] for name in ("BLOCK_N", "COLS", "UNROLL", "num_warps")}
     constants = {name: value for name, value in launch.items() if name not in tile} | _flags(scheme)

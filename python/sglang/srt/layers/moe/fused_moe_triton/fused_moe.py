@@ -8,6 +8,8 @@ quantized again, and the second product's rows are summed with their weights.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +18,22 @@ import torch
 import triton
 
 from sglang.srt.errors import UserError
+from sglang.srt.kernels.launch import TileLadder
+from sglang.srt.kernels.ledger_file import tile_key
 from sglang.srt.layers.moe.expert_weights import SILU, Activation, ExpertWeights
 from sglang.srt.layers.moe.fused_moe_triton import kernels, kernels_few
 from sglang.srt.layers.moe.fused_moe_triton.align import ExpertBlocks, align
-from sglang.srt.layers.moe.fused_moe_triton.tiles import PAIR_TILES, MoeTiles, few_pairs, swaps, tiles_for
-from sglang.srt.layers.triton_ops import pdl
+from sglang.srt.layers.moe.fused_moe_triton.tiles import (
+    PAIR_TILES,
+    TILE_KEYS,
+    MoeTiles,
+    few_pairs,
+    smaller_tiles,
+    swaps,
+    tile,
+    tiles_for,
+)
+from sglang.srt.layers.triton_ops import pdl, scaled_dot
 from sglang.srt.layers.triton_ops.quantize import quantize_activation
 from sglang.srt.layers.triton_ops.scaled_dot import STRIP, Product, product_of
 from sglang.srt.layers.triton_ops.streamed_dot import pair_launch
@@ -29,6 +42,8 @@ COMBINE_BLOCK = 1024
 COLUMN_STEP = 256
 """A multiple of every BLOCK_N and of the rows that share a scale."""
 NVFP4_RANGE = 448.0 * 6.0
+
+_values = operator.itemgetter(*TILE_KEYS)
 
 
 def fused_moe(
@@ -45,9 +60,10 @@ def fused_moe(
     """x [T, H] (rows contiguous, bfloat16 or float16), topk_weights [T, k] fp32, topk_ids [T, k] int32 -> [T, H].
 
     w13 [E, 2I, H] and w2 [E, H, I] of one scheme, after `expert_weights.repack`. An id of -1 names no expert and adds
-    nothing. `tiles` forces the grouped kernels. `features` (of ArchTraits) may allow larger tiles than every GPU has
-    room for. `pair_out_bytes`: so much of what the experts give for each pair is held at once, so that it is summed
-    while it is in the L2 cache, and not written to memory and read again; None: all of it.
+    nothing. `tiles` forces the grouped kernels; where they do not launch, smaller ones take over. `features` (of
+    ArchTraits) may allow larger tiles than every GPU has room for. `pair_out_bytes`: so much of what the experts give
+    for each pair is held at once, so that it is summed while it is in the L2 cache, and not written to memory and read
+    again; None: all of it.
     """
     num_pairs, num_experts = topk_ids.numel(), w13.num_experts
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -56,10 +72,27 @@ def fused_moe(
     if tiles is None and few_pairs(num_pairs, num_experts):
         _pair_by_pair(x, w13, w2, topk_weights, topk_ids, activation, out)
     else:
-        chosen = tiles or tiles_for(num_pairs, num_experts, product_for(w13).tile_kind, features)
-        inter, blocks = _gate_up(x, w13, topk_ids, activation, chosen, features)
-        _down(inter, w2, topk_weights, topk_ids, blocks, out, chosen, features, pair_out_bytes)
+        kind, scheme = product_for(w13).tile_kind, "bf16" if w13.scheme is None else w13.scheme.name
+        chosen = tiles or tiles_for(num_pairs, num_experts, kind, features)
+
+        def attempt(tiles: MoeTiles) -> None:
+            inter, blocks = _gate_up(x, w13, topk_ids, activation, tiles, features)
+            _down(inter, w2, topk_weights, topk_ids, blocks, out, tiles, features, pair_out_bytes)
+
+        _ladder(scheme, kind, _values(chosen.gate_up), _values(chosen.down)).run(attempt)
     return out
+
+
+@functools.cache
+def _ladder(scheme: str, kind: str, gate_up: tuple[int, ...], down: tuple[int, ...]) -> TileLadder[MoeTiles]:
+    """From the tiles with these values down. Both products step together, because they share one grouping."""
+    first = MoeTiles(float("inf"), tile(*gate_up), tile(*down))
+    rungs, modules = (first, *smaller_tiles(first, kind)), (kernels.__name__, scaled_dot.__name__)
+    return TileLadder(f"fused_moe/{scheme}", rungs, *modules, key=_tiles_key)
+
+
+def _tiles_key(tiles: MoeTiles) -> str:
+    return f"{tile_key(tiles.gate_up)} / {tile_key(tiles.down)}"
 
 
 def product_for(weights: ExpertWeights) -> Product:

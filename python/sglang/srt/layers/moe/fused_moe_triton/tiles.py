@@ -143,6 +143,21 @@ def tiles_for(num_pairs: int, num_experts: int, kind: str = "plain", features: C
     return next(tiles for tiles in tile_rows(kind, features) if rows <= tiles.max_rows_per_expert)
 
 
+def smaller_tiles(tiles: MoeTiles, kind: str) -> tuple[MoeTiles, ...]:
+    """What a launch steps down to should `tiles` (of a table or a tuning file) not fit after all: the tiles of every
+    GPU with as many rows or fewer, largest first. Small blocks have more stages, so that they do not always take less
+    shared memory than large ones: the last resort does."""
+    rows = (row for row in reversed(TILES[kind]) if row.gate_up["BLOCK_M"] <= tiles.gate_up["BLOCK_M"])
+    rungs = (*rows, last_resort(kind))
+    return tuple(row for row in rungs if (row.gate_up, row.down) != (tiles.gate_up, tiles.down))
+
+
+def last_resort(kind: str) -> MoeTiles:
+    """The smallest tiles with two stages."""
+    smallest = TILES[kind][0]
+    return MoeTiles(_ANY, *(one | {"num_stages": 2} for one in (smallest.gate_up, smallest.down)))
+
+
 def few_pairs(num_pairs: int, num_experts: int) -> bool:
     """Whether so few pairs meet at one expert that grouping them would save little reading."""
     return num_pairs <= num_experts // 2

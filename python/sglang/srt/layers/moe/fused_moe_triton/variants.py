@@ -7,7 +7,7 @@ them ("even", "ragged"): those that no block divides are GPT-OSS's, in every for
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
@@ -21,7 +21,7 @@ from sglang.srt.layers.moe.fused_moe_triton.fused_moe import (
     gate_constants,
     grouped_launch,
 )
-from sglang.srt.layers.moe.fused_moe_triton.tiles import PAIR_TILES, Tile, tile_rows
+from sglang.srt.layers.moe.fused_moe_triton.tiles import PAIR_TILES, Tile, last_resort, tile_rows
 from sglang.srt.layers.triton_ops.quant_variants import products
 from sglang.srt.layers.triton_ops.scaled_dot import Product, product_of
 from sglang.srt.layers.triton_ops.streamed_dot import pair_launch
@@ -140,6 +140,9 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
             for row in tile_rows(product.tile_kind, features):
                 yield _grouped("gate_up", experts, row.gate_up, features)
                 yield _grouped("down", experts, row.down, features)
+            last = last_resort(product.tile_kind)
+            yield replace(_grouped("gate_up", experts, last.gate_up, features), default=False)
+            yield replace(_grouped("down", experts, last.down, features), default=False)
             yield from _few(experts)
     yield from _ragged(features)
     types = {"pair_out": "*bf16", "out": "*bf16", "num_cols": "i32", "out_stride": "i32"} | _ROUTING
