@@ -25,6 +25,13 @@ def _get_block_sizes_for_extend_attention(Lq, Lv):
         BLOCK_M, BLOCK_N = 64, 32
     num_warps = 4 if Lq <= 64 else 8
     return BLOCK_DMODEL, BLOCK_DPE, BLOCK_DV, BLOCK_M, BLOCK_N, num_warps
+
+def extend_attention_fwd(q_extend, k_extend, v_extend, o_extend, k_buffer, v_buffer, qo_indptr, kv_indptr, kv_indices,
+                         custom_mask, is_causal, mask_indptr, max_len_extend, k_scale, v_scale):
+    Lq, Lv = q_extend.shape[-1], v_extend.shape[-1]
+    _, _, _, BLOCK_M, BLOCK_N, num_warps = _get_block_sizes_for_extend_attention(Lq, Lv)
+    grid = (1, triton.cdiv(max_len_extend, BLOCK_M))
+    _fwd_kernel[grid](q_extend, custom_mask, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=num_warps)
 """
 
 PREFILL = """

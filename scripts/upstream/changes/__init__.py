@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from upstream.change import Change
 from upstream.changes.allreduce_fusion import AllReduceFusion
-from upstream.changes.attention_tiles import ExtendTiles, PrefillTiles
+from upstream.changes.attention_tiles import ExtendTiles, PrefillTiles, TreeMaskTiles
 from upstream.changes.deepseek_v4 import V4Arguments, V4Decode, V4Indexer
 from upstream.changes.hybrid_backends import HybridBackends
 from upstream.changes.inkling import InklingStages
@@ -16,6 +16,7 @@ from upstream.changes.sparse_attention import ContextParallelIndexer, IndexerLog
 
 ALL: tuple[type[Change], ...] = (
     ExtendTiles,
+    TreeMaskTiles,
     PrefillTiles,
     HybridBackends,
     DefaultBackend,

@@ -8,6 +8,7 @@ import pytest
 import upstream_trees as synthetic
 from upstream.change import Change, FailedCheck, NotApplicable, Outcome, apply, mark
 from upstream.changes import ALL
+from upstream.own_files import own
 from upstream.tree import Tree
 from upstream_trees import ATTENTION, EXTEND, FILES, MOE, OPS
 
@@ -71,6 +72,9 @@ MANGLED = (
     ),
     ("extend-tiles", EXTEND_PATH, "(Lq, Lv):", "(head_dim):", "head_dim"),
     ("extend-tiles", EXTEND_PATH, "    return BLOCK_DMODEL", "    yield BLOCK_DMODEL", "no longer works"),
+    ("tree-mask-tiles", EXTEND_PATH, "extend_attention_fwd", "extend_attention_forward", "extend_attention_forward"),
+    ("tree-mask-tiles", EXTEND_PATH, "custom_mask", "mask", "no longer takes custom_mask"),
+    ("tree-mask-tiles", EXTEND_PATH, "BLOCK_M", "ROWS", "no longer"),
     ("prefill-tiles", PREFILL_PATH, "context_attention_fwd", "context_attention_forward", "context_attention_forward"),
     ("prefill-tiles", PREFILL_PATH, "max_input_len", "max_len", "max_len"),
     ("hybrid-backends", REGISTRY_PATH, "attn_backend_wrapper", "wrap_attn_backend", ""),
@@ -141,9 +145,9 @@ def test_moved_is_reported_and_nothing_is_touched(
 
 def test_a_moved_change_does_not_keep_the_others_from_being_applied(tmp_path: Path) -> None:
     root = synthetic.write(tmp_path)
-    synthetic.mangle(root, *MANGLED[0][1:4])
+    synthetic.mangle(root, PREFILL_PATH, "context_attention_fwd", "context_attention_forward")
     found = synthetic.outcomes(root)
-    assert found.pop("extend-tiles") is Outcome.MOVED
+    assert found.pop("prefill-tiles") is Outcome.MOVED
     assert set(found.values()) == {Outcome.APPLIED}
 
 
@@ -153,8 +157,14 @@ TILES = """
         BLOCK_M, BLOCK_N, num_warps = tile if max(Lq, Lv) <= 288 else (16, 64, 8)
     return"""
 
+MASKED_TILES = """
+    if CUDA_CAPABILITY[0] == 12 and custom_mask is not None:
+        BLOCK_M, BLOCK_N = 64 if Lq <= 64 else 32 if Lq <= 192 else 16, 64
+    grid ="""
+
 DONE_UPSTREAM = (
     ("extend-tiles", EXTEND_PATH, "    return", TILES),
+    ("tree-mask-tiles", EXTEND_PATH, "    grid =", MASKED_TILES),
     ("prefill-tiles", PREFILL_PATH, "> 8:", "in (9, 10):"),
     ("hybrid-backends", REGISTRY_PATH, '== "triton"', 'in ("triton", "flashinfer")'),
     (
@@ -247,6 +257,22 @@ def test_a_change_that_was_undone_by_hand_fails_its_check(tmp_path: Path) -> Non
     path.write_text(path.read_text().replace("if USE_SM120_TILES:", "if False:"))
     result = synthetic.outcome(root, "extend-tiles")
     assert result.outcome is Outcome.FAILED and "measured tiles" in result.detail
+
+
+@pytest.mark.parametrize(
+    ("condition", "detail"), [("False", "does not get"), ("USE_SM120_TILES", "no longer"), ("custom_mask", "no longer")]
+)
+def test_the_tile_for_masks_is_for_masks_and_sm12x_alone(tmp_path: Path, condition: str, detail: str) -> None:
+    root = synthetic.write(tmp_path)
+    synthetic.outcome(root, "tree-mask-tiles")
+    synthetic.mangle(root, EXTEND_PATH, "USE_SM120_TILES and custom_mask is not None", condition)
+    result = synthetic.outcome(root, "tree-mask-tiles")
+    assert result.outcome is Outcome.FAILED and detail in result.detail
+
+
+def test_rows_that_are_no_multiple_of_16_take_smaller_prefill_blocks() -> None:
+    block = own("attention_tiles").prefill_block
+    assert [block(head_dim) for head_dim in (64, 72, 80, 136, 256, 512)] == [64, 32, 64, 32, 64, 32]
 
 
 def test_a_file_of_ours_that_is_someone_elses_is_not_overwritten(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ APPLIED, UPSTREAM, ABSENT = Outcome.APPLIED, Outcome.ALREADY_UPSTREAM, Outcome.N
 EXPECTED = {
     #                        0.5.8     0.5.12    0.5.15    0.5.23
     "extend-tiles":         (APPLIED,  APPLIED,  APPLIED,  APPLIED),
+    "tree-mask-tiles":      (APPLIED,  APPLIED,  APPLIED,  APPLIED),
     "prefill-tiles":        (APPLIED,  APPLIED,  APPLIED,  APPLIED),
     "hybrid-backends":      (APPLIED,  UPSTREAM, UPSTREAM, UPSTREAM),
     "default-backend":      (UPSTREAM, UPSTREAM, UPSTREAM, UPSTREAM),
@@ -78,6 +79,11 @@ def mla(dtype):
     new, cached = (k, k[..., :512], o), (cache, cache[..., :512], int32(3), int32(3), int32(64).long())
     extend(q, *new, *cached, None, True, None, 64, 1.0, 1.0)
 
+def tree_mask(head_dim):
+    q, cache = (torch.empty(n, 4, head_dim, dtype=torch.bfloat16) for n in (64, 256))
+    mask, cached = torch.empty(64 * 256, dtype=torch.bool), (cache, cache, int32(3), int32(3), int32(64).long())
+    extend(q, q, q, q, *cached, mask, True, int32(3).long(), 64, 1.0, 1.0)
+
 def vision(head_dim):
     q = torch.empty(64, 8, head_dim, dtype=torch.bfloat16)
     prefill(q, q, q, q, int32(2), int32(2), 64)
@@ -97,7 +103,8 @@ print(json.dumps({{
     **({{"experts": launched(experts, moe_only=True)}} if {experts} else {{}}),
     "mla bf16": launched(lambda: mla(torch.bfloat16)),
     "mla fp8": launched(lambda: mla(torch.float8_e4m3fn)),
-    **{{f"vision {{d}}": launched(lambda: vision(d)) for d in (64, 80, 128, 256)}},
+    **{{f"vision {{d}}": launched(lambda: vision(d)) for d in (64, 72, 80, 128, 256)}},
+    **{{f"tree mask {{d}}": launched(lambda: tree_mask(d)) for d in (64, 128, 256)}},
 }}))
 """
 
@@ -164,6 +171,6 @@ def test_the_crash_of_0_5_8_is_gone(made: dict[str, rebase.Rebased]) -> None:
 @pytest.mark.parametrize("release", RELEASES[1:])
 def test_attention_fits_without_spills(made: dict[str, rebase.Rebased], release: str) -> None:
     before, after = measured(resolve(release).package_parent), measured(made[release].package_parent)
-    assert before["vision 256"][0] == 163_840 and before["mla fp8"][1] > 0
+    assert before["vision 256"][0] == 163_840 and before["mla fp8"][1] > 0 and before["tree mask 128"][1] > 0
     for name, (shared, spills) in after.items():
         assert shared <= LIMIT and spills == 0, name

@@ -88,6 +88,15 @@ def test_rights_are_few_and_time_is_bounded(path: Path) -> None:
     assert len(re.findall(r"uses: .* # v\d", text)) == text.count("uses:")  # the version beside the hash
 
 
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_the_package_index_is_a_variable_of_the_repository(path: Path) -> None:
+    text = path.read_text()
+    assert set(re.findall(r"https?://([\w.-]+)", text)) <= {"github.com"}
+    for job in yaml.safe_load(text)["jobs"].values():
+        if any("make install" in step.get("run", "") for step in job["steps"]):
+            assert job["env"]["PIP_EXTRA_INDEX_URL"] == "${{ vars.PIP_EXTRA_INDEX_URL }}"
+
+
 def test_artifacts_are_where_the_next_job_looks() -> None:
     job = yaml.safe_load(WORKFLOWS[1].read_text())["jobs"]
     (upload,) = [step for step in job["upstream"]["steps"] if "upload-artifact" in step.get("uses", "")]
