@@ -17,8 +17,8 @@ class LinearWeight:
     """The weight [N, K], one module's or several stacked by rows.
 
     `data` [N, K], or uint8 [N, K / 2] with even columns in the low bits; `scale` as `scheme.scale_shape(N, K)` (e8m0 as
-    uint8, int4's in 16 bits); `row_factor` [N] fp32: NVFP4's factor of the matrix that a row is from; `input_scale` [1]
-    fp32: the static scale of activations, or NVFP4's factor for them.
+    uint8, int4's in 16 bits); `row_factor` [N] fp32: NVFP4's factor of the matrix that a row is from; `input_scale`
+    [parts] fp32, all equal once loaded: the static scale of activations, or NVFP4's factor for them.
     """
 
     data: torch.Tensor
