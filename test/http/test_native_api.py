@@ -14,7 +14,7 @@ import httpx
 import pytest
 from live_server import LiveServer
 
-PROMPT = "Question: Tom has 12 apples. He buys 30 more and then gives 5 away. How many apples does he have now?\nAnswer:"
+PROMPT = "Question: Tom has 12 apples. He buys 30 more and then gives 5 away. How many does he have now?\nAnswer:"
 """The embedded model writes its sums in two dozen tokens: more than any test asks for."""
 
 

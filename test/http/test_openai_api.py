@@ -14,7 +14,7 @@ from sglang.srt.constrained.grammar_backend import MAX_WHITESPACE
 MODEL = "tiny"
 COUNT: list[Any] = [{"role": "user", "content": "Count from 10 to 21."}]
 """The embedded model answers with 46 tokens: more than any test lets it write."""
-STORY = "Question: Tom has 12 apples. He buys 30 more and then gives 5 away. How many apples does he have now?\nAnswer:"
+STORY = "Question: Tom has 12 apples. He buys 30 more and then gives 5 away. How many does he have now?\nAnswer:"
 """And this one with two lines of sums and the result, in two dozen."""
 
 
