@@ -271,7 +271,7 @@ def test_defects_change_what_the_model_computes(name: str, config: dict[str, Any
 
 def test_a_defect_that_changes_nothing_is_refused(config: dict[str, Any], files: Path, tmp_path: Path) -> None:
     source = save(TinyModel(config, torch.float32), files, tmp_path / "good")
-    with pytest.raises(ValueError, match="leaves every weight as it was"):
+    with pytest.raises(ValueError, match="leaves everything as it was"):
         with_defect(source, tmp_path / "bad", forget_norm("model.norm.weight"))
 
 
