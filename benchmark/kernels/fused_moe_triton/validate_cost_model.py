@@ -56,9 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arch = current_arch()
     shapes = [shape for shape in SHAPES if args.only in str(shape)]
     kept = usable_tiles(shapes, arch, args.processes)
-    points = list(measure(shapes, kept, args.batch_size, args.minutes * 60))
-    content = {"device": device_name(), "product": arch.product, "points": points}
-    args.output.write_text(json.dumps(content) + "\n")
+    content: dict[str, Any] = {"device": device_name(), "product": arch.product, "points": []}
+    points = content["points"]
+    for point in measure(shapes, kept, args.batch_size, args.minutes * 60):
+        points.append(point)
+        args.output.write_text(json.dumps(content) + "\n")  # an interruption leaves what was timed
     missing = len(shapes) * len(args.batch_size) - len(points)
     if missing:
         print(f"The time was up before {missing} points were timed.")
