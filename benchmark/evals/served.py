@@ -1,0 +1,88 @@
+"""A server of this checkout in its own process, for as long as a script needs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+START_LIMIT_S = 300.0
+"""The first server on a GPU compiles its kernels."""
+
+
+class ServerFailed(Exception):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    url: str
+    start_seconds: float
+
+    def info(self) -> dict[str, Any]:
+        with urllib.request.urlopen(f"{self.url}/server_info", timeout=60) as reply:
+            found: dict[str, Any] = json.load(reply)
+        return found
+
+
+def checkout_env(**more: str) -> dict[str, str]:
+    """The environment in which `python -m sglang...` is this checkout's."""
+    path = os.pathsep.join(filter(None, (str(ROOT / "python"), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", **more}
+
+
+@contextmanager
+def served(model: Path, log: Path, flags: Sequence[str] = ()) -> Iterator[Server]:
+    """Raises ServerFailed, with the end of `log`, if the server does not come up."""
+    port = _free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port), *flags]
+    started = time.monotonic()
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=checkout_env(), start_new_session=True)
+    try:
+        while not _healthy(url):
+            if process.poll() is not None or time.monotonic() - started > START_LIMIT_S:
+                raise ServerFailed(f"the server of {model} did not come up; {log} ends with\n{_end(log)}")
+            time.sleep(0.2)
+        yield Server(url, time.monotonic() - started)
+    finally:
+        _stop(process)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False
+
+
+def _end(log: Path) -> str:
+    return log.read_text(errors="replace")[-2000:]
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
