@@ -35,7 +35,8 @@ def swaps(tile: Tile, kind: str, features: Collection[str]) -> bool:
 
 _ANY = float("inf")
 
-# gate_up holds two BLOCK_N wide operands and accumulators.
+# gate_up holds two BLOCK_N wide operands and accumulators. "planes": every warp widens the weights that it multiplies, so
+# that BLOCK_N above BLOCK_M has them widened once and not by each.
 TILES: Mapping[str, tuple[MoeTiles, ...]] = {
     "plain": (
         MoeTiles(12, tile(16, 32, 128, 1, 4, 4), tile(16, 64, 128, 1, 4, 4)),
@@ -58,7 +59,7 @@ TILES: Mapping[str, tuple[MoeTiles, ...]] = {
     "planes": (
         MoeTiles(12, tile(16, 64, 128, 1, 4, 4), tile(16, 128, 128, 1, 4, 4)),
         MoeTiles(27, tile(32, 64, 128, 1, 4, 3), tile(32, 128, 128, 1, 4, 3)),
-        MoeTiles(56, tile(64, 64, 128, 8, 8, 3), tile(64, 128, 128, 8, 8, 3)),
+        MoeTiles(56, tile(64, 128, 128, 8, 8, 3), tile(64, 128, 128, 8, 8, 3)),
         MoeTiles(_ANY, tile(128, 64, 128, 8, 8, 2), tile(128, 64, 128, 8, 4, 3)),
     ),
     "mx": (
