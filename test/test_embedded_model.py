@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 
 DIRECTORY = Path(DEFAULT_MODEL_PATH)
-SCRIPT = Path(__file__).parents[1] / "scripts" / "tiny_model" / "make_random.py"
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +22,7 @@ def tokenizer() -> Any:
 
 
 def test_size() -> None:
-    assert sum(path.stat().st_size for path in DIRECTORY.iterdir()) < 8 << 20
+    assert sum(path.stat().st_size for path in DIRECTORY.iterdir()) < 16e6
 
 
 def test_our_reading_of_its_config() -> None:
@@ -114,12 +111,3 @@ def test_transformers_runs_it(tokenizer: Any) -> None:
     output = model.generate(prompt, max_new_tokens=8, do_sample=False)
     assert output.shape[1] > prompt.shape[1]
     assert torch.isfinite(model(prompt).logits).all()
-
-
-def test_script_makes_the_shipped_tokenizer(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, str(SCRIPT), str(tmp_path)], check=True, capture_output=True, timeout=120)
-    for path in DIRECTORY.iterdir():
-        other = tmp_path / path.name
-        assert other.is_file(), f"the script does not write {path.name}"
-        if path.suffix != ".safetensors":  # torch may change its generator between versions
-            assert other.read_bytes() == path.read_bytes(), path.name

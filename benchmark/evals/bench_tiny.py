@@ -2,9 +2,12 @@
 """Held-out score of the embedded model by task, over OpenAI's API.
 
     python benchmark/evals/bench_tiny.py [--port 30000] [--limit 10] [--tasks add,sort] [--output report.json] [--check]
+        [--margins]
 
 The problems are made by scripts/tiny_model from a fixed seed and were never in training; --data-path reads others.
 Every answer is greedy and right or wrong as a whole. With --check the exit status says whether the targets are met.
+--margins also asks how sure the model was: how much likelier, in nats, each token was than the next best one. That
+moves with any error of the computation, long before an answer changes.
 """
 
 from __future__ import annotations
@@ -52,19 +55,29 @@ class Score:
     right: int = 0
     invalid: int = 0
     errors: int = 0
+    tokens: int = 0
+    """Whose margins were measured."""
+    margins: float = 0.0
+    """Their sum, nats."""
+
+    @property
+    def margin(self) -> float | None:
+        """Mean a token; None if it was not measured."""
+        return self.margins / self.tokens if self.tokens else None
 
     @property
     def share(self) -> float:
         return self.right / self.count if self.count else 0.0
 
     def as_dict(self) -> dict[str, float]:
-        return {
+        found: dict[str, float] = {
             "score": round(self.share, 4),
             "count": self.count,
             "right": self.right,
             "invalid": self.invalid,
             "errors": self.errors,
         }
+        return found if self.margin is None else {**found, "margin": round(self.margin, 4)}
 
 
 @dataclass(slots=True)
@@ -82,7 +95,11 @@ class Report:
             score.errors += 1
             verdict = Verdict(False, False, f"error: {answer.error}")
         else:
-            verdict = judge(item, answer.body["choices"][0])
+            choice = answer.body["choices"][0]
+            verdict = judge(item, choice)
+            margins = token_margins(choice)
+            score.tokens += len(margins)
+            score.margins += sum(margins)
             score.right += verdict.right
             score.invalid += not verdict.valid
         if not verdict.right:
@@ -110,6 +127,8 @@ class Report:
             sum(p.right for p in parts),
             sum(p.invalid for p in parts),
             sum(p.errors for p in parts),
+            sum(p.tokens for p in parts),
+            sum(p.margins for p in parts),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -124,11 +143,12 @@ class Report:
         }
 
     def table(self) -> str:
-        lines = [f"{'task':<22} {'score':>7} {'right':>6} {'of':>6} {'invalid':>8} {'errors':>7}"]
+        heading = f"{'task':<22} {'score':>7} {'right':>6} {'of':>6} {'invalid':>8} {'errors':>7}"
+        lines = [heading if self.whole().margin is None else f"{heading} {'margin':>7}"]
         for task, score in [*self.scores.items(), ("all", self.whole())]:
             lines.append(
                 f"{task:<22} {100 * score.share:>6.1f}% {score.right:>6} {score.count:>6} {score.invalid:>8}"
-                f" {score.errors:>7}"
+                f" {score.errors:>7}" + ("" if score.margin is None else f" {score.margin:>7.2f}")
             )
         for target in TARGETS:
             if (part := self.target(target)) is not None:
@@ -162,19 +182,34 @@ def load(path: Path | None, limit: int | None, tasks: Sequence[str]) -> list[dic
     return found
 
 
-def request(item: dict[str, Any]) -> api.Request:
+def request(item: dict[str, Any], margins: bool = False) -> api.Request:
     limits = {"temperature": 0, "max_tokens": item["max_tokens"]}
     if item.get("prompt"):
-        return api.Request("/v1/completions", {"prompt": item["prompt"], "stop": STOPS, **limits})
-    body = {"messages": item["messages"], "chat_template_kwargs": item["chat_template_kwargs"], **limits}
+        asked = {"logprobs": 2} if margins else {}
+        return api.Request("/v1/completions", {"prompt": item["prompt"], "stop": STOPS, **limits, **asked})
+    asked = {"logprobs": True, "top_logprobs": 2} if margins else {}
+    body = {"messages": item["messages"], "chat_template_kwargs": item["chat_template_kwargs"], **limits, **asked}
     if item.get("tools"):
         body["tools"] = item["tools"]
     return api.Request("/v1/chat/completions", body)
 
 
-def evaluate(url: str, items: list[dict[str, Any]], parallel: int, api_key: str | None = None) -> Report:
+def token_margins(choice: dict[str, Any]) -> list[float]:
+    """Of each token of an answer, its log probability less that of the next best; none if they were not asked for."""
+    found = choice.get("logprobs") or {}
+    if "content" in found:
+        tops = [[top["logprob"] for top in token["top_logprobs"]] for token in found["content"] or ()]
+    else:
+        tops = [list(top.values()) for top in found.get("top_logprobs") or ()]
+    ordered = (sorted(top, reverse=True) for top in tops)
+    return [top[0] - top[1] for top in ordered if len(top) > 1]
+
+
+def evaluate(
+    url: str, items: list[dict[str, Any]], parallel: int, api_key: str | None = None, margins: bool = False
+) -> Report:
     report = Report()
-    answers, report.seconds = api.run(url, [request(item) for item in items], parallel, api_key)
+    answers, report.seconds = api.run(url, [request(item, margins) for item in items], parallel, api_key)
     for item, answer in zip(items, answers, strict=True):
         report.add(item, answer)
     return report
@@ -191,6 +226,7 @@ def main() -> int:
     parser.add_argument("--tasks", default="", help="separated by commas (default: all)")
     parser.add_argument("--data-path", type=Path, help="problems, one JSON object a line")
     parser.add_argument("--output", type=Path, help="JSON report")
+    parser.add_argument("--margins", action="store_true", help="measure how sure the model was of its tokens, too")
     parser.add_argument("--check", action="store_true", help="fail if a target is missed")
     args = parser.parse_args()
     try:
@@ -198,7 +234,8 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    report = evaluate(args.base_url or api.base_url(args.host, args.port), items, args.parallel, args.api_key)
+    url = args.base_url or api.base_url(args.host, args.port)
+    report = evaluate(url, items, args.parallel, args.api_key, args.margins)
     print(report.table())
     if args.output:
         args.output.write_text(json.dumps(report.as_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

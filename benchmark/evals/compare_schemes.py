@@ -100,15 +100,18 @@ class Run:
     model: Path
     work: Path
     problems: list[dict[str, Any]]
+    device: str
     flags: tuple[str, ...]
 
     def measure(self, form: Form) -> Outcome:
         directory = self.model if form.scheme is None else self.export(form)
         with served(directory, self.work / f"{form.name}.log", self.flags) as server:
-            report = bench_tiny.evaluate(server.url, self.problems, PARALLEL)
+            report = bench_tiny.evaluate(server.url, self.problems, PARALLEL, margins=True)
             kernels = kernels_of(server, form)  # after the run: it also tells of launches that failed
             seconds = server.start_seconds
-        print(f"{form.name}: up after {seconds:.0f} s, scored in {report.seconds:.0f} s", file=sys.stderr, flush=True)
+        right = f"{report.whole().right} of {report.whole().count} right"
+        took = f"up after {seconds:.0f} s, scored in {report.seconds:.0f} s"
+        print(f"{form.name}: {right}; {took}", file=sys.stderr, flush=True)
         return Outcome(form, kernels, report, seconds)
 
     def export(self, form: Form) -> Path:
@@ -116,7 +119,7 @@ class Run:
         command = [sys.executable, "-m", "sglang.quantize", "--model-path", str(self.model), "--output", str(output)]
         command += ["--scheme", str(form.scheme), *form.flags]
         if form.calibrated:
-            command += ["--calibrate", str(self.prompts), "--calibration-device", "cpu"]
+            command += ["--calibrate", str(self.prompts), "--calibration-device", self.device]
         done = subprocess.run(command, env=checkout_env(SGLANG_FORCE_ARCH=""), capture_output=True, text=True)
         if done.returncode:
             raise ServerFailed(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
@@ -166,6 +169,12 @@ def points_lost(base: Outcome, other: Outcome) -> float:
     return 100 * (base.report.whole().share - other.report.whole().share)
 
 
+def margin_moved(base: Outcome, other: Outcome) -> float:
+    """By how much the model is more or less sure of its tokens, relative."""
+    before, after = base.report.whole().margin, other.report.whole().margin
+    return after / before - 1 if before and after else 0.0
+
+
 def worst_target(base: Outcome, other: Outcome) -> tuple[str, float]:
     """The target that lost most, and how many points."""
     lost = [
@@ -180,8 +189,9 @@ def table(outcomes: list[Outcome]) -> str:
     """Markdown. The first outcome is the base."""
     base = outcomes[0]
     lines = [
-        "| form | score | points lost | newly wrong | newly right | targets missed | most lost by a target | experts |",
-        "|---|---|---|---|---|---|---|---|",
+        "| form | score | points lost | newly wrong | newly right | margin | targets missed | most lost by a target |"
+        " experts |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for one in outcomes:
         whole = one.report.whole()
@@ -192,6 +202,7 @@ def table(outcomes: list[Outcome]) -> str:
             f"{points_lost(base, one):.2f}",
             str(len(one.wrong - base.wrong)),
             str(len(base.wrong - one.wrong)),
+            f"{100 * margin_moved(base, one):+.2f}%",
             "; ".join(one.report.missed()) or "none",
             f"{name} {lost:.1f}" if lost > 0 else "none",
             one.kernels.experts,
@@ -259,7 +270,8 @@ def main() -> int:
         work = args.work_dir or Path(tempfile.mkdtemp(prefix="tiny-schemes-"))
         work.mkdir(parents=True, exist_ok=True)
         problems = bench_tiny.load(None, args.limit, [name for name in args.tasks.split(",") if name])
-        run = Run(args.model, work, problems, (*SERVER_FLAGS, "--device", args.device, "--dtype", args.dtype))
+        flags = (*SERVER_FLAGS, "--device", args.device, "--dtype", args.dtype)
+        run = Run(args.model, work, problems, args.device, flags)
         write_calibration(run.prompts)
         with ThreadPoolExecutor(args.jobs) as pool:
             outcomes = list(pool.map(run.measure, forms))

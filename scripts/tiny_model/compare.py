@@ -16,6 +16,9 @@ from tokenizers import Tokenizer
 from tiny_model.heldout import all_items
 from tiny_model.render import prompt_text
 
+STOP = "Question"
+"""Of text that is continued, as in benchmark/evals."""
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -79,6 +82,12 @@ def first_difference(reference: list[int], server: list[int]) -> int | None:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(reference), len(server)))
 
 
+def until(tokenizer: Tokenizer, ids: list[int], stop: str) -> list[int]:
+    """Up to the token that completes `stop`, with it."""
+    ends = (end for end in range(1, len(ids)) if stop in tokenizer.decode(ids[:end], skip_special_tokens=False))
+    return ids[: next(ends, len(ids))]
+
+
 def compare(args: argparse.Namespace) -> int:
     """The exit status: 0 if enough prompts agree."""
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
@@ -90,8 +99,10 @@ def compare(args: argparse.Namespace) -> int:
         prompt = tokenizer.encode(text, add_special_tokens=False).ids
         wanted, margins = reference.greedy(prompt, args.max_new_tokens)
         got = server_greedy(args.base_url, prompt, args.max_new_tokens)
-        total, tokens = total + 1, tokens + len(wanted)
+        if item.problem.prompt:  # nobody reads on after the stop string: what follows is not an answer
+            wanted, got = until(tokenizer, wanted, STOP), until(tokenizer, got, STOP)
         place = first_difference(_without_end(wanted, reference.ends), _without_end(got, reference.ends))
+        total, tokens = total + 1, tokens + len(wanted)
         if place is not None:
             ours, theirs = (tokenizer.decode(ids, skip_special_tokens=False) for ids in (got, wanted))
             differences.append(Difference(item.id, place, theirs, ours, margins[min(place, len(margins) - 1)]))

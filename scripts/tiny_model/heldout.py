@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tiny_model.arithmetic import gsm8k_row, tell
+from tiny_model.knowledge import every_fact
 from tiny_model.mixture import TASK_NAMES, TASKS, draw
-from tiny_model.problem import Message, Problem, is_held_out_key
+from tiny_model.problem import Message, Problem, is_held_out, is_held_out_key
 from tiny_model.render import answer_text
 
 SEED = 20261121
@@ -99,9 +100,15 @@ def all_items(count: int = DEFAULT_COUNT, tasks: tuple[str, ...] = TASK_NAMES) -
         yield from items(task, count)
 
 
-def write(path: Path, count: int) -> int:
+def every_held_out_fact() -> list[Item]:
+    """Facts are few: all held-out ways of asking, each once."""
+    found = [problem for problem in every_fact() if is_held_out(problem)]
+    return [Item(f"facts-{number}", "facts", problem, True) for number, problem in enumerate(found)]
+
+
+def write(path: Path, items_written: Iterable[Item]) -> int:
     """One JSON object a line; returns how many."""
-    lines = [json.dumps(item.as_dict(), ensure_ascii=False) for item in all_items(count)]
+    lines = [json.dumps(item.as_dict(), ensure_ascii=False) for item in items_written]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return len(lines)
 

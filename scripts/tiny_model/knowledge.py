@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 from tiny_model.corpus import ENDINGS, SENTENCES, TOPICS
 from tiny_model.lookup import filler
@@ -15,15 +16,24 @@ def fact(rng: random.Random) -> Problem:
     tables = facts()
     name = rng.choices(list(tables), weights=[len(t["pairs"]) for t in tables.values()])[0]
     table = tables[name]
-    x, y = rng.choice(list(table["pairs"].items()))
+    x = rng.choice(list(table["pairs"]))
     phrasing = rng.randrange(len(table["ask"]))
     question = table["ask"][phrasing].format(x=x)
-    return Problem(
-        "facts",
-        (canonical("fact", name, x, phrasing),),
-        (user(varied(rng, question, change_case=False)),),
-        table["answer"].format(x=x, y=y),
-    )
+    return _fact(name, x, phrasing, varied(rng, question, change_case=False))
+
+
+def every_fact() -> Iterator[Problem]:
+    """All of them in all ways of asking, without openings and the like."""
+    for name, table in facts().items():
+        for x in table["pairs"]:
+            for phrasing, ask in enumerate(table["ask"]):
+                yield _fact(name, x, phrasing, ask.format(x=x))
+
+
+def _fact(name: str, x: str, phrasing: int, question: str) -> Problem:
+    table = facts()[name]
+    answer = table["answer"].format(x=x, y=table["pairs"][x])
+    return Problem("facts", (canonical("fact", name, x, phrasing),), (user(question),), answer)
 
 
 UNKNOWN = "I am too small to answer that."

@@ -15,6 +15,9 @@ PALETTE = (
     "#1f77b4 #ff7f0e #2ca02c #d62728 #9467bd #8c564b #e377c2 #7f7f7f #bcbd22 #17becf #393b79 #637939 #8c6d31 #843c39"
 ).split()
 
+FLOOR = 1e-4
+"""Of losses: the record keeps four digits."""
+
 Point = tuple[float, float]
 
 
@@ -23,15 +26,15 @@ def picture(record: dict[str, Any]) -> str:
     history, evaluations = record["history"], record["evaluations"]
     tasks = sorted({task for row in history for task in row["tasks"]})
     losses: dict[str, list[Point]] = {
-        task: [(row["step"], max(row["tasks"][task], 1e-5)) for row in history if task in row["tasks"]]
+        task: [(row["step"], max(row["tasks"][task], FLOOR)) for row in history if task in row["tasks"]]
         for task in tasks
     }
-    whole = [(row["step"], max(row["loss"], 1e-5)) for row in history]
+    whole = [(row["step"], max(row["loss"], FLOOR)) for row in history]
     exact = {
         task: [(row["step"], 100 * row["scores"][task]) for row in evaluations if task in row["scores"]]
         for task in tasks
     }
-    steps = max(row["step"] for row in history)
+    steps = max(row["step"] for row in (*history, *evaluations))
     title = (
         f"{record['parameters'] / 1e6:.1f}M parameters, {steps} steps, {record['seconds']:.0f} s on {record['device']}"
     )

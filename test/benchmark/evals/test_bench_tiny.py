@@ -87,6 +87,28 @@ def test_errors_are_counted_apart(problems: list[dict[str, Any]]) -> None:
     assert "HTTP 503" in report.failures[0]["got"]
 
 
+def test_margins_are_those_over_the_next_best_token(problems: list[dict[str, Any]]) -> None:
+    """The mean is over tokens, not over answers."""
+    asked = [item for item in problems if item["task"] in ("add", "few_shot")]
+
+    def reply(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if path == "/v1/completions":
+            assert body["logprobs"] == 2
+            return {"text": "", "logprobs": {"top_logprobs": [{"a": -4.0, "b": -1.0}, {"only": 0.0}]}}
+        assert body["logprobs"] is True and body["top_logprobs"] == 2
+        tops = [[-0.5, -2.5], [-1.0, -7.0]] if body["messages"] == asked[0]["messages"] else [[-1.0, -2.0]]
+        content = [{"top_logprobs": [{"logprob": value} for value in top]} for top in tops]
+        return {"message": {"content": ""}, "logprobs": {"content": content}}
+
+    with FakeServer(reply) as server:
+        report = bench_tiny.evaluate(f"http://127.0.0.1:{server.port}", asked, parallel=2, margins=True)
+    assert report.scores["add"].margin == pytest.approx((2 + 6 + 1 + 1) / 4)
+    assert report.scores["few_shot"].margin == pytest.approx(3)
+    assert report.whole().margin == pytest.approx((10 + 9) / 7)
+    assert report.as_dict()["tasks"]["few_shot"]["margin"] == 3
+    assert "margin" in report.table() and "margin" not in bench_tiny.Report().table()
+
+
 CALL = {"name": "f", "arguments": {"n": 1}}
 
 

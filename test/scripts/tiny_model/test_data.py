@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tiny_model import arithmetic, lookup
-from tiny_model.heldout import all_items, items, write_gsm8k
+from tiny_model.heldout import all_items, every_held_out_fact, items, write_gsm8k
 from tiny_model.mixture import TASK_NAMES, TASKS, Encoder, Shape, batch, draw
 from tiny_model.problem import Problem, is_held_out, is_held_out_key, is_trainable
 from tiny_model.render import answer_text, prompt_text, segments
@@ -273,6 +273,17 @@ def test_held_out_problems_are_different_ones() -> None:
             found = items(task, 30)
             assert len({item.problem.prompt or json.dumps(item.problem.messages) for item in found}) == 30
             assert {item.thinking for item in found} == {True, False}
+
+
+def test_every_held_out_fact_is_there_once() -> None:
+    asked = [item.problem.messages[0]["content"] for item in every_held_out_fact()]
+    assert len(asked) == len(set(asked))
+    ways = sum(len(table["ask"]) * len(table["pairs"]) for table in facts().values())
+    assert len(asked) == pytest.approx(ways / 12, rel=0.2)
+    rng = random.Random(0)
+    for _ in range(20):
+        question = draw("facts", rng, held_out=True).messages[0]["content"]
+        assert any(whole[1:-1] in question for whole in asked), "an opening or an end may differ"
 
 
 def test_unknown_tasks_are_refused() -> None:
