@@ -100,6 +100,7 @@ class Run:
     model: Path
     work: Path
     problems: list[dict[str, Any]]
+    device: str
     flags: tuple[str, ...]
 
     def measure(self, form: Form) -> Outcome:
@@ -108,7 +109,9 @@ class Run:
             report = bench_tiny.evaluate(server.url, self.problems, PARALLEL, margins=True)
             kernels = kernels_of(server, form)  # after the run: it also tells of launches that failed
             seconds = server.start_seconds
-        print(f"{form.name}: up after {seconds:.0f} s, scored in {report.seconds:.0f} s", file=sys.stderr, flush=True)
+        right = f"{report.whole().right} of {report.whole().count} right"
+        took = f"up after {seconds:.0f} s, scored in {report.seconds:.0f} s"
+        print(f"{form.name}: {right}; {took}", file=sys.stderr, flush=True)
         return Outcome(form, kernels, report, seconds)
 
     def export(self, form: Form) -> Path:
@@ -116,7 +119,7 @@ class Run:
         command = [sys.executable, "-m", "sglang.quantize", "--model-path", str(self.model), "--output", str(output)]
         command += ["--scheme", str(form.scheme), *form.flags]
         if form.calibrated:
-            command += ["--calibrate", str(self.prompts), "--calibration-device", "cpu"]
+            command += ["--calibrate", str(self.prompts), "--calibration-device", self.device]
         done = subprocess.run(command, env=checkout_env(SGLANG_FORCE_ARCH=""), capture_output=True, text=True)
         if done.returncode:
             raise ServerFailed(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
@@ -267,7 +270,8 @@ def main() -> int:
         work = args.work_dir or Path(tempfile.mkdtemp(prefix="tiny-schemes-"))
         work.mkdir(parents=True, exist_ok=True)
         problems = bench_tiny.load(None, args.limit, [name for name in args.tasks.split(",") if name])
-        run = Run(args.model, work, problems, (*SERVER_FLAGS, "--device", args.device, "--dtype", args.dtype))
+        flags = (*SERVER_FLAGS, "--device", args.device, "--dtype", args.dtype)
+        run = Run(args.model, work, problems, args.device, flags)
         write_calibration(run.prompts)
         with ThreadPoolExecutor(args.jobs) as pool:
             outcomes = list(pool.map(run.measure, forms))

@@ -70,7 +70,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=9000)
     parser.add_argument(
-        "--minutes", type=float, default=7.5, help="of training, at most; the schedule fits itself to it"
+        "--minutes", type=float, default=8.9, help="of training, at most; the schedule fits itself to it"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda")

@@ -35,7 +35,7 @@ class Settings:
 
     output: Path
     steps: int = 9000
-    minutes: float = 7.5
+    minutes: float = 8.9
     seed: int = 0
     device: str = "cuda"
     workers: int = 0

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import bench_fused_moe as bench
 import pytest
-import sweep_tiles
 import torch
 
 from sglang.srt.configs.quant_scheme import SCHEMES
-from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.layers.quantization import reference
 
 KINDS = ("bf16", "fp8_block", "fp8_channel", "int4")
@@ -53,19 +51,3 @@ def test_table_has_ratios_and_their_mean() -> None:
     text = bench.table({"ceilings": limits, "ours": [row, row | {"batch": 64}], "peer": peer})
     assert "2.000" in text and "50.0" in text
     assert text.splitlines()[-1] == "geometric mean 1.000, least 0.500"
-
-
-def test_a_sweep_is_small_and_has_a_tile_for_every_batch() -> None:
-    arch = arch_by_name("sm_90")
-    for shape in bench.SHAPES.values():
-        own = sweep_tiles.MoeShape(shape.num_experts, shape.intermediate, shape.hidden, shape.top_k, None)
-        for kind in sweep_tiles.KINDS:
-            found = list(sweep_tiles.candidates(own, kind, bench.BATCHES, arch))
-            assert len(found) <= 120
-            heights = {tile["BLOCK_M"] for tile in found}
-            for num_tokens in bench.BATCHES:
-                wanted = sweep_tiles.heights_for(num_tokens * shape.top_k / shape.num_experts)
-                assert set(wanted) <= heights
-    assert sweep_tiles.heights_for(0.1) == (16,)
-    assert sweep_tiles.heights_for(32) == (32, 64)
-    assert sweep_tiles.heights_for(1000) == (64, 128)

@@ -63,6 +63,39 @@ def test_at_least_six_shapes_and_eight_batch_sizes() -> None:
     assert len({shape.scheme for shape in validation.SHAPES}) >= 3
 
 
+def test_shapes_that_the_model_has_not_seen_can_be_named(
+    machine: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "measured.json"
+    flags = ["--output", str(output), "--minutes", "1e6", "--batch-size", "64"]
+    assert validation.main([*flags, "--shape", "64,1408,2048,6,fp8_block", "64,1408,2048,6,bf16"]) == 0
+    _, points = fit_cost_model.read_measured(output)
+    assert [p.shape for p in points] == [MoeShape(64, 1408, 2048, 6, "fp8_block"), MoeShape(64, 1408, 2048, 6, None)]
+    for wrong in ("64,1408,2048,6,fp7", "64,1408,2048,bf16", "64,x,2048,6,bf16"):
+        with pytest.raises(SystemExit):
+            validation.main([*flags, "--shape", wrong])
+        assert wrong in capsys.readouterr().err
+
+
+def test_an_interruption_leaves_what_was_timed(machine: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
+    output = tmp_path / "measured.json"
+    points = validation.measure
+
+    def interrupted(*args: Any) -> Any:
+        for count, point in enumerate(points(*args)):
+            if count == 2:
+                raise KeyboardInterrupt
+            yield point
+
+    monkeypatch.setattr(validation, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        validation.main(
+            ["--output", str(output), "--minutes", "1e6", "--batch-size", "8", "64", "1024", "--only", "N=768"]
+        )
+    _, kept = fit_cost_model.read_measured(output)
+    assert [p.num_tokens for p in kept] == [8, 64]
+
+
 def test_everything_that_can_be_launched_is_timed_and_the_model_judged(
     machine: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

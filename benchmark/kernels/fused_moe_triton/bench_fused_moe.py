@@ -1,8 +1,6 @@
 """Speed of the experts' products beside the GPU's ceilings, and beside upstream's fused MoE kernel at the same inputs.
 
     python bench_fused_moe.py --out results.json [--peer-site DIR] [--shapes qwen3-bf16,...] [--batches 1,8,64,512,4096]
-    python bench_fused_moe.py --sweep DIR [--shapes ...] [--batches ...]     # times tiles, writes tuning files there
-    SGLANG_MOE_CONFIG_DIR=DIR python bench_fused_moe.py --out tuned.json     # with the files of a sweep
 
 `--peer-site` is a folder with upstream and its dependencies. Both sides have the package name `sglang`, so each runs in
 a process of its own, with inputs from the same seeds, and first compares its results with dequantized fp32. Times are
@@ -156,7 +154,7 @@ Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """x, weights, ids -> result."""
 
 
-def our_layer(inputs: Inputs, pair_out_bytes: int | None = None) -> Layer:
+def our_layer(inputs: Inputs) -> Layer:
     from sglang.srt.configs.quant_scheme import SCHEMES
     from sglang.srt.hardware.arch import current_arch
     from sglang.srt.layers.moe.expert_weights import ExpertWeights, repack
@@ -177,7 +175,7 @@ def our_layer(inputs: Inputs, pair_out_bytes: int | None = None) -> Layer:
 
     def layer(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         tiles = None if tuned is None else tuned.for_launch(x.shape[0], shape.top_k)
-        return fused_moe(x, *matrices, weights, ids, tiles=tiles, features=arch.features, pair_out_bytes=pair_out_bytes)
+        return fused_moe(x, *matrices, weights, ids, tiles=tiles, features=arch.features)
 
     return layer
 
@@ -224,12 +222,12 @@ def peer_layer(inputs: Inputs) -> Layer:
 SIDES = ("ours", "peer")
 
 
-def measure(side: str, shapes: list[Shape], batches: list[int], out: Path, pair_out_bytes: int | None) -> None:
+def measure(side: str, shapes: list[Shape], batches: list[int], out: Path) -> None:
     """The rows of one side, written after each so that a failure leaves the others."""
     rows: list[dict[str, Any]] = []
     for shape in shapes:
         inputs = Inputs(shape)
-        layer = our_layer(inputs, pair_out_bytes) if side == "ours" else peer_layer(inputs)
+        layer = our_layer(inputs) if side == "ours" else peer_layer(inputs)
         for num_tokens in batches:
             x, routings = inputs.batch(num_tokens)
             error = error_of(layer, inputs, x, *routings[0])
@@ -340,9 +338,11 @@ def compare(args: argparse.Namespace) -> None:
         with tempfile.TemporaryDirectory() as folder:
             rows = Path(folder) / "rows.json"
             command = [sys.executable, __file__, "--side", side, "--out", str(rows)]
-            command += ["--pair-out-mib", str(args.pair_out_mib)] if args.pair_out_mib else []
             command += ["--shapes", ",".join(args.shapes), "--batches", ",".join(map(str, args.batches))]
-            done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path})
+            env = {**os.environ, "PYTHONPATH": path}
+            if side == "peer":
+                env.pop("SGLANG_MOE_CONFIG_DIR", None)  # it cannot read our files
+            done = subprocess.run(command, env=env)
             results[side] = json.loads(rows.read_text()) if rows.exists() else []
             if done.returncode:
                 print(f"{side} failed with status {done.returncode}; its {len(results[side])} rows are kept")
@@ -356,30 +356,17 @@ def listed(text: str) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="JSON with every row")
+    parser.add_argument("--out", type=Path, required=True, help="JSON with every row")
     parser.add_argument("--peer-site", help="folder with upstream and its dependencies")
     parser.add_argument("--shapes", type=listed, default=list(SHAPES), help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--batches", type=lambda text: [int(b) for b in listed(text)], default=list(BATCHES))
-    parser.add_argument("--sweep", type=Path, metavar="DIR", help="time tiles and write a tuning file for each shape")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile tiles of a sweep")
-    parser.add_argument(
-        "--pair-out-mib", type=int, help="ours: sum columns while so much of all pairs' is in the L2 cache"
-    )
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     unknown = [name for name in args.shapes if name not in SHAPES]
     if unknown:
         parser.error(f"unknown shape {unknown[0]!r}; known: {', '.join(SHAPES)}")
-    if args.sweep is None and args.out is None:
-        parser.error("give --out FILE or --sweep DIR")
-    if args.sweep is not None:
-        sys.path.insert(0, str(ROOT / "python"))
-        import sweep_tiles
-
-        sweep_tiles.sweep([SHAPES[name] for name in args.shapes], args.batches, args.sweep, args.processes)
-    elif args.side:
-        limit = args.pair_out_mib << 20 if args.pair_out_mib else None
-        measure(args.side, [SHAPES[name] for name in args.shapes], args.batches, args.out, limit)
+    if args.side:
+        measure(args.side, [SHAPES[name] for name in args.shapes], args.batches, args.out)
     else:
         compare(args)
 

@@ -2,19 +2,23 @@
 
     python benchmark/kernels/fused_moe_triton/fit_cost_model.py measured.json [--report report.json]
 
-`measured.json` is what `validate_cost_model.py` writes. For every shape the constants are fitted on all other shapes,
-and the tiles that the model then chooses for the one left out are compared with the fastest measured ones: that is the
-claim. The constants printed at the end are fitted on everything; `cost_model.Constants` holds them. No GPU needed.
+`measured.json` is what `validate_cost_model.py` writes; `measured/` has such files, compressed. For every shape the
+constants are fitted on all other shapes, and the tiles that the model then chooses for the one left out are compared
+with the fastest measured ones: that is the claim. The constants printed at the end are fitted on everything;
+`cost_model.Constants` holds them. No GPU needed; a few minutes.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import gzip
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +30,27 @@ from sglang.srt.layers.moe.fused_moe_triton.search_space import KINDS, MoeShape
 
 SOFTNESS = 0.05
 """How much slower (as a logarithm) a prediction may be and still count as chosen: makes the choice differentiable."""
-ERROR_WEIGHT = 0.02
+ERROR_WEIGHT = 0.05
 """Of the error of the times themselves, beside that of the choice."""
+PRIOR_WEIGHT = 0.004
+"""Of the distance from START (squared logarithms): what the times do not decide stays where it was."""
+START = Constants(
+    bandwidth_share=0.92,
+    in_flight=0.3,
+    short_rows=0.05,
+    matrix_share=0.70,
+    l2_share=0.90,
+    latency=0.75e-6,
+    step_overhead=60e-9,
+    prologue=1.2e-6,
+    epilogue=0.4e-6,
+    convert_ops=3.0,
+    scale_ops=1.0,
+    launch=2.0e-6,
+)
+"""What was assumed before anything was measured."""
+FITTED = tuple(name for name in asdict(START) if name != "spill_penalty")
+"""No tile that spills is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +88,8 @@ class Measured:
 
 
 def read_measured(path: Path) -> tuple[ArchTraits, list[Measured]]:
-    """The GPU and the points of a file that `validate_cost_model.py` wrote."""
-    content = json.loads(path.read_text())
+    """The GPU and the points of a file that `validate_cost_model.py` wrote; it may be compressed (.gz)."""
+    content = json.loads(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes())
     points = []
     for entry in content["points"]:
         timings = {
@@ -95,7 +118,7 @@ def predictions(point: Measured, arch: ArchTraits, constants: Constants) -> dict
 
 def objective(points: Sequence[Measured], arch: ArchTraits, constants: Constants) -> float:
     """Mean logarithm of how much slower the tiles near the predicted best are than the best ones, plus a little of how
-    wrong the predicted times are."""
+    wrong the predicted times are, and of how far the constants are from START."""
     regrets, errors = [], []
     for point in points:
         predicted = predictions(point, arch, constants)
@@ -107,18 +130,18 @@ def objective(points: Sequence[Measured], arch: ArchTraits, constants: Constants
             weights = [math.exp((least - p) / SOFTNESS) for p, _ in logs]
             regrets.append(sum(w * (m - best) for w, (_, m) in zip(weights, logs, strict=True)) / sum(weights))
             errors.append(sum((p - m) ** 2 for p, m in logs) / len(logs))
-    return sum(regrets) / len(regrets) + ERROR_WEIGHT * sum(errors) / len(errors)
+    prior = sum(math.log(getattr(constants, name) / getattr(START, name)) ** 2 for name in FITTED)
+    return sum(regrets) / len(regrets) + ERROR_WEIGHT * sum(errors) / len(errors) + PRIOR_WEIGHT * prior
 
 
 def fit(points: Sequence[Measured], arch: ArchTraits, rounds: int = 12, seed: int = 0) -> Constants:
-    """Coordinate search on the logarithms of the constants, with shrinking steps; never worse than the start."""
+    """Coordinate search on the logarithms of the constants, with shrinking steps; never worse than START."""
     generator = random.Random(seed)
-    names = [field.name for field in fields(Constants)]
-    best, best_value = DEFAULT, objective(points, arch, DEFAULT)
+    best, best_value = START, objective(points, arch, START)
     step = 0.5
     for _ in range(rounds):
         improved = False
-        for name in generator.sample(names, len(names)):
+        for name in generator.sample(FITTED, len(FITTED)):
             for factor in (math.exp(step), math.exp(-step)):
                 candidate = best.replaced({name: _bounded(name, getattr(best, name) * factor)})
                 value = objective(points, arch, candidate)
@@ -157,14 +180,18 @@ def judge(points: Sequence[Measured], arch: ArchTraits, constants: Constants) ->
     return choices
 
 
-def leave_one_out(points: Sequence[Measured], arch: ArchTraits, rounds: int) -> list[Choice]:
-    """Each shape judged with constants fitted on the other shapes."""
-    judged = []
-    for shape in dict.fromkeys(point.shape for point in points):
-        others = [point for point in points if point.shape != shape]
-        constants = fit(others, arch, rounds)
-        judged += judge([point for point in points if point.shape == shape], arch, constants)
-    return judged
+def leave_one_out(
+    points: Sequence[Measured], arch: ArchTraits, rounds: int, apply: Callable[..., Iterable[Constants]] = map
+) -> list[Choice]:
+    """Each shape judged with constants fitted on the other shapes. `apply`: as `map`, which fits one after another."""
+    shapes = list(dict.fromkeys(point.shape for point in points))
+    others = [[point for point in points if point.shape != shape] for shape in shapes]
+    fitted = apply(functools.partial(fit, arch=arch, rounds=rounds), others)
+    return [
+        choice
+        for shape, constants in zip(shapes, fitted, strict=True)
+        for choice in judge([point for point in points if point.shape == shape], arch, constants)
+    ]
 
 
 def geometric_mean(ratios: Sequence[float]) -> float:
@@ -190,24 +217,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("measured", type=Path)
     parser.add_argument("--report", type=Path, help="write the results as JSON")
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args(argv)
     arch, points = read_measured(args.measured)
-    before, held_out = judge(points, arch, DEFAULT), leave_one_out(points, arch, args.rounds)
-    constants = fit(points, arch, args.rounds)
+    with ProcessPoolExecutor(args.processes) as pool:
+        fit_on_all = pool.submit(fit, points, arch, args.rounds)
+        held_out = leave_one_out(points, arch, args.rounds, pool.map)
+        constants = fit_on_all.result()
+    judged = {
+        "unfitted": judge(points, arch, START),
+        "held_out": held_out,
+        "fitted": judge(points, arch, constants),
+        "as_committed": judge(points, arch, DEFAULT),
+    }
+    titles = ("Not fitted", "Each shape with constants fitted on the others", "Fitted on all", "As committed")
     print("Time of the tiles that the model chooses over the best measured time.")
-    print("\nConstants as they are:", *table(before), sep="\n")
-    print("\nEach shape with constants fitted on the others:", *table(held_out), sep="\n")
+    for title, choices in zip(titles, judged.values(), strict=True):
+        print(f"\n{title}:", *table(choices), sep="\n")
     print(
-        "\nFitted on all shapes:",
-        *(f"    {name}: float = {value:.4g}" for name, value in asdict(constants).items()),
+        "\nFitted on all:",
+        *(f"    {name}: float = {value:.3g}" for name, value in asdict(constants).items()),
         sep="\n",
     )
     if args.report:
         report = {
             "product": arch.product,
-            "as_they_are": [asdict(choice) for choice in before],
-            "held_out": [asdict(choice) for choice in held_out],
-            "geometric_mean_held_out": geometric_mean([choice.ratio for choice in held_out]),
+            **{name: [asdict(choice) for choice in choices] for name, choices in judged.items()},
+            "geometric_means": {name: geometric_mean([c.ratio for c in choices]) for name, choices in judged.items()},
             "constants": asdict(constants),
         }
         args.report.write_text(json.dumps(report, indent=1) + "\n")

@@ -22,6 +22,7 @@ import fit_cost_model
 from moe_problem import Kept, Problem, compile_all
 from tqdm import tqdm
 
+from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits, current_arch, device_name
 from sglang.srt.kernels.ledger_file import tile_key
 from sglang.srt.kernels.spec import TileRecord
@@ -52,13 +53,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=14, help="that compile")
     parser.add_argument("--batch-size", type=int, nargs="+", default=BATCH_SIZES)
     parser.add_argument("--only", default="", help="shapes whose description contains this")
+    parser.add_argument(
+        "--shape",
+        type=parse_shape,
+        nargs="+",
+        default=SHAPES,
+        help="others, as 64,1408,2048,6,fp8_block: E,N,H,top-k,scheme",
+    )
     args = parser.parse_args(argv)
     arch = current_arch()
-    shapes = [shape for shape in SHAPES if args.only in str(shape)]
+    shapes = [shape for shape in args.shape if args.only in str(shape)]
     kept = usable_tiles(shapes, arch, args.processes)
-    points = list(measure(shapes, kept, args.batch_size, args.minutes * 60))
-    content = {"device": device_name(), "product": arch.product, "points": points}
-    args.output.write_text(json.dumps(content) + "\n")
+    content: dict[str, Any] = {"device": device_name(), "product": arch.product, "points": []}
+    points = content["points"]
+    for point in measure(shapes, kept, args.batch_size, args.minutes * 60):
+        points.append(point)
+        args.output.write_text(json.dumps(content) + "\n")  # an interruption leaves what was timed
     missing = len(shapes) * len(args.batch_size) - len(points)
     if missing:
         print(f"The time was up before {missing} points were timed.")
@@ -66,6 +76,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     choices = fit_cost_model.judge(measured, judged_arch, fit_cost_model.DEFAULT)
     print("Time of the chosen tiles over the best measured time:", *fit_cost_model.table(choices), sep="\n")
     return 0
+
+
+def parse_shape(text: str) -> MoeShape:
+    """ "64,1408,2048,6,fp8_block"; the scheme "bf16" is that of 16-bit weights."""
+    *sizes, scheme = text.split(",")
+    if len(sizes) != 4 or not all(size.isdecimal() for size in sizes) or scheme not in ("bf16", *SCHEMES):
+        raise argparse.ArgumentTypeError(f"{text!r} is not E,N,H,top-k,scheme with one of bf16, {', '.join(SCHEMES)}")
+    experts, intermediate, hidden, top_k = map(int, sizes)
+    return MoeShape(experts, intermediate, hidden, top_k, None if scheme == "bf16" else scheme)
 
 
 def narrow_space(shape: MoeShape, kind: str, arch: ArchTraits) -> list[Tile]:

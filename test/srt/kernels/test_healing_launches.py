@@ -80,8 +80,8 @@ def experts(scheme: str | None, num_tokens: int = 40) -> Case:
     return make_case(scheme, num_tokens, 4, 2, hidden=256, inter=128, device=interpreter.DEVICE)
 
 
-def run(case: Case, tiles: MoeTiles | None = None, pair_out_bytes: int | None = None) -> torch.Tensor:
-    return moe.fused_moe(case.x, case.w13, case.w2, case.weights, case.ids, tiles=tiles, pair_out_bytes=pair_out_bytes)
+def run(case: Case, tiles: MoeTiles | None = None) -> torch.Tensor:
+    return moe.fused_moe(case.x, case.w13, case.w2, case.weights, case.ids, tiles=tiles)
 
 
 def key_of(tiles: MoeTiles) -> str:
@@ -137,24 +137,6 @@ def test_tuned_tiles_step_down_to_those_of_every_gpu(monkeypatch: pytest.MonkeyP
     assert [(s["failed"], s["used"]) for s in launch.step_downs()] == [(key_of(tuned), key_of(TILES["scaled"][1]))]
     run(case)
     assert len(launch.step_downs()) == 1, "the table's own tiles launch"
-
-
-@interpreter.kernel_test
-def test_experts_that_fail_with_some_columns_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch of other sizes is another compilation, so the first of several may be the one that fits."""
-    case = make_case("fp8_channel", 40, 4, 2, hidden=640, inter=128, device=interpreter.DEVICE)
-    whole = run(case, TILES["scaled"][0])
-    forget()
-    seen: list[int] = []
-
-    def fits(named: Launch) -> bool:
-        seen.append(named["BLOCK_M"])
-        return seen != [32, 32]
-
-    limited = limit(monkeypatch, kernels, "down_kernel", fits)
-    parts = run(case, pair_out_bytes=40 * 2 * 2 * 256)
-    assert limited.launched == [32, 16, 16, 16] and limited.refused == [32]
-    assert torch.equal(parts, whole)
 
 
 @interpreter.kernel_test

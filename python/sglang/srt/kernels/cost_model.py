@@ -4,14 +4,14 @@ A program computes BLOCK_M pairs x BLOCK_N columns in depth / BLOCK_K steps. Pro
 `occupancy` of them share. The estimate is the largest of three times, rounded off where two are close:
 
 - the chain: for each wave, a prologue, the steps, an epilogue. A step takes what the shared units of an SM need for all
-  of its programs (matrix unit, conversion of weights, shared memory), and at least the latency of memory divided by
-  the loads in flight, which is what a deep pipeline hides;
+  of its programs (matrix unit, widening of weights, shared memory, its part of the L2), and at least the time from
+  asking for a stage until all of it is there, divided by the stages on their way: that is what a deep pipeline hides;
 - all bytes over the memory's bandwidth: the weights of every expert that was chosen, activations, results; less of
   the bandwidth is reached with few loads on their way, and with short rows;
 - all loads over the L2's bandwidth.
 
-Tokens choose experts evenly and independently. The constants are fitted on measurements (benchmark/kernels/
-fused_moe_triton/fit_cost_model.py); what a tile costs comes from compiling it. Every time is in seconds.
+Tokens choose experts evenly and independently. The constants are fitted on measurements; what a tile costs comes from
+compiling it. Every time is in seconds.
 """
 
 from __future__ import annotations
@@ -38,21 +38,22 @@ FULL_WARPS = 8
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """What no data sheet says. Fitted; the values here are the result."""
+    """What no data sheet says. Fitted on times measured on an H200, 2026-11-21, by benchmark/kernels/fused_moe_triton/
+    fit_cost_model.py; docs/results/2026-11-21-h200-moe-cost-model.md says how well they choose."""
 
-    bandwidth_share: float = 0.92  # of the memory's bandwidth that streaming reaches
-    in_flight: float = 0.3  # how much slower it gets with no more bytes on their way than bandwidth x latency
-    short_rows: float = 0.05  # and with rows of 128 bytes
-    matrix_share: float = 0.70  # of the matrix rate that a full SM reaches
-    l2_bytes_per_clock: float = 20.0  # of each SM; others measured 16 to 24 on large GPUs
-    latency: float = 0.75e-6  # from memory to shared memory
-    step_overhead: float = 60e-9  # barriers and addresses of one step
-    prologue: float = 1.2e-6  # of a program: first indices, first loads
-    epilogue: float = 0.4e-6  # of a program, besides the bytes that it writes
-    convert_ops: float = 3.0  # per widened element
+    bandwidth_share: float = 1.0  # of the memory's bandwidth that streaming long rows reaches
+    in_flight: float = 0.25  # how much slower it gets with no more bytes on their way than bandwidth x latency
+    short_rows: float = 0.175  # and with rows of 128 bytes
+    matrix_share: float = 0.88  # of the matrix rate that a full SM reaches
+    l2_share: float = 1.0  # of the L2's rate
+    latency: float = 1.16e-6  # from memory to shared memory
+    step_overhead: float = 135e-9  # barriers and addresses of one step of four warps
+    prologue: float = 1.75e-6  # of a program: first indices, first loads
+    epilogue: float = 0.45e-6  # of a program, besides the bytes that it writes
+    convert_ops: float = 4.4  # per widened element
     scale_ops: float = 1.0  # per scaled partial sum
-    launch: float = 2.0e-6
-    spill_penalty: float = 0.002  # per spilled byte, of the chain
+    launch: float = 1.76e-6
+    spill_penalty: float = 0.002  # per spilled byte, of the chain; not fitted: tiles that spill are not measured
 
     def replaced(self, values: Mapping[str, float]) -> Constants:
         """With some of them changed, by name."""
@@ -197,27 +198,44 @@ class _Launch:
 
     def _program(self, sharing: float) -> float:
         """Of a program that shares its SM with `sharing` - 1 others."""
-        constants, stages = self.constants, self.tile["num_stages"]
-        matrix, vector = self._arithmetic(sharing)
+        constants, tile = self.constants, self.tile
         shared = 2.0 * self.loaded / (SHARED_BYTES_PER_CLOCK * self.rates.clock)
-        busy = sharing * max(matrix + vector, shared)
+        l2_rate = self._l2_rate()
+        fetched = sharing * self.loaded / l2_rate
+        # Between the barriers of a step no unit works ahead, and the more warps, the longer until the last is there.
+        overhead = constants.step_overhead * tile["num_warps"] / 4
+        busy = max(sharing * max(self._arithmetic(sharing), shared), fetched) + overhead
         # Of s stages s - 1 are on their way at any time; with a single one a load is waited for.
-        latency = constants.latency / max(1, stages - 1)
-        alone = matrix + vector + constants.step_overhead
-        l2_rate = constants.l2_bytes_per_clock * self.rates.clock
-        stored = self.tile["BLOCK_M"] * self.tile["BLOCK_N"] * self.product.out_bytes * sharing / l2_rate
-        return constants.prologue + self.steps * max(busy, latency, alone) + constants.epilogue + stored
+        waited = (constants.latency + fetched) / max(1, tile["num_stages"] - 1)
+        stored = tile["BLOCK_M"] * tile["BLOCK_N"] * self.product.out_bytes * sharing / l2_rate
+        return constants.prologue + self.steps * max(busy, waited) + constants.epilogue + stored
 
-    def _arithmetic(self, sharing: float) -> tuple[float, float]:
-        """Of one step, by the matrix unit and by the lanes, if the SM did nothing else."""
+    def _arithmetic(self, sharing: float) -> float:
+        """Of one step, by the matrix unit and then by the lanes, if the SM did nothing else."""
         product, constants = self.product, self.constants
         m, n, k = self.tile["BLOCK_M"], self.tile["BLOCK_N"] * product.width, self.tile["BLOCK_K"]
         fill = min(1.0, self.tile["num_warps"] * sharing / FULL_WARPS)
         matrix_rate = self.rates.of_instructions(self.record.mma) / self.arch.num_sms * constants.matrix_share * fill
-        converted = n * k * constants.convert_ops if product.converted else 0.0
+        widened = n * k * self._copies() * constants.convert_ops if product.converted else 0.0
         every = product.scaled_every
         scaled = m * n * max(1, k // every) * constants.scale_ops if every else 0.0
-        return 2.0 * m * n * k / matrix_rate, (converted + scaled) / (LANES_PER_SM * self.rates.clock * fill)
+        return 2.0 * m * n * k / matrix_rate + (widened + scaled) / (LANES_PER_SM * self.rates.clock)
+
+    def _copies(self) -> int:
+        """How many warps hold, and widen, the same weights.
+
+        `wgmma` takes 64 rows or more of weights from the registers of as many warps as there are 16 rows, fewer rows
+        from shared memory. Otherwise Triton, as the strips of a step add to the same sums, lines all warps up along the
+        longer side of the block: along the weights a warp takes at least 8 rows; along the tokens all hold all weights.
+        """
+        m, n, warps = self.tile["BLOCK_M"], self.tile["BLOCK_N"], self.tile["num_warps"]
+        if any(name.startswith("wgmma") for name in self.record.mma):
+            return max(1, warps * 16 // n) if n >= 64 else 1
+        return max(1, warps * 8 // n) if n > m else warps
+
+    def _l2_rate(self) -> float:
+        """Bytes a second of one SM's part."""
+        return self.rates.l2_bytes_per_clock * self.rates.clock * self.constants.l2_share
 
     def memory(self) -> float:
         """All bytes from and to memory. Row blocks of an expert find its weights in the L2 if they take less than half
@@ -245,8 +263,7 @@ class _Launch:
 
     def l2(self) -> float:
         """All loads of all programs, from the L2."""
-        rate = self.constants.l2_bytes_per_clock * self.rates.clock * self.arch.num_sms
-        return self.programs * self.steps * self.loaded / rate
+        return self.programs * self.steps * self.loaded / (self._l2_rate() * self.arch.num_sms)
 
 
 def _largest(*times: float) -> float:

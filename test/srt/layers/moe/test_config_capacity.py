@@ -135,7 +135,7 @@ def test_the_layer_launches_with_them(monkeypatch: pytest.MonkeyPatch, tmp_path:
     layer.products = lambda *args: launched.append(args[6]) or args[0]
     layer.activation, layer.features, layer.shared, layer.tuned = None, SM120.features, None, tuned  # type: ignore
     monkeypatch.setattr(layer_module.parallel_state, "all_reduce", lambda x: x)
-    for num_tokens in (2, 3, 50):
+    for num_tokens in (1, 3, 50):
         layer(torch.zeros((num_tokens, 4)))
     assert launched[0] is None
     assert [t.gate_up["num_stages"] for t in launched[1:]] == [2, 3]

@@ -63,10 +63,12 @@ def add_product(
         inside = there
         if not EVEN_K:
             inside = there & (column < K)
-        value = tl.load(w + row * w_stride + column, mask=inside, other=0.0, eviction_policy="evict_first")
+        # Eight to a thread, as of x: else x would go through shared memory, with a barrier, in each step.
+        at = tl.max_contiguous(w + row * w_stride + column, [1, 1, 8])
+        value = tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
         a = tl.load(x + column, mask=inside, other=0.0).to(tl.float32) * factor
         if KIND == "group128":
-            a *= tl.load(w_scale + (first_row // 128) * ws_stride + column // 128, mask=inside, other=0.0)
+            a *= _scale_of(w_scale, first_row // 128, ws_stride, start // GROUP + c, there, tl.cdiv(K, GROUP))
         if KIND == "mx":
             a = a * _scale_of(w_scale, row, ws_stride, start // GROUP + c, there, K // GROUP)
         return total + value.to(tl.float32) * a
@@ -121,7 +123,7 @@ def sum_rows(total):
 def pair_launch(product: Product, pair_tile: PairTile, cols: int, rows: int) -> dict[str, Any]:
     """Constants of a kernel that calls `add_product` for a matrix [rows, cols]."""
     four_bit, packed = product.element in ("int4", "e2m1"), product.pair_kind == "packed"
-    tile = pair_tile.cut(cols, STRIP.value if four_bit else 16)
+    tile = pair_tile.cut(cols, STRIP.value if four_bit else 128 if product.kind == "group128" else 16)
     if product.kind == "group128":  # a tile's rows share their scales
         while 128 % tile["BLOCK_N"] or rows % tile["BLOCK_N"]:
             tile["BLOCK_N"] //= 2
@@ -130,7 +132,7 @@ def pair_launch(product: Product, pair_tile: PairTile, cols: int, rows: int) -> 
         width = product.group // PLANES.value if packed else PLANE.value
         depth = step // (width * PLANES.value)
     else:
-        width = product.group if product.kind == "mx" else step
+        width = product.group if product.kind in ("mx", "group128") else step
         depth = step // width
     shape = {"C": depth, "W": width, "EVEN_K": cols % step == 0, "PACKED": packed}
     return {**tile, **shape, **product.constants}

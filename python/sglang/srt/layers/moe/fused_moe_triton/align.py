@@ -155,8 +155,9 @@ def align(topk_ids: torch.Tensor, num_experts: int, block_m: int) -> ExpertBlock
     max_blocks = triton.cdiv(num_pairs + min(num_pairs, num_experts) * (block_m - 1), block_m)
     experts = triton.next_power_of_2(num_experts)
     device = topk_ids.device
-    scratch = torch.empty(max_blocks * block_m + max_blocks + 1, dtype=torch.int32, device=device)
-    sorted_pairs, block_expert, num_blocks = scratch.split([max_blocks * block_m, max_blocks, 1])
+    # Each begins at a multiple of 16 bytes, whatever the sizes: otherwise Triton would compile every kernel twice.
+    scratch = torch.empty(4 + max_blocks * (block_m + 1), dtype=torch.int32, device=device)
+    num_blocks, _, sorted_pairs, block_expert = scratch.split([1, 3, max_blocks * block_m, max_blocks])
     if num_pairs <= ONE_PROGRAM_PAIRS:
         cursors = torch.empty(experts, dtype=torch.int32, device=device)
         align_small_kernel[(1,)](

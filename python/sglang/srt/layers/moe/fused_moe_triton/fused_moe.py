@@ -39,8 +39,6 @@ from sglang.srt.layers.triton_ops.scaled_dot import STRIP, Product, product_of
 from sglang.srt.layers.triton_ops.streamed_dot import pair_launch
 
 COMBINE_BLOCK = 1024
-COLUMN_STEP = 256
-"""A multiple of every BLOCK_N and of the rows that share a scale."""
 NVFP4_RANGE = 448.0 * 6.0
 
 _values = operator.itemgetter(*TILE_KEYS)
@@ -55,15 +53,12 @@ def fused_moe(
     activation: Activation = SILU,
     tiles: MoeTiles | None = None,
     features: Collection[str] = (),
-    pair_out_bytes: int | None = None,
 ) -> torch.Tensor:
     """x [T, H] (rows contiguous, bfloat16 or float16), topk_weights [T, k] fp32, topk_ids [T, k] int32 -> [T, H].
 
     w13 [E, 2I, H] and w2 [E, H, I] of one scheme, after `expert_weights.repack`. An id of -1 names no expert and adds
     nothing. `tiles` forces the grouped kernels; where they do not launch, smaller ones take over. `features` (of
-    ArchTraits) may allow larger tiles than every GPU has room for. `pair_out_bytes`: so much of what the experts give
-    for each pair is held at once, so that it is summed while it is in the L2 cache, and not written to memory and read
-    again; None: all of it.
+    ArchTraits) may allow larger tiles than every GPU has room for.
     """
     num_pairs, num_experts = topk_ids.numel(), w13.num_experts
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -77,7 +72,7 @@ def fused_moe(
 
         def attempt(tiles: MoeTiles) -> None:
             inter, blocks = _gate_up(x, w13, topk_ids, activation, tiles, features)
-            _down(inter, w2, topk_weights, topk_ids, blocks, out, tiles, features, pair_out_bytes)
+            _down(inter, w2, topk_weights, topk_ids, blocks, out, tiles, features)
 
         _ladder(scheme, kind, _values(chosen.gate_up), _values(chosen.down)).run(attempt)
     return out
@@ -113,15 +108,6 @@ class Matrix:
     bias: torch.Tensor
     strides: tuple[int, int, int, int]  # of a row of data and of scales, and of an expert of both
     flags: Mapping[str, bool]
-
-    def rows_from(self, start: int, weights: ExpertWeights) -> Matrix:
-        """The rows of every expert from a multiple of COLUMN_STEP on."""
-        if start == 0:
-            return self
-        scale, group_rows = self.data[:, start:], 1 if weights.scheme is None else weights.scheme.group[0]
-        if weights.scale is not None:
-            scale = weights.scale[:, start // group_rows :] if group_rows else weights.scale
-        return dataclasses.replace(self, data=self.data[:, start:], scale=scale)
 
 
 def matrix_of(weights: ExpertWeights, words: bool = False) -> Matrix:
@@ -213,37 +199,22 @@ def _down(
     out: torch.Tensor,
     tiles: MoeTiles,
     features: Collection[str],
-    pair_out_bytes: int | None,
 ) -> None:
-    """The second product and the weighted sum, for some columns after the others."""
+    """The second product and the weighted sum."""
     num_tokens, top_k = topk_ids.shape
     num_pairs, hidden, intermediate, tile = topk_ids.numel(), w2.rows, w2.cols, tiles.down
-    # Biases are read with the stride of a whole row.
-    limit = None if w2.bias is not None else pair_out_bytes
-    at_once = columns_at_once(hidden, num_pairs * inter.element_size(), limit)
-    pair_out = torch.empty(num_pairs * at_once, dtype=inter.dtype, device=inter.device)
-    whole, a = matrix_of(w2), _operand(inter, w2)
-    launch = grouped_launch(product_for(w2), tile, intermediate, 0, features)
-    for start in range(0, hidden, at_once):
-        width = min(at_once, hidden - start)
-        w = whole.rows_from(start, w2)
-        kernels.down_kernel[(blocks.max_blocks * triton.cdiv(width, tile["BLOCK_N"]),)](
-            a.data, a.scale, w.data, w.scale, w.factor, a.factor, w.bias, pair_out,
-            blocks.sorted_pairs, blocks.block_expert, blocks.num_blocks,
-            num_pairs, width, intermediate, a.data.stride(0), a.scale_stride, *w.strides,
-            **launch, **w.flags, **pdl.options(),
-        )  # fmt: skip
-        kernels.combine_kernel[(num_tokens, triton.cdiv(width, COMBINE_BLOCK))](
-            pair_out, topk_weights, topk_ids, out[:, start:], width, out.stride(0),
-            TOP_K=top_k, BLOCK=COMBINE_BLOCK, num_warps=4, **pdl.options(),
-        )  # fmt: skip
-
-
-def columns_at_once(columns: int, column_bytes: int, limit: int | None) -> int:
-    """How many columns of at most `limit` bytes in all: a multiple of COLUMN_STEP, or all of them."""
-    if limit is None or columns * column_bytes <= limit:
-        return columns
-    return min(columns, max(1, limit // column_bytes // COLUMN_STEP) * COLUMN_STEP)
+    pair_out = torch.empty((num_pairs, hidden), dtype=inter.dtype, device=inter.device)
+    w, a = matrix_of(w2), _operand(inter, w2)
+    kernels.down_kernel[(blocks.max_blocks * triton.cdiv(hidden, tile["BLOCK_N"]),)](
+        a.data, a.scale, w.data, w.scale, w.factor, a.factor, w.bias, pair_out,
+        blocks.sorted_pairs, blocks.block_expert, blocks.num_blocks,
+        num_pairs, hidden, intermediate, a.data.stride(0), a.scale_stride, *w.strides,
+        **grouped_launch(product_for(w2), tile, intermediate, 0, features), **w.flags, **pdl.options(),
+    )  # fmt: skip
+    kernels.combine_kernel[(num_tokens, triton.cdiv(hidden, COMBINE_BLOCK))](
+        pair_out, topk_weights, topk_ids, out, hidden,
+        TOP_K=top_k, BLOCK=COMBINE_BLOCK, num_warps=4, **pdl.options(),
+    )  # fmt: skip
 
 
 def grouped_launch(

@@ -185,7 +185,6 @@ def combine_kernel(
     topk_ids,  # [T, k] int32
     out,  # [T, N]
     num_cols,
-    out_stride,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -204,4 +203,4 @@ def combine_kernel(
         chosen = tl.load(topk_ids + pair) >= 0
         value = tl.load(pair_out + pair * num_cols + cols, mask=inside & chosen, other=0.0).to(tl.float32)
         total += tl.load(topk_weights + pair) * value
-    tl.store(out + token * out_stride + cols, total.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + token * num_cols + cols, total.to(out.dtype.element_ty), mask=inside)

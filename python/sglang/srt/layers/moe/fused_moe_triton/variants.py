@@ -145,9 +145,9 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
             yield replace(_grouped("down", experts, last.down, features), default=False)
             yield from _few(experts)
     yield from _ragged(features)
-    types = {"pair_out": "*bf16", "out": "*bf16", "num_cols": "i32", "out_stride": "i32"} | _ROUTING
+    types = {"pair_out": "*bf16", "out": "*bf16", "num_cols": "i32"} | _ROUTING
     launch = {"BLOCK": COMBINE_BLOCK, "num_warps": 4}
-    yield describe(op, "combine", kernels.combine_kernel, types, {"TOP_K": 8}, launch, ("num_cols", "out_stride"))
+    yield describe(op, "combine", kernels.combine_kernel, types, {"TOP_K": 8}, launch, ("num_cols",))
     yield from (product_variant_of(product, features) for product in shipped_products(features))
     yield from _alignment()
 
