@@ -35,8 +35,8 @@ def swaps(tile: Tile, kind: str, features: Collection[str]) -> bool:
 
 _ANY = float("inf")
 
-# gate_up holds two BLOCK_N wide operands and accumulators. "planes": every warp widens the weights that it multiplies, so
-# that BLOCK_N above BLOCK_M has them widened once and not by each.
+# gate_up holds two BLOCK_N wide operands and accumulators. "planes": every warp widens the weights that it multiplies,
+# so that BLOCK_N above BLOCK_M has them widened once and not by each.
 TILES: Mapping[str, tuple[MoeTiles, ...]] = {
     "plain": (
         MoeTiles(12, tile(16, 32, 128, 1, 4, 4), tile(16, 64, 128, 1, 4, 4)),
