@@ -82,9 +82,16 @@ def test_the_ledger_is_asked_before_the_compiler(record: Any, monkeypatch: pytes
         "", {"3.6.0/sm_120": (5, 1, 0, 0, ()), "3.9.0/sm_120": (7, 1, 0, 0, ()), "3.9.0/sm_121": (9, 1, 0, 0, ())}
     )
     ledger = Ledger({(variant.op, variant.key, tile_key(variant.tile)): row})
-    monkeypatch.setattr(capacity.Ledger, "load", lambda: ledger)
+    monkeypatch.setattr(capacity, "_ledger", lambda: ledger)
     monkeypatch.setattr(capacity, "measure_cached", lambda *args: pytest.fail("compiled"))
     assert cost_of(product, SM120) == TileRecord(7, 1, 0, 0, ())
+
+
+def test_shipped_files_of_other_gpus_are_on_record_without_a_compiler() -> None:
+    """`explain` shows them on machines that have no Triton."""
+    for shape in ((161, 192, "fp8_channel", 5120), (128, 768, None, 2048), (384, 256, "int4_g32", 7168)):
+        found = find(*shape[:3], H200, hidden=shape[3], cost=capacity.recorded_cost)
+        assert found.tiles is not None and found.tiles.source == "measured" and not found.rejected
 
 
 def test_what_nobody_knows_is_said(record: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,15 +65,26 @@ def read_record(path: Path = RECORD_FILE) -> Mapping[str, Mapping[str, Any]]:
 
 
 def recorded_cost(product: ProductTile, arch: ArchTraits) -> TileRecord | str | None:
-    """From `tile_costs.json`, which also says what does not compile; None if it is not there. Never imports Triton."""
-    if judged_as(arch) not in RECORDED_ARCHS:
-        return None
+    """From `tile_costs.json`, which also says what does not compile, or the ledger; None if it is in neither. Never
+    imports Triton."""
     name, tile = product.record_keys
-    found = read_record().get(name, {}).get("tiles", {}).get(tile)
-    if found is None or isinstance(found, str):
-        return found
-    smem, registers, spills, stack, mma = found
-    return TileRecord(smem, registers, spills, stack, tuple(mma.split("; ")))
+    if judged_as(arch) in RECORDED_ARCHS:
+        found = read_record().get(name, {}).get("tiles", {}).get(tile)
+        if found is None or isinstance(found, str):
+            return found
+        smem, registers, spills, stack, mma = found
+        return TileRecord(smem, registers, spills, stack, tuple(mma.split("; ")))
+    return _shipped_cost(name, tile_key(product.tile), arch)
+
+
+def _shipped_cost(variant: str, tile: str, arch: ArchTraits) -> TileRecord | None:
+    """From the ledger: of the supported Triton versions the one that takes most shared memory."""
+    row = _ledger().rows.get(("fused_moe", variant, tile))
+    known = [m for target, m in row.by_target.items() if target.endswith("/" + arch.name)] if row is not None else []
+    return max((_record(m) for m in known), key=lambda record: record.smem, default=None)
+
+
+_ledger = functools.cache(Ledger.load)
 
 
 def cost_of(product: ProductTile, arch: ArchTraits) -> TileRecord | str:
@@ -84,11 +95,9 @@ def cost_of(product: ProductTile, arch: ArchTraits) -> TileRecord | str:
     if arch.capability is None or importlib.util.find_spec("triton") is None:
         return f"was not measured for {arch.name}, and Triton is not installed here to measure it"
     variant = product_variant_of(product, arch.features)
-    row = Ledger.load().rows.get((variant.op, variant.key, tile_key(variant.tile)))
-    if row is not None:
-        known = [m for target, m in row.by_target.items() if target.endswith("/" + arch.name)]
-        if known:
-            return max((_record(m) for m in known), key=lambda record: record.smem)
+    shipped = _shipped_cost(variant.key, tile_key(variant.tile), arch)
+    if shipped is not None:
+        return shipped
     try:
         measured = measure_cached(variant, (arch.name,), envs.SGLANG_CACHE_DIR / "ledger")
     except CompileFailed as error:
