@@ -133,7 +133,7 @@ PAIR_TILES: Mapping[str, tuple[PairTile, PairTile]] = {
 }
 """(gate and up, down); "packed": two e2m1 to a byte as published.
 
-One warp for one or two rows: then x is loaded in the threads that need it, nothing goes through shared memory, and many
+Mostly one warp for one or two rows: then x is loaded in the threads that need it, nothing goes through shared memory, and many
 small programs have more loads on their way than few large ones. Measured on an H200 (docs/results) except "int8",
 "mxfp8" and "packed", of which the first two follow "e4m3".
 """
@@ -165,8 +165,8 @@ def last_resort(kind: str) -> MoeTiles:
 
 
 FEW_PAIRS = 0.4
-"""Pairs for each expert up to which they are not grouped. On an H200 0.25 was faster without grouping and 0.5 with it in
-bf16 and fp8 128x128, and 0.4 without it in fp8 per channel."""
+"""Pairs for each expert up to which they are not grouped. On an H200 0.25 was faster without grouping and 0.5 with it
+in bf16 and fp8 128x128, and 0.4 without it in fp8 per channel."""
 
 
 def few_pairs(num_pairs: int, num_experts: int) -> bool:
