@@ -133,9 +133,9 @@ PAIR_TILES: Mapping[str, tuple[PairTile, PairTile]] = {
 }
 """(gate and up, down); "packed": two e2m1 to a byte as published.
 
-Mostly one warp for one or two rows: then x is loaded in the threads that need it, nothing goes through shared memory, and many
-small programs have more loads on their way than few large ones. Measured on an H200 (docs/results) except "int8",
-"mxfp8" and "packed", of which the first two follow "e4m3".
+Mostly one warp for one or two rows: then x is loaded in the threads that need it, nothing goes through shared memory,
+and many small programs have more loads on their way than few large ones. Measured on an H200 (docs/results) except
+"int8", "mxfp8" and "packed", of which the first two follow "e4m3".
 """
 
 
