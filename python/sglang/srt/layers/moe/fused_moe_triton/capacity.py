@@ -70,10 +70,11 @@ def recorded_cost(product: ProductTile, arch: ArchTraits) -> TileRecord | str | 
     name, tile = product.record_keys
     if judged_as(arch) in RECORDED_ARCHS:
         found = read_record().get(name, {}).get("tiles", {}).get(tile)
-        if found is None or isinstance(found, str):
+        if isinstance(found, str):
             return found
-        smem, registers, spills, stack, mma = found
-        return TileRecord(smem, registers, spills, stack, tuple(mma.split("; ")))
+        if found is not None:
+            smem, registers, spills, stack, mma = found
+            return TileRecord(smem, registers, spills, stack, tuple(mma.split("; ")))
     return _shipped_cost(name, tile_key(product.tile), arch)
 
 
@@ -95,9 +96,6 @@ def cost_of(product: ProductTile, arch: ArchTraits) -> TileRecord | str:
     if arch.capability is None or importlib.util.find_spec("triton") is None:
         return f"was not measured for {arch.name}, and Triton is not installed here to measure it"
     variant = product_variant_of(product, arch.features)
-    shipped = _shipped_cost(variant.key, tile_key(variant.tile), arch)
-    if shipped is not None:
-        return shipped
     try:
         measured = measure_cached(variant, (arch.name,), envs.SGLANG_CACHE_DIR / "ledger")
     except CompileFailed as error:
