@@ -260,6 +260,7 @@ def main() -> int:
     parser.add_argument("--tasks", default="", help="separated by commas (default: all)")
     parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
     parser.add_argument("--dtype", default="auto", help="of activations, as the server's --dtype")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs a server")
     parser.add_argument("--most", type=float, default=2.0, help="points that a form may lose")
     parser.add_argument("--work-dir", type=Path, help="for checkpoints and logs (default: a temporary one)")
     parser.add_argument("--output", type=Path, help="JSON report")
@@ -270,7 +271,7 @@ def main() -> int:
         work = args.work_dir or Path(tempfile.mkdtemp(prefix="tiny-schemes-"))
         work.mkdir(parents=True, exist_ok=True)
         problems = bench_tiny.load(None, args.limit, [name for name in args.tasks.split(",") if name])
-        flags = (*SERVER_FLAGS, "--device", args.device, "--dtype", args.dtype)
+        flags = (*SERVER_FLAGS, "--device", args.device, "--dtype", args.dtype, "--tp", str(args.tp))
         run = Run(args.model, work, problems, args.device, flags)
         write_calibration(run.prompts)
         with ThreadPoolExecutor(args.jobs) as pool:

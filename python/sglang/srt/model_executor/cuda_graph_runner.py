@@ -8,12 +8,14 @@ launch. Batches between two sizes are padded with rows that own request slot 0 a
 from __future__ import annotations
 
 import bisect
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.graph_capture import capture
 from sglang.srt.model_executor.static_pack import StaticPack
 from sglang.srt.model_executor.step import StepInput
 
@@ -43,7 +45,7 @@ class CudaGraphRunner:
         runner.attn_backend.init_cuda_graph_state(largest)
         pool = None
         for size in reversed(batch_sizes):  # the largest first: smaller graphs then reuse its memory
-            self._capture(size, pool)
+            self.graphs[size] = capture(partial(self._step, size), pool)
             pool = pool or self.graphs[size].pool()
 
     def fits(self, num_reqs: int) -> bool:
@@ -54,19 +56,10 @@ class CudaGraphRunner:
         slots, seq_lens, out_cache_loc = (i[name][:size] for name in ("slots", "seq_lens", "out_cache_loc"))
         return self.runner.decode_batch(slots, seq_lens, out_cache_loc, i["num_reqs"])
 
-    def _step(self, size: int) -> torch.Tensor:
+    def _step(self, size: int) -> None:
         batch = self.batches[size] = self._static_batch(size)
         self.runner.attn_backend.init_forward_metadata_capture(batch)
-        return self.runner.model.logits(self.runner.model(batch))
-
-    def _capture(self, size: int, pool: Any) -> None:
-        for _ in range(2):  # compiles kernels and lets libraries choose, neither of which may happen during capture
-            self._step(size)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            self.logits[size] = self._step(size)
-        self.graphs[size] = graph
+        self.logits[size] = self.runner.model.logits(self.runner.model(batch))
 
     def replay(self, step: StepInput) -> torch.Tensor:
         """Logits [B, V] of a decode step; valid until the next replay."""

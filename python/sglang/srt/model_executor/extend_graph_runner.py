@@ -8,12 +8,14 @@ owns request slot 0 and cache slot 0 like all padding, so that every row holds f
 from __future__ import annotations
 
 import bisect
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.graph_capture import capture
 from sglang.srt.model_executor.static_pack import StaticPack
 from sglang.srt.model_executor.step import StepInput
 
@@ -89,13 +91,7 @@ class ExtendGraphRunner:
         ends = np.full(MAX_REQS + 2, size, np.int32)
         ends[0] = 0
         self.inputs.load(start_loc=ends, extend_lens=np.array([size], np.int32), seq_lens=np.array([size], np.int32))
-        for _ in range(2):
-            self._step(size)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            self._step(size)
-        self.graphs[size] = graph
+        self.graphs[size] = capture(partial(self._step, size), pool)
 
     def replay(self, step: StepInput, positions: np.ndarray, start: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states [T, H] and logits [R, V] of the step; valid until the next replay. `positions` [T] and `start`

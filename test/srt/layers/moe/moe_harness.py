@@ -1,4 +1,7 @@
-"""Random experts of every scheme, and what their products should give, in fp32 from dequantized weights."""
+"""Random experts of every scheme, and what their products should give, in fp32 from dequantized weights.
+
+Everything is computed where the case lies: processes that share a GPU's checks would fight for the cores of its host.
+"""
 
 from __future__ import annotations
 
@@ -51,19 +54,19 @@ def make_case(
         return torch.randn(*shape, generator=generator)
 
     def matrix(rows: int, cols: int, largest_input: float) -> ExpertWeights:
-        w = randn(num_experts, rows, cols) * cols**-0.5 * torch.linspace(0.5, 2, rows)[:, None]
+        w = (randn(num_experts, rows, cols) * cols**-0.5 * torch.linspace(0.5, 2, rows)[:, None]).to(device)
         own_bias = (randn(num_experts, rows) / 4).to(dtype).to(device) if bias else None
         if scheme is None:
-            return ExpertWeights(w.to(dtype).to(device), bias=own_bias)
+            return ExpertWeights(w.to(dtype), bias=own_bias)
         q, own = reference.quantize(w, SCHEMES[scheme]), SCHEMES[scheme]
         limit = 448.0 * 6.0 if scheme == "nvfp4" else 448.0
         needs_static = static or scheme == "nvfp4"
         return repack(
             ExpertWeights(
-                q.data.to(device),
+                q.data,
                 own,
-                q.scale.to(device),
-                None if q.global_scale is None else q.global_scale.to(device),
+                q.scale,
+                q.global_scale,
                 torch.full((num_experts,), largest_input / limit, device=device) if needs_static else None,
                 own_bias,
             ),
@@ -77,18 +80,18 @@ def make_case(
 
 def expected(case: Case, activation: Activation = SILU, rounded: bool = True) -> torch.Tensor:
     """[T, H] fp32. `rounded`: activations are quantized as the scheme of the grouped kernels says."""
-    dtype, x = case.x.dtype, case.x.cpu()
-    out = torch.zeros(x.shape)
+    dtype, x = case.x.dtype, case.x
+    out = torch.zeros(x.shape, device=x.device)
     a = _rounded(x, case.w13) if rounded else x.float()
     for expert in range(case.w13.num_experts):
-        token, choice = (case.ids.cpu() == expert).nonzero(as_tuple=True)
+        token, choice = (case.ids == expert).nonzero(as_tuple=True)
         if not len(token):
             continue
         gate, up = _product(a[token], case.w13, expert).to(dtype).float().chunk(2, dim=-1)
         inter = _gated(gate, up, activation).to(dtype)
         b = _rounded(inter, case.w2) if rounded else inter.float()
         y = _product(b, case.w2, expert)
-        out.index_add_(0, token, y * case.weights.cpu()[token, choice, None])
+        out.index_add_(0, token, y * case.weights[token, choice, None])
     return out
 
 
@@ -99,8 +102,8 @@ def _gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torc
 
 
 def _product(a: torch.Tensor, w: ExpertWeights, expert: int) -> torch.Tensor:
-    y = a @ w.dequantized(expert).cpu().T
-    return y if w.bias is None else y + w.bias[expert].cpu().float()
+    y = a @ w.dequantized(expert).T
+    return y if w.bias is None else y + w.bias[expert].float()
 
 
 def _rounded(x: torch.Tensor, w: ExpertWeights) -> torch.Tensor:
@@ -108,7 +111,7 @@ def _rounded(x: torch.Tensor, w: ExpertWeights) -> torch.Tensor:
     if kind is None or w.scheme is None:
         return x.float()
     scheme: Scheme = w.scheme
-    input_scale = None if w.input_scale is None else w.input_scale.cpu().reshape(())
+    input_scale = None if w.input_scale is None else w.input_scale.reshape(())
     if kind == "tensor" and input_scale is None:
         scheme = dataclasses.replace(scheme, activation="token")
     return reference.round_activation(x, scheme, input_scale)
@@ -116,5 +119,5 @@ def _rounded(x: torch.Tensor, w: ExpertWeights) -> torch.Tensor:
 
 def assert_close(actual: torch.Tensor, wanted: torch.Tensor, bound: float) -> None:
     assert torch.isfinite(actual.float()).all()
-    error, size = (actual.cpu().float() - wanted).norm(), wanted.norm()
+    error, size = (actual.float() - wanted).norm(), wanted.norm()
     assert error <= bound * size, f"error {error:.2e} of {size:.2e}: {error / size:.2e}, bound {bound:.0e}"

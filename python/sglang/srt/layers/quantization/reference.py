@@ -39,10 +39,10 @@ def quantize(weight: torch.Tensor, scheme: Scheme, global_scale: torch.Tensor | 
         scale, values = _quantize_mx(w, scheme)
         return Quantized(_encode(values, scheme.element), scale)
     if scheme.global_scale:
-        own = w.abs().amax((-1, -2)) / (E4M3_MAX * E2M1_MAX)
+        own = _over(w.abs().amax((-1, -2)), E4M3_MAX * E2M1_MAX)
         return _quantize_nvfp4(w, own if global_scale is None else global_scale)
     limit = {"e4m3": E4M3_MAX, "int8": 127.0, "int4": 7.5}[scheme.element]
-    scale = (_group_amax(w, scheme) / limit).clamp_min(_TINY)
+    scale = _over(_group_amax(w, scheme), limit).clamp_min(_TINY)
     if scheme.scale == "bfloat16":
         scale = scale.bfloat16()
     return Quantized(_encode(w / expand_scale(scale.float(), scheme, rows, cols), scheme.element), scale)
@@ -66,7 +66,7 @@ def round_activation(x: torch.Tensor, scheme: Scheme, input_scale: torch.Tensor 
     if kind == "mxfp8":
         return _round_by(values, SCHEMES["mxfp8"])
     if kind == "nvfp4":
-        own = values.abs().amax() / (E4M3_MAX * E2M1_MAX)
+        own = _over(values.abs().amax(), E4M3_MAX * E2M1_MAX)
         return dequantize(
             _quantize_nvfp4(values, own if input_scale is None else input_scale.float()), SCHEMES["nvfp4"]
         )
@@ -121,6 +121,11 @@ def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
+def _over(x: torch.Tensor, divisor: float) -> torch.Tensor:
+    """To the last bit on every device: for a Python number, torch multiplies with the reciprocal on a GPU."""
+    return x / torch.full((), divisor, device=x.device)
+
+
 def _encode(values: torch.Tensor, element: str) -> torch.Tensor:
     if element == "e4m3":
         return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
@@ -168,7 +173,7 @@ def _quantize_nvfp4(w: torch.Tensor, global_scale: torch.Tensor) -> Quantized:
     scheme = SCHEMES["nvfp4"]
     rows, cols = w.shape[-2:]
     factor = global_scale.clamp_min(_TINY)[..., None, None]
-    scale = _encode(_group_amax(w, scheme) / E2M1_MAX / factor, "e4m3")
+    scale = _encode(_over(_group_amax(w, scheme), E2M1_MAX) / factor, "e4m3")
     both = expand_scale(scale.float(), scheme, rows, cols) * factor
     values = torch.where(both > 0, w / both, 0.0)
     return Quantized(_encode(values, "e2m1"), scale, global_scale.clamp_min(_TINY))
