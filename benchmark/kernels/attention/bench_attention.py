@@ -24,6 +24,9 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from timing import matmul_ceiling, read_ceiling, time_calls
+
 ROTATE_BYTES = 256 << 20
 RUN = 64  # tokens that lie next to each other in the cache
 Launch = Callable[[], None]
@@ -207,35 +210,13 @@ def peer_decode(data: Data, splits: int) -> list[Launch]:
 
 
 def time_us(launches: list[Launch], budget_s: float = 0.15) -> float:
-    """Median microseconds of one launch."""
-    launches[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
-    elapsed = [_replay_us(graph) for _ in range(2)]
-    repeats = max(5, min(100, int(budget_s * 1e6 / elapsed[-1])))
-    return statistics.median(_replay_us(graph) for _ in range(repeats)) / len(launches)
-
-
-def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3
+    """Microseconds of one launch."""
+    return time_calls(launches, least=1, budget_s=budget_s) * 1e6
 
 
 def ceilings() -> dict[str, float]:
-    """Read bandwidth in TB/s (a row sum over 4 GiB) and bf16 TFLOP/s (an 8192 cube matmul) of this GPU, now."""
-    x = torch.ones(1 << 30, dtype=torch.float32, device="cuda").view(1 << 12, 1 << 18)
-    read = x.numel() * 4 / time_us([lambda: torch.sum(x, dim=1)]) / 1e6
-    a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
-    out = torch.empty_like(a)
-    matmul = 2 * 8192**3 / time_us([lambda: torch.mm(a, b, out=out)]) / 1e6
-    return {"read_tb_s": read, "matmul_tflop_s": matmul}
+    """TB/s of reading and bf16 TFLOP/s of this GPU, now."""
+    return {"read_tb_s": read_ceiling() / 1e12, "matmul_tflop_s": matmul_ceiling() / 1e12}
 
 
 def measure(shape: Shape, impl: str) -> dict[str, Any]:

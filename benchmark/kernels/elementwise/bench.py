@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from timing import copies_for, copy_ceiling, read_ceiling, time_calls
 
 from sglang.srt.layers.moe.expert_weights import ExpertWeights

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from timing import copies_for, read_ceiling, time_calls
 
 from sglang.srt.layers.triton_ops import pdl

@@ -25,11 +25,12 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from timing import copies_for, matmul_ceiling, read_ceiling, time_calls
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 BATCHES = (1, 8, 64, 512, 4096)
-COLD_BYTES = 512 << 20
-"""The weights that one graph reads exceed every cache by far."""
 CHECKED_TOKENS = 16
 BOUNDS = {"bf16": 1e-2, "int4": 2e-2, "fp8_block": 6e-2, "fp8_channel": 6e-2}
 """Of the error's norm; x is rounded to e4m3 on one or both sides, which fp32 does not do."""
@@ -121,7 +122,7 @@ class Inputs:
 
     def _num_routings(self, num_tokens: int) -> int:
         used = min(self.shape.num_experts, num_tokens * self.shape.top_k)
-        return int(max(2, min(32, COLD_BYTES / self.shape.bytes(used, 0) + 1)))
+        return copies_for(int(self.shape.bytes(used, 0)), most=32)
 
     def reference(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """[T, H] fp32, pair by pair."""
@@ -261,41 +262,10 @@ def error_of(layer: Layer, inputs: Inputs, x: torch.Tensor, weights: torch.Tenso
     return error
 
 
-def time_calls(calls: list[Callable[[], object]], replays: int = 7) -> float:
-    """Seconds a call: the median replay of one graph of all."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    repeats = max(1, 16 // len(calls))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            for call in calls:
-                call()
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3 / (repeats * len(calls)))
-    return sorted(times)[len(times) // 2]
-
-
 def ceilings() -> dict[str, float]:
     """Measured: bytes a second of a reduction, FLOPs a second of square products in bf16 and e4m3."""
-    x = torch.ones(1 << 29, dtype=torch.float32, device="cuda")
-    read = 4 * x.numel() / time_calls([x.sum])
-    size = 8192
-    a = torch.randn((size, size), device="cuda").bfloat16()
-    bf16 = 2 * size**3 / time_calls([lambda: a @ a.T])
-    q, one = a.to(torch.float8_e4m3fn), torch.ones((), device="cuda")
-    fp8 = (
-        2 * size**3 / time_calls([lambda: torch._scaled_mm(q, q.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)])
-    )
-    return {"read": read, "bf16": bf16, "fp8": fp8}
+    fp8 = matmul_ceiling(torch.float8_e4m3fn)
+    return {"read": read_ceiling(), "bf16": matmul_ceiling(), "fp8": fp8}
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

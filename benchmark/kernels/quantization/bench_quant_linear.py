@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "elementwise"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from timing import copies_for, read_ceiling, time_calls
 
 from sglang.srt.configs.quant_rules import ModuleQuant

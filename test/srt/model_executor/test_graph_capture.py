@@ -20,7 +20,7 @@ class Garbage:
 
 def test_an_older_graph_that_has_become_garbage() -> None:
     x = torch.zeros(8, device="cuda")
-    older = [capture(lambda: x.add_(1) and None)]
+    older = [capture(lambda: x.add_(1))]
     x.zero_()
 
     def step() -> None:

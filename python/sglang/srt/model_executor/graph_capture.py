@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 
-def capture(step: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
+def capture(step: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
     """The graph of `step`, which runs twice before: kernels are compiled and libraries choose theirs, neither of which
     may happen during a capture. Nor may garbage be collected: it may hold an older graph, whose destruction is not
     permitted then and spoils the capture. `pool`: of the graph whose memory this one may use."""
