@@ -37,7 +37,7 @@ NO_ID = tl.constexpr(2**31 - 1)
 DRAW_BLOCK = 4096
 DRAW_PROGRAMS = 512
 """Programs that a draw is split into at small batch sizes: about four on each SM of a large GPU."""
-THRESHOLD_BLOCK = 4096
+THRESHOLD_BLOCK = 2048
 THRESHOLD_WARPS = 16
 ADJUST_BLOCK = 4096
 
@@ -148,33 +148,50 @@ def draw_tokens_kernel(
 
 
 @triton.jit
-def _count_and_mass(logits, vocab_size, peak, inv_temperature, a, b, c, BLOCK: tl.constexpr, MASS: tl.constexpr):
-    """How many logits are >= each of the three pivots, and their softmax mass relative to `peak`."""
-    lanes = tl.arange(0, BLOCK)
-    # A lane counts fewer than 1024 logits, so that three counters share a register.
-    counts = tl.zeros((BLOCK,), tl.int32)
-    mass_a = tl.zeros((BLOCK,), tl.float32)
-    mass_b = tl.zeros((BLOCK,), tl.float32)
-    mass_c = tl.zeros((BLOCK,), tl.float32)
-    for start in tl.range(0, vocab_size, BLOCK, num_stages=3):
-        ids = start + lanes
-        x = tl.load(logits + ids, mask=ids < vocab_size, other=-float("inf"))
-        counts += (x >= a).to(tl.int32) + ((x >= b).to(tl.int32) << 10) + ((x >= c).to(tl.int32) << 20)
+def _count_and_mass(
+    source, size, peak, inv_temperature, a, b, c, BLOCK: tl.constexpr, MASS: tl.constexpr, HELD: tl.constexpr
+):
+    """How many logits are >= each of the three pivots, and their softmax mass relative to `peak`. `source` is a pointer
+    to `size` logits, or a block of them in registers if HELD."""
+    if HELD:
+        # Fewer than 2^20 logits are held, so that three counters share a sum.
+        counts = (source >= a).to(tl.int64) + ((source >= b).to(tl.int64) << 20) + ((source >= c).to(tl.int64) << 40)
+        packed = tl.sum(counts)
+        num_a, num_b, num_c = packed & 0xFFFFF, (packed >> 20) & 0xFFFFF, packed >> 40
+        mass_a, mass_b, mass_c = 0.0, 0.0, 0.0
         if MASS:
-            weight = tl.exp((x - peak) * inv_temperature)
-            mass_a += tl.where(x >= a, weight, 0.0)
-            mass_b += tl.where(x >= b, weight, 0.0)
-            mass_c += tl.where(x >= c, weight, 0.0)
-    return (
-        tl.sum(counts & 1023), tl.sum((counts >> 10) & 1023), tl.sum(counts >> 20),
-        tl.sum(mass_a), tl.sum(mass_b), tl.sum(mass_c),
-    )  # fmt: skip
+            weight = tl.exp((source - peak) * inv_temperature)
+            mass_a = tl.sum(tl.where(source >= a, weight, 0.0))
+            mass_b = tl.sum(tl.where(source >= b, weight, 0.0))
+            mass_c = tl.sum(tl.where(source >= c, weight, 0.0))
+        return num_a.to(tl.int32), num_b.to(tl.int32), num_c.to(tl.int32), mass_a, mass_b, mass_c
+    else:
+        lanes = tl.arange(0, BLOCK)
+        # A lane counts fewer than 1024 logits, so that three counters share a register.
+        counts = tl.zeros((BLOCK,), tl.int32)
+        mass_a = tl.zeros((BLOCK,), tl.float32)
+        mass_b = tl.zeros((BLOCK,), tl.float32)
+        mass_c = tl.zeros((BLOCK,), tl.float32)
+        for start in tl.range(0, size, BLOCK, num_stages=3):
+            ids = start + lanes
+            x = tl.load(source + ids, mask=ids < size, other=-float("inf"))
+            counts += (x >= a).to(tl.int32) + ((x >= b).to(tl.int32) << 10) + ((x >= c).to(tl.int32) << 20)
+            if MASS:
+                weight = tl.exp((x - peak) * inv_temperature)
+                mass_a += tl.where(x >= a, weight, 0.0)
+                mass_b += tl.where(x >= b, weight, 0.0)
+                mass_c += tl.where(x >= c, weight, 0.0)
+        return (
+            tl.sum(counts & 1023), tl.sum((counts >> 10) & 1023), tl.sum(counts >> 20),
+            tl.sum(mass_a), tl.sum(mass_b), tl.sum(mass_c),
+        )  # fmt: skip
 
 
 @triton.jit
 def _search(
-    logits, vocab_size, peak, inv_temperature, low, high, num_low, target, BLOCK: tl.constexpr, MASS: tl.constexpr
-):
+    source, size, peak, inv_temperature, low, high, num_low, target,
+    BLOCK: tl.constexpr, MASS: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
     """Largest threshold in [low, high) whose kept set (logits >= threshold) still reaches `target`: a count, or a
     softmax mass if MASS. `low` reaches it and keeps `num_low` logits; `high` keeps none. Four-way bisection over the
     values; it ends when a single logit, or only equal ones, separate the two bounds."""
@@ -185,7 +202,7 @@ def _search(
         a = low + step
         b = low + 2.0 * step
         c = low + 3.0 * step
-        n_a, n_b, n_c, m_a, m_b, m_c = _count_and_mass(logits, vocab_size, peak, inv_temperature, a, b, c, BLOCK, MASS)
+        n_a, n_b, n_c, m_a, m_b, m_c = _count_and_mass(source, size, peak, inv_temperature, a, b, c, BLOCK, MASS, HELD)
         if MASS:
             ok_a = m_a >= target
             ok_b = m_b >= target
@@ -209,6 +226,58 @@ def _search(
 
 
 @triton.jit
+def _largest_of_lanes(logits, vocab_size, BLOCK: tl.constexpr):
+    """The four largest logits of every lane, [BLOCK, 2, 2], their largest, and the largest fourth one: all logits above
+    that are among them."""
+    lanes = tl.arange(0, BLOCK)
+    first = tl.full((BLOCK,), -float("inf"), tl.float32)
+    second = tl.full((BLOCK,), -float("inf"), tl.float32)
+    third = tl.full((BLOCK,), -float("inf"), tl.float32)
+    fourth = tl.full((BLOCK,), -float("inf"), tl.float32)
+    for start in tl.range(0, vocab_size, BLOCK, num_stages=3):
+        ids = start + lanes
+        x = tl.load(logits + ids, mask=ids < vocab_size, other=-float("inf"))
+        after_first = tl.minimum(first, x)
+        first = tl.maximum(first, x)
+        after_second = tl.minimum(second, after_first)
+        second = tl.maximum(second, after_first)
+        after_third = tl.minimum(third, after_second)
+        third = tl.maximum(third, after_second)
+        fourth = tl.maximum(fourth, after_third)
+    return tl.join(tl.join(first, second), tl.join(third, fourth)), tl.max(first), tl.max(fourth)
+
+
+@triton.jit
+def _filter_all(
+    logits, vocab_size, peak, inv_temperature, high, top_k, top_p, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Threshold of top_k and top_p by passes over all logits."""
+    lanes = tl.arange(0, BLOCK)
+    smallest = tl.full((BLOCK,), float("inf"), tl.float32)
+    finite = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, vocab_size, BLOCK):
+        ids = start + lanes
+        x = tl.load(logits + ids, mask=ids < vocab_size, other=-float("inf"))
+        real = x > -float("inf")
+        finite += real.to(tl.int32)
+        smallest = tl.minimum(smallest, tl.where(real, x, float("inf")))
+    low = tl.min(smallest)
+    num_low = tl.sum(finite)
+    if top_k < num_low:
+        low, num_low = _search(
+            logits, vocab_size, peak, inv_temperature, low, high, num_low, top_k, BLOCK, False, False
+        )
+    if top_p < 1.0:
+        n_a, n_b, n_c, mass, m_b, m_c = _count_and_mass(
+            logits, vocab_size, peak, inv_temperature, low, low, low, BLOCK, True, False
+        )
+        low, num_low = _search(
+            logits, vocab_size, peak, inv_temperature, low, high, num_low, top_p * mass, BLOCK, True, False
+        )
+    return low
+
+
+@triton.jit
 def threshold_kernel(
     logits,  # [B, V] fp32
     table,
@@ -218,7 +287,10 @@ def threshold_kernel(
     stride,
     BLOCK: tl.constexpr,
 ):
-    """Smallest logit that top_k, top_p and min_p let through, one program a row, without sorting."""
+    """Smallest logit that top_k, top_p and min_p let through, one program a row, without sorting.
+
+    Few logits decide, and one pass finds them: the largest ones of each lane. Only where more pass, or too many of them
+    meet in a lane, all logits are read again and again."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     logits += row * stride
@@ -229,37 +301,40 @@ def threshold_kernel(
     threshold = -float("inf")
     if temperature > 0.0:
         if (top_k < ALL) | (top_p < 1.0) | (min_p > 0.0):
-            lanes = tl.arange(0, BLOCK)
-            largest = tl.full((BLOCK,), -float("inf"), tl.float32)
-            smallest = tl.full((BLOCK,), float("inf"), tl.float32)
-            finite = tl.zeros((BLOCK,), tl.int32)
-            for start in range(0, vocab_size, BLOCK):
-                ids = start + lanes
-                x = tl.load(logits + ids, mask=ids < vocab_size, other=-float("inf"))
-                real = x > -float("inf")
-                finite += real.to(tl.int32)
-                largest = tl.maximum(largest, x)
-                smallest = tl.minimum(smallest, tl.where(real, x, float("inf")))
-            peak = tl.max(largest)
-            low = tl.min(smallest)
-            num_low = tl.sum(finite)
-            if num_low > 1:
+            held, peak, horizon = _largest_of_lanes(logits, vocab_size, BLOCK)
+            if peak > -float("inf"):
                 inv_temperature = 1.0 / temperature
                 high = peak + tl.maximum(tl.abs(peak) * 1e-6, 1e-6)
-                if top_k < num_low:
+                above = held > horizon
+                low = tl.min(tl.where(above, held, high))
+                num_low = tl.sum(above.to(tl.int32))
+                holds_all = horizon == -float("inf")
+                found = (top_k == ALL) | (top_k <= num_low) | holds_all
+                if found & (top_k < num_low):
                     low, num_low = _search(
-                        logits, vocab_size, peak, inv_temperature, low, high, num_low, top_k, BLOCK, False
+                        held, 0, peak, inv_temperature, low, high, num_low, top_k, BLOCK, False, True
                     )
-                if top_p < 1.0:
+                if found & (top_p < 1.0):
                     n_a, n_b, n_c, mass, m_b, m_c = _count_and_mass(
-                        logits, vocab_size, peak, inv_temperature, low, low, low, BLOCK, True
+                        held, 0, peak, inv_temperature, low, low, low, BLOCK, True, True
                     )
-                    low, num_low = _search(
-                        logits, vocab_size, peak, inv_temperature, low, high, num_low, top_p * mass, BLOCK, True
-                    )
-                threshold = low
+                    total = mass
+                    if (top_k == ALL) & (not holds_all):
+                        nothing = -float("inf")
+                        n_a, n_b, n_c, total, m_b, m_c = _count_and_mass(
+                            logits, vocab_size, peak, inv_temperature, nothing, nothing, nothing, BLOCK, True, False
+                        )
+                    found = mass >= top_p * total
+                    if found:
+                        low, num_low = _search(
+                            held, 0, peak, inv_temperature, low, high, num_low, top_p * total, BLOCK, True, True
+                        )
+                if not found:
+                    low = _filter_all(logits, vocab_size, peak, inv_temperature, high, top_k, top_p, 2 * BLOCK)
+                if (top_k < ALL) | (top_p < 1.0):
+                    threshold = low
                 if min_p > 0.0:
-                    threshold = tl.maximum(low, tl.log(min_p) * temperature + peak)
+                    threshold = tl.maximum(threshold, tl.log(min_p) * temperature + peak)
     tl.store(thresholds + row, threshold)
 
 
