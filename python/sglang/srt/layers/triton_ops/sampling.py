@@ -248,9 +248,7 @@ def _largest_of_lanes(logits, vocab_size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _filter_all(
-    logits, vocab_size, peak, inv_temperature, high, top_k, top_p, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _filter_all(logits, vocab_size, peak, inv_temperature, high, top_k, top_p, BLOCK: tl.constexpr):
     """Threshold of top_k and top_p by passes over all logits."""
     lanes = tl.arange(0, BLOCK)
     smallest = tl.full((BLOCK,), float("inf"), tl.float32)
