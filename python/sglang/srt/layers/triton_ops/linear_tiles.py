@@ -83,7 +83,7 @@ FEW_TILES: Mapping[tuple[str, int], PairTile] = {
     ("scaled", 8): PairTile(1024, 512, 2, 2),
     ("group128", 8): PairTile(2048, 512, 1, 2),
     ("mx", 8): PairTile(256, 256, 8, 1),
-    ("mx", 4): PairTile(4096, 256, 4),
+    ("mx", 4): PairTile(1024, 512, 4, 1),
     ("planes", 4): PairTile(1024, 1024, 4, 1),
 }
 """By kind and bits of a weight, without matrix instructions. Small, as those of few pairs of experts, and why."""

@@ -5,7 +5,8 @@ whatever the scheme: nothing has to be quantized first, and nothing is lost by i
 Reference: `quantization.reference.dequantize`.
 
 A tile of weights is [BLOCK_N rows, C, W], where C * W elements (four-bit: words of eight) lie along K and cover COLS
-columns. Where scales are per group of columns, each of C has one; in planes, one for each plane or two.
+columns. Where scales are per group of columns, each of C has one; in planes, one for each plane or two; packed words
+have one each.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from sglang.srt.layers.triton_ops.scaled_dot import (
     decode_scale,
     nibbles,
 )
+
+HALF_SHIFT: tl.constexpr = tl.constexpr(2.0**64)
+"""The part of E2M1_SHIFT that x takes before it meets a nibble, so that their product stays in the range of fp32."""
 
 if TYPE_CHECKING:
     from sglang.srt.layers.moe.fused_moe_triton.tiles import PairTile
@@ -52,11 +56,12 @@ def add_product(
     EVEN_K: tl.constexpr,
 ):
     """total + factor * x * w[rows] for the columns from `start` on that a tile covers."""
-    if KIND == "planes" or PACKED:
-        return _add_nibbles(
-            total, x, factor, there, w, w_scale, rows, w_stride, ws_stride, K, start,
-            ELEMENT, GROUP, PACKED, C, W, EVEN_K,
-        )  # fmt: skip
+    if PACKED:
+        return _add_packed(total, x, factor, there, w, w_scale, rows, w_stride, ws_stride, K, start, GROUP, C, EVEN_K)
+    elif KIND == "planes":
+        return _add_planes(
+            total, x, factor, there, w, w_scale, rows, w_stride, ws_stride, K, start, ELEMENT, GROUP, C, W, EVEN_K
+        )
     else:
         row, c = rows[:, None, None], tl.arange(0, C)[None, :, None]
         column = start + c * W + tl.arange(0, W)[None, None, :]
@@ -75,29 +80,22 @@ def add_product(
 
 
 @triton.jit
-def _add_nibbles(
+def _add_planes(
     total, x, factor, there, w, w_scale, rows, w_stride, ws_stride, K, start,
-    ELEMENT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
-    EVEN_K: tl.constexpr,
+    ELEMENT: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, W: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     row, c, j = rows[:, None, None], tl.arange(0, C)[None, :, None], tl.arange(0, W)[None, None, :]
     num_groups = tl.cdiv(K, GROUP)
     inside = there
     if not EVEN_K:
-        # A strip of planes is stored whole; of packed columns only those that exist.
-        inside = there & (start + c * (W * PLANES) + j * (PLANES if PACKED else 0) < K)
+        inside = there & (start + c * STRIP < K)  # strips are stored whole
     at = w + row * w_stride + start // PLANES + c * W + j
     words = tl.load(at, mask=inside, other=0, eviction_policy="evict_first")
-    if PACKED:
-        scale = _scale_of(w_scale, row, ws_stride, start // GROUP + c, there, num_groups)
     for plane in tl.static_range(PLANES):
-        if PACKED:
-            column = start + (c * W + j) * PLANES + plane
-        else:
-            column = start + c * STRIP + plane * PLANE + j
-            if (plane * PLANE) % GROUP == 0:
-                group = (start + c * STRIP + plane * PLANE) // GROUP
-                scale = _scale_of(w_scale, row, ws_stride, group, there, num_groups)
+        column = start + c * STRIP + plane * PLANE + j
+        if (plane * PLANE) % GROUP == 0:
+            group = (start + c * STRIP + plane * PLANE) // GROUP
+            scale = _scale_of(w_scale, row, ws_stride, group, there, num_groups)
         x_inside = there
         if not EVEN_K:
             x_inside = there & (column < K)
@@ -108,6 +106,42 @@ def _add_nibbles(
         else:
             total += value * E2M1_SHIFT * scale * a
     return total
+
+
+@triton.jit
+def _add_packed(
+    total, x, factor, there, w, w_scale, rows, w_stride, ws_stride, K, start,
+    GROUP: tl.constexpr, C: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """e2m1, eight columns to a word. One word of each row to a thread, with its columns of x and its scale: with more,
+    either would have to be moved between threads. K goes first, for threads to lie along it."""
+    row, word = rows[None, :], start // PLANES + tl.arange(0, C)[:, None]
+    inside = there
+    if not EVEN_K:
+        inside = there & (word * PLANES < K)
+    at = tl.max_contiguous(w + row * w_stride + word, [1, 1])
+    words = tl.load(at, mask=inside, other=0, eviction_policy="evict_first")
+    scale = _scale_of(w_scale, row, ws_stride, word * PLANES // GROUP, there, tl.cdiv(K, GROUP))
+    columns = _columns_of(x, word, inside, C)
+    part = tl.zeros_like(scale)
+    for plane in tl.static_range(PLANES):
+        a = columns[plane].to(tl.float32)[:, None] * (factor * HALF_SHIFT)
+        part += nibbles(words, plane, "e2m1") * a
+    return total + tl.trans(part * (scale * (E2M1_SHIFT / HALF_SHIFT)))[:, :, None]
+
+
+@triton.jit
+def _columns_of(x, word, inside, C: tl.constexpr):
+    """The eight columns of each word, as many tensors of [C], by one load."""
+    values = tl.load(x + word * PLANES + tl.arange(0, PLANES)[None, :], mask=inside, other=0.0)
+    even, odd = tl.split(tl.reshape(values, (C, 2, 2, 2)))
+    even_0, even_1 = tl.split(even)
+    odd_0, odd_1 = tl.split(odd)
+    a_0, a_4 = tl.split(even_0)
+    a_2, a_6 = tl.split(even_1)
+    a_1, a_5 = tl.split(odd_0)
+    a_3, a_7 = tl.split(odd_1)
+    return a_0, a_1, a_2, a_3, a_4, a_5, a_6, a_7
 
 
 @triton.jit
@@ -129,7 +163,7 @@ def pair_launch(product: Product, pair_tile: PairTile, cols: int, rows: int) -> 
             tile["BLOCK_N"] //= 2
     step = tile["COLS"]
     if four_bit:
-        width = product.group // PLANES.value if packed else PLANE.value
+        width = 1 if packed else PLANE.value
         depth = step // (width * PLANES.value)
     else:
         width = product.group if product.kind in ("mx", "group128") else step
