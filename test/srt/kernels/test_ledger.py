@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,22 @@ def rows_with(smem: int = 1000, spills: int = 0, target: str = "3.9.0/sm_120") -
 
 def variant(default: bool = True) -> Variant:
     return Variant(KEY[0], KEY[1], None, {}, {}, (), {}, (576, 512), "bfloat16", default)
+
+
+def test_the_documented_figures_are_those_of_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ledger.main(["report"]) == 0
+    said = capsys.readouterr().out
+    text = (Path(__file__).parents[3] / "docs" / "kernels.md").read_text()
+    for lock in said.split("sm90 ("):
+        rows, measurements = re.findall(r"([0-9]+) \(kernel, variant, tile\) rows, ([0-9]+) measurements", lock)[0]
+        assert f"| {int(rows):,} |" in text and f"| {int(measurements):,} |" in text
+        (spilling,) = re.findall(r"default tiles that spill: (\d+ of \d+)", lock)
+        (most,) = re.findall(r"most shared memory: ([\d,]+ B)", lock)
+        assert f"| {spilling}, " in text and f"| {most} of " in text
+    found = dict(re.findall(r"^  fused_moe +(\w+) +(\d+ +[\d,]+ +\d+) ", said.split("sm90 (")[0], re.MULTILINE))
+    assert len(found) == 10
+    for scheme, figures in found.items():
+        assert f"| {scheme} | {', '.join(figures.split())} |" in text, scheme
 
 
 # --- rules ------------------------------------------------------------------------------------------------------------
