@@ -20,9 +20,9 @@ Calls = Sequence[Callable[[], object]]
 """Each uses its own buffers."""
 
 
-def copies_for(bytes_per_call: int, most: int = 64) -> int:
+def copies_for(bytes_per_call: int, most: int = 64, cold_bytes: int = COLD_BYTES) -> int:
     """How many sets of operands make the caches cold."""
-    return max(2, min(most, COLD_BYTES // max(1, bytes_per_call) + 1))
+    return max(2, min(most, cold_bytes // max(1, bytes_per_call) + 1))
 
 
 def replays(calls: Calls, least: int = 1) -> Iterator[float]:

@@ -20,7 +20,7 @@ import triton
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from timing import Calls, replays
+from timing import Calls, copies_for, replays
 
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import current_arch
@@ -138,7 +138,7 @@ class Problem:
         used = min(self.shape.num_experts, num_tokens * self.shape.top_k)
         bits = SCHEMES[self.shape.scheme].bits if self.shape.scheme else 16
         read = used * self.shape.hidden * self.shape.intermediate * bits // 8
-        return max(2, min(MAX_ROUTINGS, COLD_BYTES // read + 1))
+        return copies_for(read, MAX_ROUTINGS, COLD_BYTES)
 
     def calls(self, kind: str, tile: Tile) -> list[Callable[[], Any]]:
         """A launch of the product for each routing of `inputs`; each returns the compiled kernel."""
