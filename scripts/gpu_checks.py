@@ -36,6 +36,7 @@ def files(only: str) -> list[Path]:
 
 def execute(arch: str, paths: list[Path], jobs: int, log_dir: Path) -> Counts | None:
     """None if pytest did not get so far as to run tests."""
+    # One thread each: what tests compute on the host would otherwise take all cores in every process.
     env = os.environ | {"OMP_NUM_THREADS": "1"} | ({"SGLANG_FORCE_ARCH": arch} if arch else {})
     name = arch or "own"
     report = log_dir / f"{name}.xml"
