@@ -8,6 +8,7 @@ Shapes are those of Qwen3-8B (elementwise), a vocabulary of 151,936 (sampling) a
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import fused_moe
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.layers.triton_ops import activation, norm, rope_store, topk
+from sglang.srt.layers.triton_ops.sampling import filter_thresholds
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.sampling.sampling_table import SamplingTable
 
@@ -110,6 +112,33 @@ def sampling(batch_size: int) -> Iterator[Case]:
         yield Case(f"sample {name} B={batch_size}", 4 * batch_size * VOCAB, make)
 
 
+def thresholds(batch_size: int) -> Iterator[Case]:
+    """Logits as models give them, a few hundred tokens far above the others, and where a filter keeps thousands."""
+    filters = {
+        "top_k=20 top_p=0.95": SamplingParams(temperature=0.6, top_k=20, top_p=0.95),
+        "top_k=50": SamplingParams(top_k=50),
+        "top_k=600": SamplingParams(top_k=600),
+        "top_p=0.9": SamplingParams(top_p=0.9),
+        "min_p=0.05": SamplingParams(min_p=0.05),
+    }
+    for (name, params), peaked in itertools.product(filters.items(), (True, False)):
+
+        def make(params: SamplingParams = params, peaked: bool = peaked) -> Callable[[], object]:
+            table = SamplingTable(batch_size + 1, VOCAB, "cuda")
+            for slot in range(1, batch_size + 1):
+                table.set(slot, params, slot, [], [], ())
+            slots = torch.arange(1, batch_size + 1, device="cuda")
+            batch = table.view(np.arange(1, batch_size + 1), slots)
+            logits = 2 * torch.randn(batch_size, VOCAB, device="cuda")
+            if peaked:
+                likely = torch.randint(VOCAB, (batch_size, 300), device="cuda")
+                logits.scatter_(1, likely, 8 + 3 * torch.randn(batch_size, 300, device="cuda"))
+            return lambda: filter_thresholds(logits, batch.table, slots)
+
+        shape = "peaked" if peaked else "flat"
+        yield Case(f"threshold {name} {shape} B={batch_size}", 4 * batch_size * VOCAB, make)
+
+
 def experts(tokens: int) -> Iterator[Case]:
     num_experts, top_k, hidden, inter = 128, 8, 2048, 768
     w13, w2 = randn(num_experts, 2 * inter, hidden), randn(num_experts, hidden, inter)
@@ -130,6 +159,7 @@ def cases() -> Iterator[Case]:
         yield from elementwise(tokens)
     for batch_size in (1, 64, 256):
         yield from sampling(batch_size)
+        yield from thresholds(batch_size)
     for tokens in (1, 2, 4, 8, 16, 64, 512, 8192):
         yield from experts(tokens)
 
@@ -147,12 +177,12 @@ def main() -> None:
         if args.only not in case.name:
             continue
         # Weights of experts are shared by the sets: 1.2 GB already exceed the caches.
-        sets = copies_for(case.num_bytes, most=4 if case.name.startswith(("fused_moe", "sample")) else 64)
+        sets = copies_for(case.num_bytes, most=4 if case.name.startswith(("fused_moe", "sample", "threshold")) else 64)
         seconds = time_calls([case.make() for _ in range(sets)])
         rate = case.num_bytes / seconds
         tflops = f"  {case.flops / seconds / 1e12:6.1f} TFLOP/s" if case.flops else ""
         print(
-            f"{case.name:40s} {seconds * 1e6:9.2f} us {rate / 1e9:8.1f} GB/s {rate / ceiling:6.1%}{tflops}", flush=True
+            f"{case.name:44s} {seconds * 1e6:9.2f} us {rate / 1e9:8.1f} GB/s {rate / ceiling:6.1%}{tflops}", flush=True
         )
         row = {key: value for key, value in asdict(case).items() if key != "make"}
         rows.append(row | {"seconds": seconds, "of_copy_rate": rate / ceiling})

@@ -24,7 +24,7 @@ from timing import copies_for, read_ceiling, time_calls
 
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import SCHEMES
-from sglang.srt.hardware.arch import current_arch
+from sglang.srt.hardware.arch import arch_by_name, current_arch
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
 from sglang.srt.layers.triton_ops import pdl
@@ -116,11 +116,12 @@ def main() -> None:
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=list(SCHEMES))
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--only", default="", help="shapes whose name contains this")
+    parser.add_argument("--arch", help="lay weights out as for this GPU; products of --rows 1 and 2 run on any")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--json", help="write the results to this file")
     args = parser.parse_args()
     torch.set_grad_enabled(False)
-    arch, ceiling = current_arch(), read_ceiling()
+    arch, ceiling = arch_by_name(args.arch) if args.arch else current_arch(), read_ceiling()
     peak = 2 * 8192**3 / cublas(torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda"), 8192)
     print(f"{torch.cuda.get_device_name()}: read {ceiling / 1e9:.0f} GB/s, cuBLAS bf16 {peak / 1e12:.0f} TFLOP/s")
     results = []
