@@ -92,7 +92,7 @@ def test_chunked_prefill_takes_several_steps_and_changes_nothing() -> None:
 
 
 def test_mixed_chunk_decodes_while_it_prefills() -> None:
-    scheduler = make_scheduler(FakeRunner(1024, 1, 512, 4, 32), enable_mixed_chunk=True)
+    scheduler = make_scheduler(FakeRunner(1024, 1, 512, 4, 32))
     collector = Collector()
     add(scheduler, request("a", prompt(10), 30, stream=True, ignore_eos=True))
     scheduler.step()
@@ -259,17 +259,16 @@ workload = st.lists(
     max_reqs=st.integers(1, 6),
     policy=st.sampled_from(sorted(POLICIES)),
     radix=st.booleans(),
-    mixed=st.booleans(),
     overlap=st.booleans(),
     conservativeness=st.sampled_from([0.01, 1.0]),
 )
 def test_any_workload(
-    events: list, page: int, pool_pages: int, chunk: int, max_reqs: int, policy: str, radix: bool, mixed: bool,
+    events: list, page: int, pool_pages: int, chunk: int, max_reqs: int, policy: str, radix: bool,
     overlap: bool, conservativeness: float,
 ) -> None:  # fmt: skip
     runner = FakeRunner(pool_pages * page if page > 1 else pool_pages * 4, page, 160, max_reqs, chunk)
     scheduler = make_scheduler(
-        runner, schedule_policy=policy, disable_radix_cache=not radix, enable_mixed_chunk=mixed,
+        runner, schedule_policy=policy, disable_radix_cache=not radix,
         disable_overlap_schedule=not overlap, schedule_conservativeness=conservativeness,
     )  # fmt: skip
     collector = Collector()
