@@ -54,7 +54,7 @@ def test_flags_without_effect_take_their_values_along(caplog: pytest.LogCaptureF
         args = ServerArgs.from_cli(words.split())
     assert (args.port, args.tp_size) == (1, 2)
     assert len(caplog.records) == 5
-    assert "--tokenizer-mode has no effect in sm120-sglang: fast tokenizers are always used." in caplog.messages
+    assert "--tokenizer-mode has no effect in sm120-sglang: its files decide how it is read." in caplog.messages
 
 
 @pytest.mark.parametrize("words", ["--sleep-on-idle true", "--nccl-port 1 2", "--nccl-port=1 2"])
@@ -107,6 +107,15 @@ def test_values_that_only_tune(caplog: pytest.LogCaptureFixture) -> None:
 def test_abbreviated_unimplemented_flag(spelling: str) -> None:
     with pytest.raises(UserError, match=f"{spelling}[a-z-]+ is not implemented"):
         ServerArgs.from_cli(["--model", "m", spelling, "1"])
+
+
+def test_an_abbreviation_of_several_refused_flags() -> None:
+    with pytest.raises(UserError, match="^--spec is not implemented in sm120-sglang .*: there is no speculative"):
+        ServerArgs.from_cli(["--model", "m", "--spec", "1"])
+    with pytest.raises(
+        UserError, match=r"^--enable-p is ambiguous: it could be --enable-p2p-check, .*, \.\.\.\. Write"
+    ):
+        ServerArgs.from_cli(["--model", "m", "--enable-p"])
 
 
 def test_an_abbreviation_that_fits_upstream_flags_too_is_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -205,28 +205,33 @@ class OptionTable:
 
     def find(self, spelling: str) -> tuple[str, Meaning]:
         """The flag that `--spelling` abbreviates or is, and what it means. Raises UserError."""
-        full = spelling if spelling in self.meanings else self._complete(spelling)
-        new = compat.RENAMED_FLAGS.get(full.removeprefix("--"))
+        name, meaning = (spelling, self.meanings[spelling]) if spelling in self.meanings else self._complete(spelling)
+        new = compat.RENAMED_FLAGS.get(name.removeprefix("--"))
         if new is not None:
-            warn_once(f"{full} is another spelling of --{new}; please use the latter.")
-        return full, self.meanings[full]
+            warn_once(f"{name} is another spelling of --{new}; please use the latter.")
+        return name, meaning
 
-    def _complete(self, spelling: str) -> str:
+    def _complete(self, spelling: str) -> tuple[str, Meaning]:
         """An abbreviation of one option of ours stands for it, whatever else upstream knows."""
-        matches = sorted(name for name in self.meanings if name.startswith(spelling))
-        options = sorted({flag(meaning) for name in matches if isinstance(meaning := self.meanings[name], str)})
-        if len(options) > 1:
-            raise UserError(f"{spelling} is ambiguous: it could be {', '.join(options)}. Write it out.")
-        if options:
-            others = [name for name in matches if not isinstance(self.meanings[name], str)]
-            if others:
-                warn_once(f"{spelling} is read as {options[0]}, though it could be {others[0]}; please write it out.")
-            return options[0]
-        if len({self.meanings[name] for name in matches}) > 1:
-            raise UserError(f"{spelling} is ambiguous: it could be {', '.join(matches)}. Write it out.")
-        if not matches:
+        matches = {name: meaning for name, meaning in sorted(self.meanings.items()) if name.startswith(spelling)}
+        fields = sorted({meaning for meaning in matches.values() if isinstance(meaning, str)})
+        if len(fields) > 1:
+            raise UserError(f"{spelling} is ambiguous: it could be {', '.join(map(flag, fields))}. Write it out.")
+        foreign = {name: meaning for name, meaning in matches.items() if not isinstance(meaning, str)}
+        if fields:
+            name = flag(fields[0])
+            if foreign:
+                warn_once(
+                    f"{spelling} is read as {name}, though it could be {next(iter(foreign))}; please write it out."
+                )
+            return name, fields[0]
+        if not foreign:
             self._refuse(spelling)
-        return matches[0]
+        if len({meaning.reason for meaning in foreign.values()}) > 1:
+            few = ", ".join([*list(foreign)[:5], *(["..."] if len(foreign) > 5 else [])])
+            raise UserError(f"{spelling} is ambiguous: it could be {few}. Write it out.")
+        name, meaning = next(iter(foreign.items()))
+        return name if len(foreign) == 1 else spelling, meaning
 
     def _refuse(self, spelling: str) -> NoReturn:
         hint = self._suggestion(spelling.removeprefix("--"))
@@ -281,7 +286,7 @@ def build_parser(table: OptionTable, prog: str) -> argparse.ArgumentParser:
 
 
 def _help_text(spec: Option, default: Any) -> str:
-    shown = "" if default in (None, False, dataclasses.MISSING) else f" Default: {default}."
+    shown = "" if default is None or default is False or default is dataclasses.MISSING else f" Default: {default}."
     return (spec.help + shown).replace("%", "%%")
 
 

@@ -231,7 +231,7 @@ class ServerArgs:
 TABLE = OptionTable(ServerArgs)
 
 
-_ONE: Mapping[str, str] = {
+ONLY_ONE: Mapping[str, str] = {
     "pp_size": "split the model with --tp-size",
     "dp_size": "start one server for each replica behind a load balancer",
     "ep_size": "experts are split with --tp-size",
@@ -239,7 +239,7 @@ _ONE: Mapping[str, str] = {
 }
 """Fields that must be 1 until what they count exists, with what to do instead."""
 
-_NONE: Mapping[str, str] = {
+NOT_YET: Mapping[str, str] = {
     "tool_call_parser": "remove the flag and parse the text in the client",
     "reasoning_parser": "remove the flag and parse the text in the client",
 }
@@ -248,7 +248,7 @@ _NONE: Mapping[str, str] = {
 
 def _find_problems(args: ServerArgs, problems: Problems) -> None:
     """What does not exist yet, and values that contradict each other; fields with a problem already are left out."""
-    for required, hints in ((1, _ONE), (None, _NONE)):
+    for required, hints in ((1, ONLY_ONE), (None, NOT_YET)):
         for name, hint in hints.items():
             value = getattr(args, name)
             if value != required and name not in problems.fields:

@@ -40,7 +40,7 @@ ACCEPTED: tuple[FlagGroup, ...] = (
         """,
     ),
     FlagGroup("Sampling", "sampling has one implementation for each device", "sampling-backend= mlx-enable-sampling"),
-    FlagGroup("Precision", "attention is reduced in fp32 always", "triton-attention-reduce-in-fp32"),
+    FlagGroup("Precision", "attention accumulates in fp32", "triton-attention-reduce-in-fp32"),
     FlagGroup(
         "Shared experts",
         "they are fused unless --disable-shared-experts-fusion is given",
@@ -48,7 +48,7 @@ ACCEPTED: tuple[FlagGroup, ...] = (
     ),
     FlagGroup(
         "Graphs and compilation",
-        "decode steps run from CUDA graphs, prefill steps where the plan says so, and nothing else is compiled",
+        "the plan decides which steps run from CUDA graphs, and the model is not compiled as a whole",
         """
         cuda-graph-bs-prefill=... cuda-graph-max-bs-prefill= cuda-graph-max-seq-len-prefill=
         cuda-graph-prefill-max-context= context-bucket= cuda-graph-tc-compiler= disable-cuda-graph-padding
@@ -122,7 +122,7 @@ ACCEPTED: tuple[FlagGroup, ...] = (
         enable-dynamic-batch-tokenizer dynamic-batch-tokenizer-batch-size= dynamic-batch-tokenizer-batch-timeout=
         """,
     ),
-    FlagGroup("Tokenizer", "fast tokenizers are always used", "tokenizer-mode= tokenizer-backend="),
+    FlagGroup("Tokenizer", "its files decide how it is read", "tokenizer-mode= tokenizer-backend="),
     FlagGroup(
         "Meeting of the ranks",
         "the ranks of one machine meet by themselves, and a stuck one ends with --watchdog-timeout",
@@ -155,7 +155,7 @@ ACCEPTED: tuple[FlagGroup, ...] = (
     FlagGroup("Start and files", "one warm-up request is sent, and no files are stored", "warmups= file-storage-path="),
     FlagGroup(
         "Logs and metrics",
-        "timings and totals are on the metrics page, the same from every rank",
+        "timings and totals are on the metrics page, from one rank for all",
         """
         show-time-cost enable-request-time-stats-logging collect-tokens-histogram enable-metrics-for-all-schedulers
         gc-warning-threshold-secs= soft-watchdog-timeout= uvicorn-access-log-exclude-prefixes=...
@@ -343,14 +343,19 @@ REFUSED: tuple[FlagGroup, ...] = (
     FlagGroup(
         "Scales of the KV cache", "scales are read from the checkpoint; remove the flag", "quantization-param-path"
     ),
+    FlagGroup("Logits", "use logit_bias or structured output", "enable-custom-logit-processor"),
     FlagGroup(
-        "Sampling and grammars",
-        "use logit_bias or structured output, or remove the flag",
+        "Whitespace of JSON",
+        "the grammar chooses the whitespace; remove the flag",
         """
         constrained-json-disable-any-whitespace constrained-json-max-whitespace-cnt
-        constrained-json-whitespace-pattern enable-custom-logit-processor enable-strict-thinking enable-watermark
-        watermark-config
+        constrained-json-whitespace-pattern
         """,
+    ),
+    FlagGroup(
+        "Watermarks and thinking",
+        "tokens are sampled as the request says, and neither marked nor held to a form of thinking; remove the flag",
+        "enable-strict-thinking enable-watermark watermark-config",
     ),
     FlagGroup(
         "More in the replies",
