@@ -27,7 +27,7 @@ flags. Written by a command, not by hand:
 
 - An option may be abbreviated as long as it stands for one option. `--name value` and `--name=value` are the same.
 - `--config FILE.yaml` reads options from a file (`page-size: 16`); the command line wins.
-- Integers marked *size* may have a suffix: `16k` is 16,384, `1m` is 1,048,576.
+- A *size* is an integer that may have a suffix k, M, G or T, as in SGLang since 0.5.10: `16k` is 16,000, `16Ki` 16,384.
 - All problems of a command are reported at once.
 """
 

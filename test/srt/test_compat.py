@@ -170,6 +170,13 @@ PUBLISHED = [
     "--reasoning-parser deepseek-v3 --tool-call-parser deepseekv31 --watchdog-timeout 1000000 --context-length 131072 "
     "--page-size 64 --disable-cuda-graph --quantization modelopt_fp4 --moe-runner-backend flashinfer_trtllm "
     "--attention-backend trtllm_mla --fp4-gemm-backend flashinfer_cutlass --disable-flashinfer-autotune",
+    "--model lukealonso/MiniMax-M2.5-NVFP4 --served-model-name MiniMax-M2.5 --reasoning-parser minimax "
+    "--enable-torch-compile --trust-remote-code --tp 2 --mem-fraction-static 0.93 --max-running-requests 16 "
+    "--quantization modelopt_fp4 --attention-backend flashinfer --moe-runner-backend flashinfer_cutlass "
+    "--disable-custom-all-reduce --enable-flashinfer-allreduce-fusion --sleep-on-idle",
+    "--model-path MiniMax-M2.5 --tp-size 4 --tool-call-parser minimax-m2 --reasoning-parser minimax-append-think "
+    "--trust-remote-code --mem-fraction-static 0.85 --cuda-graph-max-bs 32 --max-running-requests 32 "
+    "--enable-torch-compile --torch-compile-max-bs 4 --sleep-on-idle",
     "--model-path zai-org/GLM-4.7-FP8 --tp 8 --tool-call-parser glm47 --reasoning-parser glm45 --mem-fraction-static "
     "0.848 --kv-cache-dtype auto --served-model-name glm-4.7 --cuda-graph-bs 1 2 4 8 16 --enable-cache-report",
     "--model-path deepseek-ai/DeepSeek-V3.2 --tp 8 --nsa-prefill-backend flashmla_kv --nsa-decode-backend flashmla_kv "

@@ -41,12 +41,12 @@ def test_defaults() -> None:
 def test_three_sources_agree(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(
-        "model-path: m\ntp-size: 2\nchunked_prefill_size: 8k\nenable-metrics: true\ncuda-graph-bs: [1, 2]\n"
+        "model-path: m\ntp-size: 2\nchunked_prefill_size: 8Ki\nenable-metrics: true\ncuda-graph-bs: [1, 2]\n"
         "random-seed: 3\njson-model-override-args: {rope_theta: 5}\nmem-fraction-static: 0.5\n"
     )
     from_file = ServerArgs.from_cli(["--config", str(config)])
     from_words = ServerArgs.from_cli(
-        "--model m --tp 2 --chunked-prefill-size 8k --enable-metrics --cuda-graph-bs 1 2 --random-seed 3 "
+        "--model m --tp 2 --chunked-prefill-size 8Ki --enable-metrics --cuda-graph-bs 1 2 --random-seed 3 "
         "--mem-fraction-static=0.5".split()
         + ["--json-model-override-args", '{"rope_theta": 5}']
     )
@@ -108,9 +108,9 @@ def test_missing_config_file() -> None:
         ("--tensor-par 4", "tp_size", 4),
         ("--mem-fraction 0.8", "mem_fraction_static", 0.8),
         ("--chunked-prefill -1", "chunked_prefill_size", -1),
-        ("--chunked-prefill-size=16k", "chunked_prefill_size", 16384),
-        ("--max-total-tokens 1.5M", "max_total_tokens", 3 << 19),
-        ("--context-len 32k", "context_length", 32768),
+        ("--chunked-prefill-size=16Ki", "chunked_prefill_size", 16384),
+        ("--max-total-tokens 1.5M", "max_total_tokens", 1_500_000),
+        ("--context-len 32k", "context_length", 32000),
         ("--cuda-graph-max-bs 8", "cuda_graph_max_bs", 8),
         ("--cuda-graph-max 8", "cuda_graph_max_bs", 8),
         ("--cuda-graph-bs 1 2 4", "cuda_graph_bs", [1, 2, 4]),
@@ -307,13 +307,28 @@ def test_tables_do_not_overlap() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("7", 7), ("16k", 16384), ("1M", 1 << 20), ("1.5k", 1536), ("2g", 2 << 30), ("-1", -1)]
+    ("text", "value"),
+    [
+        ("7", 7),
+        ("16k", 16_000),
+        ("16K", 16_000),
+        ("16Ki", 16_384),
+        ("1M", 1_000_000),
+        ("1Mi", 1 << 20),
+        ("25.6k", 25_600),
+        ("1.5Ki", 1536),
+        ("0.007M", 7000),
+        ("2G", 2_000_000_000),
+        ("2Gi", 2 << 30),
+        ("1T", 10**12),
+        ("-1", -1),
+    ],
 )
 def test_sizes(text: str, value: int) -> None:
     assert parse_size(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "k", "1kk", "1.3", "0.1k", "1t", "0x10", "1 k"])
+@pytest.mark.parametrize("text", ["", "k", "1kk", "1.3", "0.0001k", "0.1Ki", "1i", "1q", "0x10", "1 k"])
 def test_bad_sizes(text: str) -> None:
     with pytest.raises(ValueError):
         parse_size(text)

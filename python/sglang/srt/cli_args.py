@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
@@ -36,7 +37,7 @@ class Option:
     minimum: float | None = None
     maximum: float | None = None
     size: bool = False
-    """An integer that may be written with a suffix: 16k is 16384, 1m is 1048576."""
+    """An integer that may be written with a suffix; see `parse_size`."""
     json: bool = False
     """A JSON object, kept as text; a mapping is accepted and converted."""
     metavar: str | None = None
@@ -61,17 +62,18 @@ def is_list(annotation: Any) -> bool:
 
 # --- values -----------------------------------------------------------------------------------------------------------
 
-_SIZE = re.compile(r"([+-]?\d+(?:\.\d+)?)([kmg]?)", re.IGNORECASE)
-_SIZE_FACTOR = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+_SIZE = re.compile(r"([+-]?\d+(?:\.\d+)?)(?:([kmgt])(i?))?", re.IGNORECASE)
+_SIZE_POWER = {None: 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _BOOLEANS = {"true": True, "false": False}
 
 
 def parse_size(text: str) -> int:
-    """`16384`, `16k`, `1.5m`; k, m, g are binary. Raises ValueError."""
+    """`16384`, `16k` = 16,000, `16Ki` = 16,384; k, M, G, T as in SGLang since 0.5.10. Raises ValueError."""
     match = _SIZE.fullmatch(text.strip().replace("_", ""))
     if match is None:
-        raise ValueError("expected an integer, optionally with a suffix k, m or g (16k = 16384)")
-    value = float(match[1]) * _SIZE_FACTOR[match[2].lower()]
+        raise ValueError("expected an integer, optionally with a suffix k, M, G or T (16k = 16,000; 16Ki = 16,384)")
+    number, letter, binary = match.groups()
+    value = Decimal(number) * (1024 if binary else 1000) ** _SIZE_POWER[letter and letter.lower()]
     if value != int(value):
         raise ValueError("expected a whole number")
     return int(value)
