@@ -90,9 +90,10 @@ ACCEPTED: tuple[FlagGroup, ...] = (
         prefill-delayer-queue-min-ratio= prefill-delayer-token-usage-low-watermark=
         prefill-delayer-forward-passes-buckets=... prefill-delayer-wait-seconds-buckets=...
         enable-single-batch-overlap enable-two-batch-overlap tbo-token-distribution-threshold=
-        enable-pdmux pdmux-config-path= sm-group-num= disable-regex-jump-forward sleep-on-idle
+        enable-pdmux pdmux-config-path= sm-group-num= disable-regex-jump-forward
         """,
     ),
+    FlagGroup("Idle server", "an idle server sleeps already", "sleep-on-idle"),
     FlagGroup(
         "Layout of the caches",
         "the plan divides the memory, and the least recently used prefixes go first",
