@@ -84,8 +84,8 @@ ACCEPTED: tuple[FlagGroup, ...] = (
         "the scheduler decides when to prefill and what overlaps, and running requests decode in the steps that compute"
         " prompts; --max-prefill-tokens and --chunked-prefill-size bound a step",
         """
-        enable-mixed-chunk enable-overlap-schedule num-continuous-decode-steps= scheduler-recv-interval= enable-dynamic-chunking
-        prefill-decode-interval= prefill-decode-interval-min-bs= prefill-max-requests= min-free-slots-delay=
+        enable-mixed-chunk enable-overlap-schedule num-continuous-decode-steps= scheduler-recv-interval=
+        enable-dynamic-chunking prefill-decode-interval= prefill-decode-interval-min-bs= prefill-max-requests= min-free-slots-delay=
         enable-prefill-delayer prefill-delayer-max-delay-ms= prefill-delayer-max-delay-passes=
         prefill-delayer-queue-min-ratio= prefill-delayer-token-usage-low-watermark=
         prefill-delayer-forward-passes-buckets=... prefill-delayer-wait-seconds-buckets=...
