@@ -126,7 +126,9 @@ class RadixMachine(RuleBasedStateMachine):
         self.cache.discard(req.node)
         for node in path:
             in_tree = node.parent is not None
-            assert in_tree == bool(node.lock_ref or node.children), "a node that somebody needs, or one that nobody does"
+            assert in_tree == bool(node.lock_ref or node.children), (
+                "a node that somebody needs, or one that nobody does"
+            )
 
     @rule(amount=st.integers(1, 100))
     def evict(self, amount: int) -> None:

@@ -69,6 +69,7 @@ def _gumbel(key_0, key_1, ids):
 
 @triton.jit
 def _first_largest(scores, ids):
+    """NONE, the smallest id, comes before all others that are infinite."""
     top = tl.max(scores)
     return top, tl.min(tl.where(scores == top, ids, NO_ID))
 
@@ -118,24 +119,21 @@ def draw_tokens_kernel(
     lanes = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), -float("inf"), tl.float32)
     best_id = tl.full((BLOCK,), NO_ID, tl.int32)
-    numbers = tl.full((BLOCK,), True, tl.int1)
     for start in range(split * BLOCK, vocab_size, num_splits * BLOCK):
         ids = start + lanes
         x = tl.load(logits + row * stride + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
-        numbers = numbers & (x == x)
         score = x
         if NOISE:
             if temperature > 0.0:
                 score = x / temperature + _gumbel(key_0, key_1, ids)
         if FILTER:
-            score = tl.where(x >= threshold, score, -float("inf"))
-        # Strictly greater keeps the lowest id of a lane.
-        wins = score > best
+            score = tl.where(x < threshold, -float("inf"), score)
+        # Strictly greater keeps the lowest id of a lane; a NaN wins and is never beaten.
+        wins = (score > best) | (score != score)
         best = tl.where(wins, score, best)
         best_id = tl.where(wins, ids, best_id)
-    top, top_id = _first_largest(best, best_id)
-    # A NaN anywhere in the row outdoes every id.
-    top_id = tl.where(tl.min(numbers.to(tl.int32)) == 0, NONE, top_id)
+    best_id = tl.where(best != best, NONE, best_id)
+    top, top_id = _first_largest(tl.where(best != best, float("inf"), best), best_id)
 
     tl.store(scores_out + row * num_splits + split, top)
     tl.store(ids_out + row * num_splits + split, top_id)
@@ -146,7 +144,7 @@ def draw_tokens_kernel(
         winners = tl.load(ids_out + row * num_splits + parts, mask=there, other=NO_ID, cache_modifier=".cg")
         top, top_id = _first_largest(scores, winners)
         tl.store(arrivals + row, 0)
-        top_id = tl.where((top_id == NO_ID) | (tl.min(winners) == NONE), NONE, top_id)
+        top_id = tl.where(top_id == NO_ID, NONE, top_id)
         tl.store(tokens + row, top_id.to(tl.int64))
         if WRITE_NEXT:
             # Token 0 keeps the next step within bounds.
