@@ -107,6 +107,53 @@ def test_mixed_chunk_decodes_while_it_prefills() -> None:
     assert_clean(scheduler)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("page", [1, 16])
+def test_logits_that_are_not_numbers_end_that_request_only(page: int, overlap: bool) -> None:
+    """In prefill and in the middle of decoding; what the request has computed is not offered to others."""
+    runner = FakeRunner(2048, page, 256, 8, 64)
+    scheduler = make_scheduler(runner, disable_overlap_schedule=not overlap)
+    collector = Collector()
+    prompts = [prompt(40 + i, i) for i in range(6)]
+    fails_at = {1: len(prompts[1]), 4: len(prompts[4]) + 9}
+    runner.not_numbers = lambda tokens: any(
+        len(tokens) == length and tokens[0] == prompts[i][0] for i, length in fails_at.items()
+    )
+    for i, ids in enumerate(prompts):
+        add(scheduler, request(f"r{i}", ids, 20, stream=True, ignore_eos=True))
+    run_to_end(scheduler, collector)
+    for i, ids in enumerate(prompts):
+        expected = expected_output(ids, 20, ignore_eos=True)
+        if i in fails_at:
+            finish = collector.finish[f"r{i}"]
+            assert finish.type == "abort" and finish.status_code == 500 and "NaN" in (finish.message or "")
+            expected = expected[: fails_at[i] - len(ids)]
+            assert not len(scheduler.cache.match_prefix(ids).indices)
+        else:
+            assert collector.finish[f"r{i}"].type == "length"
+            assert len(scheduler.cache.match_prefix(ids).indices) == len(ids) // page * page
+        assert collector.tokens[f"r{i}"] == expected
+    assert_clean(scheduler)
+
+
+def test_a_prefix_that_failed_is_not_cached_beside_those_that_use_it() -> None:
+    """A request that took the KV from the cache before the failure was known fails too, and takes the prefix along."""
+    runner = FakeRunner(512, 1, 256, 4, 128)
+    scheduler = make_scheduler(runner)
+    collector = Collector()
+    shared = prompt(100)
+    runner.not_numbers = lambda tokens: len(tokens) >= 100
+    add(scheduler, request("a", shared, 8))
+    scheduler.step()
+    add(scheduler, request("b", shared + [5], 8))
+    scheduler.step()
+    assert scheduler.reqs["b"].hit_len == 100
+    run_to_end(scheduler, collector)
+    assert {finish.status_code for finish in collector.finish.values()} == {500}
+    assert scheduler.cache.total_size() == 0
+    assert_clean(scheduler)
+
+
 def test_retraction_loses_nothing_and_repeats_nothing() -> None:
     scheduler = make_scheduler(FakeRunner(200, 1, 150, 8, 64), schedule_conservativeness=0.01)
     collector = Collector()

@@ -17,6 +17,7 @@ from sglang.srt.managers.io_struct import FinishReason, OutputLogprobs, Tokenize
 from sglang.srt.mem_cache.radix_cache import Node
 from sglang.srt.model_executor.step import StepInput, StepResult
 from sglang.srt.sampling.logprobs import HostLogprobs
+from sglang.srt.sampling.sampling_params import NO_TOKEN
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.grammar import Grammar
@@ -150,7 +151,8 @@ class ScheduleBatch:
         if self.result.logprobs is not None:
             output = self.result.logprobs.unpack()
             for row, (req, token) in enumerate(zip(self.sampled, tokens, strict=True)):
-                if req.return_logprob and req.finish is None and req.prompt_len < req.limit:
+                wanted = req.return_logprob and req.finish is None and req.prompt_len < req.limit
+                if wanted and token != NO_TOKEN:
                     output.add_output(req.pending_logprobs, row, token)
         return tokens
 

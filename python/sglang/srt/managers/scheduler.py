@@ -26,6 +26,7 @@ from sglang.srt.managers.schedule_policy import POLICIES, NewTokenRatio, Prefill
 from sglang.srt.managers.scheduler_stats import StatsLogger
 from sglang.srt.mem_cache.allocator import TokenAllocator
 from sglang.srt.mem_cache.radix_cache import Node, RadixCache
+from sglang.srt.sampling.sampling_params import NO_TOKEN
 from sglang.srt.server_args import ServerArgs
 
 if TYPE_CHECKING:
@@ -40,6 +41,13 @@ MAX_QUEUED_REQUESTS = 1 << 16
 SHARED_PREFIX = 64
 """Two new requests that begin with this many equal, uncached tokens do not enter one step: the second waits a step and
 finds the first one's KV in the cache."""
+
+_NOT_NUMBERS = FinishReason(
+    "abort",
+    message="The model's logits for the next token are NaN, or no token is allowed. If other prompts fail as well, the "
+    "weights or the kernels are at fault: other kernels are chosen with --attention-backend and --moe-runner-backend.",
+    status_code=500,
+)
 
 
 class Scheduler:
@@ -221,10 +229,12 @@ class Scheduler:
         if len(moved):  # the same tokens were cached in the meantime: use those slots from the next step on
             self.table.write(req.slot, int(moved[0]), done.indices[moved[0] :])
 
-    def _release(self, req: Req) -> None:
+    def _release(self, req: Req, keep: bool = True) -> None:
         assert req.node is not None
         indices = self.req_pool.host[req.slot, : req.kv_len].copy()
-        self.cache.release(req.token_array(req.kv_len), indices, req.node, req.num_cached, req.namespace)
+        self.cache.release(req.token_array(req.kv_len), indices, req.node, req.num_cached, req.namespace, keep)
+        if not keep:
+            self.cache.discard(req.node)
         self.runner.sampling_table.clear(req.slot)
         self.req_pool.free(req.slot)
         req.slot, req.kv_len, req.num_cached, req.node = 0, 0, 0, None
@@ -237,6 +247,10 @@ class Scheduler:
         report: list[Req] = []
         for req, token in zip(batch.sampled, tokens, strict=True):
             if req.finish is not None:
+                continue
+            if token == NO_TOKEN:
+                logger.error("Request %s ended: its logits after %d tokens are NaN", req.rid, len(req.tokens))
+                self.end(req, _NOT_NUMBERS, report, keep=False)
                 continue
             if req.prompt_len < req.limit:
                 req.tokens.append(token)
@@ -255,14 +269,14 @@ class Scheduler:
             self.outbox.append(output_message(report))
         self.stats.processed(len(tokens))
 
-    def end(self, req: Req, reason: FinishReason, report: list[Req] | None = None) -> None:
-        """End a request wherever it is; its slots go back at once."""
+    def end(self, req: Req, reason: FinishReason, report: list[Req] | None = None, keep: bool = True) -> None:
+        """End a request wherever it is; its slots go back at once. What it computed stays cached if `keep`."""
         req.finish = reason
         del self.reqs[req.rid]
         if req is self.chunked:
             self.chunked = None
         if req.slot:
-            self._release(req)
+            self._release(req, keep)
         elif req in self.waiting:
             self.waiting.remove(req)
         else:
