@@ -51,8 +51,13 @@ class TokenizedGenerateReq(msgspec.Struct, tag=True, omit_defaults=True, kw_only
 
 
 class AbortReq(msgspec.Struct, tag=True, omit_defaults=True):
-    rid: str = ""
+    """Ends the named sequences, or all; names that are unknown (any more) are ignored. `status_code` 499 is an end on
+    request, anything else an error that the caller sees with `message`."""
+
+    rids: list[str] = []
     abort_all: bool = False
+    message: str = "Aborted"
+    status_code: int = 499
 
 
 class ControlReq(msgspec.Struct, tag=True, omit_defaults=True):

@@ -255,20 +255,27 @@ class Scheduler:
 
     def end(self, req: Req, reason: FinishReason, report: list[Req] | None = None) -> None:
         """End a request wherever it is; its slots go back at once."""
+        if not req.slot:
+            self._dequeue({req})
+        self._finish(req, reason)
+        if report is None:
+            self.outbox.append(output_message([req]))
+        else:
+            report.append(req)
+
+    def _finish(self, req: Req, reason: FinishReason) -> None:
+        """End a request that is not in the queue."""
         req.finish = reason
         del self.reqs[req.rid]
         if req is self.chunked:
             self.chunked = None
         if req.slot:
             self._release(req)
-        elif req in self.waiting:
-            self.waiting.remove(req)
-        else:
-            self.compiling = [c for c in self.compiling if c[0] is not req]
-        if report is None:
-            self.outbox.append(output_message([req]))
-        else:
-            report.append(req)
+
+    def _dequeue(self, reqs: set[Req]) -> None:
+        """Take requests out of the queue, or from among those that wait for a grammar; in one pass, however many."""
+        self.waiting = deque(r for r in self.waiting if r not in reqs)
+        self.compiling = [c for c in self.compiling if c[0] not in reqs]
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -314,9 +321,15 @@ class Scheduler:
 
     def abort(self, msg: AbortReq) -> None:
         """End the named request or all; unknown ids are ignored: they may have ended on their own."""
-        targets = list(self.reqs) if msg.abort_all else [r for r in self.reqs if r == msg.rid]
-        for rid in targets:
-            self.end(self.reqs[rid], FinishReason("abort", message="Aborted", status_code=499))
+        rids = list(self.reqs) if msg.abort_all else dict.fromkeys(msg.rids)
+        targets = [self.reqs[rid] for rid in rids if rid in self.reqs]
+        if not targets:
+            return
+        self._dequeue({req for req in targets if not req.slot})
+        reason = FinishReason("abort", message=msg.message, status_code=msg.status_code)
+        for req in targets:
+            self._finish(req, reason)
+        self.outbox.append(output_message(targets))
 
     def flush_cache(self) -> bool:
         """Empty the prefix cache; only possible while nothing runs or waits."""
