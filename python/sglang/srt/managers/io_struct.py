@@ -62,7 +62,7 @@ class AbortReq(msgspec.Struct, tag=True, omit_defaults=True):
 
 class ControlReq(msgspec.Struct, tag=True, omit_defaults=True):
     """A call that is answered by a ControlReply with the same id. `kind`: flush_cache, internal_state, start_profile,
-    stop_profile, pause, resume, ping."""
+    stop_profile, pause (`args`: mode), resume, ping."""
 
     id: str
     kind: str
@@ -91,6 +91,10 @@ class TokenMeta(msgspec.Struct, omit_defaults=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    num_retractions: int = 0
+    """How often the request went back to the queue to free memory, or by a pause."""
+    reasoning_tokens: int = 0
+    """Output tokens that a reasoning parser counted as such."""
     spec_accepted_tokens: int = 0
     spec_verify_steps: int = 0
 

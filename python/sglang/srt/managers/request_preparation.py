@@ -80,6 +80,7 @@ class RequestPreparer:
             _spread("logprob_start_len", req.logprob_start_len, count, int),
             _spread("top_logprobs_num", req.top_logprobs_num, count, int),
             _spread_ids(req.token_ids_logprob, count),
+            _spread_namespaces(req.cache_namespace, count),
             strict=True,
         )
         requests: list[TokenizedGenerateReq] = []
@@ -107,7 +108,7 @@ class RequestPreparer:
                 top_logprobs_num=wanted[2],
                 token_ids_logprob=wanted[3],
                 priority=req.priority,
-                cache_namespace=req.cache_namespace,
+                cache_namespace=wanted[4],
             )
             self._check_logprobs(request)
             requests.extend(_samples(request))
@@ -254,6 +255,14 @@ def _spread_ids(value: Any, count: int) -> list[list[int] | None]:
     if any(type(entry) is not int for ids in values for entry in ids):
         raise RequestError("token_ids_logprob must hold integers.")
     return list(values)
+
+
+def _spread_namespaces(value: str | list[str | None] | None, count: int) -> list[str | None]:
+    """An empty name is none."""
+    values = value if isinstance(value, list) else [value] * count
+    if len(values) != count:
+        raise RequestError(f"extra_key has {len(values)} entries for {count} prompts.")
+    return [name or None for name in values]
 
 
 def _samples(request: TokenizedGenerateReq) -> list[TokenizedGenerateReq]:

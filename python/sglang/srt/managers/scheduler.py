@@ -8,6 +8,7 @@ order, so a cache slot may be handed on as soon as the step that last uses it ha
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -165,6 +166,7 @@ class Scheduler:
         req.kv_len = req.num_cached = len(cached)
         if not req.admitted:
             req.hit_len, req.admitted = len(cached), True
+            req.started_time = time.monotonic()
         self.table.write(slot, 0, cached)
         self.runner.sampling_table.set(
             slot, req.params, req.seed, req.tokens[: req.prompt_len], req.tokens[req.prompt_len :], req.stop_ids
@@ -203,10 +205,16 @@ class Scheduler:
         while self.running.reqs and not self._room_for_decode(0):
             victim = min(self.running.reqs, key=lambda r: (r.output_len, -r.prompt_len))
             self.running.remove(victim)
-            self._release(victim)
-            self.waiting.appendleft(victim)
+            self._requeue(victim)
             self.ratio.retracted()
             self.stats.retracted(victim)
+
+    def _requeue(self, req: Req) -> None:
+        """Give up a request's slots and put it at the head of the queue."""
+        self._release(req)
+        req.num_retractions += 1
+        req.queued_time = time.monotonic()
+        self.waiting.appendleft(req)
 
     def _commit(self, req: Req) -> None:
         """Share the KV of a prompt (or chunk) that has just been launched."""
@@ -331,10 +339,24 @@ class Scheduler:
             self._finish(req, reason)
         self.outbox.append(output_message(targets))
 
+    def pause(self, mode: str) -> None:
+        """Choose no further steps. `abort` ends every request, `retract` sends those that run back to the queue,
+        `in_place` leaves them as they are."""
+        self.paused = True
+        if mode == "abort":
+            self.abort(AbortReq(abort_all=True))
+        elif mode == "retract":
+            self.settle()
+            self.running.drop_finished()
+            retracted = [*self.running.reqs, *([] if self.chunked is None else [self.chunked])]
+            self.running, self.chunked = RunningBatch(), None
+            for req in reversed(retracted):
+                self._requeue(req)
+
     def flush_cache(self) -> bool:
-        """Empty the prefix cache; only possible while nothing runs or waits."""
+        """Empty the prefix cache; only possible while nothing runs or, unless there is a pause, waits."""
         self.settle()
-        if self.reqs:
+        if any(req.slot for req in self.reqs.values()) or (self.reqs and not self.paused):
             return False
         self.cache.reset()
         return True

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import logging
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers import ipc
@@ -34,7 +33,6 @@ from sglang.srt.managers.io_struct import (
     FinishReason,
     SchedulerReady,
     SchedulerStats,
-    TokenizedGenerateReq,
     TokenMeta,
 )
 from sglang.srt.managers.metrics import Metrics
@@ -43,7 +41,7 @@ from sglang.srt.managers.request_preparation import PreparedCall, RequestPrepare
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 LONG_TEXT = 4096
 """Characters from which a text is tokenized in a thread, so that the event loop goes on."""
@@ -120,7 +118,10 @@ class TokenizerManager:
         if self.status is not ServerStatus.SHUTTING_DOWN:
             self.status = ServerStatus.UNHEALTHY
         self.status_message = message
-        error = RequestError(message, 500)
+        self.fail_all(RequestError(message, 500))
+
+    def fail_all(self, error: RequestError) -> None:
+        """End every call with `error`, now. The scheduler is not told."""
         sequences, self._sequences, self._groups, self._aborts = self._sequences, {}, {}, {}
         for sequence in sequences.values():
             sequence.stream.fail(error)
@@ -207,10 +208,16 @@ class TokenizerManager:
         """Token ids of `text`. Raises RequestError without a tokenizer."""
         if self.tokenizer is None:
             raise RequestError("The server runs with --skip-tokenizer-init.")
-        if len(text) < LONG_TEXT:
-            return self.tokenizer.encode(text, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self.tokenizer.encode, text, add_special_tokens)
+        try:
+            if len(text) < LONG_TEXT:
+                return self.tokenizer.encode(text, add_special_tokens)
+            return await self.in_thread(self.tokenizer.encode, text, add_special_tokens)
+        except (UnicodeEncodeError, TypeError):
+            raise RequestError("The text holds half of a surrogate pair, which is no character.") from None
+
+    async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """Call `function` beside the event loop, after earlier calls of this kind."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
     # --- sending ------------------------------------------------------------------------------------------------------
 
