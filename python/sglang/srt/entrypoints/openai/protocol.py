@@ -153,8 +153,8 @@ class NamedToolChoice(msgspec.Struct):
     type: Literal["function"] = "function"
 
 
-def _listed(struct: type[msgspec.Struct]) -> dict[str, Any]:
-    return {"items": {"$ref": f"#/components/schemas/{struct.__name__}"}}
+MessageFields = Annotated[dict[str, Any], Meta(extra_json_schema={"$ref": "#/components/schemas/ChatMessage"})]
+ToolFields = Annotated[dict[str, Any], Meta(extra_json_schema={"$ref": "#/components/schemas/Tool"})]
 
 
 class ChatCompletionRequest(SamplingFields, kw_only=True):
@@ -163,13 +163,11 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
 
     unsupported: ClassVar = CHAT
 
-    messages: Annotated[
-        list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES, extra_json_schema=_listed(ChatMessage))
-    ]
+    messages: Annotated[list[MessageFields], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Int | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Meta(ge=0, le=100)] | None = None
-    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS, extra_json_schema=_listed(Tool))] | None = None
+    tools: Annotated[list[ToolFields], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = True
 
