@@ -156,7 +156,6 @@ def test_spellings(words: str, field: str, value: Any) -> None:
         ("--json-model-override-args {a}", "--json-model-override-args: expected a JSON object"),
         ("--cuda-graph-bs 1 0", "--cuda-graph-bs: must be at least 1"),
         ("--cuda-graph-bs 1 --disable-cuda-graph", "contradict"),
-        ("--enable-mixed-chunk --chunked-prefill-size -1", "needs chunked prefill"),
         ("stray", "Unrecognized arguments: stray"),
         ("--pp 2", "--pp-size 2 is not implemented in sm120-sglang"),
         ("--dp-size 2", "--dp-size 2 is not implemented"),

@@ -136,7 +136,6 @@ class ServerArgs:
         1.0, MEMORY, "Above 1 admits fewer requests and retracts less often.", minimum=0
     )
     stream_interval: int = option(1, MEMORY, "Tokens between two messages of a stream.", minimum=1)
-    enable_mixed_chunk: bool = option(False, MEMORY, "Let a step hold prompt chunks and decoding requests.")
     disable_radix_cache: bool = option(False, MEMORY, "Do not reuse the KV cache of common prefixes.")
     disable_overlap_schedule: bool = option(False, MEMORY, "Wait for a step's results before preparing the next.")
 
@@ -277,6 +276,3 @@ def _contradictions(args: ServerArgs) -> Iterator[tuple[set[str], str]]:
     if args.disable_cuda_graph and args.cuda_graph_bs is not None:
         text = "--cuda-graph-bs and --disable-cuda-graph contradict each other; remove one."
         yield {"cuda_graph_bs", "disable_cuda_graph"}, text
-    if args.enable_mixed_chunk and chunk == -1:
-        text = "--enable-mixed-chunk needs chunked prefill; remove --chunked-prefill-size -1."
-        yield {"enable_mixed_chunk", "chunked_prefill_size"}, text

@@ -81,16 +81,16 @@ ACCEPTED: tuple[FlagGroup, ...] = (
     ),
     FlagGroup(
         "Order of steps",
-        "the scheduler decides when to prefill and what overlaps; --max-prefill-tokens and --chunked-prefill-size"
-        " bound a step",
+        "the scheduler decides when to prefill and what overlaps, and running requests decode in the steps that compute"
+        " prompts; --max-prefill-tokens and --chunked-prefill-size bound a step",
         """
-        enable-overlap-schedule num-continuous-decode-steps= scheduler-recv-interval= enable-dynamic-chunking
-        prefill-decode-interval= prefill-decode-interval-min-bs= prefill-max-requests= min-free-slots-delay=
-        enable-prefill-delayer prefill-delayer-max-delay-ms= prefill-delayer-max-delay-passes=
+        enable-mixed-chunk enable-overlap-schedule num-continuous-decode-steps= scheduler-recv-interval=
+        enable-dynamic-chunking prefill-decode-interval= prefill-decode-interval-min-bs= prefill-max-requests=
+        min-free-slots-delay= enable-prefill-delayer prefill-delayer-max-delay-ms= prefill-delayer-max-delay-passes=
         prefill-delayer-queue-min-ratio= prefill-delayer-token-usage-low-watermark=
         prefill-delayer-forward-passes-buckets=... prefill-delayer-wait-seconds-buckets=...
-        enable-single-batch-overlap enable-two-batch-overlap tbo-token-distribution-threshold=
-        enable-pdmux pdmux-config-path= sm-group-num= disable-regex-jump-forward
+        enable-single-batch-overlap enable-two-batch-overlap tbo-token-distribution-threshold= enable-pdmux
+        pdmux-config-path= sm-group-num= disable-regex-jump-forward
         """,
     ),
     FlagGroup("Idle server", "an idle server sleeps already", "sleep-on-idle"),
