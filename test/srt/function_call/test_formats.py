@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from sglang.srt.configs.output_formats import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS
 from sglang.srt.function_call.events import ArgumentsDelta, CallStart, ParsedOutput, TextDelta
 from sglang.srt.function_call.parser import OutputParser, parse
 from sglang.srt.function_call.registry import REASONING_FORMATS, TOOL_CALL_FORMATS
@@ -27,6 +28,11 @@ def read(name: str, text: str) -> ParsedOutput:
 
 def test_every_format_has_a_writer() -> None:
     assert set(WRITERS) == set(TOOL_CALL_FORMATS)
+
+
+def test_flags_name_every_format() -> None:
+    assert set(TOOL_CALL_PARSERS) == {AUTO, *TOOL_CALL_FORMATS}
+    assert set(REASONING_PARSERS) == {AUTO, *REASONING_FORMATS}
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -164,7 +170,9 @@ def test_values_become_what_the_schema_says() -> None:
     assert value("[" * 100_000, {"type": "array"}) == "[" * 100_000
 
 
-@pytest.mark.parametrize("name", [name for name in REASONING_FORMATS if name != "gpt-oss"])
+@pytest.mark.parametrize(
+    "name", [name for name in REASONING_FORMATS if name not in ("gpt-oss", "minimax-append-think")]
+)
 def test_thoughts(name: str) -> None:
     form = REASONING_FORMATS[name]
     begin, end = form.markers
@@ -211,3 +219,9 @@ def test_whole_thoughts() -> None:
     parser = OutputParser(reasoning=REASONING_FORMATS["qwen3"], whole_thoughts=True)
     events = [event for piece in ("<think>a", "b", "c</think>", "d") for event in parser.push(piece)]
     assert [event.text for event in events] == ["abc", "d"]  # type: ignore[union-attr]
+
+
+def test_thoughts_that_stay_in_the_text() -> None:
+    for text in ("well\n</think>\n\nyes", "<think>well\n</think>\n\nyes"):
+        output = parse(OutputParser(reasoning=REASONING_FORMATS["minimax-append-think"], inside=True), text)
+        assert output.text == "<think>well\n</think>\n\nyes" and output.reasoning == ""

@@ -64,8 +64,9 @@ class Harmony:
                 num_thoughts += is_thought
                 output.in_reasoning = header.channel == ANALYSIS
                 yield from reader.until(_ANY, output.reasoning if is_thought else output.text)
-                output.in_reasoning = False
                 yield from reader.one_of(_END)
+                if output.in_reasoning:
+                    output.end_reasoning()
 
 
 def _header(reader: Reader, marker: str) -> Steps[_Header]:

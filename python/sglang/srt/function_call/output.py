@@ -61,6 +61,8 @@ class Output:
         self.tools = tools
         self.num_calls = 0
         self.in_reasoning = False
+        self.reasoning_end = 0
+        """Characters of the output up to the end of the last thoughts that have ended."""
         self._whole_thoughts = whole_thoughts
         self._events: list[Event] = []
         self._delta: Callable[[str], Event] | None = None
@@ -107,6 +109,10 @@ class Output:
     def drop_space(self) -> None:
         """The white space just read belongs to the format."""
         self._space.take()
+
+    def end_reasoning(self) -> None:
+        self.in_reasoning = False
+        self.reasoning_end = self._reader.offset
 
     def flush_space(self) -> None:
         """No call follows. White space after the last one is dropped."""

@@ -54,6 +54,11 @@ class OutputParser:
         """Whether the text so far ends within thoughts."""
         return self._output.in_reasoning
 
+    @property
+    def reasoning_end(self) -> int:
+        """Characters up to the end of the last thoughts that have ended; 0: there were none."""
+        return self._output.reasoning_end
+
     def push(self, text: str) -> list[Event]:
         """What has become certain with the next piece of the output."""
         self._reader.feed(text)

@@ -57,6 +57,7 @@ class Reader:
     def __init__(self) -> None:
         self._text = ""
         self._position = 0
+        self._offset = 0
         self._ended = False
         self._mark: int | None = None
         self._marked: list[str] = []
@@ -65,12 +66,18 @@ class Reader:
         if self._mark is not None:
             self._marked.append(self._text[self._mark : self._position])
             self._mark = 0
+        self._offset += self._position
         self._text = self._text[self._position :] + text
         self._position = 0
 
     def end(self) -> None:
         """No text follows."""
         self._ended = True
+
+    @property
+    def offset(self) -> int:
+        """Characters consumed so far."""
+        return self._offset + self._position
 
     # --- memory of what was read --------------------------------------------------------------------------------------
 

@@ -12,13 +12,15 @@ from sglang.srt.function_call.reader import Markers, Reader, Steps
 class ReasoningFormat:
     """Thoughts between `begin` and `end`. `inside`: the prompt ends within them, unless it shows otherwise.
 
-    `leave`: markers of calls that end the thoughts as well.
+    `leave`: markers of calls that end the thoughts as well. `in_text`: thoughts stay in the text, with `begin` in front
+    also where the prompt has it, so that clients can send them back.
     """
 
     begin: str = "<think>"
     end: str = "</think>"
     inside: bool = False
     leave: tuple[str, ...] = ()
+    in_text: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -44,19 +46,21 @@ class ReasoningFormat:
         if not (begun or inside):
             output.text(opening)
             return
+        separate = separate and not self.in_text
         if separate:
             yield from reader.space()
+        elif self.in_text and not begun:
+            output.exact_text(self.begin + opening)
         else:
             output.exact_text(opening)
         output.in_reasoning = True
         thoughts = SpaceHold(output.reasoning)
         sink = thoughts.push if separate else output.exact_text
         end = yield from reader.until(Markers(self.end, *self.leave), sink)
-        output.in_reasoning = False
-        if end != self.end:
-            return
-        reader.skip(len(end))
-        if separate:
+        if end == self.end:
+            reader.skip(len(end))
+            if not separate:
+                output.exact_text(end)
+        output.end_reasoning()
+        if end == self.end and separate:
             yield from reader.space()
-        else:
-            output.exact_text(end)

@@ -11,9 +11,6 @@ from sglang.srt.function_call.pythonic import pythonic_calls
 from sglang.srt.function_call.reasoning import ReasoningFormat
 from sglang.srt.function_call.tagged_calls import TaggedCalls
 
-AUTO = "auto"
-"""Takes the format that the model's chat template shows."""
-
 _NAME = r"\s*([^\s<>]+)\s*"
 
 _HERMES = CallFormat(begin=("<tool_call>",), grammar=call_object("</tool_call>"))
@@ -130,6 +127,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat | Harmony] = {
     "kimi": ReasoningFormat(begin="◁think▷", end="◁/think▷"),
     "kimi_k2": ReasoningFormat(leave=("<|tool_calls_section_begin|>",)),
     "minimax": _THINK_INSIDE,
+    "minimax-append-think": ReasoningFormat(inside=True, in_text=True),
     "mistral": ReasoningFormat(begin="[THINK]", end="[/THINK]"),
     "qwen3": _THINK,
     "qwen3-thinking": _THINK_INSIDE,
