@@ -209,6 +209,10 @@ WRITERS: dict[str, Writer] = {
 BARE_WRITERS: dict[str, Callable[[list[Call]], str]] = {
     "llama3": lambda calls: "\n".join(_json({"name": name, "parameters": values}) for name, values in calls),
     "pythonic": _pythonic,
+    "gpt-oss": lambda calls: "".join(
+        f" to=functions.{name}<|channel|>commentary json<|message|>{_json(values)}<|call|><|start|>assistant"
+        for name, values in calls
+    ).removesuffix("<|start|>assistant"),
     "mistral": lambda calls: "[TOOL_CALLS] " + _json([{"name": name, "arguments": values} for name, values in calls]),
 }
 """Other forms of the same calls."""

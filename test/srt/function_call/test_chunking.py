@@ -13,7 +13,7 @@ from sglang.srt.function_call.parser import OutputParser
 from sglang.srt.function_call.registry import REASONING_FORMATS, TOOL_CALL_FORMATS
 from srt.function_call.outputs import TOOLS, WRITERS, random_call, random_output, random_text
 
-OUTPUTS_PER_FORMAT = 1000
+OUTPUTS_PER_FORMAT = 500
 _DELTAS = (TextDelta, ReasoningDelta, ArgumentsDelta)
 
 
@@ -78,7 +78,7 @@ def test_every_pair_of_cuts(name: str) -> None:
 def test_every_truncation(name: str) -> None:
     """An output that breaks off is read, and what was sent before does not depend on what would have come."""
     rng = random.Random(name)
-    for _ in range(10):
+    for _ in range(4):
         text = WRITERS[name].message(random_text(rng), WRITERS[name].calls([random_call(rng), random_call(rng)]), "end")
         running = new_parser(name)
         sent: list[Event] = []

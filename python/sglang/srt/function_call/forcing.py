@@ -122,7 +122,7 @@ FORCED_CALLS: Mapping[str, ForcedCalls] = {
     "mistral": ForcedCalls(begin="[TOOL_CALLS]NAME[ARGS]", end=""),
     "qwen25": _HERMES,
     "qwen3_coder": ForcedCalls(
-        begin="<tool_call>\n<function=NAME>\n", style="qwen_xml", end="\n</function>\n</tool_call>", between="\n"
+        begin="<tool_call>\n<function=NAME>\n", style="qwen_xml", end="</function>\n</tool_call>", between="\n"
     ),
 }
 """Formats whose calls can be forced: all but pythonic, for which there is no grammar of arguments."""

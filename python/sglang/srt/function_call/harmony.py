@@ -23,6 +23,9 @@ _END = Markers(*_ENDS)
 _ANY = Markers(START, CHANNEL, *_ENDS)
 _AFTER_ROLE = Markers(CHANNEL, MESSAGE)
 _BODY = Markers(MESSAGE)
+_TO = " to="
+_RECIPIENT_FIRST = Markers(_TO)
+"""How an output goes on behind `<|start|>assistant` that addresses a function."""
 _RECIPIENT = re.compile(r"(?:^|\s)to=(\S+)")
 _FUNCTIONS = "functions."
 _BETWEEN_THOUGHTS = "\n"
@@ -42,38 +45,61 @@ class Harmony:
 
     def read(self, reader: Reader, output: Output, separate: bool) -> Steps[None]:
         """A whole output. separate: whether thoughts are kept apart from the text."""
-        num_thoughts = 0
+        messages = _Messages(reader, output, separate)
+        reader.mark()
+        if (yield from reader.one_of(_RECIPIENT_FIRST)) is None:
+            reader.unmark()
+        else:
+            yield from messages.read(_TO)
         while (marker := (yield from reader.until(_ANY, output.text))) is not None:
             reader.mark()
             reader.skip(len(marker))
             if marker in _ENDS:
                 reader.unmark()
-                continue
-            try:
-                header = yield from _header(reader, marker)
-                if header.recipient is not None:
-                    yield from _call(reader, output, header.recipient)
-            except NotACall:
-                output.fail()
-                continue
-            output.succeed()
-            if header.recipient is None:
-                is_thought = separate and header.channel == ANALYSIS
-                if is_thought and num_thoughts:
-                    output.reasoning(_BETWEEN_THOUGHTS)
-                num_thoughts += is_thought
-                output.in_reasoning = header.channel == ANALYSIS
-                yield from reader.until(_ANY, output.reasoning if is_thought else output.text)
-                yield from reader.one_of(_END)
-                if output.in_reasoning:
-                    output.end_reasoning()
+            else:
+                yield from messages.read(marker)
+
+
+class _Messages:
+    def __init__(self, reader: Reader, output: Output, separate: bool) -> None:
+        self._reader = reader
+        self._output = output
+        self._separate = separate
+        self._num_thoughts = 0
+
+    def read(self, marker: str) -> Steps[None]:
+        """A message from behind `marker` on, at which the mark is."""
+        reader, output = self._reader, self._output
+        try:
+            header = yield from _header(reader, marker)
+            if header.recipient is not None:
+                yield from _call(reader, output, header.recipient)
+        except NotACall:
+            output.fail()
+            return
+        output.succeed()
+        if header.recipient is None:
+            yield from self._body(header.channel == ANALYSIS)
+
+    def _body(self, is_thought: bool) -> Steps[None]:
+        reader, output = self._reader, self._output
+        output.in_reasoning = is_thought
+        if is_thought and self._separate:
+            output.reasoning(_BETWEEN_THOUGHTS if self._num_thoughts else "")
+            self._num_thoughts += 1
+            yield from reader.until(_ANY, output.reasoning)
+        else:
+            yield from reader.until(_ANY, output.text)
+        yield from reader.one_of(_END)
+        if is_thought:
+            output.end_reasoning()
 
 
 def _header(reader: Reader, marker: str) -> Steps[_Header]:
     """From behind the first marker to the body."""
     role = ""
-    if marker == START:
-        role = (yield from reader.word(_AFTER_ROLE, MAX_HEADER)) or ""
+    if marker != CHANNEL:
+        role = marker + ((yield from reader.word(_AFTER_ROLE, MAX_HEADER)) or "")
         if (yield from reader.one_of(_AFTER_ROLE)) != CHANNEL:
             raise NotACall
     header = yield from reader.word(_BODY, MAX_HEADER)
@@ -81,7 +107,7 @@ def _header(reader: Reader, marker: str) -> Steps[_Header]:
         raise NotACall
     reader.skip(len(MESSAGE))
     header = header.replace(CONSTRAIN, " ")
-    recipient = _RECIPIENT.search(f"{role} {header}")
+    recipient = _RECIPIENT.search(f"{role.removeprefix(START)} {header}")
     return _Header((header.split() or [""])[0], recipient[1] if recipient is not None else None)
 
 
