@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from live_server import LiveServer, live_server
+
+from sglang.embedded import DEFAULT_MODEL_PATH
 
 MODEL = "tiny"
 APPLES = [
@@ -123,10 +126,10 @@ def test_arguments_arrive_in_pieces(client: openai.OpenAI) -> None:
 
 
 def test_conversation_with_a_result(client: openai.OpenAI) -> None:
-    call = ask(client, ADD, tools=TOOLS).choices[0].message
-    messages = [*ADD, call, {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": "42"}]
+    call = ask(client, TIME, tools=TOOLS).choices[0].message
+    messages = [*TIME, call, {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": "noon"}]
     answer = ask(client, messages, tools=TOOLS).choices[0]
-    assert answer.finish_reason == "stop" and "42" in answer.message.content
+    assert answer.finish_reason == "stop" and answer.message.content and answer.message.tool_calls is None
 
 
 def test_several_choices(client: openai.OpenAI) -> None:
@@ -207,6 +210,11 @@ def test_logprobs_of_every_token(client: openai.OpenAI) -> None:
 def test_refusals(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="give one of them"):
         ask(client, ADD, tools=TOOLS, tool_choice="required", extra_body={"regex": "a"})
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(900):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(openai.BadRequestError):
+        ask(client, ADD, tools=[function("deep", "x", a=schema)], tool_choice="required")
 
 
 def test_parse_function_call(parsing_server: LiveServer) -> None:
@@ -258,3 +266,24 @@ def test_without_a_parser_a_call_cannot_be_forced() -> None:
             ask(client, ADD, tools=TOOLS, tool_choice="required")
         answer = ask(client, ADD, tools=TOOLS).choices[0]
         assert answer.message.tool_calls is None and "<tool_call>" in answer.message.content
+
+
+def test_markers_that_are_special_tokens(tmp_path: Path) -> None:
+    """They are seen although special tokens are skipped, but not where nothing is parsed."""
+    for file in Path(DEFAULT_MODEL_PATH).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    for token in tokenizer["added_tokens"]:
+        token["special"] = True
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    flags = ("--model-path", str(tmp_path), "--served-model-name", MODEL, "--reasoning-parser", "qwen3")
+    with live_server(*flags, "--tool-call-parser", "qwen3") as server, connect(server) as client:
+        (call,) = ask(client, TIME, tools=TOOLS).choices[0].message.tool_calls
+        assert call.function.name == "get_time"
+        message = ask(client, APPLES).choices[0].message
+        assert message.content == "The answer is 37." and message.model_extra["reasoning_content"]
+        native = httpx.post(
+            f"{server.url}/generate", json={"text": "<|im_start|>user\nHi<|im_end|>\n", "stream": False}
+        )
+        assert "<|" not in native.json()["text"]

@@ -9,8 +9,8 @@ import msgspec
 
 from sglang.srt.function_call.json_text import escaped
 
-MAX_REFERENCES = 16
-"""Of a schema that is nothing but a reference to another one, and of alternatives inside each other."""
+MAX_SCHEMAS = 64
+"""Schemas that are looked at for one parameter: references and alternatives may lead to any number."""
 
 Types = frozenset[str]
 """Names of JSON types that a schema allows; empty: any."""
@@ -31,30 +31,42 @@ _JSON_TYPES: dict[type, tuple[str, ...]] = {
 def parameter_types(parameters: Mapping[str, Any], name: str) -> Types:
     """The types of the parameter `name`, of a schema that may say anything, also nonsense."""
     properties = parameters.get("properties")
-    schema = properties.get(name) if isinstance(properties, dict) else None
-    return _types(schema, parameters, MAX_REFERENCES)
+    pending = [properties.get(name) if isinstance(properties, dict) else None]
+    types: set[str] = set()
+    for _ in range(MAX_SCHEMAS):
+        if not pending:
+            break
+        schema = pending.pop()
+        alternatives, named = _alternatives(schema, parameters), _named_types(schema)
+        if alternatives:
+            pending += alternatives
+        elif named:
+            types |= named
+        else:
+            return ANY
+    return ANY if pending else frozenset(types)
 
 
-def _types(schema: Any, root: Mapping[str, Any], depth: int) -> Types:
-    if not isinstance(schema, dict) or depth == 0:
+def _alternatives(schema: Any, root: Mapping[str, Any]) -> list[Any]:
+    """The schemas that this one refers to for its type."""
+    if not isinstance(schema, dict):
+        return []
+    if isinstance(schema.get("$ref"), str):
+        return [_referenced(schema["$ref"], root)]
+    return next((schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)), [])
+
+
+def _named_types(schema: Any) -> Types:
+    """What the schema itself says; empty: nothing."""
+    if not isinstance(schema, dict):
         return ANY
-    reference = schema.get("$ref")
-    if isinstance(reference, str):
-        return _types(_referenced(reference, root), root, depth - 1)
     named = schema.get("type")
     if isinstance(named, str):
         return frozenset((named,))
     if isinstance(named, list):
         return frozenset(name for name in named if isinstance(name, str))
-    for key in ("enum", "const"):
-        if key in schema:
-            values = schema[key] if key == "enum" and isinstance(schema[key], list) else [schema[key]]
-            return frozenset(name for value in values for name in _JSON_TYPES.get(type(value), ()))
-    for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list):
-            alternatives = [_types(entry, root, depth - 1) for entry in schema[key]]
-            return frozenset().union(*alternatives) if all(alternatives) else ANY
-    return ANY
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
+    return frozenset(name for value in values for name in _JSON_TYPES.get(type(value), ()))
 
 
 def _referenced(reference: str, root: Mapping[str, Any]) -> Any:

@@ -78,7 +78,10 @@ class ChatFormats:
                 del params[given[0]]
         if answer is not None:
             tag = after_thoughts(answer, self._formats.reasoning, self._prompt)
-            params["structural_tag"] = msgspec.json.encode(tag).decode()
+            try:
+                params["structural_tag"] = msgspec.json.encode(tag).decode()
+            except RecursionError:
+                raise bad_request("a schema of the tools is nested too deeply", param="tools") from None
 
     def _forced_calls(self) -> Format | None:
         choice, tools = self._body.tool_choice, self._body.tools or []
@@ -130,8 +133,11 @@ class ChoiceOutput:
         self._counts = formats.counts_reasoning
         self._ids: list[int] = []
         self._texts: list[str] = []
+        """The text behind the last thoughts that were counted."""
         self._counted_end = 0
-        self._num_thoughts = 0
+        self._counted_bytes = 0
+        self._num_counted = 0
+        self._token_bytes = 0
 
     def push(self, output: GenerateOutput) -> list[Event]:
         """The events of the next piece; the last piece has all that is left."""
@@ -146,16 +152,13 @@ class ChoiceOutput:
         """Tokens up to the end of the last thoughts, their marks included."""
         if self._parser.in_reasoning:
             return len(self._ids)
-        end = self._parser.reasoning_end
-        if end != self._counted_end:
-            self._counted_end = end
-            self._num_thoughts = self._tokens_before(len("".join(self._texts)[:end].encode()))
-        return self._num_thoughts
-
-    def _tokens_before(self, num_bytes: int) -> int:
-        position = 0
-        for number, token in enumerate(self._ids):
-            if position >= num_bytes:
-                return number
-            position += len(self._tokenizer.token_bytes(token))
-        return len(self._ids)
+        num_new = self._parser.reasoning_end - self._counted_end
+        if num_new:
+            text = "".join(self._texts)
+            self._texts = [text[num_new:]]
+            self._counted_end += num_new
+            self._counted_bytes += len(text[:num_new].encode())
+            while self._token_bytes < self._counted_bytes and self._num_counted < len(self._ids):
+                self._token_bytes += len(self._tokenizer.token_bytes(self._ids[self._num_counted]))
+                self._num_counted += 1
+        return self._num_counted
