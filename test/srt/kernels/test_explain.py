@@ -14,8 +14,25 @@ import pytest
 from sglang import explain
 
 HERE = Path(__file__).parent
-MODELS = ("glm47", "kimi_k2", "gpt_oss", "qwen35", "qwen3")
-ARCHS = ("sm_120", "sm_121", "sm_90", "sm_100")
+MODELS = {
+    "deepseek_v32": 8,
+    "deepseek_v4": 4,
+    "glm47": 8,
+    "glm5": 16,
+    "gpt_oss": 1,
+    "kimi_k25": 8,
+    "kimi_k2_thinking": 8,
+    "minimax_m2": 4,
+    "qwen3": 1,
+    "qwen3_moe": 1,
+    "qwen35": 1,
+}
+"""Configs as published, and the ranks over which they are divided. GLM-4.7's has what its model card says; Kimi K2
+Thinking's is K2's with the quantization of K2.5's NVFP4 checkpoint."""
+GOLDEN = [
+    *((name, arch) for name in MODELS for arch in ("sm_120", "sm_121")),
+    *((name, arch) for name in ("glm47", "gpt_oss", "qwen3") for arch in ("sm_90", "sm_100")),
+]
 
 
 @pytest.fixture
@@ -32,10 +49,9 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(("model_dir", "name"), [(m, m) for m in MODELS], indirect=["model_dir"], ids=MODELS)
+@pytest.mark.parametrize(("model_dir", "name", "arch"), [(n, n, a) for n, a in GOLDEN], indirect=["model_dir"])
 def test_golden(model_dir: str, name: str, arch: str, capsys: pytest.CaptureFixture[str]) -> None:
-    tp = "1" if name in ("qwen3", "gpt_oss", "qwen35") else "8"
+    tp = str(MODELS[name])
     text = run(capsys, "--arch", arch, "--model-path", model_dir, "--tp", tp, "--with-package", "flashinfer")
     golden = HERE / "golden" / f"{name}.{arch}.txt"
     if os.environ.get("UPDATE_GOLDEN"):
@@ -48,7 +64,7 @@ def ops(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, dict[str, o
     return found
 
 
-@pytest.mark.parametrize("model_dir", ["kimi_k2"], indirect=True)
+@pytest.mark.parametrize("model_dir", ["kimi_k25"], indirect=True)
 def test_latent_attention_runs_on_a_tile_that_fits(model_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = ops(capsys, "--arch", "sm_120", "--model-path", model_dir, "--tp", "8")
     for op in ("extend_attention", "decode_attention", "prefill_attention"):
@@ -79,7 +95,9 @@ def test_hybrid_models_by_architecture(model_dir: str, capsys: pytest.CaptureFix
 def test_flags_count(model_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("--arch", "sm_120", "--model-path", model_dir)
     found = json.loads(run(capsys, *argv, "--kv-cache-dtype", "fp8_e4m3", "--json"))
-    assert found["kv_cache"] == {"dtype": "fp8_e4m3", "layers": 36, "bytes_per_token": 36 * 8 * 256}
+    (group,) = found["kv_cache"].pop("groups")
+    assert found["kv_cache"] == {"dtype": "fp8_e4m3", "bytes_per_token": 36 * 8 * 256, "bytes_per_request": 0}
+    assert group["num_caches"] == 36 and group["kept_for"] == "all tokens"
     assert found["not_implemented"] is None and found["plan"]["max_total_num_tokens"] > 100_000
     refused = ops(capsys, *argv, "--attention-backend", "trtllm_mha")["extend_attention"]
     assert refused["kernel"] is None and "needs tcgen05" in str(refused["not_chosen"])

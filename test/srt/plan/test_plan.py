@@ -19,7 +19,7 @@ from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.spec import NoKernel
 from sglang.srt.plan.defaults import cuda_graph_batch_sizes
 from sglang.srt.plan.kv_spec import KVSpec, kv_cache_dtype
-from sglang.srt.plan.model_facts import facts_from_config
+from sglang.srt.plan.model_description import describe_model
 from sglang.srt.plan.plan import Plan, make_plan
 from sglang.srt.server_args import ServerArgs
 
@@ -229,9 +229,9 @@ def test_kv_spec() -> None:
         kv_cache_dtype("int3", "bfloat16")
 
 
-def test_facts_name_a_missing_key() -> None:
-    with pytest.raises(UserError, match="hidden_size must be a positive integer"):
-        facts_from_config({"num_attention_heads": 4}, None)
+def test_a_description_names_a_missing_key() -> None:
+    with pytest.raises(UserError, match="the key 'hidden_size' is missing"):
+        describe_model({"num_attention_heads": 4}, None)
 
 
 FP8_BLOCK = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
