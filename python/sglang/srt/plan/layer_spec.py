@@ -163,6 +163,9 @@ class Sum:
     def weights(self, hidden_size: int) -> Weights:
         return ()
 
+    def head_weights(self, hidden_size: int) -> Weights:
+        return ()
+
 
 @dataclass(frozen=True, slots=True)
 class HyperConnections:
@@ -177,6 +180,10 @@ class HyperConnections:
     def weights(self, hidden_size: int) -> Weights:
         outputs = (2 + self.streams) * self.streams
         return (Elements(2 * (outputs * self.streams * hidden_size + outputs + 3)),)
+
+    def head_weights(self, hidden_size: int) -> Weights:
+        """Before the final norm, where the streams become one."""
+        return (Elements(self.streams * self.streams * hidden_size + self.streams + 1),)
 
 
 SUM = Sum()

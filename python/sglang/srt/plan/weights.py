@@ -34,6 +34,7 @@ def rank_weight_bytes(model: ModelDescription, dtype: str, tp_size: int, fp8_cac
     vocab_rows = -(-model.vocab_size // tp_size)
     total = vocab_rows * hidden * (1 if model.tie_embeddings else 2) * item
     total += hidden * item  # the final norm
+    total += _bytes_of(model, 0, model.layers[-1].residual.head_weights(hidden), item)
     rows = expert_rows(model, tp_size)
     for i, layer in enumerate(model.layers):
         weights = layer.mixer.weights(hidden, tp_size) + layer.ffn.weights(hidden, tp_size, rows)

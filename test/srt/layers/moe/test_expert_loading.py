@@ -125,7 +125,7 @@ def test_shares_of_published_models(inter: int, tp_size: int, scheme: str | None
 
 
 def test_an_uneven_share_without_groups_is_refused() -> None:
-    with pytest.raises(UserError, match="expert intermediate size 770 cannot be divided over 4 .* another --tp-size"):
+    with pytest.raises(UserError, match="expert intermediate size 770 cannot be divided over 4 "):
         expert_share(770, 4, SCHEMES["fp8_channel"])
 
 
