@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
 import logging
@@ -13,12 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import sglang
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.spec import NoKernel
+from sglang.srt.plan.attention_memory import FLASHINFER_WORKSPACE
 from sglang.srt.plan.defaults import cuda_graph_batch_sizes
 from sglang.srt.plan.kv_spec import KVSpec, kv_cache_dtype
+from sglang.srt.plan.memory import PREFILL_GRAPH_REQUESTS
 from sglang.srt.plan.model_description import describe_model
 from sglang.srt.plan.plan import Plan, make_plan
 from sglang.srt.server_args import ServerArgs
@@ -34,8 +38,8 @@ PACKAGES = frozenset({"triton"})
 def build(tmp_path: Path) -> Any:
     def make(config: dict[str, Any] = QWEN3_8B, arch: str = "sm_120", free: float = 94 * GIB, **flags: Any) -> Plan:
         (tmp_path / "config.json").write_text(json.dumps(config))
-        args = ServerArgs.from_kwargs(model_path=str(tmp_path), load_format="dummy", **flags)
         packages = flags.pop("packages", PACKAGES)
+        args = ServerArgs.from_kwargs(model_path=str(tmp_path), load_format="dummy", **flags)
         return make_plan(args, ModelConfig.from_server_args(args), arch_by_name(arch), int(free), packages)
 
     return make
@@ -220,6 +224,78 @@ def test_the_plan_never_exceeds_the_memory(
     assert spent(plan) <= plan.memory.available
     assert (plan.max_total_num_tokens + page) * plan.kv.bytes_per_token <= plan.memory.kv_cache
     assert plan.max_total_num_tokens % page == 0
+
+
+# --- what grows while serving -----------------------------------------------------------------------------------------
+
+
+def test_token_counts_of_penalties_are_planned(build: Any) -> None:
+    plan = build(max_running_requests=100)
+    assert plan.memory.penalties == (101 + 50) * 151936 * 4
+    assert build(max_running_requests=200).max_total_num_tokens < plan.max_total_num_tokens
+
+
+def test_the_rotary_table_is_planned(build: Any) -> None:
+    plan = build(QWEN3_8B | {"max_position_embeddings": 1 << 20})
+    assert plan.memory.rotary == (1 << 20) * 128 * 4 == 512 << 20
+
+
+def test_prefill_graphs_are_planned(build: Any) -> None:
+    plan = build()
+    prefill, decode = plan.cuda_graph_prefill_tokens, plan.cuda_graph_bs
+    assert prefill and decode
+    results = (sum(decode) + 16 * len(prefill)) * 151936 * 4 + sum(prefill) * 4096 * 2
+    assert plan.memory.graphs > results
+    without = build(disable_cuda_graph=True)
+    assert without.memory.graphs == 0 and without.max_total_num_tokens > plan.max_total_num_tokens
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_flashinfers_buffers_are_planned(build: Any, page_size: int) -> None:
+    both = frozenset({"triton", "flashinfer"})
+    plan = build(attention_backend="flashinfer", page_size=page_size, packages=both)
+    lists = 4 * 512 * -(-40960 // page_size)
+    wrappers = (len(plan.cuda_graph_bs) + 2) * (8 << 20)
+    assert plan.choices["decode_attention"].name == "flashinfer" and plan.cuda_graph_prefill_tokens == ()
+    assert plan.memory.attention > (256 << 20) + wrappers + lists
+    assert spent(plan) <= plan.memory.available
+
+
+def test_the_decode_kernels_partial_results_are_planned(build: Any) -> None:
+    plan = build()
+    tile, (heads, dim) = plan.tile("decode_attention"), (32, 128)
+    rows = 1024 + 188 * tile["ctas_per_sm"] * tile["waves"]
+    assert plan.memory.attention == rows * (heads * (dim + 1) * 4 + 24)
+
+
+SRT = Path(sglang.__file__).parent / "srt"
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "planned"),
+    [
+        ("layers/attention/flashinfer_backend.py", "WORKSPACE_BYTES", FLASHINFER_WORKSPACE),
+        ("model_executor/extend_graph_runner.py", "MAX_REQS", PREFILL_GRAPH_REQUESTS),
+    ],
+)
+def test_planned_sizes_are_the_codes(file: str, name: str, planned: int) -> None:
+    """Read, not imported: FlashInfer need not be installed."""
+    tree = ast.parse((SRT / file).read_text())
+    assigned = [n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == name]
+    assert eval(compile(ast.Expression(assigned[0].value), file, "eval")) == planned
+
+
+def test_main_memory_holds_the_tables_too(build: Any) -> None:
+    with pytest.raises(UserError, match="tables of 100,000,000 positions for 64 requests .*a smaller --context-length"):
+        build(TINY | {"max_position_embeddings": 100_000_000}, "cpu", 8 * GIB)
+
+
+def test_advice_names_a_layout_that_works(build: Any) -> None:
+    with pytest.raises(UserError, match=r"use more GPUs \(--tp-size 2\)"):
+        build(free=15.5 * GIB)
+    heads = {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 128}
+    with pytest.raises(UserError, match="reserve; use --cuda-graph-max-bs 16"):
+        build(QWEN3_8B | heads | {"intermediate_size": 12288 * 5}, free=15.5 * GIB, tp_size=5)
 
 
 def test_kv_spec() -> None:
