@@ -12,6 +12,11 @@ from pathlib import Path
 import pytest
 
 from sglang import explain
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import arch_by_name
+from sglang.srt.plan.plan import make_plan
+from sglang.srt.server_args import ServerArgs
 
 HERE = Path(__file__).parent
 MODELS = {
@@ -101,6 +106,75 @@ def test_flags_count(model_dir: str, capsys: pytest.CaptureFixture[str]) -> None
     assert found["not_implemented"] is None and found["plan"]["max_total_num_tokens"] > 100_000
     refused = ops(capsys, *argv, "--attention-backend", "trtllm_mha")["extend_attention"]
     assert refused["kernel"] is None and "needs tcgen05" in str(refused["not_chosen"])
+
+
+@pytest.mark.parametrize(("model_dir", "name"), [(n, n) for n in MODELS], indirect=["model_dir"])
+def test_every_model_has_a_memory_plan(model_dir: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("--arch", "rtx-pro-6000-server", "--model-path", model_dir, "--tp", str(MODELS[name]))
+    found = json.loads(run(capsys, *argv, "--json"))
+    assert found["plan"]["max_total_num_tokens"] > 10_000 and found["refused"] is None
+    assert found["plan"].get("estimate", False) is (found["not_implemented"] is not None)
+    assert found["family_known"]
+
+
+MISSING = {
+    "kimi_k25": {"latent_norm_rope_store", "latent_prompt_attention", "latent_absorb"},
+    "deepseek_v4": {
+        *("latent_norm_rope_store", "extend_attention", "decode_attention", "kv_compressor", "index_key_store"),
+        *("sparse_indexer", "grouped_output", "hyper_connection"),
+    },
+    "deepseek_v32": {
+        *("latent_norm_rope_store", "extend_attention", "decode_attention", "index_key_store", "sparse_indexer"),
+        "latent_absorb",
+    },
+    "qwen35": {"causal_conv1d", "gated_delta_rule", "gated_rmsnorm", "attention_output_gate"},
+    "minimax_m2": {"qk_norm_rope_store"},
+    "glm47": set(),
+    "gpt_oss": set(),
+    "qwen3": set(),
+}
+
+
+@pytest.mark.parametrize(("model_dir", "name"), [(n, n) for n in MISSING], indirect=["model_dir"])
+def test_missing_ops_are_named(model_dir: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(run(capsys, "--arch", "sm_120", "--model-path", model_dir, "--json"))
+    assert set(found["missing"]) == MISSING[name]
+
+
+@pytest.mark.parametrize(("model_dir", "tp"), [("qwen3", 3), ("qwen3_moe", 8)], indirect=["model_dir"])
+def test_a_refused_layout_is_refused_with_the_servers_words(
+    model_dir: str, tp: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ("--arch", "sm_120", "--model-path", model_dir)
+    found = json.loads(run(capsys, *argv, "--tp", str(tp), "--json"))
+    args = ServerArgs.from_kwargs(model_path=model_dir, load_format="dummy", tp_size=tp)
+    with pytest.raises(UserError) as error:
+        make_plan(args, ModelConfig.from_server_args(args), arch_by_name("sm_120"), 90 << 30, frozenset({"triton"}))
+    assert found["refused"] == str(error.value) and found["plan"] is None and not found["ops"]
+    assert f"No server starts in this layout: {error.value}" in run(capsys, *argv, "--tp", str(tp))
+    for advised in found["refused"].split("--tp-size ")[-1].split(", "):
+        assert json.loads(run(capsys, *argv, "--tp", advised, "--json"))["refused"] is None
+
+
+@pytest.mark.parametrize(("model_dir", "tp"), [("glm47", 7), ("minimax_m2", 8)], indirect=["model_dir"])
+def test_advice_is_not_refused_itself(model_dir: str, tp: int, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("--arch", "sm_120", "--model-path", model_dir, "--json")
+    refused = json.loads(run(capsys, *argv, "--tp", str(tp)))["refused"]
+    for advised in refused.split("--tp-size ")[-1].split(", "):
+        assert json.loads(run(capsys, *argv, "--tp", advised))["refused"] is None
+
+
+@pytest.mark.parametrize("model_dir", ["glm47"], indirect=True)
+def test_the_users_tuning_file_is_the_servers(
+    model_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 16, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 1}
+    name = "E=161,N=192,device_name=NVIDIA_RTX_PRO_6000_Blackwell_Server_Edition,dtype=fp8_w8a8,per_channel_quant=True"
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / f"{name}.json").write_text(json.dumps({"1": entry | {"num_warps": 4, "num_stages": 2}}))
+    monkeypatch.setenv("SGLANG_MOE_CONFIG_DIR", str(tmp_path))
+    found = json.loads(run(capsys, "--arch", "sm_120", "--model-path", model_dir, "--tp", "8", "--json"))
+    assert found["moe_tiles"].startswith(f"{name}.json (")
 
 
 def test_mistakes_are_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

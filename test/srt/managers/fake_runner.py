@@ -15,7 +15,7 @@ from sglang.srt.managers.io_struct import BatchTokenIDOut, FinishReason, Tokeniz
 from sglang.srt.managers.output import StopChecker
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.req_pool import ReqToTokenPool
-from sglang.srt.model_executor.step import NEXT_TOKEN, StepInput
+from sglang.srt.model_executor.step import StepInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 VOCAB = 97
@@ -89,11 +89,12 @@ class FakeRunner:
             ids, rows = self.next_token[step.slots], range(len(step.slots))
             self.table[step.slots, step.seq_lens - 1] = step.out_cache_loc
         else:
-            self.steps.append("extend")
-            ids, rows = step.extend.input_ids.copy(), step.extend.sample_rows
-            holes = ids == NEXT_TOKEN
-            ids[holes] = self.next_token[np.repeat(step.slots, step.extend.extend_lens)][holes]
-            assert (step.extend.prefix_lens + step.extend.extend_lens == step.seq_lens).all()
+            decodes = step.extend.num_decodes
+            self.steps.append("mixed" if decodes else "extend")
+            ids = np.concatenate((self.next_token[step.slots[:decodes]], step.extend.input_ids))
+            rows = step.extend.sample_rows
+            self.table[step.slots[:decodes], step.seq_lens[:decodes] - 1] = step.out_cache_loc[:decodes]
+            assert (step.extend.prefix_lens + step.extend.extend_lens == step.seq_lens[decodes:]).all()
         self.kv[step.out_cache_loc] = ids
         tokens = []
         for row in rows:
@@ -108,7 +109,6 @@ def make_scheduler(runner: FakeRunner, **options: object) -> Scheduler:
     args = SimpleNamespace(
         disable_radix_cache=False,
         disable_overlap_schedule=False,
-        enable_mixed_chunk=False,
         schedule_policy="fcfs",
         schedule_conservativeness=1.0,
         stream_interval=1,

@@ -3,6 +3,7 @@ tokens that it would get alone, and in the end nothing is held."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -92,7 +93,7 @@ def test_chunked_prefill_takes_several_steps_and_changes_nothing() -> None:
 
 
 def test_mixed_chunk_decodes_while_it_prefills() -> None:
-    scheduler = make_scheduler(FakeRunner(1024, 1, 512, 4, 32), enable_mixed_chunk=True)
+    scheduler = make_scheduler(FakeRunner(1024, 1, 512, 4, 32))
     collector = Collector()
     add(scheduler, request("a", prompt(10), 30, stream=True, ignore_eos=True))
     scheduler.step()
@@ -259,17 +260,16 @@ workload = st.lists(
     max_reqs=st.integers(1, 6),
     policy=st.sampled_from(sorted(POLICIES)),
     radix=st.booleans(),
-    mixed=st.booleans(),
     overlap=st.booleans(),
     conservativeness=st.sampled_from([0.01, 1.0]),
 )
 def test_any_workload(
-    events: list, page: int, pool_pages: int, chunk: int, max_reqs: int, policy: str, radix: bool, mixed: bool,
+    events: list, page: int, pool_pages: int, chunk: int, max_reqs: int, policy: str, radix: bool,
     overlap: bool, conservativeness: float,
 ) -> None:  # fmt: skip
     runner = FakeRunner(pool_pages * page if page > 1 else pool_pages * 4, page, 160, max_reqs, chunk)
     scheduler = make_scheduler(
-        runner, schedule_policy=policy, disable_radix_cache=not radix, enable_mixed_chunk=mixed,
+        runner, schedule_policy=policy, disable_radix_cache=not radix,
         disable_overlap_schedule=not overlap, schedule_conservativeness=conservativeness,
     )  # fmt: skip
     collector = Collector()
@@ -309,3 +309,52 @@ def test_a_prompt_beyond_the_step_limit_does_not_wait_for_an_empty_server() -> N
     run_to_end(scheduler, collector)
     assert collector.tokens["long"] == expected_output(prompt(100, 2), 3)
     assert_clean(scheduler)
+
+
+def test_requests_for_prompt_log_probabilities_enter_together() -> None:
+    """They compute their whole prompt whatever is cached, so that none gains by waiting for another."""
+    scheduler = make_scheduler(FakeRunner(2048, 1, 256, 8, 1024))
+    for i in range(4):
+        msg = request(f"r{i}", prompt(100), 2)
+        msg.return_logprob, msg.logprob_start_len = True, 0
+        add(scheduler, msg)
+    scheduler.step()
+    assert len(scheduler.running) == 4
+
+
+def test_equal_prompts_of_different_namespaces_enter_together() -> None:
+    scheduler = make_scheduler(FakeRunner(2048, 1, 256, 8, 1024))
+    for namespace in (None, "a", "b"):
+        msg = request(f"r{namespace}", prompt(100), 2)
+        msg.cache_namespace = namespace
+        add(scheduler, msg)
+    scheduler.step()
+    assert len(scheduler.running) == 3
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "dfs-weight"])
+def test_a_waiting_prompt_is_compared_with_the_tree_once(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make_scheduler(FakeRunner(8192, 1, 2048, 2, 2048), schedule_policy=policy)
+    collector = Collector()
+    add(scheduler, request("first", prompt(1500), 4))
+    run_to_end(scheduler, collector)
+    compared = 0
+    common_length = scheduler.cache._common_length
+
+    def count(key: np.ndarray, tokens: np.ndarray) -> int:
+        nonlocal compared
+        compared += min(len(key), len(tokens))
+        return common_length(key, tokens)
+
+    monkeypatch.setattr(scheduler.cache, "_common_length", count)
+    for i in range(2):  # all request slots
+        add(scheduler, request(f"busy{i}", prompt(5, i + 9), 100, ignore_eos=True))
+    scheduler.step()
+    add(scheduler, request("long", prompt(1501), 4))
+    for _ in range(50):
+        scheduler.policy(list(scheduler.waiting), scheduler.cache)
+        scheduler.step()
+    long = scheduler.reqs["long"]
+    run_to_end(scheduler, collector)
+    assert long.hit_len == 1500 and 1500 <= compared < 1500 + 200
+    assert collector.tokens["long"] == expected_output(prompt(1501), 4)

@@ -31,7 +31,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
     "graphs": ({}, 1.5),
     "eager": ({"disable_cuda_graph": True}, 1.5),
     "pages": ({"page_size": 16}, 1.5),
-    "chunks": ({"chunked_prefill_size": 16, "enable_mixed_chunk": True}, 1.5),
+    "chunks": ({"chunked_prefill_size": 16}, 1.5),
     "retraction": ({"max_total_tokens": 345, "schedule_conservativeness": 0.01}, 1.5),
     "fp8_kv": ({"kv_cache_dtype": "fp8_e4m3"}, 10.0),  # three bits of mantissa instead of seven
 }

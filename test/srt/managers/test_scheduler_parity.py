@@ -76,7 +76,7 @@ def test_among_strangers(reference: Reference, page_size: int) -> None:
 
 
 def test_in_chunks(reference: Reference) -> None:
-    scheduler = reference.scheduler(chunked_prefill_size=16, enable_mixed_chunk=True)
+    scheduler = reference.scheduler(chunked_prefill_size=16)
     check(reference, scheduler, [prompt(1, 70), prompt(2, 5), prompt(3, 33)])
 
 

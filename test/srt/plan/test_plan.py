@@ -20,9 +20,9 @@ from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.spec import NoKernel
 from sglang.srt.plan.attention_memory import FLASHINFER_WORKSPACE
-from sglang.srt.plan.defaults import cuda_graph_batch_sizes
+from sglang.srt.plan.defaults import cuda_graph_batch_sizes, requests_by_state
 from sglang.srt.plan.kv_spec import KVSpec, kv_cache_dtype
-from sglang.srt.plan.memory import PREFILL_GRAPH_REQUESTS
+from sglang.srt.plan.memory import PREFILL_GRAPH_PROMPTS
 from sglang.srt.plan.model_description import describe_model
 from sglang.srt.plan.plan import Plan, make_plan
 from sglang.srt.server_args import ServerArgs
@@ -244,8 +244,9 @@ def test_prefill_graphs_are_planned(build: Any) -> None:
     plan = build()
     prefill, decode = plan.cuda_graph_prefill_tokens, plan.cuda_graph_bs
     assert prefill and decode
-    results = (sum(decode) + 16 * len(prefill)) * 151936 * 4 + sum(prefill) * 4096 * 2
-    assert plan.memory.graphs > results
+    results = 2 * ((512 + 512 + 16) * 151936 * 4 + prefill[-1] * 4096 * 2)
+    num_mixed = sum(decodes <= tokens for tokens in prefill for decodes in (0, 64, 256, 512))
+    assert plan.memory.graphs > results + (len(decode) + num_mixed) * (6 << 20)
     without = build(disable_cuda_graph=True)
     assert without.memory.graphs == 0 and without.max_total_num_tokens > plan.max_total_num_tokens
 
@@ -275,7 +276,7 @@ SRT = Path(sglang.__file__).parent / "srt"
     ("file", "name", "planned"),
     [
         ("layers/attention/flashinfer_backend.py", "WORKSPACE_BYTES", FLASHINFER_WORKSPACE),
-        ("model_executor/extend_graph_runner.py", "MAX_REQS", PREFILL_GRAPH_REQUESTS),
+        ("model_executor/extend_graph_runner.py", "MAX_PROMPTS", PREFILL_GRAPH_PROMPTS),
     ],
 )
 def test_planned_sizes_are_the_codes(file: str, name: str, planned: int) -> None:
@@ -283,6 +284,11 @@ def test_planned_sizes_are_the_codes(file: str, name: str, planned: int) -> None
     tree = ast.parse((SRT / file).read_text())
     assigned = [n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == name]
     assert eval(compile(ast.Expression(assigned[0].value), file, "eval")) == planned
+
+
+def test_states_leave_half_of_the_memory_to_tokens() -> None:
+    assert requests_by_state(1024, 90, 30, 0) == 1024 and requests_by_state(1024, 9000, 1000, 10) == 400
+    assert requests_by_state(1024, 90, 30, 30) == 8
 
 
 def test_main_memory_holds_the_tables_too(build: Any) -> None:
@@ -295,7 +301,7 @@ def test_advice_names_a_layout_that_works(build: Any) -> None:
         build(free=15.5 * GIB)
     heads = {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 128}
     with pytest.raises(UserError, match="reserve; use --cuda-graph-max-bs 16"):
-        build(QWEN3_8B | heads | {"intermediate_size": 12288 * 5}, free=15.5 * GIB, tp_size=5)
+        build(QWEN3_8B | heads | {"intermediate_size": 12288 * 5}, free=11 * GIB, tp_size=5)
 
 
 def test_kv_spec() -> None:

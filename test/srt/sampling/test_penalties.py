@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ def test_growth_stays_within_what_the_memory_plan_counts(max_rows: int) -> None:
         state.flush()
         if state.state.shape[0] != sizes[-1]:
             sizes.append(state.state.shape[0])
-    assert all(old + new <= max_rows + max_rows // 2 for old, new in zip(sizes, sizes[1:], strict=False))
+    assert all(old + new <= max_rows + max_rows // 2 for old, new in itertools.pairwise(sizes))
     assert sizes[-1] <= max_rows and (max_rows == 1 or sizes[-1] >= 2)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.model_executor.graph_capture import capture
+from sglang.srt.model_executor.graph_capture import StaticOutput, capture
 from sglang.srt.model_executor.static_pack import StaticPack
 from sglang.srt.model_executor.step import StepInput
 
@@ -40,7 +40,7 @@ class CudaGraphRunner:
             runner.device,
         )
         self.batches: dict[int, ForwardBatch] = {}
-        self.logits: dict[int, torch.Tensor] = {}
+        self.logits = StaticOutput()
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         runner.attn_backend.init_cuda_graph_state(largest)
         pool = None
@@ -59,7 +59,7 @@ class CudaGraphRunner:
     def _step(self, size: int) -> None:
         batch = self.batches[size] = self._static_batch(size)
         self.runner.attn_backend.init_forward_metadata_capture(batch)
-        self.logits[size] = self.runner.model.logits(self.runner.model(batch))
+        self.logits.keep(self.runner.model.logits(self.runner.model(batch)))
 
     def replay(self, step: StepInput) -> torch.Tensor:
         """Logits [B, V] of a decode step; valid until the next replay."""
@@ -75,4 +75,4 @@ class CudaGraphRunner:
         batch.seq_lens_cpu = np.concatenate([step.seq_lens, np.ones(size - num_reqs, np.int32)]).tolist()
         self.runner.attn_backend.init_forward_metadata_replay(batch, num_reqs)
         self.graphs[size].replay()
-        return self.logits[size][:num_reqs]
+        return self.logits.rows(num_reqs)

@@ -10,6 +10,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.kernels.spec import Choice
 from sglang.srt.plan.attention_memory import AttentionSizes, attention_bytes
 from sglang.srt.plan.caches import CacheCost
+from sglang.srt.plan.defaults import mixed_decode_sizes
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.model_description import ModelDescription
 
@@ -29,8 +30,8 @@ _LIBRARY_RESERVE = 768 * MIB  # cuBLAS workspaces, compiled kernels, allocator s
 _COLLECTIVE_RESERVE = 512 * MIB  # NCCL channels and staging buffers
 _FRAGMENTATION = 1.2
 _LOGITS_COPIES = 4  # fp32 logits, probabilities, sorted copies of a sampling step
-PREFILL_GRAPH_REQUESTS = 16
-"""Requests whose last tokens a prefill graph makes logits of; a test holds it to the graphs'."""
+PREFILL_GRAPH_PROMPTS = 16
+"""Prompts whose last tokens a prefill graph makes logits of; a test holds it to the graphs'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +117,21 @@ def rotary_bytes(model: ModelDescription, context_len: int) -> int:
 
 
 def graph_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
-    """Launch records of every graph, its results, and activations of the largest graph of each kind.
+    """Launch records of every graph, and results and activations of the largest graph of each kind.
 
-    Results stay allocated: each graph has its own logits [B, V] fp32, and a prefill graph hidden states [T, H] too.
+    Decode graphs have logits [B, V] fp32, prefill graphs hidden states [T, H] and logits of the decoding requests and
+    of the last tokens of some prompts; each once in the graphs' memory and once where results are read.
     """
-    decode, prefill, row = sizes.graph_batch_sizes, sizes.prefill_graph_tokens, model.vocab_size * 4
-    records = (len(decode) + len(prefill)) * (_GRAPH_BASE + len(model.layers) * _GRAPH_PER_LAYER)
-    results = sum(decode) * row + len(prefill) * PREFILL_GRAPH_REQUESTS * row
-    results += sum(prefill) * model.hidden_size * KV_DTYPE_BYTES[dtype]
-    largest = max(decode, default=0) + max(prefill, default=0)
-    return records + results + activation_bytes(model, dtype, largest, sizes.tp_size)
+    decode, prefill = sizes.graph_batch_sizes, sizes.prefill_graph_tokens
+    if not decode:
+        return 0
+    mixed = [(tokens, decodes) for tokens in prefill for decodes in mixed_decode_sizes(decode) if decodes <= tokens]
+    records = (len(decode) + len(mixed)) * (_GRAPH_BASE + len(model.layers) * _GRAPH_PER_LAYER)
+    rows, tokens = decode[-1], max(prefill, default=0)
+    if prefill:
+        rows += PREFILL_GRAPH_PROMPTS + max(decodes for _, decodes in mixed)
+    results = 2 * (rows * model.vocab_size * 4 + tokens * model.hidden_size * KV_DTYPE_BYTES[dtype])
+    return records + results + activation_bytes(model, dtype, decode[-1] + tokens, sizes.tp_size)
 
 
 def plan_gpu_memory(

@@ -18,7 +18,7 @@ from sglang.srt.kernels.resolve import installed_packages, resolve
 from sglang.srt.kernels.spec import Choice, Need, Tile
 from sglang.srt.plan import defaults
 from sglang.srt.plan.caches import CacheGroup, cache_cost, cache_groups
-from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES, KVSpec, kv_cache_dtype
+from sglang.srt.plan.kv_spec import KVSpec, kv_cache_dtype
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.layout import check_layout, next_layout
 from sglang.srt.plan.memory import GIB, MIN_POOL_TOKENS, MemoryPlan, Sizes, plan_cpu_memory, plan_gpu_memory
@@ -210,9 +210,11 @@ def plan_capacity(
 ) -> Capacity:
     """For every model that can be described, also one without a model class. Raises UserError if it does not fit."""
     weights = rank_weight_bytes(model, serving.dtype, serving.tp_size, serving.kv_dtype.startswith("fp8"))
-    sizes, notes = _sizes(args, model, serving, context_len, arch, choices, available, weights)
     groups = cache_groups(model, serving)
     cost = cache_cost(groups)
+    most = defaults.default_max_running_requests(arch.device, available, context_len)
+    most = args.max_running_requests or defaults.requests_by_state(most, available, weights, cost.bytes_per_request)
+    sizes, notes = _sizes(args, model, serving, context_len, arch, choices, available, most)
     if arch.device == "cpu":
         memory = plan_cpu_memory(model, serving.dtype, weights, available, sizes, cost, args.max_total_tokens)
     else:
@@ -280,11 +282,8 @@ def _sizes(
     arch: ArchTraits,
     choices: Mapping[str, Choice],
     available: int,
-    weights: int,
+    running: int,
 ) -> tuple[Sizes, list[str]]:
-    running = args.max_running_requests
-    if running is None:
-        running = defaults.default_max_running_requests(arch.device, available, context_len)
     notes: list[str] = []
     graphs: tuple[int, ...] = ()
     if arch.device != "cpu":
@@ -298,8 +297,7 @@ def _sizes(
     prefill_graphs: tuple[int, ...] = ()
     extend = choices.get("extend_attention")
     if graphs and extend is not None and extend.spec.graph_prefill:
-        elements = weights // KV_DTYPE_BYTES[serving.dtype]
-        prefill_graphs = defaults.cuda_graph_prefill_tokens(len(model.layers), elements, tokens)
+        prefill_graphs = defaults.cuda_graph_prefill_tokens(model, serving.tp_size, tokens)
     sizes = Sizes(running, context_len, tokens, graphs, serving.page_size, serving.tp_size, prefill_graphs)
     return sizes, notes
 

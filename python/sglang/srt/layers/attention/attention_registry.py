@@ -68,9 +68,15 @@ class HybridAttnBackend:
         self.decode.init_forward_metadata_replay(batch, num_reqs)
 
     def forward_extend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
-    ) -> torch.Tensor:
-        return self.extend.forward_extend(q, k, v, layer, batch)
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        out: torch.Tensor,
+    ) -> None:
+        self.extend.forward_extend(q, k, v, layer, batch, out)
 
-    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch) -> torch.Tensor:
-        return self.decode.forward_decode(q, layer, batch)
+    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
+        self.decode.forward_decode(q, layer, batch, out)

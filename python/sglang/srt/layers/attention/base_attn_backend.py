@@ -15,7 +15,8 @@ class AttentionBackend(Protocol):
     """Built once per model runner; state between calls is the metadata of the current batch only."""
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Prepare one eager step (index arrays, split counts, wrapper plans)."""
+        """Prepare one eager step (index arrays, split counts, wrapper plans). Where an EXTEND batch has `decodes`, both
+        are prepared, one after the other; neither may spoil the other."""
 
     def init_cuda_graph_state(self, max_batch_size: int) -> None:
         """Allocate everything that captured decode graphs will read, for batches up to `max_batch_size`."""
@@ -27,9 +28,16 @@ class AttentionBackend(Protocol):
         """Refresh the static buffers before a replay; rows from `num_reqs` on are padding. Must not synchronize."""
 
     def forward_extend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
-    ) -> torch.Tensor:
-        """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] of the new tokens (already stored) -> [T, Hq * Dv]."""
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        out: torch.Tensor,
+    ) -> None:
+        """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] of the new tokens (already stored) -> the rows of out
+        [T, Hq, Dv] from extend_start_loc[0] on; the rows before it belong to requests that decode."""
 
-    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch) -> torch.Tensor:
-        """q [B, Hq, D] -> [B, Hq * Dv]."""
+    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
+        """q [B, Hq, D] -> out [B, Hq, Dv]."""

@@ -52,7 +52,8 @@ class FlashInferAttnBackend:
         self._prefill = BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD")
         self._decode = BatchDecodeWithPagedKVCacheWrapper(self._workspace, "NHD", use_tensor_cores=self._tensor_cores)
         self._graph: GraphBuffers | None = None
-        self._current: Any = None
+        self._decoding: Any = None
+        """The decode wrapper of the current step."""
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         pages = gather_pages(batch, self._page_size)
@@ -74,7 +75,6 @@ class FlashInferAttnBackend:
             q_data_type=self._q_dtype,
             kv_data_type=batch.kv_pool.dtype,
         )
-        self._current = self._prefill
 
     def _plan_decode(self, wrapper: Any, pages: Pages, batch: ForwardBatch) -> None:
         wrapper.plan(
@@ -88,7 +88,7 @@ class FlashInferAttnBackend:
             q_data_type=self._q_dtype,
             kv_data_type=batch.kv_pool.dtype,
         )
-        self._current = wrapper
+        self._decoding = wrapper
 
     def init_cuda_graph_state(self, max_batch_size: int) -> None:
         self._graph = GraphBuffers(
@@ -116,21 +116,30 @@ class FlashInferAttnBackend:
                 one_page, torch.ones(size, dtype=torch.int32), torch.zeros(size, dtype=torch.int32, device=self._device)
             )
             self._plan_decode(wrapper, pages, batch)
-        self._current = self._graph.wrappers[size]
+        self._decoding = self._graph.wrappers[size]
 
     def init_forward_metadata_replay(self, batch: ForwardBatch, num_reqs: int) -> None:
         assert self._graph is not None
         self._plan_decode(self._graph.wrappers[batch.batch_size], gather_pages(batch, self._page_size), batch)
 
     def forward_extend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
-    ) -> torch.Tensor:
-        return self._run(q, layer, batch)
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        out: torch.Tensor,
+    ) -> None:
+        first = 0 if batch.decodes is None else batch.decodes.batch_size
+        self._run(self._prefill, q[first:], layer, batch, out[first:])
 
-    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch) -> torch.Tensor:
-        return self._run(q, layer, batch)
+    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
+        self._run(self._decoding, q, layer, batch, out)
 
-    def _run(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch) -> torch.Tensor:
+    def _run(
+        self, wrapper: Any, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor
+    ) -> None:
         if layer.sliding_window > 0 or layer.logit_cap > 0 or layer.sinks is not None:
             raise NotImplementedError(
                 "the flashinfer backend here has no sliding window, logit cap or sinks; use --attention-backend triton"
@@ -139,5 +148,4 @@ class FlashInferAttnBackend:
         k_cache, v_cache = (c.unflatten(0, (-1, page)) for c in (pool.k(layer_id), pool.v(layer_id)))
         # The wrapper was planned for head_dim ** -0.5; what differs from that goes into the scale of the keys.
         k_scale = pool.k_scale(layer_id) * layer.scale * self._head_dim**0.5
-        out = self._current.run(q, (k_cache, v_cache), k_scale=k_scale, v_scale=pool.v_scale(layer_id))
-        return out.flatten(1)
+        wrapper.run(q, (k_cache, v_cache), k_scale=k_scale, v_scale=pool.v_scale(layer_id), out=out)

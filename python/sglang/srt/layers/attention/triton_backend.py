@@ -62,12 +62,17 @@ class TritonAttnBackend:
         pass
 
     def forward_extend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
-    ) -> torch.Tensor:
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        out: torch.Tensor,
+    ) -> None:
         prefix_lens, start_loc = batch.extend_prefix_lens, batch.extend_start_loc
         assert prefix_lens is not None and start_loc is not None
         pool, layer_id = batch.kv_pool, layer.layer_id
-        out = torch.empty((q.shape[0], layer.num_heads, layer.v_head_dim), dtype=q.dtype, device=q.device)
         self._extend.run(
             lambda tile: extend_attention_fwd(
                 q,
@@ -90,12 +95,9 @@ class TritonAttnBackend:
                 has_prefix=self._any_prefix,
             )
         )
-        return out.flatten(1)
 
-    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch) -> torch.Tensor:
-        out = torch.empty((q.shape[0], layer.num_heads, layer.v_head_dim), dtype=q.dtype, device=q.device)
+    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
         self._decode.run(lambda tile: self._launch_decode(tile, q, out, layer, batch))
-        return out.flatten(1)
 
     def _launch_decode(
         self, tile: Tile, q: torch.Tensor, out: torch.Tensor, layer: RadixAttention, batch: ForwardBatch

@@ -123,9 +123,7 @@ def find(
         smem, unmeasured, problem = _capacity(content, layer, arch, cost)
         if problem is None:
             other_hidden = name.hidden or 0 if hidden and name.hidden != hidden else 0
-            tuned = TunedTiles(
-                path, content.source, num_experts, content.by_tokens, smem, unmeasured, other_hidden
-            )
+            tuned = TunedTiles(path, content.source, num_experts, content.by_tokens, smem, unmeasured, other_hidden)
             return Found(tuned, tuple(rejected))
         rejected.append(f"{path}: {problem}")
     return Found(None, tuple(rejected))
