@@ -232,11 +232,10 @@ def test_norms_over_all_heads_have_no_kernel() -> None:
 
 
 def test_products_of_16_bit_weights_say_what_serves_them() -> None:
-    need = Need("linear", shapes=((4096, 1024), (1024, 1408)))
-    remark = resolve(need, arch_by_name("sm_120"), FITS, BOTH).remark
-    assert remark == (
-        "cublas for steps of several tokens and for one token with 1024x1408: K is no multiple of 512; gemv_kernel for"
-        " one token with 4096x1024, where they have no bias"
+    need = Need("linear", shapes=((4096, 1024, False), (1024, 1408, False), (512, 512, True)))
+    assert resolve(need, arch_by_name("sm_120"), FITS, BOTH).remark == (
+        "cublas for steps of several tokens, and for one token with a bias or K no multiple of 512: 1024x1408,"
+        " 512x512 + bias; gemv_kernel for one token with 4096x1024"
     )
     assert gemv.TILE["BLOCK_K"] == GEMV_BLOCK_K
 

@@ -184,7 +184,8 @@ def test_recurrent_states_are_one_a_request() -> None:
 
 def test_needs_say_which_shapes_linear_layers_have() -> None:
     (linear,) = [need for need in needs_of(describe("qwen3"), Serving("bfloat16", "bfloat16", 1, 4)) if need.shapes]
-    assert linear.shapes == ((1536, 4096), (4096, 1024), (4096, 3072), (6144, 4096), (37984, 4096))
+    shapes = [(1536, 4096), (4096, 1024), (4096, 3072), (6144, 4096), (37984, 4096)]
+    assert linear.shapes == tuple((rows, cols, False) for rows, cols in shapes)
 
 
 def test_ops_of_several_shapes_have_needs_of_their_own() -> None:

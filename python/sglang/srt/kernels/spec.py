@@ -21,7 +21,8 @@ class Need:
     `traits` are properties that not every kernel supports: "sliding_window", "sinks", "logit_cap", "custom_mask",
     "mla", "shared_kv", "sparse", "hybrid_gdn", "hierarchical_cache", "bidirectional", "head_norm", "whole_norm",
     "expert_bias", "clamped_gate", "gelu_gate". `heads`: (query, kv) heads of a rank; `rotary_dim`: dims of a head that
-    rotate; `shapes`: (rows, cols) of a rank's weights, of a linear layer. `variant` tells two needs of one op apart.
+    rotate; `shapes`: (rows, cols, whether there is a bias) of a rank's weights, of linear layers. `variant` tells two
+    needs of one op apart.
     """
 
     op: str
@@ -34,7 +35,7 @@ class Need:
     traits: frozenset[str] = frozenset()
     heads: tuple[int, int] = (0, 0)
     rotary_dim: int = 0
-    shapes: tuple[tuple[int, int], ...] = ()
+    shapes: tuple[tuple[int, int, bool], ...] = ()
     variant: str = ""
 
     @property

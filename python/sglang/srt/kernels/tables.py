@@ -101,14 +101,14 @@ GEMV_BLOCK_K = 512
 
 def gemv_or_cublas(need: Need, arch: ArchTraits) -> str:
     """Which of the products of unquantized weights is served by what."""
-    served = [f"{rows}x{cols}" for rows, cols in need.shapes if cols % GEMV_BLOCK_K == 0]
-    left = [f"{rows}x{cols}" for rows, cols in need.shapes if cols % GEMV_BLOCK_K]
-    parts = ["cublas for steps of several tokens"]
+    by_gemv: dict[bool, list[str]] = {True: [], False: []}
+    for rows, cols, bias in need.shapes:
+        by_gemv[cols % GEMV_BLOCK_K == 0 and not bias].append(f"{rows}x{cols}{' + bias' * bias}")
+    served, left = by_gemv[True], by_gemv[False]
+    text = "cublas for steps of several tokens"
     if left:
-        parts.append(f"and for one token with {', '.join(left)}: K is no multiple of {GEMV_BLOCK_K}")
-    if served:
-        parts.append(f"; gemv_kernel for one token with {', '.join(served)}, where they have no bias")
-    return " ".join(parts).replace(" ;", ";")
+        text += f", and for one token with a bias or K no multiple of {GEMV_BLOCK_K}: {', '.join(left)}"
+    return text + (f"; gemv_kernel for one token with {', '.join(served)}" if served else "")
 
 
 def dequantized(need: Need, arch: ArchTraits) -> str:

@@ -158,7 +158,7 @@ class Sum:
     streams: int = 1
 
     def needs(self, serving: Serving) -> Iterator[Need]:
-        yield from ()
+        yield Need("fused_add_rmsnorm", q_dtype=serving.dtype)
 
     def weights(self, hidden_size: int) -> Weights:
         return ()

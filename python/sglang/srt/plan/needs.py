@@ -20,9 +20,8 @@ def needs_of(model: ModelDescription, serving: Serving) -> tuple[Need, ...]:
     feed_forward = [need for layer in model.layers for need in layer.ffn.needs(serving)]
     return (
         Need("rmsnorm", q_dtype=dtype),
-        Need("fused_add_rmsnorm", q_dtype=dtype),
-        *_linears(model, serving),
         *_merged(need for layer in model.layers for need in layer.residual.needs(serving)),
+        *_linears(model, serving),
         *_merged(need for layer in model.layers for need in layer.mixer.needs(serving)),
         *_vision(model, dtype),
         *_merged(_with_scheme(need, quant.scheme if quant else None) for need in feed_forward),
@@ -49,12 +48,12 @@ def _merged(needs: Iterable[Need]) -> Iterator[Need]:
 
 def _linears(model: ModelDescription, serving: Serving) -> Iterator[Need]:
     """The 16-bit products (the output head always is one), and one need for each scheme of the others."""
-    shapes: dict[str | None, set[tuple[int, int]]] = {
-        None: {(-(-model.vocab_size // serving.tp_size), model.hidden_size)}
+    shapes: dict[str | None, set[tuple[int, int, bool]]] = {
+        None: {(-(-model.vocab_size // serving.tp_size), model.hidden_size, False)}
     }
     for matrix, quant in model.matrices(serving.tp_size, expert_rows(model, serving.tp_size)):
         if not matrix.experts:
-            shapes.setdefault(quant.scheme if quant else None, set()).add((matrix.rows, matrix.cols))
+            shapes.setdefault(quant.scheme if quant else None, set()).add((matrix.rows, matrix.cols, matrix.bias))
     for scheme in sorted(shapes, key=lambda scheme: scheme or ""):
         yield Need("linear", q_dtype=serving.dtype, quant=scheme, shapes=tuple(sorted(shapes[scheme])))
 

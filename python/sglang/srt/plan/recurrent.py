@@ -37,15 +37,8 @@ class GatedDelta:
     def needs(self, serving: Serving) -> Iterator[Need]:
         heads = (self.value_heads // serving.tp_size, self.key_heads // serving.tp_size)
         yield Need("causal_conv1d", q_dtype=serving.dtype)
-        yield Need(
-            "gated_delta_rule",
-            self.key_dim,
-            self.value_dim,
-            serving.dtype,
-            self.state_dtype,
-            traits=frozenset({"hybrid_gdn"}),
-            heads=heads,
-        )
+        traits = frozenset({"hybrid_gdn"})
+        yield Need("gated_delta_rule", q_dtype=serving.dtype, traits=traits, heads=heads)
         yield Need("gated_rmsnorm", q_dtype=serving.dtype)
 
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
