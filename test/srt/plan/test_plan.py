@@ -291,6 +291,13 @@ def test_states_leave_half_of_the_memory_to_tokens() -> None:
     assert requests_by_state(1024, 90, 30, 30) == 8
 
 
+@pytest.mark.parametrize("kinds", [("sliding_attention",), ("sliding_attention", "full_attention")])
+def test_window_layers_need_pools_that_are_not_there_yet(build: Any, kinds: tuple[str, ...]) -> None:
+    config = QWEN3_8B | {"layer_types": [*kinds] * (36 // len(kinds)), "sliding_window": 128}
+    with pytest.raises(UserError, match=r"cannot be served yet: .*\(kv\) for the last 128 tokens"):
+        build(config)
+
+
 def test_main_memory_holds_the_tables_too(build: Any) -> None:
     with pytest.raises(UserError, match="tables of 100,000,000 positions for 64 requests .*a smaller --context-length"):
         build(TINY | {"max_position_embeddings": 100_000_000}, "cpu", 8 * GIB)

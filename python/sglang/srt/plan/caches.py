@@ -69,7 +69,8 @@ class CacheCost:
         return -(-tokens * self.bytes_per_token.numerator // self.bytes_per_token.denominator)
 
     def tokens_in(self, pool_bytes: int) -> int:
-        return int(pool_bytes / self.bytes_per_token)
+        """Where no cache grows with the tokens, as many as there are bytes: nothing limits them."""
+        return int(pool_bytes / self.bytes_per_token) if self.bytes_per_token else pool_bytes
 
 
 def cache_groups(model: ModelDescription, serving: Serving) -> tuple[CacheGroup, ...]:

@@ -254,10 +254,12 @@ def forced_kernels(args: ServerArgs) -> dict[str, str]:
 
 
 def kv_spec(model: ModelDescription, serving: Serving) -> KVSpec:
-    """The pool of a model whose layers all have keys and values of one shape, as those served here do, on one rank.
-    KV heads are replicated when there are fewer than ranks."""
-    (mixer,) = {layer.mixer for layer in model.layers}
-    assert isinstance(mixer, GQA), mixer
+    """The pool of a model whose layers all keep keys and values of one shape for all tokens, on one rank. KV heads are
+    replicated when there are fewer than ranks. Raises UserError for a model that needs several pools."""
+    mixer, *others = dict.fromkeys(layer.mixer for layer in model.layers)
+    if others or not isinstance(mixer, GQA) or mixer.window:
+        kinds = "; ".join(str(group) for group in cache_groups(model, serving))
+        raise UserError(f"{model.architecture} with caches of several kinds cannot be served yet: {kinds}")
     return KVSpec(
         num_layers=len(model.layers),
         num_kv_heads=rank_kv_heads(mixer.num_kv_heads, serving.tp_size),
