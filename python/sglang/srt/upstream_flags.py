@@ -85,12 +85,12 @@ ACCEPTED: tuple[FlagGroup, ...] = (
         " prompts; --max-prefill-tokens and --chunked-prefill-size bound a step",
         """
         enable-mixed-chunk enable-overlap-schedule num-continuous-decode-steps= scheduler-recv-interval=
-        enable-dynamic-chunking prefill-decode-interval= prefill-decode-interval-min-bs= prefill-max-requests= min-free-slots-delay=
-        enable-prefill-delayer prefill-delayer-max-delay-ms= prefill-delayer-max-delay-passes=
+        enable-dynamic-chunking prefill-decode-interval= prefill-decode-interval-min-bs= prefill-max-requests=
+        min-free-slots-delay= enable-prefill-delayer prefill-delayer-max-delay-ms= prefill-delayer-max-delay-passes=
         prefill-delayer-queue-min-ratio= prefill-delayer-token-usage-low-watermark=
         prefill-delayer-forward-passes-buckets=... prefill-delayer-wait-seconds-buckets=...
-        enable-single-batch-overlap enable-two-batch-overlap tbo-token-distribution-threshold=
-        enable-pdmux pdmux-config-path= sm-group-num= disable-regex-jump-forward
+        enable-single-batch-overlap enable-two-batch-overlap tbo-token-distribution-threshold= enable-pdmux
+        pdmux-config-path= sm-group-num= disable-regex-jump-forward
         """,
     ),
     FlagGroup("Idle server", "an idle server sleeps already", "sleep-on-idle"),

@@ -6,6 +6,7 @@ changes the output, and the expected output needs no scheduler to compute.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from sglang.srt.managers.output import StopChecker
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.req_pool import ReqToTokenPool
 from sglang.srt.model_executor.step import StepInput
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sampling.sampling_params import NO_TOKEN, SamplingParams
 
 VOCAB = 97
 EOS = 0
@@ -76,6 +77,8 @@ class FakeRunner:
         self.kv = np.full(pool + 2 * page, -1, np.int64)
         self.next_token = np.zeros(max_reqs + 1, np.int64)
         self.steps: list[str] = []
+        self.not_numbers: Callable[[np.ndarray], bool] = lambda sequence: False
+        """Whether a sequence's logits are NaN."""
 
     def run(self, step: StepInput) -> LateResult:
         if step.table_update is not None:
@@ -100,8 +103,8 @@ class FakeRunner:
         for row in rows:
             sequence = self.kv[self.table[step.slots[row], : step.seq_lens[row]]]
             assert (sequence >= 0).all(), "a cache slot was read before it was written"
-            tokens.append(next_token(sequence))
-            self.next_token[step.slots[row]] = tokens[-1]
+            tokens.append(NO_TOKEN if self.not_numbers(sequence) else next_token(sequence))
+            self.next_token[step.slots[row]] = max(tokens[-1], 0)
         return LateResult(np.array(tokens, np.int64))
 
 

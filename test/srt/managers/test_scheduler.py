@@ -107,6 +107,53 @@ def test_mixed_chunk_decodes_while_it_prefills() -> None:
     assert_clean(scheduler)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("page", [1, 16])
+def test_logits_that_are_not_numbers_end_that_request_only(page: int, overlap: bool) -> None:
+    """In prefill and in the middle of decoding; what the request has computed is not offered to others."""
+    runner = FakeRunner(2048, page, 256, 8, 64)
+    scheduler = make_scheduler(runner, disable_overlap_schedule=not overlap)
+    collector = Collector()
+    prompts = [prompt(40 + i, i) for i in range(6)]
+    fails_at = {1: len(prompts[1]), 4: len(prompts[4]) + 9}
+    runner.not_numbers = lambda tokens: any(
+        len(tokens) == length and tokens[0] == prompts[i][0] for i, length in fails_at.items()
+    )
+    for i, ids in enumerate(prompts):
+        add(scheduler, request(f"r{i}", ids, 20, stream=True, ignore_eos=True))
+    run_to_end(scheduler, collector)
+    for i, ids in enumerate(prompts):
+        expected = expected_output(ids, 20, ignore_eos=True)
+        if i in fails_at:
+            finish = collector.finish[f"r{i}"]
+            assert finish.type == "abort" and finish.status_code == 500 and "NaN" in (finish.message or "")
+            expected = expected[: fails_at[i] - len(ids)]
+            assert not len(scheduler.cache.match_prefix(ids).indices)
+        else:
+            assert collector.finish[f"r{i}"].type == "length"
+            assert len(scheduler.cache.match_prefix(ids).indices) == len(ids) // page * page
+        assert collector.tokens[f"r{i}"] == expected
+    assert_clean(scheduler)
+
+
+def test_a_prefix_that_failed_is_not_cached_beside_those_that_use_it() -> None:
+    """A request that took the KV from the cache before the failure was known fails too, and takes the prefix along."""
+    runner = FakeRunner(512, 1, 256, 4, 128)
+    scheduler = make_scheduler(runner)
+    collector = Collector()
+    shared = prompt(100)
+    runner.not_numbers = lambda tokens: len(tokens) >= 100
+    add(scheduler, request("a", shared, 8))
+    scheduler.step()
+    add(scheduler, request("b", shared + [5], 8))
+    scheduler.step()
+    assert scheduler.reqs["b"].hit_len == 100
+    run_to_end(scheduler, collector)
+    assert {finish.status_code for finish in collector.finish.values()} == {500}
+    assert scheduler.cache.total_size() == 0
+    assert_clean(scheduler)
+
+
 def test_retraction_loses_nothing_and_repeats_nothing() -> None:
     scheduler = make_scheduler(FakeRunner(200, 1, 150, 8, 64), schedule_conservativeness=0.01)
     collector = Collector()
@@ -116,6 +163,18 @@ def test_retraction_loses_nothing_and_repeats_nothing() -> None:
     assert scheduler.stats.num_retracted > 0, "the pool was meant to be too small"
     for i in range(6):
         assert collector.tokens[f"r{i}"] == expected_output(prompt(10, i), 80, ignore_eos=True)
+    assert_clean(scheduler)
+
+
+def test_samples_that_arrive_together_compute_their_prompt_once() -> None:
+    scheduler = make_scheduler(FakeRunner(2048, 1, 256, 8, 512))
+    collector = Collector()
+    for i in range(4):
+        add(scheduler, request(f"r{i}", prompt(100), 5, ignore_eos=True))
+    samples = list(scheduler.reqs.values())
+    run_to_end(scheduler, collector)
+    assert sorted(req.hit_len for req in samples) == [0, 99, 99, 99]
+    assert scheduler.runner.steps[:2] == ["extend", "extend"]  # the three others follow in one step
     assert_clean(scheduler)
 
 
@@ -130,7 +189,7 @@ def test_abort_in_every_state() -> None:
     scheduler.step()
     assert scheduler.chunked is not None and len(scheduler.waiting) == 1
     for rid in ("waiting", "chunked", "decoding", "unknown"):
-        scheduler.abort(AbortReq(rid))
+        scheduler.abort(AbortReq([rid]))
     run_to_end(scheduler, collector)
     assert {rid: f.type for rid, f in collector.finish.items()} == dict.fromkeys(
         ("waiting", "chunked", "decoding"), "abort"
@@ -149,6 +208,23 @@ def test_abort_all() -> None:
     scheduler.abort(AbortReq(abort_all=True))
     run_to_end(scheduler, collector)
     assert len(collector.finish) == 5
+    assert_clean(scheduler)
+
+
+def test_one_abort_ends_many_with_its_reason() -> None:
+    """Running, waiting, unknown and named twice; whoever was not named goes on."""
+    scheduler = make_scheduler(FakeRunner(300, 1, 256, 2, 32))
+    collector = Collector()
+    for i in range(6):
+        add(scheduler, request(f"r{i}", prompt(20, i), 5))
+    scheduler.step()
+    scheduler.abort(AbortReq(["r0", "r3", "r5", "r3", "nobody"], message="too late", status_code=503))
+    assert len(scheduler.outbox) == 1
+    run_to_end(scheduler, collector)
+    for rid, finish in collector.finish.items():
+        aborted = rid in ("r0", "r3", "r5")
+        assert ((finish.type, finish.message, finish.status_code) == ("abort", "too late", 503)) == aborted
+    assert len(collector.finish) == 6
     assert_clean(scheduler)
 
 
@@ -283,7 +359,7 @@ def test_any_workload(
             scheduler.cache.check()
             collector.take(scheduler)
         if kind == "abort":
-            scheduler.abort(AbortReq(f"r{i // 2}"))
+            scheduler.abort(AbortReq([f"r{i // 2}"]))
     run_to_end(scheduler, collector)
     assert set(collector.finish) == set(wanted)
     capacity = min(160, scheduler.allocator.size - 2 * page)

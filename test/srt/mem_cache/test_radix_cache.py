@@ -124,6 +124,19 @@ class RadixMachine(RuleBasedStateMachine):
             match = self.cache.match_prefix(req.tokens[:done], req.namespace)
             assert match.length == done // self.page_size * self.page_size
 
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        req = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        path = list(self.cache._path(req.node))
+        self.cache.release(req.tokens, req.indices, req.node, req.num_cached, req.namespace, keep=False)
+        self.cache.discard(req.node)
+        for node in path:
+            in_tree = node.parent is not None
+            assert in_tree == bool(node.lock_ref or node.children), (
+                "a node that somebody needs, or one that nobody does"
+            )
+
     @rule(amount=st.integers(1, 100))
     def evict(self, amount: int) -> None:
         free = self.allocator.available_size()

@@ -19,7 +19,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.spec import NoKernel
-from sglang.srt.plan.attention_memory import FLASHINFER_WORKSPACE
+from sglang.srt.plan.attention_memory import FLASHINFER_PLANS, FLASHINFER_WORKSPACE
 from sglang.srt.plan.defaults import cuda_graph_batch_sizes, requests_by_state
 from sglang.srt.plan.kv_spec import KVSpec, kv_cache_dtype
 from sglang.srt.plan.memory import PREFILL_GRAPH_PROMPTS
@@ -256,9 +256,9 @@ def test_flashinfers_buffers_are_planned(build: Any, page_size: int) -> None:
     both = frozenset({"triton", "flashinfer"})
     plan = build(attention_backend="flashinfer", page_size=page_size, packages=both)
     lists = 4 * 512 * -(-40960 // page_size)
-    wrappers = (len(plan.cuda_graph_bs) + 2) * (8 << 20)
+    plans = 3 * (8 << 20)
     assert plan.choices["decode_attention"].name == "flashinfer" and plan.cuda_graph_prefill_tokens == ()
-    assert plan.memory.attention > (256 << 20) + wrappers + lists
+    assert plan.memory.attention > (256 << 20) + plans + lists
     assert spent(plan) <= plan.memory.available
 
 
@@ -276,6 +276,7 @@ SRT = Path(sglang.__file__).parent / "srt"
     ("file", "name", "planned"),
     [
         ("layers/attention/flashinfer_backend.py", "WORKSPACE_BYTES", FLASHINFER_WORKSPACE),
+        ("layers/attention/flashinfer_backend.py", "PLAN_BYTES", FLASHINFER_PLANS),
         ("model_executor/extend_graph_runner.py", "MAX_PROMPTS", PREFILL_GRAPH_PROMPTS),
     ],
 )

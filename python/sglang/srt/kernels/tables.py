@@ -227,7 +227,7 @@ LINEAR = (
         refuse=all_of(_HALF, only_quant(None)),
         remark=gemv_or_cublas,
     ),
-    KernelSpec("cublas", "torch.nn.functional:linear", CP_ASYNC, refuse=only_quant(None)),
+    KernelSpec("cublas", f"{_NATIVE}:linear", CP_ASYNC, refuse=only_quant(None)),
     KernelSpec("torch_native", f"{_NATIVE}:linear", refuse=only_quant(None)),
     KernelSpec(
         "triton_quantized",

@@ -8,6 +8,7 @@ safe to end a request at any moment: every KV slot it owns belongs to a token th
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from sglang.srt.managers.io_struct import FinishReason, OutputLogprobs, Tokenize
 from sglang.srt.mem_cache.radix_cache import Node
 from sglang.srt.model_executor.step import StepInput, StepResult
 from sglang.srt.sampling.logprobs import HostLogprobs
+from sglang.srt.sampling.sampling_params import NO_TOKEN
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.grammar import Grammar
@@ -48,6 +50,11 @@ class Req:
         self.hit_len = 0
         """Prompt tokens that the first admission found in the cache; reported to the client."""
         self.admitted = False
+        self.num_retractions = 0
+        self.queued_time = time.monotonic()
+        """When it last entered the queue; this rank's clock, as `started_time`."""
+        self.started_time = 0.0
+        """When its first step was chosen; 0: none was."""
 
         self.return_logprob = msg.return_logprob
         wants_prompt = msg.return_logprob and msg.logprob_start_len >= 0
@@ -150,7 +157,8 @@ class ScheduleBatch:
         if self.result.logprobs is not None:
             output = self.result.logprobs.unpack()
             for row, (req, token) in enumerate(zip(self.sampled, tokens, strict=True)):
-                if req.return_logprob and req.finish is None and req.prompt_len < req.limit:
+                wanted = req.return_logprob and req.finish is None and req.prompt_len < req.limit
+                if wanted and token != NO_TOKEN:
                     output.add_output(req.pending_logprobs, row, token)
         return tokens
 

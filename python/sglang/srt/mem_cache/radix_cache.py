@@ -246,6 +246,18 @@ class RadixCache:
         leaf.parent = None
         self._queue(parent)
 
+    def discard(self, node: Node) -> None:
+        """Frees the path to `node`, from its end on, as far as it is unlocked and nothing hangs on it. For KV that must
+        not be used again; whoever still holds a part of it discards that in turn."""
+        while node.parent is not None and not node.children and node.lock_ref == 0:
+            parent = node.parent
+            self._heap = [entry for entry in self._heap if entry[2] is not node]
+            heapq.heapify(self._heap)
+            self._evictable -= node.key.size
+            self.allocator.free(node.value)
+            self._shrink(node, node.key.size)
+            node = parent
+
     def reset(self) -> None:
         """Frees every cached slot. Only while no request holds a lock."""
         assert self._protected == 0, f"{self._protected} cached tokens are still in use"

@@ -2,7 +2,8 @@
 
 A graph holds everything from the request slots to the logits: reading the last sampled tokens, the positions, the table
 update, attention metadata that lives on the device, and the model. A replay therefore needs one small copy and one
-launch. Batches between two sizes are padded with rows that own request slot 0 and cache slot 0.
+launch, and what the attention backend refreshes on the host (`layers/attention/base_attn_backend.py`). Batches between
+two sizes are padded with rows that own request slot 0 and cache slot 0.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class CudaGraphRunner:
         self.batches: dict[int, ForwardBatch] = {}
         self.logits = StaticOutput()
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        runner.attn_backend.init_cuda_graph_state(largest)
+        runner.attn_backend.init_cuda_graph_state(batch_sizes)
         pool = None
         for size in reversed(batch_sizes):  # the largest first: smaller graphs then reuse its memory
             self.graphs[size] = capture(partial(self._step, size), pool)

@@ -9,8 +9,9 @@ from sglang.srt.kernels.spec import Choice
 
 MIB = 1024**2
 FLASHINFER_WORKSPACE = 256 * MIB
-FLASHINFER_WRAPPER = 8 * MIB
-"""FlashInfer 0.6 gives every wrapper a buffer of this size for its plans, on the device and pinned."""
+FLASHINFER_PLANS = 8 * MIB
+"""Of the lists that a planner makes: one buffer for prefill and one for decoding, which the wrappers of all captured batch
+sizes share. A test holds both sizes to the backend's."""
 LIST_BYTES_PER_PAGE = 40
 """A step's page list and the five int64 arrays that it is gathered with."""
 
@@ -37,12 +38,11 @@ def attention_bytes(choices: Mapping[str, Choice], sizes: AttentionSizes) -> int
 
 
 def _flashinfer(choice: Choice, sizes: AttentionSizes) -> int:
-    """Workspace, a wrapper a captured batch size beside the two of eager steps, and page lists: one for captured
-    batches, sized for requests of the full length, and one that an eager step gathers."""
+    """Workspace and plans, a third buffer of plans while a wrapper is made, and page lists: one for captured batches,
+    sized for requests of the full length, and one that a step gathers."""
     largest = max(sizes.graph_batch_sizes, default=0)
-    wrappers = (len(sizes.graph_batch_sizes) + 2) * FLASHINFER_WRAPPER
     captured = 4 * largest * (sizes.pages_per_request + 2)
-    return FLASHINFER_WORKSPACE + wrappers + captured + sizes.max_pages * LIST_BYTES_PER_PAGE
+    return FLASHINFER_WORKSPACE + 3 * FLASHINFER_PLANS + captured + sizes.max_pages * LIST_BYTES_PER_PAGE
 
 
 def _triton(choice: Choice, sizes: AttentionSizes) -> int:

@@ -79,7 +79,7 @@ def test_graph_batches_may_exceed_the_running_requests() -> None:
     batch = batch_of(p, ForwardMode.DECODE, backend)
     with pytest.raises(ValueError, match="exceeds the decode workspace"):
         backend.init_forward_metadata(batch)
-    backend.init_cuda_graph_state(3)
+    backend.init_cuda_graph_state((3,))
     backend.init_forward_metadata_capture(batch)
     out = layer_of(p)(p.q, p.k, p.v, batch)
     assert relative_error(out, reference_decode(p, 64**-0.5).flatten(1)) < BF16_OUTPUT_BOUND
@@ -90,7 +90,7 @@ def test_graph_batches_may_exceed_the_running_requests() -> None:
 def test_a_captured_graph_follows_the_lengths() -> None:
     p = Problem([3000, 0, 700], [1] * 3, 8, 2, 128, 128, device="cuda")
     backend = TritonAttnBackend(plan_of(p, max_running_requests=3), "cuda")
-    backend.init_cuda_graph_state(3)
+    backend.init_cuda_graph_state((3,))
     batch = batch_of(p, ForwardMode.DECODE, backend)
     batch.seq_lens_cpu = None
     layer = layer_of(p)
@@ -131,7 +131,7 @@ def test_hybrid_sends_each_phase_to_its_backend() -> None:
     hybrid.init_forward_metadata(extend_batch)
     layer_of(p)(p.q, p.k, p.v, extend_batch)
     assert extend.calls == ["init_forward_metadata", "forward_extend"] and decode.calls == []
-    hybrid.init_cuda_graph_state(8)
+    hybrid.init_cuda_graph_state((8,))
     hybrid.init_forward_metadata(decode_batch)
     hybrid.init_forward_metadata_capture(decode_batch)
     hybrid.init_forward_metadata_replay(decode_batch, 1)

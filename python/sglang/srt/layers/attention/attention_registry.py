@@ -58,8 +58,8 @@ class HybridAttnBackend:
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         (self.decode if batch.forward_mode.is_decode() else self.extend).init_forward_metadata(batch)
 
-    def init_cuda_graph_state(self, max_batch_size: int) -> None:
-        self.decode.init_cuda_graph_state(max_batch_size)
+    def init_cuda_graph_state(self, batch_sizes: tuple[int, ...]) -> None:
+        self.decode.init_cuda_graph_state(batch_sizes)
 
     def init_forward_metadata_capture(self, batch: ForwardBatch) -> None:
         self.decode.init_forward_metadata_capture(batch)

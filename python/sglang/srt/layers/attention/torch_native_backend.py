@@ -30,7 +30,7 @@ class TorchNativeAttnBackend:
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         pass
 
-    def init_cuda_graph_state(self, max_batch_size: int) -> None:
+    def init_cuda_graph_state(self, batch_sizes: tuple[int, ...]) -> None:
         raise NotImplementedError(
             "the torch_native attention backend cannot run in CUDA graphs; pass --disable-cuda-graph"
         )

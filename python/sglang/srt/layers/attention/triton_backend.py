@@ -50,12 +50,11 @@ class TritonAttnBackend:
             assert batch.extend_prefix_lens_cpu is not None
             self._any_prefix = any(batch.extend_prefix_lens_cpu)
 
-    def init_cuda_graph_state(self, max_batch_size: int) -> None:
-        if max_batch_size > self._workspace.max_batch:
-            self._workspace = self._allocate(max_batch_size)
+    def init_cuda_graph_state(self, batch_sizes: tuple[int, ...]) -> None:
+        if batch_sizes[-1] > self._workspace.max_batch:
+            self._workspace = self._allocate(batch_sizes[-1])
 
     def init_forward_metadata_capture(self, batch: ForwardBatch) -> None:
-        """Must be called inside the capture, so that every replay cuts the current `seq_lens` anew."""
         plan_decode(batch.seq_lens, self._workspace, self._decode_tile)
 
     def init_forward_metadata_replay(self, batch: ForwardBatch, num_reqs: int) -> None:
