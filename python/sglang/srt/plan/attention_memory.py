@@ -10,8 +10,8 @@ from sglang.srt.kernels.spec import Choice
 MIB = 1024**2
 FLASHINFER_WORKSPACE = 256 * MIB
 FLASHINFER_PLANS = 8 * MIB
-"""Of the lists that a planner makes: one buffer for prefill and one for decoding, which the wrappers of all captured batch
-sizes share. A test holds both sizes to the backend's."""
+"""Of the lists that a planner makes: one buffer for prefill and one for decoding, which the wrappers of all captured
+batch sizes share. A test holds both sizes to the backend's."""
 LIST_BYTES_PER_PAGE = 40
 """A step's page list and the five int64 arrays that it is gathered with."""
 
