@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.memory_pool import KVPool
 from sglang.srt.mem_cache.req_pool import ReqToTokenPool
 from sglang.srt.model_executor import host_pack
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
-from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner, mixed_decode_sizes
+from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.step import (
     ExtendInput,
@@ -25,6 +25,7 @@ from sglang.srt.model_executor.step import (
     extend_layout,
 )
 from sglang.srt.model_loader.loader import load_model
+from sglang.srt.plan.defaults import mixed_decode_sizes
 from sglang.srt.plan.plan import Plan
 from sglang.srt.sampling.logprobs import LogprobRequest, prompt_logprobs
 from sglang.srt.sampling.sampling_table import SamplingTable
