@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels import tiles
-from sglang.srt.kernels.ledger_file import LOCKS, NOT_NATIVE, TRITON_VERSIONS, Ledger, Rows
+from sglang.srt.kernels.ledger_file import LOCKS, NOT_NATIVE, TRITON_VERSIONS, Ledger, Rows, digest_of
 from sglang.srt.kernels.spec import Need
 from sglang.srt.kernels.variant import Variant
 
@@ -83,6 +83,13 @@ def over_spill_budget(lock: str, rows: Rows, table: Mapping[tuple[str, str, str]
         for target, (_, _, spills, _, _) in row.by_target.items():
             if target not in NOT_NATIVE and spills > budget:
                 yield f"{lock}: {op}/{key} default tile {tile} spills {spills} B on {target}, budget {budget} B"
+
+
+def edited(lock: str, rows: Rows) -> Iterator[str]:
+    """Rows whose figures are not those that were written when they were measured."""
+    for key, row in rows.items():
+        if row.digest != digest_of(key, row):
+            yield f"{lock}: {'/'.join(key)}: its figures were edited after they were measured"
 
 
 def missing(lock: str, rows: Rows, table: Mapping[tuple[str, str, str], Variant]) -> Iterator[str]:
