@@ -18,8 +18,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from srt.kernels import census
-
 from sglang.srt import layers
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels import compile as compiling
@@ -33,6 +31,7 @@ from sglang.srt.kernels.variant import Variant
 from sglang.srt.layers.attention.triton_ops import decode_attention
 from sglang.srt.layers.moe.fused_moe_triton import fused_moe as moe
 from sglang.srt.layers.triton_ops import activation, norm
+from srt.kernels import census
 
 ARCH = arch_by_name("rtx-pro-6000-server")
 UNSERVED = {"quantize.amax_kernel": "activations without a static scale get one for each token"}
@@ -215,7 +214,7 @@ def test_defect_a_falsified_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     path = Path(ledger.__file__).parent / "sm120.lock.json"
     content = json.loads(path.read_text())
     entry = content["rows"]["silu_and_mul"]["small"]["w4 s3 BLOCK1024"]
-    targets = next(name for name in entry if "/" in name)
+    targets = next(name for name in entry if f"{compiling_version()}/sm_120" in name)
     entry[targets][1] //= 2
     (tmp_path / "sm120.lock.json").write_text(json.dumps(content))
     rows = read_lock("sm120", tmp_path)
@@ -225,9 +224,10 @@ def test_defect_a_falsified_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     write_lock("sm120", rows, tmp_path)  # forged
     forged = read_lock("sm120", tmp_path)
     assert list(ledger_rules.edited("sm120", forged)) == []
-    args = ledger.argparse.Namespace(all=False, sample=1, turn=0, only="silu_and_mul/small", processes=1)
+    key = ("silu_and_mul", "small", "w4 s3 BLOCK1024")
+    args = ledger.argparse.Namespace(all=True, sample=1, turn=0, only="", processes=1)
     monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path))
-    problems = ledger._drift("sm120", forged, args)
+    problems = ledger._drift("sm120", {key: forged[key]}, args)
     assert problems and all("silu_and_mul/small" in problem and "recorded" in problem for problem in problems)
 
 
@@ -247,7 +247,9 @@ def test_defect_a_launchers_constant(monkeypatch: pytest.MonkeyPatch) -> None:
     original = decode_attention.combine_constants
     monkeypatch.setattr(decode_attention, "combine_constants", lambda dim: original(dim) | {"BLOCK_P": 64})
     problems = coverage("sm120").uncovered(launches_of("Qwen3-0.6B"))
-    assert problems and all("decode_attention.combine_kernel" in p and "BLOCK_P is 64 and not 16" in p for p in problems)
+    assert problems and all(
+        "decode_attention.combine_kernel" in p and "BLOCK_P is 64 and not 16" in p for p in problems
+    )
 
 
 def test_defect_a_constant_that_launcher_and_rows_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,9 +273,9 @@ def test_defect_an_unaligned_dimension() -> None:
     """Weights of 1,000 columns, which 16 does not divide."""
     with recording("sm_120") as found:
         x, ids = census.empty(1, 1000), census.empty(1, 8, dtype=torch.int32)
-        w13, w2 = (census.expert_weights(128, rows, cols, None, False, False, ARCH) for rows, cols in ((512, 1000), (1000, 256)))
-        weights = census.empty(1, 8, dtype=torch.float32)
-        moe.fused_moe(x, w13, w2, weights, ids, features=ARCH.features)
+        w13 = census.expert_weights(128, 512, 1000, None, False, False, ARCH)
+        w2 = census.expert_weights(128, 1000, 256, None, False, False, ARCH)
+        moe.fused_moe(x, w13, w2, census.empty(1, 8, dtype=torch.float32), ids, features=ARCH.features)
     problems = coverage("sm120").uncovered(found)
     assert len(problems) == 2
     assert "gate_up_pairs_kernel" in problems[0] and "hidden is not a multiple of 16" in problems[0]

@@ -134,7 +134,7 @@ def _addresses() -> Iterator[None]:
         storage = tensor.untyped_storage()
         # The storage is kept, so that no later one is taken for it.
         place, _ = places.setdefault(storage._cdata, (next(numbers) << 40, storage))
-        return place + tensor.storage_offset() * tensor.element_size()
+        return place + int(tensor.storage_offset()) * tensor.element_size()
 
     torch.Tensor.data_ptr = data_ptr  # type: ignore[method-assign,assignment]
     try:

@@ -68,7 +68,7 @@ Rows = dict[RowKey, Row]
 
 
 def digest_of(key: RowKey, row: Row) -> str:
-    """What `write_lock` notes beside the figures of a row: with it a figure that was edited shows without compiling."""
+    """What `write_lock` notes beside a row's figures: with it a figure that was edited shows without compiling."""
     text = json.dumps([key, row.code, sorted(row.by_target.items())])
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -85,7 +85,7 @@ def tile_key(tile: Tile) -> str:
 
 
 def variant_keys(need: Need) -> tuple[str, ...]:
-    """The variants whose cost counts for `need`: its shape and dtypes without features, and with those of its traits."""
+    """The variants whose cost counts for `need`: of its shape and dtypes, without features and with its traits'."""
     q, kv = (_SAME_CODE.get(dtype, dtype) for dtype in (need.q_dtype, need.kv_dtype))
     featured = [name for name, traits in _FEATURES.items() if not need.traits.isdisjoint(traits)]
     return tuple(f"{need.head_dim}x{need.v_head_dim}/{q}/{kv}/{name}" for name in (*_PLAIN, *featured))

@@ -34,6 +34,13 @@ ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
     AcceptedSpill("sm120", "extend_attention", "160x160/", 32, _FEW_REGISTERS),
     AcceptedSpill("sm120", "extend_attention", "192x192/", 32, _FEW_REGISTERS),
     AcceptedSpill("sm120", "extend_attention", "256x256/", 32, _FEW_REGISTERS),
+    AcceptedSpill(
+        "sm120",
+        "prefill_attention",
+        "72x72/bfloat16/bfloat16/causal",
+        168,
+        "image encoders, the only ones with this head dim, are not causal; the tile is chosen for them",
+    ),
     AcceptedSpill("sm120", "decode_attention", "192x192/", 8, _FEW_REGISTERS),
     AcceptedSpill("sm120", "decode_attention", "128x128/bfloat16/fp8_e5m2/", 24, _FEW_REGISTERS),
     AcceptedSpill(

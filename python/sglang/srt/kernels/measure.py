@@ -26,6 +26,7 @@ VARIANT_MODULES = (
     "sglang.srt.layers.moe.fused_moe_triton.variants",
 )
 
+
 def variants_of(lock: str) -> Iterator[Variant]:
     """Every variant whose tile the table allows on an architecture of the lock file."""
     features = tuple(sorted(arch_by_name(LOCKS[lock][0]).features))

@@ -37,7 +37,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class FormRule:
-    """Which launches of one kernel cost no more than a row: how the forms of launches are reduced (kernels/coverage.py).
+    """Which launches of one kernel cost no more than a row: how forms of launches are reduced (kernels/coverage.py).
 
     A row covers a launch with the same types, constants, alignments and tile. Beyond that:
     """

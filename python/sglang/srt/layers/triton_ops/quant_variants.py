@@ -27,8 +27,8 @@ COLUMNS = (1024, 1536, 768, 384, 192, 128, 96, 64, 11_552)
 """Columns of weights, by the largest power of two that divides them: what the tiles of few rows are cut by."""
 EVEN = 4096
 RAGGED = 11_552
-"""Columns that no block divides, and whose scales (one for 32 or 16) do not lie in multiples of 16. Products that are on
-record with these stand for those that blocks divide: they are spared the masks."""
+"""Columns that no block divides, and whose scales (one for 32 or 16) do not lie in multiples of 16. Products on record
+with these stand for those that blocks divide: they are spared the masks."""
 
 SCALE_STRIDES = ("xs_stride", "ws_stride", "ws_expert_stride")
 LONE_SCALES = {f"KIND={kind}": SCALE_STRIDES for kind in ("scaled", "group128", "planes")}
@@ -100,10 +100,14 @@ def _few(scheme: Scheme, product: Product, tail: str) -> Iterator[Variant]:
         tile = {name: launch[name] for name in ("BLOCK_N", "COLS", "UNROLL", "num_warps")}
         constants = {name: value for name, value in launch.items() if name not in tile} | _flags(scheme)
         types = {"x": "*bf16", "out": "*bf16", "N": "i32", "K": "i32", **_weight_types(scheme, product, True)}
-        types = {name: kind for name, kind in (types | _STRIDES).items() if name in quant_linear.few_rows_kernel.arg_names}
+        types = {
+            name: kind for name, kind in (types | _STRIDES).items() if name in quant_linear.few_rows_kernel.arg_names
+        }
         words = product.pair_kind == "packed" and cols % 128 != 0
         key = f"few/{scheme.name}{tail}" + ("" if launch["EVEN_K"] else "/ragged") + ("/words" if words else "")
-        multiples = tuple(name for name in _multiples(scheme, product, types, cols) if not (words and name == "w_stride"))
+        multiples = tuple(
+            name for name in _multiples(scheme, product, types, cols) if not (words and name == "w_stride")
+        )
         yield describe("linear", key, quant_linear.few_rows_kernel, types, constants, tile, multiples)
 
 
