@@ -30,6 +30,7 @@ _FEW_REGISTERS = (
     "a few registers of 255 under one of the two Triton versions; the next tile down does half the work for each key"
     " that it loads"
 )
+_MASKS = "only with columns that no block divides, whose masks it keeps on the stack: with others it spills nothing"
 ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
     AcceptedSpill("sm120", "extend_attention", "160x160/", 32, _FEW_REGISTERS),
     AcceptedSpill("sm120", "extend_attention", "192x192/", 32, _FEW_REGISTERS),
@@ -41,6 +42,8 @@ ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
         168,
         "image encoders, the only ones with this head dim, are not causal; the tile is chosen for them",
     ),
+    AcceptedSpill("sm120", "linear", "tiles/int4_g32/split", 16, _MASKS),
+    AcceptedSpill("sm120", "linear", "tiles/mxfp4", 8, _MASKS),
     AcceptedSpill("sm120", "decode_attention", "192x192/", 8, _FEW_REGISTERS),
     AcceptedSpill("sm120", "decode_attention", "128x128/bfloat16/fp8_e5m2/", 24, _FEW_REGISTERS),
     AcceptedSpill(
