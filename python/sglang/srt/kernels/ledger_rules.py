@@ -51,8 +51,8 @@ ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
         "fused_moe",
         "down/bf16/ragged/odd/",
         780,
-        "GPT-OSS in 16 bits on eight ranks, whose shares of 360 columns no multiple of 16 are and are loaded one by one;"
-        " it is published with four-bit experts",
+        "GPT-OSS in 16 bits on eight ranks, whose shares of 360 columns are no multiples of 16; it is published with"
+        " four-bit experts",
     ),
     AcceptedSpill("sm120", "decode_attention", "192x192/", 8, _FEW_REGISTERS),
     AcceptedSpill("sm120", "decode_attention", "128x128/bfloat16/fp8_e5m2/", 24, _FEW_REGISTERS),
