@@ -7,6 +7,8 @@ import logging
 import numpy as np
 import torch
 
+from sglang.srt.environ import envs
+from sglang.srt.kernels.coverage import check_launches
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.layers.triton_ops import pdl
@@ -40,6 +42,8 @@ class ModelRunner:
         self.plan = plan
         self.device = plan.device
         pdl.enable("pdl" in plan.arch.features)
+        if envs.SGLANG_CHECK_LAUNCHES and plan.device == "cuda":
+            check_launches(plan.arch)
         self.model = load_model(plan, load_format, seed)
         # One page more than the plan counts: page 0 is the padding page.
         num_slots = plan.max_total_num_tokens + plan.page_size
