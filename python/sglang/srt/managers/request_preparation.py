@@ -25,6 +25,7 @@ MAX_SEQUENCES = 16_384
 MAX_CALL_TOKENS = 1 << 24
 """Prompt tokens of one call, counted for every sample."""
 MAX_RID_LENGTH = 256
+MAX_CACHE_KEY = 1024
 MAX_TOP_LOGPROBS = 1024
 MAX_TOKEN_IDS_LOGPROB = 4096
 MAX_PRIORITY = 1 << 31
@@ -86,7 +87,8 @@ class RequestPreparer:
             _spread("logprob_start_len", req.logprob_start_len, count, int),
             _spread("top_logprobs_num", req.top_logprobs_num, count, int),
             _spread_ids(req.token_ids_logprob, count),
-            _spread_namespaces(req.cache_namespace, count),
+            _spread_keys("cache_salt", req.cache_salt, count),
+            _spread_keys("extra_key", req.extra_key, count),
             strict=True,
         )
         requests: list[TokenizedGenerateReq] = []
@@ -114,7 +116,7 @@ class RequestPreparer:
                 top_logprobs_num=wanted[2],
                 token_ids_logprob=wanted[3],
                 priority=req.priority,
-                cache_namespace=wanted[4],
+                cache_namespace=_namespace(wanted[4], wanted[5]),
             )
             self._check_logprobs(request)
             requests.extend(_samples(request))
@@ -275,12 +277,20 @@ def _spread_ids(value: Any, count: int) -> list[list[int] | None]:
     return list(values)
 
 
-def _spread_namespaces(value: str | list[str | None] | None, count: int) -> list[str | None]:
-    """An empty name is none."""
+def _spread_keys(name: str, value: Any, count: int) -> list[str | None]:
+    """Names of caches, of which an empty one is none."""
     values = value if isinstance(value, list) else [value] * count
     if len(values) != count:
-        raise RequestError(f"extra_key has {len(values)} entries for {count} prompts.")
-    return [name or None for name in values]
+        raise RequestError(f"{name} has {len(values)} entries for {count} prompts.")
+    for entry in values:
+        if entry is not None and not (isinstance(entry, str) and len(entry) <= MAX_CACHE_KEY):
+            raise RequestError(f"{name} must be a string of at most {MAX_CACHE_KEY} characters.")
+    return [entry or None for entry in values]
+
+
+def _namespace(cache_salt: str | None, extra_key: str | None) -> str | None:
+    """One name for the two, different for different ones."""
+    return None if cache_salt is None and extra_key is None else json.dumps([cache_salt, extra_key])
 
 
 def _samples(request: TokenizedGenerateReq) -> list[TokenizedGenerateReq]:
