@@ -59,8 +59,8 @@ class Scheduler:
         self.waiting: deque[Req] = deque()
         self.chunked: Req | None = None
         """The request whose prompt is partly computed; it goes first in the next prefill."""
-        self.compiling: list[tuple[Req, PendingGrammar]] = []
-        """Requests that wait for their grammar, outside the queue."""
+        self.compiling: dict[str, tuple[Req, PendingGrammar]] = {}
+        """Requests that wait for their grammar, by id in the order of arrival, outside the queue."""
         self.running = RunningBatch()
         self.in_flight: ScheduleBatch | None = None
         self.reqs: dict[str, Req] = {}
@@ -263,7 +263,7 @@ class Scheduler:
         elif req in self.waiting:
             self.waiting.remove(req)
         else:
-            self.compiling = [c for c in self.compiling if c[0] is not req]
+            self.compiling.pop(req.rid, None)
         if report is None:
             self.outbox.append(output_message([req]))
         else:
@@ -310,10 +310,10 @@ class Scheduler:
     def hold(self, req: Req, pending: PendingGrammar) -> None:
         """Take a request that was just added out of the queue until its grammar is compiled."""
         self.waiting.remove(req)
-        self.compiling.append((req, pending))
+        self.compiling[req.rid] = (req, pending)
 
     def release_hold(self, req: Req) -> None:
-        self.compiling = [c for c in self.compiling if c[0] is not req]
+        del self.compiling[req.rid]
         self.waiting.append(req)
 
     def abort(self, msg: AbortReq) -> None:
