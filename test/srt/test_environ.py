@@ -40,6 +40,8 @@ def test_read_at_access(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     [
         ("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "maybe"),
         ("SGLANG_MOE_CONFIG_DIR", "/no/such/directory"),
+        ("SGLANG_REQ_WAITING_TIMEOUT", "soon"),
+        ("SGLANG_REQ_RUNNING_TIMEOUT", "nan"),
     ],
 )
 def test_bad_value_is_an_error(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
@@ -65,11 +67,14 @@ def test_variables_without_effect_warn_once(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setenv("SGLANG_DISABLE_CUDNN_CHECK", "1")
     monkeypatch.setenv("SGL_ENABLE_JIT_DEEPGEMM", "0")
     monkeypatch.setenv("SGL_NO_SUCH_THING", "1")
+    monkeypatch.setenv("SGLANG_NO_SUCH_THING_EITHER", "1")
+    monkeypatch.setenv("SGLANGUAGE", "1")
     with caplog.at_level(logging.WARNING):
         adopt_environment()
         adopt_environment()
     assert sorted(text.split(" has no effect")[0].split()[-1] for text in caplog.messages) == [
         "SGLANG_DISABLE_CUDNN_CHECK",
+        "SGLANG_NO_SUCH_THING_EITHER",
         "SGL_ENABLE_JIT_DEEPGEMM",
         "SGL_NO_SUCH_THING",
     ]

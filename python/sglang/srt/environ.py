@@ -36,6 +36,13 @@ def _parse_positive_float(text: str) -> float:
     return value
 
 
+def _parse_timeout(text: str) -> float:
+    value = float(text)
+    if value != value:
+        raise ValueError("expected a number of seconds, or -1 for no limit")
+    return value
+
+
 def _parse_directory(text: str) -> Path:
     path = Path(text).expanduser()
     if not path.is_dir():
@@ -91,6 +98,12 @@ class Environment:
     SGLANG_TORCH_PROFILER_DIR: EnvVar[Path] = EnvVar(
         lambda text: Path(text).expanduser(), Path("/tmp"), "Where /start_profile writes its traces."
     )
+    SGLANG_REQ_WAITING_TIMEOUT: EnvVar[float] = EnvVar(
+        _parse_timeout, -1.0, "Seconds after which a request that still waits is ended with status 503; -1: no limit."
+    )
+    SGLANG_REQ_RUNNING_TIMEOUT: EnvVar[float] = EnvVar(
+        _parse_timeout, -1.0, "Seconds after its first step after which a request is ended with an error; -1: no limit."
+    )
     SGLANG_DRAIN_TIMEOUT: EnvVar[float] = EnvVar(
         _parse_positive_float, 60.0, "Seconds that running requests get to finish after SIGTERM."
     )
@@ -104,8 +117,11 @@ IGNORED: Mapping[str, str] = {
     "SGLANG_DISABLE_CUDNN_CHECK": "there is no cuDNN version check to disable",
     "SGLANG_SM120_TRITON_FLASHMLA": "attention kernels are chosen by the plan; see `python -m sglang.explain`",
     "SGLANG_SM120_MQA_FALLBACK": "attention kernels are chosen by the plan; see `python -m sglang.explain`",
-    "SGLANG_ENABLE_SPEC_V2": "speculative decoding has one implementation",
+    "SGLANG_ENABLE_SPEC_V2": "there are no versions of speculative decoding to choose from",
     "SGLANG_ENABLE_JIT_DEEPGEMM": "DeepGEMM is not used",
+    "SGLANG_ENABLE_DEEP_GEMM": "DeepGEMM is not used",
+    "SGLANG_DISABLE_DEEP_GEMM": "DeepGEMM is not used",
+    "SGLANG_SET_CPU_AFFINITY": "the operating system places the processes",
 }
 """Variables that existing guides set and that have nothing to switch here, with the reason."""
 
@@ -125,16 +141,13 @@ def adopt_environment() -> None:
     Called by entry points before anything reads `envs`; the environment is inherited by the processes started later.
     A variable that is set in both spellings keeps its new one.
     """
-    ignored = dict(IGNORED)
     for name in sorted(os.environ):
-        if not name.startswith("SGL_"):
+        if not name.startswith(("SGL_", "SGLANG_")) or name in KNOWN:
             continue
-        new_name = "SGLANG_" + name.removeprefix("SGL_")
+        new_name = "SGLANG_" + name.removeprefix("SGL_") if name.startswith("SGL_") else name
         if new_name in KNOWN:
             os.environ.setdefault(new_name, os.environ[name])
             warn_once(f"Environment variable {name} is the older spelling of {new_name}; please use the latter.")
         else:
-            ignored[name] = IGNORED.get(new_name, "no variable of that name exists")
-    for name, reason in ignored.items():
-        if name in os.environ:
+            reason = IGNORED.get(new_name, "no variable of that name is read")
             warn_once(f"Environment variable {name} has no effect in sm120-sglang: {reason}.")

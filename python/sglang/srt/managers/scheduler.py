@@ -8,6 +8,7 @@ order, so a cache slot may be handed on as soon as the step that last uses it ha
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -22,10 +23,11 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.output import StopChecker, output_message, rejected_token
 from sglang.srt.managers.schedule_batch import Req, RunningBatch, ScheduleBatch
-from sglang.srt.managers.schedule_policy import POLICIES, NewTokenRatio, PrefillBudget
+from sglang.srt.managers.schedule_policy import POLICIES, NewTokenRatio, PrefillBudget, match
 from sglang.srt.managers.scheduler_stats import StatsLogger
 from sglang.srt.mem_cache.allocator import TokenAllocator
 from sglang.srt.mem_cache.radix_cache import Node, RadixCache
+from sglang.srt.sampling.sampling_params import NO_TOKEN
 from sglang.srt.server_args import ServerArgs
 
 if TYPE_CHECKING:
@@ -40,6 +42,13 @@ MAX_QUEUED_REQUESTS = 1 << 16
 SHARED_PREFIX = 64
 """Two new requests that begin with this many equal, uncached tokens do not enter one step: the second waits a step and
 finds the first one's KV in the cache."""
+
+_NOT_NUMBERS = FinishReason(
+    "abort",
+    message="The model's logits for the next token are NaN, or no token is allowed. If other prompts fail as well, the "
+    "weights or the kernels are at fault: other kernels are chosen with --attention-backend and --moe-runner-backend.",
+    status_code=500,
+)
 
 
 class Scheduler:
@@ -82,7 +91,8 @@ class Scheduler:
             self.process(previous)
 
     def pick(self) -> ScheduleBatch | None:
-        """Prefill goes first: it turns waiting requests into running ones, and decode steps are best when full."""
+        """Prefill goes first, with the running requests decoding in it: it turns waiting requests into running ones,
+        and decode steps are best when full."""
         return self.pick_prefill() or self.pick_decode()
 
     def settle(self) -> None:
@@ -107,7 +117,7 @@ class Scheduler:
         if self.chunked is None and (not self.waiting or not self.req_pool.available_size()):
             return None
         self.running.drop_finished()
-        mixed = self.running.reqs if self.args.enable_mixed_chunk and not self._next_needs_tokens() else []
+        mixed = self.running.reqs  # decode in the same step: what it costs to read the weights is paid once
         chunk = self.plan.chunked_prefill_size if self.plan.chunked_prefill_size > 0 else None
         budget = PrefillBudget(
             self.cache, self.running, self.ratio.value, self.plan.max_prefill_tokens, chunk, len(mixed)
@@ -136,35 +146,37 @@ class Scheduler:
             if not take:
                 return []
             chosen.append((self.chunked, take))
-        starts: set[tuple[int, ...]] = set()
+        starts: set[tuple[str | None, tuple[int, ...]]] = set()
         ordered = self.policy(list(self.waiting), self.cache)
         for req in ordered:
             if not self.req_pool.available_size() or (chosen and budget.chunk is not None and budget.chunk <= 0):
                 break
-            match = self.cache.match_prefix(req.tokens[: req.matchable_len()], req.namespace)
-            start = tuple(req.tokens[:SHARED_PREFIX])
-            if self.cache.enabled and start in starts and len(match.indices) < SHARED_PREFIX == len(start):
+            prefix = match(self.cache, req)
+            start = (req.namespace, tuple(req.tokens[:SHARED_PREFIX]))
+            if start in starts and prefix.length < SHARED_PREFIX <= req.matchable_len() and self.cache.enabled:
                 continue
-            self.cache.lock(match.node)
-            take = budget.take(req, len(match.indices))
+            self.cache.lock(prefix.node)
+            take = budget.take(req, prefix.length)
             if not take:
-                self.cache.unlock(match.node)
+                self.cache.unlock(prefix.node)
                 break
             starts.add(start)
-            self._place(req, match.node, match.indices)
+            self._place(req, prefix.node)
             chosen.append((req, take))
             self.waiting.remove(req)
             if take < len(req.tokens) - req.kv_len:
                 break
         return chosen
 
-    def _place(self, req: Req, node: Node, cached: np.ndarray) -> None:
+    def _place(self, req: Req, node: Node) -> None:
         slot = self.req_pool.alloc()
         assert slot is not None
+        cached = self.cache.slots_to(node)
         req.slot, req.node = slot, node
         req.kv_len = req.num_cached = len(cached)
         if not req.admitted:
             req.hit_len, req.admitted = len(cached), True
+            req.started_time = time.monotonic()
         self.table.write(slot, 0, cached)
         self.runner.sampling_table.set(
             slot, req.params, req.seed, req.tokens[: req.prompt_len], req.tokens[req.prompt_len :], req.stop_ids
@@ -203,26 +215,34 @@ class Scheduler:
         while self.running.reqs and not self._room_for_decode(0):
             victim = min(self.running.reqs, key=lambda r: (r.output_len, -r.prompt_len))
             self.running.remove(victim)
-            self._release(victim)
-            self.waiting.appendleft(victim)
+            self._requeue(victim)
             self.ratio.retracted()
             self.stats.retracted(victim)
+
+    def _requeue(self, req: Req) -> None:
+        """Give up a request's slots and put it at the head of the queue."""
+        self._release(req)
+        req.num_retractions += 1
+        req.queued_time = time.monotonic()
+        self.waiting.appendleft(req)
 
     def _commit(self, req: Req) -> None:
         """Share the KV of a prompt (or chunk) that has just been launched."""
         assert req.node is not None
         row = self.req_pool.host[req.slot]
         own = row[: req.kv_len].copy()
-        done = self.cache.commit(req.tokens[: req.kv_len], own, req.node, req.num_cached, req.namespace)
+        done = self.cache.commit(req.token_array(req.kv_len), own, req.node, req.num_cached, req.namespace)
         req.node, req.num_cached = done.node, done.num_cached
         moved = np.flatnonzero(done.indices != own)
         if len(moved):  # the same tokens were cached in the meantime: use those slots from the next step on
             self.table.write(req.slot, int(moved[0]), done.indices[moved[0] :])
 
-    def _release(self, req: Req) -> None:
+    def _release(self, req: Req, keep: bool = True) -> None:
         assert req.node is not None
         indices = self.req_pool.host[req.slot, : req.kv_len].copy()
-        self.cache.release(req.tokens[: req.kv_len], indices, req.node, req.num_cached, req.namespace)
+        self.cache.release(req.token_array(req.kv_len), indices, req.node, req.num_cached, req.namespace, keep)
+        if not keep:
+            self.cache.discard(req.node)
         self.runner.sampling_table.clear(req.slot)
         self.req_pool.free(req.slot)
         req.slot, req.kv_len, req.num_cached, req.node = 0, 0, 0, None
@@ -235,6 +255,10 @@ class Scheduler:
         report: list[Req] = []
         for req, token in zip(batch.sampled, tokens, strict=True):
             if req.finish is not None:
+                continue
+            if token == NO_TOKEN:
+                logger.error("Request %s ended: its logits after %d tokens are NaN", req.rid, len(req.tokens))
+                self.end(req, _NOT_NUMBERS, report, keep=False)
                 continue
             if req.prompt_len < req.limit:
                 req.tokens.append(token)
@@ -252,22 +276,30 @@ class Scheduler:
             self.outbox.append(output_message(report))
         self.stats.processed(len(tokens))
 
-    def end(self, req: Req, reason: FinishReason, report: list[Req] | None = None) -> None:
-        """End a request wherever it is; its slots go back at once."""
+    def end(self, req: Req, reason: FinishReason, report: list[Req] | None = None, keep: bool = True) -> None:
+        """End a request wherever it is; its slots go back at once. What it computed stays cached if `keep`."""
+        if not req.slot:
+            self._dequeue({req})
+        self._finish(req, reason, keep)
+        if report is None:
+            self.outbox.append(output_message([req]))
+        else:
+            report.append(req)
+
+    def _finish(self, req: Req, reason: FinishReason, keep: bool = True) -> None:
+        """End a request that is not in the queue."""
         req.finish = reason
         del self.reqs[req.rid]
         if req is self.chunked:
             self.chunked = None
         if req.slot:
-            self._release(req)
-        elif req in self.waiting:
-            self.waiting.remove(req)
-        else:
-            self.compiling.pop(req.rid, None)
-        if report is None:
-            self.outbox.append(output_message([req]))
-        else:
-            report.append(req)
+            self._release(req, keep)
+
+    def _dequeue(self, reqs: set[Req]) -> None:
+        """Take requests out of the queue, or from among those that wait for a grammar; in one pass, however many."""
+        queued = {r for r in reqs if self.compiling.pop(r.rid, None) is None}
+        if queued:
+            self.waiting = deque(r for r in self.waiting if r not in queued)
 
     def end_named(self, rid: str, reason: FinishReason) -> None:
         """End a request that may have ended on its own."""
@@ -318,14 +350,34 @@ class Scheduler:
 
     def abort(self, msg: AbortReq) -> None:
         """End the named request or all; unknown ids are ignored: they may have ended on their own."""
-        targets = list(self.reqs) if msg.abort_all else [r for r in self.reqs if r == msg.rid]
-        for rid in targets:
-            self.end(self.reqs[rid], FinishReason("abort", message="Aborted", status_code=499))
+        rids = list(self.reqs) if msg.abort_all else dict.fromkeys(msg.rids)
+        targets = [self.reqs[rid] for rid in rids if rid in self.reqs]
+        if not targets:
+            return
+        self._dequeue({req for req in targets if not req.slot})
+        reason = FinishReason("abort", message=msg.message, status_code=msg.status_code)
+        for req in targets:
+            self._finish(req, reason)
+        self.outbox.append(output_message(targets))
+
+    def pause(self, mode: str) -> None:
+        """Choose no further steps. `abort` ends every request, `retract` sends those that run back to the queue,
+        `in_place` leaves them as they are."""
+        self.paused = True
+        if mode == "abort":
+            self.abort(AbortReq(abort_all=True))
+        elif mode == "retract":
+            self.settle()
+            self.running.drop_finished()
+            retracted = [*self.running.reqs, *([] if self.chunked is None else [self.chunked])]
+            self.running, self.chunked = RunningBatch(), None
+            for req in reversed(retracted):
+                self._requeue(req)
 
     def flush_cache(self) -> bool:
-        """Empty the prefix cache; only possible while nothing runs or waits."""
+        """Empty the prefix cache; only possible while nothing runs or, unless there is a pause, waits."""
         self.settle()
-        if self.reqs:
+        if any(req.slot for req in self.reqs.values()) or (self.reqs and not self.paused):
             return False
         self.cache.reset()
         return True

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from sglang.srt.plan.feed_forward import MoE
+from sglang.srt.plan.layer_spec import Matrix
+from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.server_args import ServerArgs
 
 GIB = 1024**3
@@ -44,14 +47,55 @@ def cuda_graph_batch_sizes(args: ServerArgs, available: int, max_running_request
     return tuple(sorted({size for size in steps if size <= largest} | {largest}))
 
 
-LAUNCH_S_PER_LAYER = 2e-4
+DENSE_LAUNCH_S = 2.5e-4
+EXPERT_LAUNCH_S = 9e-4
+"""What the host needs to launch a decoder layer kernel by kernel. Measured on an H200: 0.2-0.3 ms, and 0.9 ms if it has
+quantized experts."""
 FLOP_RATE = 5e14
-"""Roughly what the host needs to launch a decoder layer kernel by kernel, and what a large GPU computes per second:
-where they meet, graphs stop paying. Measured on an H200: 0.2-0.3 ms a layer, 7e14 FLOP/s."""
-PREFILL_GRAPH_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+"""What a large GPU computes per second in products of some hundred rows (7e14 in large ones on an H200)."""
+GRAPH_MARGIN = 2.0
+"""Steps that compute up to this many times longer than their launches take still gain: the host is free meanwhile."""
+PREFILL_GRAPH_TOKENS = (
+    *(16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896),
+    *(1024, 1280, 1536, 1792, 2048, 2560, 3072, 4096),
+)
+"""From 128 on no step is padded by more than a third."""
 
 
-def cuda_graph_prefill_tokens(num_layers: int, weight_elements: int, chunk: int) -> tuple[int, ...]:
-    """Step sizes whose computation takes less time than their launches would."""
-    limit = num_layers * LAUNCH_S_PER_LAYER * FLOP_RATE / (2 * weight_elements)
+def layer_products(model: ModelDescription) -> float:
+    """Multiplications of weights that a token needs in a decoder layer of the model (not of one rank), on average.
+    Routers and other small products that are never quantized do not count."""
+    total = 0
+    for layer in model.layers:
+        rows = layer.ffn.intermediate_size if isinstance(layer.ffn, MoE) else 0
+        columns = layer.ffn.top_k + layer.ffn.fused_shared if isinstance(layer.ffn, MoE) else 0
+        weights = layer.mixer.weights(model.hidden_size, 1) + layer.ffn.weights(model.hidden_size, 1, rows)
+        matrices = [part for part in weights if isinstance(part, Matrix) and part.quantized]
+        total += sum(part.rows * part.cols * (columns if part.experts else 1) for part in matrices)
+    return total / len(model.layers)
+
+
+def cuda_graph_prefill_tokens(model: ModelDescription, tp_size: int, chunk: int) -> tuple[int, ...]:
+    """Numbers of tokens of the steps whose launches would keep the host busy about as long as they compute. What a
+    token computes counts, not what there is: of many experts it needs few."""
+    launch = EXPERT_LAUNCH_S if model.experts else DENSE_LAUNCH_S
+    limit = GRAPH_MARGIN * launch * FLOP_RATE / (2 * layer_products(model) / tp_size)
     return tuple(size for size in PREFILL_GRAPH_TOKENS if size <= min(limit, chunk))
+
+
+MIXED_DECODES = (64, 256)
+"""Numbers of decoding requests for which there are prefill graphs, besides none and the most: a row of padding costs
+little."""
+
+
+def mixed_decode_sizes(graph_batch_sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Ascending, from 0 to the largest decode graph."""
+    largest = graph_batch_sizes[-1]
+    return (0, *(size for size in MIXED_DECODES if size < largest), largest)
+
+
+def requests_by_state(running: int, available: int, weights: int, bytes_per_request: int) -> int:
+    """Of `running` requests as many as leave half of what the weights leave to the tokens' caches, but at least 8."""
+    if not bytes_per_request:
+        return running
+    return max(8, min(running, (available - weights) // 2 // bytes_per_request))
