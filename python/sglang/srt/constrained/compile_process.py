@@ -42,7 +42,7 @@ _PR_SET_PDEATHSIG = 1
 
 class CompileLimits(msgspec.Struct, frozen=True):
     seconds: float = 30.0
-    contended_seconds: float = 3.0
+    contended_seconds: float = 5.0
     """While others wait for a place: nobody can keep them waiting with grammars that never end."""
     memory_bytes: int = 1024 * MIB
     """Address space that compiling one grammar may take, beyond that of the process."""

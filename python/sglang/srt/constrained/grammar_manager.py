@@ -43,6 +43,7 @@ _TOO_LATE = Verdict(
     error=f"The grammar was not ready after {WAIT_LIMIT_S:g} s; simplify it, or send it again when no others wait."
 )
 _TOO_MANY = Verdict(error="Too many grammars wait to be compiled; send the request again later.", status_code=503)
+_NOT_BUILT = Verdict(error="The grammar could not be built; the log of the server says why.", status_code=500)
 _TOO_MUCH = Verdict(error="The grammars in use fill their memory; send the request again later.", status_code=503)
 
 
@@ -101,6 +102,8 @@ class GrammarManager:
         self._under_way: dict[bytes, Check] = {}
         self._grammars: OrderedDict[bytes, Future[Grammar]] = OrderedDict()
         self._live = _LiveBytes()
+        self._news = False
+        """Of the leader: a request or a verdict has come."""
         self._load_lock = threading.Lock()
         self._quick = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._slow = ThreadPoolExecutor(1, thread_name_prefix="slow-grammar")
@@ -108,6 +111,7 @@ class GrammarManager:
     def request(self, key: GrammarKey) -> PendingGrammar:
         """Starts the verification, if this is the leader's and the verdict is not known. Does not block."""
         pending = PendingGrammar(key, key.digest(), self._clock() + WAIT_LIMIT_S)
+        self._news = True
         if self._verifier is not None:
             pending.check = self._check(self._verifier, pending)
         return pending
@@ -118,10 +122,16 @@ class GrammarManager:
             if len(self._under_way) >= MAX_UNDER_WAY:
                 return _checked(_TOO_MANY)
             check = self._verdicts[pending.digest] = self._under_way[pending.digest] = verifier.submit(pending.key)
+            check.verdict.add_done_callback(self._hear)
             if len(self._verdicts) > MAX_VERDICTS:
                 self._verdicts.popitem(last=False)
         self._verdicts.move_to_end(pending.digest)
         return check
+
+    def has_news(self, oldest: PendingGrammar) -> bool:
+        """Whether `verdict` may have changed for any request since this was last asked. oldest: of those that wait."""
+        news, self._news = self._news, False
+        return news or self._clock() >= oldest.deadline
 
     def verdict(self, pending: PendingGrammar) -> Verdict | None:
         """The leader's question: whether the grammar can be built. None: not known yet."""
@@ -135,7 +145,8 @@ class GrammarManager:
         return _TOO_LATE if self._clock() >= pending.deadline else None
 
     def keep_only(self, wanted: Collection[bytes]) -> None:
-        """Ends what no request waits for any more, and forgets verdicts that may be different next time."""
+        """Ends what no request waits for any more, and forgets verdicts that may be different next time. Called when
+        requests have come or gone."""
         for digest, check in list(self._under_way.items()):
             if check.verdict.done():
                 del self._under_way[digest]
@@ -169,13 +180,23 @@ class GrammarManager:
         late = self._verifier is not None and self._clock() >= pending.deadline
         return BuildState.FAILED if late else BuildState.RUNNING
 
+    def built(self, pending: PendingGrammar) -> Grammar:
+        """The request's own grammar, at its start, once its state is READY."""
+        assert pending.build is not None
+        return pending.build.result().fresh()
+
     def failure(self, pending: PendingGrammar) -> Verdict:
         """Why a build failed on some rank: verified before, so it is never the grammar's fault."""
         assert pending.build is not None
         if not pending.build.done():
             return _TOO_LATE
+        if (error := pending.build.exception()) is not None:
+            logger.error("A verified grammar could not be built: %r", error)
         self._grammars.pop(pending.digest, None)
-        return Verdict(error=f"The grammar could not be built: {pending.build.exception()!r}", status_code=500)
+        return _NOT_BUILT
+
+    def _hear(self, _: Future[Verdict]) -> None:
+        self._news = True
 
     def _compile(self, key: GrammarKey) -> Grammar:
         assert self._backend is not None

@@ -68,8 +68,8 @@ class Scheduler:
         self.waiting: deque[Req] = deque()
         self.chunked: Req | None = None
         """The request whose prompt is partly computed; it goes first in the next prefill."""
-        self.compiling: list[tuple[Req, PendingGrammar]] = []
-        """Requests that wait for their grammar, outside the queue."""
+        self.compiling: dict[str, tuple[Req, PendingGrammar]] = {}
+        """Requests that wait for their grammar, by id in the order of arrival, outside the queue."""
         self.running = RunningBatch()
         self.in_flight: ScheduleBatch | None = None
         self.reqs: dict[str, Req] = {}
@@ -297,8 +297,9 @@ class Scheduler:
 
     def _dequeue(self, reqs: set[Req]) -> None:
         """Take requests out of the queue, or from among those that wait for a grammar; in one pass, however many."""
-        self.waiting = deque(r for r in self.waiting if r not in reqs)
-        self.compiling = [c for c in self.compiling if c[0] not in reqs]
+        queued = {r for r in reqs if self.compiling.pop(r.rid, None) is None}
+        if queued:
+            self.waiting = deque(r for r in self.waiting if r not in queued)
 
     def end_named(self, rid: str, reason: FinishReason) -> None:
         """End a request that may have ended on its own."""
@@ -341,10 +342,10 @@ class Scheduler:
     def hold(self, req: Req, pending: PendingGrammar) -> None:
         """Take a request that was just added out of the queue until its grammar is compiled."""
         self.waiting.remove(req)
-        self.compiling.append((req, pending))
+        self.compiling[req.rid] = (req, pending)
 
     def release_hold(self, req: Req) -> None:
-        self.compiling = [c for c in self.compiling if c[0] is not req]
+        del self.compiling[req.rid]
         self.waiting.append(req)
 
     def abort(self, msg: AbortReq) -> None:

@@ -71,7 +71,7 @@ class SchedulerProcess:
         alone = parallel_state.tp_size() == 1
         self.scheduler = Scheduler(args, runner, StopChecker(decoder, None if alone else self.decisions.append))
         self.grammars = self._grammar_manager(ports)
-        self.grammar_queue = GrammarQueue(self.scheduler, self.grammars, self.leader)
+        self.grammar_queue = GrammarQueue(self.scheduler, self.grammars)
         self.inbox = ipc.scheduler_inbox(ports) if self.leader else None
         self.outbox = ipc.scheduler_outbox(ports) if self.leader else None
         self._encoder = msgspec.msgpack.Encoder()
