@@ -171,6 +171,22 @@ def test_flush_cache(http: httpx.Client) -> None:
     assert http.get("/flush_cache").status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+@pytest.mark.parametrize("field", ["cache_salt", "extra_key"])
+def test_tenants_share_no_prefixes(http: httpx.Client, path: str, field: str) -> None:
+    prompt = f"{field} of {path} is a secret " * 20
+
+    def cached(**fields: Any) -> int:
+        if path == "/generate":
+            return int(generate(http, text=prompt, **fields)["meta_info"]["cached_tokens"])
+        answer = http.post(path, json={"prompt": prompt, "max_tokens": 1, **fields}).json()
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    tenant, another = f"tenant of {path}", f"another of {path}"
+    assert cached(**{field: tenant}) == 0 and cached(**{field: tenant}) > 0
+    assert cached(**{field: another}) == 0
+
+
 class LongRequest:
     """A request that would run to the end of the context, in a thread."""
 

@@ -63,6 +63,17 @@ def test_batch_spreads_values() -> None:
     assert prepare(input_ids=[[1], [2]], rid="x").rids == ["x_0", "x_1"]
 
 
+def test_every_salt_and_key_has_a_cache_of_its_own() -> None:
+    def namespaces(**fields: Any) -> list[str | None]:
+        return [r.cache_namespace for r in prepare(input_ids=[[1], [2]], **fields).requests]
+
+    assert namespaces() == namespaces(cache_salt="", extra_key=["", None]) == [None, None]
+    names = [*namespaces(cache_salt="a", extra_key=["b", "c"]), *namespaces(cache_salt=["a", "ab"]), "ab"]
+    names += [*namespaces(extra_key="a")[:1], *namespaces(cache_salt="c", extra_key="ab")[:1]]
+    assert len(set(names)) == len(names) and None not in names
+    assert namespaces(extra_key="a") == namespaces(extra_key=["a", "a"])
+
+
 def test_samples_get_names_and_seeds_of_their_own() -> None:
     call = prepare(input_ids=[[1], [2]], rid=["a", "b"], sampling_params={"n": 2, "sampling_seed": 7})
     assert [r.rid for r in call.requests] == ["a_0", "a_1", "b_0", "b_1"]
@@ -124,6 +135,8 @@ def test_defaults_of_the_model_and_the_server() -> None:
         ({"input_ids": [1], "priority": 1 << 64}, "priority must be a 32-bit integer"),
         ({"input_ids": [[1]] * 129, "sampling_params": {"n": 128}}, "129 prompts with n=128 make 16512"),
         ({"input_ids": [[1] * 17] * 4096, "sampling_params": {"n": 4}}, "at most 262144 tokens"),
+        ({"input_ids": [[1], [2]], "extra_key": ["a"]}, "extra_key has 1 entries for 2 prompts"),
+        ({"input_ids": [1], "cache_salt": "x" * 1025}, "cache_salt must be a string of at most 1024"),
         ({"input_ids": [[1], [2]], "return_logprob": [True]}, "return_logprob has 1 entries for 2 prompts"),
     ],
 )

@@ -17,7 +17,7 @@ from sglang.srt.entrypoints.http_body import Body, body_schema, read_body, read_
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request, json_response
 from sglang.srt.entrypoints.http_state import engine_of, state_of
 from sglang.srt.entrypoints.http_stream import EventStream, until_disconnect
-from sglang.srt.entrypoints.openai.protocol import CacheKey, Int
+from sglang.srt.entrypoints.openai.protocol import Int
 from sglang.srt.entrypoints.unsupported_fields import NATIVE, PROFILE
 from sglang.srt.managers.generate_request import GenerateRequest
 from sglang.srt.managers.native_output import WEIGHT_VERSION, native_results, native_stream
@@ -49,7 +49,8 @@ class GenerateBody(Body, kw_only=True):
     return_text_in_logprobs: bool | None = False
     rid: str | list[str] | None = None
     priority: Int | None = None
-    extra_key: CacheKey | list[CacheKey | None] | None = None
+    cache_salt: str | list[str | None] | None = None
+    extra_key: str | list[str | None] | None = None
 
     def to_request(self) -> GenerateRequest:
         return GenerateRequest(
@@ -64,7 +65,8 @@ class GenerateBody(Body, kw_only=True):
             return_text_in_logprobs=bool(self.return_text_in_logprobs),
             rid=self.rid,
             priority=self.priority or 0,
-            cache_namespace=self.extra_key,
+            cache_salt=self.cache_salt,
+            extra_key=self.extra_key,
         )
 
 

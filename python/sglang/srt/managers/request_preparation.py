@@ -25,6 +25,7 @@ MAX_SEQUENCES = 16_384
 MAX_CALL_TOKENS = 1 << 24
 """Prompt tokens of one call, counted for every sample."""
 MAX_RID_LENGTH = 256
+MAX_CACHE_KEY = 1024
 MAX_TOP_LOGPROBS = 1024
 MAX_TOKEN_IDS_LOGPROB = 4096
 MAX_PRIORITY = 1 << 31
@@ -86,7 +87,8 @@ class RequestPreparer:
             _spread("logprob_start_len", req.logprob_start_len, count, int),
             _spread("top_logprobs_num", req.top_logprobs_num, count, int),
             _spread_ids(req.token_ids_logprob, count),
-            _spread_namespaces(req.cache_namespace, count),
+            _spread_keys("cache_salt", req.cache_salt, count),
+            _spread_keys("extra_key", req.extra_key, count),
             strict=True,
         )
         requests: list[TokenizedGenerateReq] = []
@@ -97,7 +99,7 @@ class RequestPreparer:
                 num_chars = 0
                 await asyncio.sleep(0)
             input_ids = await self._input_ids(prompt, req.add_special_tokens)
-            input_ids, p = self._fit(input_ids, p, explicit_length)
+            p = self._fit(input_ids, p, explicit_length)
             num_tokens += len(input_ids) * num_samples
             if num_tokens > MAX_CALL_TOKENS:
                 raise RequestError(
@@ -114,7 +116,7 @@ class RequestPreparer:
                 top_logprobs_num=wanted[2],
                 token_ids_logprob=wanted[3],
                 priority=req.priority,
-                cache_namespace=wanted[4],
+                cache_namespace=_namespace(wanted[4], wanted[5]),
             )
             self._check_logprobs(request)
             requests.extend(_samples(request))
@@ -163,6 +165,12 @@ class RequestPreparer:
             source = "input_ids"
         if not prompt:
             raise RequestError("The prompt is empty: at least one token is needed.")
+        if len(prompt) >= self._context_len and not self._allow_truncate:
+            raise RequestError(
+                f"The prompt of {len(prompt)} tokens does not fit the model's context length of {self._context_len} "
+                "tokens with room for output."
+            )
+        prompt = prompt[: self._context_len - 1]
         if set(map(type, prompt)) != {int}:
             raise RequestError("input_ids must be integers.")
         if min(prompt) < 0 or max(prompt) >= self._vocab_size:
@@ -184,28 +192,18 @@ class RequestPreparer:
                 )
         return text
 
-    def _fit(self, ids: list[int], params: SamplingParams, explicit_length: bool) -> tuple[list[int], SamplingParams]:
+    def _fit(self, ids: list[int], params: SamplingParams, explicit_length: bool) -> SamplingParams:
         """The prompt and its output must fit the context together. A default output length just shrinks."""
         room = self._context_len - len(ids)
-        if room < 1:
-            if not self._allow_truncate:
-                raise RequestError(
-                    f"The prompt of {len(ids)} tokens does not fit the model's context length of {self._context_len} "
-                    "tokens with room for output."
-                )
-            ids = ids[: self._context_len - 1]
-            room = 1
         wanted = params.max_new_tokens
         if wanted is None or wanted <= room:
-            return ids, params
+            return params
         if explicit_length and not self._allow_truncate:
             raise RequestError(
                 f"The prompt of {len(ids)} tokens and max_new_tokens of {wanted} make {len(ids) + wanted} tokens, more "
                 f"than the model's context length of {self._context_len} tokens."
             )
-        return ids, msgspec.structs.replace(
-            params, max_new_tokens=room, min_new_tokens=min(room, params.min_new_tokens)
-        )
+        return msgspec.structs.replace(params, max_new_tokens=room, min_new_tokens=min(room, params.min_new_tokens))
 
     def _check_logprobs(self, request: TokenizedGenerateReq) -> None:
         length, top, wanted = len(request.input_ids), request.top_logprobs_num, request.token_ids_logprob or []
@@ -232,12 +230,12 @@ def _prompts(req: GenerateRequest) -> Sequence[str | list[int]]:
     given: Any = req.text if req.text is not None else req.input_ids
     prompts: Any = given if req.is_batch else [given]
     kind = str if req.text is not None else list
+    if isinstance(prompts, list) and not 1 <= len(prompts) <= MAX_BATCH:
+        raise RequestError(f"A batch must have 1 to {MAX_BATCH} prompts, got {len(prompts)}.")
     if not isinstance(prompts, list) or not all(isinstance(prompt, kind) for prompt in prompts):
         raise RequestError(
             "text must be a string or a list of strings, input_ids a list of ids or a list of such lists."
         )
-    if not 1 <= len(prompts) <= MAX_BATCH:
-        raise RequestError(f"A batch must have 1 to {MAX_BATCH} prompts, got {len(prompts)}.")
     return prompts
 
 
@@ -279,12 +277,20 @@ def _spread_ids(value: Any, count: int) -> list[list[int] | None]:
     return list(values)
 
 
-def _spread_namespaces(value: str | list[str | None] | None, count: int) -> list[str | None]:
-    """An empty name is none."""
+def _spread_keys(name: str, value: Any, count: int) -> list[str | None]:
+    """Names of caches, of which an empty one is none."""
     values = value if isinstance(value, list) else [value] * count
     if len(values) != count:
-        raise RequestError(f"extra_key has {len(values)} entries for {count} prompts.")
-    return [name or None for name in values]
+        raise RequestError(f"{name} has {len(values)} entries for {count} prompts.")
+    for entry in values:
+        if entry is not None and not (isinstance(entry, str) and len(entry) <= MAX_CACHE_KEY):
+            raise RequestError(f"{name} must be a string of at most {MAX_CACHE_KEY} characters.")
+    return [entry or None for entry in values]
+
+
+def _namespace(cache_salt: str | None, extra_key: str | None) -> str | None:
+    """One name for the two, different for different ones."""
+    return None if cache_salt is None and extra_key is None else json.dumps([cache_salt, extra_key])
 
 
 def _samples(request: TokenizedGenerateReq) -> list[TokenizedGenerateReq]:

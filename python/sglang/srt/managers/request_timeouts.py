@@ -45,7 +45,7 @@ class RequestTimeouts:
         self._next_check = now + CHECK_INTERVAL_S
         aborts = []
         if self._waiting_s > 0:
-            queued = [*scheduler.waiting, *(req for req, _ in scheduler.compiling)]
+            queued = [*scheduler.waiting, *(req for req, _ in scheduler.compiling.values())]
             aborts.append(_abort((r for r in queued if now - r.queued_time > self._waiting_s), "waiting"))
         if self._running_s > 0:
             started = (r for r in scheduler.reqs.values() if r.slot and r.started_time)

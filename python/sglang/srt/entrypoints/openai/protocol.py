@@ -26,7 +26,6 @@ Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """An integer that the messages between the processes can carry."""
 Name = Annotated[str, Meta(max_length=4096)]
 """A model's name or path, which every event of the response repeats."""
-CacheKey = Annotated[str, Meta(max_length=1024)]
 
 
 class StreamOptions(msgspec.Struct):
@@ -90,8 +89,8 @@ class SamplingFields(Body, kw_only=True):
 
     rid: str | list[str] | None = None
     priority: Int | None = None
-    cache_salt: CacheKey | None = None
-    extra_key: CacheKey | None = None
+    cache_salt: str | list[str | None] | None = None
+    extra_key: str | list[str | None] | None = None
 
     @property
     def num_choices(self) -> int:

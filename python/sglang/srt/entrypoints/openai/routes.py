@@ -30,7 +30,7 @@ from sglang.srt.entrypoints.output_formats import parse_calls, separate_reasonin
 router = APIRouter(tags=["OpenAI"])
 
 MAX_TOKENIZE_CHARS = 1 << 21
-MAX_DETOKENIZE_TOKENS = 1 << 21
+MAX_DETOKENIZE_TOKENS = 1 << 20
 __all__ = ["BODIES", "router"]
 
 

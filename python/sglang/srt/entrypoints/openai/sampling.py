@@ -79,10 +79,3 @@ def sampling_dict(request: SamplingFields, max_new_tokens: int | None) -> dict[s
             raise bad_request(f"response_format and {name} both constrain the output; give one of them.", param=name)
         params[name] = grammar
     return params
-
-
-def cache_namespace(request: SamplingFields) -> str | None:
-    """Requests share cached prefixes only with the same salt and extra key."""
-    if not request.cache_salt and not request.extra_key:
-        return None
-    return msgspec.json.encode([request.cache_salt, request.extra_key]).decode()

@@ -12,7 +12,7 @@ from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.openai.chunks import ChatChunks, encode
 from sglang.srt.entrypoints.openai.logprobs import chat_logprobs
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
-from sglang.srt.entrypoints.openai.sampling import cache_namespace, sampling_dict
+from sglang.srt.entrypoints.openai.sampling import sampling_dict
 from sglang.srt.entrypoints.openai.serving import (
     OpenAIService,
     ResponseHead,
@@ -92,7 +92,8 @@ def _generate_request(
         top_logprobs_num=body.top_logprobs or 0,
         rid=rid,
         priority=body.priority or 0,
-        cache_namespace=cache_namespace(body),
+        cache_salt=body.cache_salt,
+        extra_key=body.extra_key,
     )
 
 

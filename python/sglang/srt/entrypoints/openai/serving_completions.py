@@ -11,7 +11,7 @@ from sglang.srt.entrypoints.http_errors import bad_request, json_response
 from sglang.srt.entrypoints.openai.chunks import CompletionChunks, encode, finish_fields
 from sglang.srt.entrypoints.openai.logprobs import CompletionLogprobs
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
-from sglang.srt.entrypoints.openai.sampling import COMPLETION_DEFAULT_MAX_TOKENS, cache_namespace, sampling_dict
+from sglang.srt.entrypoints.openai.sampling import COMPLETION_DEFAULT_MAX_TOKENS, sampling_dict
 from sglang.srt.entrypoints.openai.serving import (
     OpenAIService,
     ResponseHead,
@@ -75,7 +75,8 @@ def _generate_request(body: CompletionRequest, rid: str | list[str]) -> Generate
         top_logprobs_num=body.logprobs or 0,
         rid=rid,
         priority=body.priority or 0,
-        cache_namespace=cache_namespace(body),
+        cache_salt=body.cache_salt,
+        extra_key=body.extra_key,
     )
 
 
