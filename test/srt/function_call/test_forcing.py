@@ -87,6 +87,14 @@ def test_the_grammar_begins_after_thoughts(name: str) -> None:
         assert accepts(either, "5") and accepts(either, f"{begin}\nwell\n{end}\n\n5") and not accepts(either, "well")
 
 
+def test_white_space_is_bounded() -> None:
+    for form in (answer_format("json_schema", SCHEMA), FORCED_CALLS["mistral"].at_least_one(TOOLS, one=True)):
+        assert form is not None
+        begin = "" if form["type"] == "json_schema" else "[TOOL_CALLS]get_weather[ARGS]"
+        assert accepts(form, begin + '{"city": "x",' + " " * 20 + '"days": 1}')
+        assert not accepts(form, begin + '{"city": "x",' + " " * 200 + '"days": 1}')
+
+
 def test_harmony_thinks_before_a_forced_call() -> None:
     form = after_thoughts(
         FORCED_CALLS["gpt-oss"].at_least_one(TOOLS, one=False), REASONING_FORMATS["gpt-oss"], "<|start|>assistant"

@@ -12,6 +12,9 @@ from sglang.srt.function_call.reasoning import ReasoningFormat
 Format = dict[str, Any]
 """A part of a structural tag."""
 
+MAX_WHITESPACE = 64
+"""Characters between two elements of JSON: room for deep indentation, but a model cannot fill its answer with them."""
+
 _NAME = "NAME"
 
 
@@ -53,7 +56,7 @@ class ForcedCalls:
         ]
 
     def _content(self, schema: Format) -> Format:
-        arguments = {"type": "json_schema", "json_schema": schema, "style": self.style}
+        arguments = {**_json(schema), "style": self.style}
         if not self.number:
             return arguments
         return _sequence({"type": "regex", "pattern": "[0-9]{1,6}"}, _constant(self.number), arguments)
@@ -61,6 +64,10 @@ class ForcedCalls:
     def _section(self, row: Format) -> Format:
         assert self.section is not None
         return _tag(self.section[0], row, self.section[1])
+
+
+def _json(schema: Any) -> Format:
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
 
 
 def _tag(begin: str, content: Format, end: str) -> Format:
@@ -149,7 +156,6 @@ def _after_thoughts(answer: Format, reasoning: ReasoningFormat | Harmony | None,
 
 
 _SPACE = {"type": "regex", "pattern": "\\n{0,2}"}
-_GRAMMARS = {"json_schema": "json_schema", "regex": "pattern", "ebnf": "grammar"}
 
 
 def answer_format(kind: str, source: Any) -> Format | None:
@@ -158,5 +164,6 @@ def answer_format(kind: str, source: Any) -> Format | None:
     if kind == "structural_tag":
         inner = source.get("format") if isinstance(source, dict) else None
         return inner if isinstance(inner, dict) else None
-    name = "grammar" if kind == "ebnf" else kind
-    return {"type": name, _GRAMMARS[kind]: source}
+    if kind == "json_schema":
+        return _json(source)
+    return {"type": "regex", "pattern": source} if kind == "regex" else {"type": "grammar", "grammar": source}
