@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Iterable, Sequence
 
 import pytest
 
-from sglang.srt.function_call.events import ArgumentsDelta, Event, ReasoningDelta, TextDelta
+from sglang.srt.function_call.call_format import CallFormat
+from sglang.srt.function_call.events import ArgumentsDelta, CallEnd, Event, ReasoningDelta, TextDelta
 from sglang.srt.function_call.parser import OutputParser
 from sglang.srt.function_call.registry import REASONING_FORMATS, TOOL_CALL_FORMATS
 from srt.function_call.outputs import TOOLS, WRITERS, random_call, random_output, random_text
@@ -116,3 +118,41 @@ def test_reasoning_in_random_pieces(name: str, options: dict[str, bool], inside:
         whole = run(new_parser("glm45", name, inside=inside, **options), [text])
         for pieces in (list(text), random_cuts(rng, text)):
             assert run(new_parser("glm45", name, inside=inside, **options), pieces) == whole, pieces
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_nonsense_made_of_the_formats_own_pieces(name: str) -> None:
+    rng = random.Random(name)
+    writer = WRITERS[name]
+    text = writer.message("x", writer.calls([("get_weather", {"city": "a", "tags": ["b"]}), ("now", {})]), "y")
+    pieces = re.findall(r"<[^>]*>|\[[A-Z_]+\]|\w+|\s|.", text)
+    for _ in range(300):
+        soup = "".join(rng.choice(pieces) for _ in range(rng.randrange(60)))
+        whole = run(new_parser(name), [soup])
+        for parts in (list(soup), random_cuts(rng, soup)):
+            assert run(new_parser(name), parts) == whole, parts
+
+
+@pytest.mark.parametrize("name", [name for name in WRITERS if name != "gpt-oss"])
+def test_nothing_is_lost(name: str) -> None:
+    """Text and the calls' sources are the output, but for white space and the section's end."""
+    rng = random.Random(name)
+    form = TOOL_CALL_FORMATS[name]
+    assert isinstance(form, CallFormat)
+    end = form.section[1] if form.section else "\0"
+    for _ in range(300):
+        output = random_output(rng, name)
+        events = run(new_parser(name), [output])
+        kept = "".join(
+            event.source if isinstance(event, CallEnd) else event.text
+            for event in events
+            if isinstance(event, CallEnd | TextDelta)
+        )
+        silent = ("]", "<|python_end|>", "<|python_start|>", "[TOOL_CALLS]", ",", ";", end)
+        assert _without(kept, silent) == _without(output, silent)
+
+
+def _without(text: str, parts: Iterable[str]) -> str:
+    for part in parts:
+        text = text.replace(part, "")
+    return "".join(text.split())
