@@ -197,8 +197,27 @@ def test_response_format_begins_after_thoughts(client: openai.OpenAI) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     message = ask(client, APPLES, response_format=form).choices[0].message
     assert isinstance(json.loads(message.content)["answer"], int)
+    message = ask(client, APPLES, response_format={"type": "json_object"}).choices[0].message
+    assert message.content.startswith("{") and message.model_extra["reasoning_content"]
+    message = ask(client, APPLES, extra_body={"json_schema": "$$ANY$$"}).choices[0].message
+    assert message.content.startswith("{") and message.model_extra["reasoning_content"]
     message = ask(client, APPLES, extra_body={"regex": "It is [0-9]{2}"}).choices[0].message
     assert re.fullmatch("It is [0-9]{2}", message.content)
+
+
+def test_tools_and_a_response_format(client: openai.OpenAI) -> None:
+    """The model calls, or answers in the format."""
+    schema = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    (call,) = ask(client, TIME, tools=TOOLS, response_format=form).choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+    answer = ask(client, APPLES, tools=TOOLS, tool_choice="none", response_format=form).choices[0].message
+    assert isinstance(json.loads(answer.content)["answer"], int)
+
+
+def test_one_call_at_a_time(client: openai.OpenAI) -> None:
+    answer = ask(client, ADD, tools=TOOLS, parallel_tool_calls=False).choices[0]
+    assert [call.function.name for call in answer.message.tool_calls] == ["add_numbers"]
 
 
 def test_logprobs_of_every_token(client: openai.OpenAI) -> None:
@@ -208,7 +227,7 @@ def test_logprobs_of_every_token(client: openai.OpenAI) -> None:
 
 
 def test_refusals(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="give one of them"):
+    with pytest.raises(openai.BadRequestError, match="forces a call"):
         ask(client, ADD, tools=TOOLS, tool_choice="required", extra_body={"regex": "a"})
     schema: dict[str, Any] = {"type": "object"}
     for _ in range(900):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import xgrammar
 
-from sglang.srt.function_call.forcing import FORCED_CALLS, after_thoughts, answer_format
+from sglang.srt.function_call.forcing import FORCED_CALLS, after_thoughts, answer_format, final_channel
 from sglang.srt.function_call.parser import parse
 from sglang.srt.function_call.registry import REASONING_FORMATS, TOOL_CALL_FORMATS
 from srt.function_call.outputs import WRITERS
@@ -87,6 +87,13 @@ def test_the_grammar_begins_after_thoughts(name: str) -> None:
         assert accepts(either, "5") and accepts(either, f"{begin}\nwell\n{end}\n\n5") and not accepts(either, "well")
 
 
+@pytest.mark.parametrize("name", FORCED_CALLS)
+def test_calls_or_an_answer(name: str) -> None:
+    answer = answer_format("json_schema", {"type": "object", "properties": {"x": {"type": "integer"}}})
+    form = {"type": "or", "elements": [FORCED_CALLS[name].at_least_one(TOOLS, one=False), answer]}
+    assert accepts(form, written(name, WEATHER)) and accepts(form, '{"x": 1}') and not accepts(form, "Hello")
+
+
 def test_white_space_is_bounded() -> None:
     for form in (answer_format("json_schema", SCHEMA), FORCED_CALLS["mistral"].at_least_one(TOOLS, one=True)):
         assert form is not None
@@ -103,6 +110,15 @@ def test_harmony_thinks_before_a_forced_call() -> None:
     assert accepts(form, text)
     output = parse(new_parser("gpt-oss"), text)
     assert output.reasoning == "well" and [call.name for call in output.calls] == ["get_weather"]
+
+
+def test_harmony_answers_in_the_final_channel() -> None:
+    answer = answer_format("json_schema", {"type": "integer"})
+    assert answer is not None
+    form = after_thoughts(final_channel(answer), REASONING_FORMATS["gpt-oss"], "<|start|>assistant")
+    text = "<|channel|>analysis<|message|>well<|end|><|start|>assistant<|channel|>final<|message|>5"
+    assert accepts(form, text) and not accepts(form, "5")
+    assert parse(new_parser("gpt-oss"), text).text == "5"
 
 
 def test_grammars_as_parts_of_a_structural_tag() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.function_call.harmony import ANALYSIS, CHANNEL, CONSTRAIN, END, MESSAGE, START, Harmony
+from sglang.srt.function_call.harmony import ANALYSIS, CHANNEL, CONSTRAIN, END, FINAL, MESSAGE, START, Harmony
 from sglang.srt.function_call.reasoning import ReasoningFormat
 
 Format = dict[str, Any]
@@ -156,6 +156,11 @@ def _after_thoughts(answer: Format, reasoning: ReasoningFormat | Harmony | None,
 
 
 _SPACE = {"type": "regex", "pattern": "\\n{0,2}"}
+
+
+def final_channel(answer: Format) -> Format:
+    """A constrained answer as a message of Harmony."""
+    return _sequence(_constant(f"{CHANNEL}{FINAL}{MESSAGE}"), answer)
 
 
 def answer_format(kind: str, source: Any) -> Format | None:

@@ -16,7 +16,7 @@ from sglang.srt.function_call.reader import Markers, Reader, Steps
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
-ANALYSIS = "analysis"
+ANALYSIS, FINAL = "analysis", "final"
 
 _ENDS = (END, CALL, RETURN)
 _END = Markers(*_ENDS)

@@ -32,6 +32,10 @@ class ModelFormats:
         return None if self.reasoning_name is None else REASONING_FORMATS[self.reasoning_name]
 
     @property
+    def is_harmony(self) -> bool:
+        return isinstance(self.calls, Harmony) or isinstance(self.reasoning, Harmony)
+
+    @property
     def markers(self) -> tuple[str, ...]:
         return tuple(mark for form in (self.calls, self.reasoning) if form is not None for mark in form.markers)
 

@@ -7,10 +7,18 @@ from typing import Any
 
 import msgspec
 
+from sglang.srt.constrained.grammar import ANY_JSON
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, NamedToolChoice
 from sglang.srt.function_call.events import Event
-from sglang.srt.function_call.forcing import FORCED_CALLS, Format, after_thoughts, answer_format
+from sglang.srt.function_call.forcing import (
+    FORCED_CALLS,
+    ForcedCalls,
+    Format,
+    after_thoughts,
+    answer_format,
+    final_channel,
+)
 from sglang.srt.function_call.harmony import Harmony
 from sglang.srt.function_call.model_formats import ModelFormats, tool_schemas
 from sglang.srt.function_call.parser import OutputParser
@@ -19,7 +27,7 @@ from sglang.srt.managers.generate_request import GenerateOutput
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
-_ANY_OBJECT: Format = {"type": "object"}
+_ANY_OBJECT: Format = {"type": "object", "additionalProperties": True}
 
 
 class ChatFormats:
@@ -64,53 +72,82 @@ class ChatFormats:
         """Adds to sampling parameters what the formats and `tool_choice` ask for. Raises ApiError 400."""
         if self.parses and self._formats.hidden_markers:
             params["skip_special_tokens"] = False
-        answer = self._forced_calls()
-        given = [name for name in _GRAMMARS if name in params]
-        if answer is not None and given:
-            raise bad_request(
-                f"tool_choice and strict tools constrain the output, and so does {given[0]}: give one of them.",
-                param="tool_choice",
-            )
-        if answer is None and given and self._formats.reasoning is not None:
-            source = params[given[0]]
-            answer = answer_format(given[0], _read_json(source) if "json" in given[0] or "tag" in given[0] else source)
-            if answer is not None:
-                del params[given[0]]
+        given = next((name for name in _GRAMMARS if name in params), None)
+        answer = None
+        if given is not None and (self.tools or self._formats.reasoning is not None):
+            answer = _answer(given, params[given])
+            if answer is not None and self._formats.is_harmony:
+                answer = final_channel(answer)
+        if self._forces_call:
+            if given is not None:
+                raise bad_request(
+                    f"tool_choice forces a call, and {given} another output: give one of them.", param="tool_choice"
+                )
+            answer = self._calls(self._forced_format())
+        elif self.tools and (forced := FORCED_CALLS.get(self._formats.calls_name or "")) is not None:
+            answer = self._calls_or(forced, answer, given is not None)
         if answer is not None:
             tag = after_thoughts(answer, self._formats.reasoning, self._prompt)
-            try:
-                params["structural_tag"] = msgspec.json.encode(tag).decode()
-            except RecursionError:
-                raise bad_request("a schema of the tools is nested too deeply", param="tools") from None
+            params.pop(given or "", None)
+            params["structural_tag"] = _encoded(tag)
 
-    def _forced_calls(self) -> Format | None:
-        choice, tools = self._body.tool_choice, self._body.tools or []
-        named = choice.function.name if isinstance(choice, NamedToolChoice) else None
-        forces = choice == "required" or named is not None
-        if not forces and not (self.tools and any(tool["function"].get("strict") for tool in tools)):
-            return None
-        forced = FORCED_CALLS.get(self._formats.calls_name or "")
-        if forced is None:
-            if not forces:
-                return None
-            reason = (
-                "needs a server with --tool-call-parser"
-                if self._formats.calls_name is None
-                else f"is not possible with --tool-call-parser {self._formats.calls_name}"
-            )
-            raise bad_request(f'tool_choice that forces a call {reason}; use tool_choice "auto"', param="tool_choice")
-        one = named is not None or self._body.parallel_tool_calls is False
+    @property
+    def _named(self) -> str | None:
+        choice = self._body.tool_choice
+        return choice.function.name if isinstance(choice, NamedToolChoice) else None
+
+    @property
+    def _forces_call(self) -> bool:
+        return self._body.tool_choice == "required" or self._named is not None
+
+    @property
+    def _one_call(self) -> bool:
+        return self._named is not None or self._body.parallel_tool_calls is False
+
+    def _forced_format(self) -> ForcedCalls:
+        name = self._formats.calls_name
+        if name is not None and name in FORCED_CALLS:
+            return FORCED_CALLS[name]
+        lack = "needs a server with --tool-call-parser" if name is None else f"is not possible with calls like {name}'s"
+        raise bad_request(f'tool_choice that forces a call {lack}; use tool_choice "auto"', param="tool_choice")
+
+    def _calls(self, forced: ForcedCalls) -> Format:
+        """Calls of the functions that the choice allows, by their schemas."""
+        functions = [tool["function"] for tool in self._body.tools or ()]
         schemas = {
-            tool["function"]["name"]: tool["function"].get("parameters") or _ANY_OBJECT
-            for tool in tools
-            if named is None or tool["function"]["name"] == named
+            function["name"]: function.get("parameters") or _ANY_OBJECT
+            for function in functions
+            if self._named in (None, function["name"])
         }
-        if forces:
-            return forced.at_least_one(schemas, one)
-        strict = {tool["function"]["name"] for tool in tools if tool["function"].get("strict")}
-        return forced.among_text(
-            {name: schema if name in strict else _ANY_OBJECT for name, schema in schemas.items()}, one
-        )
+        return forced.at_least_one(schemas, self._one_call)
+
+    def _calls_or(self, forced: ForcedCalls, answer: Format | None, constrained: bool) -> Format | None:
+        """Where the model chooses: calls or the constrained answer; calls among any text where something limits them.
+        None if nothing does."""
+        functions = [tool["function"] for tool in self._body.tools or ()]
+        schemas = {
+            function["name"]: (function.get("parameters") if function.get("strict") else None) or _ANY_OBJECT
+            for function in functions
+        }
+        if constrained:
+            calls = forced.at_least_one(schemas, self._one_call)
+            return None if answer is None else {"type": "or", "elements": [calls, answer]}
+        if self._one_call or any(function.get("strict") for function in functions):
+            return forced.among_text(schemas, self._one_call)
+        return None
+
+
+def _answer(kind: str, source: str) -> Format | None:
+    if source == ANY_JSON:
+        return answer_format(kind, _ANY_OBJECT)
+    return answer_format(kind, _read_json(source) if kind in ("json_schema", "structural_tag") else source)
+
+
+def _encoded(tag: Format) -> str:
+    try:
+        return msgspec.json.encode(tag).decode()
+    except RecursionError:
+        raise bad_request("a schema is nested too deeply", param="tools") from None
 
 
 def _read_json(source: str) -> Any:
