@@ -9,7 +9,7 @@ A decode step as a CUDA graph has three moments, each with a method of its own:
 |---|---|---|---|
 | once, before any capture | `init_cuda_graph_state` | allocate, plan, wait | anything |
 | inside the capture | `init_forward_metadata_capture` | choose among what exists | work that each replay repeats |
-| before each replay | `init_forward_metadata_replay` | plan; never wait for the step in flight | copies and kernels |
+| before each replay, and before each capture as for a batch of padding | `init_forward_metadata_replay` | plan; never wait for the step in flight | copies and kernels |
 
 The graph itself enters the new tokens' slots in the table. So inside a capture the table is complete, and before a
 replay it is not: a backend that reads pages there takes the last one of each request from `out_cache_loc`.
