@@ -17,6 +17,8 @@ EMBEDDED = ["--model-path", DEFAULT_MODEL_PATH, "--served-model-name", "tiny"]
         (["--port", "1"], [*EMBEDDED, "--port", "1"]),
         (["--model-path", "x"], ["--model-path", "x"]),
         (["--model=x"], ["--model=x"]),
+        (["--model-p", "x"], ["--model-p", "x"]),
+        (["--model-impl", "auto"], [*EMBEDDED, "--model-impl", "auto"]),
         (["--config", "f.yaml"], ["--config", "f.yaml"]),
         (["some/model", "--tp", "2"], ["--model-path", "some/model", "--tp", "2"]),
     ],

@@ -25,7 +25,9 @@ usage: sglang COMMAND [options]
 
 
 def _has_model(argv: Sequence[str]) -> bool:
-    return any(word.startswith(("--model", "--config", "--help", "-h")) for word in argv)
+    spellings = {word.partition("=")[0] for word in argv}
+    abbreviations = {"--model-path"[:length] for length in range(len("--model"), len("--model-path") + 1)}
+    return bool(spellings & {"--config", "--help", "-h", *abbreviations})
 
 
 def with_model(argv: Sequence[str]) -> list[str]:

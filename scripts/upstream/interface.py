@@ -119,6 +119,7 @@ class _Flags:
                 continue
             cli_name = self._value(keywords["cli_name"]) if "cli_name" in keywords else "--" + name.replace("_", "-")
             aliases = self._value(keywords["aliases"]) if "aliases" in keywords else []
+            aliases += _negation(cli_name, keywords.get("action"))
             yield [cli_name, *aliases], field.value, keywords.get("choices") or _literal_of(kind)
 
     def _added(self) -> Iterator[tuple[list[str], ast.expr | None, ast.expr | None]]:
@@ -132,6 +133,7 @@ class _Flags:
                     continue
                 keywords = {k.arg: k.value for k in call.keywords}
                 action = keywords.get("action")
+                names += _negation(names[0], action)
                 default = keywords.get("default")
                 if default is None and isinstance(action, ast.Constant) and action.value == "store_true":
                     default = ast.Constant(False)
@@ -167,6 +169,12 @@ class _Flags:
             case ast.Name(name) if name in self.constants:
                 return self._value(self.constants[name])
         raise _Unknown
+
+
+def _negation(name: str, action: ast.expr | None) -> list[str]:
+    """argparse makes a second option of one that is on or off."""
+    both = action is not None and ast.unparse(action).endswith("BooleanOptionalAction")
+    return [name.replace("--", "--no-", 1)] if both else []
 
 
 def _shown(value: Any) -> str:
@@ -298,7 +306,11 @@ def our_interface() -> tuple[Interface, Interface]:
     }
     answer: dict[str, Any] = {
         "flag": [f"--{name}" for name in (*compat.RENAMED_FLAGS, *compat.NO_EFFECT, *compat.UNIMPLEMENTED)],
-        "choice": [f"{flag(name)}={value}" for name, value in compat.VALUE_ALIASES],
+        "choice": [
+            *(f"{flag(name)}={value}" for name, value in compat.VALUE_ALIASES),
+            *(f"{flag(name)}={value}" for name, row in compat.TUNING_VALUES.items() for value in row.values),
+            *(f"{flag(name)}={value}" for name in TABLE.fields for value in TABLE.spec(name).explained),
+        ],
         "environment": IGNORED,
     }
     return _interface(have), _interface(answer)

@@ -65,11 +65,14 @@ def test_variables_without_effect_warn_once(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setenv("SGLANG_DISABLE_CUDNN_CHECK", "1")
     monkeypatch.setenv("SGL_ENABLE_JIT_DEEPGEMM", "0")
     monkeypatch.setenv("SGL_NO_SUCH_THING", "1")
+    monkeypatch.setenv("SGLANG_NO_SUCH_THING_EITHER", "1")
+    monkeypatch.setenv("SGLANGUAGE", "1")
     with caplog.at_level(logging.WARNING):
         adopt_environment()
         adopt_environment()
     assert sorted(text.split(" has no effect")[0].split()[-1] for text in caplog.messages) == [
         "SGLANG_DISABLE_CUDNN_CHECK",
+        "SGLANG_NO_SUCH_THING_EITHER",
         "SGL_ENABLE_JIT_DEEPGEMM",
         "SGL_NO_SUCH_THING",
     ]

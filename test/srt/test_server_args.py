@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang.srt.cli_args import Option, build_parser, flag, parse_size
-from sglang.srt.compat import NO_EFFECT, RENAMED_FLAGS, UNIMPLEMENTED
+from sglang.srt.compat import RENAMED_FLAGS
 from sglang.srt.errors import UserError
+from sglang.srt.kernels.tables import EXTEND_ATTENTION, FUSED_MOE
 from sglang.srt.server_args import TABLE, ServerArgs
+from sglang.srt.upstream_flags import ACCEPTED, REFUSED
 
 
 def cli(*words: str) -> ServerArgs:
@@ -37,12 +41,12 @@ def test_defaults() -> None:
 def test_three_sources_agree(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(
-        "model-path: m\ntp-size: 2\nchunked_prefill_size: 8k\nenable-metrics: true\ncuda-graph-bs: [1, 2]\n"
+        "model-path: m\ntp-size: 2\nchunked_prefill_size: 8Ki\nenable-metrics: true\ncuda-graph-bs: [1, 2]\n"
         "random-seed: 3\njson-model-override-args: {rope_theta: 5}\nmem-fraction-static: 0.5\n"
     )
     from_file = ServerArgs.from_cli(["--config", str(config)])
     from_words = ServerArgs.from_cli(
-        "--model m --tp 2 --chunked-prefill-size 8k --enable-metrics --cuda-graph-bs 1 2 --random-seed 3 "
+        "--model m --tp 2 --chunked-prefill-size 8Ki --enable-metrics --cuda-graph-bs 1 2 --random-seed 3 "
         "--mem-fraction-static=0.5".split()
         + ["--json-model-override-args", '{"rope_theta": 5}']
     )
@@ -104,9 +108,9 @@ def test_missing_config_file() -> None:
         ("--tensor-par 4", "tp_size", 4),
         ("--mem-fraction 0.8", "mem_fraction_static", 0.8),
         ("--chunked-prefill -1", "chunked_prefill_size", -1),
-        ("--chunked-prefill-size=16k", "chunked_prefill_size", 16384),
-        ("--max-total-tokens 1.5M", "max_total_tokens", 3 << 19),
-        ("--context-len 32k", "context_length", 32768),
+        ("--chunked-prefill-size=16Ki", "chunked_prefill_size", 16384),
+        ("--max-total-tokens 1.5M", "max_total_tokens", 1_500_000),
+        ("--context-len 32k", "context_length", 32000),
         ("--cuda-graph-max-bs 8", "cuda_graph_max_bs", 8),
         ("--cuda-graph-max 8", "cuda_graph_max_bs", 8),
         ("--cuda-graph-bs 1 2 4", "cuda_graph_bs", [1, 2, 4]),
@@ -124,7 +128,12 @@ def test_spellings(words: str, field: str, value: Any) -> None:
     [
         ("--max 3", "--max is ambiguous: it could be .*--max-queued-requests.*--max-running-requests"),
         ("--page-sise 3", "Unknown option --page-sise. Did you mean --page-size"),
-        ("--page-size", "page-size: expected one argument"),
+        ("--page-size", "--page-size: expected a value"),
+        ("--page-size --port 1", "--page-size: expected a value"),
+        ("--cuda-graph-bs", "--cuda-graph-bs: expected values"),
+        ("--enable-metrics=true", "--enable-metrics takes no value; got 'true'"),
+        ("--enable-metrics true", "Unrecognized arguments: true"),
+        ("--config", "--config: expected the name of a file"),
         ("--page-size 0", "--page-size: must be at least 1; got '0'"),
         ("--page-size 1.5", "--page-size: expected an integer; got '1.5'"),
         ("--page-size 16k", "--page-size: expected an integer"),
@@ -137,12 +146,16 @@ def test_spellings(words: str, field: str, value: Any) -> None:
         ("--chunked-prefill-size 100 --page-size 16", "is not a multiple of --page-size 16"),
         ("--max-total-tokens 8 --page-size 16", "less than one page"),
         ("--dtype int8", "--dtype: must be one of auto, bfloat16"),
+        ("--attention-backend nsa", "--attention-backend: must be one of triton, flashinfer, torch_native; got 'nsa'"),
+        ("--decode-attention-backend trition", "--decode-attention-backend: must be one of triton, flashinfer"),
+        ("--moe-runner-backend trition", "--moe-runner-backend: must be one of auto, triton, torch_native"),
+        ("--grammar-backend outlines", "--grammar-backend: must be one of xgrammar"),
+        ("--quantization fp4", "--quantization: must be one of fp8, w8a8_fp8"),
         ("--schedule-policy best", "--schedule-policy: must be one of fcfs"),
         ("--json-model-override-args [1]", "--json-model-override-args: expected a JSON object"),
         ("--json-model-override-args {a}", "--json-model-override-args: expected a JSON object"),
         ("--cuda-graph-bs 1 0", "--cuda-graph-bs: must be at least 1"),
         ("--cuda-graph-bs 1 --disable-cuda-graph", "contradict"),
-        ("--enable-mixed-chunk --chunked-prefill-size -1", "needs chunked prefill"),
         ("stray", "Unrecognized arguments: stray"),
         ("--pp 2", "--pp-size 2 is not implemented in sm120-sglang"),
         ("--dp-size 2", "--dp-size 2 is not implemented"),
@@ -155,6 +168,75 @@ def test_spellings(words: str, field: str, value: Any) -> None:
 def test_refused(words: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         cli(*words.split())
+
+
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("port: x\nnot-a-flag: 1\nenable-lora: true\n")
+    words = (
+        f"--config {config} --page-sise 3 --dtype int8 --page-size 0 --chunked-prefill-size 100 --speculative-algo "
+        "EAGLE --pp 2 --speculative-num-steps 3 --mem-fraction-static 2 --tool-call-parser glm47 --enable-metrics 1 "
+        "--attention-backend trition --node-rank 3"
+    )
+    with pytest.raises(UserError) as caught:
+        ServerArgs.from_cli(words.split())
+    first, *texts = str(caught.value).splitlines()
+    assert first == f"{len(texts)} problems:"
+    expected = [
+        "--config .*: --port: expected an integer",
+        "--config .*: Unknown option --not-a-flag",
+        "--config .*: --enable-lora is not implemented",
+        "Unknown option --page-sise. Did you mean --page-size",
+        "Unrecognized arguments: 1",
+        "--dtype: must be one of",
+        "--page-size: must be at least 1",
+        "--attention-backend: must be one of",
+        "--model-path is required",
+        "--mem-fraction-static must be above 0 and below 1",
+        "--node-rank must be below",
+        "--speculative-algorithm, --speculative-num-steps are not implemented",
+        "--pp-size 2 is not implemented",
+        "--tool-call-parser glm47 is not implemented",
+    ]
+    for pattern in expected:
+        assert sum(re.match(f"- {pattern}", text) is not None for text in texts) == 1, pattern
+    assert len(texts) == len(expected)
+
+
+def test_what_depends_on_a_bad_value_is_not_judged() -> None:
+    with pytest.raises(UserError) as caught:
+        cli("--nnodes", "x", "--node-rank", "1")
+    assert str(caught.value) == "--nnodes: expected an integer; got 'x'."
+
+
+@pytest.mark.parametrize(
+    ("spelling", "hint"),
+    [
+        ("--mxfp4", " "),
+        ("--gpu-memory-utilization", " "),
+        ("--x", " "),
+        ("--page-sise", " Did you mean --page-size? "),
+        ("--tpsize", " Did you mean --tp-size? "),
+        ("--cuda-graph-maxbs", " Did you mean --cuda-graph-max-bs or --cuda-graph-bs? "),
+        ("--enable-lorra", " Did you mean --enable-lora, which is not implemented? "),
+        ("--schedule-heuristics", " Did you mean --schedule-heuristic? "),
+        ("--sleep-on-idel", " Did you mean --sleep-on-idle, which has no effect? "),
+    ],
+)
+def test_only_near_spellings_are_suggested(spelling: str, hint: str) -> None:
+    with pytest.raises(UserError) as caught:
+        cli(spelling)
+    assert str(caught.value) == f"Unknown option {spelling}.{hint}`--help` lists all options."
+
+
+def test_every_kernel_name_of_the_tables_is_understood() -> None:
+    """What cannot run is the plan's to refuse, with its reasons."""
+    for field in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        for kernel in EXTEND_ATTENTION:
+            assert getattr(ServerArgs.from_kwargs(model_path="m", **{field: kernel.name}), field) == kernel.name
+    for kernel in FUSED_MOE:
+        args = ServerArgs.from_kwargs(model_path="m", moe_runner_backend=kernel.name)
+        assert args.moe_runner_backend == kernel.name or kernel.not_here is not None
 
 
 def test_model_is_required() -> None:
@@ -218,22 +300,34 @@ def test_url(host: str, url: str) -> None:
 
 
 def test_tables_do_not_overlap() -> None:
-    known = {name.removeprefix("--") for name in TABLE.names}
-    for table in (RENAMED_FLAGS, NO_EFFECT, UNIMPLEMENTED):
-        assert not known & set(table), "a real option is also listed as something else"
-    assert not set(NO_EFFECT) & set(UNIMPLEMENTED)
-    for new in RENAMED_FLAGS.values():
-        assert new in known
+    names = [name.removeprefix("--") for name in TABLE.names]
+    names += [*RENAMED_FLAGS, *(w.partition("=")[0] for group in (*ACCEPTED, *REFUSED) for w in group.names.split())]
+    assert [name for name, count in Counter(names).items() if count > 1] == []
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("7", 7), ("16k", 16384), ("1M", 1 << 20), ("1.5k", 1536), ("2g", 2 << 30), ("-1", -1)]
+    ("text", "value"),
+    [
+        ("7", 7),
+        ("16k", 16_000),
+        ("16K", 16_000),
+        ("16Ki", 16_384),
+        ("1M", 1_000_000),
+        ("1Mi", 1 << 20),
+        ("25.6k", 25_600),
+        ("1.5Ki", 1536),
+        ("0.007M", 7000),
+        ("2G", 2_000_000_000),
+        ("2Gi", 2 << 30),
+        ("1T", 10**12),
+        ("-1", -1),
+    ],
 )
 def test_sizes(text: str, value: int) -> None:
     assert parse_size(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "k", "1kk", "1.3", "0.1k", "1t", "0x10", "1 k"])
+@pytest.mark.parametrize("text", ["", "k", "1kk", "1.3", "0.0001k", "0.1Ki", "1i", "1q", "0x10", "1 k"])
 def test_bad_sizes(text: str) -> None:
     with pytest.raises(ValueError):
         parse_size(text)

@@ -3,7 +3,8 @@
     python benchmark/kernels/elementwise/bench_gemv.py [--tune] [--json out.json]
 
 Each row prints the rate at which the weight is read, as a share of the read ceiling. --tune tries the candidate tiles
-and prints the best one of each shape. Takes under a minute without --tune.
+and prints the best one of each shape. Then what logits cost, for several numbers of rows: in fp32 from the product, and
+rounded to bf16 and widened. Takes under a minute without --tune.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from timing import copies_for, read_ceiling, time_calls
 
 from sglang.srt.layers.triton_ops import pdl
-from sglang.srt.layers.triton_ops.gemv import TILE, Tile, gemv, supports
+from sglang.srt.layers.triton_ops.gemv import TILE, Tile, gemv, linear, supports
 
 SHAPES = {
     "8B qkv": (6144, 4096),
@@ -35,6 +36,7 @@ SHAPES = {
     "0.6B down": (1024, 3072),
     "0.6B lm_head": (151936, 1024),
 }
+LOGITS_ROWS = (1, 8, 64, 256)
 TILES = [
     {"BLOCK_N": n, "BLOCK_K": k, "num_warps": w}
     for n, k, w in [
@@ -55,9 +57,9 @@ TILES = [
 class Product:
     """x @ w^T with one shape, over enough weights to miss the caches."""
 
-    def __init__(self, cols: int, size: int) -> None:
+    def __init__(self, cols: int, size: int, rows: int = 1) -> None:
         self.num_bytes = 2 * cols * size
-        self.x = torch.randn(1, size, dtype=torch.bfloat16, device="cuda")
+        self.x = torch.randn(rows, size, dtype=torch.bfloat16, device="cuda")
         count = copies_for(self.num_bytes, most=96)
         self.weights = [torch.randn(cols, size, dtype=torch.bfloat16, device="cuda") for _ in range(count)]
 
@@ -84,6 +86,15 @@ def measure(cols: int, size: int, tune: bool) -> dict:
     return result
 
 
+def measure_logits(cols: int, size: int, rows: int) -> dict[str, float]:
+    """Seconds."""
+    product = Product(cols, size, rows)
+    return {
+        "fp32": product.seconds(lambda x, w: linear(x, w, out_dtype=torch.float32)),
+        "bf16, widened": product.seconds(lambda x, w: linear(x, w).float()),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true")
@@ -93,7 +104,7 @@ def main() -> None:
     torch.set_grad_enabled(False)
     ceiling = read_ceiling()
     print(f"{torch.cuda.get_device_name()}: read {ceiling / 1e9:.0f} GB/s; us and share of it")
-    results = {}
+    results: dict[str, dict] = {}
     for name, (cols, size) in SHAPES.items():
         if args.only not in name:
             continue
@@ -101,6 +112,12 @@ def main() -> None:
         share = {k: f"{v * 1e6:8.2f} {2 * cols * size / v / ceiling:4.0%}" for k, v in result["seconds"].items()}
         best = f"   best {result['tile']}" if args.tune else ""
         print(f"{name:14s} " + "   ".join(f"{k} {v}" for k, v in share.items()) + best, flush=True)
+    for name, (cols, size) in SHAPES.items():
+        if "lm_head" not in name or args.only not in name:
+            continue
+        for rows in LOGITS_ROWS:
+            seconds = results[f"{name}, logits of {rows}"] = measure_logits(cols, size, rows)
+            print(f"{name}, logits of {rows:3d}: " + "   ".join(f"{k} {v * 1e6:8.2f}" for k, v in seconds.items()))
     if args.json:
         with open(args.json, "w") as file:
             json.dump(results, file, indent=1)

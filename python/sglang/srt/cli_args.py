@@ -1,7 +1,8 @@
 """Turns a dataclass whose fields are declared with `option(...)` into a command line, a config file and keywords.
 
 All three end in the same typed `coerce`, so that a value means the same wherever it was written. Old spellings come
-from `compat`; a flag that upstream has and we do not is refused by name.
+from `compat`; a flag that upstream has and we do not is accepted or refused by name. All problems of a command are
+collected before any is reported.
 """
 
 from __future__ import annotations
@@ -9,17 +10,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
 from sglang.srt import compat
 from sglang.srt.environ import warn_once
-from sglang.srt.errors import UserError
-from sglang.version import __version__
+from sglang.srt.errors import Problems, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +32,12 @@ class Option:
     help: str
     aliases: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
+    explained: tuple[str, ...] = ()
+    """More values that pass: the plan refuses them and says why."""
     minimum: float | None = None
     maximum: float | None = None
     size: bool = False
-    """An integer that may be written with a suffix: 16k is 16384, 1m is 1048576."""
+    """An integer that may be written with a suffix; see `parse_size`."""
     json: bool = False
     """A JSON object, kept as text; a mapping is accepted and converted."""
     metavar: str | None = None
@@ -48,19 +52,28 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+ANY_NUMBER = compat.ANY_NUMBER
+
+
+def is_list(annotation: Any) -> bool:
+    """Whether the field takes several values: `list[int] | None`."""
+    return any(get_args(member) for member in get_args(annotation))
+
+
 # --- values -----------------------------------------------------------------------------------------------------------
 
-_SIZE = re.compile(r"([+-]?\d+(?:\.\d+)?)([kmg]?)", re.IGNORECASE)
-_SIZE_FACTOR = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+_SIZE = re.compile(r"([+-]?\d+(?:\.\d+)?)(?:([kmgt])(i?))?", re.IGNORECASE)
+_SIZE_POWER = {None: 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _BOOLEANS = {"true": True, "false": False}
 
 
 def parse_size(text: str) -> int:
-    """`16384`, `16k`, `1.5m`; k, m, g are binary. Raises ValueError."""
+    """`16384`, `16k` = 16,000, `16Ki` = 16,384; k, M, G, T as in SGLang since 0.5.10. Raises ValueError."""
     match = _SIZE.fullmatch(text.strip().replace("_", ""))
     if match is None:
-        raise ValueError("expected an integer, optionally with a suffix k, m or g (16k = 16384)")
-    value = float(match[1]) * _SIZE_FACTOR[match[2].lower()]
+        raise ValueError("expected an integer, optionally with a suffix k, M, G or T (16k = 16,000; 16Ki = 16,384)")
+    number, letter, binary = match.groups()
+    value = Decimal(number) * (1024 if binary else 1000) ** _SIZE_POWER[letter and letter.lower()]
     if value != int(value):
         raise ValueError("expected a whole number")
     return int(value)
@@ -134,7 +147,7 @@ def coerce(name: str, annotation: Any, spec: Option, value: Any) -> Any:
     if value is None and optional:
         return None
     element = get_args(kind)[0] if get_args(kind) else kind
-    value = compat.VALUE_ALIASES.get((name, value), value) if isinstance(value, str) else value
+    value = _our_value(name, value) if isinstance(value, str) else value
     try:
         if get_args(kind):  # list[...]
             values = list(value) if isinstance(value, (list, tuple)) else [value]
@@ -143,14 +156,26 @@ def coerce(name: str, annotation: Any, spec: Option, value: Any) -> Any:
             result = _scalar(element, value, spec)
         for item in result if isinstance(result, list) else [result]:
             _check_range(item, spec)
-            if spec.choices and item not in spec.choices:
+            if spec.choices and item not in (*spec.choices, *spec.explained):
                 raise ValueError(f"must be one of {', '.join(spec.choices)}")
     except ValueError as error:
         raise UserError(f"{flag(name)}: {error}; got {value!r}.") from None
     return result
 
 
+def _our_value(name: str, value: str) -> str:
+    value = compat.VALUE_ALIASES.get((name, value), value)
+    tuning = compat.TUNING_VALUES.get(name)
+    if tuning is None or value not in tuning.values:
+        return value
+    warn_once(f"{flag(name)} {value} has no effect in sm120-sglang: {tuning.reason}.")
+    return tuning.instead
+
+
 # --- names ------------------------------------------------------------------------------------------------------------
+
+Meaning = str | compat.NoEffect | compat.NotImplementedFlag
+"""Of a flag: the field that it sets, or what becomes of it here."""
 
 
 class OptionTable:
@@ -164,56 +189,88 @@ class OptionTable:
             for spelling in (flag(name), *f.metadata["option"].aliases):
                 assert spelling not in self.names, f"{spelling} is declared twice"
                 self.names[spelling] = name
+        self.meanings: dict[str, Meaning] = {f"--{name}": meaning for name, meaning in compat.NO_EFFECT.items()}
+        self.meanings.update({f"--{name}": meaning for name, meaning in compat.UNIMPLEMENTED.items()})
+        self.meanings.update({f"--{old}": self.names[f"--{new}"] for old, new in compat.RENAMED_FLAGS.items()})
+        self.meanings.update(self.names)
 
     def spec(self, name: str) -> Option:
         result: Option = self.fields[name][1].metadata["option"]
         return result
 
-    def find(self, spelling: str) -> str | compat.NoEffect:
-        """The field that `--spelling` means, or the reason why it means nothing here. Raises UserError."""
-        if spelling in self.names:
-            return self.names[spelling]
-        bare = spelling.removeprefix("--")
-        if bare in compat.RENAMED_FLAGS:
-            new = compat.RENAMED_FLAGS[bare]
-            warn_once(f"{spelling} is another spelling of --{new}; please use the latter.")
-            return self.names[f"--{new}"]
-        if bare in compat.NO_EFFECT:
-            return compat.NO_EFFECT[bare]
-        if bare in compat.UNIMPLEMENTED:
-            raise not_implemented(spelling, compat.UNIMPLEMENTED[bare])
-        candidates = sorted({name for known, name in self.names.items() if known.startswith(spelling)})
-        if len(candidates) == 1:
-            return candidates[0]
-        if candidates:
-            raise UserError(f"{spelling} is ambiguous: it could be {', '.join(map(flag, candidates))}. Write it out.")
-        self._refuse(spelling)
+    def max_values(self, name: str) -> int:
+        """How many words after the flag of this field can be its values."""
+        annotation = self.fields[name][0]
+        if annotation is bool:
+            return 0
+        return ANY_NUMBER if is_list(annotation) else 1
+
+    def find(self, spelling: str) -> tuple[str, Meaning]:
+        """The flag that `--spelling` abbreviates or is, and what it means. Raises UserError."""
+        name, meaning = (spelling, self.meanings[spelling]) if spelling in self.meanings else self._complete(spelling)
+        new = compat.RENAMED_FLAGS.get(name.removeprefix("--"))
+        if new is not None:
+            warn_once(f"{name} is another spelling of --{new}; please use the latter.")
+        return name, meaning
+
+    def _complete(self, spelling: str) -> tuple[str, Meaning]:
+        """An abbreviation of one option of ours stands for it, whatever else upstream knows."""
+        matches = {name: meaning for name, meaning in sorted(self.meanings.items()) if name.startswith(spelling)}
+        fields = sorted({meaning for meaning in matches.values() if isinstance(meaning, str)})
+        if len(fields) > 1:
+            raise UserError(f"{spelling} is ambiguous: it could be {', '.join(map(flag, fields))}. Write it out.")
+        foreign = {name: meaning for name, meaning in matches.items() if not isinstance(meaning, str)}
+        if fields:
+            name = flag(fields[0])
+            if foreign:
+                warn_once(
+                    f"{spelling} is read as {name}, though it could be {next(iter(foreign))}; please write it out."
+                )
+            return name, fields[0]
+        if not foreign:
+            self._refuse(spelling)
+        if len({meaning.reason for meaning in foreign.values()}) > 1:
+            few = ", ".join([*list(foreign)[:5], *(["..."] if len(foreign) > 5 else [])])
+            raise UserError(f"{spelling} is ambiguous: it could be {few}. Write it out.")
+        name, meaning = next(iter(foreign.items()))
+        return name if len(foreign) == 1 else spelling, meaning
 
     def _refuse(self, spelling: str) -> NoReturn:
-        bare = spelling.removeprefix("--")
-        abbreviated = [known for known in compat.UNIMPLEMENTED if known.startswith(bare)]
-        if len(abbreviated) == 1:
-            raise not_implemented(f"--{abbreviated[0]}", compat.UNIMPLEMENTED[abbreviated[0]])
-        near = difflib.get_close_matches(spelling, self.names, n=3, cutoff=0.5)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        hint = self._suggestion(spelling.removeprefix("--"))
         raise UserError(f"Unknown option {spelling}.{hint} `--help` lists all options.")
 
+    def _suggestion(self, bare: str) -> str:
+        """Options of ours that are spelled nearly so; or else a flag of upstream, with what becomes of it."""
+        near = _near(bare, self.names)
+        if near:
+            return f" Did you mean {' or '.join(near)}?"
+        for name in _near(bare, self.meanings)[:1]:
+            match self.meanings[name]:
+                case compat.NotImplementedFlag():
+                    return f" Did you mean {name}, which is not implemented?"
+                case compat.NoEffect():
+                    return f" Did you mean {name}, which has no effect?"
+                case str():
+                    return f" Did you mean {name}?"
+        return ""
 
-def not_implemented(what: str, hint: str) -> UserError:
-    return UserError(f"{what} is not implemented in sm120-sglang {__version__}: {hint}")
 
+def _near(bare: str, spellings: Iterable[str]) -> list[str]:
+    """The dashes do not count: every two options share those."""
+    known = [spelling.removeprefix("--") for spelling in spellings]
+    return [f"--{name}" for name in difflib.get_close_matches(bare, known, n=2, cutoff=_NEAR)]
+
+
+_NEAR = 0.8
+"""Share of the letters that two spellings have in common, at which one may be a slip for the other."""
 
 # --- sources ----------------------------------------------------------------------------------------------------------
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message[0].upper() + message[1:] + ". `--help` lists all options.")
-
-
 def build_parser(table: OptionTable, prog: str) -> argparse.ArgumentParser:
+    """For `--help`."""
     usage = f"{prog} --model-path MODEL [options]"
-    parser = _Parser(prog=prog, usage=usage, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(prog=prog, usage=usage)
     parser.add_argument("--config", metavar="FILE", help="YAML file of options (page-size: 16); the command line wins.")
     groups: dict[str, Any] = {}
     for name, (annotation, f) in table.fields.items():
@@ -225,79 +282,149 @@ def build_parser(table: OptionTable, prog: str) -> argparse.ArgumentParser:
             settings["action"] = "store_true"
         else:
             settings["metavar"] = spec.metavar or ("|".join(spec.choices) if spec.choices else name.upper())
-            is_list = any(get_args(member) for member in get_args(annotation))
-            settings["nargs"] = "+" if is_list else None
+            settings["nargs"] = "+" if is_list(annotation) else None
         groups[spec.group].add_argument(flag(name), *spec.aliases, **settings)
     return parser
 
 
 def _help_text(spec: Option, default: Any) -> str:
-    shown = "" if default in (None, False, dataclasses.MISSING) else f" Default: {default}."
+    shown = "" if default is None or default is False or default is dataclasses.MISSING else f" Default: {default}."
     return (spec.help + shown).replace("%", "%%")
 
 
-def parse_argv(table: OptionTable, argv: Sequence[str], prog: str) -> dict[str, Any]:
-    """Field values that the command line or its `--config` file set, typed. Raises UserError."""
-    explicit = vars(build_parser(table, prog).parse_args(_canonical_argv(table, argv)))
-    config = explicit.pop("config", None)
-    from_file = read_config_file(table, Path(config)) if config is not None else {}
-    return from_file | coerce_values(table, explicit)
+@dataclass(frozen=True, slots=True)
+class Word:
+    """An option as it was typed: `--spelling`, `--spelling=attached`, and the words up to the next option."""
+
+    spelling: str
+    attached: str | None
+    following: tuple[str, ...]
+
+    def split(self, max_values: int) -> tuple[list[str], list[str]]:
+        """Its values, and the words that are not: no more than `max_values` belong to it."""
+        if self.attached is not None:
+            return [self.attached], list(self.following)
+        return list(self.following[:max_values]), list(self.following[max_values:])
 
 
-def _canonical_argv(table: OptionTable, argv: Sequence[str]) -> list[str]:
-    """Every option written out under its present name, options without effect removed."""
-    result: list[str] = []
-    skip_value = False
-    for word in argv:
-        if skip_value and not word.startswith("--"):
-            skip_value = False
-            continue
-        skip_value = False
-        spelling, equals, value = word.partition("=")
-        if not re.match(r"--[A-Za-z]", word) or spelling in ("--config", "--help"):
-            result.append(word)
-            continue
-        found = table.find(spelling)
-        if isinstance(found, compat.NoEffect):
-            warn_once(f"{spelling} has no effect in sm120-sglang: {found.reason}.")
-            skip_value = found.takes_value and not equals
-            continue
-        result.append(flag(found) + equals + value)
+_OPTION = re.compile(r"--[A-Za-z]")
+
+
+def _split_words(argv: Sequence[str]) -> tuple[list[str], list[Word]]:
+    """The words before the first option, and the options."""
+    starts = [i for i, word in enumerate(argv) if _OPTION.match(word)]
+    options = []
+    for start, end in itertools.pairwise([*starts, len(argv)]):
+        spelling, equals, attached = argv[start].partition("=")
+        options.append(Word(spelling, attached if equals else None, tuple(argv[start + 1 : end])))
+    return list(argv[: starts[0] if starts else len(argv)]), options
+
+
+def parse_argv(table: OptionTable, argv: Sequence[str], prog: str, problems: Problems) -> dict[str, Any]:
+    """Field values that the command line or its `--config` file set, typed; what is wrong goes to `problems`.
+
+    `--help` prints and raises SystemExit.
+    """
+    if any(word in ("-h", "--help") for word in argv):
+        build_parser(table, prog).parse_args(["--help"])
+    strays, options = _split_words(argv)
+    values: dict[str, Any] = {}
+    from_file: dict[str, Any] = {}
+    for word in options:
+        if word.spelling == "--config":
+            paths, rest = word.split(1)
+            if paths:
+                from_file |= read_config_file(table, Path(paths[0]), problems)
+            else:
+                problems.add("--config: expected the name of a file.")
+            strays += rest
+        else:
+            strays += _take_option(table, word, values, problems)
+    if strays:
+        problems.add(f"Unrecognized arguments: {' '.join(strays)}. `--help` lists all options.")
+    return from_file | coerce_values(table, values, problems)
+
+
+def _take_option(table: OptionTable, word: Word, values: dict[str, Any], problems: Problems) -> list[str]:
+    """Puts the option's raw value into `values`; returns the words that belong to nothing."""
+    try:
+        name, meaning = table.find(word.spelling)
+    except UserError as error:
+        problems.add(str(error))
+        return []
+    if isinstance(meaning, compat.NotImplementedFlag):
+        given, _ = word.split(ANY_NUMBER)
+        if not given or not all(meaning.asks_for_nothing(value) for value in given):
+            problems.refuse(name, meaning.reason)
+        return []
+    if isinstance(meaning, compat.NoEffect):
+        _say_no_effect(name, meaning)
+        return word.split(meaning.max_values)[1]
+    limit = table.max_values(meaning)
+    given, strays = word.split(limit)
+    if limit == 0:
+        if given:
+            problems.add(f"{name} takes no value; got {given[0]!r}.", meaning)
+        values[meaning] = True
+    elif not given:
+        problems.add(f"{name}: expected {'a value' if limit == 1 else 'values'}.", meaning)
+    else:
+        values[meaning] = given[0] if limit == 1 else given
+    return strays
+
+
+def _say_no_effect(name: str, meaning: compat.NoEffect) -> None:
+    warn_once(f"{name} has no effect in sm120-sglang: {meaning.reason}.")
+
+
+def coerce_values(table: OptionTable, values: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
+    """The values as their fields' types; those that are not go to `problems` and are left out."""
+    result: dict[str, Any] = {}
+    for name, value in values.items():
+        try:
+            result[name] = coerce(name, table.fields[name][0], table.spec(name), value)
+        except UserError as error:
+            problems.add(str(error), name)
     return result
 
 
-def coerce_values(table: OptionTable, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: coerce(name, table.fields[name][0], table.spec(name), value) for name, value in values.items()}
-
-
-def resolve_keywords(table: OptionTable, values: Mapping[str, Any]) -> dict[str, Any]:
+def resolve_keywords(table: OptionTable, values: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
     """As the command line, for names written with hyphens or underscores: keyword arguments and config files."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for key, value in values.items():
-        target = table.find(flag(str(key)))
-        if isinstance(target, compat.NoEffect):
-            warn_once(f"{key} has no effect in sm120-sglang: {target.reason}.")
-        elif target in found:
-            raise UserError(f"{key} sets {flag(target)} a second time; keep one of the two spellings.")
+        try:
+            name, meaning = table.find(flag(str(key)))
+        except UserError as error:
+            problems.add(str(error))
+            continue
+        if isinstance(meaning, compat.NotImplementedFlag):
+            if not meaning.asks_for_nothing(value):
+                problems.refuse(name, meaning.reason)
+        elif isinstance(meaning, compat.NoEffect):
+            _say_no_effect(name, meaning)
+        elif meaning in fields:
+            problems.add(f"{key} sets {flag(meaning)} a second time; keep one of the two spellings.", meaning)
         else:
-            found[target] = value
-    return coerce_values(table, found)
+            fields[meaning] = value
+    return coerce_values(table, fields, problems)
 
 
-def read_config_file(table: OptionTable, path: Path) -> dict[str, Any]:
+def read_config_file(table: OptionTable, path: Path, problems: Problems) -> dict[str, Any]:
+    """The file's values, typed; what is wrong goes to `problems`, with the file's name."""
     import yaml
 
+    in_file = Problems(where=f"--config {path}: ")
+    values: dict[str, Any] = {}
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"--config {path}: {error.strerror}.") from None
+        in_file.add(f"{error.strerror}.")
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"--config {path} is not valid YAML: {error}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise UserError(f"--config {path} must hold a mapping such as `page-size: 16`, not a {type(content).__name__}.")
-    try:
-        return resolve_keywords(table, content)
-    except UserError as error:
-        raise UserError(f"--config {path}: {error}") from None
+        in_file.add(f"not valid YAML: {error}")
+    else:
+        if isinstance(content, dict):
+            values = resolve_keywords(table, content, in_file)
+        elif content is not None:
+            in_file.add(f"must hold a mapping such as `page-size: 16`, not a {type(content).__name__}.")
+    problems.extend(in_file)
+    return values

@@ -104,8 +104,11 @@ IGNORED: Mapping[str, str] = {
     "SGLANG_DISABLE_CUDNN_CHECK": "there is no cuDNN version check to disable",
     "SGLANG_SM120_TRITON_FLASHMLA": "attention kernels are chosen by the plan; see `python -m sglang.explain`",
     "SGLANG_SM120_MQA_FALLBACK": "attention kernels are chosen by the plan; see `python -m sglang.explain`",
-    "SGLANG_ENABLE_SPEC_V2": "speculative decoding has one implementation",
+    "SGLANG_ENABLE_SPEC_V2": "there are no versions of speculative decoding to choose from",
     "SGLANG_ENABLE_JIT_DEEPGEMM": "DeepGEMM is not used",
+    "SGLANG_ENABLE_DEEP_GEMM": "DeepGEMM is not used",
+    "SGLANG_DISABLE_DEEP_GEMM": "DeepGEMM is not used",
+    "SGLANG_SET_CPU_AFFINITY": "the operating system places the processes",
 }
 """Variables that existing guides set and that have nothing to switch here, with the reason."""
 
@@ -125,16 +128,13 @@ def adopt_environment() -> None:
     Called by entry points before anything reads `envs`; the environment is inherited by the processes started later.
     A variable that is set in both spellings keeps its new one.
     """
-    ignored = dict(IGNORED)
     for name in sorted(os.environ):
-        if not name.startswith("SGL_"):
+        if not name.startswith(("SGL_", "SGLANG_")) or name in KNOWN:
             continue
-        new_name = "SGLANG_" + name.removeprefix("SGL_")
+        new_name = "SGLANG_" + name.removeprefix("SGL_") if name.startswith("SGL_") else name
         if new_name in KNOWN:
             os.environ.setdefault(new_name, os.environ[name])
             warn_once(f"Environment variable {name} is the older spelling of {new_name}; please use the latter.")
         else:
-            ignored[name] = IGNORED.get(new_name, "no variable of that name exists")
-    for name, reason in ignored.items():
-        if name in os.environ:
+            reason = IGNORED.get(new_name, "no variable of that name is read")
             warn_once(f"Environment variable {name} has no effect in sm120-sglang: {reason}.")

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass
 from typing import Any
 
-from sglang.srt.cli_args import OptionTable, coerce_values, flag, not_implemented, option, parse_argv, resolve_keywords
-from sglang.srt.errors import UserError
+from sglang.srt.cli_args import OptionTable, coerce_values, flag, option, parse_argv, resolve_keywords
+from sglang.srt.configs.quantization import SPELLINGS
+from sglang.srt.errors import Problems
+from sglang.srt.kernels.tables import EXTEND_ATTENTION, FUSED_MOE
 
 MODEL = "model"
 SERVING = "HTTP server"
@@ -23,6 +25,15 @@ KERNELS = "kernels"
 OBSERVE = "logging and metrics"
 
 _EFFECTIVE_IF_NONE = "Chosen at start-up if not given."
+
+_ATTENTION = {
+    "choices": tuple(kernel.name for kernel in EXTEND_ATTENTION if kernel.not_here is None),
+    "explained": tuple(kernel.name for kernel in EXTEND_ATTENTION if kernel.not_here is not None),
+}
+_EXPERTS = {
+    "choices": ("auto", *(kernel.name for kernel in FUSED_MOE if kernel.not_here is None)),
+    "explained": tuple(kernel.name for kernel in FUSED_MOE if kernel.not_here is not None),
+}
 
 
 @dataclass(kw_only=True)
@@ -53,7 +64,11 @@ class ServerArgs:
     )
     skip_tokenizer_init: bool = option(False, MODEL, "Serve token ids only; no tokenizer is loaded.")
     quantization: str | None = option(
-        None, MODEL, "Quantization of the weights; detected. fp8 quantizes 16-bit weights, too."
+        None,
+        MODEL,
+        "Quantization of the weights; detected. fp8 quantizes 16-bit weights, too.",
+        choices=tuple(SPELLINGS),
+        metavar="FORMAT",
     )
     kv_cache_dtype: str = option(
         "auto", MODEL, "Type of the KV cache.", choices=("auto", "bf16", "fp8_e4m3", "fp8_e5m2")
@@ -121,7 +136,6 @@ class ServerArgs:
         1.0, MEMORY, "Above 1 admits fewer requests and retracts less often.", minimum=0
     )
     stream_interval: int = option(1, MEMORY, "Tokens between two messages of a stream.", minimum=1)
-    enable_mixed_chunk: bool = option(False, MEMORY, "Let a step hold prompt chunks and decoding requests.")
     disable_radix_cache: bool = option(False, MEMORY, "Do not reuse the KV cache of common prefixes.")
     disable_overlap_schedule: bool = option(False, MEMORY, "Wait for a step's results before preparing the next.")
 
@@ -129,10 +143,10 @@ class ServerArgs:
     disable_shared_experts_fusion: bool = option(
         False, KERNELS, "Compute the shared expert apart instead of as one more of the routed ones."
     )
-    attention_backend: str | None = option(None, KERNELS, "triton, flashinfer, torch_native, ...")
-    prefill_attention_backend: str | None = option(None, KERNELS, "As --attention-backend, for prefill.")
-    decode_attention_backend: str | None = option(None, KERNELS, "As --attention-backend, for decode.")
-    moe_runner_backend: str = option("auto", KERNELS, "auto, triton, torch_native, ...", "--moe-backend")
+    attention_backend: str | None = option(None, KERNELS, f"Kernels of attention. {_EFFECTIVE_IF_NONE}", **_ATTENTION)
+    prefill_attention_backend: str | None = option(None, KERNELS, "As --attention-backend, for prefill.", **_ATTENTION)
+    decode_attention_backend: str | None = option(None, KERNELS, "As --attention-backend, for decode.", **_ATTENTION)
+    moe_runner_backend: str = option("auto", KERNELS, "Kernel of the experts.", "--moe-backend", **_EXPERTS)
     grammar_backend: str | None = option(None, KERNELS, "Structured output.", choices=("xgrammar", "none"))
     cuda_graph_max_bs: int | None = option(
         None, KERNELS, "Largest decode batch that runs from a CUDA graph.", minimum=1
@@ -168,28 +182,33 @@ class ServerArgs:
 
     @classmethod
     def from_cli(cls, argv: Sequence[str] | None = None, prog: str = "python -m sglang.launch_server") -> ServerArgs:
-        """From command-line words (`sys.argv[1:]` if None). Raises UserError; `--help` prints and exits."""
-        values = parse_argv(TABLE, sys.argv[1:] if argv is None else argv, prog)
-        return cls._checked(values)
+        """From command-line words (`sys.argv[1:]` if None). Raises UserError with all problems; `--help` prints and
+        exits."""
+        problems = Problems()
+        values = parse_argv(TABLE, sys.argv[1:] if argv is None else argv, prog, problems)
+        return cls._checked(values, problems)
 
     @classmethod
     def from_kwargs(cls, **values: Any) -> ServerArgs:
-        """From keyword arguments named as the flags, for `Engine`. Raises UserError."""
-        return cls._checked(resolve_keywords(TABLE, values))
+        """From keyword arguments named as the flags, for `Engine`. Raises UserError with all problems."""
+        problems = Problems()
+        return cls._checked(resolve_keywords(TABLE, values, problems), problems)
 
     @classmethod
-    def _checked(cls, values: dict[str, Any]) -> ServerArgs:
-        if not values.get("model_path"):
-            raise UserError("--model-path is required: a local directory or a Hugging Face id.")
-        args = cls(**values)
-        args.check()
+    def _checked(cls, values: dict[str, Any], problems: Problems) -> ServerArgs:
+        if not values.get("model_path") and "model_path" not in problems.fields:
+            problems.add("--model-path is required: a local directory or a Hugging Face id.")
+        args = cls(**{"model_path": "", **values})
+        _find_problems(args, problems)
+        problems.raise_if_any()
         return args
 
     def check(self) -> None:
         """Raises UserError if a value is out of range or values contradict each other."""
-        coerce_values(TABLE, asdict(self))
-        _check_features(self)
-        _check_combinations(self)
+        problems = Problems()
+        coerce_values(TABLE, asdict(self), problems)
+        _find_problems(self, problems)
+        problems.raise_if_any()
 
     def model_overrides(self) -> dict[str, Any]:
         """`json_model_override_args` parsed."""
@@ -211,42 +230,49 @@ class ServerArgs:
 TABLE = OptionTable(ServerArgs)
 
 
-def _check_features(args: ServerArgs) -> None:
-    only_one = {
-        "pp_size": "split the model with --tp-size",
-        "dp_size": "start one server for each replica behind a load balancer",
-        "ep_size": "experts are split with --tp-size",
-        "nnodes": "use the GPUs of one machine with --tp-size",
-    }
-    for name, hint in only_one.items():
-        value = getattr(args, name)
-        if value != 1:
-            raise not_implemented(f"{flag(name)} {value}", hint)
-    not_yet = {
-        "tool_call_parser": "remove the flag and parse the text in the client",
-        "reasoning_parser": "remove the flag and parse the text in the client",
-    }
-    for name, hint in not_yet.items():
-        value = getattr(args, name)
-        if value is not None:
-            raise not_implemented(f"{flag(name)} {value}", hint)
+ONLY_ONE: Mapping[str, str] = {
+    "pp_size": "split the model with --tp-size",
+    "dp_size": "start one server for each replica behind a load balancer",
+    "ep_size": "experts are split with --tp-size",
+    "nnodes": "use the GPUs of one machine with --tp-size",
+}
+"""Fields that must be 1 until what they count exists, with what to do instead."""
+
+NOT_YET: Mapping[str, str] = {
+    "tool_call_parser": "remove the flag and parse the text in the client",
+    "reasoning_parser": "remove the flag and parse the text in the client",
+}
+"""Fields that must be None until what they name exists, with what to do instead."""
 
 
-def _check_combinations(args: ServerArgs) -> None:
-    if args.mem_fraction_static is not None and not 0 < args.mem_fraction_static < 1:
-        raise UserError(f"--mem-fraction-static must be above 0 and below 1; got {args.mem_fraction_static}.")
-    if args.chunked_prefill_size == 0:
-        raise UserError("--chunked-prefill-size must be positive, or -1 to compute whole prompts; got 0.")
-    if args.page_size is not None and args.chunked_prefill_size is not None:
-        if args.chunked_prefill_size > 0 and args.chunked_prefill_size % args.page_size:
-            raise UserError(
-                f"--chunked-prefill-size {args.chunked_prefill_size} is not a multiple of --page-size {args.page_size}."
-            )
-    if args.page_size is not None and args.max_total_tokens is not None and args.max_total_tokens < args.page_size:
-        raise UserError(f"--max-total-tokens {args.max_total_tokens} is less than one page of {args.page_size} tokens.")
+def _find_problems(args: ServerArgs, problems: Problems) -> None:
+    """What does not exist yet, and values that contradict each other; fields with a problem already are left out."""
+    for required, hints in ((1, ONLY_ONE), (None, NOT_YET)):
+        for name, hint in hints.items():
+            value = getattr(args, name)
+            if value != required and name not in problems.fields:
+                problems.refuse(f"{flag(name)} {value}", hint)
+    for fields, text in _contradictions(args):
+        if not problems.fields & fields:
+            problems.add(text, *fields)
+
+
+def _contradictions(args: ServerArgs) -> Iterator[tuple[set[str], str]]:
+    """The fields and the text of each."""
+    fraction, chunk, page = args.mem_fraction_static, args.chunked_prefill_size, args.page_size
+    if fraction is not None and not 0 < fraction < 1:
+        yield {"mem_fraction_static"}, f"--mem-fraction-static must be above 0 and below 1; got {fraction}."
+    if chunk == 0:
+        text = "--chunked-prefill-size must be positive, or -1 to compute whole prompts; got 0."
+        yield {"chunked_prefill_size"}, text
+    if page is not None and chunk is not None and chunk > 0 and chunk % page:
+        text = f"--chunked-prefill-size {chunk} is not a multiple of --page-size {page}."
+        yield {"chunked_prefill_size", "page_size"}, text
+    if page is not None and args.max_total_tokens is not None and args.max_total_tokens < page:
+        text = f"--max-total-tokens {args.max_total_tokens} is less than one page of {page} tokens."
+        yield {"max_total_tokens", "page_size"}, text
     if args.node_rank >= args.nnodes:
-        raise UserError(f"--node-rank must be below --nnodes {args.nnodes}; got {args.node_rank}.")
+        yield {"node_rank", "nnodes"}, f"--node-rank must be below --nnodes {args.nnodes}; got {args.node_rank}."
     if args.disable_cuda_graph and args.cuda_graph_bs is not None:
-        raise UserError("--cuda-graph-bs and --disable-cuda-graph contradict each other; remove one.")
-    if args.enable_mixed_chunk and args.chunked_prefill_size == -1:
-        raise UserError("--enable-mixed-chunk needs chunked prefill; remove --chunked-prefill-size -1.")
+        text = "--cuda-graph-bs and --disable-cuda-graph contradict each other; remove one."
+        yield {"cuda_graph_bs", "disable_cuda_graph"}, text

@@ -22,6 +22,7 @@ FILES = {
         class ServerArgs:
             model_path: A[str, Arg(help="...", aliases=["--model"])]
             port: A[int, "The port."] = 30_000
+            yes: A[bool, Arg(help="...", action=argparse.BooleanOptionalAction)] = False
             tp_size: int = 1
             timeout: A[float, Arg(help="...", cli_name="--wait-seconds")] = 300
             internal: A[bool, Arg(help="...", no_cli=True)] = False
@@ -36,6 +37,7 @@ FILES = {
                 parser.add_argument("--backend", choices=list(BACKENDS.keys()))
                 parser.add_argument("--quantization", choices=["fp8", "awq"])
                 parser.add_argument("--trust", action="store_true")
+                parser.add_argument("--on-or-off", action=argparse.BooleanOptionalAction)
                 parser.add_argument("positional")
         """,
     "arg_groups/choices.py": "POLICIES = ['fcfs', 'lpm']",
@@ -97,7 +99,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 EXPECTED = {
     "flag": "--model-path --model --port --wait-seconds --mode --tp-size --tp --load-format --policy --backend "
-    "--quantization --trust --draft-tokens",
+    "--quantization --trust --draft-tokens --on-or-off --no-on-or-off --yes --no-yes",
     "choice": "--mode=a --mode=b --load-format=auto --load-format=safetensors --load-format=dummy --policy=fcfs "
     "--policy=lpm --policy=extra --backend=triton --backend=flashinfer --quantization=fp8 --quantization=awq",
     "environment": "SGLANG_ONE SGLANG_TWO SGL_THREE SGLANG_FOUR",
@@ -117,6 +119,7 @@ def test_defaults_are_read_where_the_source_says(tree: Path) -> None:
         "--port": "30000",
         "--tp-size": "1",
         "--wait-seconds": "300",
+        "--yes": "False",
         "--mode": "None",
         "--load-format": "'auto'",
         "--trust": "False",

@@ -182,10 +182,10 @@ def test_the_attention_backend_heals_itself(monkeypatch: pytest.MonkeyPatch) -> 
     fields = ("req_to_token", "req_pool_indices", "extend_prefix_lens", "extend_start_loc", "seq_lens")
     batch = SimpleNamespace(kv_pool=pool, **dict.fromkeys(fields, torch.ones(1)))
     layer = RadixAttention(0, 4, 2, 64, 0.125)
-    q = torch.zeros(2, 4, 64)
-    backend.forward_extend(q, q, q, layer, batch)  # type: ignore[arg-type]
+    q, out = torch.zeros(2, 4, 64), torch.zeros(2, 4, 64)
+    backend.forward_extend(q, q, q, layer, batch, out)  # type: ignore[arg-type]
     for _ in range(2):
-        backend.forward_decode(q, layer, batch)  # type: ignore[arg-type]
+        backend.forward_decode(q, layer, batch, out)  # type: ignore[arg-type]
     assert log == [
         ("extend", BIG),
         ("extend", small_extend),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import interpreter
 import pytest
 import torch
 import torch.nn.functional as F
 
+from sglang.srt.layers import native_ops
 from sglang.srt.layers.triton_ops import activation, gemv, norm, pdl
 
 DEVICE = interpreter.DEVICE
@@ -31,6 +34,26 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 def test_one_row(cols: int, size: int) -> None:
     x, w = operands(1, cols, size)
     assert_close(gemv.gemv(x, w, SMALL_TILE), F.linear(x, w))
+
+
+@interpreter.kernel_test
+def test_one_row_in_fp32() -> None:
+    x, w = operands(1, 70, 192)
+    out = gemv.gemv(x * 8, w, SMALL_TILE, torch.float32)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.double(), (x * 8).double() @ w.double().T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(interpreter.INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("rows", [1, 2, 64])
+@pytest.mark.parametrize("linear", [gemv.linear, native_ops.linear])
+def test_logits_keep_the_digits_of_their_sums(linear: Callable[..., torch.Tensor], rows: int) -> None:
+    x, w = operands(rows, 151936, 1024)
+    out = linear(x * 8, w, out_dtype=torch.float32)
+    assert out.dtype == torch.float32
+    exact = torch.cat([(x * 8).double() @ part.double().T for part in w.split(16384)], dim=1)
+    assert (out - exact).abs().max() < 1e-3 and exact.abs().max() > 32
 
 
 @interpreter.kernel_test

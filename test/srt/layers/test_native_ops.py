@@ -26,6 +26,16 @@ def test_norms(dtype: torch.dtype) -> None:
     torch.testing.assert_close(normed, F.rms_norm(x + residual, (64,), weight, 1e-5))
 
 
+def test_a_product_may_keep_the_digits_of_its_sums() -> None:
+    """More columns than are widened at a time."""
+    x, w = torch.randn(3, 70).bfloat16() * 4, torch.randn(native_ops.WIDENED_ELEMENTS // 70 * 2 + 5, 70).bfloat16()
+    exact = x.double() @ w.double().T
+    assert exact.abs().max() > 32, "where bf16 has a grid of 0.25"
+    out = native_ops.linear(x, w, out_dtype=torch.float32)
+    assert out.dtype == torch.float32 and (out - exact).abs().max() < 1e-4
+    assert torch.equal(native_ops.linear(x, w), F.linear(x, w))
+
+
 def test_silu_and_mul() -> None:
     x = torch.randn(3, 10)
     want = torch.tensor([[a / (1 + torch.exp(-a)) * b for a, b in zip(r[:5], r[5:], strict=True)] for r in x])

@@ -6,6 +6,7 @@ changes the output, and the expected output needs no scheduler to compute.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -15,8 +16,8 @@ from sglang.srt.managers.io_struct import BatchTokenIDOut, FinishReason, Tokeniz
 from sglang.srt.managers.output import StopChecker
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.req_pool import ReqToTokenPool
-from sglang.srt.model_executor.step import NEXT_TOKEN, StepInput
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.model_executor.step import StepInput
+from sglang.srt.sampling.sampling_params import NO_TOKEN, SamplingParams
 
 VOCAB = 97
 EOS = 0
@@ -76,6 +77,8 @@ class FakeRunner:
         self.kv = np.full(pool + 2 * page, -1, np.int64)
         self.next_token = np.zeros(max_reqs + 1, np.int64)
         self.steps: list[str] = []
+        self.not_numbers: Callable[[np.ndarray], bool] = lambda sequence: False
+        """Whether a sequence's logits are NaN."""
 
     def run(self, step: StepInput) -> LateResult:
         if step.table_update is not None:
@@ -89,18 +92,19 @@ class FakeRunner:
             ids, rows = self.next_token[step.slots], range(len(step.slots))
             self.table[step.slots, step.seq_lens - 1] = step.out_cache_loc
         else:
-            self.steps.append("extend")
-            ids, rows = step.extend.input_ids.copy(), step.extend.sample_rows
-            holes = ids == NEXT_TOKEN
-            ids[holes] = self.next_token[np.repeat(step.slots, step.extend.extend_lens)][holes]
-            assert (step.extend.prefix_lens + step.extend.extend_lens == step.seq_lens).all()
+            decodes = step.extend.num_decodes
+            self.steps.append("mixed" if decodes else "extend")
+            ids = np.concatenate((self.next_token[step.slots[:decodes]], step.extend.input_ids))
+            rows = step.extend.sample_rows
+            self.table[step.slots[:decodes], step.seq_lens[:decodes] - 1] = step.out_cache_loc[:decodes]
+            assert (step.extend.prefix_lens + step.extend.extend_lens == step.seq_lens[decodes:]).all()
         self.kv[step.out_cache_loc] = ids
         tokens = []
         for row in rows:
             sequence = self.kv[self.table[step.slots[row], : step.seq_lens[row]]]
             assert (sequence >= 0).all(), "a cache slot was read before it was written"
-            tokens.append(next_token(sequence))
-            self.next_token[step.slots[row]] = tokens[-1]
+            tokens.append(NO_TOKEN if self.not_numbers(sequence) else next_token(sequence))
+            self.next_token[step.slots[row]] = max(tokens[-1], 0)
         return LateResult(np.array(tokens, np.int64))
 
 
@@ -108,7 +112,6 @@ def make_scheduler(runner: FakeRunner, **options: object) -> Scheduler:
     args = SimpleNamespace(
         disable_radix_cache=False,
         disable_overlap_schedule=False,
-        enable_mixed_chunk=False,
         schedule_policy="fcfs",
         schedule_conservativeness=1.0,
         stream_interval=1,

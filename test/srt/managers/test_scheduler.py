@@ -3,6 +3,7 @@ tokens that it would get alone, and in the end nothing is held."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -92,7 +93,7 @@ def test_chunked_prefill_takes_several_steps_and_changes_nothing() -> None:
 
 
 def test_mixed_chunk_decodes_while_it_prefills() -> None:
-    scheduler = make_scheduler(FakeRunner(1024, 1, 512, 4, 32), enable_mixed_chunk=True)
+    scheduler = make_scheduler(FakeRunner(1024, 1, 512, 4, 32))
     collector = Collector()
     add(scheduler, request("a", prompt(10), 30, stream=True, ignore_eos=True))
     scheduler.step()
@@ -103,6 +104,53 @@ def test_mixed_chunk_decodes_while_it_prefills() -> None:
     run_to_end(scheduler, collector)
     assert collector.tokens["a"] == expected_output(prompt(10), 30, ignore_eos=True)
     assert collector.tokens["b"] == expected_output(prompt(200, 2), 5)
+    assert_clean(scheduler)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("page", [1, 16])
+def test_logits_that_are_not_numbers_end_that_request_only(page: int, overlap: bool) -> None:
+    """In prefill and in the middle of decoding; what the request has computed is not offered to others."""
+    runner = FakeRunner(2048, page, 256, 8, 64)
+    scheduler = make_scheduler(runner, disable_overlap_schedule=not overlap)
+    collector = Collector()
+    prompts = [prompt(40 + i, i) for i in range(6)]
+    fails_at = {1: len(prompts[1]), 4: len(prompts[4]) + 9}
+    runner.not_numbers = lambda tokens: any(
+        len(tokens) == length and tokens[0] == prompts[i][0] for i, length in fails_at.items()
+    )
+    for i, ids in enumerate(prompts):
+        add(scheduler, request(f"r{i}", ids, 20, stream=True, ignore_eos=True))
+    run_to_end(scheduler, collector)
+    for i, ids in enumerate(prompts):
+        expected = expected_output(ids, 20, ignore_eos=True)
+        if i in fails_at:
+            finish = collector.finish[f"r{i}"]
+            assert finish.type == "abort" and finish.status_code == 500 and "NaN" in (finish.message or "")
+            expected = expected[: fails_at[i] - len(ids)]
+            assert not len(scheduler.cache.match_prefix(ids).indices)
+        else:
+            assert collector.finish[f"r{i}"].type == "length"
+            assert len(scheduler.cache.match_prefix(ids).indices) == len(ids) // page * page
+        assert collector.tokens[f"r{i}"] == expected
+    assert_clean(scheduler)
+
+
+def test_a_prefix_that_failed_is_not_cached_beside_those_that_use_it() -> None:
+    """A request that took the KV from the cache before the failure was known fails too, and takes the prefix along."""
+    runner = FakeRunner(512, 1, 256, 4, 128)
+    scheduler = make_scheduler(runner)
+    collector = Collector()
+    shared = prompt(100)
+    runner.not_numbers = lambda tokens: len(tokens) >= 100
+    add(scheduler, request("a", shared, 8))
+    scheduler.step()
+    add(scheduler, request("b", shared + [5], 8))
+    scheduler.step()
+    assert scheduler.reqs["b"].hit_len == 100
+    run_to_end(scheduler, collector)
+    assert {finish.status_code for finish in collector.finish.values()} == {500}
+    assert scheduler.cache.total_size() == 0
     assert_clean(scheduler)
 
 
@@ -259,17 +307,16 @@ workload = st.lists(
     max_reqs=st.integers(1, 6),
     policy=st.sampled_from(sorted(POLICIES)),
     radix=st.booleans(),
-    mixed=st.booleans(),
     overlap=st.booleans(),
     conservativeness=st.sampled_from([0.01, 1.0]),
 )
 def test_any_workload(
-    events: list, page: int, pool_pages: int, chunk: int, max_reqs: int, policy: str, radix: bool, mixed: bool,
+    events: list, page: int, pool_pages: int, chunk: int, max_reqs: int, policy: str, radix: bool,
     overlap: bool, conservativeness: float,
 ) -> None:  # fmt: skip
     runner = FakeRunner(pool_pages * page if page > 1 else pool_pages * 4, page, 160, max_reqs, chunk)
     scheduler = make_scheduler(
-        runner, schedule_policy=policy, disable_radix_cache=not radix, enable_mixed_chunk=mixed,
+        runner, schedule_policy=policy, disable_radix_cache=not radix,
         disable_overlap_schedule=not overlap, schedule_conservativeness=conservativeness,
     )  # fmt: skip
     collector = Collector()
@@ -309,3 +356,52 @@ def test_a_prompt_beyond_the_step_limit_does_not_wait_for_an_empty_server() -> N
     run_to_end(scheduler, collector)
     assert collector.tokens["long"] == expected_output(prompt(100, 2), 3)
     assert_clean(scheduler)
+
+
+def test_requests_for_prompt_log_probabilities_enter_together() -> None:
+    """They compute their whole prompt whatever is cached, so that none gains by waiting for another."""
+    scheduler = make_scheduler(FakeRunner(2048, 1, 256, 8, 1024))
+    for i in range(4):
+        msg = request(f"r{i}", prompt(100), 2)
+        msg.return_logprob, msg.logprob_start_len = True, 0
+        add(scheduler, msg)
+    scheduler.step()
+    assert len(scheduler.running) == 4
+
+
+def test_equal_prompts_of_different_namespaces_enter_together() -> None:
+    scheduler = make_scheduler(FakeRunner(2048, 1, 256, 8, 1024))
+    for namespace in (None, "a", "b"):
+        msg = request(f"r{namespace}", prompt(100), 2)
+        msg.cache_namespace = namespace
+        add(scheduler, msg)
+    scheduler.step()
+    assert len(scheduler.running) == 3
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "dfs-weight"])
+def test_a_waiting_prompt_is_compared_with_the_tree_once(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make_scheduler(FakeRunner(8192, 1, 2048, 2, 2048), schedule_policy=policy)
+    collector = Collector()
+    add(scheduler, request("first", prompt(1500), 4))
+    run_to_end(scheduler, collector)
+    compared = 0
+    common_length = scheduler.cache._common_length
+
+    def count(key: np.ndarray, tokens: np.ndarray) -> int:
+        nonlocal compared
+        compared += min(len(key), len(tokens))
+        return common_length(key, tokens)
+
+    monkeypatch.setattr(scheduler.cache, "_common_length", count)
+    for i in range(2):  # all request slots
+        add(scheduler, request(f"busy{i}", prompt(5, i + 9), 100, ignore_eos=True))
+    scheduler.step()
+    add(scheduler, request("long", prompt(1501), 4))
+    for _ in range(50):
+        scheduler.policy(list(scheduler.waiting), scheduler.cache)
+        scheduler.step()
+    long = scheduler.reqs["long"]
+    run_to_end(scheduler, collector)
+    assert long.hit_len == 1500 and 1500 <= compared < 1500 + 200
+    assert collector.tokens["long"] == expected_output(prompt(1501), 4)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,9 @@ VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
     "graphs": ({}, 1.5),
     "eager": ({"disable_cuda_graph": True}, 1.5),
     "pages": ({"page_size": 16}, 1.5),
-    "chunks": ({"chunked_prefill_size": 16, "enable_mixed_chunk": True}, 1.5),
+    "chunks": ({"chunked_prefill_size": 16}, 1.5),
     "retraction": ({"max_total_tokens": 345, "schedule_conservativeness": 0.01}, 1.5),
+    "flashinfer": ({"attention_backend": "flashinfer", "page_size": 16}, 1.5),
     "fp8_kv": ({"kv_cache_dtype": "fp8_e4m3"}, 10.0),  # three bits of mantissa instead of seven
 }
 
@@ -53,6 +55,8 @@ def path_logprobs(model: torch.nn.Module, prompt: list[int], output: tuple[int, 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", ["qwen3_wide", "qwen3_moe_wide", "llama_wide"])
 def test_against_transformers(name: str, variant: str, tmp_path: Path) -> None:
+    if variant == "flashinfer" and importlib.util.find_spec("flashinfer") is None:
+        pytest.skip("FlashInfer is not installed")
     reference = save_tiny(name, tmp_path).cuda()
     options, factor = VARIANTS[variant]
     options = {"max_total_tokens": 4096, "max_running_requests": 16, "cuda_graph_max_bs": 8, **options}

@@ -76,7 +76,7 @@ def test_among_strangers(reference: Reference, page_size: int) -> None:
 
 
 def test_in_chunks(reference: Reference) -> None:
-    scheduler = reference.scheduler(chunked_prefill_size=16, enable_mixed_chunk=True)
+    scheduler = reference.scheduler(chunked_prefill_size=16)
     check(reference, scheduler, [prompt(1, 70), prompt(2, 5), prompt(3, 33)])
 
 
@@ -151,3 +151,23 @@ def test_log_probability_of_the_first_token_is_none(reference: Reference) -> Non
         inputs += [m.logprobs[0].input for m in scheduler.outbox if m.logprobs[0] and m.logprobs[0].input]
         run.take(scheduler)
     assert inputs == [[(None, 5)]]
+
+
+def test_a_token_that_makes_nan_harms_its_request_only(reference: Reference) -> None:
+    scheduler = reference.scheduler(page_size=16)
+    broken = 77
+    prompts = [[t if t != broken else 78 for t in prompt(s, 40)] for s in range(4)]
+    outputs = [reference.greedy(ids) for ids in prompts]
+    unharmed = [i for i, ids in enumerate(outputs) if broken not in ids]
+    prompts.append(prompts[0][:20] + [broken] + prompts[0][21:])
+    with torch.inference_mode():
+        scheduler.runner.model.embed.weight[broken] = torch.nan
+    collector = Collector()
+    for i, ids in enumerate(prompts):
+        msg = request(f"r{i}", ids, NEW_TOKENS, temperature=0.0, ignore_eos=True)
+        msg.return_logprob, msg.logprob_start_len, msg.top_logprobs_num = True, 0, 2
+        add(scheduler, msg)
+    run_to_end(scheduler, collector)
+    assert unharmed and all(collector.tokens[f"r{i}"] == outputs[i] for i in unharmed)
+    assert collector.finish["r4"].status_code == 500 and not collector.tokens["r4"]
+    assert_clean(scheduler)

@@ -16,6 +16,11 @@ from sglang.srt.mem_cache.radix_cache import Node, RadixCache
 NAMESPACES = (None, "a", "")
 
 
+def matched(cache: RadixCache, tokens: list[int], namespace: str | None = None) -> list[int]:
+    """The slots of the longest cached prefix."""
+    return cache.slots_to(cache.match_prefix(tokens, namespace).node).tolist()
+
+
 @dataclass(eq=False)
 class Request:
     tokens: list[int]
@@ -38,6 +43,7 @@ class RadixMachine(RuleBasedStateMachine):
         self.allocator = TokenAllocator(page_size * pages, page_size)
         self.cache = RadixCache(self.allocator, page_size, enabled=enabled > 0)
         self.content: dict[int, tuple[str | None, tuple[int, ...]]] = {}
+        self.remembered: dict[tuple[str | None, tuple[int, ...]], Node] = {}
         self.running: list[Request] = []
 
     def compute(self, req: Request, upto: int) -> bool:
@@ -73,8 +79,8 @@ class RadixMachine(RuleBasedStateMachine):
     def admit(self, tokens: list[int], repeat: int, namespace: str | None) -> None:
         tokens = [t for t in tokens for _ in range(repeat)][:64]
         match = self.cache.match_prefix(np.array(tokens, np.int32), namespace)
-        assert len(match.indices) % self.page_size == 0
-        req = Request(tokens, namespace, match.node, match.indices.copy(), len(match.indices))
+        assert match.length % self.page_size == 0
+        req = Request(tokens, namespace, match.node, self.cache.slots_to(match.node), match.length)
         self.holds(req, req.num_cached)
         self.cache.lock(match.node)
         self.running.append(req)
@@ -104,8 +110,9 @@ class RadixMachine(RuleBasedStateMachine):
         self.holds(req, len(req.tokens))
         if self.cache.enabled:
             again = self.cache.match_prefix(req.tokens, req.namespace)
-            assert len(again.indices) >= req.num_cached
-            assert again.indices[: req.num_cached].tolist() == req.indices[: req.num_cached].tolist()
+            assert again.length >= req.num_cached
+            slots = self.cache.slots_to(again.node)
+            assert slots[: req.num_cached].tolist() == req.indices[: req.num_cached].tolist()
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), keep=st.booleans(), in_flight=st.booleans())
@@ -115,7 +122,20 @@ class RadixMachine(RuleBasedStateMachine):
         self.cache.release(req.tokens[:done], req.indices, req.node, req.num_cached, req.namespace, keep)
         if keep and self.cache.enabled:
             match = self.cache.match_prefix(req.tokens[:done], req.namespace)
-            assert len(match.indices) == done // self.page_size * self.page_size
+            assert match.length == done // self.page_size * self.page_size
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        req = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        path = list(self.cache._path(req.node))
+        self.cache.release(req.tokens, req.indices, req.node, req.num_cached, req.namespace, keep=False)
+        self.cache.discard(req.node)
+        for node in path:
+            in_tree = node.parent is not None
+            assert in_tree == bool(node.lock_ref or node.children), (
+                "a node that somebody needs, or one that nobody does"
+            )
 
     @rule(amount=st.integers(1, 100))
     def evict(self, amount: int) -> None:
@@ -124,6 +144,17 @@ class RadixMachine(RuleBasedStateMachine):
         freed = self.cache.evict(amount)
         assert freed == min(-(-amount // self.page_size) * self.page_size, evictable)
         assert self.allocator.available_size() == free + freed
+
+    @rule(tokens=st.lists(st.integers(0, 2), max_size=48), namespace=st.sampled_from(NAMESPACES))
+    def remember(self, tokens: list[int], namespace: str | None) -> None:
+        self.remembered[namespace, tuple(tokens)] = self.cache.match_prefix(tokens, namespace).node
+
+    @rule()
+    def match_again_from_what_is_remembered(self) -> None:
+        for (namespace, tokens), known in self.remembered.items():
+            again = self.cache.match_prefix(tokens, namespace, known)
+            assert again == self.cache.match_prefix(tokens, namespace)
+            self.remembered[namespace, tokens] = again.node
 
     @precondition(lambda self: not self.running)
     @rule()
@@ -186,7 +217,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(st.integers(0, 2), max_size=24))
     def match(self, tokens: list[int]) -> None:
-        assert self.cache.match_prefix(tokens).indices.tolist() == self.expected(tokens)
+        assert matched(self.cache, tokens) == self.expected(tokens)
 
     @invariant()
     def consistent(self) -> None:
@@ -217,14 +248,14 @@ def test_least_recently_used_goes_first() -> None:
         put(allocator, cache, [first, 9, 9])
     cache.match_prefix([1, 9, 9])
     assert cache.evict(3) == 3
-    assert [len(cache.match_prefix([first, 9, 9]).indices) for first in (1, 2, 3)] == [3, 0, 3]
+    assert [cache.match_prefix([first, 9, 9]).length for first in (1, 2, 3)] == [3, 0, 3]
 
 
 def test_a_prompt_loses_its_end_first() -> None:
     allocator, cache = filled()
     put(allocator, cache, list(range(10)))
     assert cache.evict(4) == 4
-    assert len(cache.match_prefix(list(range(10))).indices) == 6
+    assert cache.match_prefix(list(range(10))).length == 6
     cache.check()
 
 
@@ -236,7 +267,7 @@ def test_locked_nodes_survive_eviction_and_splits() -> None:
     put(allocator, cache, [1, 2, 7])  # splits the locked node
     assert (cache.protected_size(), cache.evictable_size()) == (4, 1)
     assert cache.evict(64) == 1
-    assert cache.match_prefix([1, 2, 3, 4]).indices.tolist() == match.indices.tolist()
+    assert matched(cache, [1, 2, 3, 4]) == cache.slots_to(match.node).tolist()
     cache.unlock(match.node)
     assert cache.evict(64) == 4
     assert allocator.available_size() == 64
@@ -259,11 +290,11 @@ def test_a_commit_gives_way_to_what_the_tree_has() -> None:
 def test_namespaces_share_nothing() -> None:
     allocator, cache = filled()
     put(allocator, cache, [1, 2, 3])
-    assert len(cache.match_prefix([1, 2, 3], "lora").indices) == 0
+    assert cache.match_prefix([1, 2, 3], "lora").length == 0
     slots = allocator.alloc([0], [3], None)
     assert slots is not None
     assert cache.insert([1, 2, 3], slots, "lora") == 0
-    assert cache.match_prefix([1, 2, 3], "lora").indices.tolist() == slots.tolist()
+    assert matched(cache, [1, 2, 3], "lora") == slots.tolist()
 
 
 def test_a_disabled_cache_frees_everything() -> None:
@@ -272,7 +303,7 @@ def test_a_disabled_cache_frees_everything() -> None:
     slots = allocator.alloc([0], [10], [-1])
     assert slots is not None
     kept = cache.commit(list(range(10)), slots, cache.root, 0)
-    assert kept.num_cached == 0 and len(cache.match_prefix(list(range(10))).indices) == 0
+    assert kept.num_cached == 0 and cache.match_prefix(list(range(10))).length == 0
     cache.release(list(range(10)), kept.indices, kept.node, kept.num_cached)
     assert allocator.available_size() == 64
 
@@ -304,7 +335,7 @@ def test_check_finds_defects(defect: str) -> None:
         cache.lock(node)
         node.lock_ref = 0
     elif defect == "slot":
-        node.value[0] = cache.match_prefix([4]).indices[0]
+        node.value[0] = matched(cache, [4])[0]
     elif defect == "edge":
         node.key[0] = 9
     else:
@@ -319,4 +350,4 @@ def test_long_prompts_match_whole() -> None:
     slots = allocator.alloc([0], [8192], None)
     assert slots is not None
     cache.insert(tokens, slots)
-    assert np.array_equal(cache.match_prefix(tokens).indices, slots)
+    assert matched(cache, tokens) == slots.tolist()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -62,3 +64,13 @@ def test_64_greedy_tokens_are_identical(pair) -> None:
         got.append(int(runner.decode({1: got[-1]})[0].argmax()))
     assert got == want
     assert len(set(want)) > 8, "the reference repeats itself: the test would see little"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_tied_bias"])
+def test_logits_of_a_bf16_model_are_not_on_its_grid(name: str, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path)
+    head = TinyRunner(plan_for(tmp_path, dtype="bfloat16")).model.logits
+    hidden = torch.randn(9, head.weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16() * 200
+    exact = hidden.double() @ head.weight.double().T
+    assert exact.abs().max() > 16, "where bf16 has a grid of 0.125"
+    assert (head(hidden) - exact).abs().max() < 1e-3

@@ -10,7 +10,8 @@ import torch
 from sglang.srt.layers import sampler as torch_path
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.layers.triton_ops import sampling as ops
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sampling.logprobs import LogprobRequest
+from sglang.srt.sampling.sampling_params import NO_TOKEN, SamplingParams
 from sglang.srt.sampling.sampling_table import SamplingTable
 
 DEVICE = interpreter.DEVICE
@@ -83,7 +84,35 @@ def test_greedy_takes_the_first_of_equals() -> None:
     out = Sampler(True)(
         logits, table.view(slots.cpu().numpy(), slots), torch.zeros(3, dtype=torch.int32, device=DEVICE)
     )
-    assert out.next_token_ids.tolist() == [0, 77, 0]
+    assert out.next_token_ids.tolist() == [0, 77, NO_TOKEN]
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("params", MIXED)
+@pytest.mark.parametrize("use_triton", [True, False])
+def test_a_row_that_is_not_numbers_has_no_token(use_triton: bool, params: SamplingParams) -> None:
+    """All NaN, one NaN among more tokens than a program reads, nothing that is allowed; the others as without them."""
+    device = DEVICE if use_triton else "cpu"
+    vocab_size, count = 9000, 5
+    logits = torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(3)) * 3
+    broken = logits.clone()
+    broken[1] = torch.nan
+    broken[2, 4999] = torch.nan
+    broken[3] = -torch.inf
+    slots = torch.arange(1, count + 1, device=device)
+    tokens = []
+    for x in (logits, broken):
+        table = fill(vocab_size, [params] * count, device)
+        next_token = torch.full((count + 1,), 7, dtype=torch.int64, device=device)
+        batch = table.view(slots.cpu().numpy(), slots)
+        positions = torch.full((count,), 6, dtype=torch.int32, device=device)
+        request = LogprobRequest.build([True] * count, [2] * count, [None] * count, device)
+        out = Sampler(use_triton)(x.clone().to(device), batch, positions, None, request, next_token)
+        tokens.append(out.next_token_ids.tolist())
+        assert 0 <= next_token.min() and next_token.max() < vocab_size
+        assert out.logprobs is not None and out.logprobs.view(torch.float32)[[0, 4], 0].isfinite().all()
+    assert tokens[1] == [tokens[0][0], NO_TOKEN, NO_TOKEN, NO_TOKEN, tokens[0][4]]
+    assert NO_TOKEN not in tokens[0]
 
 
 @interpreter.kernel_test

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.configs.architectures import SUPPORTED, SUPPORTED_ARCHITECTURES, Architecture
 from sglang.srt.configs.hf_config import (
@@ -21,7 +21,9 @@ from sglang.srt.configs.quantization import agree, detect
 from sglang.srt.configs.rope import rope_parameters, scaled_context_length
 from sglang.srt.environ import envs, warn_once
 from sglang.srt.errors import UserError
-from sglang.srt.server_args import ServerArgs
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
 
 DTYPES = ("bfloat16", "float16", "float32")
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

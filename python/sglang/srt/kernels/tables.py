@@ -193,7 +193,7 @@ FUSED_MOE = (
 )
 LINEAR = (
     KernelSpec("triton_gemv", f"{_TRITON}.gemv:linear", CP_ASYNC, "triton", refuse=all_of(_HALF, only_quant(None))),
-    KernelSpec("cublas", "torch.nn.functional:linear", CP_ASYNC, refuse=only_quant(None)),
+    KernelSpec("cublas", f"{_NATIVE}:linear", CP_ASYNC, refuse=only_quant(None)),
     KernelSpec("torch_native", f"{_NATIVE}:linear", refuse=only_quant(None)),
     KernelSpec(
         "triton_quantized",

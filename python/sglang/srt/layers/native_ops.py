@@ -18,9 +18,23 @@ if TYPE_CHECKING:
     from sglang.srt.layers.quantization.linear_weight import LinearWeight
 
 
-def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., K], w [N, K], bias [N] -> [..., N]."""
-    return F.linear(x, w, bias)
+WIDENED_ELEMENTS = 1 << 20
+"""Of a weight that a CPU widens to fp32 at a time: they stay in its caches."""
+
+
+def linear(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """x [..., K], w [N, K], bias [N] -> [..., N]. With `out_dtype` fp32 (x [R, K], no bias) the sums are not rounded to
+    the operands' type."""
+    if out_dtype in (None, x.dtype):
+        return F.linear(x, w, bias)
+    assert bias is None and out_dtype is torch.float32
+    if x.is_cuda:
+        return torch.mm(x, w.T, out_dtype=torch.float32)
+    x32 = x.float()
+    rows = max(1, WIDENED_ELEMENTS // w.shape[1])
+    return torch.cat([F.linear(x32, part.float()) for part in w.split(rows)], dim=-1)
 
 
 def quantized_linear(

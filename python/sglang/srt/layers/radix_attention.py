@@ -33,6 +33,12 @@ class RadixAttention:
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], stored already -> [T, Hq * Dv]."""
+        out = torch.empty((q.shape[0], self.num_heads, self.v_head_dim), dtype=q.dtype, device=q.device)
+        backend, decodes = batch.attn_backend, batch.decodes
         if batch.forward_mode.is_decode():
-            return batch.attn_backend.forward_decode(q, self, batch)
-        return batch.attn_backend.forward_extend(q, k, v, self, batch)
+            backend.forward_decode(q, self, batch, out)
+        else:
+            if decodes is not None:  # first: its padding rows may lie over those of the prompts
+                backend.forward_decode(q[: decodes.batch_size], self, decodes, out[: decodes.batch_size])
+            backend.forward_extend(q, k, v, self, batch, out)
+        return out.flatten(1)

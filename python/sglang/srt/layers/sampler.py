@@ -6,6 +6,9 @@ repetition, frequency and presence penalties, grammar mask, temperature, top_k, 
 top_k keeps the k largest logits; top_p then keeps the smallest set of largest tokens that holds at least top_p of the
 probability that is left; min_p drops tokens less likely than min_p x the likeliest. Each of them is a lower bound on
 the logit, so a row is filtered by one threshold, and tokens tied with the last kept one are kept too.
+
+A row with a NaN, or without any logit above -inf, gives NO_TOKEN, which the host sees when it reads the tokens. What
+stays on the device takes token 0 instead, so that every index is within bounds until then.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import torch
 from sglang.srt.sampling.logprobs import LogprobRequest, token_logprobs
 from sglang.srt.sampling.noise import gumbel_noise
 from sglang.srt.sampling.penalties import apply_penalties
-from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
+from sglang.srt.sampling.sampling_params import NO_TOKEN, TOP_K_ALL, SamplingParams
 from sglang.srt.sampling.sampling_table import Column, SamplingBatch, SamplingTable
 
 BITS = 32
@@ -28,7 +31,7 @@ TOPK_LIMIT = 1024
 
 @dataclass(slots=True)
 class SamplerOutput:
-    next_token_ids: torch.Tensor  # [B] int64
+    next_token_ids: torch.Tensor  # [B] int64, NO_TOKEN for rows that are not numbers
     logprobs: torch.Tensor | None  # packed [B, W] int32, see sampling.logprobs
 
 
@@ -63,12 +66,12 @@ class Sampler:
         else:
             tokens = _sample_torch(logits, batch, positions, vocab_mask)
             if next_token is not None:
-                next_token[batch.slots] = tokens
+                next_token[batch.slots] = tokens.clamp(min=0)
         if batch.penalties is not None:
-            batch.penalties.add_tokens(batch.rows()[:, Column.PENALTY_ROW].long(), tokens)
+            batch.penalties.add_tokens(batch.rows()[:, Column.PENALTY_ROW].long(), tokens.clamp(min=0))
         packed = None
         if logprobs is not None:
-            packed = token_logprobs(raw, tokens, logprobs.num_top, logprobs.ids_dev)
+            packed = token_logprobs(raw, tokens.clamp(min=0), logprobs.num_top, logprobs.ids_dev)
         return SamplerOutput(tokens, packed)
 
     def warm_up(self, table: SamplingTable, next_token: torch.Tensor) -> None:
@@ -138,7 +141,7 @@ def _sample_torch(
     logits: torch.Tensor, batch: SamplingBatch, positions: torch.Tensor, vocab_mask: torch.Tensor | None
 ) -> torch.Tensor:
     if batch.all_greedy and batch.penalties is None and vocab_mask is None:
-        return logits.argmax(dim=-1)
+        return _largest(logits)
     rows = batch.rows()
     floats = rows.view(torch.float32)
     if batch.penalties is not None:
@@ -152,13 +155,19 @@ def _sample_torch(
     if vocab_mask is not None:
         apply_vocab_mask(logits, vocab_mask)
     if batch.all_greedy:
-        return logits.argmax(dim=-1)
+        return _largest(logits)
     greedy = floats[:, Column.TEMPERATURE, None] == 0
     noise = gumbel_noise(rows[:, Column.SEED_LO], rows[:, Column.SEED_HI], positions, logits.shape[1])
     scores = torch.where(greedy, logits, logits / floats[:, Column.TEMPERATURE, None] + noise)
     if batch.any_filter:
         scores.masked_fill_(logits < filter_thresholds(logits, batch, rows)[:, None], -torch.inf)
-    return scores.argmax(dim=-1)
+    return _largest(scores)
+
+
+def _largest(scores: torch.Tensor) -> torch.Tensor:
+    """The first of each row's largest, [B] int64."""
+    tokens = scores.argmax(dim=-1)  # of a NaN, if there is one
+    return torch.where(scores.gather(1, tokens[:, None])[:, 0] > -torch.inf, tokens, NO_TOKEN)
 
 
 def _sample_triton(

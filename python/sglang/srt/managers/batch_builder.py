@@ -9,7 +9,6 @@ import numpy as np
 from sglang.srt.managers.schedule_batch import Req, RunningBatch, ScheduleBatch
 from sglang.srt.mem_cache.req_pool import ReqToTokenPool
 from sglang.srt.model_executor.step import (
-    NEXT_TOKEN,
     ExtendInput,
     LogprobSpec,
     PromptLogprobs,
@@ -97,26 +96,24 @@ def build_decode(scheduler: Scheduler, running: RunningBatch) -> ScheduleBatch:
 
 def build_extend(scheduler: Scheduler, chosen: list[tuple[Req, int]], mixed: list[Req]) -> ScheduleBatch:
     """`chosen` requests compute that many further tokens each; `mixed` ones decode in the same step."""
-    reqs = [r for r, _ in chosen] + mixed
+    reqs, count = mixed + [r for r, _ in chosen], len(mixed)
     prefix = np.fromiter((r.kv_len for r in reqs), np.int32, len(reqs))
-    lens = np.array([n for _, n in chosen] + [1] * len(mixed), np.int32)
+    lens = np.array([1] * count + [n for _, n in chosen], np.int32)
     slots = np.fromiter((r.slot for r in reqs), np.int64, len(reqs))
     locs = _alloc(scheduler, prefix, prefix + lens, slots)
+    scheduler.req_pool.host[slots[:count], prefix[:count]] = locs[:count]  # the step itself writes the device table
     ids: list[int] = []
-    offset = 0
-    for (req, n), start in zip(chosen, prefix, strict=False):
+    offset = count
+    for (req, n), start in zip(chosen, prefix[count:].tolist(), strict=True):
         ids += req.tokens[start : start + n]
-        scheduler.table.write(req.slot, int(start), locs[offset : offset + n])
+        scheduler.table.write(req.slot, start, locs[offset : offset + n])
         offset += n
-        req.kv_len = int(start) + n
-    for req, loc in zip(mixed, locs[offset:], strict=True):
-        ids.append(NEXT_TOKEN)
-        scheduler.table.write(req.slot, req.kv_len, np.array([loc], np.int32))
-    done = [i for i, r in enumerate(reqs) if i >= len(chosen) or r.kv_len == len(r.tokens)]
+        req.kv_len = start + n
+    done = [i for i, r in enumerate(reqs) if i < count or r.kv_len == len(r.tokens)]
     sampled = [reqs[i] for i in done]
-    for req in sampled[: len(sampled) - len(mixed)]:
+    for req in sampled[count:]:
         req.planned_len = len(req.tokens) + 1
-    extend = ExtendInput(np.array(ids, np.int64), prefix, lens, np.array(done, np.int64))
+    extend = ExtendInput(np.array(ids, np.int64), prefix[count:], lens[count:], np.array(done, np.int64), count)
     step = StepInput(
         slots=slots,
         seq_lens=prefix + lens,
@@ -127,17 +124,17 @@ def build_extend(scheduler: Scheduler, chosen: list[tuple[Req, int]], mixed: lis
         logprobs=_logprob_spec(sampled),
     )
     batch = ScheduleBatch(step, sampled)
-    extend.prompt_logprobs = _ask_prompt_logprobs(batch, chosen, prefix, lens)
+    extend.prompt_logprobs = _ask_prompt_logprobs(batch, chosen, extend)
     return batch
 
 
 def _ask_prompt_logprobs(
-    batch: ScheduleBatch, chosen: list[tuple[Req, int]], prefix: np.ndarray, lens: np.ndarray
+    batch: ScheduleBatch, chosen: list[tuple[Req, int]], extend: ExtendInput
 ) -> PromptLogprobs | None:
     """Row p of a prompt predicts token p + 1: the rows of this step whose target is wanted and not collected yet."""
-    starts = np.cumsum(lens) - lens
+    starts = extend.num_decodes + np.cumsum(extend.extend_lens) - extend.extend_lens
     rows, targets = [], []
-    for (req, n), begin, row0 in zip(chosen, prefix.tolist(), starts.tolist(), strict=False):
+    for (req, n), begin, row0 in zip(chosen, extend.prefix_lens.tolist(), starts.tolist(), strict=True):
         if not req.wants_prompt_logprobs:
             continue
         first = max(begin + 1, req.logprob_start, req.prompt_logprobs_done, 1)

@@ -17,6 +17,7 @@ from sglang.srt.managers.io_struct import FinishReason, OutputLogprobs, Tokenize
 from sglang.srt.mem_cache.radix_cache import Node
 from sglang.srt.model_executor.step import StepInput, StepResult
 from sglang.srt.sampling.logprobs import HostLogprobs
+from sglang.srt.sampling.sampling_params import NO_TOKEN
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.grammar import Grammar
@@ -33,6 +34,7 @@ class Req:
         self.namespace = msg.cache_namespace
         self.stop_ids = stop_ids
         self.tokens = list(msg.input_ids)
+        self._token_array = np.empty(0, np.int32)
         self.prompt_len = len(msg.input_ids)
         self.limit = limit
         """Longest length this request may reach, prompt included."""
@@ -43,6 +45,7 @@ class Req:
         self.num_cached = 0
         """Leading tokens whose KV belongs to the radix tree, locked through `node`."""
         self.node: Node | None = None
+        """Where the cached prefix ends: locked while the request has a slot; while it waits, as last matched."""
         self.hit_len = 0
         """Prompt tokens that the first admission found in the cache; reported to the client."""
         self.admitted = False
@@ -72,6 +75,13 @@ class Req:
     @property
     def wants_prompt_logprobs(self) -> bool:
         return self.logprob_start < self.prompt_len
+
+    def token_array(self, length: int) -> np.ndarray:
+        """The first `length` tokens, int32. Each is converted once: lists of 100,000 numbers take milliseconds."""
+        done = len(self._token_array)
+        if done < length:
+            self._token_array = np.concatenate((self._token_array, np.array(self.tokens[done:], np.int32)))
+        return self._token_array[:length]
 
     def matchable_len(self) -> int:
         """How many leading tokens may come from the cache: the last one must be computed to sample from it, and so must
@@ -141,7 +151,8 @@ class ScheduleBatch:
         if self.result.logprobs is not None:
             output = self.result.logprobs.unpack()
             for row, (req, token) in enumerate(zip(self.sampled, tokens, strict=True)):
-                if req.return_logprob and req.finish is None and req.prompt_len < req.limit:
+                wanted = req.return_logprob and req.finish is None and req.prompt_len < req.limit
+                if wanted and token != NO_TOKEN:
                     output.add_output(req.pending_logprobs, row, token)
         return tokens
 

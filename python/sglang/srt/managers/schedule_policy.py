@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from sglang.srt.managers.schedule_batch import Req, RunningBatch
-from sglang.srt.mem_cache.radix_cache import Node, RadixCache
+from sglang.srt.mem_cache.radix_cache import Match, Node, RadixCache
 
 MAX_LPM_QUEUE = 128
 """Beyond this queue length matching every request costs more than the order gains; FCFS then."""
@@ -18,15 +18,17 @@ ESTIMATED_NEW_TOKENS = 4096
 """No request is expected to decode further than this when memory is promised to it."""
 
 
-def _matched(cache: RadixCache, req: Req) -> tuple[int, Node]:
-    match = cache.match_prefix(req.tokens[: req.matchable_len()], req.namespace)
-    return len(match.indices), match.node
+def match(cache: RadixCache, req: Req) -> Match:
+    """The cached prefix of a waiting request. Where it ends is remembered: matching again costs little."""
+    result = cache.match_prefix(req.token_array(req.matchable_len()), req.namespace, req.node)
+    req.node = result.node
+    return result
 
 
 def _longest_prefix(queue: list[Req], cache: RadixCache) -> list[Req]:
     if len(queue) > MAX_LPM_QUEUE:
         return queue
-    return sorted(queue, key=lambda r: -_matched(cache, r)[0])
+    return sorted(queue, key=lambda r: -match(cache, r).length)
 
 
 def _depth_first(queue: list[Req], cache: RadixCache) -> list[Req]:
@@ -35,7 +37,7 @@ def _depth_first(queue: list[Req], cache: RadixCache) -> list[Req]:
     nodes: dict[int, Node] = {}
     weight: dict[int, int] = defaultdict(int)
     for req in queue:
-        node: Node | None = _matched(cache, req)[1]
+        node: Node | None = match(cache, req).node
         at_node[id(node)].append(req)
         while node is not None:
             nodes[id(node)] = node

@@ -22,10 +22,11 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.output import StopChecker, output_message
 from sglang.srt.managers.schedule_batch import Req, RunningBatch, ScheduleBatch
-from sglang.srt.managers.schedule_policy import POLICIES, NewTokenRatio, PrefillBudget
+from sglang.srt.managers.schedule_policy import POLICIES, NewTokenRatio, PrefillBudget, match
 from sglang.srt.managers.scheduler_stats import StatsLogger
 from sglang.srt.mem_cache.allocator import TokenAllocator
 from sglang.srt.mem_cache.radix_cache import Node, RadixCache
+from sglang.srt.sampling.sampling_params import NO_TOKEN
 from sglang.srt.server_args import ServerArgs
 
 if TYPE_CHECKING:
@@ -40,6 +41,13 @@ MAX_QUEUED_REQUESTS = 1 << 16
 SHARED_PREFIX = 64
 """Two new requests that begin with this many equal, uncached tokens do not enter one step: the second waits a step and
 finds the first one's KV in the cache."""
+
+_NOT_NUMBERS = FinishReason(
+    "abort",
+    message="The model's logits for the next token are NaN, or no token is allowed. If other prompts fail as well, the "
+    "weights or the kernels are at fault: other kernels are chosen with --attention-backend and --moe-runner-backend.",
+    status_code=500,
+)
 
 
 class Scheduler:
@@ -82,7 +90,8 @@ class Scheduler:
             self.process(previous)
 
     def pick(self) -> ScheduleBatch | None:
-        """Prefill goes first: it turns waiting requests into running ones, and decode steps are best when full."""
+        """Prefill goes first, with the running requests decoding in it: it turns waiting requests into running ones,
+        and decode steps are best when full."""
         return self.pick_prefill() or self.pick_decode()
 
     def settle(self) -> None:
@@ -107,7 +116,7 @@ class Scheduler:
         if self.chunked is None and (not self.waiting or not self.req_pool.available_size()):
             return None
         self.running.drop_finished()
-        mixed = self.running.reqs if self.args.enable_mixed_chunk and not self._next_needs_tokens() else []
+        mixed = self.running.reqs  # decode in the same step: what it costs to read the weights is paid once
         chunk = self.plan.chunked_prefill_size if self.plan.chunked_prefill_size > 0 else None
         budget = PrefillBudget(
             self.cache, self.running, self.ratio.value, self.plan.max_prefill_tokens, chunk, len(mixed)
@@ -136,31 +145,32 @@ class Scheduler:
             if not take:
                 return []
             chosen.append((self.chunked, take))
-        starts: set[tuple[int, ...]] = set()
+        starts: set[tuple[str | None, tuple[int, ...]]] = set()
         ordered = self.policy(list(self.waiting), self.cache)
         for req in ordered:
             if not self.req_pool.available_size() or (chosen and budget.chunk is not None and budget.chunk <= 0):
                 break
-            match = self.cache.match_prefix(req.tokens[: req.matchable_len()], req.namespace)
-            start = tuple(req.tokens[:SHARED_PREFIX])
-            if self.cache.enabled and start in starts and len(match.indices) < SHARED_PREFIX == len(start):
+            prefix = match(self.cache, req)
+            start = (req.namespace, tuple(req.tokens[:SHARED_PREFIX]))
+            if start in starts and prefix.length < SHARED_PREFIX <= req.matchable_len() and self.cache.enabled:
                 continue
-            self.cache.lock(match.node)
-            take = budget.take(req, len(match.indices))
+            self.cache.lock(prefix.node)
+            take = budget.take(req, prefix.length)
             if not take:
-                self.cache.unlock(match.node)
+                self.cache.unlock(prefix.node)
                 break
             starts.add(start)
-            self._place(req, match.node, match.indices)
+            self._place(req, prefix.node)
             chosen.append((req, take))
             self.waiting.remove(req)
             if take < len(req.tokens) - req.kv_len:
                 break
         return chosen
 
-    def _place(self, req: Req, node: Node, cached: np.ndarray) -> None:
+    def _place(self, req: Req, node: Node) -> None:
         slot = self.req_pool.alloc()
         assert slot is not None
+        cached = self.cache.slots_to(node)
         req.slot, req.node = slot, node
         req.kv_len = req.num_cached = len(cached)
         if not req.admitted:
@@ -213,16 +223,18 @@ class Scheduler:
         assert req.node is not None
         row = self.req_pool.host[req.slot]
         own = row[: req.kv_len].copy()
-        done = self.cache.commit(req.tokens[: req.kv_len], own, req.node, req.num_cached, req.namespace)
+        done = self.cache.commit(req.token_array(req.kv_len), own, req.node, req.num_cached, req.namespace)
         req.node, req.num_cached = done.node, done.num_cached
         moved = np.flatnonzero(done.indices != own)
         if len(moved):  # the same tokens were cached in the meantime: use those slots from the next step on
             self.table.write(req.slot, int(moved[0]), done.indices[moved[0] :])
 
-    def _release(self, req: Req) -> None:
+    def _release(self, req: Req, keep: bool = True) -> None:
         assert req.node is not None
         indices = self.req_pool.host[req.slot, : req.kv_len].copy()
-        self.cache.release(req.tokens[: req.kv_len], indices, req.node, req.num_cached, req.namespace)
+        self.cache.release(req.token_array(req.kv_len), indices, req.node, req.num_cached, req.namespace, keep)
+        if not keep:
+            self.cache.discard(req.node)
         self.runner.sampling_table.clear(req.slot)
         self.req_pool.free(req.slot)
         req.slot, req.kv_len, req.num_cached, req.node = 0, 0, 0, None
@@ -235,6 +247,10 @@ class Scheduler:
         report: list[Req] = []
         for req, token in zip(batch.sampled, tokens, strict=True):
             if req.finish is not None:
+                continue
+            if token == NO_TOKEN:
+                logger.error("Request %s ended: its logits after %d tokens are NaN", req.rid, len(req.tokens))
+                self.end(req, _NOT_NUMBERS, report, keep=False)
                 continue
             if req.prompt_len < req.limit:
                 req.tokens.append(token)
@@ -253,14 +269,14 @@ class Scheduler:
             self.outbox.append(output_message(report))
         self.stats.processed(len(tokens))
 
-    def end(self, req: Req, reason: FinishReason, report: list[Req] | None = None) -> None:
-        """End a request wherever it is; its slots go back at once."""
+    def end(self, req: Req, reason: FinishReason, report: list[Req] | None = None, keep: bool = True) -> None:
+        """End a request wherever it is; its slots go back at once. What it computed stays cached if `keep`."""
         req.finish = reason
         del self.reqs[req.rid]
         if req is self.chunked:
             self.chunked = None
         if req.slot:
-            self._release(req)
+            self._release(req, keep)
         elif req in self.waiting:
             self.waiting.remove(req)
         else:

@@ -24,15 +24,17 @@ EMPTY: Slots = np.empty(0, np.int32)
 
 
 class Node:
-    """A run of tokens (`key`) and their slots (`value`), both of one length, a multiple of the page size."""
+    """A run of tokens (`key`) and their slots (`value`), both of one length, a multiple of the page size. `depth`
+    counts the tokens from the root to its end. Out of the tree it has no parent."""
 
-    __slots__ = ("children", "edge", "key", "last_access", "lock_ref", "parent", "queued", "value")
+    __slots__ = ("children", "depth", "edge", "key", "last_access", "lock_ref", "parent", "queued", "value")
 
     def __init__(self, key: Slots, value: Slots, parent: Node | None, edge: Edge, last_access: int) -> None:
         self.key = key
         self.value = value
         self.parent = parent
         self.edge = edge
+        self.depth: int = key.size + (parent.depth if parent is not None else 0)
         self.children: dict[Edge, Node] = {}
         self.lock_ref = 0
         self.last_access = last_access
@@ -41,9 +43,9 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The cached slots of a prefix, and the node where it ends (the root if nothing matched)."""
+    """How many leading tokens are cached, and the node where they end (the root if nothing matched)."""
 
-    indices: Slots
+    length: int
     node: Node
 
 
@@ -88,14 +90,26 @@ class RadixCache:
 
     # --- lookup and insertion -----------------------------------------------------------------------------------------
 
-    def match_prefix(self, token_ids: Tokens, namespace: str | None = None) -> Match:
-        """The longest cached, page-aligned prefix. Lock the node before anything is evicted."""
+    def match_prefix(self, token_ids: Tokens, namespace: str | None = None, known: Node | None = None) -> Match:
+        """The longest cached, page-aligned prefix. Lock the node before anything is evicted.
+
+        `known`: where an earlier match of the same request ended. While that node is in the tree, only what lies below
+        it is compared, so that a long prompt may be matched in every step that it waits.
+        """
         if not self.enabled:
-            return Match(EMPTY, self.root)
+            return Match(0, self.root)
         tokens = self._aligned(token_ids)
         self._clock += 1
-        node, values = self._descend(self.root, tokens, namespace)
-        return Match(_concat(values), node)
+        if known is None or known.parent is None:
+            known = self.root
+        for n in self._path(known):
+            n.last_access = self._clock
+        node, _ = self._descend(known, tokens[known.depth :], namespace)
+        return Match(node.depth, node)
+
+    def slots_to(self, node: Node) -> Slots:
+        """The slots of the tokens from the root to the end of `node`."""
+        return _concat([n.value for n in self._path(node)][::-1])
 
     def insert(self, token_ids: Tokens, indices: Slots, namespace: str | None = None) -> int:
         """Gives the page-aligned part to the tree. Returns how many leading tokens were there already: for those the
@@ -158,7 +172,7 @@ class RadixCache:
         parent = node.parent
         assert parent is not None
         upper = Node(node.key[:length], node.value[:length], parent, node.edge, node.last_access)
-        upper.lock_ref = node.lock_ref
+        upper.lock_ref = node.lock_ref  # its depth follows from its parent's; that of `node` stays
         parent.children[node.edge] = upper
         node.key, node.value, node.parent = node.key[length:], node.value[length:], upper
         node.edge = node.key[: self.page_size].tobytes()
@@ -223,6 +237,7 @@ class RadixCache:
         keep = leaf.key.size - num_tokens
         if keep:
             leaf.key, leaf.value = leaf.key[:keep], leaf.value[:keep]
+            leaf.depth -= num_tokens
             self._queue(leaf)
             return
         parent = leaf.parent
@@ -231,10 +246,25 @@ class RadixCache:
         leaf.parent = None
         self._queue(parent)
 
+    def discard(self, node: Node) -> None:
+        """Frees the path to `node`, from its end on, as far as it is unlocked and nothing hangs on it. For KV that must
+        not be used again; whoever still holds a part of it discards that in turn."""
+        while node.parent is not None and not node.children and node.lock_ref == 0:
+            parent = node.parent
+            self._heap = [entry for entry in self._heap if entry[2] is not node]
+            heapq.heapify(self._heap)
+            self._evictable -= node.key.size
+            self.allocator.free(node.value)
+            self._shrink(node, node.key.size)
+            node = parent
+
     def reset(self) -> None:
         """Frees every cached slot. Only while no request holds a lock."""
         assert self._protected == 0, f"{self._protected} cached tokens are still in use"
-        self.allocator.free(_concat([n.value for n in self._nodes()]))
+        nodes = list(self._nodes())
+        self.allocator.free(_concat([n.value for n in nodes]))
+        for node in nodes:  # matches that somebody remembers must not lead into a tree that is gone
+            node.parent = None
         self._start()
 
     def _nodes(self) -> Iterator[Node]:
@@ -320,6 +350,7 @@ class RadixCache:
         named = isinstance(node.edge, tuple)
         assert (node.edge[1] if named else node.edge) == first_page, "a node hangs on a wrong edge"
         assert node.parent is not None and node.parent.children[node.edge] is node, "parent and child disagree"
+        assert node.depth == node.parent.depth + node.key.size, "a node ends at another depth than it says"
         assert not named or node.parent is self.root, "a namespace below the first level"
         assert node.lock_ref >= sum(c.lock_ref for c in node.children.values()), "a locked node under a freer one"
         assert all(c.last_access <= node.last_access for c in node.children.values()), "a child newer than its parent"

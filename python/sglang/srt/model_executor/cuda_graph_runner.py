@@ -2,7 +2,8 @@
 
 A graph holds everything from the request slots to the logits: reading the last sampled tokens, the positions, the table
 update, attention metadata that lives on the device, and the model. A replay therefore needs one small copy and one
-launch. Batches between two sizes are padded with rows that own request slot 0 and cache slot 0.
+launch, and what the attention backend refreshes on the host (`layers/attention/base_attn_backend.py`). Batches between
+two sizes are padded with rows that own request slot 0 and cache slot 0.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.model_executor.graph_capture import capture
+from sglang.srt.model_executor.graph_capture import StaticOutput, capture
 from sglang.srt.model_executor.static_pack import StaticPack
 from sglang.srt.model_executor.step import StepInput
 
@@ -40,9 +41,9 @@ class CudaGraphRunner:
             runner.device,
         )
         self.batches: dict[int, ForwardBatch] = {}
-        self.logits: dict[int, torch.Tensor] = {}
+        self.logits = StaticOutput()
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        runner.attn_backend.init_cuda_graph_state(largest)
+        runner.attn_backend.init_cuda_graph_state(batch_sizes)
         pool = None
         for size in reversed(batch_sizes):  # the largest first: smaller graphs then reuse its memory
             self.graphs[size] = capture(partial(self._step, size), pool)
@@ -59,7 +60,7 @@ class CudaGraphRunner:
     def _step(self, size: int) -> None:
         batch = self.batches[size] = self._static_batch(size)
         self.runner.attn_backend.init_forward_metadata_capture(batch)
-        self.logits[size] = self.runner.model.logits(self.runner.model(batch))
+        self.logits.keep(self.runner.model.logits(self.runner.model(batch)))
 
     def replay(self, step: StepInput) -> torch.Tensor:
         """Logits [B, V] of a decode step; valid until the next replay."""
@@ -75,4 +76,4 @@ class CudaGraphRunner:
         batch.seq_lens_cpu = np.concatenate([step.seq_lens, np.ones(size - num_reqs, np.int32)]).tolist()
         self.runner.attn_backend.init_forward_metadata_replay(batch, num_reqs)
         self.graphs[size].replay()
-        return self.logits[size][:num_reqs]
+        return self.logits.rows(num_reqs)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class ForwardMode(Enum):
-    """EXTEND: each request brings one or more new tokens over a cached prefix (a mixed batch is an EXTEND in which some
-    requests bring one token). DECODE: each brings exactly one."""
+    """EXTEND: each request brings one or more new tokens over a cached prefix, behind those that decode in the same
+    step. DECODE: each brings exactly one."""
 
     EXTEND = auto()
     DECODE = auto()
@@ -47,10 +47,15 @@ class ForwardBatch:
     num_valid_tokens: torch.Tensor | None = None
     """[1] int32: tokens from here on are padding, which experts need not compute. None: all are valid."""
 
+    decodes: ForwardBatch | None = None
+    """EXTEND only: the requests that decode in this step, as a DECODE batch. Their tokens are the first of T; B and the
+    fields of requests do not count them. Under CUDA graphs their padding rows lie over the first prompt tokens: what is
+    computed for a decoding row is written before what is computed for a prompt."""
+
     # EXTEND only
     extend_seq_lens: torch.Tensor | None = None  # [B] int32, new tokens of each request
     extend_prefix_lens: torch.Tensor | None = None  # [B] int32, cached tokens before them
-    extend_start_loc: torch.Tensor | None = None  # [B + 1] int32, exclusive sum of extend_seq_lens
+    extend_start_loc: torch.Tensor | None = None  # [B + 1] int32, first of T of each request, and the end
     extend_seq_lens_cpu: list[int] | None = None
     extend_prefix_lens_cpu: list[int] | None = None
 

@@ -14,9 +14,16 @@ from sglang.srt.mem_cache.memory_pool import KVPool
 from sglang.srt.mem_cache.req_pool import ReqToTokenPool
 from sglang.srt.model_executor import host_pack
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
-from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
+from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner, mixed_decode_sizes
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.model_executor.step import NEXT_TOKEN, ExtendInput, LogprobSpec, PendingLogprobs, StepInput, StepResult
+from sglang.srt.model_executor.step import (
+    ExtendInput,
+    LogprobSpec,
+    PendingLogprobs,
+    StepInput,
+    StepResult,
+    extend_layout,
+)
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.plan.plan import Plan
 from sglang.srt.sampling.logprobs import LogprobRequest, prompt_logprobs
@@ -50,7 +57,8 @@ class ModelRunner:
             with torch.inference_mode():
                 self.graphs = CudaGraphRunner(self, plan.cuda_graph_bs)
                 if plan.cuda_graph_prefill_tokens:
-                    self.extend_graphs = ExtendGraphRunner(self, plan.cuda_graph_prefill_tokens)
+                    decodes = mixed_decode_sizes(plan.cuda_graph_bs)
+                    self.extend_graphs = ExtendGraphRunner(self, plan.cuda_graph_prefill_tokens, decodes)
             logger.info("Captured CUDA graphs for batch sizes %s", list(plan.cuda_graph_bs))
         if plan.device == "cuda":
             self._warm_up_extend()
@@ -110,42 +118,43 @@ class ModelRunner:
     def _run_extend(self, step: StepInput) -> StepResult:
         extend = step.extend
         assert extend is not None
-        start = np.concatenate(([0], np.cumsum(extend.extend_lens))).astype(np.int32)
-        of_request = np.repeat(np.arange(len(step.slots)), extend.extend_lens)
-        positions = np.arange(start[-1], dtype=np.int64) - start[of_request] + extend.prefix_lens[of_request]
+        layout = extend_layout(step)
         if self.extend_graphs is not None and self.extend_graphs.fits(step):
-            hidden, logits = self.extend_graphs.replay(step, positions, start)
+            hidden, logits = self.extend_graphs.replay(step, layout)
             inputs = self.extend_graphs.inputs
             sampled = inputs["sampled_slots"][: len(logits)]
             return self._sample(step, logits, sampled, inputs["sampled_lens"], self._prompt_logprobs(step, hidden))
-        on_device = np.flatnonzero(extend.input_ids == NEXT_TOKEN)
-        last_rows = start[1:].astype(np.int64)[extend.sample_rows] - 1
+        count = extend.num_decodes
         sent = host_pack.send(
             (
-                np.maximum(extend.input_ids, 0),
-                positions,
-                step.slots,
-                step.seq_lens,
+                step.slots[:count],
+                step.seq_lens[:count],
+                step.out_cache_loc[:count].astype(np.int64),
+                extend.input_ids,
+                layout.positions[count:],
+                step.slots[count:],
+                step.seq_lens[count:],
                 step.out_cache_loc.astype(np.int64),
                 extend.extend_lens,
                 extend.prefix_lens,
-                start,
-                last_rows,
+                layout.start_loc,
+                layout.last_rows,
                 step.sampled_slots,
                 step.seq_lens[extend.sample_rows],
-                on_device,
-                step.slots[of_request[on_device]],
             ),
             self.device,
         )
-        ids, pos, slots, seq_lens, loc, extend_lens, prefix_lens, start_loc, rows, sampled, sampled_lens, hole, src = (
-            sent
-        )
-        if len(on_device):
-            ids[hole] = self.next_token[src]
+        decode_slots, decode_lens, decode_loc, ids, pos, slots, seq_lens, loc = sent[:8]
+        extend_lens, prefix_lens, start_loc, rows, sampled, sampled_lens = sent[8:]
+        decodes = None
+        if count:
+            decodes = self.decode_batch(decode_slots, decode_lens, decode_loc)
+            decodes.seq_lens_cpu = step.seq_lens[:count].tolist()
+            self.attn_backend.init_forward_metadata(decodes)
+            ids, pos = torch.cat((decodes.input_ids, ids)), torch.cat((decodes.positions, pos))
         batch = ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
-            batch_size=len(step.slots),
+            batch_size=len(slots),
             input_ids=ids,
             positions=pos,
             req_pool_indices=slots,
@@ -154,12 +163,13 @@ class ModelRunner:
             req_to_token=self.req_pool.device_table,
             kv_pool=self.kv_pool,
             attn_backend=self.attn_backend,
+            decodes=decodes,
             extend_seq_lens=extend_lens,
             extend_prefix_lens=prefix_lens,
             extend_start_loc=start_loc,
             extend_seq_lens_cpu=extend.extend_lens.tolist(),
             extend_prefix_lens_cpu=extend.prefix_lens.tolist(),
-            seq_lens_cpu=step.seq_lens.tolist(),
+            seq_lens_cpu=step.seq_lens[count:].tolist(),
         )
         self.attn_backend.init_forward_metadata(batch)
         hidden = self.model(batch)

@@ -39,17 +39,15 @@ class PromptLogprobs:
 
 @dataclass(slots=True)
 class ExtendInput:
-    """What an EXTEND step has besides the fields of every step."""
+    """What an EXTEND step has besides the fields of every step. Its first `num_decodes` requests decode: each brings
+    the token that was sampled last, which only the device knows. The other P = B - num_decodes bring prompt tokens."""
 
-    input_ids: np.ndarray  # [T] int64; NEXT_TOKEN where the token is still on the device
-    prefix_lens: np.ndarray  # [B] int32
-    extend_lens: np.ndarray  # [B] int32
-    sample_rows: np.ndarray  # [R] int64, the requests whose next token is wanted, in order
+    input_ids: np.ndarray  # [T - num_decodes] int64, of the prompts
+    prefix_lens: np.ndarray  # [P] int32
+    extend_lens: np.ndarray  # [P] int32
+    sample_rows: np.ndarray  # [R] int64, the requests (of B) whose next token is wanted, in order
+    num_decodes: int = 0
     prompt_logprobs: PromptLogprobs | None = None
-
-
-NEXT_TOKEN = -1
-"""In `ExtendInput.input_ids`: use the last token sampled for this request, which the host may not know yet."""
 
 
 @dataclass(slots=True)
@@ -67,6 +65,28 @@ class StepInput:
     @property
     def sampled_slots(self) -> np.ndarray:
         return self.slots if self.extend is None else self.slots[self.extend.sample_rows]
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendLayout:
+    """Where the T new tokens of an EXTEND step lie: those of the decoding requests first, then prompt after prompt."""
+
+    positions: np.ndarray  # [T] int64, of each token in its request
+    start_loc: np.ndarray  # [P + 1] int32, first token of each prompt, and T
+    last_rows: np.ndarray  # [R] int64, the last token of each request whose next token is wanted
+
+
+def extend_layout(step: StepInput) -> ExtendLayout:
+    """Derived from the lengths of an EXTEND step."""
+    extend = step.extend
+    assert extend is not None
+    count = extend.num_decodes
+    start_loc = count + np.concatenate(([0], np.cumsum(extend.extend_lens))).astype(np.int32)
+    of_prompt = np.repeat(np.arange(len(extend.extend_lens)), extend.extend_lens)
+    in_prompt = np.arange(count, start_loc[-1], dtype=np.int64) - start_loc[of_prompt]
+    positions = np.concatenate((step.seq_lens[:count] - 1, in_prompt + extend.prefix_lens[of_prompt]))
+    last_rows = np.concatenate((np.arange(count), start_loc[1:] - 1))[extend.sample_rows]
+    return ExtendLayout(positions.astype(np.int64), start_loc, last_rows.astype(np.int64))
 
 
 @dataclass(slots=True)

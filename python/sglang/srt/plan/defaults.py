@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sglang.srt.plan.model_facts import ModelFacts
 from sglang.srt.server_args import ServerArgs
 
 GIB = 1024**3
@@ -44,14 +45,31 @@ def cuda_graph_batch_sizes(args: ServerArgs, available: int, max_running_request
     return tuple(sorted({size for size in steps if size <= largest} | {largest}))
 
 
-LAUNCH_S_PER_LAYER = 2e-4
+DENSE_LAUNCH_S = 2.5e-4
+EXPERT_LAUNCH_S = 9e-4
+"""What the host needs to launch a decoder layer kernel by kernel. Measured on an H200: 0.2-0.3 ms, and 0.9 ms if it has
+quantized experts."""
 FLOP_RATE = 5e14
-"""Roughly what the host needs to launch a decoder layer kernel by kernel, and what a large GPU computes per second:
-where they meet, graphs stop paying. Measured on an H200: 0.2-0.3 ms a layer, 7e14 FLOP/s."""
-PREFILL_GRAPH_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+"""What a large GPU computes per second in products of some hundred rows (7e14 in large ones on an H200)."""
+GRAPH_MARGIN = 2.0
+"""Steps that compute up to this many times longer than their launches take still gain: the host is free meanwhile."""
+PREFILL_GRAPH_TOKENS = (
+    *(16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896),
+    *(1024, 1280, 1536, 1792, 2048, 2560, 3072, 4096),
+)
+"""From 128 on no step is padded by more than a third."""
 
 
-def cuda_graph_prefill_tokens(num_layers: int, weight_elements: int, chunk: int) -> tuple[int, ...]:
-    """Step sizes whose computation takes less time than their launches would."""
-    limit = num_layers * LAUNCH_S_PER_LAYER * FLOP_RATE / (2 * weight_elements)
+def layer_products(facts: ModelFacts) -> int:
+    """Multiplications of weights that a token needs in a decoder layer of the model (not of one rank)."""
+    attention = facts.num_heads * (facts.head_dim + facts.v_head_dim) + 2 * facts.num_kv_heads * facts.head_dim
+    inter = facts.top_k * facts.expert_inter if facts.num_experts else facts.dense_inter
+    return facts.hidden_size * (attention + 3 * inter)
+
+
+def cuda_graph_prefill_tokens(facts: ModelFacts, tp_size: int, chunk: int) -> tuple[int, ...]:
+    """Numbers of tokens of the steps whose launches would keep the host busy about as long as they compute. What a
+    token computes counts, not what there is: of many experts it needs few."""
+    launch = EXPERT_LAUNCH_S if facts.num_experts else DENSE_LAUNCH_S
+    limit = GRAPH_MARGIN * launch * FLOP_RATE / (2 * layer_products(facts) / tp_size)
     return tuple(size for size in PREFILL_GRAPH_TOKENS if size <= min(limit, chunk))

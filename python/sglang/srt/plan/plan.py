@@ -15,7 +15,7 @@ from sglang.srt.kernels.ledger_file import Ledger, tile_key
 from sglang.srt.kernels.resolve import installed_packages, resolve
 from sglang.srt.kernels.spec import Choice, Need, Tile
 from sglang.srt.plan import defaults
-from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES, KVSpec, kv_cache_dtype
+from sglang.srt.plan.kv_spec import KVSpec, kv_cache_dtype
 from sglang.srt.plan.memory import GIB, MIN_POOL_TOKENS, MemoryPlan, Sizes, plan_cpu_memory, plan_gpu_memory
 from sglang.srt.plan.model_facts import ModelFacts, facts_from_config
 from sglang.srt.plan.needs import needs_of
@@ -147,8 +147,7 @@ def make_plan(
         )
     prefill_graphs: tuple[int, ...] = ()
     if sizes.graph_batch_sizes and choices["extend_attention"].spec.graph_prefill:
-        elements = weights // KV_DTYPE_BYTES[model.dtype]
-        prefill_graphs = defaults.cuda_graph_prefill_tokens(facts.num_layers, elements, sizes.tokens_per_step)
+        prefill_graphs = defaults.cuda_graph_prefill_tokens(facts, args.tp_size, sizes.tokens_per_step)
     tokens = memory.kv_cache // kv.bytes_per_token // page_size * page_size - page_size  # page 0 is padding
     return Plan(
         arch=arch,

@@ -14,6 +14,8 @@ import regex
 
 TOP_K_ALL = 1 << 30
 """`top_k` of a request that keeps the whole vocabulary."""
+NO_TOKEN = -1
+"""What sampling returns for a row that has no token to choose: a logit is NaN, or none is above -inf."""
 MAX_STOP_STRINGS = 32
 MAX_SAMPLES = 128
 

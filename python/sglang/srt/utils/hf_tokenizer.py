@@ -9,15 +9,17 @@ import logging
 import re
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
 from sglang.srt.configs.model_path import resolve_model_path
 from sglang.srt.errors import UserError
-from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.text_stream import ByteLevelDecoder, TextDecoder, WindowDecoder
 from sglang.srt.utils.tokenizer_files import TokenizerFiles, read_tokenizer_files
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ import torch
 from sglang.srt.kernels.launch import TileLadder
 from sglang.srt.kernels.tiles import attention_tiles
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.plan.kv_spec import KVSpec
 from srt.layers.attention.reference import Problem
@@ -63,7 +64,8 @@ class FakePool:
 
 
 def plan_of(p: Problem, **kwargs: Any) -> FakePlan:
-    kv = KVSpec(1, p.num_kv_heads, p.head_dim, p.v_head_dim, "bfloat16")
+    dtype = next(name for name, dtype in STORAGE_DTYPES.items() if dtype == p.k_cache.dtype)
+    kv = KVSpec(1, p.num_kv_heads, p.head_dim, p.v_head_dim, dtype)
     return FakePlan(FakeModel(p.num_heads), kv, page_size=p.page_size, device=p.device, **kwargs)
 
 
@@ -71,11 +73,26 @@ def layer_of(p: Problem, **kwargs: Any) -> RadixAttention:
     return RadixAttention(0, p.num_heads, p.num_kv_heads, p.head_dim, p.head_dim**-0.5, p.v_head_dim, **kwargs)
 
 
+def new_slots(p: Problem) -> torch.Tensor:
+    """[T] int64, the cache slots of the new tokens."""
+    rows = zip(p.req_pool_indices.tolist(), p.prefix_lens, p.new_lens, strict=True)
+    return torch.cat([p.req_to_token[row, old : old + new] for row, old, new in rows]).long()
+
+
+def store_new_tokens(p: Problem) -> None:
+    """What a layer does before it attends."""
+    for cache, new, scale in ((p.k_cache, p.k, p.k_scale), (p.v_cache, p.v, p.v_scale)):
+        stored = (new / scale).to(cache.dtype)
+        # Indexing is not implemented for float8 on every device.
+        bits = torch.uint8 if cache.element_size() == 1 else cache.dtype
+        cache.view(bits)[new_slots(p)] = stored.view(bits)
+
+
 def batch_of(p: Problem, mode: ForwardMode, backend: Any) -> ForwardBatch:
     new = torch.tensor(p.new_lens, dtype=torch.int32, device=p.device)
-    tokens = torch.zeros(sum(p.new_lens), dtype=torch.int64, device=p.device)  # backends read neither ids nor slots
+    tokens = torch.zeros(sum(p.new_lens), dtype=torch.int64, device=p.device)  # backends do not read the ids
     batch = ForwardBatch(
-        mode, len(p.new_lens), tokens, tokens, p.req_pool_indices, p.prefix + new, tokens, p.req_to_token,
+        mode, len(p.new_lens), tokens, tokens, p.req_pool_indices, p.prefix + new, new_slots(p), p.req_to_token,
         FakePool(p), backend,
     )  # type: ignore[arg-type]  # fmt: skip
     batch.seq_lens_cpu = [a + b for a, b in zip(p.prefix_lens, p.new_lens, strict=True)]

@@ -38,7 +38,7 @@ def test_triton_extend_then_decode() -> None:
         for problem in (extend_problem([0, 0, 0]), p):
             batch = batch_of(problem, ForwardMode.EXTEND, backend)
             backend.init_forward_metadata(batch)
-            out = backend.forward_extend(problem.q, problem.k, problem.v, layer_of(problem), batch)
+            out = layer_of(problem)(problem.q, problem.k, problem.v, batch)
             expected = reference_extend(problem, 64**-0.5).flatten(1)
             assert relative_error(out, expected) < BF16_OUTPUT_BOUND
 
@@ -50,8 +50,26 @@ def test_triton_decode(kv_dtype: torch.dtype) -> None:
     backend = TritonAttnBackend(plan_of(p, max_running_requests=4), p.device)
     batch = batch_of(p, ForwardMode.DECODE, backend)
     backend.init_forward_metadata(batch)
-    out = backend.forward_decode(p.q, layer_of(p), batch)
+    out = layer_of(p)(p.q, p.k, p.v, batch)
     assert relative_error(out, reference_decode(p, 64**-0.5).flatten(1)) < BF16_OUTPUT_BOUND
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("decodes", [3, 2], ids=["all", "padded"])
+def test_triton_prompts_behind_decoding_requests(decodes: int) -> None:
+    """With padding the last row of the decoding requests lies over the first token of the prompts."""
+    d, e = decode_problem(), extend_problem([40, 0, 7])
+    backend = TritonAttnBackend(plan_of(e, max_running_requests=3), e.device)
+    batch = batch_of(e, ForwardMode.EXTEND, backend)
+    batch.decodes = batch_of(d, ForwardMode.DECODE, backend)
+    batch.extend_start_loc = e.start_loc + decodes
+    backend.init_forward_metadata(batch.decodes)
+    backend.init_forward_metadata(batch)
+    q, k, v = (torch.cat((a[:decodes], b)) for a, b in ((d.q, e.q), (d.k, e.k), (d.v, e.v)))
+    expected = torch.cat((reference_decode(d, 64**-0.5)[:decodes], reference_extend(e, 64**-0.5))).flatten(1)
+    out = layer_of(e)(q, k, v, batch)
+    assert relative_error(out[:decodes], expected[:decodes]) < BF16_OUTPUT_BOUND
+    assert relative_error(out[decodes:], expected[decodes:]) < BF16_OUTPUT_BOUND
 
 
 @interpreter.kernel_test
@@ -61,9 +79,9 @@ def test_graph_batches_may_exceed_the_running_requests() -> None:
     batch = batch_of(p, ForwardMode.DECODE, backend)
     with pytest.raises(ValueError, match="exceeds the decode workspace"):
         backend.init_forward_metadata(batch)
-    backend.init_cuda_graph_state(3)
+    backend.init_cuda_graph_state((3,))
     backend.init_forward_metadata_capture(batch)
-    out = backend.forward_decode(p.q, layer_of(p), batch)
+    out = layer_of(p)(p.q, p.k, p.v, batch)
     assert relative_error(out, reference_decode(p, 64**-0.5).flatten(1)) < BF16_OUTPUT_BOUND
 
 
@@ -72,14 +90,14 @@ def test_graph_batches_may_exceed_the_running_requests() -> None:
 def test_a_captured_graph_follows_the_lengths() -> None:
     p = Problem([3000, 0, 700], [1] * 3, 8, 2, 128, 128, device="cuda")
     backend = TritonAttnBackend(plan_of(p, max_running_requests=3), "cuda")
-    backend.init_cuda_graph_state(3)
+    backend.init_cuda_graph_state((3,))
     batch = batch_of(p, ForwardMode.DECODE, backend)
     batch.seq_lens_cpu = None
     layer = layer_of(p)
 
     def step() -> torch.Tensor:
         backend.init_forward_metadata_capture(batch)
-        return backend.forward_decode(p.q, layer, batch)
+        return layer(p.q, p.k, p.v, batch)
 
     step()
     torch.cuda.synchronize()
@@ -111,13 +129,13 @@ def test_hybrid_sends_each_phase_to_its_backend() -> None:
     p = Problem([3], [1], 4, 2, 64, 64)
     extend_batch, decode_batch = (batch_of(p, mode, hybrid) for mode in (ForwardMode.EXTEND, ForwardMode.DECODE))
     hybrid.init_forward_metadata(extend_batch)
-    hybrid.forward_extend(p.q, p.k, p.v, layer_of(p), extend_batch)
+    layer_of(p)(p.q, p.k, p.v, extend_batch)
     assert extend.calls == ["init_forward_metadata", "forward_extend"] and decode.calls == []
-    hybrid.init_cuda_graph_state(8)
+    hybrid.init_cuda_graph_state((8,))
     hybrid.init_forward_metadata(decode_batch)
     hybrid.init_forward_metadata_capture(decode_batch)
     hybrid.init_forward_metadata_replay(decode_batch, 1)
-    hybrid.forward_decode(p.q, layer_of(p), decode_batch)
+    layer_of(p)(p.q, p.k, p.v, decode_batch)
     assert decode.calls == [
         "init_cuda_graph_state", "init_forward_metadata", "init_forward_metadata_capture",
         "init_forward_metadata_replay", "forward_decode",

@@ -127,4 +127,4 @@ def test_fp8_caches_are_scaled_back(dtype: str, mode: ForwardMode) -> None:
 
 def test_graphs_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="--disable-cuda-graph"):
-        TorchNativeAttnBackend(None, "cpu").init_cuda_graph_state(8)
+        TorchNativeAttnBackend(None, "cpu").init_cuda_graph_state((8,))

@@ -58,8 +58,8 @@ class HybridAttnBackend:
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         (self.decode if batch.forward_mode.is_decode() else self.extend).init_forward_metadata(batch)
 
-    def init_cuda_graph_state(self, max_batch_size: int) -> None:
-        self.decode.init_cuda_graph_state(max_batch_size)
+    def init_cuda_graph_state(self, batch_sizes: tuple[int, ...]) -> None:
+        self.decode.init_cuda_graph_state(batch_sizes)
 
     def init_forward_metadata_capture(self, batch: ForwardBatch) -> None:
         self.decode.init_forward_metadata_capture(batch)
@@ -68,9 +68,15 @@ class HybridAttnBackend:
         self.decode.init_forward_metadata_replay(batch, num_reqs)
 
     def forward_extend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
-    ) -> torch.Tensor:
-        return self.extend.forward_extend(q, k, v, layer, batch)
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        out: torch.Tensor,
+    ) -> None:
+        self.extend.forward_extend(q, k, v, layer, batch, out)
 
-    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch) -> torch.Tensor:
-        return self.decode.forward_decode(q, layer, batch)
+    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
+        self.decode.forward_decode(q, layer, batch, out)

@@ -1,13 +1,12 @@
 """Attention with FlashInfer's paged wrappers (flashinfer-python 0.6). Imported only when the plan chooses it.
 
 The wrappers plan on the host: page counts come from `seq_lens_cpu`, so nothing is read back from the GPU; page indices
-are gathered from `req_to_token` on the device. Layers must have neither
-sliding windows nor logit caps nor sinks: those are properties of a planned wrapper, and this backend plans one a step.
+are gathered on the device. Layers must have neither sliding windows nor logit caps nor sinks: those are properties of
+a planned wrapper, and this backend plans one a step.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
 
 from sglang.srt.layers.attention.page_table import Pages, gather_pages
+from sglang.srt.mem_cache.memory_pool import storage_dtype
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -22,42 +22,69 @@ if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan
 
 WORKSPACE_BYTES = 256 << 20
+PLAN_BYTES = 8 << 20
+"""Of the lists that a planner makes; each wrapper has as much pinned memory."""
 TENSOR_CORE_GROUP = 4
 """From this many query heads a KV head on, decoding on tensor cores beats plain FMA."""
 
 
-@dataclass(slots=True)
-class GraphBuffers:
-    """What captured graphs read, for the largest batch; wrappers of smaller batches use the front of it."""
+class PlannedWrapper:
+    """A wrapper whose planner never overwrites lists that are still to be copied.
 
-    indptr: torch.Tensor
-    last_len: torch.Tensor
-    indices: torch.Tensor
-    wrappers: dict[int, Any] = field(default_factory=dict)
+    `plan` writes its lists into pinned memory of the wrapper and starts their copy, which on the stream stands behind
+    the steps before. The next `plan` writes the same memory, so it waits for that copy first. A step is launched when
+    all but the previous one are over: then the copy is over too, or next in line, and the wait is none.
+    """
+
+    def __init__(self, wrapper: Any, copied: torch.cuda.Event | None) -> None:
+        self._wrapper = wrapper
+        self._copied = copied
+
+    def plan(self, *args: Any, **options: Any) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()  # at once if it was never recorded
+        self._wrapper.plan(*args, **options)
+        if self._copied is not None:
+            self._copied.record()
+
+    def run(self, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], **options: Any) -> None:
+        self._wrapper.run(q, cache, **options)
 
 
 class FlashInferAttnBackend:
     """Implements AttentionBackend."""
 
     def __init__(self, plan: Plan, device: torch.device | str) -> None:
-        self._num_heads = plan.model.num_heads // plan.tp_size
-        self._num_kv_heads = plan.kv.num_kv_heads
-        self._head_dim = plan.kv.head_dim
         self._page_size = plan.page_size
+        self._head_dim = plan.kv.head_dim
+        num_heads, num_kv_heads = plan.model.num_heads // plan.tp_size, plan.kv.num_kv_heads
+        self._shape = (num_heads, num_kv_heads, plan.kv.head_dim, plan.page_size)
+        self._dtypes = {"q_data_type": getattr(torch, plan.dtype), "kv_data_type": storage_dtype(plan.kv.dtype)}
         self._max_pages_each = -(-plan.context_len // plan.page_size)
-        self._q_dtype = getattr(torch, plan.dtype)
-        self._device = device
-        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._tensor_cores = self._num_heads // self._num_kv_heads >= TENSOR_CORE_GROUP
-        self._prefill = BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD")
-        self._decode = BatchDecodeWithPagedKVCacheWrapper(self._workspace, "NHD", use_tensor_cores=self._tensor_cores)
-        self._graph: GraphBuffers | None = None
-        self._current: Any = None
+        self._device = torch.device(device)
+        self._tensor_cores = num_heads // num_kv_heads >= TENSOR_CORE_GROUP
+        # Every plan fills its lists anew and steps run in order, so the wrappers share what the device reads of them. A
+        # step may have one of each kind, planned before either runs.
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._prefill_lists, self._decode_lists = torch.empty(2, PLAN_BYTES, dtype=torch.uint8, device=device)
+        self._prefill = self._planned(BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD"), self._prefill_lists)
+        self._decode = self._planned(
+            BatchDecodeWithPagedKVCacheWrapper(self._workspace, "NHD", use_tensor_cores=self._tensor_cores),
+            self._decode_lists,
+        )
+        self._in_graphs: dict[int, PlannedWrapper] = {}
+        self._decoding = self._decode
+        """The wrapper of the current step's decoding requests."""
+
+    def _planned(self, wrapper: Any, lists: torch.Tensor) -> PlannedWrapper:
+        wrapper.reset_workspace_buffer(self._workspace, lists)
+        return PlannedWrapper(wrapper, torch.cuda.Event() if self._device.type == "cuda" else None)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         pages = gather_pages(batch, self._page_size)
         if batch.forward_mode.is_decode():
-            self._plan_decode(self._decode, pages, batch)
+            self._decoding = self._decode
+            self._plan_decode(self._decode, pages)
             return
         assert batch.extend_seq_lens_cpu is not None
         qo_indptr = np.concatenate(([0], np.cumsum(batch.extend_seq_lens_cpu))).astype(np.int32)
@@ -66,71 +93,65 @@ class FlashInferAttnBackend:
             pages.indptr,
             pages.indices,
             pages.last_len,
-            self._num_heads,
-            self._num_kv_heads,
-            self._head_dim,
-            self._page_size,
+            *self._shape,
             causal=True,
-            q_data_type=self._q_dtype,
-            kv_data_type=batch.kv_pool.dtype,
+            **self._dtypes,
         )
-        self._current = self._prefill
 
-    def _plan_decode(self, wrapper: Any, pages: Pages, batch: ForwardBatch) -> None:
-        wrapper.plan(
-            pages.indptr,
-            pages.indices,
-            pages.last_len,
-            self._num_heads,
-            self._num_kv_heads,
-            self._head_dim,
-            self._page_size,
-            q_data_type=self._q_dtype,
-            kv_data_type=batch.kv_pool.dtype,
-        )
-        self._current = wrapper
+    def _plan_decode(self, wrapper: PlannedWrapper, pages: Pages) -> None:
+        wrapper.plan(pages.indptr, pages.indices, pages.last_len, *self._shape, **self._dtypes)
 
-    def init_cuda_graph_state(self, max_batch_size: int) -> None:
-        self._graph = GraphBuffers(
-            torch.zeros(max_batch_size + 1, dtype=torch.int32, device=self._device),
-            torch.ones(max_batch_size, dtype=torch.int32, device=self._device),
-            torch.zeros(max_batch_size * self._max_pages_each, dtype=torch.int32, device=self._device),
-        )
+    def init_cuda_graph_state(self, batch_sizes: tuple[int, ...]) -> None:
+        """One wrapper a batch size, since a wrapper's is fixed, planned for one page a request: what a graph's launches
+        depend on is the batch size alone. They share the buffers, whose front the smaller ones use."""
+        largest = batch_sizes[-1]
+        indptr = torch.zeros(largest + 1, dtype=torch.int32, device=self._device)
+        last_len = torch.ones(largest, dtype=torch.int32, device=self._device)
+        indices = torch.zeros(largest * self._max_pages_each, dtype=torch.int32, device=self._device)
+        for size in batch_sizes:
+            wrapper = self._in_graphs[size] = self._planned(
+                BatchDecodeWithPagedKVCacheWrapper(
+                    self._workspace,
+                    "NHD",
+                    use_cuda_graph=True,
+                    use_tensor_cores=self._tensor_cores,
+                    paged_kv_indptr_buffer=indptr[: size + 1],
+                    paged_kv_indices_buffer=indices,
+                    paged_kv_last_page_len_buffer=last_len[:size],
+                ),
+                self._decode_lists,
+            )
+            one_page_each = Pages(
+                torch.arange(size + 1, dtype=torch.int32),
+                torch.ones(size, dtype=torch.int32),
+                torch.zeros(size, dtype=torch.int32, device=self._device),
+            )
+            self._plan_decode(wrapper, one_page_each)
 
     def init_forward_metadata_capture(self, batch: ForwardBatch) -> None:
-        """Called before and inside a capture; only the first call for a batch size, before it, may plan."""
-        assert self._graph is not None, "init_cuda_graph_state comes first"
-        size = batch.batch_size
-        if size not in self._graph.wrappers:
-            wrapper = self._graph.wrappers[size] = BatchDecodeWithPagedKVCacheWrapper(
-                self._workspace,
-                "NHD",
-                use_cuda_graph=True,
-                use_tensor_cores=self._tensor_cores,
-                paged_kv_indptr_buffer=self._graph.indptr[: size + 1],
-                paged_kv_indices_buffer=self._graph.indices,
-                paged_kv_last_page_len_buffer=self._graph.last_len[:size],
-            )
-            one_page = torch.arange(size + 1, dtype=torch.int32)
-            pages = Pages(
-                one_page, torch.ones(size, dtype=torch.int32), torch.zeros(size, dtype=torch.int32, device=self._device)
-            )
-            self._plan_decode(wrapper, pages, batch)
-        self._current = self._graph.wrappers[size]
+        self._decoding = self._in_graphs[batch.batch_size]
 
     def init_forward_metadata_replay(self, batch: ForwardBatch, num_reqs: int) -> None:
-        assert self._graph is not None
-        self._plan_decode(self._graph.wrappers[batch.batch_size], gather_pages(batch, self._page_size), batch)
+        self._plan_decode(self._in_graphs[batch.batch_size], gather_pages(batch, self._page_size))
 
     def forward_extend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
-    ) -> torch.Tensor:
-        return self._run(q, layer, batch)
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        out: torch.Tensor,
+    ) -> None:
+        first = 0 if batch.decodes is None else batch.decodes.batch_size
+        self._run(self._prefill, q[first:], layer, batch, out[first:])
 
-    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch) -> torch.Tensor:
-        return self._run(q, layer, batch)
+    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
+        self._run(self._decoding, q, layer, batch, out)
 
-    def _run(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch) -> torch.Tensor:
+    def _run(
+        self, wrapper: PlannedWrapper, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor
+    ) -> None:
         if layer.sliding_window > 0 or layer.logit_cap > 0 or layer.sinks is not None:
             raise NotImplementedError(
                 "the flashinfer backend here has no sliding window, logit cap or sinks; use --attention-backend triton"
@@ -139,5 +160,4 @@ class FlashInferAttnBackend:
         k_cache, v_cache = (c.unflatten(0, (-1, page)) for c in (pool.k(layer_id), pool.v(layer_id)))
         # The wrapper was planned for head_dim ** -0.5; what differs from that goes into the scale of the keys.
         k_scale = pool.k_scale(layer_id) * layer.scale * self._head_dim**0.5
-        out = self._current.run(q, (k_cache, v_cache), k_scale=k_scale, v_scale=pool.v_scale(layer_id))
-        return out.flatten(1)
+        wrapper.run(q, (k_cache, v_cache), k_scale=k_scale, v_scale=pool.v_scale(layer_id), out=out)

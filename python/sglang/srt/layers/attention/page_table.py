@@ -22,7 +22,10 @@ class Pages:
 
 
 def gather_pages(batch: ForwardBatch, page_size: int) -> Pages:
-    """The pages that hold the first seq_lens tokens of each request. Launches a few kernels, never synchronizes."""
+    """The pages that hold the first seq_lens tokens of each request. Launches a few kernels, never synchronizes.
+
+    The last page of a DECODE batch comes from `out_cache_loc`: before a graph's replay the table does not have it yet.
+    """
     assert batch.seq_lens_cpu is not None
     lens = np.asarray(batch.seq_lens_cpu, dtype=np.int32)
     counts = (lens + page_size - 1) // page_size
@@ -34,4 +37,8 @@ def gather_pages(batch: ForwardBatch, page_size: int) -> Pages:
     first = torch.repeat_interleave(torch.cumsum(counts_dev, 0) - counts_dev, counts_dev, output_size=total)
     page = torch.arange(total, device=device) - first
     indices = torch.div(batch.req_to_token[rows, page * page_size], page_size, rounding_mode="floor").int()
+    if batch.forward_mode.is_decode():
+        indices[torch.cumsum(counts_dev, 0) - 1] = torch.div(
+            batch.out_cache_loc, page_size, rounding_mode="floor"
+        ).int()
     return Pages(torch.from_numpy(indptr), torch.from_numpy((lens - 1) % page_size + 1), indices)

@@ -30,7 +30,7 @@ class TorchNativeAttnBackend:
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         pass
 
-    def init_cuda_graph_state(self, max_batch_size: int) -> None:
+    def init_cuda_graph_state(self, batch_sizes: tuple[int, ...]) -> None:
         raise NotImplementedError(
             "the torch_native attention backend cannot run in CUDA graphs; pass --disable-cuda-graph"
         )
@@ -42,11 +42,16 @@ class TorchNativeAttnBackend:
         raise NotImplementedError("the torch_native attention backend cannot run in CUDA graphs")
 
     def forward_extend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
-    ) -> torch.Tensor:
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        out: torch.Tensor,
+    ) -> None:
         assert batch.extend_seq_lens_cpu is not None and batch.extend_prefix_lens_cpu is not None
-        out = q.new_empty((q.shape[0], layer.num_heads, layer.v_head_dim))
-        start = 0
+        start = 0 if batch.decodes is None else batch.decodes.batch_size
         slots = batch.req_pool_indices.tolist()
         for slot, prefix, new in zip(slots, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True):
             loc = batch.req_to_token[slot, : prefix + new]
@@ -59,17 +64,14 @@ class TorchNativeAttnBackend:
                 mask = _visible(positions, torch.arange(seen, device=q.device), layer.sliding_window)
                 out[rows] = attend(q[rows], keys[:seen], values[:seen], mask, layer)
             start += new
-        return out.flatten(1)
 
-    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch) -> torch.Tensor:
+    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
         assert batch.seq_lens_cpu is not None
-        out = q.new_empty((q.shape[0], layer.num_heads, layer.v_head_dim))
         start = 0
         while start < len(q):
             rows = _group(batch.seq_lens_cpu, start, layer.num_heads)
             out[rows] = _decode_group(q[rows], layer, batch, rows)
             start = rows.stop
-        return out.flatten(1)
 
 
 def attend(

@@ -50,24 +50,28 @@ class TritonAttnBackend:
             assert batch.extend_prefix_lens_cpu is not None
             self._any_prefix = any(batch.extend_prefix_lens_cpu)
 
-    def init_cuda_graph_state(self, max_batch_size: int) -> None:
-        if max_batch_size > self._workspace.max_batch:
-            self._workspace = self._allocate(max_batch_size)
+    def init_cuda_graph_state(self, batch_sizes: tuple[int, ...]) -> None:
+        if batch_sizes[-1] > self._workspace.max_batch:
+            self._workspace = self._allocate(batch_sizes[-1])
 
     def init_forward_metadata_capture(self, batch: ForwardBatch) -> None:
-        """Must be called inside the capture, so that every replay cuts the current `seq_lens` anew."""
         plan_decode(batch.seq_lens, self._workspace, self._decode_tile)
 
     def init_forward_metadata_replay(self, batch: ForwardBatch, num_reqs: int) -> None:
         pass
 
     def forward_extend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
-    ) -> torch.Tensor:
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        out: torch.Tensor,
+    ) -> None:
         prefix_lens, start_loc = batch.extend_prefix_lens, batch.extend_start_loc
         assert prefix_lens is not None and start_loc is not None
         pool, layer_id = batch.kv_pool, layer.layer_id
-        out = torch.empty((q.shape[0], layer.num_heads, layer.v_head_dim), dtype=q.dtype, device=q.device)
         self._extend.run(
             lambda tile: extend_attention_fwd(
                 q,
@@ -90,12 +94,9 @@ class TritonAttnBackend:
                 has_prefix=self._any_prefix,
             )
         )
-        return out.flatten(1)
 
-    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch) -> torch.Tensor:
-        out = torch.empty((q.shape[0], layer.num_heads, layer.v_head_dim), dtype=q.dtype, device=q.device)
+    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
         self._decode.run(lambda tile: self._launch_decode(tile, q, out, layer, batch))
-        return out.flatten(1)
 
     def _launch_decode(
         self, tile: Tile, q: torch.Tensor, out: torch.Tensor, layer: RadixAttention, batch: ForwardBatch

@@ -54,17 +54,22 @@ def supports(x: torch.Tensor, w: torch.Tensor, tile: Tile = TILE) -> bool:
     return x.numel() == size and size % tile["BLOCK_K"] == 0 and x.element_size() == 2 and w.is_contiguous()
 
 
-def gemv(x: torch.Tensor, w: torch.Tensor, tile: Tile = TILE) -> torch.Tensor:
-    """x [..., K] with one row, w [N, K] contiguous -> [..., N]."""
+def gemv(x: torch.Tensor, w: torch.Tensor, tile: Tile = TILE, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """x [..., K] with one row, w [N, K] contiguous -> [..., N] in the dtype of x, or in `out_dtype`."""
     num_cols, size = w.shape
-    out = torch.empty((*x.shape[:-1], num_cols), dtype=x.dtype, device=x.device)
+    out = torch.empty((*x.shape[:-1], num_cols), dtype=out_dtype or x.dtype, device=x.device)
     grid = (triton.cdiv(num_cols, tile["BLOCK_N"]),)
     gemv_kernel[grid](x, w, out, num_cols, size, **tile, **pdl.options())
     return out
 
 
-def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As `torch.nn.functional.linear` (cuBLAS), which serves what the kernel does not."""
-    if bias is not None or not supports(x, w):
+def linear(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """As `torch.nn.functional.linear` (cuBLAS), which serves what the kernel does not. With `out_dtype` fp32 (x [R, K],
+    no bias) the sums are not rounded to the operands' type."""
+    if bias is None and supports(x, w):
+        return gemv(x, w, out_dtype=out_dtype)
+    if out_dtype is None:
         return F.linear(x, w, bias)
-    return gemv(x, w)
+    return torch.mm(x, w.T, out_dtype=out_dtype)

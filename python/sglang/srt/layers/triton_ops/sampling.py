@@ -11,7 +11,7 @@ import triton.language as tl
 
 from sglang.srt.sampling.noise import GOLDEN, KEY_STEP, MIX_MUL_1, MIX_MUL_2, UNIFORM_MAX
 from sglang.srt.sampling.penalties import PROMPT_FLAG
-from sglang.srt.sampling.sampling_params import TOP_K_ALL
+from sglang.srt.sampling.sampling_params import NO_TOKEN, TOP_K_ALL
 from sglang.srt.sampling.sampling_table import ROW_WIDTH, Column
 
 TEMPERATURE = tl.constexpr(int(Column.TEMPERATURE))
@@ -33,6 +33,7 @@ GOLDEN_STEP = tl.constexpr(GOLDEN)
 SECOND_KEY_STEP = tl.constexpr(KEY_STEP)
 MAX_UNIFORM = tl.constexpr(UNIFORM_MAX)
 NO_ID = tl.constexpr(2**31 - 1)
+NONE = tl.constexpr(NO_TOKEN)
 
 DRAW_BLOCK = 4096
 DRAW_PROGRAMS = 512
@@ -68,6 +69,7 @@ def _gumbel(key_0, key_1, ids):
 
 @triton.jit
 def _first_largest(scores, ids):
+    """NONE, the smallest id, comes before all others that are infinite."""
     top = tl.max(scores)
     return top, tl.min(tl.where(scores == top, ids, NO_ID))
 
@@ -93,7 +95,8 @@ def draw_tokens_kernel(
     MAX_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Argmax (first of equals) of logits / temperature + noise, over the logits at or above the row's threshold.
+    """Argmax (first of equals) of logits / temperature + noise, over the logits at or above the row's threshold; NONE
+    for a row with a NaN or with -inf only.
 
     num_splits programs share a row; the last to finish combines their results, so a step needs a single launch."""
     row = tl.program_id(0).to(tl.int64)
@@ -124,12 +127,13 @@ def draw_tokens_kernel(
             if temperature > 0.0:
                 score = x / temperature + _gumbel(key_0, key_1, ids)
         if FILTER:
-            score = tl.where(x >= threshold, score, -float("inf"))
-        # Strictly greater keeps the lowest id of a lane.
-        wins = score > best
+            score = tl.where(x < threshold, -float("inf"), score)
+        # Strictly greater keeps the lowest id of a lane; a NaN wins and is never beaten.
+        wins = (score > best) | (score != score)
         best = tl.where(wins, score, best)
         best_id = tl.where(wins, ids, best_id)
-    top, top_id = _first_largest(best, best_id)
+    best_id = tl.where(best != best, NONE, best_id)
+    top, top_id = _first_largest(tl.where(best != best, float("inf"), best), best_id)
 
     tl.store(scores_out + row * num_splits + split, top)
     tl.store(ids_out + row * num_splits + split, top_id)
@@ -140,11 +144,11 @@ def draw_tokens_kernel(
         winners = tl.load(ids_out + row * num_splits + parts, mask=there, other=NO_ID, cache_modifier=".cg")
         top, top_id = _first_largest(scores, winners)
         tl.store(arrivals + row, 0)
-        # A row without any finite logit has no winner; token 0 keeps what follows within bounds.
-        token = tl.where(top_id == NO_ID, 0, top_id).to(tl.int64)
-        tl.store(tokens + row, token)
+        top_id = tl.where(top_id == NO_ID, NONE, top_id)
+        tl.store(tokens + row, top_id.to(tl.int64))
         if WRITE_NEXT:
-            tl.store(next_token + slot, token)
+            # Token 0 keeps the next step within bounds.
+            tl.store(next_token + slot, tl.maximum(top_id, 0).to(tl.int64))
 
 
 @triton.jit

@@ -155,6 +155,7 @@ def _adjust() -> Iterator[Variant]:
 def _gemv() -> Iterator[Variant]:
     types = {"x": "*bf16", "w": "*bf16", "out": "*bf16", "N": "i32", "K": "i32"}
     yield describe("linear", "gemv", gemv.gemv_kernel, types, {}, gemv.TILE, ("N", "K"))
+    yield describe("linear", "gemv_logits", gemv.gemv_kernel, types | {"out": "*fp32"}, {}, gemv.TILE, ("N", "K"))
 
 
 _VARIANTS = {

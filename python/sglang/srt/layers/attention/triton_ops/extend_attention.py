@@ -5,7 +5,8 @@ r % GROUP of the group. So no row is wasted for any group size, K and V are read
 that brings one token fills GROUP rows instead of one.
 
 The grid is flat and depends on shapes only. Sequence i owns the block numbers from start_loc[i] * GROUP // BLOCK_M + i
-on, which leaves room for its last partial block; a program finds its sequence by bisection.
+on, which leaves room for its last partial block; a program finds its sequence by bisection. Tokens before start_loc[0]
+belong to nobody here: their blocks do nothing.
 
 Reference: `reference_extend` in test/srt/layers/attention/reference.py.
 """
@@ -90,7 +91,7 @@ def extend_kernel(
     seq_start = tl.load(start_loc_ptr + seq)
     seq_len = tl.load(start_loc_ptr + seq + 1) - seq_start
     first_row = (block - (seq_start * GROUP // BLOCK_M + seq)) * BLOCK_M
-    if first_row >= seq_len * GROUP:
+    if (first_row < 0) | (first_row >= seq_len * GROUP):
         return
 
     rows = first_row + tl.arange(0, BLOCK_M)
@@ -224,7 +225,7 @@ def extend_attention_fwd(
     k_scale / v_scale. The last dimension of each must be contiguous; other strides are free. If v and v_cache start
     where k and k_cache do, they are taken to be their first columns (MLA). req_to_token [reqs, ctx] int32 and
     req_pool_indices [B] int64 give the cache slot of every prefix position, for any page size; prefix_lens [B] int32;
-    start_loc [B + 1] int32.
+    start_loc [B + 1] int32, ascending; o keeps its rows before start_loc[0].
 
     custom_mask: uint8, for each sequence a [new, prefix + new] matrix of less than 2^31 elements (1: visible, on top of
     causality), flattened one after another; sequence i starts at mask_offsets[i] (int64). sinks [Hq] fp32.

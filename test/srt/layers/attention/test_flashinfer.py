@@ -1,0 +1,238 @@
+"""The FlashInfer backend: the order of its host work on the CPU, its numbers on a GPU that has the package.
+
+On the CPU FlashInfer's wrappers are replaced by ones that plan into the buffers they are given and attend, in torch,
+over the pages that were planned."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor import cuda_graph_runner
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from srt.layers.attention.backend_harness import batch_of, layer_of, plan_of, store_new_tokens
+from srt.layers.attention.decode_steps import DecodeSteps, reexecuting_capture
+from srt.layers.attention.reference import Problem, attend, relative_error
+
+MODULE = "sglang.srt.layers.attention.flashinfer_backend"
+BOUND = 6e-3  # probabilities and outputs are rounded to bf16
+HEADS = [(4, 2), (8, 1)]  # without and with tensor cores
+HAS_FLASHINFER = torch.cuda.is_available() and importlib.util.find_spec("flashinfer") is not None
+
+
+class FakeWrapper:
+    """What both of FlashInfer's wrappers have in common."""
+
+    log: list[str]
+
+    def __init__(self, workspace: torch.Tensor, layout: str, use_tensor_cores: bool = False, **buffers: Any) -> None:
+        assert layout == "NHD"
+        self.in_graphs = buffers.pop("use_cuda_graph", False)
+        self.indptr = buffers.get("paged_kv_indptr_buffer")
+        self.indices = buffers.get("paged_kv_indices_buffer")
+        self.last_len = buffers.get("paged_kv_last_page_len_buffer")
+
+    def reset_workspace_buffer(self, floats: torch.Tensor, ints: torch.Tensor) -> None:
+        pass
+
+    def plan(
+        self, indptr: torch.Tensor, indices: torch.Tensor, last_len: torch.Tensor, num_heads: int, num_kv_heads: int,
+        head_dim: int, page_size: int, q_data_type: torch.dtype, kv_data_type: torch.dtype,
+    ) -> None:  # fmt: skip
+        assert "graph" not in self.log, "a wrapper cannot plan in a graph"
+        self.log.append("plan")
+        assert len(indices) == indptr[-1] and len(last_len) == len(indptr) - 1
+        if self.in_graphs:
+            assert len(indices) <= len(self.indices) and len(indptr) == len(self.indptr)
+            self.indptr.copy_(indptr)
+            self.indices[: len(indices)] = indices
+            self.last_len.copy_(last_len)
+        else:
+            self.indptr, self.indices, self.last_len = indptr.clone(), indices.clone(), last_len.clone()
+        self.page_size, self.group = page_size, num_heads // num_kv_heads
+
+    def run(
+        self, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], k_scale: float, v_scale: float,
+        out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        rows = []
+        for i, last in enumerate(self.last_len.tolist()):
+            pages = self.indices[self.indptr[i] : self.indptr[i + 1]].long()
+            length = (len(pages) - 1) * self.page_size + last
+            k, v = (c[pages].flatten(0, 1)[:length] for c in cache)
+            seen = torch.ones((1, length), dtype=torch.bool)
+            rows.append(attend(q[i : i + 1], k, v, seen, q.shape[-1] ** -0.5 * k_scale) * v_scale)
+        out.copy_(torch.cat(rows))
+
+
+@pytest.fixture
+def fake_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The backend's module over the fake wrappers, and graphs that are the step run again."""
+    log: list[str] = []
+    wrapper = type("LoggedWrapper", (FakeWrapper,), {"log": log})
+    fake = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=wrapper, BatchPrefillWithPagedKVCacheWrapper=wrapper)
+    monkeypatch.setitem(sys.modules, "flashinfer", fake)
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    monkeypatch.setattr(cuda_graph_runner, "capture", reexecuting_capture(log))
+    module = importlib.import_module(MODULE)
+    monkeypatch.setattr(module, "WORKSPACE_BYTES", 16)
+    yield module
+    del sys.modules[MODULE]
+
+
+@pytest.mark.parametrize("in_graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_every_token_is_seen(fake_backend: ModuleType, page_size: int, in_graphs: bool) -> None:
+    """Three requests in a graph of four, across page boundaries, after a page of one has been another's."""
+    steps = DecodeSteps(fake_backend.FlashInferAttnBackend, [1, 14, 30], page_size, "cpu", (4, 2))
+    if in_graphs:
+        steps.capture((2, 4))
+    for number in range(20):
+        assert relative_error(steps.step(), steps.expected()) < BOUND, f"step {number}"
+
+
+class Stream:
+    """What was launched and has not run; an event is a point in it."""
+
+    def __init__(self) -> None:
+        self.launched: list[Any] = []
+        self.recorded = 0
+
+    def record(self) -> None:
+        self.recorded = len(self.launched)
+
+    def synchronize(self) -> None:
+        for work in self.launched[: self.recorded]:
+            work()
+        del self.launched[: self.recorded]
+        self.recorded = 0
+
+
+class StagingWrapper:
+    """Plans through one staging list, as FlashInfer does; `run` reads what was copied by then."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.staging: list[int] = []
+        self.on_device: list[int] = []
+        self.outputs: list[list[int]] = []
+
+    def plan(self, lens: list[int]) -> None:
+        self.staging[:] = lens
+        self.stream.launched.append(lambda: self.on_device.__setitem__(slice(None), self.staging))
+
+    def run(self, *args: Any) -> None:
+        self.stream.launched.append(lambda: self.outputs.append(list(self.on_device)))
+
+
+def test_a_plan_made_ahead_leaves_the_last_one_alone(fake_backend: ModuleType) -> None:
+    """The host plans the next step while the device has not begun the last one."""
+    stream = Stream()
+    inner = StagingWrapper(stream)
+    wrapper = fake_backend.PlannedWrapper(inner, stream)
+    steps = [[1, 2], [30, 4], [5, 600]]
+    for lens in steps:
+        wrapper.plan(lens)
+        wrapper.run(None, (None, None))
+    stream.record()
+    stream.synchronize()
+    assert inner.outputs == steps
+
+
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not HAS_FLASHINFER, reason="needs a GPU and FlashInfer")]
+
+
+@pytest.fixture
+def backend_class() -> Any:
+    return importlib.import_module(MODULE).FlashInferAttnBackend
+
+
+def native(p: Problem, mode: ForwardMode, layer: RadixAttention) -> torch.Tensor:
+    backend = TorchNativeAttnBackend(None, p.device)  # type: ignore[arg-type]
+    return layer(p.q, p.k, p.v, batch_of(p, mode, backend)).float()
+
+
+class TestOnGpu:
+    pytestmark = on_gpu
+
+    @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "fp8"])
+    @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE], ids=["prefill", "decode"])
+    @pytest.mark.parametrize("heads", HEADS)
+    @pytest.mark.parametrize("page_size", [1, 16])
+    def test_against_the_native_backend(
+        self, backend_class: Any, page_size: int, heads: tuple[int, int], mode: ForwardMode, kv_dtype: torch.dtype
+    ) -> None:
+        """Lengths on both sides of page boundaries, without and with a prefix, and a scale that is not the default."""
+        lens, new = [0, 0, 40, 15, 16, 300], [33, 16, 7, 1, 1, 20]
+        if mode is ForwardMode.DECODE:
+            lens, new = [0, 15, 16, 31, 300, 47], [1] * 6
+        p = Problem(
+            lens, new, *heads, 64, 64, page_size=page_size, device="cuda", kv_dtype=kv_dtype, k_scale=0.5, v_scale=1.5
+        )
+        store_new_tokens(p)
+        layer = layer_of(p)
+        layer.scale = 0.2
+        backend = backend_class(plan_of(p), "cuda")
+        batch = batch_of(p, mode, backend)
+        backend.init_forward_metadata(batch)
+        assert relative_error(layer(p.q, p.k, p.v, batch), native(p, mode, layer)) < BOUND
+
+    @pytest.mark.parametrize("heads", HEADS)
+    def test_prompts_behind_decoding_requests(self, backend_class: Any, heads: tuple[int, int]) -> None:
+        """Both are planned before either runs."""
+        d, e = (
+            Problem(lens, new, *heads, 64, 64, page_size=16, device="cuda")
+            for lens, new in (([0, 15, 16, 300], [1] * 4), ([0, 40, 300], [33, 7, 20]))
+        )
+        backend = backend_class(plan_of(e), "cuda")
+        batch = batch_of(e, ForwardMode.EXTEND, backend)
+        batch.decodes = batch_of(d, ForwardMode.DECODE, backend)
+        for p in (d, e):
+            store_new_tokens(p)
+        for part in (batch.decodes, batch):
+            backend.init_forward_metadata(part)
+        q, k, v = (torch.cat(pair) for pair in ((d.q, e.q), (d.k, e.k), (d.v, e.v)))
+        expected = torch.cat([native(d, ForwardMode.DECODE, layer_of(d)), native(e, ForwardMode.EXTEND, layer_of(e))])
+        assert relative_error(layer_of(e)(q, k, v, batch), expected) < BOUND
+
+    @pytest.mark.parametrize("in_graphs", [True, False], ids=["graphs", "eager"])
+    @pytest.mark.parametrize("heads", HEADS)
+    @pytest.mark.parametrize("page_size", [1, 16])
+    def test_every_token_is_seen(
+        self, backend_class: Any, page_size: int, heads: tuple[int, int], in_graphs: bool
+    ) -> None:
+        steps = DecodeSteps(backend_class, [1, 14, 30, 100, 63], page_size, "cuda", heads)
+        if in_graphs:
+            steps.capture((2, 4, 8))
+        for number in range(40):
+            assert relative_error(steps.step(), steps.expected()) < BOUND, f"step {number}"
+
+    @pytest.mark.parametrize("heads", HEADS)
+    def test_plans_made_ahead(self, backend_class: Any, heads: tuple[int, int]) -> None:
+        """Steps of other lengths are planned while the device is busy with something else."""
+        problems = [
+            Problem(lens, [1] * 4, *heads, 64, 64, device="cuda", seed=i)
+            for i, lens in enumerate([[3000, 1, 70, 9], [2, 2500, 1, 900], [1, 1, 1, 4000]])
+        ]
+        backend = backend_class(plan_of(problems[0]), "cuda")
+        batches = [batch_of(p, ForwardMode.DECODE, backend) for p in problems]
+        expected = [native(p, ForwardMode.DECODE, layer_of(p)) for p in problems]
+        backend.init_forward_metadata(batches[0])  # compiles
+        layer_of(problems[0])(problems[0].q, problems[0].k, problems[0].v, batches[0])
+        torch.cuda.synchronize()
+        outs = []
+        for p, batch in zip(problems, batches, strict=True):
+            torch.cuda._sleep(200_000_000)
+            backend.init_forward_metadata(batch)
+            outs.append(layer_of(p)(p.q, p.k, p.v, batch))
+        for out, want in zip(outs, expected, strict=True):
+            assert relative_error(out, want) < BOUND
