@@ -146,15 +146,13 @@ class Report:
     @property
     def not_measured(self) -> list[Launch]:
         """Launches that none of the Tritons compiles in either tree."""
-        placed = [(one, _by_place(one.after.launches)) for one in self.comparisons]
-        measured = {place for _, launches in placed for place, launch in launches.items() if not launch.failure}
-        refused = {
-            place: launch
-            for one, launches in placed
-            for place, launch in launches.items()
-            if launch in one.refused and place not in measured
-        }
-        return list(refused.values())
+        measured: set[Place] = set()
+        refused: dict[Place, Launch] = {}
+        for one in self.comparisons:
+            places, known = _by_place(one.after.launches), one.refused
+            measured |= {place for place, launch in places.items() if not launch.failure}
+            refused |= {place: launch for place, launch in places.items() if launch in known}
+        return [launch for place, launch in refused.items() if place not in measured]
 
     @property
     def exit_code(self) -> int:
@@ -165,9 +163,9 @@ class Report:
         return {"arch": ARCH, "limit": LIMIT, "problems": self.problems, "comparisons": comparisons}
 
     def markdown(self) -> str:
-        versions = " and ".join(one.after.triton for one in self.comparisons)
+        versions = " or ".join(one.after.triton for one in self.comparisons)
         places = {place for one in self.comparisons for place in _by_place(one.after.launches)}
-        fits = f"Every launch was compiled, by Triton {versions}: {len(places)} launches, and each fits."
+        fits = f"All {len(places)} launches were compiled, by Triton {versions}, and fit with each that compiles them."
         verdict = [f"- {problem}" for problem in self.problems] or [fits]
         return "\n".join([*(one.markdown() for one in self.comparisons), "## Verdict", "", *verdict]) + "\n"
 
@@ -207,10 +205,14 @@ def _rows(before: Sequence[Launch], after: Sequence[Launch]) -> list[str]:
     ]
 
 
-def _by_place(launches: Iterable[Launch]) -> dict[tuple[str, str, int], Launch]:
+Place = tuple[str, str, int]
+"""Operation, case, and which launch of the case."""
+
+
+def _by_place(launches: Iterable[Launch]) -> dict[Place, Launch]:
     """By case and order in it: a change may put another kernel in place of upstream's."""
     counts: dict[tuple[str, str], int] = {}
-    placed = {}
+    placed: dict[Place, Launch] = {}
     for launch in launches:
         case = (launch.op, launch.case)
         placed[(*case, counts.get(case, 0))] = launch

@@ -237,12 +237,12 @@ def test_a_launch_is_measured_if_one_of_the_tritons_compiles_it() -> None:
     assert measured.exit_code == 0 and measured.not_measured == []
     text = measured.markdown()
     assert "Compiled for sm_120: 1 of 1" in text and "Compiled for sm_120: 0 of 1" in text and "block pointers" in text
-    assert "Every launch was compiled, by Triton 3.6.0 and 3.9.0: 1 launches, and each fits." in text
+    assert "All 1 launches were compiled, by Triton 3.6.0 or 3.9.0, and fit with each" in text
 
     neither = Report((by("3.6.0", failure="other words"), by("3.9.0", failure="block pointers")))
     assert neither.exit_code == 1
     assert neither.problems == ["op: not measured, no Triton here compiles it: `kernel`: block pointers (case)"]
-    assert "and each fits" not in neither.markdown()
+    assert "and fit with each" not in neither.markdown()
 
 
 def test_a_launch_must_fit_with_each_triton_and_a_change_may_break_it_with_none() -> None:
