@@ -106,14 +106,14 @@ class ExtendTiles(Change):
         "here fit with 16-bit and fp8 KV, and spill nothing with causal masks but for 64-wide heads (up to 96 "
         "bytes); masks of another form are the change tree-mask-tiles. A tile of the release that was measured to "
         "spill nothing stays as it is: those for head dims 65 to 128 with an fp8 KV cache and for 256 with a 16-bit "
-        "one among them. They spill 8 to 40 bytes with Triton 3.6 and so stay from Triton 3.9 on; with windows, caps, "
-        "sinks and masks, which take registers, the tiles here are launched."
+        "one among them. Most of those spill 8 to 40 bytes with Triton 3.6 and so stay from Triton 3.9 on; with "
+        "windows, caps and masks, which take registers, the tiles here are launched."
     )
     merged = "the release's own tiles for capability 12 are among those measured without spills"
     files = ("hardware.py", "attention_tiles.py")
 
-    FEATURES = ("sliding_window_size", "logit_cap", "sinks", "custom_mask", "xai_temperature_len", "score_mod")
-    """Parameters, off if at or below zero or None, whose work in the kernel takes registers."""
+    FEATURES = ("sliding_window_size", "logit_cap", "custom_mask", "xai_temperature_len", "score_mod")
+    """Parameters, off if at or below zero or None, whose work in the kernel takes registers. Sinks take none."""
 
     def transform(self, tree: Tree) -> None:
         find(tree, SIZES, parameters=("Lq", "Lv"))

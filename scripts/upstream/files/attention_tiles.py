@@ -56,7 +56,7 @@ def extend_tile(
 
 
 def is_plain(*features) -> bool:
-    """Whether windows, caps, sinks, masks and the like are off: each None, or a number that is not above zero."""
+    """Whether windows, caps, masks and the like are off: each None, or a number that is not above zero."""
     return all(feature is None or (isinstance(feature, (int, float)) and feature <= 0) for feature in features)
 
 

@@ -83,7 +83,7 @@ def planned_tile(case: Case) -> list[int] | None:
         return [tiles.prefill_block(case.qk)] * 2
     if case.tree:
         return list(tiles.masked_extend_tile(case.qk, case.v))
-    plain = tiles.is_plain(case.window, case.cap, case.sinks or None)
+    plain = tiles.is_plain(case.window, case.cap)
     return None if plain else list(tiles.extend_tile((0, 0, 0), case.qk, case.v, 0, plain))
 
 

@@ -283,7 +283,7 @@ def test_any_other_tile_is_replaced(
     assert extend_tile(theirs, dims, kv_bytes, plain, triton) == ours
 
 
-def test_windows_caps_sinks_and_masks_are_no_plain_attention() -> None:
+def test_windows_caps_and_masks_are_no_plain_attention() -> None:
     is_plain = own("attention_tiles").is_plain
     assert is_plain(-1, 0.0, None) and is_plain(None, 0, None, False)
     assert not (is_plain(128, 0.0) or is_plain(-1, 30.0) or is_plain(-1, 0.0, object()))
