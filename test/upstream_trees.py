@@ -43,7 +43,7 @@ def context_attention_fwd(q, k, v, o, b_start_loc, b_seq_len, max_input_len, is_
     else:
         BLOCK = 64
     grid = (1, triton.cdiv(max_input_len, BLOCK))
-    _fwd_kernel[grid](q, k, v, BLOCK_M=BLOCK, BLOCK_N=BLOCK)
+    _fwd_kernel[grid](q, k, BLOCK_M=BLOCK, BLOCK_N=BLOCK)
 """
 
 REGISTRY = """
