@@ -13,7 +13,6 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 TORCH ?= 2.13.0
 UPSTREAM ?= newest
 OUT ?= build/upstream
-UPSTREAM_TRITON ?= 3.6.0
 TRITON ?= 3.9.0
 
 BIN := .venv/bin
@@ -74,13 +73,11 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Both steps run, whatever the first one finds; their reports stay in $(OUT). Upstream's kernels are compiled by a Triton of
-# their time: newer ones no longer take all of them.
+# Both steps run, whatever the first one finds; their reports stay in $(OUT).
 upstream: install
 	rm -rf '$(OUT)/tree' && mkdir -p '$(OUT)'
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target '$(OUT)/triton' 'triton==$(UPSTREAM_TRITON)'
 	@failed=0; \
-	PYTHONPATH='$(abspath $(OUT))/triton' $(BIN)/python scripts/rebase_upstream.py --upstream '$(UPSTREAM)' --out '$(OUT)/tree' --verify 2>&1 | tee '$(OUT)/1-changes.md' || failed=1; \
+	$(BIN)/python scripts/rebase_upstream.py --upstream '$(UPSTREAM)' --out '$(OUT)/tree' --verify 2>&1 | tee '$(OUT)/1-changes.md' || failed=1; \
 	$(BIN)/python scripts/rebase_upstream.py drift --upstream '$(UPSTREAM)' 2>&1 | tee '$(OUT)/2-interface.md' || failed=1; \
 	exit $$failed
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from upstream import drift, rebase, status
+from upstream import drift, rebase, status, tritons
 from upstream.changes import ALL
 from upstream.drift import AllowListError
 from upstream.source import SourceError, resolve
@@ -42,7 +42,7 @@ def _rebase(options: argparse.Namespace) -> int:
     print(f"\n{made.stat}\n{options.out}: branch {rebase.BRANCH}, package in {made.package_parent}")
     code = made.exit_code
     if options.verify:
-        compared = verify(source.package_parent, made.package_parent)
+        compared = verify(source.package_parent, made.package_parent, options.triton or tritons.VERSIONS)
         print(compared.markdown())
         code = code or compared.exit_code
     return code
@@ -71,6 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     making.add_argument("--upstream", required=True, metavar="PATH|VERSION|GIT-URL@REF")
     making.add_argument("--out", required=True, type=Path, metavar="DIR", help="a directory that does not exist yet")
     making.add_argument("--verify", action="store_true", help="compile both trees' kernels for sm_120 and compare")
+    versions = f"the Triton to compile with; may be repeated (default: {' and '.join(tritons.VERSIONS)})"
+    making.add_argument("--triton", action="append", metavar="VERSION", help=versions)
     making.set_defaults(run=_rebase)
     table = commands.add_parser("status", help="what would become of every change on releases")
     table.add_argument("releases", nargs="+", metavar="PATH|VERSION|GIT-URL@REF")

@@ -43,7 +43,7 @@ def context_attention_fwd(q, k, v, o, b_start_loc, b_seq_len, max_input_len, is_
     else:
         BLOCK = 64
     grid = (1, triton.cdiv(max_input_len, BLOCK))
-    _fwd_kernel[grid](q, k, v, BLOCK_M=BLOCK, BLOCK_N=BLOCK)
+    _fwd_kernel[grid](q, k, BLOCK_M=BLOCK, BLOCK_N=BLOCK)
 """
 
 REGISTRY = """
@@ -310,6 +310,69 @@ FILES: Mapping[str, str] = {
     "sglang/srt/untouched.py": "print('as it was')\n",
 }
 """A release that needs every change."""
+
+KERNEL = """
+import torch
+import triton
+import triton.language as tl
+
+CUDA_CAPABILITY = torch.cuda.get_device_capability()
+_is_cuda, _is_hip = True, False
+
+@triton.jit
+def _fwd_kernel(X, MASK, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    x = tl.load(X + rows[:, None] * 16 + tl.arange(0, 16)[None, :]).to(tl.float16)
+    y = tl.load(X + columns[None, :] * 16 + tl.arange(0, 16)[:, None]).to(tl.float16)
+    tl.store(X + rows[:, None] * BLOCK_N + columns[None, :], tl.dot(x, y).to(X.dtype.element_ty))
+"""
+"""What the launchers of the small trees launch; put before their text, it makes them run."""
+
+DECODE = """
+def decode_attention_fwd(q, k_buffer, v_buffer, o):
+    _fwd_kernel[(1,)](q, k_buffer, BLOCK_M=16, BLOCK_N=16)
+"""
+
+FUSED_MOE = """
+def fused_experts_impl(hidden_states, w1, w2):
+    _fwd_kernel[(1,)](hidden_states, w1, BLOCK_M=64, BLOCK_N=64)
+"""
+
+FP8_KERNEL = """
+def w8a8_block_fp8_matmul_triton(A, B, As, Bs, block_size):
+    _fwd_kernel[(1,)](A, B, BLOCK_M=64, BLOCK_N=64)
+"""
+
+THIRD_PARTY = (
+    "IPython PIL compressed_tensors dill einops fastapi gguf msgspec numpy openai orjson packaging partial_json_parser "
+    "psutil pybase64 pydantic pynvml requests sgl_kernel starlette tqdm transformers triton_kernels xgrammar zmq"
+)
+"""What modules of the releases import, without an `except`, when the launchers of `cases` are loaded."""
+
+START = """
+def set_global_server_args_for_scheduler(arguments):
+    assert arguments.model_path
+"""
+
+
+def runnable() -> dict[str, str]:
+    """`FILES` as a tree whose launchers can be called, so that `verify` can compile what they launch.
+
+    Without the operations whose launchers are optional; their seams are not here.
+    """
+    start = "class ServerArgs:\n    def __init__(self, model_path):\n        self.model_path = model_path\n"
+    text = ARGUMENTS.replace("class ServerArgs:", start)
+    imports = "".join(f"import {name}\n" for name in THIRD_PARTY.split())
+    return {path: text for path, text in FILES.items() if "inkling" not in path} | {
+        "sglang/__init__.py": "raise AssertionError('the client library is imported')",
+        "sglang/srt/server_args.py": imports + text + START,
+        f"{OPS}/extend_attention.py": KERNEL + EXTEND,
+        f"{OPS}/prefill_attention.py": KERNEL + PREFILL,
+        f"{OPS}/decode_attention.py": KERNEL + DECODE,
+        "sglang/srt/layers/moe/fused_moe_triton/fused_moe.py": KERNEL + FUSED_MOE,
+        "sglang/srt/layers/quantization/fp8_kernel.py": KERNEL + FP8_KERNEL,
+    }
+
 
 LICENSE = "Apache License, Version 2.0\n"
 

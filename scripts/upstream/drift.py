@@ -6,10 +6,10 @@ A row of `drift_allow/<kind>.toml` decides a difference and gives the reason. Th
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ else:
     import tomli as tomllib
 
 ALLOW_LIST = Path(__file__).with_name("drift_allow")
+_PATTERN = re.compile(r"[*?\[]")
 SIDES = {"upstream": "upstream only", "ours": "only ours", "both": "different"}
 
 
@@ -44,7 +45,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A row of the allow-list. Names are exact, or patterns as for file names (`--speculative-*`)."""
+    """A row of the allow-list: names and why. There are no patterns, which would decide names that nobody has seen."""
 
     kind: str
     side: str
@@ -53,7 +54,7 @@ class Decision:
 
     def covers(self, difference: Difference) -> bool:
         same = (self.kind, self.side) == (difference.kind, difference.side)
-        return same and any(fnmatchcase(difference.name, name) for name in self.names)
+        return same and difference.name in self.names
 
 
 def compare(upstream: Interface, ours: Interface, answered: Interface) -> list[Difference]:
@@ -100,6 +101,8 @@ def _decision(path: Path, number: int, row: dict[str, Any]) -> Decision:
         raise AllowListError(f"{where}: side is one of {', '.join(SIDES)}")
     if not row["names"] or not str(row["reason"]).strip():
         raise AllowListError(f"{where}: names and reason must not be empty")
+    if patterns := [name for name in row["names"] if _PATTERN.search(name)]:
+        raise AllowListError(f"{where}: a pattern decides names that nobody has seen; list them: {', '.join(patterns)}")
     return Decision(path.stem, row["side"], tuple(row["names"]), row["reason"])
 
 

@@ -54,6 +54,11 @@ def upstream_interface(tree: Path) -> Interface:
     return _interface(found)
 
 
+def argument_defaults(tree: Path) -> dict[str, Any]:
+    """Field of the server's arguments -> its default, of the package `sglang/` in `tree`, where the source says."""
+    return _Flags(tree / "sglang" / "srt").field_defaults()
+
+
 # --- upstream: flags --------------------------------------------------------------------------------------------------
 
 
@@ -89,6 +94,16 @@ class _Flags:
             except _Unknown:
                 pass
         return flags, defaults, choices
+
+    def field_defaults(self) -> dict[str, Any]:
+        """By the name of the field, also of those that are no flag."""
+        found = {}
+        for name, field in self.fields.items():
+            try:
+                found[name] = self._value(field.value)
+            except _Unknown:
+                pass
+        return found
 
     def _declared(self) -> Iterator[tuple[list[str], ast.expr | None, ast.expr | None]]:
         for name, field in self.fields.items():

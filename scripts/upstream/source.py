@@ -92,7 +92,7 @@ def _newest() -> str:
 def _from_index(version: str) -> Source:
     kept = cache_dir() / "releases" / version
     if not kept.is_dir():
-        with _staged(kept) as staging, tempfile.TemporaryDirectory() as downloads:
+        with staged(kept) as staging, tempfile.TemporaryDirectory() as downloads:
             _pip_download(version, Path(downloads))
             _unpack(next(Path(downloads).iterdir()), staging)
     return _source(version, kept)
@@ -140,13 +140,13 @@ def _from_git(url: str, ref: str) -> Source:
     """One commit of one repository, without its history. A branch is looked up again every time."""
     clone = cache_dir() / "git" / hashlib.sha256(url.encode()).hexdigest()[:16]
     if not clone.is_dir():
-        with _staged(clone) as staging:
+        with staged(clone) as staging:
             _git(staging, "init", "--quiet", "--bare")
     _git(clone, "fetch", "--quiet", "--depth=1", url, ref)
     commit = _git(clone, "rev-parse", "FETCH_HEAD").strip()
     kept = cache_dir() / "commits" / commit
     if not kept.is_dir():
-        with _staged(kept) as staging:
+        with staged(kept) as staging:
             archive = subprocess.run(["git", "-C", str(clone), "archive", commit], capture_output=True, check=True)
             subprocess.run(["tar", "-x", "-C", str(staging)], input=archive.stdout, check=True)
     return _source(f"{ref}@{commit[:12]}", kept)
@@ -159,7 +159,7 @@ def _git(directory: Path, *arguments: str) -> str:
     return done.stdout
 
 
-class _staged:
+class staged:
     """A directory that takes its final name only when the block ends well, so that a broken download is not kept."""
 
     def __init__(self, final: Path) -> None:

@@ -4,9 +4,11 @@
     publish_defaults()
     launcher = find(tree, "context_attention_fwd", "prefill_attention.py")
 
-Upstream's modules are imported for real, from `tree`. What is faked is the device (torch.cuda, Triton's driver) and the
-packages of its dependencies that need a GPU or are of no concern here. A module that fails to import keeps what it
-had defined; whatever it lacks becomes a `Stub`, which refuses to take part in any decision.
+Upstream's modules are imported for real, from `tree`, and so is what every installation of this project has. What is
+faked is the device (torch.cuda, Triton's driver) and the packages of upstream's dependencies that need a GPU or are of
+no concern here. What happens to be installed beside that is hidden, so that a tree does the same everywhere. A module
+that fails to import keeps what it had defined; whatever it lacks becomes a `Stub`, which refuses to take part in any
+decision.
 """
 
 from __future__ import annotations
@@ -20,9 +22,13 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from packaging.utils import canonicalize_name
+
+from upstream.packages import project_distributions, stray_modules
 from upstream.tree import Tree
 from upstream.verify import LIMIT
 
@@ -33,13 +39,13 @@ DEPENDENCIES = frozenset(
     """
     IPython PIL anthropic apache_tvm_ffi av blobfile compressed_tensors cuda cutlass datasets decord dill einops
     flashinfer gguf grpc interegular llguidance mistral_common modelscope msgspec openai openai_harmony orjson outlines
-    partial_json_parser prometheus_client py_spy pybase64 pynvml python_multipart quack remote_pdb scipy sentencepiece
-    setproctitle sgl_kernel sglang_kernel smg_grpc_proto soundfile tiktoken timm torch_memory_saver torchao torchaudio
-    torchvision triton_kernels tvm_ffi uvloop watchfiles xgrammar zmq
+    partial_json_parser prometheus_client py_spy pybase64 pynvml python_multipart quack remote_pdb requests scipy
+    sentencepiece setproctitle sgl_kernel sglang_kernel smg_grpc_proto soundfile tiktoken timm torch_memory_saver
+    torchao torchaudio torchvision triton_kernels tvm_ffi uvloop watchfiles xgrammar zmq
     """.split()
 )
-"""Installed beside upstream, so its `try: import ...` must find them; stubbed where they are missing here. What is not
-listed (deep_gemm, aiter, vllm, ...) is missing on an SM120 machine as well."""
+"""Installed beside upstream, so its `try: import ...` must find them; stubbed unless this project requires them, too.
+What is not listed (deep_gemm, aiter, vllm, ...) is missing on an SM120 machine as well."""
 
 FAILED_IMPORTS: dict[str, str] = {}
 """Upstream modules that did not import to their end, with the error."""
@@ -136,6 +142,31 @@ class _UpstreamFinder(importlib.abc.MetaPathFinder):
         return spec
 
 
+class _InstalledFinder(importlib.abc.MetaPathFinder):
+    """Python's own search of sys.path; of what is installed there, it finds what belongs to this project."""
+
+    def __init__(self) -> None:
+        self.ours = project_distributions()
+        self.hidden = stray_modules(self.ours)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if path is None and name in self.hidden:
+            return None
+        return importlib.machinery.PathFinder.find_spec(name, path, target)
+
+    def find_distributions(self, context: Any = None) -> Iterator[metadata.Distribution]:
+        for found in importlib.machinery.PathFinder.find_distributions(
+            context or metadata.DistributionFinder.Context()
+        ):
+            if canonicalize_name(found.metadata["Name"]) in self.ours:
+                yield found
+
+    def invalidate_caches(self) -> None:
+        importlib.machinery.PathFinder.invalidate_caches()
+
+
 class _DependencyFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -149,6 +180,8 @@ def enter(tree: Path) -> None:
     """Prepares this process: `import sglang` finds `tree`, the device is an SM120 card. There is no way back."""
     for name in [name for name in sys.modules if name.split(".")[0] == "sglang"]:
         del sys.modules[name]  # ours; what was imported from it stays usable
+    installed = _InstalledFinder()
+    sys.meta_path[:] = [installed if finder is importlib.machinery.PathFinder else finder for finder in sys.meta_path]
     sys.meta_path.insert(0, _UpstreamFinder(str(tree)))
     sys.meta_path.append(_DependencyFinder())
     _fake_torch()
@@ -255,16 +288,36 @@ def find(tree: Path, symbol: str, file: str) -> Any:
     found = [path for path in found if "@triton.jit" in (tree / path).read_text(encoding="utf-8-sig")] or found
     if not found:
         raise NotFound(f"no {file} of this tree defines {symbol}()")
-    module = importlib.import_module(found[0].removesuffix(".py").replace("/", "."))
-    if module.__name__ in FAILED_IMPORTS:
-        raise ImportError(f"{module.__name__} does not import: {FAILED_IMPORTS[module.__name__]}")
-    return getattr(module, symbol)
+    return getattr(_whole(found[0].removesuffix(".py").replace("/", ".")), symbol)
+
+
+def _whole(name: str) -> types.ModuleType:
+    """The module of that name. Raises ImportError if it was loaded in part."""
+    module = importlib.import_module(name)
+    if name in FAILED_IMPORTS:
+        raise ImportError(f"{name} does not import: {FAILED_IMPORTS[name]}.{_missing_packages()}")
+    return module
+
+
+def _missing_packages() -> str:
+    """What may be behind a failure: packages that a module of upstream's wants and that are neither here nor stubs."""
+    missing = [f"{name}: {error}" for name, error in FAILED_IMPORTS.items() if error.startswith("ModuleNotFoundError")]
+    if not missing:
+        return ""
+    return f" What upstream requires belongs into stub_import.DEPENDENCIES; modules that lack one: {'; '.join(missing)}"
 
 
 def publish_defaults() -> None:
-    """Tells upstream's code that the server runs with default arguments, as its launchers ask for some of them."""
-    module = importlib.import_module("sglang.srt.server_args")
-    arguments = module.ServerArgs(model_path="dummy")  # upstream resolves nothing for a model of this name
-    if hasattr(arguments, "resolve_once"):
-        arguments.resolve_once()
-    module.set_global_server_args_for_scheduler(arguments)
+    """Tells upstream's code that the server runs with default arguments, as its launchers ask for some of them.
+
+    Raises ImportError, with the modules that did not import, where such arguments cannot be made.
+    """
+    module = _whole("sglang.srt.server_args")
+    try:
+        arguments = module.ServerArgs(model_path="dummy")  # upstream resolves nothing for a model of this name
+        if hasattr(arguments, "resolve_once"):
+            arguments.resolve_once()
+        module.set_global_server_args_for_scheduler(arguments)
+    except Exception as error:  # of upstream's code, most often over a stub
+        text = f"upstream's default arguments cannot be made: {type(error).__name__}: {error}.{_missing_packages()}"
+        raise ImportError(text) from error

@@ -1,13 +1,14 @@
 """Compiles for sm_120 what an upstream tree launches by default, before and after our changes, and compares.
 
-    report = verify(pristine, produced)
+    report = verify(pristine, produced, ["3.6.0", "3.9.0"])
     print(report.markdown())
     sys.exit(report.exit_code)
 
 Each tree is loaded in a process of its own (`measure_tree`) that pretends to have an SM120 card (`stub_import`), calls
 upstream's launchers (`cases`) and records what they would have launched. So tiles, warps and stages are those that
-upstream's code picks. Triton then compiles every launch; registers and spills are what ptxas says. The Triton is the
-one that Python finds: put the one that the release requires first on PYTHONPATH (pip install --no-deps --target).
+upstream's code picks. Triton then compiles every launch; registers and spills are what ptxas says. Several Tritons
+take turns, since releases require different ones, and none compiles every kernel of every release: a launch counts as
+measured if one of them compiles it, and must fit with each that does.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from upstream.tritons import path_of
 
 LIMIT = 101_376
 """Bytes of shared memory that a block can have on SM120."""
@@ -80,62 +83,95 @@ class Capture:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Comparison:
+    """Both trees, by one Triton."""
+
     before: Capture
     after: Capture
 
     @property
-    def problems(self) -> list[str]:
-        """Why the produced tree is not fit for SM120; empty if it is."""
-        bad = [launch for launch in self.after.launches if launch.problem and launch not in self._not_measured]
-        found = [(f"{one.op}: `{one.kernel}` {one.tile} {one.problem}", one.case) for one in bad]
-        found += [(f"{one.op}: not checked: {one.why}", one.case) for one in self.after.unchecked]
-        return _grouped(found)
-
-    @property
-    def not_measured(self) -> list[str]:
-        """What this Triton compiles in neither tree. Releases are written for the Triton that they require."""
-        found = [(f"{one.op}: `{one.kernel}`: {one.failure}", one.case) for one in self._not_measured]
-        return _grouped(found)
-
-    @property
-    def _not_measured(self) -> list[Launch]:
+    def refused(self) -> list[Launch]:
+        """What this Triton compiles in neither tree, for the same reason: no change of ours broke it."""
         known = {(one.op, one.case, one.kernel, one.failure) for one in self.before.launches if one.failure}
         return [one for one in self.after.launches if (one.op, one.case, one.kernel, one.failure) in known]
 
     @property
-    def exit_code(self) -> int:
-        return 1 if self.problems else 0
-
-    def as_json(self) -> dict[str, Any]:
-        verdict = {"problems": self.problems, "not_measured": self.not_measured}
-        return {"arch": ARCH, "limit": LIMIT, **verdict, **asdict(self)}
+    def defects(self) -> list[tuple[str, str]]:
+        """What is wrong with the produced tree, and in which case; `refused` is not among it."""
+        refused = self.refused
+        bad = [launch for launch in self.after.launches if launch.problem and launch not in refused]
+        found = [(f"{one.op}: `{one.kernel}` {one.tile} {one.problem}", one.case) for one in bad]
+        return found + [(f"{one.op}: not checked: {one.why}", one.case) for one in self.after.unchecked]
 
     def markdown(self) -> str:
-        verdict = [f"- {problem}" for problem in self.problems] or ["Every launch that was measured fits."]
-        if self.not_measured:
-            verdict += [
-                "",
-                f"Not measured, since Triton {self.after.triton} compiles it in neither tree (put another first",
-            ]
-            verdict += ["on PYTHONPATH):", "", *(f"- {launch}" for launch in self.not_measured)]
+        launches, refused = self.after.launches, _grouped(_refusals(self.refused))
         lines = [
-            f"Compiled for {ARCH} by Triton {self.after.triton}. A block can have {LIMIT:,} B of shared memory.",
+            f"## Triton {self.after.triton}",
+            "",
+            f"Compiled for {ARCH}: {sum(not one.failure for one in launches)} of {len(launches)} launches of the "
+            f"produced tree. A block can have {LIMIT:,} B of shared memory.",
             "",
             "| operation | launches | not compiled | over the limit | spilling | most shared memory |",
             "|---|---|---|---|---|---|",
-            *_totals(self.before.launches, self.after.launches),
+            *_totals(self.before.launches, launches),
             *(f"| {op} | not in this release | | | | |" for op in self.after.absent),
             "",
             "What overflows, spills or was changed. Tile, warps, stages: shared memory (B) / registers / spilled (B).",
             "",
             "| operation | kernel | cases | before | after |",
             "|---|---|---|---|---|",
-            *_rows(self.before.launches, self.after.launches),
-            "",
-            *verdict,
+            *_rows(self.before.launches, launches),
         ]
+        if refused:
+            lines += ["", "Compiled by this Triton in neither tree:", "", *(f"- {launch}" for launch in refused)]
         return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One comparison for each Triton."""
+
+    comparisons: tuple[Comparison, ...]
+
+    @property
+    def problems(self) -> list[str]:
+        """Why the produced tree is not known to fit SM120; empty if it is."""
+        found = [
+            (f"{text} (Triton {one.after.triton})" if len(self.comparisons) > 1 else text, case)
+            for one in self.comparisons
+            for text, case in one.defects
+        ]
+        return _grouped([*found, *_refusals(self.not_measured, "not measured, no Triton here compiles it: ")])
+
+    @property
+    def not_measured(self) -> list[Launch]:
+        """Launches that none of the Tritons compiles in either tree."""
+        measured: set[Place] = set()
+        refused: dict[Place, Launch] = {}
+        for one in self.comparisons:
+            places, known = _by_place(one.after.launches), one.refused
+            measured |= {place for place, launch in places.items() if not launch.failure}
+            refused |= {place: launch for place, launch in places.items() if launch in known}
+        return [launch for place, launch in refused.items() if place not in measured]
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.problems else 0
+
+    def as_json(self) -> dict[str, Any]:
+        comparisons = [asdict(comparison) for comparison in self.comparisons]
+        return {"arch": ARCH, "limit": LIMIT, "problems": self.problems, "comparisons": comparisons}
+
+    def markdown(self) -> str:
+        versions = " or ".join(one.after.triton for one in self.comparisons)
+        places = {place for one in self.comparisons for place in _by_place(one.after.launches)}
+        fits = f"All {len(places)} launches were compiled, by Triton {versions}, and fit with each that compiles them."
+        verdict = [f"- {problem}" for problem in self.problems] or [fits]
+        return "\n".join([*(one.markdown() for one in self.comparisons), "## Verdict", "", *verdict]) + "\n"
+
+
+def _refusals(launches: Iterable[Launch], prefix: str = "") -> list[tuple[str, str]]:
+    return [(f"{one.op}: {prefix}`{one.kernel}`: {one.failure}", one.case) for one in launches]
 
 
 def _totals(before: Sequence[Launch], after: Sequence[Launch]) -> list[str]:
@@ -169,10 +205,14 @@ def _rows(before: Sequence[Launch], after: Sequence[Launch]) -> list[str]:
     ]
 
 
-def _by_place(launches: Iterable[Launch]) -> dict[tuple[str, str, int], Launch]:
+Place = tuple[str, str, int]
+"""Operation, case, and which launch of the case."""
+
+
+def _by_place(launches: Iterable[Launch]) -> dict[Place, Launch]:
     """By case and order in it: a change may put another kernel in place of upstream's."""
     counts: dict[tuple[str, str], int] = {}
-    placed = {}
+    placed: dict[Place, Launch] = {}
     for launch in launches:
         case = (launch.op, launch.case)
         placed[(*case, counts.get(case, 0))] = launch
@@ -202,41 +242,49 @@ def _named(cases: Sequence[str]) -> str:
     return distinct[0] + (f", and {len(distinct) - 1} more" if len(distinct) > 1 else "")
 
 
-def verify(before: Path, after: Path, cases: str = DEFAULT_CASES) -> Report:
+def verify(before: Path, after: Path, tritons: Sequence[str], cases: str = DEFAULT_CASES) -> Report:
     """Examines both trees, each a directory that contains `sglang/`; the same one twice is examined once.
 
-    `cases`: "module:function" that lists what to call. Raises VerifyError.
+    `tritons`: versions. `cases`: "module:function" that lists what to call. Raises VerifyError and SourceError.
     """
-    first = capture(before, cases)
-    return Report(first, first if before.resolve() == after.resolve() else capture(after, cases))
+    comparisons = []
+    for triton in tritons:
+        first = capture(before, triton, cases)
+        second = first if before.resolve() == after.resolve() else capture(after, triton, cases)
+        comparisons.append(Comparison(first, second))
+    return Report(tuple(comparisons))
 
 
-def capture(tree: Path, cases: str = DEFAULT_CASES) -> Capture:
-    """What `tree` launches, from a process of its own. Raises VerifyError."""
+def capture(tree: Path, triton: str, cases: str = DEFAULT_CASES) -> Capture:
+    """What `tree` launches, from a process of its own. Raises VerifyError and SourceError."""
     if not (tree / "sglang").is_dir():
         raise VerifyError(f"{tree} has no directory `sglang`; give the directory that contains the package.")
+    environment = _environment(path_of(triton))
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "capture.json"
         command = [sys.executable, "-m", "upstream.measure_tree", str(tree.resolve()), cases, str(out)]
-        done = subprocess.run(command, env=_environment(), cwd=scratch, capture_output=True, text=True)
+        done = subprocess.run(command, env=environment, cwd=scratch, capture_output=True, text=True)
         if done.returncode != 0:
             raise VerifyError(f"{tree} could not be examined: {done.stderr.strip()[-2000:]}")
         found = json.loads(out.read_text())
+    if found["triton"] != triton:
+        raise VerifyError(f"Triton {triton} was to compile {tree}, but Python found {found['triton']} on its path.")
     found["launches"] = [Launch(**launch) for launch in found["launches"]]
     found["unchecked"] = [Unchecked(**case) for case in found["unchecked"]]
     return Capture(**found)
 
 
-def _environment() -> dict[str, str]:
+def _environment(triton: Path | None) -> dict[str, str]:
+    """`triton`: a directory that holds one, or None for the installed one."""
     scripts = Path(__file__).parents[1]
-    paths = [str(scripts), str(scripts.parent / "python"), os.environ.get("PYTHONPATH", "")]
+    found = [str(triton or ""), str(scripts), str(scripts.parent / "python"), os.environ.get("PYTHONPATH", "")]
     kept = {  # without upstream's own settings: the defaults are what is checked
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("SGLANG_", "SGL_")) or name == "SGLANG_CACHE_DIR"
     }
     return kept | {
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "PYTHONPATH": os.pathsep.join(path for path in found if path),
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",  # torch.compile'd helpers run as they are
         "TRITON_DEFAULT_FP_FUSION": "1",  # as today's launches; silences a notice of Triton 3.9

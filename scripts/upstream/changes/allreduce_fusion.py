@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import libcst.matchers as m
 
 from upstream.change import AlreadyUpstream, Change, FailedCheck, NotApplicable
+from upstream.interface import argument_defaults
 from upstream.toolbox import Anchor, code, edit, ensure_import, find, has, isolated, replace
 from upstream.tree import Tree
 
@@ -41,6 +43,7 @@ class AllReduceFusion(Change):
 
     def check(self, tree: Tree) -> None:
         predicate = self._anchors(tree)[0]
+        asked = _Asked(argument_defaults(tree.package_parent))
         for runs in (True, False):
             namespace = {
                 "_is_flashinfer_available": True,
@@ -48,8 +51,8 @@ class AllReduceFusion(Change):
                 "is_dp_attention_enabled": lambda: False,
                 "uses_cutedsl_ar_fusion": lambda: False,
                 "is_flashinfer_allreduce_unavailable": lambda: False,
-                "get_global_server_args": _Asked,
-                "get_exec": _Asked,
+                "get_global_server_args": lambda: asked,
+                "get_exec": lambda: asked,
                 "SM12X_FUSION": runs,
             }
             if bool(isolated(tree, predicate.name, namespace)(16)) != runs:
@@ -67,11 +70,22 @@ class AllReduceFusion(Change):
 
 
 class _Asked:
-    """Server arguments, in either form that releases read them in, of a user who asked for the fusion."""
+    """Server arguments of a user who asked for the fusion and left the rest as the release has it.
+
+    In either form that releases read them in: all in one object, or in parts that are attributes of it.
+    """
 
     enable_flashinfer_allreduce_fusion = True
     flashinfer_allreduce_fusion_backend = "trtllm"
 
+    def __init__(self, defaults: Mapping[str, Any]) -> None:
+        self._defaults = defaults
+
     @property
     def comm(self) -> _Asked:
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._defaults:
+            raise AttributeError(f"the release has no argument {name} whose default can be read")
+        return self._defaults[name]

@@ -10,13 +10,14 @@ from typing import Any
 from upstream.change import AlreadyUpstream, Change, FailedCheck
 from upstream.own_files import own
 from upstream.toolbox import (
+    Anchor,
     after_assignment,
-    before_last_return,
     edit,
     ensure_import,
     find,
     isolated,
     next_power_of_2,
+    parameter_names,
 )
 from upstream.tree import Tree
 
@@ -44,8 +45,56 @@ class Launches:
         return lambda *args, **kwargs: self.made.append(kwargs)
 
 
-def _tensor(*shape: int) -> Any:
-    return SimpleNamespace(shape=shape, stride=lambda dimension: 1, dtype=None)
+def _tensor(*shape: int, itemsize: int = 2) -> Any:
+    return SimpleNamespace(shape=shape, stride=lambda dimension: 1, dtype=SimpleNamespace(itemsize=itemsize))
+
+
+SIZES = "_get_block_sizes_for_extend_attention"
+LAUNCHER = "extend_attention_fwd"
+ONE_STAGE = "extend_attention_fwd_unified"
+"""Of deterministic inference; prefix and new tokens in one loop."""
+NEAR = "/extend_attention.py"  # older releases have another launcher, for double sparsity
+THEIRS = (128, 32, 2)
+"""Stands for a release's choice in checks; none of ours."""
+
+
+def extend_launches(
+    tree: Tree, name: str, *, forced: bool, kv_bytes: int = 2, sizes: Callable[..., Any] | None = None, **given: Any
+) -> list[tuple[int, ...]]:
+    """(BLOCK_M, BLOCK_N, num_warps) that the launcher `name` launches on capability 12, for every shape.
+
+    `sizes`: what chooses first, if not the release's function. `given`: arguments, for those that the launcher takes.
+    """
+    launches = Launches()
+    namespace = {
+        "triton": SimpleNamespace(next_power_of_2=next_power_of_2, cdiv=lambda a, b: -(-a // b)),
+        "CUDA_CAPABILITY": (12, 0),
+        "_is_cuda": True,
+        "_fwd_kernel": launches,
+        "_fwd_kernel_unified": launches,
+        "_extract_kv_strides": lambda *_: (1, 1, 1, 1),
+        "unpack_aux_tensors": lambda *_: (None, 1, 1, 1),
+        "USE_SM120_TILES": forced,
+        "sm120_extend_tile": own("attention_tiles").extend_tile,
+        "sm120_is_plain": own("attention_tiles").is_plain,
+        "sm120_masked_tile": own("attention_tiles").masked_extend_tile,
+    }
+    namespace[SIZES] = sizes or isolated(tree, SIZES, namespace)
+    function = isolated(tree, name, namespace, near=NEAR)
+    for head_dim, v_head_dim in HEAD_DIMS:
+        q, v = (_tensor(8, 4, width) for width in (head_dim, v_head_dim))
+        k_buffer, v_buffer = (_tensor(8, 4, width, itemsize=kv_bytes) for width in (head_dim, v_head_dim))
+        tensors = {"q": q, "o": v, "q_extend": q, "k_extend": q, "v_extend": v, "o_extend": v}
+        cached = {"k_buffer": k_buffer, "v_buffer": v_buffer, "qo_indptr": _tensor(2), "prefix_lens": _tensor(1)}
+        empty = dict.fromkeys(("kv_indptr", "kv_indices", "custom_mask", "mask_indptr"))
+        numbers = {"is_causal": True, "max_len_extend": 8, "k_scale": 1.0, "v_scale": 1.0}
+        values = tensors | cached | empty | numbers | given
+        function(**{name: values[name] for name in inspect.signature(function).parameters if name in values})
+    return [(launch["BLOCK_M"], launch["BLOCK_N"], launch["num_warps"]) for launch in launches.made]
+
+
+def _their_sizes(Lq: int, Lv: int) -> tuple[int, ...]:
+    return Lq, 0, Lv, *THEIRS
 
 
 class ExtendTiles(Change):
@@ -55,51 +104,66 @@ class ExtendTiles(Change):
         "SM12x has 101,376 bytes of shared memory a block. The tile of Hopper needs 106,496 for MLA (head dims "
         "576/512), and tiles that fit spill up to 1,756 bytes a thread, most with an fp8 KV cache. The tiles "
         "here fit with 16-bit and fp8 KV, and spill nothing with causal masks but for 64-wide heads (up to 96 "
-        "bytes); masks of another form are the change tree-mask-tiles."
+        "bytes); masks of another form are the change tree-mask-tiles. A tile of the release that was measured to "
+        "spill nothing stays as it is: those for head dims 65 to 128 with an fp8 KV cache and for 256 with a 16-bit "
+        "one among them. Most of those spill 8 to 40 bytes with Triton 3.6 and so stay from Triton 3.9 on; with "
+        "windows, caps and masks, which take registers, the tiles here are launched."
     )
     merged = "the release's own tiles for capability 12 are among those measured without spills"
     files = ("hardware.py", "attention_tiles.py")
 
-    function = "_get_block_sizes_for_extend_attention"
+    FEATURES = ("sliding_window_size", "logit_cap", "custom_mask", "xai_temperature_len", "score_mod")
+    """Parameters, off if at or below zero or None, whose work in the kernel takes registers. Sinks take none."""
 
     def transform(self, tree: Tree) -> None:
-        anchor = find(tree, self.function, parameters=("Lq", "Lv"))
-        if self._tiles(tree, capability=(12, 0), forced=False) == self._wanted():
+        find(tree, SIZES, parameters=("Lq", "Lv"))
+        anchors = self._anchors(tree)
+        if all(self._launched(tree, kv_bytes, forced=False) == self._wanted(tree, kv_bytes) for kv_bytes in (1, 2)):
             raise AlreadyUpstream("its tiles for capability 12 are the measured ones")
-        edit(
-            tree,
-            anchor,
-            before_last_return("if USE_SM120_TILES:\n    BLOCK_M, BLOCK_N, num_warps = sm120_extend_tile(Lq, Lv)\n"),
+        for anchor in anchors:
+            anchor = find(tree, anchor.name, near=NEAR)  # as the edit before this one left it
+            edit(tree, anchor, after_assignment("BLOCK_M", self._choice(anchor)))
+        for name in ("extend_tile", "is_plain"):
+            line = f"from sglang.srt.sm120.attention_tiles import {name} as sm120_{name}"
+            ensure_import(tree, anchors[0].path, line)
+        ensure_import(tree, anchors[0].path, "from sglang.srt.sm120.attention_tiles import USE_SM120_TILES")
+
+    def _anchors(self, tree: Tree) -> list[Anchor]:
+        anchors = [find(tree, LAUNCHER, parameters=("q_extend", "v_extend", "k_buffer"), near=NEAR)]
+        if any(path.endswith(NEAR) for path in tree.files_defining(ONE_STAGE)):
+            anchors.append(find(tree, ONE_STAGE, parameters=("q", "k_buffer", "v_buffer"), near=NEAR))
+        return anchors
+
+    def _choice(self, anchor: Anchor) -> str:
+        """The statement that chooses the tile; a release's own tile was measured for the launcher of two stages."""
+        names = parameter_names(anchor.node)
+        features = ", ".join(name for name in self.FEATURES if name in names)
+        plain = f"sm120_is_plain({features})" if anchor.name == LAUNCHER else "False"
+        dims = "q_extend.shape[-1], v_extend.shape[-1]" if "q_extend" in names else "q.shape[-1], v_buffer.shape[-1]"
+        return (
+            "if USE_SM120_TILES:\n"
+            "    BLOCK_M, BLOCK_N, num_warps = sm120_extend_tile(\n"
+            f"        (BLOCK_M, BLOCK_N, num_warps), {dims}, k_buffer.dtype.itemsize, {plain}\n"
+            "    )\n"
         )
-        ensure_import(
-            tree, anchor.path, "from sglang.srt.sm120.attention_tiles import extend_tile as sm120_extend_tile"
-        )
-        ensure_import(tree, anchor.path, "from sglang.srt.sm120.attention_tiles import USE_SM120_TILES")
 
     def check(self, tree: Tree) -> None:
-        if self._tiles(tree, capability=(12, 0), forced=True) != self._wanted():
-            raise FailedCheck("capability 12 does not get the measured tiles")
-        for capability in ((8, 0), (9, 0), (10, 0)):
-            if self._tiles(tree, capability, forced=False) == self._wanted():
-                raise FailedCheck(f"capability {capability} gets the tiles of SM12x")
+        for kv_bytes in (1, 2):
+            if self._launched(tree, kv_bytes, forced=True) != self._wanted(tree, kv_bytes):
+                raise FailedCheck("capability 12 does not get the measured tiles")
+        ours = [own("attention_tiles").extend_tile(THEIRS, *dims, 1, True) for dims in HEAD_DIMS]
+        for anchor in self._anchors(tree):
+            for forced, wanted in ((True, ours), (False, [THEIRS] * len(HEAD_DIMS))):
+                if extend_launches(tree, anchor.name, forced=forced, kv_bytes=1, sizes=_their_sizes) != wanted:
+                    raise FailedCheck(f"{anchor.name} does not take the measured tiles on SM12x and there alone")
 
-    def _tiles(self, tree: Tree, capability: tuple[int, int], forced: bool) -> list[tuple[int, ...]]:
-        """What the function returns for (BLOCK_M, BLOCK_N, num_warps), for every shape."""
-        function = isolated(
-            tree,
-            self.function,
-            {
-                "triton": SimpleNamespace(next_power_of_2=next_power_of_2),
-                "CUDA_CAPABILITY": capability,
-                "_is_cuda": True,
-                "USE_SM120_TILES": forced,
-                "sm120_extend_tile": own("attention_tiles").extend_tile,
-            },
-        )
-        return [tuple(function(*dims)[-3:]) for dims in HEAD_DIMS]
+    def _launched(self, tree: Tree, kv_bytes: int, forced: bool) -> list[tuple[int, ...]]:
+        return extend_launches(tree, LAUNCHER, forced=forced, kv_bytes=kv_bytes)
 
-    def _wanted(self) -> list[tuple[int, ...]]:
-        return [own("attention_tiles").extend_tile(*dims) for dims in HEAD_DIMS]
+    def _wanted(self, tree: Tree, kv_bytes: int) -> list[tuple[int, ...]]:
+        theirs = self._launched(tree, kv_bytes, forced=False)
+        choose = own("attention_tiles").extend_tile
+        return [choose(tile, *dims, kv_bytes, True) for tile, dims in zip(theirs, HEAD_DIMS, strict=True)]
 
 
 class TreeMaskTiles(Change):
@@ -113,12 +177,9 @@ class TreeMaskTiles(Change):
     merged = "the release launches the measured tile for a mask on capability 12"
     files = ("hardware.py", "attention_tiles.py")
 
-    function = "extend_attention_fwd"
-    near = "/extend_attention.py"  # older releases have another one, for double sparsity
-
     def transform(self, tree: Tree) -> None:
         parameters = ("q_extend", "k_extend", "v_extend", "custom_mask")
-        anchor = find(tree, self.function, parameters=parameters, near=self.near)
+        anchor = find(tree, LAUNCHER, parameters=parameters, near=NEAR)
         if self._tiles(tree, masked=True, forced=False) == self._wanted():
             raise AlreadyUpstream("its tiles for a mask on capability 12 are the measured ones")
         edit(
@@ -136,43 +197,18 @@ class TreeMaskTiles(Change):
         ensure_import(tree, anchor.path, "from sglang.srt.sm120.attention_tiles import USE_SM120_TILES")
 
     def check(self, tree: Tree) -> None:
-        theirs = (128, 32, 2)  # stands for the release's choice; none of ours
-
-        def sizes(Lq: int, Lv: int) -> tuple[int, ...]:
-            return Lq, 0, Lv, *theirs
-
-        if self._tiles(tree, masked=True, forced=True, sizes=sizes) != self._wanted():
+        if self._tiles(tree, masked=True, forced=True, sizes=_their_sizes) != self._wanted():
             raise FailedCheck("a mask does not get the measured tiles on SM12x")
-        for masked, forced in ((False, True), (True, False)):
-            if self._tiles(tree, masked, forced, sizes) != [theirs] * len(HEAD_DIMS):
-                raise FailedCheck("without a mask, or on other GPUs, the release no longer chooses the tile")
+        if self._tiles(tree, masked=True, forced=False, sizes=_their_sizes) != [THEIRS] * len(HEAD_DIMS):
+            raise FailedCheck("on other GPUs, the release no longer chooses the tile")
+        if self._tiles(tree, masked=False, forced=True, sizes=_their_sizes) == self._wanted():
+            raise FailedCheck("without a mask, the tile for masks is launched")
 
     def _tiles(
         self, tree: Tree, masked: bool, forced: bool, sizes: Callable[..., Any] | None = None
     ) -> list[tuple[int, ...]]:
-        """(BLOCK_M, BLOCK_N, num_warps) that the function launches, for every shape; `sizes`: what chooses first."""
-        launches = Launches()
-        namespace = {
-            "triton": SimpleNamespace(next_power_of_2=next_power_of_2, cdiv=lambda a, b: -(-a // b)),
-            "CUDA_CAPABILITY": (12, 0),
-            "_is_cuda": True,
-            "_fwd_kernel": launches,
-            "_extract_kv_strides": lambda *_: (1, 1, 1, 1),
-            "unpack_aux_tensors": lambda *_: (None, 1, 1, 1),
-            "USE_SM120_TILES": forced,
-            "sm120_masked_tile": own("attention_tiles").masked_extend_tile,
-        }
-        namespace[ExtendTiles.function] = sizes or isolated(tree, ExtendTiles.function, namespace)
-        function = isolated(tree, self.function, namespace, near=self.near)
-        for head_dim, v_head_dim in HEAD_DIMS:
-            q, v = (_tensor(8, 4, width) for width in (head_dim, v_head_dim))
-            mask = _tensor(64) if masked else None
-            cached = {"k_buffer": q, "v_buffer": v, "qo_indptr": _tensor(2), "kv_indptr": None, "kv_indices": None}
-            masks = {"custom_mask": mask, "is_causal": True, "mask_indptr": mask}
-            new = {"q_extend": q, "k_extend": q, "v_extend": v, "o_extend": v, "max_len_extend": 8}
-            scales = {name: 1.0 for name in ("k_scale", "v_scale") if name in inspect.signature(function).parameters}
-            function(**new, **cached, **masks, **scales)
-        return [(launch["BLOCK_M"], launch["BLOCK_N"], launch["num_warps"]) for launch in launches.made]
+        mask = _tensor(64) if masked else None
+        return extend_launches(tree, LAUNCHER, forced=forced, sizes=sizes, custom_mask=mask, mask_indptr=mask)
 
     def _wanted(self) -> list[tuple[int, ...]]:
         return [own("attention_tiles").masked_extend_tile(*dims) for dims in HEAD_DIMS]

@@ -89,6 +89,7 @@ class V4Arguments(Change):
     files = ("hardware.py",)
 
     HOOK = "apply_deepseek_v4_defaults"
+    ARGUMENTS = ("sglang/srt/server_args.py", "sglang/srt/arg_groups/")
     OFF = (
         "SGLANG_OPT_FP8_WO_A_GEMM",
         "SGLANG_OPT_USE_TOPK_V2",
@@ -100,7 +101,7 @@ class V4Arguments(Change):
 
     def transform(self, tree: Tree) -> None:
         indexer(tree)
-        if has(tree, "_deepseek_v4_sm120_moe") or has(tree, "validate_deepseek_v41_features"):
+        if self._has_branch(tree):
             raise AlreadyUpstream("the arguments have a branch for SM120")
         anchor = find(tree, self.HOOK, parameters=("server_args",))
         lines = [f"    sm120_envs.{name}.set(False)\n" for name in self.OFF if self._known(tree, name)]
@@ -117,6 +118,13 @@ class V4Arguments(Change):
         )
         ensure_import(tree, anchor.path, "from sglang.srt.sm120.hardware import is_sm12x")
         self._allow_marlin(tree)
+
+    def _has_branch(self, tree: Tree) -> bool:
+        """Whether the release's arguments turn the top-k of 128 KiB off under a condition that names SM120."""
+        off = "SGLANG_OPT_USE_TOPK_V2.set(False)"
+        paths = [path for path in tree.python_files() if path.startswith(self.ARGUMENTS) and off in tree.text(path)]
+        branches = [branch for path in paths for branch in m.findall(tree.module(path), m.If())]
+        return any("sm120" in code(branch.test) and off in code(branch.body) for branch in branches)
 
     def _allow_marlin(self, tree: Tree) -> None:
         """Marlin is weight-only and runs from SM80 on; the check knows only the GPU that it was tried on."""

@@ -68,9 +68,10 @@ def noting_launches() -> Iterator[list[dict[str, Any]]]:
 
 
 def planned_tile(case: Case) -> list[int] | None:
-    """[BLOCK_M, BLOCK_N, warps] that a produced tree's table has for the case; None in a pristine tree or for decode.
+    """[BLOCK_M, BLOCK_N, warps] that a produced tree's table has for the case; None where the table does not decide.
 
-    Prefill takes its warps from upstream's rule, so that its entry has the block alone.
+    That is in a pristine tree, for decode, and where a tile of the release's own may stay. Prefill takes its warps from
+    upstream's rule, so that its entry has the block alone.
     """
     if case.op == "decode":
         return None
@@ -80,7 +81,10 @@ def planned_tile(case: Case) -> list[int] | None:
         return None
     if case.op == "prefill":
         return [tiles.prefill_block(case.qk)] * 2
-    return list((tiles.masked_extend_tile if case.tree else tiles.extend_tile)(case.qk, case.v))
+    if case.tree:
+        return list(tiles.masked_extend_tile(case.qk, case.v))
+    plain = tiles.is_plain(case.window, case.cap)
+    return None if plain else list(tiles.extend_tile((0, 0, 0), case.qk, case.v, 0, plain))
 
 
 def run_case(case: Case, device: str, short: bool) -> dict[str, Any]:

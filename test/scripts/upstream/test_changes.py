@@ -162,6 +162,10 @@ MASKED_TILES = """
         BLOCK_M, BLOCK_N = 64 if Lq <= 64 else 32 if Lq <= 192 else 16, 64
     grid ="""
 
+V4_BRANCH = """            self.page_size = 64
+        if is_sm120_supported():
+            envs.SGLANG_OPT_USE_TOPK_V2.set(False)"""
+
 DONE_UPSTREAM = (
     ("extend-tiles", EXTEND_PATH, "    return", TILES),
     ("tree-mask-tiles", EXTEND_PATH, "    grid =", MASKED_TILES),
@@ -176,7 +180,7 @@ DONE_UPSTREAM = (
     ("trtllm-mla-prefill", ARGUMENTS_PATH, "is_blackwell_supported", "is_sm100_supported"),
     ("dsa-backends", ARGUMENTS_PATH, '"trtllm"', '"flashmla_kv"'),
     ("dsa-indexer", "sglang/srt/untouched.py", "print", "def _sm120_deep_gemm_apis_available(): ...\nprint"),
-    ("v4-arguments", "sglang/srt/untouched.py", "print", "def _deepseek_v4_sm120_moe(view): ...\nprint"),
+    ("v4-arguments", ARGUMENTS_PATH, "            self.page_size = 64", V4_BRANCH),
     ("v4-attention", "sglang/srt/untouched.py", "print", "def flash_mla_with_kvcache_sm120(): ...\nprint"),
     ("allreduce-fusion", COMMUNICATOR_PATH, "or _is_sm100_supported", "or _is_sm100_supported or _is_sm120_supported"),
     (
@@ -250,6 +254,70 @@ def test_never_half_applied(tmp_path: Path, change: Faulty, outcome: Outcome, de
     assert synthetic.snapshot(root) == before and not tree.staged
 
 
+def extend_tile(theirs: tuple[int, int, int], dims: tuple[int, int], kv_bytes: int, plain: bool, triton: str) -> object:
+    version = tuple(map(int, triton.split(".")))
+    return own("attention_tiles").extend_tile(theirs, *dims, kv_bytes, plain, version)
+
+
+def test_a_tile_of_the_release_that_spills_nothing_stays() -> None:
+    assert extend_tile((64, 128, 8), (128, 128), 1, True, "3.9") == (64, 128, 8)
+    assert extend_tile((128, 64, 8), (96, 96), 1, True, "3.9") == (128, 64, 8)
+    assert extend_tile((64, 64, 8), (256, 256), 2, True, "3.9") == (64, 64, 8)
+    assert extend_tile((64, 128, 4), (64, 64), 1, True, "3.6") == (64, 128, 4)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "dims", "kv_bytes", "plain", "triton", "ours"),
+    [
+        ((64, 128, 8), (128, 128), 2, True, "3.9", (64, 64, 8)),  # spills with a 16-bit cache
+        ((64, 128, 8), (128, 128), 1, True, "3.6", (64, 64, 8)),  # and with an older Triton
+        ((64, 128, 8), (128, 128), 1, False, "3.9", (64, 64, 8)),  # was not measured with a window
+        ((64, 64, 8), (256, 256), 1, True, "3.9", (32, 64, 8)),
+        ((64, 64, 8), (192, 128), 2, True, "3.9", (32, 64, 8)),
+        ((64, 128, 8), (576, 512), 2, True, "3.9", (16, 64, 8)),
+    ],
+)
+def test_any_other_tile_is_replaced(
+    theirs: tuple[int, int, int], dims: tuple[int, int], kv_bytes: int, plain: bool, triton: str, ours: object
+) -> None:
+    assert extend_tile(theirs, dims, kv_bytes, plain, triton) == ours
+
+
+def test_windows_caps_and_masks_are_no_plain_attention() -> None:
+    is_plain = own("attention_tiles").is_plain
+    assert is_plain(-1, 0.0, None) and is_plain(None, 0, None, False)
+    assert not (is_plain(128, 0.0) or is_plain(-1, 30.0) or is_plain(-1, 0.0, object()))
+
+
+ONE_STAGE = """
+def extend_attention_fwd_unified(q, o, k_buffer, v_buffer, max_len_extend, custom_mask=None, sinks=None):
+    Lq, Lv = q.shape[-1], v_buffer.shape[-1]
+    _, _, _, BLOCK_M, BLOCK_N, num_warps = _get_block_sizes_for_extend_attention(Lq, Lv)
+    _fwd_kernel_unified[(1,)](q, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=num_warps)
+"""
+
+
+def test_the_launcher_of_one_stage_takes_the_tiles_too(tmp_path: Path) -> None:
+    root = synthetic.write(tmp_path, {**FILES, EXTEND_PATH: EXTEND + ONE_STAGE})
+    assert synthetic.outcome(root, "extend-tiles").outcome is Outcome.APPLIED
+    text = (root / EXTEND_PATH).read_text()
+    assert text.count("= sm120_extend_tile(") == 2 and "sm120_is_plain(custom_mask)" in text
+    synthetic.mangle(root, EXTEND_PATH, "    _fwd_kernel_unified", "    BLOCK_M = 128\n    _fwd_kernel_unified")
+    result = synthetic.outcome(root, "extend-tiles")
+    assert result.outcome is Outcome.FAILED and "extend_attention_fwd_unified does not take" in result.detail
+
+
+def test_arguments_that_nobody_asked_for_have_the_default_of_the_release(tmp_path: Path) -> None:
+    """As in 0.5.10, whose predicate asks for the size of context parallelism."""
+    asks = "get_global_server_args().enable_flashinfer_allreduce_fusion"
+    more = f"{asks}\n        and get_global_server_args().attn_cp_size <= 1"
+    root = synthetic.write(tmp_path)
+    synthetic.mangle(root, COMMUNICATOR_PATH, asks, more)
+    assert "no argument attn_cp_size" in synthetic.outcome(root, "allreduce-fusion").detail
+    synthetic.mangle(root, ARGUMENTS_PATH, "class ServerArgs:\n", "class ServerArgs:\n    attn_cp_size: int = 1\n\n")
+    assert synthetic.outcome(root, "allreduce-fusion").outcome is Outcome.APPLIED
+
+
 def test_a_change_that_was_undone_by_hand_fails_its_check(tmp_path: Path) -> None:
     root = synthetic.write(tmp_path)
     synthetic.outcome(root, "extend-tiles")
@@ -260,7 +328,8 @@ def test_a_change_that_was_undone_by_hand_fails_its_check(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("condition", "detail"), [("False", "does not get"), ("USE_SM120_TILES", "no longer"), ("custom_mask", "no longer")]
+    ("condition", "detail"),
+    [("False", "does not get"), ("USE_SM120_TILES", "without a mask"), ("custom_mask", "no longer")],
 )
 def test_the_tile_for_masks_is_for_masks_and_sm12x_alone(tmp_path: Path, condition: str, detail: str) -> None:
     root = synthetic.write(tmp_path)

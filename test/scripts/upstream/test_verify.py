@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import textwrap
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
-from upstream import source
+import triton
+from upstream import source, tritons
 from upstream.cases import default_cases
 from upstream.stub_import import Stub, StubUsed
-from upstream.verify import DEFAULT_CASES, LIMIT, Capture, Report, VerifyError, capture, verify
+from upstream.verify import (
+    DEFAULT_CASES,
+    LIMIT,
+    Capture,
+    Comparison,
+    Launch,
+    Report,
+    VerifyError,
+    capture,
+    verify,
+)
 
 SERVER_ARGS = """
     class ServerArgs:
@@ -139,7 +152,7 @@ def write_tree(root: Path, stages: int, broken: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+def report(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     """Before: six stages, 122,880 bytes. After: three."""
     root = tmp_path_factory.mktemp("verify")
     (root / "synthetic_cases.py").write_text(textwrap.dedent(CASES))
@@ -148,7 +161,12 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
         patch.setenv("SGLANG_CACHE_DIR", str(root / "cache"))
         patch.setenv("SGLANG_FORCE_ARCH", "sm_90")  # ours; must not reach upstream's code
         before, after = write_tree(root / "before", 6, broken=0), write_tree(root / "after", 3, broken=1)
-        return verify(before, after, "synthetic_cases:all_cases")
+        (comparison,) = verify(before, after, [triton.__version__], "synthetic_cases:all_cases").comparisons
+        return comparison
+
+
+def problems(*comparisons: Comparison) -> list[str]:
+    return Report(comparisons).problems
 
 
 def shared(found: Capture, op: str) -> int:
@@ -157,28 +175,28 @@ def shared(found: Capture, op: str) -> int:
     return launch.shared
 
 
-def test_the_tile_is_the_one_that_upstream_picks_on_sm120(report: Report) -> None:
+def test_the_tile_is_the_one_that_upstream_picks_on_sm120(report: Comparison) -> None:
     assert shared(report.before, "by_capability") > LIMIT
     assert shared(report.after, "by_capability") == 2 * 64 * (64 + 128) * 2  # stages in flight, bf16
     assert shared(report.after, "by_shared_memory") == 3 * 64 * (64 + 128) * 2
 
 
-def test_a_tree_that_overflows_fails_and_says_where(report: Report) -> None:
-    unfixed = Report(report.before, report.before)
+def test_a_tree_that_overflows_fails_and_says_where(report: Comparison) -> None:
+    unfixed = Report((Comparison(report.before, report.before),))
     assert unfixed.exit_code == 1
     (problem,) = [text for text in unfixed.problems if text.startswith("by_capability")]
     assert f"{shared(report.before, 'by_capability'):,} B" in problem and "w4 s6" in problem and "64 x 128" in problem
-    assert not [text for text in report.problems if text.startswith("by_capability")]
+    assert not [text for text in problems(report) if text.startswith("by_capability")]
 
 
-def test_registers_and_spills_come_from_ptxas(report: Report) -> None:
+def test_registers_and_spills_come_from_ptxas(report: Comparison) -> None:
     launches = [launch for launch in report.after.launches if launch.op == "by_capability"]
     assert 32 < launches[0].registers <= 255
 
 
-def test_an_autotuner_only_needs_one_config_that_fits(report: Report) -> None:
+def test_an_autotuner_only_needs_one_config_that_fits(report: Comparison) -> None:
     assert shared(report.after, "tuned") <= LIMIT < shared(report.after, "tuned_in_vain")
-    assert any(problem.startswith("tuned_in_vain") for problem in report.problems)
+    assert any(problem.startswith("tuned_in_vain") for problem in problems(report))
     (launch,) = [launch for launch in report.after.launches if launch.op == "tuned"]
     assert "of 2 tuned" in launch.tile
 
@@ -192,46 +210,99 @@ def test_an_autotuner_only_needs_one_config_that_fits(report: Report) -> None:
         ("gone", "no kernels.py of this tree defines gone"),
     ],
 )
-def test_what_cannot_be_checked_is_a_failure(report: Report, op: str, why: str) -> None:
+def test_what_cannot_be_checked_is_a_failure(report: Comparison, op: str, why: str) -> None:
     (unchecked,) = [case for case in report.after.unchecked if case.op == op]
     assert why in unchecked.why
-    assert any(problem.startswith(f"{op}: not checked") for problem in report.problems)
+    assert any(problem.startswith(f"{op}: not checked") for problem in problems(report))
 
 
-def test_a_change_that_breaks_a_kernel_is_a_failure_but_not_one_that_this_triton_never_compiled(report: Report) -> None:
-    (broken,) = [problem for problem in report.problems if "does not compile" in problem]
+def test_a_change_that_breaks_a_kernel_and_a_launch_that_nothing_compiles_are_failures(report: Comparison) -> None:
+    (broken,) = [problem for problem in problems(report) if "does not compile" in problem]
     assert broken.startswith("breaks: `_refuses`") and "this kernel refuses" in broken
-    (other,) = report.not_measured
-    assert other.startswith("never_compiles: `_refuses`") and f"- {other}" in report.markdown()
+    (other,) = [problem for problem in problems(report) if "not measured" in problem]
+    assert other.startswith("never_compiles: not measured, no Triton here compiles it: `_refuses`")
+    assert "Compiled by this Triton in neither tree:\n\n- never_compiles: `_refuses`" in report.markdown()
     assert "| never_compiles | 1 | 1 | 0 | 0 | 0 |" in report.markdown()
 
 
-def test_a_feature_that_the_release_lacks_is_no_failure(report: Report) -> None:
+def by(version: str, *, failure: str = "", shared: int = 0, fails_before: bool = True) -> Comparison:
+    """One launch in both trees, by a Triton of that version."""
+    after = Launch("op", "case", "kernel", "w4 s3", shared, failure=failure)
+    before = after if fails_before else Launch("op", "case", "kernel", "w4 s3")
+    return Comparison(*(Capture([launch], [], [], version, {}) for launch in (before, after)))
+
+
+def test_a_launch_is_measured_if_one_of_the_tritons_compiles_it() -> None:
+    measured = Report((by("3.6.0", shared=LIMIT), by("3.9.0", failure="block pointers")))
+    assert measured.exit_code == 0 and measured.not_measured == []
+    text = measured.markdown()
+    assert "Compiled for sm_120: 1 of 1" in text and "Compiled for sm_120: 0 of 1" in text and "block pointers" in text
+    assert "All 1 launches were compiled, by Triton 3.6.0 or 3.9.0, and fit with each" in text
+
+    neither = Report((by("3.6.0", failure="other words"), by("3.9.0", failure="block pointers")))
+    assert neither.exit_code == 1
+    assert neither.problems == ["op: not measured, no Triton here compiles it: `kernel`: block pointers (case)"]
+    assert "and fit with each" not in neither.markdown()
+
+
+def test_a_launch_must_fit_with_each_triton_and_a_change_may_break_it_with_none() -> None:
+    (wide,) = problems(by("3.6.0"), by("3.9.0", shared=LIMIT + 1))
+    assert "needs 101,377 B" in wide and "(Triton 3.9.0)" in wide
+    (broken,) = problems(by("3.6.0"), by("3.9.0", failure="our mistake", fails_before=False))
+    assert "does not compile: our mistake" in broken and "(Triton 3.9.0)" in broken
+
+
+def test_a_feature_that_the_release_lacks_is_no_failure(report: Comparison) -> None:
     assert report.after.absent == ["never_there"]
-    assert not any("never_there" in problem for problem in report.problems)
+    assert not any("never_there" in problem for problem in problems(report))
     assert "no_such_package" in report.after.failed_imports["sglang.srt.broken"]
 
 
-def test_the_table_shows_both_sides(report: Report) -> None:
+def test_the_table_shows_both_sides(report: Comparison) -> None:
     table = report.markdown()
     (row,) = [line for line in table.splitlines() if line.startswith("| by_capability | `_product`")]
     before, after = (f"{shared(side, 'by_capability'):,}" for side in (report.before, report.after))
     assert row.index(f"**{before} /") < row.index(f": {after} /")
     assert f"| by_capability | 1 | 0 | 1 → 0 | 0 | {before} → {after} |" in table
     assert "by_shared_memory | `_product`" not in table  # neither changed nor noteworthy
-    rows = report.as_json()["after"]["launches"]
+    rows = Report((report,)).as_json()["comparisons"][0]["after"]["launches"]
     assert [row["shared"] for row in rows if row["op"] == "by_capability"] == [shared(report.after, "by_capability")]
 
 
 def test_a_directory_without_the_package_is_refused(tmp_path: Path) -> None:
     with pytest.raises(VerifyError, match="no directory `sglang`"):
-        capture(tmp_path)
+        capture(tmp_path, triton.__version__)
 
 
 def test_a_tree_that_cannot_be_loaded_says_so(tmp_path: Path) -> None:
     (tmp_path / "sglang").mkdir()
     with pytest.raises(VerifyError, match=r"server_args"):
-        capture(tmp_path)
+        capture(tmp_path, triton.__version__)
+
+
+def test_the_triton_that_compiles_is_the_one_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cases_of_none.py").write_text("def none():\n    return []\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(metadata, "version", lambda name: "0.0.1")
+    with pytest.raises(VerifyError, match=rf"Triton 0.0.1 was to compile .* found {triton.__version__}"):
+        capture(write_tree(tmp_path, 1, 0), "0.0.1", "cases_of_none:none")
+
+
+def test_another_triton_is_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def pip(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        calls.append(command[-1])
+        return subprocess.CompletedProcess(command, int(command[-1] == "triton==0.0.2"), "", "no such version")
+
+    monkeypatch.setenv("SM120_UPSTREAM_CACHE", str(tmp_path))
+    monkeypatch.setattr(subprocess, "run", pip)
+    assert tritons.path_of(triton.__version__) is None and calls == []
+    assert tritons.path_of("0.0.1") == tritons.path_of("0.0.1") and calls == ["triton==0.0.1"]
+    with pytest.raises(source.SourceError, match="no triton==0.0.2"):
+        tritons.path_of("0.0.2")
 
 
 def test_a_stub_decides_nothing() -> None:
@@ -260,7 +331,7 @@ def test_default_cases_are_distinct() -> None:
     ],
 )
 def test_known_overflows_of_pristine_releases_are_found(version: str, overflows: dict[str, int]) -> None:
-    found = capture(source.fetch(version))
+    found = capture(source.fetch(version), triton.__version__)
     assert not found.unchecked
     most: dict[str, int] = {}
     for launch in found.launches:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from upstream import tritons
 
 ROOT = Path(__file__).parents[3]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -110,6 +111,21 @@ def test_make_upstream_runs_scripts_that_exist() -> None:
     assert [command for _, command in scripts] == ["", "drift"]
     assert all((ROOT / script).is_file() for script, _ in scripts)
     assert "rm -rf 'somewhere/tree'" in text and "--verify" in text
+
+
+def test_every_change_meets_one_release_in_a_fresh_environment() -> None:
+    """A pinned one: what is downloaded is bounded, and no release of the night before breaks a change of ours."""
+    steps = yaml.safe_load(WORKFLOWS[0].read_text())["jobs"]["upstream"]["steps"]
+    commands = [step["run"] for step in steps if "run" in step]
+    assert commands[0].startswith("make install") and len(commands) == 2
+    assert re.fullmatch(r"make upstream UPSTREAM=\d+\.\d+\.\d+", commands[1])
+
+
+def test_the_same_tritons_compile_everywhere() -> None:
+    """By the tool's own default: `make upstream` names none, the documents name those, and the newest is installed."""
+    assert "triton" not in recipe("upstream").lower()
+    assert f"\ntriton=={tritons.VERSIONS[-1]}" in (ROOT / "constraints.txt").read_text()
+    assert " and ".join(tritons.VERSIONS) in (ROOT / "docs" / "upstream.md").read_text()
 
 
 def test_make_test_checks_the_ledger() -> None:
