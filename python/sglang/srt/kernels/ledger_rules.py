@@ -33,14 +33,11 @@ _FEW_REGISTERS = (
 _UNALIGNED_HEADS = "only image encoders, of which none is served yet, have heads of 72, whose rows are not aligned"
 _MASKS = "only with columns that no block divides, whose masks it keeps on the stack: with others it spills nothing"
 ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
-    AcceptedSpill("sm120", "extend_attention", "160x160/", 32, _FEW_REGISTERS),
-    AcceptedSpill("sm120", "extend_attention", "192x192/", 32, _FEW_REGISTERS),
-    AcceptedSpill("sm120", "extend_attention", "256x256/", 32, _FEW_REGISTERS),
     AcceptedSpill(
         "sm120",
         "prefill_attention",
         "72x72/bfloat16/bfloat16/causal",
-        168,
+        120,
         "image encoders, the only ones with this head dim, are not causal; the tile is chosen for them",
     ),
     AcceptedSpill("sm120", "linear", "tiles/int4_g32/split", 16, _MASKS),
