@@ -1,6 +1,7 @@
 # make serve   install into .venv and serve the embedded model; PORT=8000 ARGS="--model-path DIR --tp 2"
 # make test    install into .venv and run every check
 # make upstream UPSTREAM=newest|0.5.23|DIR|GIT-URL@REF   carry our changes onto that SGLang, verify its kernels, compare interfaces
+# make ledger  TRITON=3.6.0   compile every row of the kernel ledger with that Triton and compare
 # make gpu     the tests that need a GPU, with its own kernels and with SM120's
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -12,11 +13,12 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 TORCH ?= 2.13.0
 UPSTREAM ?= newest
 OUT ?= build/upstream
+TRITON ?= 3.9.0
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help serve test gpu install check lint types imports unit format clean
+.PHONY: help serve test ledger gpu install check lint types imports unit format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -78,6 +80,10 @@ upstream: install
 	$(BIN)/python scripts/rebase_upstream.py --upstream '$(UPSTREAM)' --out '$(OUT)/tree' --verify 2>&1 | tee '$(OUT)/1-changes.md' || failed=1; \
 	$(BIN)/python scripts/rebase_upstream.py drift --upstream '$(UPSTREAM)' 2>&1 | tee '$(OUT)/2-interface.md' || failed=1; \
 	exit $$failed
+
+ledger: install
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target 'build/triton-$(TRITON)' 'triton==$(TRITON)'
+	PYTHONPATH='$(CURDIR)/build/triton-$(TRITON)' $(BIN)/python -m sglang.srt.kernels.ledger check --all
 
 clean:
 	rm -rf .venv

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.configs.hf_config import merge_overrides, read_config
-from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.hf_config import merge_overrides, read_config, select_text_config
+from sglang.srt.configs.model_config import ModelConfig, context_length
 from sglang.srt.configs.model_path import resolve_model_path
-from sglang.srt.configs.quant_scheme import SCHEMES, expert_share
 from sglang.srt.configs.quantization import agree, detect
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name, current_arch
@@ -25,10 +25,13 @@ from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import Choice, Need, NoKernel, Rejection
 from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
 from sglang.srt.layers.moe.fused_moe_triton.config_files import find
-from sglang.srt.plan.kv_spec import kv_cache_dtype
-from sglang.srt.plan.model_facts import ModelFacts, facts_from_config
+from sglang.srt.plan.caches import CacheGroup, cache_cost, cache_groups
+from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.layout import check_layout
+from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
-from sglang.srt.plan.plan import forced_kernels, kv_spec, make_plan
+from sglang.srt.plan.plan import describe_capacity, forced_kernels, make_plan, plan_capacity, serving_of
+from sglang.srt.plan.weights import expert_rows
 from sglang.srt.server_args import ServerArgs
 
 USUAL_FREE_SHARE = 0.97
@@ -42,13 +45,19 @@ class Explanation:
     """Everything that is printed. A need without a kernel has a NoKernel instead of a Choice."""
 
     arch: ArchTraits
-    facts: ModelFacts
+    model: ModelDescription
     not_implemented: str | None  # why this model cannot be served yet
-    kv: dict[str, Any]
+    refused: str | None  # why no server starts in this layout
+    kv_dtype: str
+    groups: tuple[CacheGroup, ...]
     outcomes: tuple[Choice | NoKernel, ...]
     moe_tiles: str | None  # where the experts' tiles come from
-    plan: dict[str, Any] | None  # sizes and memory, of implemented models
+    plan: dict[str, Any] | None  # sizes and memory
     notes: tuple[str, ...]
+
+    @property
+    def missing(self) -> tuple[NoKernel, ...]:
+        return tuple(outcome for outcome in self.outcomes if isinstance(outcome, NoKernel))
 
 
 def explain(args: ServerArgs, arch: ArchTraits, packages: frozenset[str]) -> Explanation:
@@ -56,36 +65,45 @@ def explain(args: ServerArgs, arch: ArchTraits, packages: frozenset[str]) -> Exp
     directory = resolve_model_path(args.model_path, args.revision, args.download_dir, False)
     config = merge_overrides(read_config(directory), args.model_overrides())
     quantization = agree(args.quantization, detect(config, directory), str(directory))
-    facts = facts_from_config(config, quantization)
-    dtype = facts.dtype if args.dtype == "auto" else args.dtype
-    kv_dtype = kv_cache_dtype(args.kv_cache_dtype, dtype, quantization)
-    needs = needs_of(facts, dtype, kv_dtype, args.page_size or 1, args.tp_size)
-    forced = forced_kernels(args)
-    outcomes = tuple(_outcome(need, arch, packages, forced.get(need.op)) for need in needs)
+    model = describe_model(config, quantization, not args.disable_shared_experts_fusion)
+    serving = serving_of(args, model.dtype if args.dtype == "auto" else args.dtype, quantization)
     try:
-        model: ModelConfig | None = ModelConfig.from_server_args(args)
+        served: ModelConfig | None = ModelConfig.from_server_args(args)
         not_implemented = None
     except UserError as error:
-        model, not_implemented = None, str(error)
-    plan, notes = _plan(args, model, arch, packages) if model else (None, ())
-    spec = kv_spec(facts, kv_dtype, args.tp_size)
-    kv = {"dtype": kv_dtype, "layers": spec.num_layers, "bytes_per_token": spec.bytes_per_token}
-    tiles = _moe_tiles(args, arch, config, facts)
-    return Explanation(arch, facts, not_implemented, kv, outcomes, tiles, plan, notes)
-
-
-def _moe_tiles(args: ServerArgs, arch: ArchTraits, config: Mapping[str, Any], facts: ModelFacts) -> str | None:
-    """The tuning file that the experts' layers will find, and those that they will reject."""
-    if not facts.num_experts or arch.capability is None:
-        return None
-    text = config.get("text_config") or config
-    scheme, bias = facts.expert_quant, text.get("model_type") == "gpt_oss"
+        served, not_implemented = None, str(error)
     try:
-        share = expert_share(facts.expert_inter, args.tp_size, SCHEMES[scheme] if scheme else None)
+        check_layout(model, serving.tp_size)
     except UserError as error:
-        return str(error)
-    experts = facts.num_experts + (facts.shared_as_routed and not args.disable_shared_experts_fusion)
-    return find(experts, share, scheme, arch, hidden=facts.hidden_size, bias=bias, cost=recorded_cost).describe()
+        return Explanation(arch, model, not_implemented, str(error), serving.kv_dtype, (), (), None, None, ())
+    forced = forced_kernels(args)
+    outcomes = tuple(_outcome(need, arch, packages, forced.get(need.op)) for need in needs_of(model, serving))
+    plan, notes = _plan(
+        args,
+        served,
+        model,
+        serving,
+        context_length(select_text_config(config), args.context_length),
+        outcomes,
+        arch,
+        packages,
+    )
+    tiles = _moe_tiles(arch, model, serving.tp_size)
+    groups = cache_groups(model, serving)
+    return Explanation(arch, model, not_implemented, None, serving.kv_dtype, groups, outcomes, tiles, plan, notes)
+
+
+def _moe_tiles(arch: ArchTraits, model: ModelDescription, tp_size: int) -> str | None:
+    """The tuning file that the experts' layers will find, the user's before ours, and those that they will reject."""
+    experts = model.experts
+    if experts is None or arch.capability is None:
+        return None
+    quant, rows = model.expert_quant, expert_rows(model, tp_size)
+    scheme = quant.scheme if quant else None
+    found = find(
+        experts.held_experts, rows, scheme, arch, hidden=model.hidden_size, bias=experts.bias, cost=recorded_cost
+    )
+    return found.describe()
 
 
 def _outcome(need: Need, arch: ArchTraits, packages: frozenset[str], forced: str | None) -> Choice | NoKernel:
@@ -96,32 +114,58 @@ def _outcome(need: Need, arch: ArchTraits, packages: frozenset[str], forced: str
 
 
 def _plan(
-    args: ServerArgs, model: ModelConfig, arch: ArchTraits, packages: frozenset[str]
+    args: ServerArgs,
+    served: ModelConfig | None,
+    model: ModelDescription,
+    serving: Serving,
+    context_len: int,
+    outcomes: Sequence[Choice | NoKernel],
+    arch: ArchTraits,
+    packages: frozenset[str],
 ) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
+    """What `make_plan` decides; of a model that is not implemented, what its layers and caches would take."""
     if arch.device == "cpu":
         return None, ()
+    available = int(arch.memory * USUAL_FREE_SHARE)
     try:
-        plan = make_plan(args, model, arch, int(arch.memory * USUAL_FREE_SHARE), packages)
+        if served is not None:
+            plan = make_plan(args, served, arch, available, packages)
+            described = plan.describe()
+            return {key: value for key, value in described.items() if key != "kernels"}, (*plan.errors, *plan.warnings)
+        choices = {outcome.need.key: outcome for outcome in outcomes if isinstance(outcome, Choice)}
+        capacity = plan_capacity(args, model, serving, context_len, arch, choices, available)
+        return {"estimate": True, **describe_capacity(capacity)}, tuple(capacity.notes)
     except UserError as error:
         return None, (str(error),)
-    described = plan.describe()
-    return {key: value for key, value in described.items() if key != "kernels"}, (*plan.errors, *plan.warnings)
 
 
 def to_json(explanation: Explanation) -> dict[str, Any]:
     """Stable keys; sizes in bytes."""
-    arch, facts = explanation.arch, explanation.facts
+    arch, model = explanation.arch, explanation.model
     return {
         "arch": arch.name,
         "product": arch.product,
         "features": sorted(arch.features),
-        "model": facts.architecture,
+        "model": model.architecture,
+        "family_known": model.known,
         "not_implemented": explanation.not_implemented,
-        "kv_cache": explanation.kv,
+        "refused": explanation.refused,
+        "missing": [outcome.need.key for outcome in explanation.missing],
+        "kv_cache": _kv_json(explanation),
         "moe_tiles": explanation.moe_tiles,
         "ops": {outcome.need.key: _op_json(outcome) for outcome in explanation.outcomes},
         "plan": explanation.plan,
         "notes": list(explanation.notes),
+    }
+
+
+def _kv_json(explanation: Explanation) -> dict[str, Any]:
+    cost = cache_cost(explanation.groups)
+    return {
+        "dtype": explanation.kv_dtype,
+        "bytes_per_token": math.ceil(cost.bytes_per_token),
+        "bytes_per_request": cost.bytes_per_request,
+        "groups": [group.describe() for group in explanation.groups],
     }
 
 
@@ -147,15 +191,22 @@ def _op_json(outcome: Choice | NoKernel) -> dict[str, Any]:
 
 def to_text(explanation: Explanation) -> str:
     """The table, for people."""
-    arch, facts = explanation.arch, explanation.facts
+    arch, model = explanation.arch, explanation.model
     lines = [
-        f"{facts.architecture} on {arch.name}" + (f" ({arch.product}, {arch.num_sms} SMs)" if arch.product else "")
+        f"{model.architecture} on {arch.name}" + (f" ({arch.product}, {arch.num_sms} SMs)" if arch.product else "")
     ]
     if explanation.not_implemented:
         lines.append(f"This model is not implemented yet: {explanation.not_implemented}")
-        lines.append("The table says which of its ops have a kernel already.")
-    kv = explanation.kv
-    lines.append(f"KV cache: {kv['dtype']}, {kv['layers']} layers, {kv['bytes_per_token']:,} B a token and GPU")
+    if not model.known:
+        lines.append(
+            f"Nothing is known of model_type {model.model_type!r}: its keys are read as those of other models."
+        )
+    if explanation.refused:
+        return "\n".join([*lines, f"No server starts in this layout: {explanation.refused}"])
+    if explanation.missing:
+        names = ", ".join(outcome.need.key for outcome in explanation.missing)
+        lines.append(f"{len(explanation.missing)} of its {len(explanation.outcomes)} ops have no kernel here: {names}")
+    lines += _cache_lines(explanation)
     if arch.capability and judged_as(arch) != arch.name:
         lines.append(f"{arch.name} is not verified: tiles and numbers are those of {judged_as(arch)}.")
     rows = [COLUMNS, *(_cells(outcome) for outcome in explanation.outcomes)]
@@ -166,9 +217,21 @@ def to_text(explanation: Explanation) -> str:
         if outcome is not None:
             lines += _details(outcome, explanation.moe_tiles)
     if explanation.plan:
+        if "estimate" in explanation.plan:
+            lines += ["", "An estimate: nothing here allocates this model yet."]
         lines += ["", *(f"{key}: {value}" for key, value in explanation.plan.items() if key != "warnings")]
     lines += ["", *explanation.notes] if explanation.notes else []
     return "\n".join(lines)
+
+
+def _cache_lines(explanation: Explanation) -> list[str]:
+    cost = cache_cost(explanation.groups)
+    total = f"KV cache: {explanation.kv_dtype}, {math.ceil(cost.bytes_per_token):,} B a token and GPU"
+    if cost.bytes_per_request:
+        total += f", {cost.bytes_per_request:,} B a request beside its tokens"
+    lines = [total]
+    lines += [f"  {group}" for group in explanation.groups]
+    return lines
 
 
 def _cells(outcome: Choice | NoKernel) -> tuple[str, ...]:

@@ -55,7 +55,7 @@ def parsed(*flags: str) -> Any:
         ("glm47", ("--tp-size", "8"), MoeShape(161, 192, 5120, 9, "fp8_channel")),
         ("glm47", ("--tp", "4", "--disable-shared-experts-fusion"), MoeShape(160, 384, 5120, 8, "fp8_channel")),
         ("glm47", ("--tp", "8", "--ep", "8"), MoeShape(21, 1536, 5120, 9, "fp8_channel")),
-        ("kimi_k2", ("--tp", "8"), MoeShape(384, 256, 7168, 8, "int4_g32")),  # its shared expert is in 16 bits
+        ("kimi_k25", ("--tp", "8"), MoeShape(384, 256, 7168, 8, "int4_g32")),  # its shared expert is in 16 bits
         ("gpt_oss", (), MoeShape(128, 2880, 2880, 4, "mxfp4", True)),
         ("qwen35", ("--dtype", "bf16"), MoeShape(256, 512, 2048, 8, None)),
         ("qwen35", ("--dtype", "fp8_w8a8", "--per-channel-quant"), MoeShape(256, 512, 2048, 8, "fp8_channel")),
@@ -75,7 +75,7 @@ def test_shape_of_a_models_experts(model: Any, name: str, flags: tuple[str, ...]
         ("glm47", ("--tp", "3", "--ep", "3"), "does not divide the model's 160 experts"),
         ("qwen35", ("--dtype", "int8_w8a16"), "no kernel for it here"),
         ("qwen35", ("--dtype", "int4_w4a16", "--per-channel-quant"), "does not go with --dtype int4_w4a16"),
-        ("kimi_k2", ("--per-channel-quant", "--tp", "8"), "experts are int4_g32"),
+        ("kimi_k25", ("--per-channel-quant", "--tp", "8"), "experts are int4_g32"),
     ],
 )
 def test_what_cannot_be_tuned_says_why(model: Any, name: str, flags: tuple[str, ...], problem: str) -> None:

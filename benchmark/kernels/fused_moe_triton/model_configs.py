@@ -87,13 +87,14 @@ def worth_recording(shape: MoeShape, kind: str, tile: Tile) -> bool:
     """A part of the space: weight rows of 64 to 256 bytes that divide the sum if they can, 64 to 256 of them (128 where
     they are widened, which takes registers; but high blocks need more, else every warp widens all of them); the
     deepest pipelines (of up to 4 stages) that one and that two programs on an SM allow; 8 warps where 4 would hold
-    many sums."""
+    many sums. Of one scale a row, whose tiles were also timed on RTX PRO 6000 cards: rows from 32 on and either number
+    of warps, because the fastest there are among those."""
     scheme, width = shape.scheme, 2 if kind == "gate_up" else 1
     sums = tile["BLOCK_M"] * tile["BLOCK_N"] * width // 128
-    rows = tile["BLOCK_N"] * width
-    if rows < 64 or rows > (128 if widens(scheme, ARCH) and tile["BLOCK_M"] < 64 else 256):
+    rows, timed = tile["BLOCK_N"] * width, scheme == "fp8_channel"
+    if rows < (32 if timed else 64) or rows > (128 if widens(scheme, ARCH) and tile["BLOCK_M"] < 64 else 256):
         return False
-    if sums != 64 and (tile["num_warps"] == 8) != (sums > 64):
+    if not timed and sums != 64 and (tile["num_warps"] == 8) != (sums > 64):
         return False
     bits = SCHEMES[scheme].bits if scheme else 16
     row_bytes, ragged = tile["BLOCK_K"] * bits // 8, shape.depth(kind) % tile["BLOCK_K"] != 0

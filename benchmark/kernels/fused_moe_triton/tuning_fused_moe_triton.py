@@ -42,7 +42,7 @@ from sglang.srt.layers.moe.fused_moe_triton.search_space import (
     MoeShape,
     candidates,
 )
-from sglang.srt.plan.model_facts import facts_from_config
+from sglang.srt.plan.model_description import describe_model
 
 DTYPES = ("auto", "bf16", "fp8_w8a8", "int8_w8a8", "int8_w8a16", "int4_w4a16", *SCHEMES)
 DEFAULT_ARCH = "rtx-pro-6000-server"
@@ -119,24 +119,24 @@ def read_shape(args: argparse.Namespace) -> MoeShape:
     directory = resolve_model_path(args.model, None, None, False)
     config = read_config(directory)
     quantization = detect(config, directory)
-    facts = facts_from_config(config, quantization)
-    if not facts.num_experts:
-        raise UserError(f"{args.model}: {facts.architecture} has no experts; there is nothing to tune.")
+    model = describe_model(config, quantization, not args.disable_shared_experts_fusion)
+    experts = model.experts
+    if experts is None:
+        raise UserError(f"{args.model}: {model.architecture} has no experts; there is nothing to tune.")
     if args.tp_size % args.ep_size:
         raise UserError(f"--ep-size {args.ep_size} does not divide --tp-size {args.tp_size}.")
     share = args.tp_size // args.ep_size
-    if facts.num_experts % args.ep_size:
-        raise UserError(f"--ep-size {args.ep_size} does not divide the model's {facts.num_experts} experts.")
-    text = config.get("text_config") or config
-    shared = int(facts.shared_as_routed and not args.disable_shared_experts_fusion)
-    scheme = scheme_of(args.dtype, args.per_channel_quant, facts.expert_quant)
+    if experts.num_experts % args.ep_size:
+        raise UserError(f"--ep-size {args.ep_size} does not divide the model's {experts.num_experts} experts.")
+    quant = model.expert_quant
+    scheme = scheme_of(args.dtype, args.per_channel_quant, quant.scheme if quant else None)
     return MoeShape(
-        num_experts=facts.num_experts // args.ep_size + shared,
-        intermediate=expert_share(facts.expert_inter, share, SCHEMES[scheme] if scheme else None),
-        hidden=facts.hidden_size,
-        top_k=facts.top_k + shared,
+        num_experts=experts.num_experts // args.ep_size + experts.fused_shared,
+        intermediate=expert_share(experts.intermediate_size, share, SCHEMES[scheme] if scheme else None),
+        hidden=model.hidden_size,
+        top_k=experts.top_k + experts.fused_shared,
         scheme=scheme,
-        bias=text.get("model_type") == "gpt_oss",
+        bias=experts.bias,
     )
 
 

@@ -97,9 +97,9 @@ class Recorder:
     def linear(self, kernel: Kernel) -> Kernel:
         """The kernel of `linear`, watched."""
 
-        def run(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+        def run(x: torch.Tensor, weight: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
             self.see(weight, x.abs().amax().float().reshape(1))
-            return kernel(x, weight, *rest)
+            return kernel(x, weight, *rest, **options)
 
         return run
 

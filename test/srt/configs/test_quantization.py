@@ -11,7 +11,9 @@ import pytest
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig
 from sglang.srt.configs.quantization import SPELLINGS, agree, detect
 from sglang.srt.errors import UserError
-from sglang.srt.plan.model_facts import facts_from_config
+from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.model_description import describe_model
+from sglang.srt.plan.needs import needs_of
 
 HERE = Path("/nowhere")
 FP8_BLOCK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -322,7 +324,7 @@ def test_fp8_quantizes_what_is_not() -> None:
 
 # --- what the plan asks for -------------------------------------------------------------------------------------------
 
-SIZES = {"num_attention_heads": 8, "hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 32}
+SIZES = {"num_attention_heads": 8, "hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 32, "intermediate_size": 64}
 MOE = SIZES | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
 
 
@@ -340,21 +342,32 @@ MOE = SIZES | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediat
             "int4_g32",
             (),
         ),
-        (SIZES, NEW_MODELOPT, None, ("nvfp4",)),
+        (SIZES, NEW_MODELOPT | {"ignore": ["lm_head", "model.layers.3.self_attn.o_proj"]}, None, ("nvfp4",)),
         (SIZES, None, None, ()),
     ],
 )
-def test_facts(sizes: dict[str, Any], quantization: Any, experts: str | None, linears: tuple[str, ...]) -> None:
+def test_schemes_of_layers(
+    sizes: dict[str, Any], quantization: Any, experts: str | None, linears: tuple[str, ...]
+) -> None:
     for config in (
         sizes | {"quantization_config": quantization},
         {"text_config": sizes, "quantization_config": quantization},
     ):
-        facts = facts_from_config(config, detect(config, HERE))
-        assert (facts.expert_quant, facts.linear_quants) == (experts, linears)
+        model = describe_model(config, detect(config, HERE))
+        needs = needs_of(model, Serving("bfloat16", "bfloat16"))
+        found = tuple(need.quant for need in needs if need.op == "linear" and need.quant)
+        assert (model.expert_quant.scheme if model.expert_quant else None, found) == (experts, linears)
+
+
+def test_projections_that_are_one_product_have_one_scheme() -> None:
+    config = SIZES | {"quantization_config": NEW_MODELOPT}
+    model = describe_model(config, detect(config, HERE))
+    with pytest.raises(UserError, match="quantized differently: model.layers.3.self_attn.q_proj not quantized"):
+        needs_of(model, Serving("bfloat16", "bfloat16"))
 
 
 def test_experts_of_several_schemes_are_refused() -> None:
     ignore = ["re:.*layers.2.mlp.experts.*"]
     config = MOE | {"quantization_config": compressed("float-quantized", CHANNEL, TOKEN, ignore)}
     with pytest.raises(UserError, match="quantized in several ways are not supported: 16 bits, fp8_channel"):
-        facts_from_config(config, detect(config, HERE))
+        needs_of(describe_model(config, detect(config, HERE)), Serving("bfloat16", "bfloat16"))

@@ -30,6 +30,8 @@ def _rank(rank: int, size: int, folder: str) -> None:
 
     for data in PAYLOADS:
         assert parallel_state.broadcast_bytes(data if rank == 0 else None) == data
+    assert parallel_state.least(5 - rank) == 5 - (size - 1)
+    assert parallel_state.least_each([rank, -rank, 7]) == [0, 1 - size, 7] and parallel_state.least_each([]) == []
     parallel_state.shutdown()
     assert parallel_state.tp_size() == 1
 

@@ -12,10 +12,32 @@ from pathlib import Path
 import pytest
 
 from sglang import explain
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import arch_by_name
+from sglang.srt.plan.plan import make_plan
+from sglang.srt.server_args import ServerArgs
 
 HERE = Path(__file__).parent
-MODELS = ("glm47", "kimi_k2", "gpt_oss", "qwen35", "qwen3")
-ARCHS = ("sm_120", "sm_121", "sm_90", "sm_100")
+MODELS = {
+    "deepseek_v32": 8,
+    "deepseek_v4": 4,
+    "glm47": 8,
+    "glm5": 16,
+    "gpt_oss": 1,
+    "kimi_k25": 8,
+    "kimi_k2_thinking": 8,
+    "minimax_m2": 4,
+    "qwen3": 1,
+    "qwen3_moe": 1,
+    "qwen35": 1,
+}
+"""Configs as published, and the ranks over which they are divided. GLM-4.7's has what its model card says; Kimi K2
+Thinking's is K2's with the quantization of K2.5's NVFP4 checkpoint."""
+GOLDEN = [
+    *((name, arch) for name in MODELS for arch in ("sm_120", "sm_121")),
+    *((name, arch) for name in ("glm47", "gpt_oss", "qwen3") for arch in ("sm_90", "sm_100")),
+]
 
 
 @pytest.fixture
@@ -32,10 +54,9 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(("model_dir", "name"), [(m, m) for m in MODELS], indirect=["model_dir"], ids=MODELS)
+@pytest.mark.parametrize(("model_dir", "name", "arch"), [(n, n, a) for n, a in GOLDEN], indirect=["model_dir"])
 def test_golden(model_dir: str, name: str, arch: str, capsys: pytest.CaptureFixture[str]) -> None:
-    tp = "1" if name in ("qwen3", "gpt_oss", "qwen35") else "8"
+    tp = str(MODELS[name])
     text = run(capsys, "--arch", arch, "--model-path", model_dir, "--tp", tp, "--with-package", "flashinfer")
     golden = HERE / "golden" / f"{name}.{arch}.txt"
     if os.environ.get("UPDATE_GOLDEN"):
@@ -48,7 +69,7 @@ def ops(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, dict[str, o
     return found
 
 
-@pytest.mark.parametrize("model_dir", ["kimi_k2"], indirect=True)
+@pytest.mark.parametrize("model_dir", ["kimi_k25"], indirect=True)
 def test_latent_attention_runs_on_a_tile_that_fits(model_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = ops(capsys, "--arch", "sm_120", "--model-path", model_dir, "--tp", "8")
     for op in ("extend_attention", "decode_attention", "prefill_attention"):
@@ -79,10 +100,81 @@ def test_hybrid_models_by_architecture(model_dir: str, capsys: pytest.CaptureFix
 def test_flags_count(model_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("--arch", "sm_120", "--model-path", model_dir)
     found = json.loads(run(capsys, *argv, "--kv-cache-dtype", "fp8_e4m3", "--json"))
-    assert found["kv_cache"] == {"dtype": "fp8_e4m3", "layers": 36, "bytes_per_token": 36 * 8 * 256}
+    (group,) = found["kv_cache"].pop("groups")
+    assert found["kv_cache"] == {"dtype": "fp8_e4m3", "bytes_per_token": 36 * 8 * 256, "bytes_per_request": 0}
+    assert group["num_caches"] == 36 and group["kept_for"] == "all tokens"
     assert found["not_implemented"] is None and found["plan"]["max_total_num_tokens"] > 100_000
     refused = ops(capsys, *argv, "--attention-backend", "trtllm_mha")["extend_attention"]
     assert refused["kernel"] is None and "needs tcgen05" in str(refused["not_chosen"])
+
+
+@pytest.mark.parametrize(("model_dir", "name"), [(n, n) for n in MODELS], indirect=["model_dir"])
+def test_every_model_has_a_memory_plan(model_dir: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("--arch", "rtx-pro-6000-server", "--model-path", model_dir, "--tp", str(MODELS[name]))
+    found = json.loads(run(capsys, *argv, "--json"))
+    assert found["plan"]["max_total_num_tokens"] > 10_000 and found["refused"] is None
+    assert found["plan"].get("estimate", False) is (found["not_implemented"] is not None)
+    assert found["family_known"]
+
+
+MISSING = {
+    "kimi_k25": {"latent_norm_rope_store", "latent_prompt_attention", "latent_absorb"},
+    "deepseek_v4": {
+        *("latent_norm_rope_store", "extend_attention", "decode_attention", "kv_compressor", "index_key_store"),
+        *("sparse_indexer", "grouped_output", "hyper_connection"),
+    },
+    "deepseek_v32": {
+        *("latent_norm_rope_store", "extend_attention", "decode_attention", "index_key_store", "sparse_indexer"),
+        "latent_absorb",
+    },
+    "qwen35": {"causal_conv1d", "gated_delta_rule", "gated_rmsnorm", "attention_output_gate"},
+    "minimax_m2": {"qk_norm_rope_store"},
+    "glm47": set(),
+    "gpt_oss": set(),
+    "qwen3": set(),
+}
+
+
+@pytest.mark.parametrize(("model_dir", "name"), [(n, n) for n in MISSING], indirect=["model_dir"])
+def test_missing_ops_are_named(model_dir: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(run(capsys, "--arch", "sm_120", "--model-path", model_dir, "--json"))
+    assert set(found["missing"]) == MISSING[name]
+
+
+@pytest.mark.parametrize(("model_dir", "tp"), [("qwen3", 3), ("qwen3_moe", 8)], indirect=["model_dir"])
+def test_a_refused_layout_is_refused_with_the_servers_words(
+    model_dir: str, tp: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ("--arch", "sm_120", "--model-path", model_dir)
+    found = json.loads(run(capsys, *argv, "--tp", str(tp), "--json"))
+    args = ServerArgs.from_kwargs(model_path=model_dir, load_format="dummy", tp_size=tp)
+    with pytest.raises(UserError) as error:
+        make_plan(args, ModelConfig.from_server_args(args), arch_by_name("sm_120"), 90 << 30, frozenset({"triton"}))
+    assert found["refused"] == str(error.value) and found["plan"] is None and not found["ops"]
+    assert f"No server starts in this layout: {error.value}" in run(capsys, *argv, "--tp", str(tp))
+    for advised in found["refused"].split("--tp-size ")[-1].split(", "):
+        assert json.loads(run(capsys, *argv, "--tp", advised, "--json"))["refused"] is None
+
+
+@pytest.mark.parametrize(("model_dir", "tp"), [("glm47", 7), ("minimax_m2", 8)], indirect=["model_dir"])
+def test_advice_is_not_refused_itself(model_dir: str, tp: int, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("--arch", "sm_120", "--model-path", model_dir, "--json")
+    refused = json.loads(run(capsys, *argv, "--tp", str(tp)))["refused"]
+    for advised in refused.split("--tp-size ")[-1].split(", "):
+        assert json.loads(run(capsys, *argv, "--tp", advised))["refused"] is None
+
+
+@pytest.mark.parametrize("model_dir", ["glm47"], indirect=True)
+def test_the_users_tuning_file_is_the_servers(
+    model_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 16, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 1}
+    name = "E=161,N=192,device_name=NVIDIA_RTX_PRO_6000_Blackwell_Server_Edition,dtype=fp8_w8a8,per_channel_quant=True"
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / f"{name}.json").write_text(json.dumps({"1": entry | {"num_warps": 4, "num_stages": 2}}))
+    monkeypatch.setenv("SGLANG_MOE_CONFIG_DIR", str(tmp_path))
+    found = json.loads(run(capsys, "--arch", "sm_120", "--model-path", model_dir, "--tp", "8", "--json"))
+    assert found["moe_tiles"].startswith(f"{name}.json (")
 
 
 def test_mistakes_are_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,8 +15,9 @@ from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.ledger_file import Ledger, Row, judged_as, tile_key
 from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import Choice, Need, NoKernel
-from sglang.srt.kernels.tables import ATTENTION_BACKENDS, TABLES
+from sglang.srt.kernels.tables import ATTENTION_BACKENDS, GEMV_BLOCK_K, TABLES
 from sglang.srt.kernels.tiles import attention_tiles
+from sglang.srt.layers.triton_ops import gemv
 
 GPUS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
 SM12X = ("sm_120", "sm_121")
@@ -218,6 +219,30 @@ def test_experts_of_every_scheme_have_a_kernel_or_a_reason() -> None:
         choice = resolve(need, arch_by_name("sm_80"), FITS, BOTH)
         assert (choice.name == "triton") is ("e4m3" not in (scheme.element, scheme.scale))
         assert choice.name == "triton" or "no e4m3 arithmetic" in reasons(choice)["triton"]
+
+
+def test_norms_over_all_heads_have_no_kernel() -> None:
+    for traits, served in (({"head_norm"}, True), ({"whole_norm"}, False)):
+        need = Need("qk_norm_rope_store", 128, 128, traits=frozenset(traits), heads=(6, 1), rotary_dim=64)
+        if served:
+            assert resolve(need, arch_by_name("sm_120"), FITS, BOTH).name == "triton"
+        else:
+            with pytest.raises(NoKernel, match="no support for whole norm"):
+                resolve(need, arch_by_name("sm_120"), FITS, BOTH)
+
+
+def test_products_of_16_bit_weights_say_what_serves_them() -> None:
+    need = Need("linear", shapes=((4096, 1024, False), (1024, 1408, False), (512, 512, True)))
+    assert resolve(need, arch_by_name("sm_120"), FITS, BOTH).remark == (
+        "cublas for steps of several tokens, and for one token with a bias or K no multiple of 512: 1024x1408,"
+        " 512x512 + bias; gemv_kernel for one token with 4096x1024"
+    )
+    assert gemv.TILE["BLOCK_K"] == GEMV_BLOCK_K
+
+
+def test_mixed_four_and_eight_bits_are_widened() -> None:
+    remark = resolve(Need("fused_moe", quant="mxfp4_mxfp8"), arch_by_name("sm_120"), FITS, BOTH).remark
+    assert remark == "weights widened to e4m3 in registers"
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------

@@ -1,11 +1,12 @@
 """A scheduler process without a model: it answers each request with its own prompt, over and over, a token a step.
 
-`cache_namespace` of a request selects a misbehaviour: "refuse" (503), "crash" (an exception), "die" (killed), "silent"
+`extra_key` of a request selects a misbehaviour: "refuse" (503), "crash" (an exception), "die" (killed), "silent"
 (no output until aborted). Stop strings are not looked for.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -30,6 +31,10 @@ from sglang.srt.server_args import ServerArgs
 STEP_S = 0.001
 
 
+def misbehaviour(req: TokenizedGenerateReq) -> str | None:
+    return None if req.cache_namespace is None else json.loads(req.cache_namespace)[1]
+
+
 class FakeScheduler:
     def __init__(self) -> None:
         self.running: dict[str, tuple[TokenizedGenerateReq, int]] = {}
@@ -37,11 +42,11 @@ class FakeScheduler:
 
     def add(self, req: TokenizedGenerateReq) -> FinishReason | None:
         self.order.append(req.rid)
-        if req.cache_namespace == "refuse":
+        if misbehaviour(req) == "refuse":
             return FinishReason("abort", message="The queue is full.", status_code=503)
-        if req.cache_namespace == "crash":
+        if misbehaviour(req) == "crash":
             raise RuntimeError("the fake scheduler crashed")
-        if req.cache_namespace == "die":
+        if misbehaviour(req) == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         self.running[req.rid] = (req, 0)
         return None
@@ -49,7 +54,7 @@ class FakeScheduler:
     def step(self) -> BatchTokenIDOut:
         out = _empty()
         for rid, (req, done) in list(self.running.items()):
-            if req.cache_namespace == "silent":
+            if misbehaviour(req) == "silent":
                 continue
             token = req.input_ids[done % len(req.input_ids)]
             finish = None
@@ -110,7 +115,7 @@ def run_scheduler(args: ServerArgs, ports: ipc.Ports, tp_rank: int, start_pipe: 
                     _append(out, message, [], refusal, 0)
                     outbox.send(out)
             elif isinstance(message, AbortReq):
-                rids = list(fake.running) if message.abort_all else [message.rid]
+                rids = list(fake.running) if message.abort_all else message.rids
                 for rid in rids:
                     out = fake.end(rid, FinishReason("abort", message="Aborted", status_code=499))
                     if out.rids:

@@ -145,7 +145,7 @@ def test_death_while_running_is_reported(how: str, message: str) -> None:
             loop.call_soon_threadsafe(handle.manager.mark_unhealthy, message)
 
         handle.watch(fail)
-        req = GenerateRequest(input_ids=[1], cache_namespace=how)
+        req = GenerateRequest(input_ids=[1], extra_key=how)
         with pytest.raises(RequestError, match="scheduler process"):
             await asyncio.wait_for(native_results(handle.manager, req), 20)
         handle.manager.close()

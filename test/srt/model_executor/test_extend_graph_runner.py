@@ -16,9 +16,10 @@ from sglang.srt.managers.output import StopChecker
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_setup import create_runner
 from sglang.srt.model_executor import extend_graph_runner
-from sglang.srt.model_executor.extend_graph_runner import MAX_PROMPTS, ExtendGraphRunner, mixed_decode_sizes
+from sglang.srt.model_executor.extend_graph_runner import MAX_PROMPTS, ExtendGraphRunner
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.step import StepInput
+from sglang.srt.plan.defaults import mixed_decode_sizes
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 from srt.models.harness import VOCAB, save_tiny

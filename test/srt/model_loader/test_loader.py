@@ -183,3 +183,25 @@ def test_dummy_weights_need_no_files_and_stay_finite(copy: Path) -> None:
 def test_an_unknown_load_format_is_refused(saved: Path) -> None:
     with pytest.raises(UserError, match="'gguf' is not supported; supported: auto, safetensors, dummy"):
         load_model(plan_for(saved), "gguf")
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(
+    "name",
+    ["model.layers.1.mlp.experts.2.up_proj.weight", "model.layers.0.self_attn.k_proj.weight", "model.norm.weight"],
+)
+def test_weights_that_are_not_finite_are_named(copy: Path, name: str, value: float) -> None:
+    def damage(tensors: Tensors) -> None:
+        tensors[name].view(-1)[7] = value
+
+    _edit(copy, damage)
+    with pytest.raises(UserError) as error:
+        load_model(plan_for(copy))
+    assert f"NaN or infinite: {name}." in str(error.value)
+
+
+def test_a_dtype_that_is_too_narrow_is_named(copy: Path) -> None:
+    _edit(copy, lambda tensors: tensors["model.norm.weight"].fill_(1e6))
+    load_model(plan_for(copy, dtype="bfloat16"))
+    with pytest.raises(UserError, match=r"model\.norm\.weight.*--dtype"):
+        load_model(plan_for(copy, dtype="float16"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
 import logging
@@ -13,13 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import sglang
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.spec import NoKernel
-from sglang.srt.plan.defaults import cuda_graph_batch_sizes
+from sglang.srt.plan.attention_memory import FLASHINFER_PLANS, FLASHINFER_WORKSPACE
+from sglang.srt.plan.defaults import cuda_graph_batch_sizes, requests_by_state
 from sglang.srt.plan.kv_spec import KVSpec, kv_cache_dtype
-from sglang.srt.plan.model_facts import facts_from_config
+from sglang.srt.plan.memory import PREFILL_GRAPH_PROMPTS
+from sglang.srt.plan.model_description import describe_model
 from sglang.srt.plan.plan import Plan, make_plan
 from sglang.srt.server_args import ServerArgs
 
@@ -34,8 +38,8 @@ PACKAGES = frozenset({"triton"})
 def build(tmp_path: Path) -> Any:
     def make(config: dict[str, Any] = QWEN3_8B, arch: str = "sm_120", free: float = 94 * GIB, **flags: Any) -> Plan:
         (tmp_path / "config.json").write_text(json.dumps(config))
-        args = ServerArgs.from_kwargs(model_path=str(tmp_path), load_format="dummy", **flags)
         packages = flags.pop("packages", PACKAGES)
+        args = ServerArgs.from_kwargs(model_path=str(tmp_path), load_format="dummy", **flags)
         return make_plan(args, ModelConfig.from_server_args(args), arch_by_name(arch), int(free), packages)
 
     return make
@@ -222,6 +226,92 @@ def test_the_plan_never_exceeds_the_memory(
     assert plan.max_total_num_tokens % page == 0
 
 
+# --- what grows while serving -----------------------------------------------------------------------------------------
+
+
+def test_token_counts_of_penalties_are_planned(build: Any) -> None:
+    plan = build(max_running_requests=100)
+    assert plan.memory.penalties == (101 + 50) * 151936 * 4
+    assert build(max_running_requests=200).max_total_num_tokens < plan.max_total_num_tokens
+
+
+def test_the_rotary_table_is_planned(build: Any) -> None:
+    plan = build(QWEN3_8B | {"max_position_embeddings": 1 << 20})
+    assert plan.memory.rotary == (1 << 20) * 128 * 4 == 512 << 20
+
+
+def test_prefill_graphs_are_planned(build: Any) -> None:
+    plan = build()
+    prefill, decode = plan.cuda_graph_prefill_tokens, plan.cuda_graph_bs
+    assert prefill and decode
+    results = 2 * ((512 + 512 + 16) * 151936 * 4 + prefill[-1] * 4096 * 2)
+    num_mixed = sum(decodes <= tokens for tokens in prefill for decodes in (0, 64, 256, 512))
+    assert plan.memory.graphs > results + (len(decode) + num_mixed) * (6 << 20)
+    without = build(disable_cuda_graph=True)
+    assert without.memory.graphs == 0 and without.max_total_num_tokens > plan.max_total_num_tokens
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_flashinfers_buffers_are_planned(build: Any, page_size: int) -> None:
+    both = frozenset({"triton", "flashinfer"})
+    plan = build(attention_backend="flashinfer", page_size=page_size, packages=both)
+    lists = 4 * 512 * -(-40960 // page_size)
+    plans = 3 * (8 << 20)
+    assert plan.choices["decode_attention"].name == "flashinfer" and plan.cuda_graph_prefill_tokens == ()
+    assert plan.memory.attention > (256 << 20) + plans + lists
+    assert spent(plan) <= plan.memory.available
+
+
+def test_the_decode_kernels_partial_results_are_planned(build: Any) -> None:
+    plan = build()
+    tile, (heads, dim) = plan.tile("decode_attention"), (32, 128)
+    rows = 1024 + 188 * tile["ctas_per_sm"] * tile["waves"]
+    assert plan.memory.attention == rows * (heads * (dim + 1) * 4 + 24)
+
+
+SRT = Path(sglang.__file__).parent / "srt"
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "planned"),
+    [
+        ("layers/attention/flashinfer_backend.py", "WORKSPACE_BYTES", FLASHINFER_WORKSPACE),
+        ("layers/attention/flashinfer_backend.py", "PLAN_BYTES", FLASHINFER_PLANS),
+        ("model_executor/extend_graph_runner.py", "MAX_PROMPTS", PREFILL_GRAPH_PROMPTS),
+    ],
+)
+def test_planned_sizes_are_the_codes(file: str, name: str, planned: int) -> None:
+    """Read, not imported: FlashInfer need not be installed."""
+    tree = ast.parse((SRT / file).read_text())
+    assigned = [n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == name]
+    assert eval(compile(ast.Expression(assigned[0].value), file, "eval")) == planned
+
+
+def test_states_leave_half_of_the_memory_to_tokens() -> None:
+    assert requests_by_state(1024, 90, 30, 0) == 1024 and requests_by_state(1024, 9000, 1000, 10) == 400
+    assert requests_by_state(1024, 90, 30, 30) == 8
+
+
+@pytest.mark.parametrize("kinds", [("sliding_attention",), ("sliding_attention", "full_attention")])
+def test_window_layers_need_pools_that_are_not_there_yet(build: Any, kinds: tuple[str, ...]) -> None:
+    config = QWEN3_8B | {"layer_types": [*kinds] * (36 // len(kinds)), "sliding_window": 128}
+    with pytest.raises(UserError, match=r"cannot be served yet: .*\(kv\) for the last 128 tokens"):
+        build(config)
+
+
+def test_main_memory_holds_the_tables_too(build: Any) -> None:
+    with pytest.raises(UserError, match="tables of 100,000,000 positions for 64 requests .*a smaller --context-length"):
+        build(TINY | {"max_position_embeddings": 100_000_000}, "cpu", 8 * GIB)
+
+
+def test_advice_names_a_layout_that_works(build: Any) -> None:
+    with pytest.raises(UserError, match=r"use more GPUs \(--tp-size 2\)"):
+        build(free=15.5 * GIB)
+    heads = {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 128}
+    with pytest.raises(UserError, match="reserve; use --cuda-graph-max-bs 16"):
+        build(QWEN3_8B | heads | {"intermediate_size": 12288 * 5}, free=11 * GIB, tp_size=5)
+
+
 def test_kv_spec() -> None:
     assert KVSpec(61, 1, 576, 0, "bfloat16").bytes_per_token == 61 * 576 * 2
     assert kv_cache_dtype("auto", "float16") == "float16" and kv_cache_dtype("bf16", "float16") == "bfloat16"
@@ -229,9 +319,9 @@ def test_kv_spec() -> None:
         kv_cache_dtype("int3", "bfloat16")
 
 
-def test_facts_name_a_missing_key() -> None:
-    with pytest.raises(UserError, match="hidden_size must be a positive integer"):
-        facts_from_config({"num_attention_heads": 4}, None)
+def test_a_description_names_a_missing_key() -> None:
+    with pytest.raises(UserError, match="the key 'hidden_size' is missing"):
+        describe_model({"num_attention_heads": 4}, None)
 
 
 FP8_BLOCK = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

@@ -91,7 +91,7 @@ def test_greedy_takes_the_first_of_equals() -> None:
 @pytest.mark.parametrize("params", MIXED)
 @pytest.mark.parametrize("use_triton", [True, False])
 def test_a_row_that_is_not_numbers_has_no_token(use_triton: bool, params: SamplingParams) -> None:
-    """All NaN, one NaN among more tokens than a program reads, nothing that is allowed; the others as without them."""
+    """All NaN, one NaN among more tokens than a program reads, and nothing that is allowed; the others as ever."""
     device = DEVICE if use_triton else "cpu"
     vocab_size, count = 9000, 5
     logits = torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(3)) * 3

@@ -11,6 +11,34 @@ from sglang.srt.errors import UserError
 
 T = TypeVar("T")
 
+LARGEST: Mapping[str, int] = {
+    "num_hidden_layers": 1024,
+    "num_attention_heads": 1024,
+    "num_key_value_heads": 1024,
+    "head_dim": 4096,
+    "v_head_dim": 4096,
+    "hidden_size": 1 << 18,
+    "intermediate_size": 1 << 22,
+    "moe_intermediate_size": 1 << 20,
+    "num_experts": 1 << 14,
+    "num_local_experts": 1 << 14,
+    "n_routed_experts": 1 << 14,
+    "num_experts_per_tok": 1 << 10,
+    "vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 28,
+}
+"""What a config.json may ask for: several times what any published model has, and little enough that a model is
+described, and refused for its size, at once. Other whole numbers end at LARGEST_OTHER."""
+LARGEST_OTHER = 1 << 24
+
+
+def bounded(key: str, value: int, source: str) -> int:
+    """`value`, the whole number that the config has at `key`. Raises UserError if no model has so many."""
+    limit = LARGEST.get(key, LARGEST_OTHER)
+    if not 0 <= value <= limit:
+        raise UserError(f"{source}: {key!r} must be between 0 and {limit:,}; got {value}.")
+    return value
+
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises UserError if it is unreadable, malformed or something else."""
@@ -61,7 +89,13 @@ class ConfigReader:
         value = self.require(key, int) if default is None else self.default(key, int, default)
         if value < 1:
             raise UserError(f"{self.source}: {key!r} must be at least 1; got {value}.")
-        return value
+        return bounded(key, value, self.source)
+
+    def count(self, *keys: str) -> int:
+        """The whole number at the first of `keys` that has one; 0 if none has."""
+        present = (key for key in keys if self.values.get(key) is not None)
+        key = next(present, None)
+        return 0 if key is None else bounded(key, self.require(key, int), self.source)
 
     def _typed(self, key: str, value: Any, kind: type[T]) -> T:
         is_bool_as_number = isinstance(value, bool) and kind is not bool

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.configs.architectures import SUPPORTED, SUPPORTED_ARCHITECTURES, Architecture
 from sglang.srt.configs.hf_config import (
     ConfigReader,
+    bounded,
     merge_overrides,
     read_config,
     read_generation_config,
@@ -18,7 +19,7 @@ from sglang.srt.configs.hf_config import (
 from sglang.srt.configs.model_path import resolve_model_path
 from sglang.srt.configs.quant_rules import QuantConfig
 from sglang.srt.configs.quantization import agree, detect
-from sglang.srt.configs.rope import rope_parameters, scaled_context_length
+from sglang.srt.configs.rope import by_layer_type, rope_parameters, scaled_context_length
 from sglang.srt.environ import envs, warn_once
 from sglang.srt.errors import UserError
 
@@ -80,9 +81,7 @@ class ModelConfig:
         head_dim = reader.positive("head_dim", known.head_dim or max(hidden_size // num_heads, 1))
         num_experts = _num_experts(reader, known)
         # A mixture of experts without dense layers may leave the dense size out, or use it for its experts.
-        dense_size = (
-            reader.default("intermediate_size", int, 0) if num_experts else reader.positive("intermediate_size")
-        )
+        dense_size = reader.count("intermediate_size") if num_experts else reader.positive("intermediate_size")
         return cls(
             model_path=str(directory),
             architecture=architecture,
@@ -95,7 +94,7 @@ class ModelConfig:
             head_dim=head_dim,
             v_head_dim=reader.positive("v_head_dim", head_dim),
             vocab_size=reader.positive("vocab_size"),
-            context_len=_context_length(reader, args.context_length),
+            context_len=context_length(hf_config, args.context_length, reader.source),
             dtype=_dtype(reader, args.dtype),
             quantization=agree(args.quantization, detect(config, directory), str(directory)),
             eos_token_ids=_eos_token_ids(hf_config, generation),
@@ -134,17 +133,22 @@ _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 def _num_experts(reader: ConfigReader, known: Architecture) -> int:
     for key in _EXPERT_KEYS:
         if reader.values.get(key) is not None:
-            return reader.require(key, int)
+            return reader.count(key)
     return reader.positive("num_experts") if known.is_moe else 0
 
 
-def _context_length(reader: ConfigReader, requested: int | None) -> int:
-    longest = scaled_context_length(reader.positive("max_position_embeddings"), rope_parameters(reader.values))
+def context_length(hf_config: Mapping[str, Any], requested: int | None, source: str = "config.json") -> int:
+    """The longest request: --context-length, or what the model was made for. Raises UserError if it is more."""
+    reader = ConfigReader(hf_config, source)
+    longest = reader.positive("max_position_embeddings")
+    if not by_layer_type(hf_config):
+        longest = scaled_context_length(longest, rope_parameters(hf_config))
+    longest = bounded("max_position_embeddings", longest, f"{source}, with its rotary scaling")
     if requested is None or requested <= longest:
         return longest if requested is None else requested
     if not envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN:
         raise UserError(
-            f"--context-length {requested} exceeds the {longest} tokens that {reader.source} supports. "
+            f"--context-length {requested} exceeds the {longest} tokens that {source} supports. "
             "Lower it, configure rope scaling with --json-model-override-args, "
             "or set SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 to try regardless."
         )

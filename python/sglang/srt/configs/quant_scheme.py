@@ -68,6 +68,8 @@ def widening(scheme: Scheme, features: Collection[str]) -> str:
     where they multiply it as it is."""
     if scheme.bits == 4 and (scheme.activation is None or "block_scaled_mma" not in features):
         return "weights widened to 16 bits in registers"
+    if scheme.element == "e2m1" and scheme.activation == "mxfp8":
+        return "weights widened to e4m3 in registers"
     if scheme.activation == "mxfp8" and "block_scaled_mma" not in features:
         return "both sides widened to bf16"
     return ""
@@ -84,14 +86,13 @@ def expert_share(intermediate_size: int, tp_size: int, scheme: Scheme | None) ->
         return intermediate_size // tp_size
     what = f"expert intermediate size {intermediate_size}"
     if unit == 1 or scheme is None:
-        raise UserError(f"{what} cannot be divided over {tp_size} tensor-parallel ranks; choose another --tp-size")
+        raise UserError(f"{what} cannot be divided over {tp_size} tensor-parallel ranks")
     # Kernels take packed rows in larger pieces anyway.
     unit = max(unit, 64) if scheme.bits == 4 else unit
     units = -(-intermediate_size // unit)
-    fit = next(size for size in range(tp_size, 0, -1) if (size - 1) * -(-units // size) < units)
-    if fit < tp_size:
+    if (tp_size - 1) * -(-units // tp_size) >= units:
         raise UserError(
             f"{what} in groups of {unit} that share scales ({scheme.name}) is too few for {tp_size} tensor-parallel"
-            f" ranks: one would hold none of {units}; choose --tp-size {fit} or less"
+            f" ranks: one would hold none of {units}"
         )
     return -(-units // tp_size) * unit

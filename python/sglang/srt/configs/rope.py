@@ -35,6 +35,25 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
+def by_layer_type(config: Mapping[str, Any]) -> bool:
+    """Whether the rotary parameters differ by layer type, so that `rope_parameters` refuses them."""
+    written = config.get("rope_parameters")
+    return isinstance(written, Mapping) and bool(written) and all(isinstance(v, Mapping) for v in written.values())
+
+
+def rotary_dim(config: Mapping[str, Any], head_dim: int) -> int:
+    """How many leading dims of a head rotate: `rotary_dim`, or a share of the head, or all."""
+    if config.get("rotary_dim"):
+        return min(int(config["rotary_dim"]), head_dim)
+    parameters = config if by_layer_type(config) else rope_parameters(config)
+    share = parameters.get("partial_rotary_factor")
+    if share is None:
+        return head_dim
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+        raise UserError(f"config.json: 'partial_rotary_factor' must be a number up to 1; got {share!r}.")
+    return int(head_dim * share)
+
+
 def scaled_context_length(max_position_embeddings: int, rope: Mapping[str, Any]) -> int:
     """Longest sequence that a model with these rotary parameters supports."""
     if rope["rope_type"] in _LENGTH_PRESERVING:

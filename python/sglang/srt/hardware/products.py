@@ -1,6 +1,7 @@
 """Published facts of GPUs: what an architecture can do, and what each product of it measures.
 
-Numbers: NVIDIA's CUDA programming guide (shared memory), product data sheets (SM count, memory, bandwidth).
+Numbers: NVIDIA's CUDA programming guide (shared memory), product data sheets (SM count, bandwidth), and what
+nvidia-smi shows of the cards (memory).
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 KIB = 1024
+MIB = 1024**2
 GB = 10**9
 GIB = 1024**3
 
@@ -39,7 +41,7 @@ class Product:
     arch: str
     num_sms: int
     bandwidth: float  # bytes/s
-    memory: int  # bytes
+    memory: int  # bytes, as the driver reports them: the data sheet's less what error correction and firmware take
     name_parts: tuple[str, ...]
     nvlink: bool = False
 
@@ -61,19 +63,19 @@ four-bit operands do not compile."""
 
 # Searched in this order, so that the more specific name comes first.
 PRODUCTS: dict[str, Product] = {
-    "rtx-pro-6000-max-q": Product("sm_120", 188, 1792 * GB, 96 * GIB, ("rtx pro 6000", "max-q")),
-    "rtx-pro-6000-server": Product("sm_120", 188, 1597 * GB, 96 * GIB, ("rtx pro 6000", "server")),
-    "rtx-pro-6000-workstation": Product("sm_120", 188, 1792 * GB, 96 * GIB, ("rtx pro 6000",)),
-    "rtx-5090": Product("sm_120", 170, 1792 * GB, 32 * GIB, ("rtx 5090",)),
-    "rtx-5080": Product("sm_120", 84, 960 * GB, 16 * GIB, ("rtx 5080",)),
+    "rtx-pro-6000-max-q": Product("sm_120", 188, 1792 * GB, 97_887 * MIB, ("rtx pro 6000", "max-q")),
+    "rtx-pro-6000-server": Product("sm_120", 188, 1597 * GB, 97_887 * MIB, ("rtx pro 6000", "server")),
+    "rtx-pro-6000-workstation": Product("sm_120", 188, 1792 * GB, 97_887 * MIB, ("rtx pro 6000",)),
+    "rtx-5090": Product("sm_120", 170, 1792 * GB, 32_607 * MIB, ("rtx 5090",)),
+    "rtx-5080": Product("sm_120", 84, 960 * GB, 16_303 * MIB, ("rtx 5080",)),
     "gb10": Product("sm_121", 48, 273 * GB, 121 * GIB, ("gb10",)),
-    "h200": Product("sm_90", 132, 4800 * GB, 141 * GB, ("h200",), nvlink=True),
-    "h100": Product("sm_90", 132, 3350 * GB, 80 * GIB, ("h100",), nvlink=True),
-    "b200": Product("sm_100", 148, 8000 * GB, 180 * GIB, ("b200",), nvlink=True),
+    "h200": Product("sm_90", 132, 4800 * GB, 143_771 * MIB, ("h200",), nvlink=True),
+    "h100": Product("sm_90", 132, 3350 * GB, 81_559 * MIB, ("h100",), nvlink=True),
+    "b200": Product("sm_100", 148, 8000 * GB, 183_359 * MIB, ("b200",), nvlink=True),
     "b300": Product("sm_103", 148, 8000 * GB, 268 * GIB, ("b300",), nvlink=True),
     "a100-80gb": Product("sm_80", 108, 2039 * GB, 80 * GIB, ("a100",), nvlink=True),
     "rtx-3090": Product("sm_86", 82, 936 * GB, 24 * GIB, ("rtx 3090",)),
-    "l40s": Product("sm_89", 142, 864 * GB, 48 * GIB, ("l40s",)),
+    "l40s": Product("sm_89", 142, 864 * GB, 46_068 * MIB, ("l40s",)),
 }
 
 

@@ -65,7 +65,9 @@ def compile_for(variant: Variant, target: str) -> Compiled:
 
     fn = variant.fn
     attrs = {(fn.arg_names.index(name),): [["tt.divisibility", 16]] for name in variant.divisible_by_16}
-    source = ASTSource(fn, dict(variant.signature), dict(variant.constexprs), attrs)
+    ones = dict.fromkeys(variant.ones, 1)
+    signature = dict(variant.signature) | dict.fromkeys(ones, "constexpr")
+    source = ASTSource(fn, signature, dict(variant.constexprs) | ones, attrs)
     log = io.StringIO()
     with tempfile.TemporaryDirectory() as cache, _environment(cache), contextlib.redirect_stdout(log):
         try:
@@ -195,16 +197,16 @@ def _sources(fn: Any, seen: dict[str, str]) -> dict[str, str]:
 def variant_hash(variant: Variant) -> str:
     """Changes whenever the variant would compile to something else."""
     launch = {k: v for k, v in variant.tile.items() if k.startswith("num_") or k == "maxnreg"}
-    text = json.dumps(
-        [
-            source_hash(variant.fn),
-            list(variant.signature.items()),
-            sorted((k, str(v)) for k, v in variant.constexprs.items()),
-            sorted(variant.divisible_by_16),
-            sorted(launch.items()),
-        ]
-    )
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    parts: list[Any] = [
+        source_hash(variant.fn),
+        list(variant.signature.items()),
+        sorted((k, str(v)) for k, v in variant.constexprs.items()),
+        sorted(variant.divisible_by_16),
+        sorted(launch.items()),
+    ]
+    if variant.ones:
+        parts.append(sorted(variant.ones))
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
 
 
 def measure_cached(variant: Variant, targets: tuple[str, ...], cache_dir: Path) -> dict[str, Measurement]:

@@ -1,6 +1,7 @@
 """`python -m sglang.srt.kernels.ledger check|update|report`: the proof that every tile fits, kept in lock files.
 
-check    the recorded numbers obey the rules; kernels whose code changed (and --sample others) compile to them
+check    the recorded numbers obey the rules and were not edited; a sample of rows compiles to them, which another
+         commit's sample is not: over as many commits as there are samples every row is compiled
 update   measure what changed, with this Triton and with those that --triton names, and write the lock files
 report   counts and worst cases
 """
@@ -8,9 +9,9 @@ report   counts and worst cases
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
@@ -29,11 +30,13 @@ from sglang.srt.kernels.ledger_file import (
     Ledger,
     Measurement,
     Row,
+    RowKey,
     Rows,
+    digest_of,
     read_lock,
     write_lock,
 )
-from sglang.srt.kernels.measure import Job, RowKey, all_jobs, measure, targets, to_rows, variant_table
+from sglang.srt.kernels.measure import Job, all_jobs, measure, targets, to_rows, variant_table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             command.add_argument("--all", action="store_true", help="compile every row, changed or not")
             command.add_argument("--only", default="", help="only rows whose op/key/tile contains this")
         if name == "check":
-            command.add_argument("--sample", type=int, default=4, help="unchanged rows to compile as well")
+            command.add_argument("--sample", type=int, default=4, help="rows of each lock file to compile")
+            command.add_argument("--turn", type=int, help="which sample (default: the number of commits)")
         if name == "update":
             command.add_argument(
                 "--triton", type=Path, action="append", default=[], help="directory with another Triton"
@@ -63,6 +67,7 @@ def check(args: argparse.Namespace) -> int:
     problems: list[str] = list(ledger_rules.rows_without_tile(Ledger.load()))
     for lock in args.lock:
         rows, table = read_lock(lock), variant_table(lock)
+        problems += ledger_rules.edited(lock, rows)
         problems += ledger_rules.missing(lock, rows, table)
         problems += ledger_rules.over_limit(lock, rows)
         problems += ledger_rules.over_spill_budget(lock, rows, table)
@@ -89,11 +94,10 @@ def _drift(lock: str, rows: Rows, args: argparse.Namespace) -> list[str]:
         print(f"Triton {triton.__version__} is not in the lock files: nothing is compiled")
         return problems
     recorded = [key for key in rows if key in table and key not in changed and args.only in "/".join(key)]
-    random.Random(0).shuffle(recorded)
-    jobs = [
-        Job(lock, key, targets(lock, table[key], triton.__version__))
-        for key in recorded[: None if args.all else args.sample]
-    ]
+    if not args.all:
+        recorded = sample(recorded, args.sample, _commits() if args.turn is None else args.turn)
+        print(f"{lock}, Triton {triton.__version__}: compiling {', '.join('/'.join(key) for key in recorded)}")
+    jobs = [Job(lock, key, targets(lock, table[key], triton.__version__)) for key in recorded]
     for job, result in measure(jobs, args.processes, progress=False).items():
         if isinstance(result, str):
             problems.append(f"{lock}: {result}")
@@ -105,13 +109,38 @@ def _drift(lock: str, rows: Rows, args: argparse.Namespace) -> list[str]:
     return problems
 
 
+def sample(rows: Sequence[RowKey], size: int, turn: int) -> list[RowKey]:
+    """`size` of the rows; with each turn the next ones, in an order in which no kernel follows itself for long."""
+    ordered = sorted(rows, key=lambda key: hashlib.sha256("/".join(key).encode()).digest())
+    size = min(size, len(ordered))
+    return [ordered[(turn * size + i) % len(ordered)] for i in range(size)]
+
+
+def _commits() -> int:
+    """How many led to this version, so that every commit has a turn of its own; 0 outside a whole clone."""
+
+    def git(*command: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), *command], capture_output=True, text=True, check=False
+        )
+        return done.stdout.strip()
+
+    try:
+        shallow = git("rev-parse", "--is-shallow-repository")
+    except FileNotFoundError:
+        return 0
+    if shallow == "true":
+        return int(git("rev-parse", "HEAD")[:8], 16)
+    return int(git("rev-list", "--count", "HEAD") or 0)
+
+
 def update(args: argparse.Namespace) -> int:
     """Measures with this Triton; each --triton directory runs this module again with that Triton in front."""
     import triton
 
     failures: list[str] = []
     for lock in args.lock:
-        known = {} if args.all else read_lock(lock)
+        known = {} if args.all else _unedited(lock)
         jobs = all_jobs(lock, args.only, known, triton.__version__)
         print(f"{lock}, Triton {triton.__version__}: {len(jobs)} to compile", file=sys.stderr)
         fresh, failed = to_rows(lock, measure(jobs, args.processes), triton.__version__)
@@ -127,6 +156,11 @@ def update(args: argparse.Namespace) -> int:
     for failure in failures:
         print(failure)
     return 1 if failures else 0
+
+
+def _unedited(lock: str) -> Rows:
+    """What need not be measured again."""
+    return {key: row for key, row in read_lock(lock).items() if row.digest == digest_of(key, row)}
 
 
 def _measure_with(directory: Path, lock: str, args: argparse.Namespace) -> Rows:

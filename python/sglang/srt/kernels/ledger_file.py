@@ -8,6 +8,7 @@ matrix instructions. `variant_keys` says which rows count for a need.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,8 @@ LOCK_DIR = Path(__file__).parent
 LOCKS: Mapping[str, tuple[str, ...]] = {"sm120": ("sm_120", "sm_121"), "sm90": ("sm_90",)}
 """Lock file -> the architectures that it verifies. Any other is judged by sm_120's rows, whose limit is the lowest."""
 PROXY_ARCH = "sm_120"
+COMPLETE = frozenset({"sm120"})
+"""Lock files in which every launch has a row. The others have those that decide about tiles."""
 
 TRITON_VERSIONS = ("3.6.0", "3.9.0")
 """Verified: the oldest that we support and the one that CI pins."""
@@ -34,7 +37,8 @@ _LAUNCH_ONLY = frozenset({"ctas_per_sm", "waves"})
 _SHORT = {"num_warps": "w", "num_stages": "s"}
 _PLAIN = ("plain", "causal", "bidirectional")
 _FEATURES: Mapping[str, tuple[str, ...]] = {
-    "window_cap_sinks": ("sliding_window", "logit_cap", "sinks"),
+    "cap_sinks": ("logit_cap", "sinks"),
+    "window_cap_sinks": ("sliding_window",),
     "custom_mask": ("custom_mask",),
 }
 """Last part of a variant's key -> the traits that need it."""
@@ -54,10 +58,19 @@ class Row:
 
     code: str
     by_target: dict[str, Measurement] = field(default_factory=dict)
+    digest: str = field(default="", compare=False)
+    """As read from the file: of the figures that the compilers gave."""
 
 
-Rows = dict[tuple[str, str, str], Row]
-"""By (op, variant key, tile key)."""
+RowKey = tuple[str, str, str]
+"""(op, variant key, tile key)."""
+Rows = dict[RowKey, Row]
+
+
+def digest_of(key: RowKey, row: Row) -> str:
+    """What `write_lock` notes beside a row's figures: with it a figure that was edited shows without compiling."""
+    text = json.dumps([key, row.code, sorted(row.by_target.items())])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def tile_key(tile: Tile) -> str:
@@ -72,14 +85,10 @@ def tile_key(tile: Tile) -> str:
 
 
 def variant_keys(need: Need) -> tuple[str, ...]:
-    """The variants whose cost counts for `need`: its shape and dtypes without features, and with those of its traits.
-
-    Features work on scores, so they are measured for a cache in the model's dtype only.
-    """
+    """The variants whose cost counts for `need`: of its shape and dtypes, without features and with its traits'."""
     q, kv = (_SAME_CODE.get(dtype, dtype) for dtype in (need.q_dtype, need.kv_dtype))
-    shape = f"{need.head_dim}x{need.v_head_dim}/{q}"
     featured = [name for name, traits in _FEATURES.items() if not need.traits.isdisjoint(traits)]
-    return (*(f"{shape}/{kv}/{name}" for name in _PLAIN), *(f"{shape}/{q}/{name}" for name in featured))
+    return tuple(f"{need.head_dim}x{need.v_head_dim}/{q}/{kv}/{name}" for name in (*_PLAIN, *featured))
 
 
 def judged_as(arch: ArchTraits) -> str:
@@ -97,7 +106,7 @@ def read_lock(name: str, directory: Path = LOCK_DIR) -> Rows:
     for op, variants in json.loads(path.read_text())["rows"].items():
         for key, tiles in variants.items():
             for tile, entry in tiles.items():
-                row = rows[op, key, tile] = Row(entry.pop("code"))
+                row = rows[op, key, tile] = Row(entry.pop("code"), digest=entry.pop("digest", ""))
                 for targets, (smem, registers, spills, stack, mma) in entry.items():
                     for target in targets.split():
                         row.by_target[target] = (smem, registers, spills, stack, tuple(filter(None, mma.split("; "))))
@@ -108,7 +117,7 @@ def write_lock(name: str, rows: Rows, directory: Path = LOCK_DIR) -> None:
     """One line a row, sorted; targets with equal numbers share an entry."""
     tree: dict[str, dict[str, list[str]]] = {}
     for (op, key, tile), row in sorted(rows.items()):
-        entry: dict[str, Any] = {"code": row.code}
+        entry: dict[str, Any] = {"code": row.code, "digest": digest_of((op, key, tile), row)}
         by_value: dict[Measurement, list[str]] = {}
         for target, value in sorted(row.by_target.items()):
             by_value.setdefault(value, []).append(target)

@@ -15,7 +15,7 @@ from pathlib import Path
 from sglang.srt.environ import envs
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.compile import CompileFailed, measure_cached, variant_hash
-from sglang.srt.kernels.ledger_file import LOCKS, NOT_NATIVE, Measurement, Row, Rows, tile_key
+from sglang.srt.kernels.ledger_file import COMPLETE, LOCKS, NOT_NATIVE, Measurement, Row, RowKey, Rows, tile_key
 from sglang.srt.kernels.variant import Variant
 
 # Named, not imported: the kernels are a layer above this one. Each has OPS and variants(op, features).
@@ -26,8 +26,6 @@ VARIANT_MODULES = (
     "sglang.srt.layers.moe.fused_moe_triton.variants",
 )
 
-RowKey = tuple[str, str, str]
-
 
 def variants_of(lock: str) -> Iterator[Variant]:
     """Every variant whose tile the table allows on an architecture of the lock file."""
@@ -35,7 +33,7 @@ def variants_of(lock: str) -> Iterator[Variant]:
     for name in VARIANT_MODULES:
         module = importlib.import_module(name)
         for op in module.OPS:
-            yield from module.variants(op, features)
+            yield from (v for v in module.variants(op, features) if not v.form_only or lock in COMPLETE)
 
 
 def row_key(variant: Variant) -> RowKey:

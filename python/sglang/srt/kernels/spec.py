@@ -19,7 +19,10 @@ class Need:
     """What a call site asks for. Head dims 0 where the op has none; dtypes as in ModelConfig, KV dtype as in KVSpec.
 
     `traits` are properties that not every kernel supports: "sliding_window", "sinks", "logit_cap", "custom_mask",
-    "mla", "sparse", "hybrid_gdn", "hierarchical_cache", "bidirectional".
+    "mla", "shared_kv", "sparse", "hybrid_gdn", "hierarchical_cache", "bidirectional", "head_norm", "whole_norm",
+    "expert_bias", "clamped_gate", "gelu_gate". `heads`: (query, kv) heads of a rank; `rotary_dim`: dims of a head that
+    rotate; `shapes`: (rows, cols, whether there is a bias) of a rank's weights, of linear layers. `variant` tells two
+    needs of one op apart.
     """
 
     op: str
@@ -30,11 +33,17 @@ class Need:
     page_size: int = 1
     quant: str | None = None
     traits: frozenset[str] = frozenset()
+    heads: tuple[int, int] = (0, 0)
+    rotary_dim: int = 0
+    shapes: tuple[tuple[int, int, bool], ...] = ()
+    variant: str = ""
 
     @property
     def key(self) -> str:
-        """Names the need among those of a model: linear layers have one for each scheme of their weights."""
-        return f"{self.op}/{self.quant}" if self.op == "linear" and self.quant else self.op
+        """Names the need among those of a model: linear layers have one for each scheme of their weights, and an op has
+        several where layers differ in shape."""
+        parts = (self.op, self.quant if self.op == "linear" else None, self.variant)
+        return "/".join(part for part in parts if part)
 
     def describe(self) -> str:
         parts = [self.q_dtype]
@@ -43,6 +52,10 @@ class Need:
             parts = [f"head dim {dims}", *parts, f"{self.kv_dtype} KV", f"page size {self.page_size}"]
         elif self.kv_dtype.startswith("fp8"):
             parts.append(f"{self.kv_dtype} KV")
+        if any(self.heads):
+            parts.append("{} / {} heads".format(*self.heads))
+        if self.rotary_dim:
+            parts.append(f"{self.rotary_dim} dims rotate")
         if self.quant:
             parts.append(self.quant)
         return ", ".join([*parts, *sorted(self.traits)])

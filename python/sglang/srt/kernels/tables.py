@@ -66,6 +66,10 @@ def flashinfer_head_dims(need: Need, arch: ArchTraits) -> list[str]:
     return [] if need.head_dim in (64, 128, 256) else [f"head dim {need.head_dim} (has 64, 128, 256)"]
 
 
+def only_equal_head_dims(need: Need, arch: ArchTraits) -> list[str]:
+    return [] if need.head_dim == need.v_head_dim else [f"head dims {need.head_dim}/{need.v_head_dim} differ"]
+
+
 def no_hybrid_with_tcgen05(need: Need, arch: ArchTraits) -> list[str]:
     if "hybrid_gdn" in need.traits and "tcgen05" in arch.features:
         return ["hybrid gated-delta-net models take triton or trtllm_mha on GPUs with tcgen05"]
@@ -89,6 +93,22 @@ def no_e4m3_arithmetic(need: Need, arch: ArchTraits) -> list[str]:
 
 def widened(need: Need, arch: ArchTraits) -> str:
     return widening(SCHEMES[need.quant], arch.features) if need.quant else ""
+
+
+GEMV_BLOCK_K = 512
+"""Columns that `gemv_kernel` reads at a time; a test holds it to the kernel's tile."""
+
+
+def gemv_or_cublas(need: Need, arch: ArchTraits) -> str:
+    """Which of the products of unquantized weights is served by what."""
+    by_gemv: dict[bool, list[str]] = {True: [], False: []}
+    for rows, cols, bias in need.shapes:
+        by_gemv[cols % GEMV_BLOCK_K == 0 and not bias].append(f"{rows}x{cols}{' + bias' * bias}")
+    served, left = by_gemv[True], by_gemv[False]
+    text = "cublas for steps of several tokens"
+    if left:
+        text += f", and for one token with a bias or K no multiple of {GEMV_BLOCK_K}: {', '.join(left)}"
+    return text + (f"; gemv_kernel for one token with {', '.join(served)}" if served else "")
 
 
 def dequantized(need: Need, arch: ArchTraits) -> str:
@@ -163,11 +183,18 @@ PREFILL_ATTENTION = (
 # --- elementwise, mixture of experts ----------------------------------------------------------------------------------
 
 
-def _elementwise(op: str, module: str) -> tuple[KernelSpec, ...]:
+def _elementwise(op: str, module: str, *refusals: Refuse) -> tuple[KernelSpec, ...]:
+    """`refusals`: what both forms refuse."""
+    refuse = all_of(no_e4m3_conversion, *refusals)
     return (
-        KernelSpec("triton", f"{_TRITON}.{module}:{op}", CP_ASYNC, "triton", refuse=no_e4m3_conversion),
-        KernelSpec("torch_native", f"{_NATIVE}:{op}"),
+        KernelSpec("triton", f"{_TRITON}.{module}:{op}", CP_ASYNC, "triton", refuse=refuse),
+        KernelSpec("torch_native", f"{_NATIVE}:{op}", refuse=all_of(*refusals)),
     )
+
+
+def _missing(what: str) -> tuple[KernelSpec, ...]:
+    """An op that some models have and nothing here computes."""
+    return (KernelSpec("triton", requires=CP_ASYNC, not_here=f"{NOT_YET}: {what}"),)
 
 
 FUSED_MOE = (
@@ -176,13 +203,13 @@ FUSED_MOE = (
         f"{_MOE}.fused_moe:fused_moe",
         CP_ASYNC,
         "triton",
-        refuse=all_of(_HALF, only_quant(None, *SCHEMES), no_e4m3_arithmetic),
+        refuse=all_of(_HALF, only_quant(None, *SCHEMES), no_e4m3_arithmetic, lacks("gelu_gate")),
         remark=widened,
     ),
     KernelSpec(
         "torch_native",
         f"{_NATIVE}:fused_moe",
-        refuse=only_quant(None, *SCHEMES),
+        refuse=all_of(only_quant(None, *SCHEMES), lacks("gelu_gate")),
         graph_safe=False,
         remark=dequantized,
     ),
@@ -192,7 +219,14 @@ FUSED_MOE = (
     KernelSpec("marlin", requires=CP_ASYNC, refuse=native_fp4_available, not_here=NOT_PART),
 )
 LINEAR = (
-    KernelSpec("triton_gemv", f"{_TRITON}.gemv:linear", CP_ASYNC, "triton", refuse=all_of(_HALF, only_quant(None))),
+    KernelSpec(
+        "triton_gemv",
+        f"{_TRITON}.gemv:linear",
+        CP_ASYNC,
+        "triton",
+        refuse=all_of(_HALF, only_quant(None)),
+        remark=gemv_or_cublas,
+    ),
     KernelSpec("cublas", f"{_NATIVE}:linear", CP_ASYNC, refuse=only_quant(None)),
     KernelSpec("torch_native", f"{_NATIVE}:linear", refuse=only_quant(None)),
     KernelSpec(
@@ -230,7 +264,26 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     "rmsnorm": _elementwise("rmsnorm", "norm"),
     "fused_add_rmsnorm": _elementwise("fused_add_rmsnorm", "norm"),
     "silu_and_mul": _elementwise("silu_and_mul", "activation"),
-    "qk_norm_rope_store": _elementwise("qk_norm_rope_store", "rope_store"),
+    "clamped_swiglu": (
+        *_missing("gate and up clamped before they are multiplied"),
+        KernelSpec("torch_native", f"{_NATIVE}:gated"),
+    ),
+    "gelu_and_mul": _missing("gelu(gate) * up"),
+    "qk_norm_rope_store": _elementwise("qk_norm_rope_store", "rope_store", lacks("whole_norm"), only_equal_head_dims),
+    "latent_norm_rope_store": _missing(
+        "norms of q's and of the kv latent, rotary embedding, one latent stored a token"
+    ),
+    "latent_absorb": _missing("products of q with W_UK and of the output with W_UV, one a head"),
+    "latent_prompt_attention": _missing(
+        "attention of a prompt over uncompressed keys and values, merged with a prefix"
+    ),
+    "attention_output_gate": _missing("the output of every head times the sigmoid of its gate"),
+    "index_key_store": _missing("norm and rotary embedding of the indexer's keys, stored in a cache of their own"),
+    "kv_compressor": _missing("gated sums of neighbouring tokens as compressed cache entries, with their open ends"),
+    "grouped_output": _missing("the inverse rotation of the output, and its projection by groups of heads"),
+    "hyper_connection": _missing("several residual streams, mixed before and after each block"),
+    "causal_conv1d": _missing("convolution over the last tokens, whose state a request keeps"),
+    "gated_rmsnorm": _missing("norm of the recurrent output times the activation of its gate"),
     **{f"topk_{kind}": _elementwise(f"topk_{kind}", "topk") for kind in ROUTERS},
     "linear": LINEAR,
     "fused_moe": FUSED_MOE,

@@ -61,19 +61,30 @@ _LATENT = ((512, 512), MLA_LATENT)
 def _extend_rows(op: str, kv_bytes: tuple[int, ...]) -> tuple[TileRow, ...]:
     wgmma = {"wgmma": (_qkv(128, 64, 8, 3),)}
     wgmma_192 = {"wgmma": (_qkv(128, 64, 8, 2),)}
+    image_tiles, odd_tiles = (_qkv(128, 32, 8, 2), _qkv(64, 32, 8, 2)), (_qkv(32, 32, 8, 2), _qkv(16, 16, 4, 2))
     rows = (
         TileRow(op, ((64, 64),), kv_bytes, (_qkv(128, 64, 8, 2), _qkv(64, 32, 4, 2)), wgmma),
-        TileRow(op, _NARROW, kv_bytes, (_qkv(128, 32, 8, 2), _qkv(64, 32, 8, 2)), wgmma),
+        TileRow(op, ((80, 80), (96, 96)), kv_bytes, (_qkv(128, 32, 8, 2), _qkv(64, 32, 8, 2)), wgmma),
+        # Rows of 72 elements lie in no multiples of 16 and are loaded in pieces, which costs registers; image encoders,
+        # which are not causal, keep larger tiles.
+        TileRow(op, ((72, 72),), kv_bytes, image_tiles if op == "prefill_attention" else odd_tiles, wgmma),
         TileRow(op, ((128, 128),), _HALF, (_qkv(64, 32, 4, 2), _qkv(32, 32, 4, 2)), {"wgmma": (_qkv(64, 64, 4, 3),)}),
         TileRow(op, ((192, 128),), kv_bytes, (_qkv(64, 64, 8, 2), _qkv(64, 32, 8, 2)), wgmma_192),
-        TileRow(op, _WIDE, kv_bytes, (_qkv(64, 32, 8, 2), _qkv(32, 32, 4, 2))),
-        TileRow(op, _WIDEST, kv_bytes, (_qkv(64, 16, 8, 3), _qkv(32, 32, 8, 2))),
+        TileRow(op, ((160, 160),), kv_bytes, (_qkv(64, 32, 8, 2), _qkv(32, 32, 4, 2))),
+        TileRow(op, ((192, 192), (256, 256)), _HALF, (_qkv(64, 32, 8, 2), _qkv(32, 32, 4, 2))),
+        TileRow(op, _WIDEST, _HALF, (_qkv(64, 16, 8, 3), _qkv(32, 32, 8, 2))),
         TileRow(op, _LATENT, kv_bytes, (_qkv(32, 16, 8, 2), _qkv(16, 16, 4, 2))),
     )
     if kv_bytes == _HALF:
         return rows
-    # Converting float8 keys costs registers: fewer rows a warp than with 16-bit keys.
-    return (*rows, TileRow(op, ((128, 128),), _FP8, (_qkv(64, 64, 8, 2), _qkv(32, 32, 4, 2)), wgmma))
+    # Converting float8 keys costs registers, and so do windows, caps and sinks: fewer rows a warp, or fewer keys at a
+    # time, than with 16-bit keys.
+    return (
+        *rows,
+        TileRow(op, ((128, 128),), _FP8, (_qkv(64, 64, 8, 2), _qkv(32, 32, 4, 2)), wgmma),
+        TileRow(op, ((192, 192), (256, 256)), _FP8, (_qkv(64, 16, 8, 3), _qkv(32, 32, 4, 2))),
+        TileRow(op, _WIDEST, _FP8, (_qkv(32, 32, 8, 2), _qkv(32, 16, 8, 2))),
+    )
 
 
 ROWS: tuple[TileRow, ...] = (

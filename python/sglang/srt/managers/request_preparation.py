@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -19,7 +20,23 @@ from sglang.srt.server_args import ServerArgs
 T = TypeVar("T")
 
 MAX_BATCH = 4096
+MAX_SEQUENCES = 16_384
+"""Sequences of one call: its prompts, each with n samples."""
+MAX_CALL_TOKENS = 1 << 24
+"""Prompt tokens of one call, counted for every sample."""
 MAX_RID_LENGTH = 256
+MAX_CACHE_KEY = 1024
+MAX_TOP_LOGPROBS = 1024
+MAX_TOKEN_IDS_LOGPROB = 4096
+MAX_PRIORITY = 1 << 31
+LONG_TEXT_CHARS_PER_TOKEN = 8
+MAX_UNCHECKED_CHARS = 1 << 22
+"""A text beyond either is tokenized in pieces first: what cannot fit must not cost a gigabyte of tokens."""
+PIECE_CHARS = 1 << 18
+PIECE_SLACK = 64
+"""Tokens that cutting a text into pieces may add a piece."""
+YIELD_CHARS = 16_384
+"""Characters that are tokenized before the event loop gets to run other callbacks."""
 CHARS_PER_TOKEN_BOUND = 512
 """A text with more characters per token of context than this is refused before it is tokenized: no vocabulary has
 tokens that long, so it cannot fit."""
@@ -58,17 +75,37 @@ class RequestPreparer:
         num_samples = params[0][0].n
         if any(p.n != num_samples for p, _ in params):
             raise RequestError("n must be the same for all prompts of a batch.")
+        if count * num_samples > MAX_SEQUENCES:
+            raise RequestError(
+                f"A call may have at most {MAX_SEQUENCES} sequences, but {count} prompts with n={num_samples} make "
+                f"{count * num_samples}; send several calls."
+            )
+        if not -MAX_PRIORITY <= req.priority < MAX_PRIORITY:
+            raise RequestError("priority must be a 32-bit integer.")
         options = zip(
             _spread("return_logprob", req.return_logprob, count, bool),
             _spread("logprob_start_len", req.logprob_start_len, count, int),
             _spread("top_logprobs_num", req.top_logprobs_num, count, int),
             _spread_ids(req.token_ids_logprob, count),
+            _spread_keys("cache_salt", req.cache_salt, count),
+            _spread_keys("extra_key", req.extra_key, count),
             strict=True,
         )
-        requests = []
+        requests: list[TokenizedGenerateReq] = []
+        num_tokens = num_chars = 0
         for prompt, rid, (p, explicit_length), wanted in zip(prompts, rids, params, options, strict=True):
+            num_chars += len(prompt)
+            if num_chars >= YIELD_CHARS:
+                num_chars = 0
+                await asyncio.sleep(0)
             input_ids = await self._input_ids(prompt, req.add_special_tokens)
-            input_ids, p = self._fit(input_ids, p, explicit_length)
+            p = self._fit(input_ids, p, explicit_length)
+            num_tokens += len(input_ids) * num_samples
+            if num_tokens > MAX_CALL_TOKENS:
+                raise RequestError(
+                    f"The prompts of a call may have at most {MAX_CALL_TOKENS} tokens, counted for each of the n "
+                    "samples; send several calls."
+                )
             request = TokenizedGenerateReq(
                 rid=rid,
                 input_ids=input_ids,
@@ -79,7 +116,7 @@ class RequestPreparer:
                 top_logprobs_num=wanted[2],
                 token_ids_logprob=wanted[3],
                 priority=req.priority,
-                cache_namespace=req.cache_namespace,
+                cache_namespace=_namespace(wanted[4], wanted[5]),
             )
             self._check_logprobs(request)
             requests.extend(_samples(request))
@@ -120,12 +157,20 @@ class RequestPreparer:
                     f"The prompt of {len(prompt)} characters is longer than the model's context length of "
                     f"{self._context_len} tokens."
                 )
+            if len(prompt) > min(self._context_len * LONG_TEXT_CHARS_PER_TOKEN, MAX_UNCHECKED_CHARS):
+                prompt = await self._bounded(self._encode, prompt)
             prompt = await self._encode(prompt, add_special_tokens)
             source = "The tokenized text"
         else:
             source = "input_ids"
         if not prompt:
             raise RequestError("The prompt is empty: at least one token is needed.")
+        if len(prompt) >= self._context_len and not self._allow_truncate:
+            raise RequestError(
+                f"The prompt of {len(prompt)} tokens does not fit the model's context length of {self._context_len} "
+                "tokens with room for output."
+            )
+        prompt = prompt[: self._context_len - 1]
         if set(map(type, prompt)) != {int}:
             raise RequestError("input_ids must be integers.")
         if min(prompt) < 0 or max(prompt) >= self._vocab_size:
@@ -133,28 +178,32 @@ class RequestPreparer:
             raise RequestError(f"{source} must hold token ids in [0, {self._vocab_size - 1}], got {bad}.")
         return prompt
 
-    def _fit(self, ids: list[int], params: SamplingParams, explicit_length: bool) -> tuple[list[int], SamplingParams]:
+    async def _bounded(self, encode: Encode, text: str) -> str:
+        """`text`, or with truncation as much of it as the context may hold. Raises RequestError for more tokens."""
+        num_tokens = 0
+        for end in range(PIECE_CHARS, len(text) + PIECE_CHARS, PIECE_CHARS):
+            num_tokens += len(await encode(text[end - PIECE_CHARS : end], False)) - PIECE_SLACK
+            if num_tokens > self._context_len:
+                if self._allow_truncate:
+                    return text[:end]
+                raise RequestError(
+                    f"The prompt of {len(text)} characters has more tokens than the model's context length of "
+                    f"{self._context_len}."
+                )
+        return text
+
+    def _fit(self, ids: list[int], params: SamplingParams, explicit_length: bool) -> SamplingParams:
         """The prompt and its output must fit the context together. A default output length just shrinks."""
         room = self._context_len - len(ids)
-        if room < 1:
-            if not self._allow_truncate:
-                raise RequestError(
-                    f"The prompt of {len(ids)} tokens does not fit the model's context length of {self._context_len} "
-                    "tokens with room for output."
-                )
-            ids = ids[: self._context_len - 1]
-            room = 1
         wanted = params.max_new_tokens
         if wanted is None or wanted <= room:
-            return ids, params
+            return params
         if explicit_length and not self._allow_truncate:
             raise RequestError(
                 f"The prompt of {len(ids)} tokens and max_new_tokens of {wanted} make {len(ids) + wanted} tokens, more "
                 f"than the model's context length of {self._context_len} tokens."
             )
-        return ids, msgspec.structs.replace(
-            params, max_new_tokens=room, min_new_tokens=min(room, params.min_new_tokens)
-        )
+        return msgspec.structs.replace(params, max_new_tokens=room, min_new_tokens=min(room, params.min_new_tokens))
 
     def _check_logprobs(self, request: TokenizedGenerateReq) -> None:
         length, top, wanted = len(request.input_ids), request.top_logprobs_num, request.token_ids_logprob or []
@@ -163,8 +212,13 @@ class RequestPreparer:
                 f"logprob_start_len must be in [-1, {length - 1}] for a prompt of {length} tokens, got "
                 f"{request.logprob_start_len}."
             )
-        if not 0 <= top <= self._vocab_size:
-            raise RequestError(f"top_logprobs_num must be in [0, {self._vocab_size}], got {top}.")
+        most = min(self._vocab_size, MAX_TOP_LOGPROBS)
+        if not 0 <= top <= most:
+            raise RequestError(f"top_logprobs_num must be in [0, {most}], got {top}.")
+        if len(wanted) > MAX_TOKEN_IDS_LOGPROB:
+            raise RequestError(
+                f"token_ids_logprob must have at most {MAX_TOKEN_IDS_LOGPROB} token ids, got {len(wanted)}."
+            )
         bad = next((i for i in wanted if not 0 <= i < self._vocab_size), None)
         if bad is not None:
             raise RequestError(f"token_ids_logprob must hold token ids in [0, {self._vocab_size - 1}], got {bad}.")
@@ -176,12 +230,12 @@ def _prompts(req: GenerateRequest) -> Sequence[str | list[int]]:
     given: Any = req.text if req.text is not None else req.input_ids
     prompts: Any = given if req.is_batch else [given]
     kind = str if req.text is not None else list
+    if isinstance(prompts, list) and not 1 <= len(prompts) <= MAX_BATCH:
+        raise RequestError(f"A batch must have 1 to {MAX_BATCH} prompts, got {len(prompts)}.")
     if not isinstance(prompts, list) or not all(isinstance(prompt, kind) for prompt in prompts):
         raise RequestError(
             "text must be a string or a list of strings, input_ids a list of ids or a list of such lists."
         )
-    if not 1 <= len(prompts) <= MAX_BATCH:
-        raise RequestError(f"A batch must have 1 to {MAX_BATCH} prompts, got {len(prompts)}.")
     return prompts
 
 
@@ -221,6 +275,22 @@ def _spread_ids(value: Any, count: int) -> list[list[int] | None]:
     if any(type(entry) is not int for ids in values for entry in ids):
         raise RequestError("token_ids_logprob must hold integers.")
     return list(values)
+
+
+def _spread_keys(name: str, value: Any, count: int) -> list[str | None]:
+    """Names of caches, of which an empty one is none."""
+    values = value if isinstance(value, list) else [value] * count
+    if len(values) != count:
+        raise RequestError(f"{name} has {len(values)} entries for {count} prompts.")
+    for entry in values:
+        if entry is not None and not (isinstance(entry, str) and len(entry) <= MAX_CACHE_KEY):
+            raise RequestError(f"{name} must be a string of at most {MAX_CACHE_KEY} characters.")
+    return [entry or None for entry in values]
+
+
+def _namespace(cache_salt: str | None, extra_key: str | None) -> str | None:
+    """One name for the two, different for different ones."""
+    return None if cache_salt is None and extra_key is None else json.dumps([cache_salt, extra_key])
 
 
 def _samples(request: TokenizedGenerateReq) -> list[TokenizedGenerateReq]:

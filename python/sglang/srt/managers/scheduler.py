@@ -8,6 +8,7 @@ order, so a cache slot may be handed on as soon as the step that last uses it ha
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from sglang.srt.managers.io_struct import (
     FinishReason,
     TokenizedGenerateReq,
 )
-from sglang.srt.managers.output import StopChecker, output_message
+from sglang.srt.managers.output import StopChecker, output_message, rejected_token
 from sglang.srt.managers.schedule_batch import Req, RunningBatch, ScheduleBatch
 from sglang.srt.managers.schedule_policy import POLICIES, NewTokenRatio, PrefillBudget, match
 from sglang.srt.managers.scheduler_stats import StatsLogger
@@ -67,8 +68,8 @@ class Scheduler:
         self.waiting: deque[Req] = deque()
         self.chunked: Req | None = None
         """The request whose prompt is partly computed; it goes first in the next prefill."""
-        self.compiling: list[tuple[Req, PendingGrammar]] = []
-        """Requests that wait for their grammar, outside the queue."""
+        self.compiling: dict[str, tuple[Req, PendingGrammar]] = {}
+        """Requests that wait for their grammar, by id in the order of arrival, outside the queue."""
         self.running = RunningBatch()
         self.in_flight: ScheduleBatch | None = None
         self.reqs: dict[str, Req] = {}
@@ -175,6 +176,7 @@ class Scheduler:
         req.kv_len = req.num_cached = len(cached)
         if not req.admitted:
             req.hit_len, req.admitted = len(cached), True
+            req.started_time = time.monotonic()
         self.table.write(slot, 0, cached)
         self.runner.sampling_table.set(
             slot, req.params, req.seed, req.tokens[: req.prompt_len], req.tokens[req.prompt_len :], req.stop_ids
@@ -213,10 +215,16 @@ class Scheduler:
         while self.running.reqs and not self._room_for_decode(0):
             victim = min(self.running.reqs, key=lambda r: (r.output_len, -r.prompt_len))
             self.running.remove(victim)
-            self._release(victim)
-            self.waiting.appendleft(victim)
+            self._requeue(victim)
             self.ratio.retracted()
             self.stats.retracted(victim)
+
+    def _requeue(self, req: Req) -> None:
+        """Give up a request's slots and put it at the head of the queue."""
+        self._release(req)
+        req.num_retractions += 1
+        req.queued_time = time.monotonic()
+        self.waiting.appendleft(req)
 
     def _commit(self, req: Req) -> None:
         """Share the KV of a prompt (or chunk) that has just been launched."""
@@ -255,15 +263,14 @@ class Scheduler:
             if req.prompt_len < req.limit:
                 req.tokens.append(token)
                 if req.grammar is not None and not req.grammar.accept(token):
-                    message = "The grammar rejected a sampled token."
-                    self.end(req, FinishReason("abort", message=message, status_code=500))
+                    self.end(req, rejected_token(req.grammar))
                     continue
                 reason = self.stop_checker.finish_reason(req)
             else:  # max_new_tokens is 0: the prompt was all that was wanted
                 reason = FinishReason("length", length=0)
             if reason is not None:
                 self.end(req, reason, report)
-            elif req.stream and (len(req.tokens) - req.sent_len) >= self.args.stream_interval:
+            elif req.stream and not req.ending and (len(req.tokens) - req.sent_len) >= self.args.stream_interval:
                 report.append(req)
         if report:
             self.outbox.append(output_message(report))
@@ -271,20 +278,33 @@ class Scheduler:
 
     def end(self, req: Req, reason: FinishReason, report: list[Req] | None = None, keep: bool = True) -> None:
         """End a request wherever it is; its slots go back at once. What it computed stays cached if `keep`."""
+        if not req.slot:
+            self._dequeue({req})
+        self._finish(req, reason, keep)
+        if report is None:
+            self.outbox.append(output_message([req]))
+        else:
+            report.append(req)
+
+    def _finish(self, req: Req, reason: FinishReason, keep: bool = True) -> None:
+        """End a request that is not in the queue."""
         req.finish = reason
         del self.reqs[req.rid]
         if req is self.chunked:
             self.chunked = None
         if req.slot:
             self._release(req, keep)
-        elif req in self.waiting:
-            self.waiting.remove(req)
-        else:
-            self.compiling = [c for c in self.compiling if c[0] is not req]
-        if report is None:
-            self.outbox.append(output_message([req]))
-        else:
-            report.append(req)
+
+    def _dequeue(self, reqs: set[Req]) -> None:
+        """Take requests out of the queue, or from among those that wait for a grammar; in one pass, however many."""
+        queued = {r for r in reqs if self.compiling.pop(r.rid, None) is None}
+        if queued:
+            self.waiting = deque(r for r in self.waiting if r not in queued)
+
+    def end_named(self, rid: str, reason: FinishReason) -> None:
+        """End a request that may have ended on its own."""
+        if rid in self.reqs:
+            self.end(self.reqs[rid], reason)
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -322,22 +342,42 @@ class Scheduler:
     def hold(self, req: Req, pending: PendingGrammar) -> None:
         """Take a request that was just added out of the queue until its grammar is compiled."""
         self.waiting.remove(req)
-        self.compiling.append((req, pending))
+        self.compiling[req.rid] = (req, pending)
 
     def release_hold(self, req: Req) -> None:
-        self.compiling = [c for c in self.compiling if c[0] is not req]
+        del self.compiling[req.rid]
         self.waiting.append(req)
 
     def abort(self, msg: AbortReq) -> None:
         """End the named request or all; unknown ids are ignored: they may have ended on their own."""
-        targets = list(self.reqs) if msg.abort_all else [r for r in self.reqs if r == msg.rid]
-        for rid in targets:
-            self.end(self.reqs[rid], FinishReason("abort", message="Aborted", status_code=499))
+        rids = list(self.reqs) if msg.abort_all else dict.fromkeys(msg.rids)
+        targets = [self.reqs[rid] for rid in rids if rid in self.reqs]
+        if not targets:
+            return
+        self._dequeue({req for req in targets if not req.slot})
+        reason = FinishReason("abort", message=msg.message, status_code=msg.status_code)
+        for req in targets:
+            self._finish(req, reason)
+        self.outbox.append(output_message(targets))
+
+    def pause(self, mode: str) -> None:
+        """Choose no further steps. `abort` ends every request, `retract` sends those that run back to the queue,
+        `in_place` leaves them as they are."""
+        self.paused = True
+        if mode == "abort":
+            self.abort(AbortReq(abort_all=True))
+        elif mode == "retract":
+            self.settle()
+            self.running.drop_finished()
+            retracted = [*self.running.reqs, *([] if self.chunked is None else [self.chunked])]
+            self.running, self.chunked = RunningBatch(), None
+            for req in reversed(retracted):
+                self._requeue(req)
 
     def flush_cache(self) -> bool:
-        """Empty the prefix cache; only possible while nothing runs or waits."""
+        """Empty the prefix cache; only possible while nothing runs or, unless there is a pause, waits."""
         self.settle()
-        if self.reqs:
+        if any(req.slot for req in self.reqs.values()) or (self.reqs and not self.paused):
             return False
         self.cache.reset()
         return True

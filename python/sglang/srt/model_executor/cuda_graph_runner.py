@@ -46,6 +46,9 @@ class CudaGraphRunner:
         runner.attn_backend.init_cuda_graph_state(batch_sizes)
         pool = None
         for size in reversed(batch_sizes):  # the largest first: smaller graphs then reuse its memory
+            padding = self._static_batch(size)
+            padding.seq_lens_cpu = [1] * size
+            runner.attn_backend.init_forward_metadata_replay(padding, 0)
             self.graphs[size] = capture(partial(self._step, size), pool)
             pool = pool or self.graphs[size].pool()
 

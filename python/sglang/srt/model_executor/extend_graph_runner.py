@@ -25,14 +25,6 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 MAX_PROMPTS = 16
-MIXED_DECODES = (64, 256)
-"""Numbers of decoding requests for which there are graphs, besides none and the most: a row of padding costs little."""
-
-
-def mixed_decode_sizes(graph_batch_sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Ascending, from 0 to the largest decode graph."""
-    largest = graph_batch_sizes[-1]
-    return (0, *(size for size in MIXED_DECODES if size < largest), largest)
 
 
 class ExtendGraphRunner:

@@ -7,6 +7,8 @@ import logging
 import numpy as np
 import torch
 
+from sglang.srt.environ import envs
+from sglang.srt.kernels.coverage import check_launches
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.layers.triton_ops import pdl
@@ -14,7 +16,7 @@ from sglang.srt.mem_cache.memory_pool import KVPool
 from sglang.srt.mem_cache.req_pool import ReqToTokenPool
 from sglang.srt.model_executor import host_pack
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
-from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner, mixed_decode_sizes
+from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.step import (
     ExtendInput,
@@ -25,6 +27,7 @@ from sglang.srt.model_executor.step import (
     extend_layout,
 )
 from sglang.srt.model_loader.loader import load_model
+from sglang.srt.plan.defaults import mixed_decode_sizes
 from sglang.srt.plan.plan import Plan
 from sglang.srt.sampling.logprobs import LogprobRequest, prompt_logprobs
 from sglang.srt.sampling.sampling_table import SamplingTable
@@ -39,6 +42,8 @@ class ModelRunner:
         self.plan = plan
         self.device = plan.device
         pdl.enable("pdl" in plan.arch.features)
+        if envs.SGLANG_CHECK_LAUNCHES and plan.device == "cuda":
+            check_launches(plan.arch)
         self.model = load_model(plan, load_format, seed)
         # One page more than the plan counts: page 0 is the padding page.
         num_slots = plan.max_total_num_tokens + plan.page_size

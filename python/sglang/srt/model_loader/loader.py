@@ -15,6 +15,7 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.layers.parameter import FLOATS, Init, Param, Part, PartKey
 from sglang.srt.model_loader.checkpoint import find_checkpoint, some
+from sglang.srt.model_loader.weight_check import refuse_not_finite
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.models.registry import MODEL_REGISTRY
 
@@ -30,7 +31,7 @@ def load_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> CausalLM
     """The planned model with its weights on the plan's device; this rank's share of them.
 
     `load_format`: auto and safetensors read the model directory; dummy fills with random numbers from `seed`. Raises
-    UserError when the checkpoint does not hold exactly the weights of this model.
+    UserError when the checkpoint does not hold exactly the weights of this model, or numbers that are none.
     """
     if load_format not in LOAD_FORMATS:
         raise UserError(f"load format {load_format!r} is not supported; supported: {', '.join(LOAD_FORMATS)}")
@@ -90,6 +91,7 @@ def load_checkpoint(model: CausalLM, model_path: str) -> None:
     missing = {name for name in wanted.keys() - loaded if not _optional(wanted[name])}
     if missing:
         raise UserError(f"{model_path} lacks weights of {type(model).__name__}: {some(missing)}")
+    refuse_not_finite(model.params, wanted, model_path)
 
 
 def _optional(parts: list[tuple[Param, PartKey]]) -> bool:

@@ -13,7 +13,7 @@ from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.models.llama import LAYER_NAMES, MODEL_NAMES
 from sglang.srt.models.spec import LayerSpec, ModelSpec, decoder, expect, grouped_query_attention, reader
 from sglang.srt.models.weight_map import WeightMap
-from sglang.srt.plan.weights import sparse_layers
+from sglang.srt.plan.model_description import sparse_layers
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -46,7 +46,7 @@ class Qwen3MoeForCausalLM(CausalLM):
             intermediate_size=model.moe_intermediate_size,
             router=Router(model.num_experts_per_tok, renormalize=reader(model).default("norm_topk_prob", bool, False)),
         )
-        sparse = sparse_layers(model)
+        sparse = sparse_layers(reader(model), model.num_layers, True)
         return decoder(model, [LayerSpec(attention, experts if s else dense) for s in sparse])
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from sglang.srt.plan.model_facts import ModelFacts
+from sglang.srt.plan.feed_forward import MoE
+from sglang.srt.plan.layer_spec import Matrix
+from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.server_args import ServerArgs
 
 GIB = 1024**3
@@ -60,16 +62,40 @@ PREFILL_GRAPH_TOKENS = (
 """From 128 on no step is padded by more than a third."""
 
 
-def layer_products(facts: ModelFacts) -> int:
-    """Multiplications of weights that a token needs in a decoder layer of the model (not of one rank)."""
-    attention = facts.num_heads * (facts.head_dim + facts.v_head_dim) + 2 * facts.num_kv_heads * facts.head_dim
-    inter = facts.top_k * facts.expert_inter if facts.num_experts else facts.dense_inter
-    return facts.hidden_size * (attention + 3 * inter)
+def layer_products(model: ModelDescription) -> float:
+    """Multiplications of weights that a token needs in a decoder layer of the model (not of one rank), on average.
+    Routers and other small products that are never quantized do not count."""
+    total = 0
+    for layer in model.layers:
+        rows = layer.ffn.intermediate_size if isinstance(layer.ffn, MoE) else 0
+        columns = layer.ffn.top_k + layer.ffn.fused_shared if isinstance(layer.ffn, MoE) else 0
+        weights = layer.mixer.weights(model.hidden_size, 1) + layer.ffn.weights(model.hidden_size, 1, rows)
+        matrices = [part for part in weights if isinstance(part, Matrix) and part.quantized]
+        total += sum(part.rows * part.cols * (columns if part.experts else 1) for part in matrices)
+    return total / len(model.layers)
 
 
-def cuda_graph_prefill_tokens(facts: ModelFacts, tp_size: int, chunk: int) -> tuple[int, ...]:
+def cuda_graph_prefill_tokens(model: ModelDescription, tp_size: int, chunk: int) -> tuple[int, ...]:
     """Numbers of tokens of the steps whose launches would keep the host busy about as long as they compute. What a
     token computes counts, not what there is: of many experts it needs few."""
-    launch = EXPERT_LAUNCH_S if facts.num_experts else DENSE_LAUNCH_S
-    limit = GRAPH_MARGIN * launch * FLOP_RATE / (2 * layer_products(facts) / tp_size)
+    launch = EXPERT_LAUNCH_S if model.experts else DENSE_LAUNCH_S
+    limit = GRAPH_MARGIN * launch * FLOP_RATE / (2 * layer_products(model) / tp_size)
     return tuple(size for size in PREFILL_GRAPH_TOKENS if size <= min(limit, chunk))
+
+
+MIXED_DECODES = (64, 256)
+"""Numbers of decoding requests for which there are prefill graphs, besides none and the most: a row of padding costs
+little."""
+
+
+def mixed_decode_sizes(graph_batch_sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Ascending, from 0 to the largest decode graph."""
+    largest = graph_batch_sizes[-1]
+    return (0, *(size for size in MIXED_DECODES if size < largest), largest)
+
+
+def requests_by_state(running: int, available: int, weights: int, bytes_per_request: int) -> int:
+    """Of `running` requests as many as leave half of what the weights leave to the tokens' caches, but at least 8."""
+    if not bytes_per_request:
+        return running
+    return max(8, min(running, (available - weights) // 2 // bytes_per_request))

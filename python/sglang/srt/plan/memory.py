@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from sglang.srt.errors import UserError
-from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES, KVSpec
-from sglang.srt.plan.model_facts import ModelFacts
+from sglang.srt.kernels.spec import Choice
+from sglang.srt.plan.attention_memory import AttentionSizes, attention_bytes
+from sglang.srt.plan.caches import CacheCost
+from sglang.srt.plan.defaults import mixed_decode_sizes
+from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
+from sglang.srt.plan.model_description import ModelDescription
 
 MIB = 1024**2
 GIB = 1024**3
@@ -25,6 +30,8 @@ _LIBRARY_RESERVE = 768 * MIB  # cuBLAS workspaces, compiled kernels, allocator s
 _COLLECTIVE_RESERVE = 512 * MIB  # NCCL channels and staging buffers
 _FRAGMENTATION = 1.2
 _LOGITS_COPIES = 4  # fp32 logits, probabilities, sorted copies of a sampling step
+PREFILL_GRAPH_PROMPTS = 16
+"""Prompts whose last tokens a prefill graph makes logits of; a test holds it to the graphs'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +44,16 @@ class Sizes:
     graph_batch_sizes: tuple[int, ...]
     page_size: int
     tp_size: int
+    prefill_graph_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """`available` was free before the first allocation; the fields below it add up to at most that."""
+    """`available` was free before the first allocation; the fields below it add up to at most that.
+
+    `kv_cache` is the pool of tokens, `states` what every running request has beside its tokens (windows, recurrent
+    states). `penalties` is the token counts of all running requests, which are allocated when requests ask for them.
+    """
 
     available: int
     weights: int
@@ -51,11 +63,15 @@ class MemoryPlan:
     logits: int
     graphs: int
     reserve: int
+    rotary: int = 0
+    penalties: int = 0
+    attention: int = 0
+    states: int = 0
 
     @property
     def mem_fraction_static(self) -> float:
-        """Share of `available` for weights and KV cache, as --mem-fraction-static means it."""
-        return (self.weights + self.kv_cache) / self.available if self.available else 0.0
+        """Share of `available` for weights and caches, as --mem-fraction-static means it."""
+        return (self.weights + self.kv_cache + self.states) / self.available if self.available else 0.0
 
     def describe(self) -> dict[str, Any]:
         return asdict(self) | {"mem_fraction_static": round(self.mem_fraction_static, 4)}
@@ -66,25 +82,20 @@ class MemoryPlan:
         return f"Memory plan of {self.available / GIB:.2f} GiB available: {parts} GiB"
 
 
-def activation_bytes(facts: ModelFacts, dtype: str, num_tokens: int, tp_size: int) -> int:
+def activation_bytes(model: ModelDescription, dtype: str, num_tokens: int, tp_size: int) -> int:
     """The widest point of a layer for `num_tokens`: the residual stream plus attention or feed-forward buffers."""
-    item = KV_DTYPE_BYTES[dtype]
-    hidden = 3 * facts.hidden_size
-    heads = facts.num_heads // tp_size
-    attention = (
-        2 * heads * facts.head_dim
-        + heads * facts.v_head_dim
-        + 2 * max(1, facts.num_kv_heads // tp_size) * facts.head_dim
+    item, hidden = KV_DTYPE_BYTES[dtype], model.hidden_size
+    widest = max(
+        max(layer.mixer.activation_elements(tp_size), layer.ffn.activation_elements(hidden, tp_size))
+        + (2 + layer.residual.streams) * hidden
+        for layer in dict.fromkeys(model.layers)
     )
-    dense = 3 * facts.dense_inter // tp_size
-    experts = facts.top_k * (3 * facts.expert_inter // tp_size + facts.hidden_size)
-    routing = 4 * facts.num_experts * 2
-    per_token = (hidden + max(attention, dense, experts)) * item + routing
-    return int(num_tokens * per_token * _FRAGMENTATION)
+    routing = 4 * model.experts.num_experts * 2 if model.experts else 0
+    return int(num_tokens * (widest * item + routing) * _FRAGMENTATION)
 
 
-def logits_bytes(facts: ModelFacts, rows: int) -> int:
-    return rows * facts.vocab_size * 4 * _LOGITS_COPIES
+def logits_bytes(model: ModelDescription, rows: int) -> int:
+    return rows * model.vocab_size * 4 * _LOGITS_COPIES
 
 
 def table_bytes(sizes: Sizes) -> int:
@@ -92,77 +103,160 @@ def table_bytes(sizes: Sizes) -> int:
     return (sizes.max_running_requests + 1) * (sizes.context_len * 4 + 8 + 256)
 
 
-def graph_bytes(facts: ModelFacts, dtype: str, sizes: Sizes) -> int:
-    """Launch records of every graph, and one shared set of activations and logits of the largest."""
-    if not sizes.graph_batch_sizes:
+def penalty_bytes(model: ModelDescription, sizes: Sizes) -> int:
+    """A count for every token of the vocabulary, for each request and the padding slot; while the table grows, the one
+    before it too, which has at most half as many rows (`PenaltyState`)."""
+    rows = sizes.max_running_requests + 1
+    return (rows + rows // 2) * model.vocab_size * 4
+
+
+def rotary_bytes(model: ModelDescription, context_len: int) -> int:
+    """Cosines and sines in fp32 of every position, one table for each kind of rotation in the model."""
+    tables = {layer.mixer.rotary_table for layer in model.layers}
+    return sum(context_len * table.dims * 4 for table in tables if table is not None)
+
+
+def graph_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
+    """Launch records of every graph, and results and activations of the largest graph of each kind.
+
+    Decode graphs have logits [B, V] fp32, prefill graphs hidden states [T, H] and logits of the decoding requests and
+    of the last tokens of some prompts; each once in the graphs' memory and once where results are read.
+    """
+    decode, prefill = sizes.graph_batch_sizes, sizes.prefill_graph_tokens
+    if not decode:
         return 0
-    largest = max(sizes.graph_batch_sizes)
-    records = len(sizes.graph_batch_sizes) * (_GRAPH_BASE + facts.num_layers * _GRAPH_PER_LAYER)
-    return records + activation_bytes(facts, dtype, largest, sizes.tp_size) + largest * facts.vocab_size * 4
+    mixed = [(tokens, decodes) for tokens in prefill for decodes in mixed_decode_sizes(decode) if decodes <= tokens]
+    records = (len(decode) + len(mixed)) * (_GRAPH_BASE + len(model.layers) * _GRAPH_PER_LAYER)
+    rows, tokens = decode[-1], max(prefill, default=0)
+    if prefill:
+        rows += PREFILL_GRAPH_PROMPTS + max(decodes for _, decodes in mixed)
+    results = 2 * (rows * model.vocab_size * 4 + tokens * model.hidden_size * KV_DTYPE_BYTES[dtype])
+    return records + results + activation_bytes(model, dtype, decode[-1] + tokens, sizes.tp_size)
 
 
 def plan_gpu_memory(
-    facts: ModelFacts,
+    model: ModelDescription,
     dtype: str,
     weights: int,
     available: int,
     sizes: Sizes,
-    kv: KVSpec,
+    cost: CacheCost,
+    choices: Mapping[str, Choice],
+    num_sms: int,
     fraction: float | None,
     max_total_tokens: int | None,
+    more_ranks: int | None = None,
 ) -> MemoryPlan:
-    """KV cache gets what everything else leaves, or with `fraction` (--mem-fraction-static) what that leaves.
+    """Caches get what everything else leaves, or with `fraction` (--mem-fraction-static) what that leaves.
 
-    Raises UserError if the weights do not fit.
+    `more_ranks`: the next --tp-size that the model can be divided over, for advice. Raises UserError if the weights do
+    not fit.
     """
     tables = table_bytes(sizes)
-    activations = activation_bytes(facts, dtype, sizes.tokens_per_step, sizes.tp_size)
-    logits = logits_bytes(facts, sizes.max_running_requests)
-    graphs = graph_bytes(facts, dtype, sizes)
+    activations = activation_bytes(model, dtype, sizes.tokens_per_step, sizes.tp_size)
+    logits = logits_bytes(model, sizes.max_running_requests)
+    graphs = graph_bytes(model, dtype, sizes)
     reserve = _LIBRARY_RESERVE + available // 100 + (_COLLECTIVE_RESERVE if sizes.tp_size > 1 else 0)
-    others = tables + activations + logits + graphs + reserve
+    rotary, penalties = rotary_bytes(model, sizes.context_len), penalty_bytes(model, sizes)
+    attention = attention_bytes(choices, _attention_sizes(model, sizes, num_sms, (available - weights), cost))
+    states = sizes.max_running_requests * cost.bytes_per_request
+    others = tables + activations + logits + graphs + reserve + rotary + penalties + attention
     static = available - others if fraction is None else int(available * fraction)
-    kv_bytes = static - weights
+    kv_bytes = static - weights - states
     if kv_bytes <= 0:
-        raise UserError(_weights_do_not_fit(weights, available, others, fraction, sizes.tp_size))
-    kv_bytes = min(kv_bytes, available - weights - tables)
+        raise UserError(_do_not_fit(weights, states, available, others, fraction, more_ranks))
+    kv_bytes = min(kv_bytes, available - weights - states - tables - rotary - attention)
     if max_total_tokens is not None:
-        kv_bytes = min(kv_bytes, (max_total_tokens + sizes.page_size) * kv.bytes_per_token)
-    return MemoryPlan(available, weights, kv_bytes, tables, activations, logits, graphs, reserve)
+        kv_bytes = min(kv_bytes, cost.pool_bytes(max_total_tokens + sizes.page_size))
+    return MemoryPlan(
+        available,
+        weights,
+        kv_bytes,
+        tables,
+        activations,
+        logits,
+        graphs,
+        reserve,
+        rotary=rotary,
+        penalties=penalties,
+        attention=attention,
+        states=states,
+    )
+
+
+def _attention_sizes(
+    model: ModelDescription, sizes: Sizes, num_sms: int, pool_limit: int, cost: CacheCost
+) -> AttentionSizes:
+    pages_each = -(-sizes.context_len // sizes.page_size)
+    in_pool = cost.tokens_in(max(0, pool_limit)) // sizes.page_size
+    mixers = [layer.mixer for layer in model.layers]
+    return AttentionSizes(
+        num_heads=max(mixer.num_heads for mixer in mixers) // sizes.tp_size,
+        v_head_dim=max(mixer.value_dim for mixer in mixers),
+        num_sms=num_sms,
+        max_running_requests=sizes.max_running_requests,
+        graph_batch_sizes=sizes.graph_batch_sizes,
+        pages_per_request=pages_each,
+        max_pages=min(in_pool, pages_each * sizes.max_running_requests),
+    )
 
 
 def plan_cpu_memory(
-    facts: ModelFacts, dtype: str, weights: int, available: int, sizes: Sizes, kv: KVSpec, max_total_tokens: int | None
+    model: ModelDescription,
+    dtype: str,
+    weights: int,
+    available: int,
+    sizes: Sizes,
+    cost: CacheCost,
+    max_total_tokens: int | None,
 ) -> MemoryPlan:
     """A modest share of main memory, unless --max-total-tokens asks for another size. Raises UserError."""
-    if weights >= available:
+    tables, rotary = table_bytes(sizes), rotary_bytes(model, sizes.context_len)
+    states = sizes.max_running_requests * cost.bytes_per_request
+    fixed = weights + tables + rotary + states
+    if fixed >= available:
         raise UserError(
-            f"the weights take {weights / GIB:.2f} GiB, but only {available / GIB:.2f} GiB of main memory are free;"
-            " choose a smaller model or --dtype bfloat16"
+            f"the weights take {weights / GIB:.2f} GiB and tables of {sizes.context_len:,} positions for"
+            f" {sizes.max_running_requests} requests {(fixed - weights) / GIB:.2f} GiB, but only"
+            f" {available / GIB:.2f} GiB of main memory are free; choose a smaller model or --dtype bfloat16, a smaller"
+            " --context-length or --max-running-requests"
         )
-    tokens = min(CPU_KV_TOKENS, int(min((available - weights) * CPU_KV_SHARE, CPU_KV_LIMIT)) // kv.bytes_per_token)
+    tokens = min(CPU_KV_TOKENS, cost.tokens_in(int(min((available - fixed) * CPU_KV_SHARE, CPU_KV_LIMIT))))
     if max_total_tokens is not None:
         tokens = max_total_tokens
-    kv_bytes = (tokens + sizes.page_size) * kv.bytes_per_token
-    if weights + kv_bytes > available:
+    kv_bytes = cost.pool_bytes(tokens + sizes.page_size)
+    if fixed + kv_bytes > available:
         raise UserError(
             f"--max-total-tokens {max_total_tokens} takes {kv_bytes / GIB:.2f} GiB of KV cache beside"
             f" {weights / GIB:.2f} GiB of weights, but only {available / GIB:.2f} GiB of main memory are free"
         )
-    activations = activation_bytes(facts, dtype, sizes.tokens_per_step, sizes.tp_size)
-    logits = logits_bytes(facts, sizes.max_running_requests)
-    return MemoryPlan(available, weights, kv_bytes, table_bytes(sizes), activations, logits, 0, 0)
-
-
-def _weights_do_not_fit(weights: int, available: int, others: int, fraction: float | None, tp_size: int) -> str:
-    head = (
-        f"the weights take {weights / GIB:.2f} GiB of {available / GIB:.2f} GiB a GPU: nothing is left for the KV cache"
+    return MemoryPlan(
+        available,
+        weights,
+        kv_bytes,
+        tables,
+        activation_bytes(model, dtype, sizes.tokens_per_step, sizes.tp_size),
+        logits_bytes(model, sizes.max_running_requests),
+        0,
+        0,
+        rotary=rotary,
+        penalties=penalty_bytes(model, sizes),
+        states=states,
     )
-    if fraction is not None and weights < available - others:
-        lowest = weights / available
+
+
+def _do_not_fit(
+    weights: int, states: int, available: int, others: int, fraction: float | None, more_ranks: int | None
+) -> str:
+    what = f"the weights take {weights / GIB:.2f} GiB"
+    if states:
+        what += f" and the states of the running requests {states / GIB:.2f} GiB"
+    head = f"{what} of {available / GIB:.2f} GiB a GPU: nothing is left for the KV cache"
+    if fraction is not None and weights + states < available - others:
+        lowest = (weights + states) / available
         return f"{head} with --mem-fraction-static {fraction}; it must be well above {lowest:.3f}"
+    gpus = f"more GPUs (--tp-size {more_ranks}), " if more_ranks else ""
     return (
-        f"{head} after {others / GIB:.2f} GiB for activations, logits, graphs and reserve; use more GPUs (--tp-size"
-        f" {tp_size * 2}), --cuda-graph-max-bs 16, a smaller --chunked-prefill-size or --max-running-requests, or a"
-        " quantized checkpoint"
+        f"{head} after {others / GIB:.2f} GiB for activations, logits, graphs and reserve; use {gpus}"
+        "--cuda-graph-max-bs 16, a smaller --chunked-prefill-size or --max-running-requests, or a quantized checkpoint"
     )

@@ -1,53 +1,64 @@
-"""From a model's facts to the ops that it needs, each once."""
+"""From a model's description to the ops that it needs, each once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.model_facts import ModelFacts
+from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.weights import expert_rows
 
 
-def needs_of(facts: ModelFacts, dtype: str, kv_dtype: str, page_size: int, tp_size: int) -> tuple[Need, ...]:
-    """In the order of a layer. One attention need covers all layers: its traits are those of any of them."""
+def needs_of(model: ModelDescription, serving: Serving) -> tuple[Need, ...]:
+    """In the order of a layer. Needs of one op and shape are one, whose traits are those of any layer; an op that has
+    several shapes has a need for each, told apart by `variant`. Raises UserError where the experts cannot be divided.
+    """
+    dtype = serving.dtype
+    quant = model.expert_quant
+    feed_forward = [need for layer in model.layers for need in layer.ffn.needs(serving)]
     return (
         Need("rmsnorm", q_dtype=dtype),
-        Need("fused_add_rmsnorm", q_dtype=dtype),
-        Need("linear", q_dtype=dtype),
-        *(Need("linear", q_dtype=dtype, quant=scheme) for scheme in facts.linear_quants),
-        *_attention(facts, dtype, kv_dtype, page_size),
-        *_feed_forward(facts, dtype),
-        *([Need("all_reduce", q_dtype=dtype)] if tp_size > 1 else []),
+        *_merged(need for layer in model.layers for need in layer.residual.needs(serving)),
+        *_linears(model, serving),
+        *_merged(need for layer in model.layers for need in layer.mixer.needs(serving)),
+        *_vision(model, dtype),
+        *_merged(_with_scheme(need, quant.scheme if quant else None) for need in feed_forward),
+        *([Need("all_reduce", q_dtype=dtype)] if serving.tp_size > 1 else []),
     )
 
 
-def _attention(facts: ModelFacts, dtype: str, kv_dtype: str, page_size: int) -> Iterator[Need]:
-    def attend(op: str, dims: tuple[int, int], traits: frozenset[str]) -> Need:
-        return Need(op, dims[0], dims[1], dtype, kv_dtype, page_size, traits=traits)
-
-    dims = (facts.head_dim, facts.v_head_dim)
-    yield Need("qk_norm_rope_store", q_dtype=dtype, kv_dtype=kv_dtype)
-    yield attend("extend_attention", dims, facts.attention_traits)
-    yield attend("decode_attention", dims, facts.attention_traits)
-    if facts.sparse_index:
-        yield Need("sparse_indexer", q_dtype=dtype)
-    if facts.linear_attention:
-        yield Need("gated_delta_rule", q_dtype=dtype, traits=frozenset({"hybrid_gdn"}))
-    if facts.vision_head_dim:
-        yield Need(
-            "prefill_attention",
-            facts.vision_head_dim,
-            facts.vision_head_dim,
-            dtype,
-            dtype,
-            traits=frozenset({"bidirectional"}),
-        )
+def _with_scheme(need: Need, scheme: str | None) -> Need:
+    return replace(need, quant=scheme) if need.op == "fused_moe" else need
 
 
-def _feed_forward(facts: ModelFacts, dtype: str) -> Iterator[Need]:
-    yield Need("silu_and_mul", q_dtype=dtype)
-    if facts.num_experts:
-        yield Need(f"topk_{facts.router}", q_dtype=dtype)
-        if facts.hash_routed:
-            yield Need("topk_hash", q_dtype=dtype)
-        yield Need("fused_moe", q_dtype=dtype, quant=facts.expert_quant)
+def _merged(needs: Iterable[Need]) -> Iterator[Need]:
+    """One for each op and shape; what an op has several of is named by its head dims, after the first."""
+    by_shape: dict[Need, frozenset[str]] = {}
+    for need in needs:
+        shape = replace(need, traits=frozenset())
+        by_shape[shape] = by_shape.get(shape, frozenset()) | need.traits
+    seen: set[str] = set()
+    for shape, traits in by_shape.items():
+        variant = f"{shape.head_dim}x{shape.v_head_dim}" if shape.op in seen else ""
+        seen.add(shape.op)
+        yield replace(shape, traits=traits, variant=variant)
+
+
+def _linears(model: ModelDescription, serving: Serving) -> Iterator[Need]:
+    """The 16-bit products (the output head always is one), and one need for each scheme of the others."""
+    shapes: dict[str | None, set[tuple[int, int, bool]]] = {
+        None: {(-(-model.vocab_size // serving.tp_size), model.hidden_size, False)}
+    }
+    for matrix, quant in model.matrices(serving.tp_size, expert_rows(model, serving.tp_size)):
+        if not matrix.experts:
+            shapes.setdefault(quant.scheme if quant else None, set()).add((matrix.rows, matrix.cols, matrix.bias))
+    for scheme in sorted(shapes, key=lambda scheme: scheme or ""):
+        yield Need("linear", q_dtype=serving.dtype, quant=scheme, shapes=tuple(sorted(shapes[scheme])))
+
+
+def _vision(model: ModelDescription, dtype: str) -> Iterator[Need]:
+    dim = model.vision_head_dim
+    if dim:
+        yield Need("prefill_attention", dim, dim, dtype, dtype, traits=frozenset({"bidirectional"}))

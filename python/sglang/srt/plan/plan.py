@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.quant_rules import QuantConfig
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.launch import TileLadder
@@ -15,11 +17,15 @@ from sglang.srt.kernels.ledger_file import Ledger, tile_key
 from sglang.srt.kernels.resolve import installed_packages, resolve
 from sglang.srt.kernels.spec import Choice, Need, Tile
 from sglang.srt.plan import defaults
+from sglang.srt.plan.caches import CacheGroup, cache_cost, cache_groups
 from sglang.srt.plan.kv_spec import KVSpec, kv_cache_dtype
+from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.layout import check_layout, next_layout
 from sglang.srt.plan.memory import GIB, MIN_POOL_TOKENS, MemoryPlan, Sizes, plan_cpu_memory, plan_gpu_memory
-from sglang.srt.plan.model_facts import ModelFacts, facts_from_config
+from sglang.srt.plan.mixers import GQA, rank_kv_heads
+from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
-from sglang.srt.plan.weights import weight_bytes
+from sglang.srt.plan.weights import rank_weight_bytes
 from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -130,47 +136,104 @@ def make_plan(
 
     Raises UserError: a kernel that was asked for cannot run, heads do not divide, weights do not fit.
     """
-    facts = facts_from_config(model.hf_config, model.quantization)
-    _check_tensor_parallel(facts, args.tp_size)
-    kv_dtype = kv_cache_dtype(args.kv_cache_dtype, model.dtype, model.quantization)
-    page_size = args.page_size or 1
-    needs = needs_of(facts, model.dtype, kv_dtype, page_size, args.tp_size)
-    choices = choose(args, needs, arch, installed_packages() if packages is None else packages)
-    kv = kv_spec(facts, kv_dtype, args.tp_size)
-    sizes, notes = _sizes(args, model, arch, choices, available_bytes, page_size)
-    weights = weight_bytes(model, args.tp_size, kv_dtype.startswith("fp8"))
-    if arch.device == "cpu":
-        memory = plan_cpu_memory(facts, model.dtype, weights, available_bytes, sizes, kv, args.max_total_tokens)
-    else:
-        memory = plan_gpu_memory(
-            facts, model.dtype, weights, available_bytes, sizes, kv, args.mem_fraction_static, args.max_total_tokens
-        )
-    prefill_graphs: tuple[int, ...] = ()
-    if sizes.graph_batch_sizes and choices["extend_attention"].spec.graph_prefill:
-        prefill_graphs = defaults.cuda_graph_prefill_tokens(facts, args.tp_size, sizes.tokens_per_step)
-    tokens = memory.kv_cache // kv.bytes_per_token // page_size * page_size - page_size  # page 0 is padding
+    description = describe_model(model.hf_config, model.quantization, not args.disable_shared_experts_fusion)
+    check_layout(description, args.tp_size)
+    serving = serving_of(args, model.dtype, model.quantization)
+    choices = choose(args, needs_of(description, serving), arch, installed_packages() if packages is None else packages)
+    kv = kv_spec(description, serving)
+    capacity = plan_capacity(args, description, serving, model.context_len, arch, choices, available_bytes)
+    sizes, tokens = capacity.sizes, capacity.max_total_num_tokens
     return Plan(
         arch=arch,
         model=model,
         kv=kv,
         dtype=model.dtype,
-        kv_cache_dtype=kv_dtype,
+        kv_cache_dtype=serving.kv_dtype,
         device=arch.device,
         tp_size=args.tp_size,
         choices=choices,
-        memory=memory,
+        memory=capacity.memory,
         max_total_num_tokens=tokens,
-        page_size=page_size,
+        page_size=serving.page_size,
         max_running_requests=sizes.max_running_requests,
         context_len=model.context_len,
-        chunked_prefill_size=_chunk(args, arch, available_bytes, page_size),
+        chunked_prefill_size=_chunk(args, arch, available_bytes, serving.page_size),
         max_prefill_tokens=args.max_prefill_tokens,
         cuda_graph_bs=sizes.graph_batch_sizes,
-        cuda_graph_prefill_tokens=prefill_graphs,
+        cuda_graph_prefill_tokens=sizes.prefill_graph_tokens,
         fuse_shared_experts=not args.disable_shared_experts_fusion,
-        warnings=tuple(notes + _token_notes(args, tokens)),
-        errors=_check_pool(args, tokens, model.context_len, memory, kv, arch.device != "cpu"),
+        warnings=tuple(capacity.notes + _token_notes(args, tokens)),
+        errors=_check_pool(args, capacity, model.context_len, arch.device != "cpu"),
     )
+
+
+def serving_of(args: ServerArgs, dtype: str, quantization: QuantConfig | None) -> Serving:
+    """What the layers' ops depend on. Raises UserError for a cache dtype that is not known."""
+    kv_dtype = kv_cache_dtype(args.kv_cache_dtype, dtype, quantization)
+    return Serving(dtype, kv_dtype, args.page_size or 1, args.tp_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What fits in a rank's memory."""
+
+    sizes: Sizes
+    groups: tuple[CacheGroup, ...]
+    memory: MemoryPlan
+    max_total_num_tokens: int
+    notes: list[str]
+
+
+def describe_capacity(capacity: Capacity) -> dict[str, Any]:
+    """As `Plan.describe` says it."""
+    sizes = capacity.sizes
+    return {
+        "max_total_num_tokens": capacity.max_total_num_tokens,
+        "tokens_per_step": sizes.tokens_per_step,
+        "max_running_requests": sizes.max_running_requests,
+        "context_len": sizes.context_len,
+        "page_size": sizes.page_size,
+        "cuda_graph_bs": list(sizes.graph_batch_sizes),
+        "cuda_graph_prefill_tokens": list(sizes.prefill_graph_tokens),
+        "memory": capacity.memory.describe(),
+    }
+
+
+def plan_capacity(
+    args: ServerArgs,
+    model: ModelDescription,
+    serving: Serving,
+    context_len: int,
+    arch: ArchTraits,
+    choices: Mapping[str, Choice],
+    available: int,
+) -> Capacity:
+    """For every model that can be described, also one without a model class. Raises UserError if it does not fit."""
+    weights = rank_weight_bytes(model, serving.dtype, serving.tp_size, serving.kv_dtype.startswith("fp8"))
+    groups = cache_groups(model, serving)
+    cost = cache_cost(groups)
+    most = defaults.default_max_running_requests(arch.device, available, context_len)
+    most = args.max_running_requests or defaults.requests_by_state(most, available, weights, cost.bytes_per_request)
+    sizes, notes = _sizes(args, model, serving, context_len, arch, choices, available, most)
+    if arch.device == "cpu":
+        memory = plan_cpu_memory(model, serving.dtype, weights, available, sizes, cost, args.max_total_tokens)
+    else:
+        memory = plan_gpu_memory(
+            model,
+            serving.dtype,
+            weights,
+            available,
+            sizes,
+            cost,
+            choices,
+            arch.num_sms,
+            args.mem_fraction_static,
+            args.max_total_tokens,
+            next_layout(model, serving.tp_size),
+        )
+    page_size = serving.page_size
+    tokens = cost.tokens_in(memory.kv_cache) // page_size * page_size - page_size  # page 0 is padding
+    return Capacity(sizes, groups, memory, tokens, notes)
 
 
 def choose(args: ServerArgs, needs: tuple[Need, ...], arch: ArchTraits, packages: frozenset[str]) -> dict[str, Choice]:
@@ -190,26 +253,20 @@ def forced_kernels(args: ServerArgs) -> dict[str, str]:
     return {op: name for op, name in named.items() if name is not None}
 
 
-def kv_spec(facts: ModelFacts, kv_dtype: str, tp_size: int) -> KVSpec:
-    """Of one rank. KV heads are replicated when there are fewer than ranks; latent (MLA) caches always are."""
+def kv_spec(model: ModelDescription, serving: Serving) -> KVSpec:
+    """The pool of a model whose layers all keep keys and values of one shape for all tokens, on one rank. KV heads are
+    replicated when there are fewer than ranks. Raises UserError for a model that needs several pools."""
+    mixer, *others = dict.fromkeys(layer.mixer for layer in model.layers)
+    if others or not isinstance(mixer, GQA) or mixer.window:
+        kinds = "; ".join(str(group) for group in cache_groups(model, serving))
+        raise UserError(f"{model.architecture} with caches of several kinds cannot be served yet: {kinds}")
     return KVSpec(
-        num_layers=facts.attention_layers,
-        num_kv_heads=max(1, facts.num_kv_heads // tp_size),
-        head_dim=facts.head_dim,
-        v_head_dim=0 if facts.is_latent else facts.v_head_dim,
-        dtype=kv_dtype,
+        num_layers=len(model.layers),
+        num_kv_heads=rank_kv_heads(mixer.num_kv_heads, serving.tp_size),
+        head_dim=mixer.head_dim,
+        v_head_dim=mixer.v_head_dim,
+        dtype=serving.kv_dtype,
     )
-
-
-def _check_tensor_parallel(facts: ModelFacts, tp_size: int) -> None:
-    heads, kv_heads = facts.num_heads, facts.num_kv_heads
-    if heads % tp_size:
-        raise UserError(f"--tp-size {tp_size} does not divide the model's {heads} attention heads")
-    if not facts.is_latent and kv_heads % tp_size and tp_size % kv_heads:
-        raise UserError(f"--tp-size {tp_size} neither divides nor is a multiple of the model's {kv_heads} KV heads")
-    for name, inter in (("intermediate size", facts.dense_inter), ("expert intermediate size", facts.expert_inter)):
-        if inter % tp_size:
-            raise UserError(f"--tp-size {tp_size} does not divide the model's {name} {inter}")
 
 
 def _chunk(args: ServerArgs, arch: ArchTraits, available: int, page_size: int) -> int:
@@ -221,15 +278,14 @@ def _chunk(args: ServerArgs, arch: ArchTraits, available: int, page_size: int) -
 
 def _sizes(
     args: ServerArgs,
-    model: ModelConfig,
+    model: ModelDescription,
+    serving: Serving,
+    context_len: int,
     arch: ArchTraits,
     choices: Mapping[str, Choice],
     available: int,
-    page_size: int,
+    running: int,
 ) -> tuple[Sizes, list[str]]:
-    running = args.max_running_requests
-    if running is None:
-        running = defaults.default_max_running_requests(arch.device, available, model.context_len)
     notes: list[str] = []
     graphs: tuple[int, ...] = ()
     if arch.device != "cpu":
@@ -238,9 +294,14 @@ def _sizes(
         if graphs and unsafe:
             notes.append(f"CUDA graphs are off: {', '.join(unsafe)} cannot run inside one")
             graphs = ()
-    chunk = _chunk(args, arch, available, page_size)
-    tokens = max(args.max_prefill_tokens, model.context_len) if chunk == -1 else chunk
-    return Sizes(running, model.context_len, tokens, graphs, page_size, args.tp_size), notes
+    chunk = _chunk(args, arch, available, serving.page_size)
+    tokens = max(args.max_prefill_tokens, context_len) if chunk == -1 else chunk
+    prefill_graphs: tuple[int, ...] = ()
+    extend = choices.get("extend_attention")
+    if graphs and extend is not None and extend.spec.graph_prefill:
+        prefill_graphs = defaults.cuda_graph_prefill_tokens(model, serving.tp_size, tokens)
+    sizes = Sizes(running, context_len, tokens, graphs, serving.page_size, serving.tp_size, prefill_graphs)
+    return sizes, notes
 
 
 def _token_notes(args: ServerArgs, tokens: int) -> list[str]:
@@ -250,10 +311,9 @@ def _token_notes(args: ServerArgs, tokens: int) -> list[str]:
     return [f"--max-total-tokens {args.max_total_tokens} does not fit: the KV cache holds {tokens} tokens"]
 
 
-def _check_pool(
-    args: ServerArgs, tokens: int, context_len: int, memory: MemoryPlan, kv: KVSpec, on_gpu: bool
-) -> tuple[str, ...]:
-    size = f"{memory.kv_cache / GIB:.2f} GiB at {kv.bytes_per_token:,} B a token"
+def _check_pool(args: ServerArgs, capacity: Capacity, context_len: int, on_gpu: bool) -> tuple[str, ...]:
+    tokens, per_token = capacity.max_total_num_tokens, cache_cost(capacity.groups).bytes_per_token
+    size = f"{capacity.memory.kv_cache / GIB:.2f} GiB at {math.ceil(per_token):,} B a token"
     facts = f"the KV cache holds {max(0, tokens):,} tokens ({size})"
     chosen_by_user = args.max_total_tokens is not None
     remedies = "a larger --max-total-tokens"

@@ -6,100 +6,73 @@ Counts what `models/` allocates; a test holds the two together for every archite
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import SCALE_BYTES, expert_share
+from sglang.srt.plan.layer_spec import Matrix, Weights
+from sglang.srt.plan.mixers import GQA
+from sglang.srt.plan.model_description import ModelDescription, describe_model
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
 
-_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-_WITH_HEAD_NORMS = frozenset({"Qwen3ForCausalLM", "Qwen3MoeForCausalLM"})
+_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}
 
 
 def weight_bytes(model: ModelConfig, tp_size: int, fp8_cache: bool = False) -> int:
-    """Bytes of one rank's parameters: exact for the models that are implemented, and for any other dense or
-    softmax-routed model with grouped-query attention. An `fp8_cache` has scales, which are parameters."""
-    item = _DTYPE_BYTES[model.dtype]
+    """Of one rank's parameters, exactly as they are allocated."""
+    return rank_weight_bytes(describe_model(model.hf_config, model.quantization), model.dtype, tp_size, fp8_cache)
+
+
+def rank_weight_bytes(model: ModelDescription, dtype: str, tp_size: int, fp8_cache: bool = False) -> int:
+    """Of one rank's parameters. An `fp8_cache` of keys and values has scales, which are parameters.
+
+    Raises UserError where the experts cannot be divided.
+    """
+    item, hidden = _DTYPE_BYTES[dtype], model.hidden_size
     vocab_rows = -(-model.vocab_size // tp_size)
-    elements = vocab_rows * model.hidden_size * (1 if model.tie_word_embeddings else 2)
-    elements += model.hidden_size  # the final norm
-    total = elements * item
-    for layer, sparse in enumerate(sparse_layers(model)):
-        total += 2 * model.hidden_size * item
-        total += _attention_bytes(model, layer, tp_size) + (8 if fp8_cache else 0)
-        total += _expert_bytes(model, layer, tp_size) if sparse else _dense_bytes(model, layer, tp_size)
+    total = vocab_rows * hidden * (1 if model.tie_embeddings else 2) * item
+    total += hidden * item  # the final norm
+    total += _bytes_of(model, 0, model.layers[-1].residual.head_weights(hidden), item)
+    rows = expert_rows(model, tp_size)
+    for i, layer in enumerate(model.layers):
+        weights = layer.mixer.weights(hidden, tp_size) + layer.ffn.weights(hidden, tp_size, rows)
+        total += 2 * hidden * item + _bytes_of(model, i, weights + layer.residual.weights(hidden), item)
+        total += 8 if fp8_cache and isinstance(layer.mixer, GQA) else 0
     return total
 
 
-def linear_bytes(model: ModelConfig, modules: Sequence[str], rows: int, cols: int) -> int:
-    """Of a weight [rows, cols] that the checkpoint holds as these modules, stacked: data and scales."""
-    quant = model.quantization.of_fused(modules) if model.quantization is not None else None
-    return matrix_bytes(quant, rows, cols, len(modules), _DTYPE_BYTES[model.dtype])
+def expert_rows(model: ModelDescription, tp_size: int) -> int:
+    """Intermediate dims of a routed expert that a rank has room for; 0 without experts. Raises UserError."""
+    if model.experts is None:
+        return 0
+    quant = model.expert_quant
+    return expert_share(model.experts.intermediate_size, tp_size, quant.format if quant else None)
 
 
-def matrix_bytes(quant: ModuleQuant | None, rows: int, cols: int, modules: int, item: int) -> int:
-    """`modules`: how many the checkpoint has of it; `item`: bytes of an element that is not quantized."""
+def _bytes_of(model: ModelDescription, layer: int, weights: Weights, item: int) -> int:
+    total = 0
+    for weight in weights:
+        if isinstance(weight, Matrix):
+            quant = model.quant_of(layer, weight.modules) if weight.quantized else None
+            total += matrix_bytes(weight, quant, item) + (weight.rows * max(1, weight.experts) * item) * weight.bias
+        else:
+            total += weight.count * (item if weight.dtype is None else _DTYPE_BYTES[weight.dtype])
+    return total
+
+
+def matrix_bytes(matrix: Matrix, quant: ModuleQuant | None, item: int) -> int:
+    """Data and scales; `item`: bytes of an element that is not quantized."""
+    rows, cols, modules = matrix.rows, matrix.cols, len(matrix.modules)
     if quant is None:
-        return rows * cols * item
+        return max(1, matrix.experts) * rows * cols * item
     scheme = quant.format
-    whole = scheme.group[1] == 0  # one scale a matrix is repeated for every row
-    scales = rows if whole else math.prod(scheme.scale_shape(rows, cols))
-    data = rows * cols * scheme.bits // 8 + scales * SCALE_BYTES[scheme.scale]
-    return data + (4 * rows if scheme.global_scale else 0) + (4 * modules if quant.static_input else 0)
-
-
-def sparse_layers(model: ModelConfig) -> tuple[bool, ...]:
-    """Whether each layer has experts: every `decoder_sparse_step`-th, but for those of `mlp_only_layers`."""
-    keys = ConfigReader(model.hf_config, "config.json")
-    step = keys.positive("decoder_sparse_step", 1)
-    dense = keys.default("mlp_only_layers", list, [])
-    has_experts = model.num_experts > 0
-    return tuple(has_experts and i not in dense and (i + 1) % step == 0 for i in range(model.num_layers))
-
-
-def _attention_bytes(model: ModelConfig, layer: int, tp_size: int) -> int:
-    item, prefix = _DTYPE_BYTES[model.dtype], f"model.layers.{layer}.self_attn."
-    q = model.num_heads * model.head_dim // tp_size
-    kv = max(model.num_kv_heads // tp_size, 1) * model.head_dim
-    total = linear_bytes(model, [f"{prefix}{part}_proj" for part in "qkv"], q + 2 * kv, model.hidden_size)
-    total += linear_bytes(model, [f"{prefix}o_proj"], model.hidden_size, q)
-    if _flag(model, "attention_bias"):
-        total += (q + 2 * kv + model.hidden_size) * item
-    if model.architecture in _WITH_HEAD_NORMS:
-        total += 2 * model.head_dim * item
-    return total
-
-
-def _dense_bytes(model: ModelConfig, layer: int, tp_size: int) -> int:
-    share, prefix = model.intermediate_size // tp_size, f"model.layers.{layer}.mlp."
-    total = linear_bytes(model, [f"{prefix}{part}_proj" for part in ("gate", "up")], 2 * share, model.hidden_size)
-    total += linear_bytes(model, [f"{prefix}down_proj"], model.hidden_size, share)
-    biases = 2 * share + model.hidden_size if _flag(model, "mlp_bias") else 0
-    return total + biases * _DTYPE_BYTES[model.dtype]
-
-
-def _expert_bytes(model: ModelConfig, layer: int, tp_size: int) -> int:
-    """Router and routed experts of a layer: every expert's share with room for whole groups (`expert_share`)."""
-    quant = None
-    if model.quantization is not None:
-        quant = model.quantization.of(f"model.layers.{layer}.mlp.experts.0.gate_proj")
-    scheme = quant.format if quant is not None else None
-    item, experts, hidden = _DTYPE_BYTES[model.dtype], model.num_experts, model.hidden_size
-    share = expert_share(model.moe_intermediate_size, tp_size, scheme)
-    total = experts * hidden * item
-    for rows, cols, matrices in ((2 * share, hidden, 2), (hidden, share, 1)):
-        if quant is None or scheme is None:
-            total += experts * rows * cols * item
-            continue
-        scales = matrices if scheme.group == (0, 0) else math.prod(scheme.scale_shape(rows, cols))
-        singles = 4 * matrices * (scheme.global_scale + quant.static_input)
-        total += experts * (rows * cols * scheme.bits // 8 + scales * SCALE_BYTES[scheme.scale] + singles)
-    return total
-
-
-def _flag(model: ModelConfig, key: str) -> bool:
-    return ConfigReader(model.hf_config, "config.json").default(key, bool, False)
+    if matrix.experts:
+        scales = modules if scheme.group == (0, 0) else math.prod(scheme.scale_shape(rows, cols))
+        singles = 4 * modules * (scheme.global_scale + quant.static_input)
+    else:
+        # One scale a matrix is repeated for every row.
+        scales = rows if scheme.group[1] == 0 else math.prod(scheme.scale_shape(rows, cols))
+        singles = (4 * rows if scheme.global_scale else 0) + (4 * modules if quant.static_input else 0)
+    return max(1, matrix.experts) * (rows * cols * scheme.bits // 8 + scales * SCALE_BYTES[scheme.scale] + singles)

@@ -23,12 +23,14 @@ class PenaltyState:
     """Rows of `[vocab_size]` int32 token states on the device, one per request that uses penalties.
 
     Row 0 belongs to all requests without penalties and is never read for a result. Memory (4 bytes x vocabulary a row)
-    is taken when the first request needs it and grows in doubling steps. Device writes wait for `flush`, so that they
-    run on the stream that samples.
+    is taken when the first request needs it and grows in doubling steps up to `max_rows`; while it grows, the old rows
+    are there too, at most half as many (the memory plan counts both). Device writes wait for `flush`, so that they run
+    on the stream that samples.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, max_rows: int) -> None:
         self.vocab_size = vocab_size
+        self.max_rows = max_rows
         self.device = device
         self.state = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
         self._num_rows = 1
@@ -75,11 +77,16 @@ class PenaltyState:
         capacity = self.state.shape[0]
         if num_rows <= capacity:
             return
-        grown = torch.zeros(
-            (max(num_rows, 2 * capacity, GROW_ROWS), self.vocab_size), dtype=torch.int32, device=self.device
-        )
+        grown = torch.zeros((self._rows_for(num_rows), self.vocab_size), dtype=torch.int32, device=self.device)
         grown[:capacity] = self.state
         self.state = grown
+
+    def _rows_for(self, num_rows: int) -> int:
+        """Doubled until it is enough, or all rows where another doubling would leave more than half behind."""
+        rows = GROW_ROWS if 2 * GROW_ROWS <= self.max_rows else self.max_rows
+        while rows < min(num_rows, self.max_rows):
+            rows = 2 * rows if 4 * rows <= self.max_rows else self.max_rows
+        return max(rows, num_rows)
 
     def add_tokens(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
         """Count one new output token for each of `rows` [B] (int64, 0 for requests without penalties)."""

@@ -83,7 +83,7 @@ class SamplingTable:
         """`num_slots` includes the padding slot 0, which stays greedy."""
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        self.penalties = PenaltyState(vocab_size, self.device)
+        self.penalties = PenaltyState(vocab_size, self.device, num_slots)
         self._host = np.zeros((num_slots, ROW_WIDTH), dtype=np.int32)
         self._host_float = self._host.view(np.float32)
         self._host[:, Column.SLOT] = np.arange(num_slots)

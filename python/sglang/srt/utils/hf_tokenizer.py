@@ -46,9 +46,11 @@ class Tokenizer:
         self.chat_template = files.chat_template
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of `text`; special tokens that are spelled out in it count as such. Safe in several threads."""
-        if self._rust is not None:
-            ids: list[int] = self._rust.encode(text, add_special_tokens=add_special_tokens).ids
+        """Ids of `text`; special tokens that are spelled out in it count as such. Safe in several threads, of which
+        the others go on meanwhile."""
+        if self._rust is not None:  # `encode` would keep Python's lock, and locate every token in the text
+            (encoding,) = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids: list[int] = encoding.ids
             return ids
         with self._hf_lock:
             return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
@@ -66,7 +68,10 @@ class Tokenizer:
 
     def text_decoder(self) -> TextDecoder:
         """For decoding sequences as they grow."""
-        return self._byte_level or WindowDecoder(self.decode)
+        if self._byte_level is not None:
+            return self._byte_level
+        special_ids = _special_ids(self._rust) if self._rust is not None else frozenset(self.hf.all_special_ids)
+        return WindowDecoder(self.decode, special_ids)
 
     def token_text(self, token_id: int) -> str:
         """How one token prints, special tokens included; U+FFFD for parts of characters."""

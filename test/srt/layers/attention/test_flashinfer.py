@@ -42,7 +42,7 @@ class FakeWrapper:
         self.last_len = buffers.get("paged_kv_last_page_len_buffer")
 
     def reset_workspace_buffer(self, floats: torch.Tensor, ints: torch.Tensor) -> None:
-        pass
+        self.lists = ints
 
     def plan(
         self, indptr: torch.Tensor, indices: torch.Tensor, last_len: torch.Tensor, num_heads: int, num_kv_heads: int,
@@ -50,6 +50,7 @@ class FakeWrapper:
     ) -> None:  # fmt: skip
         assert "graph" not in self.log, "a wrapper cannot plan in a graph"
         self.log.append("plan")
+        self.lists[:8].view(torch.int64)[0] = id(self)  # whose lists these are
         assert len(indices) == indptr[-1] and len(last_len) == len(indptr) - 1
         if self.in_graphs:
             assert len(indices) <= len(self.indices) and len(indptr) == len(self.indptr)
@@ -64,6 +65,7 @@ class FakeWrapper:
         self, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], k_scale: float, v_scale: float,
         out: torch.Tensor,
     ) -> None:  # fmt: skip
+        assert self.lists[:8].view(torch.int64)[0] == id(self), "another wrapper's lists lie where this one's were"
         rows = []
         for i, last in enumerate(self.last_len.tolist()):
             pages = self.indices[self.indptr[i] : self.indptr[i + 1]].long()
@@ -175,9 +177,8 @@ class TestOnGpu:
         lens, new = [0, 0, 40, 15, 16, 300], [33, 16, 7, 1, 1, 20]
         if mode is ForwardMode.DECODE:
             lens, new = [0, 15, 16, 31, 300, 47], [1] * 6
-        p = Problem(
-            lens, new, *heads, 64, 64, page_size=page_size, device="cuda", kv_dtype=kv_dtype, k_scale=0.5, v_scale=1.5
-        )
+        scales = {"k_scale": 0.5, "v_scale": 1.5} if kv_dtype.itemsize == 1 else {}
+        p = Problem(lens, new, *heads, 64, 64, page_size=page_size, device="cuda", kv_dtype=kv_dtype, **scales)
         store_new_tokens(p)
         layer = layer_of(p)
         layer.scale = 0.2

@@ -117,9 +117,7 @@ def test_a_share_that_would_cut_a_group_is_padded(
 )
 def test_shares_of_published_models(inter: int, tp_size: int, scheme: str | None, share: int) -> None:
     if (inter, tp_size, scheme) == (768, 4, "fp8_block"):
-        message = (
-            r"768 in groups of 128 that share scales \(fp8_block\) is too few for 4 .*; choose --tp-size 3 or less"
-        )
+        message = r"768 in groups of 128 that share scales \(fp8_block\) is too few for 4 .*: one would hold none of 6"
         with pytest.raises(UserError, match=message):
             expert_share(inter, tp_size, SCHEMES["fp8_block"])
         return
@@ -127,7 +125,7 @@ def test_shares_of_published_models(inter: int, tp_size: int, scheme: str | None
 
 
 def test_an_uneven_share_without_groups_is_refused() -> None:
-    with pytest.raises(UserError, match="expert intermediate size 770 cannot be divided over 4 .* another --tp-size"):
+    with pytest.raises(UserError, match="expert intermediate size 770 cannot be divided over 4 "):
         expert_share(770, 4, SCHEMES["fp8_channel"])
 
 

@@ -14,6 +14,8 @@ A decode step as a CUDA graph has three moments, each with a method of its own:
 The graph itself enters the new tokens' slots in the table. So inside a capture the table is complete, and before a
 replay it is not: a backend that reads pages there takes the last one of each request from `out_cache_loc`.
 
+Before a capture the third is called once, for a batch of padding: what backends share between sizes is then this one's.
+
 Prefill graphs exist only for backends whose KernelSpec says `graph_prefill`; their `init_forward_metadata` is then
 called inside the capture, with the host lengths of the widest case, and not before replays.
 """

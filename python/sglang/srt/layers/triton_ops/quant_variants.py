@@ -8,11 +8,11 @@ from typing import Any
 
 from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
 from sglang.srt.kernels.ledger_file import WIDENED_TAIL
-from sglang.srt.kernels.variant import Variant
+from sglang.srt.kernels.variant import FormRule, Variant
 from sglang.srt.layers.triton_ops import quant_linear, quantize
-from sglang.srt.layers.triton_ops.linear_tiles import SPLIT_ROWS, Tile, last_resort, tile_rows
+from sglang.srt.layers.triton_ops.linear_tiles import MAX_SPLITS, SPLIT_ROWS, Tile, last_resort, tile_rows
 from sglang.srt.layers.triton_ops.scaled_dot import Product, product_of
-from sglang.srt.layers.triton_ops.variants import HIDDEN_SIZES, describe
+from sglang.srt.layers.triton_ops.variants import describe
 
 OPS = ("linear", "quantize_activation")
 
@@ -20,7 +20,45 @@ _ELEMENTS = {"e4m3": "*fp8e4nv", "int8": "*i8", "int4": "*i32", "e2m1": "*u8"}
 _SCALES = {"float32": "*fp32", "bfloat16": "*bf16", "e8m0": "*u8", "e4m3": "*fp8e4nv"}
 _X_SCALES = {"mxfp8": "*u8", "nvfp4": "*fp8e4nv"}
 _STRIDES = dict.fromkeys(("x_stride", "xs_stride", "w_stride", "ws_stride"), "i32")
-_COLS, _ROWS = 4096, 1024
+_ROWS = 1024
+ROW_SIZES = tuple(1 << power for power in range(6, 16))
+"""Of activations that are quantized row by row: from the smallest share of an expert on."""
+COLUMNS = (1024, 1536, 768, 384, 192, 128, 96, 64, 11_552)
+"""Columns of weights, by the largest power of two that divides them: what the tiles of few rows are cut by."""
+EVEN = 4096
+RAGGED = 11_552
+"""Columns that no block divides, and whose scales (one for 32 or 16) do not lie in multiples of 16. Products on record
+with these stand for those that blocks divide: they are spared the masks."""
+
+SCALE_STRIDES = ("xs_stride", "ws_stride", "ws_expert_stride")
+LONE_SCALES = {f"KIND={kind}": SCALE_STRIDES for kind in ("scaled", "group128", "planes")}
+"""These load each scale by itself; "mx" loads rows of them, and through shared memory where they lie well."""
+PRODUCT_ABSENT = {
+    "KIND=plain": ("x_scale", "xs_stride", "w_scale", "ws_stride", "ws_expert_stride"),
+    "KIND=planes": ("x_scale", "xs_stride"),
+    "HAS_FACTOR": ("w_factor",),
+    "HAS_BIAS": ("bias",),
+}
+FORM_RULES = {
+    "quant_linear.tiles_kernel": FormRule(
+        # GROUP_M orders programs.
+        free=frozenset({"GROUP_M"}),
+        at_most=frozenset({"SPLITS", "HAS_BIAS"}),
+        at_least=frozenset({"EVEN_K"}),
+        counts=frozenset({"T", "K"}),
+        counts_where=LONE_SCALES,
+        absent=PRODUCT_ABSENT | {"SPLITS": ("parts", "arrivals"), "HAS_X_FACTOR": ("x_factor",)},
+    ),
+    "quant_linear.few_rows_kernel": FormRule(
+        at_most=frozenset({"HAS_BIAS"}),
+        counts=frozenset({"N", "K", "ws_stride"}),
+        absent=PRODUCT_ABSENT,
+    ),
+    "quantize.group_kernel": FormRule(
+        counts=frozenset({"num_groups", "num_pairs"}),
+        absent={"KIND=group128": ("factor",), "KIND=mxfp8": ("factor",)},
+    ),
+}
 
 
 def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
@@ -45,32 +83,53 @@ def products(scheme: Scheme | None, features: Collection[str]) -> Iterator[tuple
 def _linear(scheme: Scheme, product: Product, tail: str, features: Collection[str]) -> Iterator[Variant]:
     smallest = 0.0
     for row in tile_rows(product.kind, features):
-        # Where K may be split it usually is: the split variant holds the sum besides.
-        yield _tiles(scheme, product, tail, row.tile, 4 if smallest < SPLIT_ROWS else 1, features)
+        # Where K may be split: the split variant holds the sum besides.
+        splits = MAX_SPLITS if smallest < SPLIT_ROWS else 1
+        yield from _tiles(scheme, product, tail, row.tile, splits, features)
         smallest = row.max_rows
-    yield replace(_tiles(scheme, product, tail, last_resort(product.kind), 4, features), default=False)
-    launch = quant_linear.few_launch(product, scheme.bits, _COLS, _ROWS)
-    tile = {name: launch[name] for name in ("BLOCK_N", "COLS", "UNROLL", "num_warps")}
-    constants = {name: value for name, value in launch.items() if name not in tile} | _flags(scheme)
-    types = {"x": "*bf16", "out": "*bf16", "N": "i32", "K": "i32", **_weight_types(scheme, product, True), **_STRIDES}
-    types = {name: kind for name, kind in types.items() if name in quant_linear.few_rows_kernel.arg_names}
-    key = f"few/{scheme.name}{tail}"
-    yield describe("linear", key, quant_linear.few_rows_kernel, types, constants, tile, _multiples(scheme, types))
+    for variant in _tiles(scheme, product, tail, last_resort(product.kind), MAX_SPLITS, features):
+        yield replace(variant, default=False)
+    yield from _few(scheme, product, tail)
 
 
-def _tiles(scheme: Scheme, product: Product, tail: str, tile: Tile, splits: int, features: Collection[str]) -> Variant:
-    launch = quant_linear.tile_launch(product, tile, _COLS, splits, features)
-    constants = {name: value for name, value in launch.items() if name not in (*tile, "chunk")} | _flags(scheme)
+def _few(scheme: Scheme, product: Product, tail: str) -> Iterator[Variant]:
+    for cols in COLUMNS:
+        if scheme.group[1] and cols % scheme.group[1] and scheme.group[0] == 1:
+            continue  # no checkpoint cuts a row's group
+        launch = quant_linear.few_launch(product, scheme.bits, cols, _ROWS)
+        tile = {name: launch[name] for name in ("BLOCK_N", "COLS", "UNROLL", "num_warps")}
+        constants = {name: value for name, value in launch.items() if name not in tile} | _flags(scheme)
+        types = {"x": "*bf16", "out": "*bf16", "N": "i32", "K": "i32", **_weight_types(scheme, product, True)}
+        types = {
+            name: kind for name, kind in (types | _STRIDES).items() if name in quant_linear.few_rows_kernel.arg_names
+        }
+        words = product.pair_kind == "packed" and cols % 128 != 0
+        key = f"few/{scheme.name}{tail}" + ("" if launch["EVEN_K"] else "/ragged") + ("/words" if words else "")
+        multiples = tuple(
+            name for name in _multiples(scheme, product, types, cols) if not (words and name == "w_stride")
+        )
+        yield describe("linear", key, quant_linear.few_rows_kernel, types, constants, tile, multiples)
+
+
+def _tiles(
+    scheme: Scheme, product: Product, tail: str, tile: Tile, splits: int, features: Collection[str]
+) -> Iterator[Variant]:
+    """With a bias and with columns that no block divides; for "mx" also with scales that lie in multiples of 16."""
     kind = product.activation
     data = "*bf16" if kind is None else "*u8" if kind == "nvfp4" else "*i8" if scheme.element == "int8" else "*fp8e4nv"
     factor = kind == "nvfp4"
-    constants |= {"HAS_X_FACTOR": factor}
     types = {"x": data, "x_scale": _X_SCALES.get(kind or "", "*fp32" if kind else "*bf16"), "out": "*bf16"}
     types |= {"x_factor": "*fp32" if factor else "*bf16", "parts": "*fp32" if splits > 1 else "*bf16"}
     types |= {"arrivals": "*i32", **dict.fromkeys(("T", "N", "K", "chunk"), "i32"), **_STRIDES}
     types |= _weight_types(scheme, product, False)
-    key = f"tiles/{scheme.name}{tail}" + ("/split" if splits > 1 else "")
-    return describe("linear", key, quant_linear.tiles_kernel, types, constants, tile, _multiples(scheme, types))
+    for cols in (EVEN, RAGGED) if product.kind == "mx" else (RAGGED,):
+        launch = quant_linear.tile_launch(product, tile, cols, splits, features)
+        constants = {name: value for name, value in launch.items() if name not in (*tile, "chunk")} | _flags(scheme)
+        constants |= {"HAS_X_FACTOR": factor}
+        key = f"tiles/{scheme.name}{tail}" + ("/split" if splits > 1 else "")
+        key += "/even" if cols == EVEN else ""
+        multiples = _multiples(scheme, product, types, cols)
+        yield describe("linear", key, quant_linear.tiles_kernel, types, constants, tile, multiples)
 
 
 def _weight_types(scheme: Scheme, product: Product, words: bool) -> dict[str, str]:
@@ -84,12 +143,14 @@ def _weight_types(scheme: Scheme, product: Product, words: bool) -> dict[str, st
 
 
 def _flags(scheme: Scheme) -> dict[str, Any]:
-    return {"HAS_FACTOR": scheme.global_scale, "HAS_BIAS": False}
+    return {"HAS_FACTOR": scheme.global_scale, "HAS_BIAS": True}
 
 
-def _multiples(scheme: Scheme, types: dict[str, str]) -> tuple[str, ...]:
+def _multiples(scheme: Scheme, product: Product, types: dict[str, str], cols: int) -> tuple[str, ...]:
+    group = scheme.group[1]
     # Scales of rows and tensors have strides of 1 and 0.
-    names = ("N", "K", "chunk", "x_stride", "w_stride", *(("xs_stride", "ws_stride") if scheme.group[1] else ()))
+    aligned = group != 0 and (product.kind != "mx" or cols // group % 16 == 0)
+    names = ("N", "K", "chunk", "x_stride", "w_stride", *(("xs_stride", "ws_stride") if aligned else ()))
     return tuple(name for name in names if name in types)
 
 
@@ -97,7 +158,7 @@ def _quantize() -> Iterator[Variant]:
     op, sizes = "quantize_activation", ("row_stride", "size")
     types = {"x": "*bf16", "scale": "*fp32", "row_stride": "i32", "size": "i32", "limit": "fp32"}
     for element, data in (("e4m3", "*fp8e4nv"), ("int8", "*i8")):
-        for launch in {v["BLOCK"]: v for v in map(quantize.row_launch, (*HIDDEN_SIZES, 18432))}.values():
+        for launch in {v["BLOCK"]: v for v in map(quantize.row_launch, ROW_SIZES)}.values():
             key = f"token/{element}/{launch['BLOCK']}"
             yield describe(op, key, quantize.row_kernel, types | {"data": data}, {}, launch, sizes)
     tensor = types | {"data": "*fp8e4nv", "amax": "*fp32"}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sglang.srt.kernels.variant import Variant
+from sglang.srt.kernels.variant import FormRule, Variant
 from sglang.srt.layers.triton_ops import activation, gemv, norm, rope_store, sampling, topk
 
 OPS = (
@@ -24,7 +25,7 @@ OPS = (
 )
 
 HIDDEN_SIZES = (1024, 2048, 2880, 4096, 5120, 6144, 7168)
-ROPE_SHAPES = ((64, 64), (128, 128), (128, 64), (256, 64))
+ROPE_SHAPES = ((64, 64), (128, 128), (128, 64), (256, 64), (256, 256))
 """(head dim, rotary dim)."""
 CACHE_TYPES = {"bfloat16": ("*bf16", 0.0), "fp8_e4m3": ("*fp8e4nv", 448.0), "fp8_e5m2": ("*fp8e5", 57344.0)}
 ROUTINGS: Mapping[str, tuple[tuple[int, int, tuple[int, int]], ...]] = {
@@ -34,6 +35,40 @@ ROUTINGS: Mapping[str, tuple[tuple[int, int, tuple[int, int]], ...]] = {
 }
 """Score -> (experts, choices, (groups, best groups))."""
 LAUNCH_ONLY = ("num_warps", "num_stages")
+SPLITS = 64
+"""Programs that share a row of logits, at most: of vocabularies up to 262,144."""
+
+_LOGITS_COUNTS = frozenset({"vocab_size", "mask_stride"})
+FORM_RULES = {
+    "rope_store.qk_norm_rope_store_kernel": FormRule(
+        free=frozenset({"Q_HEADS", "KV_HEADS"}),
+        at_most=frozenset({"NORM_Q", "NORM_K"}),
+        absent={"NORM_Q": ("q_weight",), "NORM_K": ("k_weight",)},
+    ),
+    "topk.topk_kernel": FormRule(
+        free=frozenset({"K", "COLUMNS", "MEMBERS"}),
+        at_most=frozenset({"K_BLOCK"}),
+        optional=frozenset({"bias", "num_valid"}),
+    ),
+    "topk.topk_hash_kernel": FormRule(
+        free=frozenset({"K", "COLUMNS"}),
+        at_most=frozenset({"K_BLOCK"}),
+        counts=frozenset({"num_experts"}),
+        optional=frozenset({"num_valid"}),
+    ),
+    "sampling.draw_tokens_kernel": FormRule(
+        at_most=frozenset({"WRITE_NEXT", "MAX_SPLITS"}),
+        counts=_LOGITS_COUNTS,
+        absent={"FILTER": ("thresholds",), "WRITE_NEXT": ("next_token",)},
+    ),
+    "sampling.threshold_kernel": FormRule(counts=_LOGITS_COUNTS),
+    "sampling.adjust_logits_kernel": FormRule(
+        at_most=frozenset({"PENALTIES", "MASK"}),
+        counts=_LOGITS_COUNTS,
+        absent={"PENALTIES": ("state",), "MASK": ("vocab_mask", "mask_stride")},
+    ),
+    "gemv.gemv_kernel": FormRule(counts=frozenset({"N"})),
+}
 
 
 def describe(
@@ -44,9 +79,10 @@ def describe(
     constexprs: Mapping[str, Any],
     launch: Mapping[str, int],
     divisible: tuple[str, ...] = (),
+    ones: tuple[str, ...] = (),
 ) -> Variant:
     """`types` of the run-time parameters; `launch` holds block sizes (constexprs) and warps; all pointers and the named
-    `divisible` integers count as multiples of 16."""
+    `divisible` integers count as multiples of 16, and the named `ones` are 1."""
     tile = {"num_stages": 3, **launch}
     # With dependent launches a kernel has two more instructions and costs the same.
     constants = (
@@ -58,7 +94,7 @@ def describe(
     assert all(name in constants for name, kind in signature.items() if kind == "constexpr"), f"{op}: {signature}"
     pointers = tuple(name for name, kind in signature.items() if kind.startswith("*"))
     packed = constants.get("KIND") == "mx" and constants.get("ELEMENT") == "e2m1"
-    return Variant(op, key, fn, signature, constants, (*pointers, *divisible), tile, native_only=packed)
+    return Variant(op, key, fn, signature, constants, (*pointers, *divisible), tile, native_only=packed, ones=ones)
 
 
 def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
@@ -109,22 +145,27 @@ def _rope_store() -> Iterator[Variant]:
 
 def _routing(score: str) -> Iterator[Variant]:
     """The widest form: with bias, shared expert and padding."""
-    types = {"logits": "*bf16", "weights": "*fp32", "ids": "*i32", "num_valid": "*i32", "num_tokens": "i32"}
-    types |= {"row_stride": "i32", "scale": "fp32"}
-    if score != "softmax":
-        types |= {"logits": "*fp32", "bias": "*fp32"}
-    for experts, k, groups in ROUTINGS[score]:
-        constants = {"SCORE": score, "RENORMALIZE": True} | ({"bias": None} if score == "softmax" else {})
-        constants |= topk.topk_constants(experts, k, groups, with_shared=score != "softmax")
-        key = f"{experts}k{k}" + (f"g{groups[0]}" if groups[0] > 1 else "")
-        yield describe(f"topk_{score}", key, topk.topk_kernel, types, constants, topk.LAUNCH, ("row_stride",))
+    types = {"weights": "*fp32", "ids": "*i32", "num_valid": "*i32", "num_tokens": "i32", "row_stride": "i32"}
+    types |= {"scale": "fp32"} | ({} if score == "softmax" else {"bias": "*fp32"})
+    for (experts, k, groups), logits, renormalize in itertools.product(
+        ROUTINGS[score], ("bf16", "fp32"), (True, False) if score == "softmax" else (True,)
+    ):
+        constants = {"SCORE": score, "RENORMALIZE": renormalize} | ({"bias": None} if score == "softmax" else {})
+        constants |= topk.topk_constants(experts, k, groups, with_shared=True)
+        key = f"{experts}k{k}" + (f"g{groups[0]}" if groups[0] > 1 else "") + f"/{logits}"
+        key += "" if renormalize else "/raw"
+        own = types | {"logits": f"*{logits}"}
+        yield describe(f"topk_{score}", key, topk.topk_kernel, own, constants, topk.LAUNCH, ("row_stride",))
 
 
 def _hash_routing() -> Iterator[Variant]:
-    types = {"logits": "*bf16", "token_ids": "*i64", "table": "*i32", "weights": "*fp32", "ids": "*i32"}
-    types |= {"num_valid": "*i32", "num_tokens": "i32", "row_stride": "i32", "num_experts": "i32", "scale": "fp32"}
+    types = {"token_ids": "*i64", "table": "*i32", "weights": "*fp32", "ids": "*i32", "num_valid": "*i32"}
+    types |= {"num_tokens": "i32", "row_stride": "i32", "num_experts": "i32", "scale": "fp32"}
     constants = {"SCORE": "sqrtsoftplus"} | topk.choice_constants(6, True)
-    yield describe("topk_hash", "k6", topk.topk_hash_kernel, types, constants, topk.HASH_LAUNCH, ("row_stride",))
+    for logits in ("bf16", "fp32"):
+        own = types | {"logits": f"*{logits}"}
+        key, kernel = f"k6/{logits}", topk.topk_hash_kernel
+        yield describe("topk_hash", key, kernel, own, constants, topk.HASH_LAUNCH, ("row_stride",))
 
 
 _LOGITS = {"logits": "*fp32", "table": "*i32", "slots": "*i64", "vocab_size": "i32", "stride": "i32"}
@@ -135,7 +176,7 @@ def _draw() -> Iterator[Variant]:
     types |= {"arrivals": "*i32", "tokens": "*i64", "next_token": "*i64", "num_splits": "i32"}
     launch = {"BLOCK": sampling.DRAW_BLOCK, "num_warps": 8}
     for name, noise, filtered in (("greedy", False, False), ("sampled", True, False), ("filtered", True, True)):
-        constants = {"NOISE": noise, "FILTER": filtered, "WRITE_NEXT": True, "MAX_SPLITS": 64}
+        constants = {"NOISE": noise, "FILTER": filtered, "WRITE_NEXT": True, "MAX_SPLITS": SPLITS}
         yield describe("draw_tokens", name, sampling.draw_tokens_kernel, types, constants, launch, ("stride",))
 
 

@@ -261,11 +261,22 @@ def plan_decode(seq_lens: torch.Tensor, workspace: DecodeWorkspace, tile: Mappin
     if num_seqs > workspace.max_batch:
         raise ValueError(f"batch of {num_seqs} sequences exceeds the decode workspace of {workspace.max_batch}")
     num_pieces = workspace.num_pieces(num_seqs)
-    block_w = 32
-    plan_kernel[(triton.cdiv(num_pieces, block_w),)](
-        seq_lens, workspace.work, workspace.pieces, num_seqs, workspace.num_slots, num_pieces, TILE=tile["BLOCK_N"],
-        WAVES=workspace.waves, SHORT_TILES=SHORT_PIECE // tile["BLOCK_N"], BLOCK_B=256, BLOCK_W=block_w, num_warps=4,
-    )  # fmt: skip
+    launch = plan_constants(tile, workspace.waves)
+    plan_kernel[(triton.cdiv(num_pieces, launch["BLOCK_W"]),)](
+        seq_lens, workspace.work, workspace.pieces, num_seqs, workspace.num_slots, num_pieces, **launch
+    )
+
+
+def plan_constants(tile: Mapping[str, int], waves: int) -> dict[str, int]:
+    """Of `plan_kernel`, with its warps."""
+    tokens = tile["BLOCK_N"]
+    blocks = {"BLOCK_B": 256, "BLOCK_W": 32, "num_warps": 4}
+    return {"TILE": tokens, "WAVES": waves, "SHORT_TILES": SHORT_PIECE // tokens, **blocks}
+
+
+def combine_constants(v_head_dim: int) -> dict[str, int]:
+    """Of `combine_kernel`, with its warps."""
+    return {"V_HEAD_DIM": v_head_dim, "BLOCK_DV": triton.next_power_of_2(v_head_dim), "BLOCK_P": 16, "num_warps": 4}
 
 
 def decode_attention_fwd(
@@ -314,6 +325,5 @@ def decode_attention_fwd(
     )  # fmt: skip
     combine_kernel[(num_heads, num_seqs)](
         o, workspace.pieces, sinks_arg, workspace.part_o, workspace.part_lse, num_heads, o.stride(0), o.stride(1),
-        V_HEAD_DIM=v_head_dim, BLOCK_DV=triton.next_power_of_2(v_head_dim), BLOCK_P=16, HAS_SINKS=sinks is not None,
-        num_warps=4,
+        HAS_SINKS=sinks is not None, **combine_constants(v_head_dim),
     )  # fmt: skip

@@ -8,9 +8,15 @@ from typing import Any
 import triton
 
 from sglang.srt.kernels import tiles
-from sglang.srt.kernels.variant import Variant
+from sglang.srt.kernels.variant import FormRule, Variant
 from sglang.srt.layers.attention.triton_ops.common import split_head_dim
-from sglang.srt.layers.attention.triton_ops.decode_attention import decode_kernel
+from sglang.srt.layers.attention.triton_ops.decode_attention import (
+    combine_constants,
+    combine_kernel,
+    decode_kernel,
+    plan_constants,
+    plan_kernel,
+)
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_kernel
 
 OPS = ("extend_attention", "decode_attention", "prefill_attention")
@@ -22,14 +28,52 @@ _POINTERS = {"sinks_ptr": "*fp32", "mask_ptr": "*u8", "part_o_ptr": "*fp32", "pa
 _INT64_POINTERS = ("req_pool_indices_ptr", "mask_offsets_ptr")
 _FLOATS = ("scale", "k_scale", "v_scale", "cap")
 
-_WINDOW = ("HAS_WINDOW", "HAS_CAP", "HAS_SINKS")
+_SCORES = ("HAS_CAP", "HAS_SINKS")
 _FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
-    "extend_attention": {"plain": (), "window_cap_sinks": _WINDOW, "custom_mask": ("HAS_MASK",)},
-    "decode_attention": {"plain": (), "window_cap_sinks": _WINDOW},
+    "extend_attention": {
+        "plain": (),
+        "cap_sinks": _SCORES,
+        "window_cap_sinks": ("HAS_WINDOW", *_SCORES),
+        "custom_mask": ("HAS_MASK",),
+    },
+    "decode_attention": {"plain": (), "cap_sinks": _SCORES, "window_cap_sinks": ("HAS_WINDOW", *_SCORES)},
     "prefill_attention": {"causal": ("CAUSAL",), "bidirectional": ()},
 }
-"""Features that occur together in models are compiled together; none of them depends on the cache's dtype, so that only
-the first set is compiled for each dtype."""
+"""What costs most is recorded: a cap and sinks together, in layers with a window and in those without."""
+
+GROUP = 8
+"""Query heads a kv head, in every row: with 1 to 128 of them shared memory is the same, and none takes more registers
+but 12, which takes up to 10 more and spills no more."""
+
+# Flags, in the order of what they switch off.
+_PREFIX = ("k_cache_ptr", "v_cache_ptr", "req_to_token_ptr", "req_pool_indices_ptr", "prefix_lens_ptr", "k_scale",
+           "v_scale", "stride_kcs", "stride_kch", "stride_vcs", "stride_vch", "stride_rt")  # fmt: skip
+FORM_RULES = {
+    "extend_attention.extend_kernel": FormRule(
+        free=frozenset({"GROUP"}),
+        at_most=frozenset({"HAS_PREFIX", "HAS_CAP", "HAS_SINKS"}),
+        # Slots are loaded one by one: it does not matter how rows of the table lie.
+        counts=frozenset({"num_seqs", "num_blocks", "num_kv_heads", "window", "stride_rt"}),
+        absent={
+            "HAS_PREFIX": _PREFIX,
+            "HAS_SINKS": ("sinks_ptr",),
+            "HAS_MASK": ("mask_ptr", "mask_offsets_ptr"),
+            "HAS_WINDOW": ("window",),
+        },
+    ),
+    "decode_attention.decode_kernel": FormRule(
+        free=frozenset({"GROUP"}),
+        at_most=frozenset({"HAS_CAP", "HAS_SINKS"}),
+        counts=frozenset({"num_heads", "num_head_tiles", "window", "stride_rt"}),
+        absent={"HAS_SINKS": ("sinks_ptr",), "HAS_WINDOW": ("window",)},
+    ),
+    "decode_attention.combine_kernel": FormRule(
+        at_most=frozenset({"HAS_SINKS"}),
+        counts=frozenset({"num_heads"}),
+        absent={"HAS_SINKS": ("sinks_ptr",)},
+    ),
+    "decode_attention.plan_kernel": FormRule(counts=frozenset({"num_seqs", "num_slots", "num_pieces"})),
+}
 
 
 def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
@@ -42,6 +86,45 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
                 for kv_dtype in KV_DTYPES:
                     if tiles.KV_BYTES[kv_dtype] in row.kv_bytes:
                         yield from _of_tile(op, head_dims, kv_dtype, tile, rank == 0)
+    if op == "decode_attention":
+        yield from _pieces(features)
+
+
+def _pieces(features: tuple[str, ...]) -> Iterator[Variant]:
+    """What cuts the work of decoding into pieces, and what puts their results together."""
+    plans, values = {}, set()
+    for row in tiles.ROWS:
+        if row.op == "decode_attention":
+            plans |= {(tile["BLOCK_N"], tile["waves"]): tile for tile in row.candidates(features)}
+            values |= {v_head_dim for _, v_head_dim in row.head_dims}
+    for (block, waves), tile in sorted(plans.items()):
+        yield _small(f"plan/{block}x{waves}", plan_kernel, plan_constants(tile, waves))
+    for v_head_dim in sorted(values):
+        yield _small(f"combine/{v_head_dim}", combine_kernel, combine_constants(v_head_dim) | {"HAS_SINKS": True})
+
+
+def _small(key: str, fn: Any, launch: dict[str, Any]) -> Variant:
+    tile = {"num_warps": launch["num_warps"], "num_stages": 3}
+    constexprs = {name: value for name, value in launch.items() if name != "num_warps"}
+    signature = {name: _type_of(name, "bfloat16", constexprs) for name in fn.arg_names}
+    head_dim = constexprs.get("V_HEAD_DIM", 0)
+    return Variant(
+        "decode_attention", key, fn, signature, constexprs, _multiples(fn, signature, (head_dim, head_dim)), tile
+    )
+
+
+def _multiples(fn: Any, signature: dict[str, str], head_dims: tuple[int, int]) -> tuple[str, ...]:
+    """Strides between heads are head dims; those between tokens and slots take an even number of heads."""
+    ignored = set(fn.do_not_specialize) | set(fn.do_not_specialize_on_alignment)
+    for name in ("stride_qh", "stride_kh", "stride_kch"):
+        ignored |= {name} if head_dims[0] % 16 else set()
+    for name in ("stride_vh", "stride_vch", "stride_oh"):
+        ignored |= {name} if head_dims[1] % 16 else set()
+    return tuple(
+        name
+        for name, kind in signature.items()
+        if (kind.startswith("*") or name.startswith("stride")) and name not in ignored
+    )
 
 
 def _of_tile(op: str, head_dims: tuple[int, int], kv_dtype: str, tile: tiles.Tile, default: bool) -> Iterator[Variant]:
@@ -50,11 +133,10 @@ def _of_tile(op: str, head_dims: tuple[int, int], kv_dtype: str, tile: tiles.Til
         # What a launch steps down to is smaller in every respect: without features it is on record, and e5m2 costs what
         # e4m3 costs. This halves the time to compile the ledger.
         flags = [] if kv_dtype == "fp8_e5m2" else flags[:1]
-    elif kv_dtype != "bfloat16":
-        flags = flags[:1]
     for name, names in flags:
         # No call site of this server passes a mask: what it costs is on record, but decides about no tile.
-        yield describe(op, head_dims, kv_dtype, tile, name, names, default and name != "custom_mask")
+        if name != "custom_mask" or kv_dtype == "bfloat16":
+            yield describe(op, head_dims, kv_dtype, tile, name, names, default and name != "custom_mask")
 
 
 def describe(
@@ -76,12 +158,7 @@ def describe(
     if op == "extend_attention":
         constexprs |= {"CAUSAL": True, "HAS_PREFIX": True}
     signature = {name: _type_of(name, kv_dtype, constexprs) for name in fn.arg_names}
-    unspecialized = set(fn.do_not_specialize) | set(fn.do_not_specialize_on_alignment)
-    divisible = tuple(
-        name
-        for name, kind in signature.items()
-        if (kind.startswith("*") or name.startswith("stride")) and name not in unspecialized
-    )
+    divisible = _multiples(fn, signature, head_dims)
     shape = f"{head_dims[0]}x{head_dims[1]}"
     key = f"{shape}/bfloat16/{kv_dtype}/{flags_name}"
     return Variant(op, key, fn, signature, constexprs, divisible, tile, head_dims, kv_dtype, default)
@@ -92,7 +169,7 @@ def _shape_constexprs(head_dims: tuple[int, int], tile: tiles.Tile, rows: str) -
     block_d, block_dpe = split_head_dim(head_dim)
     latent = head_dims == tiles.MLA_LATENT
     shape: dict[str, Any] = {
-        "GROUP": 128 if latent else 8,
+        "GROUP": 128 if latent else GROUP,
         "HEAD_DIM": head_dim,
         "V_HEAD_DIM": v_head_dim,
         "BLOCK_D": block_d,

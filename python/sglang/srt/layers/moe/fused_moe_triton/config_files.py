@@ -37,13 +37,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TunedTiles:
-    """The tiles of one file, all of which fit the GPU. `smem`: the most shared memory that one of them takes, bytes."""
+    """The tiles of one file, all of which fit the GPU as far as is known. `smem`: the most shared memory that one of
+    them takes, bytes. `unmeasured`: tiles of which nothing is on record; a server measures them when it starts, and
+    passes the file over if one does not fit. `other_hidden`: the hidden size that the file was made for, if it is not
+    the layer's."""
 
     path: Path
     source: str  # as Content.source
     num_experts: int
     by_tokens: Mapping[int, TilePair]
     smem: int
+    unmeasured: int = 0
+    other_hidden: int = 0
 
     def at(self, num_tokens: int) -> TilePair:
         """Of the entry whose number of tokens is closest."""
@@ -59,7 +64,12 @@ class TunedTiles:
     def describe(self) -> str:
         """One line for logs and `explain`."""
         least, most = min(self.by_tokens), max(self.by_tokens)
-        return f"{self.path.name} ({self.source}, {least} to {most} tokens, at most {self.smem:,} B of shared memory)"
+        parts = [f"{self.source}, {least} to {most} tokens, at most {self.smem:,} B of shared memory"]
+        if self.unmeasured:
+            parts.append(f"{self.unmeasured} tiles not on record, which a server measures when it starts")
+        if self.other_hidden:
+            parts.append(f"made for hidden size {self.other_hidden}")
+        return f"{self.path.name} ({'; '.join(parts)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +120,11 @@ def find(
         content = read_content(path, down if down.exists() else None)
         _check_about(path, name, content, scheme)
         layer = ProductTile("", scheme, hidden, intermediate, {}, bias)
-        smem, problem = _capacity(content, layer, arch, cost)
+        smem, unmeasured, problem = _capacity(content, layer, arch, cost)
         if problem is None:
-            return Found(TunedTiles(path, content.source, num_experts, content.by_tokens, smem), tuple(rejected))
+            other_hidden = name.hidden or 0 if hidden and name.hidden != hidden else 0
+            tuned = TunedTiles(path, content.source, num_experts, content.by_tokens, smem, unmeasured, other_hidden)
+            return Found(tuned, tuple(rejected))
         rejected.append(f"{path}: {problem}")
     return Found(None, tuple(rejected))
 
@@ -208,18 +220,22 @@ def _check_about(path: Path, name: FileName, content: Content, scheme: str | Non
             raise ConfigFileError(f"{said_and_named}. Rename or delete it.")
 
 
-def _capacity(content: Content, layer: ProductTile, arch: ArchTraits, cost: CostOf) -> tuple[int, str | None]:
-    """The most shared memory that a tile takes, and what is wrong with the first that does not fit."""
-    most = 0
+def _capacity(content: Content, layer: ProductTile, arch: ArchTraits, cost: CostOf) -> tuple[int, int, str | None]:
+    """The most shared memory that a tile takes, how many are on no record, and what is wrong with the first that does
+    not fit."""
+    most, unmeasured = 0, 0
     for tokens, pair in content.by_tokens.items():
         for kind, tile in (("gate_up", pair.gate_up), ("down", pair.down)):
             product = replace(layer, kind=kind, tile=tile)
             name = f"entry {tokens}: {product.kind} tile {tile_key(product.tile)}"
-            record = cost(product, arch) or f"is not on record for {arch.name}; a server measures it when it starts"
+            record = cost(product, arch)
+            if record is None:
+                unmeasured += 1
+                continue
             if isinstance(record, str):
-                return most, f"{name} {record}"
+                return most, unmeasured, f"{name} {record}"
             if record.smem > arch.smem_per_block:
                 limit = f"{arch.name} has {arch.smem_per_block:,} B"
-                return most, f"{name} needs {record.smem:,} B of shared memory, {limit}"
+                return most, unmeasured, f"{name} needs {record.smem:,} B of shared memory, {limit}"
             most = max(most, record.smem)
-    return most, None
+    return most, unmeasured, None

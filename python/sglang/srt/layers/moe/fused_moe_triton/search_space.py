@@ -22,7 +22,7 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 20
 """Upstream's, and one more: a step may have 16,384 tokens."""
 
 BLOCK_M = (16, 32, 64, 128)
-BLOCK_N = {"gate_up": (16, 32, 64, 128), "down": (32, 64, 128, 256)}
+BLOCK_N = {"gate_up": (16, 32, 64, 128), "down": (16, 32, 64, 128, 256)}
 BLOCK_K = (64, 128, 256)
 NUM_WARPS = (4, 8)
 STRIP = 128

@@ -1,0 +1,143 @@
+"""What Triton compiles for a launch, read from Triton itself: the form. Works without a GPU, on meta tensors.
+
+    with recording("sm_120") as forms:
+        rmsnorm(torch.empty(4, 4096, device="meta"), ...)
+    # forms: each once, with its types, constants and alignments
+
+Triton makes a form of the arguments: the types of tensors and numbers, the values of constexprs, which pointers and
+numbers are multiples of 16 and which numbers are 1. Two launches of one form run the same code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """`types` by parameter as in Variant.signature, "constexpr" for those in `constants`. `multiples`: of 16. `ones`:
+    run-time numbers that are 1, which Triton compiles in."""
+
+    fn: Any
+    types: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    multiples: frozenset[str]
+    ones: frozenset[str]
+    num_warps: int
+    num_stages: int
+
+    @property
+    def kernel(self) -> str:
+        """ "gemv.gemv_kernel": the module's last name and the function's."""
+        return kernel_name(self.fn)
+
+    def __str__(self) -> str:
+        given = dict(self.constants)
+        parts = [f"{name}={given[name]!r}" if name in given else f"{name}: {kind}" for name, kind in self.types]
+        aligned = f"; multiples of 16: {', '.join(sorted(self.multiples))}" if self.multiples else ""
+        ones = f"; ones: {', '.join(sorted(self.ones))}" if self.ones else ""
+        return f"{self.kernel}({', '.join(parts)}; {self.num_warps} warps, {self.num_stages} stages{aligned}{ones})"
+
+
+def kernel_name(fn: Any) -> str:
+    return f"{fn.fn.__module__.rpartition('.')[2]}.{fn.fn.__name__}"
+
+
+def form_of(fn: Any, compile: Mapping[str, Any]) -> Form:
+    """From what Triton hands to `knobs.runtime.jit_cache_hook`: the kernel, and what it would compile."""
+    names = fn.arg_names
+    constants = {names[path[0]]: value for path, value in compile["constants"].items()}
+    declared = {parameter.name for parameter in fn.params if parameter.is_constexpr}
+    types = {name: "constexpr" if name in constants else kind for name, kind in compile["signature"].items()}
+    # What Triton compiles in because of its value is a number that is 1, or None in place of a tensor.
+    ones = frozenset(name for name, value in constants.items() if name not in declared and value is not None)
+    for name in ones:
+        types[name] = "i32"
+    multiples = frozenset(
+        names[path[0]]
+        for path, attributes in compile["configs"][0].items()
+        if any(list(attribute) == ["tt.divisibility", 16] for attribute in attributes)
+    )
+    return Form(
+        fn,
+        tuple(types.items()),
+        tuple(sorted((name, value) for name, value in constants.items() if name not in ones)),
+        multiples,
+        ones,
+        compile["num_warps"],
+        compile["num_stages"],
+    )
+
+
+@contextlib.contextmanager
+def recording(arch: str) -> Iterator[dict[Form, int]]:
+    """Inside the block Triton's launches, as on `arch` ("sm_120"), are noted and not made: form -> position of its
+    first launch. Tensors may be meta tensors: they get addresses of their own, storages at multiples of 256."""
+    import triton
+
+    forms: dict[Form, int] = {}
+
+    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        forms.setdefault(form_of(fn.jit_function, compile), len(forms))
+        return True  # nothing is compiled, and so nothing launched
+
+    with _driver_of(arch), _addresses():
+        before = triton.knobs.runtime.jit_cache_hook
+        triton.knobs.runtime.jit_cache_hook = note  # type: ignore[assignment]
+        try:
+            yield forms
+        finally:
+            triton.knobs.runtime.jit_cache_hook = before
+
+
+@contextlib.contextmanager
+def _driver_of(arch: str) -> Iterator[None]:
+    """A GPU that Triton believes in. Kernels that met another one before forget it, and this one afterwards."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    class Driver:
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+
+        def get_current_device(self) -> str:
+            return arch  # what kernels remember their binders by
+
+        def get_current_stream(self, device: Any = None) -> int:
+            return 0
+
+    before = triton.runtime.driver._active
+    triton.runtime.driver.set_active(Driver())  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        triton.runtime.driver._active = before
+
+
+@contextlib.contextmanager
+def _addresses() -> Iterator[None]:
+    """Meta tensors have the address 0, and all of them the same: launchers compare addresses, and Triton looks at what
+    divides them."""
+    import torch
+
+    original = torch.Tensor.data_ptr
+    places: dict[int, tuple[int, Any]] = {}
+    numbers = itertools.count(1)
+
+    def data_ptr(tensor: torch.Tensor) -> int:
+        if not tensor.is_meta:
+            return original(tensor)
+        storage = tensor.untyped_storage()
+        # The storage is kept, so that no later one is taken for it.
+        place, _ = places.setdefault(storage._cdata, (next(numbers) << 40, storage))
+        return place + int(tensor.storage_offset()) * tensor.element_size()
+
+    torch.Tensor.data_ptr = data_ptr  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.data_ptr = original  # type: ignore[method-assign]

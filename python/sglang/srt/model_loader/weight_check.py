@@ -1,0 +1,68 @@
+"""Weights that are NaN or infinite are refused: a server that started with them would answer with noise.
+
+The check reads each parameter once, where it lies, and waits for the device once; only a parameter that fails is then
+looked at part by part, to name the checkpoint's tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from sglang.srt.errors import UserError
+from sglang.srt.layers.parameter import Param, PartKey
+from sglang.srt.model_loader.checkpoint import some
+
+CHUNK = 1 << 26
+"""Codes compared at a time (64 MiB)."""
+E8M0_NAN = 0xFF
+_SPECIAL_BITS = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
+"""Bits that are all set in NaN (e4m3 has no infinity), and in e5m2's infinities."""
+
+
+def refuse_not_finite(
+    params: Mapping[str, Param], wanted: Mapping[str, list[tuple[Param, PartKey]]], path: str
+) -> None:
+    """`wanted`: checkpoint name -> the parts that it fills. Raises UserError with the names of the tensors."""
+    failed = _not_finite([(name, param, param.tensor) for name, param in params.items()])
+    if not failed:
+        return
+    # Elements that no part fills are never read. Without parts, the parameter was computed from others.
+    suspects = [(name, params[name], params[name].tensor) for name in failed if not params[name].parts]
+    for name, filled in wanted.items():
+        parts = ((param, param.tensor[param.parts[key].dest]) for param, key in filled if param.name in failed)
+        suspects += [(name, param, part) for param, part in parts]
+    broken = _not_finite(suspects)
+    if broken:
+        raise UserError(
+            f"{path} has weights that are NaN or infinite: {some(broken)}. Is the file damaged, or --dtype too narrow?"
+        )
+
+
+def _not_finite(tensors: list[tuple[str, Param, torch.Tensor]]) -> set[str]:
+    """The names of those (name, parameter, all or a part of its tensor) that hold NaN or infinity. Waits once."""
+    probes = [(name, _probe(param.name, tensor)) for name, param, tensor in tensors]
+    probed = [(name, probe) for name, probe in probes if probe is not None]
+    if not probed:
+        return set()
+    finite = torch.stack([probe for _, probe in probed]).isfinite().tolist()
+    return {name for (name, _), good in zip(probed, finite, strict=True) if not good}
+
+
+def _probe(param_name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+    """A number that is finite if all elements are, [] fp32; None for what need not be."""
+    leaf = param_name.rpartition(".")[2]
+    if not tensor.numel() or "input" in leaf:  # scales of activations, where calibration may have left holes
+        return None
+    if tensor.dtype.is_floating_point and tensor.element_size() > 1:
+        low, high = torch.aminmax(tensor)  # both NaN if anything is
+        return low.float() * 0 + high.float() * 0
+    bits = _SPECIAL_BITS.get(tensor.dtype)
+    if tensor.dtype == torch.uint8 and "scale" in leaf:
+        bits = E8M0_NAN
+    if bits is None:
+        return None
+    chunks = tensor.view(torch.uint8).reshape(-1).split(CHUNK)
+    special = torch.stack([((chunk & bits) == bits).any() for chunk in chunks]).any()
+    return torch.where(special, torch.nan, 0.0)

@@ -1,0 +1,57 @@
+"""What an attention backend allocates beside the cache, by the kernel that the plan chose. Bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from sglang.srt.kernels.spec import Choice
+
+MIB = 1024**2
+FLASHINFER_WORKSPACE = 256 * MIB
+FLASHINFER_PLANS = 8 * MIB
+"""Of the lists that a planner makes: one buffer for prefill and one for decoding, which the wrappers of all captured
+batch sizes share. A test holds both sizes to the backend's."""
+LIST_BYTES_PER_PAGE = 40
+"""A step's page list and the five int64 arrays that it is gathered with."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSizes:
+    num_heads: int  # of one rank
+    v_head_dim: int
+    num_sms: int
+    max_running_requests: int
+    graph_batch_sizes: tuple[int, ...]
+    pages_per_request: int
+    max_pages: int
+    """That all running requests together can have."""
+
+
+def attention_bytes(choices: Mapping[str, Choice], sizes: AttentionSizes) -> int:
+    """Of the backends of prefill and of decode, which may be one."""
+    backends = {choice.name: choice for op, choice in choices.items() if op in ("extend_attention", "decode_attention")}
+    decode = choices.get("decode_attention")
+    if decode is not None:
+        backends[decode.name] = decode
+    return sum(_BY_KERNEL[name](choice, sizes) for name, choice in backends.items() if name in _BY_KERNEL)
+
+
+def _flashinfer(choice: Choice, sizes: AttentionSizes) -> int:
+    """Workspace and plans, a third buffer of plans while a wrapper is made, and page lists: one for captured batches,
+    sized for requests of the full length, and one that a step gathers."""
+    largest = max(sizes.graph_batch_sizes, default=0)
+    captured = 4 * largest * (sizes.pages_per_request + 2)
+    return FLASHINFER_WORKSPACE + 3 * FLASHINFER_PLANS + captured + sizes.max_pages * LIST_BYTES_PER_PAGE
+
+
+def _triton(choice: Choice, sizes: AttentionSizes) -> int:
+    """Partial results of sequences that several programs share, in fp32 (`DecodeWorkspace`)."""
+    if choice.need.op != "decode_attention" or choice.tile is None:
+        return 0
+    at_once = sizes.num_sms * choice.tile.get("ctas_per_sm", 1) * choice.tile.get("waves", 1)
+    rows = max(sizes.max_running_requests, *sizes.graph_batch_sizes, 1) + at_once
+    return rows * (sizes.num_heads * (sizes.v_head_dim + 1) * 4 + 24)
+
+
+_BY_KERNEL: Mapping[str, Callable[[Choice, AttentionSizes], int]] = {"flashinfer": _flashinfer, "triton": _triton}

@@ -1,0 +1,98 @@
+"""What a model's caches cost, by groups: caches that live equally long and have equally many entries a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from sglang.srt.plan.layer_spec import CacheSpec, Full, Lifetime, PerRequest, Serving, Window
+from sglang.srt.plan.model_description import ModelDescription
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Pages of one group follow one another, so one allocator and one table of rows serve all its caches.
+
+    `bytes_per_entry` is the sum over the group's caches, on one rank.
+    """
+
+    lifetime: Lifetime
+    entries_per_token: Fraction
+    names: tuple[str, ...]
+    num_caches: int
+    bytes_per_entry: int
+
+    @property
+    def bytes_per_token(self) -> Fraction:
+        """Of every token that is kept; 0 for what does not grow with the request."""
+        return self.bytes_per_entry * self.entries_per_token if isinstance(self.lifetime, Full) else Fraction(0)
+
+    @property
+    def bytes_per_request(self) -> int:
+        """Of every running request, beside its tokens."""
+        if isinstance(self.lifetime, Window):
+            return self.bytes_per_entry * self.lifetime.tokens
+        return self.bytes_per_entry if isinstance(self.lifetime, PerRequest) else 0
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "caches": list(self.names),
+            "num_caches": self.num_caches,
+            "kept_for": self._kept_for(),
+            "entries_per_token": str(self.entries_per_token),
+            "bytes_per_entry": self.bytes_per_entry,
+        }
+
+    def _kept_for(self) -> str:
+        if isinstance(self.lifetime, Window):
+            return f"the last {self.lifetime.tokens:,} tokens"
+        return "all tokens" if isinstance(self.lifetime, Full) else "the request"
+
+    def __str__(self) -> str:
+        """For people: "42 (compressed, index) for all tokens, 1/4 entries a token: 26,880 B an entry"."""
+        rate = "" if self.entries_per_token == 1 else f", {self.entries_per_token} entries a token"
+        unit = "a request" if isinstance(self.lifetime, PerRequest) else "an entry"
+        names = ", ".join(self.names)
+        return f"{self.num_caches} ({names}) for {self._kept_for()}{rate}: {self.bytes_per_entry:,} B {unit}"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCost:
+    """Bytes of one rank."""
+
+    bytes_per_token: Fraction
+    bytes_per_request: int = 0
+
+    def pool_bytes(self, tokens: int) -> int:
+        return -(-tokens * self.bytes_per_token.numerator // self.bytes_per_token.denominator)
+
+    def tokens_in(self, pool_bytes: int) -> int:
+        """Where no cache grows with the tokens, as many as there are bytes: nothing limits them."""
+        return int(pool_bytes / self.bytes_per_token) if self.bytes_per_token else pool_bytes
+
+
+def cache_groups(model: ModelDescription, serving: Serving) -> tuple[CacheGroup, ...]:
+    """In the order in which layers need them."""
+    members: dict[tuple[Lifetime, Fraction], list[CacheSpec]] = {}
+    for layer in model.layers:
+        for cache in layer.mixer.caches(serving):
+            members.setdefault((cache.lifetime, cache.entries_per_token), []).append(cache)
+    return tuple(
+        CacheGroup(
+            lifetime,
+            rate,
+            tuple(dict.fromkeys(cache.name for cache in caches)),
+            len(caches),
+            sum(cache.entry_bytes for cache in caches),
+        )
+        for (lifetime, rate), caches in members.items()
+    )
+
+
+def cache_cost(groups: Sequence[CacheGroup]) -> CacheCost:
+    return CacheCost(
+        sum((group.bytes_per_token for group in groups), Fraction(0)),
+        sum(group.bytes_per_request for group in groups),
+    )

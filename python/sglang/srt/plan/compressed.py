@@ -1,0 +1,114 @@
+"""DeepSeek-V4's attention: a window of tokens as they are, and everything before it in compressed entries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from sglang.srt.kernels.spec import Need
+from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
+from sglang.srt.plan.layer_spec import (
+    FULL,
+    PER_REQUEST,
+    CacheSpec,
+    Elements,
+    Matrix,
+    RotaryTable,
+    Serving,
+    Weights,
+    Window,
+)
+from sglang.srt.plan.mixers import Indexer
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedSparse:
+    """One latent of `head_dim` a token is key and value of every head. Attention sees the last `window` of them and,
+    with `rate` > 0, one compressed entry for every `rate` tokens: those that the indexer chose, or all without one.
+
+    Entries of a rate with an indexer overlap, each made of the last 2 * rate tokens. The output goes through `o_groups`
+    groups of heads of rank `o_lora_rank`.
+    """
+
+    num_heads: int
+    head_dim: int
+    rope_dim: int
+    q_lora_rank: int
+    o_lora_rank: int
+    o_groups: int
+    window: int
+    rate: int = 0
+    indexer: Indexer | None = None
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def rotary_table(self) -> RotaryTable:
+        """Layers that compress rotate with another base than those that do not."""
+        return RotaryTable(self.rope_dim, "compressed" if self.rate else "")
+
+    @property
+    def overlap(self) -> int:
+        return 2 if self.indexer is not None else 1
+
+    def needs(self, serving: Serving) -> Iterator[Need]:
+        dims, heads = (self.head_dim, self.head_dim), (self.num_heads // serving.tp_size, 1)
+        yield serving.need("latent_norm_rope_store", dims, heads=heads, rotary_dim=self.rope_dim)
+        if self.rate:
+            yield serving.need("kv_compressor", dims)
+        if self.indexer is not None:
+            yield from self.indexer.needs(serving)
+        traits = ["shared_kv", "sliding_window", "sinks", *(["sparse"] if self.rate else [])]
+        yield serving.need("extend_attention", dims, traits)
+        yield serving.need("decode_attention", dims, traits)
+        yield Need("grouped_output", q_dtype=serving.dtype, heads=heads)
+
+    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
+        entry = self.head_dim * KV_DTYPE_BYTES[serving.kv_dtype]
+        window = CacheSpec("kv", entry, lifetime=Window(self.window))
+        if not self.rate:
+            return (window,)
+        rate = Fraction(1, self.rate)
+        caches = [window, CacheSpec("compressed", entry, rate), self._pending(self.head_dim)]
+        if self.indexer is not None:
+            caches.append(CacheSpec("index", self.indexer.entry_bytes(serving), rate, FULL))
+            caches.append(self._pending(self.indexer.head_dim))
+        return tuple(caches)
+
+    def _pending(self, dim: int) -> CacheSpec:
+        """Values and gates, in fp32, of the tokens that are not a whole entry yet."""
+        return CacheSpec("state", 2 * (self.overlap * self.rate) * (self.overlap * dim) * 4, lifetime=PER_REQUEST)
+
+    def weights(self, hidden_size: int, tp_size: int) -> Weights:
+        heads, groups = self.num_heads // tp_size, max(1, self.o_groups // tp_size)
+        low = groups * self.o_lora_rank
+        parts: list[Matrix | Elements] = [
+            Matrix(("self_attn.q_a_proj",), self.q_lora_rank, hidden_size),
+            Matrix(("self_attn.q_b_proj",), heads * self.head_dim, self.q_lora_rank),
+            Matrix(("self_attn.kv_proj",), self.head_dim, hidden_size),
+            Matrix(("self_attn.o_a_proj",), low, self.num_heads * self.head_dim // self.o_groups),
+            Matrix(("self_attn.o_b_proj",), hidden_size, low),
+            Elements(self.q_lora_rank + self.head_dim + heads),  # two norms, sinks
+        ]
+        if self.rate:
+            parts += self._compressor(hidden_size, "self_attn.compressor", self.head_dim)
+        if self.indexer is not None:
+            dim, index_heads, name = self.indexer.head_dim, self.indexer.num_heads, "self_attn.compressor.indexer"
+            parts += self._compressor(hidden_size, name, dim)
+            parts.append(Matrix((f"{name}.q_b_proj",), index_heads * dim, self.q_lora_rank))
+            parts.append(Matrix((f"{name}.scorer.weights_proj",), index_heads, hidden_size, quantized=False))
+        return tuple(parts)
+
+    def _compressor(self, hidden_size: int, name: str, dim: int) -> tuple[Matrix | Elements, ...]:
+        rows = self.overlap * dim
+        return (
+            Matrix((f"{name}.kv_proj",), rows, hidden_size, quantized=False),
+            Matrix((f"{name}.gate_proj",), rows, hidden_size, quantized=False),
+            Elements(self.rate * rows + dim),  # a bias for each place in an entry, and the norm
+        )
+
+    def activation_elements(self, tp_size: int) -> int:
+        return 3 * self.num_heads // tp_size * self.head_dim + self.q_lora_rank + 2 * self.overlap * self.head_dim

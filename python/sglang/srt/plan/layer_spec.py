@@ -1,0 +1,197 @@
+"""What a model is made of, without torch: layers that say which ops, caches and weights they have.
+
+`model_description.describe_model` makes them of a config.json, once. Needs, memory plan and `explain` follow from them:
+
+    layer.mixer      how the tokens of a request see each other: GQA, MLA (`mixers`), CompressedSparse, GatedDelta
+    layer.ffn        what each token goes through alone: Dense, MoE (`feed_forward`)
+    layer.residual   how the two add to the stream
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Protocol
+
+from sglang.srt.kernels.spec import Need
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """Kept as long as the token is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Kept for the last `tokens` tokens of a request."""
+
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PerRequest:
+    """One entry a running request, whatever its length."""
+
+
+FULL, PER_REQUEST = Full(), PerRequest()
+Lifetime = Full | Window | PerRequest
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """One cache of one layer, on one rank. 1/4 entry a token: one entry for every fourth token."""
+
+    name: str  # "kv", "latent", "index", "compressed", "state"
+    entry_bytes: int
+    entries_per_token: Fraction = Fraction(1)
+    lifetime: Lifetime = FULL
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Weights [rows, cols] of one rank that one product takes.
+
+    `modules`: what the checkpoint calls them below the layer, stacked by rows ("self_attn.q_proj", ...); they decide
+    the scheme. `experts`: as many of them in one tensor (0: no experts). With `quantized` False they stay in 16 bits
+    whatever the checkpoint's rules say of the name.
+    """
+
+    modules: tuple[str, ...]
+    rows: int
+    cols: int
+    bias: bool = False
+    experts: int = 0
+    quantized: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Parameters that are no matrix of a product: norms, sinks, tables. `dtype` None: the model's."""
+
+    count: int
+    dtype: str | None = None
+
+
+Weights = tuple[Matrix | Elements, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryTable:
+    """Cosines and sines of `dims` dims of a head; layers of one `kind` share a table."""
+
+    dims: int
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What of the user's choices the ops of a layer depend on."""
+
+    dtype: str
+    kv_dtype: str
+    page_size: int = 1
+    tp_size: int = 1
+
+    def need(
+        self,
+        op: str,
+        dims: tuple[int, int],
+        traits: Collection[str] = (),
+        heads: tuple[int, int] = (0, 0),
+        rotary_dim: int = 0,
+    ) -> Need:
+        """Of an op that reads or writes a cache; `dims`: of a head of the keys, and of the values."""
+        return Need(
+            op,
+            dims[0],
+            dims[1],
+            self.dtype,
+            self.kv_dtype,
+            self.page_size,
+            traits=frozenset(traits),
+            heads=heads,
+            rotary_dim=rotary_dim,
+        )
+
+
+class Mixer(Protocol):
+    """How the tokens of a request see each other."""
+
+    @property
+    def num_heads(self) -> int:
+        """Of the whole model: ranks share them out."""
+
+    @property
+    def value_dim(self) -> int:
+        """Of a head's output, as decoding makes it."""
+
+    @property
+    def rotary_table(self) -> RotaryTable | None: ...
+
+    def needs(self, serving: Serving) -> Iterator[Need]:
+        """In the order in which a step runs them; without the linear layers, which follow from the weights."""
+
+    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]: ...
+
+    def weights(self, hidden_size: int, tp_size: int) -> Weights: ...
+
+    def activation_elements(self, tp_size: int) -> int:
+        """Of one token, where the mixer is widest."""
+
+
+class FeedForward(Protocol):
+    """What a token goes through alone."""
+
+    def needs(self, serving: Serving) -> Iterator[Need]: ...
+
+    def weights(self, hidden_size: int, tp_size: int, expert_rows: int) -> Weights:
+        """`expert_rows`: intermediate dims of every routed expert that the rank has room for (`expert_share`)."""
+
+    def activation_elements(self, hidden_size: int, tp_size: int) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """The stream is one vector a token; blocks add to it."""
+
+    streams: int = 1
+
+    def needs(self, serving: Serving) -> Iterator[Need]:
+        yield Need("fused_add_rmsnorm", q_dtype=serving.dtype)
+
+    def weights(self, hidden_size: int) -> Weights:
+        return ()
+
+    def head_weights(self, hidden_size: int) -> Weights:
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class HyperConnections:
+    """`streams` vectors a token; before and after each of the two blocks a learned matrix mixes them
+    (arXiv 2409.19606, constrained to be doubly stochastic in DeepSeek-V4)."""
+
+    streams: int
+
+    def needs(self, serving: Serving) -> Iterator[Need]:
+        yield Need("hyper_connection", q_dtype=serving.dtype)
+
+    def weights(self, hidden_size: int) -> Weights:
+        outputs = (2 + self.streams) * self.streams
+        return (Elements(2 * (outputs * self.streams * hidden_size + outputs + 3)),)
+
+    def head_weights(self, hidden_size: int) -> Weights:
+        """Before the final norm, where the streams become one."""
+        return (Elements(self.streams * self.streams * hidden_size + self.streams + 1),)
+
+
+SUM = Sum()
+Residual = Sum | HyperConnections
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    mixer: Mixer
+    ffn: FeedForward
+    residual: Residual = SUM

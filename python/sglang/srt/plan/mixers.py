@@ -1,0 +1,178 @@
+"""Attention over keys and values (GQA), and over one latent a token (MLA), as mixers of `layer_spec`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sglang.srt.kernels.spec import Need
+from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
+from sglang.srt.plan.layer_spec import FULL, CacheSpec, Elements, Matrix, RotaryTable, Serving, Weights, Window
+
+
+def rank_kv_heads(num_kv_heads: int, tp_size: int) -> int:
+    """KV heads of a rank: ranks beyond their number hold copies."""
+    return max(1, num_kv_heads // tp_size)
+
+
+@dataclass(frozen=True, slots=True)
+class GQA:
+    """Attention in which `num_heads / num_kv_heads` query heads share a kv head.
+
+    `window` 0: over the whole request. `qk_norm`: "head" for a norm over each head of q and k, "whole" for one over
+    all of q and one over all of k. With `output_gate` q_proj makes a gate for every head beside it.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    rotary_dim: int
+    window: int = 0
+    qk_norm: str = ""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    output_gate: bool = False
+    sinks: bool = False
+    logit_cap: bool = False
+    among_recurrent: bool = False  # other layers of the model have a recurrent state
+
+    @property
+    def value_dim(self) -> int:
+        return self.v_head_dim
+
+    @property
+    def rotary_table(self) -> RotaryTable:
+        return RotaryTable(self.rotary_dim)
+
+    def needs(self, serving: Serving) -> Iterator[Need]:
+        dims = (self.head_dim, self.v_head_dim)
+        heads = (self.num_heads // serving.tp_size, rank_kv_heads(self.num_kv_heads, serving.tp_size))
+        norms = [f"{self.qk_norm}_norm"] if self.qk_norm else []
+        yield serving.need("qk_norm_rope_store", dims, norms, heads, self.rotary_dim)
+        present = {
+            "sliding_window": self.window > 0,
+            "sinks": self.sinks,
+            "logit_cap": self.logit_cap,
+            "hybrid_gdn": self.among_recurrent,
+        }
+        traits = [name for name, here in present.items() if here]
+        yield serving.need("extend_attention", dims, traits)
+        yield serving.need("decode_attention", dims, traits)
+        if self.output_gate:
+            yield Need("attention_output_gate", q_dtype=serving.dtype)
+
+    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
+        dims = rank_kv_heads(self.num_kv_heads, serving.tp_size) * (self.head_dim + self.v_head_dim)
+        entry = dims * KV_DTYPE_BYTES[serving.kv_dtype]
+        return (CacheSpec("kv", entry, lifetime=Window(self.window) if self.window else FULL),)
+
+    def weights(self, hidden_size: int, tp_size: int) -> Weights:
+        heads, kv_heads = self.num_heads // tp_size, rank_kv_heads(self.num_kv_heads, tp_size)
+        q, k = heads * self.head_dim, kv_heads * self.head_dim
+        rows = q * (2 if self.output_gate else 1) + k + kv_heads * self.v_head_dim
+        norms = {"": 0, "head": 2 * self.head_dim, "whole": q + k}[self.qk_norm]
+        return (
+            Matrix(tuple(f"self_attn.{part}_proj" for part in "qkv"), rows, hidden_size, self.qkv_bias),
+            Matrix(("self_attn.o_proj",), hidden_size, heads * self.v_head_dim, self.o_bias),
+            Elements(norms + (self.num_heads // tp_size if self.sinks else 0)),
+        )
+
+    def activation_elements(self, tp_size: int) -> int:
+        return (3 * self.num_heads // tp_size + 2 * rank_kv_heads(self.num_kv_heads, tp_size)) * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Indexer:
+    """Scores every cached token with few small heads and keeps the `top_k` best for attention (DeepSeek-V3.2)."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+
+    def needs(self, serving: Serving) -> Iterator[Need]:
+        yield serving.need("index_key_store", (self.head_dim, self.head_dim))
+        yield serving.need("sparse_indexer", (self.head_dim, self.head_dim))
+
+    def entry_bytes(self, serving: Serving) -> int:
+        """Of one key, which every rank holds; with a scale where it has one byte an element."""
+        item = KV_DTYPE_BYTES[serving.kv_dtype]
+        return self.head_dim * item + (4 if item == 1 else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class MLA:
+    """Latent attention (DeepSeek-V2, arXiv 2405.04434): one latent and one rotary key a token, for all heads.
+
+    Decoding multiplies q with W_UK and the output with W_UV, so that it reads latents only; prompts are attended to
+    with uncompressed keys of `nope_dim + rope_dim` and values of `v_dim`. `q_lora_rank` 0: q is not compressed.
+    With `sparse` attention is over the tokens that an indexer chose; `indexer` None then means that this layer takes
+    another layer's choice.
+    """
+
+    num_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    sparse: bool = False
+    indexer: Indexer | None = None
+
+    @property
+    def value_dim(self) -> int:
+        return self.kv_lora_rank
+
+    @property
+    def rotary_table(self) -> RotaryTable:
+        return RotaryTable(self.rope_dim)
+
+    @property
+    def latent_dim(self) -> int:
+        return self.kv_lora_rank + self.rope_dim
+
+    def needs(self, serving: Serving) -> Iterator[Need]:
+        latent, heads = (self.latent_dim, self.kv_lora_rank), (self.num_heads // serving.tp_size, 1)
+        traits = ["mla", "sparse"] if self.sparse else ["mla"]
+        yield serving.need("latent_norm_rope_store", latent, heads=heads, rotary_dim=self.rope_dim)
+        if self.indexer is not None:
+            yield from self.indexer.needs(serving)
+        if not self.sparse:
+            yield serving.need("latent_prompt_attention", (self.nope_dim + self.rope_dim, self.v_dim))
+        yield Need("latent_absorb", q_dtype=serving.dtype, heads=heads)
+        yield serving.need("extend_attention", latent, traits)
+        yield serving.need("decode_attention", latent, traits)
+
+    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
+        latent = CacheSpec("latent", self.latent_dim * KV_DTYPE_BYTES[serving.kv_dtype])
+        if self.indexer is None:
+            return (latent,)
+        return (latent, CacheSpec("index", self.indexer.entry_bytes(serving)))
+
+    def weights(self, hidden_size: int, tp_size: int) -> Weights:
+        heads = self.num_heads // tp_size
+        q_rows, q_cols = heads * (self.nope_dim + self.rope_dim), self.q_lora_rank or hidden_size
+        up = heads * (self.nope_dim + self.v_dim)
+        parts: list[Matrix | Elements] = [
+            Matrix(("self_attn.kv_a_proj_with_mqa",), self.latent_dim, hidden_size),
+            Matrix((f"self_attn.{'q_b_proj' if self.q_lora_rank else 'q_proj'}",), q_rows, q_cols),
+            Matrix(("self_attn.kv_b_proj",), up, self.kv_lora_rank),
+            Elements(up * self.kv_lora_rank),  # W_UK and W_UV as decoding takes them, always in 16 bits
+            Matrix(("self_attn.o_proj",), hidden_size, heads * self.v_dim),
+            Elements(self.q_lora_rank + self.kv_lora_rank),
+        ]
+        if self.q_lora_rank:
+            parts.append(Matrix(("self_attn.q_a_proj",), self.q_lora_rank, hidden_size))
+        if self.indexer is not None:
+            dim, index_heads = self.indexer.head_dim, self.indexer.num_heads
+            parts += (
+                Matrix(("self_attn.indexer.wq_b",), index_heads * dim, q_cols),
+                Matrix(("self_attn.indexer.wk",), dim, hidden_size),
+                Matrix(("self_attn.indexer.weights_proj",), index_heads, hidden_size, quantized=False),
+                Elements(2 * dim),
+            )
+        return tuple(parts)
+
+    def activation_elements(self, tp_size: int) -> int:
+        heads = self.num_heads // tp_size
+        return heads * (2 * self.latent_dim + self.nope_dim + self.rope_dim + self.v_dim) + self.q_lora_rank

@@ -1,0 +1,64 @@
+"""Gated delta nets, whose memory of a request is one state of fixed size, as a mixer of `layer_spec`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sglang.srt.kernels.spec import Need
+from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
+from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, Elements, Matrix, Serving, Weights
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDelta:
+    """Gated delta rule (arXiv 2412.06464) after a causal convolution over `conv_kernel` tokens. A value head keeps a
+    state [key_dim, value_dim] of `state_dtype`."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int
+    state_dtype: str = "float32"
+
+    @property
+    def num_heads(self) -> int:
+        return self.value_heads
+
+    @property
+    def rotary_table(self) -> None:
+        return None
+
+    def _widths(self, tp_size: int) -> tuple[int, int]:
+        """Elements of k (and of q), and of v, of one token on a rank."""
+        return self.key_heads // tp_size * self.key_dim, self.value_heads // tp_size * self.value_dim
+
+    def needs(self, serving: Serving) -> Iterator[Need]:
+        heads = (self.value_heads // serving.tp_size, self.key_heads // serving.tp_size)
+        yield Need("causal_conv1d", q_dtype=serving.dtype)
+        traits = frozenset({"hybrid_gdn"})
+        yield Need("gated_delta_rule", q_dtype=serving.dtype, traits=traits, heads=heads)
+        yield Need("gated_rmsnorm", q_dtype=serving.dtype)
+
+    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
+        keys, values = self._widths(serving.tp_size)
+        state = values * self.key_dim * KV_DTYPE_BYTES[self.state_dtype]
+        convolved = (2 * keys + values) * (self.conv_kernel - 1) * KV_DTYPE_BYTES[serving.dtype]
+        return (CacheSpec("state", state + convolved, lifetime=PER_REQUEST),)
+
+    def weights(self, hidden_size: int, tp_size: int) -> Weights:
+        keys, values = self._widths(tp_size)
+        heads = self.value_heads // tp_size
+        return (
+            Matrix(("linear_attn.in_proj_qkv",), 2 * keys + values, hidden_size),
+            Matrix(("linear_attn.in_proj_z",), values, hidden_size),
+            Matrix(("linear_attn.in_proj_b",), heads, hidden_size, quantized=False),
+            Matrix(("linear_attn.in_proj_a",), heads, hidden_size, quantized=False),
+            Matrix(("linear_attn.out_proj",), hidden_size, values),
+            Elements((2 * keys + values) * self.conv_kernel + 2 * heads + self.value_dim),
+        )
+
+    def activation_elements(self, tp_size: int) -> int:
+        keys, values = self._widths(tp_size)
+        return 4 * keys + 4 * values

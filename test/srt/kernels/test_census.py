@@ -1,0 +1,301 @@
+"""What is launched is what is on record: every launcher, with the sizes of the published models, against the ledger.
+
+Nothing is compiled but where a test says so. Five seeded defects at the end show that each kind is caught by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from sglang.srt import layers
+from sglang.srt.hardware.arch import arch_by_name
+from sglang.srt.kernels import compile as compiling
+from sglang.srt.kernels import coverage as covering
+from sglang.srt.kernels import ledger, ledger_rules
+from sglang.srt.kernels.coverage import Coverage, UncoveredLaunch, check_launches, coverage, form_rules
+from sglang.srt.kernels.launch_form import Form, kernel_name, recording
+from sglang.srt.kernels.ledger_file import Row, read_lock, write_lock
+from sglang.srt.kernels.measure import variant_table
+from sglang.srt.kernels.variant import Variant
+from sglang.srt.layers.attention.triton_ops import decode_attention
+from sglang.srt.layers.moe.fused_moe_triton import fused_moe as moe
+from sglang.srt.layers.triton_ops import activation, norm
+from srt.kernels import census
+
+ARCH = arch_by_name("rtx-pro-6000-server")
+UNSERVED = {"quantize.amax_kernel": "activations without a static scale get one for each token"}
+"""Kernels with rows that no launcher of the server reaches."""
+
+
+@pytest.fixture(scope="module")
+def forms() -> dict[Form, int]:
+    """Of every model in every layout, on an RTX PRO 6000."""
+    done: set[object] = set()
+    with recording("sm_120") as found:
+        for shape in census.shapes():
+            census.launch_all(shape, ARCH, done)
+    return found
+
+
+def kernels() -> Iterator[Any]:
+    """Every Triton kernel that is launched from Python: their names end so."""
+    for module in pkgutil.walk_packages(layers.__path__, "sglang.srt.layers."):
+        if "triton" not in module.name:
+            continue
+        for name, value in vars(importlib.import_module(module.name)).items():
+            if name.endswith("_kernel") and hasattr(value, "arg_names") and value.fn.__module__ == module.name:
+                yield value
+
+
+# --- the census -------------------------------------------------------------------------------------------------------
+
+
+def test_every_launch_has_a_row(forms: dict[Form, int], capsys: pytest.CaptureFixture[str]) -> None:
+    table = coverage("sm120")
+    uncovered = table.uncovered(forms)
+    rows = {table.row_of(form) for form in forms}
+    with capsys.disabled():
+        print(f"\ncensus: {len(forms)} forms, {len(forms) - len(uncovered)} covered by {len(rows)} rows")
+    assert not uncovered, "\n".join(uncovered[:20])
+
+
+def test_the_documented_numbers_are_those_of_the_census(forms: dict[Form, int]) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "kernels.md").read_text()
+    rows = {coverage("sm120").row_of(form) for form in forms}
+    assert f"{len(forms):,} forms" in text and f"{len(rows)} rows" in text
+
+
+def test_every_kernel_is_in_the_census_and_on_record(forms: dict[Form, int]) -> None:
+    names = {kernel_name(kernel) for kernel in kernels()}
+    recorded = {kernel_name(variant.fn) for variant in variant_table("sm120").values()}
+    launched = {form.kernel for form in forms}
+    assert names - launched == set(UNSERVED), "a launcher that the census does not run"
+    assert names - recorded == set(), "a kernel without rows"
+    assert form_rules().keys() <= names, "a rule for a kernel that does not exist"
+
+
+def test_rules_name_parameters_that_exist() -> None:
+    by_name = {kernel_name(kernel): set(kernel.arg_names) for kernel in kernels()}
+    for name, rule in form_rules().items():
+        conditions = {condition.partition("=")[0] for condition in (*rule.absent, *rule.counts_where)}
+        named = rule.free | rule.at_most | rule.at_least | rule.counts | rule.optional
+        # Rules that several kernels share name what one of them does not have.
+        assert named & by_name[name] and (conditions <= by_name[name] or len(conditions & by_name[name]) > 1), name
+
+
+def test_a_row_covers_itself() -> None:
+    table = coverage("sm120")
+    for key, variant in variant_table("sm120").items():
+        assert table.row_of(form_of_row(variant)) is not None, key
+
+
+def form_of_row(variant: Variant) -> Form:
+    return Form(
+        variant.fn,
+        tuple(variant.signature.items()),
+        tuple(sorted(variant.constexprs.items())),
+        frozenset(variant.divisible_by_16),
+        frozenset(variant.ones),
+        variant.tile["num_warps"],
+        variant.tile.get("num_stages", 3),
+    )
+
+
+def variant_of_form(form: Form) -> Variant:
+    """What Triton would compile for the launch itself."""
+    tile = {"num_warps": form.num_warps, "num_stages": form.num_stages}
+    types, constants = dict(form.types), dict(form.constants)
+    return Variant("census", form.kernel, form.fn, types, constants, tuple(form.multiples), tile, ones=tuple(form.ones))
+
+
+def test_a_covered_launch_costs_no_more_than_its_row(forms: dict[Form, int]) -> None:
+    """The rules of reduction, judged by the compiler: another launch with every commit."""
+    table, rows = coverage("sm120"), read_lock("sm120")
+    version = compiling_version()
+    target = f"{version}/sm_120"
+    if version not in ledger.TRITON_VERSIONS:
+        pytest.skip(f"Triton {version} is not on record")
+    named = {(form.kernel, str(form), ""): form for form in forms}
+    for key in ledger.sample(list(named), 2, ledger._commits()):
+        form = named[key]
+        row = table.row_of(form)
+        assert row is not None
+        recorded = rows[row].by_target[target]
+        own = compiling.compile_variant(variant_of_form(form), "sm_120")
+        budget = max(recorded[2], ledger_rules.spill_budget("sm120", row[0], row[1]))
+        assert own[0] <= recorded[0], f"{form}: {own[0]} B of shared memory, {'/'.join(row)} has {recorded[0]}"
+        if variant_table("sm120")[row].default:
+            assert own[2] <= budget, f"{form}: spills {own[2]} B, {'/'.join(row)} may {budget} B"
+
+
+def compiling_version() -> str:
+    import triton
+
+    return str(triton.__version__)
+
+
+# --- the recorder -----------------------------------------------------------------------------------------------------
+
+
+def test_forms_tell_types_alignment_and_ones_apart() -> None:
+    weight = census.empty(5120)
+    with recording("sm_120") as found:
+        norm.rmsnorm(census.empty(4, 5120), weight, 1e-6)
+        norm.rmsnorm(census.empty(9, 5120), weight, 1e-6)  # the same form
+        norm.rmsnorm(census.empty(4, 5121)[:, 1:], weight, 1e-6)
+        norm.rmsnorm(census.empty(4, 5120).half(), weight.half(), 1e-6)
+    aligned, shifted, half = found
+    assert aligned.multiples - shifted.multiples == {"x", "row_stride"}
+    assert dict(half.types)["x"] == "*fp16" and dict(aligned.types)["x"] == "*bf16"
+    assert "8192" in str(aligned) and aligned.kernel == "norm.rmsnorm_kernel"
+
+
+def test_tensors_have_addresses_of_their_own() -> None:
+    one, other = census.empty(8, 16), census.empty(8, 16)
+    with recording("sm_120"):
+        assert one.data_ptr() != other.data_ptr() and one.data_ptr() % 256 == 0
+        assert one[1:].data_ptr() - one.data_ptr() == 32
+        real = torch.zeros(4)
+        assert real.data_ptr() == real.untyped_storage().data_ptr()
+    assert one.data_ptr() == other.data_ptr()
+
+
+# --- the debug mode ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A server that compares its launches, on a GPU that is not there; what would be compiled is not."""
+    triton = pytest.importorskip("triton")
+    with recording("sm_120"):
+        check_launches(ARCH)
+        compare = triton.knobs.runtime.jit_cache_hook
+        monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **launch: compare(**launch) or True)
+        yield
+
+
+@pytest.mark.usefixtures("watched")
+def test_a_server_that_checks_refuses_a_launch_without_a_row() -> None:
+    weight = census.empty(5120)
+    norm.rmsnorm(census.empty(4, 5120), weight, 1e-6)
+    with pytest.raises(UncoveredLaunch, match="norm.rmsnorm_kernel.*row_stride is not a multiple of 16"):
+        norm.rmsnorm(census.empty(4, 5121)[:, 1:], weight, 1e-6)
+
+
+def test_where_rows_are_not_complete_it_only_warns(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(covering, "COMPLETE", frozenset())
+    runtime = pytest.importorskip("triton").knobs.runtime
+    with recording("sm_120"):
+        check_launches(ARCH)
+        compare = runtime.jit_cache_hook
+        monkeypatch.setattr(runtime, "jit_cache_hook", lambda **launch: compare(**launch) or True)
+        norm.rmsnorm(census.empty(4, 5121)[:, 1:], census.empty(5120), 1e-6)
+    assert "row_stride is not a multiple of 16" in caplog.text
+
+
+# --- seeded defects ---------------------------------------------------------------------------------------------------
+
+
+def test_defect_a_falsified_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One figure edited in the file: named without compiling; with a digest to match, by the compiler."""
+    path = Path(ledger.__file__).parent / "sm120.lock.json"
+    content = json.loads(path.read_text())
+    entry = content["rows"]["silu_and_mul"]["small"]["w4 s3 BLOCK1024"]
+    targets = next(name for name in entry if f"{compiling_version()}/sm_120" in name)
+    entry[targets][1] //= 2
+    (tmp_path / "sm120.lock.json").write_text(json.dumps(content))
+    rows = read_lock("sm120", tmp_path)
+    assert list(ledger_rules.edited("sm120", rows)) == [
+        "sm120: silu_and_mul/small/w4 s3 BLOCK1024: its figures were edited after they were measured"
+    ]
+    write_lock("sm120", rows, tmp_path)  # forged
+    forged = read_lock("sm120", tmp_path)
+    assert list(ledger_rules.edited("sm120", forged)) == []
+    key = ("silu_and_mul", "small", "w4 s3 BLOCK1024")
+    args = ledger.argparse.Namespace(all=True, sample=1, turn=0, only="", processes=1)
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path))
+    problems = ledger._drift("sm120", {key: forged[key]}, args)
+    assert problems and all("silu_and_mul/small" in problem and "recorded" in problem for problem in problems)
+
+
+def test_an_update_measures_edited_rows_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would otherwise write a digest for them."""
+    rows = {key: Row("code", {"3.9.0/sm_120": (1, 2, 3, 4, ())}) for key in (("a", "b", "c"), ("a", "b", "d"))}
+    write_lock("sm120", rows, tmp_path)
+    path = tmp_path / "sm120.lock.json"
+    first = path.read_text().replace("[1, 2, 3, 4", "[1, 9, 3, 4", 1)
+    path.write_text(first)
+    monkeypatch.setattr(ledger, "read_lock", lambda lock: read_lock(lock, tmp_path))
+    assert list(ledger._unedited("sm120")) == [("a", "b", "d")]
+
+
+def test_defect_a_launchers_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four times the block, in the launcher alone."""
+    original = decode_attention.combine_constants
+    monkeypatch.setattr(decode_attention, "combine_constants", lambda dim: original(dim) | {"BLOCK_P": 64})
+    problems = coverage("sm120").uncovered(launches_of("Qwen3-0.6B"))
+    assert problems and all(
+        "decode_attention.combine_kernel" in p and "BLOCK_P is 64 and not 16" in p for p in problems
+    )
+
+
+def test_defect_a_constant_that_launcher_and_rows_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four times the block of both: the rows are no longer those that were measured."""
+    monkeypatch.setattr(activation, "SMALL_BLOCK", activation.SMALL_BLOCK | {"BLOCK": 4096})
+    variant_table.cache_clear()
+    try:
+        problems = list(ledger_rules.missing("sm120", read_lock("sm120"), variant_table("sm120")))
+    finally:
+        variant_table.cache_clear()
+    assert any("silu_and_mul/small tile w4 s3 BLOCK4096 is not in the lock" in problem for problem in problems)
+
+
+def test_defect_a_missing_kernel() -> None:
+    table = {key: v for key, v in variant_table("sm120").items() if v.fn is not decode_attention.combine_kernel}
+    problems = Coverage(table).uncovered(launches_of("Qwen3-0.6B"))
+    assert problems and all("decode_attention.combine_kernel" in problem for problem in problems)
+
+
+def test_defect_an_unaligned_dimension() -> None:
+    """Weights of 1,000 columns, which 16 does not divide."""
+    with recording("sm_120") as found:
+        x, ids = census.empty(1, 1000), census.empty(1, 8, dtype=torch.int32)
+        w13 = census.expert_weights(128, 512, 1000, None, False, False, ARCH)
+        w2 = census.expert_weights(128, 1000, 256, None, False, False, ARCH)
+        moe.fused_moe(x, w13, w2, census.empty(1, 8, dtype=torch.float32), ids, features=ARCH.features)
+    problems = coverage("sm120").uncovered(found)
+    assert len(problems) == 2
+    assert "gate_up_pairs_kernel" in problems[0] and "hidden is not a multiple of 16" in problems[0]
+    assert "down_sum_kernel" in problems[1] and "hidden is not a multiple of 16" in problems[1]
+
+
+def test_defect_a_feature_that_spills() -> None:
+    """What the audit met: a float8 cache with a window, a cap and sinks, on the tile that serves it without."""
+    from sglang.srt.layers.attention.triton_ops.variants import describe
+
+    tile = {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
+    flags = ("HAS_WINDOW", "HAS_CAP", "HAS_SINKS")
+    variant = describe("extend_attention", (256, 256), "fp8_e4m3", tile, "window_cap_sinks", flags)
+    key = (variant.op, variant.key, "M64 N32 w8 s2")
+    rows = {key: Row("", {"3.9.0/sm_120": compiling.compile_variant(variant, "sm_120")})}
+    (problem,) = ledger_rules.over_spill_budget("sm120", rows, {key: variant})
+    assert "extend_attention/256x256/bfloat16/fp8_e4m3/window_cap_sinks default tile M64 N32 w8 s2 spills" in problem
+
+
+def launches_of(model: str) -> dict[Form, int]:
+    with recording("sm_120") as found:
+        for shape in census.shapes((model,), (1,)):
+            census.launch_all(shape, ARCH, set())
+    return found

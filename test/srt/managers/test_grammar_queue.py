@@ -1,0 +1,195 @@
+"""Requests with grammars on two ranks over the same messages: the leader verifies, both build, both admit together."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from sglang.srt.constrained.compile_client import Check
+from sglang.srt.constrained.compile_process import Verdict
+from sglang.srt.constrained.grammar import Grammar, GrammarKey
+from sglang.srt.constrained.grammar_manager import WAIT_LIMIT_S, GrammarManager
+from sglang.srt.distributed import parallel_state
+from sglang.srt.managers.grammar_queue import GrammarQueue
+from sglang.srt.managers.io_struct import AbortReq, FinishReason
+from sglang.srt.managers.leader import EndReq
+from srt.managers.fake_runner import Collector, FakeRunner, add, assert_clean, make_scheduler, request
+
+
+class AnyGrammar:
+    """Allows everything, and counts as compiled at once."""
+
+    size_bytes = 1
+
+    def fresh(self) -> AnyGrammar:
+        return AnyGrammar()
+
+
+class FakeVerifier:
+    def __init__(self) -> None:
+        self.checks: dict[str, Check] = {}
+        self.cancelled: list[int] = []
+
+    def submit(self, key: GrammarKey) -> Check:
+        return self.checks.setdefault(key.source, Check(len(self.checks), Future()))
+
+    def cancel(self, check: Check) -> None:
+        self.cancelled.append(check.id)
+
+    def close(self) -> None:
+        pass
+
+
+class ThreadlessManager(GrammarManager):
+    """`build` finishes when `finish` is called, on one rank earlier than on the other."""
+
+    def __init__(self, rank: Rank, verifier: FakeVerifier | None) -> None:
+        super().__init__(rank, verifier, clock=lambda: rank.now)  # type: ignore[arg-type]
+
+    def build(self, pending: Any, seconds: float) -> None:
+        pending.build = self._grammars.setdefault(pending.digest, Future())
+
+    def finish(self, error: Exception | None = None) -> None:
+        for future in self._grammars.values():
+            if not future.done():
+                future.set_exception(error) if error else future.set_result(AnyGrammar())  # type: ignore[arg-type]
+
+
+class Rank:
+    def __init__(self, verifier: FakeVerifier | None = None) -> None:
+        self.now = 0.0
+        self.scheduler = make_scheduler(FakeRunner(512, 1, 128, 4, 64))
+        self.grammars = ThreadlessManager(self, verifier)
+        self.queue = GrammarQueue(self.scheduler, self.grammars)
+        self.collector = Collector()
+
+    def load(self) -> None: ...
+
+    def compile(self, key: GrammarKey) -> Grammar:
+        raise AssertionError
+
+    def add(self, rid: str, **params: Any) -> None:
+        add(self.scheduler, request(rid, [5, 6, 7], 3, **params))
+        self.queue.add(self.scheduler.reqs[rid])
+
+
+class Ranks:
+    """A leader and a follower; `turn` is one turn of the loop without the step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.verifier = FakeVerifier()
+        self.ranks = [Rank(self.verifier), Rank()]
+        self._states: list[list[int]] = []
+        monkeypatch.setattr(parallel_state, "least_each", self._least)
+        self._pass = 0
+
+    def _least(self, states: list[int]) -> list[int]:
+        """First pass: note what each rank says; second pass: the least of it."""
+        if self._pass == 0:
+            self._states.append(list(states))
+            raise _Noted
+        return [min(column) for column in zip(*self._states, strict=True)]
+
+    def turn(self) -> None:
+        decisions = self.ranks[0].queue.decisions()
+        for rank in self.ranks:
+            for decision in decisions:
+                if isinstance(decision, EndReq):
+                    rank.scheduler.end_named(decision.rid, decision.reason)
+                else:
+                    rank.queue.build(decision)
+        self._states, self._pass = [], 0
+        for rank in self.ranks:
+            with pytest.raises(_Noted):
+                rank.queue.admit()
+        self._pass = 1
+        for rank in self.ranks:
+            rank.queue.admit()
+            rank.collector.take(rank.scheduler)
+
+    def add(self, rid: str, **params: Any) -> None:
+        for rank in self.ranks:
+            rank.add(rid, **params)
+
+    def queued(self) -> list[list[str]]:
+        return [[req.rid for req in rank.scheduler.waiting] for rank in self.ranks]
+
+    def ends(self, rid: str) -> list[FinishReason]:
+        return [rank.collector.finish[rid] for rank in self.ranks]
+
+
+class _Noted(Exception):
+    pass
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    return Ranks(monkeypatch)
+
+
+def test_a_request_is_queued_when_every_rank_has_its_grammar(ranks: Ranks) -> None:
+    ranks.add("plain")
+    ranks.add("r", regex="a")
+    ranks.turn()
+    ranks.verifier.checks["a"].verdict.set_result(Verdict())
+    ranks.turn()
+    ranks.ranks[0].grammars.finish()
+    ranks.turn()
+    assert ranks.queued() == [["plain"], ["plain"]]
+    ranks.ranks[1].grammars.finish()
+    ranks.turn()
+    assert ranks.queued() == [["plain", "r"], ["plain", "r"]]
+    assert all(rank.scheduler.reqs["r"].grammar is not None for rank in ranks.ranks)
+
+
+def test_a_refusal_ends_the_request_on_every_rank(ranks: Ranks) -> None:
+    ranks.add("r", regex="a")
+    ranks.verifier.checks["a"].verdict.set_result(Verdict(error="no", status_code=503))
+    ranks.turn()
+    assert [(end.message, end.status_code) for end in ranks.ends("r")] == [("no", 503)] * 2
+    for rank in ranks.ranks:
+        assert_clean(rank.scheduler)
+
+
+def test_only_the_leaders_clock_counts(ranks: Ranks) -> None:
+    ranks.add("verified", regex="a")
+    ranks.add("built", regex="b")
+    ranks.verifier.checks["b"].verdict.set_result(Verdict())
+    ranks.ranks[1].now = 10 * WAIT_LIMIT_S
+    ranks.turn()
+    assert all(set(rank.scheduler.reqs) == {"verified", "built"} for rank in ranks.ranks)
+    ranks.ranks[0].now = WAIT_LIMIT_S + 1
+    ranks.turn()
+    for rid in ("verified", "built"):
+        assert all(end.type == "abort" for end in ranks.ends(rid))
+        assert "not ready after 60 s" in (ranks.ends(rid)[0].message or "")
+
+
+def test_a_build_that_fails_anywhere_ends_the_request_everywhere(ranks: Ranks) -> None:
+    ranks.add("r", regex="a")
+    ranks.verifier.checks["a"].verdict.set_result(Verdict())
+    ranks.turn()
+    ranks.ranks[0].grammars.finish()
+    ranks.ranks[1].grammars.finish(MemoryError("too much"))
+    ranks.turn()
+    assert [end.status_code for end in ranks.ends("r")] == [500, 500]
+
+
+def test_an_abort_cancels_what_nobody_else_waits_for(ranks: Ranks) -> None:
+    for rid, pattern in (("a1", "a"), ("a2", "a"), ("b", "b")):
+        ranks.add(rid, regex=pattern)
+    ranks.turn()
+    for rid in ("a1", "b"):
+        for rank in ranks.ranks:
+            rank.scheduler.abort(AbortReq(rid))
+    ranks.add("c", regex="c")
+    ranks.turn()
+    assert ranks.verifier.cancelled == [ranks.verifier.checks["b"].id]
+
+
+def test_two_grammars_in_one_request(ranks: Ranks) -> None:
+    ranks.add("r", regex="a", ebnf="b")
+    ranks.turn()
+    assert [end.status_code for end in ranks.ends("r")] == [400, 400]

@@ -1,0 +1,279 @@
+"""What a config.json is described as: parameters as in the published models, caches and bytes by hand."""
+
+from __future__ import annotations
+
+import copy
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.configs.hf_config import select_text_config
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.errors import UserError
+from sglang.srt.plan.caches import CacheGroup, cache_cost, cache_groups
+from sglang.srt.plan.feed_forward import Dense, MoE
+from sglang.srt.plan.layer_spec import Elements, Serving, Weights, Window
+from sglang.srt.plan.layout import check_layout, next_layout
+from sglang.srt.plan.mixers import MLA
+from sglang.srt.plan.model_description import ModelDescription, describe_model
+from sglang.srt.plan.needs import needs_of
+from sglang.srt.server_args import ServerArgs
+
+CONFIGS = Path(__file__).parents[1] / "kernels" / "configs"
+BF16 = Serving("bfloat16", "bfloat16")
+
+
+def published(name: str, **changes: Any) -> dict[str, Any]:
+    """The config in 16 bits, with `changes` in its text part."""
+    config: dict[str, Any] = json.loads((CONFIGS / f"{name}.json").read_text())
+    config.pop("quantization_config", None)
+    text = config.get("text_config", config)
+    text.pop("quantization_config", None)
+    text.update(changes)
+    return config
+
+
+def describe(name: str, **changes: Any) -> ModelDescription:
+    return describe_model(published(name, **changes), None)
+
+
+# --- parameters -------------------------------------------------------------------------------------------------------
+
+BY_LAYER = ("layer_types", "mlp_layer_types", "indexer_types", "compress_ratios")
+
+
+def with_layers(config: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """The text part with its first layers only."""
+    text = copy.deepcopy(select_text_config(config)) | {"num_hidden_layers": num_layers}
+    return text | {key: text[key][:num_layers] for key in BY_LAYER if text.get(key) is not None}
+
+
+def transformers_parameters(config: dict[str, Any]) -> int:
+    """Of the model that transformers builds, without allocating it; what routers hold as buffers counts too."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_type = {"kimi_k2": "deepseek_v3"}.get(config["model_type"], config["model_type"])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type].from_dict(config))
+    buffers = [tensor for name, tensor in model.named_buffers() if "rotary" not in name]
+    return sum(tensor.numel() for tensor in [*model.parameters(), *buffers])
+
+
+def elements(weights: Weights) -> int:
+    return sum(
+        part.count
+        if isinstance(part, Elements)
+        else max(1, part.experts) * (part.rows * part.cols + part.bias * part.rows)
+        for part in weights
+    )
+
+
+def described_parameters(model: ModelDescription) -> int:
+    hidden = model.hidden_size
+    total = model.vocab_size * hidden * (1 if model.tie_embeddings else 2) + hidden
+    total += elements(model.layers[-1].residual.head_weights(hidden))
+    for layer in model.layers:
+        rows = layer.ffn.intermediate_size if isinstance(layer.ffn, MoE) else 0
+        total += 2 * hidden + elements(layer.mixer.weights(hidden, 1)) + elements(layer.ffn.weights(hidden, 1, rows))
+        total += elements(layer.residual.weights(hidden))
+        if isinstance(layer.mixer, MLA):  # W_UK and W_UV once more, as decoding takes them
+            total -= layer.mixer.num_heads * (layer.mixer.nope_dim + layer.mixer.v_dim) * layer.mixer.kv_lora_rank
+    return total
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers"),
+    [
+        ("glm47", 4),
+        ("kimi_k25", 2),
+        ("deepseek_v32", 4),
+        ("deepseek_v4", 5),
+        ("glm5", 4),
+        ("gpt_oss", 2),
+        ("minimax_m2", 2),
+        ("qwen35", 4),
+        ("qwen3_moe", 2),
+        ("qwen3", 2),
+    ],
+)
+def test_parameters_are_those_of_the_published_architecture(name: str, num_layers: int) -> None:
+    config = with_layers(published(name), num_layers)
+    assert described_parameters(describe_model(config, None)) == transformers_parameters(config)
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+def test_layers_with_and_without_experts() -> None:
+    kinds = [type(layer.ffn) for layer in describe("glm47").layers]
+    assert kinds == [Dense] * 3 + [MoE] * 89
+    experts = describe("glm47").experts
+    assert experts is not None and experts.held_experts == 161 and experts.score == "sigmoid"
+    kimi = describe("kimi_k25").experts
+    assert kimi is not None and kimi.held_experts == 385, "in 16 bits the shared expert is stored as the routed ones"
+
+
+def test_deepseek_v4_by_layer() -> None:
+    layers = describe("deepseek_v4").layers
+    rates = [layer.mixer.rate for layer in layers]  # type: ignore[attr-defined]
+    assert rates == [0, 0, *[4, 128] * 20, 4]
+    assert [bool(layer.ffn.hashed) for layer in layers] == [True] * 3 + [False] * 40  # type: ignore[attr-defined]
+
+
+def test_indexers_that_are_shared_have_no_cache() -> None:
+    types = ["full", "shared", "shared", "full"] * 20
+    layers = describe("glm5", indexer_types=types[:78]).layers
+    names = [[cache.name for cache in layer.mixer.caches(BF16)] for layer in layers[:4]]
+    assert names == [["latent", "index"], ["latent"], ["latent"], ["latent", "index"]]
+
+
+# --- caches -----------------------------------------------------------------------------------------------------------
+
+
+def groups_of(name: str, serving: Serving = BF16) -> dict[str, CacheGroup]:
+    return {", ".join(group.names): group for group in cache_groups(describe(name), serving)}
+
+
+def test_window_layers_keep_their_window() -> None:
+    groups = cache_groups(describe("gpt_oss"), BF16)
+    entry = 18 * 2 * 8 * 64 * 2
+    assert groups[0].lifetime == Window(128)
+    assert {group.bytes_per_entry for group in groups} == {entry}
+    cost = cache_cost(groups)
+    assert (cost.bytes_per_token, cost.bytes_per_request) == (entry, 128 * entry)
+
+
+def test_latent_caches_are_held_by_every_rank() -> None:
+    (one,) = cache_groups(describe("kimi_k25"), BF16)
+    (eight,) = cache_groups(describe("kimi_k25"), Serving("bfloat16", "fp8_e4m3", 1, 8))
+    assert one.bytes_per_entry == 61 * 576 * 2 and eight.bytes_per_entry == 61 * 576
+
+
+def test_the_indexers_keys_are_cached() -> None:
+    (group,) = cache_groups(describe("deepseek_v32"), BF16)
+    assert group.names == ("latent", "index") and group.bytes_per_entry == 61 * (576 + 128) * 2
+    (quantized,) = cache_groups(describe("deepseek_v32"), Serving("bfloat16", "fp8_e4m3"))
+    assert quantized.bytes_per_entry == 61 * (576 + 128 + 4), "a key of one byte an element has a scale"
+
+
+def test_compressed_entries_of_deepseek_v4() -> None:
+    groups = groups_of("deepseek_v4")
+    fourth, hundredth = groups["compressed, index"], groups["compressed"]
+    assert (fourth.entries_per_token, fourth.bytes_per_entry) == (Fraction(1, 4), 21 * (512 + 128) * 2)
+    assert (hundredth.entries_per_token, hundredth.bytes_per_entry) == (Fraction(1, 128), 20 * 512 * 2)
+    assert groups["kv"].lifetime == Window(128) and groups["kv"].num_caches == 43
+    cost = cache_cost(tuple(groups.values()))
+    assert cost.bytes_per_token == 21 * 320 + 20 * 8
+    assert cost.tokens_in(cost.pool_bytes(1_000_000)) == 1_000_000
+
+
+def test_recurrent_states_are_one_a_request() -> None:
+    groups = groups_of("qwen35", Serving("bfloat16", "bfloat16", 1, 2))
+    state = 16 * 128 * 128 * 4 + (2 * 8 * 128 + 16 * 128) * 3 * 2
+    assert groups["state"].bytes_per_request == 30 * state and groups["state"].bytes_per_token == 0
+    assert groups["kv"].bytes_per_token == 10 * 2 * 256 * 2
+
+
+# --- needs ------------------------------------------------------------------------------------------------------------
+
+
+def test_needs_say_which_shapes_linear_layers_have() -> None:
+    (linear,) = [need for need in needs_of(describe("qwen3"), Serving("bfloat16", "bfloat16", 1, 4)) if need.shapes]
+    shapes = [(1536, 4096), (4096, 1024), (4096, 3072), (6144, 4096), (37984, 4096)]
+    assert linear.shapes == tuple((rows, cols, False) for rows, cols in shapes)
+
+
+def test_ops_of_several_shapes_have_needs_of_their_own() -> None:
+    changes = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2, "sliding_window": 64}
+    model = describe("qwen3", global_head_dim=256, num_global_key_value_heads=4, **changes)
+    keys = [need.key for need in needs_of(model, BF16) if "attention" in need.op]
+    variants = ["extend_attention/256x256", "decode_attention/256x256"]
+    assert keys == ["extend_attention", "decode_attention", *variants]
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", 10**9),
+        ("hidden_size", 10**12),
+        ("vocab_size", 10**10),
+        ("num_attention_heads", 10**6),
+        ("max_position_embeddings", 10**15),
+        ("intermediate_size", 10**9),
+        ("num_key_value_heads", 10**5),
+        ("head_dim", 10**6),
+    ],
+)
+def test_sizes_of_no_model_are_refused_at_once(key: str, value: int, tmp_path: Path) -> None:
+    config = published("qwen3") | {key: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"'{key}' must be between 0 and [0-9,]+; got {value}"):
+        ModelConfig.from_server_args(ServerArgs.from_kwargs(model_path=str(tmp_path), load_format="dummy"))
+    if key != "max_position_embeddings":  # of the served length, not of the layers
+        with pytest.raises(UserError, match=f"'{key}' must be between 0 and"):
+            describe_model(config, None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_experts": 10**9},
+        {"num_experts_per_tok": 10**7},
+        {"moe_intermediate_size": 10**9},
+        {"decoder_sparse_step": 10**9},
+        {"num_experts": -1},
+    ],
+)
+def test_numbers_of_experts_are_bounded(changes: dict[str, int], tmp_path: Path) -> None:
+    config = published("qwen3_moe") | changes
+    with pytest.raises(UserError, match="must be between 0 and"):
+        describe_model(config, None)
+
+
+def test_rotary_scaling_does_not_pass_the_bound(tmp_path: Path) -> None:
+    config = published("qwen3") | {"rope_scaling": {"rope_type": "linear", "factor": 1e9}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="with its rotary scaling: 'max_position_embeddings' must be between"):
+        ModelConfig.from_server_args(ServerArgs.from_kwargs(model_path=str(tmp_path), load_format="dummy"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hybrid_override_pattern": "M*M-"}, r"'hybrid_override_pattern' \(Mamba-2 layers"),
+        ({"layer_types": ["chunked_attention"] * 36}, "layer_types chunked_attention are not described"),
+        ({"layer_types": ["full_attention"]}, "'layer_types' has 1 entries for 36 layers"),
+    ],
+)
+def test_layers_that_nobody_describes_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        describe("qwen3", **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "tp_size", "problem", "works"),
+    [
+        ("glm47", 7, "--tp-size 7 does not divide the model's 96 attention heads", "1, 2, 4, 8"),
+        ("qwen3", 3, "--tp-size 3 does not divide the model's 32 attention heads", "1, 2, 4"),
+        ("qwen35", 32, "--tp-size 32 does not divide the model's 16 key heads", "1, 2, 4, 8, 16"),
+    ],
+)
+def test_refused_layouts_name_those_that_work(name: str, tp_size: int, problem: str, works: str) -> None:
+    model = describe(name, **({"num_attention_heads": 32} if name == "qwen35" else {}))
+    with pytest.raises(UserError) as error:
+        check_layout(model, tp_size)
+    assert str(error.value) == f"{problem}{' of gated delta nets' * (name == 'qwen35')}; what works: --tp-size {works}"
+    for size in map(int, works.split(", ")):
+        check_layout(model, size)
+
+
+def test_the_next_layout_is_one_that_works() -> None:
+    assert next_layout(describe("glm47"), 4) == 8 and next_layout(describe("qwen3"), 32) is None
