@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from sglang.srt import compat, environ
 from sglang.srt.cli_args import Option, flag, is_list
-from sglang.srt.server_args import NOT_YET, ONLY_ONE, TABLE
+from sglang.srt.server_args import ONLY_ONE, TABLE
 from sglang.srt.upstream_flags import ACCEPTED, REFUSED, FlagGroup
 
 PAGE = Path(__file__).parents[1] / "docs" / "flags.md"
@@ -85,8 +85,6 @@ def _option_row(name: str) -> tuple[str, ...]:
     meaning = spec.help
     if name in ONLY_ONE:
         meaning += f" Must be 1: {ONLY_ONE[name]}."
-    if name in NOT_YET:
-        meaning += f" Not implemented yet: {NOT_YET[name]}."
     return _code((flag(name), *spec.aliases)), _value(annotation, spec), default, meaning
 
 

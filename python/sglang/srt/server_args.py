@@ -13,6 +13,7 @@ from dataclasses import MISSING, asdict, dataclass
 from typing import Any
 
 from sglang.srt.cli_args import OptionTable, coerce_values, flag, option, parse_argv, resolve_keywords
+from sglang.srt.configs.output_formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 from sglang.srt.configs.quantization import SPELLINGS
 from sglang.srt.errors import Problems
 from sglang.srt.kernels.tables import EXTEND_ATTENTION, FUSED_MOE
@@ -83,8 +84,18 @@ class ServerArgs:
     port: int = option(30000, SERVING, "Port to listen on.", minimum=1, maximum=65535)
     api_key: str | None = option(None, SERVING, "Require `Authorization: Bearer KEY`.")
     chat_template: str | None = option(None, SERVING, "Jinja file that replaces the tokenizer's chat template.")
-    tool_call_parser: str | None = option(None, SERVING, "Format of the model's tool calls.")
-    reasoning_parser: str | None = option(None, SERVING, "Format of the model's reasoning.")
+    tool_call_parser: str | None = option(
+        None,
+        SERVING,
+        "Format of the model's tool calls; auto: as its chat template shows. Without it calls stay in the text.",
+        choices=TOOL_CALL_PARSERS,
+    )
+    reasoning_parser: str | None = option(
+        None,
+        SERVING,
+        "Format of the model's reasoning; auto: as its chat template shows. Without it thoughts stay in the text.",
+        choices=REASONING_PARSERS,
+    )
     allow_auto_truncate: bool = option(
         False, SERVING, "Cut prompts and outputs that exceed the context instead of refusing."
     )
@@ -238,20 +249,13 @@ ONLY_ONE: Mapping[str, str] = {
 }
 """Fields that must be 1 until what they count exists, with what to do instead."""
 
-NOT_YET: Mapping[str, str] = {
-    "tool_call_parser": "remove the flag and parse the text in the client",
-    "reasoning_parser": "remove the flag and parse the text in the client",
-}
-"""Fields that must be None until what they name exists, with what to do instead."""
-
 
 def _find_problems(args: ServerArgs, problems: Problems) -> None:
     """What does not exist yet, and values that contradict each other; fields with a problem already are left out."""
-    for required, hints in ((1, ONLY_ONE), (None, NOT_YET)):
-        for name, hint in hints.items():
-            value = getattr(args, name)
-            if value != required and name not in problems.fields:
-                problems.refuse(f"{flag(name)} {value}", hint)
+    for name, hint in ONLY_ONE.items():
+        value = getattr(args, name)
+        if value != 1 and name not in problems.fields:
+            problems.refuse(f"{flag(name)} {value}", hint)
     for fields, text in _contradictions(args):
         if not problems.fields & fields:
             problems.add(text, *fields)

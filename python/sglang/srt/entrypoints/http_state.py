@@ -7,6 +7,7 @@ from starlette.requests import Request
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate, read_template_file
 from sglang.srt.entrypoints.openai.serving import OpenAIService
+from sglang.srt.entrypoints.output_formats import model_formats
 from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
 from sglang.srt.server_args import ServerArgs
 
@@ -33,9 +34,11 @@ class ServerState:
         source, special_tokens = (
             (None, {}) if tokenizer is None else (tokenizer.chat_template, tokenizer.special_tokens)
         )
+        template = ChatTemplate(self._own_source or source, special_tokens)
         self.engine = OpenAIService(
             manager=manager,
-            chat_template=ChatTemplate(self._own_source or source, special_tokens),
+            chat_template=template,
+            formats=model_formats(self.args, manager, template),
             model_name=self.model_name,
             report_cached_tokens=self.args.enable_cache_report,
         )

@@ -30,6 +30,7 @@ _FEW_REGISTERS = (
     "a few registers of 255 under one of the two Triton versions; the next tile down does half the work for each key"
     " that it loads"
 )
+_UNALIGNED_HEADS = "only image encoders, of which none is served yet, have heads of 72, whose rows are not aligned"
 _MASKS = "only with columns that no block divides, whose masks it keeps on the stack: with others it spills nothing"
 ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
     AcceptedSpill("sm120", "extend_attention", "160x160/", 32, _FEW_REGISTERS),
@@ -50,12 +51,15 @@ ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
         "sm120",
         "fused_moe",
         "down/bf16/ragged/odd/",
-        780,
+        804,
         "GPT-OSS in 16 bits on eight ranks, whose shares of 360 columns are no multiples of 16; it is published with"
         " four-bit experts",
     ),
     AcceptedSpill("sm120", "decode_attention", "192x192/", 8, _FEW_REGISTERS),
     AcceptedSpill("sm120", "decode_attention", "128x128/bfloat16/fp8_e5m2/", 24, _FEW_REGISTERS),
+    AcceptedSpill("sm120", "decode_attention", "256x256/bfloat16/fp8_e5m2/", 16, _FEW_REGISTERS),
+    AcceptedSpill("sm120", "decode_attention", "64x64/bfloat16/bfloat16/cap_sinks", 8, _FEW_REGISTERS),
+    AcceptedSpill("sm120", "linear", "few/fp8_block/ragged", 12, _MASKS),
     AcceptedSpill(
         "sm120",
         "fused_moe",
@@ -64,7 +68,15 @@ ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
         "only under Triton 3.6, and only where there are no packed instructions: not on sm_120",
     ),
     AcceptedSpill("sm90", "decode_attention", "64x64/bfloat16/fp8_e5m2/", 8, _FEW_REGISTERS),
-    AcceptedSpill("sm90", "decode_attention", "72x72/", 8, _FEW_REGISTERS),
+    AcceptedSpill("sm90", "decode_attention", "64x64/bfloat16/bfloat16/cap_sinks", 8, _FEW_REGISTERS),
+    AcceptedSpill("sm90", "decode_attention", "128x128/bfloat16/fp8_e5m2/", 16, _FEW_REGISTERS),
+    AcceptedSpill("sm90", "decode_attention", "160x160/bfloat16/fp8_e5m2/", 28, _FEW_REGISTERS),
+    AcceptedSpill("sm90", "decode_attention", "192x192/bfloat16/fp8_e5m2/", 28, _FEW_REGISTERS),
+    AcceptedSpill("sm90", "decode_attention", "288x256/bfloat16/bfloat16/cap_sinks", 8, _FEW_REGISTERS),
+    AcceptedSpill("sm90", "linear", "tiles/mxfp8", 8, "two registers under one of the two Triton versions"),
+    AcceptedSpill("sm90", "decode_attention", "72x72/", 64, _UNALIGNED_HEADS),
+    AcceptedSpill("sm90", "extend_attention", "72x72/", 136, _UNALIGNED_HEADS),
+    AcceptedSpill("sm90", "prefill_attention", "72x72/", 520, _UNALIGNED_HEADS),
     AcceptedSpill("sm90", "decode_attention", "80x80/", 8, _FEW_REGISTERS),
     AcceptedSpill("sm90", "decode_attention", "96x96/", 8, _FEW_REGISTERS),
     AcceptedSpill(

@@ -86,6 +86,7 @@ class ChatTemplate:
 
     def __init__(self, source: str | dict[str, str] | None, special_tokens: dict[str, str]) -> None:
         sources = {_DEFAULT: source} if isinstance(source, str) else (source or {})
+        self._sources = sources
         environment = _environment()
         try:
             self._templates = {name: environment.from_string(text) for name, text in sources.items()}
@@ -115,6 +116,21 @@ class ChatTemplate:
             raise bad_request(f"the chat template failed on these messages: {reason}", param="messages") from error
         return text if continued is None else _cut_after(text, continued)
 
+    @property
+    def sources(self) -> str:
+        """The text of all templates."""
+        return "\n".join(self._sources.values())
+
+    def render_probe(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, add_generation_prompt: bool
+    ) -> str:
+        """As `render`, of messages in the form of templates. Raises ValueError if the template refuses."""
+        variables = {**self._special_tokens, "messages": messages, "tools": tools}
+        try:
+            return self._pick(tools).render(variables, add_generation_prompt=add_generation_prompt)
+        except Exception as error:
+            raise ValueError(f"the chat template failed: {error}") from error
+
     def _pick(self, tools: list[dict[str, Any]] | None) -> jinja2.Template:
         if tools and _WITH_TOOLS in self._templates:
             return self._templates[_WITH_TOOLS]
@@ -136,6 +152,8 @@ def _template_message(message: dict[str, Any]) -> dict[str, Any]:
     if message["role"] == "developer":
         fields["role"] = "system"
     fields["content"] = _joined_text(message.get("content"))
+    if message.get("reasoning_content") and not fields["content"]:
+        fields.setdefault("thinking", message["reasoning_content"])  # its name in templates of Harmony
     if message.get("tool_calls"):
         fields["tool_calls"] = [_template_tool_call(call) for call in message["tool_calls"]]
     return fields

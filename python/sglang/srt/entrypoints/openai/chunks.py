@@ -49,7 +49,7 @@ def finish_fields(reason: str, matched: int | str | None) -> bytes:
 
 
 class ChatChunks(ChunkWriter):
-    """Per choice: `role`, then `text` for each piece, then `finish`."""
+    """Per choice: `role`, then `text`, `reasoning`, `call` and `arguments` for the pieces, then `finish`."""
 
     def __init__(self, response_id: str, created: int, model: str) -> None:
         super().__init__("chat.completion.chunk", response_id, created, model)
@@ -60,6 +60,25 @@ class ChatChunks(ChunkWriter):
 
     def text(self, index: int, text: str, logprobs: bytes = _NULL, usage: bytes = _NULL) -> bytes:
         delta = b'"delta":{"content":' + encode(text) + b',"reasoning_content":null}'
+        return self._event(index, delta, logprobs, _RUNNING, usage)
+
+    def reasoning(self, index: int, text: str, logprobs: bytes = _NULL, usage: bytes = _NULL) -> bytes:
+        delta = b'"delta":{"content":null,"reasoning_content":' + encode(text) + b"}"
+        return self._event(index, delta, logprobs, _RUNNING, usage)
+
+    def call(
+        self, index: int, number: int, call_id: str, name: str, logprobs: bytes = _NULL, usage: bytes = _NULL
+    ) -> bytes:
+        """The start of a function call; `number` counts the calls of the choice."""
+        function = {"name": name, "arguments": ""}
+        call = {"index": number, "id": call_id, "type": "function", "function": function}
+        return self._tool_calls(index, call, logprobs, usage)
+
+    def arguments(self, index: int, number: int, text: str, logprobs: bytes = _NULL, usage: bytes = _NULL) -> bytes:
+        return self._tool_calls(index, {"index": number, "function": {"arguments": text}}, logprobs, usage)
+
+    def _tool_calls(self, index: int, call: dict[str, Any], logprobs: bytes, usage: bytes) -> bytes:
+        delta = b'"delta":{"content":null,"reasoning_content":null,"tool_calls":[' + encode(call) + b"]}"
         return self._event(index, delta, logprobs, _RUNNING, usage)
 
     def finish(self, index: int, reason: str, matched: int | str | None, usage: bytes = _NULL) -> bytes:

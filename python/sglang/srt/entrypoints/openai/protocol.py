@@ -19,6 +19,9 @@ MAX_TOOLS = 4_096
 MAX_TEXTS = 4_096
 """Texts or token lists of one call."""
 
+MAX_PARSED_CHARS = 1 << 21
+"""Of an output that a client wants parsed."""
+
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """An integer that the messages between the processes can carry."""
 Name = Annotated[str, Meta(max_length=4096)]
@@ -217,11 +220,31 @@ class DetokenizeRequest(Body, kw_only=True):
             raise bad_request("tokens must be a list of token ids or a list of such lists", param="tokens")
 
 
+class ParseCallsRequest(Body, kw_only=True):
+    """`tool_call_parser`: a format's name as the flag takes it; left out: the server's."""
+
+    text: Annotated[str, Meta(max_length=MAX_PARSED_CHARS)]
+    tools: Annotated[list[ToolFields], Meta(max_length=MAX_TOOLS)]
+    tool_call_parser: str | None = None
+
+    def __post_init__(self) -> None:
+        _check("tools", self.tools, list[Tool])
+
+
+class SeparateReasoningRequest(Body, kw_only=True):
+    """`reasoning_parser`: a format's name as the flag takes it; left out: the server's."""
+
+    text: Annotated[str, Meta(max_length=MAX_PARSED_CHARS)]
+    reasoning_parser: str | None = None
+
+
 BODIES = (
     ChatCompletionRequest,
     CompletionRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    ParseCallsRequest,
+    SeparateReasoningRequest,
     ChatMessage,
     Tool,
 )

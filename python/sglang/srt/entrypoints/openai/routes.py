@@ -18,11 +18,14 @@ from sglang.srt.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    ParseCallsRequest,
+    SeparateReasoningRequest,
     TokenizeRequest,
 )
 from sglang.srt.entrypoints.openai.serving import OpenAIService
 from sglang.srt.entrypoints.openai.serving_chat import chat_completions
 from sglang.srt.entrypoints.openai.serving_completions import completions
+from sglang.srt.entrypoints.output_formats import parse_calls, separate_reasoning
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -110,3 +113,17 @@ async def post_detokenize(request: Request) -> Response:
     decode = partial(engine.tokenizer.decode, skip_special_tokens=body.skip_special_tokens)
     texts = await engine.manager.in_thread(lambda: [decode(ids) for ids in sequences])
     return json_response({"text": texts[0] if single else texts})
+
+
+@router.post("/parse_function_call", openapi_extra=body_schema(ParseCallsRequest))
+async def post_parse_function_call(request: Request) -> Response:
+    engine = engine_of(request)
+    body = await read_body(request, ParseCallsRequest)
+    return json_response(await engine.manager.in_thread(parse_calls, engine.formats, body))
+
+
+@router.post("/separate_reasoning", openapi_extra=body_schema(SeparateReasoningRequest))
+async def post_separate_reasoning(request: Request) -> Response:
+    engine = engine_of(request)
+    body = await read_body(request, SeparateReasoningRequest)
+    return json_response(await engine.manager.in_thread(separate_reasoning, engine.formats, body))

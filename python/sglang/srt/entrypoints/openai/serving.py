@@ -15,6 +15,7 @@ from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.http_stream import EventStream, until_disconnect
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.entrypoints.openai.protocol import SamplingFields
+from sglang.srt.function_call.model_formats import ModelFormats
 from sglang.srt.managers.generate_request import GenerateOutput, GenerateRequest
 from sglang.srt.managers.generation_stream import GenerationStream
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -29,6 +30,7 @@ class OpenAIService:
     chat_template: ChatTemplate
     model_name: str
     report_cached_tokens: bool
+    formats: ModelFormats
 
     @property
     def tokenizer(self) -> Tokenizer:

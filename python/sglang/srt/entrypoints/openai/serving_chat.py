@@ -7,10 +7,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sglang.srt.entrypoints.http_errors import bad_request, json_response
+from sglang.srt.entrypoints.http_errors import json_response
+from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.openai.chunks import ChatChunks, encode
 from sglang.srt.entrypoints.openai.logprobs import chat_logprobs
-from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, NamedToolChoice
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.sampling import sampling_dict
 from sglang.srt.entrypoints.openai.serving import (
     OpenAIService,
@@ -20,20 +21,29 @@ from sglang.srt.entrypoints.openai.serving import (
     stream_events,
 )
 from sglang.srt.entrypoints.openai.usage import UsageCounter
+from sglang.srt.function_call.events import ArgumentsDelta, CallStart, Event, ReasoningDelta, TextDelta
+from sglang.srt.function_call.events import collect as collect_events
 from sglang.srt.managers.generate_request import GenerateOutput, GenerateRequest
 from sglang.srt.managers.io_struct import OutputLogprobs
 from sglang.srt.managers.native_output import WEIGHT_VERSION
 from sglang.srt.managers.tokenizer_manager import LONG_TEXT
 
+PROMPT_END_TOKENS = 32
+"""Tokens of a prompt that are looked at for the beginning of thoughts."""
+
 
 async def chat_completions(service: OpenAIService, body: ChatCompletionRequest, request: Request) -> Response:
     head, rid = new_head("chatcmpl-", body, service)
-    call = await _generate_request(service, body, rid, len(await request.body()))
+    prompt = await _prompt(service, body, len(await request.body()))
+    formats = ChatFormats(service.formats, body, _prompt_end(service, body) if prompt is None else prompt)
+    call = _generate_request(body, rid, prompt, formats)
     usage = UsageCounter(body.num_choices, service.report_cached_tokens)
     if body.stream:
-        return await stream_events(service, request, call, lambda _: _ChatWriter(service, body, head, usage))
+        return await stream_events(service, request, call, lambda _: _ChatWriter(service, body, formats, head, usage))
     _, outputs = await collect(service, request, call)
+    choices = []
     for output in outputs:
+        choices.append(_choice(service, formats, output))
         usage.update(output.index, output.meta)
     return json_response(
         {
@@ -41,28 +51,42 @@ async def chat_completions(service: OpenAIService, body: ChatCompletionRequest, 
             "object": "chat.completion",
             "created": head.created,
             "model": head.model,
-            "choices": [_choice(service, output) for output in outputs],
+            "choices": choices,
             "usage": usage.as_dict(),
             "metadata": {"weight_version": WEIGHT_VERSION},
         }
     )
 
 
-async def _generate_request(
-    service: OpenAIService, body: ChatCompletionRequest, rid: str | list[str], num_bytes: int
+async def _prompt(service: OpenAIService, body: ChatCompletionRequest, num_bytes: int) -> str | None:
+    """The conversation as the model reads it; None if the request has its tokens."""
+    if body.input_ids is not None:
+        return None
+    _ = service.tokenizer
+    render = service.chat_template.render
+    return render(body) if num_bytes < LONG_TEXT else await service.manager.in_thread(render, body)
+
+
+def _prompt_end(service: OpenAIService, body: ChatCompletionRequest) -> str:
+    tokenizer = service.manager.tokenizer
+    ids = (body.input_ids or [])[-PROMPT_END_TOKENS:]
+    vocab_size = service.manager.model_config.vocab_size
+    if tokenizer is None or not all(0 <= token < vocab_size for token in ids):
+        return ""
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _generate_request(
+    body: ChatCompletionRequest, rid: str | list[str], prompt: str | None, formats: ChatFormats
 ) -> GenerateRequest:
-    _check_tool_choice(body)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    prompt = None
-    if body.input_ids is None:
-        _ = service.tokenizer
-        render = service.chat_template.render
-        prompt = render(body) if num_bytes < LONG_TEXT else await service.manager.in_thread(render, body)
+    params = sampling_dict(body, max_tokens)
+    formats.constrain(params)
     return GenerateRequest(
         text=prompt,
         input_ids=body.input_ids,
         add_special_tokens=False,
-        sampling_params=sampling_dict(body, max_tokens),
+        sampling_params=params,
         stream=bool(body.stream),
         return_logprob=bool(body.logprobs),
         top_logprobs_num=body.top_logprobs or 0,
@@ -73,56 +97,118 @@ async def _generate_request(
     )
 
 
-def _check_tool_choice(body: ChatCompletionRequest) -> None:
-    if body.tool_choice == "required" or isinstance(body.tool_choice, NamedToolChoice):
-        raise bad_request(
-            "tool_choice that forces a call needs a server with --tool-call-parser, which this server does not have; "
-            'use tool_choice "auto" and read the call from the text',
-            param="tool_choice",
-        )
-
-
 def _logprobs(service: OpenAIService, logprobs: OutputLogprobs | None) -> dict[str, Any] | None:
     return None if logprobs is None else chat_logprobs(service.tokenizer, logprobs)
 
 
-def _choice(service: OpenAIService, output: GenerateOutput) -> dict[str, Any]:
+def _choice(service: OpenAIService, formats: ChatFormats, output: GenerateOutput) -> dict[str, Any]:
     assert output.finish is not None
+    message, has_calls = _message(service, formats, output)
     return {
         "index": output.index,
-        "message": {"role": "assistant", "content": output.text, "reasoning_content": None, "tool_calls": None},
+        "message": message,
         "logprobs": _logprobs(service, output.logprobs),
-        "finish_reason": output.finish.type,
+        "finish_reason": _finish_reason(output.finish.type, has_calls),
         "matched_stop": output.finish.matched,
     }
 
 
+def _message(service: OpenAIService, formats: ChatFormats, output: GenerateOutput) -> tuple[dict[str, Any], bool]:
+    """The answer, and whether it has calls."""
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": output.text,
+        "reasoning_content": None,
+        "tool_calls": None,
+    }
+    if not formats.parses:
+        return message, False
+    choice = ChoiceOutput(formats, service.tokenizer)
+    parsed = collect_events(choice.push(output))
+    output.meta.reasoning_tokens = choice.reasoning_tokens
+    calls = [
+        {
+            "index": number,
+            "id": formats.call_id(call.name, number),
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for number, call in enumerate(parsed.calls)
+    ]
+    message["content"] = parsed.text or (None if calls or parsed.reasoning else "")
+    message["reasoning_content"] = parsed.reasoning or None
+    message["tool_calls"] = calls or None
+    return message, bool(calls)
+
+
+def _finish_reason(reason: str, has_calls: bool) -> str:
+    return "tool_calls" if has_calls and reason == "stop" else reason
+
+
 class _ChatWriter:
     def __init__(
-        self, service: OpenAIService, body: ChatCompletionRequest, head: ResponseHead, usage: UsageCounter
+        self,
+        service: OpenAIService,
+        body: ChatCompletionRequest,
+        formats: ChatFormats,
+        head: ResponseHead,
+        usage: UsageCounter,
     ) -> None:
         self._service = service
+        self._formats = formats
         self._chunks = ChatChunks(head.id, head.created, head.model)
         self._usage = usage
         self._continuous = body.continuous_usage
         self._final_usage = body.include_usage
         self._introduced: set[int] = set()
+        self._choices: dict[int, ChoiceOutput] = {}
+        self._calling: set[int] = set()
+        """Choices with a call."""
 
     def write(self, output: GenerateOutput) -> bytes:
         index = output.index
+        deltas = self._deltas(output)
         self._usage.update(index, output.meta)
         usage = encode(self._usage.as_dict()) if self._continuous else b"null"
         events = b""
         if index not in self._introduced:
             self._introduced.add(index)
             events = self._chunks.role(index, usage)
+        logprobs = b"null"
         if output.logprobs is not None and output.logprobs.output:
-            events += self._chunks.text(index, output.text, encode(_logprobs(self._service, output.logprobs)), usage)
-        elif output.text:
-            events += self._chunks.text(index, output.text, usage=usage)
+            logprobs = encode(_logprobs(self._service, output.logprobs))
+            deltas = deltas or [TextDelta("")]
+        for delta in deltas:
+            events += self._delta(index, delta, logprobs, usage)
+            logprobs = b"null"
         if output.finish is not None:
-            events += self._chunks.finish(index, output.finish.type, output.finish.matched, usage)
+            reason = _finish_reason(output.finish.type, index in self._calling)
+            events += self._chunks.finish(index, reason, output.finish.matched, usage)
         return events
+
+    def _deltas(self, output: GenerateOutput) -> list[Event]:
+        """What a client sees of the output's events."""
+        if not self._formats.parses:
+            return [TextDelta(output.text)] if output.text else []
+        choice = self._choices.get(output.index)
+        if choice is None:
+            choice = self._choices[output.index] = ChoiceOutput(self._formats, self._service.tokenizer)
+        events = choice.push(output)
+        output.meta.reasoning_tokens = choice.reasoning_tokens
+        return [event for event in events if isinstance(event, TextDelta | ReasoningDelta | CallStart | ArgumentsDelta)]
+
+    def _delta(self, index: int, delta: Event, logprobs: bytes, usage: bytes) -> bytes:
+        chunks = self._chunks
+        if isinstance(delta, CallStart):
+            self._calling.add(index)
+            call_id = self._formats.call_id(delta.name, delta.call)
+            return chunks.call(index, delta.call, call_id, delta.name, logprobs, usage)
+        if isinstance(delta, ArgumentsDelta):
+            return chunks.arguments(index, delta.call, delta.text, logprobs, usage)
+        if isinstance(delta, ReasoningDelta):
+            return chunks.reasoning(index, delta.text, logprobs, usage)
+        assert isinstance(delta, TextDelta)
+        return chunks.text(index, delta.text, logprobs, usage)
 
     def end(self) -> bytes:
         return self._chunks.usage(self._usage.as_dict()) if self._final_usage else b""

@@ -92,7 +92,8 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
 
 def _pieces(features: tuple[str, ...]) -> Iterator[Variant]:
     """What cuts the work of decoding into pieces, and what puts their results together."""
-    plans, values = {}, set()
+    plans: dict[tuple[int, int], tiles.Tile] = {}
+    values: set[int] = set()
     for row in tiles.ROWS:
         if row.op == "decode_attention":
             plans |= {(tile["BLOCK_N"], tile["waves"]): tile for tile in row.candidates(features)}

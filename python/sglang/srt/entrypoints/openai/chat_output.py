@@ -1,0 +1,201 @@
+"""What a chat request makes of the model's text: which formats apply to it, and what it may force."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import msgspec
+
+from sglang.srt.constrained.grammar import ANY_JSON
+from sglang.srt.entrypoints.http_errors import bad_request
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, NamedToolChoice
+from sglang.srt.function_call.events import Event
+from sglang.srt.function_call.forcing import (
+    FORCED_CALLS,
+    ForcedCalls,
+    Format,
+    after_thoughts,
+    answer_format,
+    final_channel,
+)
+from sglang.srt.function_call.harmony import Harmony
+from sglang.srt.function_call.model_formats import ModelFormats, tool_schemas
+from sglang.srt.function_call.parser import OutputParser
+from sglang.srt.function_call.registry import NUMBERED_IDS
+from sglang.srt.managers.generate_request import GenerateOutput
+from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+_ANY_OBJECT: Format = {"type": "object", "additionalProperties": True}
+
+
+class ChatFormats:
+    """The formats of one request. `prompt`: the rendered conversation, or its end."""
+
+    def __init__(self, formats: ModelFormats, body: ChatCompletionRequest, prompt: str) -> None:
+        self._formats = formats
+        self._body = body
+        self._prompt = prompt
+        self.tools = tool_schemas(body.tools) if formats.calls is not None and body.tool_choice != "none" else {}
+        self._calls_before = _num_calls(body.messages)
+        reasoning = formats.reasoning
+        self._inside = reasoning is not None and not isinstance(reasoning, Harmony) and reasoning.starts_inside(prompt)
+
+    @property
+    def parses(self) -> bool:
+        """Whether outputs are more than text."""
+        return bool(self.tools) or self._formats.reasoning is not None or isinstance(self._formats.calls, Harmony)
+
+    @property
+    def counts_reasoning(self) -> bool:
+        return self._formats.reasoning is not None
+
+    def new_parser(self) -> OutputParser:
+        """For one choice."""
+        return OutputParser(
+            calls=self._formats.calls,
+            tools=self.tools,
+            reasoning=self._formats.reasoning,
+            inside=self._inside,
+            separate=self._body.separate_reasoning,
+            whole_thoughts=not self._body.stream_reasoning,
+        )
+
+    def call_id(self, name: str, number: int) -> str:
+        """`number`: of the call in its answer."""
+        if self._formats.calls_name in NUMBERED_IDS:
+            return f"functions.{name}:{self._calls_before + number}"
+        return f"call_{uuid.uuid4().hex[:24]}"
+
+    def constrain(self, params: dict[str, Any]) -> None:
+        """Adds to sampling parameters what the formats and `tool_choice` ask for. Raises ApiError 400."""
+        if self.parses and self._formats.hidden_markers:
+            params["skip_special_tokens"] = False
+        given = next((name for name in _GRAMMARS if name in params), None)
+        answer = None
+        if given is not None and (self.tools or self._formats.reasoning is not None):
+            answer = _answer(given, params[given])
+            if answer is not None and self._formats.is_harmony:
+                answer = final_channel(answer)
+        if self._forces_call:
+            if given is not None:
+                raise bad_request(
+                    f"tool_choice forces a call, and {given} another output: give one of them.", param="tool_choice"
+                )
+            answer = self._calls(self._forced_format())
+        elif self.tools and (forced := FORCED_CALLS.get(self._formats.calls_name or "")) is not None:
+            answer = self._calls_or(forced, answer, given is not None)
+        if answer is not None:
+            tag = after_thoughts(answer, self._formats.reasoning, self._prompt)
+            params.pop(given or "", None)
+            params["structural_tag"] = _encoded(tag)
+
+    @property
+    def _named(self) -> str | None:
+        choice = self._body.tool_choice
+        return choice.function.name if isinstance(choice, NamedToolChoice) else None
+
+    @property
+    def _forces_call(self) -> bool:
+        return self._body.tool_choice == "required" or self._named is not None
+
+    @property
+    def _one_call(self) -> bool:
+        return self._named is not None or self._body.parallel_tool_calls is False
+
+    def _forced_format(self) -> ForcedCalls:
+        name = self._formats.calls_name
+        if name is not None and name in FORCED_CALLS:
+            return FORCED_CALLS[name]
+        lack = "needs a server with --tool-call-parser" if name is None else f"is not possible with calls like {name}'s"
+        raise bad_request(f'tool_choice that forces a call {lack}; use tool_choice "auto"', param="tool_choice")
+
+    def _calls(self, forced: ForcedCalls) -> Format:
+        """Calls of the functions that the choice allows, by their schemas."""
+        functions = [tool["function"] for tool in self._body.tools or ()]
+        schemas = {
+            function["name"]: function.get("parameters") or _ANY_OBJECT
+            for function in functions
+            if self._named in (None, function["name"])
+        }
+        return forced.at_least_one(schemas, self._one_call)
+
+    def _calls_or(self, forced: ForcedCalls, answer: Format | None, constrained: bool) -> Format | None:
+        """Where the model chooses: calls or the constrained answer; calls among any text where something limits them.
+        None if nothing does."""
+        functions = [tool["function"] for tool in self._body.tools or ()]
+        schemas = {
+            function["name"]: (function.get("parameters") if function.get("strict") else None) or _ANY_OBJECT
+            for function in functions
+        }
+        if constrained:
+            calls = forced.at_least_one(schemas, self._one_call)
+            return None if answer is None else {"type": "or", "elements": [calls, answer]}
+        if self._one_call or any(function.get("strict") for function in functions):
+            return forced.among_text(schemas, self._one_call)
+        return None
+
+
+def _answer(kind: str, source: str) -> Format | None:
+    if source == ANY_JSON:
+        return answer_format(kind, _ANY_OBJECT)
+    return answer_format(kind, _read_json(source) if kind in ("json_schema", "structural_tag") else source)
+
+
+def _encoded(tag: Format) -> str:
+    try:
+        return msgspec.json.encode(tag).decode()
+    except RecursionError:
+        raise bad_request("a schema is nested too deeply", param="tools") from None
+
+
+def _read_json(source: str) -> Any:
+    try:
+        return msgspec.json.decode(source)
+    except (msgspec.DecodeError, RecursionError):
+        raise bad_request("the schema or structural tag is not JSON, or nested too deeply") from None
+
+
+def _num_calls(messages: list[dict[str, Any]]) -> int:
+    return sum(len(message.get("tool_calls") or ()) for message in messages if message["role"] == "assistant")
+
+
+class ChoiceOutput:
+    """One choice's text as events, and how many of its tokens are thoughts."""
+
+    def __init__(self, formats: ChatFormats, tokenizer: Tokenizer) -> None:
+        self._parser = formats.new_parser()
+        self._tokenizer = tokenizer
+        self._counts = formats.counts_reasoning
+        self._ids: list[int] = []
+        self._texts: list[str] = []
+        """The text behind the last thoughts that were counted."""
+        self._counted_end = 0
+        self._counted_bytes = 0
+        self._num_counted = 0
+        self._token_bytes = 0
+
+    def push(self, output: GenerateOutput) -> list[Event]:
+        """The events of the next piece; the last piece has all that is left."""
+        if self._counts:
+            self._ids.extend(output.new_ids)
+            self._texts.append(output.text)
+        events = self._parser.push(output.text)
+        return events if output.finish is None else events + self._parser.finish()
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens up to the end of the last thoughts, their marks included."""
+        if self._parser.in_reasoning:
+            return len(self._ids)
+        num_new = self._parser.reasoning_end - self._counted_end
+        if num_new:
+            text = "".join(self._texts)
+            self._texts = [text[num_new:]]
+            self._counted_end += num_new
+            self._counted_bytes += len(text[:num_new].encode())
+            while self._token_bytes < self._counted_bytes and self._num_counted < len(self._ids):
+                self._token_bytes += len(self._tokenizer.token_bytes(self._ids[self._num_counted]))
+                self._num_counted += 1
+        return self._num_counted

@@ -1,0 +1,76 @@
+"""The formats that the server reads: the flags, with `auto` resolved by the model; whole texts parsed on request."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from sglang.srt import compat
+from sglang.srt.configs.output_formats import AUTO
+from sglang.srt.entrypoints.http_errors import bad_request
+from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
+from sglang.srt.entrypoints.openai.protocol import ParseCallsRequest, SeparateReasoningRequest
+from sglang.srt.function_call.detection import reasoning_format, tool_call_format
+from sglang.srt.function_call.harmony import Harmony
+from sglang.srt.function_call.model_formats import ModelFormats, has_hidden, tool_schemas
+from sglang.srt.function_call.parser import OutputParser, parse
+from sglang.srt.function_call.registry import REASONING_FORMATS, TOOL_CALL_FORMATS
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+
+def model_formats(args: ServerArgs, manager: TokenizerManager, template: ChatTemplate) -> ModelFormats:
+    calls, reasoning = args.tool_call_parser, args.reasoning_parser
+    architecture = manager.model_config.architecture
+    tokenizer = manager.tokenizer
+    if tokenizer is None:
+        return ModelFormats()
+    if calls == AUTO:
+        calls = tool_call_format(architecture, template.render_probe)
+        _report("--tool-call-parser", calls)
+    if reasoning == AUTO:
+        reasoning = reasoning_format(architecture, template.sources, calls)
+        _report("--reasoning-parser", reasoning)
+
+    def shown(marker: str) -> str:
+        return tokenizer.decode(tokenizer.encode(marker, add_special_tokens=False), skip_special_tokens=True)
+
+    markers = ModelFormats(calls, reasoning).markers
+    return ModelFormats(calls, reasoning, has_hidden(markers, shown))
+
+
+def _report(flag: str, name: str | None) -> None:
+    if name is None:
+        logger.warning("%s auto: the chat template shows no format that is known; outputs stay as they are", flag)
+    else:
+        logger.info("%s auto: %s", flag, name)
+
+
+def parse_calls(formats: ModelFormats, body: ParseCallsRequest) -> dict[str, Any]:
+    """The answer of `/parse_function_call`. Raises ApiError 400 for a format that is not known."""
+    name = _name("tool_call_parser", body.tool_call_parser, formats.calls_name, TOOL_CALL_FORMATS)
+    parsed = parse(OutputParser(calls=TOOL_CALL_FORMATS[name], tools=tool_schemas(body.tools)), body.text)
+    calls = [
+        {"tool_index": number, "name": call.name, "parameters": call.arguments}
+        for number, call in enumerate(parsed.calls)
+    ]
+    return {"normal_text": parsed.text, "calls": calls}
+
+
+def separate_reasoning(formats: ModelFormats, body: SeparateReasoningRequest) -> dict[str, Any]:
+    """The answer of `/separate_reasoning`. Raises ApiError 400 for a format that is not known."""
+    name = _name("reasoning_parser", body.reasoning_parser, formats.reasoning_name, REASONING_FORMATS)
+    form = REASONING_FORMATS[name]
+    inside = not isinstance(form, Harmony) and form.inside
+    parsed = parse(OutputParser(reasoning=form, inside=inside), body.text)
+    return {"reasoning_text": parsed.reasoning, "text": parsed.text}
+
+
+def _name(field: str, given: str | None, default: str | None, known: Iterable[str]) -> str:
+    name = default if given in (None, "", AUTO) else compat.VALUE_ALIASES.get((field, given or ""), given)
+    if name is None or name not in known:
+        raise bad_request(f"{field} must be one of {', '.join(known)}; got {str(name)[:64]}", param=field)
+    return name

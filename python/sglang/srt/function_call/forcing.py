@@ -1,0 +1,174 @@
+"""Grammars that make a model write calls in its own format: structural tags, as xgrammar defines them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.function_call.harmony import ANALYSIS, CHANNEL, CONSTRAIN, END, FINAL, MESSAGE, START, Harmony
+from sglang.srt.function_call.reasoning import ReasoningFormat
+
+Format = dict[str, Any]
+"""A part of a structural tag."""
+
+MAX_WHITESPACE = 64
+"""Characters between two elements of JSON: room for deep indentation, but a model cannot fill its answer with them."""
+
+_NAME = "NAME"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForcedCalls:
+    """`begin` and `end` stand around a call's arguments, `begin` with NAME for the function's name; `number`: a number
+    and this text follow it. `style`: how the arguments are written. `section` stands around a row of calls, `between`
+    between them. `single`: nothing follows a call."""
+
+    begin: str
+    number: str = ""
+    style: str = "json"
+    end: str
+    section: tuple[str, str] | None = None
+    between: str = ""
+    single: bool = False
+
+    def at_least_one(self, tools: Mapping[str, Format], one: bool) -> Format:
+        """Calls and nothing else. tools: name -> schema of the arguments. one: exactly one call."""
+        row = {
+            "type": "tags_with_separator",
+            "tags": self._tags(tools),
+            "separator": self.between,
+            "at_least_one": True,
+            "stop_after_first": one or self.single,
+        }
+        return self._section(row) if self.section is not None else row
+
+    def among_text(self, tools: Mapping[str, Format], one: bool) -> Format:
+        """Any text; a call that begins in it is a call of one of the tools."""
+        tags, trigger = self._tags(tools), self.begin.partition(_NAME)[0]
+        if self.section is not None:
+            tags, trigger = [self.at_least_one(tools, one)], self.section[0]
+        return {"type": "triggered_tags", "triggers": [trigger], "tags": tags, "stop_after_first": one or self.single}
+
+    def _tags(self, tools: Mapping[str, Format]) -> list[Format]:
+        return [
+            _tag(self.begin.replace(_NAME, name), self._content(schema), self.end) for name, schema in tools.items()
+        ]
+
+    def _content(self, schema: Format) -> Format:
+        arguments = {**_json(schema), "style": self.style}
+        if not self.number:
+            return arguments
+        return _sequence({"type": "regex", "pattern": "[0-9]{1,6}"}, _constant(self.number), arguments)
+
+    def _section(self, row: Format) -> Format:
+        assert self.section is not None
+        return _tag(self.section[0], row, self.section[1])
+
+
+def _json(schema: Any) -> Format:
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
+
+
+def _tag(begin: str, content: Format, end: str) -> Format:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _sequence(*elements: Format) -> Format:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def _constant(text: str) -> Format:
+    return {"type": "const_string", "value": text}
+
+
+_HERMES = ForcedCalls(begin='<tool_call>\n{"name": "NAME", "arguments": ', end="}\n</tool_call>", between="\n")
+_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+
+
+def _dsml(section: str) -> ForcedCalls:
+    return ForcedCalls(
+        begin='<｜DSML｜invoke name="NAME">\n',
+        style="deepseek_xml",
+        end="</｜DSML｜invoke>\n",
+        section=(f"<｜DSML｜{section}>\n", f"</｜DSML｜{section}>"),
+    )
+
+
+FORCED_CALLS: Mapping[str, ForcedCalls] = {
+    "deepseekv3": ForcedCalls(
+        begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
+        end="\n```<｜tool▁call▁end｜>",
+        section=_DEEPSEEK,
+        between="\n",
+    ),
+    "deepseekv31": ForcedCalls(
+        begin="<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>", end="<｜tool▁call▁end｜>", section=_DEEPSEEK
+    ),
+    "deepseekv32": _dsml("function_calls"),
+    "deepseekv4": _dsml("tool_calls"),
+    "glm45": ForcedCalls(begin="<tool_call>NAME\n", style="glm_xml", end="</tool_call>", between="\n"),
+    "glm47": ForcedCalls(begin="<tool_call>NAME", style="glm_xml", end="</tool_call>"),
+    "gpt-oss": ForcedCalls(
+        begin=f"{CHANNEL}commentary to=functions.NAME {CONSTRAIN}json{MESSAGE}", end="", single=True
+    ),
+    "hermes": _HERMES,
+    "kimi_k2": ForcedCalls(
+        begin="<|tool_call_begin|>functions.NAME:",
+        number="<|tool_call_argument_begin|>",
+        end="<|tool_call_end|>",
+        section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    ),
+    "llama3": ForcedCalls(begin='{"name": "NAME", "parameters": ', end="}", between="; "),
+    "minimax-m2": ForcedCalls(
+        begin='<invoke name="NAME">\n',
+        style="minimax_xml",
+        end="</invoke>\n",
+        section=("<minimax:tool_call>\n", "</minimax:tool_call>"),
+    ),
+    "mistral": ForcedCalls(begin="[TOOL_CALLS]NAME[ARGS]", end=""),
+    "qwen25": _HERMES,
+    "qwen3_coder": ForcedCalls(
+        begin="<tool_call>\n<function=NAME>\n", style="qwen_xml", end="</function>\n</tool_call>", between="\n"
+    ),
+}
+"""Formats whose calls can be forced: all but pythonic, for which there is no grammar of arguments."""
+
+
+def after_thoughts(answer: Format, reasoning: ReasoningFormat | Harmony | None, prompt: str) -> Format:
+    """The structural tag of an output whose answer, behind its thoughts, is as `answer` says. `prompt`: its end."""
+    return {"type": "structural_tag", "format": _after_thoughts(answer, reasoning, prompt)}
+
+
+def _after_thoughts(answer: Format, reasoning: ReasoningFormat | Harmony | None, prompt: str) -> Format:
+    if reasoning is None:
+        return answer
+    any_text = {"type": "any_text"}
+    if isinstance(reasoning, Harmony):
+        thoughts = _tag(f"{CHANNEL}{ANALYSIS}{MESSAGE}", any_text, f"{END}{START}assistant")
+        return _sequence({"type": "optional", "content": thoughts}, answer)
+    if reasoning.starts_inside(prompt):
+        return _sequence(_tag("", any_text, reasoning.end), _SPACE, answer)
+    if prompt.rstrip().endswith(reasoning.end):
+        return answer
+    thoughts = _sequence(_tag(reasoning.begin, any_text, reasoning.end), _SPACE)
+    return _sequence({"type": "optional", "content": thoughts}, answer)
+
+
+_SPACE = {"type": "regex", "pattern": "\\n{0,2}"}
+
+
+def final_channel(answer: Format) -> Format:
+    """A constrained answer as a message of Harmony."""
+    return _sequence(_constant(f"{CHANNEL}{FINAL}{MESSAGE}"), answer)
+
+
+def answer_format(kind: str, source: Any) -> Format | None:
+    """The part of a structural tag that means the same as a grammar of `kind` json_schema, regex or ebnf, or as a whole
+    structural tag; None for tags of the older form. `source` is text, or JSON read."""
+    if kind == "structural_tag":
+        inner = source.get("format") if isinstance(source, dict) else None
+        return inner if isinstance(inner, dict) else None
+    if kind == "json_schema":
+        return _json(source)
+    return {"type": "regex", "pattern": source} if kind == "regex" else {"type": "grammar", "grammar": source}

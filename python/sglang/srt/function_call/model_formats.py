@@ -1,0 +1,51 @@
+"""How the served model writes calls and thoughts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.function_call.call_format import CallFormat
+from sglang.srt.function_call.harmony import Harmony
+from sglang.srt.function_call.reasoning import ReasoningFormat
+from sglang.srt.function_call.registry import REASONING_FORMATS, TOOL_CALL_FORMATS
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFormats:
+    """Names from `--tool-call-parser` and `--reasoning-parser`, `auto` resolved; None: not parsed.
+
+    `hidden_markers`: the tokenizer has markers as special tokens, which are seen only if those are not skipped.
+    """
+
+    calls_name: str | None = None
+    reasoning_name: str | None = None
+    hidden_markers: bool = False
+
+    @property
+    def calls(self) -> CallFormat | Harmony | None:
+        return None if self.calls_name is None else TOOL_CALL_FORMATS[self.calls_name]
+
+    @property
+    def reasoning(self) -> ReasoningFormat | Harmony | None:
+        return None if self.reasoning_name is None else REASONING_FORMATS[self.reasoning_name]
+
+    @property
+    def is_harmony(self) -> bool:
+        return isinstance(self.calls, Harmony) or isinstance(self.reasoning, Harmony)
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return tuple(mark for form in (self.calls, self.reasoning) if form is not None for mark in form.markers)
+
+
+def has_hidden(markers: tuple[str, ...], shown: Callable[[str], str]) -> bool:
+    """Whether one of the markers is not there any more in what a detokenizer that skips special tokens shows of it."""
+    return any(marker not in shown(marker) for marker in markers)
+
+
+def tool_schemas(tools: list[dict[str, Any]] | None) -> Mapping[str, Mapping[str, Any]]:
+    """Name -> schema of the parameters, for the functions of a request."""
+    functions = [tool["function"] for tool in tools or ()]
+    return {function["name"]: function.get("parameters") or {} for function in functions}

@@ -1,0 +1,94 @@
+"""One output of a model, from its text to events.
+
+    parser = OutputParser(calls=TOOL_CALL_FORMATS["glm45"], tools={"weather": {...schema...}})
+    for text in pieces:
+        events = parser.push(text)
+    events = parser.finish()
+
+The events of an output, neighbours of the same kind joined, are the same however it was cut into pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sglang.srt.function_call.call_format import CallFormat
+from sglang.srt.function_call.events import Event, ParsedOutput, collect
+from sglang.srt.function_call.harmony import Harmony
+from sglang.srt.function_call.output import Output
+from sglang.srt.function_call.reader import Reader, Steps
+from sglang.srt.function_call.reasoning import ReasoningFormat
+
+
+class OutputParser:
+    """calls: how the model calls functions, None to leave calls in the text; so does an empty `tools`.
+    tools: name -> JSON schema of the parameters.
+    reasoning: how it writes thoughts; None: it has none.
+    inside: whether the prompt ends within thoughts.
+    separate: thoughts are events of their own; else they stay in the text as they are.
+    whole_thoughts: thoughts are one event when they have ended.
+    """
+
+    def __init__(
+        self,
+        *,
+        calls: CallFormat | Harmony | None = None,
+        tools: Mapping[str, Mapping[str, Any]] | None = None,
+        reasoning: ReasoningFormat | Harmony | None = None,
+        inside: bool = False,
+        separate: bool = True,
+        whole_thoughts: bool = False,
+    ) -> None:
+        self._calls = calls
+        self._reasoning = reasoning
+        self._inside = inside
+        self._separate = separate
+        self._reader = Reader()
+        self._output = Output(self._reader, tools or {}, whole_thoughts)
+        self._steps = self._read()
+        next(self._steps)
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the text so far ends within thoughts."""
+        return self._output.in_reasoning
+
+    @property
+    def reasoning_end(self) -> int:
+        """Characters up to the end of the last thoughts that have ended; 0: there were none."""
+        return self._output.reasoning_end
+
+    def push(self, text: str) -> list[Event]:
+        """What has become certain with the next piece of the output."""
+        self._reader.feed(text)
+        next(self._steps)
+        return self._output.take_events()
+
+    def finish(self) -> list[Event]:
+        """The rest, at the end of the output."""
+        self._reader.end()
+        next(self._steps, None)
+        return self._output.take_events()
+
+    def _read(self) -> Steps[None]:
+        reader, output = self._reader, self._output
+        yield
+        if isinstance(self._calls, Harmony) or isinstance(self._reasoning, Harmony):
+            harmony = self._calls if isinstance(self._calls, Harmony) else self._reasoning
+            assert isinstance(harmony, Harmony)
+            yield from harmony.read(reader, output, self._separate and isinstance(self._reasoning, Harmony))
+        else:
+            if self._reasoning is not None:
+                yield from self._reasoning.read(reader, output, self._inside, self._separate)
+            if self._calls is not None and output.tools:
+                yield from self._calls.read(reader, output)
+            else:
+                output.flush_space()
+                yield from reader.rest(output.exact_text)
+        output.flush_space()
+
+
+def parse(parser: OutputParser, text: str) -> ParsedOutput:
+    """A whole output at once."""
+    return collect([*parser.push(text), *parser.finish()])

@@ -1,0 +1,180 @@
+"""Reads text that arrives in pieces.
+
+Grammars are generators over a `Reader`: they yield where they need more text and go on when it is there. What a method
+consumes and passes on depends on the text alone, never on where the pieces were cut.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator
+from typing import TypeVar
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""A grammar: yields where it waits for text, returns what it has read."""
+Sink = Callable[[str], None]
+
+SPACE = re.compile(r"\s*")
+
+
+class Markers:
+    """Strings to look for together. None may be a part of another: the first that is complete would win by chance."""
+
+    def __init__(self, *texts: str) -> None:
+        for text in texts:
+            if not text or any(text in other for other in texts if other != text):
+                raise ValueError(f"marker {text!r} is empty or a part of another one of {texts}")
+        self.texts = texts
+        self._pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
+        beginnings = {text[:length] for text in texts for length in range(1, len(text))}
+        self._beginnings = frozenset(beginnings)
+        self._longest = max(map(len, beginnings), default=0)
+        self._firsts = frozenset(text[0] for text in texts)
+
+    def search(self, text: str, start: int) -> re.Match[str] | None:
+        return self._pattern.search(text, start) if self._pattern is not None else None
+
+    def match(self, text: str, start: int) -> re.Match[str] | None:
+        return self._pattern.match(text, start) if self._pattern is not None else None
+
+    def certain_end(self, text: str, start: int) -> int:
+        """Where the longest end of `text` begins that may be the beginning of a marker."""
+        for cut in range(max(start, len(text) - self._longest), len(text)):
+            if text[cut] in self._firsts and text[cut:] in self._beginnings:
+                return cut
+        return len(text)
+
+    def may_begin(self, text: str, start: int) -> bool:
+        """Whether the rest of `text` is nothing or the beginning of a marker."""
+        return len(text) - start <= self._longest and (start == len(text) or text[start:] in self._beginnings)
+
+
+class Reader:
+    """The text that is there, from the reading position on. `mark` and `since_mark` keep what a grammar consumes, for
+    the case that it turns out to be something else."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._position = 0
+        self._offset = 0
+        self._ended = False
+        self._mark: int | None = None
+        self._marked: list[str] = []
+
+    def feed(self, text: str) -> None:
+        if self._mark is not None:
+            self._marked.append(self._text[self._mark : self._position])
+            self._mark = 0
+        self._offset += self._position
+        self._text = self._text[self._position :] + text
+        self._position = 0
+
+    def end(self) -> None:
+        """No text follows."""
+        self._ended = True
+
+    @property
+    def offset(self) -> int:
+        """Characters consumed so far."""
+        return self._offset + self._position
+
+    # --- memory of what was read --------------------------------------------------------------------------------------
+
+    def mark(self) -> None:
+        self._mark, self._marked = self._position, []
+
+    def since_mark(self) -> str:
+        assert self._mark is not None
+        return "".join(self._marked) + self._text[self._mark : self._position]
+
+    def unmark(self) -> None:
+        self._mark, self._marked = None, []
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def peek(self) -> Steps[str]:
+        """The next character, which stays; "" at the end."""
+        while self._position >= len(self._text):
+            if self._ended:
+                return ""
+            yield
+        return self._text[self._position]
+
+    def skip(self, count: int) -> None:
+        """Consumes characters that are known to be there."""
+        self._position += count
+
+    def run(self, pattern: re.Pattern[str], sink: Sink) -> Steps[str]:
+        """Passes on all characters that `pattern` takes, a class with a star, and returns the next, as `peek`."""
+        while True:
+            match = pattern.match(self._text, self._position)
+            assert match is not None
+            if match.end() > self._position:
+                sink(match[0])
+                self._position = match.end()
+            if self._position < len(self._text):
+                return self._text[self._position]
+            if self._ended:
+                return ""
+            yield
+
+    def space(self) -> Steps[str]:
+        """Consumes white space and returns the next character, as `peek`."""
+        return (yield from self.run(SPACE, ignore))
+
+    def one_of(self, markers: Markers) -> Steps[str | None]:
+        """Consumes the marker that comes next; None, and nothing is consumed, if it is none of them."""
+        while True:
+            match = markers.match(self._text, self._position)
+            if match is not None:
+                self._position = match.end()
+                return match[0]
+            if self._ended or not markers.may_begin(self._text, self._position):
+                return None
+            yield
+
+    def until(self, markers: Markers, sink: Sink) -> Steps[str | None]:
+        """Passes on the text before the next marker and returns the marker, which stays; None if the text ends."""
+        while True:
+            match = markers.search(self._text, self._position)
+            cut = match.start() if match is not None else len(self._text)
+            if match is None and not self._ended:
+                cut = markers.certain_end(self._text, self._position)
+            if cut > self._position:
+                sink(self._text[self._position : cut])
+                self._position = cut
+            if match is not None:
+                return match[0]
+            if self._ended:
+                return None
+            yield
+
+    def word(self, markers: Markers, limit: int) -> Steps[str | None]:
+        """Consumes and returns the text before the next marker, which stays. None, and nothing is consumed, if it is
+        longer than `limit` or the text ends."""
+        while True:
+            match = markers.search(self._text, self._position)
+            if match is not None:
+                start = self._position
+                if match.start() - start > limit:
+                    return None
+                self._position = match.start()
+                return self._text[start : match.start()]
+            if self._ended or markers.certain_end(self._text, self._position) - self._position > limit:
+                return None
+            yield
+
+    def rest(self, sink: Sink) -> Steps[None]:
+        """Passes on everything to the end."""
+        while True:
+            if self._position < len(self._text):
+                sink(self._text[self._position :])
+                self._position = len(self._text)
+            if self._ended:
+                return
+            yield
+
+
+def ignore(_: str) -> None:
+    """The sink of what nobody needs."""

@@ -1,0 +1,104 @@
+"""Calls whose arguments are tagged values, one by one, in the manner of XML, but without its escapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sglang.srt.function_call.coercion import ANY, as_json, parameter_types
+from sglang.srt.function_call.json_text import escaped
+from sglang.srt.function_call.output import MAX_HEADER, NotACall, Output
+from sglang.srt.function_call.reader import Markers, Reader, Sink, Steps
+
+STRING = frozenset(("string",))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaggedCalls:
+    """From behind the call's marker on: name, `after_name`, then for each argument `key`, its name, one of `after_key`,
+    perhaps `value`, its value and `after_value`; at last `end`.
+
+    `after_name` of "": a line break or a tag ends the name. `after_key`: text -> whether the value that follows is a
+    string; None: the tool's schema says so. `lines`: values stand on lines of their own.
+    """
+
+    after_name: str = ""
+    key: str
+    after_key: Mapping[str, bool | None]
+    value: str = ""
+    after_value: str
+    end: str
+    lines: bool = False
+
+    def __call__(self, reader: Reader, output: Output) -> Steps[None]:
+        name = yield from self._name(reader)
+        tag = yield from self._next_tag(reader)
+        output.start_call(name)
+        separator = "{"
+        while tag == self.key:
+            key, is_string = yield from self._key(reader)
+            types = {True: STRING, False: ANY, None: parameter_types(output.tools[name], key)}[is_string]
+            output.arguments(f'{separator}"{escaped(key)}": ')
+            separator = ", "
+            if types == STRING:
+                yield from self._stream_string(reader, output)
+            else:
+                value: list[str] = []
+                yield from self._read_value(reader, value.append)
+                output.arguments(as_json("".join(value), types))
+            tag = yield from self._next_tag(reader)
+        output.arguments("{}" if separator == "{" else "}")
+
+    def _name(self, reader: Reader) -> Steps[str]:
+        yield from reader.space()
+        ends = Markers(self.after_name) if self.after_name else Markers("\n", "<")
+        name = yield from reader.word(ends, MAX_HEADER)
+        if not name:
+            raise NotACall
+        reader.skip(len(self.after_name))
+        return name.strip()
+
+    def _next_tag(self, reader: Reader) -> Steps[str]:
+        yield from reader.space()
+        tag = yield from reader.one_of(Markers(self.key, self.end))
+        if tag is None:
+            raise NotACall
+        return tag
+
+    def _key(self, reader: Reader) -> Steps[tuple[str, bool | None]]:
+        ends = Markers(*self.after_key)
+        key = yield from reader.word(ends, MAX_HEADER)
+        end = yield from reader.one_of(ends)
+        if key is None or end is None:
+            raise NotACall
+        if self.value:
+            yield from reader.space()
+            if (yield from reader.one_of(Markers(self.value))) is None:
+                raise NotACall
+        return key.strip(), self.after_key[end]
+
+    def _stream_string(self, reader: Reader, output: Output) -> Steps[None]:
+        output.arguments('"')
+        yield from self._read_value(reader, lambda text: output.arguments(escaped(text)))
+        output.arguments('"')
+
+    def _read_value(self, reader: Reader, sink: Sink) -> Steps[None]:
+        line_end = _LineEnd(sink)
+        if self.lines and (yield from reader.peek()) == "\n":
+            reader.skip(1)
+        if (yield from reader.until(Markers(self.after_value), line_end.push if self.lines else sink)) is None:
+            raise NotACall
+        reader.skip(len(self.after_value))
+
+
+class _LineEnd:
+    """Passes text on without the line break at its end."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._held = ""
+
+    def push(self, text: str) -> None:
+        text = self._held + text
+        self._held = "\n" if text.endswith("\n") else ""
+        self._sink(text.removesuffix("\n"))

@@ -1,0 +1,308 @@
+"""Function calls and reasoning through the real `openai` client; the embedded model writes both."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from live_server import LiveServer, live_server
+
+from sglang.embedded import DEFAULT_MODEL_PATH
+
+MODEL = "tiny"
+APPLES = [
+    {
+        "role": "user",
+        "content": "Tom has 12 apples. He buys 30 more and then gives 5 away. How many does he have now?",
+    }
+]
+
+
+def function(name: str, description: str, **properties: Any) -> dict[str, Any]:
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+
+
+TOOLS = [
+    function("add_numbers", "Adds two numbers.", a={"type": "integer"}, b={"type": "integer"}),
+    function("get_time", "Returns the time in a city.", city={"type": "string"}),
+]
+ADD = [{"role": "user", "content": "Use the tool to add 12 and 30."}]
+TIME = [{"role": "user", "content": "What time is it in Paris?"}]
+
+
+@pytest.fixture(scope="module")
+def parsing_server() -> Iterator[LiveServer]:
+    with live_server(
+        "--tool-call-parser", "auto", "--reasoning-parser", "auto", "--served-model-name", MODEL
+    ) as running:
+        yield running
+
+
+def connect(server: LiveServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def client(parsing_server: LiveServer) -> Iterator[openai.OpenAI]:
+    with connect(parsing_server) as made:
+        yield made
+
+
+def ask(client: openai.OpenAI, messages: list[Any], **options: Any) -> Any:
+    fixed = {"model": MODEL, "temperature": 0, "max_tokens": 200}
+    return client.chat.completions.create(**{**fixed, "messages": messages, **options})
+
+
+def streamed(chunks: Any) -> dict[str, Any]:
+    """What a client puts together from a stream."""
+    result: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "finish": None}
+    for chunk in chunks:
+        if not chunk.choices:
+            result["usage"] = chunk.usage
+            continue
+        (choice,) = chunk.choices
+        result["content"] += choice.delta.content or ""
+        result["reasoning"] += choice.delta.model_extra.get("reasoning_content") or ""
+        for call in choice.delta.tool_calls or ():
+            if call.id is not None:
+                assert call.index == len(result["calls"]) and call.type == "function" and call.function.arguments == ""
+                result["calls"].append([call.id, call.function.name, ""])
+            else:
+                assert call.function.name is None and call.function.arguments
+                result["calls"][call.index][2] += call.function.arguments
+        result["finish"] = choice.finish_reason or result["finish"]
+    return result
+
+
+@pytest.mark.parametrize(
+    ("messages", "name", "arguments"), [(ADD, "add_numbers", {"a": 12, "b": 30}), (TIME, "get_time", {"city": "Paris"})]
+)
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_call(client: openai.OpenAI, messages: list[Any], name: str, arguments: Any, choice: str) -> None:
+    answer = ask(client, messages, tools=TOOLS, tool_choice=choice).choices[0]
+    assert answer.finish_reason == "tool_calls" and answer.message.content is None
+    (call,) = answer.message.tool_calls
+    assert re.fullmatch("call_[0-9a-f]{24}", call.id) and call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == (name, arguments)
+    stream = streamed(ask(client, messages, tools=TOOLS, tool_choice=choice, stream=True))
+    assert stream["finish"] == "tool_calls" and stream["content"] == ""
+    ((call_id, streamed_name, text),) = stream["calls"]
+    assert re.fullmatch("call_[0-9a-f]{24}", call_id)
+    assert (streamed_name, text) == (name, call.function.arguments)
+
+
+def test_named_function(client: openai.OpenAI) -> None:
+    """The model would take another one by itself."""
+    choice = {"type": "function", "function": {"name": "add_numbers"}}
+    options = {
+        "tools": TOOLS,
+        "tool_choice": choice,
+        "extra_body": {"chat_template_kwargs": {"enable_thinking": False}},
+    }
+    (call,) = ask(client, TIME, **options).choices[0].message.tool_calls
+    assert call.function.name == "add_numbers" and set(json.loads(call.function.arguments)) == {"a", "b"}
+
+
+def test_no_call(client: openai.OpenAI) -> None:
+    answer = ask(client, TIME, tools=TOOLS, tool_choice="none").choices[0]
+    assert answer.finish_reason == "stop" and answer.message.tool_calls is None and answer.message.content
+
+
+def test_arguments_arrive_in_pieces(client: openai.OpenAI) -> None:
+    chunks = [chunk for chunk in ask(client, ADD, tools=TOOLS, stream=True) if chunk.choices[0].delta.tool_calls]
+    assert len(chunks) > 3
+
+
+def test_conversation_with_a_result(client: openai.OpenAI) -> None:
+    call = ask(client, TIME, tools=TOOLS).choices[0].message
+    messages = [*TIME, call, {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": "noon"}]
+    answer = ask(client, messages, tools=TOOLS).choices[0]
+    assert answer.finish_reason == "stop" and answer.message.content and answer.message.tool_calls is None
+
+
+def test_several_choices(client: openai.OpenAI) -> None:
+    answer = ask(client, ADD, tools=TOOLS, n=3)
+    assert [len(choice.message.tool_calls) for choice in answer.choices] == [1, 1, 1]
+    assert len({choice.message.tool_calls[0].id for choice in answer.choices}) == 3
+
+
+def test_stream_helper(client: openai.OpenAI) -> None:
+    with client.chat.completions.stream(
+        model=MODEL, messages=ADD, tools=TOOLS, temperature=0, max_tokens=200
+    ) as stream:
+        message = stream.get_final_completion().choices[0].message
+    assert message.tool_calls[0].function.name == "add_numbers"
+
+
+def test_strict_tools(client: openai.OpenAI) -> None:
+    strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    (call,) = ask(client, ADD, tools=strict).choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"a": 12, "b": 30}
+
+
+def test_call_that_is_cut_off(client: openai.OpenAI) -> None:
+    """As text where it can still be text; a stream has begun the call."""
+    answer = ask(client, ADD, tools=TOOLS, max_tokens=16).choices[0]
+    assert answer.finish_reason == "length" and answer.message.tool_calls is None
+    assert answer.message.content.startswith('<tool_call>\n{"name": "add_numbers"')
+    stream = streamed(ask(client, ADD, tools=TOOLS, max_tokens=16, stream=True))
+    assert stream["finish"] == "length" and stream["calls"][0][2].startswith("{") and stream["content"] == ""
+
+
+def test_reasoning(client: openai.OpenAI) -> None:
+    answer = ask(client, APPLES)
+    message, usage = answer.choices[0].message, answer.usage
+    thoughts = message.model_extra["reasoning_content"]
+    assert "42 - 5 = 37" in thoughts and message.content == "The answer is 37."
+    assert 0 < usage.model_extra["reasoning_tokens"] < usage.completion_tokens
+    stream = streamed(ask(client, APPLES, stream=True, stream_options={"include_usage": True}))
+    assert (stream["reasoning"], stream["content"]) == (thoughts, message.content)
+    assert stream["usage"].model_extra["reasoning_tokens"] == usage.model_extra["reasoning_tokens"]
+
+
+def test_reasoning_tokens_are_those_up_to_the_end_of_thoughts(client: openai.OpenAI, parsing_server: Any) -> None:
+    raw = ask(client, APPLES, extra_body={"separate_reasoning": False}).choices[0].message.content
+    thoughts = raw[: raw.index("</think>") + len("</think>")]
+    reply = httpx.post(f"{parsing_server.url}/tokenize", json={"prompt": thoughts, "add_special_tokens": False})
+    assert ask(client, APPLES).usage.model_extra["reasoning_tokens"] == reply.json()["count"]
+
+
+def test_reasoning_in_one_piece_or_in_the_text(client: openai.OpenAI) -> None:
+    whole = ask(client, APPLES).choices[0].message
+    body = {"stream_reasoning": False}
+    chunks = list(ask(client, APPLES, stream=True, extra_body=body))
+    pieces = [chunk.choices[0].delta.model_extra["reasoning_content"] for chunk in chunks]
+    assert [piece for piece in pieces if piece] == [whole.model_extra["reasoning_content"]]
+    raw = ask(client, APPLES, extra_body={"separate_reasoning": False}).choices[0].message
+    assert raw.model_extra["reasoning_content"] is None
+    assert raw.content == f"<think>\n{whole.model_extra['reasoning_content']}\n</think>\n\n{whole.content}"
+    quiet = ask(client, APPLES, extra_body={"chat_template_kwargs": {"enable_thinking": False}}).choices[0].message
+    assert quiet.model_extra["reasoning_content"] is None and quiet.content
+
+
+def test_response_format_begins_after_thoughts(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    message = ask(client, APPLES, response_format=form).choices[0].message
+    assert isinstance(json.loads(message.content)["answer"], int)
+    message = ask(client, APPLES, response_format={"type": "json_object"}).choices[0].message
+    assert message.content.startswith("{") and message.model_extra["reasoning_content"]
+    message = ask(client, APPLES, extra_body={"json_schema": "$$ANY$$"}).choices[0].message
+    assert message.content.startswith("{") and message.model_extra["reasoning_content"]
+    message = ask(client, APPLES, extra_body={"regex": "It is [0-9]{2}"}).choices[0].message
+    assert re.fullmatch("It is [0-9]{2}", message.content)
+
+
+def test_tools_and_a_response_format(client: openai.OpenAI) -> None:
+    """The model calls, or answers in the format."""
+    schema = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    (call,) = ask(client, TIME, tools=TOOLS, response_format=form).choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+    answer = ask(client, APPLES, tools=TOOLS, tool_choice="none", response_format=form).choices[0].message
+    assert isinstance(json.loads(answer.content)["answer"], int)
+
+
+def test_one_call_at_a_time(client: openai.OpenAI) -> None:
+    answer = ask(client, ADD, tools=TOOLS, parallel_tool_calls=False).choices[0]
+    assert [call.function.name for call in answer.message.tool_calls] == ["add_numbers"]
+
+
+def test_logprobs_of_every_token(client: openai.OpenAI) -> None:
+    chunks = list(ask(client, ADD, tools=TOOLS, stream=True, logprobs=True, stream_options={"include_usage": True}))
+    entries = [chunk.choices[0].logprobs for chunk in chunks[:-1] if chunk.choices[0].logprobs]
+    assert sum(len(entry.content) for entry in entries) == chunks[-1].usage.completion_tokens
+
+
+def test_refusals(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="forces a call"):
+        ask(client, ADD, tools=TOOLS, tool_choice="required", extra_body={"regex": "a"})
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(900):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(openai.BadRequestError):
+        ask(client, ADD, tools=[function("deep", "x", a=schema)], tool_choice="required")
+
+
+def test_parse_function_call(parsing_server: LiveServer) -> None:
+    url = f"{parsing_server.url}/parse_function_call"
+    text = "Let me see.<tool_call>get_time<arg_key>city</arg_key><arg_value>Rome</arg_value></tool_call>"
+    reply = httpx.post(url, json={"text": text, "tool_call_parser": "glm47", "tools": TOOLS})
+    assert reply.json() == {
+        "normal_text": "Let me see.",
+        "calls": [{"tool_index": 0, "name": "get_time", "parameters": '{"city": "Rome"}'}],
+    }
+    reply = httpx.post(url, json={"text": text, "tool_call_parser": "glm9", "tools": TOOLS})
+    assert reply.status_code == 400 and "glm47" in reply.text
+    assert httpx.post(url, json={"text": text}).status_code == 400
+
+
+def test_separate_reasoning(parsing_server: LiveServer) -> None:
+    url = f"{parsing_server.url}/separate_reasoning"
+    reply = httpx.post(url, json={"text": "well</think>\n\nyes", "reasoning_parser": "deepseek-r1"})
+    assert reply.json() == {"reasoning_text": "well", "text": "yes"}
+    reply = httpx.post(url, json={"text": "<think>well</think>yes"})
+    assert reply.json() == {"reasoning_text": "well", "text": "yes"}
+
+
+@pytest.mark.parametrize("form", ["glm45", "kimi_k2", "deepseekv31", "deepseekv32"])
+def test_formats_of_other_models(form: str) -> None:
+    """The model writes the format that its template is told."""
+    with live_server("--tool-call-parser", form, "--served-model-name", MODEL) as server, connect(server) as client:
+        options = {
+            "tools": TOOLS,
+            "extra_body": {"chat_template_kwargs": {"tool_format": form, "enable_thinking": False}},
+        }
+        for choice in ("auto", "required"):
+            message = ask(client, TIME, tool_choice=choice, **options).choices[0].message
+            (call,) = message.tool_calls
+            assert (call.function.name, json.loads(call.function.arguments)) == ("get_time", {"city": "Paris"})
+            stream = streamed(ask(client, TIME, tool_choice=choice, stream=True, **options))
+            assert [entry[1:] for entry in stream["calls"]] == [[call.function.name, call.function.arguments]]
+            assert message.content is None and stream["content"] == ""
+        if form == "kimi_k2":
+            assert call.id == "functions.get_time:0"
+            history = [*TIME, message, {"role": "tool", "tool_call_id": call.id, "content": "noon"}, *TIME]
+            (call,) = ask(client, history, tool_choice="required", **options).choices[0].message.tool_calls
+            assert call.id == f"functions.{call.function.name}:1"
+
+
+def test_without_a_parser_a_call_cannot_be_forced() -> None:
+    with live_server("--served-model-name", MODEL) as server, connect(server) as client:
+        with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
+            ask(client, ADD, tools=TOOLS, tool_choice="required")
+        answer = ask(client, ADD, tools=TOOLS).choices[0]
+        assert answer.message.tool_calls is None and "<tool_call>" in answer.message.content
+
+
+def test_markers_that_are_special_tokens(tmp_path: Path) -> None:
+    """They are seen although special tokens are skipped, but not where nothing is parsed."""
+    for file in Path(DEFAULT_MODEL_PATH).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    for token in tokenizer["added_tokens"]:
+        token["special"] = True
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    flags = ("--model-path", str(tmp_path), "--served-model-name", MODEL, "--reasoning-parser", "qwen3")
+    with live_server(*flags, "--tool-call-parser", "qwen3") as server, connect(server) as client:
+        (call,) = ask(client, TIME, tools=TOOLS).choices[0].message.tool_calls
+        assert call.function.name == "get_time"
+        message = ask(client, APPLES).choices[0].message
+        assert message.content == "The answer is 37." and message.model_extra["reasoning_content"]
+        native = httpx.post(
+            f"{server.url}/generate", json={"text": "<|im_start|>user\nHi<|im_end|>\n", "stream": False}
+        )
+        assert "<|" not in native.json()["text"]

@@ -1,0 +1,252 @@
+"""Writes what models write: outputs of every format, good ones and broken ones."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Call = tuple[str, dict[str, Any]]
+
+TOOLS: dict[str, dict[str, Any]] = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "where": {"$ref": "#/$defs/where"},
+            "options": {"type": "object"},
+            "tags": {"type": "array", "items": {"type": "string"}},
+            "exact": {"type": ["boolean", "null"]},
+        },
+        "$defs": {"where": {"anyOf": [{"type": "number"}, {"type": "null"}]}},
+    },
+    "now": {},
+    "mcp.files-read": {"type": "object", "properties": {"path": {"type": "string"}}},
+}
+
+_STRINGS = (
+    "", "Paris", "東京 🗼", 'a "quoted" word', "back\\slash", "two\nlines", " spaces ", "{", "}]", "<b>", "5", "null",
+    "it's", "a, b; c", "</", "<tool", "tab\tnul\x01", "\n", "e\u0301 \u2028",
+)  # fmt: skip
+_TEXTS = (
+    "", "Hello.", "I'll look.\n\nOne moment", "東京 🗼", "a < b && c[0]", "{", "x\n y", "<|", "[", "(", "`code`",
+    "1. <b>bold</b>", "f(x)",
+)  # fmt: skip
+
+
+def _value(rng: random.Random, schema: Any, depth: int = 2) -> Any:
+    kind = schema.get("type") if isinstance(schema, dict) else None
+    if isinstance(kind, list):
+        return rng.choice((True, False, None))
+    if "$ref" in schema:
+        return rng.choice((1.5, -3, None))
+    if kind == "string":
+        return rng.choice(_STRINGS)
+    if kind == "integer":
+        return rng.randrange(-5, 10**12)
+    if kind == "array":
+        return [rng.choice(_STRINGS) for _ in range(rng.randrange(3))]
+    return _object(rng, depth)
+
+
+def _object(rng: random.Random, depth: int) -> dict[str, Any]:
+    makers: list[Callable[[], Any]] = [
+        lambda: rng.choice(_STRINGS), lambda: rng.random() * 100, lambda: rng.choice((True, False, None)),
+        lambda: [rng.choice(_STRINGS), rng.randrange(9)],
+    ]  # fmt: skip
+    if depth:
+        makers.append(lambda: _object(rng, depth - 1))
+    return {key: rng.choice(makers)() for key in rng.sample(("k", "größe", "a b", '"', "x"), rng.randrange(4))}
+
+
+def random_call(rng: random.Random) -> Call:
+    name = rng.choice(tuple(TOOLS))
+    properties = TOOLS[name].get("properties", {})
+    keys = rng.sample(tuple(properties), rng.randrange(len(properties) + 1))
+    return name, {key: _value(rng, properties[key]) for key in keys}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _raw(value: Any) -> str:
+    return value if isinstance(value, str) else _json(value)
+
+
+def _hermes(call: Call) -> str:
+    return f'<tool_call>\n{{"name": {_json(call[0])}, "arguments": {_json(call[1])}}}\n</tool_call>'
+
+
+def _glm(gap: str) -> Callable[[Call], str]:
+    def write(call: Call) -> str:
+        values = "".join(
+            f"<arg_key>{key}</arg_key>{gap}<arg_value>{_raw(value)}</arg_value>{gap}" for key, value in call[1].items()
+        )
+        return f"<tool_call>{call[0]}{gap}{values}</tool_call>"
+
+    return write
+
+
+def _dsml(call: Call) -> str:
+    values = "".join(
+        f'<｜DSML｜parameter name="{key}" string="{_json(isinstance(value, str))}">{_raw(value)}</｜DSML｜parameter>\n'
+        for key, value in call[1].items()
+    )
+    return f'<｜DSML｜invoke name="{call[0]}">\n{values}</｜DSML｜invoke>\n'
+
+
+def _qwen3_coder(call: Call) -> str:
+    values = "".join(f"<parameter={key}>\n{_raw(value)}\n</parameter>\n" for key, value in call[1].items())
+    return f"<tool_call>\n<function={call[0]}>\n{values}</function>\n</tool_call>"
+
+
+def _minimax(call: Call) -> str:
+    values = "".join(f'<parameter name="{key}">{_raw(value)}</parameter>\n' for key, value in call[1].items())
+    return f'<invoke name="{call[0]}">\n{values}</invoke>\n'
+
+
+def _python(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_python(key)}: {_python(entry)}" for key, entry in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_python, value)) + "]"
+    return repr(value)
+
+
+def _pythonic(calls: list[Call]) -> str:
+    texts = (
+        f"{name}({', '.join(f'{key}={_python(value)}' for key, value in values.items())})" for name, values in calls
+    )
+    return f"[{', '.join(texts)}]"
+
+
+def _harmony(call: Call) -> str:
+    return (
+        f"<|start|>assistant<|channel|>commentary to=functions.{call[0]} <|constrain|>json<|message|>"
+        f"{_json(call[1])}<|call|>"
+    )
+
+
+@dataclass(frozen=True)
+class Writer:
+    """`calls`: a row of calls. `message`: text, calls, text. `markers`: what must not be seen in the text."""
+
+    calls: Callable[[list[Call]], str]
+    markers: tuple[str, ...]
+    message: Callable[[str, str, str], str] = lambda before, calls, after: before + calls + after
+    starts_output: bool = False
+    """Calls come first: text before them would make them text."""
+
+
+def _each(write: Callable[[Call], str], between: str = "", before: str = "", after: str = "") -> Any:
+    return lambda calls: before + between.join(map(write, calls)) + after
+
+
+def _harmony_message(before: str, calls: str, after: str) -> str:
+    first = f"<|channel|>commentary<|message|>{before}<|end|>" if before else ""
+    return first + calls + (f"<|start|>assistant<|channel|>final<|message|>{after}<|return|>" if after else "")
+
+
+_KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+
+WRITERS: dict[str, Writer] = {
+    "qwen25": Writer(_each(_hermes, "\n"), ("<tool_call>", "</tool_call>")),
+    "hermes": Writer(_each(_hermes, "\n"), ("<tool_call>", "</tool_call>")),
+    "glm45": Writer(_each(_glm("\n"), "\n"), ("<tool_call>", "</tool_call>", "<arg_key>")),
+    "glm47": Writer(_each(_glm("")), ("<tool_call>", "</tool_call>", "<arg_key>")),
+    "kimi_k2": Writer(
+        lambda calls: _KIMI[0] + "".join(
+            f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{_json(values)}<|tool_call_end|>"
+            for number, (name, values) in enumerate(calls)
+        ) + _KIMI[1],
+        (*_KIMI, "<|tool_call_begin|>", "<|tool_call_end|>"),
+    ),
+    "deepseekv3": Writer(
+        _each(
+            lambda call: f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{call[0]}\n```json\n{_json(call[1])}\n```"
+            "<｜tool▁call▁end｜>", "\n", *_DEEPSEEK
+        ),
+        (*_DEEPSEEK, "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
+    ),
+    "deepseekv31": Writer(
+        _each(
+            lambda call: f"<｜tool▁call▁begin｜>{call[0]}<｜tool▁sep｜>{_json(call[1])}<｜tool▁call▁end｜>",
+            "", *_DEEPSEEK
+        ),
+        (*_DEEPSEEK, "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
+    ),
+    "deepseekv32": Writer(
+        _each(_dsml, "", "<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"), ("<｜DSML｜", "</｜DSML｜")
+    ),
+    "deepseekv4": Writer(
+        _each(_dsml, "", "<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>"), ("<｜DSML｜", "</｜DSML｜")
+    ),
+    "qwen3_coder": Writer(_each(_qwen3_coder, "\n"), ("<tool_call>", "</tool_call>", "<function=", "</function>")),
+    "minimax-m2": Writer(
+        _each(_minimax, "", "<minimax:tool_call>\n", "</minimax:tool_call>"),
+        ("<minimax:tool_call>", "</minimax:tool_call>", "<invoke", "</invoke>"),
+    ),
+    "mistral": Writer(
+        _each(lambda call: f"[TOOL_CALLS]{call[0]}[ARGS]{_json(call[1])}"), ("[TOOL_CALLS]", "[ARGS]")
+    ),
+    "llama3": Writer(
+        lambda calls: "<|python_tag|>" + "; ".join(
+            f'{{"name": {_json(name)}, "parameters": {_json(values)}}}' for name, values in calls
+        ),
+        ("<|python_tag|>",),
+    ),
+    "pythonic": Writer(
+        lambda calls: f"<|python_start|>{_pythonic(calls)}<|python_end|>", ("<|python_start|>", "<|python_end|>")
+    ),
+    "gpt-oss": Writer(_each(_harmony), ("<|start|>", "<|channel|>", "<|message|>", "<|call|>"), _harmony_message),
+}  # fmt: skip
+
+BARE_WRITERS: dict[str, Callable[[list[Call]], str]] = {
+    "llama3": lambda calls: "\n".join(_json({"name": name, "parameters": values}) for name, values in calls),
+    "pythonic": _pythonic,
+    "gpt-oss": lambda calls: "".join(
+        f" to=functions.{name}<|channel|>commentary json<|message|>{_json(values)}<|call|><|start|>assistant"
+        for name, values in calls
+    ).removesuffix("<|start|>assistant"),
+    "mistral": lambda calls: "[TOOL_CALLS] " + _json([{"name": name, "arguments": values} for name, values in calls]),
+}
+"""Other forms of the same calls."""
+
+
+def random_text(rng: random.Random) -> str:
+    return rng.choice(_TEXTS)
+
+
+def random_output(rng: random.Random, name: str) -> str:
+    """What a model may write: mostly good, sometimes broken at random places."""
+    writer = WRITERS[name]
+    parts = []
+    for _ in range(rng.randrange(1, 3)):
+        write = BARE_WRITERS.get(name, writer.calls) if rng.random() < 0.3 else writer.calls
+        calls = [random_call(rng) for _ in range(rng.randrange(3))]
+        parts.append(writer.message(random_text(rng), write(calls), random_text(rng)))
+    output = "".join(parts)
+    for _ in range(rng.choice((0, 0, 1, 2, 4))):
+        output = _damaged(rng, output, writer)
+    return output
+
+
+def _damaged(rng: random.Random, text: str, writer: Writer) -> str:
+    start = rng.randrange(len(text) + 1)
+    kind = rng.randrange(5)
+    if kind == 0:
+        return text[:start]
+    if kind == 1:
+        return text[:start] + text[start + rng.randrange(6) :]
+    if kind == 2:
+        marker = rng.choice((*writer.markers, "{", '"', "}", "]", ")", "\\", "=", "unknown"))
+        return text[:start] + marker[: rng.randrange(1, len(marker) + 1)] + text[start:]
+    if kind == 3:
+        end = min(len(text), start + rng.randrange(40))
+        return text[:end] + text[start:end] + text[end:]
+    return text.replace("get_weather", "get_whether", 1)

@@ -1,0 +1,158 @@
+"""An output means the same however it is cut into pieces."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+from sglang.srt.function_call.call_format import CallFormat
+from sglang.srt.function_call.events import ArgumentsDelta, CallEnd, Event, ReasoningDelta, TextDelta
+from sglang.srt.function_call.parser import OutputParser
+from sglang.srt.function_call.registry import REASONING_FORMATS, TOOL_CALL_FORMATS
+from srt.function_call.outputs import TOOLS, WRITERS, random_call, random_output, random_text
+
+OUTPUTS_PER_FORMAT = 500
+_DELTAS = (TextDelta, ReasoningDelta, ArgumentsDelta)
+
+
+def new_parser(calls: str, reasoning: str | None = None, **options: bool) -> OutputParser:
+    if calls == "gpt-oss":
+        reasoning = "gpt-oss"
+    return OutputParser(
+        calls=TOOL_CALL_FORMATS[calls],
+        tools=TOOLS,
+        reasoning=None if reasoning is None else REASONING_FORMATS[reasoning],
+        **options,
+    )
+
+
+def joined(events: Iterable[Event]) -> list[Event]:
+    """The events with neighbours of the same kind as one."""
+    result: list[Event] = []
+    for event in events:
+        last = result[-1] if result else None
+        if isinstance(event, _DELTAS) and type(last) is type(event):
+            assert event.text
+            result[-1] = event._replace(text=last.text + event.text)  # type: ignore[union-attr]
+        else:
+            result.append(event)
+    return result
+
+
+def run(parser: OutputParser, pieces: Sequence[str]) -> list[Event]:
+    events = [event for piece in pieces for event in parser.push(piece)]
+    return joined(events + parser.finish())
+
+
+def cut(text: str, places: Iterable[int]) -> list[str]:
+    edges = [0, *sorted(places), len(text)]
+    return [text[start:end] for start, end in itertools.pairwise(edges)]
+
+
+def random_cuts(rng: random.Random, text: str) -> list[str]:
+    return cut(text, [rng.randrange(len(text) + 1) for _ in range(rng.randrange(1, 12))])
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_random_outputs_in_random_pieces(name: str) -> None:
+    rng = random.Random(name)
+    for _ in range(OUTPUTS_PER_FORMAT):
+        text = random_output(rng, name)
+        whole = run(new_parser(name), [text])
+        for pieces in (list(text), random_cuts(rng, text)):
+            assert run(new_parser(name), pieces) == whole, pieces
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_pair_of_cuts(name: str) -> None:
+    text = WRITERS[name].message("so:", WRITERS[name].calls([("get_weather", {"city": 'a"'})]), "ok")
+    whole = run(new_parser(name), [text])
+    assert any(not isinstance(event, TextDelta) for event in whole)
+    for places in itertools.combinations(range(1, len(text)), 2):
+        assert run(new_parser(name), cut(text, places)) == whole, places
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_truncation(name: str) -> None:
+    """An output that breaks off is read, and what was sent before does not depend on what would have come."""
+    rng = random.Random(name)
+    for _ in range(4):
+        text = WRITERS[name].message(random_text(rng), WRITERS[name].calls([random_call(rng), random_call(rng)]), "end")
+        running = new_parser(name)
+        sent: list[Event] = []
+        for end in range(len(text) + 1):
+            whole = run(new_parser(name), [text[:end]])
+            assert run(new_parser(name), list(text[:end])) == whole
+            assert _is_prefix(joined(sent), whole)
+            sent += running.push(text[end : end + 1])
+
+
+def _is_prefix(events: list[Event], whole: list[Event]) -> bool:
+    if not events:
+        return True
+    *first, last = events
+    if first != whole[: len(first)] or len(whole) <= len(first):
+        return False
+    other = whole[len(first)]
+    if isinstance(last, _DELTAS):
+        return type(other) is type(last) and other.text.startswith(last.text)  # type: ignore[union-attr]
+    return last == other
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("options", [{}, {"separate": False}, {"whole_thoughts": True}])
+@pytest.mark.parametrize("name", [name for name in REASONING_FORMATS if name != "gpt-oss"])
+def test_reasoning_in_random_pieces(name: str, options: dict[str, bool], inside: bool) -> None:
+    rng = random.Random(name)
+    form = REASONING_FORMATS[name]
+    begin, end = form.markers
+    for _ in range(200):
+        text = rng.choice(("", " ", "\n")) + rng.choice((begin, "", begin[:3])) + rng.choice(("\n", "")) + rng.choice(
+            ("thinking ", "<think", "a\n\nb", end[:-1], "")
+        ) + rng.choice((end, "\n" + end + "\n\n", "")) + random_output(rng, "glm45")  # fmt: skip
+        text = text[: rng.choice((len(text), rng.randrange(len(text) + 1)))]
+        whole = run(new_parser("glm45", name, inside=inside, **options), [text])
+        for pieces in (list(text), random_cuts(rng, text)):
+            assert run(new_parser("glm45", name, inside=inside, **options), pieces) == whole, pieces
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_nonsense_made_of_the_formats_own_pieces(name: str) -> None:
+    rng = random.Random(name)
+    writer = WRITERS[name]
+    text = writer.message("x", writer.calls([("get_weather", {"city": "a", "tags": ["b"]}), ("now", {})]), "y")
+    pieces = re.findall(r"<[^>]*>|\[[A-Z_]+\]|\w+|\s|.", text)
+    for _ in range(300):
+        soup = "".join(rng.choice(pieces) for _ in range(rng.randrange(60)))
+        whole = run(new_parser(name), [soup])
+        for parts in (list(soup), random_cuts(rng, soup)):
+            assert run(new_parser(name), parts) == whole, parts
+
+
+@pytest.mark.parametrize("name", [name for name in WRITERS if name != "gpt-oss"])
+def test_nothing_is_lost(name: str) -> None:
+    """Text and the calls' sources are the output, but for white space and the section's end."""
+    rng = random.Random(name)
+    form = TOOL_CALL_FORMATS[name]
+    assert isinstance(form, CallFormat)
+    end = form.section[1] if form.section else "\0"
+    for _ in range(300):
+        output = random_output(rng, name)
+        events = run(new_parser(name), [output])
+        kept = "".join(
+            event.source if isinstance(event, CallEnd) else event.text
+            for event in events
+            if isinstance(event, CallEnd | TextDelta)
+        )
+        silent = ("]", "<|python_end|>", "<|python_start|>", "[TOOL_CALLS]", ",", ";", end)
+        assert _without(kept, silent) == _without(output, silent)
+
+
+def _without(text: str, parts: Iterable[str]) -> str:
+    for part in parts:
+        text = text.replace(part, "")
+    return "".join(text.split())

@@ -1,0 +1,133 @@
+"""What a forced grammar lets a model write is what the format's parser reads."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import xgrammar
+
+from sglang.srt.function_call.forcing import FORCED_CALLS, after_thoughts, answer_format, final_channel
+from sglang.srt.function_call.parser import parse
+from sglang.srt.function_call.registry import REASONING_FORMATS, TOOL_CALL_FORMATS
+from srt.function_call.outputs import WRITERS
+from srt.function_call.test_chunking import new_parser
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS = {"get_weather": SCHEMA, "now": {"type": "object", "properties": {}, "additionalProperties": False}}
+END_ID = 256
+BYTES = xgrammar.TokenizerInfo(
+    [bytes((value,)) for value in range(256)] + [b"</s>"], xgrammar.VocabType.RAW, vocab_size=257, stop_token_ids=[256]
+)
+
+
+def accepts(form: dict[str, Any], text: str) -> bool:
+    """Whether the whole of `text` is a text of the structural tag."""
+    tag = form if form["type"] == "structural_tag" else {"type": "structural_tag", "format": form}
+    compiled = xgrammar.GrammarCompiler(BYTES, max_threads=1).compile_structural_tag(json.dumps(tag))
+    matcher = xgrammar.GrammarMatcher(compiled)
+    return all(map(matcher.accept_token, text.encode())) and matcher.accept_token(END_ID)
+
+
+def written(name: str, *calls: tuple[str, dict[str, Any]]) -> str:
+    """Calls as the forced grammar of the format has them."""
+    text = WRITERS[name].calls(list(calls))
+    if name == "gpt-oss":
+        return text.removeprefix("<|start|>assistant").removesuffix("<|call|>")
+    return text.removeprefix("<|python_tag|>")
+
+
+WEATHER = ("get_weather", {"city": "東京 5", "days": 3})
+
+
+def test_every_format_but_one_can_be_forced() -> None:
+    assert set(FORCED_CALLS) == set(TOOL_CALL_FORMATS) - {"pythonic"}
+
+
+@pytest.mark.parametrize("name", FORCED_CALLS)
+def test_forced_calls(name: str) -> None:
+    form = FORCED_CALLS[name].at_least_one(TOOLS, one=False)
+    text = written(name, WEATHER)
+    assert accepts(form, text)
+    (call,) = parse(new_parser(name), text).calls
+    assert (call.name, json.loads(call.arguments)) == WEATHER
+    assert not accepts(form, "Hello") and not accepts(form, "")
+    assert not accepts(form, written(name, ("unknown", {})))
+    assert not accepts(form, written(name, ("get_weather", {"city": "x", "days": "many"})))
+    if name != "gpt-oss":
+        two = written(name, WEATHER, ("now", {}))
+        assert accepts(form, two) and not accepts(FORCED_CALLS[name].at_least_one(TOOLS, one=True), two)
+
+
+@pytest.mark.parametrize("name", FORCED_CALLS)
+def test_strict_calls_among_text(name: str) -> None:
+    form = FORCED_CALLS[name].among_text(TOOLS, one=False)
+    assert accepts(form, "Hello. " + written(name, WEATHER)) and accepts(form, "Hello.")
+    assert not accepts(form, written(name, ("get_weather", {"city": "x", "days": "many"})))
+
+
+@pytest.mark.parametrize("name", [name for name in REASONING_FORMATS if name != "gpt-oss"])
+def test_the_grammar_begins_after_thoughts(name: str) -> None:
+    reasoning = REASONING_FORMATS[name]
+    begin, end = reasoning.markers
+    answer = answer_format("json_schema", {"type": "integer"})
+    assert answer is not None
+    inside = after_thoughts(answer, reasoning, f"prompt{begin}\n")
+    assert accepts(inside, f"well {{\n{end}\n\n5") and not accepts(inside, f"well {end}x") and not accepts(inside, "5")
+    outside = after_thoughts(answer, reasoning, f"prompt{begin}\n\n{end}\n\n")
+    assert accepts(outside, "5") and not accepts(outside, f"{begin}well{end}5")
+    if not reasoning.starts_inside("prompt"):
+        either = after_thoughts(answer, reasoning, "prompt")
+        assert accepts(either, "5") and accepts(either, f"{begin}\nwell\n{end}\n\n5") and not accepts(either, "well")
+
+
+@pytest.mark.parametrize("name", FORCED_CALLS)
+def test_calls_or_an_answer(name: str) -> None:
+    answer = answer_format("json_schema", {"type": "object", "properties": {"x": {"type": "integer"}}})
+    form = {"type": "or", "elements": [FORCED_CALLS[name].at_least_one(TOOLS, one=False), answer]}
+    assert accepts(form, written(name, WEATHER)) and accepts(form, '{"x": 1}') and not accepts(form, "Hello")
+
+
+def test_white_space_is_bounded() -> None:
+    for form in (answer_format("json_schema", SCHEMA), FORCED_CALLS["mistral"].at_least_one(TOOLS, one=True)):
+        assert form is not None
+        begin = "" if form["type"] == "json_schema" else "[TOOL_CALLS]get_weather[ARGS]"
+        assert accepts(form, begin + '{"city": "x",' + " " * 20 + '"days": 1}')
+        assert not accepts(form, begin + '{"city": "x",' + " " * 200 + '"days": 1}')
+
+
+def test_harmony_thinks_before_a_forced_call() -> None:
+    form = after_thoughts(
+        FORCED_CALLS["gpt-oss"].at_least_one(TOOLS, one=False), REASONING_FORMATS["gpt-oss"], "<|start|>assistant"
+    )
+    text = "<|channel|>analysis<|message|>well<|end|><|start|>assistant" + written("gpt-oss", WEATHER)
+    assert accepts(form, text)
+    output = parse(new_parser("gpt-oss"), text)
+    assert output.reasoning == "well" and [call.name for call in output.calls] == ["get_weather"]
+
+
+def test_harmony_answers_in_the_final_channel() -> None:
+    answer = answer_format("json_schema", {"type": "integer"})
+    assert answer is not None
+    form = after_thoughts(final_channel(answer), REASONING_FORMATS["gpt-oss"], "<|start|>assistant")
+    text = "<|channel|>analysis<|message|>well<|end|><|start|>assistant<|channel|>final<|message|>5"
+    assert accepts(form, text) and not accepts(form, "5")
+    assert parse(new_parser("gpt-oss"), text).text == "5"
+
+
+def test_grammars_as_parts_of_a_structural_tag() -> None:
+    for kind, source, good, bad in (
+        ("json_schema", {"type": "integer"}, "5", "x"),
+        ("regex", "a+", "aa", "b"),
+        ("ebnf", 'root ::= "yes" | "no"', "no", "maybe"),
+        ("structural_tag", {"type": "structural_tag", "format": {"type": "const_string", "value": "x"}}, "x", "y"),
+    ):
+        form = answer_format(kind, source)
+        assert form is not None and accepts(form, good) and not accepts(form, bad)
+    assert answer_format("structural_tag", {"structures": [], "triggers": []}) is None

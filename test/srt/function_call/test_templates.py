@@ -1,0 +1,166 @@
+"""What a chat template writes of a message is read back as that message; `auto` knows the format by that."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+from sglang.srt.function_call.detection import Render, reasoning_format, tool_call_format
+from sglang.srt.function_call.parser import OutputParser, parse
+from sglang.srt.function_call.registry import REASONING_FORMATS, TOOL_CALL_FORMATS
+from srt.function_call.outputs import TOOLS, Call, random_call, random_text
+
+EMBEDDED = Path(DEFAULT_MODEL_PATH, "chat_template.jinja").read_text()
+EMBEDDED_FORMATS = {
+    "qwen": "hermes",
+    "glm45": "glm45",
+    "glm47": "glm47",
+    "kimi_k2": "kimi_k2",
+    "deepseekv3": "deepseekv3",
+    "deepseekv31": "deepseekv31",
+    "deepseekv32": "deepseekv32",
+}
+
+_TAIL = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+def _chatml(calls: str, thinking: str = "<think>\n{{ m.reasoning_content }}\n</think>\n\n") -> str:
+    """A template that writes calls in the documented form of a published family."""
+    return (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.reasoning_content %}" + thinking + "{% endif %}{{ m.content or '' }}"
+        "{% if m.tool_calls %}" + calls + "{% endif %}<|im_end|>\n{% endfor %}" + _TAIL
+    )
+
+
+def _tagged(begin: str, call: str, key: str, value: str, after: str, end: str) -> str:
+    return (
+        begin + "{% for c in m.tool_calls %}{% set f = c.function %}" + call
+        + "{% for k, v in f.arguments.items() %}" + key + value + after + "{% endfor %}" + end
+    )  # fmt: skip
+
+
+_RAW = "{{ v if v is string else v | tojson }}"
+PUBLISHED = {
+    "hermes": _chatml(
+        "{% for c in m.tool_calls %}\n<tool_call>\n"
+        '{"name": {{ c.function.name | tojson }}, "arguments": {{ c.function.arguments | tojson }}}'
+        "\n</tool_call>{% endfor %}"
+    ),
+    "qwen3_coder": _chatml(
+        _tagged(
+            "", "\n<tool_call>\n<function={{ f.name }}>\n", "<parameter={{ k }}>\n", _RAW, "\n</parameter>\n",
+            "</function>\n</tool_call>{% endfor %}",
+        )
+    ),
+    "minimax-m2": _chatml(
+        _tagged(
+            "\n<minimax:tool_call>\n", '<invoke name="{{ f.name }}">\n', '<parameter name="{{ k }}">', _RAW,
+            "</parameter>\n", "</invoke>\n{% endfor %}</minimax:tool_call>",
+        )
+    ),
+    "deepseekv4": _chatml(
+        _tagged(
+            "\n\n<｜DSML｜tool_calls>\n", '<｜DSML｜invoke name="{{ f.name }}">\n',
+            '<｜DSML｜parameter name="{{ k }}" string="{{ (v is string) | tojson }}">', _RAW, "</｜DSML｜parameter>\n",
+            "</｜DSML｜invoke>\n{% endfor %}</｜DSML｜tool_calls>",
+        )
+    ),
+    "mistral": _chatml(
+        "{% for c in m.tool_calls %}[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}"
+        "{% endfor %}",
+        "[THINK]{{ m.reasoning_content }}[/THINK]",
+    ),
+    "llama3": _chatml(
+        '{% for c in m.tool_calls %}{{ "; " if not loop.first }}'
+        '{"name": {{ c.function.name | tojson }}, "parameters": {{ c.function.arguments | tojson }}}{% endfor %}'
+    ),
+    "gpt-oss": (
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        "{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+        "{% if m.content %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{% endif %}"
+        "{% for c in m.tool_calls or [] %}<|start|>assistant to=functions.{{ c.function.name }}<|channel|>commentary "
+        "<|constrain|>json<|message|>{{ c.function.arguments | tojson }}<|call|>{% endfor %}"
+        "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    ),
+}  # fmt: skip
+
+
+def templates() -> list[Any]:
+    embedded = [pytest.param(EMBEDDED, name, form, id=f"embedded-{form}") for form, name in EMBEDDED_FORMATS.items()]
+    return embedded + [pytest.param(source, name, None, id=name) for name, source in PUBLISHED.items()]
+
+
+def render(template: ChatTemplate, messages: list[dict[str, Any]], form: str | None, prompt: bool = False) -> str:
+    tools = [{"type": "function", "function": {"name": name, "parameters": TOOLS[name]}} for name in TOOLS]
+    options = {} if form is None else {"tool_format": form}
+    return template.render(
+        ChatCompletionRequest(
+            messages=messages, tools=tools, chat_template_kwargs=options, add_generation_prompt=prompt
+        )
+    )
+
+
+def message(text: str, thoughts: str, calls: list[Call]) -> dict[str, Any]:
+    return {
+        "role": "assistant",
+        "content": text,
+        "reasoning_content": thoughts,
+        "tool_calls": [
+            {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": json.dumps(values)}}
+            for number, (name, values) in enumerate(calls)
+        ],
+    }
+
+
+@pytest.mark.parametrize(("source", "name", "form"), templates())
+def test_messages_come_back(source: str, name: str, form: str | None) -> None:
+    rng, template = random.Random(name), ChatTemplate(source, {})
+    user = {"role": "user", "content": "question"}
+    prompt = render(template, [user], form, prompt=True)
+    calls_format = TOOL_CALL_FORMATS[name]
+    reasoning = REASONING_FORMATS["gpt-oss" if name == "gpt-oss" else "mistral" if name == "mistral" else "qwen3"]
+    for _ in range(200):
+        at_least = 1 if name in ("llama3", "gpt-oss") else 0
+        calls = [random_call(rng) for _ in range(rng.randrange(at_least, 4))]
+        text = "" if name == "llama3" else random_text(rng)
+        thoughts = rng.choice(("", "First,\n\nI think. <b> 東京"))
+        if name == "gpt-oss" and text:
+            thoughts = ""  # there, thoughts stand beside calls only
+        whole = render(template, [user, message(text, thoughts, calls)], form)
+        assert whole.startswith(prompt)
+        output = whole[len(prompt) :].removesuffix("\n").removesuffix("<|im_end|>")
+        parsed = parse(OutputParser(calls=calls_format, tools=TOOLS, reasoning=reasoning), output)
+        assert parsed.reasoning == thoughts and parsed.text == text
+        assert [(call.name, json.loads(call.arguments)) for call in parsed.calls] == calls
+
+
+@pytest.mark.parametrize(("source", "name", "form"), templates())
+def test_auto_knows_the_format(source: str, name: str, form: str | None) -> None:
+    if form is not None:
+        source = source.replace("tool_format | default('qwen')", repr(form))
+    template = ChatTemplate(source, {})
+    probe: Render = template.render_probe
+    assert tool_call_format("SomeForCausalLM", probe) == name
+    expected = {"gpt-oss": "gpt-oss", "mistral": "mistral", "minimax-m2": "minimax", "kimi_k2": "kimi_k2"}
+    expected |= {"glm45": "glm45", "glm47": "glm45"}
+    if name != "gpt-oss":
+        assert reasoning_format("SomeForCausalLM", template.sources, name) == expected.get(name, "qwen3")
+
+
+def test_auto_where_there_is_nothing_to_know() -> None:
+    plain = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
+    assert tool_call_format("SomeForCausalLM", plain.render_probe) is None
+    assert reasoning_format("SomeForCausalLM", plain.sources, None) is None
+    refusing = ChatTemplate("{{ raise_exception('no tools') }}", {})
+    assert tool_call_format("SomeForCausalLM", refusing.render_probe) is None
+    assert tool_call_format("SomeForCausalLM", ChatTemplate(None, {}).render_probe) is None
+    assert tool_call_format("GptOssForCausalLM", refusing.render_probe) == "gpt-oss"
