@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import httpx
 import pytest
 from fuzz.guarded_server import Damage, GuardedServer
-from fuzz.soak_jobs import reference_jobs, with_answers
+from fuzz.soak_jobs import reference_jobs, run_jobs, with_answers
 
 FLAGS = ("--context-length", "256", "--max-total-tokens", "8192", "--enable-metrics")
 SHORT = ("--preferred-sampling-params", '{"max_new_tokens": 4}')
@@ -46,9 +47,12 @@ class Target:
 
 
 def warm_up(url: str) -> None:
-    with_answers(url, reference_jobs()[:6])
+    """What an ordinary day brings: each kind of request, several at once, and a large text."""
+    references = with_answers(url, reference_jobs()[:4])
+    asyncio.run(run_jobs(url, references * 6))
     for path in ("/openapi.json", "/metrics", "/v1/models", "/"):
         assert httpx.get(url + path).status_code == 200
+    assert httpx.post(f"{url}/tokenize", json={"prompt": "a b c " * 300_000}, timeout=60).status_code == 200
     probe(url)
 
 

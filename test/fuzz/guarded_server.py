@@ -34,7 +34,8 @@ MIB = 1 << 20
 START_CAP_BYTES = 4096 * MIB
 HEADROOM_BYTES = 1024 * MIB
 """What a process may allocate beyond what it had at rest; the largest body that is read has 64 MiB."""
-GROWTH_LIMIT = 0.10
+GROWTH_LIMIT, GROWTH_FLOOR_BYTES = 0.10, 8 * MIB
+"""By which the private memory of a process may have grown: its tenth, or what the allocator's own grain makes of it."""
 REST_LIMIT_S = 60.0
 """After the last request, for aborted ones to end."""
 RELEASE_LIMIT_S = 10.0
@@ -214,8 +215,9 @@ def difference(before: Rest | None, now: Rest) -> str:
     if now.free_request_slots != before.free_request_slots:
         problems.append(f"free request slots: {before.free_request_slots} -> {now.free_request_slots}")
     for name, size in now.memory.items():
-        if size > before.memory.get(name, 0) * (1 + GROWTH_LIMIT):
-            problems.append(f"memory of {name}: {before.memory.get(name, 0) / MIB:.0f} -> {size / MIB:.0f} MiB")
+        size_before = before.memory.get(name, 0)
+        if size - size_before > max(size_before * GROWTH_LIMIT, GROWTH_FLOOR_BYTES):
+            problems.append(f"memory of {name}: {size_before / MIB:.0f} -> {size / MIB:.0f} MiB")
     return "; ".join(problems)
 
 
