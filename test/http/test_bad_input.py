@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import psutil
 import pytest
+from live_server import LiveServer
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+DETOKENIZE = "/detokenize"
 HELLO = [{"role": "user", "content": "hi"}]
 
 
@@ -35,6 +38,12 @@ def refused(response: httpx.Response, status: int = 400) -> str:
     return message
 
 
+def with_call(arguments: str) -> list[dict[str, Any]]:
+    """A conversation with a tool call."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [*HELLO, {"role": "assistant", "tool_calls": [call]}, *HELLO]
+
+
 NESTED = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
 
@@ -44,9 +53,20 @@ def test_broken_json(http: httpx.Client, path: str, body: bytes) -> None:
     refused(http.post(path, content=body, headers={"content-type": "application/json"}))
 
 
-def test_content_type_does_not_matter(http: httpx.Client) -> None:
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, GENERATE, "/tokenize", "/abort_request", "/pause_generation"])
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
+def test_other_content_types(http: httpx.Client, path: str, kind: str) -> None:
+    body = json.dumps({"prompt": "x", "text": "x", "max_tokens": 1, "rid": "nobody"})
+    assert "application/json" in refused(http.post(path, content=body, headers={"content-type": kind}), 415)
+
+
+@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "Application/JSON", "application/hal+json", None])
+def test_json_content_types(http: httpx.Client, kind: str | None) -> None:
     body = json.dumps({"prompt": "x", "max_tokens": 1})
-    assert http.post(COMPLETIONS, content=body, headers={"content-type": "text/plain"}).status_code == 200
+    headers = {} if kind is None else {"content-type": kind}
+    assert http.post(COMPLETIONS, content=body, headers=headers).status_code == 200
+    no_body = http.post("/flush_cache", headers={"content-type": "application/x-www-form-urlencoded"})
+    assert no_body.status_code == 200
 
 
 def test_huge_body(http: httpx.Client) -> None:
@@ -68,6 +88,13 @@ def test_huge_body(http: httpx.Client) -> None:
         ({"top_p": 0}, "top_p must be in (0, 1], got 0."),
         ({"top_p": 1.5}, "top_p must be in (0, 1]"),
         ({"top_k": 0}, "top_k must be"),
+        ({"top_k": 1 << 64}, "top_k"),
+        ({"top_k": 10**400}, "top_k"),
+        ({"n": 10**400}, "n:"),
+        ({"max_tokens": 10**400}, "max_tokens"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"logit_bias": {"1": 10**400}}, "logit_bias"),
+        ({"priority": 1 << 40}, "priority"),
         ({"min_p": 2}, "min_p must be in [0, 1]"),
         ({"frequency_penalty": 3}, "frequency_penalty must be in [-2, 2]"),
         ({"presence_penalty": -3}, "presence_penalty must be in [-2, 2]"),
@@ -75,7 +102,6 @@ def test_huge_body(http: httpx.Client) -> None:
         ({"max_tokens": -1}, "max_new_tokens"),
         ({"min_tokens": 50, "max_tokens": 5}, "min_new_tokens"),
         ({"stop": ["x"] * 33}, "stop"),
-        ({"stop_token_ids": [1 << 40]}, "stop_token_ids"),
         ({"logit_bias": {"no number": 1}}, "logit_bias"),
         ({"logit_bias": {"99999999": 1}}, "logit_bias"),
         ({"n": 0}, "n:"),
@@ -87,6 +113,10 @@ def test_huge_body(http: httpx.Client) -> None:
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"temperature": "warm"}, "temperature"),
         ({"lora_path": "adapter"}, "lora_path"),
+        ({"session_params": {"id": "s"}}, "session_params is not supported"),
+        ({"return_hidden_states": True}, "return_hidden_states is not supported"),
+        ({"custom_logit_processor": "{}"}, "custom_logit_processor is not supported"),
+        ({"guided_json": {"type": "object"}}, "use response_format"),
         ({"stream_options": {"include_usage": "?"}}, "stream_options"),
     ],
 )
@@ -119,6 +149,13 @@ def test_numbers_that_are_none(http: httpx.Client, field: str, number: str) -> N
         ({"messages": HELLO, "tools": [{"type": "function"}]}, "function"),
         ({"messages": HELLO, "continue_final_message": True}, "continue_final_message"),
         ({"messages": HELLO, "max_tokens": 100_000}, "context"),
+        ({"messages": HELLO, "functions": [{"name": "f"}]}, "functions is not supported: use tools"),
+        ({"messages": HELLO, "modalities": ["text", "audio"]}, "modalities is not supported"),
+        ({"messages": with_call("[" * 100_000)}, "nested too deeply"),
+        ({"messages": with_call('{"a": "\\ud800"}')}, "not JSON"),
+        ({"messages": with_call("{'a': 1}")}, "not JSON"),
+        ({"messages": [{"role": "user", "content": "hi", "tool_calls": "x"}]}, "messages[0].tool_calls"),
+        ({"messages": HELLO * 16_385}, "messages"),
     ],
 )
 def test_invalid_chats(http: httpx.Client, body: dict[str, Any], part: str) -> None:
@@ -166,6 +203,18 @@ def test_invalid_completions(http: httpx.Client, body: dict[str, Any], part: str
         ({"text": "a", "rid": 5}, "rid"),
         ({"text": "a", "image_data": "x.png"}, "vision"),
         ({"text": "a", "lora_path": "x"}, "lora_path"),
+        ({"text": ["a", "b"], "lora_path": [None, "x"]}, "lora_path"),
+        ({"text": "a", "session_params": {"id": "s"}}, "session_params"),
+        ({"text": "a", "audio_data": "x.wav"}, "audio_data"),
+        ({"text": "a", "video_data": ["x.mp4"]}, "video_data"),
+        ({"text": "a", "require_reasoning": True}, "require_reasoning"),
+        ({"text": "a", "sampling_params": {"top_k": 1 << 64}}, "top_k"),
+        ({"text": "a", "sampling_params": {"top_k": 10**400}}, "top_k"),
+        ({"text": "a", "sampling_params": {"n": 10**400}}, "n must be in [1, 128]"),
+        ({"text": "a", "sampling_params": {"min_new_tokens": 10**400}}, "min_new_tokens"),
+        ({"text": ["a"] * 4096, "sampling_params": {"n": 128}}, "4096 prompts with n=128"),
+        ({"input_ids": [1, [2]]}, "input_ids"),
+        ({"input_ids": [[1], 2]}, "input_ids"),
         ({"text": "a", "return_logprob": True, "logprob_start_len": 99}, "logprob_start_len"),
         ({"text": "a", "return_logprob": True, "top_logprobs_num": -1}, "top_logprobs_num"),
         ({"text": "a", "return_logprob": True, "token_ids_logprob": [1 << 40]}, "token_ids_logprob"),
@@ -182,14 +231,71 @@ def test_routes_and_methods(http: httpx.Client) -> None:
     assert "/nothing" in refused(http.get("/nothing"), 404)
     refused(http.get(CHAT), 405)
     refused(http.post("/abort_request", json={}))
+    refused(http.post("/pause_generation", json={"mode": "stop"}))
+    refused(http.post("/start_profile", json={"num_steps": 5}))
+    for seconds in ("-1", "nan", "soon", "1e9"):
+        refused(http.post("/flush_cache", params={"timeout": seconds}))
     refused(http.post("/detokenize", json={"tokens": [-5]}))
     refused(http.post("/detokenize", json={"tokens": [1 << 62]}))
 
 
 def test_any_model_name_is_accepted(http: httpx.Client) -> None:
     answer = http.post(COMPLETIONS, json={"model": "gpt-9", "prompt": "x", "max_tokens": 1})
-    assert answer.status_code == 200 and answer.json()["model"] == "tiny"
+    assert answer.status_code == 200 and answer.json()["model"] == "gpt-9"
+    named = http.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 1})
+    assert named.json()["model"] == "tiny"
+    refused(http.post(COMPLETIONS, json={"model": "x" * 5000, "prompt": "x", "max_tokens": 1}))
 
 
 def test_abort_of_an_unknown_request_is_harmless(http: httpx.Client) -> None:
     assert http.post("/abort_request", json={"rid": "nobody"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"lora_path": ""},
+        {"lora_path": None},
+        {"lora_path": [None]},
+        {"stop_token_ids": [-1, 1 << 40, 99_999_999]},
+        {"session_params": {}, "return_hidden_states": False, "image_data": [], "data_parallel_rank": 0},
+        {"name_of_nothing": {"a": [1]}, "another": True},
+    ],
+)
+def test_fields_that_ask_for_nothing(http: httpx.Client, body: dict[str, Any]) -> None:
+    sampling = {"stop_token_ids": body["stop_token_ids"]} if "stop_token_ids" in body else {}
+    native = {"text": "x", "sampling_params": {"max_new_tokens": 1, **sampling}, **body}
+    assert http.post(GENERATE, json=native).status_code == 200
+    for path, prompt in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "x"})):
+        answer = http.post(path, json={**prompt, "max_tokens": 1, **body})
+        assert answer.status_code == 200, answer.text
+
+
+BAD_ENTRIES = {
+    "input_ids of objects": (GENERATE, b'{"input_ids": [%s]}', b"{}"),
+    "text of numbers": (GENERATE, b'{"text": [%s]}', b"1"),
+    "prompt of objects": (COMPLETIONS, b'{"prompt": [%s]}', b"{}"),
+    "messages without a role": (CHAT, b'{"messages": [%s]}', b"{}"),
+    "stop of numbers": (COMPLETIONS, b'{"prompt": "x", "stop": [%s]}', b"1"),
+    "tokens of lists": (DETOKENIZE, b'{"tokens": [%s]}', b"[[]]"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ENTRIES)
+def test_what_an_invalid_body_costs(http: httpx.Client, server: LiveServer, name: str) -> None:
+    """A megabyte of wrong entries is refused for the first one: no gigabyte of error reports."""
+    path, frame, entry = BAD_ENTRIES[name]
+    memory = psutil.Process(server.process.pid).memory_info
+    body = frame % b",".join([entry] * ((1 << 20) // (len(entry) + 1)))
+    refused(http.post(path, content=body, headers={"content-type": "application/json"}))
+    before = memory().rss
+    for _ in range(3):
+        answer = http.post(path, content=body, headers={"content-type": "application/json"})
+        assert len(answer.content) < 1000
+    assert memory().rss - before < 64 << 20
+
+
+@pytest.mark.parametrize("part", [b"[],", b'{"a":1},', b"1,"])
+def test_more_values_than_anyone_needs(http: httpx.Client, part: bytes) -> None:
+    body = b'{"text": "a", "sampling_params": {"stop": [' + part * ((20 << 20) // len(part)) + b"1]}}"
+    assert "brackets" in refused(http.post(GENERATE, content=body), 413)

@@ -47,6 +47,26 @@ class Stream:
         return self.events
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_what_runs(number: signal.Signals) -> None:
+    """With an error event, and without waiting for what would be drained."""
+    with live_server() as server:
+        processes = children(server)
+        stream = Stream(server.url)
+        assert httpx.post(f"{server.url}/pause_generation", json={"mode": "in_place"}).status_code == 200
+        server.process.send_signal(number)
+        while server.health() == 200:
+            time.sleep(0.005)
+        assert server.process.poll() is None
+        server.process.send_signal(number)
+        events = stream.join()
+        assert stream.error is None and events[-1] == "[DONE]"
+        error = json.loads(events[-2])["error"]
+        assert error["code"] == 503 and "shutting down" in error["message"]
+        assert server.wait_exit() == 0
+        assert all_gone(processes) and "Traceback" not in server.log()
+
+
 def children(server: LiveServer) -> list[psutil.Process]:
     return psutil.Process(server.process.pid).children(recursive=True)
 

@@ -46,6 +46,7 @@ def test_generate(http: httpx.Client) -> None:
     assert info["id"] == "my-own-id" and info["finish_reason"] == {"type": "length", "length": 6}
     assert info["completion_tokens"] == 6 and info["prompt_tokens"] > 0 and info["cached_tokens"] >= 0
     assert info["e2e_latency"] > 0
+    assert (info["weight_version"], info["num_retractions"], info["reasoning_tokens"]) == ("default", 0, 0)
     assert http.put("/generate", json={"text": PROMPT, "sampling_params": {"max_new_tokens": 1}}).status_code == 200
 
 
@@ -102,8 +103,40 @@ def test_pages(http: httpx.Client) -> None:
     assert "/v1/chat/completions" in http.get("/").text
     schema = http.get("/openapi.json").json()
     assert {"/v1/chat/completions", "/v1/completions", "/generate", "/v1/models"} <= schema["paths"].keys()
+    named = schema["components"]["schemas"]
     body = schema["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert body["properties"]["messages"]["items"]["$ref"].rsplit("/", 1)[1] in schema["components"]["schemas"]
+    messages = named[body["$ref"].rsplit("/", 1)[1]]["properties"]["messages"]
+    assert named[messages["items"]["$ref"].rsplit("/", 1)[1]]["properties"]["role"]["enum"]
+    missing = [ref for ref in references(schema) if ref.rsplit("/", 1)[1] not in named]
+    assert not missing
+
+
+def references(schema: Any) -> list[str]:
+    """All `$ref` in a description."""
+    if isinstance(schema, list):
+        return [ref for entry in schema for ref in references(entry)]
+    if not isinstance(schema, dict):
+        return []
+    found = [schema["$ref"]] if isinstance(schema.get("$ref"), str) else []
+    return found + [ref for entry in schema.values() for ref in references(entry)]
+
+
+def test_responses_that_are_described(http: httpx.Client) -> None:
+    """Every operation names the refusals it has, and streams are described where there are some."""
+    paths = http.get("/openapi.json").json()["paths"]
+    operations = {(path, method): entry for path, item in paths.items() for method, entry in item.items()}
+    for (path, method), operation in operations.items():
+        statuses = set(operation["responses"])
+        assert "422" not in statuses
+        assert {"413", "415"} <= statuses or method == "get"
+        assert "400" in statuses or "requestBody" not in operation
+        assert "401" in statuses or path in ("/health", "/health_generate", "/ready", "/metrics")
+        if method == "post":
+            answer = http.post(path, content=b"{", headers={"content-type": "text/plain"})
+            assert str(answer.status_code) in statuses and answer.status_code == 415
+    streaming = {path for (path, _), entry in operations.items() if "text/event-stream" in str(entry["responses"])}
+    assert streaming == {"/generate", "/v1/chat/completions", "/v1/completions"}
+    assert "404" in operations["/v1/models/{model_id}", "get"]["responses"]
 
 
 def test_tokenize_round_trip(http: httpx.Client) -> None:
@@ -141,12 +174,13 @@ def test_flush_cache(http: httpx.Client) -> None:
 class LongRequest:
     """A request that would run to the end of the context, in a thread."""
 
-    def __init__(self, http: httpx.Client, rid: str) -> None:
-        self.body = {"text": PROMPT, "rid": rid, "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}}
+    def __init__(self, http: httpx.Client, rid: str, max_new_tokens: int = 4000) -> None:
+        params = {"max_new_tokens": max_new_tokens, "ignore_eos": True, "temperature": 0}
+        self.body = {"text": PROMPT, "rid": rid, "sampling_params": params}
         self.response: httpx.Response | None = None
         self.thread = threading.Thread(target=self.run, args=(url_of(http),))
         self.thread.start()
-        wait_for(http, lambda state: state["num_running_reqs"] > 0)
+        wait_for(http, lambda state: self.response is not None or state["num_unfinished_reqs"] > 0)
 
     def run(self, url: str) -> None:
         self.response = httpx.post(f"{url}/generate", json=self.body, timeout=120)
@@ -184,13 +218,45 @@ def test_a_running_request_blocks_a_flush_and_its_id(http: httpx.Client) -> None
     assert flush.status_code == 400 and again.status_code == 400 and "taken" in again.json()["error"]["message"]
 
 
-def test_pause_and_continue(http: httpx.Client) -> None:
+def test_a_flush_waits_for_what_runs(http: httpx.Client) -> None:
+    request = LongRequest(http, "in the way")
+    aborting = threading.Timer(0.3, http.post, ["/abort_request"], {"json": {"rid": "in the way"}})
+    aborting.start()
+    assert http.post("/flush_cache", params={"timeout": 60}).status_code == 200
+    assert request.result().json()["meta_info"]["finish_reason"]["type"] == "abort"
+    aborting.join()
+
+
+@pytest.mark.parametrize("body", [None, {}, {"mode": "abort"}])
+def test_a_pause_ends_what_runs_by_default(http: httpx.Client, body: dict[str, Any] | None) -> None:
     request = LongRequest(http, "paused")
-    assert http.post("/pause_generation").status_code == 200
+    answer = http.post("/pause_generation", json=body)
+    assert answer.status_code == 200 and answer.json()["status"] == "ok"
+    info = request.result().json()["meta_info"]
+    assert info["finish_reason"]["type"] == "abort" and info["completion_tokens"] < 4000
     assert http.get("/health").status_code == 200
+    later = LongRequest(http, "later", max_new_tokens=2)
+    wait_for(http, lambda state: state["num_queue_reqs"] == 1)
+    assert later.response is None
+    answer = http.post("/continue_generation")
+    assert answer.status_code == 200 and answer.json()["status"] == "ok"
+    assert later.result().json()["meta_info"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_a_pause_that_keeps_what_runs(http: httpx.Client, mode: str) -> None:
+    """The result is the same as without it. Only a retraction lets go of the cache."""
+    undisturbed = LongRequest(http, "undisturbed", max_new_tokens=1000).result().json()
+    request = LongRequest(http, "disturbed", max_new_tokens=1000)
+    assert http.post("/pause_generation", json={"mode": mode}).status_code == 200
+    flush = http.post("/flush_cache")
+    state = http.get("/server_info").json()["internal_states"][0]
+    assert request.response is None and state["num_unfinished_reqs"] == 1
     assert http.post("/continue_generation").status_code == 200
-    http.post("/abort_request", json={"rid": "paused"})
-    assert request.result().status_code == 200
+    result = request.result().json()
+    assert result["output_ids"] == undisturbed["output_ids"]
+    assert flush.status_code == (400 if mode == "in_place" else 200)
+    assert result["meta_info"]["num_retractions"] == (mode == "retract")
 
 
 def test_a_profile_is_written(http: httpx.Client, server: LiveServer) -> None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import pydantic
+import msgspec
 
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
@@ -67,8 +67,8 @@ def _text(line: str, where: str, tokenizer: Tokenizer, template: ChatTemplate) -
     if tokenizer.chat_template is None:
         raise UserError(f'{where}: "messages" need a chat template, which this model has not; give {{"text": "..."}}')
     try:
-        request = ChatCompletionRequest(messages=entry["messages"], tools=entry.get("tools"))
-        request.add_generation_prompt = request.messages[-1].role != "assistant"
+        request = msgspec.convert({"messages": entry["messages"], "tools": entry.get("tools")}, ChatCompletionRequest)
+        request.add_generation_prompt = request.messages[-1]["role"] != "assistant"
         return template.render(request), True
-    except (pydantic.ValidationError, ApiError) as error:
+    except (msgspec.ValidationError, ApiError) as error:
         raise UserError(f"{where}: {error}") from error

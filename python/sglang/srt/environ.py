@@ -36,6 +36,13 @@ def _parse_positive_float(text: str) -> float:
     return value
 
 
+def _parse_timeout(text: str) -> float:
+    value = float(text)
+    if value != value:
+        raise ValueError("expected a number of seconds, or -1 for no limit")
+    return value
+
+
 def _parse_directory(text: str) -> Path:
     path = Path(text).expanduser()
     if not path.is_dir():
@@ -90,6 +97,12 @@ class Environment:
     )
     SGLANG_TORCH_PROFILER_DIR: EnvVar[Path] = EnvVar(
         lambda text: Path(text).expanduser(), Path("/tmp"), "Where /start_profile writes its traces."
+    )
+    SGLANG_REQ_WAITING_TIMEOUT: EnvVar[float] = EnvVar(
+        _parse_timeout, -1.0, "Seconds after which a request that still waits is ended with status 503; -1: no limit."
+    )
+    SGLANG_REQ_RUNNING_TIMEOUT: EnvVar[float] = EnvVar(
+        _parse_timeout, -1.0, "Seconds after its first step after which a request is ended with an error; -1: no limit."
     )
     SGLANG_DRAIN_TIMEOUT: EnvVar[float] = EnvVar(
         _parse_positive_float, 60.0, "Seconds that running requests get to finish after SIGTERM."

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from tiny_model.install import FILES, install
@@ -120,7 +121,7 @@ def rendered_by_server(problem: Any, thinking: bool) -> str:
     }
     if problem.tools:
         request["tools"] = list(problem.tools)
-    return template_of_server.render(ChatCompletionRequest.model_validate(request))
+    return template_of_server.render(msgspec.convert(request, ChatCompletionRequest))
 
 
 @pytest.mark.parametrize("task", [name for name in TASK_NAMES if name != "few_shot"])

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from sglang.srt.entrypoints.http_errors import ApiError
@@ -42,7 +43,7 @@ WEATHER = {
 
 
 def request(messages: list[dict[str, Any]], **fields: Any) -> ChatCompletionRequest:
-    return ChatCompletionRequest.model_validate({"messages": messages, **fields})
+    return msgspec.convert({"messages": messages, **fields}, ChatCompletionRequest)
 
 
 def render(template: str | dict[str, str] | None, messages: list[dict[str, Any]], **fields: Any) -> str:

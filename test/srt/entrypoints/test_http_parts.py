@@ -66,6 +66,11 @@ EMPTY = {"type": "http.request", "body": b""}
         (scope(authorization="secret"), 401),
         (scope(authorization="Bearer sécret"), 401),
         (scope(authorization="Bearer secret"), 200),
+        (scope(authorization="bearer secret"), 200),
+        (scope(authorization="BEARER  secret"), 200),
+        (scope(authorization="Basic secret"), 401),
+        (scope(authorization="Bearer"), 401),
+        (scope(authorization="Bearer SECRET"), 401),
         (scope(method="OPTIONS"), 200),
         (scope("/health"), 200),
         (scope("/health_generate"), 200),
@@ -78,6 +83,29 @@ def test_api_key(request_scope: dict[str, Any], status: int) -> None:
     exchange = through_gate(request_scope, Exchange(EMPTY), api_key="secret")
     assert exchange.status == status
     assert (exchange.body == b'{"error":"Unauthorized"}') == (status == 401)
+
+
+@pytest.mark.parametrize(
+    ("request_scope", "status"),
+    [
+        (scope(method="POST", content_type="application/json", content_length="2"), 200),
+        (scope(method="POST", content_type="Application/JSON; charset=utf-8", content_length="2"), 200),
+        (scope(method="POST", content_type="application/vnd.x+json", content_length="2"), 200),
+        (scope(method="POST", content_length="2"), 200),
+        (scope(method="POST", content_type="text/plain", content_length="0"), 200),
+        (scope(method="POST", content_type="text/plain"), 200),
+        (scope(method="GET", content_type="text/plain", content_length="2"), 200),
+        (scope(method="POST", content_type="text/plain", content_length="2"), 415),
+        (scope(method="POST", content_type="text/json", content_length="2"), 415),
+        (scope(method="PUT", content_type="text/plain", content_length="2"), 415),
+        (scope(method="POST", content_type="text/plain", transfer_encoding="chunked"), 415),
+        (scope("/generate", method="POST", content_type="multipart/form-data; boundary=x", content_length="2"), 415),
+    ],
+)
+def test_content_type(request_scope: dict[str, Any], status: int) -> None:
+    exchange = through_gate(request_scope, Exchange(EMPTY))
+    assert exchange.status == status
+    assert (b"Content-Type: application/json" in exchange.body) == (status == 415)
 
 
 def test_announced_body_too_large() -> None:

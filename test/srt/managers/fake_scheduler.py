@@ -110,7 +110,7 @@ def run_scheduler(args: ServerArgs, ports: ipc.Ports, tp_rank: int, start_pipe: 
                     _append(out, message, [], refusal, 0)
                     outbox.send(out)
             elif isinstance(message, AbortReq):
-                rids = list(fake.running) if message.abort_all else [message.rid]
+                rids = list(fake.running) if message.abort_all else message.rids
                 for rid in rids:
                     out = fake.end(rid, FinishReason("abort", message="Aborted", status_code=499))
                     if out.rids:

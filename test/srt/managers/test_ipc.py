@@ -28,7 +28,7 @@ def test_messages_arrive_in_order_and_whole(ports: ipc.Ports) -> None:
     inbox, outbox = ipc.scheduler_inbox(ports), ipc.tokenizer_outbox(ports)
     sent: list[SchedulerInput] = [
         request("a", stop=["x"], top_p=0.5),
-        AbortReq("a"),
+        AbortReq(["a"]),
         AbortReq(abort_all=True),
         ControlReq("1", "ping", {"k": [1]}),
     ]
@@ -38,18 +38,18 @@ def test_messages_arrive_in_order_and_whole(ports: ipc.Ports) -> None:
     assert received == sent
     assert inbox.recv_nowait() is None
     assert not inbox.poll(0.0)
-    outbox.send(AbortReq("b"))
+    outbox.send(AbortReq(["b"]))
     assert inbox.poll(5.0)
-    assert list(inbox.drain()) == [AbortReq("b")]
+    assert list(inbox.drain()) == [AbortReq(["b"])]
     inbox.close()
     outbox.close()
 
 
 def test_a_writer_may_come_before_the_reader(ports: ipc.Ports) -> None:
     outbox = ipc.tokenizer_outbox(ports)
-    outbox.send(AbortReq("early"))
+    outbox.send(AbortReq(["early"]))
     inbox = ipc.scheduler_inbox(ports)
-    assert inbox.recv() == AbortReq("early")
+    assert inbox.recv() == AbortReq(["early"])
     inbox.close()
     outbox.close()
 
@@ -75,9 +75,9 @@ def test_a_full_channel_refuses_instead_of_growing(ports: ipc.Ports, monkeypatch
     outbox: ipc.Sender[SchedulerInput] = ipc.Sender(ports.scheduler_input, timeout_s=0.01)
     with pytest.raises(ipc.ChannelFull):
         for _ in range(100):
-            outbox.try_send(AbortReq("x"))
+            outbox.try_send(AbortReq(["x"]))
     with pytest.raises(ipc.ChannelFull):
-        outbox.send(AbortReq("x"))
+        outbox.send(AbortReq(["x"]))
     ipc.scheduler_inbox(ports).close()  # otherwise the sender lingers
     outbox.close()
 
@@ -91,19 +91,19 @@ def test_event_loop_delivery(ports: ipc.Ports) -> None:
 
     def handle(message: SchedulerInput) -> None:
         assert isinstance(message, AbortReq)
-        if message.rid == "5":
+        if message.rids == ["5"]:
             raise RuntimeError("once")
-        seen.append(message.rid)
+        seen.extend(message.rids)
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: errors.append(context["exception"]))
         for i in range(count):
-            outbox.send(AbortReq(str(i)))
+            outbox.send(AbortReq([str(i)]))
         inbox.attach(handle)
         while len(seen) < count - 1:
             await asyncio.sleep(0.001)
-        outbox.send(AbortReq("last"))
+        outbox.send(AbortReq(["last"]))
         while seen[-1] != "last":
             await asyncio.sleep(0.001)
         inbox.close()

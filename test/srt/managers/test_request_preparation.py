@@ -8,6 +8,7 @@ import pytest
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers import request_preparation
 from sglang.srt.managers.generate_request import GenerateRequest, RequestError
 from sglang.srt.managers.request_preparation import PreparedCall, RequestPreparer
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -119,10 +120,15 @@ def test_defaults_of_the_model_and_the_server() -> None:
         ({"input_ids": [1], "top_logprobs_num": -1}, "top_logprobs_num must be in [0, 100]"),
         ({"input_ids": [1], "token_ids_logprob": [100]}, "token_ids_logprob must hold token ids in [0, 99], got 100"),
         ({"input_ids": [1], "token_ids_logprob": ["a"]}, "token_ids_logprob must be of type list"),
+        ({"input_ids": [1], "token_ids_logprob": [1] * 4097}, "token_ids_logprob must have at most 4096 token ids"),
+        ({"input_ids": [1], "priority": 1 << 64}, "priority must be a 32-bit integer"),
+        ({"input_ids": [[1]] * 129, "sampling_params": {"n": 128}}, "129 prompts with n=128 make 16512"),
+        ({"input_ids": [[1] * 17] * 4096, "sampling_params": {"n": 4}}, "at most 262144 tokens"),
         ({"input_ids": [[1], [2]], "return_logprob": [True]}, "return_logprob has 1 entries for 2 prompts"),
     ],
 )
-def test_wrong_requests(fields: dict[str, Any], message: str) -> None:
+def test_wrong_requests(fields: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_preparation, "MAX_CALL_TOKENS", 1 << 18)
     with pytest.raises(RequestError) as caught:
         prepare(**fields)
     assert caught.value.status_code == 400
@@ -149,3 +155,20 @@ def test_auto_truncate() -> None:
     request = prepare({"allow_auto_truncate": True}, input_ids=list(range(40))).requests[0]
     assert request.input_ids == list(range(31))
     assert request.sampling_params.max_new_tokens == 1
+
+
+def test_a_large_batch_leaves_the_loop_alone() -> None:
+    """Whatever else wants to run gets its turns while the prompts are tokenized."""
+
+    async def main() -> int:
+        work = asyncio.ensure_future(
+            preparer(allow_auto_truncate=True).prepare(GenerateRequest(text=["a" * 4096] * 64))
+        )
+        turns = 0
+        while not work.done():
+            turns += 1
+            await asyncio.sleep(0)
+        assert len(work.result().requests) == 64
+        return turns
+
+    assert asyncio.run(main()) > 10

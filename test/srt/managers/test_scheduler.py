@@ -118,6 +118,18 @@ def test_retraction_loses_nothing_and_repeats_nothing() -> None:
     assert_clean(scheduler)
 
 
+def test_samples_that_arrive_together_compute_their_prompt_once() -> None:
+    scheduler = make_scheduler(FakeRunner(2048, 1, 256, 8, 512))
+    collector = Collector()
+    for i in range(4):
+        add(scheduler, request(f"r{i}", prompt(100), 5, ignore_eos=True))
+    samples = list(scheduler.reqs.values())
+    run_to_end(scheduler, collector)
+    assert sorted(req.hit_len for req in samples) == [0, 99, 99, 99]
+    assert scheduler.runner.steps[:2] == ["extend", "extend"]  # the three others follow in one step
+    assert_clean(scheduler)
+
+
 def test_abort_in_every_state() -> None:
     scheduler = make_scheduler(FakeRunner(300, 1, 256, 2, 32))
     collector = Collector()
@@ -129,7 +141,7 @@ def test_abort_in_every_state() -> None:
     scheduler.step()
     assert scheduler.chunked is not None and len(scheduler.waiting) == 1
     for rid in ("waiting", "chunked", "decoding", "unknown"):
-        scheduler.abort(AbortReq(rid))
+        scheduler.abort(AbortReq([rid]))
     run_to_end(scheduler, collector)
     assert {rid: f.type for rid, f in collector.finish.items()} == dict.fromkeys(
         ("waiting", "chunked", "decoding"), "abort"
@@ -148,6 +160,23 @@ def test_abort_all() -> None:
     scheduler.abort(AbortReq(abort_all=True))
     run_to_end(scheduler, collector)
     assert len(collector.finish) == 5
+    assert_clean(scheduler)
+
+
+def test_one_abort_ends_many_with_its_reason() -> None:
+    """Running, waiting, unknown and named twice; whoever was not named goes on."""
+    scheduler = make_scheduler(FakeRunner(300, 1, 256, 2, 32))
+    collector = Collector()
+    for i in range(6):
+        add(scheduler, request(f"r{i}", prompt(20, i), 5))
+    scheduler.step()
+    scheduler.abort(AbortReq(["r0", "r3", "r5", "r3", "nobody"], message="too late", status_code=503))
+    assert len(scheduler.outbox) == 1
+    run_to_end(scheduler, collector)
+    for rid, finish in collector.finish.items():
+        aborted = rid in ("r0", "r3", "r5")
+        assert ((finish.type, finish.message, finish.status_code) == ("abort", "too late", 503)) == aborted
+    assert len(collector.finish) == 6
     assert_clean(scheduler)
 
 
@@ -283,7 +312,7 @@ def test_any_workload(
             scheduler.cache.check()
             collector.take(scheduler)
         if kind == "abort":
-            scheduler.abort(AbortReq(f"r{i // 2}"))
+            scheduler.abort(AbortReq([f"r{i // 2}"]))
     run_to_end(scheduler, collector)
     assert set(collector.finish) == set(wanted)
     capacity = min(160, scheduler.allocator.size - 2 * page)

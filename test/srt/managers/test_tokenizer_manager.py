@@ -184,43 +184,34 @@ def test_native_stream_is_cumulative_or_incremental() -> None:
     play(test)
 
 
-def test_samples_follow_the_first_one() -> None:
-    """So that they find the prompt in the prefix cache."""
+@pytest.mark.parametrize("stream", [False, True])
+def test_all_samples_are_sent_at_once(stream: bool) -> None:
+    """The scheduler lets them share the prefill. A sample that waited for the first one's first message would start
+    when the first one has ended, unless it streams."""
 
     async def test(bench: Bench) -> None:
-        stream = await bench.manager.submit(call(input_ids=[1] * 64, sampling_params={"n": 3}))
-        assert (await bench.request()).rid == "r_0"
-        assert await bench.nothing_received()
-        bench.send("r_0", "x", [1])
-        assert [(await bench.request()).rid for _ in range(2)] == ["r_1", "r_2"]
+        outputs = await bench.manager.submit(call(input_ids=[1] * 64, sampling_params={"n": 3}, stream=stream))
+        assert [(await bench.request()).rid for _ in range(3)] == ["r_0", "r_1", "r_2"]
         for i in range(3):
             bench.send(f"r_{i}", str(i), [i], LENGTH)
-        assert [output.text for output in await stream.collect()] == ["x0", "1", "2"]
+        assert [output.text for output in await outputs.collect()] == ["0", "1", "2"]
 
     play(test)
-
-
-def test_short_prompts_and_no_cache_send_all_samples_at_once() -> None:
-    async def test(bench: Bench) -> None:
-        stream = await bench.manager.submit(call(input_ids=[1] * 64, sampling_params={"n": 2}))
-        assert [(await bench.request()).rid for _ in range(2)] == ["r_0", "r_1"]
-        for i in range(2):
-            bench.send(f"r_{i}", "", [], LENGTH)
-        await stream.collect()
-
-    play(test, disable_radix_cache=True)
 
 
 @pytest.mark.parametrize("collect", [False, True])
 def test_a_refusal_raises_with_its_status(collect: bool) -> None:
     async def test(bench: Bench) -> None:
-        stream = await bench.manager.submit(call(input_ids=[1] * 64, sampling_params={"n": 2}))
+        stream = await bench.manager.submit(call(sampling_params={"n": 2}))
+        await bench.request()
         await bench.request()
         bench.send("r_0", finish=FinishReason("abort", message="The queue is full.", status_code=503))
         with pytest.raises(RequestError, match="queue is full") as caught:
             await (stream.collect() if collect else anext(stream))
         assert caught.value.status_code == 503
-        assert await bench.nothing_received()  # the second sample was never sent, nor aborted
+        assert await bench.received() == AbortReq(["r_1"])
+        bench.send("r_1", finish=ABORTED)
+        await bench.settled()
 
     play(test)
 
@@ -233,7 +224,7 @@ def test_one_failing_prompt_ends_the_batch() -> None:
         bench.send("a", finish=FinishReason("abort", message="bad grammar", status_code=400))
         with pytest.raises(RequestError, match="bad grammar"):
             await stream.collect()
-        assert await bench.received() == AbortReq("b")
+        assert await bench.received() == AbortReq(["b"])
         bench.send("b", finish=ABORTED)
         await bench.settled()
 
@@ -245,7 +236,7 @@ def test_closing_aborts_and_keeps_the_id_taken() -> None:
         stream = await bench.manager.submit(call())
         await bench.request()
         await stream.aclose()
-        assert await bench.received() == AbortReq("r")
+        assert await bench.received() == AbortReq(["r"])
         with pytest.raises(RequestError, match="already running"):
             await bench.manager.submit(call())
         bench.send("r", "late", [1])
@@ -264,7 +255,7 @@ def test_a_cancelled_reader_aborts() -> None:
         work = asyncio.ensure_future(native_results(bench.manager, call()))
         await bench.request()
         work.cancel()
-        assert await bench.received() == AbortReq("r")
+        assert await bench.received() == AbortReq(["r"])
         bench.send("r", finish=ABORTED)
         await bench.settled()
 
@@ -272,15 +263,18 @@ def test_a_cancelled_reader_aborts() -> None:
 
 
 def test_abort_by_public_id() -> None:
-    """All samples end, also those that were not sent yet, and the caller gets what there is."""
+    """All samples end, by one message, and the caller gets what there is."""
 
     async def test(bench: Bench) -> None:
-        stream = await bench.manager.submit(call(input_ids=[1] * 64, sampling_params={"n": 2}))
-        await bench.request()
+        stream = await bench.manager.submit(call(sampling_params={"n": 2}))
+        for _ in range(2):
+            await bench.request()
         assert bench.manager.abort("r")
         assert not bench.manager.abort("other")
-        assert await bench.received() == AbortReq("r_0")
+        message = await bench.received()
+        assert isinstance(message, AbortReq) and sorted(message.rids) == ["r_0", "r_1"]
         bench.send("r_0", "half", [1], ABORTED)
+        bench.send("r_1", finish=ABORTED)
         outputs = await stream.collect()
         assert [(o.text, o.finish.type if o.finish else None) for o in outputs] == [("half", "abort"), ("", "abort")]
 
@@ -293,11 +287,60 @@ def test_abort_all() -> None:
         for _ in streams:
             await bench.request()
         bench.manager.abort_all()
-        assert await bench.received() == AbortReq(abort_all=True)
+        assert await bench.received() == AbortReq(["a", "b"])
         for rid in "ab":
             bench.send(rid, finish=ABORTED)
         for stream in streams:
             assert [o.finish for o in await stream.collect()] == [ABORTED]
+
+    play(test)
+
+
+def test_an_abort_while_sequences_are_still_being_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were not sent end here; the scheduler hears of the others."""
+    monkeypatch.setattr(tokenizer_manager, "SEND_BATCH_TOKENS", 1)
+
+    async def test(bench: Bench) -> None:
+        submitting = asyncio.ensure_future(bench.manager.submit(call(rid=["a", "b"], input_ids=[[1], [2]])))
+        while not bench.manager.num_unfinished:
+            await asyncio.sleep(0)
+        bench.manager.abort_all()
+        outputs = asyncio.ensure_future((await submitting).collect())
+        assert (await bench.request()).rid == "a"
+        assert await bench.received() == AbortReq(["a"])
+        bench.send("a", finish=ABORTED)
+        assert [o.finish for o in await outputs] == [ABORTED, ABORTED]
+
+    play(test)
+
+
+def test_aborts_wait_for_room_in_a_full_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_manager, "ABORT_RETRY_S", 0.001)
+
+    async def test(bench: Bench) -> None:
+        streams = [await bench.manager.submit(call(rid)) for rid in "abc"]
+        for _ in streams:
+            await bench.request()
+        send, attempts = bench.manager._outbox.try_send, []
+
+        def full(message: object) -> None:
+            attempts.append(message)
+            raise ipc.ChannelFull("full")
+
+        monkeypatch.setattr(bench.manager._outbox, "try_send", full)
+        for stream in streams:
+            await stream.aclose()
+        while len(attempts) < 5:
+            await asyncio.sleep(0.001)
+        bench.send("b", finish=LENGTH)  # it ended by itself
+        while bench.manager.num_unfinished == 3:
+            await asyncio.sleep(0.001)
+        monkeypatch.setattr(bench.manager._outbox, "try_send", send)
+        assert await bench.received() == AbortReq(["a", "c"])
+        for rid in "ac":
+            bench.send(rid, finish=ABORTED)
+        await bench.settled()
+        assert await bench.nothing_received()
 
     play(test)
 
@@ -387,22 +430,82 @@ def test_drain_ends_what_takes_too_long() -> None:
         await bench.request()
         bench.manager.begin_shutdown()
         assert not await bench.manager.drain(0.02)
-        assert await bench.received() == AbortReq(abort_all=True)
+        assert await bench.received() == AbortReq(["r"])
         bench.send("r", finish=ABORTED)
         await stream.collect()
 
     play(test)
 
 
-def test_an_overloaded_channel_is_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sent_before", [0, 1])
+@pytest.mark.parametrize(
+    ("error", "expected"), [(ipc.ChannelFull("full"), RequestError), (OverflowError("too big"), OverflowError)]
+)
+def test_a_failed_send_leaves_nothing_registered(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, expected: type[Exception], sent_before: int
+) -> None:
+    """Whatever was raised: the ids are free again, what was sent is aborted, and shutdown waits for nothing."""
+
+    async def test(bench: Bench) -> None:
+        send = bench.manager._outbox.try_send
+        room = sent_before
+
+        def refuse(message: SchedulerInput) -> None:
+            nonlocal room
+            if isinstance(message, TokenizedGenerateReq):
+                room -= 1
+                if room < 0:
+                    raise error
+            send(message)
+
+        monkeypatch.setattr(bench.manager._outbox, "try_send", refuse)
+        with pytest.raises(expected) as caught:
+            await bench.manager.submit(call(rid=["a", "b"], input_ids=[[1], [2]]))
+        if isinstance(caught.value, RequestError):
+            assert caught.value.status_code == 503 and "overloaded" in caught.value.message
+        assert bench.manager.num_unfinished == sent_before
+        if sent_before:
+            assert (await bench.request()).rid == "a"
+            assert await bench.received() == AbortReq(["a"])
+            bench.send("a", finish=ABORTED)
+            await bench.settled()
+        monkeypatch.setattr(bench.manager._outbox, "try_send", send)
+        again = await bench.manager.submit(call(rid=["a", "b"], input_ids=[[1], [2]]))
+        for rid in "ab":
+            assert (await bench.request()).rid == rid
+            bench.send(rid, finish=LENGTH)
+        await again.collect()
+
+    play(test)
+
+
+def test_a_caller_cancelled_while_sending_leaves_nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_manager, "SEND_BATCH_TOKENS", 1)
+
+    async def test(bench: Bench) -> None:
+        submitting = asyncio.ensure_future(bench.manager.submit(call(rid=["a", "b", "c"], input_ids=[[1], [2], [3]])))
+        while not bench.manager.num_unfinished:
+            await asyncio.sleep(0)
+        submitting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await submitting
+        assert (await bench.request()).rid == "a"
+        assert await bench.received() == AbortReq(["a"])
+        bench.send("a", finish=ABORTED)
+        await bench.settled()
+
+    play(test)
+
+
+def test_a_control_call_that_cannot_be_sent_is_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(bench: Bench) -> None:
         def refuse(message: object) -> None:
             raise ipc.ChannelFull("full")
 
         monkeypatch.setattr(bench.manager._outbox, "try_send", refuse)
         with pytest.raises(RequestError, match="overloaded") as caught:
-            await bench.manager.submit(call(rid=["a", "b"], input_ids=[[1], [2]]))
-        assert caught.value.status_code == 503
+            await bench.manager.control("ping")
+        assert caught.value.status_code == 503 and not bench.manager._replies
 
     play(test)
 

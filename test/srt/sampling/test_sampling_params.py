@@ -20,25 +20,40 @@ def check(**values: Any) -> SamplingParams:
     [
         ({"top_p": 0}, "top_p must be in (0, 1], got 0."),
         ({"top_p": 1.5}, "top_p must be in (0, 1], got 1.5."),
-        ({"temperature": -0.1}, "temperature must be in [0, inf), got -0.1."),
-        ({"temperature": float("nan")}, "temperature must be in [0, inf), got nan."),
-        ({"temperature": float("inf")}, "temperature must be in [0, inf), got inf."),
-        ({"top_k": 0}, "top_k must be -1 (all) or at least 1, got 0."),
-        ({"top_k": -2}, "top_k must be -1 (all) or at least 1, got -2."),
+        ({"temperature": -0.1}, "temperature must be in [0, 1e+06], got -0.1."),
+        ({"temperature": float("nan")}, "temperature must be in [0, 1e+06], got nan."),
+        ({"temperature": float("inf")}, "temperature must be in [0, 1e+06], got inf."),
+        ({"temperature": 1e7}, "temperature must be in [0, 1e+06], got 1e+07."),
+        ({"temperature": 10**400}, "temperature: number out of range"),
+        ({"top_k": 0}, "top_k must be -1 (all) or in [1, 2147483647], got 0."),
+        ({"top_k": -2}, "top_k must be -1 (all) or in [1, 2147483647], got -2."),
+        ({"top_k": 1 << 64}, "top_k must be -1 (all) or in [1, 2147483647], got 18446744073709551616."),
+        ({"top_k": 10**400}, "top_k must be -1 (all) or in [1, 2147483647], got an integer of 1329 bits."),
+        ({"top_k": 10**5000}, "top_k must be -1 (all) or in [1, 2147483647], got an integer of 16610 bits."),
         ({"min_p": 1.1}, "min_p must be in [0, 1], got 1.1."),
         ({"frequency_penalty": 2.5}, "frequency_penalty must be in [-2, 2], got 2.5."),
         ({"presence_penalty": -3}, "presence_penalty must be in [-2, 2], got -3."),
         ({"repetition_penalty": 0}, "repetition_penalty must be in (0, 2], got 0."),
         ({"n": 0}, "n must be in [1, 128], got 0."),
-        ({"max_new_tokens": -1}, "max_new_tokens must be at least 0, got -1."),
+        ({"n": 10**400}, "n must be in [1, 128], got an integer of 1329 bits."),
+        ({"n": -(10**400)}, "n must be in [1, 128], got an integer of 1329 bits."),
+        ({"max_new_tokens": -1}, "max_new_tokens must be in [0, 2147483647], got -1."),
+        ({"max_new_tokens": 10**400}, "max_new_tokens must be in [0, 2147483647], got an integer"),
+        ({"min_new_tokens": 10**400}, "min_new_tokens must be in [0, max_new_tokens=128], got an integer"),
+        ({"min_new_tokens": 1 << 64, "max_new_tokens": None}, "min_new_tokens must be in [0, max_new_tokens=2147"),
+        ({"sampling_seed": 10**400}, "sampling_seed must be a 64-bit integer, got an integer of 1329 bits."),
         ({"min_new_tokens": 9, "max_new_tokens": 4}, "min_new_tokens must be in [0, max_new_tokens=4], got 9."),
         ({"sampling_seed": 1 << 63}, "sampling_seed must be a 64-bit integer"),
         ({"stop": ["x"] * 33}, "stop must have at most 32 strings, got 33."),
         ({"stop_regex": "("}, "stop_regex is not a regular expression"),
-        ({"stop_token_ids": [100]}, "stop_token_ids must be in [0, 99], got 100."),
+        ({"stop_token_ids": [1] * 65_537}, "stop_token_ids must have at most 65536, got 65537."),
         ({"logit_bias": {"100": 1.0}}, "logit_bias keys must be token ids in [0, 99], got '100'."),
         ({"logit_bias": {"x": 1.0}}, "logit_bias keys must be token ids in [0, 99], got 'x'."),
-        ({"logit_bias": {"1": float("inf")}}, "logit_bias values must be finite"),
+        ({"logit_bias": {"1" * 5000: 1.0}}, "logit_bias keys must be token ids in [0, 99], got '1111"),
+        ({"logit_bias": {"1": float("inf")}}, "logit_bias values must be in [-1e+09, 1e+09], got inf for token 1."),
+        ({"logit_bias": {"1": 1e300}}, "logit_bias values must be in [-1e+09, 1e+09], got 1e+300 for token 1."),
+        ({"logit_bias": {"1": 10**400}}, "logit_bias: number out of range"),
+        ({"x" * 100_000: 1}, "unknown sampling parameter 'xxx"),
         ({"regex": "a", "ebnf": "b"}, "only one of json_schema, regex, ebnf, structural_tag"),
         ({"temperature": "hot"}, "temperature: expected float, got str in 'hot'."),
         ({"temperature": True}, "temperature: expected float, got bool in True."),
@@ -50,7 +65,21 @@ def check(**values: Any) -> SamplingParams:
 def test_wrong_values_are_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         check(**values)
-    assert message in str(caught.value)
+    assert message in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_endless_nesting_is_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(100_000):
+        schema = {"items": schema}
+    with pytest.raises(ValueError, match="nested too deeply"):
+        check(json_schema=schema)
+    with pytest.raises(ValueError, match="temperature: expected float, got object"):
+        check(temperature=schema)
+
+
+def test_stop_ids_outside_the_vocabulary_are_harmless() -> None:
+    assert check(stop_token_ids=[-1, 0, 99, 100, 1 << 64, 10**400]).stop_token_ids == [0, 99]
 
 
 def test_edges_of_the_ranges_pass() -> None:

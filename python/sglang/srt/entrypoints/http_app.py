@@ -13,9 +13,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from sglang.srt.entrypoints import http_native
-from sglang.srt.entrypoints.http_body import body_definitions
 from sglang.srt.entrypoints.http_errors import ApiError, error_response
 from sglang.srt.entrypoints.http_middleware import RequestGate
+from sglang.srt.entrypoints.http_openapi import describe_api
 from sglang.srt.entrypoints.http_state import ServerState
 from sglang.srt.entrypoints.http_stream import ClientDisconnected
 from sglang.srt.entrypoints.openai import routes as openai_routes
@@ -67,15 +67,7 @@ def create_api(state: ServerState) -> FastAPI:
         api.add_exception_handler(left, _on_disconnect)
     api.add_exception_handler(Exception, _on_bug)
 
-    describe_routes = api.openapi
-
-    def openapi() -> dict[str, Any]:
-        schema = describe_routes()
-        definitions = body_definitions(*openai_routes.BODIES, *http_native.BODIES)
-        schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions)
-        return schema
-
-    api.openapi = openapi  # type: ignore[method-assign]
+    describe_api(api, [*openai_routes.BODIES, *http_native.BODIES])
     return api
 
 

@@ -1,39 +1,78 @@
-"""Reading JSON bodies: validated here, so that every mistake becomes a 400 in the route's own error shape."""
+"""Reading JSON bodies: validated here, so that every mistake becomes a 400 in the route's own error shape.
+
+Bodies are msgspec structs: decoding ends at the first mistake and builds nothing for fields that are not declared, so
+that what a body costs is bounded by what it holds.
+"""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ValidationError
+import msgspec
 from starlette.requests import Request
 
-from sglang.srt.entrypoints.http_errors import bad_request, from_validation
+from sglang.srt.entrypoints.http_errors import ApiError, bad_request, from_decode_error
+from sglang.srt.entrypoints.unsupported_fields import Unsupported, refuse_unsupported
 
-M = TypeVar("M", bound=BaseModel)
+MAX_BRACKETS = 1 << 19
+"""Lists and objects in a body, counted as opening brackets wherever they stand: each costs a hundred bytes and more."""
+MAX_COMMAS = 1 << 23
+"""Values in a body, counted as commas wherever they stand."""
 
 
-async def read_body(request: Request, model: type[M]) -> M:
-    """The request's body as `model`. The content type does not matter. Raises ApiError 400."""
+class Body(msgspec.Struct, kw_only=True):
+    """A request's JSON object. Unknown fields are ignored, as clients send many, except those of `unsupported`."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {}
+
+
+B = TypeVar("B", bound=Body)
+
+
+async def read_body(request: Request, model: type[B]) -> B:
+    """The request's body as `model`. Raises ApiError 400, or 413 for more values than anyone needs."""
     raw = await request.body()
     if not raw:
         raise bad_request("the request has no body; send a JSON object")
+    return parse_body(raw, model)
+
+
+async def read_optional_body(request: Request, model: type[B]) -> B:
+    """As `read_body`; a request without a body gets the defaults."""
+    raw = await request.body()
+    return parse_body(raw, model) if raw else model()
+
+
+def parse_body(raw: bytes, model: type[B]) -> B:
+    """Raises ApiError."""
+    if raw.count(b"[") + raw.count(b"{") > MAX_BRACKETS or raw.count(b",") > MAX_COMMAS:
+        raise ApiError(413, f"the body has more than {MAX_BRACKETS} brackets or {MAX_COMMAS} commas; send less at once")
     try:
-        return model.model_validate_json(raw)
-    except ValidationError as error:
-        raise from_validation(error) from None
+        body = _decoder(model).decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise from_decode_error(error) from None
+    refuse_unsupported(raw, model.unsupported)
+    return body
 
 
-def body_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """The OpenAPI description of a body that `read_body` reads."""
-    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+@functools.cache
+def _decoder(model: type[B]) -> msgspec.json.Decoder[B]:
+    """Not strict: `"0.5"` is a number and `1` a boolean, as clients of the interface may send them."""
+    return msgspec.json.Decoder(model, strict=False)
 
 
-def body_definitions(*models: type[BaseModel]) -> dict[str, Any]:
-    """The nested schemas that `body_schema` refers to."""
-    definitions: dict[str, Any] = {}
-    for model in models:
-        schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-        definitions.update(schema.get("$defs", {}))
+def body_schema(model: type[Body], required: bool = True) -> dict[str, Any]:
+    """The OpenAPI description of a body; `body_definitions` has what it refers to."""
+    schema = {"$ref": _REF.format(name=model.__name__)}
+    return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}
+
+
+def body_definitions(models: Sequence[type[msgspec.Struct]]) -> dict[str, Any]:
+    """The named schemas of these structs and of all that they contain."""
+    _, definitions = msgspec.json.schema_components(models, ref_template=_REF)
     return definitions
+
+
+_REF = "#/components/schemas/{name}"

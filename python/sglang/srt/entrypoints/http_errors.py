@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
-from pydantic import ValidationError
 from starlette.responses import Response
 
 _TYPES = {
@@ -15,12 +15,13 @@ _TYPES = {
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",
     413: "RequestEntityTooLargeError",
+    415: "UnsupportedMediaTypeError",
     500: "InternalServerError",
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
 }
 _OPENAI_PREFIX = "/v1/"
-_MAX_LISTED_PROBLEMS = 5
+_DECODE_ERROR = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<where>[^`]*)`)?", re.DOTALL)
 
 
 class ApiError(Exception):
@@ -58,6 +59,11 @@ def error_body(path: str, error: ApiError) -> dict[str, Any]:
     return {"error": {"message": error.message}}
 
 
+def error_schema_name(path: str) -> str:
+    """The name that `/openapi.json` gives to the shape of `error_body`."""
+    return "OpenAIError" if path.startswith(_OPENAI_PREFIX) else "NativeError"
+
+
 def error_response(path: str, error: ApiError) -> Response:
     return json_response(error_body(path, error), error.status)
 
@@ -72,14 +78,18 @@ def json_response(content: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
-def from_validation(error: ValidationError) -> ApiError:
-    """Broken JSON or wrong field types, said in one line."""
-    problems = error.errors(include_url=False, include_context=False, include_input=False)
-    lines = []
-    for problem in problems[:_MAX_LISTED_PROBLEMS]:
-        where = ".".join(str(part) for part in problem["loc"])
-        lines.append(f"{where}: {problem['msg']}" if where else str(problem["msg"]))
-    if len(problems) > _MAX_LISTED_PROBLEMS:
-        lines.append(f"and {len(problems) - _MAX_LISTED_PROBLEMS} more problems")
-    location = problems[0]["loc"] if problems else ()
-    return bad_request("Invalid request: " + "; ".join(lines), param=str(location[0]) if location else None)
+def from_decode_error(error: Exception, inside: str = "") -> ApiError:
+    """Broken JSON or a wrong field, said in one line. `inside` names the field that was decoded, if not the body."""
+    if isinstance(error, RecursionError):
+        return bad_request("Invalid request: the JSON is nested too deeply", param=inside or None)
+    match = _DECODE_ERROR.fullmatch(str(error))
+    assert match is not None
+    where = (
+        inside + (match["where"] or "")
+        if not inside or (match["where"] or "[").startswith("[")
+        else (f"{inside}.{match['where']}")
+    )
+    what = match["what"].replace("`", "")
+    what = what[:1].lower() + what[1:] if isinstance(error, msgspec.ValidationError) else what
+    param = re.split(r"[.\[]", where)[0]
+    return bad_request("Invalid request: " + (f"{where}: {what}" if where else what), param=param or None)

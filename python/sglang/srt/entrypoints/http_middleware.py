@@ -13,14 +13,20 @@ MAX_BODY_BYTES = 64 * 1024 * 1024
 
 _OPEN_PATHS = ("/health", "/ready", "/metrics")
 """Prefixes that need no API key: probes and scrapers have none."""
+_NOT_JSON = ApiError(415, "the body must be JSON: send it with the header Content-Type: application/json")
+
+
+def is_open(path: str) -> bool:
+    """Whether `path` needs no API key."""
+    return path.startswith(_OPEN_PATHS)
 
 
 class RequestGate:
-    """Checks the API key and bounds the size of request bodies."""
+    """Checks the API key, and the type and size of request bodies."""
 
     def __init__(self, app: ASGIApp, api_key: str | None, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         self._app = app
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+        self._expected = None if api_key is None else api_key.encode()
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -35,13 +41,17 @@ class RequestGate:
         if length.isdigit() and int(length) > self._max_body_bytes:
             await error_response(scope["path"], self._too_large())(scope, receive, send)
             return
+        if scope["method"] in ("POST", "PUT") and not _is_json(headers):
+            await error_response(scope["path"], _NOT_JSON)(scope, receive, send)
+            return
         scope[DIRECT_SEND] = send
         await self._app(scope, self._bounded(receive), send)
 
     def _authorized(self, scope: Scope, given: bytes) -> bool:
-        if self._expected is None or scope["method"] == "OPTIONS" or scope["path"].startswith(_OPEN_PATHS):
+        if self._expected is None or scope["method"] == "OPTIONS" or is_open(scope["path"]):
             return True
-        return hmac.compare_digest(given, self._expected)
+        scheme, _, key = given.partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._expected)
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the request body is larger than {self._max_body_bytes} bytes")
@@ -59,3 +69,13 @@ class RequestGate:
             return message
 
         return bounded
+
+
+def _is_json(headers: dict[bytes, bytes]) -> bool:
+    """Whether the body is JSON, or there is none; one of no declared type is taken for it."""
+    media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if not media_type or media_type == b"application/json":
+        return True
+    if media_type.startswith(b"application/") and media_type.endswith(b"+json"):
+        return True
+    return headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in headers

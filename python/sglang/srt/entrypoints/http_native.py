@@ -6,21 +6,21 @@ import asyncio
 import html
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from fastapi import APIRouter
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from sglang.srt.entrypoints.http_body import body_schema, read_body
+from sglang.srt.entrypoints.http_body import Body, body_schema, read_body, read_optional_body
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request, json_response
 from sglang.srt.entrypoints.http_state import engine_of, state_of
 from sglang.srt.entrypoints.http_stream import EventStream, until_disconnect
-from sglang.srt.entrypoints.openai.protocol import Int
+from sglang.srt.entrypoints.openai.protocol import CacheKey, Int
+from sglang.srt.entrypoints.unsupported_fields import NATIVE, PROFILE
 from sglang.srt.managers.generate_request import GenerateRequest
-from sglang.srt.managers.native_output import native_results, native_stream
+from sglang.srt.managers.native_output import WEIGHT_VERSION, native_results, native_stream
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.version import __version__
 
@@ -28,52 +28,63 @@ router = APIRouter(tags=["native"])
 
 HEALTH_TIMEOUT_S = 20.0
 HEALTH_POLL_S = 0.01
+FLUSH_LIMIT_S = 3600.0
+FLUSH_POLL_S = 0.05
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class GenerateBody(BaseModel):
+class GenerateBody(Body, kw_only=True):
     """Body of `/generate`: `text` or `input_ids`, one prompt or a batch; per-prompt values may be lists."""
 
+    unsupported: ClassVar = NATIVE
+
     text: str | list[str] | None = None
-    input_ids: list[Int] | list[list[Int]] | None = None
+    input_ids: list[Int | list[Int]] | None = None
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
-    stream: bool = False
-    return_logprob: bool | list[bool] = False
-    logprob_start_len: Int | list[Int] = -1
-    top_logprobs_num: Int | list[Int] = 0
-    token_ids_logprob: list[Int] | list[list[Int]] | None = None
-    return_text_in_logprobs: bool = False
+    stream: bool | None = False
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: Int | list[Int] | None = None
+    top_logprobs_num: Int | list[Int] | None = None
+    token_ids_logprob: list[Int | list[Int]] | None = None
+    return_text_in_logprobs: bool | None = False
     rid: str | list[str] | None = None
     priority: Int | None = None
-    image_data: Any = None
-    lora_path: Any = None
+    extra_key: CacheKey | list[CacheKey | None] | None = None
 
     def to_request(self) -> GenerateRequest:
-        if self.image_data is not None:
-            raise bad_request("image_data: this model reads text only (it has no vision input)", param="image_data")
-        if self.lora_path is not None:
-            raise bad_request("lora_path: this server has no LoRA adapters loaded", param="lora_path")
         return GenerateRequest(
             text=self.text,
-            input_ids=self.input_ids,
+            input_ids=self.input_ids,  # type: ignore[arg-type]  # mixed lists are refused with the other checks
             sampling_params=self.sampling_params,
-            stream=self.stream,
-            return_logprob=self.return_logprob,
-            logprob_start_len=self.logprob_start_len,
-            top_logprobs_num=self.top_logprobs_num,
-            token_ids_logprob=self.token_ids_logprob,
-            return_text_in_logprobs=self.return_text_in_logprobs,
+            stream=bool(self.stream),
+            return_logprob=self.return_logprob or False,
+            logprob_start_len=-1 if self.logprob_start_len is None else self.logprob_start_len,
+            top_logprobs_num=self.top_logprobs_num or 0,
+            token_ids_logprob=self.token_ids_logprob,  # type: ignore[arg-type]
+            return_text_in_logprobs=bool(self.return_text_in_logprobs),
             rid=self.rid,
             priority=self.priority or 0,
+            cache_namespace=self.extra_key,
         )
 
 
-class AbortBody(BaseModel):
+class AbortBody(Body, kw_only=True):
     rid: str | None = None
-    abort_all: bool = False
+    abort_all: bool | None = False
 
 
-BODIES = (GenerateBody, AbortBody)
+class PauseBody(Body, kw_only=True):
+    """`abort` ends everything that runs or waits, `in_place` keeps its KV cache, `retract` sends it back to the queue,
+    so that the cache can be flushed. Requests that come during a pause wait."""
+
+    mode: Literal["abort", "in_place", "retract"] = "abort"
+
+
+class ProfileBody(Body, kw_only=True):
+    unsupported: ClassVar = PROFILE
+
+
+BODIES = (GenerateBody, AbortBody, PauseBody, ProfileBody)
 
 
 @router.api_route("/generate", methods=["POST", "PUT"], openapi_extra=body_schema(GenerateBody))
@@ -110,7 +121,7 @@ async def model_info(request: Request) -> Response:
             "served_model_name": args.served_model_name,
             "is_generation": True,
             "preferred_sampling_params": args.preferred_sampling_params,
-            "weight_version": "default",
+            "weight_version": WEIGHT_VERSION,
             "model_type": model.hf_config.get("model_type"),
             "architectures": [model.architecture],
             "max_model_len": model.context_len,
@@ -198,24 +209,64 @@ async def _control(request: Request, kind: str, done: str, args: dict[str, Any] 
     return PlainTextResponse(done + "\n")
 
 
-@router.api_route("/flush_cache", methods=["GET", "POST"])
+_FLUSH_TIMEOUT = {
+    "parameters": [
+        {
+            "name": "timeout",
+            "in": "query",
+            "description": "Seconds to wait until nothing runs or waits",
+            "schema": {"type": "number", "minimum": 0, "maximum": FLUSH_LIMIT_S, "default": 0},
+        }
+    ]
+}
+
+
+@router.api_route("/flush_cache", methods=["GET", "POST"], openapi_extra=_FLUSH_TIMEOUT)
 async def flush_cache(request: Request) -> Response:
-    return await _control(request, "flush_cache", "Cache flushed.")
+    """Empties the prefix cache, which requests that run or wait are in the way of."""
+    limit_s = _seconds(request.query_params.get("timeout", "0"))
+    return await until_disconnect(request, _flush_when_idle(request, limit_s))
 
 
-@router.api_route("/pause_generation", methods=["POST"])
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= FLUSH_LIMIT_S:
+        raise bad_request(f"timeout must be a number of seconds in [0, {FLUSH_LIMIT_S:.0f}]", param="timeout")
+    return seconds
+
+
+async def _flush_when_idle(request: Request, limit_s: float) -> Response:
+    end = time.monotonic() + limit_s
+    while True:
+        try:
+            return await _control(request, "flush_cache", "Cache flushed.")
+        except ApiError as error:
+            if error.status != 400 or time.monotonic() >= end:
+                raise
+        await asyncio.sleep(FLUSH_POLL_S)
+
+
+@router.post("/pause_generation", openapi_extra=body_schema(PauseBody, required=False))
 async def pause_generation(request: Request) -> Response:
-    return await _control(request, "pause", "Generation paused.")
+    """No further step runs until /continue_generation; `mode` says what happens to the requests of now."""
+    mode = (await read_optional_body(request, PauseBody)).mode
+    await _control(request, "pause", "", {"mode": mode})
+    return json_response({"message": "Generation paused successfully.", "status": "ok"})
 
 
-@router.api_route("/continue_generation", methods=["POST"])
+@router.post("/continue_generation")
 async def continue_generation(request: Request) -> Response:
-    return await _control(request, "resume", "Generation continues.")
+    await _control(request, "resume", "")
+    return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
 
-@router.post("/start_profile")
+@router.post("/start_profile", openapi_extra=body_schema(ProfileBody, required=False))
 async def start_profile(request: Request) -> Response:
     """Trace the schedulers until /stop_profile; files go to $SGLANG_TORCH_PROFILER_DIR."""
+    await read_optional_body(request, ProfileBody)
     return await _control(request, "start_profile", "Profiling.")
 
 

@@ -1,6 +1,7 @@
 """The server process: binds the port, starts the engine, serves, and ends in order.
 
 bind -> serve 503 -> start the engine -> warm up -> serve -> SIGTERM: refuse, finish what runs, exit 0
+                                                        |      `-> SIGTERM again: fail what runs, exit 0
                                                         `-> an engine process dies: fail what runs, exit 1
 """
 
@@ -237,4 +238,7 @@ class _Server:
         await asyncio.wait({draining, hurried, died}, return_when=asyncio.FIRST_COMPLETED)
         for pending in (draining, hurried, died):
             pending.cancel()
+        if self._stop_now.is_set() and manager.num_unfinished:
+            logger.warning("Shutting down at once: %d requests end with an error.", manager.num_unfinished)
+            manager.fail_all(RequestError("The server is shutting down.", 503))
         logger.info("The server has shut down.")

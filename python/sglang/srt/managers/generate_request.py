@@ -27,10 +27,10 @@ class GenerateRequest:
     """One call: a single prompt or a batch of prompts, each with `n` samples.
 
     Exactly one of `text` and `input_ids` is given. A list of strings (or of id lists) is a batch, also with one entry.
-    Per-prompt values (`sampling_params`, `rid`, the logprob options) are either one value for all prompts or a list
-    with an entry for each. Keys of `sampling_params` that the request does not set come from the server's preferred
-    ones, then generation_config.json, then the defaults of SamplingParams; `max_new_tokens=None` given explicitly
-    means "until the context is full".
+    Per-prompt values (`sampling_params`, `rid`, `cache_namespace`, the logprob options) are either one value for all
+    prompts or a list with an entry for each. Keys of `sampling_params` that the request does not set come from the
+    server's preferred ones, then generation_config.json, then the defaults of SamplingParams; `max_new_tokens=None`
+    given explicitly means "until the context is full".
     """
 
     text: str | list[str] | None = None
@@ -44,7 +44,8 @@ class GenerateRequest:
     return_text_in_logprobs: bool = False
     rid: str | list[str] | None = None
     priority: int = 0
-    cache_namespace: str | None = None
+    cache_namespace: str | list[str | None] | None = None
+    """Prompts share cached prefixes only within one namespace; None is one, too."""
     add_special_tokens: bool = True
     """Whether tokenizing `text` adds BOS and the like; off for text that a chat template rendered."""
 

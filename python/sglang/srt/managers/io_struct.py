@@ -51,13 +51,18 @@ class TokenizedGenerateReq(msgspec.Struct, tag=True, omit_defaults=True, kw_only
 
 
 class AbortReq(msgspec.Struct, tag=True, omit_defaults=True):
-    rid: str = ""
+    """Ends the named sequences, or all; names that are unknown (any more) are ignored. `status_code` 499 is an end on
+    request, anything else an error that the caller sees with `message`."""
+
+    rids: list[str] = []
     abort_all: bool = False
+    message: str = "Aborted"
+    status_code: int = 499
 
 
 class ControlReq(msgspec.Struct, tag=True, omit_defaults=True):
     """A call that is answered by a ControlReply with the same id. `kind`: flush_cache, internal_state, start_profile,
-    stop_profile, pause, resume, ping."""
+    stop_profile, pause (`args`: mode), resume, ping."""
 
     id: str
     kind: str
@@ -86,6 +91,10 @@ class TokenMeta(msgspec.Struct, omit_defaults=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    num_retractions: int = 0
+    """How often the request went back to the queue to free memory, or by a pause."""
+    reasoning_tokens: int = 0
+    """Output tokens that a reasoning parser counted as such."""
     spec_accepted_tokens: int = 0
     spec_verify_steps: int = 0
 

@@ -12,6 +12,9 @@ from sglang.srt.managers.io_struct import FinishReason, OutputLogprobs, TokenMet
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
+WEIGHT_VERSION = "default"
+"""The weights are those that the server was started with."""
+
 
 async def native_results(manager: TokenizerManager, req: GenerateRequest) -> dict[str, Any] | list[dict[str, Any]]:
     """The complete results: one dict, or a list in prompt order (samples of a prompt adjacent) for a batch or n > 1.
@@ -111,6 +114,9 @@ def _meta_info(rid: str, meta: TokenMeta, finish: FinishReason | None) -> dict[s
         "id": rid,
         "finish_reason": None if finish is None else finish_dict(finish),
         "prompt_tokens": meta.prompt_tokens,
+        "weight_version": WEIGHT_VERSION,
+        "num_retractions": meta.num_retractions,
+        "reasoning_tokens": meta.reasoning_tokens,
         "completion_tokens": meta.completion_tokens,
         "cached_tokens": meta.cached_tokens,
     }

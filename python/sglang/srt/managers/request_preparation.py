@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -19,7 +20,16 @@ from sglang.srt.server_args import ServerArgs
 T = TypeVar("T")
 
 MAX_BATCH = 4096
+MAX_SEQUENCES = 16_384
+"""Sequences of one call: its prompts, each with n samples."""
+MAX_CALL_TOKENS = 1 << 24
+"""Prompt tokens of one call, counted for every sample."""
 MAX_RID_LENGTH = 256
+MAX_TOP_LOGPROBS = 1024
+MAX_TOKEN_IDS_LOGPROB = 4096
+MAX_PRIORITY = 1 << 31
+YIELD_CHARS = 16_384
+"""Characters that are tokenized before the event loop gets to run other callbacks."""
 CHARS_PER_TOKEN_BOUND = 512
 """A text with more characters per token of context than this is refused before it is tokenized: no vocabulary has
 tokens that long, so it cannot fit."""
@@ -58,17 +68,36 @@ class RequestPreparer:
         num_samples = params[0][0].n
         if any(p.n != num_samples for p, _ in params):
             raise RequestError("n must be the same for all prompts of a batch.")
+        if count * num_samples > MAX_SEQUENCES:
+            raise RequestError(
+                f"A call may have at most {MAX_SEQUENCES} sequences, but {count} prompts with n={num_samples} make "
+                f"{count * num_samples}; send several calls."
+            )
+        if not -MAX_PRIORITY <= req.priority < MAX_PRIORITY:
+            raise RequestError("priority must be a 32-bit integer.")
         options = zip(
             _spread("return_logprob", req.return_logprob, count, bool),
             _spread("logprob_start_len", req.logprob_start_len, count, int),
             _spread("top_logprobs_num", req.top_logprobs_num, count, int),
             _spread_ids(req.token_ids_logprob, count),
+            _spread_namespaces(req.cache_namespace, count),
             strict=True,
         )
-        requests = []
+        requests: list[TokenizedGenerateReq] = []
+        num_tokens = num_chars = 0
         for prompt, rid, (p, explicit_length), wanted in zip(prompts, rids, params, options, strict=True):
+            num_chars += len(prompt)
+            if num_chars >= YIELD_CHARS:
+                num_chars = 0
+                await asyncio.sleep(0)
             input_ids = await self._input_ids(prompt, req.add_special_tokens)
             input_ids, p = self._fit(input_ids, p, explicit_length)
+            num_tokens += len(input_ids) * num_samples
+            if num_tokens > MAX_CALL_TOKENS:
+                raise RequestError(
+                    f"The prompts of a call may have at most {MAX_CALL_TOKENS} tokens, counted for each of the n "
+                    "samples; send several calls."
+                )
             request = TokenizedGenerateReq(
                 rid=rid,
                 input_ids=input_ids,
@@ -79,7 +108,7 @@ class RequestPreparer:
                 top_logprobs_num=wanted[2],
                 token_ids_logprob=wanted[3],
                 priority=req.priority,
-                cache_namespace=req.cache_namespace,
+                cache_namespace=wanted[4],
             )
             self._check_logprobs(request)
             requests.extend(_samples(request))
@@ -163,8 +192,13 @@ class RequestPreparer:
                 f"logprob_start_len must be in [-1, {length - 1}] for a prompt of {length} tokens, got "
                 f"{request.logprob_start_len}."
             )
-        if not 0 <= top <= self._vocab_size:
-            raise RequestError(f"top_logprobs_num must be in [0, {self._vocab_size}], got {top}.")
+        most = min(self._vocab_size, MAX_TOP_LOGPROBS)
+        if not 0 <= top <= most:
+            raise RequestError(f"top_logprobs_num must be in [0, {most}], got {top}.")
+        if len(wanted) > MAX_TOKEN_IDS_LOGPROB:
+            raise RequestError(
+                f"token_ids_logprob must have at most {MAX_TOKEN_IDS_LOGPROB} token ids, got {len(wanted)}."
+            )
         bad = next((i for i in wanted if not 0 <= i < self._vocab_size), None)
         if bad is not None:
             raise RequestError(f"token_ids_logprob must hold token ids in [0, {self._vocab_size - 1}], got {bad}.")
@@ -221,6 +255,14 @@ def _spread_ids(value: Any, count: int) -> list[list[int] | None]:
     if any(type(entry) is not int for ids in values for entry in ids):
         raise RequestError("token_ids_logprob must hold integers.")
     return list(values)
+
+
+def _spread_namespaces(value: str | list[str | None] | None, count: int) -> list[str | None]:
+    """An empty name is none."""
+    values = value if isinstance(value, list) else [value] * count
+    if len(values) != count:
+        raise RequestError(f"extra_key has {len(values)} entries for {count} prompts.")
+    return [name or None for name in values]
 
 
 def _samples(request: TokenizedGenerateReq) -> list[TokenizedGenerateReq]:

@@ -8,6 +8,7 @@ safe to end a request at any moment: every KV slot it owns belongs to a token th
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,11 @@ class Req:
         self.hit_len = 0
         """Prompt tokens that the first admission found in the cache; reported to the client."""
         self.admitted = False
+        self.num_retractions = 0
+        self.queued_time = time.monotonic()
+        """When it last entered the queue; this rank's clock, as `started_time`."""
+        self.started_time = 0.0
+        """When its first step was chosen; 0: none was."""
 
         self.return_logprob = msg.return_logprob
         wants_prompt = msg.return_logprob and msg.logprob_start_len >= 0

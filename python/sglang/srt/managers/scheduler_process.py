@@ -34,6 +34,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.output import StopChecker
 from sglang.srt.managers.profiler import Profiler
+from sglang.srt.managers.request_timeouts import CHECK_INTERVAL_S, RequestTimeouts
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_setup import create_runner
@@ -67,6 +68,7 @@ class SchedulerProcess:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(list[SchedulerInput])
         self.profiler = Profiler(envs.SGLANG_TORCH_PROFILER_DIR, parallel_state.tp_rank())
+        self.timeouts = RequestTimeouts.from_environment()
         self._was_idle = False
 
     def run_forever(self) -> None:
@@ -91,6 +93,7 @@ class SchedulerProcess:
             self._sleep_while_idle(self.inbox)
             while len(messages) < RECV_LIMIT and (message := self.inbox.recv_nowait()) is not None:
                 messages.append(message)
+            messages += self.timeouts.overdue(self.scheduler)
         if parallel_state.tp_size() > 1:
             payload = parallel_state.broadcast_bytes(self._encoder.encode(messages) if self.leader else None)
             if not self.leader:
@@ -105,6 +108,8 @@ class SchedulerProcess:
         self._was_idle = idle
         if idle and self.scheduler.compiling:
             inbox.poll(GRAMMAR_POLL_S)
+        elif idle and self.scheduler.reqs and self.timeouts.enabled:  # a pause, in which requests may become overdue
+            inbox.poll(CHECK_INTERVAL_S)
         elif idle:
             while not inbox.poll(IDLE_POLL_S):
                 pass
@@ -207,7 +212,11 @@ class SchedulerProcess:
         return ControlReply(msg.id, data=state)
 
     def _pause(self, msg: ControlReq) -> ControlReply:
-        self.scheduler.paused = msg.kind == "pause"
+        self.scheduler.pause(msg.args["mode"])
+        return ControlReply(msg.id)
+
+    def _resume(self, msg: ControlReq) -> ControlReply:
+        self.scheduler.paused = False
         return ControlReply(msg.id)
 
     def _start_profile(self, msg: ControlReq) -> ControlReply:
@@ -229,7 +238,7 @@ class SchedulerProcess:
         "flush_cache": _flush_cache,
         "internal_state": _internal_state,
         "pause": _pause,
-        "resume": _pause,
+        "resume": _resume,
         "start_profile": _start_profile,
         "stop_profile": _stop_profile,
         "ping": _ping,

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import logging
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers import ipc
@@ -32,10 +31,8 @@ from sglang.srt.managers.io_struct import (
     ControlReq,
     DetokenizerOutput,
     FinishReason,
-    SchedulerInput,
     SchedulerReady,
     SchedulerStats,
-    TokenizedGenerateReq,
     TokenMeta,
 )
 from sglang.srt.managers.metrics import Metrics
@@ -44,12 +41,14 @@ from sglang.srt.managers.request_preparation import PreparedCall, RequestPrepare
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 LONG_TEXT = 4096
 """Characters from which a text is tokenized in a thread, so that the event loop goes on."""
-SHARED_PREFIX_TOKENS = 64
-"""Prompt length from which the further samples of a prompt wait for the first one, whose prefill they then share."""
+SEND_BATCH_TOKENS = 1 << 18
+"""Prompt tokens that are encoded and sent before the event loop gets to run other callbacks."""
+ABORT_RETRY_S = 0.05
+"""How long aborts wait for room in a full channel before they are tried again."""
 DRAIN_POLL_S = 0.02
 
 
@@ -63,7 +62,7 @@ class ServerStatus(enum.Enum):
 class _Sequence:
     """One sequence that the scheduler owes a finish message."""
 
-    __slots__ = ("first_time", "followers", "group", "index", "last_time", "sent", "stream")
+    __slots__ = ("first_time", "group", "index", "last_time", "sent", "stream")
 
     def __init__(self, stream: GenerationStream, index: int, group: str) -> None:
         self.stream = stream
@@ -71,7 +70,6 @@ class _Sequence:
         self.group = group
         """The public request id, shared by the samples of a prompt."""
         self.sent = False
-        self.followers: list[TokenizedGenerateReq] = []
         self.first_time = 0.0
         self.last_time = 0.0
 
@@ -101,6 +99,9 @@ class TokenizerManager:
         self._groups: dict[str, set[str]] = {}
         """Public request id -> the unfinished sequences behind it."""
         self._replies: dict[str, asyncio.Future[ControlReply]] = {}
+        self._aborts: dict[str, None] = {}
+        """Sequences to abort, in order, that did not fit into the channel yet."""
+        self._abort_retry: asyncio.TimerHandle | None = None
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -117,8 +118,11 @@ class TokenizerManager:
         if self.status is not ServerStatus.SHUTTING_DOWN:
             self.status = ServerStatus.UNHEALTHY
         self.status_message = message
-        error = RequestError(message, 500)
-        sequences, self._sequences, self._groups = self._sequences, {}, {}
+        self.fail_all(RequestError(message, 500))
+
+    def fail_all(self, error: RequestError) -> None:
+        """End every call with `error`, now. The scheduler is not told."""
+        sequences, self._sequences, self._groups, self._aborts = self._sequences, {}, {}, {}
         for sequence in sequences.values():
             sequence.stream.fail(error)
         for reply in self._replies.values():
@@ -140,6 +144,8 @@ class TokenizerManager:
         return False
 
     def close(self) -> None:
+        if self._abort_retry is not None:
+            self._abort_retry.cancel()
         self._inbox.close()
         self._outbox.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -160,13 +166,14 @@ class TokenizerManager:
         self._refuse_taken_ids(call)
         stream = GenerationStream(call.requests, call.prompt_texts, call.num_samples, self._on_close)
         stream.created_time = created
-        leaders = self._register(call, stream)
+        self._register(call, stream)
         try:
-            for request in leaders:
-                self._send_sequence(request)
-        except ipc.ChannelFull:
+            await self._send_sequences(stream)
+        except BaseException as error:  # whatever it was, also a cancelled caller: nothing may stay registered
             await stream.aclose()
-            raise RequestError("The server is overloaded; try again later.", 503) from None
+            if isinstance(error, ipc.ChannelFull):
+                raise RequestError("The server is overloaded; try again later.", 503) from None
+            raise
         return stream
 
     def abort(self, rid: str) -> bool:
@@ -178,9 +185,8 @@ class TokenizerManager:
         return True
 
     def abort_all(self) -> None:
-        """End every request, also those of other front ends."""
-        self._abort_sequences([rid for rid, sequence in self._sequences.items() if not sequence.sent])
-        self._send_control(AbortReq(abort_all=True))
+        """End every request."""
+        self._abort_sequences(list(self._sequences))
 
     async def control(self, kind: str, args: dict[str, Any] | None = None, timeout: float = 60.0) -> ControlReply:
         """Ask the scheduler; `kind` is one of ControlReq's. Raises RequestError when there is no answer in time."""
@@ -189,8 +195,10 @@ class TokenizerManager:
         call_id = uuid.uuid4().hex
         reply = self._replies[call_id] = asyncio.get_running_loop().create_future()
         try:
-            self._send_control(ControlReq(call_id, kind, args or {}))
+            self._outbox.try_send(ControlReq(call_id, kind, args or {}))
             return await asyncio.wait_for(reply, timeout)
+        except ipc.ChannelFull:
+            raise RequestError("The server is overloaded; try again later.", 503) from None
         except asyncio.TimeoutError:
             raise RequestError(f"The scheduler did not answer {kind} within {timeout:g} seconds.", 503) from None
         finally:
@@ -200,10 +208,16 @@ class TokenizerManager:
         """Token ids of `text`. Raises RequestError without a tokenizer."""
         if self.tokenizer is None:
             raise RequestError("The server runs with --skip-tokenizer-init.")
-        if len(text) < LONG_TEXT:
-            return self.tokenizer.encode(text, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self.tokenizer.encode, text, add_special_tokens)
+        try:
+            if len(text) < LONG_TEXT:
+                return self.tokenizer.encode(text, add_special_tokens)
+            return await self.in_thread(self.tokenizer.encode, text, add_special_tokens)
+        except (UnicodeEncodeError, TypeError):
+            raise RequestError("The text holds half of a surrogate pair, which is no character.") from None
+
+    async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """Call `function` beside the event loop, after earlier calls of this kind."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
     # --- sending ------------------------------------------------------------------------------------------------------
 
@@ -219,45 +233,57 @@ class TokenizerManager:
         if taken is not None:
             raise RequestError(f"A request with rid {taken!r} is already running.")
 
-    def _register(self, call: PreparedCall, stream: GenerationStream) -> list[TokenizedGenerateReq]:
-        """Enter all sequences; returns those to send now. The others follow the first sample of their prompt."""
-        leaders: list[TokenizedGenerateReq] = []
-        share_prefix = not self.args.disable_radix_cache
+    def _register(self, call: PreparedCall, stream: GenerationStream) -> None:
         for index, request in enumerate(call.requests):
             group = call.rids[index // call.num_samples]
             self._sequences[request.rid] = _Sequence(stream, index, group)
             self._groups.setdefault(group, set()).add(request.rid)
-            sample = index % call.num_samples
-            if sample and share_prefix and len(request.input_ids) >= SHARED_PREFIX_TOKENS:
-                first = call.requests[index - sample]
-                self._sequences[first.rid].followers.append(request)
-            else:
-                leaders.append(request)
             if self._log is not None:
                 self._log.received(request, call.prompt_texts[index // call.num_samples])
-        return leaders
 
-    def _send_sequence(self, request: TokenizedGenerateReq) -> None:
-        self._outbox.try_send(request)
-        self._sequences[request.rid].sent = True
-
-    def _send_control(self, message: SchedulerInput) -> None:
-        try:
-            self._outbox.try_send(message)
-        except ipc.ChannelFull:
-            logger.exception("%s was not delivered: the scheduler does not read", type(message).__name__)
+    async def _send_sequences(self, stream: GenerationStream) -> None:
+        """Raises ipc.ChannelFull, or what a value that cannot be encoded raises."""
+        num_tokens = 0
+        for request in stream.requests:
+            sequence = self._sequences.get(request.rid)
+            if sequence is None or sequence.stream is not stream:  # aborted meanwhile
+                continue
+            self._outbox.try_send(request)
+            sequence.sent = True
+            num_tokens += len(request.input_ids)
+            if num_tokens >= SEND_BATCH_TOKENS:
+                num_tokens = 0
+                await asyncio.sleep(0)
 
     def _abort_sequences(self, rids: Iterable[str]) -> None:
+        """Those that the scheduler does not know yet end here and now."""
         for rid in rids:
             sequence = self._sequences[rid]
             if sequence.sent:
-                self._send_control(AbortReq(rid))
+                self._aborts[rid] = None
                 continue
             self._forget(rid, sequence)
             request = sequence.stream.requests[sequence.index]
             finish = FinishReason("abort", message="Aborted", status_code=CLIENT_CLOSED_REQUEST)
             meta = TokenMeta(len(request.input_ids), 0)
             sequence.stream.push(GenerateOutput(sequence.index, "", [], finish, meta, None))
+        self._send_aborts()
+
+    def _send_aborts(self) -> None:
+        """In one message; while the channel is full they wait here, no more of them than there are sequences."""
+        if not self._aborts:
+            return
+        try:
+            self._outbox.try_send(AbortReq(list(self._aborts)))
+        except ipc.ChannelFull:
+            if self._abort_retry is None:
+                self._abort_retry = asyncio.get_running_loop().call_later(ABORT_RETRY_S, self._retry_aborts)
+        else:
+            self._aborts.clear()
+
+    def _retry_aborts(self) -> None:
+        self._abort_retry = None
+        self._send_aborts()
 
     def _on_close(self, stream: GenerationStream) -> None:
         """The reader is done, or gone: what still runs is of no use."""
@@ -266,12 +292,14 @@ class TokenizerManager:
             if sequence is None or sequence.stream is not stream:
                 continue
             if sequence.sent:
-                self._send_control(AbortReq(request.rid))
+                self._aborts[request.rid] = None
             else:
                 self._forget(request.rid, sequence)
+        self._send_aborts()
 
     def _forget(self, rid: str, sequence: _Sequence) -> None:
         del self._sequences[rid]
+        self._aborts.pop(rid, None)
         group = self._groups[sequence.group]
         group.discard(rid)
         if not group:
@@ -308,24 +336,6 @@ class TokenizerManager:
             if finish is not None:
                 self._finish(rid, sequence, finish, meta, now)
             stream.push(GenerateOutput(sequence.index, batch.new_text[i], ids, finish, meta, log_probabilities[i]))
-            if sequence.followers:
-                self._send_followers(sequence, finish)
-
-    def _send_followers(self, sequence: _Sequence, finish: FinishReason | None) -> None:
-        followers, sequence.followers = sequence.followers, []
-        refused = finish is not None and finish.status_code is not None
-        for request in followers:
-            follower = self._sequences.get(request.rid)
-            if follower is None or follower.stream is not sequence.stream:  # aborted meanwhile
-                continue
-            if refused or sequence.stream.closed:
-                self._abort_sequences([request.rid])
-                continue
-            try:
-                self._send_sequence(request)
-            except ipc.ChannelFull:
-                self._forget(request.rid, follower)
-                sequence.stream.fail(RequestError("The server is overloaded; try again later.", 503))
 
     def _finish(self, rid: str, sequence: _Sequence, finish: FinishReason, meta: TokenMeta, now: float) -> None:
         self._forget(rid, sequence)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import re
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +15,15 @@ import regex
 TOP_K_ALL = 1 << 30
 """`top_k` of a request that keeps the whole vocabulary."""
 MAX_STOP_STRINGS = 32
+MAX_STOP_TOKEN_IDS = 65_536
 MAX_SAMPLES = 128
+MAX_COUNT = (1 << 31) - 1
+"""Of tokens, and of `top_k`: what 32 bits hold."""
+MAX_TEMPERATURE = 1e6
+MAX_LOGIT_BIAS = 1e9
+"""Logits with this much added and divided by the smallest temperature are finite in 32 bits."""
+MAX_LOGIT_BIAS_KEY = 10
+"""Digits of a token id."""
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -52,29 +60,34 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         """Raises ValueError for the first value that is out of range."""
         for name, low, high, low_open in _RANGES:
             value = getattr(self, name)
-            below = value <= low if low_open else value < low
-            if below or value > high or not math.isfinite(value):
-                raise ValueError(f"{name} must be {_interval(low, high, low_open)}, got {value:g}.")
-        if self.top_k != -1 and self.top_k < 1:
-            raise ValueError(f"top_k must be -1 (all) or at least 1, got {self.top_k}.")
+            inside = low < value <= high if low_open else low <= value <= high  # false for NaN, exact for any integer
+            if not inside:
+                raise ValueError(f"{name} must be {_interval(low, high, low_open)}, got {_shown(value)}.")
+        if self.top_k != -1 and not 1 <= self.top_k <= MAX_COUNT:
+            raise ValueError(f"top_k must be -1 (all) or in [1, {MAX_COUNT}], got {_shown(self.top_k)}.")
         self._verify_lengths()
-        self._verify_stops(vocab_size)
+        self._verify_stops()
+        self._drop_foreign_stop_ids(vocab_size)
         self._verify_bias(vocab_size)
         given = [name for name in _GRAMMARS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"only one of {', '.join(_GRAMMARS)} can be given, got {' and '.join(given)}.")
 
     def _verify_lengths(self) -> None:
-        if self.max_new_tokens is not None and self.max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens must be at least 0, got {self.max_new_tokens}.")
-        longest = math.inf if self.max_new_tokens is None else self.max_new_tokens
+        longest = MAX_COUNT
+        if self.max_new_tokens is not None:
+            if not 0 <= self.max_new_tokens <= longest:
+                raise ValueError(f"max_new_tokens must be in [0, {longest}], got {_shown(self.max_new_tokens)}.")
+            longest = self.max_new_tokens
         if not 0 <= self.min_new_tokens <= longest:
-            raise ValueError(f"min_new_tokens must be in [0, max_new_tokens={longest}], got {self.min_new_tokens}.")
+            raise ValueError(
+                f"min_new_tokens must be in [0, max_new_tokens={longest}], got {_shown(self.min_new_tokens)}."
+            )
         seed = self.sampling_seed
         if seed is not None and not -(1 << 63) <= seed < 1 << 63:
-            raise ValueError(f"sampling_seed must be a 64-bit integer, got {seed}.")
+            raise ValueError(f"sampling_seed must be a 64-bit integer, got {_shown(seed)}.")
 
-    def _verify_stops(self, vocab_size: int) -> None:
+    def _verify_stops(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
             raise ValueError(f"stop must have at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}.")
         if len(self.stop_regex) > MAX_STOP_STRINGS:
@@ -85,20 +98,27 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
                 regex.compile(pattern)  # what searches it
             except (re.error, regex.error) as error:
                 raise ValueError(f"stop_regex is not a regular expression: {error}, got {pattern!r}.") from None
-        for token in self.stop_token_ids:
-            if not 0 <= token < vocab_size:
-                raise ValueError(f"stop_token_ids must be in [0, {vocab_size - 1}], got {token}.")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise ValueError(f"stop_token_ids must have at most {MAX_STOP_TOKEN_IDS}, got {len(self.stop_token_ids)}.")
+
+    def _drop_foreign_stop_ids(self, vocab_size: int) -> None:
+        """Ids of no token are harmless: they are never sampled. Clients send those of other models."""
+        self.stop_token_ids = [token for token in self.stop_token_ids if 0 <= token < vocab_size]
 
     def _verify_bias(self, vocab_size: int) -> None:
         for key, value in self.logit_bias.items():
-            if not (key.isascii() and key.isdigit() and int(key) < vocab_size):
-                raise ValueError(f"logit_bias keys must be token ids in [0, {vocab_size - 1}], got {key!r}.")
-            if not math.isfinite(value):
-                raise ValueError(f"logit_bias values must be finite, got {value} for token {key}.")
+            is_number = key.isascii() and key.isdigit() and len(key) <= MAX_LOGIT_BIAS_KEY
+            if not (is_number and int(key) < vocab_size):
+                raise ValueError(f"logit_bias keys must be token ids in [0, {vocab_size - 1}], got {_shown(key)}.")
+            if not -MAX_LOGIT_BIAS <= value <= MAX_LOGIT_BIAS:
+                raise ValueError(
+                    f"logit_bias values must be in [-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}], got {value:g} for token "
+                    f"{key}."
+                )
 
 
 _RANGES: tuple[tuple[str, float, float, bool], ...] = (  # name, low, high, whether low itself is excluded
-    ("temperature", 0, math.inf, False),
+    ("temperature", 0, MAX_TEMPERATURE, False),
     ("top_p", 0, 1, True),
     ("min_p", 0, 1, False),
     ("frequency_penalty", -2, 2, False),
@@ -109,11 +129,24 @@ _RANGES: tuple[tuple[str, float, float, bool], ...] = (  # name, low, high, whet
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _LISTS = ("stop", "stop_regex")
 _NULLABLE = ("max_new_tokens",)
+_SHOWN_BITS = 128
+_SHOWN_CHARS = 100
+_ABRIDGED = reprlib.Repr()
+_ABRIDGED.maxstring = _SHOWN_CHARS
 _TYPE_ERROR = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<where>[^`]*)`)?", re.DOTALL)
 
 
 def _interval(low: float, high: float, low_open: bool) -> str:
-    return f"in {'(' if low_open else '['}{low}, {high:g}{')' if high == math.inf else ']'}"
+    return f"in {'(' if low_open else '['}{low}, {high:g}]"
+
+
+def _shown(value: Any) -> str:
+    """A client's value in an error message, whatever its size."""
+    if isinstance(value, int):
+        return str(value) if value.bit_length() <= _SHOWN_BITS else f"an integer of {value.bit_length()} bits"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return _ABRIDGED.repr(value)
 
 
 def merge(
@@ -133,11 +166,13 @@ def merge(
         values.update({key: value for key, value in source.items() if value is not None or key in _NULLABLE})
     for key in values:
         if key not in SamplingParams.__struct_fields__:
-            close = difflib.get_close_matches(key, SamplingParams.__struct_fields__, n=1)
+            close = difflib.get_close_matches(key[:_SHOWN_CHARS], SamplingParams.__struct_fields__, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"unknown sampling parameter {key!r}{hint}")
+            raise ValueError(f"unknown sampling parameter {_shown(key)}{hint}")
     try:
         return msgspec.convert(_normalize(values), SamplingParams)
+    except RecursionError:
+        raise ValueError("sampling parameters are nested too deeply") from None
     except msgspec.ValidationError as error:
         raise ValueError(_type_message(error, values)) from None
 
@@ -162,4 +197,4 @@ def _type_message(error: msgspec.ValidationError, values: dict[str, Any]) -> str
     if match is None or not match["where"]:
         return str(error)
     name = re.split(r"[.\[]", match["where"])[0]
-    return f"{name}: {match['what'].replace('`', '').lower()} in {values.get(name)!r}."
+    return f"{name}: {match['what'].replace('`', '').lower()} in {_shown(values.get(name))}."

@@ -17,9 +17,10 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+import msgspec
 
 from sglang.srt.entrypoints.http_errors import bad_request
-from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, ChatMessage
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.errors import UserError
 
 _DEFAULT = "default"
@@ -109,8 +110,9 @@ class ChatTemplate:
             text = self._pick(variables["tools"]).render(variables)
         except jinja2.TemplateError as error:
             raise bad_request(f"the chat template refused the messages: {error}", param="messages") from error
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise bad_request(f"the chat template failed on these messages: {error}", param="messages") from error
+        except Exception as error:  # a template is a program, and what it meets are a client's values
+            reason = f"{type(error).__name__}: {error}"
+            raise bad_request(f"the chat template failed on these messages: {reason}", param="messages") from error
         return text if continued is None else _cut_after(text, continued)
 
     def _pick(self, tools: list[dict[str, Any]] | None) -> jinja2.Template:
@@ -126,35 +128,35 @@ class ChatTemplate:
 def _template_tools(request: ChatCompletionRequest) -> list[dict[str, Any]] | None:
     if not request.tools or request.tool_choice == "none":
         return None
-    return [{"type": "function", "function": tool.function.model_dump(exclude_unset=True)} for tool in request.tools]
+    return [{"type": "function", "function": tool["function"]} for tool in request.tools]
 
 
-def _template_message(message: ChatMessage) -> dict[str, Any]:
-    fields = message.model_dump(exclude_unset=True, exclude={"content", "tool_calls"})
-    if message.role == "developer":
+def _template_message(message: dict[str, Any]) -> dict[str, Any]:
+    fields = {name: value for name, value in message.items() if name != "tool_calls"}
+    if message["role"] == "developer":
         fields["role"] = "system"
-    fields["content"] = _joined_text(message)
-    if message.tool_calls:
-        fields["tool_calls"] = [_template_tool_call(call) for call in message.tool_calls]
+    fields["content"] = _joined_text(message.get("content"))
+    if message.get("tool_calls"):
+        fields["tool_calls"] = [_template_tool_call(call) for call in message["tool_calls"]]
     return fields
 
 
-def _joined_text(message: ChatMessage) -> str:
-    if message.content is None:
+def _joined_text(content: str | list[dict[str, Any]] | None) -> str:
+    if content is None:
         return ""
-    if isinstance(message.content, str):
-        return message.content
+    if isinstance(content, str):
+        return content
     texts = []
-    for part in message.content:
-        if part.type != "text":
+    for part in content:
+        if part["type"] != "text":
             raise bad_request(
-                f"message content of type {part.type!r} is not supported: this model reads text only (it has no "
-                "vision or audio input)",
+                f"message content of type {part['type'][:64]!r} is not supported: this model reads text only (it has "
+                "no vision or audio input)",
                 param="messages",
             )
-        if part.text is None:
+        if part.get("text") is None:
             raise bad_request('a content part of type "text" has no "text"', param="messages")
-        texts.append(part.text)
+        texts.append(part["text"])
     return _PART_SEPARATOR.join(texts)
 
 
@@ -166,14 +168,16 @@ def _template_tool_call(call: dict[str, Any]) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
-        except ValueError as error:
+            arguments = msgspec.json.decode(arguments or "{}")
+        except RecursionError:
+            raise bad_request("tool_calls: arguments are nested too deeply", param="messages") from None
+        except ValueError as error:  # also for half of a surrogate pair, which is no text
             raise bad_request(f"tool_calls: arguments are not JSON: {error}", param="messages") from error
     return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
 
 
 def _continued_text(request: ChatCompletionRequest, messages: list[dict[str, Any]]) -> str:
-    if request.messages[-1].role != "assistant":
+    if request.messages[-1]["role"] != "assistant":
         raise bad_request(
             'continue_final_message needs a last message with role "assistant"', param="continue_final_message"
         )

@@ -1,60 +1,69 @@
 """Request bodies of the OpenAI routes. Used for validation and for `/openapi.json`; responses are built by hand.
 
 Value ranges of sampling parameters are checked in one place for all routes (`SamplingParams.verify`), not here.
-Unknown fields are ignored, as clients send many.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import msgspec
+from msgspec import UNSET, Meta
 
-Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+from sglang.srt.entrypoints.http_body import Body
+from sglang.srt.entrypoints.http_errors import bad_request, from_decode_error
+from sglang.srt.entrypoints.unsupported_fields import CHAT, OPENAI
+
+MAX_MESSAGES = 16_384
+MAX_TOOLS = 4_096
+MAX_TEXTS = 4_096
+"""Texts or token lists of one call."""
+
+Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """An integer that the messages between the processes can carry."""
+Name = Annotated[str, Meta(max_length=4096)]
+"""A model's name or path, which every event of the response repeats."""
+CacheKey = Annotated[str, Meta(max_length=1024)]
 
 
-class StreamOptions(BaseModel):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
 
 
-class JsonSchemaFormat(BaseModel):
-    model_config = ConfigDict(populate_by_name=True)
-
+class JsonSchemaFormat(msgspec.Struct, kw_only=True):
+    schema: dict[str, Any] | None = None
     name: str = "schema"
     description: str | None = None
-    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
-    """`type` text | json_object | json_schema | structural_tag; the last keeps its own fields."""
-
-    model_config = ConfigDict(extra="allow")
+class ResponseFormat(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The last type, structural_tag, has `format`, or `structures` and `triggers`."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    format: Any = UNSET
+    structures: Any = UNSET
+    triggers: Any = UNSET
 
-    @model_validator(mode="after")
-    def _schema_given(self) -> ResponseFormat:
-        if self.type == "json_schema" and (self.json_schema is None or self.json_schema.json_schema is None):
+    def __post_init__(self) -> None:
+        if self.type == "json_schema" and (self.json_schema is None or self.json_schema.schema is None):
             raise ValueError('type "json_schema" needs "json_schema": {"name": ..., "schema": {...}}')
-        return self
 
 
-class SamplingFields(BaseModel):
+class SamplingFields(Body, kw_only=True):
     """What chat and completion requests share. None means: not given."""
 
-    model: str = ""
-    stream: bool = False
+    model: Name = ""
+    stream: bool | None = False
     stream_options: StreamOptions | None = None
     max_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    n: int | None = Field(default=None, ge=1, le=128)
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
     seed: Int | None = None
     stop: str | list[str] | None = None
     logit_bias: dict[str, float] | None = None
@@ -78,8 +87,8 @@ class SamplingFields(BaseModel):
 
     rid: str | list[str] | None = None
     priority: Int | None = None
-    cache_salt: str | None = None
-    lora_path: str | None = None
+    cache_salt: CacheKey | None = None
+    extra_key: CacheKey | None = None
 
     @property
     def num_choices(self) -> int:
@@ -87,96 +96,134 @@ class SamplingFields(BaseModel):
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
-class CompletionRequest(SamplingFields):
-    prompt: str | list[Int] | list[str] | list[list[Int]]
+class CompletionRequest(SamplingFields, kw_only=True):
+    unsupported: ClassVar = OPENAI
+
+    prompt: str | list[str | Int | list[Int]]
+    """A text, a list of texts, a list of token ids, or a list of such lists."""
     suffix: str | None = None
-    echo: bool = False
+    echo: bool | None = False
     best_of: Int | None = None
-    logprobs: int | None = Field(default=None, ge=0, le=100)
+    logprobs: Annotated[int, Meta(ge=0, le=100)] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.prompt, list) and len(set(map(type, self.prompt))) > 1:
+            raise bad_request("prompt must hold texts only, token ids only, or lists of token ids only", param="prompt")
 
 
-class ContentPart(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
+class ContentPart(msgspec.Struct):
     type: str
     text: str | None = None
 
 
-class ChatMessage(BaseModel):
-    """One message; fields that only some templates know (`reasoning_content`, `name`, ...) are passed through."""
-
-    model_config = ConfigDict(extra="allow")
+class ChatMessage(msgspec.Struct):
+    """One message. Fields that only some templates know (`reasoning_content`, `name`, ...) are passed on to them."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
     tool_calls: list[dict[str, Any]] | None = None
 
 
-class FunctionSpec(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
+class FunctionSpec(msgspec.Struct):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
-class Tool(BaseModel):
-    type: Literal["function"] = "function"
+class Tool(msgspec.Struct):
+    """A tool as templates get it, with all fields that the client sends."""
+
     function: FunctionSpec
+    type: Literal["function"] = "function"
 
 
-class FunctionName(BaseModel):
+class FunctionName(msgspec.Struct):
     name: str
 
 
-class NamedToolChoice(BaseModel):
-    type: Literal["function"] = "function"
+class NamedToolChoice(msgspec.Struct):
     function: FunctionName
+    type: Literal["function"] = "function"
 
 
-class ChatCompletionRequest(SamplingFields):
-    messages: list[ChatMessage] = Field(min_length=1)
+MessageFields = Annotated[dict[str, Any], Meta(extra_json_schema={"$ref": "#/components/schemas/ChatMessage"})]
+ToolFields = Annotated[dict[str, Any], Meta(extra_json_schema={"$ref": "#/components/schemas/Tool"})]
+
+
+class ChatCompletionRequest(SamplingFields, kw_only=True):
+    """`messages` and `tools` stay as they came, because templates may read any field; they are checked like
+    ChatMessage and Tool."""
+
+    unsupported: ClassVar = CHAT
+
+    messages: Annotated[list[MessageFields], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Int | None = None
-    logprobs: bool = False
-    top_logprobs: int | None = Field(default=None, ge=0, le=100)
-    tools: list[Tool] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=100)] | None = None
+    tools: Annotated[list[ToolFields], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: bool | None = True
 
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    continue_final_message: bool = False
+    continue_final_message: bool | None = False
     add_generation_prompt: bool = True
     separate_reasoning: bool = True
     stream_reasoning: bool = True
     input_ids: list[Int] | None = None
 
-    @model_validator(mode="after")
-    def _tools_match_choice(self) -> ChatCompletionRequest:
-        names = {tool.function.name for tool in self.tools or ()}
+    def __post_init__(self) -> None:
+        _check("messages", self.messages, list[ChatMessage])
+        _check("tools", self.tools or [], list[Tool])
+        names = {tool["function"]["name"] for tool in self.tools or ()}
         if self.tool_choice == "required" and not names:
-            raise ValueError('tool_choice "required" needs a non-empty "tools" list')
+            raise bad_request('tool_choice "required" needs a non-empty "tools" list', param="tool_choice")
         if isinstance(self.tool_choice, NamedToolChoice) and self.tool_choice.function.name not in names:
-            raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not one of the tools")
+            raise bad_request(
+                f"tool_choice names {self.tool_choice.function.name!r}, which is not one of the tools",
+                param="tool_choice",
+            )
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
-        return self
+            raise bad_request("top_logprobs needs logprobs: true", param="top_logprobs")
 
 
-class TokenizeRequest(BaseModel):
-    model: str = ""
-    prompt: str | list[str]
+def _check(name: str, entries: list[dict[str, Any]], kind: Any) -> None:
+    """Raises ApiError 400 for the first entry that is not as `kind` says."""
+    try:
+        msgspec.convert(entries, kind)
+    except msgspec.ValidationError as error:
+        raise from_decode_error(error, inside=name) from None
+
+
+class TokenizeRequest(Body, kw_only=True):
+    model: Name = ""
+    prompt: str | Annotated[list[str], Meta(max_length=MAX_TEXTS)]
     add_special_tokens: bool = True
 
 
-class DetokenizeRequest(BaseModel):
-    model: str = ""
-    tokens: list[Int] | list[list[Int]]
+class DetokenizeRequest(Body, kw_only=True):
+    model: Name = ""
+    tokens: list[Int | list[Int]]
     skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if len(set(map(type, self.tokens))) > 1:
+            raise bad_request("tokens must be a list of token ids or a list of such lists", param="tokens")
+
+
+BODIES = (
+    ChatCompletionRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    ChatMessage,
+    Tool,
+)
+"""What `/openapi.json` describes."""

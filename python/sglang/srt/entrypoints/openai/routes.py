@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -12,6 +14,7 @@ from sglang.srt.entrypoints.http_body import body_schema, read_body
 from sglang.srt.entrypoints.http_errors import ApiError, json_response
 from sglang.srt.entrypoints.http_state import engine_of
 from sglang.srt.entrypoints.openai.protocol import (
+    BODIES,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -22,7 +25,10 @@ from sglang.srt.entrypoints.openai.serving_chat import chat_completions
 from sglang.srt.entrypoints.openai.serving_completions import completions
 
 router = APIRouter(tags=["OpenAI"])
-BODIES = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+
+MAX_TOKENIZE_CHARS = 1 << 21
+MAX_DETOKENIZE_TOKENS = 1 << 21
+__all__ = ["BODIES", "router"]
 
 
 @router.post("/v1/chat/completions", openapi_extra=body_schema(ChatCompletionRequest))
@@ -70,7 +76,12 @@ async def post_tokenize(request: Request) -> Response:
     body = await read_body(request, TokenizeRequest)
     _ = engine.tokenizer
     prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    tokens = [await engine.manager.encode(prompt, body.add_special_tokens) for prompt in prompts]
+    if sum(map(len, prompts)) > MAX_TOKENIZE_CHARS:
+        raise ApiError(400, f"at most {MAX_TOKENIZE_CHARS} characters are tokenized at once", param="prompt")
+    tokens = []
+    for prompt in prompts:
+        tokens.append(await engine.manager.encode(prompt, body.add_special_tokens))
+        await asyncio.sleep(0)  # many short texts leave the event loop alone, too
     counts = [len(ids) for ids in tokens]
     single = isinstance(body.prompt, str)
     return json_response(
@@ -89,10 +100,13 @@ async def post_detokenize(request: Request) -> Response:
     body = await read_body(request, DetokenizeRequest)
     single = not body.tokens or isinstance(body.tokens[0], int)
     sequences: list[list[int]] = [body.tokens] if single else body.tokens  # type: ignore[list-item,assignment]
+    if sum(map(len, sequences)) > MAX_DETOKENIZE_TOKENS:
+        raise ApiError(400, f"at most {MAX_DETOKENIZE_TOKENS} tokens are turned into text at once", param="tokens")
     vocab_size = engine.manager.model_config.vocab_size
     for ids in sequences:
         for token in ids:
             if not 0 <= token < vocab_size:
                 raise ApiError(400, f"token id {token} is not in the vocabulary (0..{vocab_size - 1})", param="tokens")
-    texts = [engine.tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens) for ids in sequences]
+    decode = partial(engine.tokenizer.decode, skip_special_tokens=body.skip_special_tokens)
+    texts = await engine.manager.in_thread(lambda: [decode(ids) for ids in sequences])
     return json_response({"text": texts[0] if single else texts})

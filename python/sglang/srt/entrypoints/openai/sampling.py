@@ -34,8 +34,13 @@ _SAME_NAME = (
 _RENAMED = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 
 
-def _as_json(value: str | dict[str, Any]) -> str:
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+def _as_json(value: str | dict[str, Any] | msgspec.Struct) -> str:
+    if isinstance(value, str):
+        return value
+    try:
+        return msgspec.json.encode(value).decode()
+    except RecursionError:
+        raise bad_request("a schema or structural tag is nested too deeply") from None
 
 
 def _format_constraint(request: SamplingFields) -> dict[str, str]:
@@ -46,9 +51,9 @@ def _format_constraint(request: SamplingFields) -> dict[str, str]:
     if wanted.type == "json_object":
         return {"json_schema": '{"type":"object"}'}
     if wanted.type == "json_schema":
-        assert wanted.json_schema is not None and wanted.json_schema.json_schema is not None
-        return {"json_schema": _as_json(wanted.json_schema.json_schema)}
-    return {"structural_tag": _as_json(wanted.model_dump(exclude={"json_schema"}))}
+        assert wanted.json_schema is not None and wanted.json_schema.schema is not None
+        return {"json_schema": _as_json(wanted.json_schema.schema)}
+    return {"structural_tag": _as_json(msgspec.structs.replace(wanted, json_schema=None))}
 
 
 def sampling_dict(request: SamplingFields, max_new_tokens: int | None) -> dict[str, Any]:
@@ -56,8 +61,6 @@ def sampling_dict(request: SamplingFields, max_new_tokens: int | None) -> dict[s
 
     `max_new_tokens` of None: until the context is full.
     """
-    if request.lora_path is not None:
-        raise bad_request("lora_path: this server has no LoRA adapters loaded.", param="lora_path")
     params: dict[str, Any] = {"max_new_tokens": max_new_tokens}
     for name in _SAME_NAME:
         value = getattr(request, name)
@@ -76,3 +79,10 @@ def sampling_dict(request: SamplingFields, max_new_tokens: int | None) -> dict[s
             raise bad_request(f"response_format and {name} both constrain the output; give one of them.", param=name)
         params[name] = grammar
     return params
+
+
+def cache_namespace(request: SamplingFields) -> str | None:
+    """Requests share cached prefixes only with the same salt and extra key."""
+    if not request.cache_salt and not request.extra_key:
+        return None
+    return msgspec.json.encode([request.cache_salt, request.extra_key]).decode()

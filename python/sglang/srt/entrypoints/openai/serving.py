@@ -48,10 +48,11 @@ class ResponseHead:
 
 
 def new_head(prefix: str, request: SamplingFields, service: OpenAIService) -> tuple[ResponseHead, str | list[str]]:
-    """The response's identity and the request id(s) that the engine shall use."""
+    """The response's identity and the request id(s) that the engine shall use. The response names the model as the
+    request does."""
     rid = request.rid or uuid.uuid4().hex
     name = rid if isinstance(rid, str) else rid[0]
-    return ResponseHead(prefix + name, int(time.time()), service.model_name), rid
+    return ResponseHead(prefix + name, int(time.time()), request.model or service.model_name), rid
 
 
 async def collect(

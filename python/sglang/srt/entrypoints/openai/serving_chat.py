@@ -11,7 +11,7 @@ from sglang.srt.entrypoints.http_errors import bad_request, json_response
 from sglang.srt.entrypoints.openai.chunks import ChatChunks, encode
 from sglang.srt.entrypoints.openai.logprobs import chat_logprobs
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, NamedToolChoice
-from sglang.srt.entrypoints.openai.sampling import sampling_dict
+from sglang.srt.entrypoints.openai.sampling import cache_namespace, sampling_dict
 from sglang.srt.entrypoints.openai.serving import (
     OpenAIService,
     ResponseHead,
@@ -22,11 +22,13 @@ from sglang.srt.entrypoints.openai.serving import (
 from sglang.srt.entrypoints.openai.usage import UsageCounter
 from sglang.srt.managers.generate_request import GenerateOutput, GenerateRequest
 from sglang.srt.managers.io_struct import OutputLogprobs
+from sglang.srt.managers.native_output import WEIGHT_VERSION
+from sglang.srt.managers.tokenizer_manager import LONG_TEXT
 
 
 async def chat_completions(service: OpenAIService, body: ChatCompletionRequest, request: Request) -> Response:
     head, rid = new_head("chatcmpl-", body, service)
-    call = _generate_request(service, body, rid)
+    call = await _generate_request(service, body, rid, len(await request.body()))
     usage = UsageCounter(body.num_choices, service.report_cached_tokens)
     if body.stream:
         return await stream_events(service, request, call, lambda _: _ChatWriter(service, body, head, usage))
@@ -41,29 +43,32 @@ async def chat_completions(service: OpenAIService, body: ChatCompletionRequest, 
             "model": head.model,
             "choices": [_choice(service, output) for output in outputs],
             "usage": usage.as_dict(),
-            "metadata": {"weight_version": "default"},
+            "metadata": {"weight_version": WEIGHT_VERSION},
         }
     )
 
 
-def _generate_request(service: OpenAIService, body: ChatCompletionRequest, rid: str | list[str]) -> GenerateRequest:
+async def _generate_request(
+    service: OpenAIService, body: ChatCompletionRequest, rid: str | list[str], num_bytes: int
+) -> GenerateRequest:
     _check_tool_choice(body)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     prompt = None
     if body.input_ids is None:
         _ = service.tokenizer
-        prompt = service.chat_template.render(body)
+        render = service.chat_template.render
+        prompt = render(body) if num_bytes < LONG_TEXT else await service.manager.in_thread(render, body)
     return GenerateRequest(
         text=prompt,
         input_ids=body.input_ids,
         add_special_tokens=False,
         sampling_params=sampling_dict(body, max_tokens),
-        stream=body.stream,
-        return_logprob=body.logprobs,
+        stream=bool(body.stream),
+        return_logprob=bool(body.logprobs),
         top_logprobs_num=body.top_logprobs or 0,
         rid=rid,
         priority=body.priority or 0,
-        cache_namespace=body.cache_salt,
+        cache_namespace=cache_namespace(body),
     )
 
 

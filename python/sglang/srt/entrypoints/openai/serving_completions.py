@@ -11,7 +11,7 @@ from sglang.srt.entrypoints.http_errors import bad_request, json_response
 from sglang.srt.entrypoints.openai.chunks import CompletionChunks, encode, finish_fields
 from sglang.srt.entrypoints.openai.logprobs import CompletionLogprobs
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
-from sglang.srt.entrypoints.openai.sampling import COMPLETION_DEFAULT_MAX_TOKENS, sampling_dict
+from sglang.srt.entrypoints.openai.sampling import COMPLETION_DEFAULT_MAX_TOKENS, cache_namespace, sampling_dict
 from sglang.srt.entrypoints.openai.serving import (
     OpenAIService,
     ResponseHead,
@@ -23,6 +23,7 @@ from sglang.srt.entrypoints.openai.usage import UsageCounter
 from sglang.srt.managers.generate_request import GenerateOutput, GenerateRequest
 from sglang.srt.managers.generation_stream import GenerationStream
 from sglang.srt.managers.io_struct import OutputLogprobs
+from sglang.srt.managers.native_output import WEIGHT_VERSION
 
 
 async def completions(service: OpenAIService, body: CompletionRequest, request: Request) -> Response:
@@ -46,7 +47,7 @@ async def completions(service: OpenAIService, body: CompletionRequest, request: 
             "model": head.model,
             "choices": [_choice(echo, output) for output in outputs],
             "usage": usage.as_dict(),
-            "metadata": {"weight_version": "default"},
+            "metadata": {"weight_version": WEIGHT_VERSION},
         }
     )
 
@@ -68,13 +69,13 @@ def _generate_request(body: CompletionRequest, rid: str | list[str]) -> Generate
         text=prompt if is_text else None,  # type: ignore[arg-type]
         input_ids=None if is_text else prompt,  # type: ignore[arg-type]
         sampling_params=sampling_dict(body, max_tokens),
-        stream=body.stream,
+        stream=bool(body.stream),
         return_logprob=body.logprobs is not None,
         logprob_start_len=0 if body.echo and body.logprobs is not None else -1,
         top_logprobs_num=body.logprobs or 0,
         rid=rid,
         priority=body.priority or 0,
-        cache_namespace=body.cache_salt,
+        cache_namespace=cache_namespace(body),
     )
 
 

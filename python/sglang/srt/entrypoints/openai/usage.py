@@ -27,6 +27,6 @@ class UsageCounter:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
-            "reasoning_tokens": 0,
+            "reasoning_tokens": sum(meta.reasoning_tokens for meta in self._meta.values()),
             "prompt_tokens_details": details,
         }

@@ -1,0 +1,99 @@
+"""What `/openapi.json` says beyond the routes themselves: bodies, refusals and event streams."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+
+from sglang.srt.entrypoints.http_body import body_definitions
+from sglang.srt.entrypoints.http_errors import error_schema_name
+from sglang.srt.entrypoints.http_middleware import is_open
+
+_STREAMING = ("/generate", "/v1/chat/completions", "/v1/completions")
+_PROBES = ("/health", "/ready", "/ping", "/health_generate")
+_PLAIN_TEXT = (*_PROBES, "/metrics", "/flush_cache", "/start_profile", "/stop_profile")
+_NOT_FOUND = ("/v1/models/{model_id}", "/metrics")
+_REFUSING = ("/flush_cache", "/start_profile", "/stop_profile")
+"""Routes without a body that the engine's state may be in the way of."""
+
+_ERRORS = {
+    400: "The request is wrong: the message says what to change.",
+    401: "The server has an API key, which `Authorization: Bearer KEY` does not give.",
+    404: "There is no such thing.",
+    413: "The body is too large.",
+    415: "The body is not JSON.",
+    500: "The engine failed.",
+    503: "The server is starting, overloaded or shutting down.",
+}
+_STRING = {"type": "string"}
+_ERROR_SCHEMAS: dict[str, Any] = {
+    "OpenAIError": {
+        "type": "object",
+        "required": ["object", "message", "type", "param", "code"],
+        "properties": {
+            "object": {"const": "error"},
+            "message": _STRING,
+            "type": _STRING,
+            "param": {"type": ["string", "null"]},
+            "code": {"type": ["string", "integer"]},
+        },
+    },
+    "NativeError": {
+        "type": "object",
+        "required": ["error"],
+        "properties": {"error": {"type": "object", "required": ["message"], "properties": {"message": _STRING}}},
+    },
+    "Unauthorized": {"type": "object", "required": ["error"], "properties": {"error": {"const": "Unauthorized"}}},
+}
+
+
+def describe_api(api: FastAPI, bodies: Sequence[type[msgspec.Struct]]) -> None:
+    """Make `api` describe the requests and responses that its routes handle by hand."""
+    routes_only = api.openapi
+
+    def openapi() -> dict[str, Any]:
+        if api.openapi_schema is None:
+            schema = routes_only()
+            components = schema.setdefault("components", {})
+            components["schemas"] = {**body_definitions(bodies), **_ERROR_SCHEMAS}
+            for path, operations in schema["paths"].items():
+                for method, operation in operations.items():
+                    operation["responses"] = _responses(path, method, "requestBody" in operation)
+        assert api.openapi_schema is not None
+        return api.openapi_schema
+
+    api.openapi = openapi  # type: ignore[method-assign]
+
+
+def _responses(path: str, method: str, has_body: bool) -> dict[str, Any]:
+    success: dict[str, Any] = {"text/plain" if path in _PLAIN_TEXT else "application/json": {}}
+    if path in _STREAMING:
+        success["text/event-stream"] = {"schema": _STRING}
+    responses: dict[str, Any] = {"200": {"description": "Success", "content": success}}
+    for status in sorted(_statuses(path, method, has_body)):
+        if status == 503 and path in _PROBES:
+            content: dict[str, Any] = {"text/plain": {"schema": _STRING}}
+        else:
+            name = "Unauthorized" if status == 401 else error_schema_name(path)
+            content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+        responses[str(status)] = {"description": _ERRORS[status], "content": content}
+    return responses
+
+
+def _statuses(path: str, method: str, has_body: bool) -> set[int]:
+    """The errors that this operation may answer with."""
+    statuses = {503} if path in _PROBES else {500, 503}
+    if path == "/metrics":
+        statuses = set()
+    if not is_open(path):
+        statuses.add(401)
+    if method in ("post", "put"):
+        statuses |= {413, 415}
+    if has_body or path in _REFUSING:
+        statuses.add(400)
+    if path in _NOT_FOUND:
+        statuses.add(404)
+    return statuses
