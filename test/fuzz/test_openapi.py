@@ -11,6 +11,7 @@ from fuzz.guarded_server import GuardedServer
 from fuzz.scale import API_EXAMPLES, LONG
 from hypothesis import HealthCheck, settings
 from schemathesis.checks import CheckFunction, not_a_server_error
+from schemathesis.specs.openapi.checks import content_type_conformance, status_code_conformance
 
 from sglang.srt.entrypoints.http_app import create_api
 from sglang.srt.entrypoints.http_state import ServerState
@@ -18,7 +19,7 @@ from sglang.srt.server_args import ServerArgs
 
 API = create_api(ServerState(ServerArgs(model_path="any"))).openapi()
 SCHEMA = schemathesis.openapi.from_dict(API)
-CHECKS: list[CheckFunction] = [not_a_server_error]
+CHECKS: list[CheckFunction] = [not_a_server_error, status_code_conformance, content_type_conformance]
 UNDO = {"/pause_generation": "/continue_generation", "/start_profile": "/stop_profile"}
 ANSWER_LIMIT_S = 60.0
 REFUSED_FIELDS = ("image_data", "lora_path")
