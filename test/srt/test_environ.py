@@ -40,6 +40,8 @@ def test_read_at_access(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     [
         ("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "maybe"),
         ("SGLANG_MOE_CONFIG_DIR", "/no/such/directory"),
+        ("SGLANG_REQ_WAITING_TIMEOUT", "soon"),
+        ("SGLANG_REQ_RUNNING_TIMEOUT", "nan"),
     ],
 )
 def test_bad_value_is_an_error(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:

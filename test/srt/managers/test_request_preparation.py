@@ -172,3 +172,23 @@ def test_a_large_batch_leaves_the_loop_alone() -> None:
         return turns
 
     assert asyncio.run(main()) > 10
+
+
+@pytest.mark.parametrize("truncate", [False, True])
+def test_a_text_that_cannot_fit_is_not_tokenized_as_a_whole(monkeypatch: pytest.MonkeyPatch, truncate: bool) -> None:
+    monkeypatch.setattr(request_preparation, "PIECE_CHARS", 200)
+    lengths: list[int] = []
+
+    async def counting(text: str, add_special_tokens: bool) -> list[int]:
+        lengths.append(len(text))
+        return await encode(text, add_special_tokens)
+
+    args = ServerArgs.from_kwargs(model_path=DEFAULT_MODEL_PATH, allow_auto_truncate=truncate)
+    model = dataclasses.replace(ModelConfig.from_server_args(args), context_len=CONTEXT, vocab_size=VOCAB)
+    work = RequestPreparer(args, model, counting).prepare(GenerateRequest(text="a" * 10_000))
+    if truncate:
+        assert len(asyncio.run(work).requests[0].input_ids) == CONTEXT - 1
+    else:
+        with pytest.raises(RequestError, match="10000 characters has more tokens than the model's context length"):
+            asyncio.run(work)
+    assert max(lengths) == 200

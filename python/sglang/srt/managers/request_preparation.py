@@ -28,6 +28,12 @@ MAX_RID_LENGTH = 256
 MAX_TOP_LOGPROBS = 1024
 MAX_TOKEN_IDS_LOGPROB = 4096
 MAX_PRIORITY = 1 << 31
+LONG_TEXT_CHARS_PER_TOKEN = 8
+MAX_UNCHECKED_CHARS = 1 << 22
+"""A text beyond either is tokenized in pieces first: what cannot fit must not cost a gigabyte of tokens."""
+PIECE_CHARS = 1 << 18
+PIECE_SLACK = 64
+"""Tokens that cutting a text into pieces may add a piece."""
 YIELD_CHARS = 16_384
 """Characters that are tokenized before the event loop gets to run other callbacks."""
 CHARS_PER_TOKEN_BOUND = 512
@@ -149,6 +155,8 @@ class RequestPreparer:
                     f"The prompt of {len(prompt)} characters is longer than the model's context length of "
                     f"{self._context_len} tokens."
                 )
+            if len(prompt) > min(self._context_len * LONG_TEXT_CHARS_PER_TOKEN, MAX_UNCHECKED_CHARS):
+                prompt = await self._bounded(self._encode, prompt)
             prompt = await self._encode(prompt, add_special_tokens)
             source = "The tokenized text"
         else:
@@ -161,6 +169,20 @@ class RequestPreparer:
             bad = next(i for i in prompt if not 0 <= i < self._vocab_size)
             raise RequestError(f"{source} must hold token ids in [0, {self._vocab_size - 1}], got {bad}.")
         return prompt
+
+    async def _bounded(self, encode: Encode, text: str) -> str:
+        """`text`, or with truncation as much of it as the context may hold. Raises RequestError for more tokens."""
+        num_tokens = 0
+        for end in range(PIECE_CHARS, len(text) + PIECE_CHARS, PIECE_CHARS):
+            num_tokens += len(await encode(text[end - PIECE_CHARS : end], False)) - PIECE_SLACK
+            if num_tokens > self._context_len:
+                if self._allow_truncate:
+                    return text[:end]
+                raise RequestError(
+                    f"The prompt of {len(text)} characters has more tokens than the model's context length of "
+                    f"{self._context_len}."
+                )
+        return text
 
     def _fit(self, ids: list[int], params: SamplingParams, explicit_length: bool) -> tuple[list[int], SamplingParams]:
         """The prompt and its output must fit the context together. A default output length just shrinks."""
