@@ -1,68 +1,10 @@
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 
-import httpx
 import pytest
-from fuzz.guarded_server import Damage, GuardedServer
-from fuzz.soak_jobs import reference_jobs, run_jobs, with_answers
-
-FLAGS = ("--context-length", "256", "--max-total-tokens", "8192", "--enable-metrics")
-SHORT = ("--preferred-sampling-params", '{"max_new_tokens": 4}')
-"""So that a random request that does not say how long its answer may be is not one of 256 tokens."""
-
-
-class Target:
-    """The server under attack. One that was damaged is replaced, so that no test fails for the sake of another."""
-
-    def __init__(self) -> None:
-        self._server: GuardedServer | None = None
-        self.silences: list[str] = []
-
-    def server(self) -> GuardedServer:
-        if self._server is None:
-            server = GuardedServer(*FLAGS, *SHORT)
-            server.start(warm_up)
-            self._server = server
-        return self._server
-
-    def check(self, rest: bool = True) -> None:
-        """Raises Damage, and gives the server up then. Without `rest`: what can be seen while it works."""
-        assert self._server is not None
-        try:
-            self._server.check_health()
-            probe(self._server.url)
-            if rest:
-                self._server.check_rest()
-        except BaseException:
-            self.end()
-            raise
-
-    def end(self) -> None:
-        if self._server is not None:
-            self.silences += self._server.silences
-            self._server.end()
-            self._server = None
-
-
-def warm_up(url: str) -> None:
-    """What an ordinary day brings: each kind of request, several at once, and a large text."""
-    references = with_answers(url, reference_jobs()[:4])
-    asyncio.run(run_jobs(url, references * 6))
-    for path in ("/openapi.json", "/metrics", "/v1/models", "/"):
-        assert httpx.get(url + path).status_code == 200
-    assert httpx.post(f"{url}/tokenize", json={"prompt": "a b c " * 300_000}, timeout=60).status_code == 200
-    probe(url)
-
-
-def probe(url: str) -> None:
-    """An ordinary request and a structured one are served."""
-    rid = {"rid": "probe"}
-    for params in ({"max_new_tokens": 2}, {"max_new_tokens": 8, "regex": "[0-9]{3}"}):
-        answer = httpx.post(f"{url}/generate", json={"text": "a", "sampling_params": params, **rid}, timeout=60)
-        if answer.status_code != 200:
-            raise Damage(f"an ordinary request gets {answer.status_code}: {answer.text}")
+from fuzz.guarded_server import GuardedServer
+from fuzz.target import Target
 
 
 @pytest.fixture(scope="session")

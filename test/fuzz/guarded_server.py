@@ -32,7 +32,7 @@ from live_server import LiveServer
 HERE = Path(__file__).parent
 MIB = 1 << 20
 START_CAP_BYTES = 4096 * MIB
-HEADROOM_BYTES = 1024 * MIB
+HEADROOM_BYTES = 512 * MIB
 """What a process may allocate beyond what it had at rest; the largest body that is read has 64 MiB."""
 GROWTH_LIMIT, GROWTH_FLOOR_BYTES = 0.10, 8 * MIB
 """By which the private memory of a process may have grown: its tenth, or what the allocator's own grain makes of it."""

@@ -36,7 +36,7 @@ def chat(content: Any = "hi", **fields: Any) -> dict[str, Any]:
 
 # --- lists ------------------------------------------------------------------------------------------------------------
 
-MANY = 100_000
+MANY = 300_000
 LISTS: list[tuple[str, str, Callable[[list[Any]], Any]]] = [
     (GENERATE, "input_ids", lambda many: {"input_ids": many}),
     (GENERATE, "text", lambda many: {"text": many}),

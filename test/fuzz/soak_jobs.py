@@ -14,7 +14,7 @@ import httpx
 WORDS = "the quick brown fox jumps over the lazy dog while seven wizards boil 12 eggs in Köln 🙂".split()
 SHARED = " ".join(WORDS * 4)
 NUM_GRAMMARS = 40
-CONCURRENCY = 64
+CONCURRENCY = 32
 PATIENCE_S = 1.0
 """Longest time after which a client gives up whose answer comes in one piece."""
 TIMEOUT_S = 300

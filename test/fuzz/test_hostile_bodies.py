@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from fuzz.conftest import Target
 from fuzz.guarded_server import Damage, GuardedServer
 from fuzz.hostile_bodies import Hostile, large_texts, lists_of_wrong_things, many_sequences, strange_texts
 from fuzz.hostile_grammars import grammars, patterns
 from fuzz.hostile_numbers import NUMBERS, RID, numbered_bodies
 from fuzz.scale import LONG
+from fuzz.target import Target
 
 ANSWER_LIMIT_S = 60.0
 JSON = {"content-type": "application/json"}

@@ -12,13 +12,14 @@ from fuzz.scale import SOAK_REQUESTS, SOAK_ROUNDS
 from fuzz.soak_jobs import Job, make_job, reference_jobs, run_jobs, with_answers
 
 CONTEXT = 512
-POOL = 2048
+WARM_UP_REQUESTS = 60
+POOL = 1024
 
 
-def run_round(server: GuardedServer, number: int, references: Sequence[Job]) -> dict[str, int]:
+def run_round(url: str, number: int, num_jobs: int, references: Sequence[Job]) -> dict[str, int]:
     rng = random.Random(number)
-    jobs = [make_job(f"round-{number}-{i}", rng, references) for i in range(SOAK_REQUESTS)]
-    ends = asyncio.run(run_jobs(server.url, jobs))
+    jobs = [make_job(f"round-{number}-{i}", rng, references) for i in range(num_jobs)]
+    ends = asyncio.run(run_jobs(url, jobs))
     return {end: ends.count(end) for end in sorted(set(ends))}
 
 
@@ -28,19 +29,19 @@ def test_soak(page_size: int) -> None:
     """After each round the pool and the request slots are exactly free, no task and no socket is left in the front,
     and no process holds more than a tenth above what it had after a first round."""
     flags = ["--context-length", CONTEXT, "--max-total-tokens", POOL, "--max-running-requests", 24]
-    flags += ["--max-queued-requests", 32, "--chunked-prefill-size", 64, "--page-size", page_size]
+    flags += ["--max-queued-requests", 48, "--chunked-prefill-size", 64, "--page-size", page_size]
     flags += ["--schedule-conservativeness", 0.1]
     server = GuardedServer(*map(str, flags))
     references: list[Job] = []
 
     def warm_up(url: str) -> None:
         references.extend(with_answers(url, reference_jobs()))
-        run_round(server, 0, references)
+        run_round(url, 0, WARM_UP_REQUESTS, references)
 
     server.start(warm_up)
     try:
         for number in range(1, SOAK_ROUNDS + 1):
-            counts = run_round(server, number, references)
+            counts = run_round(server.url, number, SOAK_REQUESTS, references)
             state = server.internal_state()
             server.check_health()
             server.check_rest()
