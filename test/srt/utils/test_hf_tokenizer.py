@@ -4,6 +4,8 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,24 @@ def test_does_not_import_transformers() -> None:
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded() -> None:
+    tokenizer, lengths = load(DEFAULT_MODEL_PATH), []
+    start = threading.Event()
+
+    def encode() -> None:
+        start.wait()
+        lengths.append(len(tokenizer.encode("ab c" * 250_000)))
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    start.set()
+    turns = 0
+    while thread.is_alive():
+        turns += 1
+        time.sleep(0.001)
+    assert lengths == [500_000] and turns > 20
 
 
 def test_single_tokens() -> None:

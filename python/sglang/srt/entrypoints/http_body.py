@@ -18,7 +18,7 @@ from sglang.srt.entrypoints.unsupported_fields import Unsupported, refuse_unsupp
 
 MAX_BRACKETS = 1 << 19
 """Lists and objects in a body, counted as opening brackets wherever they stand: each costs a hundred bytes and more."""
-MAX_COMMAS = 1 << 23
+MAX_COMMAS = 1 << 22
 """Values in a body, counted as commas wherever they stand."""
 
 

@@ -97,7 +97,7 @@ class RequestPreparer:
                 num_chars = 0
                 await asyncio.sleep(0)
             input_ids = await self._input_ids(prompt, req.add_special_tokens)
-            input_ids, p = self._fit(input_ids, p, explicit_length)
+            p = self._fit(input_ids, p, explicit_length)
             num_tokens += len(input_ids) * num_samples
             if num_tokens > MAX_CALL_TOKENS:
                 raise RequestError(
@@ -163,6 +163,12 @@ class RequestPreparer:
             source = "input_ids"
         if not prompt:
             raise RequestError("The prompt is empty: at least one token is needed.")
+        if len(prompt) >= self._context_len and not self._allow_truncate:
+            raise RequestError(
+                f"The prompt of {len(prompt)} tokens does not fit the model's context length of {self._context_len} "
+                "tokens with room for output."
+            )
+        prompt = prompt[: self._context_len - 1]
         if set(map(type, prompt)) != {int}:
             raise RequestError("input_ids must be integers.")
         if min(prompt) < 0 or max(prompt) >= self._vocab_size:
@@ -184,28 +190,18 @@ class RequestPreparer:
                 )
         return text
 
-    def _fit(self, ids: list[int], params: SamplingParams, explicit_length: bool) -> tuple[list[int], SamplingParams]:
+    def _fit(self, ids: list[int], params: SamplingParams, explicit_length: bool) -> SamplingParams:
         """The prompt and its output must fit the context together. A default output length just shrinks."""
         room = self._context_len - len(ids)
-        if room < 1:
-            if not self._allow_truncate:
-                raise RequestError(
-                    f"The prompt of {len(ids)} tokens does not fit the model's context length of {self._context_len} "
-                    "tokens with room for output."
-                )
-            ids = ids[: self._context_len - 1]
-            room = 1
         wanted = params.max_new_tokens
         if wanted is None or wanted <= room:
-            return ids, params
+            return params
         if explicit_length and not self._allow_truncate:
             raise RequestError(
                 f"The prompt of {len(ids)} tokens and max_new_tokens of {wanted} make {len(ids) + wanted} tokens, more "
                 f"than the model's context length of {self._context_len} tokens."
             )
-        return ids, msgspec.structs.replace(
-            params, max_new_tokens=room, min_new_tokens=min(room, params.min_new_tokens)
-        )
+        return msgspec.structs.replace(params, max_new_tokens=room, min_new_tokens=min(room, params.min_new_tokens))
 
     def _check_logprobs(self, request: TokenizedGenerateReq) -> None:
         length, top, wanted = len(request.input_ids), request.top_logprobs_num, request.token_ids_logprob or []
@@ -232,12 +228,12 @@ def _prompts(req: GenerateRequest) -> Sequence[str | list[int]]:
     given: Any = req.text if req.text is not None else req.input_ids
     prompts: Any = given if req.is_batch else [given]
     kind = str if req.text is not None else list
+    if isinstance(prompts, list) and not 1 <= len(prompts) <= MAX_BATCH:
+        raise RequestError(f"A batch must have 1 to {MAX_BATCH} prompts, got {len(prompts)}.")
     if not isinstance(prompts, list) or not all(isinstance(prompt, kind) for prompt in prompts):
         raise RequestError(
             "text must be a string or a list of strings, input_ids a list of ids or a list of such lists."
         )
-    if not 1 <= len(prompts) <= MAX_BATCH:
-        raise RequestError(f"A batch must have 1 to {MAX_BATCH} prompts, got {len(prompts)}.")
     return prompts
 
 

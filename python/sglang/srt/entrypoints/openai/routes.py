@@ -27,7 +27,7 @@ from sglang.srt.entrypoints.openai.serving_completions import completions
 router = APIRouter(tags=["OpenAI"])
 
 MAX_TOKENIZE_CHARS = 1 << 21
-MAX_DETOKENIZE_TOKENS = 1 << 21
+MAX_DETOKENIZE_TOKENS = 1 << 20
 __all__ = ["BODIES", "router"]
 
 
