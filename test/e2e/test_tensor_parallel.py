@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import pytest
+
 import sglang
 from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.srt.managers.generate_request import RequestError
 
 PROMPTS = ["The capital of France is", "One, two, three,", "Dear reader"]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
 SEEDED = {"temperature": 0.9, "max_new_tokens": 12, "ignore_eos": True, "sampling_seed": 7}
 GRAMMAR = {"temperature": 0.0, "max_new_tokens": 8, "regex": "(yes|no)"}
+STOPPED = [
+    {**GREEDY, "max_new_tokens": 200, "stop_regex": "[a-z]{4} "},
+    {**GREEDY, "max_new_tokens": 200, "stop": ["e"]},
+    GREEDY,
+]
+"""What the leader decides and what every rank decides, in one batch."""
+REFUSED = [{**GREEDY, "regex": "("}, {**GREEDY, "json_schema": '{"$ref": "#"}'}]
 
 
 def answers(tp_size: int) -> list[object]:
     with sglang.Engine(model_path=DEFAULT_MODEL_PATH, max_total_tokens=4096, tp_size=tp_size) as engine:
         results = [engine.generate(PROMPTS, params) for params in (GREEDY, SEEDED, GREEDY)]
         results.append(engine.generate(PROMPTS[:1], GRAMMAR))
+        results.append(engine.generate(PROMPTS, STOPPED))
+        for params in REFUSED:
+            with pytest.raises(RequestError, match="invalid regex|No text satisfies"):
+                engine.generate(PROMPTS[0], params)
         (state,) = engine.get_server_info()["internal_states"]
         memory = state["memory_usage"]
         assert memory["free"] + memory["cached"] == memory["total"]

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from sglang.srt.constrained.grammar import (
     ANY_JSON,
+    FOLLOW_BURST_S,
+    FOLLOW_REFILL_S,
     Grammar,
     GrammarError,
     GrammarKey,
     grammar_key,
 )
-from sglang.srt.constrained.grammar_backend import MAX_WHITESPACE, GrammarBackend
-from sglang.srt.constrained.grammar_manager import GrammarManager
+from sglang.srt.constrained.grammar_backend import MAX_WHITESPACE, GrammarBackend, write_vocabulary
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.allowance import Allowance
+from srt.constrained.byte_tokenizer import EOS, TOKENIZER, VOCAB_SIZE
 
-VOCAB_SIZE = 320  # columns of the logits: a few more than the tokenizer has
-PIECES = ['{"', '":', '"}', "true", "hello", ", "]
 SCHEMA = json.dumps(
     {
         "type": "object",
@@ -34,39 +31,13 @@ SCHEMA = json.dumps(
 )
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {c: i for i, c in enumerate(alphabet)}
-    merges: list[tuple[str, str]] = []
-    for piece in PIECES:
-        chars = "".join("Ġ" if c == " " else c for c in piece)
-        for end in range(2, len(chars) + 1):
-            if chars[:end] not in vocab:
-                vocab[chars[:end]] = len(vocab)
-                merges.append((chars[: end - 1], chars[end - 1]))
-    raw = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    raw.decoder = decoders.ByteLevel()
-    raw.add_special_tokens(["<eos>"])
-    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>")
-
-
-TOKENIZER = make_tokenizer()
-EOS = TOKENIZER.eos_token_id
-
-
 @pytest.fixture(scope="module")
-def backend() -> GrammarBackend:
-    backend = GrammarBackend(lambda: TOKENIZER, VOCAB_SIZE, {EOS, 100_000})
+def backend(tmp_path_factory: pytest.TempPathFactory) -> GrammarBackend:
+    vocabulary = tmp_path_factory.mktemp("grammar") / "vocabulary.json"
+    write_vocabulary(vocabulary, TOKENIZER, VOCAB_SIZE, {EOS, 100_000})
+    backend = GrammarBackend(vocabulary)
     backend.load()
     return backend
-
-
-@pytest.fixture
-def manager(backend: GrammarBackend) -> Iterator[GrammarManager]:
-    manager = GrammarManager(backend)
-    yield manager
-    manager.shutdown()
 
 
 def allowed(grammar: Grammar) -> list[int]:
@@ -90,31 +61,31 @@ def sample(grammar: Grammar, rng: np.random.Generator, limit: int = 400) -> str:
     return str(TOKENIZER.decode(out[:-1]))
 
 
-def test_json_schema_output_is_valid(manager: GrammarManager) -> None:
-    pending = manager.request(GrammarKey("json_schema", SCHEMA))
+def test_json_schema_output_is_valid(backend: GrammarBackend) -> None:
+    start = backend.compile(GrammarKey("json_schema", SCHEMA))
     for seed in range(5):
-        text = sample(pending.result(), np.random.default_rng(seed))
+        text = sample(start.fresh(), np.random.default_rng(seed))
         value = json.loads(text, strict=False)  # xgrammar's bounded strings admit raw control characters
         assert set(value) == {"name", "age"} and isinstance(value["name"], str) and isinstance(value["age"], int)
 
 
 @pytest.mark.parametrize("source", [SCHEMA, ANY_JSON])
-def test_whitespace_in_json_ends(manager: GrammarManager, source: str) -> None:
-    grammar = manager.request(GrammarKey("json_schema", source)).result()
+def test_whitespace_in_json_ends(backend: GrammarBackend, source: str) -> None:
+    grammar = backend.compile(GrammarKey("json_schema", source))
     assert feed(grammar, "{" + "\n" * MAX_WHITESPACE)
     assert not feed(grammar, " ") and feed(grammar, '"')
 
 
-def test_regex_output_matches(manager: GrammarManager) -> None:
+def test_regex_output_matches(backend: GrammarBackend) -> None:
     pattern = r"[a-c]{2,5}-(true|hello)\d"
-    pending = manager.request(GrammarKey("regex", pattern))
+    start = backend.compile(GrammarKey("regex", pattern))
     for seed in range(5):
-        assert re.fullmatch(pattern, sample(pending.result(), np.random.default_rng(seed)))
+        assert re.fullmatch(pattern, sample(start.fresh(), np.random.default_rng(seed)))
 
 
-def test_ebnf_output_matches(manager: GrammarManager) -> None:
+def test_ebnf_output_matches(backend: GrammarBackend) -> None:
     source = 'root ::= "(" root ")" | [xy]'
-    text = sample(manager.request(GrammarKey("ebnf", source)).result(), np.random.default_rng(1))
+    text = sample(backend.compile(GrammarKey("ebnf", source)), np.random.default_rng(1))
     assert re.fullmatch(r"(\()*[xy](\))*", text) and text.count("(") == text.count(")")
 
 
@@ -122,11 +93,11 @@ def feed(grammar: Grammar, text: str) -> bool:
     return all(grammar.accept(t) for t in TOKENIZER.encode(text))
 
 
-def test_any_json_is_any_object(manager: GrammarManager) -> None:
-    pending = manager.request(GrammarKey("json_schema", ANY_JSON))
-    assert feed(pending.result(), '{"a": [1, {"b": null}], "hello": true}')
-    assert feed(pending.result(), "{}")
-    assert not feed(pending.result(), "[1]")
+def test_any_json_is_any_object(backend: GrammarBackend) -> None:
+    start = backend.compile(GrammarKey("json_schema", ANY_JSON))
+    assert feed(start.fresh(), '{"a": [1, {"b": null}], "hello": true}')
+    assert feed(start.fresh(), "{}")
+    assert not feed(start.fresh(), "[1]")
 
 
 OLD_TAG = {
@@ -146,15 +117,15 @@ NEW_TAG = {
 
 
 @pytest.mark.parametrize("tag", [OLD_TAG, NEW_TAG], ids=["old", "new"])
-def test_structural_tag_constrains_after_its_trigger(manager: GrammarManager, tag: dict[str, object]) -> None:
-    grammar = manager.request(GrammarKey("structural_tag", json.dumps(tag))).result()
+def test_structural_tag_constrains_after_its_trigger(backend: GrammarBackend, tag: dict[str, object]) -> None:
+    grammar = backend.compile(GrammarKey("structural_tag", json.dumps(tag)))
     assert feed(grammar, "any text, then <f>12")
     assert not feed(grammar.copy(), "x")
     assert feed(grammar, "</f> and more")
 
 
-def test_state_can_be_copied_and_taken_back(manager: GrammarManager) -> None:
-    grammar = manager.request(GrammarKey("regex", "hello(a|b)c")).result()
+def test_state_can_be_copied_and_taken_back(backend: GrammarBackend) -> None:
+    grammar = backend.compile(GrammarKey("regex", "hello(a|b)c"))
     start = allowed(grammar)
     assert feed(grammar, "hello")
     other = grammar.copy()
@@ -169,8 +140,8 @@ def test_state_can_be_copied_and_taken_back(manager: GrammarManager) -> None:
     assert not grammar.accept(TOKENIZER.encode("a")[0]) and allowed(grammar) == [EOS]
 
 
-def test_after_the_end_everything_is_allowed_and_nothing_accepted(manager: GrammarManager) -> None:
-    grammar = manager.request(GrammarKey("regex", "a")).result()
+def test_after_the_end_everything_is_allowed_and_nothing_accepted(backend: GrammarBackend) -> None:
+    grammar = backend.compile(GrammarKey("regex", "a"))
     assert feed(grammar, "a") and not grammar.is_terminated()
     assert grammar.accept(EOS) and grammar.is_terminated()
     assert not grammar.accept(EOS)
@@ -193,9 +164,9 @@ def test_after_the_end_everything_is_allowed_and_nothing_accepted(manager: Gramm
         ("structural_tag", '{"type": "structural_tag"}', "invalid structural_tag: "),
     ],
 )
-def test_invalid_grammars_are_explained(manager: GrammarManager, kind: str, source: str, text: str) -> None:
+def test_invalid_grammars_are_explained(backend: GrammarBackend, kind: str, source: str, text: str) -> None:
     with pytest.raises(GrammarError, match=text) as error:
-        manager.request(GrammarKey(kind, source)).result()  # type: ignore[arg-type]
+        backend.compile(GrammarKey(kind, source))  # type: ignore[arg-type]
     assert "/project/" not in str(error.value)
 
 
@@ -206,67 +177,28 @@ def test_the_key_of_a_request() -> None:
         grammar_key(SamplingParams(json_schema="{}", ebnf="root ::= [a]"))
 
 
-class SlowCompiler:
-    """Compiles when told to."""
+class Clock:
+    """Every reading is a tenth of a second after the one before."""
 
-    def __init__(self, backend: GrammarBackend) -> None:
-        self.backend = backend
-        self.go = threading.Event()
-        self.compiled: list[GrammarKey] = []
+    def __init__(self) -> None:
+        self.now = 0.0
 
-    def load(self) -> None:
-        pass
-
-    def compile(self, key: GrammarKey) -> Grammar:
-        self.go.wait(10)
-        self.compiled.append(key)
-        return self.backend.compile(key)
+    def __call__(self) -> float:
+        self.now += 0.1
+        return self.now
 
 
-def test_requests_do_not_block_and_share_a_compilation(backend: GrammarBackend) -> None:
-    compiler = SlowCompiler(backend)
-    manager = GrammarManager(compiler, max_cached=2)
-    first, second = (manager.request(GrammarKey("regex", "ab")) for _ in range(2))
-    assert not first.done() and not second.done()
-    compiler.go.set()
-    one, two = first.result(), second.result()
-    assert first.done() and compiler.compiled == [("regex", "ab")]
-    assert feed(one, "a") and feed(two, "ab") and feed(one, "b")  # they share nothing but the compilation
-    for pattern in ("b", "c", "d"):
-        manager.request(GrammarKey("regex", pattern)).result()
-    assert manager.num_cached() == 2
-    manager.request(GrammarKey("regex", "ab")).result()
-    assert compiler.compiled.count(GrammarKey("regex", "ab")) == 2
-    manager.shutdown()
+def test_a_grammar_that_is_slow_to_follow_uses_up_its_allowance(backend: GrammarBackend) -> None:
+    grammar = backend.compile(GrammarKey("regex", "a*"))
+    grammar.allowance = Allowance(FOLLOW_BURST_S, FOLLOW_REFILL_S, Clock())
+    assert feed(grammar, "a") and not grammar.allowance.exhausted
+    assert feed(grammar, "a") and allowed(grammar) and grammar.allowance.exhausted
+    assert not grammar.fresh().allowance.exhausted and not grammar.copy().allowance.exhausted
 
 
-def test_a_compilation_that_takes_too_long_fails_its_request(backend: GrammarBackend) -> None:
-    compiler = SlowCompiler(backend)
-    now = [0.0]
-    manager = GrammarManager(compiler, timeout_s=5, clock=lambda: now[0])
-    pending = manager.request(GrammarKey("regex", "a"))
-    assert not pending.done()
-    now[0] = 6.0
-    assert pending.done()
-    with pytest.raises(GrammarError, match="too long"):
-        pending.result()
-    compiler.go.set()
-    assert feed(manager.request(GrammarKey("regex", "a")).result(), "a")
-    manager.shutdown()
-
-
-def test_without_a_backend_requests_fail_politely() -> None:
-    manager = GrammarManager(None)
-    with pytest.raises(GrammarError, match="--grammar-backend none"):
-        manager.request(GrammarKey("regex", "a")).result()
-    manager.shutdown()
-
-
-def test_a_tokenizer_that_cannot_be_loaded_fails_the_request_only() -> None:
-    def broken() -> PreTrainedTokenizerFast:
-        raise OSError("no tokenizer.json")
-
-    manager = GrammarManager(GrammarBackend(broken, 10, [1]))
-    with pytest.raises(GrammarError, match=r"no tokenizer\.json"):
-        manager.request(GrammarKey("regex", "a")).result()
-    manager.shutdown()
+def test_a_grammar_without_a_way_on_is_stuck(backend: GrammarBackend) -> None:
+    grammar = backend.compile(GrammarKey("ebnf", 'root ::= "a" | "b" dead\ndead ::= dead'))
+    assert not grammar.is_stuck()
+    assert feed(grammar, "b") and grammar.is_stuck()
+    done = backend.compile(GrammarKey("regex", "a"))
+    assert feed(done, "a") and done.accept(EOS) and not done.is_stuck()

@@ -107,6 +107,24 @@ def test_stop_string_never_shows(detokenizer: Detokenizer, tokenizer: Tokenizer,
     assert "".join(untrimmed) == tokenizer.decode(ids[:length])
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 100])
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_stop_string_with_a_special_token_is_cut(
+    detokenizer: Detokenizer, tokenizer: Tokenizer, chunk: int, skip: bool
+) -> None:
+    ids = tokenizer.encode("The end\n<|im_end|>")
+    chunks = [ids[i : i + chunk] for i in range(0, len(ids), chunk)]
+    for stop in ("\n<|im_end|>", "<|im_end|>"):
+        options = DecodeOptions(stop=[stop], skip_special_tokens=skip)
+        pieces = run(detokenizer, chunks, FinishReason("stop", matched=stop), options)
+        assert "".join(pieces) == "The end\n<|im_end|>".removesuffix(stop)
+
+
+def test_a_pattern_that_only_the_check_knew_does_not_end_the_process(detokenizer: Detokenizer) -> None:
+    refusal = FinishReason("abort", message="not a regular expression", status_code=400)
+    assert handle(detokenizer, ("r", [], refusal, DecodeOptions(stop_regex=["("]))) == [""]
+
+
 def test_held_text_comes_out_at_the_end(detokenizer: Detokenizer, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("tail ##")
     pieces = run(detokenizer, [[i] for i in ids], FinishReason("length"), DecodeOptions(stop=["###"]))

@@ -3,11 +3,15 @@ tokens that it would get alone, and in the end nothing is held."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.leader import EndReq
 from sglang.srt.managers.output import StopChecker
 from sglang.srt.managers.schedule_policy import POLICIES
 from srt.managers.fake_runner import (
@@ -220,15 +224,102 @@ def test_stop_token_wins_over_length() -> None:
     assert collector.finish["a"].type == "stop" and collector.finish["a"].matched == expected[4]
 
 
+class Spelling:
+    """A text decoder whose tokens all spell the same, and of which one is special."""
+
+    def __init__(self, text: str, special_id: int = -1) -> None:
+        self.text, self.special_id = text, special_id
+
+    def stream(self, skip_special_tokens: bool) -> Spelling:
+        return self
+
+    def special_text(self, token_id: int) -> str | None:
+        return "<special>" if token_id == self.special_id else None
+
+    def push(self, ids: Sequence[int]) -> str:
+        return "".join("<special>" if i == self.special_id else self.text for i in ids)
+
+    def finish(self) -> str:
+        return ""
+
+
 def test_a_stop_regex_that_takes_too_long_ends_its_request_only() -> None:
     scheduler = make_scheduler(FakeRunner(512, 1, 128, 4, 64))
-    scheduler.stop_checker = StopChecker(lambda ids: "a" * 60 + "b")
+    scheduler.stop_checker = StopChecker(Spelling("a" * 60 + "b"))
     collector = Collector()
     add(scheduler, request("bad", prompt(6), 5, stop_regex=["(a|aa)+$"]))
     add(scheduler, request("good", prompt(7), 5, stop_regex=["c"], ignore_eos=True))
     run_to_end(scheduler, collector)
     assert collector.finish["bad"].type == "abort" and "takes too long" in (collector.finish["bad"].message or "")
     assert collector.finish["good"].type == "length"
+    assert_clean(scheduler)
+
+
+def test_a_pattern_that_cannot_be_compiled_ends_its_request_only() -> None:
+    scheduler = make_scheduler(FakeRunner(512, 1, 128, 4, 64))
+    scheduler.stop_checker = StopChecker(Spelling("a"))
+    collector = Collector()
+    add(scheduler, request("bad", prompt(6), 5, stop_regex=["("]))
+    run_to_end(scheduler, collector)
+    assert (collector.finish["bad"].type, collector.finish["bad"].status_code) == ("abort", 400)
+    assert_clean(scheduler)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_stop_string_may_be_a_special_token(skip: bool) -> None:
+    expected = expected_output(prompt(6), 9, ignore_eos=True)
+    at = next(i for i in range(2, 9) if expected[i] not in expected[:i])
+    scheduler = make_scheduler(FakeRunner(512, 1, 128, 4, 64))
+    scheduler.stop_checker = StopChecker(Spelling("a", expected[at]))
+    collector = Collector()
+    add(scheduler, request("r", prompt(6), 9, stop=["a<special>"], ignore_eos=True, skip_special_tokens=skip))
+    run_to_end(scheduler, collector)
+    assert collector.finish["r"].matched == "a<special>" and collector.tokens["r"] == expected[: at + 1]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_the_leader_decides_ends_every_rank_at_the_same_token(overlap: bool, stream: bool) -> None:
+    """Two ranks over the same messages; only the first looks at text, and its clock is its own."""
+    decisions: list[EndReq] = []
+    ranks = [make_scheduler(FakeRunner(512, 1, 128, 4, 64), disable_overlap_schedule=not overlap) for _ in range(2)]
+    ranks[0].stop_checker = StopChecker(Spelling("ab"), decisions.append)
+    collectors = [Collector(), Collector()]
+    for scheduler in ranks:
+        add(scheduler, request("stops", prompt(6), 40, stop_regex=["(ab){4}"], ignore_eos=True, stream=stream))
+        add(scheduler, request("runs", prompt(7), 20, ignore_eos=True, stream=stream))
+        add(scheduler, request("both", prompt(8), 3, stop_regex=["(ab){3}"], ignore_eos=True, stream=stream))
+    for _ in range(60):
+        told, decisions[:] = list(decisions), []
+        for scheduler, collector in zip(ranks, collectors, strict=True):
+            for decision in told:
+                scheduler.end_named(decision.rid, decision.reason)
+            scheduler.step()
+            collector.take(scheduler)
+        assert ranks[0].runner.steps == ranks[1].runner.steps
+        assert ranks[0].check_memory() == ranks[1].check_memory()
+    assert all(scheduler.idle for scheduler in ranks)
+    assert collectors[0].tokens == collectors[1].tokens
+    assert collectors[0].tokens["stops"] == expected_output(prompt(6), 4, ignore_eos=True)
+    assert collectors[0].finish["stops"].matched == "(ab){4}"
+    assert collectors[0].finish["both"].matched == "(ab){3}"
+    assert collectors[0].tokens["runs"] == expected_output(prompt(7), 20, ignore_eos=True)
+    for scheduler in ranks:
+        assert_clean(scheduler)
+
+
+@pytest.mark.parametrize(("stuck", "status_code"), [(True, 400), (False, 500)])
+def test_a_token_that_the_grammar_does_not_take(stuck: bool, status_code: int) -> None:
+    """A grammar with no way on is the client's; a token that the mask should have excluded is our error."""
+    grammar = SimpleNamespace(
+        accept=lambda token: False, is_stuck=lambda: stuck, fresh=lambda: grammar, fill_mask=lambda row: None
+    )
+    scheduler = make_scheduler(FakeRunner(512, 1, 128, 4, 64))
+    collector = Collector()
+    add(scheduler, request("r", prompt(6), 5))
+    scheduler.reqs["r"].grammar = grammar  # type: ignore[assignment]
+    run_to_end(scheduler, collector)
+    assert (collector.finish["r"].type, collector.finish["r"].status_code) == ("abort", status_code)
     assert_clean(scheduler)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -45,8 +46,20 @@ def check(**values: Any) -> SamplingParams:
         ({"min_new_tokens": 9, "max_new_tokens": 4}, "min_new_tokens must be in [0, max_new_tokens=4], got 9."),
         ({"sampling_seed": 1 << 63}, "sampling_seed must be a 64-bit integer"),
         ({"stop": ["x"] * 33}, "stop must have at most 32 strings, got 33."),
+        ({"stop": "x" * 1025}, "A stop string must have at most 1024 characters, got 1025; its beginning will do."),
+        ({"stop": "\ud800"}, "stop is not valid Unicode: a lone surrogate at position 0."),
         ({"stop_regex": "("}, "stop_regex is not a regular expression"),
         ({"stop_token_ids": [1] * 65_537}, "stop_token_ids must have at most 65536, got 65537."),
+        ({"stop_regex": ["x"] * 33}, "stop_regex must have at most 32 patterns, got 33."),
+        ({"stop_regex": ["x" * 1500] * 2}, "stop_regex must have at most 2048 characters in all, got 3000."),
+        ({"stop_regex": "(" * 400 + "a" + ")" * 400}, "stop_regex may nest 32 groups, got 400; flatten it."),
+        ({"stop_regex": "a{99999999999999999999}"}, "the repetition number is too large"),
+        ({"stop_regex": "a{4294967294}"}, "stop_regex has 8.58993e+09 elements when its repetitions are written out"),
+        ({"stop_regex": "((a{100}){100}){100}"}, "at most 4096 are allowed; use smaller counts, or + and *."),
+        ({"stop_regex": "a{2000}|(?:b{3000,}?)"}, "at most 4096 are allowed"),
+        ({"stop_regex": ["a{1500}", "b{1500}"]}, "at most 4096 are allowed"),
+        ({"regex": "\udfff"}, "regex is not valid Unicode: a lone surrogate at position 0."),
+        ({"ebnf": "x" * (1 << 18) + "y"}, "ebnf must have at most 262144 characters, got 262145; simplify it."),
         ({"logit_bias": {"100": 1.0}}, "logit_bias keys must be token ids in [0, 99], got '100'."),
         ({"logit_bias": {"x": 1.0}}, "logit_bias keys must be token ids in [0, 99], got 'x'."),
         ({"logit_bias": {"1" * 5000: 1.0}}, "logit_bias keys must be token ids in [0, 99], got '1111"),
@@ -89,6 +102,34 @@ def test_edges_of_the_ranges_pass() -> None:
     check(
         min_p=1, top_k=-1, max_new_tokens=0, sampling_seed=-(1 << 63), logit_bias={"99": -100.0}, stop_token_ids=[0, 99]
     )
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(" * 32 + "a" + ")" * 32,
+        "[(((((((((((((((((((((((((((((((((((((((((((((((((((]",
+        r"\(\(" * 40,
+        "a{1000}",
+        "a{0,100000}",
+        ".*" * 500,
+        r"(?i)\b(?:stop|end)\b(?!\w)",
+        "(?P<q>['\"]).*?(?P=q)",
+    ],
+)
+def test_ordinary_patterns_pass(pattern: str) -> None:
+    check(stop_regex=pattern)
+
+
+def test_patterns_are_not_compiled_when_they_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check runs on the event loop."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr("re._compiler.compile" if sys.version_info >= (3, 11) else "sre_compile.compile", refuse)
+    monkeypatch.setattr("regex.compile", refuse)
+    check(stop_regex="[a-z]+q{3}(x|y)")
 
 
 def test_spellings() -> None:

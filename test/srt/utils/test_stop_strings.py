@@ -1,57 +1,114 @@
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang.srt.utils.stop_strings import MAX_REGEX_HOLD, StopHold, longest_match, search
+from sglang.srt.sampling.limits import MAX_STOP_LENGTH, MAX_STOP_STRINGS
+from sglang.srt.utils.allowance import Allowance
+from sglang.srt.utils.stop_strings import (
+    MAX_REGEX_HOLD,
+    PrefixTracker,
+    StopHold,
+    StopSearch,
+    compile_pattern,
+)
+from sglang.srt.utils.text_stream import Piece
 
-LETTERS = st.text("ab", max_size=12)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+def shown(text: str) -> list[Piece]:
+    return [Piece(text, True)]
+
+
+class Hold:
+    """A StopHold over text that prints."""
+
+    def __init__(self, stop: list[str], stop_regex: list[str] | None = None, longest: int = 0) -> None:
+        self.hold = StopHold(stop, stop_regex or [], longest)
+
+    def push(self, text: str) -> str:
+        return self.hold.push(shown(text))
+
+    def finish(self, text: str, last: str, matched: str | None) -> str:
+        return self.hold.finish(shown(text), shown(last), matched)
 
 
 @settings(deadline=None, max_examples=500)
 @given(tokens=st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=12), stops=STOPS)
 def test_a_stop_string_never_shows(tokens: list[str], stops: list[str]) -> None:
     """Against the definition: generate until the text contains a stop string, print what is before the earliest one."""
-    hold, text, shown = StopHold(stops, []), "", ""
+    hold, search, text, printed = Hold(stops), StopSearch(stops, []), "", ""
     for token in tokens:
         before, text = text, text + token
         matched = next((stop for stop in stops if stop in text), None)
+        assert search.push(token) == matched
         if matched is not None:
-            shown += hold.finish("", token, matched)
-            assert shown == text[: text.find(matched, max(0, len(before) - len(matched) + 1))]
+            printed += hold.finish("", token, matched)
+            assert printed == text[: text.find(matched, max(0, len(before) - len(matched) + 1))]
             return
-        shown += hold.push(token)
-        assert text.startswith(shown)
-        held = text[len(shown) :]
-        assert held == "" or any(stop.startswith(held) for stop in stops)
-    assert shown + hold.finish("", "", None) == text
+        printed += hold.push(token)
+        assert text.startswith(printed)
+        rest = text[len(printed) :]
+        assert rest == "" or any(stop.startswith(rest) for stop in stops)
+    assert printed + hold.finish("", "", None) == text
+
+
+@settings(deadline=None, max_examples=500)
+@given(stop=st.text("ab", min_size=1, max_size=6), pieces=st.lists(st.text("ab", max_size=5), max_size=12))
+def test_the_tracker_knows_the_longest_beginning(stop: str, pieces: list[str]) -> None:
+    tracker, text = PrefixTracker(stop), ""
+    for piece in pieces:
+        tracker.push(piece)
+        text += piece
+        proper = range(min(len(stop) - 1, len(text)), 0, -1)
+        assert tracker.length == next((n for n in proper if text.endswith(stop[:n])), 0)
+
+
+def test_long_stop_strings_take_memory_in_proportion() -> None:
+    stops = [f"{i:02}" + "ab" * (MAX_STOP_LENGTH // 2 - 1) for i in range(MAX_STOP_STRINGS)]
+    tracemalloc.start()
+    hold = StopHold(stops, [], 0)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8 * sum(map(len, stops))
+    assert hold.push(shown("x" + stops[3][:-1])) == "x"
+    assert hold.finish([], shown("b"), stops[3]) == ""
 
 
 def test_holds_no_more_than_needed() -> None:
-    hold = StopHold(["<end>"], [])
+    hold = Hold(["<end>"])
     assert [hold.push(piece) for piece in ("a <", "en", "x", "<e")] == ["a ", "", "<enx", ""]
     assert hold.finish("", "", None) == "<e"
 
 
 def test_an_occurrence_that_did_not_count_stays() -> None:
     """With min_new_tokens an early stop string is passed over."""
-    hold = StopHold(["."], [])
-    assert hold.finish("a. b", ". c", ".") == "a. b"
+    assert Hold(["."]).finish("a. b", ". c", ".") == "a. b"
+
+
+def test_what_does_not_print_can_be_part_of_a_stop() -> None:
+    hold = StopHold(["x<eot>y"], [], 0)
+    printed = hold.push([Piece("ax", True), Piece("<eot>", False)])
+    printed += hold.push([Piece("z", True), Piece("x", True), Piece("<eot>", False)])
+    printed += hold.finish([], [Piece("y", True)], "x<eot>y")
+    assert printed == "axz"
 
 
 def test_regex() -> None:
-    hold = StopHold([], ["[0-9]{3}"])
+    hold = Hold([], ["[0-9]{3}"], 3)
     assert hold.push("abcd") == "ab"
     assert hold.push("12") == "cd"
     assert hold.finish("", "345", "[0-9]{3}") == ""
-    assert longest_match("a{2,5}b?") == 6
-    assert longest_match("a*") == MAX_REGEX_HOLD
+    endless = Hold([], ["a*"], 1 << 30)
+    assert len(endless.push("b" * 1000)) == 1000 - MAX_REGEX_HOLD + 1
 
 
 def test_an_unknown_match_cuts_nothing() -> None:
-    assert StopHold(["x"], []).finish("abc", "d", "<special>") == "abcd"
+    assert Hold(["x"]).finish("abc", "d", "<special>") == "abcd"
 
 
 RUNAWAY = r"(a|aa)+$"
@@ -60,8 +117,29 @@ RUNAWAY = r"(a|aa)+$"
 
 def test_a_pattern_that_takes_too_long_is_given_up() -> None:
     text = "a" * 60 + "b"
-    assert search("a+b", text) and not search("c", text)
     with pytest.raises(TimeoutError):
-        search(RUNAWAY, text)
-    hold = StopHold([], [RUNAWAY])
-    assert hold.finish(text, "b", RUNAWAY) == text + "b"
+        StopSearch([], [RUNAWAY]).push(text)
+    assert Hold([], [RUNAWAY], 1 << 30).finish(text, "b", RUNAWAY) == text + "b"
+
+
+def test_patterns_that_are_slow_token_after_token_are_given_up() -> None:
+    """Each search is within the limit, together they would slow down everybody."""
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 0.01  # a search takes a tenth of what it may at once, and ten times what it may on average
+        return now[0]
+
+    search = StopSearch([], ["x"], Allowance(0.1, 0.001, clock))
+    tokens = 0
+    with pytest.raises(TimeoutError):
+        for _ in range(100):
+            assert search.push("a") is None
+            tokens += 1
+    assert 5 < tokens < 20
+
+
+def test_clients_patterns_are_not_kept() -> None:
+    assert compile_pattern("ab+c") is not compile_pattern("ab+c")
+    with pytest.raises(ValueError, match="not a regular expression"):
+        compile_pattern("(")

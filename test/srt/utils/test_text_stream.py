@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from sglang.srt.utils.hf_tokenizer import Tokenizer
-from sglang.srt.utils.text_stream import ByteLevelDecoder, TextDecoder, WindowDecoder
+from sglang.srt.utils.text_stream import ByteLevelDecoder, SpelledStream, TextDecoder, WindowDecoder
 from sglang.srt.utils.tokenizer_files import TokenizerFiles
 
 TEXT = "Hello world, naïve café. 你好，世界！ 😀👩‍👩‍👧 здравствуй мир \n\t  spaces   and 1234567890 <tag> e\u0301"
@@ -160,3 +160,20 @@ def test_token_bytes(kind: type) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert b"".join(map(tokenizer.token_bytes, ids)).decode().strip() == text
     assert tokenizer.token_bytes(100_000) == b""
+
+
+@settings(deadline=None, max_examples=200)
+@given(ids=_sentencepiece_ids(), sizes=CHUNKS, skip=st.booleans(), kind=st.sampled_from([byte_level, sentencepiece]))
+def test_special_tokens_are_spelled_and_the_rest_prints(
+    ids: list[int], sizes: list[int], skip: bool, kind: type
+) -> None:
+    tokenizer: Tokenizer = kind()
+    assert tokenizer.rust is not None
+    special = tokenizer.rust.token_to_id(SPECIAL)
+    stream, pieces, at = SpelledStream(tokenizer.text_decoder(), skip), [], 0
+    for size in [*sizes, len(ids)]:
+        pieces += stream.push(ids[at : at + size])
+        at += size
+    pieces += stream.finish()
+    assert "".join(piece.text for piece in pieces if piece.prints) == tokenizer.decode(ids, skip)
+    assert "".join(piece.text for piece in pieces).count(SPECIAL) == ids.count(special)

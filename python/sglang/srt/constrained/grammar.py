@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from sglang.srt.utils.allowance import Allowance
 
 if TYPE_CHECKING:
     import xgrammar
@@ -21,6 +24,11 @@ KINDS: tuple[GrammarKind, ...] = ("json_schema", "regex", "ebnf", "structural_ta
 ANY_JSON = "$$ANY$$"
 """The `json_schema` of requests that want any JSON object (`response_format: json_object`)."""
 
+FOLLOW_BURST_S = 0.25
+FOLLOW_REFILL_S = 0.005
+"""Time that a request may take of the step loop for masks and for advancing its grammar. Ordinary grammars take tens of
+microseconds a token; ambiguous ones take more with every token, without bound."""
+
 
 class GrammarError(Exception):
     """The request's grammar cannot be used. The text goes to the client, with status 400."""
@@ -29,6 +37,10 @@ class GrammarError(Exception):
 class GrammarKey(NamedTuple):
     kind: GrammarKind
     source: str
+
+    def digest(self) -> bytes:
+        """Stands for the key in caches, which then do not keep the sources."""
+        return hashlib.blake2b(f"{self.kind}:{self.source}".encode(), digest_size=16).digest()
 
 
 def grammar_key(params: SamplingParams) -> GrammarKey | None:
@@ -52,6 +64,7 @@ class Grammar:
     def __init__(self, compiled: xgrammar.CompiledGrammar, matcher: xgrammar.GrammarMatcher | None = None) -> None:
         import xgrammar
 
+        self.allowance = Allowance(FOLLOW_BURST_S, FOLLOW_REFILL_S)
         self._compiled = compiled
         self._matcher = matcher if matcher is not None else xgrammar.GrammarMatcher(compiled)
 
@@ -61,14 +74,40 @@ class Grammar:
         if self._matcher.is_terminated():
             row.fill(-1)
         else:
-            self._matcher.fill_next_token_bitmask(row.reshape(1, -1))
+            with self.allowance:
+                self._matcher.fill_next_token_bitmask(row.reshape(1, -1))
 
     def accept(self, token_id: int) -> bool:
         """Advances by a token. False, and nothing changes, if the grammar forbids it or has terminated."""
-        return not self._matcher.is_terminated() and bool(self._matcher.accept_token(token_id))
+        self.allowance.refill()
+        with self.allowance:
+            return not self._matcher.is_terminated() and bool(self._matcher.accept_token(token_id))
+
+    @property
+    def compiled(self) -> xgrammar.CompiledGrammar:
+        """What all copies share."""
+        return self._compiled
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the compiled grammar."""
+        return int(self._compiled.memory_size_bytes)
+
+    @property
+    def text(self) -> str:
+        """Its rules in the library's EBNF."""
+        return str(self._compiled.grammar)
 
     def is_terminated(self) -> bool:
         return bool(self._matcher.is_terminated())
+
+    def is_stuck(self) -> bool:
+        """Whether no token may come next, although the grammar has not terminated."""
+        if self._matcher.is_terminated():
+            return False
+        row = np.zeros((1, -(-self._compiled.tokenizer_info.vocab_size // 32)), np.int32)
+        self._matcher.fill_next_token_bitmask(row)
+        return not row.any()
 
     def rollback(self, num_tokens: int) -> None:
         """Takes back the last accepted tokens."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.constrained.grammar import ANY_JSON, Grammar, GrammarError, GrammarKey, GrammarKind
@@ -20,40 +22,47 @@ MAX_WHITESPACE = 64
 """Characters between two elements of JSON: room for deep indentation, but a model cannot fill its answer with them."""
 
 
-class GrammarBackend:
-    """The tokenizer is loaded with the first grammar: most servers never see one."""
+def write_vocabulary(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: Collection[int]) -> None:
+    """Writes what grammars need of a tokenizer; the file appears when it is complete.
 
-    def __init__(
-        self,
-        load_tokenizer: Callable[[], PreTrainedTokenizerBase],
-        vocab_size: int,
-        eos_ids: Collection[int],
-        compile_threads: int = 2,
-    ) -> None:
-        """vocab_size: columns of the logits, which may be more than the tokenizer has. eos_ids: tokens that end the
-        output where the grammar is complete."""
-        self._load_tokenizer = load_tokenizer
-        self._vocab_size = vocab_size
-        self._eos_ids = sorted(i for i in eos_ids if i < vocab_size)
+    vocab_size: columns of the logits, which may be more than the tokenizer has. eos_ids: tokens that end the output
+    where the grammar is complete.
+    """
+    import xgrammar
+
+    stop_ids = sorted(i for i in eos_ids if i < vocab_size)
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=stop_ids)
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(info.serialize_json())
+    partial.rename(path)
+
+
+class GrammarBackend:
+    """Compiles for the vocabulary in a file that `write_vocabulary` made. The file is read with the first grammar: most
+    servers never see one."""
+
+    def __init__(self, vocabulary: Path, compile_threads: int = 1) -> None:
+        self._vocabulary = vocabulary
         self._compile_threads = compile_threads
         self._compiler: xgrammar.GrammarCompiler | None = None
 
     def load(self) -> None:
-        """Prepares the vocabulary. Called before compile, from one thread only."""
+        """Reads the vocabulary. Called before compile, from one thread at a time."""
         import xgrammar
 
         if self._compiler is None:
-            info = xgrammar.TokenizerInfo.from_huggingface(
-                self._load_tokenizer(), vocab_size=self._vocab_size, stop_token_ids=self._eos_ids
-            )
+            info = xgrammar.TokenizerInfo.deserialize_json(self._vocabulary.read_text())
             self._compiler = xgrammar.GrammarCompiler(info, max_threads=self._compile_threads, cache_enabled=False)
 
     def compile(self, key: GrammarKey) -> Grammar:
-        """A grammar at its start. May take seconds; any thread. GrammarError if the grammar is not valid."""
+        """A grammar at its start. May take seconds, with the interpreter's lock released; any thread. GrammarError if
+        the grammar is not valid, MemoryError if there is not enough."""
         assert self._compiler is not None, "load() comes first"
         try:
             return Grammar(COMPILE[key.kind](self._compiler, key.source))
         except (RuntimeError, ValueError, TypeError) as error:  # what the library raises for bad input
+            if "bad_alloc" in str(error):
+                raise MemoryError from error
             reason = LIBRARY_PREFIX.sub("", str(error)).strip()
             raise GrammarError(f"invalid {key.kind}: {reason}") from error
 

@@ -1,94 +1,231 @@
-"""Grammars for requests without ever blocking the scheduler: compiled in threads, cached, asked for by polling."""
+"""Grammars for requests without ever blocking the scheduler: verified in another process, then compiled in threads,
+cached, asked for by polling.
+
+Two steps, because with tensor parallelism they belong to different ranks. The leader has a grammar verified
+(`compile_process`), which is where it may fail, take too long or too much. When it has passed, every rank compiles its
+own copy (`build`), which is then known to end.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from threading import Lock
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import Protocol
 
-from sglang.srt.constrained.grammar import Grammar, GrammarError, GrammarKey
+from sglang.srt.constrained.compile_client import Check
+from sglang.srt.constrained.compile_process import MIB, Verdict
+from sglang.srt.constrained.grammar import Grammar, GrammarKey
 
 logger = logging.getLogger(__name__)
 
+MAX_CACHED = 128
+MAX_CACHED_BYTES = 256 * MIB
+"""Compiled grammars that are kept although no request uses them."""
+MAX_LIVE_BYTES = 1024 * MIB
+"""All compiled grammars of a process, those of running requests included."""
+MAX_VERDICTS = 4096
+MAX_UNDER_WAY = 1024
+"""Grammars that are verified or wait for it."""
+WAIT_LIMIT_S = 60.0
+"""From a request's arrival until its grammar is ready."""
+SLOW_COMPILE_S = 1.0
+"""Grammars that take longer wait for each other, not in the way of the others."""
 
-class Compiler(Protocol):
+_NO_BACKEND = Verdict(error="This server was started with --grammar-backend none.")
+_TOO_LATE = Verdict(
+    error=f"The grammar was not ready after {WAIT_LIMIT_S:g} s; simplify it, or send it again when no others wait."
+)
+_TOO_MANY = Verdict(error="Too many grammars wait to be compiled; send the request again later.", status_code=503)
+_TOO_MUCH = Verdict(error="The grammars in use fill their memory; send the request again later.", status_code=503)
+
+
+class Backend(Protocol):
     def load(self) -> None: ...
 
     def compile(self, key: GrammarKey) -> Grammar: ...
 
 
+class Verifier(Protocol):
+    def submit(self, key: GrammarKey) -> Check: ...
+
+    def cancel(self, check: Check) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class BuildState(IntEnum):
+    """The least over all ranks is the state of all."""
+
+    FAILED = 0
+    RUNNING = 1
+    READY = 2
+
+
+@dataclass(slots=True)
 class PendingGrammar:
-    """A grammar that a request waits for."""
+    """What one request waits for."""
 
-    def __init__(self, future: Future[Grammar], deadline: float, clock: Callable[[], float]) -> None:
-        self._future = future
-        self._deadline = deadline
-        self._clock = clock
-
-    def done(self) -> bool:
-        """Whether `result` would return or raise at once."""
-        return self._future.done() or self._clock() >= self._deadline
-
-    def result(self) -> Grammar:
-        """The request's own grammar, at its start; waits for it. GrammarError if it is invalid or took too long."""
-        wait([self._future], timeout=max(0.0, self._deadline - self._clock()))
-        if not self._future.done():
-            raise GrammarError("the grammar took too long to compile; simplify it.")
-        return self._future.result().fresh()
+    key: GrammarKey
+    digest: bytes
+    deadline: float
+    """For the leader: other clocks do not count."""
+    check: Check | None = None
+    """Leader only: the verification under way, or its result."""
+    build: Future[Grammar] | None = None
+    """From the verdict on."""
 
 
 class GrammarManager:
-    """One for a scheduler. Requests with the same grammar share one compilation; errors are remembered as well."""
+    """One for a scheduler process. Requests with the same grammar share the work; verdicts are remembered."""
 
     def __init__(
         self,
-        compiler: Compiler | None,
-        max_cached: int = 128,
-        num_threads: int = 2,
-        timeout_s: float = 60.0,
+        backend: Backend | None,
+        verifier: Verifier | None = None,
+        max_cached: int = MAX_CACHED,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """compiler None: the server runs without grammars and every request for one fails."""
-        self._compiler = compiler
+        """backend None: the server runs without grammars and every request for one fails. verifier: the leader's."""
+        self._backend = backend
+        self._verifier = verifier
         self._max_cached = max_cached
-        self._timeout_s = timeout_s
         self._clock = clock
-        self._cache: OrderedDict[GrammarKey, Future[Grammar]] = OrderedDict()
-        self._load_lock = Lock()
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="grammar")
+        self._verdicts: OrderedDict[bytes, Check] = OrderedDict()
+        self._under_way: dict[bytes, Check] = {}
+        self._grammars: OrderedDict[bytes, Future[Grammar]] = OrderedDict()
+        self._live = _LiveBytes()
+        self._load_lock = threading.Lock()
+        self._quick = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._slow = ThreadPoolExecutor(1, thread_name_prefix="slow-grammar")
 
     def request(self, key: GrammarKey) -> PendingGrammar:
-        """Starts the compilation unless it is cached or under way. Does not block."""
-        future = self._cache.get(key)
+        """Starts the verification, if this is the leader's and the verdict is not known. Does not block."""
+        pending = PendingGrammar(key, key.digest(), self._clock() + WAIT_LIMIT_S)
+        if self._verifier is not None:
+            pending.check = self._check(self._verifier, pending)
+        return pending
+
+    def _check(self, verifier: Verifier, pending: PendingGrammar) -> Check:
+        check = self._verdicts.get(pending.digest)
+        if check is None:
+            if len(self._under_way) >= MAX_UNDER_WAY:
+                return _checked(_TOO_MANY)
+            check = self._verdicts[pending.digest] = self._under_way[pending.digest] = verifier.submit(pending.key)
+            if len(self._verdicts) > MAX_VERDICTS:
+                self._verdicts.popitem(last=False)
+        self._verdicts.move_to_end(pending.digest)
+        return check
+
+    def verdict(self, pending: PendingGrammar) -> Verdict | None:
+        """The leader's question: whether the grammar can be built. None: not known yet."""
+        if self._backend is None:
+            return _NO_BACKEND
+        assert pending.check is not None
+        if pending.check.verdict.done():
+            verdict = pending.check.verdict.result()
+            too_much = not verdict.error and not self._cached(pending.digest) and self._live.total > MAX_LIVE_BYTES
+            return _TOO_MUCH if too_much else verdict
+        return _TOO_LATE if self._clock() >= pending.deadline else None
+
+    def keep_only(self, wanted: Collection[bytes]) -> None:
+        """Ends what no request waits for any more, and forgets verdicts that may be different next time."""
+        for digest, check in list(self._under_way.items()):
+            if check.verdict.done():
+                del self._under_way[digest]
+                verdict = check.verdict.result()
+                if verdict.error and verdict.status_code != 400:
+                    self._verdicts.pop(digest, None)
+            elif digest not in wanted:
+                del self._under_way[digest]
+                self._verdicts.pop(digest, None)
+                assert self._verifier is not None
+                self._verifier.cancel(check)
+        for digest, future in list(self._grammars.items()):
+            if digest not in wanted and not future.done() and future.cancel():
+                del self._grammars[digest]
+
+    def build(self, pending: PendingGrammar, seconds: float) -> None:
+        """Starts compiling a grammar that has been verified, unless that has happened. seconds: what it took then."""
+        future = self._grammars.get(pending.digest)
         if future is None:
-            future = self._threads.submit(self._compile, key)
-            self._cache[key] = future
-            if len(self._cache) > self._max_cached:
-                self._cache.popitem(last=False)
-        self._cache.move_to_end(key)
-        return PendingGrammar(future, self._clock() + self._timeout_s, self._clock)
+            threads = self._slow if seconds > SLOW_COMPILE_S else self._quick
+            future = self._grammars[pending.digest] = threads.submit(self._compile, pending.key)
+        self._grammars.move_to_end(pending.digest)
+        self._shrink()
+        pending.build = future
+
+    def state(self, pending: PendingGrammar) -> BuildState:
+        """Of a grammar whose `build` has been called. The leader's is FAILED once the deadline has passed."""
+        assert pending.build is not None
+        if pending.build.done():
+            return BuildState.READY if pending.build.exception() is None else BuildState.FAILED
+        late = self._verifier is not None and self._clock() >= pending.deadline
+        return BuildState.FAILED if late else BuildState.RUNNING
+
+    def failure(self, pending: PendingGrammar) -> Verdict:
+        """Why a build failed on some rank: verified before, so it is never the grammar's fault."""
+        assert pending.build is not None
+        if not pending.build.done():
+            return _TOO_LATE
+        self._grammars.pop(pending.digest, None)
+        return Verdict(error=f"The grammar could not be built: {pending.build.exception()!r}", status_code=500)
 
     def _compile(self, key: GrammarKey) -> Grammar:
-        if self._compiler is None:
-            raise GrammarError("this server was started with --grammar-backend none.")
-        try:
-            with self._load_lock:
-                self._compiler.load()
-        except Exception as error:  # the request fails, the server goes on
-            logger.exception("Grammars are not available for this tokenizer")
-            raise GrammarError(f"grammars are not available for this tokenizer: {error}") from error
-        return self._compiler.compile(key)
+        assert self._backend is not None
+        with self._load_lock:
+            self._backend.load()
+        grammar = self._backend.compile(key)
+        self._live.add(grammar)
+        return grammar
+
+    def _cached(self, digest: bytes) -> bool:
+        return digest in self._grammars
+
+    def _shrink(self) -> None:
+        """Drops what was not used for longest."""
+        ready = [f.result() for f in self._grammars.values() if f.done() and f.exception() is None]
+        size = sum(grammar.size_bytes for grammar in ready)
+        while len(self._grammars) > self._max_cached or (size > MAX_CACHED_BYTES and len(self._grammars) > 1):
+            _, future = self._grammars.popitem(last=False)
+            if future.done() and future.exception() is None:
+                size -= future.result().size_bytes
 
     def num_cached(self) -> int:
-        return len(self._cache)
-
-    def clear(self) -> None:
-        self._cache.clear()
+        return len(self._grammars)
 
     def shutdown(self) -> None:
-        """Drops what has not started; a compilation that runs ends by itself."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Drops what has not started; a build that runs ends by itself."""
+        if self._verifier is not None:
+            self._verifier.close()
+        for threads in (self._quick, self._slow):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+class _LiveBytes:
+    """Memory of the compiled grammars that something still refers to."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._lock = threading.RLock()  # a collection may run a finalizer anywhere
+
+    def add(self, grammar: Grammar) -> None:
+        size = grammar.size_bytes
+        self._change(size)
+        weakref.finalize(grammar.compiled, self._change, -size).atexit = False
+
+    def _change(self, size: int) -> None:
+        with self._lock:
+            self.total += size
+
+
+def _checked(verdict: Verdict) -> Check:
+    future: Future[Verdict] = Future()
+    future.set_result(verdict)
+    return Check(0, future)

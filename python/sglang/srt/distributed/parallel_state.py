@@ -6,6 +6,7 @@ scheduling never waits for the device. With one rank nothing is created and ever
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -85,11 +86,16 @@ def all_gather(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
 
 def least(value: int) -> int:
     """The smallest of the ranks' values."""
-    if _state.size == 1:
-        return value
-    held = torch.tensor([value], dtype=torch.int64)
-    dist.all_reduce(held, op=dist.ReduceOp.MIN, group=_state.cpu_group)
-    return int(held.item())
+    return least_each([value])[0]
+
+
+def least_each(values: Sequence[int]) -> list[int]:
+    """The smallest of the ranks' values at each position; all ranks give the same number of them. Host memory only."""
+    if _state.size == 1 or not values:
+        return list(values)
+    smallest = torch.tensor(values, dtype=torch.int64)
+    dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=_state.cpu_group)
+    return [int(value) for value in smallest.tolist()]
 
 
 def broadcast_bytes(data: bytes | None) -> bytes:

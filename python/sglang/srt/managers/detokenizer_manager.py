@@ -17,35 +17,60 @@ from sglang.srt.managers.io_struct import (
     FinishReason,
     SchedulerOutput,
 )
+from sglang.srt.sampling.limits import longest_match
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.stop_strings import StopHold
-from sglang.srt.utils.text_stream import TextDecoder, TextStream
+from sglang.srt.utils.text_stream import SpelledStream, TextDecoder, TextStream
 
 
-class _Sequence:
-    """Decoding state of one sequence."""
+class _Plain:
+    """Decoding state of a sequence whose text is never cut."""
 
-    __slots__ = ("hold", "no_stop_trim", "stream")
+    __slots__ = ("no_stop_trim", "stream")
 
-    def __init__(self, stream: TextStream, options: DecodeOptions) -> None:
+    def __init__(self, stream: TextStream, no_stop_trim: bool) -> None:
         self.stream = stream
-        self.no_stop_trim = options.no_stop_trim
-        wants_hold = bool(options.stop or options.stop_regex) and not options.no_stop_trim
-        self.hold = StopHold(options.stop, options.stop_regex) if wants_hold else None
+        self.no_stop_trim = no_stop_trim
 
     def push(self, ids: list[int]) -> str:
-        text = self.stream.push(ids)
-        return text if self.hold is None else self.hold.push(text)
+        return self.stream.push(ids)
 
     def finish(self, ids: list[int], reason: FinishReason) -> str:
-        """The rest of the text: without the token or string that stopped the sequence, unless the request wants it."""
-        matched = None if self.no_stop_trim else reason.matched
-        if isinstance(matched, int) and ids and ids[-1] == matched:
-            ids = ids[:-1]
-        head, tail = self.stream.push(ids[:-1]), self.stream.push(ids[-1:]) + self.stream.finish()
-        if self.hold is None:
-            return head + tail
-        return self.hold.finish(head, tail, matched if isinstance(matched, str) else None)
+        """The rest of the text: without the token that stopped the sequence, unless the request wants it."""
+        return self.stream.push(ids if self.no_stop_trim else _without_stop_token(ids, reason)) + self.stream.finish()
+
+
+class _Trimmed:
+    """Decoding state of a sequence with stop strings or patterns, which are not to be seen."""
+
+    __slots__ = ("hold", "stream")
+
+    def __init__(self, stream: SpelledStream, options: DecodeOptions) -> None:
+        self.stream = stream
+        longest = max(map(longest_match, options.stop_regex), default=0)
+        self.hold = StopHold(options.stop, options.stop_regex, longest)
+
+    def push(self, ids: list[int]) -> str:
+        return self.hold.push(self.stream.push(ids))
+
+    def finish(self, ids: list[int], reason: FinishReason) -> str:
+        """The rest of the text, without the token or string that stopped the sequence."""
+        ids = _without_stop_token(ids, reason)
+        pieces, last = self.stream.push(ids[:-1]), self.stream.push(ids[-1:]) + self.stream.finish()
+        return self.hold.finish(pieces, last, reason.matched if isinstance(reason.matched, str) else None)
+
+
+def _without_stop_token(ids: list[int], reason: FinishReason) -> list[int]:
+    return ids[:-1] if isinstance(reason.matched, int) and ids and ids[-1] == reason.matched else ids
+
+
+def _sequence(decoder: TextDecoder, options: DecodeOptions) -> _Plain | _Trimmed:
+    if options.no_stop_trim or not (options.stop or options.stop_regex):
+        return _Plain(decoder.stream(options.skip_special_tokens), options.no_stop_trim)
+    try:
+        return _Trimmed(SpelledStream(decoder, options.skip_special_tokens), options)
+    except ValueError:  # a pattern that cannot be compiled: the scheduler refuses the request for it
+        return _Plain(decoder.stream(options.skip_special_tokens), options.no_stop_trim)
 
 
 class Detokenizer:
@@ -53,7 +78,7 @@ class Detokenizer:
 
     def __init__(self, decoder: TextDecoder | None) -> None:
         self._decoder = decoder
-        self._sequences: dict[str, _Sequence] = {}
+        self._sequences: dict[str, _Plain | _Trimmed] = {}
 
     @property
     def num_sequences(self) -> int:
@@ -79,9 +104,9 @@ class Detokenizer:
             message.rids, message.new_ids, message.finish, message.options, strict=True
         ):
             if options is not None:
-                sequences[rid] = _Sequence(decoder.stream(options.skip_special_tokens), options)
+                sequences[rid] = _sequence(decoder, options)
             elif rid not in sequences:  # refused before its first token
-                sequences[rid] = _Sequence(decoder.stream(True), DecodeOptions())
+                sequences[rid] = _sequence(decoder, DecodeOptions())
             if finish is None:
                 texts.append(sequences[rid].push(ids))
             else:

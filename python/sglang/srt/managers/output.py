@@ -1,11 +1,16 @@
 """What happens to a step's tokens on the host: append, decide whether the request ends, and report.
 
 Order of the checks for one token: stop token, complete grammar, stop string, length limit.
+
+Tokens, grammars and lengths are the same on every rank, and so is what they decide. How long a search or a grammar may
+take is decided by a clock: with tensor parallelism only the leader looks at text and clocks, and its decisions reach
+every rank, itself included, with the messages before the next step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from sglang.srt.managers.io_struct import (
     BatchTokenIDOut,
@@ -14,50 +19,83 @@ from sglang.srt.managers.io_struct import (
     OutputLogprobs,
     TokenMeta,
 )
+from sglang.srt.managers.leader import EndReq
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.utils.stop_strings import search
+from sglang.srt.utils.stop_strings import StopSearch
+from sglang.srt.utils.text_stream import SpelledStream, TextDecoder
 
-REGEX_WINDOW = 1024
-"""A stop_regex is searched in the last tokens only, so that its cost per token is bounded."""
+if TYPE_CHECKING:
+    from sglang.srt.constrained.grammar import Grammar
+
+TOO_SLOW_GRAMMAR = (
+    "The grammar takes too long to follow: it allows the same text in too many ways. Remove the ambiguity, "
+    "such as rules that repeat themselves without a separator."
+)
+STUCK_GRAMMAR = "The grammar came to a point where no token of the vocabulary can follow; give it a way on."
+
+
+class TextStop:
+    """Looks for the stop strings of one request in its text as it grows."""
+
+    def __init__(self, decoder: TextDecoder, req: Req) -> None:
+        """Raises ValueError for a pattern that cannot be compiled."""
+        self._stream = SpelledStream(decoder, req.params.skip_special_tokens)
+        self._search = StopSearch(req.params.stop, req.params.stop_regex)
+
+    def push(self, token: int) -> str | None:
+        """The stop string or pattern that the text contains with this token. Raises TimeoutError."""
+        return self._search.push("".join(piece.text for piece in self._stream.push([token])))
 
 
 class StopChecker:
-    """Decides after each token whether a request has ended. `decode` turns token ids into text."""
+    """Decides after each token whether a request has ended."""
 
-    def __init__(self, decode: Callable[[list[int]], str] | None) -> None:
-        self.decode = decode
+    def __init__(self, decoder: TextDecoder | None, tell: Callable[[EndReq], None] | None = None) -> None:
+        """decoder: None on ranks that do not look at text, and without a tokenizer. tell: brings a decision that only
+        this rank can take to all of them before the next step; None: alone, decisions take effect at once."""
+        self._decoder = decoder
+        self._tell = tell
 
     def finish_reason(self, req: Req) -> FinishReason | None:
+        """None also for a request whose end is on its way to all ranks (`req.ending`)."""
         token = req.tokens[-1]
         if token in req.stop_ids:
             return FinishReason("stop", matched=token)
         if req.grammar is not None and req.grammar.is_terminated():
             return FinishReason("stop", matched=token)
+        reason = self._leader_reason(req)
+        if len(req.tokens) >= req.limit:  # every rank ends it; only the leader's reason is sent
+            return reason or FinishReason("length", length=req.output_len)
+        if reason is not None and self._tell is not None:
+            req.ending = True
+            self._tell(EndReq(req.rid, reason))
+            return None
+        return reason
+
+    def _leader_reason(self, req: Req) -> FinishReason | None:
+        if self._decoder is None:
+            return None
+        if req.grammar is not None and req.grammar.allowance.exhausted:
+            return FinishReason("abort", message=TOO_SLOW_GRAMMAR, status_code=400)
+        if not (req.params.stop or req.params.stop_regex):
+            return None
         try:
-            matched = self._matched_text(req)
+            if req.text_stop is None:
+                req.text_stop = TextStop(self._decoder, req)
+            matched = req.text_stop.push(req.tokens[-1])
+        except ValueError as error:
+            return FinishReason("abort", message=str(error), status_code=400)
         except TimeoutError:
             message = f"stop_regex takes too long to search: {', '.join(map(repr, req.params.stop_regex))}"
             return FinishReason("abort", message=message, status_code=400)
-        if matched is not None:
-            return FinishReason("stop", matched=matched)
-        if len(req.tokens) >= req.limit:
-            return FinishReason("length", length=req.output_len)
-        return None
+        return None if matched is None else FinishReason("stop", matched=matched)
 
-    def _matched_text(self, req: Req) -> str | None:
-        if self.decode is None or not (req.params.stop or req.params.stop_regex):
-            return None
-        # A token holds at least one byte, so a stop string of n bytes ends within the last n tokens; one more token
-        # in front keeps a character that the window would cut in half out of the way.
-        window = REGEX_WINDOW if req.params.stop_regex else max(len(s.encode()) for s in req.params.stop) + 1
-        tail = self.decode(req.tokens[max(req.prompt_len, len(req.tokens) - window) :])
-        for stop in req.params.stop:
-            if stop in tail:
-                return stop
-        for pattern in req.params.stop_regex:
-            if search(pattern, tail):
-                return pattern
-        return None
+
+def rejected_token(grammar: Grammar) -> FinishReason:
+    """For a sampled token that the grammar does not take: because it takes none, or because its mask was wrong."""
+    if grammar.is_stuck():
+        return FinishReason("abort", message=STUCK_GRAMMAR, status_code=400)
+    return FinishReason("abort", message="The grammar rejected a sampled token.", status_code=500)
 
 
 def _take_logprobs(req: Req) -> OutputLogprobs | None:

@@ -21,6 +21,7 @@ from sglang.srt.sampling.logprobs import HostLogprobs
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.grammar import Grammar
+    from sglang.srt.managers.output import TextStop
 
 
 class Req:
@@ -67,6 +68,9 @@ class Req:
         """Prompt tokens whose log probability has been collected (a retracted request computes its prompt again)."""
 
         self.grammar: Grammar | None = None
+        self.text_stop: TextStop | None = None
+        self.ending = False
+        """The leader has decided its end, and the ranks have not heard of it yet."""
         self.finish: FinishReason | None = None
         self.sent_len = self.prompt_len
         self.first_message = True

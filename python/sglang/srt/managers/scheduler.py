@@ -21,7 +21,7 @@ from sglang.srt.managers.io_struct import (
     FinishReason,
     TokenizedGenerateReq,
 )
-from sglang.srt.managers.output import StopChecker, output_message
+from sglang.srt.managers.output import StopChecker, output_message, rejected_token
 from sglang.srt.managers.schedule_batch import Req, RunningBatch, ScheduleBatch
 from sglang.srt.managers.schedule_policy import POLICIES, NewTokenRatio, PrefillBudget
 from sglang.srt.managers.scheduler_stats import StatsLogger
@@ -247,15 +247,14 @@ class Scheduler:
             if req.prompt_len < req.limit:
                 req.tokens.append(token)
                 if req.grammar is not None and not req.grammar.accept(token):
-                    message = "The grammar rejected a sampled token."
-                    self.end(req, FinishReason("abort", message=message, status_code=500))
+                    self.end(req, rejected_token(req.grammar))
                     continue
                 reason = self.stop_checker.finish_reason(req)
             else:  # max_new_tokens is 0: the prompt was all that was wanted
                 reason = FinishReason("length", length=0)
             if reason is not None:
                 self.end(req, reason, report)
-            elif req.stream and (len(req.tokens) - req.sent_len) >= self.args.stream_interval:
+            elif req.stream and not req.ending and (len(req.tokens) - req.sent_len) >= self.args.stream_interval:
                 report.append(req)
         if report:
             self.outbox.append(output_message(report))
@@ -284,6 +283,11 @@ class Scheduler:
         """Take requests out of the queue, or from among those that wait for a grammar; in one pass, however many."""
         self.waiting = deque(r for r in self.waiting if r not in reqs)
         self.compiling = [c for c in self.compiling if c[0] not in reqs]
+
+    def end_named(self, rid: str, reason: FinishReason) -> None:
+        """End a request that may have ended on its own."""
+        if rid in self.reqs:
+            self.end(self.reqs[rid], reason)
 
     # --- requests ----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """The scheduler's process: sockets in, sockets out, and the loop between them.
 
 With tensor parallelism every rank runs this loop over the same messages: rank 0 reads the socket and broadcasts the raw
-bytes, so all ranks take the same decisions. Only rank 0 answers.
+bytes, so all ranks take the same decisions. What a clock decides rank 0 decides, and broadcasts it in front of them
+(`leader`). Only rank 0 answers.
 """
 
 from __future__ import annotations
@@ -9,33 +10,36 @@ from __future__ import annotations
 import gc
 import hashlib
 import logging
+import os
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import ClassVar
 
 import msgspec
 
-from sglang.srt.constrained.grammar import GrammarError, grammar_key
+from sglang.srt.constrained.compile_client import CompileClient
+from sglang.srt.constrained.compile_process import Setup
 from sglang.srt.constrained.grammar_backend import GrammarBackend
-from sglang.srt.constrained.grammar_manager import GrammarManager, PendingGrammar
+from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.distributed import parallel_state
 from sglang.srt.environ import envs
 from sglang.srt.kernels.launch import step_downs
 from sglang.srt.managers import ipc
+from sglang.srt.managers.grammar_queue import GrammarQueue
 from sglang.srt.managers.io_struct import (
     AbortReq,
     ControlReply,
     ControlReq,
-    FinishReason,
     SchedulerInput,
     SchedulerOutput,
     SchedulerReady,
     TokenizedGenerateReq,
 )
+from sglang.srt.managers.leader import EndReq, GrammarVerified, LeaderDecision
 from sglang.srt.managers.output import StopChecker
 from sglang.srt.managers.profiler import Profiler
 from sglang.srt.managers.request_timeouts import CHECK_INTERVAL_S, RequestTimeouts
-from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_setup import create_runner
 from sglang.srt.managers.watchdog import Watchdog
@@ -47,6 +51,9 @@ logger = logging.getLogger(__name__)
 
 IDLE_POLL_S = 60.0
 GRAMMAR_POLL_S = 0.002
+MAX_COMPILE_THREADS = 4
+TOKENIZER_ARGS = ("model_path", "tokenizer_path", "revision", "download_dir", "trust_remote_code")
+"""What the process that compiles grammars needs to load the tokenizer."""
 RECV_LIMIT = 1024
 """Messages taken in one step; the rest waits in the socket."""
 
@@ -58,18 +65,35 @@ class SchedulerProcess:
         self.args, self.runner = args, runner
         self.model = runner.plan.model
         self.leader = parallel_state.tp_rank() == 0
-        self.scheduler = Scheduler(args, runner, StopChecker(tokenizer.decode if tokenizer else None))
-        backend = None
-        if args.grammar_backend != "none" and tokenizer is not None:
-            backend = GrammarBackend(lambda: tokenizer.hf, self.model.vocab_size, self.model.eos_token_ids)
-        self.grammars = GrammarManager(backend)
+        self.decisions: list[LeaderDecision] = []
+        """Of the leader, taken since the last messages."""
+        decoder = tokenizer.text_decoder() if tokenizer is not None and self.leader else None
+        alone = parallel_state.tp_size() == 1
+        self.scheduler = Scheduler(args, runner, StopChecker(decoder, None if alone else self.decisions.append))
+        self.grammars = self._grammar_manager(ports)
+        self.grammar_queue = GrammarQueue(self.scheduler, self.grammars, self.leader)
         self.inbox = ipc.scheduler_inbox(ports) if self.leader else None
         self.outbox = ipc.scheduler_outbox(ports) if self.leader else None
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(list[SchedulerInput])
+        self._decoder = msgspec.msgpack.Decoder(list[SchedulerInput | LeaderDecision])
         self.profiler = Profiler(envs.SGLANG_TORCH_PROFILER_DIR, parallel_state.tp_rank())
         self.timeouts = RequestTimeouts.from_environment()
         self._was_idle = False
+
+    def _grammar_manager(self, ports: ipc.Ports) -> GrammarManager:
+        args = self.args
+        if args.grammar_backend == "none" or args.skip_tokenizer_init:
+            return GrammarManager(None)
+        vocabulary = Path(ports.directory) / "grammar_vocabulary.json"
+        threads = max(1, min(MAX_COMPILE_THREADS, (os.cpu_count() or 1) // 4))
+        setup = Setup(
+            str(vocabulary),
+            self.model.vocab_size,
+            sorted(self.model.eos_token_ids),
+            {name: getattr(args, name) for name in TOKENIZER_ARGS},
+            threads,
+        )
+        return GrammarManager(GrammarBackend(vocabulary, threads), CompileClient(setup) if self.leader else None)
 
     def run_forever(self) -> None:
         """One step after the other; blocks in `receive` while there is nothing to do."""
@@ -80,17 +104,20 @@ class SchedulerProcess:
             watchdog.busy()
             for message in messages:
                 self.dispatch(message)
-            self.admit_compiled()
+            self.grammar_queue.admit()
             self.scheduler.step()
             self.send()
 
     # --- in ----------------------------------------------------------------------------------------------------------
 
-    def receive(self) -> list[SchedulerInput]:
-        """New messages, the same on every rank. Sleeps while the scheduler is idle."""
-        messages: list[SchedulerInput] = []
+    def receive(self) -> list[SchedulerInput | LeaderDecision]:
+        """The leader's decisions and new messages, the same on every rank. Sleeps while the scheduler is idle."""
+        messages: list[SchedulerInput | LeaderDecision] = []
         if self.inbox is not None:
-            self._sleep_while_idle(self.inbox)
+            if not self.decisions:
+                self._sleep_while_idle(self.inbox)
+            messages += [*self.decisions, *self.grammar_queue.decisions()]
+            self.decisions.clear()
             while len(messages) < RECV_LIMIT and (message := self.inbox.recv_nowait()) is not None:
                 messages.append(message)
             messages += self.timeouts.overdue(self.scheduler)
@@ -114,9 +141,13 @@ class SchedulerProcess:
             while not inbox.poll(IDLE_POLL_S):
                 pass
 
-    def dispatch(self, message: SchedulerInput) -> None:
+    def dispatch(self, message: SchedulerInput | LeaderDecision) -> None:
         if isinstance(message, TokenizedGenerateReq):
             self.add(message)
+        elif isinstance(message, EndReq):
+            self.scheduler.end_named(message.rid, message.reason)
+        elif isinstance(message, GrammarVerified):
+            self.grammar_queue.build(message)
         elif isinstance(message, AbortReq):
             self.scheduler.abort(message)
         else:
@@ -132,44 +163,8 @@ class SchedulerProcess:
             seed = int.from_bytes(digest, "little") >> 1
         stop_ids = frozenset(p.stop_token_ids) | (frozenset() if p.ignore_eos else self.model.eos_token_ids)
         req = self.scheduler.add(msg, seed, stop_ids)
-        if req is None:
-            return
-        try:
-            key = grammar_key(p)
-        except GrammarError as error:
-            self._refuse_grammar(req, str(error))
-            return
-        if key is not None:
-            p.min_new_tokens = 0  # a complete grammar allows the end only; the two together may allow nothing
-            self.scheduler.hold(req, self.grammars.request(key))
-
-    def admit_compiled(self) -> None:
-        """Queue the requests whose grammar is ready. Rank 0 says which: compile times differ between ranks."""
-        compiling = {req.rid: (req, pending) for req, pending in self.scheduler.compiling}
-        if not compiling:
-            return
-        outcomes = {rid: self._outcome(pending) for rid, (_, pending) in compiling.items() if pending.done()}
-        if parallel_state.tp_size() > 1:
-            payload = parallel_state.broadcast_bytes(self._encoder.encode(outcomes) if self.leader else None)
-            outcomes = msgspec.msgpack.decode(payload, type=dict[str, str])
-        for rid, error in outcomes.items():
-            req, pending = compiling[rid]
-            if error:
-                self._refuse_grammar(req, error)
-            else:
-                req.grammar = pending.result()
-                self.scheduler.release_hold(req)
-
-    def _outcome(self, pending: PendingGrammar) -> str:
-        """Empty when the grammar is good, otherwise what is wrong with it."""
-        try:
-            pending.result()
-        except GrammarError as error:
-            return str(error)
-        return ""
-
-    def _refuse_grammar(self, req: Req, message: str) -> None:
-        self.scheduler.end(req, FinishReason("abort", message=message, status_code=400))
+        if req is not None:
+            self.grammar_queue.add(req)
 
     # --- out ---------------------------------------------------------------------------------------------------------
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-import regex
+
+from sglang.srt.sampling.limits import verify_grammar_source, verify_stop_patterns, verify_stop_strings
 
 TOP_K_ALL = 1 << 30
 """`top_k` of a request that keeps the whole vocabulary."""
-MAX_STOP_STRINGS = 32
 MAX_STOP_TOKEN_IDS = 65_536
 MAX_SAMPLES = 128
 MAX_COUNT = (1 << 31) - 1
@@ -72,6 +72,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         given = [name for name in _GRAMMARS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"only one of {', '.join(_GRAMMARS)} can be given, got {' and '.join(given)}.")
+        for name in given:
+            verify_grammar_source(name, getattr(self, name))
 
     def _verify_lengths(self) -> None:
         longest = MAX_COUNT
@@ -88,16 +90,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
             raise ValueError(f"sampling_seed must be a 64-bit integer, got {_shown(seed)}.")
 
     def _verify_stops(self) -> None:
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise ValueError(f"stop must have at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}.")
-        if len(self.stop_regex) > MAX_STOP_STRINGS:
-            raise ValueError(f"stop_regex must have at most {MAX_STOP_STRINGS} patterns, got {len(self.stop_regex)}.")
-        for pattern in self.stop_regex:
-            try:
-                re.compile(pattern)
-                regex.compile(pattern)  # what searches it
-            except (re.error, regex.error) as error:
-                raise ValueError(f"stop_regex is not a regular expression: {error}, got {pattern!r}.") from None
+        verify_stop_strings(self.stop)
+        verify_stop_patterns(self.stop_regex)
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise ValueError(f"stop_token_ids must have at most {MAX_STOP_TOKEN_IDS}, got {len(self.stop_token_ids)}.")
 

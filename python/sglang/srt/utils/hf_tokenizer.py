@@ -66,7 +66,10 @@ class Tokenizer:
 
     def text_decoder(self) -> TextDecoder:
         """For decoding sequences as they grow."""
-        return self._byte_level or WindowDecoder(self.decode)
+        if self._byte_level is not None:
+            return self._byte_level
+        special_ids = _special_ids(self._rust) if self._rust is not None else frozenset(self.hf.all_special_ids)
+        return WindowDecoder(self.decode, special_ids)
 
     def token_text(self, token_id: int) -> str:
         """How one token prints, special tokens included; U+FFFD for parts of characters."""

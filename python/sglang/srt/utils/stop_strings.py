@@ -1,25 +1,105 @@
-"""Stop strings: what must be held back because it may become one, and where to cut.
+"""Stop strings: whether text contains one, what must be held back because it may become one, and where to cut.
 
-Patterns come from clients. They are checked as Python's regular expressions and searched by a library that takes the
-same syntax and can stop, because a pattern may need exponential time.
+Text here has its special tokens spelled out (`text_stream.SpelledStream`), whether or not they print. Patterns come
+from clients: their size was checked before (`sampling.limits`), they are compiled in the process that uses them, and
+searched by a library that can stop, because a pattern may need exponential time.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from array import array
+from collections import deque
+from collections.abc import Iterable, Sequence
 
 import regex
 
-if sys.version_info >= (3, 11):
-    from re import _parser as regex_parser  # type: ignore[attr-defined]
-else:
-    import sre_parse as regex_parser
+from sglang.srt.utils.allowance import Allowance
+from sglang.srt.utils.text_stream import Piece
 
+REGEX_WINDOW = 4096
+"""Characters at the end of the text in which a stop_regex is searched, so that its cost a token is bounded."""
+SEARCH_BURST_S = 0.05
+SEARCH_REFILL_S = 0.001
+"""Time for searching: common patterns take microseconds a token."""
 MAX_REGEX_HOLD = 256
 """Characters held back for a stop regex whose matches have no small upper bound."""
-SEARCH_LIMIT_S = 0.05
-"""For one search; a common pattern takes microseconds."""
+
+
+def compile_pattern(pattern: str) -> regex.Pattern[str]:
+    """Not kept in the library's cache, which would hold hundreds of clients' patterns. Raises ValueError for what the
+    check of the request, which knows Python's own syntax, let pass."""
+    try:
+        return regex.compile(pattern, cache_pattern=False)
+    except (regex.error, RecursionError) as error:
+        raise ValueError(f"stop_regex is not a regular expression: {error}, got {pattern!r}.") from None
+
+
+class StopSearch:
+    """Finds stop strings in the text of one sequence as it grows."""
+
+    __slots__ = ("_allowance", "_keep", "_patterns", "_stop", "_tail")
+
+    def __init__(self, stop: Sequence[str], stop_regex: Sequence[str], allowance: Allowance | None = None) -> None:
+        """Raises ValueError for a pattern that cannot be compiled."""
+        self._stop = stop
+        self._patterns = [(pattern, compile_pattern(pattern)) for pattern in stop_regex]
+        self._keep = max(REGEX_WINDOW if stop_regex else 0, max(map(len, stop), default=1) - 1)
+        self._tail = ""
+        self._allowance = allowance or Allowance(SEARCH_BURST_S, SEARCH_REFILL_S)
+
+    def push(self, text: str) -> str | None:
+        """The stop string, or stop regex as given, that the text now contains. Raises TimeoutError when the patterns
+        take too long to search."""
+        text = self._tail + text
+        for stop in self._stop:
+            if stop in text:
+                return stop
+        self._tail = text[max(0, len(text) - self._keep) :]
+        return self._push_patterns(text) if self._patterns else None
+
+    def _push_patterns(self, text: str) -> str | None:
+        allowance = self._allowance
+        allowance.refill()
+        text = text[-REGEX_WINDOW:]
+        for source, pattern in self._patterns:
+            if allowance.exhausted:
+                raise TimeoutError
+            with allowance:
+                if pattern.search(text, timeout=allowance.left_s) is not None:
+                    return source
+        return None
+
+
+class PrefixTracker:
+    """How much of a stop string the end of a text already spells: the Knuth-Morris-Pratt automaton. Four bytes a
+    character of the stop string, constant time a character of text on average."""
+
+    __slots__ = ("_failure", "_stop", "length")
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self.length = 0
+        """Longest end of the text that is a beginning of the stop string, but not all of it."""
+        failure = array("i", [0])
+        length = 0
+        for char in stop[1:]:
+            while length and stop[length] != char:
+                length = failure[length - 1]
+            length += stop[length] == char
+            failure.append(length)
+        self._failure = failure
+
+    def push(self, text: str) -> None:
+        stop, failure, length = self._stop, self._failure, self.length
+        if not length and stop[0] not in text:
+            return
+        for char in text:
+            while length and stop[length] != char:
+                length = failure[length - 1]
+            length += stop[length] == char
+            if length == len(stop):
+                length = failure[-1]
+        self.length = length
 
 
 class StopHold:
@@ -28,54 +108,71 @@ class StopHold:
     Who decides that a sequence stops is the scheduler; this keeps text of the stop from being printed before that.
     """
 
-    __slots__ = ("_heads", "_held", "_longest", "_patterns", "_regex_hold")
+    __slots__ = ("_length", "_patterns", "_pieces", "_regex_hold", "_trackers")
 
-    def __init__(self, stop: Sequence[str], stop_regex: Sequence[str]) -> None:
-        self._heads = frozenset(s[:n] for s in stop for n in range(1, len(s)))
-        self._longest = max(map(len, stop), default=1) - 1
-        self._patterns = {pattern: regex.compile(pattern) for pattern in stop_regex}
-        self._regex_hold = max((longest_match(pattern) for pattern in stop_regex), default=1) - 1
-        self._held = ""
+    def __init__(self, stop: Sequence[str], stop_regex: Sequence[str], longest_match: int) -> None:
+        """longest_match: upper bound of the length of a match of `stop_regex`. Raises ValueError for a pattern that
+        cannot be compiled."""
+        self._trackers = [PrefixTracker(text) for text in stop]
+        self._patterns = {pattern: compile_pattern(pattern) for pattern in stop_regex}
+        self._regex_hold = min(longest_match, MAX_REGEX_HOLD) - 1 if stop_regex else 0
+        self._pieces: deque[Piece] = deque()
+        self._length = 0
 
-    def push(self, text: str) -> str:
-        """The part of the text so far that no stop string can still claim."""
-        text = self._held + text
-        keep = min(len(text), max(self._regex_hold, self._longest_head(text)))
-        cut = len(text) - keep
-        self._held = text[cut:]
-        return text[:cut]
+    def push(self, pieces: Iterable[Piece]) -> str:
+        """What prints of the text so far and no stop string can still claim."""
+        self._append(pieces)
+        if not self._length:
+            return ""
+        keep = max(self._regex_hold, max((tracker.length for tracker in self._trackers), default=0))
+        return self._take(self._length - keep)
 
-    def finish(self, text: str, last: str, matched: str | None) -> str:
-        """The rest, cut where the stop `matched` (a stop string, or a stop regex as given) begins; None: uncut.
+    def finish(self, pieces: Iterable[Piece], last: Iterable[Piece], matched: str | None) -> str:
+        """The rest of what prints, cut where the stop `matched` (a stop string, or a stop regex as given) begins;
+        None: uncut.
 
-        `last` is the text of the sequence's last token (`text` comes before it): the match ends in there, an earlier
+        `last` is the text of the sequence's last token (`pieces` come before it): the match ends in there, an earlier
         occurrence is one that did not count.
         """
-        text = self._held + text
-        whole = text + last
-        self._held = ""
+        self._append(pieces)
+        last_start = self._length
+        self._append(last)
         if matched is None:
-            return whole
-        return whole[: self._find(whole, matched, len(text))]
+            return self._take(self._length)
+        whole = "".join(piece.text for piece in self._pieces)
+        return self._take(self._find(whole, matched, last_start))
 
-    def _longest_head(self, text: str) -> int:
-        return next((n for n in range(min(self._longest, len(text)), 0, -1) if text[-n:] in self._heads), 0)
+    def _append(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            if piece.text:
+                self._pieces.append(piece)
+                self._length += len(piece.text)
+                for tracker in self._trackers:
+                    tracker.push(piece.text)
+
+    def _take(self, length: int) -> str:
+        """Removes so many characters from the front; returns those that print."""
+        taken = []
+        while length > 0:
+            text, prints = self._pieces.popleft()
+            if len(text) > length:
+                self._pieces.appendleft(Piece(text[length:], prints))
+                text = text[:length]
+            if prints:
+                taken.append(text)
+            length -= len(text)
+            self._length -= len(text)
+        return "".join(taken)
 
     def _find(self, whole: str, matched: str, last_start: int) -> int:
-        pattern = self._patterns.get(matched) or regex.compile(regex.escape(matched))
+        pattern = self._patterns.get(matched)
+        if pattern is None:
+            start = whole.find(matched, max(0, last_start - len(matched) + 1))
+            start = start if start >= 0 else whole.rfind(matched)
+            return start if start >= 0 else len(whole)
         try:
-            hits = list(pattern.finditer(whole, timeout=SEARCH_LIMIT_S))
+            hits = list(pattern.finditer(whole, timeout=SEARCH_BURST_S))
         except TimeoutError:
             return len(whole)
         ending_late = (hit.start() for hit in hits if hit.end() > last_start)
         return next(ending_late, hits[-1].start() if hits else len(whole))
-
-
-def search(pattern: str, text: str) -> bool:
-    """Whether a client's pattern matches somewhere. Raises TimeoutError after SEARCH_LIMIT_S."""
-    return regex.search(pattern, text, timeout=SEARCH_LIMIT_S) is not None
-
-
-def longest_match(pattern: str) -> int:
-    """Upper bound of the length of a match in characters, at most MAX_REGEX_HOLD. Raises re.error."""
-    return min(int(regex_parser.parse(pattern).getwidth()[1]), MAX_REGEX_HOLD)

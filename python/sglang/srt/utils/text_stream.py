@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 REPLACEMENT = "\ufffd"
 MAX_HELD_IDS = 3
@@ -32,6 +32,45 @@ class TextDecoder(Protocol):
     """Makes text streams for one tokenizer."""
 
     def stream(self, skip_special_tokens: bool) -> TextStream: ...
+
+    def special_text(self, token_id: int) -> str | None:
+        """How a special token is spelled; None for any other token."""
+
+
+# --- text in which special tokens show --------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    text: str
+    prints: bool
+    """False for a special token that the request does not want to see."""
+
+
+class SpelledStream:
+    """The text of one sequence with its special tokens spelled out: what stop strings are looked for in."""
+
+    __slots__ = ("_decoder", "_skip_special_tokens", "_stream")
+
+    def __init__(self, decoder: TextDecoder, skip_special_tokens: bool) -> None:
+        self._decoder = decoder
+        self._stream = decoder.stream(skip_special_tokens)
+        self._skip_special_tokens = skip_special_tokens
+
+    def push(self, ids: Sequence[int]) -> list[Piece]:
+        """The pieces that print are what `TextDecoder.stream` gives for these ids."""
+        if not self._skip_special_tokens:
+            return [Piece(self._stream.push(ids), True)]
+        pieces, start = [], 0
+        for i, token_id in enumerate(ids):
+            spelling = self._decoder.special_text(token_id)
+            if spelling is not None:
+                pieces += [Piece(self._stream.push(ids[start:i]), True), Piece(spelling, False)]
+                start = i + 1
+        pieces.append(Piece(self._stream.push(ids[start:]), True))
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        return [Piece(self._stream.finish(), True)]
 
 
 # --- byte-level tokenizers: every token is a byte string --------------------------------------------------------------
@@ -67,6 +106,9 @@ class ByteLevelDecoder:
     def stream(self, skip_special_tokens: bool) -> ByteLevelStream:
         table = self._bytes_without_special if skip_special_tokens else self._bytes
         return ByteLevelStream(table, self._fill_without_special if skip_special_tokens else self.token_bytes)
+
+    def special_text(self, token_id: int) -> str | None:
+        return self.token_bytes(token_id).decode("utf-8", "replace") if token_id in self._special_ids else None
 
     def _fill_without_special(self, token_id: int) -> bytes:
         found = b"" if token_id in self._special_ids else self.token_bytes(token_id)
@@ -111,11 +153,15 @@ class ByteLevelStream:
 class WindowDecoder:
     """For tokenizers that can only decode whole id lists. `decode(ids, skip_special_tokens)` is the tokenizer's."""
 
-    def __init__(self, decode: Callable[[list[int], bool], str]) -> None:
+    def __init__(self, decode: Callable[[list[int], bool], str], special_ids: frozenset[int] = frozenset()) -> None:
         self._decode = decode
+        self._special_ids = special_ids
 
     def stream(self, skip_special_tokens: bool) -> WindowStream:
         return WindowStream(self._decode, skip_special_tokens)
+
+    def special_text(self, token_id: int) -> str | None:
+        return self._decode([token_id], False) if token_id in self._special_ids else None
 
 
 class WindowStream:

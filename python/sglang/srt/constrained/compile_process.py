@@ -1,0 +1,293 @@
+"""The process that compiles grammars first: where a client's grammar may take too long, take too much memory or crash.
+
+It loads the library and the vocabulary once and forks a child for each grammar, which has limits of its own and can be
+killed; what the child used is free again when it is gone. A grammar that passes is then compiled once more by each
+scheduler process, in a thread: the library's serialized form repeats the automaton for every rule (88 MB for a schema
+of 100 properties that compiles in 0.1 s and takes 0.9 MB), so that reading it takes longer and more memory.
+
+    scheduler (leader) --- Job, Cancel ---> CompileServer --- fork ---> one child a grammar
+                       <----- Verdict -----
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import multiprocessing
+import multiprocessing.connection
+import os
+import resource
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sglang.srt.constrained.completion import unfinishable_rule
+from sglang.srt.constrained.grammar import GrammarError, GrammarKey, GrammarKind
+from sglang.srt.constrained.grammar_backend import GrammarBackend, write_vocabulary
+from sglang.srt.constrained.source_limits import check_source
+
+MIB = 1 << 20
+_PR_SET_PDEATHSIG = 1
+
+
+class CompileLimits(msgspec.Struct, frozen=True):
+    seconds: float = 30.0
+    contended_seconds: float = 3.0
+    """While others wait for a place: nobody can keep them waiting with grammars that never end."""
+    memory_bytes: int = 1024 * MIB
+    """Address space that compiling one grammar may take, beyond that of the process."""
+    result_bytes: int = 64 * MIB
+    """Memory of one compiled grammar."""
+    places: int = 4
+    """Grammars that compile at the same time."""
+
+
+class Setup(msgspec.Struct):
+    """First message. `tokenizer`: the ServerArgs that load it, if the file `vocabulary` does not exist yet."""
+
+    vocabulary: str
+    vocab_size: int
+    eos_ids: list[int]
+    tokenizer: dict[str, Any]
+    compile_threads: int = 1
+    limits: CompileLimits = CompileLimits()
+
+
+class Job(msgspec.Struct, tag=True):
+    id: int
+    kind: GrammarKind
+    source: str
+
+
+class Cancel(msgspec.Struct, tag=True):
+    id: int
+
+
+class Verdict(msgspec.Struct):
+    """`error`: empty when the grammar is good, else a message for the client. `size_bytes`: of the compiled grammar."""
+
+    id: int = 0
+    error: str = ""
+    status_code: int = 400
+    seconds: float = 0.0
+    size_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Child:
+    pid: int
+    pipe: Connection
+    started: float
+    job: Job
+
+
+class CompileServer:
+    """Forks, watches and ends the children. One thread, because it forks."""
+
+    def __init__(self, control: Connection, setup: Setup) -> None:
+        self._control = control
+        self._limits = setup.limits
+        self._backend = GrammarBackend(Path(setup.vocabulary), setup.compile_threads)
+        self._unusable = ""
+        self._waiting: deque[Job] = deque()
+        self._children: dict[Connection, _Child] = {}
+        self._decode = msgspec.msgpack.Decoder(Job | Cancel).decode
+        self._load(setup)
+
+    def _load(self, setup: Setup) -> None:
+        if not Path(setup.vocabulary).exists():  # in a child: what loading takes is gone afterwards
+            pid, pipe = _fork(partial(_make_vocabulary, setup))
+            with contextlib.suppress(EOFError):
+                self._unusable = pipe.recv_bytes().decode()
+            os.waitpid(pid, 0)
+            pipe.close()
+            if not self._unusable and not Path(setup.vocabulary).exists():
+                self._unusable = "the tokenizer could not be loaded."
+        if not self._unusable:
+            self._backend.load()
+        gc.collect()
+        gc.freeze()  # children share these pages as long as no collection writes to them
+
+    def serve(self) -> None:
+        """Until the other end of the control pipe is closed."""
+        while True:
+            try:
+                for ready in multiprocessing.connection.wait([self._control, *self._children], self._next_limit_s()):
+                    if ready is self._control:
+                        self._receive()
+                    else:
+                        self._finish(self._children[ready])  # type: ignore[index]
+                self._fill_places()
+                for child in list(self._children.values()):
+                    self._end_if_over(child)
+                self._fill_places()
+            except (EOFError, ConnectionError):
+                break
+        for child in list(self._children.values()):
+            self._end(child)
+
+    def _receive(self) -> None:
+        message = self._decode(self._control.recv_bytes())
+        if isinstance(message, Job):
+            if self._unusable:
+                self._tell(Verdict(message.id, f"Grammars are not available: {self._unusable}"))
+            else:
+                self._waiting.append(message)
+            return
+        self._waiting = deque(job for job in self._waiting if job.id != message.id)
+        for child in list(self._children.values()):
+            if child.job.id == message.id:
+                self._end(child)
+
+    def _fill_places(self) -> None:
+        while self._waiting and len(self._children) < self._limits.places:
+            job = self._waiting.popleft()
+            pid, pipe = _fork(partial(_compile, self._backend, job, self._limits))
+            self._children[pipe] = _Child(pid, pipe, time.monotonic(), job)
+
+    def _limit_s(self) -> float:
+        return self._limits.contended_seconds if self._waiting else self._limits.seconds
+
+    def _next_limit_s(self) -> float | None:
+        if not self._children:
+            return None
+        oldest = min(child.started for child in self._children.values())
+        return max(0.0, oldest + self._limit_s() - time.monotonic())
+
+    def _end_if_over(self, child: _Child) -> None:
+        limit_s = self._limit_s()
+        if time.monotonic() - child.started < limit_s:
+            return
+        self._end(child)
+        error, status_code = f"The grammar took more than {limit_s:g} s to compile; simplify it.", 400
+        if limit_s < self._limits.seconds:
+            error, status_code = f"{error[:-1]}, or send it again when no others wait.", 503
+        self._tell(Verdict(child.job.id, error, status_code))
+
+    def _finish(self, child: _Child) -> None:
+        try:
+            verdict = msgspec.msgpack.decode(child.pipe.recv_bytes(), type=Verdict)
+        except (EOFError, OSError):
+            verdict = None
+        status = self._end(child)
+        self._tell(verdict or Verdict(child.job.id, f"The grammar ended its compiler ({status}); simplify it."))
+
+    def _end(self, child: _Child) -> str:
+        """How the child ended; kills it if it still runs."""
+        del self._children[child.pipe]
+        child.pipe.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
+        return signal.Signals(-code).name if code < 0 else f"exit status {code}"
+
+    def _tell(self, verdict: Verdict) -> None:
+        self._control.send_bytes(msgspec.msgpack.encode(verdict))
+
+
+# --- in the child -----------------------------------------------------------------------------------------------------
+
+
+def _fork(work: Callable[[], bytes]) -> tuple[int, Connection]:
+    """Runs `work` in a child; its id, and a pipe with the result, which breaks if the child dies."""
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        return pid, ours
+    try:
+        _die_with_parent()
+        theirs.send_bytes(work())
+    finally:
+        os._exit(0)
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _make_vocabulary(setup: Setup) -> bytes:
+    """Empty, or why there is none."""
+    try:
+        from sglang.srt.server_args import ServerArgs
+        from sglang.srt.utils.hf_tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(ServerArgs.from_kwargs(**setup.tokenizer))
+        assert tokenizer is not None
+        write_vocabulary(Path(setup.vocabulary), tokenizer.hf, setup.vocab_size, setup.eos_ids)
+    except Exception as error:  # tokenizers raise all kinds; the server goes on without grammars
+        return f"the tokenizer cannot be used for them ({type(error).__name__}: {error}).".encode()
+    return b""
+
+
+def _compile(backend: GrammarBackend, job: Job, limits: CompileLimits) -> bytes:
+    _limit_this_process(limits)
+    started = time.monotonic()
+    verdict = Verdict(job.id)
+    try:
+        key = GrammarKey(job.kind, job.source)
+        check_source(key)
+        grammar = backend.compile(key)
+        verdict.size_bytes = grammar.size_bytes
+        if grammar.size_bytes > limits.result_bytes:
+            verdict.error = (
+                f"The compiled grammar takes {grammar.size_bytes / MIB:.0f} MiB, at most "
+                f"{limits.result_bytes / MIB:.0f} MiB are allowed; simplify it."
+            )
+        elif rule := unfinishable_rule(grammar.text):
+            verdict.error = f"No text satisfies the grammar: its rule {rule!r} needs itself without end."
+        elif grammar.is_stuck():
+            verdict.error = "No text satisfies the grammar: no token of the vocabulary can be its first."
+    except GrammarError as error:
+        verdict.error = str(error)
+    except (MemoryError, OSError, RuntimeError):  # RuntimeError: threads that could not be started
+        verdict.error = f"Compiling the grammar takes more than {limits.memory_bytes / MIB:.0f} MiB; simplify it."
+    verdict.seconds = time.monotonic() - started
+    return msgspec.msgpack.encode(verdict)
+
+
+def _limit_this_process(limits: CompileLimits) -> None:
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, sys.stderr.fileno())  # the library's warnings about clients' grammars
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # the system ends this process before any other
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    address_space = pages * resource.getpagesize() + limits.memory_bytes
+    cpu_s = int(limits.seconds * (os.cpu_count() or 1)) + 1
+    for kind, limit in (
+        (resource.RLIMIT_AS, address_space),
+        (resource.RLIMIT_CPU, cpu_s),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        hard = resource.getrlimit(kind)[1]
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (limit, limit))
+    os.nice(5)
+
+
+def main() -> None:
+    """`python -m sglang.srt.constrained.compile_process FD`, FD being one end of a socket pair; the leading scheduler
+    process has the other."""
+    _die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    control = Connection(int(sys.argv[1]))
+    import xgrammar  # noqa: F401  # once, for all children
+
+    with contextlib.suppress(EOFError, ConnectionError):  # the scheduler is gone
+        setup = msgspec.msgpack.decode(control.recv_bytes(), type=Setup)
+        CompileServer(control, setup).serve()
+
+
+if __name__ == "__main__":
+    main()

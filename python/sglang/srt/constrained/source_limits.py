@@ -1,0 +1,131 @@
+"""Checks a grammar's source before it is compiled: limits (`sampling.limits`), and references that leave it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from sglang.srt.constrained.grammar import ANY_JSON, GrammarError, GrammarKey
+from sglang.srt.sampling.limits import (
+    MAX_ENUM,
+    MAX_GRAMMAR_NESTING,
+    MAX_REPETITION,
+    MAX_SCHEMA_VALUES,
+    group_nesting,
+)
+
+_COUNTS = frozenset(
+    ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains")
+)
+_REFERENCES = frozenset(("$ref", "$dynamicRef", "$recursiveRef"))
+_LITERALS = frozenset(("enum", "const", "default", "examples"))
+"""Keys whose lists are data: a "$ref" in there is none. An object under such a name may also be a property's schema."""
+
+_JSON_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
+_REGEX_COUNT = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}", re.DOTALL)
+_EBNF_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|#[^\n]*')
+_EBNF_COUNT = re.compile(r"\[(?:\\.|[^\]\\])*\]|\{\s*(\d+)\s*(?:,\s*(\d*)\s*)?\}", re.DOTALL)
+
+
+def check_source(key: GrammarKey) -> None:
+    """Raises GrammarError. Takes milliseconds; not for the event loop."""
+    if key.kind == "regex":
+        _check_regex(key.source)
+    elif key.kind == "ebnf":
+        _check_ebnf(key.source)
+    elif key.source != ANY_JSON:
+        _check_json(key.kind, key.source)
+
+
+def _check_json(kind: str, source: str) -> None:
+    nesting = _json_nesting(source)
+    if nesting > MAX_GRAMMAR_NESTING:
+        raise GrammarError(
+            f"{kind} nests {nesting} objects and arrays, at most {MAX_GRAMMAR_NESTING} are allowed; make it flatter, "
+            'or let it refer to itself with "$ref".'
+        )
+    try:
+        value = json.loads(source)
+    except ValueError as error:
+        raise GrammarError(f"invalid {kind}: it is not JSON: {error}") from None
+    num_values = 0
+    pending: list[tuple[Any, bool]] = [(value, False)]
+    while pending:
+        value, is_literal = pending.pop()
+        num_values += 1
+        if num_values > MAX_SCHEMA_VALUES:
+            raise GrammarError(f"{kind} has more than {MAX_SCHEMA_VALUES} values; simplify it.")
+        if isinstance(value, list):
+            pending.extend((entry, is_literal) for entry in value)
+        elif isinstance(value, dict):
+            for name, entry in value.items():
+                if not is_literal:
+                    _check_member(name, entry)
+                pending.append((entry, is_literal or (name in _LITERALS and not isinstance(entry, dict))))
+
+
+def _json_nesting(source: str) -> int:
+    depth = deepest = 0
+    for token in _JSON_BRACKET.finditer(source):
+        if token[0] in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif token[0] in "]}":
+            depth -= 1
+    return deepest
+
+
+def _check_member(name: str, value: Any) -> None:
+    """One member of an object. A value of the type that the key asks for is taken as meant, wherever it stands."""
+    if name in _REFERENCES and isinstance(value, str):
+        if value != "#" and not value.startswith("#/"):
+            raise GrammarError(
+                f'{name} of "{value:.200}": only references inside of the schema are followed ("#" or "#/$defs/name"); '
+                "put the definition into the schema."
+            )
+    elif name == "enum" and isinstance(value, list):
+        if len(value) > MAX_ENUM:
+            raise GrammarError(f"An enum must have at most {MAX_ENUM} values, got {len(value)}; use a pattern.")
+    elif name in _COUNTS and isinstance(value, int | float):
+        _check_count(name, value)
+    elif name == "pattern" and isinstance(value, str):
+        _check_regex(value)
+    elif name == "patternProperties" and isinstance(value, dict):
+        for pattern in value:
+            _check_regex(pattern)
+    elif name == "grammar" and isinstance(value, str):
+        _check_ebnf(value)
+
+
+def _check_regex(source: str) -> None:
+    _check_nesting("A regular expression", group_nesting(source))
+    for match in _REGEX_COUNT.finditer(source):
+        _check_counts("A regular expression", match)
+
+
+def _check_ebnf(source: str) -> None:
+    source = _EBNF_QUOTED.sub(" ", source)
+    _check_nesting("A grammar", group_nesting(source))
+    for match in _EBNF_COUNT.finditer(source):
+        _check_counts("A grammar", match)
+
+
+def _check_nesting(what: str, nesting: int) -> None:
+    if nesting > MAX_GRAMMAR_NESTING:
+        raise GrammarError(
+            f"{what} may nest {MAX_GRAMMAR_NESTING} groups, got {nesting}; flatten it, or give its parts names."
+        )
+
+
+def _check_counts(what: str, match: re.Match[str]) -> None:
+    for count in match.groups():
+        if count:
+            _check_count(f"{what}'s count in braces", float(count[:32]))
+
+
+def _check_count(name: str, count: float) -> None:
+    if count > MAX_REPETITION:
+        raise GrammarError(
+            f"{name} must be at most {MAX_REPETITION}, got {min(count, 1e18):g}; leave it out to allow any number."
+        )

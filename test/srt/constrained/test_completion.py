@@ -1,0 +1,92 @@
+"""Which grammars no finite text satisfies, on what the library prints of a compiled grammar."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang.srt.constrained.completion import unfinishable_rule
+from sglang.srt.constrained.grammar import GrammarKey
+from sglang.srt.constrained.grammar_backend import GrammarBackend, write_vocabulary
+from srt.constrained.byte_tokenizer import EOS, TOKENIZER, VOCAB_SIZE
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> GrammarBackend:
+    vocabulary: Path = tmp_path_factory.mktemp("grammar") / "vocabulary.json"
+    write_vocabulary(vocabulary, TOKENIZER, VOCAB_SIZE, {EOS})
+    backend = GrammarBackend(vocabulary)
+    backend.load()
+    return backend
+
+
+def required(name: str, schema: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {name: schema}, "required": [name]}
+
+
+CYCLE = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+TAG = {
+    "type": "structural_tag",
+    "format": {
+        "type": "triggered_tags",
+        "triggers": ["<f>"],
+        "tags": [{"begin": "<f>", "content": {"type": "json_schema", "json_schema": {"$ref": "#"}}, "end": "</f>"}],
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("json_schema", {"$ref": "#"}),
+        ("json_schema", CYCLE),
+        ("json_schema", required("a", {"$ref": "#"})),
+        ("json_schema", required("a", {"type": "array", "items": {"$ref": "#"}, "minItems": 1})),
+        ("json_schema", {"anyOf": [{"$ref": "#"}, required("a", {"$ref": "#"})]}),
+        ("ebnf", "root ::= root"),
+        ("ebnf", 'root ::= "a" root'),
+        ("ebnf", "root ::= a\na ::= b\nb ::= a"),
+        ("ebnf", 'root ::= ("x" | [a-z]) (a | b)\na ::= "a" b\nb ::= (a "b") | "c" b'),
+        ("ebnf", 'root ::= "a" | "b" dead\ndead ::= dead'),
+        ("ebnf", 'root ::= a{2,5}\na ::= "x" a'),
+        ("structural_tag", TAG),
+    ],
+)
+def test_grammars_that_need_themselves(backend: GrammarBackend, kind: Any, source: Any) -> None:
+    key = GrammarKey(kind, source if isinstance(source, str) else json.dumps(source))
+    assert unfinishable_rule(backend.compile(key).text) is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("json_schema", {"type": "object", "properties": {"next": {"$ref": "#"}}}),
+        ("json_schema", required("children", {"type": "array", "items": {"$ref": "#"}})),
+        ("json_schema", {"anyOf": [{"type": "null"}, required("a", {"$ref": "#"})]}),
+        ("json_schema", True),
+        ("json_schema", {"enum": ["root ::= root", "a\nb ::= b"]}),
+        ("ebnf", 'root ::= "a" root?\ndead ::= dead'),
+        ("ebnf", 'root ::= "(" root* ")"'),
+        ("ebnf", "root ::= [(] root{0,3} [)]"),
+        ("ebnf", 'root ::= "root ::= root (" | ""'),
+        ("regex", r"(a|b)*\\(\"[^\"]*\"\\)"),
+        ("structural_tag", {"type": "structural_tag", "format": {"type": "any_text"}}),
+    ],
+)
+def test_grammars_that_can_end(backend: GrammarBackend, kind: Any, source: Any) -> None:
+    key = GrammarKey(kind, source if isinstance(source, str) else json.dumps(source))
+    assert unfinishable_rule(backend.compile(key).text) is None
+
+
+def test_the_rule_is_named() -> None:
+    assert unfinishable_rule('root ::= (("a") | (b))\nb ::= (("b" b))\nc ::= ((c))\n') == "b"
+    assert unfinishable_rule('root ::= ((b)) (=(c))\nb ::= ("" | ("b" b))\n') is None
+
+
+def test_long_chains_are_followed_in_linear_time() -> None:
+    rules = "".join(f"r{i} ::= ((r{i + 1}))\n" for i in range(20_000))
+    assert unfinishable_rule(f'root ::= ((r0))\n{rules}r20000 ::= (("x"))\n') is None
+    assert unfinishable_rule(f"root ::= ((r0))\n{rules}r20000 ::= ((r0))\n") == "root"

@@ -1,0 +1,231 @@
+"""Who waits for what, with a verifier that answers when told to, and the real backend."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from concurrent.futures import Future
+
+import pytest
+
+from sglang.srt.constrained import grammar_manager
+from sglang.srt.constrained.compile_client import Check
+from sglang.srt.constrained.compile_process import Verdict
+from sglang.srt.constrained.grammar import Grammar, GrammarKey
+from sglang.srt.constrained.grammar_backend import GrammarBackend, write_vocabulary
+from sglang.srt.constrained.grammar_manager import WAIT_LIMIT_S, BuildState, GrammarManager, PendingGrammar
+from srt.constrained.byte_tokenizer import EOS, TOKENIZER, VOCAB_SIZE
+
+
+class FakeVerifier:
+    def __init__(self) -> None:
+        self.checks: list[tuple[GrammarKey, Check]] = []
+        self.cancelled: list[int] = []
+
+    def submit(self, key: GrammarKey) -> Check:
+        check = Check(len(self.checks), Future())
+        self.checks.append((key, check))
+        return check
+
+    def cancel(self, check: Check) -> None:
+        self.cancelled.append(check.id)
+
+    def close(self) -> None:
+        pass
+
+    def answer(self, verdict: Verdict) -> None:
+        for _, check in self.checks:
+            if not check.verdict.done():
+                check.verdict.set_result(verdict)
+
+
+class SlowBackend:
+    """Compiles when told to."""
+
+    def __init__(self, backend: GrammarBackend) -> None:
+        self.backend = backend
+        self.go = threading.Event()
+        self.compiled: list[GrammarKey] = []
+
+    def load(self) -> None:
+        self.backend.load()
+
+    def compile(self, key: GrammarKey) -> Grammar:
+        self.go.wait(10)
+        self.compiled.append(key)
+        return self.backend.compile(key)
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> GrammarBackend:
+    vocabulary = tmp_path_factory.mktemp("grammar") / "vocabulary.json"
+    write_vocabulary(vocabulary, TOKENIZER, VOCAB_SIZE, {EOS})
+    return GrammarBackend(vocabulary)
+
+
+class Bench:
+    """A leader's manager; `now` is its clock."""
+
+    def __init__(self, backend: GrammarBackend, max_cached: int = 4) -> None:
+        self.now = 0.0
+        self.verifier = FakeVerifier()
+        self.backend = SlowBackend(backend)
+        self.manager = GrammarManager(self.backend, self.verifier, max_cached, lambda: self.now)
+
+    def request(self, pattern: str) -> PendingGrammar:
+        return self.manager.request(GrammarKey("regex", pattern))
+
+    def built(self, pattern: str, seconds: float = 0.0) -> PendingGrammar:
+        pending = self.request(pattern)
+        self.manager.build(pending, seconds)
+        assert pending.build is not None
+        pending.build.result(10)
+        return pending
+
+
+@pytest.fixture
+def bench(backend: GrammarBackend, request: pytest.FixtureRequest) -> Bench:
+    bench = Bench(backend)
+    request.addfinalizer(bench.backend.go.set)
+    request.addfinalizer(bench.manager.shutdown)
+    return bench
+
+
+def test_requests_do_not_block_and_share_the_work(bench: Bench) -> None:
+    first, second = bench.request("ab"), bench.request("ab")
+    assert bench.manager.verdict(first) is None and len(bench.verifier.checks) == 1
+    bench.verifier.answer(Verdict())
+    assert bench.manager.verdict(first) == bench.manager.verdict(second) == Verdict()
+    for pending in (first, second):
+        bench.manager.build(pending, 0.0)
+        assert bench.manager.state(pending) == BuildState.RUNNING
+    bench.backend.go.set()
+    assert first.build is second.build and first.build is not None
+    first.build.result(10)
+    assert bench.manager.state(second) == BuildState.READY and len(bench.backend.compiled) == 1
+
+
+def test_errors_of_the_grammar_are_remembered_and_others_are_not(bench: Bench) -> None:
+    for status_code, num_checks in ((400, 1), (503, 2), (500, 2)):
+        bench.verifier.checks.clear()
+        pattern = f"a{status_code}"
+        bench.request(pattern)
+        bench.verifier.answer(Verdict(error="no", status_code=status_code))
+        bench.manager.keep_only([])
+        bench.request(pattern)
+        assert len(bench.verifier.checks) == num_checks
+
+
+def test_the_leaders_clock_ends_the_wait(bench: Bench) -> None:
+    verified, built = bench.request("a"), bench.request("b")
+    bench.manager.build(built, 0.0)
+    bench.now = WAIT_LIMIT_S + 1
+    verdict = bench.manager.verdict(verified)
+    assert verdict is not None and "not ready after 60 s" in verdict.error
+    assert bench.manager.state(built) == BuildState.FAILED and "not ready" in bench.manager.failure(built).error
+
+
+def test_the_clock_of_another_rank_decides_nothing(backend: GrammarBackend) -> None:
+    slow, now = SlowBackend(backend), [0.0]
+    follower = GrammarManager(slow, None, clock=lambda: now[0])
+    pending = follower.request(GrammarKey("regex", "a"))
+    follower.build(pending, 0.0)
+    now[0] = 10 * WAIT_LIMIT_S
+    assert pending.check is None and follower.state(pending) == BuildState.RUNNING
+    slow.go.set()
+    follower.shutdown()
+
+
+def test_what_nobody_waits_for_is_cancelled(bench: Bench) -> None:
+    kept, dropped = bench.request("a"), bench.request("b")
+    bench.manager.keep_only([kept.digest])
+    assert bench.verifier.cancelled == [1]
+    bench.request("b")
+    assert len(bench.verifier.checks) == 3, "a cancelled verification is not one that failed"
+    running, waiting = bench.request("c"), bench.request("d")
+    bench.manager.build(running, 0.0)
+    bench.manager.build(waiting, 0.0)
+    bench.manager.keep_only([])
+    bench.backend.go.set()
+    assert running.build is not None and running.build.result(10)
+    assert waiting.build is not None and waiting.build.cancelled()
+    assert GrammarKey("regex", "d") not in bench.backend.compiled
+    assert dropped.build is None
+
+
+def test_slow_grammars_wait_for_each_other_only(backend: GrammarBackend, request: pytest.FixtureRequest) -> None:
+    go = threading.Event()
+
+    class Selective(SlowBackend):
+        def compile(self, key: GrammarKey) -> Grammar:
+            if key.source == "slow":
+                go.wait(10)
+            return self.backend.compile(key)
+
+    manager = GrammarManager(Selective(backend))
+    request.addfinalizer(manager.shutdown)
+    slow, quick = (manager.request(GrammarKey("regex", pattern)) for pattern in ("slow", "quick"))
+    manager.build(slow, 20.0)
+    manager.build(quick, 0.1)
+    assert quick.build is not None and quick.build.result(10)
+    assert manager.state(slow) == BuildState.RUNNING
+    go.set()
+
+
+def test_the_cache_is_bounded_in_number_and_size(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.backend.go.set()
+    for i in range(10):
+        bench.built(f"a{i}")
+    assert bench.manager.num_cached() == 4
+    monkeypatch.setattr(grammar_manager, "MAX_CACHED_BYTES", 1)
+    bench.built("b")
+    bench.built("c")
+    assert bench.manager.num_cached() == 1
+    bench.built("c")
+    assert bench.backend.compiled.count(GrammarKey("regex", "c")) == 1
+
+
+def test_memory_of_grammars_in_use_is_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.backend.go.set()
+    pending = bench.built("a")
+    assert pending.build is not None
+    in_use = pending.build.result().fresh()
+    assert bench.manager._live.total == in_use.size_bytes > 0
+    monkeypatch.setattr(grammar_manager, "MAX_LIVE_BYTES", 1)
+    new, again = bench.request("b"), bench.request("a")
+    bench.verifier.answer(Verdict())
+    verdict = bench.manager.verdict(new)
+    assert verdict is not None and verdict.status_code == 503 and "fill their memory" in verdict.error
+    assert bench.manager.verdict(again) == Verdict()
+    pending.build = again.build = None
+    bench.manager._grammars.clear()
+    gc.collect()
+    assert bench.manager._live.total == in_use.size_bytes
+    del in_use
+    gc.collect()
+    assert bench.manager._live.total == 0 and bench.manager.verdict(new) == Verdict()
+
+
+def test_verifications_under_way_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_manager, "MAX_UNDER_WAY", 2)
+    pending = [bench.request(pattern) for pattern in ("a", "b", "c")]
+
+    assert [bench.manager.verdict(p) for p in pending[:2]] == [None, None]
+    refused = bench.manager.verdict(pending[2])
+    assert refused is not None and refused.status_code == 503 and len(bench.verifier.checks) == 2
+
+
+def test_without_a_backend_requests_fail_politely() -> None:
+    manager = GrammarManager(None)
+    verdict = manager.verdict(manager.request(GrammarKey("regex", "a")))
+    assert verdict is not None and "--grammar-backend none" in verdict.error
+    manager.shutdown()
+
+
+def test_a_build_that_fails_is_tried_again(bench: Bench) -> None:
+    bench.backend.go.set()
+    pending = bench.request("(")
+    bench.manager.build(pending, 0.0)
+    assert pending.build is not None and pending.build.exception(10) is not None
+    assert bench.manager.state(pending) == BuildState.FAILED
+    assert bench.manager.failure(pending).status_code == 500 and bench.manager.num_cached() == 0
