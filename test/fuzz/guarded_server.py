@@ -226,6 +226,8 @@ def kind(process: psutil.Process) -> str:
     words = " ".join(process.cmdline())
     if "observed_launch" in words:
         return "front"
+    if "compile_process" in words:
+        return "compiler"
     if "spawn_main" not in words:
         return "helper of multiprocessing"
     maps = Path(f"/proc/{process.pid}/maps").read_text()
