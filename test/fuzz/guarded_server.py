@@ -10,7 +10,6 @@ server.end()
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import resource
@@ -65,8 +64,6 @@ class GuardedServer:
         self._socket_path = ""
         self.live: LiveServer
         self.rest: Rest
-        self.peaks: dict[str, int] = {}
-        """Highest resident bytes by the kind of process since `start`."""
         self.silences: list[str] = []
         """All that were seen, also those within the limits."""
         self._watcher: subprocess.Popen[str]
@@ -89,7 +86,6 @@ class GuardedServer:
         for process in self.processes():
             cap = private_data(process.pid) + HEADROOM_BYTES
             resource.prlimit(process.pid, resource.RLIMIT_DATA, (cap, START_CAP_BYTES))
-            Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # its peak begins anew
         self._log_start = len(self.live.log())
         watcher = [sys.executable, str(HERE / "health_watcher.py"), str(self.live.port), str(self.live.process.pid)]
         self._watcher = subprocess.Popen(watcher, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -186,13 +182,6 @@ class GuardedServer:
             return f"/flush_cache: {flushed.status_code} {flushed.text}"
         memory = self.internal_state()["memory_usage"]
         return "" if memory["free"] == memory["total"] else f"the pool is not free: {memory}"
-
-    def check_peaks(self) -> None:
-        """Notes the highest resident memory of every process."""
-        for process in self.processes():
-            with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
-                name = kind(process)
-                self.peaks[name] = max(self.peaks.get(name, 0), status_bytes(process.pid, "VmHWM"))
 
 
 def wait_before(deadline: float, problem: str) -> None:

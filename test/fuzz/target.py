@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import httpx
 from fuzz.guarded_server import Damage, GuardedServer
@@ -27,14 +28,19 @@ class Target:
             self._server = server
         return self._server
 
-    def check(self, rest: bool = True) -> None:
-        """Raises Damage, and gives the server up then. Without `rest`: what can be seen while it works."""
-        assert self._server is not None
+    def check_health(self) -> None:
+        """Raises Damage, and gives the server up then."""
+        self._check(GuardedServer.check_health)
+
+    def check(self) -> None:
+        """As `check_health`; and ordinary requests are served, and what others had is given back."""
+        self._check(GuardedServer.check_health)
+        self._check(lambda server: probe(server.url))
+        self._check(GuardedServer.check_rest)
+
+    def _check(self, check: Callable[[GuardedServer], None]) -> None:
         try:
-            self._server.check_health()
-            probe(self._server.url)
-            if rest:
-                self._server.check_rest()
+            check(self.server())
         except BaseException:
             self.end()
             raise
@@ -52,7 +58,9 @@ def warm_up(url: str) -> None:
     asyncio.run(run_jobs(url, references * 6))
     for path in ("/openapi.json", "/metrics", "/v1/models", "/"):
         assert httpx.get(url + path).status_code == 200
-    assert httpx.post(f"{url}/tokenize", json={"prompt": "a b c " * 300_000}, timeout=60).status_code == 200
+    for path in ("/start_profile", "/stop_profile"):  # loads the profiler
+        assert httpx.post(url + path, timeout=60).status_code == 200
+    httpx.post(f"{url}/tokenize", json={"prompt": "a b c " * 300_000}, timeout=60)  # served or refused, but read
     probe(url)
 
 

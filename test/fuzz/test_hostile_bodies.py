@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from fuzz.guarded_server import Damage, GuardedServer
+from fuzz.guarded_server import Damage
 from fuzz.hostile_bodies import Hostile, large_texts, lists_of_wrong_things, many_sequences, strange_texts
 from fuzz.hostile_grammars import grammars, patterns
 from fuzz.hostile_numbers import NUMBERS, RID, numbered_bodies
@@ -42,7 +42,7 @@ def problems_of(target: Target, hostile: Hostile) -> Iterator[str]:
     with ThreadPoolExecutor(hostile.copies) as threads:
         yield from filter(None, threads.map(lambda _: send(url, hostile), range(hostile.copies)))
     try:
-        target.check(rest=LONG)
+        (target.check if LONG else target.check_health)()
     except (Damage, httpx.HTTPError) as damage:
         yield f"{hostile.name}: {damage}"
 
@@ -50,8 +50,8 @@ def problems_of(target: Target, hostile: Hostile) -> Iterator[str]:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("group", GROUPS)
 def test_hostile_bodies(target: Target, group: Callable[[], Iterator[Hostile]]) -> None:
-    """The health of the server is looked at after each, so that the one that hurt it has a name; what it gave back is
-    looked at after all, or after each in a long run."""
+    """The health of the server is looked at after each, so that the one that hurt it has a name; whether it serves and
+    what it gave back is looked at after all, or after each in a long run."""
     problems = []
     for hostile in group():
         for problem in problems_of(target, hostile):
@@ -63,16 +63,18 @@ def test_hostile_bodies(target: Target, group: Callable[[], Iterator[Hostile]]) 
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number[:24])
-def test_numbers(server: GuardedServer, number: str) -> None:
-    """In no field is it a server's error, and none leaves its request id behind."""
+def test_numbers(target: Target) -> None:
+    """No number is a server's error in any field, and none leaves its request id behind."""
     problems = []
-    for field, path, body in numbered_bodies(number):
-        answer = httpx.post(server.url + path, content=body, headers=JSON, timeout=ANSWER_LIMIT_S)
-        if answer.status_code not in (200, 400, 422):
-            problems.append(f"{path} {field}: {answer.status_code} {answer.text[:300]}")
-        reused = httpx.post(server.url + "/generate", json=AGAIN, timeout=ANSWER_LIMIT_S)
+    for number in NUMBERS:
+        url = target.server().url
+        for field, path, body in numbered_bodies(number):
+            answer = httpx.post(url + path, content=body, headers=JSON, timeout=ANSWER_LIMIT_S)
+            if answer.status_code not in (200, 400, 422):
+                problems.append(f"{path} {field} {number[:30]}: {answer.status_code} {answer.text[:300]}")
+        reused = httpx.post(url + "/generate", json=AGAIN, timeout=ANSWER_LIMIT_S)
         if reused.status_code != 200:
-            problems.append(f"{path} {field}: its rid stays taken: {reused.text[:300]}")
-            break
+            problems.append(f"{number[:30]}: the rid stays taken: {reused.text[:300]}")
+        target.check_health()
+    target.check()
     assert not problems, "\n".join(problems)
