@@ -1,5 +1,6 @@
 # make serve   install into .venv and serve the embedded model; PORT=8000 ARGS="--model-path DIR --tp 2"
 # make test    install into .venv and run every check
+# make fuzz    the fuzz tests at length, about an hour; ARGS="-k soak -s"
 # make upstream UPSTREAM=newest|0.5.23|DIR|GIT-URL@REF   carry our changes onto that SGLang, verify its kernels, compare interfaces
 # make ledger  TRITON=3.6.0   compile every row of the kernel ledger with that Triton and compare
 # make gpu     the tests that need a GPU, with its own kernels and with SM120's
@@ -18,7 +19,7 @@ TRITON ?= 3.9.0
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help serve test ledger gpu install check lint types imports unit format clean
+.PHONY: help serve test fuzz ledger gpu install check lint types imports unit format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -27,6 +28,9 @@ serve: install
 	exec $(BIN)/sglang serve --port $(PORT) $(ARGS)
 
 test: lint types imports unit
+
+fuzz: install
+	FUZZ=long $(BIN)/pytest test/fuzz $(ARGS)
 
 gpu: install
 	$(BIN)/python scripts/gpu_checks.py $(ARGS)

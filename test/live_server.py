@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,16 +30,19 @@ def free_port() -> int:
 class LiveServer:
     """`python -m sglang.launch_server` with the embedded model on the CPU and further `flags`.
 
-    In float32, so that batch mates cannot turn a tie between two tokens.
+    In float32, so that batch mates cannot turn a tie between two tokens. `launch` are the words after `python` that
+    start it.
     """
 
-    def __init__(self, *flags: str, port: int | None = None) -> None:
+    def __init__(
+        self, *flags: str, port: int | None = None, launch: Sequence[str] = ("-m", "sglang.launch_server")
+    ) -> None:
         self.port = free_port() if port is None else port
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_path = Path(tempfile.mkdtemp(prefix="sglang-test-")) / "log"
         model = [] if "--model-path" in flags else ["--model-path", DEFAULT_MODEL_PATH]
         fixed = ["--device", "cpu", "--dtype", "float32", "--port", str(self.port)]
-        command = [sys.executable, "-m", "sglang.launch_server", *fixed, *model, *flags]
+        command = [sys.executable, *launch, *fixed, *model, *flags]
         paths = [PYTHON_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         environment["SGLANG_TORCH_PROFILER_DIR"] = str(self.log_path.parent)

@@ -106,6 +106,22 @@ def test_what_nobody_waits_for_ends_and_frees_its_memory(client: CompileClient) 
     assert not check.verdict.done()
 
 
+def test_a_cancel_may_come_together_with_the_result(client: CompileClient) -> None:
+    assert ask(client, GOOD).error == ""
+    assert client.process_id is not None
+    server = psutil.Process(client.process_id)
+    check = client.submit(GrammarKey("regex", "(a|b)*c?" * 200))
+    wait_until(lambda: len(children(client)) == 1)
+    server.suspend()
+    (child,) = children(client)
+    wait_until(lambda: child.status() == psutil.STATUS_ZOMBIE)
+    assert not check.verdict.done(), "the grammar was compiled too soon for this test"
+    client.cancel(check)
+    client._sender.submit(lambda: None).result()  # one thread sends in order: the cancel has been sent
+    server.resume()
+    assert ask(client, GOOD).error == "" and client.process_id == server.pid
+
+
 @pytest.mark.parametrize(
     ("limits", "message"),
     [

@@ -136,6 +136,17 @@ def test_the_clock_of_another_rank_decides_nothing(backend: GrammarBackend) -> N
     follower.shutdown()
 
 
+def test_a_flush_drops_what_is_complete(bench: Bench) -> None:
+    bench.backend.go.set()
+    bench.built("ab")
+    bench.verifier.answer(Verdict())
+    waiting = bench.request("cd")
+    bench.manager.flush()
+    assert bench.manager.num_cached() == 0
+    assert bench.request("cd").check is waiting.check and bench.request("ab").check is bench.verifier.checks[-1][1]
+    assert len(bench.verifier.checks) == 3
+
+
 def test_what_nobody_waits_for_is_cancelled(bench: Bench) -> None:
     kept, dropped = bench.request("a"), bench.request("b")
     bench.manager.keep_only([kept.digest])

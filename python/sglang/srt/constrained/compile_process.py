@@ -125,8 +125,8 @@ class CompileServer:
                 for ready in multiprocessing.connection.wait([self._control, *self._children], self._next_limit_s()):
                     if ready is self._control:
                         self._receive()
-                    else:
-                        self._finish(self._children[ready])  # type: ignore[index]
+                    elif (child := self._children.get(ready)) is not None:  # type: ignore[call-overload]
+                        self._finish(child)  # unless it was cancelled a moment ago
                 self._fill_places()
                 for child in list(self._children.values()):
                     self._end_if_over(child)

@@ -218,6 +218,12 @@ class GrammarManager:
             if future.done() and future.exception() is None:
                 size -= future.result().size_bytes
 
+    def flush(self) -> None:
+        """Drops what is kept for later requests. Not what some request still waits for."""
+        for results in (self._verdicts, self._grammars):
+            for digest in [digest for digest, result in results.items() if _done(result)]:
+                del results[digest]
+
     def num_cached(self) -> int:
         return len(self._grammars)
 
@@ -244,6 +250,10 @@ class _LiveBytes:
     def _change(self, size: int) -> None:
         with self._lock:
             self.total += size
+
+
+def _done(result: Check | Future[Grammar]) -> bool:
+    return (result.verdict if isinstance(result, Check) else result).done()
 
 
 def _checked(verdict: Verdict) -> Check:

@@ -89,7 +89,8 @@ class ProfileBody(Body, kw_only=True):
 BODIES = (GenerateBody, AbortBody, PauseBody, ProfileBody)
 
 
-@router.api_route("/generate", methods=["POST", "PUT"], openapi_extra=body_schema(GenerateBody))
+@router.post("/generate", openapi_extra=body_schema(GenerateBody))
+@router.put("/generate", openapi_extra=body_schema(GenerateBody))
 async def generate(request: Request) -> Response:
     engine = engine_of(request)
     call = (await read_body(request, GenerateBody)).to_request()
@@ -223,7 +224,8 @@ _FLUSH_TIMEOUT = {
 }
 
 
-@router.api_route("/flush_cache", methods=["GET", "POST"], openapi_extra=_FLUSH_TIMEOUT)
+@router.get("/flush_cache", openapi_extra=_FLUSH_TIMEOUT)
+@router.post("/flush_cache", openapi_extra=_FLUSH_TIMEOUT)
 async def flush_cache(request: Request) -> Response:
     """Empties the prefix cache, which requests that run or wait are in the way of."""
     limit_s = _seconds(request.query_params.get("timeout", "0"))

@@ -14,7 +14,9 @@ from sglang.srt.entrypoints.http_middleware import is_open
 
 _STREAMING = ("/generate", "/v1/chat/completions", "/v1/completions")
 _PROBES = ("/health", "/ready", "/ping", "/health_generate")
-_PLAIN_TEXT = (*_PROBES, "/metrics", "/flush_cache", "/start_profile", "/stop_profile")
+_PLAIN_TEXT = ("/metrics", "/flush_cache", "/start_profile", "/stop_profile")
+_EMPTY = (*_PROBES, "/abort_request")
+"""Routes whose status is the whole answer."""
 _NOT_FOUND = ("/v1/models/{model_id}", "/metrics")
 _REFUSING = ("/flush_cache", "/start_profile", "/stop_profile")
 """Routes without a body that the engine's state may be in the way of."""
@@ -69,10 +71,12 @@ def describe_api(api: FastAPI, bodies: Sequence[type[msgspec.Struct]]) -> None:
 
 
 def _responses(path: str, method: str, has_body: bool) -> dict[str, Any]:
-    success: dict[str, Any] = {"text/plain" if path in _PLAIN_TEXT else "application/json": {}}
+    success: dict[str, Any] = {"description": "Success"}
+    if path not in _EMPTY:
+        success["content"] = {"text/plain" if path in _PLAIN_TEXT else "application/json": {}}
     if path in _STREAMING:
-        success["text/event-stream"] = {"schema": _STRING}
-    responses: dict[str, Any] = {"200": {"description": "Success", "content": success}}
+        success["content"]["text/event-stream"] = {"schema": _STRING}
+    responses: dict[str, Any] = {"200": success}
     for status in sorted(_statuses(path, method, has_body)):
         if status == 503 and path in _PROBES:
             content: dict[str, Any] = {"text/plain": {"schema": _STRING}}

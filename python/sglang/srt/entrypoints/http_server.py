@@ -23,6 +23,7 @@ import uvicorn
 
 from sglang.srt.entrypoints.http_app import create_app
 from sglang.srt.entrypoints.http_native import generate_one_token
+from sglang.srt.entrypoints.http_protocol import HttpProtocol
 from sglang.srt.entrypoints.http_state import ServerState
 from sglang.srt.environ import envs
 from sglang.srt.errors import UserError
@@ -106,6 +107,7 @@ class _Server:
         self._http = _HttpServer(
             uvicorn.Config(
                 create_app(self.state),
+                http=HttpProtocol,
                 log_config=None,
                 access_log=args.log_requests,
                 lifespan="off",

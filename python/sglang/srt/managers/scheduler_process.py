@@ -45,6 +45,7 @@ from sglang.srt.managers.scheduler_setup import create_runner
 from sglang.srt.managers.watchdog import Watchdog
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.free_memory import release_free_memory
 from sglang.srt.utils.hf_tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -189,6 +190,9 @@ class SchedulerProcess:
 
     def _flush_cache(self, msg: ControlReq) -> ControlReply:
         ok = self.scheduler.flush_cache()
+        if ok:
+            self.grammars.flush()
+            release_free_memory()
         return ControlReply(msg.id, ok, "" if ok else "The cache was not flushed: requests are running or waiting.")
 
     def _internal_state(self, msg: ControlReq) -> ControlReply:

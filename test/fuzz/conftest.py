@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from fuzz.guarded_server import GuardedServer
+from fuzz.target import Target
+
+
+@pytest.fixture(scope="session")
+def target() -> Iterator[Target]:
+    it = Target()
+    yield it
+    it.end()
+    if it.silences:
+        print("\nsilences:", *it.silences, sep="\n  ")
+
+
+@pytest.fixture
+def server(target: Target) -> Iterator[GuardedServer]:
+    """A server of which, after the test, the ordinary is still true."""
+    yield target.server()
+    target.check()

@@ -1,0 +1,17 @@
+"""How much the fuzz tests send: little in CI, much with FUZZ=long (`make fuzz`)."""
+
+from __future__ import annotations
+
+import os
+
+LONG = os.environ.get("FUZZ") == "long"
+
+SOAK_REQUESTS = 2000 if LONG else 60
+"""In a round."""
+SOAK_ROUNDS = 3 if LONG else 2
+
+API_EXAMPLES = 300 if LONG else 5
+"""Random ones for each operation, beyond the values at the edge of each field's range, which all are sent."""
+
+SILENCE_LIMIT_S = 1.0 if LONG else 10.0
+SILENCE_LIMIT_CPU_S = 1.0 if LONG else 3.0

@@ -1,0 +1,73 @@
+"""The server that the hostile tests share, and what they ask of it after each attack."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import httpx
+from fuzz.guarded_server import Damage, GuardedServer
+from fuzz.soak_jobs import reference_jobs, run_jobs, with_answers
+
+FLAGS = ("--context-length", "256", "--max-total-tokens", "8192", "--enable-metrics")
+SHORT = ("--preferred-sampling-params", '{"max_new_tokens": 4}')
+"""So that a random request that does not say how long its answer may be is not one of 256 tokens."""
+
+
+class Target:
+    """The server under attack. One that was damaged is replaced, so that no test fails for the sake of another."""
+
+    def __init__(self) -> None:
+        self._server: GuardedServer | None = None
+        self.silences: list[str] = []
+
+    def server(self) -> GuardedServer:
+        if self._server is None:
+            server = GuardedServer(*FLAGS, *SHORT)
+            server.start(warm_up)
+            self._server = server
+        return self._server
+
+    def check_health(self) -> None:
+        """Raises Damage, and gives the server up then."""
+        self._check(GuardedServer.check_health)
+
+    def check(self) -> None:
+        """As `check_health`; and ordinary requests are served, and what others had is given back."""
+        self._check(GuardedServer.check_health)
+        self._check(lambda server: probe(server.url))
+        self._check(GuardedServer.check_rest)
+
+    def _check(self, check: Callable[[GuardedServer], None]) -> None:
+        try:
+            check(self.server())
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        if self._server is not None:
+            self.silences += self._server.silences
+            self._server.end()
+            self._server = None
+
+
+def warm_up(url: str) -> None:
+    """What an ordinary day brings: each kind of request, several at once, and a large text."""
+    references = with_answers(url, reference_jobs()[:4])
+    asyncio.run(run_jobs(url, references * 6))
+    for path in ("/openapi.json", "/metrics", "/v1/models", "/"):
+        assert httpx.get(url + path).status_code == 200
+    for path in ("/start_profile", "/stop_profile"):  # loads the profiler
+        assert httpx.post(url + path, timeout=60).status_code == 200
+    httpx.post(f"{url}/tokenize", json={"prompt": "a b c " * 300_000}, timeout=60)  # served or refused, but read
+    probe(url)
+
+
+def probe(url: str) -> None:
+    """An ordinary request and a structured one are served."""
+    rid = {"rid": "probe"}
+    for params in ({"max_new_tokens": 2}, {"max_new_tokens": 8, "regex": "[0-9]{3}"}):
+        answer = httpx.post(f"{url}/generate", json={"text": "a", "sampling_params": params, **rid}, timeout=60)
+        if answer.status_code != 200:
+            raise Damage(f"an ordinary request gets {answer.status_code}: {answer.text}")

@@ -1,0 +1,68 @@
+"""Every operation of /openapi.json, with requests that its description allows and with many that it does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from fuzz.guarded_server import GuardedServer
+from fuzz.scale import API_EXAMPLES, LONG
+from hypothesis import HealthCheck, settings
+from schemathesis.checks import CheckFunction, not_a_server_error
+from schemathesis.specs.openapi.checks import content_type_conformance, status_code_conformance
+
+from sglang.srt.entrypoints.http_app import create_api
+from sglang.srt.entrypoints.http_state import ServerState
+from sglang.srt.server_args import ServerArgs
+
+API = create_api(ServerState(ServerArgs(model_path="any"))).openapi()
+SCHEMA = schemathesis.openapi.from_dict(API)
+CHECKS: list[CheckFunction] = [not_a_server_error, status_code_conformance, content_type_conformance]
+UNDO = {"/pause_generation": "/continue_generation", "/start_profile": "/stop_profile"}
+ANSWER_LIMIT_S = 60.0
+REFUSED_FIELDS = ("image_data", "lora_path")
+"""What this model has no use for, whatever the value."""
+
+
+def test_the_served_description_is_the_tested_one(server: GuardedServer) -> None:
+    assert httpx.get(f"{server.url}/openapi.json").json() == API
+
+
+@SCHEMA.parametrize()
+@settings(
+    max_examples=API_EXAMPLES,
+    deadline=None,
+    database=None,
+    derandomize=not LONG,
+    suppress_health_check=list(HealthCheck),
+)
+@pytest.mark.timeout(3600)
+def test_operation(case: schemathesis.Case, server: GuardedServer) -> None:
+    exchange(case, server.url)
+    if isinstance(case.body, dict):
+        case.body = mended(case.body, case.path)
+        exchange(case, server.url)
+
+
+def exchange(case: schemathesis.Case, url: str) -> None:
+    response = case.call(base_url=url, timeout=ANSWER_LIMIT_S)
+    if case.path in UNDO:
+        httpx.post(url + UNDO[case.path], timeout=ANSWER_LIMIT_S)
+    case.validate_response(response, checks=CHECKS)
+
+
+def mended(body: dict[str, Any], path: str) -> dict[str, Any]:
+    """`body` without what is refused so early that nothing behind it is reached, and with a short answer."""
+    body = {name: value for name, value in body.items() if name not in REFUSED_FIELDS}
+    if path == "/generate":
+        if (body.get("text") is None) == (body.get("input_ids") is None):
+            body |= {"text": "a", "input_ids": None}
+        params = body.get("sampling_params")
+        body["sampling_params"] = {**(params if isinstance(params, dict) else {}), "max_new_tokens": 2}
+    elif path == "/v1/completions":
+        body |= {"prompt": body.get("prompt") or "a", "max_tokens": 2}
+    elif path == "/v1/chat/completions":
+        body |= {"messages": body.get("messages") or [{"role": "user", "content": "a"}], "max_tokens": 2}
+    return body
