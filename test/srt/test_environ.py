@@ -51,6 +51,8 @@ def test_bad_value_is_an_error(monkeypatch: pytest.MonkeyPatch, name: str, value
 
 
 def test_old_spelling_is_adopted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("SGLANG_FORCE_ARCH", "")  # so that what is adopted goes when the test ends
+    monkeypatch.delenv("SGLANG_FORCE_ARCH")
     monkeypatch.setenv("SGL_FORCE_ARCH", "sm_90")
     monkeypatch.setenv("SGL_CACHE_DIR", "/old")
     monkeypatch.setenv("SGLANG_CACHE_DIR", "/new")
@@ -60,7 +62,6 @@ def test_old_spelling_is_adopted(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     assert envs.SGLANG_FORCE_ARCH == "sm_90"
     assert envs.SGLANG_CACHE_DIR == Path("/new")
     assert sum("SGL_FORCE_ARCH is the older spelling of SGLANG_FORCE_ARCH" in text for text in caplog.messages) == 1
-    monkeypatch.delenv("SGLANG_FORCE_ARCH")
 
 
 def test_variables_without_effect_warn_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
