@@ -14,6 +14,25 @@ from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, tile
 SCHEMES = (None, "fp8_tensor", "fp8_channel", "fp8_block", "int4_g32", "nvfp4")
 
 
+def test_the_order_of_programs_is_tuned_on_the_fastest_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A made-up GPU on which groups of 32 blocks are best for one product and none for the other."""
+    timed: list[tuple[str, int, int]] = []
+
+    def seconds(kind: str, choice: dict[str, int], num_tokens: int, best: float = 0.0) -> float:
+        timed.append((kind, choice["BLOCK_N"], choice["GROUP_M"]))
+        order = abs(choice["GROUP_M"] - 32) if kind == "down" else choice["GROUP_M"]
+        return 1000.0 * choice["BLOCK_N"] + order
+
+    problem = Problem.__new__(Problem)
+    monkeypatch.setattr(problem, "prepare", lambda num_tokens: None)
+    monkeypatch.setattr(problem, "time", seconds)
+    kept = {kind: [(tile(64, n, 128, 8, 4, 2), None) for n in (64, 32, 128)] for kind in ("gate_up", "down")}
+    _, pair, _ = problem.fastest(kept, 4096)
+    assert (pair.gate_up["BLOCK_N"], pair.gate_up["GROUP_M"]) == (32, 1)
+    assert (pair.down["BLOCK_N"], pair.down["GROUP_M"]) == (32, 32)
+    assert {n for _, n, group in timed if group != 8} == {32}, "orders were tried on tiles that are not the fastest"
+
+
 @interpreter.kernel_test
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_both_products_give_what_the_layer_gives(scheme: str | None) -> None:

@@ -46,7 +46,7 @@ from sglang.srt.layers.moe.fused_moe_triton.fused_moe import (
     matrix_of,
     product_for,
 )
-from sglang.srt.layers.moe.fused_moe_triton.search_space import KINDS, MoeShape
+from sglang.srt.layers.moe.fused_moe_triton.search_space import KINDS, TUNED_GROUP_M, MoeShape
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, Tile
 from sglang.srt.layers.triton_ops import pdl
 
@@ -199,6 +199,12 @@ class Problem:
                 seconds = self.time(kind, tile, num_tokens, so_far[0])
                 if seconds < so_far[0]:
                     best[key] = (seconds, tile)
+        for (kind, block_m), (_, tile) in list(best.items()):
+            for group in TUNED_GROUP_M:
+                ordered = {**tile, "GROUP_M": group}
+                seconds = self.time(kind, ordered, num_tokens, best[kind, block_m][0])
+                if seconds < best[kind, block_m][0]:
+                    best[kind, block_m] = (seconds, ordered)
         block_ms = sorted({m for _, m in best if all((kind, m) in best for kind in KINDS)})
         pairs = [(best["gate_up", m], best["down", m]) for m in block_ms]
         up, down = min(pairs, key=lambda pair: pair[0][0] + pair[1][0])

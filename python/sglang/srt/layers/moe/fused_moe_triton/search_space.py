@@ -34,6 +34,8 @@ MIN_ACCUMULATORS = 4
 GROUP_M = {16: 1, 32: 1, 64: 8, 128: 8}
 """By BLOCK_M: small blocks are for few tokens, of which an expert has one block; large ones come in groups that share
 its weights while they are cached."""
+TUNED_GROUP_M = (1, 8, 16, 32, 64)
+"""What tuning tries on the fastest tile of each BLOCK_M: the order of programs changes neither registers nor memory."""
 
 
 @dataclass(frozen=True, slots=True)
