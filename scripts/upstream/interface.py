@@ -288,12 +288,14 @@ def our_interface() -> tuple[Interface, Interface]:
     from sglang.srt.cli_args import flag
     from sglang.srt.configs.architectures import SUPPORTED_ARCHITECTURES
     from sglang.srt.entrypoints import http_native
+    from sglang.srt.entrypoints.anthropic import routes as anthropic_routes
     from sglang.srt.entrypoints.openai import routes as openai_routes
     from sglang.srt.environ import IGNORED, KNOWN
     from sglang.srt.managers.metrics import Metrics
     from sglang.srt.server_args import TABLE
 
-    routes = [route for router in (http_native.router, openai_routes.router) for route in router.routes]
+    routers = (http_native.router, openai_routes.router, anthropic_routes.router)
+    routes = [route for router in routers for route in router.routes]
     have: dict[str, Any] = {
         "flag": {*TABLE.names, "--config"},
         "default": {flag(name): _shown(field.default) for name, (_, field) in TABLE.fields.items()},

@@ -63,6 +63,6 @@ def mended(body: dict[str, Any], path: str) -> dict[str, Any]:
         body["sampling_params"] = {**(params if isinstance(params, dict) else {}), "max_new_tokens": 2}
     elif path == "/v1/completions":
         body |= {"prompt": body.get("prompt") or "a", "max_tokens": 2}
-    elif path == "/v1/chat/completions":
+    elif path in ("/v1/chat/completions", "/v1/messages"):
         body |= {"messages": body.get("messages") or [{"role": "user", "content": "a"}], "max_tokens": 2}
     return body

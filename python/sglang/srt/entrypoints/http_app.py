@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from sglang.srt.entrypoints import http_native
+from sglang.srt.entrypoints.anthropic import routes as anthropic_routes
 from sglang.srt.entrypoints.http_errors import ApiError, error_response
 from sglang.srt.entrypoints.http_middleware import RequestGate
 from sglang.srt.entrypoints.http_openapi import describe_api
@@ -59,6 +60,7 @@ def create_api(state: ServerState) -> FastAPI:
     api.state.server = state
     api.state.created = int(time.time())
     api.include_router(openai_routes.router)
+    api.include_router(anthropic_routes.router)
     api.include_router(http_native.router)
     api.add_exception_handler(ApiError, _on_api_error)
     api.add_exception_handler(RequestError, _on_request_error)
@@ -67,7 +69,7 @@ def create_api(state: ServerState) -> FastAPI:
         api.add_exception_handler(left, _on_disconnect)
     api.add_exception_handler(Exception, _on_bug)
 
-    describe_api(api, [*openai_routes.BODIES, *http_native.BODIES])
+    describe_api(api, [*openai_routes.BODIES, *anthropic_routes.BODIES, *http_native.BODIES])
     return api
 
 

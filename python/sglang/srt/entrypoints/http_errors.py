@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.responses import Response
@@ -20,7 +21,14 @@ _TYPES = {
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
 }
-_OPENAI_PREFIX = "/v1/"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 _DECODE_ERROR = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<where>[^`]*)`)?", re.DOTALL)
 
 
@@ -52,16 +60,54 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param=param)
 
 
-def error_body(path: str, error: ApiError) -> dict[str, Any]:
-    """The JSON body of `error` on the route `path`: flat on OpenAI routes, `{"error": {"message"}}` elsewhere."""
-    if path.startswith(_OPENAI_PREFIX):
-        return error.fields()
+class ErrorShape(NamedTuple):
+    """How errors look on the routes that begin with `prefix`. `schema`: its name in `/openapi.json`."""
+
+    prefix: str
+    schema: str
+    body: Callable[[ApiError], dict[str, Any]]
+    event: Callable[[ApiError], dict[str, Any]]
+    """The same for a failure after the first chunk has left, as the data of a server-sent event."""
+    event_line: bytes = b""
+
+
+def _native(error: ApiError) -> dict[str, Any]:
     return {"error": {"message": error.message}}
 
 
-def error_schema_name(path: str) -> str:
+def _anthropic(error: ApiError) -> dict[str, Any]:
+    kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+_SHAPES = (
+    ErrorShape("/v1/messages", "AnthropicError", _anthropic, _anthropic, b"event: error\n"),
+    ErrorShape("/v1/", "OpenAIError", ApiError.fields, lambda error: {"error": error.fields()}),
+    ErrorShape("", "NativeError", _native, _native),
+)
+"""The first that fits a path."""
+
+
+def _shape(path: str) -> ErrorShape:
+    return next(shape for shape in _SHAPES if path.startswith(shape.prefix))
+
+
+def error_body(path: str, error: ApiError) -> dict[str, Any]:
+    """The JSON body of `error` on the route `path`."""
+    return _UNAUTHORIZED if _is_plain_401(path, error.status) else _shape(path).body(error)
+
+
+def error_schema_name(path: str, status: int) -> str:
     """The name that `/openapi.json` gives to the shape of `error_body`."""
-    return "OpenAIError" if path.startswith(_OPENAI_PREFIX) else "NativeError"
+    return "Unauthorized" if _is_plain_401(path, status) else _shape(path).schema
+
+
+_UNAUTHORIZED = {"error": "Unauthorized"}
+
+
+def _is_plain_401(path: str, status: int) -> bool:
+    """A missing key looks the same on all routes but Anthropic's."""
+    return status == 401 and _shape(path).body is not _anthropic
 
 
 def error_response(path: str, error: ApiError) -> Response:
@@ -70,8 +116,8 @@ def error_response(path: str, error: ApiError) -> Response:
 
 def sse_error(path: str, error: ApiError) -> bytes:
     """A server-sent event for a failure after the first chunk has left."""
-    fields = error.fields() if path.startswith(_OPENAI_PREFIX) else {"message": error.message}
-    return b"data: " + msgspec.json.encode({"error": fields}) + b"\n\n"
+    shape = _shape(path)
+    return shape.event_line + b"data: " + msgspec.json.encode(shape.event(error)) + b"\n\n"
 
 
 def json_response(content: Any, status: int = 200) -> Response:

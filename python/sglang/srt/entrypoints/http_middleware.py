@@ -6,13 +6,14 @@ import hmac
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sglang.srt.entrypoints.http_errors import ApiError, error_response, json_response
+from sglang.srt.entrypoints.http_errors import ApiError, error_response
 from sglang.srt.entrypoints.http_stream import DIRECT_SEND
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 
 _OPEN_PATHS = ("/health", "/ready", "/metrics")
 """Prefixes that need no API key: probes and scrapers have none."""
+_UNAUTHORIZED = ApiError(401, "the API key is missing or wrong")
 _NOT_JSON = ApiError(415, "the body must be JSON: send it with the header Content-Type: application/json")
 
 
@@ -34,8 +35,8 @@ class RequestGate:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        if not self._authorized(scope, headers.get(b"authorization", b"")):
-            await json_response({"error": "Unauthorized"}, 401)(scope, receive, send)
+        if not self._authorized(scope, headers):
+            await error_response(scope["path"], _UNAUTHORIZED)(scope, receive, send)
             return
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._max_body_bytes:
@@ -47,11 +48,13 @@ class RequestGate:
         scope[DIRECT_SEND] = send
         await self._app(scope, self._bounded(receive), send)
 
-    def _authorized(self, scope: Scope, given: bytes) -> bool:
+    def _authorized(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
         if self._expected is None or scope["method"] == "OPTIONS" or is_open(scope["path"]):
             return True
-        scheme, _, key = given.partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._expected)
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer":
+            key = headers.get(b"x-api-key", b"")
+        return hmac.compare_digest(key.strip(), self._expected)
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the request body is larger than {self._max_body_bytes} bytes")

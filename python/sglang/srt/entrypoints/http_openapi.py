@@ -12,7 +12,7 @@ from sglang.srt.entrypoints.http_body import body_definitions
 from sglang.srt.entrypoints.http_errors import error_schema_name
 from sglang.srt.entrypoints.http_middleware import is_open
 
-_STREAMING = ("/generate", "/v1/chat/completions", "/v1/completions")
+_STREAMING = ("/generate", "/v1/chat/completions", "/v1/completions", "/v1/messages")
 _PROBES = ("/health", "/ready", "/ping", "/health_generate")
 _PLAIN_TEXT = ("/metrics", "/flush_cache", "/start_profile", "/stop_profile")
 _EMPTY = (*_PROBES, "/abort_request")
@@ -23,7 +23,7 @@ _REFUSING = ("/flush_cache", "/start_profile", "/stop_profile")
 
 _ERRORS = {
     400: "The request is wrong: the message says what to change.",
-    401: "The server has an API key, which `Authorization: Bearer KEY` does not give.",
+    401: "The server has an API key, which neither `Authorization: Bearer KEY` nor `x-api-key: KEY` gives.",
     404: "There is no such thing.",
     413: "The body is too large.",
     415: "The body is not JSON.",
@@ -47,6 +47,18 @@ _ERROR_SCHEMAS: dict[str, Any] = {
         "type": "object",
         "required": ["error"],
         "properties": {"error": {"type": "object", "required": ["message"], "properties": {"message": _STRING}}},
+    },
+    "AnthropicError": {
+        "type": "object",
+        "required": ["type", "error"],
+        "properties": {
+            "type": {"const": "error"},
+            "error": {
+                "type": "object",
+                "required": ["type", "message"],
+                "properties": {"type": _STRING, "message": _STRING},
+            },
+        },
     },
     "Unauthorized": {"type": "object", "required": ["error"], "properties": {"error": {"const": "Unauthorized"}}},
 }
@@ -81,7 +93,7 @@ def _responses(path: str, method: str, has_body: bool) -> dict[str, Any]:
         if status == 503 and path in _PROBES:
             content: dict[str, Any] = {"text/plain": {"schema": _STRING}}
         else:
-            name = "Unauthorized" if status == 401 else error_schema_name(path)
+            name = error_schema_name(path, status)
             content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
         responses[str(status)] = {"description": _ERRORS[status], "content": content}
     return responses

@@ -78,8 +78,8 @@ class EventStream(Response, Generic[T]):
     """A `text/event-stream` response.
 
     `first` holds events that exist already. `outputs` yields the rest, `write` turns each into complete events
-    (possibly none), and `end` makes the events before `[DONE]`. `outputs` is closed at the end, also when the client
-    disconnects. What it raises becomes an error event in the shape of the route `path`.
+    (possibly none), and `end` makes the events before `done`, which closes every stream. `outputs` is closed at the
+    end, also when the client disconnects. What it raises becomes an error event in the shape of the route `path`.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class EventStream(Response, Generic[T]):
         write: Callable[[T], bytes],
         path: str,
         end: Callable[[], bytes] = bytes,
+        done: bytes = DONE,
     ) -> None:
         super().__init__(b"", 200)
         self.raw_headers = list(_HEADERS)
@@ -97,6 +98,7 @@ class EventStream(Response, Generic[T]):
         self._write = write
         self._end = end
         self._path = path
+        self._done = done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pump = asyncio.ensure_future(self._pump(send, scope.get(DIRECT_SEND, send)))
@@ -127,4 +129,4 @@ class EventStream(Response, Generic[T]):
             except Exception:
                 logger.exception("a stream on %s failed", self._path)
                 last = sse_error(self._path, ApiError(500, "internal error while streaming"))
-            await direct({"type": "http.response.body", "body": last + DONE, "more_body": False})
+            await direct({"type": "http.response.body", "body": last + self._done, "more_body": False})

@@ -93,6 +93,10 @@ CHAT: Mapping[str, Unsupported] = {
     **_all("use chat_template_kwargs", "thinking", "task"),
 }
 
+MESSAGES: Mapping[str, Unsupported] = {
+    **_all("tools run at the client", "mcp_servers", "container"),
+    **_all("send the messages that the model shall read", "context_management"),
+}
 
 PROFILE: Mapping[str, Unsupported] = {
     **_all("the trace runs until /stop_profile", "num_steps", "start_step", "profile_by_stage", "profile_stages"),

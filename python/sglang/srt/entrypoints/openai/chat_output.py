@@ -10,7 +10,7 @@ import msgspec
 from sglang.srt.constrained.grammar import ANY_JSON
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, NamedToolChoice
-from sglang.srt.function_call.events import Event
+from sglang.srt.function_call.events import Event, TextDelta
 from sglang.srt.function_call.forcing import (
     FORCED_CALLS,
     ForcedCalls,
@@ -62,11 +62,11 @@ class ChatFormats:
             whole_thoughts=not self._body.stream_reasoning,
         )
 
-    def call_id(self, name: str, number: int) -> str:
-        """`number`: of the call in its answer."""
+    def call_id(self, name: str, number: int, prefix: str = "call_") -> str:
+        """`number`: of the call in its answer. `prefix`: of an id that means nothing to the model."""
         if self._formats.calls_name in NUMBERED_IDS:
             return f"functions.{name}:{self._calls_before + number}"
-        return f"call_{uuid.uuid4().hex[:24]}"
+        return prefix + uuid.uuid4().hex[:24]
 
     def constrain(self, params: dict[str, Any]) -> None:
         """Adds to sampling parameters what the formats and `tool_choice` ask for. Raises ApiError 400."""
@@ -164,8 +164,8 @@ def _num_calls(messages: list[dict[str, Any]]) -> int:
 class ChoiceOutput:
     """One choice's text as events, and how many of its tokens are thoughts."""
 
-    def __init__(self, formats: ChatFormats, tokenizer: Tokenizer) -> None:
-        self._parser = formats.new_parser()
+    def __init__(self, formats: ChatFormats, tokenizer: Tokenizer | None) -> None:
+        self._parser = formats.new_parser() if formats.parses else None
         self._tokenizer = tokenizer
         self._counts = formats.counts_reasoning
         self._ids: list[int] = []
@@ -177,24 +177,30 @@ class ChoiceOutput:
         self._token_bytes = 0
 
     def push(self, output: GenerateOutput) -> list[Event]:
-        """The events of the next piece; the last piece has all that is left."""
+        """The events of the next piece; the last piece has all that is left. Sets the piece's `reasoning_tokens`."""
+        if self._parser is None:
+            return [TextDelta(output.text)] if output.text else []
         if self._counts:
             self._ids.extend(output.new_ids)
             self._texts.append(output.text)
         events = self._parser.push(output.text)
-        return events if output.finish is None else events + self._parser.finish()
+        if output.finish is not None:
+            events += self._parser.finish()
+        if self._counts:
+            output.meta.reasoning_tokens = self._reasoning_tokens(self._parser)
+        return events
 
-    @property
-    def reasoning_tokens(self) -> int:
+    def _reasoning_tokens(self, parser: OutputParser) -> int:
         """Tokens up to the end of the last thoughts, their marks included."""
-        if self._parser.in_reasoning:
+        if parser.in_reasoning:
             return len(self._ids)
-        num_new = self._parser.reasoning_end - self._counted_end
+        num_new = parser.reasoning_end - self._counted_end
         if num_new:
             text = "".join(self._texts)
             self._texts = [text[num_new:]]
             self._counted_end += num_new
             self._counted_bytes += len(text[:num_new].encode())
+            assert self._tokenizer is not None
             while self._token_bytes < self._counted_bytes and self._num_counted < len(self._ids):
                 self._token_bytes += len(self._tokenizer.token_bytes(self._ids[self._num_counted]))
                 self._num_counted += 1

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sglang.srt.entrypoints.http_errors import ApiError
-from sglang.srt.entrypoints.http_stream import EventStream, until_disconnect
+from sglang.srt.entrypoints.http_stream import DONE, EventStream, until_disconnect
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.entrypoints.openai.protocol import SamplingFields
 from sglang.srt.function_call.model_formats import ModelFormats
@@ -24,7 +24,7 @@ from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class OpenAIService:
-    """The engine as the OpenAI endpoints see it."""
+    """The engine as the endpoints see it."""
 
     manager: TokenizerManager
     chat_template: ChatTemplate
@@ -86,6 +86,7 @@ async def stream_events(
     request: Request,
     call: GenerateRequest,
     make_writer: Callable[[GenerationStream], StreamWriter],
+    done: bytes = DONE,
 ) -> Response:
     """A streamed response. Whatever goes wrong before the first event raises, so that it gets an HTTP status."""
 
@@ -101,4 +102,4 @@ async def stream_events(
             raise
 
     stream, writer, first = await until_disconnect(request, start())
-    return EventStream(first, stream, writer.write, request.url.path, writer.end)
+    return EventStream(first, stream, writer.write, request.url.path, writer.end, done)

@@ -8,11 +8,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sglang.srt.entrypoints.http_errors import json_response
+from sglang.srt.entrypoints.openai.chat_call import chat_call
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.openai.chunks import ChatChunks, encode
 from sglang.srt.entrypoints.openai.logprobs import chat_logprobs
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
-from sglang.srt.entrypoints.openai.sampling import sampling_dict
 from sglang.srt.entrypoints.openai.serving import (
     OpenAIService,
     ResponseHead,
@@ -23,20 +23,14 @@ from sglang.srt.entrypoints.openai.serving import (
 from sglang.srt.entrypoints.openai.usage import UsageCounter
 from sglang.srt.function_call.events import ArgumentsDelta, CallStart, Event, ReasoningDelta, TextDelta
 from sglang.srt.function_call.events import collect as collect_events
-from sglang.srt.managers.generate_request import GenerateOutput, GenerateRequest
+from sglang.srt.managers.generate_request import GenerateOutput
 from sglang.srt.managers.io_struct import OutputLogprobs
 from sglang.srt.managers.native_output import WEIGHT_VERSION
-from sglang.srt.managers.tokenizer_manager import LONG_TEXT
-
-PROMPT_END_TOKENS = 32
-"""Tokens of a prompt that are looked at for the beginning of thoughts."""
 
 
 async def chat_completions(service: OpenAIService, body: ChatCompletionRequest, request: Request) -> Response:
     head, rid = new_head("chatcmpl-", body, service)
-    prompt = await _prompt(service, body, len(await request.body()))
-    formats = ChatFormats(service.formats, body, _prompt_end(service, body) if prompt is None else prompt)
-    call = _generate_request(body, rid, prompt, formats)
+    call, formats = await chat_call(service, body, request, rid)
     usage = UsageCounter(body.num_choices, service.report_cached_tokens)
     if body.stream:
         return await stream_events(service, request, call, lambda _: _ChatWriter(service, body, formats, head, usage))
@@ -58,45 +52,6 @@ async def chat_completions(service: OpenAIService, body: ChatCompletionRequest, 
     )
 
 
-async def _prompt(service: OpenAIService, body: ChatCompletionRequest, num_bytes: int) -> str | None:
-    """The conversation as the model reads it; None if the request has its tokens."""
-    if body.input_ids is not None:
-        return None
-    _ = service.tokenizer
-    render = service.chat_template.render
-    return render(body) if num_bytes < LONG_TEXT else await service.manager.in_thread(render, body)
-
-
-def _prompt_end(service: OpenAIService, body: ChatCompletionRequest) -> str:
-    tokenizer = service.manager.tokenizer
-    ids = (body.input_ids or [])[-PROMPT_END_TOKENS:]
-    vocab_size = service.manager.model_config.vocab_size
-    if tokenizer is None or not all(0 <= token < vocab_size for token in ids):
-        return ""
-    return tokenizer.decode(ids, skip_special_tokens=False)
-
-
-def _generate_request(
-    body: ChatCompletionRequest, rid: str | list[str], prompt: str | None, formats: ChatFormats
-) -> GenerateRequest:
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    params = sampling_dict(body, max_tokens)
-    formats.constrain(params)
-    return GenerateRequest(
-        text=prompt,
-        input_ids=body.input_ids,
-        add_special_tokens=False,
-        sampling_params=params,
-        stream=bool(body.stream),
-        return_logprob=bool(body.logprobs),
-        top_logprobs_num=body.top_logprobs or 0,
-        rid=rid,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt,
-        extra_key=body.extra_key,
-    )
-
-
 def _logprobs(service: OpenAIService, logprobs: OutputLogprobs | None) -> dict[str, Any] | None:
     return None if logprobs is None else chat_logprobs(service.tokenizer, logprobs)
 
@@ -115,17 +70,7 @@ def _choice(service: OpenAIService, formats: ChatFormats, output: GenerateOutput
 
 def _message(service: OpenAIService, formats: ChatFormats, output: GenerateOutput) -> tuple[dict[str, Any], bool]:
     """The answer, and whether it has calls."""
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": output.text,
-        "reasoning_content": None,
-        "tool_calls": None,
-    }
-    if not formats.parses:
-        return message, False
-    choice = ChoiceOutput(formats, service.tokenizer)
-    parsed = collect_events(choice.push(output))
-    output.meta.reasoning_tokens = choice.reasoning_tokens
+    parsed = collect_events(ChoiceOutput(formats, service.manager.tokenizer).push(output))
     calls = [
         {
             "index": number,
@@ -135,9 +80,12 @@ def _message(service: OpenAIService, formats: ChatFormats, output: GenerateOutpu
         }
         for number, call in enumerate(parsed.calls)
     ]
-    message["content"] = parsed.text or (None if calls or parsed.reasoning else "")
-    message["reasoning_content"] = parsed.reasoning or None
-    message["tool_calls"] = calls or None
+    message = {
+        "role": "assistant",
+        "content": parsed.text or (None if calls or parsed.reasoning else ""),
+        "reasoning_content": parsed.reasoning or None,
+        "tool_calls": calls or None,
+    }
     return message, bool(calls)
 
 
@@ -188,14 +136,14 @@ class _ChatWriter:
 
     def _deltas(self, output: GenerateOutput) -> list[Event]:
         """What a client sees of the output's events."""
-        if not self._formats.parses:
-            return [TextDelta(output.text)] if output.text else []
         choice = self._choices.get(output.index)
         if choice is None:
-            choice = self._choices[output.index] = ChoiceOutput(self._formats, self._service.tokenizer)
-        events = choice.push(output)
-        output.meta.reasoning_tokens = choice.reasoning_tokens
-        return [event for event in events if isinstance(event, TextDelta | ReasoningDelta | CallStart | ArgumentsDelta)]
+            choice = self._choices[output.index] = ChoiceOutput(self._formats, self._service.manager.tokenizer)
+        return [
+            event
+            for event in choice.push(output)
+            if isinstance(event, TextDelta | ReasoningDelta | CallStart | ArgumentsDelta)
+        ]
 
     def _delta(self, index: int, delta: Event, logprobs: bytes, usage: bytes) -> bytes:
         chunks = self._chunks

@@ -1,0 +1,169 @@
+"""Anthropic's form of a conversation as the chat request that templates, formats and sampling understand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.entrypoints.anthropic.protocol import (
+    AssistantMessage,
+    Block,
+    CountTokensRequest,
+    MessagesRequest,
+    SystemMessage,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    UserMessage,
+)
+from sglang.srt.entrypoints.http_errors import bad_request
+from sglang.srt.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
+    FunctionName,
+    JsonSchemaFormat,
+    NamedToolChoice,
+    ResponseFormat,
+)
+
+_SEPARATOR = "\n"
+"""Between text blocks that follow one another."""
+_ERROR_MARK = "Error: "
+"""Before a tool's result that is an error, as chat templates have no other place for it."""
+
+
+def chat_request(body: CountTokensRequest) -> ChatCompletionRequest:
+    """Raises ApiError 400 for calls and results that do not belong together."""
+    choice = body.tool_choice
+    request = ChatCompletionRequest(
+        model=body.model,
+        messages=_messages(body),
+        tools=[_tool(tool.name, tool.input_schema, tool.description, tool.strict) for tool in body.tools or ()],
+        tool_choice=_tool_choice(body),
+        parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
+        continue_final_message=_continues(body),
+        chat_template_kwargs=_template_variables(body),
+    )
+    if body.output_config is not None:
+        request.reasoning_effort = body.output_config.effort
+        if body.output_config.format is not None:
+            schema = JsonSchemaFormat(schema=body.output_config.format.schema)
+            request.response_format = ResponseFormat(type="json_schema", json_schema=schema)
+    if isinstance(body, MessagesRequest):
+        request.max_tokens = body.max_tokens
+        request.stream = body.stream
+        request.stop = body.stop_sequences
+        request.temperature, request.top_p, request.top_k = body.temperature, body.top_p, body.top_k
+    return request
+
+
+def _tool(name: str, schema: dict[str, Any], description: str | None, strict: bool | None) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": name}
+    if description is not None:
+        function["description"] = description
+    function["parameters"] = schema  # in the order in which templates print them
+    if strict:
+        function["strict"] = True
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(body: CountTokensRequest) -> Any:
+    choice = body.tool_choice
+    if choice is None:
+        return None
+    if choice.type == "tool":
+        return NamedToolChoice(FunctionName(choice.name or ""))
+    return "required" if choice.type == "any" else choice.type
+
+
+def _template_variables(body: CountTokensRequest) -> dict[str, Any] | None:
+    """The names that templates have for the switch; without one the model's default holds."""
+    if body.thinking is None:
+        return None
+    thinks = body.thinking.type != "disabled"
+    return {"enable_thinking": thinks, "thinking": thinks}
+
+
+def _continues(body: CountTokensRequest) -> bool:
+    """Whether the model goes on with the last message."""
+    last = body.messages[-1]
+    if not isinstance(last, AssistantMessage):
+        return False
+    blocks = _blocks(last.content)
+    if any(isinstance(block, ToolUseBlock) for block in blocks):
+        raise bad_request("messages: the last message calls tools; send their tool_result blocks", param="messages")
+    if not _text(blocks).strip():
+        raise bad_request("messages: the last message has no text that the model could continue", param="messages")
+    return True
+
+
+def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if body.system:
+        messages.append({"role": "system", "content": _text(_blocks(body.system))})
+    tool_names: dict[str, str] = {}
+    """Of the calls so far, by id."""
+    for message in body.messages:
+        blocks = _blocks(message.content)
+        if isinstance(message, UserMessage):
+            messages += _user_messages(blocks, tool_names)
+        elif isinstance(message, SystemMessage):
+            messages.append({"role": "system", "content": _text(blocks)})
+        else:
+            messages.append(_assistant_message(blocks))
+            tool_names.update({block.id: block.name for block in blocks if isinstance(block, ToolUseBlock)})
+    return messages
+
+
+def _blocks(content: Any) -> list[Block]:
+    return [TextBlock(content)] if isinstance(content, str) else content
+
+
+def _text(blocks: list[Block]) -> str:
+    return _SEPARATOR.join(block.text for block in blocks if isinstance(block, TextBlock))
+
+
+def _user_messages(blocks: list[Block], tool_names: dict[str, str]) -> list[dict[str, Any]]:
+    """Results are messages of their own; the text between them keeps its place."""
+    messages: list[dict[str, Any]] = []
+    for block in blocks:
+        if isinstance(block, ToolResultBlock):
+            messages.append(_result_message(block, tool_names))
+        elif isinstance(block, TextBlock):
+            if messages and messages[-1]["role"] == "user":
+                messages[-1]["texts"].append(block.text)
+            else:
+                messages.append({"role": "user", "texts": [block.text]})
+    for message in messages:
+        if "texts" in message:
+            message["content"] = _SEPARATOR.join(message.pop("texts"))
+    return messages or [{"role": "user", "content": ""}]
+
+
+def _result_message(block: ToolResultBlock, tool_names: dict[str, str]) -> dict[str, Any]:
+    if block.tool_use_id not in tool_names:
+        raise bad_request(
+            f"messages: tool_result for {block.tool_use_id[:64]!r}, but no tool_use block before it has this id",
+            param="messages",
+        )
+    text = _text(_blocks(block.content))
+    return {
+        "role": "tool",
+        "tool_call_id": block.tool_use_id,
+        "name": tool_names[block.tool_use_id],
+        "content": _ERROR_MARK + text if block.is_error else text,
+    }
+
+
+def _assistant_message(blocks: list[Block]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": _text(blocks)}
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    if thoughts:
+        message["reasoning_content"] = _SEPARATOR.join(thoughts)
+    calls = [
+        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
+        for block in blocks
+        if isinstance(block, ToolUseBlock)
+    ]
+    if calls:
+        message["tool_calls"] = calls
+    return message

@@ -1,0 +1,62 @@
+"""The parts of an answer that a whole message and a stream share: content blocks, usage, the reason of its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from sglang.srt.managers.generate_request import RequestError
+from sglang.srt.managers.io_struct import FinishReason, TokenMeta
+
+CALL_ID_PREFIX = "toolu_"
+
+
+def text_block(text: str = "") -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def thinking_block(thinking: str = "") -> dict[str, Any]:
+    """Thoughts are not signed: they come back as text, and the model may read them."""
+    return {"type": "thinking", "thinking": thinking, "signature": ""}
+
+
+def tool_use_block(call_id: str, name: str, arguments: str = "{}") -> dict[str, Any]:
+    """`arguments`: a JSON object, which stays as the model wrote it."""
+    return {"type": "tool_use", "id": call_id, "name": name, "input": msgspec.Raw(arguments.encode())}
+
+
+def message(message_id: str, model: str, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+    """A message that has not ended."""
+    return {
+        "id": message_id,
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": content,
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": usage,
+    }
+
+
+def usage(meta: TokenMeta, reports_cached: bool) -> dict[str, Any]:
+    """`input_tokens` leaves out those that were read from the cache, where the server reports them."""
+    cached = meta.cached_tokens if reports_cached else 0
+    return {
+        "input_tokens": meta.prompt_tokens - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": meta.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": meta.reasoning_tokens},
+    }
+
+
+def ending(finish: FinishReason, has_calls: bool, stop_sequences: list[str] | None) -> dict[str, Any]:
+    """`stop_reason` and `stop_sequence`. Raises RequestError 503 for an aborted answer, which has none."""
+    if finish.type == "abort":
+        raise RequestError("the answer was aborted at the server; send the request again", 503)
+    if finish.type == "stop" and finish.matched in (stop_sequences or ()):
+        return {"stop_reason": "stop_sequence", "stop_sequence": finish.matched}
+    reason = "max_tokens" if finish.type == "length" else "tool_use" if has_calls else "end_turn"
+    return {"stop_reason": reason, "stop_sequence": None}

@@ -1,0 +1,92 @@
+"""A streamed message: named server-sent events, with one content block open at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from sglang.srt.entrypoints.anthropic import message_parts as parts
+from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
+from sglang.srt.function_call.events import ArgumentsDelta, CallEnd, CallStart, Event, ReasoningDelta, TextDelta
+from sglang.srt.managers.generate_request import GenerateOutput
+from sglang.srt.managers.io_struct import TokenMeta
+
+
+def _sse(name: str, **fields: Any) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode({"type": name, **fields}))
+
+
+class MessageStream:
+    """Writes the events of one answer. `new_message`: the message as it begins, with its usage."""
+
+    def __init__(
+        self,
+        formats: ChatFormats,
+        output: ChoiceOutput,
+        new_message: Callable[[TokenMeta], dict[str, Any]],
+        usage: Callable[[TokenMeta], dict[str, Any]],
+        stop_sequences: list[str] | None,
+    ) -> None:
+        self._formats = formats
+        self._output = output
+        self._new_message = new_message
+        self._usage = usage
+        self._stop_sequences = stop_sequences
+        self._begun = False
+        self._num_blocks = 0
+        self._open: str | None = None
+        """The type of the block that is open."""
+        self._has_calls = False
+
+    def write(self, output: GenerateOutput) -> bytes:
+        pieces = self._output.push(output)
+        events = b""
+        if not self._begun:
+            self._begun = True
+            events = _sse("message_start", message=self._new_message(output.meta)) + _sse("ping")
+        for piece in pieces:
+            events += self._piece(piece)
+        if output.finish is not None:
+            delta = parts.ending(output.finish, self._has_calls, self._stop_sequences)
+            events += self._close()
+            events += _sse("message_delta", delta=delta, usage=self._usage(output.meta)) + _sse("message_stop")
+        return events
+
+    def end(self) -> bytes:
+        return b""
+
+    def _piece(self, piece: Event) -> bytes:
+        match piece:
+            case TextDelta(text):
+                return self._within(parts.text_block()) + self._delta(type="text_delta", text=text)
+            case ReasoningDelta(text):
+                return self._within(parts.thinking_block()) + self._delta(type="thinking_delta", thinking=text)
+            case CallStart(call, name):
+                self._has_calls = True
+                call_id = self._formats.call_id(name, call, parts.CALL_ID_PREFIX)
+                return self._start(parts.tool_use_block(call_id, name))
+            case ArgumentsDelta(_, text):
+                return self._delta(type="input_json_delta", partial_json=text)
+            case CallEnd():
+                return self._close()
+
+    def _within(self, block: dict[str, Any]) -> bytes:
+        """Opens the block unless one of its type is open."""
+        return b"" if self._open == block["type"] else self._start(block)
+
+    def _start(self, block: dict[str, Any]) -> bytes:
+        closed = self._close()
+        self._open = block["type"]
+        return closed + _sse("content_block_start", index=self._num_blocks, content_block=block)
+
+    def _delta(self, **delta: Any) -> bytes:
+        return _sse("content_block_delta", index=self._num_blocks, delta=delta)
+
+    def _close(self) -> bytes:
+        if self._open is None:
+            return b""
+        self._open = None
+        self._num_blocks += 1
+        return _sse("content_block_stop", index=self._num_blocks - 1)

@@ -1,0 +1,167 @@
+"""Request bodies of Anthropic's Messages API. Used for validation and for `/openapi.json`.
+
+What only steers Anthropic's own service (metadata, cache_control, service_tier, betas) is ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+
+from sglang.srt.entrypoints.http_body import Body
+from sglang.srt.entrypoints.http_errors import bad_request
+from sglang.srt.entrypoints.openai.protocol import MAX_MESSAGES, MAX_TOOLS, Int, Name
+from sglang.srt.entrypoints.unsupported_fields import MESSAGES
+
+MAX_BLOCKS = 4_096
+"""Content blocks of one message or tool result."""
+
+
+class Block(msgspec.Struct, tag_field="type"):
+    """A piece of content, told apart by its `type`."""
+
+
+class TextBlock(Block, tag="text"):
+    text: str
+
+
+class _MediaBlock(Block):
+    def __post_init__(self) -> None:
+        kind = self.__struct_config__.tag
+        raise ValueError(f"content of type {kind} is not supported: this model reads text only; send text blocks")
+
+
+class ImageBlock(_MediaBlock, tag="image"):
+    """Refused."""
+
+
+class DocumentBlock(_MediaBlock, tag="document"):
+    """Refused."""
+
+
+ResultContent = Annotated[list[TextBlock | ImageBlock | DocumentBlock], Meta(max_length=MAX_BLOCKS)]
+
+
+class ToolResultBlock(Block, tag="tool_result"):
+    tool_use_id: str
+    content: str | ResultContent = ""
+    is_error: bool = False
+
+
+class ToolUseBlock(Block, tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ThinkingBlock(Block, tag="thinking"):
+    thinking: str
+
+
+class RedactedThinkingBlock(Block, tag="redacted_thinking"):
+    """Thoughts that only their author can read; the model does not see them."""
+
+
+TextBlocks = Annotated[list[TextBlock], Meta(max_length=MAX_BLOCKS)]
+UserContent = Annotated[list[TextBlock | ToolResultBlock | ImageBlock | DocumentBlock], Meta(max_length=MAX_BLOCKS)]
+AssistantContent = Annotated[
+    list[TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock], Meta(max_length=MAX_BLOCKS)
+]
+
+
+class Message(msgspec.Struct, tag_field="role"):
+    """A message, told apart by its `role`."""
+
+
+class UserMessage(Message, tag="user"):
+    content: str | UserContent
+
+
+class AssistantMessage(Message, tag="assistant"):
+    content: str | AssistantContent
+
+
+class SystemMessage(Message, tag="system"):
+    content: str | TextBlocks
+
+
+class ClientTool(msgspec.Struct):
+    """A function of the client. Tools that Anthropic's servers run have other types and are refused."""
+
+    name: Annotated[str, Meta(min_length=1)]
+    input_schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+    type: Literal["custom"] | None = None
+
+
+class ToolChoice(msgspec.Struct):
+    """`name`: with type tool."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = False
+
+
+class Thinking(msgspec.Struct):
+    """`budget_tokens` is a target at Anthropic and not enforced here: `max_tokens` bounds thoughts and answer."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Meta(ge=1)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.type == "enabled" and self.budget_tokens is None:
+            raise ValueError('thinking of type "enabled" needs budget_tokens')
+
+
+class OutputFormat(msgspec.Struct):
+    schema: dict[str, Any]
+    type: Literal["json_schema"] = "json_schema"
+
+
+class OutputConfig(msgspec.Struct):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class CountTokensRequest(Body, kw_only=True):
+    """What the model is to read."""
+
+    unsupported: ClassVar = MESSAGES
+
+    model: Name = ""
+    messages: Annotated[
+        list[UserMessage | AssistantMessage | SystemMessage], Meta(min_length=1, max_length=MAX_MESSAGES)
+    ]
+    system: str | TextBlocks | None = None
+    tools: Annotated[list[ClientTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+    def __post_init__(self) -> None:
+        names = {tool.name for tool in self.tools or ()}
+        choice = self.tool_choice
+        if choice is None:
+            return
+        if choice.type == "any" and not names:
+            raise bad_request('tool_choice of type "any" needs a non-empty "tools" list', param="tool_choice")
+        if choice.type == "tool" and choice.name not in names:
+            raise bad_request(
+                f"tool_choice names {(choice.name or '')[:64]!r}, which is not one of the tools", param="tool_choice"
+            )
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    max_tokens: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+    stream: bool | None = False
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+
+
+BODIES = (MessagesRequest, CountTokensRequest)
+"""What `/openapi.json` describes."""

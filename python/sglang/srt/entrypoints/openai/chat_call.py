@@ -1,0 +1,62 @@
+"""A chat request as a call of the engine, in whichever form of the API it came."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+
+from sglang.srt.entrypoints.openai.chat_output import ChatFormats
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+from sglang.srt.entrypoints.openai.sampling import sampling_dict
+from sglang.srt.entrypoints.openai.serving import OpenAIService
+from sglang.srt.managers.generate_request import GenerateRequest
+from sglang.srt.managers.tokenizer_manager import LONG_TEXT
+
+PROMPT_END_TOKENS = 32
+"""Tokens of a prompt that are looked at for the beginning of thoughts."""
+
+
+async def chat_call(
+    service: OpenAIService, body: ChatCompletionRequest, request: Request, rid: str | list[str]
+) -> tuple[GenerateRequest, ChatFormats]:
+    """The call, and how its outputs are read. Raises ApiError 400."""
+    prompt = None if body.input_ids is not None else await rendered_prompt(service, body, request)
+    formats = ChatFormats(service.formats, body, _prompt_end(service, body) if prompt is None else prompt)
+    return _generate_request(body, rid, prompt, formats), formats
+
+
+async def rendered_prompt(service: OpenAIService, body: ChatCompletionRequest, request: Request) -> str:
+    """The conversation as the model reads it."""
+    _ = service.tokenizer
+    render = service.chat_template.render
+    is_short = len(await request.body()) < LONG_TEXT
+    return render(body) if is_short else await service.manager.in_thread(render, body)
+
+
+def _prompt_end(service: OpenAIService, body: ChatCompletionRequest) -> str:
+    tokenizer = service.manager.tokenizer
+    ids = (body.input_ids or [])[-PROMPT_END_TOKENS:]
+    vocab_size = service.manager.model_config.vocab_size
+    if tokenizer is None or not all(0 <= token < vocab_size for token in ids):
+        return ""
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _generate_request(
+    body: ChatCompletionRequest, rid: str | list[str], prompt: str | None, formats: ChatFormats
+) -> GenerateRequest:
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    params = sampling_dict(body, max_tokens)
+    formats.constrain(params)
+    return GenerateRequest(
+        text=prompt,
+        input_ids=body.input_ids,
+        add_special_tokens=False,
+        sampling_params=params,
+        stream=bool(body.stream),
+        return_logprob=bool(body.logprobs),
+        top_logprobs_num=body.top_logprobs or 0,
+        rid=rid,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt,
+        extra_key=body.extra_key,
+    )
