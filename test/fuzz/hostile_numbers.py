@@ -27,6 +27,9 @@ OPENAI_FIELDS = [
 ]
 
 
+PROMPTS = {CHAT: '"messages": [{"role": "user", "content": "a"}]'}
+if LONG:
+    PROMPTS[COMPLETIONS] = '"prompt": "a"'
 RID = "the same"
 
 
@@ -45,6 +48,6 @@ def numbered_bodies(number: str) -> Iterator[tuple[str, str, bytes]]:
         yield native(field, f'"text": "a", "{field}": {number}')
     yield native("input_ids", f'"input_ids": [{number}]')
     for field in OPENAI_FIELDS:
-        for path, prompt in ((CHAT, '"messages": [{"role": "user", "content": "a"}]'), (COMPLETIONS, '"prompt": "a"')):
+        for path, prompt in PROMPTS.items():
             yield field, path, f'{{{prompt}, "rid": "{RID}", "max_tokens": 1, "{field}": {number}}}'.encode()
     yield "tokens", "/detokenize", f'{{"tokens": [{number}]}}'.encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 
 import httpx
@@ -53,13 +54,15 @@ class Target:
 
 
 def warm_up(url: str) -> None:
-    """What an ordinary day brings: each kind of request, several at once, and a large text."""
+    """What an ordinary day brings: each kind of request, several at once, a large text and a large schema."""
     references = with_answers(url, reference_jobs()[:4])
     asyncio.run(run_jobs(url, references * 6))
     for path in ("/openapi.json", "/metrics", "/v1/models", "/"):
         assert httpx.get(url + path).status_code == 200
-    for path in ("/start_profile", "/stop_profile"):  # loads the profiler
-        assert httpx.post(url + path, timeout=60).status_code == 200
+    schema = {"type": "object", "properties": {f"name{i}": {"type": ["string", "number"]} for i in range(500)}}
+    params = {"max_new_tokens": 2, "json_schema": json.dumps(schema)}
+    answer = httpx.post(f"{url}/generate", json={"text": "a", "sampling_params": params}, timeout=60)
+    assert answer.status_code == 200, answer.text
     httpx.post(f"{url}/tokenize", json={"prompt": "a b c " * 300_000}, timeout=60)  # served or refused, but read
     probe(url)
 

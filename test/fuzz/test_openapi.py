@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -9,6 +10,7 @@ import pytest
 import schemathesis
 from fuzz.guarded_server import GuardedServer
 from fuzz.scale import API_EXAMPLES, LONG
+from fuzz.target import Target
 from hypothesis import HealthCheck, settings
 from schemathesis.checks import CheckFunction, not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, status_code_conformance
@@ -21,7 +23,16 @@ API = create_api(ServerState(ServerArgs(model_path="any"))).openapi()
 SCHEMA = schemathesis.openapi.from_dict(API)
 CHECKS: list[CheckFunction] = [not_a_server_error, status_code_conformance, content_type_conformance]
 UNDO = {"/pause_generation": "/continue_generation", "/start_profile": "/stop_profile"}
+PROFILER = "_profile$"
+MENDED = ("/generate", "/v1/completions", "/v1/chat/completions")
 ANSWER_LIMIT_S = 60.0
+SETTINGS = settings(
+    max_examples=API_EXAMPLES,
+    deadline=None,
+    database=None,
+    derandomize=not LONG,
+    suppress_health_check=list(HealthCheck),
+)
 REFUSED_FIELDS = ("image_data", "lora_path")
 """What this model has no use for, whatever the value."""
 
@@ -30,20 +41,31 @@ def test_the_served_description_is_the_tested_one(server: GuardedServer) -> None
     assert httpx.get(f"{server.url}/openapi.json").json() == API
 
 
-@SCHEMA.parametrize()
-@settings(
-    max_examples=API_EXAMPLES,
-    deadline=None,
-    database=None,
-    derandomize=not LONG,
-    suppress_health_check=list(HealthCheck),
-)
+@pytest.fixture
+def profiled_server(target: Target) -> Iterator[GuardedServer]:
+    """The profiler's libraries stay in memory, so the server cannot be compared with what it was before."""
+    yield target.server()
+    target.check_health()
+    target.end()
+
+
+@SCHEMA.exclude(path_regex=PROFILER).parametrize()
+@SETTINGS
 @pytest.mark.timeout(3600)
 def test_operation(case: schemathesis.Case, server: GuardedServer) -> None:
-    exchange(case, server.url)
-    if isinstance(case.body, dict):
-        case.body = mended(case.body, case.path)
+    if case.path not in MENDED or not isinstance(case.body, dict):
         exchange(case, server.url)
+        return
+    bodies = [mended(case.body, case.path), *([case.body] if LONG else [])]
+    for case.body in bodies:
+        exchange(case, server.url)
+
+
+@SCHEMA.include(path_regex=PROFILER).parametrize()
+@SETTINGS
+@pytest.mark.timeout(3600)
+def test_profiler(case: schemathesis.Case, profiled_server: GuardedServer) -> None:
+    exchange(case, profiled_server.url)
 
 
 def exchange(case: schemathesis.Case, url: str) -> None:
