@@ -71,7 +71,7 @@ imports: install
 	$(BIN)/lint-imports
 
 unit: install
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 format: install
 	$(BIN)/ruff check --fix .

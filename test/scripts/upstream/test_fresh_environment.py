@@ -51,7 +51,7 @@ def test_the_environment_has_what_the_project_requires_and_nothing_else(python: 
         "import json; from importlib import metadata; print(json.dumps([d.name for d in metadata.distributions()]))"
     )
     found = {packages.canonicalize_name(name) for name in json.loads(run(python, tmp_path, "-c", listed).stdout)}
-    assert found == packages.project_distributions()
+    assert found - {"sm120-sglang"} == packages.project_distributions()  # a checkout that is installed is itself listed
     assert {"torch", "triton", "transformers", "libcst"} <= found
 
 

@@ -5,18 +5,14 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from sglang.srt.utils.allowance import Allowance
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import xgrammar
 
     from sglang.srt.sampling.sampling_params import SamplingParams
-
-MaskRow = npt.NDArray[np.int32]
-"""[ceil(vocab / 32)] int32: bit (v % 32) of word v // 32 says whether token v may come next."""
 
 GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 KINDS: tuple[GrammarKind, ...] = ("json_schema", "regex", "ebnf", "structural_tag")
@@ -68,9 +64,9 @@ class Grammar:
         self._compiled = compiled
         self._matcher = matcher if matcher is not None else xgrammar.GrammarMatcher(compiled)
 
-    def fill_mask(self, row: MaskRow) -> None:
-        """Writes the tokens that may come next. All of them once the grammar has terminated: what a step in flight
-        samples after the end is thrown away."""
+    def fill_mask(self, row: npt.NDArray[np.int32]) -> None:
+        """Writes the tokens that may come next into row [ceil(vocab / 32)]: bit v % 32 of word v // 32 for token v. All
+        of them once the grammar has terminated: what a step in flight samples after the end is thrown away."""
         if self._matcher.is_terminated():
             row.fill(-1)
         else:
@@ -105,6 +101,8 @@ class Grammar:
         """Whether no token may come next, although the grammar has not terminated."""
         if self._matcher.is_terminated():
             return False
+        import numpy as np  # the front needs this module's names only
+
         row = np.zeros((1, -(-self._compiled.tokenizer_info.vocab_size // 32)), np.int32)
         self._matcher.fill_next_token_bitmask(row)
         return not row.any()

@@ -7,6 +7,7 @@ import pytest
 from sglang.srt.configs.quant_scheme import SCHEMES, widening
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.compile import compile_variant
+from sglang.srt.kernels.ledger_rules import spill_budget
 from sglang.srt.kernels.spec import Need
 from sglang.srt.kernels.tables import widened
 from sglang.srt.layers.triton_ops.quant_variants import variants
@@ -34,7 +35,7 @@ def test_sm120_multiplies_natively_or_says_that_it_widens(scheme: str) -> None:
     found = next(v for v in variants("linear", features) if v.key == f"tiles/{scheme}/split")
     smem, _, spills, _, mma = compile_variant(found, "sm_120")
     assert mma == (ON_SM120[scheme],)
-    assert smem <= arch.smem_per_block and spills == 0
+    assert smem <= arch.smem_per_block and spills <= spill_budget("sm120", "linear", found.key)
     widens = widened(Need("linear", quant=scheme), arch)
     assert ("widened to 16 bits" in widens) == mma[0].endswith("bf16"), "explain must say what the ledger shows"
 

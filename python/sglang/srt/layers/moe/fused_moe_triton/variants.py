@@ -174,8 +174,16 @@ def _grouped(kind: str, experts: Experts, tile: Tile, features: Collection[str])
 
 
 def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
-    """Every launch of the experts with weights of any scheme, and with GPT-OSS's biases."""
+    """Every launch of the experts with weights of any scheme, and with GPT-OSS's biases. Of launches that differ in a
+    number of steps alone, which costs the same, the first stands for all."""
     assert op == "fused_moe"
+    first: dict[tuple[str, tuple[Any, ...]], Variant] = {}
+    for variant in _launches(op, features):
+        first.setdefault((variant.key, tuple(variant.tile.items())), variant)
+    yield from first.values()
+
+
+def _launches(op: str, features: tuple[str, ...]) -> Iterator[Variant]:
     for scheme in (None, *SCHEMES.values()):
         for product, tail in products(scheme, features):
             yield from _of_scheme(Experts(scheme, product, tail=tail), features)
