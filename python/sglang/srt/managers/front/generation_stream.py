@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
-from sglang.srt.managers.generate_request import GenerateOutput, RequestError, extend_logprobs
-from sglang.srt.managers.io_struct import TokenizedGenerateReq
+from sglang.srt.managers.front.generate_request import GenerateOutput, RequestError, extend_logprobs
+from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq
 
 CLIENT_CLOSED_REQUEST = 499
 """Status of a sequence that was aborted on request: an ordinary end, not an error."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sglang.srt.managers.schedule_batch import Req, RunningBatch
+from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch
 from sglang.srt.mem_cache.radix_cache import Match, Node, RadixCache
 
 MAX_LPM_QUEUE = 128

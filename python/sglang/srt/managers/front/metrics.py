@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from sglang.srt.managers.io_struct import SchedulerStats, TokenMeta
+from sglang.srt.managers.wire.io_struct import SchedulerStats, TokenMeta
 
 _LABELS = ("model_name", "engine_type", "tp_rank", "pp_rank")
 _FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.2, 0.4, 0.6, 1, 2, 4, 6, 10, 20, 40, 60, 120, 300)

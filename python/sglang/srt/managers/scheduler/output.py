@@ -12,15 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from sglang.srt.managers.io_struct import (
+from sglang.srt.managers.scheduler.leader import EndReq
+from sglang.srt.managers.scheduler.schedule_batch import Req
+from sglang.srt.managers.wire.io_struct import (
     BatchTokenIDOut,
     DecodeOptions,
     FinishReason,
     OutputLogprobs,
     TokenMeta,
 )
-from sglang.srt.managers.leader import EndReq
-from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.utils.stop_strings import StopSearch
 from sglang.srt.utils.text_stream import SpelledStream, TextDecoder
 

@@ -25,9 +25,16 @@ from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.distributed import parallel_state
 from sglang.srt.environ import envs
 from sglang.srt.kernels.launch import step_downs
-from sglang.srt.managers import ipc
-from sglang.srt.managers.grammar_queue import GrammarQueue
-from sglang.srt.managers.io_struct import (
+from sglang.srt.managers.scheduler.grammar_queue import GrammarQueue
+from sglang.srt.managers.scheduler.leader import EndReq, GrammarVerified, LeaderDecision
+from sglang.srt.managers.scheduler.output import StopChecker
+from sglang.srt.managers.scheduler.profiler import Profiler
+from sglang.srt.managers.scheduler.request_timeouts import CHECK_INTERVAL_S, RequestTimeouts
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler_setup import create_runner
+from sglang.srt.managers.watchdog import Watchdog
+from sglang.srt.managers.wire import ipc
+from sglang.srt.managers.wire.io_struct import (
     AbortReq,
     ControlReply,
     ControlReq,
@@ -36,13 +43,6 @@ from sglang.srt.managers.io_struct import (
     SchedulerReady,
     TokenizedGenerateReq,
 )
-from sglang.srt.managers.leader import EndReq, GrammarVerified, LeaderDecision
-from sglang.srt.managers.output import StopChecker
-from sglang.srt.managers.profiler import Profiler
-from sglang.srt.managers.request_timeouts import CHECK_INTERVAL_S, RequestTimeouts
-from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.scheduler_setup import create_runner
-from sglang.srt.managers.watchdog import Watchdog
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.free_memory import release_free_memory

@@ -9,10 +9,10 @@ from sglang.srt.constrained.compile_process import Verdict
 from sglang.srt.constrained.grammar import GrammarError, grammar_key
 from sglang.srt.constrained.grammar_manager import BuildState, GrammarManager
 from sglang.srt.distributed import parallel_state
-from sglang.srt.managers.io_struct import FinishReason
-from sglang.srt.managers.leader import EndReq, GrammarVerified, LeaderDecision
-from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler.leader import EndReq, GrammarVerified, LeaderDecision
+from sglang.srt.managers.scheduler.schedule_batch import Req
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.wire.io_struct import FinishReason
 
 
 class GrammarQueue:

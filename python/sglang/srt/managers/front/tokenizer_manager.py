@@ -21,10 +21,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.managers import ipc
-from sglang.srt.managers.generate_request import GenerateOutput, GenerateRequest, RequestError
-from sglang.srt.managers.generation_stream import CLIENT_CLOSED_REQUEST, GenerationStream
-from sglang.srt.managers.io_struct import (
+from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, RequestError
+from sglang.srt.managers.front.generation_stream import CLIENT_CLOSED_REQUEST, GenerationStream
+from sglang.srt.managers.front.metrics import Metrics
+from sglang.srt.managers.front.request_log import RequestLog
+from sglang.srt.managers.front.request_preparation import PreparedCall, RequestPreparer
+from sglang.srt.managers.wire import ipc
+from sglang.srt.managers.wire.io_struct import (
     AbortReq,
     BatchStrOut,
     ControlReply,
@@ -35,9 +38,6 @@ from sglang.srt.managers.io_struct import (
     SchedulerStats,
     TokenMeta,
 )
-from sglang.srt.managers.metrics import Metrics
-from sglang.srt.managers.request_log import RequestLog
-from sglang.srt.managers.request_preparation import PreparedCall, RequestPreparer
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 

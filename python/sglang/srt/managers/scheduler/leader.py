@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sglang.srt.managers.io_struct import FinishReason
+from sglang.srt.managers.wire.io_struct import FinishReason
 
 
 class EndReq(msgspec.Struct, tag=True, omit_defaults=True):

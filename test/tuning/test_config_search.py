@@ -11,8 +11,9 @@ from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.kernels.ledger_file import tile_key
 from sglang.srt.kernels.spec import TileRecord
 from sglang.srt.layers.moe.fused_moe_triton.capacity import ProductTile
-from sglang.srt.layers.moe.fused_moe_triton.predict import Point, best_pair, point, predict, small_palette
-from sglang.srt.layers.moe.fused_moe_triton.search_space import (
+from sglang.srt.layers.moe.fused_moe_triton.tiles import TILES, tile
+from sglang.tuning.predict import Point, best_pair, point, predict, small_palette
+from sglang.tuning.search_space import (
     KINDS,
     Candidates,
     MoeShape,
@@ -24,7 +25,6 @@ from sglang.srt.layers.moe.fused_moe_triton.search_space import (
     why_not,
     widens,
 )
-from sglang.srt.layers.moe.fused_moe_triton.tiles import TILES, tile
 
 SM120, H200 = arch_by_name("rtx-pro-6000-server"), arch_by_name("h200")
 BF16 = MoeShape(128, 768, 2048, 8, None)

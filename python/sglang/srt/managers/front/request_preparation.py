@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.managers.generate_request import GenerateRequest, RequestError
-from sglang.srt.managers.io_struct import TokenizedGenerateReq
+from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
+from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq
 from sglang.srt.sampling.sampling_params import SamplingParams, merge
 from sglang.srt.server_args import ServerArgs
 

@@ -12,10 +12,10 @@ import pytest
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import CPU, ArchTraits, arch_by_name
 from sglang.srt.hardware.products import PRODUCTS
-from sglang.srt.kernels import cost_model
-from sglang.srt.kernels.cost_model import DEFAULT, GroupedProduct, blocks_per_sm, estimate, used_blocks
-from sglang.srt.kernels.rates import RATES, rates_of
 from sglang.srt.kernels.spec import TileRecord
+from sglang.tuning import cost_model
+from sglang.tuning.cost_model import DEFAULT, GroupedProduct, blocks_per_sm, estimate, used_blocks
+from sglang.tuning.rates import RATES, rates_of
 
 SM120, H200 = arch_by_name("rtx-pro-6000-server"), arch_by_name("h200")
 PRODUCT = GroupedProduct(128, 8, 768, 2048, 2, 2.0, 2.0, 2.0)

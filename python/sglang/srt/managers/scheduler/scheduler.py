@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang.srt.managers.batch_builder import TableWriter, build_decode, build_extend
-from sglang.srt.managers.io_struct import (
+from sglang.srt.managers.scheduler.batch_builder import TableWriter, build_decode, build_extend
+from sglang.srt.managers.scheduler.output import StopChecker, output_message, rejected_token
+from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch, ScheduleBatch
+from sglang.srt.managers.scheduler.schedule_policy import POLICIES, NewTokenRatio, PrefillBudget, match
+from sglang.srt.managers.scheduler.scheduler_stats import StatsLogger
+from sglang.srt.managers.wire.io_struct import (
     AbortReq,
     BatchTokenIDOut,
     FinishReason,
     TokenizedGenerateReq,
 )
-from sglang.srt.managers.output import StopChecker, output_message, rejected_token
-from sglang.srt.managers.schedule_batch import Req, RunningBatch, ScheduleBatch
-from sglang.srt.managers.schedule_policy import POLICIES, NewTokenRatio, PrefillBudget, match
-from sglang.srt.managers.scheduler_stats import StatsLogger
 from sglang.srt.mem_cache.allocator import TokenAllocator
 from sglang.srt.mem_cache.radix_cache import Node, RadixCache
 from sglang.srt.sampling.sampling_params import NO_TOKEN

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from multiprocessing.connection import Connection
 
-from sglang.srt.managers import ipc
-from sglang.srt.managers.io_struct import (
+from sglang.srt.managers.wire import ipc
+from sglang.srt.managers.wire.io_struct import (
     BatchStrOut,
     BatchTokenIDOut,
     DecodeOptions,

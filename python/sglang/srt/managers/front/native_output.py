@@ -6,10 +6,10 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from sglang.srt.managers.generate_request import GenerateOutput, GenerateRequest, extend_logprobs
-from sglang.srt.managers.generation_stream import GenerationStream
-from sglang.srt.managers.io_struct import FinishReason, OutputLogprobs, TokenMeta
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, extend_logprobs
+from sglang.srt.managers.front.generation_stream import GenerationStream
+from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.wire.io_struct import FinishReason, OutputLogprobs, TokenMeta
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 WEIGHT_VERSION = "default"

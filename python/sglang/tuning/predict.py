@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang.srt.hardware.arch import ArchTraits
-from sglang.srt.kernels.cost_model import DEFAULT, Constants, estimate
 from sglang.srt.kernels.ledger_file import tile_key
 from sglang.srt.kernels.spec import TileRecord
 from sglang.srt.layers.moe.fused_moe_triton.config_format import TilePair
-from sglang.srt.layers.moe.fused_moe_triton.search_space import KINDS, MoeShape, grouped_product
 from sglang.srt.layers.moe.fused_moe_triton.tiles import Tile
+from sglang.tuning.cost_model import DEFAULT, Constants, estimate
+from sglang.tuning.search_space import KINDS, MoeShape, grouped_product
 
 Kept = Sequence[tuple[Tile, TileRecord]]
 """Tiles that fit, with what they cost."""

@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from sglang.srt.environ import envs
-from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.wire.io_struct import AbortReq
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler.schedule_batch import Req
+    from sglang.srt.managers.scheduler.scheduler import Scheduler
 
 CHECK_INTERVAL_S = 0.1
 SERVICE_UNAVAILABLE = 503

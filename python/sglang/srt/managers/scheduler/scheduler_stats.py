@@ -6,11 +6,11 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from sglang.srt.managers.io_struct import SchedulerStats
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.scheduler.schedule_batch import Req
+from sglang.srt.managers.wire.io_struct import SchedulerStats
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 

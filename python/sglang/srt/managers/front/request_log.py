@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReq, TokenMeta
+from sglang.srt.managers.wire.io_struct import FinishReason, TokenizedGenerateReq, TokenMeta
 from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)

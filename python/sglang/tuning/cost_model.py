@@ -22,8 +22,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from sglang.srt.hardware.arch import ArchTraits
-from sglang.srt.kernels.rates import Rates, rates_of
 from sglang.srt.kernels.spec import Tile, TileRecord
+from sglang.tuning.rates import Rates, rates_of
 
 REGISTERS_PER_SM = 65536
 REGISTER_UNIT = 256

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang.srt.managers.schedule_batch import Req, RunningBatch, ScheduleBatch
+from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch, ScheduleBatch
 from sglang.srt.mem_cache.req_pool import ReqToTokenPool
 from sglang.srt.model_executor.step import (
     ExtendInput,
@@ -17,7 +17,7 @@ from sglang.srt.model_executor.step import (
 )
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler.scheduler import Scheduler
 
 
 class TableWriter:

@@ -56,7 +56,7 @@ class Rates:
         words = instruction.split()
         kind = next((_OPERANDS[word] for word in words if word in _OPERANDS), None)
         if kind is None or kind not in self.matrix:
-            raise UserError(f"no rate is known for the matrix instruction {instruction!r}; add it to kernels/rates.py")
+            raise UserError(f"no rate is known for the matrix instruction {instruction!r}; add it to tuning/rates.py")
         return self.matrix[kind] * (1.0 if words[0] == "wgmma" else self.mma_sync_share)
 
 
@@ -84,5 +84,5 @@ def rates_of(arch: ArchTraits) -> Rates:
     """Raises UserError for a product that is not listed."""
     if arch.product is None or arch.product not in RATES:
         known = ", ".join(RATES)
-        raise UserError(f"no rates are known for {arch.product or arch.name}; known: {known} (kernels/rates.py)")
+        raise UserError(f"no rates are known for {arch.product or arch.name}; known: {known} (tuning/rates.py)")
     return RATES[arch.product]

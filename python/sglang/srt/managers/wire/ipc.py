@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from sglang.srt.errors import UserError
-from sglang.srt.managers.io_struct import DetokenizerOutput, SchedulerInput, SchedulerOutput
+from sglang.srt.managers.wire.io_struct import DetokenizerOutput, SchedulerInput, SchedulerOutput
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang.srt.managers.io_struct import FinishReason, OutputLogprobs, TokenizedGenerateReq
+from sglang.srt.managers.wire.io_struct import FinishReason, OutputLogprobs, TokenizedGenerateReq
 from sglang.srt.mem_cache.radix_cache import Node
 from sglang.srt.model_executor.step import StepInput, StepResult
 from sglang.srt.sampling.logprobs import HostLogprobs
@@ -22,7 +22,7 @@ from sglang.srt.sampling.sampling_params import NO_TOKEN
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.grammar import Grammar
-    from sglang.srt.managers.output import TextStop
+    from sglang.srt.managers.scheduler.output import TextStop
 
 
 class Req:

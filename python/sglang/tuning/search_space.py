@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits
-from sglang.srt.kernels.cost_model import GroupedProduct
 from sglang.srt.kernels.spec import TileRecord
 from sglang.srt.layers.moe.fused_moe_triton.capacity import CostOf, ProductTile
 from sglang.srt.layers.moe.fused_moe_triton.tiles import Tile, tile
+from sglang.tuning.cost_model import GroupedProduct
 
 KINDS = ("gate_up", "down")
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 8192)
