@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.layers.native_ops import load_cache
 from sglang.srt.layers.radix_attention import RadixAttention
 
 if TYPE_CHECKING:
@@ -99,15 +100,8 @@ def attend(
 
 def _gather(pool: KVPool, layer: RadixAttention, loc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys [..., Hkv, D] and values [..., Hkv, Dv] of the cache slots `loc` [...], scaled back if the cache is fp8."""
-    keys = _load(pool.k(layer.layer_id), loc, pool.k_scale(layer.layer_id))
-    return keys, _load(pool.v(layer.layer_id), loc, pool.v_scale(layer.layer_id))
-
-
-def _load(cache: torch.Tensor, loc: torch.Tensor, scale: float) -> torch.Tensor:
-    quantized = cache.element_size() == 1  # of which not every device can gather more than the bytes
-    rows = (cache.view(torch.uint8) if quantized else cache).flatten(1)
-    found = rows.index_select(0, loc.flatten()).view(*loc.shape, *cache.shape[1:])
-    return found.view(cache.dtype).float() * scale if quantized else found
+    keys = load_cache(pool.k(layer.layer_id), loc, pool.k_scale(layer.layer_id))
+    return keys, load_cache(pool.v(layer.layer_id), loc, pool.v_scale(layer.layer_id))
 
 
 def _visible(query_positions: torch.Tensor, key_positions: torch.Tensor, window: int) -> torch.Tensor:
