@@ -186,7 +186,7 @@ def check_outputs(
 def run_rank(args: ServerArgs, bench: BenchArgs, rank: int, rendezvous: str | None) -> None:
     """Everything that one tensor-parallel rank does. Raises UserError."""
     configure_logging(args.log_level, f"TP{rank}" if args.tp_size > 1 else "")
-    from sglang.srt.managers.scheduler_setup import create_runner
+    from sglang.srt.managers.scheduler.scheduler_setup import create_runner
     from sglang.srt.mem_cache.allocator import TokenAllocator
 
     runner = create_runner(args, rank, rendezvous)

@@ -13,7 +13,7 @@ from sglang import bench_one_batch
 from sglang.bench.direct import DirectBatch
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.errors import UserError
-from sglang.srt.managers.scheduler_setup import create_runner
+from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.mem_cache.allocator import TokenAllocator
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs

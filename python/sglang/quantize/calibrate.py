@@ -20,7 +20,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.layers.moe.expert_weights import SILU, Activation, ExpertWeights
 from sglang.srt.layers.native_ops import gated
-from sglang.srt.managers.scheduler_setup import create_plan
+from sglang.srt.managers.scheduler.scheduler_setup import create_plan
 from sglang.srt.mem_cache.allocator import TokenAllocator
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.models.causal_lm import CausalLM

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from sglang.srt.managers.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
-from sglang.srt.managers.output import StopChecker
-from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler.output import StopChecker
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.wire.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
 from sglang.srt.mem_cache.req_pool import ReqToTokenPool
 from sglang.srt.model_executor.step import StepInput
 from sglang.srt.sampling.sampling_params import NO_TOKEN, SamplingParams

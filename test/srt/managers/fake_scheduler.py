@@ -13,8 +13,8 @@ import time
 from multiprocessing.connection import Connection
 
 from sglang.srt.errors import UserError
-from sglang.srt.managers import ipc
-from sglang.srt.managers.io_struct import (
+from sglang.srt.managers.wire import ipc
+from sglang.srt.managers.wire.io_struct import (
     AbortReq,
     BatchTokenIDOut,
     ControlReply,

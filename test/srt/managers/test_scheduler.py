@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang.srt.managers.io_struct import AbortReq
-from sglang.srt.managers.leader import EndReq
-from sglang.srt.managers.output import StopChecker
-from sglang.srt.managers.schedule_policy import POLICIES
+from sglang.srt.managers.scheduler.leader import EndReq
+from sglang.srt.managers.scheduler.output import StopChecker
+from sglang.srt.managers.scheduler.schedule_policy import POLICIES
+from sglang.srt.managers.wire.io_struct import AbortReq
 from srt.managers.fake_runner import (
     EOS,
     VOCAB,

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.managers.output import StopChecker
-from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.scheduler_setup import create_runner
+from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.managers.scheduler.output import StopChecker
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.model_executor import extend_graph_runner
 from sglang.srt.model_executor.extend_graph_runner import MAX_PROMPTS, ExtendGraphRunner
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.step import StepInput
 from sglang.srt.plan.defaults import mixed_decode_sizes
 from sglang.srt.server_args import ServerArgs

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sglang.srt.layers.sampler import Sampler
-from sglang.srt.managers.io_struct import OutputLogprobs
+from sglang.srt.managers.wire.io_struct import OutputLogprobs
 from sglang.srt.sampling import logprobs
 from sglang.srt.sampling.logprobs import HostLogprobs, LogprobRequest, add_unpredicted_input, prompt_logprobs
 from sglang.srt.sampling.sampling_params import SamplingParams

@@ -20,7 +20,7 @@ from sglang.srt.entrypoints.http_openapi import describe_api
 from sglang.srt.entrypoints.http_state import ServerState
 from sglang.srt.entrypoints.http_stream import ClientDisconnected
 from sglang.srt.entrypoints.openai import routes as openai_routes
-from sglang.srt.managers.generate_request import RequestError
+from sglang.srt.managers.front.generate_request import RequestError
 from sglang.version import __version__
 
 _STATUS_CLIENT_CLOSED = 499

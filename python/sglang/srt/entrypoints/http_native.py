@@ -19,9 +19,9 @@ from sglang.srt.entrypoints.http_state import engine_of, state_of
 from sglang.srt.entrypoints.http_stream import EventStream, until_disconnect
 from sglang.srt.entrypoints.openai.protocol import Int
 from sglang.srt.entrypoints.unsupported_fields import NATIVE, PROFILE
-from sglang.srt.managers.generate_request import GenerateRequest
-from sglang.srt.managers.native_output import WEIGHT_VERSION, native_results, native_stream
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.front.generate_request import GenerateRequest
+from sglang.srt.managers.front.native_output import WEIGHT_VERSION, native_results, native_stream
+from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.version import __version__
 
 router = APIRouter(tags=["native"])

@@ -8,7 +8,7 @@ from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate, read_template_file
 from sglang.srt.entrypoints.openai.serving import OpenAIService
 from sglang.srt.entrypoints.output_formats import model_formats
-from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
+from sglang.srt.managers.front.tokenizer_manager import ServerStatus, TokenizerManager
 from sglang.srt.server_args import ServerArgs
 
 

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from sglang.srt.entrypoints.http_errors import ApiError, sse_error
-from sglang.srt.managers.generate_request import RequestError
+from sglang.srt.managers.front.generate_request import RequestError
 
 logger = logging.getLogger(__name__)
 

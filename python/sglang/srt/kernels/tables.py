@@ -282,7 +282,7 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     ),
     "gelu_and_mul": _missing("gelu(gate) * up"),
     "qk_norm_rope_store": _elementwise("qk_norm_rope_store", "rope_store", lacks("whole_norm"), only_equal_head_dims),
-    "latent_norm_rope_store": _elementwise("latent_norm_rope_store", "latent_store"),
+    "latent_norm_rope_store": _elementwise("latent_norm_rope_store", "latent_store", only_latent),
     "latent_absorb": (
         KernelSpec("cublas", f"{_NATIVE}:latent_absorb", CP_ASYNC),
         KernelSpec("torch_native", f"{_NATIVE}:latent_absorb"),

@@ -176,8 +176,8 @@ def latent_prompt_attention(
     cache_scale: float = 1.0,
     tile: None = None,
 ) -> None:
-    """Fill the rows of out [T, H, v] from start_loc[0] on: causal attention of q [T, H, nope + rot] over keys and values
-    that are made of the cached prefixes' latents and of the new tokens' entries [T, rank + rot].
+    """Fill the rows of out [T, H, v] from start_loc[0] on: causal attention of q [T, H, nope + rot] over keys and
+    values that are made of the cached prefixes' latents and of the new tokens' entries [T, rank + rot].
 
     w_uk [H, nope, rank], w_uv [H, rank, v]; start_loc [B + 1]; cache [slots, 1, rank + rot], real value = stored value
     * cache_scale; chunks: of the prefixes. Waits for the device.

@@ -2,7 +2,7 @@
 
 A graph holds everything from the request slots to the logits: reading the last sampled tokens, the positions, the table
 update, attention metadata that lives on the device, and the model. A replay therefore needs one small copy and one
-launch, and what the attention backend refreshes on the host (`layers/attention/base_attn_backend.py`). Batches between
+launch, and what the attention backend refreshes on the host (`layers/forward_batch.py`). Batches between
 two sizes are padded with rows that own request slot 0 and cache slot 0.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.model_executor.graph_capture import StaticOutput, capture
 from sglang.srt.model_executor.static_pack import StaticPack
 from sglang.srt.model_executor.step import StepInput

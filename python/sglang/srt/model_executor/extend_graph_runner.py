@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.layers.forward_batch import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.graph_capture import StaticOutput, capture
 from sglang.srt.model_executor.static_pack import StaticPack
 from sglang.srt.model_executor.step import ExtendLayout, StepInput
@@ -95,7 +95,6 @@ class ExtendGraphRunner:
             kv_pool=self.runner.kv_pool,
             attn_backend=backend,
             decodes=decodes,
-            extend_seq_lens=i["extend_lens"],
             extend_prefix_lens=i["prefix_lens"],
             extend_start_loc=i["start_loc"],
             extend_seq_lens_cpu=[size],

@@ -10,6 +10,7 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.kernels.coverage import check_launches
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
+from sglang.srt.layers.forward_batch import ForwardBatch, ForwardMode
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.mem_cache.memory_pool import KVPool
@@ -17,7 +18,6 @@ from sglang.srt.mem_cache.req_pool import ReqToTokenPool
 from sglang.srt.model_executor import host_pack
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.step import (
     ExtendInput,
     LogprobSpec,
@@ -169,7 +169,6 @@ class ModelRunner:
             kv_pool=self.kv_pool,
             attn_backend=self.attn_backend,
             decodes=decodes,
-            extend_seq_lens=extend_lens,
             extend_prefix_lens=prefix_lens,
             extend_start_loc=start_loc,
             extend_seq_lens_cpu=extend.extend_lens.tolist(),

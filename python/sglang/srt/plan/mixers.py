@@ -134,7 +134,7 @@ class MLA:
     def needs(self, serving: Serving) -> Iterator[Need]:
         latent, heads = (self.latent_dim, self.kv_lora_rank), (self.num_heads // serving.tp_size, 1)
         traits = ["mla", "sparse"] if self.sparse else ["mla"]
-        yield serving.need("latent_norm_rope_store", latent, heads=heads, rotary_dim=self.rope_dim)
+        yield serving.need("latent_norm_rope_store", latent, ["mla"], heads, self.rope_dim)
         if self.indexer is not None:
             yield from self.indexer.needs(serving)
         if not self.sparse:

@@ -19,7 +19,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from sglang.srt.managers.io_struct import OutputLogprobs, TokenLogprob
+from sglang.srt.managers.wire.io_struct import OutputLogprobs, TokenLogprob
 from sglang.srt.sampling.penalties import to_device
 
 Entry = TypeVar("Entry")

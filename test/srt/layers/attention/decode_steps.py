@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVPool
 from sglang.srt.mem_cache.req_pool import ReqToTokenPool
 from sglang.srt.model_executor import host_pack
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.step import StepInput
 from sglang.srt.plan.kv_spec import KVSpec

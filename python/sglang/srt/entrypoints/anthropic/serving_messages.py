@@ -17,8 +17,8 @@ from sglang.srt.entrypoints.openai.chat_call import chat_call, rendered_prompt
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.openai.serving import OpenAIService, collect, stream_events
 from sglang.srt.function_call.events import collect as collect_events
-from sglang.srt.managers.generate_request import GenerateOutput
-from sglang.srt.managers.io_struct import TokenMeta
+from sglang.srt.managers.front.generate_request import GenerateOutput
+from sglang.srt.managers.wire.io_struct import TokenMeta
 
 
 async def messages(service: OpenAIService, body: MessagesRequest, request: Request) -> Response:

@@ -8,8 +8,8 @@ from sglang.srt.entrypoints.openai.chat_output import ChatFormats
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.sampling import sampling_dict
 from sglang.srt.entrypoints.openai.serving import OpenAIService
-from sglang.srt.managers.generate_request import GenerateRequest
-from sglang.srt.managers.tokenizer_manager import LONG_TEXT
+from sglang.srt.managers.front.generate_request import GenerateRequest
+from sglang.srt.managers.front.tokenizer_manager import LONG_TEXT
 
 PROMPT_END_TOKENS = 32
 """Tokens of a prompt that are looked at for the beginning of thoughts."""

@@ -16,9 +16,9 @@ from sglang.srt.entrypoints.http_stream import DONE, EventStream, until_disconne
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.entrypoints.openai.protocol import SamplingFields
 from sglang.srt.function_call.model_formats import ModelFormats
-from sglang.srt.managers.generate_request import GenerateOutput, GenerateRequest
-from sglang.srt.managers.generation_stream import GenerationStream
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
+from sglang.srt.managers.front.generation_stream import GenerationStream
+from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 

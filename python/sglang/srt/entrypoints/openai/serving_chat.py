@@ -23,9 +23,9 @@ from sglang.srt.entrypoints.openai.serving import (
 from sglang.srt.entrypoints.openai.usage import UsageCounter
 from sglang.srt.function_call.events import ArgumentsDelta, CallStart, Event, ReasoningDelta, TextDelta
 from sglang.srt.function_call.events import collect as collect_events
-from sglang.srt.managers.generate_request import GenerateOutput
-from sglang.srt.managers.io_struct import OutputLogprobs
-from sglang.srt.managers.native_output import WEIGHT_VERSION
+from sglang.srt.managers.front.generate_request import GenerateOutput
+from sglang.srt.managers.front.native_output import WEIGHT_VERSION
+from sglang.srt.managers.wire.io_struct import OutputLogprobs
 
 
 async def chat_completions(service: OpenAIService, body: ChatCompletionRequest, request: Request) -> Response:

@@ -228,7 +228,8 @@ def latent_prompt_attention(
 
 
 def _expanded(latent: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Fill the first nope dims of k [C, H, nope + rot] with latent [C, rank] times W_UK; latent times W_UV: [C, H, v]."""
+    """Fill the first nope dims of k [C, H, nope + rot] with latent [C, rank] times W_UK, and return latent times W_UV,
+    [C, H, v]."""
     heads, nope, _ = w_uk.shape
     rows = latent.expand(heads, *latent.shape)
     torch.bmm(rows, w_uk.transpose(1, 2), out=k[..., :nope].transpose(0, 1))

@@ -1,0 +1,154 @@
+"""Turn chosen requests into the host arrays of one step, with cache slots allocated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch, ScheduleBatch
+from sglang.srt.mem_cache.req_pool import ReqToTokenPool
+from sglang.srt.model_executor.step import (
+    ExtendInput,
+    LogprobSpec,
+    PromptLogprobs,
+    StepInput,
+    TableUpdate,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler.scheduler import Scheduler
+
+
+class TableWriter:
+    """Writes rows of the host table at once and remembers what the device table still lacks."""
+
+    def __init__(self, pool: ReqToTokenPool) -> None:
+        self.pool = pool
+        self._index: list[np.ndarray] = []
+        self._value: list[np.ndarray] = []
+
+    def write(self, slot: int, start: int, locs: np.ndarray) -> None:
+        if not len(locs):
+            return
+        self.pool.host[slot, start : start + len(locs)] = locs
+        first = slot * self.pool.context_len + start
+        self._index.append(np.arange(first, first + len(locs), dtype=np.int64))
+        self._value.append(locs)
+
+    def take(self) -> TableUpdate | None:
+        """What the next step must write on the device. Later writes of one entry win."""
+        if not self._index:
+            return None
+        index, value = np.concatenate(self._index), np.concatenate(self._value)
+        self._index, self._value = [], []
+        # An indexed write on the device has no order among equal indices: keep the last of each.
+        unique, last = np.unique(index[::-1], return_index=True)
+        return TableUpdate(unique, value[::-1][last].astype(np.int32))
+
+
+def _alloc(scheduler: Scheduler, old_lens: np.ndarray, new_lens: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    page = scheduler.plan.page_size
+    pages = (-(-new_lens // page) - -(-old_lens // page)).sum()
+    scheduler.ensure_free(int(pages) * page)
+    last = scheduler.req_pool.host[slots, np.maximum(old_lens - 1, 0)]
+    locs = scheduler.allocator.alloc(old_lens, new_lens, last)
+    assert locs is not None, "the scheduler promised cache slots that are not there"
+    return locs
+
+
+def _logprob_spec(reqs: list[Req]) -> LogprobSpec | None:
+    if not any(r.return_logprob for r in reqs):
+        return None
+    return LogprobSpec(
+        wanted=[r.return_logprob for r in reqs],
+        top_nums=[r.top_logprobs_num if r.return_logprob else 0 for r in reqs],
+        token_ids=[r.token_ids_logprob if r.return_logprob else None for r in reqs],
+    )
+
+
+def _vocab_mask(reqs: list[Req], vocab_size: int) -> np.ndarray | None:
+    if not any(r.grammar is not None for r in reqs):
+        return None
+    mask = np.full((len(reqs), -(-vocab_size // 32)), -1, np.int32)
+    for row, req in zip(mask, reqs, strict=True):
+        if req.grammar is not None:
+            req.grammar.fill_mask(row)
+    return mask
+
+
+def build_decode(scheduler: Scheduler, running: RunningBatch) -> ScheduleBatch:
+    """Every running request brings its last token."""
+    new_lens = running.seq_lens + 1
+    locs = _alloc(scheduler, running.seq_lens, new_lens, running.slots)
+    scheduler.req_pool.host[running.slots, running.seq_lens] = locs  # the step itself writes the device table
+    reqs = list(running.reqs)
+    step = StepInput(
+        slots=running.slots,
+        seq_lens=new_lens,
+        out_cache_loc=locs,
+        table_update=scheduler.table.take(),
+        vocab_mask=_vocab_mask(reqs, scheduler.plan.model.vocab_size),
+        logprobs=_logprob_spec(reqs),
+    )
+    return ScheduleBatch(step, reqs)
+
+
+def build_extend(scheduler: Scheduler, chosen: list[tuple[Req, int]], mixed: list[Req]) -> ScheduleBatch:
+    """`chosen` requests compute that many further tokens each; `mixed` ones decode in the same step."""
+    reqs, count = mixed + [r for r, _ in chosen], len(mixed)
+    prefix = np.fromiter((r.kv_len for r in reqs), np.int32, len(reqs))
+    lens = np.array([1] * count + [n for _, n in chosen], np.int32)
+    slots = np.fromiter((r.slot for r in reqs), np.int64, len(reqs))
+    locs = _alloc(scheduler, prefix, prefix + lens, slots)
+    scheduler.req_pool.host[slots[:count], prefix[:count]] = locs[:count]  # the step itself writes the device table
+    ids: list[int] = []
+    offset = count
+    for (req, n), start in zip(chosen, prefix[count:].tolist(), strict=True):
+        ids += req.tokens[start : start + n]
+        scheduler.table.write(req.slot, start, locs[offset : offset + n])
+        offset += n
+        req.kv_len = start + n
+    done = [i for i, r in enumerate(reqs) if i < count or r.kv_len == len(r.tokens)]
+    sampled = [reqs[i] for i in done]
+    for req in sampled[count:]:
+        req.planned_len = len(req.tokens) + 1
+    extend = ExtendInput(np.array(ids, np.int64), prefix[count:], lens[count:], np.array(done, np.int64), count)
+    step = StepInput(
+        slots=slots,
+        seq_lens=prefix + lens,
+        out_cache_loc=locs,
+        extend=extend,
+        table_update=scheduler.table.take(),
+        vocab_mask=_vocab_mask(sampled, scheduler.plan.model.vocab_size),
+        logprobs=_logprob_spec(sampled),
+    )
+    batch = ScheduleBatch(step, sampled)
+    extend.prompt_logprobs = _ask_prompt_logprobs(batch, chosen, extend)
+    return batch
+
+
+def _ask_prompt_logprobs(
+    batch: ScheduleBatch, chosen: list[tuple[Req, int]], extend: ExtendInput
+) -> PromptLogprobs | None:
+    """Row p of a prompt predicts token p + 1: the rows of this step whose target is wanted and not collected yet."""
+    starts = extend.num_decodes + np.cumsum(extend.extend_lens) - extend.extend_lens
+    rows, targets = [], []
+    for (req, n), begin, row0 in zip(chosen, extend.prefix_lens.tolist(), starts.tolist(), strict=True):
+        if not req.wants_prompt_logprobs:
+            continue
+        first = max(begin + 1, req.logprob_start, req.prompt_logprobs_done, 1)
+        last = min(begin + n, req.prompt_len - 1)
+        if first > last:
+            continue
+        rows.append(np.arange(first - 1 - begin, last - begin) + row0)
+        targets += req.tokens[first : last + 1]
+        batch.prompt_logprob_spans.append((req, first, last + 1))
+        req.prompt_logprobs_done = last + 1
+    if not rows:
+        return None
+    spec = _logprob_spec([req for req, _, _ in batch.prompt_logprob_spans])
+    assert spec is not None
+    counts = [end - first for _, first, end in batch.prompt_logprob_spans]
+    of_request = np.repeat(np.arange(len(counts)), counts)
+    return PromptLogprobs(spec, np.concatenate(rows).astype(np.int64), np.array(targets, np.int64), of_request)
