@@ -25,7 +25,7 @@ from sglang.srt.function_call.events import ArgumentsDelta, CallStart, Event, Re
 from sglang.srt.function_call.events import collect as collect_events
 from sglang.srt.managers.front.generate_request import GenerateOutput
 from sglang.srt.managers.front.native_output import WEIGHT_VERSION
-from sglang.srt.managers.wire.io_struct import OutputLogprobs
+from sglang.srt.sampling.output_logprobs import OutputLogprobs
 
 
 async def chat_completions(service: OpenAIService, body: ChatCompletionRequest, request: Request) -> Response:
