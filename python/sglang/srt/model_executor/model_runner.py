@@ -1,4 +1,4 @@
-"""Runs steps on one rank's device: owns the weights, the KV pool, the request tables and the graphs."""
+"""Runs steps on one rank's device: owns the weights, the cache pools, the request tables and the graphs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from sglang.srt.kernels.coverage import check_launches
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.layers.triton_ops import pdl
-from sglang.srt.mem_cache.memory_pool import KVPool
-from sglang.srt.mem_cache.req_pool import ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.model_executor import host_pack
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, TokenSlots
 from sglang.srt.model_executor.step import (
     ExtendInput,
     LogprobSpec,
@@ -45,12 +44,12 @@ class ModelRunner:
         if envs.SGLANG_CHECK_LAUNCHES and plan.device == "cuda":
             check_launches(plan.arch)
         self.model = load_model(plan, load_format, seed)
-        # One page more than the plan counts: page 0 is the padding page.
-        num_slots = plan.max_total_num_tokens + plan.page_size
-        self.kv_pool = KVPool(plan.kv, num_slots, plan.device)
-        for layer_id, (k_scale, v_scale) in enumerate(self.model.kv_scales()):
-            self.kv_pool.set_scales(layer_id, k_scale, v_scale)
-        self.req_pool = ReqToTokenPool(plan.max_running_requests, plan.context_len, plan.device)
+        self.pools = CachePools(plan.caches, plan.pool_sizes, plan.device)
+        self.pools.bind(self.model.caches)
+        rows = (len(self.pools.tables), plan.max_running_requests + 1, plan.context_len)
+        self.req_to_token = torch.zeros(rows, dtype=torch.int32, device=plan.device)
+        """[tables, max_reqs + 1, context_len]: the cache slot of each position of each request slot, one table for each
+        lifetime of caches (`plan.caches.row_tables`). Row 0 is padding and stays zero, which is the padding slot."""
         self.sampling_table = SamplingTable(plan.max_running_requests + 1, plan.model.vocab_size, plan.device)
         self.sampler = Sampler(use_triton=plan.device == "cuda")
         self.next_token = torch.zeros(plan.max_running_requests + 1, dtype=torch.int64, device=plan.device)
@@ -81,7 +80,7 @@ class ModelRunner:
         """Launch one step: forward, sample, and the copy of the sampled tokens to the host."""
         if step.table_update is not None:
             index, value = host_pack.send((step.table_update.index, step.table_update.value), self.device)
-            self.req_pool.device_table.view(-1)[index] = value
+            self.req_to_token.view(-1)[index] = value
         if step.extend is not None:
             return self._run_extend(step)
         if self.graphs is not None and self.graphs.fits(len(step.slots)):
@@ -105,7 +104,7 @@ class ModelRunner:
     ) -> ForwardBatch:
         """A DECODE batch from device tensors only, so that it can be captured; enters the new slots in the table."""
         positions = seq_lens.to(torch.int64) - 1
-        self.req_pool.device_table[slots, positions] = out_cache_loc.to(torch.int32)
+        self.req_to_token[0][slots, positions] = out_cache_loc.to(torch.int32)
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             batch_size=len(slots),
@@ -113,12 +112,13 @@ class ModelRunner:
             positions=positions,
             req_pool_indices=slots,
             seq_lens=seq_lens,
-            out_cache_loc=out_cache_loc,
-            req_to_token=self.req_pool.device_table,
-            kv_pool=self.kv_pool,
+            token_slots=self.token_slots(out_cache_loc),
             attn_backend=self.attn_backend,
             num_valid_tokens=num_valid_tokens,
         )
+
+    def token_slots(self, out_cache_loc: torch.Tensor) -> tuple[TokenSlots, ...]:
+        return (TokenSlots(self.req_to_token[0], out_cache_loc),)
 
     def _run_extend(self, step: StepInput) -> StepResult:
         extend = step.extend
@@ -164,9 +164,7 @@ class ModelRunner:
             positions=pos,
             req_pool_indices=slots,
             seq_lens=seq_lens,
-            out_cache_loc=loc,
-            req_to_token=self.req_pool.device_table,
-            kv_pool=self.kv_pool,
+            token_slots=self.token_slots(loc),
             attn_backend=self.attn_backend,
             decodes=decodes,
             extend_seq_lens=extend_lens,

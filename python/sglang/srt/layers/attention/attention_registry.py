@@ -10,7 +10,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 if TYPE_CHECKING:
     import torch
 
-    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.layers.attention.call_site import Attention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.plan.plan import Plan
 
@@ -72,11 +72,11 @@ class HybridAttnBackend:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: RadixAttention,
+        layer: Attention,
         batch: ForwardBatch,
         out: torch.Tensor,
     ) -> None:
         self.extend.forward_extend(q, k, v, layer, batch, out)
 
-    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
+    def forward_decode(self, q: torch.Tensor, layer: Attention, batch: ForwardBatch, out: torch.Tensor) -> None:
         self.decode.forward_decode(q, layer, batch, out)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.layers.attention.call_site import Attention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
@@ -54,12 +54,12 @@ class AttentionBackend(Protocol):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: RadixAttention,
+        layer: Attention,
         batch: ForwardBatch,
         out: torch.Tensor,
     ) -> None:
         """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] of the new tokens (already stored) -> the rows of out
         [T, Hq, Dv] from extend_start_loc[0] on; the rows before it belong to requests that decode."""
 
-    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
+    def forward_decode(self, q: torch.Tensor, layer: Attention, batch: ForwardBatch, out: torch.Tensor) -> None:
         """q [B, Hq, D] -> out [B, Hq, Dv]."""
