@@ -77,15 +77,15 @@ def test_padding_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.
         )  # fmt: skip
         runner = create_runner(args)
         if in_graphs:
-            runner.attn_backend = DeviceLengths(runner.plan, "cpu")
+            runner.state.attn_backend = DeviceLengths(runner.plan, "cpu")
             with torch.inference_mode():
-                graphs = runner.extend_graphs = ExtendGraphRunner(runner, (16, 32, 80), (0, 4, 20))
+                graphs = runner.extend_graphs = ExtendGraphRunner(runner.state, (16, 32, 80), (0, 4, 20))
             original = graphs.replay
 
-            def replay(step: StepInput, layout: Any, original: Any = original) -> Any:
+            def replay(step: StepInput, original: Any = original) -> Any:
                 assert step.extend is not None
-                replays.append((step.extend.num_decodes, len(step.extend.extend_lens), len(layout.positions)))
-                return original(step, layout)
+                replays.append((step.extend.num_decodes, len(step.extend.extend_lens), len(step.out_cache_loc)))
+                return original(step)
 
             monkeypatch.setattr(graphs, "replay", replay)
         scheduler = Scheduler(args, runner, StopChecker(None))
