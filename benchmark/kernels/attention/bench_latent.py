@@ -113,40 +113,28 @@ def prompt_table() -> None:
             torch.manual_seed(0)
             absorbed, expanded = prompt_calls(heads, new, prefix)
             first, second = (time_calls([call], least=1) for call in (absorbed, expanded))
-            print(
-                f"{heads:3} heads, {new} over {prefix} | {first * 1e6:9.1f} | {second * 1e6:9.1f} | {first / second:.2f}",
-                flush=True,
-            )
+            times = f"{first * 1e6:9.1f} | {second * 1e6:9.1f} | {first / second:.2f}"
+            print(f"{heads:3} heads, {new} over {prefix} | {times}", flush=True)
+
+
+def around_calls(heads: int, batch: int) -> dict[str, Callable[[], object]]:
+    w_uk, w_uv = randn(heads, NOPE, RANK), randn(heads, RANK, V_DIM)
+    q, queries, latents = randn(batch, heads, NOPE + ROT), randn(batch, heads, DIM), randn(batch, DIM)
+    cache, weight, values = randn(4096, 1, DIM), randn(RANK), randn(batch, heads, V_DIM)
+    cos_sin, loc = torch.rand((4096, ROT), device="cuda"), torch.arange(batch, device="cuda")
+    return {
+        "store": lambda: latent_norm_rope_store(q, latents, queries, loc, cos_sin, weight, 1e-6, cache, loc, 1.0, True),
+        "W_UK": lambda: latent_absorb(q[..., :NOPE], w_uk, queries[..., :RANK]),
+        "W_UV": lambda: latent_absorb(queries[..., :RANK], w_uv, values),
+    }
 
 
 def around_table() -> None:
     print("\naround decoding | us")
     for heads in (8, 16, 128):
         for batch in (1, 16, 64):
-            w_uk, w_uv = randn(heads, NOPE, RANK), randn(heads, RANK, V_DIM)
-            q, queries, latents = randn(batch, heads, NOPE + ROT), randn(batch, heads, DIM), randn(batch, DIM)
-            cache, weight = randn(4096, 1, DIM), randn(RANK)
-            cos_sin = torch.rand((4096, ROT), device="cuda")
-            loc = torch.arange(batch, device="cuda")
-            values = randn(batch, heads, V_DIM)
-            calls = {
-                "store": lambda: latent_norm_rope_store(
-                    q,
-                    latents,
-                    queries,
-                    loc,
-                    cos_sin,
-                    weight,
-                    1e-6,
-                    cache,
-                    loc,
-                    1.0,
-                    True,  # noqa: B023
-                ),
-                "W_UK": lambda: latent_absorb(q[..., :NOPE], w_uk, queries[..., :RANK]),  # noqa: B023
-                "W_UV": lambda: latent_absorb(queries[..., :RANK], w_uv, values),  # noqa: B023
-            }
-            cells = " | ".join(f"{name} {time_calls([call]) * 1e6:.1f}" for name, call in calls.items())
+            calls = around_calls(heads, batch).items()
+            cells = " | ".join(f"{name} {time_calls([call]) * 1e6:.1f}" for name, call in calls)
             print(f"{heads:3} heads, batch {batch:2} | {cells}", flush=True)
 
 
