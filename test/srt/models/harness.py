@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,11 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.mem_cache.memory_pool import KVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_loader.loader import load_model
-from sglang.srt.plan.kv_spec import KVSpec, kv_cache_dtype
+from sglang.srt.plan.kv_spec import kv_cache_dtype
+from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.model_description import ModelDescription, describe_model
+from sglang.srt.plan.plan import kv_spec
+from sglang.srt.plan.weights import rank_weight_bytes
 from sglang.srt.server_args import ServerArgs
 
 if TYPE_CHECKING:
@@ -104,6 +109,15 @@ class NativePlan:
     def dtype(self) -> str:
         return self.model.dtype
 
+    @functools.cached_property
+    def description(self) -> ModelDescription:
+        description = describe_model(self.model.hf_config, self.model.quantization, self.fuse_shared_experts)
+        description.require_served()
+        return description
+
+    def weight_bytes(self, tp_size: int = 1) -> int:
+        return rank_weight_bytes(self.description, self.dtype, tp_size)
+
     def entry(self, op: str) -> Callable[..., Any]:
         return native_ops.quantized_linear if op.startswith("linear/") else getattr(native_ops, op)
 
@@ -123,11 +137,7 @@ class TinyRunner:
 
     def __init__(self, plan: NativePlan, load_format: str = "auto", tp_size: int = 1, seed: int = 0) -> None:
         self.model = load_model(plan, load_format)
-        config = plan.model
-        kv = KVSpec(
-            config.num_layers, max(config.num_kv_heads // tp_size, 1), config.head_dim, config.head_dim,
-            plan.kv_cache_dtype,
-        )  # fmt: skip
+        kv = kv_spec(plan.description, Serving(plan.dtype, plan.kv_cache_dtype, tp_size=tp_size))
         self.pool = KVPool(kv, 1024, "cpu")
         for layer_id, scales in enumerate(self.model.kv_scales()):
             self.pool.set_scales(layer_id, *scales)
@@ -167,11 +177,16 @@ class TinyRunner:
             seq_lens_cpu=seq_lens,
         )
 
+    def batch_of_prompts(self, new: dict[int, list[int]]) -> ForwardBatch:
+        """Ready for the model."""
+        batch = self._batch(ForwardMode.EXTEND, new)
+        self.backend.init_forward_metadata(batch)
+        return batch
+
     @torch.inference_mode()
     def extend(self, new: dict[int, list[int]]) -> list[torch.Tensor]:
         """New tokens of each request slot -> logits [n, V] of each."""
-        batch = self._batch(ForwardMode.EXTEND, new)
-        self.backend.init_forward_metadata(batch)
+        batch = self.batch_of_prompts(new)
         logits = self.model.logits(self.model(batch))
         return list(logits.split([len(tokens) for tokens in new.values()]))
 

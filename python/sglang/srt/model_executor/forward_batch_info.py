@@ -24,6 +24,14 @@ class ForwardMode(Enum):
         return self is ForwardMode.DECODE
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingRows:
+    """Inputs that are no tokens: rows [N, H] in place of the embeddings of the tokens `index` [N] of T."""
+
+    index: torch.Tensor
+    rows: torch.Tensor
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """B requests with T new tokens in total; device tensors unless the name ends in `_cpu`.
@@ -35,7 +43,7 @@ class ForwardBatch:
     forward_mode: ForwardMode
     batch_size: int
     input_ids: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64, or [sections, T] where the frequencies of rotary embeddings have sections
     req_pool_indices: torch.Tensor  # [B] int64, row of req_to_token
     seq_lens: torch.Tensor  # [B] int32, length including the new tokens
     out_cache_loc: torch.Tensor  # [T] int64, cache slot of each new token
@@ -46,6 +54,8 @@ class ForwardBatch:
 
     num_valid_tokens: torch.Tensor | None = None
     """[1] int32: tokens from here on are padding, which experts need not compute. None: all are valid."""
+
+    embedding_rows: EmbeddingRows | None = None
 
     decodes: ForwardBatch | None = None
     """EXTEND only: the requests that decode in this step, as a DECODE batch. Their tokens are the first of T; B and the

@@ -17,11 +17,6 @@ from srt.layers.attention.reference import Problem
 
 
 @dataclass
-class FakeModel:
-    num_heads: int
-
-
-@dataclass
 class FakeArch:
     num_sms: int = 8
 
@@ -30,7 +25,7 @@ class FakeArch:
 class FakePlan:
     """The part of Plan that backends read."""
 
-    model: FakeModel
+    num_heads: int
     kv: KVSpec
     max_running_requests: int = 2
     tp_size: int = 1
@@ -66,7 +61,7 @@ class FakePool:
 def plan_of(p: Problem, **kwargs: Any) -> FakePlan:
     dtype = next(name for name, dtype in STORAGE_DTYPES.items() if dtype == p.k_cache.dtype)
     kv = KVSpec(1, p.num_kv_heads, p.head_dim, p.v_head_dim, dtype)
-    return FakePlan(FakeModel(p.num_heads), kv, page_size=p.page_size, device=p.device, **kwargs)
+    return FakePlan(p.num_heads, kv, page_size=p.page_size, device=p.device, **kwargs)
 
 
 def layer_of(p: Problem, **kwargs: Any) -> RadixAttention:

@@ -17,7 +17,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.step import StepInput
 from sglang.srt.plan.kv_spec import KVSpec
-from srt.layers.attention.backend_harness import FakeModel, FakePlan
+from srt.layers.attention.backend_harness import FakePlan
 from srt.layers.attention.reference import attend
 
 VOCAB = 97
@@ -55,7 +55,7 @@ class DecodeSteps:
         num_heads, num_kv_heads = heads
         kv = KVSpec(1, num_kv_heads, 64, 64, "bfloat16")
         self.plan = FakePlan(
-            FakeModel(num_heads), kv, max_running_requests=len(lens), page_size=page_size, context_len=CONTEXT,
+            num_heads, kv, max_running_requests=len(lens), page_size=page_size, context_len=CONTEXT,
             device=device,
         )  # fmt: skip
         self.device, self.page_size = device, page_size

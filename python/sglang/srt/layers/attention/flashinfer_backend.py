@@ -57,7 +57,7 @@ class FlashInferAttnBackend:
     def __init__(self, plan: Plan, device: torch.device | str) -> None:
         self._page_size = plan.page_size
         self._head_dim = plan.kv.head_dim
-        num_heads, num_kv_heads = plan.model.num_heads // plan.tp_size, plan.kv.num_kv_heads
+        num_heads, num_kv_heads = plan.num_heads, plan.kv.num_kv_heads
         self._shape = (num_heads, num_kv_heads, plan.kv.head_dim, plan.page_size)
         self._dtypes = {"q_data_type": getattr(torch, plan.dtype), "kv_data_type": storage_dtype(plan.kv.dtype)}
         self._max_pages_each = -(-plan.context_len // plan.page_size)

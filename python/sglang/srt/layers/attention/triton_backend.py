@@ -24,7 +24,7 @@ class TritonAttnBackend:
         self._extend = plan.ladder("extend_attention")
         self._decode = plan.ladder("decode_attention")
         self._decode_tile = self._decode.tile
-        self._num_heads = plan.model.num_heads // plan.tp_size
+        self._num_heads = plan.num_heads
         self._num_kv_heads = plan.kv.num_kv_heads
         self._v_head_dim = plan.kv.v_head_dim
         self._num_sms = plan.arch.num_sms
