@@ -11,9 +11,9 @@ import torch
 
 from sglang.srt.errors import UserError
 from sglang.srt.kernels.spec import Need
+from sglang.srt.layers.forward_batch import EmbeddingRows
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.parameter import Scope
-from sglang.srt.model_executor.forward_batch_info import EmbeddingRows
 from sglang.srt.models import causal_lm
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.layer_spec import Serving, Weights

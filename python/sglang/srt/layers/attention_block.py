@@ -15,7 +15,7 @@ from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.weight_names import PartKey
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.layers.forward_batch import ForwardBatch
 
 
 def kv_head_range(num_kv_heads: int, tp_rank: int, tp_size: int) -> slice:

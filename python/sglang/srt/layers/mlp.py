@@ -15,7 +15,7 @@ from sglang.srt.layers.parameter import Scope
 from sglang.srt.plan.feed_forward import Dense
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.layers.forward_batch import ForwardBatch
 
 
 class GatedMLP:

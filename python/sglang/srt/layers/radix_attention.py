@@ -1,35 +1,17 @@
-"""The attention call site of a model layer: shape facts only; the backend that runs it comes with the batch."""
+"""The attention call site of a model layer; the backend that computes it comes with the batch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import torch
 
-if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.layers.attention.attention_layer import AttentionLayer
+from sglang.srt.layers.forward_batch import ForwardBatch
 
 
-@dataclass(slots=True)
-class RadixAttention:
-    """Attention of one layer over the paged cache. Head counts are those of this rank."""
+class RadixAttention(AttentionLayer):
+    """An attention layer that models call."""
 
-    layer_id: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    v_head_dim: int = 0
-    """0: the same as head_dim."""
-    sliding_window: int = 0
-    """Each query sees itself and the `sliding_window - 1` tokens before it; 0: all."""
-    logit_cap: float = 0.0
-    sinks: torch.Tensor | None = None
-    """[num_heads] fp32: an extra logit a head that takes part in the softmax and has no value."""
-
-    def __post_init__(self) -> None:
-        self.v_head_dim = self.v_head_dim or self.head_dim
+    __slots__ = ()
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], stored already -> [T, Hq * Dv]."""

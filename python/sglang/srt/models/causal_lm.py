@@ -26,7 +26,7 @@ from sglang.srt.plan.layer_spec import LayerSpec, Sum
 from sglang.srt.plan.mixers import GQA
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.layers.forward_batch import ForwardBatch
     from sglang.srt.plan.plan import Plan
 
 Block = Callable[[torch.Tensor, "ForwardBatch"], torch.Tensor]

@@ -9,9 +9,9 @@ import torch
 
 from sglang.srt.kernels.launch import TileLadder
 from sglang.srt.kernels.tiles import attention_tiles
+from sglang.srt.layers.forward_batch import ForwardBatch, ForwardMode
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.plan.kv_spec import KVSpec
 from srt.layers.attention.reference import Problem
 
@@ -92,6 +92,6 @@ def batch_of(p: Problem, mode: ForwardMode, backend: Any) -> ForwardBatch:
     )  # type: ignore[arg-type]  # fmt: skip
     batch.seq_lens_cpu = [a + b for a, b in zip(p.prefix_lens, p.new_lens, strict=True)]
     if mode is ForwardMode.EXTEND:
-        batch.extend_seq_lens, batch.extend_prefix_lens, batch.extend_start_loc = new, p.prefix, p.start_loc
+        batch.extend_prefix_lens, batch.extend_start_loc = p.prefix, p.start_loc
         batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu = p.new_lens, p.prefix_lens
     return batch

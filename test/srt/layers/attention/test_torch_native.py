@@ -11,10 +11,10 @@ import torch
 
 from sglang.srt.layers.attention import torch_native_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.forward_batch import ForwardBatch, ForwardMode
 from sglang.srt.layers.native_ops import store_cache
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVPool
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.plan.kv_spec import KVSpec
 
 LAYER = RadixAttention(layer_id=1, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.4)

@@ -11,8 +11,8 @@ from sglang.srt.layers.attention.triton_ops.extend_attention import extend_atten
 
 if TYPE_CHECKING:
     from sglang.srt.kernels.spec import Tile
-    from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.layers.attention.attention_layer import AttentionLayer
+    from sglang.srt.layers.forward_batch import ForwardBatch
     from sglang.srt.plan.plan import Plan
 
 
@@ -65,7 +65,7 @@ class TritonAttnBackend:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         batch: ForwardBatch,
         out: torch.Tensor,
     ) -> None:
@@ -95,11 +95,11 @@ class TritonAttnBackend:
             )
         )
 
-    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
+    def forward_decode(self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
         self._decode.run(lambda tile: self._launch_decode(tile, q, out, layer, batch))
 
     def _launch_decode(
-        self, tile: Tile, q: torch.Tensor, out: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
+        self, tile: Tile, q: torch.Tensor, out: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
     ) -> None:
         if tile is not self._decode_tile:  # the launch stepped down: the work is cut by the tile
             self._decode_tile = tile

@@ -19,7 +19,7 @@ from sglang.srt.layers.quantization.experts import Experts, ExpertSizes
 from sglang.srt.plan.feed_forward import Dense, MoE, Shared
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.layers.forward_batch import ForwardBatch
 
 
 class MoELayer:

@@ -13,7 +13,7 @@ from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import PartKey
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.layers.forward_batch import ForwardBatch
 
 
 class TopK:
