@@ -82,7 +82,7 @@ def test_modules_that_are_left_alone_stay_in_16_bits(tmp_path: Path) -> None:
     runner = TinyRunner(plan_for(tmp_path / "quantized"))
     torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
     layers = runner.model.layers
-    assert not any(isinstance(layer.attention.qkv.apply, QuantizedLinear) for layer in layers)
+    assert not any(isinstance(layer.mixer.qkv.apply, QuantizedLinear) for layer in layers)
     assert [isinstance(layer.ffn.down.apply, QuantizedLinear) for layer in layers] == [True, False, True]
 
 
