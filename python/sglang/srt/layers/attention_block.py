@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.errors import UserError
+from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_of
 from sglang.srt.layers.parameter import Init, Part, Scope
-from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.weight_names import PartKey
 
@@ -37,7 +37,6 @@ class GQAttention:
         dim, hidden_size = spec.head_dim, site.model.hidden_size
         heads = shard_of(spec.num_heads, scope.tp_rank, scope.tp_size, "number of attention heads")
         kv_heads = kv_head_range(spec.num_kv_heads, scope.tp_rank, scope.tp_size)
-        self.layer_id = site.layer_id
         self.num_heads = heads.stop - heads.start
         self.num_kv_heads = kv_heads.stop - kv_heads.start
         self.head_dim = dim
@@ -53,11 +52,13 @@ class GQAttention:
             self.q_norm = scope.sub("q_norm").param("weight", (dim,), init=Init.ONES)
             self.k_norm = scope.sub("k_norm").param("weight", (dim,), init=Init.ONES)
         self.k_scale = self.v_scale = None
+        self.cache = scope.cache(site.layer_id, "kv")
         if scope.plan.kv_cache_dtype.startswith("fp8"):
             self.k_scale, self.v_scale = _cache_scale(scope, "k_scale"), _cache_scale(scope, "v_scale")
+            scope.finish.append(self._take_cache_scales)
         self.norm_rope_store = scope.plan.entry("qk_norm_rope_store")
-        self.attention = RadixAttention(
-            site.layer_id,
+        self.attention = Attention(
+            self.cache,
             self.num_heads,
             self.num_kv_heads,
             dim,
@@ -67,7 +68,7 @@ class GQAttention:
         )
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        pool = batch.kv_pool
+        cache = self.cache
         positions, cos_sin = self.rotary.at(batch.positions)
         q, k, v = self.norm_rope_store(
             self.qkv(x),
@@ -79,19 +80,19 @@ class GQAttention:
             self.num_heads,
             self.num_kv_heads,
             self.head_dim,
-            pool.k(self.layer_id),
-            pool.v(self.layer_id),
-            batch.out_cache_loc,
-            pool.k_scale(self.layer_id),
-            pool.v_scale(self.layer_id),
+            cache.k,
+            cache.v,
+            batch.slots_of(cache).out_cache_loc,
+            cache.k_scale,
+            cache.v_scale,
         )
         return self.o(self.attention(q, k, v, batch))
 
-    def kv_scales(self) -> tuple[float, float]:
+    def _take_cache_scales(self) -> None:
         """What keys and values are divided by in an fp8 cache; 1 where the checkpoint does not say.
 
         Raises UserError for a scale that cannot be one."""
-        return _value(self.k_scale), _value(self.v_scale)
+        self.cache.k_scale, self.cache.v_scale = _value(self.k_scale), _value(self.v_scale)
 
 
 def _cache_scale(scope: Scope, leaf: str) -> torch.Tensor:

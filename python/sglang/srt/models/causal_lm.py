@@ -27,6 +27,7 @@ from sglang.srt.plan.mixers import GQA
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
+    from sglang.srt.mem_cache.memory_pool import CacheStore
     from sglang.srt.plan.plan import Plan
 
 Block = Callable[[torch.Tensor, "ForwardBatch"], torch.Tensor]
@@ -74,7 +75,7 @@ def _block(scope: Scope, spec: object, site: Site) -> Any:
 
 
 class CausalLM:
-    """Allocates its parameters when constructed; the loader fills `params`.
+    """Allocates its parameters when constructed; the loader fills `params`, the runner's pools `caches`.
 
     `model(batch)` -> hidden states [T, H] after the final norm; `model.logits(hidden [R, H])` -> [R, V] fp32. Both run
     under torch.inference_mode of the caller and are safe to capture in a CUDA graph.
@@ -97,6 +98,7 @@ class CausalLM:
         self.weights = model.names
         self.params: dict[str, Param] = scope.params
         self.finish = scope.finish
+        self.caches: list[CacheStore] = scope.caches
         self.redundant = redundant_endings(quantization)
         self.embed = VocabParallelEmbedding(scope.sub("embed"), model.vocab_size, model.hidden_size)
         rotary = RotaryTables(plan.context_len, scope.device)
@@ -123,10 +125,6 @@ class CausalLM:
         if batch.embedding_rows is not None:
             embedded[batch.embedding_rows.index] = batch.embedding_rows.rows
         return embedded
-
-    def kv_scales(self) -> list[tuple[float, float]]:
-        """For each layer what keys and values are divided by in a quantized cache. Waits for the device."""
-        return [layer.mixer.kv_scales() for layer in self.layers]
 
     def ignored_weight(self, name: str) -> bool:
         """Whether a checkpoint tensor holds nothing that we need."""

@@ -51,11 +51,6 @@ class ModelDescription:
         return next((layer.ffn for layer in self.layers if isinstance(layer.ffn, MoE)), None)
 
     @property
-    def num_heads(self) -> int:
-        """The most attention heads that a layer has."""
-        return max(layer.mixer.num_heads for layer in self.layers)
-
-    @property
     def expert_quant(self) -> ModuleQuant | None:
         """The scheme of the routed experts; None: 16 bits. Raises UserError where there are several."""
         found = {
