@@ -77,10 +77,12 @@ class ExtendGraphRunner:
             )
             state.attn_backend.init_forward_metadata_capture(decodes)
             is_decode = self._rows[:num_decodes] < i["num_decodes"]
-            first = torch.where(is_decode, decodes.input_ids, ids[:num_decodes])
-            ids = torch.cat((first, ids[num_decodes:]))
+            ids = _front(is_decode, decodes.input_ids, ids)
         batch = state.extend_batch(i, ids, decodes, [size], [1])  # a replay may have cached prefixes
         batch.num_valid_tokens = i["num_tokens"]
+        if decodes is not None and state.drafter is not None:
+            batch.positions = _front(is_decode, decodes.positions, batch.positions)
+            batch.out_cache_loc = _front(is_decode, decodes.out_cache_loc, batch.out_cache_loc)
         state.attn_backend.init_forward_metadata(batch)
         hidden = state.model(batch)
         self.hidden.keep(hidden)
@@ -108,6 +110,12 @@ class ExtendGraphRunner:
         self.inputs.load(**arrays, num_tokens=np.array([num_tokens], np.int32), num_decodes=np.array([count], np.int64))
         self.graphs[size, num_decodes].replay()
         return self.hidden.rows(num_tokens), self.logits.rows(len(extend.sample_rows))
+
+
+def _front(is_decode: torch.Tensor, of_decodes: torch.Tensor, of_tokens: torch.Tensor) -> torch.Tensor:
+    """[T] with the decoding requests' entries [D] in front, where there are so many."""
+    count = len(of_decodes)
+    return torch.cat((torch.where(is_decode, of_decodes, of_tokens[:count]), of_tokens[count:]))
 
 
 def _at_least(ascending: tuple[int, ...], number: int) -> int:

@@ -33,14 +33,18 @@ class ExtendInput:
 
 @dataclass(slots=True)
 class StepInput:
-    """B requests; T new tokens. DECODE when `extend` is None (then T == B)."""
+    """B requests; T new tokens. DECODE when `extend` is None (then T == B).
+
+    Where the device has a drafter, lengths of decoding requests are upper bounds: it knows better. Their new cache
+    slots come with `table_update` then, and `out_cache_loc` has no entries of theirs."""
 
     slots: np.ndarray  # [B] int64, request slots
     seq_lens: np.ndarray  # [B] int32, lengths including the new tokens
     out_cache_loc: np.ndarray  # [T] int32
     extend: ExtendInput | None = None
     table_update: TableUpdate | None = None
-    vocab_mask: np.ndarray | None = None  # [R, ceil(V / 32)] int32, allowed tokens of the sampled rows
+    widths: np.ndarray | None = None
+    """[B] int32, 1 to k: tokens that each request brings to verify, the last sampled one included."""
     logprobs: LogprobRequest | None = None  # of the sampled rows
 
     @property
@@ -83,14 +87,36 @@ def extend_arrays(step: StepInput) -> dict[str, np.ndarray]:
 
 
 @dataclass(slots=True)
+class LaunchedForward:
+    """A step whose R rows of logits are on their way, and whose tokens are not sampled yet. Valid until the next step."""
+
+    step: StepInput
+    logits: torch.Tensor  # [R, V] fp32
+    slots: torch.Tensor  # [R] int64, of each row on the device, and
+    host_slots: np.ndarray  # on the host
+    positions: torch.Tensor  # [R] int32 or int64, length of the sequence before the new token
+    widths: torch.Tensor | None = None  # [B] int32, of a step that verifies: R = B k
+    prompt_logprobs: LogprobResult | None = None
+
+
+@dataclass(slots=True)
 class StepResult:
     """What a step sends back to the host; nothing here may be read before `wait`."""
 
-    next_token_ids: torch.Tensor  # [R] int64, host memory
+    next_token_ids: torch.Tensor  # [R, k] int64, host memory
     ready: torch.cuda.Event | None
+    counts: torch.Tensor | None = None
+    """[R] int32, host memory: how many tokens of each request stand. None: one of each."""
     logprobs: LogprobResult | None = None
     prompt_logprobs: LogprobResult | None = None
 
     def wait(self) -> None:
         if self.ready is not None:
             self.ready.synchronize()
+
+    def tokens(self) -> list[list[int]]:
+        """The tokens that each request got, once the step is over."""
+        rows: list[list[int]] = self.next_token_ids.tolist()
+        if self.counts is None:
+            return rows
+        return [row[:count] for row, count in zip(rows, self.counts.tolist(), strict=True)]
