@@ -59,7 +59,7 @@ class DirectBatch:
             results.append(self._prefill_step(goals, max_tokens))
         for finished, result in results:
             self._wait(result)
-            for i, token in zip(finished, result.next_token_ids.tolist(), strict=True):
+            for i, token in zip(finished, result.next_token_ids[:, 0].tolist(), strict=True):
                 tokens[i] = token
         return tokens
 
@@ -100,7 +100,7 @@ class DirectBatch:
         self.lens = self.lens + 1
         result = self.runner.run(StepInput(slots=self.slots, seq_lens=self.lens, out_cache_loc=locs))
         self._wait(result)
-        tokens: list[int] = result.next_token_ids.tolist()
+        tokens: list[int] = result.next_token_ids[:, 0].tolist()
         return tokens
 
     def _wait(self, result: StepResult) -> None:

@@ -50,6 +50,8 @@ class ModelRunner:
         self.sampling_table = SamplingTable(plan.max_running_requests + 1, plan.model.vocab_size, plan.device)
         self.sampler = Sampler(use_triton=plan.device == "cuda")
         attn_backend = create_attention_backend(plan)
+        self._plans_on_host = not plan.choices["extend_attention"].spec.graph_prefill
+        """With lengths that only the device knows where there is a drafter: then its steps wait for each other."""
         self.state = DeviceState(self.model, self.kv_pool, self.req_pool, attn_backend, plan.device, drafter)
         self.sampler.warm_up(self.sampling_table, self.state.next_tokens[:, 0])
         self.graphs: CudaGraphRunner | None = None
@@ -57,7 +59,8 @@ class ModelRunner:
         self.verify_graphs: VerifyGraphRunner | None = None
         if plan.cuda_graph_bs:
             with torch.inference_mode():
-                self.graphs = CudaGraphRunner(self.state, plan.cuda_graph_bs)
+                if drafter is None:
+                    self.graphs = CudaGraphRunner(self.state, plan.cuda_graph_bs)
                 if plan.cuda_graph_prefill_tokens:
                     decodes = mixed_decode_sizes(plan.cuda_graph_bs)
                     self.extend_graphs = ExtendGraphRunner(self.state, plan.cuda_graph_prefill_tokens, decodes)
@@ -66,6 +69,11 @@ class ModelRunner:
             logger.info("Captured CUDA graphs for batch sizes %s", list(plan.cuda_graph_bs))
         if plan.device == "cuda":
             self._warm_up_extend()
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that a request may get from a step."""
+        return self.state.tokens_per_step
 
     def _warm_up_extend(self) -> None:
         """Compile what prefill needs, with and without a cached prefix, on the padding slots."""
@@ -129,12 +137,10 @@ class ModelRunner:
             sent = send(self.device, slots=step.slots, widths=host_widths)
             slots, widths = sent["slots"], sent["widths"]
             batch = self.state.verify_batch(slots, widths)
-            if not self.plan.choices["extend_attention"].spec.graph_prefill:  # it plans with lengths on the host
+            if self._plans_on_host:
                 assert batch.extend_prefix_lens is not None
-                batch.extend_prefix_lens_cpu, batch.seq_lens_cpu = (
-                    batch.extend_prefix_lens.tolist(),
-                    batch.seq_lens.tolist(),
-                )
+                batch.extend_prefix_lens_cpu = batch.extend_prefix_lens.tolist()
+                batch.seq_lens_cpu = batch.seq_lens.tolist()
             self.state.attn_backend.init_forward_metadata(batch)
             logits, positions = self.model.logits(self.model(batch)), batch.positions
         # Rows of padding are sampled as the padding slot is: greedily, without penalties.
@@ -150,7 +156,8 @@ class ModelRunner:
         count, ids, decodes = extend.num_decodes, sent["input_ids"], None
         if count:
             decodes = self.state.decode_batch(sent["decode_slots"], sent["decode_lens"], sent["decode_loc"])
-            decodes.seq_lens_cpu = step.seq_lens[:count].tolist()
+            known = self.state.drafter is None or not self._plans_on_host
+            decodes.seq_lens_cpu = step.seq_lens[:count].tolist() if known else decodes.seq_lens.tolist()
             self.state.attn_backend.init_forward_metadata(decodes)
             ids = torch.cat((decodes.input_ids, ids))
         lens, prefix_lens = extend.extend_lens.tolist(), extend.prefix_lens.tolist()

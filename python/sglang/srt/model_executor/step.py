@@ -88,7 +88,7 @@ def extend_arrays(step: StepInput) -> dict[str, np.ndarray]:
 
 @dataclass(slots=True)
 class LaunchedForward:
-    """A step whose R rows of logits are on their way, and whose tokens are not sampled yet. Valid until the next step."""
+    """A step whose R rows of logits are on their way and whose tokens are not sampled yet; valid until the next one."""
 
     step: StepInput
     logits: torch.Tensor  # [R, V] fp32
@@ -113,10 +113,3 @@ class StepResult:
     def wait(self) -> None:
         if self.ready is not None:
             self.ready.synchronize()
-
-    def tokens(self) -> list[list[int]]:
-        """The tokens that each request got, once the step is over."""
-        rows: list[list[int]] = self.next_token_ids.tolist()
-        if self.counts is None:
-            return rows
-        return [row[:count] for row, count in zip(rows, self.counts.tolist(), strict=True)]

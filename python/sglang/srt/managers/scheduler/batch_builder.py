@@ -66,12 +66,12 @@ def _logprobs(reqs: list[Req]) -> LogprobRequest | None:
     )
 
 
-def _vocab_mask(reqs: list[Req], vocab_size: int) -> np.ndarray | None:
-    if not any(r.grammar is not None for r in reqs):
-        return None
-    mask = np.full((len(reqs), -(-vocab_size // 32)), -1, np.int32)
-    for row, req in zip(mask, reqs, strict=True):
-        if req.grammar is not None:
+def vocab_mask(batch: ScheduleBatch, width: int, vocab_size: int) -> np.ndarray:
+    """[R * width, ceil(vocab / 32)] int32, the tokens that each row may sample. Only the first row of a request follows
+    on tokens that are known: requests with a grammar bring no guesses."""
+    mask = np.full((len(batch.sampled) * width, -(-vocab_size // 32)), -1, np.int32)
+    for row, req in zip(mask[::width], batch.sampled, strict=True):
+        if req.grammar is not None and req.finish is None:
             req.grammar.fill_mask(row)
     return mask
 
@@ -87,7 +87,6 @@ def build_decode(scheduler: Scheduler, running: RunningBatch) -> ScheduleBatch:
         seq_lens=new_lens,
         out_cache_loc=locs,
         table_update=scheduler.table.take(),
-        vocab_mask=_vocab_mask(reqs, scheduler.plan.model.vocab_size),
         logprobs=_logprobs(reqs),
     )
     return ScheduleBatch(step, reqs)
@@ -119,7 +118,6 @@ def build_extend(scheduler: Scheduler, chosen: list[tuple[Req, int]], mixed: lis
         out_cache_loc=locs,
         extend=extend,
         table_update=scheduler.table.take(),
-        vocab_mask=_vocab_mask(sampled, scheduler.plan.model.vocab_size),
         logprobs=_logprobs(sampled),
     )
     batch = ScheduleBatch(step, sampled)

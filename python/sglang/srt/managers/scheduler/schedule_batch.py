@@ -2,15 +2,19 @@
 
 Lengths. `tokens` holds the prompt and the output tokens that the host has seen. `kv_len` counts the tokens whose KV has
 been launched, `planned_len` the tokens that exist once every launched step has sampled. Steps are launched before the
-previous one is read back, so `planned_len` may be one ahead of `len(tokens)`; `kv_len` never is, which is what makes it
-safe to end a request at any moment: every KV slot it owns belongs to a token that the host knows.
+previous one is read back, so `planned_len` may be ahead of `len(tokens)`.
+
+A step that verifies guesses brings k tokens of a request, of which 1 to k will stand: until it is read back both
+lengths count all k, and `slack` those that may yet fall away. So `kv_len - slack` tokens have KV that is right, as far
+as the host knows the tokens. That makes it safe to end a request at any moment.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -19,7 +23,6 @@ from sglang.srt.mem_cache.radix_cache import Node
 from sglang.srt.model_executor.step import StepInput, StepResult
 from sglang.srt.sampling.logprobs import LogprobResult
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
-from sglang.srt.sampling.sampling_params import NO_TOKEN
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.grammar import Grammar
@@ -45,6 +48,7 @@ class Req:
         self.slot = 0
         self.kv_len = 0
         self.planned_len = self.prompt_len
+        self.slack = 0
         self.num_cached = 0
         """Leading tokens whose KV belongs to the radix tree, locked through `node`."""
         self.node: Node | None = None
@@ -53,6 +57,8 @@ class Req:
         """Prompt tokens that the first admission found in the cache; reported to the client."""
         self.admitted = False
         self.num_retractions = 0
+        self.num_verify_steps = 0
+        """Steps that brought it guessed tokens to verify."""
         self.queued_time = time.monotonic()
         """When it last entered the queue; this rank's clock, as `started_time`."""
         self.started_time = 0.0
@@ -78,6 +84,19 @@ class Req:
         self.finish: FinishReason | None = None
         self.sent_len = self.prompt_len
         self.first_message = True
+
+    def launched(self, width: int) -> None:
+        """Count a step that brings `width` tokens, all but the first guessed."""
+        self.kv_len += width
+        self.planned_len += width
+        self.slack += width - 1
+
+    def verified(self, width: int, count: int) -> None:
+        """Count its result: `count` tokens stand."""
+        self.kv_len -= width - count
+        self.planned_len -= width - count
+        self.slack -= width - 1
+        self.num_verify_steps += 1
 
     @property
     def output_len(self) -> int:
@@ -142,6 +161,15 @@ class RunningBatch:
             r.planned_len += 1
 
 
+class SampledTokens(NamedTuple):
+    """Tokens that stand, request after request."""
+
+    reqs: list[Req]
+    tokens: list[int]
+    rows: Sequence[int]
+    """Of the log probabilities, and of each token among those sampled."""
+
+
 @dataclass(slots=True)
 class ScheduleBatch:
     """One step: the requests whose token it samples, in the order of the sampled rows."""
@@ -152,19 +180,33 @@ class ScheduleBatch:
     """(request, first, end) prompt positions whose log probabilities this step computes, in row order."""
     result: StepResult | None = None
 
-    def tokens(self) -> list[int]:
-        """The sampled tokens; waits for the device, then files the step's log probabilities with their requests."""
+    def read(self) -> SampledTokens:
+        """Waits for the device, files the prompts' log probabilities and settles the lengths."""
         assert self.result is not None
         self.result.wait()
-        tokens: list[int] = self.result.next_token_ids.tolist()
         if self.result.prompt_logprobs is not None:
             self._file_prompt_logprobs(self.result.prompt_logprobs)
-        if self.result.logprobs is not None:
-            for row, (req, token) in enumerate(zip(self.sampled, tokens, strict=True)):
-                wanted = req.return_logprob and req.finish is None and req.prompt_len < req.limit
-                if wanted and token != NO_TOKEN:
-                    self.result.logprobs.add_output(req.pending_logprobs, row, row, token)
-        return tokens
+        tokens = self.result.next_token_ids.numpy()
+        if self.result.counts is None:
+            return SampledTokens(self.sampled, tokens[:, 0].tolist(), range(len(tokens)))
+        assert self.step.widths is not None
+        reqs: list[Req] = []
+        accepted: list[int] = []
+        rows: list[int] = []
+        shape = zip(self.sampled, tokens.tolist(), self.step.widths.tolist(), self.result.counts.tolist(), strict=True)
+        for i, (req, row, width, count) in enumerate(shape):
+            if req.finish is None:
+                req.verified(width, count)
+            reqs += [req] * count
+            accepted += row[:count]
+            rows += range(i * len(row), i * len(row) + count)
+        return SampledTokens(reqs, accepted, rows)
+
+    def file_logprobs(self, req: Req, row: int, token: int) -> None:
+        """Of a token that its request takes."""
+        assert self.result is not None and self.result.logprobs is not None
+        request = row // self.result.next_token_ids.shape[1]
+        self.result.logprobs.add_output(req.pending_logprobs, request, row, token)
 
     def _file_prompt_logprobs(self, logprobs: LogprobResult) -> None:
         row = 0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang.srt.managers.scheduler.batch_builder import TableWriter, build_decode, build_extend
+from sglang.srt.managers.scheduler.batch_builder import TableWriter, build_decode, build_extend, vocab_mask
 from sglang.srt.managers.scheduler.output import StopChecker, output_message, rejected_token
 from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch, ScheduleBatch
 from sglang.srt.managers.scheduler.schedule_policy import POLICIES, NewTokenRatio, PrefillBudget, match
@@ -38,6 +38,10 @@ logger = logging.getLogger(__name__)
 
 MAX_QUEUED_REQUESTS = 1 << 16
 """When --max-queued-requests does not say less: no queue is unbounded."""
+
+STEPS_AHEAD = 1
+"""Steps that are launched before the oldest one is read back. One hides all work of the host; more would only delay
+the news that a request has ended, except where a step passes through several devices."""
 
 SHARED_PREFIX = 64
 """Two new requests that begin with this many equal, uncached tokens do not enter one step: the second waits a step and
@@ -63,7 +67,7 @@ class Scheduler:
         self.table = TableWriter(self.req_pool)
         self.policy = POLICIES[args.schedule_policy]
         self.ratio = NewTokenRatio(args.schedule_conservativeness)
-        self.overlap = not args.disable_overlap_schedule
+        self.steps_ahead = 0 if args.disable_overlap_schedule else STEPS_AHEAD
 
         self.waiting: deque[Req] = deque()
         self.chunked: Req | None = None
@@ -71,7 +75,8 @@ class Scheduler:
         self.compiling: dict[str, tuple[Req, PendingGrammar]] = {}
         """Requests that wait for their grammar, by id in the order of arrival, outside the queue."""
         self.running = RunningBatch()
-        self.in_flight: ScheduleBatch | None = None
+        self.in_flight: deque[ScheduleBatch] = deque()
+        """Launched and not read back, the oldest first."""
         self.reqs: dict[str, Req] = {}
         self.outbox: list[BatchTokenIDOut] = []
         self.paused = False
@@ -80,15 +85,25 @@ class Scheduler:
     # --- the step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Launch the next batch, then read back the one before it."""
-        if not self.overlap or self._next_needs_tokens():
-            self.settle()
+        """Launch the next batch, then read back those that are more than `steps_ahead` behind it."""
         batch = None if self.paused else self.pick()
         if batch is not None:
-            batch.result = self.runner.run(batch.step)
-        previous, self.in_flight = self.in_flight, batch
-        if previous is not None:
-            self.process(previous)
+            self.launch(batch)
+        ahead = 0 if batch is None else self.steps_ahead
+        while len(self.in_flight) > ahead:
+            self.process(self.in_flight.popleft())
+
+    def launch(self, batch: ScheduleBatch) -> None:
+        """A grammar's mask depends on every token before it: it is filled while the forward pass runs, and sampling
+        waits for it."""
+        forward = self.runner.forward(batch.step)
+        mask = None
+        if any(req.grammar is not None for req in batch.sampled):
+            self.settle()
+            width = 1 if batch.step.widths is None else self.runner.tokens_per_step
+            mask = vocab_mask(batch, width, self.plan.model.vocab_size)
+        batch.result = self.runner.sample(forward, mask)
+        self.in_flight.append(batch)
 
     def pick(self) -> ScheduleBatch | None:
         """Prefill goes first, with the running requests decoding in it: it turns waiting requests into running ones,
@@ -96,20 +111,15 @@ class Scheduler:
         return self.pick_prefill() or self.pick_decode()
 
     def settle(self) -> None:
-        """Read back the step in flight, so that the host knows every token."""
-        if self.in_flight is not None:
-            previous, self.in_flight = self.in_flight, None
-            self.process(previous)
-
-    def _next_needs_tokens(self) -> bool:
-        """A grammar's mask depends on every token before it."""
-        return any(r.grammar is not None for r in self.running.reqs)
+        """Read back the steps in flight, so that the host knows every token."""
+        while self.in_flight:
+            self.process(self.in_flight.popleft())
 
     @property
     def idle(self) -> bool:
         """Nothing will change until a message arrives."""
         no_work = not self.waiting and self.chunked is None and not self.running.reqs
-        return self.in_flight is None and (no_work or self.paused)
+        return not self.in_flight and (no_work or self.paused)
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
@@ -251,9 +261,9 @@ class Scheduler:
 
     def process(self, batch: ScheduleBatch) -> None:
         """Append the sampled tokens, end what has ended, and queue the messages."""
-        tokens = batch.tokens()
         report: list[Req] = []
-        for req, token in zip(batch.sampled, tokens, strict=True):
+        sampled = batch.read()
+        for req, token, row in zip(*sampled, strict=True):
             if req.finish is not None:
                 continue
             if token == NO_TOKEN:
@@ -262,8 +272,10 @@ class Scheduler:
                 continue
             if req.prompt_len < req.limit:
                 req.tokens.append(token)
+                if req.return_logprob:
+                    batch.file_logprobs(req, row, token)
                 if req.grammar is not None and not req.grammar.accept(token):
-                    self.end(req, rejected_token(req.grammar))
+                    self.end(req, rejected_token(req.grammar), report)
                     continue
                 reason = self.stop_checker.finish_reason(req)
             else:  # max_new_tokens is 0: the prompt was all that was wanted
@@ -273,8 +285,8 @@ class Scheduler:
             elif req.stream and not req.ending and (len(req.tokens) - req.sent_len) >= self.args.stream_interval:
                 report.append(req)
         if report:
-            self.outbox.append(output_message(report))
-        self.stats.processed(len(tokens))
+            self.outbox.append(output_message(report if sampled.reqs is batch.sampled else dict.fromkeys(report)))
+        self.stats.processed(len(sampled.tokens))
 
     def end(self, req: Req, reason: FinishReason, report: list[Req] | None = None, keep: bool = True) -> None:
         """End a request wherever it is; its slots go back at once. What it computed stays cached if `keep`."""
