@@ -150,8 +150,8 @@ def test_the_attention_backend_heals_itself(monkeypatch: pytest.MonkeyPatch) -> 
 
     from sglang.srt.layers.attention import triton_backend
     from sglang.srt.layers.attention.call_site import Attention
+    from sglang.srt.layers.forward_batch import TokenSlots
     from sglang.srt.mem_cache.memory_pool import CacheStore
-    from sglang.srt.model_executor.forward_batch_info import TokenSlots
 
     small_extend = {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
     big_decode = {"BLOCK_H": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3, "ctas_per_sm": 2, "waves": 4}

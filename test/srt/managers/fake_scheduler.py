@@ -20,12 +20,12 @@ from sglang.srt.managers.wire.io_struct import (
     ControlReply,
     DecodeOptions,
     FinishReason,
-    OutputLogprobs,
     SchedulerReady,
     SchedulerStats,
     TokenizedGenerateReq,
     TokenMeta,
 )
+from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.server_args import ServerArgs
 
 STEP_S = 0.001

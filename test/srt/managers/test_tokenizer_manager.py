@@ -22,13 +22,13 @@ from sglang.srt.managers.wire.io_struct import (
     ControlReply,
     ControlReq,
     FinishReason,
-    OutputLogprobs,
     SchedulerInput,
     SchedulerReady,
     SchedulerStats,
     TokenizedGenerateReq,
     TokenMeta,
 )
+from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 

@@ -13,8 +13,8 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.hardware.arch import CPU, ArchTraits
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.forward_batch import ForwardBatch, ForwardMode, TokenSlots
 from sglang.srt.mem_cache.memory_pool import CachePools
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, TokenSlots
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.plan.caches import PoolSizes, cache_groups
 from sglang.srt.plan.kv_spec import kv_cache_dtype
@@ -155,7 +155,6 @@ class TinyRunner:
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
             token_slots=(TokenSlots(self.table, torch.tensor(locs)),),
             attn_backend=self.backend,
-            extend_seq_lens=torch.tensor(extend, dtype=torch.int32),
             extend_prefix_lens=torch.tensor(prefix, dtype=torch.int32),
             extend_start_loc=torch.tensor([0, *extend], dtype=torch.int32).cumsum(0, dtype=torch.int32),
             extend_seq_lens_cpu=extend,

@@ -14,7 +14,7 @@ from sglang.srt.layers.parameter import Init, Part, PartKey, Scope
 from sglang.srt.layers.rotary_embedding import RopeSpec
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.layers.forward_batch import ForwardBatch
 
 
 @dataclass(frozen=True, slots=True)

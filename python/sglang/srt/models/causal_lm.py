@@ -23,8 +23,8 @@ from sglang.srt.models.weight_map import WeightMap
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.forward_batch import ForwardBatch
     from sglang.srt.mem_cache.memory_pool import CacheStore
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.plan.plan import Plan
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from sglang.srt.kernels.spec import Need
@@ -154,11 +154,13 @@ class MLA:
     def needs(self, serving: Serving) -> Iterator[Need]:
         latent, heads = (self.latent_dim, self.kv_lora_rank), (self.num_heads // serving.tp_size, 1)
         traits = ["mla", "sparse"] if self.sparse else ["mla"]
-        yield serving.need("latent_norm_rope_store", latent, heads=heads, rotary_dim=self.rope_dim)
+        yield serving.need("latent_norm_rope_store", latent, ["mla"], heads, self.rope_dim)
         if self.indexer is not None:
             yield from self.indexer.needs(serving)
         if not self.sparse:
-            yield serving.need("latent_prompt_attention", (self.nope_dim + self.rope_dim, self.v_dim))
+            # Over keys and values as they are made of latents: never quantized.
+            dims = (self.nope_dim + self.rope_dim, self.v_dim)
+            yield replace(serving, kv_dtype=serving.dtype).need("latent_prompt_attention", dims)
         yield Need("latent_absorb", q_dtype=serving.dtype, heads=heads)
         yield serving.need("extend_attention", latent, traits)
         yield serving.need("decode_attention", latent, traits)

@@ -10,8 +10,8 @@ import torch
 from sglang.srt.kernels.launch import TileLadder
 from sglang.srt.kernels.tiles import attention_tiles
 from sglang.srt.layers.attention.call_site import Attention
+from sglang.srt.layers.forward_batch import ForwardBatch, ForwardMode, TokenSlots
 from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES, CacheStore
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, TokenSlots
 from sglang.srt.plan.layer_spec import AttentionShape
 from srt.layers.attention.reference import Problem
 
@@ -95,6 +95,6 @@ def batch_of(p: Problem, mode: ForwardMode, backend: Any) -> ForwardBatch:
     )  # fmt: skip
     batch.seq_lens_cpu = [a + b for a, b in zip(p.prefix_lens, p.new_lens, strict=True)]
     if mode is ForwardMode.EXTEND:
-        batch.extend_seq_lens, batch.extend_prefix_lens, batch.extend_start_loc = new, p.prefix, p.start_loc
+        batch.extend_prefix_lens, batch.extend_start_loc = p.prefix, p.start_loc
         batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu = p.new_lens, p.prefix_lens
     return batch

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 
 from sglang.srt.layers.attention.call_site import Attention
+from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.mem_cache.memory_pool import CachePools, CacheStore
-from sglang.srt.model_executor import host_pack
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.device_state import DeviceState
 from sglang.srt.model_executor.step import StepInput
 from sglang.srt.plan.caches import PoolSizes, group_caches
 from sglang.srt.plan.layer_spec import key_value_cache
+from sglang.srt.utils.device_arrays import send, to_device
 from srt.layers.attention.backend_harness import FakePlan
 from srt.layers.attention.reference import attend
 
@@ -47,12 +47,7 @@ class OneLayer:
 
 
 class DecodeSteps:
-    """Requests that grow by one token a step. Pages are handed out in random order, a new one as a page fills.
-
-    Stands in for ModelRunner where graphs are captured."""
-
-    decode_batch = ModelRunner.decode_batch
-    token_slots = ModelRunner.token_slots
+    """Requests that grow by one token a step. Pages are handed out in random order, a new one as a page fills."""
 
     def __init__(self, backend: Any, lens: list[int], page_size: int, device: str, heads: tuple[int, int]) -> None:
         self.model = OneLayer(heads, DIM, device)
@@ -65,11 +60,9 @@ class DecodeSteps:
         sizes = PoolSizes(NUM_SLOTS - page_size, page_size, len(lens), CONTEXT)
         cache = self.model.cache
         CachePools(group_caches([(kv,)]), sizes, device).bind([cache])
-        # Beyond a request's end: a slot that no request owns.
-        self.req_to_token = torch.full((1, len(lens) + 1, CONTEXT), NUM_SLOTS - 1, dtype=torch.int32, device=device)
-        self.req_to_token[0, 0] = 0
-        self.next_token = torch.zeros(len(lens) + 1, dtype=torch.int64, device=device)
         self.attn_backend = backend(self.plan, device)
+        self.state = DeviceState(self.model, self.attn_backend, 1, sizes, device)  # type: ignore[arg-type]
+        self.state.req_to_token[0, 1:] = NUM_SLOTS - 1  # a slot that no request owns
         self.graphs: CudaGraphRunner | None = None
         self.random = np.random.default_rng(0)
         pages = NUM_SLOTS // page_size - 1
@@ -82,10 +75,10 @@ class DecodeSteps:
                 self._grow(i)
             ids, loc = (torch.tensor(x[i], device=device, dtype=torch.int64) for x in (self.tokens, self.locs))
             cache.k[loc], cache.v[loc] = self.model.k[ids], self.model.v[ids]
-            self.req_to_token[0, i + 1, :length] = loc.int()
+            self.state.req_to_token[0, i + 1, :length] = loc.int()
 
     def capture(self, batch_sizes: tuple[int, ...]) -> None:
-        self.graphs = CudaGraphRunner(self, batch_sizes)  # type: ignore[arg-type]
+        self.graphs = CudaGraphRunner(self.state, batch_sizes)
 
     def _grow(self, request: int) -> None:
         self.tokens[request].append(int(self.random.integers(VOCAB)))
@@ -97,13 +90,14 @@ class DecodeSteps:
         """[B, Hq * D] of the next token of each request; launched, not waited for."""
         for i in range(len(self.tokens)):
             self._grow(i)
-        (last,) = host_pack.send((np.array([0] + [ids[-1] for ids in self.tokens], np.int64),), self.device)
-        self.next_token.copy_(last)
+        last = np.array([0] + [ids[-1] for ids in self.tokens], np.int64)
+        self.state.next_token.copy_(to_device(last, self.device))
         lens = np.array([len(ids) for ids in self.tokens], np.int32)
         loc = np.array([loc[-1] for loc in self.locs], np.int32)
         if self.graphs is not None:
             return self.graphs.replay(StepInput(self.slots, lens, loc))
-        batch = self.decode_batch(*host_pack.send((self.slots, lens, loc.astype(np.int64)), self.device))
+        sent = send(self.device, slots=self.slots, lens=lens, loc=loc.astype(np.int64))
+        batch = self.state.decode_batch(sent["slots"], sent["lens"], sent["loc"])
         batch.seq_lens_cpu = lens.tolist()
         self.attn_backend.init_forward_metadata(batch)
         return self.model(batch)

@@ -13,7 +13,7 @@ from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention.attention_registry import HybridAttnBackend, create_attention_backend
 from sglang.srt.layers.attention.page_table import gather_pages
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.layers.forward_batch import ForwardMode
 from srt.layers.attention.backend_harness import batch_of, layer_of, plan_of, share_cache
 from srt.layers.attention.reference import Problem, reference_decode, reference_extend, relative_error
 

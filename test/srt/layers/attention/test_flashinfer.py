@@ -17,8 +17,8 @@ import torch
 
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.forward_batch import ForwardMode
 from sglang.srt.model_executor import cuda_graph_runner
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from srt.layers.attention.backend_harness import batch_of, layer_of, plan_of, share_cache, store_new_tokens
 from srt.layers.attention.decode_steps import DecodeSteps, reexecuting_capture
 from srt.layers.attention.reference import Problem, attend, relative_error

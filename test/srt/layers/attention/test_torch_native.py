@@ -12,9 +12,9 @@ import torch
 from sglang.srt.layers.attention import torch_native_backend
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.forward_batch import ForwardBatch, ForwardMode, TokenSlots
 from sglang.srt.layers.native_ops import store_cache
 from sglang.srt.mem_cache.memory_pool import CachePools, CacheStore
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, TokenSlots
 from sglang.srt.plan.caches import PoolSizes, group_caches
 from sglang.srt.plan.layer_spec import key_value_cache
 

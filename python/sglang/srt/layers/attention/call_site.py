@@ -1,40 +1,17 @@
-"""The attention call site of a model layer: its shape and its cache; the backend comes with the batch."""
+"""The attention call site of a model layer; the backend that computes it comes with the batch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
 import torch
 
-from sglang.srt.plan.layer_spec import AttentionShape
-
-if TYPE_CHECKING:
-    from sglang.srt.mem_cache.memory_pool import CacheStore
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.layers.attention.attention_layer import AttentionLayer
+from sglang.srt.layers.forward_batch import ForwardBatch
 
 
-@dataclass(slots=True)
-class Attention:
-    """Attention of one layer over its paged cache. Head counts are those of this rank."""
+class Attention(AttentionLayer):
+    """An attention layer that models call."""
 
-    cache: CacheStore
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    v_head_dim: int = 0
-    """0: the same as head_dim."""
-    sliding_window: int = 0
-    """Each query sees itself and the `sliding_window - 1` tokens before it; 0: all."""
-    logit_cap: float = 0.0
-    sinks: torch.Tensor | None = None
-    """[num_heads] fp32: an extra logit a head that takes part in the softmax and has no value."""
-    shape: AttentionShape = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.v_head_dim = self.v_head_dim or self.head_dim
-        self.shape = AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim)
+    __slots__ = ()
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], stored already -> [T, Hq * Dv]."""

@@ -17,8 +17,8 @@ from sglang.srt.layers.attention.page_table import Pages, gather_pages
 from sglang.srt.mem_cache.memory_pool import storage_dtype
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.attention.call_site import Attention
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.layers.attention.attention_layer import AttentionLayer
+    from sglang.srt.layers.forward_batch import ForwardBatch
     from sglang.srt.plan.plan import Plan
 
 WORKSPACE_BYTES = 256 << 20
@@ -140,17 +140,17 @@ class FlashInferAttnBackend:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: Attention,
+        layer: AttentionLayer,
         batch: ForwardBatch,
         out: torch.Tensor,
     ) -> None:
         first = 0 if batch.decodes is None else batch.decodes.batch_size
         self._run(self._prefill, q[first:], layer, out[first:])
 
-    def forward_decode(self, q: torch.Tensor, layer: Attention, batch: ForwardBatch, out: torch.Tensor) -> None:
+    def forward_decode(self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
         self._run(self._decoding, q, layer, out)
 
-    def _run(self, wrapper: PlannedWrapper, q: torch.Tensor, layer: Attention, out: torch.Tensor) -> None:
+    def _run(self, wrapper: PlannedWrapper, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         if layer.sliding_window > 0 or layer.logit_cap > 0 or layer.sinks is not None:
             raise NotImplementedError(
                 "the flashinfer backend here has no sliding window, logit cap or sinks; use --attention-backend triton"

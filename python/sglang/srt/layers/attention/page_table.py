@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, TokenSlots
+    from sglang.srt.layers.forward_batch import ForwardBatch, TokenSlots
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.layers.attention.call_site import Attention
+from sglang.srt.layers.attention.attention_layer import AttentionLayer
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch import ForwardBatch
     from sglang.srt.mem_cache.memory_pool import CacheStore
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.plan.plan import Plan
 
 _MAX_SCORES = 1 << 23
@@ -46,7 +46,7 @@ class TorchNativeAttnBackend:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: Attention,
+        layer: AttentionLayer,
         batch: ForwardBatch,
         out: torch.Tensor,
     ) -> None:
@@ -66,7 +66,7 @@ class TorchNativeAttnBackend:
                 out[rows] = attend(q[rows], keys[:seen], values[:seen], mask, layer)
             start += new
 
-    def forward_decode(self, q: torch.Tensor, layer: Attention, batch: ForwardBatch, out: torch.Tensor) -> None:
+    def forward_decode(self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
         assert batch.seq_lens_cpu is not None
         start = 0
         while start < len(q):
@@ -75,7 +75,9 @@ class TorchNativeAttnBackend:
             start = rows.stop
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, layer: Attention) -> torch.Tensor:
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, layer: AttentionLayer
+) -> torch.Tensor:
     """q [..., N, Hq, D], k [..., L, Hkv, D], v [..., L, Hkv, Dv], mask [..., N, L] bool, True where a query sees a key
     -> [..., N, Hq, Dv] in the dtype of q. Every query sees at least one key."""
     group = layer.num_heads // layer.num_kv_heads
@@ -126,7 +128,7 @@ def _group(seq_lens: list[int], start: int, num_heads: int) -> slice:
     return slice(start, stop)
 
 
-def _decode_group(q: torch.Tensor, layer: Attention, batch: ForwardBatch, rows: slice) -> torch.Tensor:
+def _decode_group(q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, rows: slice) -> torch.Tensor:
     assert batch.seq_lens_cpu is not None
     longest = max(batch.seq_lens_cpu[rows])
     lens = batch.seq_lens[rows].long()

@@ -11,8 +11,8 @@ from sglang.srt.layers.attention.triton_ops.extend_attention import extend_atten
 
 if TYPE_CHECKING:
     from sglang.srt.kernels.spec import Tile
-    from sglang.srt.layers.attention.call_site import Attention
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.layers.attention.attention_layer import AttentionLayer
+    from sglang.srt.layers.forward_batch import ForwardBatch
     from sglang.srt.plan.layer_spec import AttentionShape
     from sglang.srt.plan.plan import Plan
 
@@ -84,7 +84,7 @@ class TritonAttnBackend:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: Attention,
+        layer: AttentionLayer,
         batch: ForwardBatch,
         out: torch.Tensor,
     ) -> None:
@@ -114,12 +114,12 @@ class TritonAttnBackend:
             )
         )
 
-    def forward_decode(self, q: torch.Tensor, layer: Attention, batch: ForwardBatch, out: torch.Tensor) -> None:
+    def forward_decode(self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
         heads = self._heads[layer.shape]
         heads.decode.run(lambda tile: self._launch_decode(heads, tile, q, out, layer, batch))
 
     def _launch_decode(
-        self, heads: _Heads, tile: Tile, q: torch.Tensor, out: torch.Tensor, layer: Attention, batch: ForwardBatch
+        self, heads: _Heads, tile: Tile, q: torch.Tensor, out: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
     ) -> None:
         if tile is not heads.decode_tile:
             heads.step_down(tile, batch.seq_lens)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.managers.wire.io_struct import FinishReason, OutputLogprobs, TokenMeta
+from sglang.srt.managers.wire.io_struct import FinishReason, TokenMeta
+from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, extend_logprobs
 from sglang.srt.managers.front.generation_stream import GenerationStream
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
-from sglang.srt.managers.wire.io_struct import FinishReason, OutputLogprobs, TokenMeta
+from sglang.srt.managers.wire.io_struct import FinishReason, TokenMeta
+from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 WEIGHT_VERSION = "default"

@@ -7,24 +7,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch, ScheduleBatch
-from sglang.srt.model_executor.step import (
-    ExtendInput,
-    LogprobSpec,
-    PromptLogprobs,
-    StepInput,
-)
+from sglang.srt.model_executor.step import ExtendInput, StepInput
+from sglang.srt.sampling.logprobs import LogprobRequest
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.scheduler import Scheduler
 
 
-def _logprob_spec(reqs: list[Req]) -> LogprobSpec | None:
+def _logprobs(reqs: list[Req]) -> LogprobRequest | None:
+    """Of the token that is sampled next for each request."""
     if not any(r.return_logprob for r in reqs):
         return None
-    return LogprobSpec(
-        wanted=[r.return_logprob for r in reqs],
+    return LogprobRequest(
         top_nums=[r.top_logprobs_num if r.return_logprob else 0 for r in reqs],
-        token_ids=[r.token_ids_logprob if r.return_logprob else None for r in reqs],
+        token_ids=[r.token_ids_logprob if r.return_logprob else [] for r in reqs],
     )
 
 
@@ -49,7 +45,7 @@ def build_decode(scheduler: Scheduler, running: RunningBatch) -> ScheduleBatch:
         out_cache_loc=locs,
         table_update=scheduler.kv.take_update(),
         vocab_mask=_vocab_mask(reqs, scheduler.plan.model.vocab_size),
-        logprobs=_logprob_spec(reqs),
+        logprobs=_logprobs(reqs),
     )
     return ScheduleBatch(step, reqs)
 
@@ -77,7 +73,7 @@ def build_extend(scheduler: Scheduler, chosen: list[tuple[Req, int]], mixed: lis
         extend=extend,
         table_update=scheduler.kv.take_update(),
         vocab_mask=_vocab_mask(sampled, scheduler.plan.model.vocab_size),
-        logprobs=_logprob_spec(sampled),
+        logprobs=_logprobs(sampled),
     )
     batch = ScheduleBatch(step, sampled)
     extend.prompt_logprobs = _ask_prompt_logprobs(batch, chosen, extend)
@@ -86,7 +82,7 @@ def build_extend(scheduler: Scheduler, chosen: list[tuple[Req, int]], mixed: lis
 
 def _ask_prompt_logprobs(
     batch: ScheduleBatch, chosen: list[tuple[Req, int]], extend: ExtendInput
-) -> PromptLogprobs | None:
+) -> LogprobRequest | None:
     """Row p of a prompt predicts token p + 1: the rows of this step whose target is wanted and not collected yet."""
     starts = extend.num_decodes + np.cumsum(extend.extend_lens) - extend.extend_lens
     rows, targets = [], []
@@ -103,8 +99,9 @@ def _ask_prompt_logprobs(
         req.prompt_logprobs_done = last + 1
     if not rows:
         return None
-    spec = _logprob_spec([req for req, _, _ in batch.prompt_logprob_spans])
-    assert spec is not None
+    request = _logprobs([req for req, _, _ in batch.prompt_logprob_spans])
+    assert request is not None
     counts = [end - first for _, first, end in batch.prompt_logprob_spans]
-    of_request = np.repeat(np.arange(len(counts)), counts)
-    return PromptLogprobs(spec, np.concatenate(rows).astype(np.int64), np.array(targets, np.int64), of_request)
+    request.of_request = np.repeat(np.arange(len(counts)), counts)
+    request.rows, request.targets = np.concatenate(rows).astype(np.int64), np.array(targets, np.int64)
+    return request

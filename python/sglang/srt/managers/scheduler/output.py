@@ -14,15 +14,10 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.managers.scheduler.leader import EndReq
 from sglang.srt.managers.scheduler.schedule_batch import Req
-from sglang.srt.managers.wire.io_struct import (
-    BatchTokenIDOut,
-    DecodeOptions,
-    FinishReason,
-    OutputLogprobs,
-    TokenMeta,
-)
-from sglang.srt.utils.stop_strings import StopSearch
-from sglang.srt.utils.text_stream import SpelledStream, TextDecoder
+from sglang.srt.managers.scheduler.text_stop import TextStop
+from sglang.srt.managers.wire.io_struct import BatchTokenIDOut, DecodeOptions, FinishReason, TokenMeta
+from sglang.srt.sampling.output_logprobs import OutputLogprobs
+from sglang.srt.utils.text_stream import TextDecoder
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.grammar import Grammar
@@ -32,19 +27,6 @@ TOO_SLOW_GRAMMAR = (
     "such as rules that repeat themselves without a separator."
 )
 STUCK_GRAMMAR = "The grammar came to a point where no token of the vocabulary can follow; give it a way on."
-
-
-class TextStop:
-    """Looks for the stop strings of one request in its text as it grows."""
-
-    def __init__(self, decoder: TextDecoder, req: Req) -> None:
-        """Raises ValueError for a pattern that cannot be compiled."""
-        self._stream = SpelledStream(decoder, req.params.skip_special_tokens)
-        self._search = StopSearch(req.params.stop, req.params.stop_regex)
-
-    def push(self, token: int) -> str | None:
-        """The stop string or pattern that the text contains with this token. Raises TimeoutError."""
-        return self._search.push("".join(piece.text for piece in self._stream.push([token])))
 
 
 class StopChecker:
@@ -81,7 +63,7 @@ class StopChecker:
             return None
         try:
             if req.text_stop is None:
-                req.text_stop = TextStop(self._decoder, req)
+                req.text_stop = TextStop(self._decoder, req.params)
             matched = req.text_stop.push(req.tokens[-1])
         except ValueError as error:
             return FinishReason("abort", message=str(error), status_code=400)

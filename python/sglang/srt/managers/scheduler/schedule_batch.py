@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang.srt.managers.wire.io_struct import FinishReason, OutputLogprobs, TokenizedGenerateReq
+from sglang.srt.managers.wire.io_struct import FinishReason, TokenizedGenerateReq
 from sglang.srt.mem_cache.radix_cache import Node
 from sglang.srt.model_executor.step import StepInput, StepResult
-from sglang.srt.sampling.logprobs import HostLogprobs
+from sglang.srt.sampling.logprobs import LogprobResult
+from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.sampling.sampling_params import NO_TOKEN
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.grammar import Grammar
-    from sglang.srt.managers.scheduler.output import TextStop
+    from sglang.srt.managers.scheduler.text_stop import TextStop
 
 
 class Req:
@@ -157,17 +158,16 @@ class ScheduleBatch:
         self.result.wait()
         tokens: list[int] = self.result.next_token_ids.tolist()
         if self.result.prompt_logprobs is not None:
-            self._file_prompt_logprobs(self.result.prompt_logprobs.unpack())
+            self._file_prompt_logprobs(self.result.prompt_logprobs)
         if self.result.logprobs is not None:
-            output = self.result.logprobs.unpack()
             for row, (req, token) in enumerate(zip(self.sampled, tokens, strict=True)):
                 wanted = req.return_logprob and req.finish is None and req.prompt_len < req.limit
                 if wanted and token != NO_TOKEN:
-                    output.add_output(req.pending_logprobs, row, token)
+                    self.result.logprobs.add_output(req.pending_logprobs, row, row, token)
         return tokens
 
-    def _file_prompt_logprobs(self, host: HostLogprobs) -> None:
+    def _file_prompt_logprobs(self, logprobs: LogprobResult) -> None:
         row = 0
         for i, (req, first, end) in enumerate(self.prompt_logprob_spans):
-            host.add_input(req.pending_logprobs, i, range(row, row + end - first), req.tokens[first:end])
+            logprobs.add_input(req.pending_logprobs, i, range(row, row + end - first), req.tokens[first:end])
             row += end - first

@@ -13,10 +13,8 @@ from typing import Any
 
 import msgspec
 
+from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.sampling.sampling_params import SamplingParams
-
-TokenLogprob = tuple[float, int]
-"""(log probability, token id)."""
 
 
 class FinishReason(msgspec.Struct, omit_defaults=True):
@@ -74,17 +72,6 @@ SchedulerInput = TokenizedGenerateReq | AbortReq | ControlReq
 # --- scheduler -> detokenizer -----------------------------------------------------------------------------------------
 
 
-class OutputLogprobs(msgspec.Struct, omit_defaults=True):
-    """Log probabilities new in this message, an entry a token. Input fields come once, with the first output."""
-
-    output: list[TokenLogprob] = []
-    output_top: list[list[TokenLogprob]] = []
-    output_token_ids: list[list[TokenLogprob]] = []
-    input: list[tuple[float | None, int]] | None = None
-    input_top: list[list[TokenLogprob] | None] | None = None
-    input_token_ids: list[list[TokenLogprob] | None] | None = None
-
-
 class TokenMeta(msgspec.Struct, omit_defaults=True):
     """Counts of one request when the message was sent."""
 
@@ -95,8 +82,8 @@ class TokenMeta(msgspec.Struct, omit_defaults=True):
     """How often the request went back to the queue to free memory, or by a pause."""
     reasoning_tokens: int = 0
     """Output tokens that a reasoning parser counted as such."""
-    spec_accepted_tokens: int = 0
     spec_verify_steps: int = 0
+    """Steps that brought the request more than one token to verify."""
 
 
 class DecodeOptions(msgspec.Struct, omit_defaults=True):
