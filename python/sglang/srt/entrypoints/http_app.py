@@ -20,6 +20,7 @@ from sglang.srt.entrypoints.http_openapi import describe_api
 from sglang.srt.entrypoints.http_state import ServerState
 from sglang.srt.entrypoints.http_stream import ClientDisconnected
 from sglang.srt.entrypoints.openai import routes as openai_routes
+from sglang.srt.entrypoints.responses import routes as responses_routes
 from sglang.srt.managers.front.generate_request import RequestError
 from sglang.version import __version__
 
@@ -61,6 +62,7 @@ def create_api(state: ServerState) -> FastAPI:
     api.state.created = int(time.time())
     api.include_router(openai_routes.router)
     api.include_router(anthropic_routes.router)
+    api.include_router(responses_routes.router)
     api.include_router(http_native.router)
     api.add_exception_handler(ApiError, _on_api_error)
     api.add_exception_handler(RequestError, _on_request_error)
@@ -69,7 +71,7 @@ def create_api(state: ServerState) -> FastAPI:
         api.add_exception_handler(left, _on_disconnect)
     api.add_exception_handler(Exception, _on_bug)
 
-    describe_api(api, [*openai_routes.BODIES, *anthropic_routes.BODIES, *http_native.BODIES])
+    describe_api(api, [*openai_routes.BODIES, *anthropic_routes.BODIES, *responses_routes.BODIES, *http_native.BODIES])
     return api
 
 

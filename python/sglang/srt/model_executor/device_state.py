@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from sglang.srt.layers.forward_batch import AttentionBackend, ForwardBatch, ForwardMode
-from sglang.srt.mem_cache.memory_pool import KVPool
-from sglang.srt.mem_cache.req_pool import ReqToTokenPool
+from sglang.srt.layers.forward_batch import AttentionBackend, ForwardBatch, ForwardMode, TokenSlots
 from sglang.srt.model_executor.drafts import Drafter, accept
 from sglang.srt.models.causal_lm import CausalLM
+from sglang.srt.plan.caches import PoolSizes
 from sglang.srt.utils.device_arrays import DeviceArrays
 
 
@@ -20,11 +18,14 @@ class DeviceState:
     """Tables by request slot, and the batches of a step from tensors that lie on the device already."""
 
     model: CausalLM
-    kv_pool: KVPool
-    req_pool: ReqToTokenPool
     attn_backend: AttentionBackend
+    num_tables: int
+    sizes: PoolSizes
     device: torch.device | str
     drafter: Drafter | None = None
+    req_to_token: torch.Tensor = field(init=False)
+    """[tables, max_reqs + 1, context_len] int32, the cache slot of each position of each request slot; a table for each
+    lifetime of caches (`plan.caches.row_tables`). Row 0 is padding and stays zero, which is the padding slot."""
     next_tokens: torch.Tensor = field(init=False)
     """[max_reqs + 1, k] int64, the tokens that each request computes next: the last one sampled, then guesses."""
     lens: torch.Tensor = field(init=False)
@@ -32,14 +33,19 @@ class DeviceState:
     brings one token, and the host knows."""
 
     def __post_init__(self) -> None:
-        num_slots = self.req_pool.max_reqs + 1
-        self.next_tokens = torch.zeros((num_slots, self.tokens_per_step), dtype=torch.int64, device=self.device)
-        self.lens = torch.zeros(num_slots, dtype=torch.int32, device=self.device)
+        rows = self.sizes.max_requests + 1
+        shape = (self.num_tables, rows, self.sizes.context_len)
+        self.req_to_token = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        self.next_tokens = torch.zeros((rows, self.tokens_per_step), dtype=torch.int64, device=self.device)
+        self.lens = torch.zeros(rows, dtype=torch.int32, device=self.device)
 
     @property
     def tokens_per_step(self) -> int:
         """k, of a request that is decoded."""
         return 1 if self.drafter is None else self.drafter.num_tokens
+
+    def token_slots(self, out_cache_loc: torch.Tensor) -> tuple[TokenSlots, ...]:
+        return (TokenSlots(self.req_to_token[0], out_cache_loc),)
 
     def decode_batch(
         self,
@@ -50,7 +56,7 @@ class DeviceState:
     ) -> ForwardBatch:
         """A DECODE batch from device tensors only, so that it can be captured. Enters the new slots in the table; with
         a drafter they are there, and lengths and slots given are upper bounds."""
-        table = self.req_pool.device_table
+        table = self.req_to_token[0]
         if self.drafter is None:
             positions = seq_lens.to(torch.int64) - 1
             table[slots, positions] = out_cache_loc.to(torch.int32)
@@ -65,33 +71,39 @@ class DeviceState:
             positions=positions,
             req_pool_indices=slots,
             seq_lens=seq_lens,
-            out_cache_loc=out_cache_loc,
-            req_to_token=table,
-            kv_pool=self.kv_pool,
+            token_slots=self.token_slots(out_cache_loc),
             attn_backend=self.attn_backend,
             num_valid_tokens=num_valid_tokens,
         )
 
     def extend_batch(
         self,
-        arrays: DeviceArrays | Mapping[str, torch.Tensor],
-        input_ids: torch.Tensor,
+        arrays: DeviceArrays,
+        num_tokens: int,
         decodes: ForwardBatch | None,
         extend_lens: list[int],
         prefix_lens: list[int],
+        is_decode: torch.Tensor | None = None,
     ) -> ForwardBatch:
-        """An EXTEND batch of T `input_ids` from the other arrays of `step.extend_arrays`. The lengths on the host are
-        what a backend may plan with."""
+        """An EXTEND batch of `num_tokens` from `step.extend_arrays`, which for the requests of `decodes` hold what the
+        host knows. is_decode [D] bool: the rest of `decodes` is padding; None: all are requests. The lengths on the
+        host are what a backend may plan with."""
+        input_ids, positions, out_cache_loc = (
+            arrays[name][:num_tokens] for name in ("input_ids", "positions", "out_cache_loc")
+        )
+        if decodes is not None:
+            input_ids = _with_decodes(decodes.input_ids, input_ids, is_decode)
+            if self.drafter is not None:
+                positions = _with_decodes(decodes.positions, positions, is_decode)
+                out_cache_loc = _with_decodes(decodes.token_slots[0].out_cache_loc, out_cache_loc, is_decode)
         return ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
             batch_size=len(arrays["slots"]),
             input_ids=input_ids,
-            positions=arrays["positions"][: len(input_ids)],
+            positions=positions,
             req_pool_indices=arrays["slots"],
             seq_lens=arrays["seq_lens"],
-            out_cache_loc=arrays["out_cache_loc"][: len(input_ids)],
-            req_to_token=self.req_pool.device_table,
-            kv_pool=self.kv_pool,
+            token_slots=self.token_slots(out_cache_loc),
             attn_backend=self.attn_backend,
             decodes=decodes,
             extend_prefix_lens=arrays["prefix_lens"],
@@ -106,7 +118,7 @@ class DeviceState:
         """An EXTEND batch of the next k tokens of each of B requests, T = B k, from device tensors only.
 
         widths [B] int32: rows from there on are padding (cache slot 0, which is no request's)."""
-        width, table = self.tokens_per_step, self.req_pool.device_table
+        width, table = self.tokens_per_step, self.req_to_token[0]
         prefix_lens = self.lens[slots]
         row = torch.arange(width, device=slots.device)
         inside = row < widths[:, None]
@@ -119,9 +131,7 @@ class DeviceState:
             positions=positions.flatten(),
             req_pool_indices=slots,
             seq_lens=prefix_lens + width,
-            out_cache_loc=out_cache_loc.flatten().to(torch.int64),
-            req_to_token=table,
-            kv_pool=self.kv_pool,
+            token_slots=self.token_slots(out_cache_loc.flatten().to(torch.int64)),
             attn_backend=self.attn_backend,
             num_valid_tokens=num_valid_tokens,
             extend_prefix_lens=prefix_lens,
@@ -148,3 +158,10 @@ class DeviceState:
         self.lens[slots] += counts
         self.settle_tokens(slots, tokens.gather(1, counts[:, None].long() - 1)[:, 0])
         return counts
+
+
+def _with_decodes(of_decodes: torch.Tensor, of_tokens: torch.Tensor, is_decode: torch.Tensor | None) -> torch.Tensor:
+    """[T] with the decoding requests' entries [D] in front, where they are requests."""
+    count = len(of_decodes)
+    front = of_decodes if is_decode is None else torch.where(is_decode, of_decodes, of_tokens[:count])
+    return torch.cat((front, of_tokens[count:]))

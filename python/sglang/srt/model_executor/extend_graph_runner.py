@@ -70,19 +70,15 @@ class ExtendGraphRunner:
 
     def _step(self, size: int, num_decodes: int) -> None:
         i, state = self.inputs, self.state
-        ids, decodes = i["input_ids"][:size], None
+        decodes = is_decode = None
         if num_decodes:
             decodes = state.decode_batch(
                 i["decode_slots"][:num_decodes], i["decode_lens"][:num_decodes], i["decode_loc"][:num_decodes]
             )
             state.attn_backend.init_forward_metadata_capture(decodes)
             is_decode = self._rows[:num_decodes] < i["num_decodes"]
-            ids = _front(is_decode, decodes.input_ids, ids)
-        batch = state.extend_batch(i, ids, decodes, [size], [1])  # a replay may have cached prefixes
+        batch = state.extend_batch(i, size, decodes, [size], [1], is_decode)  # a replay may have cached prefixes
         batch.num_valid_tokens = i["num_tokens"]
-        if decodes is not None and state.drafter is not None:
-            batch.positions = _front(is_decode, decodes.positions, batch.positions)
-            batch.out_cache_loc = _front(is_decode, decodes.out_cache_loc, batch.out_cache_loc)
         state.attn_backend.init_forward_metadata(batch)
         hidden = state.model(batch)
         self.hidden.keep(hidden)
@@ -106,16 +102,9 @@ class ExtendGraphRunner:
         start_loc[: len(extend.extend_lens) + 1] = arrays["start_loc"]
         start_loc[-1] = size
         arrays["start_loc"] = start_loc
-        arrays["input_ids"] = np.concatenate((np.zeros(count, np.int64), extend.input_ids))
         self.inputs.load(**arrays, num_tokens=np.array([num_tokens], np.int32), num_decodes=np.array([count], np.int64))
         self.graphs[size, num_decodes].replay()
         return self.hidden.rows(num_tokens), self.logits.rows(len(extend.sample_rows))
-
-
-def _front(is_decode: torch.Tensor, of_decodes: torch.Tensor, of_tokens: torch.Tensor) -> torch.Tensor:
-    """[T] with the decoding requests' entries [D] in front, where there are so many."""
-    count = len(of_decodes)
-    return torch.cat((torch.where(is_decode, of_decodes, of_tokens[:count]), of_tokens[count:]))
 
 
 def _at_least(ascending: tuple[int, ...], number: int) -> int:

@@ -1,4 +1,4 @@
-"""Runs steps on one rank's device: owns the weights, the KV pool, the request tables and the graphs."""
+"""Runs steps on one rank's device: owns the weights, the cache pools, the request tables and the graphs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from sglang.srt.layers.attention.attention_registry import create_attention_back
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.layers.triton_ops import pdl
-from sglang.srt.mem_cache.memory_pool import KVPool
-from sglang.srt.mem_cache.req_pool import ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.device_state import DeviceState
 from sglang.srt.model_executor.drafts import Drafter
@@ -41,18 +40,16 @@ class ModelRunner:
         if envs.SGLANG_CHECK_LAUNCHES and plan.device == "cuda":
             check_launches(plan.arch)
         self.model = load_model(plan, load_format, seed)
-        # One page more than the plan counts: page 0 is the padding page.
-        num_slots = plan.max_total_num_tokens + plan.page_size
-        self.kv_pool = KVPool(plan.kv, num_slots, plan.device)
-        for layer_id, (k_scale, v_scale) in enumerate(self.model.kv_scales()):
-            self.kv_pool.set_scales(layer_id, k_scale, v_scale)
-        self.req_pool = ReqToTokenPool(plan.max_running_requests, plan.context_len, plan.device)
+        self.pools = CachePools(plan.caches, plan.pool_sizes, plan.device)
+        self.pools.bind(self.model.caches)
         self.sampling_table = SamplingTable(plan.max_running_requests + 1, plan.model.vocab_size, plan.device)
         self.sampler = Sampler(use_triton=plan.device == "cuda")
         attn_backend = create_attention_backend(plan)
         self._plans_on_host = not plan.choices["extend_attention"].spec.graph_prefill
         """With lengths that only the device knows where there is a drafter: then its steps wait for each other."""
-        self.state = DeviceState(self.model, self.kv_pool, self.req_pool, attn_backend, plan.device, drafter)
+        self.state = DeviceState(
+            self.model, attn_backend, len(self.pools.tables), plan.pool_sizes, plan.device, drafter
+        )
         self.sampler.warm_up(self.sampling_table, self.state.next_tokens[:, 0])
         self.graphs: CudaGraphRunner | None = None
         self.extend_graphs: ExtendGraphRunner | None = None
@@ -92,7 +89,7 @@ class ModelRunner:
         """Launch a step up to its logits."""
         if step.table_update is not None:
             update = send(self.device, index=step.table_update.index, value=step.table_update.value)
-            self.req_pool.device_table.view(-1)[update["index"]] = update["value"]
+            self.state.req_to_token.view(-1)[update["index"]] = update["value"]
         if step.extend is not None:
             return self._forward_extend(step)
         if step.widths is not None:
@@ -153,18 +150,14 @@ class ModelRunner:
     def _extend_batch(self, step: StepInput, sent: DeviceArrays) -> ForwardBatch:
         extend = step.extend
         assert extend is not None
-        count, ids, decodes = extend.num_decodes, sent["input_ids"], None
+        count, decodes = extend.num_decodes, None
         if count:
             decodes = self.state.decode_batch(sent["decode_slots"], sent["decode_lens"], sent["decode_loc"])
             known = self.state.drafter is None or not self._plans_on_host
             decodes.seq_lens_cpu = step.seq_lens[:count].tolist() if known else decodes.seq_lens.tolist()
             self.state.attn_backend.init_forward_metadata(decodes)
-            ids = torch.cat((decodes.input_ids, ids))
         lens, prefix_lens = extend.extend_lens.tolist(), extend.prefix_lens.tolist()
-        batch = self.state.extend_batch(sent, ids, decodes, lens, prefix_lens)
-        if decodes is not None and self.state.drafter is not None:
-            batch.positions = torch.cat((decodes.positions, batch.positions[count:]))
-            batch.out_cache_loc = torch.cat((decodes.out_cache_loc, batch.out_cache_loc[count:]))
+        batch = self.state.extend_batch(sent, len(sent["input_ids"]), decodes, lens, prefix_lens)
         batch.seq_lens_cpu = step.seq_lens[count:].tolist()
         self.state.attn_backend.init_forward_metadata(batch)
         return batch

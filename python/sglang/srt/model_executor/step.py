@@ -7,15 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sglang.srt.mem_cache.kv_table import TableUpdate
 from sglang.srt.sampling.logprobs import LogprobRequest, LogprobResult
-
-
-@dataclass(slots=True)
-class TableUpdate:
-    """Entries of `req_to_token` to write before the step, as flat indices into the table."""
-
-    index: np.ndarray  # [N] int64
-    value: np.ndarray  # [N] int32
 
 
 @dataclass(slots=True)
@@ -56,7 +49,7 @@ def extend_arrays(step: StepInput) -> dict[str, np.ndarray]:
     """What the device needs of an EXTEND step of T tokens: those of D decoding requests first, then P prompts one after
     the other; R requests are sampled.
 
-    input_ids [T - D], positions, out_cache_loc [T]; of the prompts slots, seq_lens, prefix_lens [P] and start_loc
+    input_ids (0 where the device knows), positions, out_cache_loc [T]; of the prompts slots, seq_lens, prefix_lens [P] and start_loc
     [P + 1], the first token of each, and T; of the decoding requests decode_slots, decode_lens, decode_loc [D];
     last_rows (the last token of each), sampled_slots, sampled_lens [R].
     """
@@ -70,7 +63,7 @@ def extend_arrays(step: StepInput) -> dict[str, np.ndarray]:
     last_rows = np.concatenate((np.arange(count), start_loc[1:] - 1))[extend.sample_rows]
     out_cache_loc = step.out_cache_loc.astype(np.int64)
     return {
-        "input_ids": extend.input_ids,
+        "input_ids": np.concatenate((np.zeros(count, np.int64), extend.input_ids)),
         "positions": positions.astype(np.int64),
         "out_cache_loc": out_cache_loc,
         "slots": step.slots[count:],

@@ -87,8 +87,10 @@ async def stream_events(
     call: GenerateRequest,
     make_writer: Callable[[GenerationStream], StreamWriter],
     done: bytes = DONE,
+    fail: Callable[[ApiError], bytes] | None = None,
 ) -> Response:
-    """A streamed response. Whatever goes wrong before the first event raises, so that it gets an HTTP status."""
+    """A streamed response. Whatever goes wrong before the first event raises, so that it gets an HTTP status; `fail`
+    writes what goes wrong later, if not as the route's error events."""
 
     async def start() -> tuple[GenerationStream, StreamWriter, bytes]:
         stream = await service.manager.submit(call)
@@ -102,4 +104,4 @@ async def stream_events(
             raise
 
     stream, writer, first = await until_disconnect(request, start())
-    return EventStream(first, stream, writer.write, request.url.path, writer.end, done)
+    return EventStream(first, stream, writer.write, request.url.path, writer.end, done, fail)

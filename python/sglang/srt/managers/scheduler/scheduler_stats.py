@@ -75,11 +75,10 @@ class StatsLogger:
         self.gen_throughput = 0.0
 
     def used_tokens(self) -> int:
-        s = self.scheduler
-        return s.allocator.size - s.allocator.available_size() - s.cache.evictable_size()
+        return self.scheduler.kv.used_size()
 
     def token_usage(self) -> float:
-        return self.used_tokens() / self.scheduler.allocator.size
+        return self.used_tokens() / self.scheduler.kv.size
 
     def due(self) -> SchedulerStats | None:
         now = time.perf_counter()
