@@ -49,9 +49,9 @@ def extend_arrays(step: StepInput) -> dict[str, np.ndarray]:
     """What the device needs of an EXTEND step of T tokens: those of D decoding requests first, then P prompts one after
     the other; R requests are sampled.
 
-    input_ids (0 where the device knows), positions, out_cache_loc [T]; of the prompts slots, seq_lens, prefix_lens [P] and start_loc
-    [P + 1], the first token of each, and T; of the decoding requests decode_slots, decode_lens, decode_loc [D];
-    last_rows (the last token of each), sampled_slots, sampled_lens [R].
+    input_ids (0 where the device knows), positions, out_cache_loc [T]; of the prompts slots, seq_lens, prefix_lens [P]
+    and start_loc [P + 1], the first token of each, and T; of the decoding requests decode_slots, decode_lens,
+    decode_loc [D]; last_rows (the last token of each), sampled_slots, sampled_lens [R].
     """
     extend = step.extend
     assert extend is not None

@@ -36,7 +36,7 @@ def vocab_mask(batch: ScheduleBatch, width: int, vocab_size: int) -> np.ndarray:
 
 def build_decode(scheduler: Scheduler, running: RunningBatch) -> ScheduleBatch:
     """Every running request brings its last token."""
-    new_lens = running.seq_lens + 1
+    new_lens = running.next_lens
     locs = scheduler.kv.grow(running.slots, running.seq_lens, new_lens, len(running))
     reqs = list(running.reqs)
     step = StepInput(
@@ -46,6 +46,30 @@ def build_decode(scheduler: Scheduler, running: RunningBatch) -> ScheduleBatch:
         table_update=scheduler.kv.take_update(),
         logprobs=_logprobs(reqs),
     )
+    running.advance()
+    return ScheduleBatch(step, reqs)
+
+
+def build_verify(scheduler: Scheduler, running: RunningBatch) -> ScheduleBatch | None:
+    """Every running request brings its last token and guesses. None if all must wait for results."""
+    reqs = [req for req, width in zip(running.reqs, running.widths.tolist(), strict=True) if width]
+    if not reqs:
+        return None
+    brings = running.widths > 0
+    slots, widths, new_lens = (x[brings] for x in (running.slots, running.widths, running.next_lens))
+    scheduler.kv.grow(slots, running.reserved_lens[brings], new_lens, 0)
+    step = StepInput(
+        slots=slots,
+        seq_lens=new_lens,
+        out_cache_loc=np.empty(0, np.int32),
+        table_update=scheduler.kv.take_update(),
+        widths=widths,
+        logprobs=_logprobs(reqs),
+    )
+    if step.logprobs is not None:
+        step.logprobs.of_request = np.repeat(np.arange(len(reqs)), running.most)
+    for req, width in zip(reqs, widths.tolist(), strict=True):
+        req.launched(width)
     return ScheduleBatch(step, reqs)
 
 
@@ -55,7 +79,7 @@ def build_extend(scheduler: Scheduler, chosen: list[tuple[Req, int]], mixed: lis
     prefix = np.fromiter((r.kv_len for r in reqs), np.int32, len(reqs))
     lens = np.array([1] * count + [n for _, n in chosen], np.int32)
     slots = np.fromiter((r.slot for r in reqs), np.int64, len(reqs))
-    locs = scheduler.kv.grow(slots, prefix, prefix + lens, count)
+    locs = _grow_extend(scheduler, reqs, slots, prefix, prefix + lens, count)
     ids: list[int] = []
     for (req, n), start in zip(chosen, prefix[count:].tolist(), strict=True):
         ids += req.tokens[start : start + n]
@@ -76,6 +100,18 @@ def build_extend(scheduler: Scheduler, chosen: list[tuple[Req, int]], mixed: lis
     batch = ScheduleBatch(step, sampled)
     extend.prompt_logprobs = _ask_prompt_logprobs(batch, chosen, extend)
     return batch
+
+
+def _grow_extend(
+    scheduler: Scheduler, reqs: list[Req], slots: np.ndarray, old_lens: np.ndarray, new_lens: np.ndarray, count: int
+) -> np.ndarray:
+    """Cache slots [T]. Where the device knows the lengths of the first `count` requests, which decode, it finds their
+    slots in the table."""
+    if scheduler.running.most == 1:
+        return scheduler.kv.grow(slots, old_lens, new_lens, count)
+    reserved = np.fromiter((max(r.kv_len, r.reserved_len) for r in reqs), np.int32, len(reqs))
+    locs = scheduler.kv.grow(slots, reserved, np.maximum(reserved, new_lens), 0)
+    return np.concatenate((np.zeros(count, np.int32), locs[len(locs) - int((new_lens - old_lens)[count:].sum()) :]))
 
 
 def _ask_prompt_logprobs(

@@ -49,6 +49,8 @@ class Req:
         self.kv_len = 0
         self.planned_len = self.prompt_len
         self.slack = 0
+        self.reserved_len = 0
+        """Positions that have a cache slot, if more than `kv_len`: guesses fell away, and the next tokens come here."""
         self.num_cached = 0
         """Leading tokens whose KV belongs to the radix tree, locked through `node`."""
         self.node: Node | None = None
@@ -85,11 +87,19 @@ class Req:
         self.sent_len = self.prompt_len
         self.first_message = True
 
+    def next_width(self, most: int) -> int:
+        """Tokens that its next step may bring, all but the first guessed; 0: it must wait for results. Guesses are
+        only for samples that depend on nothing but the tokens before."""
+        if self.grammar is not None or self.params.has_penalties:
+            most = 1
+        return min(most, self.limit - self.planned_len)
+
     def launched(self, width: int) -> None:
-        """Count a step that brings `width` tokens, all but the first guessed."""
+        """Count a step that brings `width` tokens."""
         self.kv_len += width
         self.planned_len += width
         self.slack += width - 1
+        self.reserved_len = max(self.reserved_len, self.kv_len)
 
     def verified(self, width: int, count: int) -> None:
         """Count its result: `count` tokens stand."""
@@ -97,6 +107,12 @@ class Req:
         self.planned_len -= width - count
         self.slack -= width - 1
         self.num_verify_steps += 1
+
+    def drop_guesses(self) -> None:
+        """Before it gives its cache slots up: `kv_len` counts what is certain."""
+        self.reserved_len = max(self.reserved_len, self.kv_len)
+        self.kv_len = min(self.kv_len - self.slack, len(self.tokens))
+        self.slack = 0
 
     @property
     def output_len(self) -> int:
@@ -123,14 +139,12 @@ class Req:
 
 
 class RunningBatch:
-    """Requests in decode, with the arrays of the next step kept up to date instead of rebuilt."""
+    """Requests in decode, with the arrays of the next step kept up to date instead of rebuilt: where a step brings one
+    token of each, all lengths grow by one. Where it brings up to `most`, they follow the results."""
 
-    def __init__(self) -> None:
-        self.reqs: list[Req] = []
-        self.slots = np.empty(0, np.int64)
-        self.seq_lens = np.empty(0, np.int32)
-        self.limits = np.empty(0, np.int32)
-        """Both as of the steps launched so far: `seq_lens` counts the tokens whose KV is launched."""
+    def __init__(self, most: int = 1) -> None:
+        self.most = most
+        self._rebuild([])
 
     def __len__(self) -> int:
         return len(self.reqs)
@@ -140,8 +154,8 @@ class RunningBatch:
 
     def drop_finished(self) -> None:
         """Forget requests that ended, and those whose last token is already on its way."""
-        keep = [r for r in self.reqs if r.finish is None and r.planned_len < r.limit]
-        if len(keep) < len(self.reqs):
+        keep = [r for r in self.reqs if r.finish is None and r.planned_len - r.slack < r.limit]
+        if len(keep) < len(self.reqs) or self.most > 1:
             self._rebuild(keep)
 
     def remove(self, req: Req) -> None:
@@ -150,12 +164,23 @@ class RunningBatch:
     def _rebuild(self, reqs: list[Req]) -> None:
         self.reqs = reqs
         self.slots = np.fromiter((r.slot for r in reqs), np.int64, len(reqs))
-        self.seq_lens = np.fromiter((r.kv_len for r in reqs), np.int32, len(reqs))
         self.limits = np.fromiter((r.limit for r in reqs), np.int32, len(reqs))
+        self.seq_lens = np.fromiter((r.kv_len for r in reqs), np.int32, len(reqs))
+        """Tokens whose KV is launched, at most."""
+        self.reserved_lens, self.widths = self.seq_lens, np.ones(len(reqs), np.int32)
+        """Positions that have a cache slot, and tokens that the next step brings."""
+        if self.most > 1:
+            self.reserved_lens = np.fromiter((max(r.kv_len, r.reserved_len) for r in reqs), np.int32, len(reqs))
+            self.widths = np.fromiter((r.next_width(self.most) for r in reqs), np.int32, len(reqs))
+
+    @property
+    def next_lens(self) -> np.ndarray:
+        """Positions that the next step needs a cache slot for."""
+        return self.seq_lens + 1 if self.most == 1 else np.maximum(self.reserved_lens, self.seq_lens + self.widths)
 
     def advance(self) -> None:
-        """Count one launched decode step."""
-        self.seq_lens = self.seq_lens + 1
+        """Count one launched step of a token each."""
+        self.seq_lens = self.reserved_lens = self.seq_lens + 1
         for r in self.reqs:
             r.kv_len += 1
             r.planned_len += 1

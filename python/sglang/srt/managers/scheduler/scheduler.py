@@ -12,7 +12,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from sglang.srt.managers.scheduler.batch_builder import build_decode, build_extend, vocab_mask
+from sglang.srt.managers.scheduler.batch_builder import build_decode, build_extend, build_verify, vocab_mask
 from sglang.srt.managers.scheduler.output import StopChecker, output_message, rejected_token
 from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch, ScheduleBatch
 from sglang.srt.managers.scheduler.schedule_policy import POLICIES, NewTokenRatio, PrefillBudget
@@ -69,7 +69,7 @@ class Scheduler:
         """The request whose prompt is partly computed; it goes first in the next prefill."""
         self.compiling: dict[str, tuple[Req, PendingGrammar]] = {}
         """Requests that wait for their grammar, by id in the order of arrival, outside the queue."""
-        self.running = RunningBatch()
+        self.running = RunningBatch(runner.tokens_per_step)
         self.in_flight: deque[ScheduleBatch] = deque()
         """Launched and not read back, the oldest first."""
         self.reqs: dict[str, Req] = {}
@@ -122,21 +122,25 @@ class Scheduler:
         if self.chunked is None and (not self.waiting or not self.kv.num_free_rows()):
             return None
         self.running.drop_finished()
-        mixed = self.running.reqs  # decode in the same step: what it costs to read the weights is paid once
+        # Decode in the same step: what it costs to read the weights is paid once.
+        mixed = [r for r in self.running.reqs if r.planned_len < r.limit]
         chunk = self.plan.chunked_prefill_size if self.plan.chunked_prefill_size > 0 else None
         budget = PrefillBudget(self.kv, self.running, self.ratio.value, self.plan.max_prefill_tokens, chunk, len(mixed))
         chosen = self._admit(budget)
         if not chosen:
             return None
-        if mixed and not self.kv.can_grow(self.running.seq_lens, sum(n for _, n in chosen)):
+        if mixed and not self._can_grow(sum(n for _, n in chosen)):
             mixed = []
-        batch = build_extend(self, chosen, list(mixed))
+        batch = build_extend(self, chosen, mixed)
         self.stats.prefill_launched(chosen)
         for req, _ in chosen:
             self.kv.commit(req)
         self.chunked = next((r for r, _ in chosen if r.kv_len < len(r.tokens)), None)
-        if mixed:
+        if mixed and self.running.most == 1:
             self.running.advance()
+        else:
+            for req in mixed:
+                req.launched(1)
         self.running.add([r for r, _ in chosen if r is not self.chunked])
         return batch
 
@@ -182,23 +186,27 @@ class Scheduler:
 
     def pick_decode(self) -> ScheduleBatch | None:
         self.running.drop_finished()
-        if self.running.reqs and not self.kv.can_grow(self.running.seq_lens):
+        if self.running.reqs and not self._can_grow():
             self.settle()
             self.running.drop_finished()
             self._retract_until_it_fits()
         if not self.running.reqs:
             return None
-        batch = build_decode(self, self.running)
-        self.running.advance()
-        self.ratio.step()
-        self.stats.decode_launched(len(batch.sampled))
+        batch = (build_decode if self.running.most == 1 else build_verify)(self, self.running)
+        if batch is not None:
+            self.ratio.step()
+            self.stats.decode_launched(len(batch.sampled))
         return batch
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
+    def _can_grow(self, also: int = 0) -> bool:
+        """Whether there is room for the next step of the running requests, and for `also` tokens of a prompt."""
+        return self.kv.can_grow(self.running.reserved_lens, self.running.next_lens, also)
+
     def _retract_until_it_fits(self) -> None:
         """Send the requests that lose least back to the queue. Their tokens stay, and with luck so does their KV."""
-        while self.running.reqs and not self.kv.can_grow(self.running.seq_lens):
+        while self.running.reqs and not self._can_grow():
             victim = min(self.running.reqs, key=lambda r: (r.output_len, -r.prompt_len))
             self.running.remove(victim)
             self._requeue(victim)
@@ -214,6 +222,7 @@ class Scheduler:
 
     def _release(self, req: Req, keep: bool = True) -> None:
         self.runner.sampling_table.clear(req.slot)
+        req.drop_guesses()
         self.kv.release(req, keep)
 
     # --- results -----------------------------------------------------------------------------------------------------
@@ -282,7 +291,7 @@ class Scheduler:
     def add(self, msg: TokenizedGenerateReq, seed: int, stop_ids: frozenset[int]) -> Req | None:
         """Queue a request, or refuse it with a message that reaches the client; None then."""
         wanted = msg.sampling_params.max_new_tokens
-        capacity = self.kv.max_request_len
+        capacity = self.kv.max_request_len - (self.runner.tokens_per_step - 1)  # guesses may lie beyond the end
         limit = min(capacity, len(msg.input_ids) + wanted if wanted is not None else capacity)
         req = Req(msg, seed, limit, stop_ids)
         refusal = None
@@ -341,7 +350,7 @@ class Scheduler:
             self.settle()
             self.running.drop_finished()
             retracted = [*self.running.reqs, *([] if self.chunked is None else [self.chunked])]
-            self.running, self.chunked = RunningBatch(), None
+            self.running, self.chunked = RunningBatch(self.runner.tokens_per_step), None
             for req in reversed(retracted):
                 self._requeue(req)
 
@@ -356,6 +365,6 @@ class Scheduler:
     def check_memory(self) -> dict[str, int]:
         """Slot counts, whose sum is the pool: free + cached + held by requests. For leak checks and `/server_info`."""
         page = self.plan.page_size
-        held = sum(-(-r.kv_len // page) * page - r.num_cached for r in self.reqs.values())
+        held = sum(-(-max(r.kv_len, r.reserved_len) // page) * page - r.num_cached for r in self.reqs.values())
         usage = self.kv.usage()
         return {"free": usage["free"], "cached": usage["cached"], "held": held, "total": usage["total"]}
