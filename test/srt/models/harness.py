@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,8 @@ from sglang.srt.model_loader.loader import load_model
 from sglang.srt.plan.caches import PoolSizes, cache_groups
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import Serving
-from sglang.srt.plan.model_description import describe_model
+from sglang.srt.plan.model_description import ModelDescription, describe_model
+from sglang.srt.plan.weights import rank_weight_bytes
 from sglang.srt.server_args import ServerArgs
 
 if TYPE_CHECKING:
@@ -107,6 +109,15 @@ class NativePlan:
     def dtype(self) -> str:
         return self.model.dtype
 
+    @functools.cached_property
+    def description(self) -> ModelDescription:
+        description = describe_model(self.model.hf_config, self.model.quantization, self.fuse_shared_experts)
+        description.require_served()
+        return description
+
+    def weight_bytes(self, tp_size: int = 1) -> int:
+        return rank_weight_bytes(self.description, self.dtype, tp_size)
+
     def entry(self, op: str) -> Callable[..., Any]:
         return native_ops.quantized_linear if op.startswith("linear/") else getattr(native_ops, op)
 
@@ -126,8 +137,7 @@ class TinyRunner:
 
     def __init__(self, plan: NativePlan, load_format: str = "auto", tp_size: int = 1, seed: int = 0) -> None:
         self.model = load_model(plan, load_format)
-        description = describe_model(plan.model.hf_config, plan.model.quantization)
-        groups = cache_groups(description, Serving(plan.dtype, plan.kv_cache_dtype, tp_size=tp_size))
+        groups = cache_groups(plan.description, Serving(plan.dtype, plan.kv_cache_dtype, tp_size=tp_size))
         CachePools(groups, PoolSizes(1023, 1, 8, plan.context_len), "cpu").bind(self.model.caches)
         self.table = torch.full((9, plan.context_len), -7, dtype=torch.int32)
         self.free = (torch.randperm(1023, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
@@ -162,11 +172,16 @@ class TinyRunner:
             seq_lens_cpu=seq_lens,
         )
 
+    def batch_of_prompts(self, new: dict[int, list[int]]) -> ForwardBatch:
+        """Ready for the model."""
+        batch = self._batch(ForwardMode.EXTEND, new)
+        self.backend.init_forward_metadata(batch)
+        return batch
+
     @torch.inference_mode()
     def extend(self, new: dict[int, list[int]]) -> list[torch.Tensor]:
         """New tokens of each request slot -> logits [n, V] of each."""
-        batch = self._batch(ForwardMode.EXTEND, new)
-        self.backend.init_forward_metadata(batch)
+        batch = self.batch_of_prompts(new)
         logits = self.model.logits(self.model(batch))
         return list(logits.split([len(tokens) for tokens in new.values()]))
 

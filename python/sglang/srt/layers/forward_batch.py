@@ -46,6 +46,14 @@ class ForwardMode(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddingRows:
+    """Inputs that are no tokens: rows [N, H] in place of the embeddings of the tokens `index` [N] of T."""
+
+    index: torch.Tensor
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class TokenSlots:
     """Where the tokens of a batch lie in the caches of one row table.
 
@@ -68,7 +76,7 @@ class ForwardBatch:
     forward_mode: ForwardMode
     batch_size: int
     input_ids: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64, or [sections, T] where the frequencies of rotary embeddings have sections
     req_pool_indices: torch.Tensor  # [B] int64, request slot: the row of req_to_token and of states
     seq_lens: torch.Tensor  # [B] int32, length including the new tokens
     token_slots: tuple[TokenSlots, ...]
@@ -77,6 +85,8 @@ class ForwardBatch:
 
     num_valid_tokens: torch.Tensor | None = None
     """[1] int32: tokens from here on are padding, which experts need not compute. None: all are valid."""
+
+    embedding_rows: EmbeddingRows | None = None
 
     decodes: ForwardBatch | None = None
     """EXTEND only: the requests that decode in this step, as a DECODE batch. Their tokens are the first of T; B and the

@@ -13,7 +13,8 @@ from typing import Protocol
 import torch
 
 from sglang.srt.distributed import parallel_state
-from sglang.srt.layers.parameter import Init, Part, PartKey, Scope
+from sglang.srt.layers.parameter import Init, Part, Scope
+from sglang.srt.plan.weight_names import PartKey
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.layers.moe.expert_weights import SILU, Activation, ExpertWeights
+from sglang.srt.configs.activation import SILU, Activation
+from sglang.srt.layers.moe.expert_weights import ExpertWeights
 
 if TYPE_CHECKING:
     from sglang.srt.hardware.arch import ArchTraits

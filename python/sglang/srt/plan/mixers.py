@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.layer_spec import (
@@ -15,7 +16,6 @@ from sglang.srt.plan.layer_spec import (
     CacheTensor,
     Elements,
     Matrix,
-    RotaryTable,
     Serving,
     Weights,
     Window,
@@ -33,22 +33,24 @@ def rank_kv_heads(num_kv_heads: int, tp_size: int) -> int:
 class GQA:
     """Attention in which `num_heads / num_kv_heads` query heads share a kv head.
 
-    `window` 0: over the whole request. `qk_norm`: "head" for a norm over each head of q and k, "whole" for one over
-    all of q and one over all of k. With `output_gate` q_proj makes a gate for every head beside it.
+    `window` 0: over the whole request. `scale` multiplies the products of q and k (0: head_dim ** -0.5); `logit_cap`
+    > 0 bends them to within +-that. `qk_norm`: "head" for a norm over each head of q and k, "whole" for one over all of
+    q and one over all of k. With `output_gate` q_proj makes a gate for every head beside it.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     v_head_dim: int
-    rotary_dim: int
+    rope: RopeSpec | None
+    scale: float = 0.0
     window: int = 0
     qk_norm: str = ""
     qkv_bias: bool = False
     o_bias: bool = False
     output_gate: bool = False
     sinks: bool = False
-    logit_cap: bool = False
+    logit_cap: float = 0.0
     among_recurrent: bool = False  # other layers of the model have a recurrent state
 
     @property
@@ -56,8 +58,12 @@ class GQA:
         return self.v_head_dim
 
     @property
-    def rotary_table(self) -> RotaryTable:
-        return RotaryTable(self.rotary_dim)
+    def rotary_dim(self) -> int:
+        return self.rope.rot_dim if self.rope is not None else 0
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.scale or self.head_dim**-0.5
 
     def needs(self, serving: Serving) -> Iterator[Need]:
         dims = (self.head_dim, self.v_head_dim)
@@ -67,7 +73,7 @@ class GQA:
         present = {
             "sliding_window": self.window > 0,
             "sinks": self.sinks,
-            "logit_cap": self.logit_cap,
+            "logit_cap": self.logit_cap > 0,
             "hybrid_gdn": self.among_recurrent,
         }
         traits = [name for name, here in present.items() if here]
@@ -91,8 +97,8 @@ class GQA:
         rows = q * (2 if self.output_gate else 1) + k + kv_heads * self.v_head_dim
         norms = {"": 0, "head": 2 * self.head_dim, "whole": q + k}[self.qk_norm]
         return (
-            Matrix(tuple(f"self_attn.{part}_proj" for part in "qkv"), rows, hidden_size, self.qkv_bias),
-            Matrix(("self_attn.o_proj",), hidden_size, heads * self.v_head_dim, self.o_bias),
+            Matrix("attn.qkv", ("q", "k", "v"), rows, hidden_size, self.qkv_bias),
+            Matrix("attn.o", ("",), hidden_size, heads * self.v_head_dim, self.o_bias),
             Elements(norms + (self.num_heads // tp_size if self.sinks else 0)),
         )
 
@@ -136,16 +142,13 @@ class MLA:
     nope_dim: int
     rope_dim: int
     v_dim: int
+    rope: RopeSpec | None = None
     sparse: bool = False
     indexer: Indexer | None = None
 
     @property
     def value_dim(self) -> int:
         return self.kv_lora_rank
-
-    @property
-    def rotary_table(self) -> RotaryTable:
-        return RotaryTable(self.rope_dim)
 
     @property
     def latent_dim(self) -> int:
@@ -177,21 +180,21 @@ class MLA:
         q_rows, q_cols = heads * (self.nope_dim + self.rope_dim), self.q_lora_rank or hidden_size
         up = heads * (self.nope_dim + self.v_dim)
         parts: list[Matrix | Elements] = [
-            Matrix(("self_attn.kv_a_proj_with_mqa",), self.latent_dim, hidden_size),
-            Matrix((f"self_attn.{'q_b_proj' if self.q_lora_rank else 'q_proj'}",), q_rows, q_cols),
-            Matrix(("self_attn.kv_b_proj",), up, self.kv_lora_rank),
+            Matrix("attn.kv_a", ("",), self.latent_dim, hidden_size),
+            Matrix("attn.q_b" if self.q_lora_rank else "attn.q", ("",), q_rows, q_cols),
+            Matrix("attn.kv_b", ("",), up, self.kv_lora_rank),
             Elements(up * self.kv_lora_rank),  # W_UK and W_UV as decoding takes them, always in 16 bits
-            Matrix(("self_attn.o_proj",), hidden_size, heads * self.v_dim),
+            Matrix("attn.o", ("",), hidden_size, heads * self.v_dim),
             Elements(self.q_lora_rank + self.kv_lora_rank),
         ]
         if self.q_lora_rank:
-            parts.append(Matrix(("self_attn.q_a_proj",), self.q_lora_rank, hidden_size))
+            parts.append(Matrix("attn.q_a", ("",), self.q_lora_rank, hidden_size))
         if self.indexer is not None:
             dim, index_heads = self.indexer.head_dim, self.indexer.num_heads
             parts += (
-                Matrix(("self_attn.indexer.wq_b",), index_heads * dim, q_cols),
-                Matrix(("self_attn.indexer.wk",), dim, hidden_size),
-                Matrix(("self_attn.indexer.weights_proj",), index_heads, hidden_size, quantized=False),
+                Matrix("attn.index_q", ("",), index_heads * dim, q_cols),
+                Matrix("attn.index_k", ("",), dim, hidden_size),
+                Matrix("attn.index_weights", ("",), index_heads, hidden_size, quantized=False),
                 Elements(2 * dim),
             )
         return tuple(parts)

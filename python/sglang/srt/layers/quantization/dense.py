@@ -16,10 +16,11 @@ from sglang.srt.configs.quant_scheme import Scheme
 from sglang.srt.errors import UserError
 from sglang.srt.layers.linear import Apply, Shard, Unquantized
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES
-from sglang.srt.layers.parameter import FLOATS, Convert, Fill, Part, PartKey, Scope, constant, random_codes
+from sglang.srt.layers.parameter import FLOATS, Convert, Fill, Part, Scope, constant, random_codes
 from sglang.srt.layers.quantization.layout import Leaf, layout_of
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
 from sglang.srt.layers.quantization.reference import quantize
+from sglang.srt.plan.weight_names import PartKey
 
 # Random codes times these give weights of a deviation near 0.02, like unquantized dummy weights.
 _DUMMY_SCALES = {"e4m3": 0.02 / 104, "int8": 0.02 / 74, "int4": 0.02 / 4.6, "e2m1": 1.0}
