@@ -57,8 +57,8 @@ class LatentAttention:
         spec, rank = self.spec, self.spec.kv_lora_rank
         q_rows = _rows_of_heads(spec.num_heads, spec.qk_dim, heads)
         # What every rank computes whole stands beside the queries, which it shares out if they are not compressed.
-        queries = {"q_a": _whole(spec.q_lora_rank)} if spec.q_lora_rank else {"q": q_rows}
-        projections = {**queries, "kv_a": _whole(spec.latent_dim)}
+        queries = {"q_a_proj": _whole(spec.q_lora_rank)} if spec.q_lora_rank else {"q_proj": q_rows}
+        projections = {**queries, "kv_a_proj_with_mqa": _whole(spec.latent_dim)}
         self.qkv_a = ColumnParallelLinear(scope.sub("qkv_a"), hidden_size, projections)
         self.qkv_sizes = [rows.stop - rows.start for _, rows in projections.values()]
         if spec.q_lora_rank:
