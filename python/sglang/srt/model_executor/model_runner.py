@@ -95,13 +95,14 @@ class ModelRunner:
             hidden, logits = self.extend_graphs.replay(step)
             inputs = self.extend_graphs.inputs
             slots, lens = inputs["sampled_slots"][: len(logits)], inputs["sampled_lens"]
-            return self._sample(step, logits, slots, lens, self._prompt_logprobs(step, hidden))
+            of_prompts = self._prompt_logprobs(step, hidden), self._embeddings(step, hidden, inputs["last_rows"])
+            return self._sample(step, logits, slots, lens, *of_prompts)
         sent = send(self.device, **extend_arrays(step))
         batch = self._extend_batch(step, sent)
         hidden = self.model(batch)
-        pending = self._prompt_logprobs(step, hidden)
+        of_prompts = self._prompt_logprobs(step, hidden), self._embeddings(step, hidden, sent["last_rows"])
         logits = self.model.logits(hidden[sent["last_rows"]])
-        return self._sample(step, logits, sent["sampled_slots"], sent["sampled_lens"], pending)
+        return self._sample(step, logits, sent["sampled_slots"], sent["sampled_lens"], *of_prompts)
 
     def _extend_batch(self, step: StepInput, sent: DeviceArrays) -> ForwardBatch:
         extend = step.extend
@@ -126,13 +127,20 @@ class ModelRunner:
         packed = prompt_logprobs(hidden, self.model.logits, request, self.plan.model.vocab_size)
         return LogprobResult(self._to_host(packed), request)
 
+    def _embeddings(self, step: StepInput, hidden: torch.Tensor, last_rows: torch.Tensor) -> torch.Tensor | None:
+        """Final hidden states [E, H] fp32 of the sampled rows that want them."""
+        assert step.extend is not None
+        rows = step.extend.embed_rows
+        return None if rows is None else self._to_host(hidden[last_rows[to_device(rows, self.device)]].float())
+
     def _sample(
         self,
         step: StepInput,
         logits: torch.Tensor,
         slots: torch.Tensor,
         seq_lens: torch.Tensor,
-        prompt: LogprobResult | None = None,
+        prompt_logprobs: LogprobResult | None = None,
+        embeddings: torch.Tensor | None = None,
     ) -> StepResult:
         mask = None if step.vocab_mask is None else to_device(step.vocab_mask, self.device)
         sampling = self.sampling_table.view(step.sampled_slots, slots)
@@ -146,7 +154,7 @@ class ModelRunner:
         if self.device == "cuda":
             ready = torch.cuda.Event()
             ready.record()
-        return StepResult(tokens, ready, logprobs, prompt)
+        return StepResult(tokens, ready, logprobs, prompt_logprobs, embeddings)
 
     def _to_host(self, x: torch.Tensor) -> torch.Tensor:
         """A copy in host memory, complete once the step's event has passed."""

@@ -29,6 +29,7 @@ class ExtendInput:
     sample_rows: np.ndarray  # [R] int64, the requests (of B) whose next token is wanted, in order
     num_decodes: int = 0
     prompt_logprobs: LogprobRequest | None = None
+    embed_rows: np.ndarray | None = None  # [E] int64, sampled rows (of R) whose final hidden state is wanted
 
 
 @dataclass(slots=True)
@@ -90,6 +91,7 @@ class StepResult:
     ready: torch.cuda.Event | None
     logprobs: LogprobResult | None = None
     prompt_logprobs: LogprobResult | None = None
+    embeddings: torch.Tensor | None = None  # [E, H] fp32, host memory
 
     def wait(self) -> None:
         if self.ready is not None:

@@ -123,6 +123,8 @@ def build_extend(scheduler: Scheduler, chosen: list[tuple[Req, int]], mixed: lis
         logprobs=_logprobs(sampled),
     )
     batch = ScheduleBatch(step, sampled)
+    embedded = [row for row, req in enumerate(sampled) if req.embed]
+    extend.embed_rows = np.array(embedded, np.int64) if embedded else None
     extend.prompt_logprobs = _ask_prompt_logprobs(batch, chosen, extend)
     return batch
 
