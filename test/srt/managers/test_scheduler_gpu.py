@@ -91,7 +91,7 @@ def test_against_transformers(name: str, variant: str, tmp_path: Path) -> None:
     assert torch.cat(ours).mean() < factor * torch.cat(theirs).mean()
     if variant == "retraction":
         assert scheduler.stats.num_retracted > 0
-    scheduler.cache.check()
+    scheduler.kv.check()
     assert scheduler.check_memory()["held"] == 0
 
 

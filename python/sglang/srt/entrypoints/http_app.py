@@ -21,6 +21,7 @@ from sglang.srt.entrypoints.http_openapi import describe_api
 from sglang.srt.entrypoints.http_state import ServerState
 from sglang.srt.entrypoints.http_stream import ClientDisconnected
 from sglang.srt.entrypoints.openai import routes as openai_routes
+from sglang.srt.entrypoints.page import routes as page_routes
 from sglang.srt.entrypoints.responses import routes as responses_routes
 from sglang.srt.managers.front.generate_request import RequestError
 from sglang.version import __version__
@@ -66,6 +67,7 @@ def create_api(state: ServerState) -> FastAPI:
     api.include_router(responses_routes.router)
     api.include_router(embeddings_routes.router)
     api.include_router(http_native.router)
+    api.include_router(page_routes.router)
     api.add_exception_handler(ApiError, _on_api_error)
     api.add_exception_handler(RequestError, _on_request_error)
     api.add_exception_handler(HTTPException, _on_http_exception)

@@ -31,7 +31,7 @@ import torch
 from sglang.srt.layers.attention.attention_layer import AttentionLayer
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.memory_pool import KVPool
+    from sglang.srt.mem_cache.memory_pool import CacheStore
 
 
 class ForwardMode(Enum):
@@ -43,6 +43,18 @@ class ForwardMode(Enum):
 
     def is_decode(self) -> bool:
         return self is ForwardMode.DECODE
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSlots:
+    """Where the tokens of a batch lie in the caches of one row table.
+
+    Caches of 1/r entries a token keep the entry of tokens p - r + 1 .. p, where r divides p + 1, at the slot of token p
+    divided by r: pages hold whole entries.
+    """
+
+    req_to_token: torch.Tensor  # [max_reqs + 1, context_len] int32, cache slot of each position
+    out_cache_loc: torch.Tensor  # [T] int64, cache slot of each new token
 
 
 @dataclass(slots=True)
@@ -57,12 +69,10 @@ class ForwardBatch:
     batch_size: int
     input_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
-    req_pool_indices: torch.Tensor  # [B] int64, row of req_to_token
+    req_pool_indices: torch.Tensor  # [B] int64, request slot: the row of req_to_token and of states
     seq_lens: torch.Tensor  # [B] int32, length including the new tokens
-    out_cache_loc: torch.Tensor  # [T] int64, cache slot of each new token
-
-    req_to_token: torch.Tensor  # [max_reqs + 1, context_len] int32, cache slot of each position
-    kv_pool: KVPool
+    token_slots: tuple[TokenSlots, ...]
+    """One for each row table; a block takes that of its cache: `slots_of`."""
     attn_backend: AttentionBackend
 
     num_valid_tokens: torch.Tensor | None = None
@@ -81,6 +91,9 @@ class ForwardBatch:
 
     seq_lens_cpu: list[int] | None = None
     """None while a CUDA graph is captured; the longest length is then bounded by the context length only."""
+
+    def slots_of(self, cache: CacheStore) -> TokenSlots:
+        return self.token_slots[cache.table]
 
 
 class AttentionBackend(Protocol):

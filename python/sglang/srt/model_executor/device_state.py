@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sglang.srt.layers.forward_batch import AttentionBackend, ForwardBatch, ForwardMode
-from sglang.srt.mem_cache.memory_pool import KVPool
-from sglang.srt.mem_cache.req_pool import ReqToTokenPool
+from sglang.srt.layers.forward_batch import AttentionBackend, ForwardBatch, ForwardMode, TokenSlots
 from sglang.srt.models.causal_lm import CausalLM
+from sglang.srt.plan.caches import PoolSizes
 from sglang.srt.utils.device_arrays import DeviceArrays
 
 
@@ -19,15 +18,24 @@ class DeviceState:
     """Tables by request slot, and the batches of a step from tensors that lie on the device already."""
 
     model: CausalLM
-    kv_pool: KVPool
-    req_pool: ReqToTokenPool
     attn_backend: AttentionBackend
+    num_tables: int
+    sizes: PoolSizes
     device: torch.device | str
+    req_to_token: torch.Tensor = field(init=False)
+    """[tables, max_reqs + 1, context_len] int32, the cache slot of each position of each request slot; a table for each
+    lifetime of caches (`plan.caches.row_tables`). Row 0 is padding and stays zero, which is the padding slot."""
     next_token: torch.Tensor = field(init=False)
     """[max_reqs + 1] int64, the token that each request computes next: the last one sampled."""
 
     def __post_init__(self) -> None:
-        self.next_token = torch.zeros(self.req_pool.max_reqs + 1, dtype=torch.int64, device=self.device)
+        rows = self.sizes.max_requests + 1
+        shape = (self.num_tables, rows, self.sizes.context_len)
+        self.req_to_token = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        self.next_token = torch.zeros(rows, dtype=torch.int64, device=self.device)
+
+    def token_slots(self, out_cache_loc: torch.Tensor) -> tuple[TokenSlots, ...]:
+        return (TokenSlots(self.req_to_token[0], out_cache_loc),)
 
     def decode_batch(
         self,
@@ -38,7 +46,7 @@ class DeviceState:
     ) -> ForwardBatch:
         """A DECODE batch from device tensors only, so that it can be captured; enters the new slots in the table."""
         positions = seq_lens.to(torch.int64) - 1
-        self.req_pool.device_table[slots, positions] = out_cache_loc.to(torch.int32)
+        self.req_to_token[0][slots, positions] = out_cache_loc.to(torch.int32)
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             batch_size=len(slots),
@@ -46,9 +54,7 @@ class DeviceState:
             positions=positions,
             req_pool_indices=slots,
             seq_lens=seq_lens,
-            out_cache_loc=out_cache_loc,
-            req_to_token=self.req_pool.device_table,
-            kv_pool=self.kv_pool,
+            token_slots=self.token_slots(out_cache_loc),
             attn_backend=self.attn_backend,
             num_valid_tokens=num_valid_tokens,
         )
@@ -70,9 +76,7 @@ class DeviceState:
             positions=arrays["positions"][: len(input_ids)],
             req_pool_indices=arrays["slots"],
             seq_lens=arrays["seq_lens"],
-            out_cache_loc=arrays["out_cache_loc"][: len(input_ids)],
-            req_to_token=self.req_pool.device_table,
-            kv_pool=self.kv_pool,
+            token_slots=self.token_slots(arrays["out_cache_loc"][: len(input_ids)]),
             attn_backend=self.attn_backend,
             decodes=decodes,
             extend_prefix_lens=arrays["prefix_lens"],

@@ -1,4 +1,4 @@
-"""Runs steps on one rank's device: owns the weights, the KV pool, the request tables and the graphs."""
+"""Runs steps on one rank's device: owns the weights, the cache pools, the request tables and the graphs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from sglang.srt.layers.attention.attention_registry import create_attention_back
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.layers.triton_ops import pdl
-from sglang.srt.mem_cache.memory_pool import KVPool
-from sglang.srt.mem_cache.req_pool import ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.device_state import DeviceState
 from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
@@ -39,16 +38,12 @@ class ModelRunner:
         if envs.SGLANG_CHECK_LAUNCHES and plan.device == "cuda":
             check_launches(plan.arch)
         self.model = load_model(plan, load_format, seed)
-        # One page more than the plan counts: page 0 is the padding page.
-        num_slots = plan.max_total_num_tokens + plan.page_size
-        self.kv_pool = KVPool(plan.kv, num_slots, plan.device)
-        for layer_id, (k_scale, v_scale) in enumerate(self.model.kv_scales()):
-            self.kv_pool.set_scales(layer_id, k_scale, v_scale)
-        self.req_pool = ReqToTokenPool(plan.max_running_requests, plan.context_len, plan.device)
+        self.pools = CachePools(plan.caches, plan.pool_sizes, plan.device)
+        self.pools.bind(self.model.caches)
         self.sampling_table = SamplingTable(plan.max_running_requests + 1, plan.model.vocab_size, plan.device)
         self.sampler = Sampler(use_triton=plan.device == "cuda")
         attn_backend = create_attention_backend(plan)
-        self.state = DeviceState(self.model, self.kv_pool, self.req_pool, attn_backend, plan.device)
+        self.state = DeviceState(self.model, attn_backend, len(self.pools.tables), plan.pool_sizes, plan.device)
         self.sampler.warm_up(self.sampling_table, self.state.next_token)
         self.graphs: CudaGraphRunner | None = None
         self.extend_graphs: ExtendGraphRunner | None = None
@@ -75,7 +70,7 @@ class ModelRunner:
         """Launch one step: forward, sample, and the copy of the sampled tokens to the host."""
         if step.table_update is not None:
             update = send(self.device, index=step.table_update.index, value=step.table_update.value)
-            self.req_pool.device_table.view(-1)[update["index"]] = update["value"]
+            self.state.req_to_token.view(-1)[update["index"]] = update["value"]
         if step.extend is not None:
             return self._run_extend(step)
         if self.graphs is not None and self.graphs.fits(len(step.slots)):

@@ -7,15 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sglang.srt.mem_cache.kv_table import TableUpdate
 from sglang.srt.sampling.logprobs import LogprobRequest, LogprobResult
-
-
-@dataclass(slots=True)
-class TableUpdate:
-    """Entries of `req_to_token` to write before the step, as flat indices into the table."""
-
-    index: np.ndarray  # [N] int64
-    value: np.ndarray  # [N] int32
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from sglang.srt.layers.attention.attention_layer import AttentionLayer
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
-    from sglang.srt.mem_cache.memory_pool import KVPool
+    from sglang.srt.mem_cache.memory_pool import CacheStore
     from sglang.srt.plan.plan import Plan
 
 _MAX_SCORES = 1 << 23
@@ -53,9 +53,10 @@ class TorchNativeAttnBackend:
         assert batch.extend_seq_lens_cpu is not None and batch.extend_prefix_lens_cpu is not None
         start = 0 if batch.decodes is None else batch.decodes.batch_size
         slots = batch.req_pool_indices.tolist()
+        req_to_token = batch.slots_of(layer.cache).req_to_token
         for slot, prefix, new in zip(slots, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True):
-            loc = batch.req_to_token[slot, : prefix + new]
-            keys, values = _gather(batch.kv_pool, layer, loc)
+            loc = req_to_token[slot, : prefix + new]
+            keys, values = _gather(layer.cache, loc)
             step = max(1, _MAX_SCORES // (layer.num_heads * (prefix + new)))
             for first in range(0, new, step):
                 rows = slice(start + first, start + min(first + step, new))
@@ -97,10 +98,9 @@ def attend(
     return torch.unflatten(out, -2, (group, -1)).movedim(-2, -4).flatten(-3, -2).to(q.dtype)
 
 
-def _gather(pool: KVPool, layer: AttentionLayer, loc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather(cache: CacheStore, loc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys [..., Hkv, D] and values [..., Hkv, Dv] of the cache slots `loc` [...], scaled back if the cache is fp8."""
-    keys = _load(pool.k(layer.layer_id), loc, pool.k_scale(layer.layer_id))
-    return keys, _load(pool.v(layer.layer_id), loc, pool.v_scale(layer.layer_id))
+    return _load(cache.k, loc, cache.k_scale), _load(cache.v, loc, cache.v_scale)
 
 
 def _load(cache: torch.Tensor, loc: torch.Tensor, scale: float) -> torch.Tensor:
@@ -133,9 +133,9 @@ def _decode_group(q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, r
     longest = max(batch.seq_lens_cpu[rows])
     lens = batch.seq_lens[rows].long()
     key_positions = torch.arange(longest, device=q.device)
-    loc = batch.req_to_token[batch.req_pool_indices[rows], :longest]
+    loc = batch.slots_of(layer.cache).req_to_token[batch.req_pool_indices[rows], :longest]
     # Beyond a request's end the table holds anything: read its first token there, and mask it.
     loc = torch.where(key_positions < lens[:, None], loc, loc[:, :1])
-    keys, values = _gather(batch.kv_pool, layer, loc)
+    keys, values = _gather(layer.cache, loc)
     mask = _visible(lens[:, None] - 1, key_positions, layer.sliding_window)
     return attend(q[:, None], keys, values, mask, layer)[:, 0]

@@ -7,53 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch, ScheduleBatch
-from sglang.srt.mem_cache.req_pool import ReqToTokenPool
-from sglang.srt.model_executor.step import (
-    ExtendInput,
-    StepInput,
-    TableUpdate,
-)
+from sglang.srt.model_executor.step import ExtendInput, StepInput
 from sglang.srt.sampling.logprobs import LogprobRequest
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.scheduler import Scheduler
-
-
-class TableWriter:
-    """Writes rows of the host table at once and remembers what the device table still lacks."""
-
-    def __init__(self, pool: ReqToTokenPool) -> None:
-        self.pool = pool
-        self._index: list[np.ndarray] = []
-        self._value: list[np.ndarray] = []
-
-    def write(self, slot: int, start: int, locs: np.ndarray) -> None:
-        if not len(locs):
-            return
-        self.pool.host[slot, start : start + len(locs)] = locs
-        first = slot * self.pool.context_len + start
-        self._index.append(np.arange(first, first + len(locs), dtype=np.int64))
-        self._value.append(locs)
-
-    def take(self) -> TableUpdate | None:
-        """What the next step must write on the device. Later writes of one entry win."""
-        if not self._index:
-            return None
-        index, value = np.concatenate(self._index), np.concatenate(self._value)
-        self._index, self._value = [], []
-        # An indexed write on the device has no order among equal indices: keep the last of each.
-        unique, last = np.unique(index[::-1], return_index=True)
-        return TableUpdate(unique, value[::-1][last].astype(np.int32))
-
-
-def _alloc(scheduler: Scheduler, old_lens: np.ndarray, new_lens: np.ndarray, slots: np.ndarray) -> np.ndarray:
-    page = scheduler.plan.page_size
-    pages = (-(-new_lens // page) - -(-old_lens // page)).sum()
-    scheduler.ensure_free(int(pages) * page)
-    last = scheduler.req_pool.host[slots, np.maximum(old_lens - 1, 0)]
-    locs = scheduler.allocator.alloc(old_lens, new_lens, last)
-    assert locs is not None, "the scheduler promised cache slots that are not there"
-    return locs
 
 
 def _logprobs(reqs: list[Req]) -> LogprobRequest | None:
@@ -79,14 +37,13 @@ def _vocab_mask(reqs: list[Req], vocab_size: int) -> np.ndarray | None:
 def build_decode(scheduler: Scheduler, running: RunningBatch) -> ScheduleBatch:
     """Every running request brings its last token."""
     new_lens = running.seq_lens + 1
-    locs = _alloc(scheduler, running.seq_lens, new_lens, running.slots)
-    scheduler.req_pool.host[running.slots, running.seq_lens] = locs  # the step itself writes the device table
+    locs = scheduler.kv.grow(running.slots, running.seq_lens, new_lens, len(running))
     reqs = list(running.reqs)
     step = StepInput(
         slots=running.slots,
         seq_lens=new_lens,
         out_cache_loc=locs,
-        table_update=scheduler.table.take(),
+        table_update=scheduler.kv.take_update(),
         vocab_mask=_vocab_mask(reqs, scheduler.plan.model.vocab_size),
         logprobs=_logprobs(reqs),
     )
@@ -99,14 +56,10 @@ def build_extend(scheduler: Scheduler, chosen: list[tuple[Req, int]], mixed: lis
     prefix = np.fromiter((r.kv_len for r in reqs), np.int32, len(reqs))
     lens = np.array([1] * count + [n for _, n in chosen], np.int32)
     slots = np.fromiter((r.slot for r in reqs), np.int64, len(reqs))
-    locs = _alloc(scheduler, prefix, prefix + lens, slots)
-    scheduler.req_pool.host[slots[:count], prefix[:count]] = locs[:count]  # the step itself writes the device table
+    locs = scheduler.kv.grow(slots, prefix, prefix + lens, count)
     ids: list[int] = []
-    offset = count
     for (req, n), start in zip(chosen, prefix[count:].tolist(), strict=True):
         ids += req.tokens[start : start + n]
-        scheduler.table.write(req.slot, start, locs[offset : offset + n])
-        offset += n
         req.kv_len = start + n
     done = [i for i, r in enumerate(reqs) if i < count or r.kv_len == len(r.tokens)]
     sampled = [reqs[i] for i in done]
@@ -118,7 +71,7 @@ def build_extend(scheduler: Scheduler, chosen: list[tuple[Req, int]], mixed: lis
         seq_lens=prefix + lens,
         out_cache_loc=locs,
         extend=extend,
-        table_update=scheduler.table.take(),
+        table_update=scheduler.kv.take_update(),
         vocab_mask=_vocab_mask(sampled, scheduler.plan.model.vocab_size),
         logprobs=_logprobs(sampled),
     )

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import numpy as np
 
 from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch
-from sglang.srt.mem_cache.radix_cache import Match, Node, RadixCache
+from sglang.srt.mem_cache.kv_table import KVTable
+from sglang.srt.mem_cache.radix_cache import Node
 
 MAX_LPM_QUEUE = 128
 """Beyond this queue length matching every request costs more than the order gains; FCFS then."""
@@ -18,26 +19,19 @@ ESTIMATED_NEW_TOKENS = 4096
 """No request is expected to decode further than this when memory is promised to it."""
 
 
-def match(cache: RadixCache, req: Req) -> Match:
-    """The cached prefix of a waiting request. Where it ends is remembered: matching again costs little."""
-    result = cache.match_prefix(req.token_array(req.matchable_len()), req.namespace, req.node)
-    req.node = result.node
-    return result
-
-
-def _longest_prefix(queue: list[Req], cache: RadixCache) -> list[Req]:
+def _longest_prefix(queue: list[Req], kv: KVTable) -> list[Req]:
     if len(queue) > MAX_LPM_QUEUE:
         return queue
-    return sorted(queue, key=lambda r: -match(cache, r).length)
+    return sorted(queue, key=lambda r: -kv.match(r).length)
 
 
-def _depth_first(queue: list[Req], cache: RadixCache) -> list[Req]:
+def _depth_first(queue: list[Req], kv: KVTable) -> list[Req]:
     """Subtrees that serve most waiting requests first, so that a branch is used up before it can be evicted."""
     at_node: dict[int, list[Req]] = defaultdict(list)
     nodes: dict[int, Node] = {}
     weight: dict[int, int] = defaultdict(int)
     for req in queue:
-        node: Node | None = match(cache, req).node
+        node: Node | None = kv.match(req).node
         at_node[id(node)].append(req)
         while node is not None:
             nodes[id(node)] = node
@@ -52,12 +46,12 @@ def _depth_first(queue: list[Req], cache: RadixCache) -> list[Req]:
     return order
 
 
-POLICIES: dict[str, Callable[[list[Req], RadixCache], list[Req]]] = {
-    "fcfs": lambda queue, cache: queue,
+POLICIES: dict[str, Callable[[list[Req], KVTable], list[Req]]] = {
+    "fcfs": lambda queue, kv: queue,
     "lpm": _longest_prefix,
     "dfs-weight": _depth_first,
-    "lof": lambda queue, cache: sorted(queue, key=lambda r: -(r.limit - r.prompt_len)),
-    "random": lambda queue, cache: random.Random(len(queue)).sample(queue, len(queue)),
+    "lof": lambda queue, kv: sorted(queue, key=lambda r: -(r.limit - r.prompt_len)),
+    "random": lambda queue, kv: random.Random(len(queue)).sample(queue, len(queue)),
 }
 
 
@@ -82,11 +76,11 @@ class PrefillBudget:
     """What one prefill step may still take: cache slots, new tokens, and the chunk."""
 
     def __init__(
-        self, cache: RadixCache, running: RunningBatch, ratio: float, max_tokens: int, chunk: int | None, used: int
+        self, kv: KVTable, running: RunningBatch, ratio: float, max_tokens: int, chunk: int | None, used: int
     ) -> None:
-        self.cache = cache
+        self.kv = kv
         left = np.minimum(running.limits - running.seq_lens, ESTIMATED_NEW_TOKENS)
-        page = cache.allocator.page_size
+        page = kv.page_size
         self.reserved = int(left.sum() * ratio) + page * len(running)
         self.tokens = max_tokens - used
         self.chunk = chunk - used if chunk is not None else None
@@ -95,11 +89,11 @@ class PrefillBudget:
 
     def free(self) -> int:
         """Slots that may still be promised. Matched prefixes are locked first, so this shrinks as requests match."""
-        return self.cache.allocator.available_size() + self.cache.evictable_size() - self.reserved
+        return self.kv.available_size() - self.reserved
 
     def take(self, req: Req, prefix_len: int) -> int:
         """New tokens of this request that fit this step (0: none) given that `prefix_len` are cached and locked."""
-        page = self.cache.allocator.page_size
+        page = self.kv.page_size
         want = len(req.tokens) - prefix_len
         output = min(req.limit - len(req.tokens), ESTIMATED_NEW_TOKENS)
         # A request that runs alone needs no promise: its limit keeps it within the pool.

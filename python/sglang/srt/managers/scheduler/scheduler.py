@@ -12,12 +12,10 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from sglang.srt.managers.scheduler.batch_builder import TableWriter, build_decode, build_extend
+from sglang.srt.managers.scheduler.batch_builder import build_decode, build_extend
 from sglang.srt.managers.scheduler.output import StopChecker, output_message, rejected_token
 from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch, ScheduleBatch
-from sglang.srt.managers.scheduler.schedule_policy import POLICIES, NewTokenRatio, PrefillBudget, match
+from sglang.srt.managers.scheduler.schedule_policy import POLICIES, NewTokenRatio, PrefillBudget
 from sglang.srt.managers.scheduler.scheduler_stats import StatsLogger
 from sglang.srt.managers.wire.io_struct import (
     AbortReq,
@@ -25,8 +23,8 @@ from sglang.srt.managers.wire.io_struct import (
     FinishReason,
     TokenizedGenerateReq,
 )
-from sglang.srt.mem_cache.allocator import TokenAllocator
-from sglang.srt.mem_cache.radix_cache import Node, RadixCache
+from sglang.srt.mem_cache.kv_table import KVTable
+from sglang.srt.mem_cache.radix_cache import Node
 from sglang.srt.sampling.sampling_params import NO_TOKEN
 from sglang.srt.server_args import ServerArgs
 
@@ -57,10 +55,7 @@ class Scheduler:
     def __init__(self, args: ServerArgs, runner: ModelRunner, stop_checker: StopChecker) -> None:
         self.args, self.runner, self.plan = args, runner, runner.plan
         self.stop_checker = stop_checker
-        self.req_pool = runner.req_pool
-        self.allocator = TokenAllocator(self.plan.max_total_num_tokens, self.plan.page_size)
-        self.cache = RadixCache(self.allocator, self.plan.page_size, not args.disable_radix_cache)
-        self.table = TableWriter(self.req_pool)
+        self.kv = KVTable(self.plan.pool_sizes, not args.disable_radix_cache)
         self.policy = POLICIES[args.schedule_policy]
         self.ratio = NewTokenRatio(args.schedule_conservativeness)
         self.overlap = not args.disable_overlap_schedule
@@ -114,23 +109,21 @@ class Scheduler:
     # --- choosing ----------------------------------------------------------------------------------------------------
 
     def pick_prefill(self) -> ScheduleBatch | None:
-        if self.chunked is None and (not self.waiting or not self.req_pool.available_size()):
+        if self.chunked is None and (not self.waiting or not self.kv.num_free_rows()):
             return None
         self.running.drop_finished()
         mixed = self.running.reqs  # decode in the same step: what it costs to read the weights is paid once
         chunk = self.plan.chunked_prefill_size if self.plan.chunked_prefill_size > 0 else None
-        budget = PrefillBudget(
-            self.cache, self.running, self.ratio.value, self.plan.max_prefill_tokens, chunk, len(mixed)
-        )
+        budget = PrefillBudget(self.kv, self.running, self.ratio.value, self.plan.max_prefill_tokens, chunk, len(mixed))
         chosen = self._admit(budget)
         if not chosen:
             return None
-        if mixed and not self._room_for_decode(sum(n for _, n in chosen)):
+        if mixed and not self.kv.can_grow(self.running.seq_lens, sum(n for _, n in chosen)):
             mixed = []
         batch = build_extend(self, chosen, list(mixed))
         self.stats.prefill_launched(chosen)
         for req, _ in chosen:
-            self._commit(req)
+            self.kv.commit(req)
         self.chunked = next((r for r, _ in chosen if r.kv_len < len(r.tokens)), None)
         if mixed:
             self.running.advance()
@@ -147,18 +140,18 @@ class Scheduler:
                 return []
             chosen.append((self.chunked, take))
         starts: set[tuple[str | None, tuple[int, ...]]] = set()
-        ordered = self.policy(list(self.waiting), self.cache)
+        ordered = self.policy(list(self.waiting), self.kv)
         for req in ordered:
-            if not self.req_pool.available_size() or (chosen and budget.chunk is not None and budget.chunk <= 0):
+            if not self.kv.num_free_rows() or (chosen and budget.chunk is not None and budget.chunk <= 0):
                 break
-            prefix = match(self.cache, req)
+            prefix = self.kv.match(req)
             start = (req.namespace, tuple(req.tokens[:SHARED_PREFIX]))
-            if start in starts and prefix.length < SHARED_PREFIX <= req.matchable_len() and self.cache.enabled:
+            if start in starts and prefix.length < SHARED_PREFIX <= req.matchable_len() and self.kv.tree.enabled:
                 continue
-            self.cache.lock(prefix.node)
+            self.kv.tree.lock(prefix.node)
             take = budget.take(req, prefix.length)
             if not take:
-                self.cache.unlock(prefix.node)
+                self.kv.tree.unlock(prefix.node)
                 break
             starts.add(start)
             self._place(req, prefix.node)
@@ -169,22 +162,17 @@ class Scheduler:
         return chosen
 
     def _place(self, req: Req, node: Node) -> None:
-        slot = self.req_pool.alloc()
-        assert slot is not None
-        cached = self.cache.slots_to(node)
-        req.slot, req.node = slot, node
-        req.kv_len = req.num_cached = len(cached)
+        self.kv.place(req, node)
         if not req.admitted:
-            req.hit_len, req.admitted = len(cached), True
+            req.hit_len, req.admitted = req.num_cached, True
             req.started_time = time.monotonic()
-        self.table.write(slot, 0, cached)
         self.runner.sampling_table.set(
-            slot, req.params, req.seed, req.tokens[: req.prompt_len], req.tokens[req.prompt_len :], req.stop_ids
+            req.slot, req.params, req.seed, req.tokens[: req.prompt_len], req.tokens[req.prompt_len :], req.stop_ids
         )
 
     def pick_decode(self) -> ScheduleBatch | None:
         self.running.drop_finished()
-        if self.running.reqs and not self._room_for_decode(0):
+        if self.running.reqs and not self.kv.can_grow(self.running.seq_lens):
             self.settle()
             self.running.drop_finished()
             self._retract_until_it_fits()
@@ -198,21 +186,9 @@ class Scheduler:
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
-    def ensure_free(self, num_tokens: int) -> bool:
-        """Evict cached prefixes until this many slots (in whole pages) are free, if that is possible."""
-        short = num_tokens - self.allocator.available_size()
-        if short > 0:
-            self.cache.evict(short)
-        return self.allocator.available_size() >= num_tokens
-
-    def _room_for_decode(self, also: int) -> bool:
-        page = self.plan.page_size
-        new_pages = int((self.running.seq_lens % page == 0).sum())
-        return self.ensure_free(new_pages * page + (also + page if also else 0))
-
     def _retract_until_it_fits(self) -> None:
         """Send the requests that lose least back to the queue. Their tokens stay, and with luck so does their KV."""
-        while self.running.reqs and not self._room_for_decode(0):
+        while self.running.reqs and not self.kv.can_grow(self.running.seq_lens):
             victim = min(self.running.reqs, key=lambda r: (r.output_len, -r.prompt_len))
             self.running.remove(victim)
             self._requeue(victim)
@@ -226,26 +202,9 @@ class Scheduler:
         req.queued_time = time.monotonic()
         self.waiting.appendleft(req)
 
-    def _commit(self, req: Req) -> None:
-        """Share the KV of a prompt (or chunk) that has just been launched."""
-        assert req.node is not None
-        row = self.req_pool.host[req.slot]
-        own = row[: req.kv_len].copy()
-        done = self.cache.commit(req.token_array(req.kv_len), own, req.node, req.num_cached, req.namespace)
-        req.node, req.num_cached = done.node, done.num_cached
-        moved = np.flatnonzero(done.indices != own)
-        if len(moved):  # the same tokens were cached in the meantime: use those slots from the next step on
-            self.table.write(req.slot, int(moved[0]), done.indices[moved[0] :])
-
     def _release(self, req: Req, keep: bool = True) -> None:
-        assert req.node is not None
-        indices = self.req_pool.host[req.slot, : req.kv_len].copy()
-        self.cache.release(req.token_array(req.kv_len), indices, req.node, req.num_cached, req.namespace, keep)
-        if not keep:
-            self.cache.discard(req.node)
         self.runner.sampling_table.clear(req.slot)
-        self.req_pool.free(req.slot)
-        req.slot, req.kv_len, req.num_cached, req.node = 0, 0, 0, None
+        self.kv.release(req, keep)
 
     # --- results -----------------------------------------------------------------------------------------------------
 
@@ -311,7 +270,7 @@ class Scheduler:
     def add(self, msg: TokenizedGenerateReq, seed: int, stop_ids: frozenset[int]) -> Req | None:
         """Queue a request, or refuse it with a message that reaches the client; None then."""
         wanted = msg.sampling_params.max_new_tokens
-        capacity = min(self.plan.context_len, self.allocator.size - 2 * self.plan.page_size)
+        capacity = self.kv.max_request_len
         limit = min(capacity, len(msg.input_ids) + wanted if wanted is not None else capacity)
         req = Req(msg, seed, limit, stop_ids)
         refusal = None
@@ -319,7 +278,7 @@ class Scheduler:
             refusal = FinishReason(
                 "abort",
                 message=f"The prompt has {len(msg.input_ids)} tokens, but this server holds at most {capacity} tokens "
-                f"of one request (context length {self.plan.context_len}, KV cache {self.allocator.size} tokens).",
+                f"of one request (context length {self.plan.context_len}, KV cache {self.kv.size} tokens).",
                 status_code=400,
             )
         queued = self.args.max_queued_requests or MAX_QUEUED_REQUESTS
@@ -379,16 +338,12 @@ class Scheduler:
         self.settle()
         if any(req.slot for req in self.reqs.values()) or (self.reqs and not self.paused):
             return False
-        self.cache.reset()
+        self.kv.reset()
         return True
 
     def check_memory(self) -> dict[str, int]:
         """Slot counts, whose sum is the pool: free + cached + held by requests. For leak checks and `/server_info`."""
         page = self.plan.page_size
         held = sum(-(-r.kv_len // page) * page - r.num_cached for r in self.reqs.values())
-        return {
-            "free": self.allocator.available_size(),
-            "cached": self.cache.total_size(),
-            "held": held,
-            "total": self.allocator.size,
-        }
+        usage = self.kv.usage()
+        return {"free": usage["free"], "cached": usage["cached"], "held": held, "total": usage["total"]}

@@ -24,6 +24,8 @@ class StatsLogger:
         self.scheduler = scheduler
         self.decode_steps = 0
         self.num_retracted = 0
+        self.num_generated = 0
+        """Tokens since the start: who reads it twice has the throughput between."""
         self.gen_throughput = 0.0
         self._tokens = 0
         self._tokens_since = time.perf_counter()
@@ -60,6 +62,7 @@ class StatsLogger:
 
     def processed(self, num_tokens: int) -> None:
         self._tokens += num_tokens
+        self.num_generated += num_tokens
 
     def retracted(self, req: Req) -> None:
         self.num_retracted += 1
@@ -75,11 +78,10 @@ class StatsLogger:
         self.gen_throughput = 0.0
 
     def used_tokens(self) -> int:
-        s = self.scheduler
-        return s.allocator.size - s.allocator.available_size() - s.cache.evictable_size()
+        return self.scheduler.kv.used_size()
 
     def token_usage(self) -> float:
-        return self.used_tokens() / self.scheduler.allocator.size
+        return self.used_tokens() / self.scheduler.kv.size
 
     def due(self) -> SchedulerStats | None:
         now = time.perf_counter()
