@@ -63,6 +63,7 @@ class ServerArgs:
     json_model_override_args: str = option(
         "{}", MODEL, "JSON object merged into config.json.", json=True, metavar="JSON"
     )
+    is_embedding: bool = option(False, MODEL, "Serve embeddings of texts only, and refuse to generate.")
     skip_tokenizer_init: bool = option(False, MODEL, "Serve token ids only; no tokenizer is loaded.")
     quantization: str | None = option(
         None,

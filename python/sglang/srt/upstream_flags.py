@@ -297,7 +297,7 @@ REFUSED: tuple[FlagGroup, ...] = (
         "Kinds of models",
         "only text generation from left to right is served",
         """
-        dllm-algorithm dllm-algorithm-config dllm-fdfo enable-mis is-embedding multi-item-scoring-delimiter
+        dllm-algorithm dllm-algorithm-config dllm-fdfo enable-mis multi-item-scoring-delimiter
         prefill-only-disable-kv-cache
         """,
     ),

@@ -124,7 +124,8 @@ class ModelRunner:
             )
             positions = self.state.lens[slots]
         prompt = self._prompt_logprobs(step, hidden)
-        return LaunchedForward(step, logits, slots, step.sampled_slots, positions, prompt_logprobs=prompt)
+        embeddings = self._embeddings(step, hidden, arrays["last_rows"])
+        return LaunchedForward(step, logits, slots, step.sampled_slots, positions, None, prompt, embeddings)
 
     def _forward_verify(self, step: StepInput, host_widths: np.ndarray) -> LaunchedForward:
         if self.verify_graphs is not None and self.verify_graphs.fits(len(step.slots)):
@@ -170,6 +171,12 @@ class ModelRunner:
         packed = prompt_logprobs(hidden, self.model.logits, request, self.plan.model.vocab_size)
         return LogprobResult(self._to_host(packed), request)
 
+    def _embeddings(self, step: StepInput, hidden: torch.Tensor, last_rows: torch.Tensor) -> torch.Tensor | None:
+        """Final hidden states [E, H] fp32 of the sampled rows that want them."""
+        assert step.extend is not None
+        rows = step.extend.embed_rows
+        return None if rows is None else self._to_host(hidden[last_rows[to_device(rows, self.device)]].float())
+
     @torch.inference_mode()
     def sample(self, forward: LaunchedForward, vocab_mask: np.ndarray | None = None) -> StepResult:
         """Launch the rest of a step. vocab_mask [R, ceil(V / 32)] int32: allowed tokens of the rows of logits."""
@@ -194,7 +201,7 @@ class ModelRunner:
         if self.device == "cuda":
             ready = torch.cuda.Event()
             ready.record()
-        return StepResult(tokens, ready, counts, logprobs, forward.prompt_logprobs)
+        return StepResult(tokens, ready, counts, logprobs, forward.prompt_logprobs, forward.embeddings)
 
     def _to_host(self, x: torch.Tensor) -> torch.Tensor:
         """A copy in host memory, complete once the step's event has passed."""

@@ -22,6 +22,7 @@ class ExtendInput:
     sample_rows: np.ndarray  # [R] int64, the requests (of B) whose next token is wanted, in order
     num_decodes: int = 0
     prompt_logprobs: LogprobRequest | None = None
+    embed_rows: np.ndarray | None = None  # [E] int64, sampled rows (of R) whose final hidden state is wanted
 
 
 @dataclass(slots=True)
@@ -90,6 +91,7 @@ class LaunchedForward:
     positions: torch.Tensor  # [R] int32 or int64, length of the sequence before the new token
     widths: torch.Tensor | None = None  # [B] int32, of a step that verifies: R = B k
     prompt_logprobs: LogprobResult | None = None
+    embeddings: torch.Tensor | None = None  # [E, H] fp32, on its way to host memory
 
 
 @dataclass(slots=True)
@@ -102,6 +104,7 @@ class StepResult:
     """[R] int32, host memory: how many tokens of each request stand. None: one of each."""
     logprobs: LogprobResult | None = None
     prompt_logprobs: LogprobResult | None = None
+    embeddings: torch.Tensor | None = None  # [E, H] fp32, host memory
 
     def wait(self) -> None:
         if self.ready is not None:

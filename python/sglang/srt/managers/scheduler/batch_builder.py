@@ -56,7 +56,7 @@ def build_verify(scheduler: Scheduler, running: RunningBatch) -> ScheduleBatch |
     if not reqs:
         return None
     brings = running.widths > 0
-    slots, widths, new_lens = (x[brings] for x in (running.slots, running.widths, running.next_lens))
+    slots, widths, new_lens = running.slots[brings], running.widths[brings], running.next_lens[brings]
     scheduler.kv.grow(slots, running.reserved_lens[brings], new_lens, 0)
     step = StepInput(
         slots=slots,
@@ -98,6 +98,8 @@ def build_extend(scheduler: Scheduler, chosen: list[tuple[Req, int]], mixed: lis
         logprobs=_logprobs(sampled),
     )
     batch = ScheduleBatch(step, sampled)
+    embedded = [row for row, req in enumerate(sampled) if req.embed]
+    extend.embed_rows = np.array(embedded, np.int64) if embedded else None
     extend.prompt_logprobs = _ask_prompt_logprobs(batch, chosen, extend)
     return batch
 

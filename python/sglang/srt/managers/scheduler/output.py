@@ -94,7 +94,7 @@ def _options(req: Req) -> DecodeOptions:
 
 def output_message(reqs: Iterable[Req]) -> BatchTokenIDOut:
     """Everything of these requests that has not been sent yet."""
-    out = BatchTokenIDOut(rids=[], new_ids=[], finish=[], meta=[], options=[], logprobs=[])
+    out = BatchTokenIDOut(rids=[], new_ids=[], finish=[], meta=[], options=[], logprobs=[], embeddings={})
     for req in reqs:
         out.rids.append(req.rid)
         out.new_ids.append(req.tokens[req.sent_len :])
@@ -104,6 +104,8 @@ def output_message(reqs: Iterable[Req]) -> BatchTokenIDOut:
         )
         out.options.append(_options(req) if req.first_message else None)
         out.logprobs.append(_take_logprobs(req))
+        if req.embedding:
+            out.embeddings[req.rid] = req.embedding
         req.sent_len = len(req.tokens)
         req.first_message = False
     return out

@@ -76,6 +76,9 @@ class Req:
             self.pending_logprobs.input = [(None, self.tokens[0])]
             self.pending_logprobs.input_top = [None] if self.top_logprobs_num else None
             self.pending_logprobs.input_token_ids = [None] if self.token_ids_logprob else None
+        self.embed = msg.embed
+        self.embedding = b""
+        """The final hidden state that was asked for, once it is there."""
         self.prompt_logprobs_done = 0
         """Prompt tokens whose log probability has been collected (a retracted request computes its prompt again)."""
 
@@ -206,9 +209,13 @@ class ScheduleBatch:
     result: StepResult | None = None
 
     def read(self) -> SampledTokens:
-        """Waits for the device, files the prompts' log probabilities and settles the lengths."""
+        """Waits for the device, files prompts' log probabilities and embeddings, and settles the lengths."""
         assert self.result is not None
         self.result.wait()
+        if self.result.embeddings is not None:
+            embedded = [req for req in self.sampled if req.embed]
+            for req, row in zip(embedded, self.result.embeddings.numpy(), strict=True):
+                req.embedding = row.tobytes()
         if self.result.prompt_logprobs is not None:
             self._file_prompt_logprobs(self.result.prompt_logprobs)
         tokens = self.result.next_token_ids.numpy()
