@@ -178,10 +178,19 @@ class ServerArgs:
     )
     log_requests: bool = option(False, OBSERVE, "Log every request.")
     log_requests_level: int = option(
-        2, OBSERVE, "0: ids, 1: and parameters, 2: and some text, 3: all text.", minimum=0, maximum=3
+        2,
+        OBSERVE,
+        "0: ids and counts, 1: and parameters, 2: and the beginnings of texts without credentials, 3: all texts.",
+        minimum=0,
+        maximum=3,
     )
     decode_log_interval: int = option(40, OBSERVE, "Decode steps between two log lines.", minimum=1)
     enable_metrics: bool = option(False, OBSERVE, "Serve Prometheus metrics at /metrics.")
+    enable_trace: bool = option(False, OBSERVE, "Send OpenTelemetry traces of requests (needs the extra `trace`).")
+    otlp_traces_endpoint: str = option(
+        "localhost:4317", OBSERVE, "Collector of the traces: HOST:PORT over gRPC, or http(s)://HOST:PORT/v1/traces."
+    )
+    otlp_service_name: str = option("sglang", OBSERVE, "Name of this service in the traces.")
     enable_cache_report: bool = option(False, OBSERVE, "Say in `usage` how many prompt tokens were cached.")
 
     def __post_init__(self) -> None:
