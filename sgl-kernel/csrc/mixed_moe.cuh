@@ -54,7 +54,7 @@ struct Tile {
   static_assert(SHARED_BYTES <= 101376, "more than a block of sm_120 may have");
 };
 
-// For at least 32 pairs an expert on average, and for more than 64.
+// For some tens of pairs an expert, and for more.
 using ShortTile = Tile<64, 128, 2, 4, 4>;
 using TallTile = Tile<128, 128, 2, 4, 3>;
 

@@ -24,7 +24,7 @@ from sglang.srt.layers.triton_ops.quantize import quantize_activation
 if TYPE_CHECKING:
     from sm120_sgl_kernel import Library
 
-LEAST_ROWS = 32
+LEAST_ROWS = 48
 """Pairs an expert, on average, from which the mixed products are used."""
 TALL_ROWS = 80
 """And from which in blocks of 128 instead of 64. Both predicted: docs/results/2026-11-21-mixed-kernel.md."""
