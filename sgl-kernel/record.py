@@ -21,6 +21,10 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from nvcc_build import compile_library, find_nvcc
+
 ROOT = Path(__file__).resolve().parent
 FILE = ROOT / "kernels.lock.json"
 TARGETS = ("120f", "121f")
@@ -42,10 +46,6 @@ def sources_digest() -> str:
     return digest.hexdigest()
 
 
-def nvcc() -> str | None:
-    return shutil.which("nvcc")
-
-
 def nvcc_version(compiler: str) -> str:
     found = re.search(
         r"V(\d+\.\d+\.\d+)", subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
@@ -61,21 +61,16 @@ def cuobjdump() -> str | None:
     return found
 
 
-def compile_rows(compiler: str, dump: str, target: str) -> dict[str, Row]:
+def compile_rows(dump: str, target: str) -> dict[str, Row]:
     """Kernel -> what ptxas says of it, its shared memory, and its matrix instructions with how many there are."""
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "library.so")
-        command = [compiler, "-std=c++17", "-O3", "-shared", "--compiler-options=-fPIC", "-Xptxas=-v"]
-        command += [f"-gencode=arch=compute_{target},code=sm_{target}"]
-        command += [*sorted(map(str, (ROOT / "csrc").glob("*.cu"))), "-o", str(library)]
-        compiled = subprocess.run(command, capture_output=True, text=True, check=False)
-        if compiled.returncode:
-            raise SystemExit(f"{' '.join(command)}\n{compiled.stdout}{compiled.stderr}")
+        printed = compile_library(library, target, options=("-Xptxas=-v",))
         machine_code = subprocess.run([dump, "-sass", library], capture_output=True, text=True, check=True).stdout
         shared = ctypes.CDLL(str(library)).sgl_mixed_moe_shared_bytes
         rows = {
             name: row | {"shared": shared(int(name.split()[1].split("x")[0]))}
-            for name, row in _of_ptxas(compiled.stdout + compiled.stderr).items()
+            for name, row in _of_ptxas(printed).items()
         }
         for function in machine_code.split("Function : ")[1:]:
             if _KERNEL.search(function.split("\n", 1)[0]):
@@ -139,12 +134,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--update", action="store_true")
     update = parser.parse_args().update
-    compiler, dump = nvcc(), cuobjdump()
+    compiler, dump = find_nvcc(), cuobjdump()
     if compiler is None or dump is None:
         print("needs nvcc and cuobjdump on the PATH", file=sys.stderr)
         return 1
     version = nvcc_version(compiler)
-    found = {target: compile_rows(compiler, dump, target) for target in TARGETS}
+    found = {target: compile_rows(dump, target) for target in TARGETS}
     problems = [f"sm_{target} {text}" for target, rows in found.items() for text in broken_rules(rows)]
     if update and not problems:
         content = {"nvcc": version, "sources": sources_digest(), "rows": found}

@@ -7,40 +7,18 @@ if it is not on the PATH.
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
+import sys
 from pathlib import Path
 
 from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-SOURCES = Path(__file__).parent / "csrc"
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # builds do not run where this file is
+
+from nvcc_build import DEFAULT_ARCHS, compile_library
+
 LIBRARY = "libsm120_sgl_kernel.so"
-DEFAULT_ARCHS = "120f"
-OPTIONS = ("-std=c++17", "-O3", "--shared", "--compiler-options=-fPIC")
-
-
-def nvcc() -> str:
-    home = os.environ.get("CUDA_HOME")
-    found = shutil.which("nvcc", path=f"{home}/bin" if home else None) or shutil.which("nvcc")
-    if found is None:
-        raise SystemExit("nvcc is not on the PATH; install the CUDA toolkit (13.0 or newer) or set CUDA_HOME")
-    return found
-
-
-def targets(archs: str) -> list[str]:
-    """ "120f;90a" -> nvcc's options."""
-    names = [name.strip() for name in archs.split(";") if name.strip()]
-    if not names:
-        raise SystemExit(f"SGL_KERNEL_ARCHS names no target; the default is {DEFAULT_ARCHS}")
-    return [f"-gencode=arch=compute_{name},code=sm_{name}" for name in names]
-
-
-def compile_library(to: Path) -> None:
-    archs = os.environ.get("SGL_KERNEL_ARCHS", DEFAULT_ARCHS)
-    sources = sorted(map(str, SOURCES.glob("*.cu")))
-    subprocess.run([nvcc(), *OPTIONS, *targets(archs), *sources, "-o", str(to)], check=True)
 
 
 class BuildWithLibrary(build_py):
@@ -48,7 +26,7 @@ class BuildWithLibrary(build_py):
         super().run()
         package = Path(self.build_lib, "sm120_sgl_kernel")
         package.mkdir(parents=True, exist_ok=True)
-        compile_library(package / LIBRARY)
+        compile_library(package / LIBRARY, os.environ.get("SGL_KERNEL_ARCHS", DEFAULT_ARCHS))
 
 
 class PlatformWheel(bdist_wheel):

@@ -30,7 +30,7 @@ constexpr uint32_t E8M0_ONE = 127;
 // Four 8x16 matrices of bytes. Matrix i has its rows at the addresses that lanes 8 i to 8 i + 7 give, 16 bytes each;
 // this lane gets bytes 4 t to 4 t + 3 of row g of each.
 __device__ __forceinline__ void load_bytes(uint32_t (&to)[4], const uint8_t* row) {
-#if defined(__CUDA_ARCH__)
+#ifdef __CUDA_ARCH__
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                : "r"(shared_address(row))
@@ -45,6 +45,14 @@ __device__ __forceinline__ void load_bytes(uint32_t (&to)[4], const uint8_t* row
 
 // The same of matrices of nibbles: a row is 8 bytes at a multiple of 16, the even column in the low bits. Each comes
 // as a byte, with its code in bits 3 to 0.
+__device__ __forceinline__ void emulated_load_nibbles(uint32_t (&to)[4], const uint8_t* row) {
+  for (int i = 0; i < 4; ++i) {
+    const uint8_t* mine = of_lane(row, 8 * i + lane_index() / 4) + 2 * (lane_index() % 4);
+    const uint32_t two = mine[0] | mine[1] << 8;
+    to[i] = (two & 0xf) | (two & 0xf0) << 4 | (two & 0xf00) << 8 | (two & 0xf000) << 12;
+  }
+}
+
 __device__ __forceinline__ void load_nibbles(uint32_t (&to)[4], const uint8_t* row) {
 #if SGL_KERNEL_BLOCK_SCALED
   asm volatile("ldmatrix.sync.aligned.m8n16.x4.shared.b8x16.b4x16_p64 {%0, %1, %2, %3}, [%4];\n"
@@ -52,11 +60,7 @@ __device__ __forceinline__ void load_nibbles(uint32_t (&to)[4], const uint8_t* r
                : "r"(shared_address(row))
                : "memory");
 #else
-  for (int i = 0; i < 4; ++i) {
-    const uint8_t* mine = of_lane(row, 8 * i + lane_index() / 4) + 2 * (lane_index() % 4);
-    const uint32_t two = mine[0] | mine[1] << 8;
-    to[i] = (two & 0xf) | (two & 0xf0) << 4 | (two & 0xf00) << 8 | (two & 0xf000) << 12;
-  }
+  emulated_load_nibbles(to, row);
 #endif
 }
 
@@ -79,14 +83,13 @@ __device__ __forceinline__ float scaled(float sum, uint32_t first, uint32_t seco
   return first == 255 || second == 255 ? NAN : ldexpf(sum, static_cast<int>(first + second) - 254);
 }
 
-#if !SGL_KERNEL_BLOCK_SCALED
 struct Fragments {
   float d[4];
   uint32_t a[4], b[2], a_scale, b_scale;  // scales: their byte alone
 };
 
 // Not inlined: kernels have hundreds of these.
-__device__ __noinline__ Fragments emulated_multiply_add(Fragments at) {
+static __device__ __noinline__ Fragments emulated_multiply_add(Fragments at) {
   const int g = lane_index() / 4, t = lane_index() % 4;
   float sums[4] = {};
 #pragma unroll 1
@@ -111,7 +114,17 @@ __device__ __noinline__ Fragments emulated_multiply_add(Fragments at) {
   }
   return at;
 }
-#endif
+
+template <int Byte>
+__device__ __forceinline__ void emulated_multiply_add(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                                                      uint32_t a_scale, uint32_t b_scale) {
+  const Fragments found = emulated_multiply_add({{d[0], d[1], d[2], d[3]},
+                                                 {a[0], a[1], a[2], a[3]},
+                                                 {b[0], b[1]},
+                                                 a_scale >> 8 * Byte & 255,
+                                                 b_scale >> 8 * Byte & 255});
+  for (int i = 0; i < 4; ++i) d[i] = found.d[i];
+}
 
 // d += (A * a_scale) @ (B * b_scale), where byte `Byte` of the scales' words counts.
 template <int Byte>
@@ -125,12 +138,7 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(a_scale), "r"(b_scale), "n"(Byte),
         "n"(0));
 #else
-  const Fragments found = emulated_multiply_add({{d[0], d[1], d[2], d[3]},
-                                                 {a[0], a[1], a[2], a[3]},
-                                                 {b[0], b[1]},
-                                                 a_scale >> 8 * Byte & 255,
-                                                 b_scale >> 8 * Byte & 255});
-  for (int i = 0; i < 4; ++i) d[i] = found.d[i];
+  emulated_multiply_add<Byte>(d, a, b, a_scale, b_scale);
 #endif
 }
 

@@ -50,10 +50,10 @@ def test_a_falsified_row_differs(record: ModuleType) -> None:
 
 def test_compiles_to_what_is_on_record(record: ModuleType) -> None:
     """Takes some seconds of nvcc."""
-    compiler, dump = record.nvcc(), record.cuobjdump()
+    compiler, dump = record.find_nvcc(), record.cuobjdump()
     if compiler is None or dump is None:
         pytest.skip("needs nvcc and cuobjdump")
-    rows = record.compile_rows(compiler, dump, "120f")
+    rows = record.compile_rows(dump, "120f")
     recorded = json.loads(record.FILE.read_text())
     assert record.broken_rules(rows) == []
     assert record.differences(recorded, "120f", rows, record.nvcc_version(compiler)) == []

@@ -18,7 +18,7 @@
 
 #define __device__
 #define __forceinline__ inline
-#define __noinline__ inline
+#define __noinline__
 
 namespace sgl_kernel {
 
