@@ -31,7 +31,7 @@ def loaded_after(statement: str) -> tuple[set[str], float]:
         "sglang.launch_server",
         "sglang.srt.server_args",
         "sglang.srt.configs.model_config",
-        "sglang.srt.managers.io_struct",
+        "sglang.srt.managers.wire.io_struct",
         "sglang.srt.entrypoints.engine",
         "sglang.srt.entrypoints.http_server",
     ],

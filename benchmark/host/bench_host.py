@@ -53,7 +53,7 @@ def prefix_match() -> float:
     tokens = np.random.default_rng(0).integers(0, 150_000, 8192, dtype=np.int32)
     slots = allocator.alloc([0], [8192], None)
     assert slots is not None
-    cache.insert(tokens, slots)
+    cache.commit(tokens, slots, cache.root, 0)
     return best_of(lambda: cache.match_prefix(tokens))
 
 

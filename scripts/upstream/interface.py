@@ -291,7 +291,7 @@ def our_interface() -> tuple[Interface, Interface]:
     from sglang.srt.entrypoints.anthropic import routes as anthropic_routes
     from sglang.srt.entrypoints.openai import routes as openai_routes
     from sglang.srt.environ import IGNORED, KNOWN
-    from sglang.srt.managers.metrics import Metrics
+    from sglang.srt.managers.front.metrics import Metrics
     from sglang.srt.server_args import TABLE
 
     routers = (http_native.router, openai_routes.router, anthropic_routes.router)

@@ -11,11 +11,11 @@ import fit_cost_model as fitting
 import pytest
 
 from sglang.srt.hardware.arch import arch_by_name
-from sglang.srt.kernels.cost_model import DEFAULT, Constants
 from sglang.srt.kernels.spec import TileRecord
-from sglang.srt.layers.moe.fused_moe_triton.predict import predict
-from sglang.srt.layers.moe.fused_moe_triton.search_space import KINDS, MoeShape
 from sglang.srt.layers.moe.fused_moe_triton.tiles import tile
+from sglang.tuning.cost_model import DEFAULT, Constants
+from sglang.tuning.predict import predict
+from sglang.tuning.search_space import KINDS, MoeShape
 
 H200 = arch_by_name("h200")
 SHAPES = (MoeShape(128, 768, 2048, 8, None), MoeShape(161, 192, 5120, 9, "fp8_channel"))

@@ -20,8 +20,8 @@ from sglang.srt.layers.moe.fused_moe_triton.capacity import ProductTile, recorde
 from sglang.srt.layers.moe.fused_moe_triton.config_files import PACKAGE_CONFIGS, find, shipped_products
 from sglang.srt.layers.moe.fused_moe_triton.config_format import read_content
 from sglang.srt.layers.moe.fused_moe_triton.config_names import parse_name
-from sglang.srt.layers.moe.fused_moe_triton.search_space import BATCH_SIZES, MoeShape
 from sglang.srt.layers.moe.fused_moe_triton.tiles import tile
+from sglang.tuning.search_space import BATCH_SIZES, MoeShape
 
 SHIPPED = sorted(PACKAGE_CONFIGS.rglob("*.json"))
 EDITIONS = ("rtx-pro-6000-server", "rtx-pro-6000-workstation", "rtx-pro-6000-max-q", "rtx-5090", "gb10")

@@ -8,8 +8,8 @@ import torch
 from moe_problem import Problem
 
 from sglang.srt.layers.moe.fused_moe_triton import fused_moe as module
-from sglang.srt.layers.moe.fused_moe_triton.search_space import MoeShape
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, tile
+from sglang.tuning.search_space import MoeShape
 
 SCHEMES = (None, "fp8_tensor", "fp8_channel", "fp8_block", "int4_g32", "nvfp4")
 

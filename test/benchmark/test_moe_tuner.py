@@ -20,8 +20,8 @@ from sglang.srt.kernels.spec import TileRecord
 from sglang.srt.layers.moe.fused_moe_triton import config_files
 from sglang.srt.layers.moe.fused_moe_triton.config_files import find
 from sglang.srt.layers.moe.fused_moe_triton.config_format import TilePair, read_content
-from sglang.srt.layers.moe.fused_moe_triton.search_space import BATCH_SIZES, MoeShape
 from sglang.srt.layers.moe.fused_moe_triton.tiles import tile
+from sglang.tuning.search_space import BATCH_SIZES, MoeShape
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = REPOSITORY / "test" / "srt" / "kernels" / "configs"

@@ -14,8 +14,8 @@ import validate_cost_model as validation
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.ledger_file import tile_key
 from sglang.srt.kernels.spec import TileRecord
-from sglang.srt.layers.moe.fused_moe_triton.predict import predict
-from sglang.srt.layers.moe.fused_moe_triton.search_space import KINDS, MoeShape
+from sglang.tuning.predict import predict
+from sglang.tuning.search_space import KINDS, MoeShape
 
 H200 = arch_by_name("h200")
 SPILLS = "K64 M128 N64"

@@ -6,7 +6,7 @@ import pytest
 
 import sglang
 from sglang.embedded import DEFAULT_MODEL_PATH
-from sglang.srt.managers.generate_request import RequestError
+from sglang.srt.managers.front.generate_request import RequestError
 
 PROMPTS = ["The capital of France is", "One, two, three,", "Dear reader"]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}

@@ -91,7 +91,11 @@ def test_information(http: httpx.Client) -> None:
     assert info["served_model_name"] == "tiny" and info["version"] and info["max_total_num_tokens"] > 0
     assert {"last_gen_throughput", "memory_usage"} <= info["internal_states"][0].keys()
     assert http.get("/get_server_info").status_code == 200
-    assert http.get("/v1/loads").json()["loads"][0]["num_running_reqs"] == 0
+    load = http.get("/v1/loads").json()["loads"][0]
+    assert load["num_running_reqs"] == load["num_queue_reqs"] == load["num_used_tokens"] == 0
+    assert load["max_total_num_tokens"] > 4096
+    generate(http)
+    assert http.get("/v1/loads").json()["loads"][0]["num_generated_tokens"] == load["num_generated_tokens"] + 6
 
 
 @pytest.mark.parametrize("path", ["/health", "/health_generate", "/ready", "/ping"])
@@ -100,7 +104,7 @@ def test_health(http: httpx.Client, path: str) -> None:
 
 
 def test_pages(http: httpx.Client) -> None:
-    assert "/v1/chat/completions" in http.get("/").text
+    assert http.get("/").headers["content-type"].startswith("text/html")
     schema = http.get("/openapi.json").json()
     assert {"/v1/chat/completions", "/v1/completions", "/generate", "/v1/models"} <= schema["paths"].keys()
     named = schema["components"]["schemas"]

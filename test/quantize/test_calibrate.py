@@ -25,7 +25,7 @@ from sglang.srt.layers.moe.expert_weights import SILU, Activation, ExpertWeights
 from sglang.srt.layers.native_ops import gated
 from sglang.srt.layers.quantization.linear_weight import LinearWeight
 from sglang.srt.layers.quantization.reference import round_activation
-from sglang.srt.managers import scheduler_setup
+from sglang.srt.managers.scheduler import scheduler_setup
 from sglang.srt.server_args import ServerArgs
 
 LAYERS, EXPERTS = 3, 4

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
-from sglang.srt.kernels.cost_model import DEFAULT, Constants
 from sglang.srt.kernels.spec import TileRecord
-from sglang.srt.layers.moe.fused_moe_triton.predict import predict
-from sglang.srt.layers.moe.fused_moe_triton.search_space import KINDS, MoeShape
+from sglang.tuning.cost_model import DEFAULT, Constants
+from sglang.tuning.predict import predict
+from sglang.tuning.search_space import KINDS, MoeShape
 
 SOFTNESS = 0.05
 """How much slower (as a logarithm) a prediction may be and still count as chosen: makes the choice differentiable."""

@@ -23,14 +23,14 @@ from pathlib import Path
 
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.kernels.compile import compile_for
-from sglang.srt.kernels.cost_model import DEFAULT, LANES_PER_SM, estimate
 from sglang.srt.kernels.ledger_file import tile_key
-from sglang.srt.kernels.rates import rates_of
 from sglang.srt.kernels.spec import TileRecord
 from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
-from sglang.srt.layers.moe.fused_moe_triton.search_space import KINDS, MoeShape, candidates, grouped_product
 from sglang.srt.layers.moe.fused_moe_triton.tiles import TILE_KEYS, MoeTiles, Tile, tile_rows
 from sglang.srt.layers.moe.fused_moe_triton.variants import product_variant
+from sglang.tuning.cost_model import DEFAULT, LANES_PER_SM, estimate
+from sglang.tuning.rates import rates_of
+from sglang.tuning.search_space import KINDS, MoeShape, candidates, grouped_product
 
 GROUP_M = 8
 """Of sgl-kernel's launches, and how many warps a block of it has."""

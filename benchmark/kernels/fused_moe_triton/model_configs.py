@@ -43,8 +43,9 @@ from sglang.srt.layers.moe.fused_moe_triton.capacity import (
 from sglang.srt.layers.moe.fused_moe_triton.config_files import PACKAGE_CONFIGS
 from sglang.srt.layers.moe.fused_moe_triton.config_format import Content, write_content
 from sglang.srt.layers.moe.fused_moe_triton.config_names import directory_name, own_name
-from sglang.srt.layers.moe.fused_moe_triton.predict import Palette, Point, best_pair, point, small_palette
-from sglang.srt.layers.moe.fused_moe_triton.search_space import (
+from sglang.srt.layers.moe.fused_moe_triton.tiles import Tile
+from sglang.tuning.predict import Palette, Point, best_pair, point, small_palette
+from sglang.tuning.search_space import (
     BATCH_SIZES,
     KINDS,
     MoeShape,
@@ -54,7 +55,6 @@ from sglang.srt.layers.moe.fused_moe_triton.search_space import (
     why_not,
     widens,
 )
-from sglang.srt.layers.moe.fused_moe_triton.tiles import Tile
 
 ARCH = arch_by_name("sm_120")
 Kept = Mapping[MoeShape, Mapping[str, list[tuple[Tile, TileRecord]]]]

@@ -46,9 +46,9 @@ from sglang.srt.layers.moe.fused_moe_triton.fused_moe import (
     matrix_of,
     product_for,
 )
-from sglang.srt.layers.moe.fused_moe_triton.search_space import KINDS, TUNED_GROUP_M, MoeShape
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, Tile
 from sglang.srt.layers.triton_ops import pdl
+from sglang.tuning.search_space import KINDS, TUNED_GROUP_M, MoeShape
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """On a CPU the kernels can be launched in Triton's interpreter, but not timed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sglang.srt.layers.moe.fused_moe_triton.search_space import MoeShape
+from sglang.tuning.search_space import MoeShape
 
 
 def shapes() -> Iterator[MoeShape]:

@@ -31,18 +31,19 @@ from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name, current_arch, device_count, device_name
 from sglang.srt.kernels.ledger_file import tile_key
 from sglang.srt.kernels.spec import TileRecord
-from sglang.srt.layers.moe.fused_moe_triton import config_files, predict
+from sglang.srt.layers.moe.fused_moe_triton import config_files
 from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
 from sglang.srt.layers.moe.fused_moe_triton.config_format import TilePair
 from sglang.srt.layers.moe.fused_moe_triton.config_names import directory_name, upstream_name
-from sglang.srt.layers.moe.fused_moe_triton.search_space import (
+from sglang.srt.plan.model_description import describe_model
+from sglang.tuning import predict
+from sglang.tuning.search_space import (
     BATCH_SIZES,
     KINDS,
     Candidates,
     MoeShape,
     candidates,
 )
-from sglang.srt.plan.model_description import describe_model
 
 DTYPES = ("auto", "bf16", "fp8_w8a8", "int8_w8a8", "int8_w8a16", "int4_w4a16", *SCHEMES)
 DEFAULT_ARCH = "rtx-pro-6000-server"

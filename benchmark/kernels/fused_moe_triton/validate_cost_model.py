@@ -26,13 +26,13 @@ from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits, current_arch, device_name
 from sglang.srt.kernels.ledger_file import tile_key
 from sglang.srt.kernels.spec import TileRecord
-from sglang.srt.layers.moe.fused_moe_triton.search_space import (
+from sglang.srt.layers.moe.fused_moe_triton.tiles import Tile
+from sglang.tuning.search_space import (
     KINDS,
     MoeShape,
     candidates,
     deepest_stages,
 )
-from sglang.srt.layers.moe.fused_moe_triton.tiles import Tile
 
 SHAPES = (
     MoeShape(128, 768, 2048, 8, None),

@@ -12,8 +12,8 @@ from sglang.srt.entrypoints.anthropic.conversation import chat_request
 from sglang.srt.entrypoints.anthropic.protocol import MessagesRequest
 from sglang.srt.entrypoints.http_body import parse_body
 from sglang.srt.entrypoints.http_errors import ApiError, error_body, sse_error
-from sglang.srt.managers.generate_request import RequestError
-from sglang.srt.managers.io_struct import FinishReason
+from sglang.srt.managers.front.generate_request import RequestError
+from sglang.srt.managers.wire.io_struct import FinishReason
 
 HISTORY = [
     {"role": "user", "content": [{"type": "text", "text": "Time"}, {"type": "text", "text": "in Rome?"}]},

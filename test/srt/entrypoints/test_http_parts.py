@@ -12,7 +12,7 @@ from starlette.requests import Request
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.http_middleware import RequestGate
 from sglang.srt.entrypoints.http_stream import ClientDisconnected, EventStream, until_disconnect
-from sglang.srt.managers.generate_request import RequestError
+from sglang.srt.managers.front.generate_request import RequestError
 
 
 def scope(path: str = "/v1/models", method: str = "GET", **headers: str) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from sglang.srt.entrypoints.openai.logprobs import CompletionLogprobs, chat_logp
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.entrypoints.openai.sampling import sampling_dict
 from sglang.srt.entrypoints.openai.usage import UsageCounter
-from sglang.srt.managers.io_struct import OutputLogprobs, TokenMeta
+from sglang.srt.managers.wire.io_struct import TokenMeta
+from sglang.srt.sampling.output_logprobs import OutputLogprobs
 
 USER = [{"role": "user", "content": "hi"}]
 AWKWARD = 'quote " backslash \\ newline \n emoji 🙂 separator \u2028 null \x00'

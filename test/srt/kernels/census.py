@@ -19,6 +19,8 @@ from sglang.srt.configs.quant_scheme import SCHEMES, Scheme, expert_share
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.tiles import attention_tiles
+from sglang.srt.layers.attention.latent_chunks import LatentChunk
+from sglang.srt.layers.attention.triton_ops import latent_prompt
 from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, decode_attention_fwd, plan_decode
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
 from sglang.srt.layers.attention.triton_ops.prefill_attention import context_attention_fwd
@@ -34,7 +36,17 @@ from sglang.srt.layers.moe.fused_moe_triton import fused_moe as moe
 from sglang.srt.layers.moe.fused_moe_triton.config_files import find
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, last_resort, tile_rows
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
-from sglang.srt.layers.triton_ops import activation, gemv, linear_tiles, norm, quant_linear, rope_store, sampling, topk
+from sglang.srt.layers.triton_ops import (
+    activation,
+    gemv,
+    latent_store,
+    linear_tiles,
+    norm,
+    quant_linear,
+    rope_store,
+    sampling,
+    topk,
+)
 from sglang.srt.layers.triton_ops.scaled_dot import product_of
 from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
 from sglang.srt.sampling.sampling_table import ROW_WIDTH
@@ -79,7 +91,8 @@ class Shape:
     shared: bool = False
     expert_bias: bool = False
     expert_scheme: str | None = None
-    dense_heads: tuple[int, int] = (0, 0)  # of attention over uncompressed prompts, or of an image encoder
+    prompt_heads: tuple[int, int] = (0, 0)  # of latent attention over uncompressed prompts
+    dense_heads: tuple[int, int] = (0, 0)  # of an image encoder
     causal: bool = True  # of that
 
 
@@ -96,7 +109,9 @@ def shapes(names: Sequence[str] = (), layouts: Sequence[int] = LAYOUTS) -> Itera
             heads, kv_heads = model["heads"], model["kv_heads"]
             if heads % tp or (kv_heads % tp and tp % kv_heads) or model.get("inter", 0) % tp:
                 continue
-            dims = {key: tuple(model[key]) for key in ("head_dims", "groups", "dense_heads") if key in model}
+            dims = {
+                key: tuple(model[key]) for key in ("head_dims", "groups", "prompt_heads", "dense_heads") if key in model
+            }
             whole = Shape(**{"model": name, "tp": tp} | model | dims)
             yield replace(whole, heads=heads // tp, kv_heads=max(1, kv_heads // tp), inter=whole.inter // tp)
 
@@ -115,6 +130,8 @@ def launch_all(shape: Shape, arch: ArchTraits, done: set[object]) -> None:
     if shape.rotary:
         once(_rope_store, *attention, shape.rotary, shape.qk_norm, shape.interleaved)
     once(_attention, *attention, shape.window, shape.cap, shape.sinks, arch)
+    if any(shape.prompt_heads):
+        once(_latent, shape.heads, shape.head_dims, shape.prompt_heads, arch)
     once(_dense_attention, 16 if not shape.causal else shape.heads, shape.dense_heads, shape.causal, arch)
     for rows, cols, bias in _unquantized(shape):
         once(_gemv, rows, cols, bias)
@@ -193,6 +210,32 @@ def _attention(
                     q[:8], empty(8, heads, v_dim), k_cache, v_cache, table, slots, lens, workspace,
                     scale=0.1, tile=tile, **layer,
                 )  # fmt: skip
+
+
+def _latent(heads: int, latent: tuple[int, int], prompt: tuple[int, int], arch: ArchTraits) -> None:
+    """Beside absorbed attention: the store, and prompts over the prefixes of two requests in two chunks each."""
+    dim, rank = latent
+    rot, (head_dim, v_dim) = dim - rank, prompt
+    w_uk, w_uv = empty(heads, head_dim - rot, rank), empty(heads, rank, v_dim)
+    cos_sin = empty(CONTEXT, rot, dtype=torch.float32)
+    bounds = empty(3, dtype=torch.int32)
+    for dtype, interleaved in itertools.product(CACHES, (True, False)):
+        cache = empty(SLOTS, 1, dim, dtype=STORAGE_DTYPES[dtype])
+        for tokens, absorbed in ((1, 1), (100, None), (300, 16)):
+            # The latent is a part of the product that makes q's latent too.
+            latents, positions = empty(tokens, 1536 + dim)[:, 1536:], empty(tokens, dtype=torch.int64)
+            queries = empty(tokens, heads, head_dim)
+            entries = latent_store.latent_norm_rope_store(
+                queries, latents, None if absorbed is None else empty(absorbed, heads, dim), positions, cos_sin,
+                empty(rank), 1e-6, cache, positions, 1.0, interleaved,
+            )  # fmt: skip
+        chunks = [LatentChunk(empty(64, dtype=torch.int64), bounds)] * 2
+        for tile in attention_tiles("latent_prompt_attention", *prompt, "bfloat16", arch.features):
+            for prefix in ([], chunks):
+                out = empty(tokens, heads, v_dim)
+                latent_prompt.latent_prompt_attention(
+                    queries, entries, w_uk, w_uv, out, bounds, cache, prefix, scale=0.1, tile=tile
+                )
 
 
 def _dense_attention(heads: int, head_dims: tuple[int, int], causal: bool, arch: ArchTraits) -> None:

@@ -128,14 +128,13 @@ def test_every_model_has_a_memory_plan(model_dir: str, name: str, capsys: pytest
 
 
 MISSING = {
-    "kimi_k25": {"latent_norm_rope_store", "latent_prompt_attention", "latent_absorb"},
+    "kimi_k25": set(),
     "deepseek_v4": {
         *("latent_norm_rope_store", "extend_attention", "decode_attention", "kv_compressor", "index_key_store"),
         *("sparse_indexer", "grouped_output", "hyper_connection"),
     },
     "deepseek_v32": {
-        *("latent_norm_rope_store", "extend_attention", "decode_attention", "index_key_store", "sparse_indexer"),
-        "latent_absorb",
+        *("extend_attention", "decode_attention", "index_key_store", "sparse_indexer"),
     },
     "qwen35": {"causal_conv1d", "gated_delta_rule", "gated_rmsnorm", "attention_output_gate"},
     "minimax_m2": {"qk_norm_rope_store"},

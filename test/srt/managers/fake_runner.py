@@ -12,11 +12,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from sglang.srt.managers.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
-from sglang.srt.managers.output import StopChecker
-from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.mem_cache.req_pool import ReqToTokenPool
+from sglang.srt.managers.scheduler.output import StopChecker
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.wire.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
 from sglang.srt.model_executor.step import StepInput
+from sglang.srt.plan.caches import PoolSizes
 from sglang.srt.sampling.sampling_params import NO_TOKEN, SamplingParams
 
 VOCAB = 97
@@ -67,11 +67,10 @@ class FakeRunner:
 
     def __init__(self, pool: int, page: int, context: int, max_reqs: int, chunk: int, max_prefill: int = 4096) -> None:
         self.plan = SimpleNamespace(
-            max_total_num_tokens=pool, page_size=page, context_len=context, max_running_requests=max_reqs,
+            pool_sizes=PoolSizes(pool // page * page, page, max_reqs, context), page_size=page, context_len=context,
             chunked_prefill_size=chunk, max_prefill_tokens=max_prefill,
             model=SimpleNamespace(vocab_size=VOCAB, eos_token_ids=frozenset({EOS})),
         )  # fmt: skip
-        self.req_pool = ReqToTokenPool(max_reqs, context, "cpu")
         self.sampling_table = FakeSamplingTable()
         self.table = np.zeros((max_reqs + 1, context), np.int64)
         self.kv = np.full(pool + 2 * page, -1, np.int64)
@@ -165,7 +164,7 @@ def assert_clean(scheduler: Scheduler) -> None:
     """No request holds anything, and free + cached is the whole pool."""
     memory = scheduler.check_memory()
     assert memory["held"] == 0 and memory["free"] + memory["cached"] == memory["total"], memory
-    assert scheduler.req_pool.available_size() == scheduler.req_pool.max_reqs
-    assert scheduler.cache.protected_size() == 0
+    assert scheduler.kv.num_free_rows() == scheduler.kv.sizes.max_requests
+    assert scheduler.kv.tree.protected_size() == 0
     assert not scheduler.reqs and not scheduler.waiting
-    scheduler.cache.check()
+    scheduler.kv.check()

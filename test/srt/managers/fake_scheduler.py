@@ -13,19 +13,19 @@ import time
 from multiprocessing.connection import Connection
 
 from sglang.srt.errors import UserError
-from sglang.srt.managers import ipc
-from sglang.srt.managers.io_struct import (
+from sglang.srt.managers.wire import ipc
+from sglang.srt.managers.wire.io_struct import (
     AbortReq,
     BatchTokenIDOut,
     ControlReply,
     DecodeOptions,
     FinishReason,
-    OutputLogprobs,
     SchedulerReady,
     SchedulerStats,
     TokenizedGenerateReq,
     TokenMeta,
 )
+from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.server_args import ServerArgs
 
 STEP_S = 0.001

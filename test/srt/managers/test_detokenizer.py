@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from sglang.embedded import DEFAULT_MODEL_PATH
-from sglang.srt.managers.detokenizer_manager import Detokenizer
-from sglang.srt.managers.io_struct import (
+from sglang.srt.managers.detokenizer.detokenizer_manager import Detokenizer
+from sglang.srt.managers.wire.io_struct import (
     BatchStrOut,
     BatchTokenIDOut,
     ControlReply,

@@ -12,9 +12,9 @@ from sglang.srt.constrained.compile_process import Verdict
 from sglang.srt.constrained.grammar import Grammar, GrammarKey
 from sglang.srt.constrained.grammar_manager import WAIT_LIMIT_S, GrammarManager
 from sglang.srt.distributed import parallel_state
-from sglang.srt.managers.grammar_queue import GrammarQueue
-from sglang.srt.managers.io_struct import AbortReq, FinishReason
-from sglang.srt.managers.leader import EndReq
+from sglang.srt.managers.scheduler.grammar_queue import GrammarQueue
+from sglang.srt.managers.scheduler.leader import EndReq
+from sglang.srt.managers.wire.io_struct import AbortReq, FinishReason
 from srt.managers.fake_runner import Collector, FakeRunner, add, assert_clean, make_scheduler, request
 
 

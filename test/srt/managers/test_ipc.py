@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from sglang.srt.managers import ipc
-from sglang.srt.managers.io_struct import AbortReq, ControlReq, SchedulerInput, TokenizedGenerateReq
+from sglang.srt.managers.wire import ipc
+from sglang.srt.managers.wire.io_struct import AbortReq, ControlReq, SchedulerInput, TokenizedGenerateReq
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 

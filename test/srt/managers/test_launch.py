@@ -18,9 +18,9 @@ import pytest
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.errors import UserError
 from sglang.srt.managers import launch
-from sglang.srt.managers.generate_request import GenerateRequest, RequestError
+from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
+from sglang.srt.managers.front.native_output import native_results
 from sglang.srt.managers.launch import EngineError, EngineHandle, launch_engine
-from sglang.srt.managers.native_output import native_results
 from sglang.srt.server_args import ServerArgs
 
 START_S = 60.0

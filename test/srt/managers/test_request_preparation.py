@@ -8,9 +8,9 @@ import pytest
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.managers import request_preparation
-from sglang.srt.managers.generate_request import GenerateRequest, RequestError
-from sglang.srt.managers.request_preparation import PreparedCall, RequestPreparer
+from sglang.srt.managers.front import request_preparation
+from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
+from sglang.srt.managers.front.request_preparation import PreparedCall, RequestPreparer
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 

@@ -6,10 +6,10 @@ import httpx
 import pytest
 from live_server import LiveServer
 
-from sglang.srt.managers import request_timeouts
-from sglang.srt.managers.io_struct import AbortReq
-from sglang.srt.managers.request_timeouts import RequestTimeouts
-from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler import request_timeouts
+from sglang.srt.managers.scheduler.request_timeouts import RequestTimeouts
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.wire.io_struct import AbortReq
 from srt.managers.fake_runner import Collector, FakeRunner, add, assert_clean, make_scheduler, request, run_to_end
 
 

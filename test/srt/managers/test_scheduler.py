@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang.srt.managers.io_struct import AbortReq
-from sglang.srt.managers.leader import EndReq
-from sglang.srt.managers.output import StopChecker
-from sglang.srt.managers.schedule_policy import POLICIES
+from sglang.srt.managers.scheduler.leader import EndReq
+from sglang.srt.managers.scheduler.output import StopChecker
+from sglang.srt.managers.scheduler.schedule_policy import POLICIES
+from sglang.srt.managers.wire.io_struct import AbortReq
 from srt.managers.fake_runner import (
     EOS,
     VOCAB,
@@ -132,10 +132,10 @@ def test_logits_that_are_not_numbers_end_that_request_only(page: int, overlap: b
             finish = collector.finish[f"r{i}"]
             assert finish.type == "abort" and finish.status_code == 500 and "NaN" in (finish.message or "")
             expected = expected[: fails_at[i] - len(ids)]
-            assert not scheduler.cache.match_prefix(ids).length
+            assert not scheduler.kv.tree.match_prefix(ids).length
         else:
             assert collector.finish[f"r{i}"].type == "length"
-            assert scheduler.cache.match_prefix(ids).length == len(ids) // page * page
+            assert scheduler.kv.tree.match_prefix(ids).length == len(ids) // page * page
         assert collector.tokens[f"r{i}"] == expected
     assert_clean(scheduler)
 
@@ -154,7 +154,7 @@ def test_a_prefix_that_failed_is_not_cached_beside_those_that_use_it() -> None:
     assert scheduler.reqs["b"].hit_len == 100
     run_to_end(scheduler, collector)
     assert {finish.status_code for finish in collector.finish.values()} == {500}
-    assert scheduler.cache.total_size() == 0
+    assert scheduler.kv.tree.total_size() == 0
     assert_clean(scheduler)
 
 
@@ -447,13 +447,13 @@ def test_any_workload(
         wanted[f"r{i}"] = (ids, max_new, ignore_eos)
         for _ in range(steps):
             scheduler.step()
-            scheduler.cache.check()
+            scheduler.kv.check()
             collector.take(scheduler)
         if kind == "abort":
             scheduler.abort(AbortReq([f"r{i // 2}"]))
     run_to_end(scheduler, collector)
     assert set(collector.finish) == set(wanted)
-    capacity = min(160, scheduler.allocator.size - 2 * page)
+    capacity = min(160, scheduler.kv.size - 2 * page)
     for rid, (ids, max_new, ignore_eos) in wanted.items():
         got, finish = collector.tokens[rid], collector.finish[rid]
         full = expected_output(ids, max(0, min(max_new, capacity - len(ids))), ignore_eos)
@@ -506,20 +506,20 @@ def test_a_waiting_prompt_is_compared_with_the_tree_once(policy: str, monkeypatc
     add(scheduler, request("first", prompt(1500), 4))
     run_to_end(scheduler, collector)
     compared = 0
-    common_length = scheduler.cache._common_length
+    common_length = scheduler.kv.tree._common_length
 
     def count(key: np.ndarray, tokens: np.ndarray) -> int:
         nonlocal compared
         compared += min(len(key), len(tokens))
         return common_length(key, tokens)
 
-    monkeypatch.setattr(scheduler.cache, "_common_length", count)
+    monkeypatch.setattr(scheduler.kv.tree, "_common_length", count)
     for i in range(2):  # all request slots
         add(scheduler, request(f"busy{i}", prompt(5, i + 9), 100, ignore_eos=True))
     scheduler.step()
     add(scheduler, request("long", prompt(1501), 4))
     for _ in range(50):
-        scheduler.policy(list(scheduler.waiting), scheduler.cache)
+        scheduler.policy(list(scheduler.waiting), scheduler.kv)
         scheduler.step()
     long = scheduler.reqs["long"]
     run_to_end(scheduler, collector)

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.managers.output import StopChecker
-from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.scheduler_setup import create_runner
+from sglang.srt.managers.scheduler.output import StopChecker
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, request, run_to_end
 from srt.models.harness import VOCAB, save_tiny
@@ -91,7 +91,7 @@ def test_against_transformers(name: str, variant: str, tmp_path: Path) -> None:
     assert torch.cat(ours).mean() < factor * torch.cat(theirs).mean()
     if variant == "retraction":
         assert scheduler.stats.num_retracted > 0
-    scheduler.cache.check()
+    scheduler.kv.check()
     assert scheduler.check_memory()["held"] == 0
 
 

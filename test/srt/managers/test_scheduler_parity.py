@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.managers.output import StopChecker
-from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.scheduler_setup import create_runner
+from sglang.srt.managers.scheduler.output import StopChecker
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 from srt.models.harness import VOCAB, save_tiny

@@ -11,23 +11,24 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.managers import ipc, tokenizer_manager
-from sglang.srt.managers.generate_request import GenerateRequest, RequestError
-from sglang.srt.managers.io_struct import (
+from sglang.srt.managers.front import tokenizer_manager
+from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
+from sglang.srt.managers.front.native_output import native_results, native_stream
+from sglang.srt.managers.front.tokenizer_manager import ServerStatus, TokenizerManager
+from sglang.srt.managers.wire import ipc
+from sglang.srt.managers.wire.io_struct import (
     AbortReq,
     BatchStrOut,
     ControlReply,
     ControlReq,
     FinishReason,
-    OutputLogprobs,
     SchedulerInput,
     SchedulerReady,
     SchedulerStats,
     TokenizedGenerateReq,
     TokenMeta,
 )
-from sglang.srt.managers.native_output import native_results, native_stream
-from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
+from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 

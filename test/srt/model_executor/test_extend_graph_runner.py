@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.managers.output import StopChecker
-from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.scheduler_setup import create_runner
+from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.managers.scheduler.output import StopChecker
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.model_executor import extend_graph_runner
 from sglang.srt.model_executor.extend_graph_runner import MAX_PROMPTS, ExtendGraphRunner
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.step import StepInput
 from sglang.srt.plan.defaults import mixed_decode_sizes
 from sglang.srt.server_args import ServerArgs
@@ -77,15 +77,15 @@ def test_padding_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.
         )  # fmt: skip
         runner = create_runner(args)
         if in_graphs:
-            runner.attn_backend = DeviceLengths(runner.plan, "cpu")
+            runner.state.attn_backend = DeviceLengths(runner.plan, "cpu")
             with torch.inference_mode():
-                graphs = runner.extend_graphs = ExtendGraphRunner(runner, (16, 32, 80), (0, 4, 20))
+                graphs = runner.extend_graphs = ExtendGraphRunner(runner.state, (16, 32, 80), (0, 4, 20))
             original = graphs.replay
 
-            def replay(step: StepInput, layout: Any, original: Any = original) -> Any:
+            def replay(step: StepInput, original: Any = original) -> Any:
                 assert step.extend is not None
-                replays.append((step.extend.num_decodes, len(step.extend.extend_lens), len(layout.positions)))
-                return original(step, layout)
+                replays.append((step.extend.num_decodes, len(step.extend.extend_lens), len(step.out_cache_loc)))
+                return original(step)
 
             monkeypatch.setattr(graphs, "replay", replay)
         scheduler = Scheduler(args, runner, StopChecker(None))

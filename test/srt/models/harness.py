@@ -13,10 +13,13 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.hardware.arch import CPU, ArchTraits
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.mem_cache.memory_pool import KVPool
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.layers.forward_batch import ForwardBatch, ForwardMode, TokenSlots
+from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.model_loader.loader import load_model
-from sglang.srt.plan.kv_spec import KVSpec, kv_cache_dtype
+from sglang.srt.plan.caches import PoolSizes, cache_groups
+from sglang.srt.plan.kv_spec import kv_cache_dtype
+from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.model_description import describe_model
 from sglang.srt.server_args import ServerArgs
 
 if TYPE_CHECKING:
@@ -123,14 +126,9 @@ class TinyRunner:
 
     def __init__(self, plan: NativePlan, load_format: str = "auto", tp_size: int = 1, seed: int = 0) -> None:
         self.model = load_model(plan, load_format)
-        config = plan.model
-        kv = KVSpec(
-            config.num_layers, max(config.num_kv_heads // tp_size, 1), config.head_dim, config.head_dim,
-            plan.kv_cache_dtype,
-        )  # fmt: skip
-        self.pool = KVPool(kv, 1024, "cpu")
-        for layer_id, scales in enumerate(self.model.kv_scales()):
-            self.pool.set_scales(layer_id, *scales)
+        description = describe_model(plan.model.hf_config, plan.model.quantization)
+        groups = cache_groups(description, Serving(plan.dtype, plan.kv_cache_dtype, tp_size=tp_size))
+        CachePools(groups, PoolSizes(1023, 1, 8, plan.context_len), "cpu").bind(self.model.caches)
         self.table = torch.full((9, plan.context_len), -7, dtype=torch.int32)
         self.free = (torch.randperm(1023, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
         self.lens: dict[int, int] = {}
@@ -155,11 +153,8 @@ class TinyRunner:
             positions=torch.tensor(positions),
             req_pool_indices=torch.tensor(slots),
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-            out_cache_loc=torch.tensor(locs),
-            req_to_token=self.table,
-            kv_pool=self.pool,
+            token_slots=(TokenSlots(self.table, torch.tensor(locs)),),
             attn_backend=self.backend,
-            extend_seq_lens=torch.tensor(extend, dtype=torch.int32),
             extend_prefix_lens=torch.tensor(prefix, dtype=torch.int32),
             extend_start_loc=torch.tensor([0, *extend], dtype=torch.int32).cumsum(0, dtype=torch.int32),
             extend_seq_lens_cpu=extend,

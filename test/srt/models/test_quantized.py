@@ -199,17 +199,18 @@ def test_scales_of_the_cache_are_applied(names: tuple[str, str], tmp_path: Path)
     assert plan.kv_cache_dtype == "fp8_e4m3", "the checkpoint was made for it"
     runner = TinyRunner(plan)
     for i in range(3):
-        assert runner.pool.k_scale(i) == pytest.approx(0.02 * (i + 1)) and runner.pool.v_scale(i) == pytest.approx(0.05)
+        cache = runner.model.caches[i]
+        assert (cache.k_scale, cache.v_scale) == pytest.approx((0.02 * (i + 1), 0.05))
     want, got = wanted(reference), steps(runner)
     assert (got - want).norm() < 0.2 * want.norm(), "only the cache is rounded"
     exact = TinyRunner(plan_for(tmp_path / "quantized", kv_cache_dtype="bf16"))
-    assert exact.pool.k_scale(0) == 1.0, "a cache that is not quantized has no scales"
+    assert exact.model.caches[0].k_scale == 1.0, "a cache that is not quantized has no scales"
 
 
 def test_a_cache_without_scales_in_the_checkpoint(tmp_path: Path) -> None:
     save_quantized("qwen3_wide", FORMS["fp8_block"], tmp_path)
     runner = TinyRunner(plan_for(tmp_path / "quantized", kv_cache_dtype="fp8_e4m3"))
-    assert [runner.pool.k_scale(i) for i in range(3)] == [1.0] * 3
+    assert [cache.k_scale for cache in runner.model.caches] == [1.0] * 3
     assert steps(runner).isfinite().all()
 
 

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from sglang.srt.layers.sampler import Sampler
-from sglang.srt.managers.io_struct import OutputLogprobs
 from sglang.srt.sampling import logprobs
-from sglang.srt.sampling.logprobs import HostLogprobs, LogprobRequest, add_unpredicted_input, prompt_logprobs
+from sglang.srt.sampling.logprobs import LogprobRequest, LogprobResult, prompt_logprobs
+from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.sampling.sampling_table import SamplingTable
 
 VOCAB = 50
 TOP_NUMS = [0, 3, 1]
-TOKEN_IDS: list[list[int] | None] = [[4, 9], None, [7]]
+TOKEN_IDS: list[list[int]] = [[4, 9], [], [7]]
 
 
 def request() -> LogprobRequest:
-    built = LogprobRequest.build([True, True, True], TOP_NUMS, TOKEN_IDS, "cpu")
-    assert built is not None
-    return built
+    return LogprobRequest(TOP_NUMS, TOKEN_IDS)
+
+
+def of_prompts(request: LogprobRequest, targets: list[int], of_request: list[int]) -> LogprobRequest:
+    """Of all rows of a step, one after the other."""
+    return replace(
+        request, rows=np.arange(len(targets)), targets=np.array(targets, np.int64),
+        of_request=np.array(of_request, np.int64),
+    )  # fmt: skip
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -40,12 +48,12 @@ def test_output_logprobs_ignore_what_sampling_does_to_the_logits() -> None:
         logits.clone(), table.view(slots.numpy(), slots), torch.full((3,), 5), mask, request()
     )
     assert out.logprobs is not None
-    host = HostLogprobs.unpack(out.logprobs.numpy(), request())
+    host = LogprobResult(out.logprobs, request())
     tokens = out.next_token_ids.tolist()
     assert tokens[0] == 3
     for row, token in enumerate(tokens):
         result = OutputLogprobs()
-        host.add_output(result, row, token)
+        host.add_output(result, row, row, token)
         [(value, named)] = result.output
         assert named == token and value == pytest.approx(raw[row, token].item(), abs=1e-5)
         assert len(result.output_top) == (1 if TOP_NUMS[row] else 0)
@@ -63,7 +71,7 @@ def test_output_logprobs_ignore_what_sampling_does_to_the_logits() -> None:
 def test_prompt_logprobs_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, head = randn(11, 8), randn(8, VOCAB)
     targets = torch.arange(11) * 3
-    rows = torch.tensor([0] * 4 + [2] * 7)
+    wanted = of_prompts(request(), targets.tolist(), [0] * 4 + [2] * 7)
     largest = 0
 
     def project(h: torch.Tensor) -> torch.Tensor:
@@ -71,21 +79,19 @@ def test_prompt_logprobs_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         largest = max(largest, h.shape[0])
         return h @ head
 
-    whole = prompt_logprobs(hidden, project, targets, rows, request(), VOCAB)
+    whole = prompt_logprobs(hidden, project, wanted, VOCAB)
     assert largest == 11
     largest = 0
     monkeypatch.setattr(logprobs, "MAX_CHUNK_ELEMENTS", 3 * VOCAB)
-    pieces = prompt_logprobs(hidden, project, targets, rows, request(), VOCAB)
+    pieces = prompt_logprobs(hidden, project, wanted, VOCAB)
     assert largest == 3
     raw = torch.log_softmax(hidden @ head, dim=-1)
     for packed in (whole, pieces):
-        host = HostLogprobs.unpack(packed.numpy(), request())
-        out = OutputLogprobs()
-        add_unpredicted_input(out, request(), 2, 17)
+        host = LogprobResult(packed, request())
+        out = OutputLogprobs(input=[(None, 17)], input_top=[None], input_token_ids=[None])
         host.add_input(out, 2, range(4, 11), targets[4:].tolist())
         assert out.input is not None and out.input_top is not None and out.input_token_ids is not None
         assert [len(out.input), len(out.input_top), len(out.input_token_ids)] == [8, 8, 8]
-        assert out.input[0] == (None, 17) and out.input_top[0] is None and out.input_token_ids[0] is None
         for i in range(7):
             row = 4 + i
             assert out.input[i + 1] == (pytest.approx(raw[row, targets[row]].item(), abs=1e-5), int(targets[row]))
@@ -94,33 +100,35 @@ def test_prompt_logprobs_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_request_without_top_or_ids_has_no_such_lists() -> None:
-    built = LogprobRequest.build([True], [0], [None], "cpu")
-    assert built is not None
-    out = OutputLogprobs()
-    add_unpredicted_input(out, built, 0, 1)
-    packed = prompt_logprobs(
-        randn(2, 4), lambda h: h @ randn(4, VOCAB), torch.tensor([5, 6]), torch.zeros(2).long(), built, VOCAB
-    )
-    HostLogprobs.unpack(packed.numpy(), built).add_input(out, 0, range(2), [5, 6])
+    built = of_prompts(LogprobRequest([0], [[]]), [5, 6], [0, 0])
+    out = OutputLogprobs(input=[(None, 1)])
+    packed = prompt_logprobs(randn(2, 4), lambda h: h @ randn(4, VOCAB), built, VOCAB)
+    LogprobResult(packed, built).add_input(out, 0, range(2), [5, 6])
     assert out.input is not None and len(out.input) == 3
     assert out.input_top is None and out.input_token_ids is None
 
 
 def test_more_top_tokens_than_the_vocabulary_has() -> None:
-    built = LogprobRequest.build([True], [VOCAB + 5], [[1]], "cpu")
-    assert built is not None
-    packed = logprobs.token_logprobs(randn(1, VOCAB), torch.tensor([0]), built.num_top, built.ids_dev)
-    host = HostLogprobs.unpack(packed.numpy(), built)
+    built = LogprobRequest([VOCAB + 5], [[1]])
+    host = LogprobResult(logprobs.sampled_logprobs(randn(1, VOCAB), torch.tensor([0]), built), built)
     assert len(host.top(0, VOCAB + 5)) == VOCAB
-    assert host.requested(0, [1])[0][0] == pytest.approx(torch.log_softmax(randn(1, VOCAB), -1)[0, 1].item(), abs=1e-5)
+    assert host.named(0, [1])[0][0] == pytest.approx(torch.log_softmax(randn(1, VOCAB), -1)[0, 1].item(), abs=1e-5)
 
 
-def test_nothing_wanted_is_no_request() -> None:
-    assert LogprobRequest.build([False, False], [0, 0], [None, None], "cpu") is None
-    assert np.prod(prompt_shape()) == 0
+def test_several_rows_of_one_request() -> None:
+    """A step that verifies drafts samples several rows a request."""
+    logits, wanted = randn(4, VOCAB), LogprobRequest([0, 1], [[3], [8, 9]], of_request=np.array([0, 0, 1, 1]))
+    raw = torch.log_softmax(logits, dim=-1)
+    host = LogprobResult(logprobs.sampled_logprobs(logits, torch.arange(4), wanted), wanted)
+    for row, of_request in enumerate([0, 0, 1, 1]):
+        out = OutputLogprobs()
+        host.add_output(out, of_request, row, row)
+        assert out.output == [(pytest.approx(raw[row, row].item(), abs=1e-5), row)]
+        ids = wanted.token_ids[of_request]
+        assert out.output_token_ids == [[(pytest.approx(raw[row, i].item(), abs=1e-5), i) for i in ids]]
+        assert len(out.output_top) == of_request
 
 
-def prompt_shape() -> torch.Size:
-    return prompt_logprobs(
-        randn(0, 4), lambda h: h, torch.zeros(0).long(), torch.zeros(0).long(), request(), VOCAB
-    ).shape
+def test_no_rows() -> None:
+    nothing = prompt_logprobs(randn(0, 4), lambda h: h, of_prompts(request(), [], []), VOCAB)
+    assert nothing.shape == (0, request().width)

@@ -106,7 +106,7 @@ def test_a_row_that_is_not_numbers_has_no_token(use_triton: bool, params: Sampli
         next_token = torch.full((count + 1,), 7, dtype=torch.int64, device=device)
         batch = table.view(slots.cpu().numpy(), slots)
         positions = torch.full((count,), 6, dtype=torch.int32, device=device)
-        request = LogprobRequest.build([True] * count, [2] * count, [None] * count, device)
+        request = LogprobRequest([2] * count, [[]] * count)
         out = Sampler(use_triton)(x.clone().to(device), batch, positions, None, request, next_token)
         tokens.append(out.next_token_ids.tolist())
         assert 0 <= next_token.min() and next_token.max() < vocab_size

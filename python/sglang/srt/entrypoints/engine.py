@@ -16,10 +16,10 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from sglang.srt.environ import adopt_environment
-from sglang.srt.managers.generate_request import GenerateRequest
+from sglang.srt.managers.front.generate_request import GenerateRequest
+from sglang.srt.managers.front.native_output import native_results, native_stream
+from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.managers.launch import launch_engine
-from sglang.srt.managers.native_output import native_results, native_stream
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 

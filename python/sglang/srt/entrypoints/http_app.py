@@ -20,7 +20,9 @@ from sglang.srt.entrypoints.http_openapi import describe_api
 from sglang.srt.entrypoints.http_state import ServerState
 from sglang.srt.entrypoints.http_stream import ClientDisconnected
 from sglang.srt.entrypoints.openai import routes as openai_routes
-from sglang.srt.managers.generate_request import RequestError
+from sglang.srt.entrypoints.page import routes as page_routes
+from sglang.srt.entrypoints.responses import routes as responses_routes
+from sglang.srt.managers.front.generate_request import RequestError
 from sglang.version import __version__
 
 _STATUS_CLIENT_CLOSED = 499
@@ -61,7 +63,9 @@ def create_api(state: ServerState) -> FastAPI:
     api.state.created = int(time.time())
     api.include_router(openai_routes.router)
     api.include_router(anthropic_routes.router)
+    api.include_router(responses_routes.router)
     api.include_router(http_native.router)
+    api.include_router(page_routes.router)
     api.add_exception_handler(ApiError, _on_api_error)
     api.add_exception_handler(RequestError, _on_request_error)
     api.add_exception_handler(HTTPException, _on_http_exception)
@@ -69,7 +73,7 @@ def create_api(state: ServerState) -> FastAPI:
         api.add_exception_handler(left, _on_disconnect)
     api.add_exception_handler(Exception, _on_bug)
 
-    describe_api(api, [*openai_routes.BODIES, *anthropic_routes.BODIES, *http_native.BODIES])
+    describe_api(api, [*openai_routes.BODIES, *anthropic_routes.BODIES, *responses_routes.BODIES, *http_native.BODIES])
     return api
 
 

@@ -11,15 +11,15 @@ from sglang.srt.entrypoints.http_stream import DIRECT_SEND
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 
-_OPEN_PATHS = ("/health", "/ready", "/metrics")
-"""Prefixes that need no API key: probes and scrapers have none."""
+_OPEN_PATHS = ("/health", "/ready", "/metrics", "/page/")
+"""Prefixes that need no API key: probes and scrapers have none, and the page asks for it."""
 _UNAUTHORIZED = ApiError(401, "the API key is missing or wrong")
 _NOT_JSON = ApiError(415, "the body must be JSON: send it with the header Content-Type: application/json")
 
 
 def is_open(path: str) -> bool:
     """Whether `path` needs no API key."""
-    return path.startswith(_OPEN_PATHS)
+    return path == "/" or path.startswith(_OPEN_PATHS)
 
 
 class RequestGate:

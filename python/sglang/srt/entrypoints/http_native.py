@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import html
 import time
 from collections.abc import AsyncIterator
 from typing import Any, ClassVar, Literal
@@ -11,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 
 from sglang.srt.entrypoints.http_body import Body, body_schema, read_body, read_optional_body
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request, json_response
@@ -19,9 +18,9 @@ from sglang.srt.entrypoints.http_state import engine_of, state_of
 from sglang.srt.entrypoints.http_stream import EventStream, until_disconnect
 from sglang.srt.entrypoints.openai.protocol import Int
 from sglang.srt.entrypoints.unsupported_fields import NATIVE, PROFILE
-from sglang.srt.managers.generate_request import GenerateRequest
-from sglang.srt.managers.native_output import WEIGHT_VERSION, native_results, native_stream
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.front.generate_request import GenerateRequest
+from sglang.srt.managers.front.native_output import WEIGHT_VERSION, native_results, native_stream
+from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.version import __version__
 
 router = APIRouter(tags=["native"])
@@ -293,7 +292,7 @@ async def abort_request(request: Request) -> Response:
     return Response(status_code=200)
 
 
-# --- pages ------------------------------------------------------------------------------------------------------------
+# --- metrics ----------------------------------------------------------------------------------------------------------
 
 
 @router.get("/metrics")
@@ -302,16 +301,3 @@ async def metrics(request: Request) -> Response:
     if engine is None or engine.manager.metrics is None:
         raise ApiError(404, "metrics are off: start the server with --enable-metrics")
     return Response(engine.manager.metrics.render(), headers={"content-type": METRICS_TYPE})
-
-
-@router.get("/", include_in_schema=False)
-async def index(request: Request) -> Response:
-    rows = "".join(
-        f"<li><code>{' '.join(sorted(methods)).upper()} {path}</code></li>"
-        for path, methods in sorted((path, list(item)) for path, item in request.app.openapi()["paths"].items())
-    )
-    name = html.escape(state_of(request).model_name)
-    return HTMLResponse(
-        f"<!doctype html><meta charset=utf-8><title>sm120-sglang</title><h1>sm120-sglang {__version__}</h1>"
-        f"<p>Serving <code>{name}</code>. <a href=/docs>API documentation</a></p><ul>{rows}</ul>"
-    )

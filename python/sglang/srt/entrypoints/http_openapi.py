@@ -12,13 +12,27 @@ from sglang.srt.entrypoints.http_body import body_definitions
 from sglang.srt.entrypoints.http_errors import error_schema_name
 from sglang.srt.entrypoints.http_middleware import is_open
 
-_STREAMING = ("/generate", "/v1/chat/completions", "/v1/completions", "/v1/messages")
+_STREAMING = ("/generate", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 _PROBES = ("/health", "/ready", "/ping", "/health_generate")
 _PLAIN_TEXT = ("/metrics", "/flush_cache", "/start_profile", "/stop_profile")
 _EMPTY = (*_PROBES, "/abort_request")
 """Routes whose status is the whole answer."""
-_NOT_FOUND = ("/v1/models/{model_id}", "/metrics")
-_REFUSING = ("/flush_cache", "/start_profile", "/stop_profile")
+_STORED_RESPONSE = "/v1/responses/{response_id}"
+_NOT_FOUND = (
+    "/v1/models/{model_id}",
+    "/metrics",
+    _STORED_RESPONSE,
+    _STORED_RESPONSE + "/cancel",
+    _STORED_RESPONSE + "/input_items",
+)
+_REFUSING = (
+    "/flush_cache",
+    "/start_profile",
+    "/stop_profile",
+    _STORED_RESPONSE,
+    _STORED_RESPONSE + "/cancel",
+    _STORED_RESPONSE + "/input_items",
+)
 """Routes without a body that the engine's state may be in the way of."""
 
 _ERRORS = {

@@ -27,7 +27,7 @@ from sglang.srt.entrypoints.http_protocol import HttpProtocol
 from sglang.srt.entrypoints.http_state import ServerState
 from sglang.srt.environ import envs
 from sglang.srt.errors import UserError
-from sglang.srt.managers.generate_request import RequestError
+from sglang.srt.managers.front.generate_request import RequestError
 from sglang.srt.managers.launch import EngineError, EngineHandle, launch_engine
 from sglang.srt.server_args import ServerArgs
 

@@ -8,7 +8,8 @@ from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate, read_template_file
 from sglang.srt.entrypoints.openai.serving import OpenAIService
 from sglang.srt.entrypoints.output_formats import model_formats
-from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
+from sglang.srt.entrypoints.responses.response_store import ResponseStore
+from sglang.srt.managers.front.tokenizer_manager import ServerStatus, TokenizerManager
 from sglang.srt.server_args import ServerArgs
 
 
@@ -21,6 +22,7 @@ class ServerState:
         self.engine: OpenAIService | None = None
         self.failure: str | None = None
         """Why the server is about to exit."""
+        self.responses = ResponseStore()
         self._own_source = None if args.chat_template is None else read_template_file(args.chat_template)
         ChatTemplate(self._own_source, {})
 

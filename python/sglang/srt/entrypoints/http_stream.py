@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -17,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from sglang.srt.entrypoints.http_errors import ApiError, sse_error
-from sglang.srt.managers.generate_request import RequestError
+from sglang.srt.managers.front.generate_request import RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,8 @@ class EventStream(Response, Generic[T]):
 
     `first` holds events that exist already. `outputs` yields the rest, `write` turns each into complete events
     (possibly none), and `end` makes the events before `done`, which closes every stream. `outputs` is closed at the
-    end, also when the client disconnects. What it raises becomes an error event in the shape of the route `path`.
+    end, also when the client disconnects. What it raises becomes an error event, which `fail` writes: by default in the
+    shape of the route `path`.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class EventStream(Response, Generic[T]):
         path: str,
         end: Callable[[], bytes] = bytes,
         done: bytes = DONE,
+        fail: Callable[[ApiError], bytes] | None = None,
     ) -> None:
         super().__init__(b"", 200)
         self.raw_headers = list(_HEADERS)
@@ -99,6 +102,7 @@ class EventStream(Response, Generic[T]):
         self._end = end
         self._path = path
         self._done = done
+        self._fail = fail or partial(sse_error, path)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pump = asyncio.ensure_future(self._pump(send, scope.get(DIRECT_SEND, send)))
@@ -125,8 +129,8 @@ class EventStream(Response, Generic[T]):
                         await direct({"type": "http.response.body", "body": events, "more_body": True})
                 last = self._end()
             except RequestError as error:
-                last = sse_error(self._path, ApiError(error.status_code, error.message))
+                last = self._fail(ApiError(error.status_code, error.message))
             except Exception:
                 logger.exception("a stream on %s failed", self._path)
-                last = sse_error(self._path, ApiError(500, "internal error while streaming"))
+                last = self._fail(ApiError(500, "internal error while streaming"))
             await direct({"type": "http.response.body", "body": last + self._done, "more_body": False})

@@ -16,7 +16,7 @@ from sglang.srt.function_call.harmony import Harmony
 from sglang.srt.function_call.model_formats import ModelFormats, has_hidden, tool_schemas
 from sglang.srt.function_call.parser import OutputParser, parse
 from sglang.srt.function_call.registry import REASONING_FORMATS, TOOL_CALL_FORMATS
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)

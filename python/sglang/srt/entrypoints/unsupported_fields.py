@@ -98,6 +98,14 @@ MESSAGES: Mapping[str, Unsupported] = {
     **_all("send the messages that the model shall read", "context_management"),
 }
 
+RESPONSES: Mapping[str, Unsupported] = {
+    **_all("send the items, or previous_response_id", "conversation"),
+    **_all("send the text itself", "prompt"),
+    **_all("send the items that the model shall read", "context_management"),
+    **_all("content is not moderated", "moderation"),
+    **_all(_INTERNALS, "top_logprobs", neutral=(0,)),
+}
+
 PROFILE: Mapping[str, Unsupported] = {
     **_all("the trace runs until /stop_profile", "num_steps", "start_step", "profile_by_stage", "profile_stages"),
     **_all("set SGLANG_TORCH_PROFILER_DIR when starting the server", "output_dir", "profile_prefix"),

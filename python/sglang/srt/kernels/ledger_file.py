@@ -35,7 +35,7 @@ packed four-bit operands is not compiled there (Variant.native_only), nor launch
 
 _LAUNCH_ONLY = frozenset({"ctas_per_sm", "waves"})
 _SHORT = {"num_warps": "w", "num_stages": "s"}
-_PLAIN = ("plain", "causal", "bidirectional")
+_PLAIN = ("plain", "causal", "bidirectional", "chunk")
 _FEATURES: Mapping[str, tuple[str, ...]] = {
     "cap_sinks": ("logit_cap", "sinks"),
     "window_cap_sinks": ("sliding_window",),

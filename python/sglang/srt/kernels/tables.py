@@ -178,6 +178,18 @@ def _attention(op: str) -> tuple[KernelSpec, ...]:
 
 EXTEND_ATTENTION = _attention("extend_attention")
 DECODE_ATTENTION = _attention("decode_attention")
+# Graphs hold absorbed attention: how many chunks a prefix has is known to the host only.
+LATENT_PROMPT_ATTENTION = (
+    KernelSpec(
+        "triton",
+        f"{_ATTENTION}.triton_ops.latent_prompt:latent_prompt_attention",
+        CP_ASYNC,
+        "triton",
+        tiled=True,
+        refuse=_HALF,
+    ),
+    KernelSpec("torch_native", f"{_NATIVE}:latent_prompt_attention", graph_safe=False),
+)
 PREFILL_ATTENTION = (
     KernelSpec(
         "triton",
@@ -289,13 +301,12 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     ),
     "gelu_and_mul": _missing("gelu(gate) * up"),
     "qk_norm_rope_store": _elementwise("qk_norm_rope_store", "rope_store", lacks("whole_norm"), only_equal_head_dims),
-    "latent_norm_rope_store": _missing(
-        "norms of q's and of the kv latent, rotary embedding, one latent stored a token"
+    "latent_norm_rope_store": _elementwise("latent_norm_rope_store", "latent_store", only_latent),
+    "latent_absorb": (
+        KernelSpec("cublas", f"{_NATIVE}:latent_absorb", CP_ASYNC),
+        KernelSpec("torch_native", f"{_NATIVE}:latent_absorb"),
     ),
-    "latent_absorb": _missing("products of q with W_UK and of the output with W_UV, one a head"),
-    "latent_prompt_attention": _missing(
-        "attention of a prompt over uncompressed keys and values, merged with a prefix"
-    ),
+    "latent_prompt_attention": LATENT_PROMPT_ATTENTION,
     "attention_output_gate": _missing("the output of every head times the sigmoid of its gate"),
     "index_key_store": _missing("norm and rotary embedding of the indexer's keys, stored in a cache of their own"),
     "kv_compressor": _missing("gated sums of neighbouring tokens as compressed cache entries, with their open ends"),

@@ -109,6 +109,12 @@ ROWS: tuple[TileRow, ...] = (
         (_split(32, 32, 8, 2, 1, 2), _split(16, 16, 4, 2, 2, 2)), {"wgmma": (_split(64, 32, 8, 2, 1, 2),)},
     ),
     TileRow("decode_attention", (MLA_LATENT,), _FP8, (_split(32, 32, 8, 2, 1, 2), _split(16, 16, 4, 2, 2, 2))),
+    # Keys and values that are made of latents: always 16 bits.
+    TileRow(
+        "latent_prompt_attention", ((192, 128),), _HALF,
+        (_qkv(64, 64, 8, 2), _qkv(64, 32, 8, 2)), {"wgmma": (_qkv(128, 64, 8, 2),)},
+    ),
+    TileRow("latent_prompt_attention", ((256, 256),), _HALF, (_qkv(64, 32, 8, 2), _qkv(32, 32, 4, 2))),
 )  # fmt: skip
 
 

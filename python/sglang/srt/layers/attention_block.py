@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.errors import UserError
+from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_of
 from sglang.srt.layers.parameter import Init, Part, PartKey, Scope
-from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import RopeSpec
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.layers.forward_batch import ForwardBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,6 @@ class GQAttention:
         dim = spec.head_dim
         heads = shard_of(spec.num_heads, scope.tp_rank, scope.tp_size, "number of attention heads")
         kv_heads = kv_head_range(spec.num_kv_heads, scope.tp_rank, scope.tp_size)
-        self.layer_id = layer_id
         self.num_heads = heads.stop - heads.start
         self.num_kv_heads = kv_heads.stop - kv_heads.start
         self.head_dim = dim
@@ -66,13 +65,15 @@ class GQAttention:
             self.q_norm = scope.sub("q_norm").param("weight", (dim,), init=Init.ONES)
             self.k_norm = scope.sub("k_norm").param("weight", (dim,), init=Init.ONES)
         self.k_scale = self.v_scale = None
+        self.cache = scope.cache(layer_id, "kv")
         if scope.plan.kv_cache_dtype.startswith("fp8"):
             self.k_scale, self.v_scale = _cache_scale(scope, "k_scale"), _cache_scale(scope, "v_scale")
+            scope.finish.append(self._take_cache_scales)
         self.norm_rope_store = scope.plan.entry("qk_norm_rope_store")
-        self.attention = RadixAttention(layer_id, self.num_heads, self.num_kv_heads, dim, dim**-0.5)
+        self.attention = Attention(self.cache, self.num_heads, self.num_kv_heads, dim, dim**-0.5)
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        pool = batch.kv_pool
+        cache = self.cache
         q, k, v = self.norm_rope_store(
             self.qkv(x),
             batch.positions,
@@ -83,19 +84,19 @@ class GQAttention:
             self.num_heads,
             self.num_kv_heads,
             self.head_dim,
-            pool.k(self.layer_id),
-            pool.v(self.layer_id),
-            batch.out_cache_loc,
-            pool.k_scale(self.layer_id),
-            pool.v_scale(self.layer_id),
+            cache.k,
+            cache.v,
+            batch.slots_of(cache).out_cache_loc,
+            cache.k_scale,
+            cache.v_scale,
         )
         return self.o(self.attention(q, k, v, batch))
 
-    def kv_scales(self) -> tuple[float, float]:
+    def _take_cache_scales(self) -> None:
         """What keys and values are divided by in an fp8 cache; 1 where the checkpoint does not say.
 
         Raises UserError for a scale that cannot be one."""
-        return _value(self.k_scale), _value(self.v_scale)
+        self.cache.k_scale, self.cache.v_scale = _value(self.k_scale), _value(self.v_scale)
 
 
 def _cache_scale(scope: Scope, leaf: str) -> torch.Tensor:

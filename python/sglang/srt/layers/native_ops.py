@@ -5,7 +5,7 @@ Math is done in fp32 and cast back to the input's dtype; matrix products run in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +15,7 @@ from sglang.srt.layers.moe.expert_weights import SILU, Activation, ExpertWeights
 
 if TYPE_CHECKING:
     from sglang.srt.hardware.arch import ArchTraits
+    from sglang.srt.layers.attention.latent_chunks import LatentChunk
     from sglang.srt.layers.quantization.linear_weight import LinearWeight
 
 
@@ -120,6 +121,91 @@ def qk_norm_rope_store(
     store_cache(k_cache, k, out_cache_loc, k_scale)
     store_cache(v_cache, v, out_cache_loc, v_scale)
     return q, k, v
+
+
+def latent_norm_rope_store(
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    absorbed: torch.Tensor | None,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    cache: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    scale: float = 1.0,
+    interleaved: bool = False,
+) -> torch.Tensor:
+    """Norm of the latent, rotary embedding of the queries' and the key's last dims, and the store of one entry a token.
+
+    q [T, H, nope + rot], rewritten; latent [T, rank + rot]; absorbed [N, H, rank + rot], whose last rot dims become
+    those of q's first N rows; positions and out_cache_loc [T]; cos_sin [max_pos, rot] fp32; weight [rank]; cache
+    [slots, 1, rank + rot] -> [T, rank + rot], the entries before they take the cache's type. Source: DeepSeek-V2
+    (arXiv 2405.04434), section 2.1.
+    """
+    rank, rot_dim = weight.shape[0], cos_sin.shape[1]
+    cos, sin = cos_sin[positions].chunk(2, dim=-1)
+    q_rotary = q[..., -rot_dim:]
+    q_rotary.copy_(apply_rope(q_rotary, cos, sin, interleaved))
+    if absorbed is not None:
+        absorbed[..., rank:] = q_rotary[: len(absorbed)]
+    key = apply_rope(latent[:, None, rank:], cos, sin, interleaved)[:, 0].to(q.dtype)
+    entries = torch.cat((rmsnorm(latent[:, :rank], weight, eps), key), dim=-1)
+    store_cache(cache, entries[:, None], out_cache_loc, scale)
+    return entries
+
+
+def latent_absorb(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """x [T, H, K], w [H, K, N] -> out [T, H, N]: one product a head. With W_UK it takes queries to the latent's dims,
+    with W_UV what attention made of latents to the values' dims."""
+    torch.bmm(x.transpose(0, 1), w, out=out.transpose(0, 1))
+    return out
+
+
+def latent_prompt_attention(
+    q: torch.Tensor,
+    entries: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    out: torch.Tensor,
+    start_loc: torch.Tensor,
+    cache: torch.Tensor,
+    chunks: Sequence[LatentChunk],
+    *,
+    scale: float,
+    cache_scale: float = 1.0,
+    tile: None = None,
+) -> None:
+    """Fill the rows of out [T, H, v] from start_loc[0] on: causal attention of q [T, H, nope + rot] over keys and
+    values that are made of the cached prefixes' latents and of the new tokens' entries [T, rank + rot].
+
+    w_uk [H, nope, rank], w_uv [H, rank, v]; start_loc [B + 1]; cache [slots, 1, rank + rot], real value = stored value
+    * cache_scale; chunks: of the prefixes. Waits for the device.
+    """
+    rank = w_uk.shape[2]
+    bounds = start_loc.tolist()
+    prefixes: list[list[torch.Tensor]] = [[] for _ in bounds[:-1]]
+    for chunk in chunks:
+        cached = load_cache(cache, chunk.slots, cache_scale)[:, 0].to(q.dtype)
+        for parts, rows in zip(prefixes, cached.tensor_split(chunk.key_start[1:-1].long().cpu()), strict=True):
+            parts.append(rows)
+    for parts, first, end in zip(prefixes, bounds, bounds[1:], strict=False):
+        context = torch.cat((*parts, entries[first:end]))
+        keys = torch.einsum("lr,hdr->hld", context[:, :rank], w_uk)
+        keys = torch.cat((keys, context[:, rank:].expand(len(keys), -1, -1)), dim=-1).float()
+        values = torch.einsum("lr,hrd->hld", context[:, :rank], w_uv).float()
+        scores = q[first:end].transpose(0, 1).float() @ keys.transpose(1, 2) * scale
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(len(context) - (end - first) + 1)
+        probs = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+        out[first:end] = (probs @ values).transpose(0, 1).to(out.dtype)
+
+
+def load_cache(cache: torch.Tensor, loc: torch.Tensor, scale: float) -> torch.Tensor:
+    """cache [slots, H, D] at loc [...] -> [..., H, D], times `scale` in fp32 when the cache is fp8."""
+    quantized = cache.element_size() == 1  # of which not every device can gather more than the bytes
+    rows = (cache.view(torch.uint8) if quantized else cache).flatten(1)
+    entries = rows.index_select(0, loc.flatten()).view(*loc.shape, *cache.shape[1:])
+    return entries.view(cache.dtype).float() * scale if quantized else entries
 
 
 def store_cache(cache: torch.Tensor, x: torch.Tensor, loc: torch.Tensor, scale: float) -> None:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from sglang.srt.mem_cache.memory_pool import CacheStore
+
 if TYPE_CHECKING:
     from sglang.srt.layers.linear import QuantMethod
     from sglang.srt.models.weight_map import WeightMap
@@ -103,7 +105,8 @@ class Param:
 class Scope:
     """What layers are built in: the plan, the place of the weights, and a path that names them.
 
-    `finish` collects what is left to do once the parameters are filled (scales folded, weights repacked).
+    `caches` collects the stores that blocks ask for, `finish` what is left to do once the parameters are filled (scales
+    folded, weights repacked).
     """
 
     plan: Plan
@@ -115,6 +118,7 @@ class Scope:
     weights: WeightMap
     path: str = ""
     params: dict[str, Param] = field(default_factory=dict)
+    caches: list[CacheStore] = field(default_factory=list)
     finish: list[Callable[[], None]] = field(default_factory=list)
 
     def sub(self, name: str | int) -> Scope:
@@ -125,6 +129,12 @@ class Scope:
     def module(self, part: str = "", expert: int = 0) -> str:
         """What the checkpoint calls the module that has this part."""
         return self.weights.checkpoint_name(f"{self.path}.weight", PartKey(part, expert)).removesuffix(".weight")
+
+    def cache(self, layer_id: int, name: str) -> CacheStore:
+        """The store of a cache that the layer's description names; empty until the pools are allocated."""
+        store = CacheStore(layer_id, name)
+        self.caches.append(store)
+        return store
 
     def param(
         self,

@@ -1,44 +1,5 @@
-"""The attention call site of a model layer: shape facts only; the backend that runs it comes with the batch."""
+"""`Attention` under the name that SGLang has for it."""
 
-from __future__ import annotations
+from sglang.srt.layers.attention.call_site import Attention as RadixAttention
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import torch
-
-if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
-
-@dataclass(slots=True)
-class RadixAttention:
-    """Attention of one layer over the paged cache. Head counts are those of this rank."""
-
-    layer_id: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    v_head_dim: int = 0
-    """0: the same as head_dim."""
-    sliding_window: int = 0
-    """Each query sees itself and the `sliding_window - 1` tokens before it; 0: all."""
-    logit_cap: float = 0.0
-    sinks: torch.Tensor | None = None
-    """[num_heads] fp32: an extra logit a head that takes part in the softmax and has no value."""
-
-    def __post_init__(self) -> None:
-        self.v_head_dim = self.v_head_dim or self.head_dim
-
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], stored already -> [T, Hq * Dv]."""
-        out = torch.empty((q.shape[0], self.num_heads, self.v_head_dim), dtype=q.dtype, device=q.device)
-        backend, decodes = batch.attn_backend, batch.decodes
-        if batch.forward_mode.is_decode():
-            backend.forward_decode(q, self, batch, out)
-        else:
-            if decodes is not None:  # first: its padding rows may lie over those of the prompts
-                backend.forward_decode(q[: decodes.batch_size], self, decodes, out[: decodes.batch_size])
-            backend.forward_extend(q, k, v, self, batch, out)
-        return out.flatten(1)
+__all__ = ["RadixAttention"]

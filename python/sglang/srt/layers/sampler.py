@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sglang.srt.sampling.logprobs import LogprobRequest, token_logprobs
+from sglang.srt.sampling.logprobs import LogprobRequest, sampled_logprobs
 from sglang.srt.sampling.noise import gumbel_noise
 from sglang.srt.sampling.penalties import apply_penalties
 from sglang.srt.sampling.sampling_params import NO_TOKEN, TOP_K_ALL, SamplingParams
@@ -71,7 +71,7 @@ class Sampler:
             batch.penalties.add_tokens(batch.rows()[:, Column.PENALTY_ROW].long(), tokens.clamp(min=0))
         packed = None
         if logprobs is not None:
-            packed = token_logprobs(raw, tokens.clamp(min=0), logprobs.num_top, logprobs.ids_dev)
+            packed = sampled_logprobs(raw, tokens.clamp(min=0), logprobs)
         return SamplerOutput(tokens, packed)
 
     def warm_up(self, table: SamplingTable, next_token: torch.Tensor) -> None:

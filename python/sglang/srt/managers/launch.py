@@ -30,17 +30,17 @@ from multiprocessing.process import BaseProcess
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
-from sglang.srt.managers.ipc import Ports
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.wire.ipc import Ports
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 from sglang.srt.utils.log import configure_logging
 
 logger = logging.getLogger(__name__)
 
-SCHEDULER_ENTRY = "sglang.srt.managers.scheduler_process:run_scheduler"
+SCHEDULER_ENTRY = "sglang.srt.managers.scheduler.scheduler_process:run_scheduler"
 """`module:function(args, ports, tp_rank, start_pipe)`; imported by the child only."""
-DETOKENIZER_ENTRY = "sglang.srt.managers.detokenizer_manager:run_detokenizer"
+DETOKENIZER_ENTRY = "sglang.srt.managers.detokenizer.detokenizer_manager:run_detokenizer"
 
 READY = b"ready"
 _STOP = b"stop"

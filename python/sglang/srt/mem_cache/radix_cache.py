@@ -1,8 +1,8 @@
 """Prefix cache: a radix tree over token ids whose nodes own the KV slots of those tokens.
 
 Who owns a slot: the allocator (free), the tree (cached), or one request (computed, not yet given to the tree). `commit`
-moves slots from a request to the tree, `release` ends a request, `evict` gives slots back. Everything is page aligned;
-the tail of a request that does not fill a page stays with the request.
+moves slots from a request to the tree, `evict` gives slots back. Everything is page aligned; the tail of a request that
+does not fill a page stays with the request.
 """
 
 from __future__ import annotations
@@ -110,16 +110,6 @@ class RadixCache:
     def slots_to(self, node: Node) -> Slots:
         """The slots of the tokens from the root to the end of `node`."""
         return _concat([n.value for n in self._path(node)][::-1])
-
-    def insert(self, token_ids: Tokens, indices: Slots, namespace: str | None = None) -> int:
-        """Gives the page-aligned part to the tree. Returns how many leading tokens were there already: for those the
-        tree keeps its own slots, and those in `indices` stay with the caller."""
-        if not self.enabled:
-            return 0
-        self._clock += 1
-        tokens = self._aligned(token_ids)
-        _, values = self._extend(self.root, tokens, np.asarray(indices, np.int32), namespace)
-        return sum(v.size for v in values)
 
     def _aligned(self, token_ids: Tokens) -> Slots:
         tokens = np.asarray(token_ids, np.int32)
@@ -301,23 +291,6 @@ class RadixCache:
         self.lock(deepest)
         self.unlock(node)
         return Commit(indices, deepest, int(tokens.size))
-
-    def release(
-        self,
-        token_ids: Tokens,
-        indices: Slots,
-        node: Node,
-        num_cached: int,
-        namespace: str | None = None,
-        keep: bool = True,
-    ) -> None:
-        """Ends a request: commits its tokens if `keep`, frees all of `indices` that the tree does not own, unlocks.
-        Arguments as for commit; slots beyond len(token_ids) (a step in flight when the request ended) are freed too."""
-        if keep:
-            result = self.commit(token_ids, indices, node, num_cached, namespace)
-            indices, node, num_cached = result.indices, result.node, result.num_cached
-        self.allocator.free(indices[num_cached:])
-        self.unlock(node)
 
     # --- invariants ---------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 A graph holds everything from the request slots to the logits: reading the last sampled tokens, the positions, the table
 update, attention metadata that lives on the device, and the model. A replay therefore needs one small copy and one
-launch, and what the attention backend refreshes on the host (`layers/attention/base_attn_backend.py`). Batches between
+launch, and what the attention backend refreshes on the host (`layers/forward_batch.py`). Batches between
 two sizes are padded with rows that own request slot 0 and cache slot 0.
 """
 
@@ -10,45 +10,43 @@ from __future__ import annotations
 
 import bisect
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.model_executor.device_state import DeviceState
 from sglang.srt.model_executor.graph_capture import StaticOutput, capture
-from sglang.srt.model_executor.static_pack import StaticPack
 from sglang.srt.model_executor.step import StepInput
-
-if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.utils.device_arrays import DeviceArrays, Field
 
 
 class CudaGraphRunner:
     """Owns the captured graphs. `batch_sizes` ascend."""
 
-    def __init__(self, runner: ModelRunner, batch_sizes: tuple[int, ...]) -> None:
-        self.runner = runner
+    def __init__(self, state: DeviceState, batch_sizes: tuple[int, ...]) -> None:
+        self.state = state
         self.batch_sizes = batch_sizes
         largest = batch_sizes[-1]
-        self.inputs = StaticPack(
+        self.inputs = DeviceArrays(
             {
-                "slots": (largest, np.int64, 0),
-                "out_cache_loc": (largest, np.int64, 0),
-                "seq_lens": (largest, np.int32, 1),
-                "num_reqs": (1, np.int32, 0),
+                "slots": Field((largest,), np.int64),
+                "out_cache_loc": Field((largest,), np.int64),
+                "seq_lens": Field((largest,), np.int32, 1),
+                "num_reqs": Field((1,), np.int32),
             },
-            runner.device,
+            state.device,
         )
+        self.inputs.load()
         self.batches: dict[int, ForwardBatch] = {}
         self.logits = StaticOutput()
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        runner.attn_backend.init_cuda_graph_state(batch_sizes)
+        state.attn_backend.init_cuda_graph_state(batch_sizes)
         pool = None
         for size in reversed(batch_sizes):  # the largest first: smaller graphs then reuse its memory
             padding = self._static_batch(size)
             padding.seq_lens_cpu = [1] * size
-            runner.attn_backend.init_forward_metadata_replay(padding, 0)
+            state.attn_backend.init_forward_metadata_replay(padding, 0)
             self.graphs[size] = capture(partial(self._step, size), pool)
             pool = pool or self.graphs[size].pool()
 
@@ -58,12 +56,12 @@ class CudaGraphRunner:
     def _static_batch(self, size: int) -> ForwardBatch:
         i = self.inputs
         slots, seq_lens, out_cache_loc = (i[name][:size] for name in ("slots", "seq_lens", "out_cache_loc"))
-        return self.runner.decode_batch(slots, seq_lens, out_cache_loc, i["num_reqs"])
+        return self.state.decode_batch(slots, seq_lens, out_cache_loc, i["num_reqs"])
 
     def _step(self, size: int) -> None:
         batch = self.batches[size] = self._static_batch(size)
-        self.runner.attn_backend.init_forward_metadata_capture(batch)
-        self.logits.keep(self.runner.model.logits(self.runner.model(batch)))
+        self.state.attn_backend.init_forward_metadata_capture(batch)
+        self.logits.keep(self.state.model.logits(self.state.model(batch)))
 
     def replay(self, step: StepInput) -> torch.Tensor:
         """Logits [B, V] of a decode step; valid until the next replay."""
@@ -77,6 +75,6 @@ class CudaGraphRunner:
         )
         batch = self.batches[size]
         batch.seq_lens_cpu = np.concatenate([step.seq_lens, np.ones(size - num_reqs, np.int32)]).tolist()
-        self.runner.attn_backend.init_forward_metadata_replay(batch, num_reqs)
+        self.state.attn_backend.init_forward_metadata_replay(batch, num_reqs)
         self.graphs[size].replay()
         return self.logits.rows(num_reqs)

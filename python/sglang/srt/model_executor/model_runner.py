@@ -1,4 +1,4 @@
-"""Runs steps on one rank's device: owns the weights, the KV pool, the request tables and the graphs."""
+"""Runs steps on one rank's device: owns the weights, the cache pools, the request tables and the graphs."""
 
 from __future__ import annotations
 
@@ -10,27 +10,20 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.kernels.coverage import check_launches
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
+from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.layers.triton_ops import pdl
-from sglang.srt.mem_cache.memory_pool import KVPool
-from sglang.srt.mem_cache.req_pool import ReqToTokenPool
-from sglang.srt.model_executor import host_pack
+from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
+from sglang.srt.model_executor.device_state import DeviceState
 from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.model_executor.step import (
-    ExtendInput,
-    LogprobSpec,
-    PendingLogprobs,
-    StepInput,
-    StepResult,
-    extend_layout,
-)
+from sglang.srt.model_executor.step import ExtendInput, StepInput, StepResult, extend_arrays
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.plan.defaults import mixed_decode_sizes
 from sglang.srt.plan.plan import Plan
-from sglang.srt.sampling.logprobs import LogprobRequest, prompt_logprobs
+from sglang.srt.sampling.logprobs import LogprobResult, prompt_logprobs
 from sglang.srt.sampling.sampling_table import SamplingTable
+from sglang.srt.utils.device_arrays import DeviceArrays, send, to_device
 
 logger = logging.getLogger(__name__)
 
@@ -45,25 +38,21 @@ class ModelRunner:
         if envs.SGLANG_CHECK_LAUNCHES and plan.device == "cuda":
             check_launches(plan.arch)
         self.model = load_model(plan, load_format, seed)
-        # One page more than the plan counts: page 0 is the padding page.
-        num_slots = plan.max_total_num_tokens + plan.page_size
-        self.kv_pool = KVPool(plan.kv, num_slots, plan.device)
-        for layer_id, (k_scale, v_scale) in enumerate(self.model.kv_scales()):
-            self.kv_pool.set_scales(layer_id, k_scale, v_scale)
-        self.req_pool = ReqToTokenPool(plan.max_running_requests, plan.context_len, plan.device)
+        self.pools = CachePools(plan.caches, plan.pool_sizes, plan.device)
+        self.pools.bind(self.model.caches)
         self.sampling_table = SamplingTable(plan.max_running_requests + 1, plan.model.vocab_size, plan.device)
         self.sampler = Sampler(use_triton=plan.device == "cuda")
-        self.next_token = torch.zeros(plan.max_running_requests + 1, dtype=torch.int64, device=plan.device)
-        self.sampler.warm_up(self.sampling_table, self.next_token)
-        self.attn_backend = create_attention_backend(plan)
+        attn_backend = create_attention_backend(plan)
+        self.state = DeviceState(self.model, attn_backend, len(self.pools.tables), plan.pool_sizes, plan.device)
+        self.sampler.warm_up(self.sampling_table, self.state.next_token)
         self.graphs: CudaGraphRunner | None = None
         self.extend_graphs: ExtendGraphRunner | None = None
         if plan.cuda_graph_bs:
             with torch.inference_mode():
-                self.graphs = CudaGraphRunner(self, plan.cuda_graph_bs)
+                self.graphs = CudaGraphRunner(self.state, plan.cuda_graph_bs)
                 if plan.cuda_graph_prefill_tokens:
                     decodes = mixed_decode_sizes(plan.cuda_graph_bs)
-                    self.extend_graphs = ExtendGraphRunner(self, plan.cuda_graph_prefill_tokens, decodes)
+                    self.extend_graphs = ExtendGraphRunner(self.state, plan.cuda_graph_prefill_tokens, decodes)
             logger.info("Captured CUDA graphs for batch sizes %s", list(plan.cuda_graph_bs))
         if plan.device == "cuda":
             self._warm_up_extend()
@@ -80,118 +69,57 @@ class ModelRunner:
     def run(self, step: StepInput) -> StepResult:
         """Launch one step: forward, sample, and the copy of the sampled tokens to the host."""
         if step.table_update is not None:
-            index, value = host_pack.send((step.table_update.index, step.table_update.value), self.device)
-            self.req_pool.device_table.view(-1)[index] = value
+            update = send(self.device, index=step.table_update.index, value=step.table_update.value)
+            self.state.req_to_token.view(-1)[update["index"]] = update["value"]
         if step.extend is not None:
             return self._run_extend(step)
         if self.graphs is not None and self.graphs.fits(len(step.slots)):
             logits = self.graphs.replay(step)
             inputs = self.graphs.inputs
             return self._sample(step, logits, inputs["slots"][: len(step.slots)], inputs["seq_lens"])
-        slots, seq_lens, loc = host_pack.send(
-            (step.slots, step.seq_lens, step.out_cache_loc.astype(np.int64)), self.device
+        sent = send(
+            self.device, slots=step.slots, seq_lens=step.seq_lens, out_cache_loc=step.out_cache_loc.astype(np.int64)
         )
-        batch = self.decode_batch(slots, seq_lens, loc)
+        batch = self.state.decode_batch(sent["slots"], sent["seq_lens"], sent["out_cache_loc"])
         batch.seq_lens_cpu = step.seq_lens.tolist()
-        self.attn_backend.init_forward_metadata(batch)
-        return self._sample(step, self.model.logits(self.model(batch)), slots, seq_lens)
-
-    def decode_batch(
-        self,
-        slots: torch.Tensor,
-        seq_lens: torch.Tensor,
-        out_cache_loc: torch.Tensor,
-        num_valid_tokens: torch.Tensor | None = None,
-    ) -> ForwardBatch:
-        """A DECODE batch from device tensors only, so that it can be captured; enters the new slots in the table."""
-        positions = seq_lens.to(torch.int64) - 1
-        self.req_pool.device_table[slots, positions] = out_cache_loc.to(torch.int32)
-        return ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
-            batch_size=len(slots),
-            input_ids=self.next_token[slots],
-            positions=positions,
-            req_pool_indices=slots,
-            seq_lens=seq_lens,
-            out_cache_loc=out_cache_loc,
-            req_to_token=self.req_pool.device_table,
-            kv_pool=self.kv_pool,
-            attn_backend=self.attn_backend,
-            num_valid_tokens=num_valid_tokens,
-        )
+        self.state.attn_backend.init_forward_metadata(batch)
+        return self._sample(step, self.model.logits(self.model(batch)), sent["slots"], sent["seq_lens"])
 
     def _run_extend(self, step: StepInput) -> StepResult:
-        extend = step.extend
-        assert extend is not None
-        layout = extend_layout(step)
         if self.extend_graphs is not None and self.extend_graphs.fits(step):
-            hidden, logits = self.extend_graphs.replay(step, layout)
+            hidden, logits = self.extend_graphs.replay(step)
             inputs = self.extend_graphs.inputs
-            sampled = inputs["sampled_slots"][: len(logits)]
-            return self._sample(step, logits, sampled, inputs["sampled_lens"], self._prompt_logprobs(step, hidden))
-        count = extend.num_decodes
-        sent = host_pack.send(
-            (
-                step.slots[:count],
-                step.seq_lens[:count],
-                step.out_cache_loc[:count].astype(np.int64),
-                extend.input_ids,
-                layout.positions[count:],
-                step.slots[count:],
-                step.seq_lens[count:],
-                step.out_cache_loc.astype(np.int64),
-                extend.extend_lens,
-                extend.prefix_lens,
-                layout.start_loc,
-                layout.last_rows,
-                step.sampled_slots,
-                step.seq_lens[extend.sample_rows],
-            ),
-            self.device,
-        )
-        decode_slots, decode_lens, decode_loc, ids, pos, slots, seq_lens, loc = sent[:8]
-        extend_lens, prefix_lens, start_loc, rows, sampled, sampled_lens = sent[8:]
-        decodes = None
-        if count:
-            decodes = self.decode_batch(decode_slots, decode_lens, decode_loc)
-            decodes.seq_lens_cpu = step.seq_lens[:count].tolist()
-            self.attn_backend.init_forward_metadata(decodes)
-            ids, pos = torch.cat((decodes.input_ids, ids)), torch.cat((decodes.positions, pos))
-        batch = ForwardBatch(
-            forward_mode=ForwardMode.EXTEND,
-            batch_size=len(slots),
-            input_ids=ids,
-            positions=pos,
-            req_pool_indices=slots,
-            seq_lens=seq_lens,
-            out_cache_loc=loc,
-            req_to_token=self.req_pool.device_table,
-            kv_pool=self.kv_pool,
-            attn_backend=self.attn_backend,
-            decodes=decodes,
-            extend_seq_lens=extend_lens,
-            extend_prefix_lens=prefix_lens,
-            extend_start_loc=start_loc,
-            extend_seq_lens_cpu=extend.extend_lens.tolist(),
-            extend_prefix_lens_cpu=extend.prefix_lens.tolist(),
-            seq_lens_cpu=step.seq_lens[count:].tolist(),
-        )
-        self.attn_backend.init_forward_metadata(batch)
+            slots, lens = inputs["sampled_slots"][: len(logits)], inputs["sampled_lens"]
+            return self._sample(step, logits, slots, lens, self._prompt_logprobs(step, hidden))
+        sent = send(self.device, **extend_arrays(step))
+        batch = self._extend_batch(step, sent)
         hidden = self.model(batch)
         pending = self._prompt_logprobs(step, hidden)
-        return self._sample(step, self.model.logits(hidden[rows]), sampled, sampled_lens, pending)
+        logits = self.model.logits(hidden[sent["last_rows"]])
+        return self._sample(step, logits, sent["sampled_slots"], sent["sampled_lens"], pending)
 
-    def _prompt_logprobs(self, step: StepInput, hidden: torch.Tensor) -> PendingLogprobs | None:
+    def _extend_batch(self, step: StepInput, sent: DeviceArrays) -> ForwardBatch:
+        extend = step.extend
+        assert extend is not None
+        count, ids, decodes = extend.num_decodes, sent["input_ids"], None
+        if count:
+            decodes = self.state.decode_batch(sent["decode_slots"], sent["decode_lens"], sent["decode_loc"])
+            decodes.seq_lens_cpu = step.seq_lens[:count].tolist()
+            self.state.attn_backend.init_forward_metadata(decodes)
+            ids = torch.cat((decodes.input_ids, ids))
+        lens, prefix_lens = extend.extend_lens.tolist(), extend.prefix_lens.tolist()
+        batch = self.state.extend_batch(sent, ids, decodes, lens, prefix_lens)
+        batch.seq_lens_cpu = step.seq_lens[count:].tolist()
+        self.state.attn_backend.init_forward_metadata(batch)
+        return batch
+
+    def _prompt_logprobs(self, step: StepInput, hidden: torch.Tensor) -> LogprobResult | None:
         assert step.extend is not None
-        wanted = step.extend.prompt_logprobs
-        if wanted is None:
+        request = step.extend.prompt_logprobs
+        if request is None:
             return None
-        request = self._logprob_request(wanted.spec)
-        assert request is not None
-        rows, targets, of_request = host_pack.send((wanted.rows, wanted.targets, wanted.request), self.device)
-        vocab_size = self.plan.model.vocab_size
-        packed = prompt_logprobs(hidden[rows], self.model.logits, targets, of_request, request, vocab_size)
-        return PendingLogprobs(self._to_host(packed), request)
+        packed = prompt_logprobs(hidden, self.model.logits, request, self.plan.model.vocab_size)
+        return LogprobResult(self._to_host(packed), request)
 
     def _sample(
         self,
@@ -199,29 +127,21 @@ class ModelRunner:
         logits: torch.Tensor,
         slots: torch.Tensor,
         seq_lens: torch.Tensor,
-        prompt: PendingLogprobs | None = None,
+        prompt: LogprobResult | None = None,
     ) -> StepResult:
-        mask = None
-        if step.vocab_mask is not None:
-            (mask,) = host_pack.send((step.vocab_mask,), self.device)
-        request = self._logprob_request(step.logprobs)
+        mask = None if step.vocab_mask is None else to_device(step.vocab_mask, self.device)
         sampling = self.sampling_table.view(step.sampled_slots, slots)
-        out = self.sampler(logits, sampling, seq_lens[: len(slots)], mask, request, self.next_token)
+        out = self.sampler(logits, sampling, seq_lens[: len(slots)], mask, step.logprobs, self.state.next_token)
         tokens = self._to_host(out.next_token_ids)
-        pending = None
-        if request is not None:
+        logprobs = None
+        if step.logprobs is not None:
             assert out.logprobs is not None
-            pending = PendingLogprobs(self._to_host(out.logprobs), request)
+            logprobs = LogprobResult(self._to_host(out.logprobs), step.logprobs)
         ready = None
         if self.device == "cuda":
             ready = torch.cuda.Event()
             ready.record()
-        return StepResult(tokens, ready, pending, prompt)
-
-    def _logprob_request(self, spec: LogprobSpec | None) -> LogprobRequest | None:
-        if spec is None:
-            return None
-        return LogprobRequest.build(spec.wanted, spec.top_nums, spec.token_ids, self.device)
+        return StepResult(tokens, ready, logprobs, prompt)
 
     def _to_host(self, x: torch.Tensor) -> torch.Tensor:
         """A copy in host memory, complete once the step's event has passed."""

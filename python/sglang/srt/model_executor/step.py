@@ -7,34 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sglang.srt.sampling.logprobs import HostLogprobs, LogprobRequest
-
-
-@dataclass(slots=True)
-class TableUpdate:
-    """Entries of `req_to_token` to write before the step, as flat indices into the table."""
-
-    index: np.ndarray  # [N] int64
-    value: np.ndarray  # [N] int32
-
-
-@dataclass(slots=True)
-class LogprobSpec:
-    """Which log probabilities to return, one entry a request."""
-
-    wanted: list[bool]
-    top_nums: list[int]
-    token_ids: list[list[int] | None]
-
-
-@dataclass(slots=True)
-class PromptLogprobs:
-    """P rows of an EXTEND step whose prediction of the next prompt token is wanted, for the requests of `spec`."""
-
-    spec: LogprobSpec
-    rows: np.ndarray  # [P] int64, rows of the step's [T] tokens
-    targets: np.ndarray  # [P] int64, the token after each of these
-    request: np.ndarray  # [P] int64, entry of `spec`
+from sglang.srt.mem_cache.kv_table import TableUpdate
+from sglang.srt.sampling.logprobs import LogprobRequest, LogprobResult
 
 
 @dataclass(slots=True)
@@ -47,7 +21,7 @@ class ExtendInput:
     extend_lens: np.ndarray  # [P] int32
     sample_rows: np.ndarray  # [R] int64, the requests (of B) whose next token is wanted, in order
     num_decodes: int = 0
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: LogprobRequest | None = None
 
 
 @dataclass(slots=True)
@@ -60,24 +34,21 @@ class StepInput:
     extend: ExtendInput | None = None
     table_update: TableUpdate | None = None
     vocab_mask: np.ndarray | None = None  # [R, ceil(V / 32)] int32, allowed tokens of the sampled rows
-    logprobs: LogprobSpec | None = None  # of the sampled rows
+    logprobs: LogprobRequest | None = None  # of the sampled rows
 
     @property
     def sampled_slots(self) -> np.ndarray:
         return self.slots if self.extend is None else self.slots[self.extend.sample_rows]
 
 
-@dataclass(frozen=True, slots=True)
-class ExtendLayout:
-    """Where the T new tokens of an EXTEND step lie: those of the decoding requests first, then prompt after prompt."""
+def extend_arrays(step: StepInput) -> dict[str, np.ndarray]:
+    """What the device needs of an EXTEND step of T tokens: those of D decoding requests first, then P prompts one after
+    the other; R requests are sampled.
 
-    positions: np.ndarray  # [T] int64, of each token in its request
-    start_loc: np.ndarray  # [P + 1] int32, first token of each prompt, and T
-    last_rows: np.ndarray  # [R] int64, the last token of each request whose next token is wanted
-
-
-def extend_layout(step: StepInput) -> ExtendLayout:
-    """Derived from the lengths of an EXTEND step."""
+    input_ids [T - D], positions, out_cache_loc [T]; of the prompts slots, seq_lens, prefix_lens [P] and start_loc
+    [P + 1], the first token of each, and T; of the decoding requests decode_slots, decode_lens, decode_loc [D];
+    last_rows (the last token of each), sampled_slots, sampled_lens [R].
+    """
     extend = step.extend
     assert extend is not None
     count = extend.num_decodes
@@ -86,18 +57,22 @@ def extend_layout(step: StepInput) -> ExtendLayout:
     in_prompt = np.arange(count, start_loc[-1], dtype=np.int64) - start_loc[of_prompt]
     positions = np.concatenate((step.seq_lens[:count] - 1, in_prompt + extend.prefix_lens[of_prompt]))
     last_rows = np.concatenate((np.arange(count), start_loc[1:] - 1))[extend.sample_rows]
-    return ExtendLayout(positions.astype(np.int64), start_loc, last_rows.astype(np.int64))
-
-
-@dataclass(slots=True)
-class PendingLogprobs:
-    """Packed log probabilities on their way to the host."""
-
-    packed: torch.Tensor  # [R, W] int32, host memory
-    request: LogprobRequest
-
-    def unpack(self) -> HostLogprobs:
-        return HostLogprobs.unpack(self.packed.numpy(), self.request)
+    out_cache_loc = step.out_cache_loc.astype(np.int64)
+    return {
+        "input_ids": extend.input_ids,
+        "positions": positions.astype(np.int64),
+        "out_cache_loc": out_cache_loc,
+        "slots": step.slots[count:],
+        "seq_lens": step.seq_lens[count:],
+        "prefix_lens": extend.prefix_lens,
+        "start_loc": start_loc,
+        "decode_slots": step.slots[:count],
+        "decode_lens": step.seq_lens[:count],
+        "decode_loc": out_cache_loc[:count],
+        "last_rows": last_rows.astype(np.int64),
+        "sampled_slots": step.sampled_slots,
+        "sampled_lens": step.seq_lens[extend.sample_rows],
+    }
 
 
 @dataclass(slots=True)
@@ -106,8 +81,8 @@ class StepResult:
 
     next_token_ids: torch.Tensor  # [R] int64, host memory
     ready: torch.cuda.Event | None
-    logprobs: PendingLogprobs | None = None
-    prompt_logprobs: PendingLogprobs | None = None
+    logprobs: LogprobResult | None = None
+    prompt_logprobs: LogprobResult | None = None
 
     def wait(self) -> None:
         if self.ready is not None:

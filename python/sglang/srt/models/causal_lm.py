@@ -23,7 +23,8 @@ from sglang.srt.models.weight_map import WeightMap
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.layers.forward_batch import ForwardBatch
+    from sglang.srt.mem_cache.memory_pool import CacheStore
     from sglang.srt.plan.plan import Plan
 
 
@@ -54,7 +55,7 @@ class DecoderLayer:
 
 
 class CausalLM(ABC):
-    """Allocates its parameters when constructed; the loader fills `params`.
+    """Allocates its parameters when constructed; the loader fills `params`, the runner's pools `caches`.
 
     `model(batch)` -> hidden states [T, H] after the final norm; `model.logits(hidden [R, H])` -> [R, V] fp32. Both run
     under torch.inference_mode of the caller and are safe to capture in a CUDA graph.
@@ -83,6 +84,7 @@ class CausalLM(ABC):
         )
         self.params: dict[str, Param] = scope.params
         self.finish = scope.finish
+        self.caches: list[CacheStore] = scope.caches
         self.redundant = redundant_endings(quantization)
         self.embed = VocabParallelEmbedding(scope.sub("embed"), spec.vocab_size, spec.hidden_size)
         tables: dict[RopeSpec, torch.Tensor] = {}
@@ -102,10 +104,6 @@ class CausalLM(ABC):
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, batch)
         return self.norm(hidden, residual)[0]
-
-    def kv_scales(self) -> list[tuple[float, float]]:
-        """For each layer what keys and values are divided by in a quantized cache. Waits for the device."""
-        return [layer.attention.kv_scales() for layer in self.layers]
 
     def ignored_weight(self, name: str) -> bool:
         """Whether a checkpoint tensor holds nothing that we need."""

@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from sglang.srt.plan.layer_spec import CacheSpec, Full, Lifetime, PerRequest, Serving, Window
+from sglang.srt.plan.layer_spec import FULL, CacheSpec, Full, Lifetime, PerRequest, Serving, Window
 from sglang.srt.plan.model_description import ModelDescription
 
 
 @dataclass(frozen=True, slots=True)
-class CacheGroup:
-    """Pages of one group follow one another, so one allocator and one table of rows serve all its caches.
+class CacheOfLayer:
+    layer_id: int
+    cache: CacheSpec
 
-    `bytes_per_entry` is the sum over the group's caches, on one rank.
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Pages of one group follow one another, so one allocator and one table of rows serve all its caches. A cache is
+    addressed by its group and its index in `members`.
     """
 
     lifetime: Lifetime
     entries_per_token: Fraction
-    names: tuple[str, ...]
-    num_caches: int
-    bytes_per_entry: int
+    members: tuple[CacheOfLayer, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(member.cache.name for member in self.members))
+
+    @property
+    def num_caches(self) -> int:
+        return len(self.members)
+
+    @property
+    def bytes_per_entry(self) -> int:
+        """The sum over the group's caches, on one rank."""
+        return sum(member.cache.entry_bytes for member in self.members)
 
     @property
     def bytes_per_token(self) -> Fraction:
@@ -75,20 +91,33 @@ class CacheCost:
 
 def cache_groups(model: ModelDescription, serving: Serving) -> tuple[CacheGroup, ...]:
     """In the order in which layers need them."""
-    members: dict[tuple[Lifetime, Fraction], list[CacheSpec]] = {}
-    for layer in model.layers:
-        for cache in layer.mixer.caches(serving):
-            members.setdefault((cache.lifetime, cache.entries_per_token), []).append(cache)
-    return tuple(
-        CacheGroup(
-            lifetime,
-            rate,
-            tuple(dict.fromkeys(cache.name for cache in caches)),
-            len(caches),
-            sum(cache.entry_bytes for cache in caches),
-        )
-        for (lifetime, rate), caches in members.items()
-    )
+    return group_caches(layer.mixer.caches(serving) for layer in model.layers)
+
+
+def group_caches(layers: Iterable[Sequence[CacheSpec]]) -> tuple[CacheGroup, ...]:
+    """`layers`: the caches of each layer."""
+    members: dict[tuple[Lifetime, Fraction], list[CacheOfLayer]] = {}
+    for layer_id, caches in enumerate(layers):
+        for cache in caches:
+            members.setdefault((cache.lifetime, cache.entries_per_token), []).append(CacheOfLayer(layer_id, cache))
+    return tuple(CacheGroup(lifetime, rate, tuple(caches)) for (lifetime, rate), caches in members.items())
+
+
+def row_tables(groups: Sequence[CacheGroup]) -> tuple[Full | Window, ...]:
+    """The lifetimes for which a table says where each token of a request lies. The first is that of all tokens, which
+    caches of every rate share, and which there is even if nothing is kept that long: prefixes are known by it."""
+    windows = (group.lifetime for group in groups if isinstance(group.lifetime, Window))
+    return (FULL, *dict.fromkeys(windows))
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSizes:
+    """What of a rank's caches there is room for. Tokens are whole pages, without the padding page."""
+
+    tokens: int
+    page_size: int
+    max_requests: int
+    context_len: int
 
 
 def cache_cost(groups: Sequence[CacheGroup]) -> CacheCost:

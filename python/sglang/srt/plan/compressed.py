@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.layer_spec import (
-    FULL,
     PER_REQUEST,
+    AttentionShape,
     CacheSpec,
+    CacheTensor,
     Elements,
     Matrix,
     RotaryTable,
     Serving,
     Weights,
     Window,
+    latent_cache,
 )
 from sglang.srt.plan.mixers import Indexer
 
@@ -67,20 +68,24 @@ class CompressedSparse:
         yield Need("grouped_output", q_dtype=serving.dtype, heads=heads)
 
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
-        entry = self.head_dim * KV_DTYPE_BYTES[serving.kv_dtype]
-        window = CacheSpec("kv", entry, lifetime=Window(self.window))
+        dim, dtype = self.head_dim, serving.kv_dtype
+        window = latent_cache("kv", dim, dim, dtype, lifetime=Window(self.window))
         if not self.rate:
             return (window,)
         rate = Fraction(1, self.rate)
-        caches = [window, CacheSpec("compressed", entry, rate), self._pending(self.head_dim)]
+        caches = [window, latent_cache("compressed", dim, dim, dtype, rate), self._pending("pending", dim)]
         if self.indexer is not None:
-            caches.append(CacheSpec("index", self.indexer.entry_bytes(serving), rate, FULL))
-            caches.append(self._pending(self.indexer.head_dim))
+            caches += (self.indexer.cache(serving, rate), self._pending("index_pending", self.indexer.head_dim))
         return tuple(caches)
 
-    def _pending(self, dim: int) -> CacheSpec:
-        """Values and gates, in fp32, of the tokens that are not a whole entry yet."""
-        return CacheSpec("state", 2 * (self.overlap * self.rate) * (self.overlap * dim) * 4, lifetime=PER_REQUEST)
+    def _pending(self, name: str, dim: int) -> CacheSpec:
+        """Values and gates of the tokens that are not a whole entry yet."""
+        shape = (self.overlap * self.rate, self.overlap * dim)
+        tensors = (CacheTensor("values", shape, "float32"), CacheTensor("gates", shape, "float32"))
+        return CacheSpec(name, tensors, lifetime=PER_REQUEST)
+
+    def attention_shape(self, tp_size: int) -> AttentionShape:
+        return AttentionShape(self.num_heads // tp_size, 1, self.head_dim, self.head_dim)
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         heads, groups = self.num_heads // tp_size, max(1, self.o_groups // tp_size)

@@ -9,12 +9,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
 from sglang.srt.kernels.spec import Need
+from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +41,66 @@ Lifetime = Full | Window | PerRequest
 
 
 @dataclass(frozen=True, slots=True)
+class CacheTensor:
+    """One tensor of a cache, [entries, *shape]. With `view_of` it is the first columns of another one of the cache and
+    costs nothing."""
+
+    name: str  # "k", "v", "scale", "conv", ...
+    shape: tuple[int, ...]
+    dtype: str
+    view_of: str = ""
+
+    @property
+    def entry_bytes(self) -> int:
+        return 0 if self.view_of else math.prod(self.shape) * KV_DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """One cache of one layer, on one rank. 1/4 entry a token: one entry for every fourth token."""
+    """One cache of one layer, on one rank; its name is unique in the layer.
+
+    1/4 entry a token: one entry for every fourth token. A PER_REQUEST cache has an entry a request.
+    """
 
     name: str  # "kv", "latent", "index", "compressed", "state"
-    entry_bytes: int
+    tensors: tuple[CacheTensor, ...]
     entries_per_token: Fraction = Fraction(1)
     lifetime: Lifetime = FULL
+
+    @property
+    def entry_bytes(self) -> int:
+        return sum(tensor.entry_bytes for tensor in self.tensors)
+
+
+def key_value_cache(
+    name: str, heads: int, head_dim: int, v_head_dim: int, dtype: str, lifetime: Lifetime = FULL
+) -> CacheSpec:
+    """Keys [heads, head_dim] and values [heads, v_head_dim] of every token."""
+    tensors = (CacheTensor("k", (heads, head_dim), dtype), CacheTensor("v", (heads, v_head_dim), dtype))
+    return CacheSpec(name, tensors, lifetime=lifetime)
+
+
+def latent_cache(
+    name: str,
+    dim: int,
+    v_dim: int,
+    dtype: str,
+    entries_per_token: Fraction = Fraction(1),
+    lifetime: Lifetime = FULL,
+) -> CacheSpec:
+    """One vector [1, dim] an entry, whose first `v_dim` elements are the value."""
+    tensors = (CacheTensor("k", (1, dim), dtype), CacheTensor("v", (1, v_dim), dtype, view_of="k"))
+    return CacheSpec(name, tensors, entries_per_token, lifetime)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Of one attention call site, on one rank."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +188,9 @@ class Mixer(Protocol):
         """In the order in which a step runs them; without the linear layers, which follow from the weights."""
 
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]: ...
+
+    def attention_shape(self, tp_size: int) -> AttentionShape | None:
+        """As decoding attends; None: there is no attention over a cache."""
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights: ...
 

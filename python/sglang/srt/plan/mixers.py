@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
-from sglang.srt.plan.layer_spec import FULL, CacheSpec, Elements, Matrix, RotaryTable, Serving, Weights, Window
+from sglang.srt.plan.layer_spec import (
+    FULL,
+    AttentionShape,
+    CacheSpec,
+    CacheTensor,
+    Elements,
+    Matrix,
+    RotaryTable,
+    Serving,
+    Weights,
+    Window,
+    key_value_cache,
+    latent_cache,
+)
 
 
 def rank_kv_heads(num_kv_heads: int, tp_size: int) -> int:
@@ -63,9 +77,13 @@ class GQA:
             yield Need("attention_output_gate", q_dtype=serving.dtype)
 
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
-        dims = rank_kv_heads(self.num_kv_heads, serving.tp_size) * (self.head_dim + self.v_head_dim)
-        entry = dims * KV_DTYPE_BYTES[serving.kv_dtype]
-        return (CacheSpec("kv", entry, lifetime=Window(self.window) if self.window else FULL),)
+        heads = rank_kv_heads(self.num_kv_heads, serving.tp_size)
+        lifetime = Window(self.window) if self.window else FULL
+        return (key_value_cache("kv", heads, self.head_dim, self.v_head_dim, serving.kv_dtype, lifetime),)
+
+    def attention_shape(self, tp_size: int) -> AttentionShape:
+        heads = rank_kv_heads(self.num_kv_heads, tp_size)
+        return AttentionShape(self.num_heads // tp_size, heads, self.head_dim, self.v_head_dim)
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         heads, kv_heads = self.num_heads // tp_size, rank_kv_heads(self.num_kv_heads, tp_size)
@@ -94,10 +112,12 @@ class Indexer:
         yield serving.need("index_key_store", (self.head_dim, self.head_dim))
         yield serving.need("sparse_indexer", (self.head_dim, self.head_dim))
 
-    def entry_bytes(self, serving: Serving) -> int:
-        """Of one key, which every rank holds; with a scale where it has one byte an element."""
-        item = KV_DTYPE_BYTES[serving.kv_dtype]
-        return self.head_dim * item + (4 if item == 1 else 0)
+    def cache(self, serving: Serving, entries_per_token: Fraction = Fraction(1)) -> CacheSpec:
+        """Its keys, which every rank holds; with a scale where they have one byte an element."""
+        tensors: tuple[CacheTensor, ...] = (CacheTensor("k", (1, self.head_dim), serving.kv_dtype),)
+        if KV_DTYPE_BYTES[serving.kv_dtype] == 1:
+            tensors += (CacheTensor("scale", (1,), "float32"),)
+        return CacheSpec("index", tensors, entries_per_token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,20 +154,23 @@ class MLA:
     def needs(self, serving: Serving) -> Iterator[Need]:
         latent, heads = (self.latent_dim, self.kv_lora_rank), (self.num_heads // serving.tp_size, 1)
         traits = ["mla", "sparse"] if self.sparse else ["mla"]
-        yield serving.need("latent_norm_rope_store", latent, heads=heads, rotary_dim=self.rope_dim)
+        yield serving.need("latent_norm_rope_store", latent, ["mla"], heads, self.rope_dim)
         if self.indexer is not None:
             yield from self.indexer.needs(serving)
         if not self.sparse:
-            yield serving.need("latent_prompt_attention", (self.nope_dim + self.rope_dim, self.v_dim))
+            # Over keys and values as they are made of latents: never quantized.
+            dims = (self.nope_dim + self.rope_dim, self.v_dim)
+            yield replace(serving, kv_dtype=serving.dtype).need("latent_prompt_attention", dims)
         yield Need("latent_absorb", q_dtype=serving.dtype, heads=heads)
         yield serving.need("extend_attention", latent, traits)
         yield serving.need("decode_attention", latent, traits)
 
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
-        latent = CacheSpec("latent", self.latent_dim * KV_DTYPE_BYTES[serving.kv_dtype])
-        if self.indexer is None:
-            return (latent,)
-        return (latent, CacheSpec("index", self.indexer.entry_bytes(serving)))
+        latent = latent_cache("latent", self.latent_dim, self.kv_lora_rank, serving.kv_dtype)
+        return (latent,) if self.indexer is None else (latent, self.indexer.cache(serving))
+
+    def attention_shape(self, tp_size: int) -> AttentionShape:
+        return AttentionShape(self.num_heads // tp_size, 1, self.latent_dim, self.kv_lora_rank)
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         heads = self.num_heads // tp_size

@@ -17,12 +17,11 @@ from sglang.srt.kernels.ledger_file import Ledger, tile_key
 from sglang.srt.kernels.resolve import installed_packages, resolve
 from sglang.srt.kernels.spec import Choice, Need, Tile
 from sglang.srt.plan import defaults
-from sglang.srt.plan.caches import CacheGroup, cache_cost, cache_groups
-from sglang.srt.plan.kv_spec import KVSpec, kv_cache_dtype
-from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.caches import CacheGroup, PoolSizes, cache_cost, cache_groups
+from sglang.srt.plan.kv_spec import kv_cache_dtype
+from sglang.srt.plan.layer_spec import FULL, AttentionShape, Serving
 from sglang.srt.plan.layout import check_layout, next_layout
 from sglang.srt.plan.memory import GIB, MIN_POOL_TOKENS, MemoryPlan, Sizes, plan_cpu_memory, plan_gpu_memory
-from sglang.srt.plan.mixers import GQA, rank_kv_heads
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.weights import rank_weight_bytes
@@ -37,7 +36,8 @@ class Plan:
 
     arch: ArchTraits
     model: ModelConfig
-    kv: KVSpec
+    caches: tuple[CacheGroup, ...]
+    attention_shapes: tuple[AttentionShape, ...]
     dtype: str
     kv_cache_dtype: str
     device: str
@@ -55,6 +55,15 @@ class Plan:
     fuse_shared_experts: bool = True
     warnings: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()  # the server works, but not as the user will want it
+
+    @property
+    def pool_sizes(self) -> PoolSizes:
+        return PoolSizes(self.max_total_num_tokens, self.page_size, self.max_running_requests, self.context_len)
+
+    def attention_op(self, op: str, shape: AttentionShape) -> str:
+        """The key of the choice for an op that attends with heads of this shape."""
+        variant = f"{op}/{shape.head_dim}x{shape.v_head_dim}"
+        return variant if variant in self.choices else op
 
     def entry(self, op: str) -> Any:
         """The chosen kernel's callable."""
@@ -140,13 +149,14 @@ def make_plan(
     check_layout(description, args.tp_size)
     serving = serving_of(args, model.dtype, model.quantization)
     choices = choose(args, needs_of(description, serving), arch, installed_packages() if packages is None else packages)
-    kv = kv_spec(description, serving)
+    _check_servable(description, serving)
     capacity = plan_capacity(args, description, serving, model.context_len, arch, choices, available_bytes)
     sizes, tokens = capacity.sizes, capacity.max_total_num_tokens
     return Plan(
         arch=arch,
         model=model,
-        kv=kv,
+        caches=capacity.groups,
+        attention_shapes=attention_shapes(description, args.tp_size),
         dtype=model.dtype,
         kv_cache_dtype=serving.kv_dtype,
         device=arch.device,
@@ -253,20 +263,18 @@ def forced_kernels(args: ServerArgs) -> dict[str, str]:
     return {op: name for op, name in named.items() if name is not None}
 
 
-def kv_spec(model: ModelDescription, serving: Serving) -> KVSpec:
-    """The pool of a model whose layers all keep keys and values of one shape for all tokens, on one rank. KV heads are
-    replicated when there are fewer than ranks. Raises UserError for a model that needs several pools."""
-    mixer, *others = dict.fromkeys(layer.mixer for layer in model.layers)
-    if others or not isinstance(mixer, GQA) or mixer.window:
-        kinds = "; ".join(str(group) for group in cache_groups(model, serving))
+def _check_servable(model: ModelDescription, serving: Serving) -> None:
+    """Raises UserError for caches that are not kept for all tokens."""
+    groups = cache_groups(model, serving)
+    if any(group.lifetime != FULL or group.entries_per_token != 1 for group in groups):
+        kinds = "; ".join(str(group) for group in groups)
         raise UserError(f"{model.architecture} with caches of several kinds cannot be served yet: {kinds}")
-    return KVSpec(
-        num_layers=len(model.layers),
-        num_kv_heads=rank_kv_heads(mixer.num_kv_heads, serving.tp_size),
-        head_dim=mixer.head_dim,
-        v_head_dim=mixer.v_head_dim,
-        dtype=serving.kv_dtype,
-    )
+
+
+def attention_shapes(model: ModelDescription, tp_size: int) -> tuple[AttentionShape, ...]:
+    """Of all call sites, each once, in the order of the layers."""
+    shapes = (layer.mixer.attention_shape(tp_size) for layer in model.layers)
+    return tuple(dict.fromkeys(shape for shape in shapes if shape is not None))
 
 
 def _chunk(args: ServerArgs, arch: ArchTraits, available: int, page_size: int) -> int:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
-from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, Elements, Matrix, Serving, Weights
+from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Elements, Matrix, Serving, Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +42,13 @@ class GatedDelta:
 
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
         keys, values = self._widths(serving.tp_size)
-        state = values * self.key_dim * KV_DTYPE_BYTES[self.state_dtype]
-        convolved = (2 * keys + values) * (self.conv_kernel - 1) * KV_DTYPE_BYTES[serving.dtype]
-        return (CacheSpec("state", state + convolved, lifetime=PER_REQUEST),)
+        heads = self.value_heads // serving.tp_size
+        state = CacheTensor("state", (heads, self.key_dim, self.value_dim), self.state_dtype)
+        convolved = CacheTensor("conv", (2 * keys + values, self.conv_kernel - 1), serving.dtype)
+        return (CacheSpec("state", (state, convolved), lifetime=PER_REQUEST),)
+
+    def attention_shape(self, tp_size: int) -> None:
+        return None
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         keys, values = self._widths(tp_size)

@@ -19,8 +19,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from sglang.srt.managers.io_struct import OutputLogprobs, TokenLogprob
-from sglang.srt.sampling.penalties import to_device
+from sglang.srt.sampling.output_logprobs import OutputLogprobs, TokenLogprob
+from sglang.srt.utils.device_arrays import send, to_device
 
 Entry = TypeVar("Entry")
 
@@ -30,39 +30,36 @@ MAX_CHUNK_ELEMENTS = 1 << 26
 
 @dataclass(slots=True)
 class LogprobRequest:
-    """What the requests of a batch want; entry i belongs to batch row i."""
+    """The log probabilities that B requests want of R rows."""
 
-    wanted: list[bool]
-    top_nums: list[int]
-    token_ids: list[list[int] | None]
-    num_top: int
-    num_ids: int
-    ids_dev: torch.Tensor | None
-    """[B, num_ids] int64, rows padded with 0."""
+    top_nums: list[int]  # [B]
+    token_ids: list[list[int]]  # [B]
+    of_request: np.ndarray | None = None
+    """[R] int64, the request (of B) that a row belongs to. None: row r belongs to request r."""
+    rows: np.ndarray | None = None
+    """[R] int64, rows of the step's [T] tokens that predict `targets` [R] int64: of prompts, whose tokens are known."""
+    targets: np.ndarray | None = None
 
-    @classmethod
-    def build(
-        cls,
-        wanted: Sequence[bool],
-        top_nums: Sequence[int],
-        token_ids: Sequence[list[int] | None],
-        device: str | torch.device,
-    ) -> LogprobRequest | None:
-        """None when no row wants anything."""
-        if not any(wanted):
-            return None
-        num_ids = max(len(ids or ()) for ids in token_ids)
-        ids_dev = None
-        if num_ids:
-            padded = np.zeros((len(token_ids), num_ids), dtype=np.int64)
-            for row, ids in enumerate(token_ids):
-                padded[row, : len(ids or ())] = ids or ()
-            ids_dev = to_device(padded, torch.device(device))
-        return cls(list(wanted), list(top_nums), list(token_ids), max(top_nums), num_ids, ids_dev)
+    @property
+    def num_top(self) -> int:
+        return max(self.top_nums)
+
+    @property
+    def num_ids(self) -> int:
+        return max(map(len, self.token_ids))
 
     @property
     def width(self) -> int:
         return 1 + 2 * self.num_top + self.num_ids
+
+    def ids_on(self, device: torch.device | str) -> torch.Tensor | None:
+        """[B, num_ids] int64, padded with 0; None if no request names tokens."""
+        if not self.num_ids:
+            return None
+        padded = np.zeros((len(self.token_ids), self.num_ids), dtype=np.int64)
+        for row, ids in enumerate(self.token_ids):
+            padded[row, : len(ids)] = ids
+        return to_device(padded, device)
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int, ids: torch.Tensor | None) -> torch.Tensor:
@@ -77,83 +74,74 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int, ids
     return torch.cat(parts, dim=1)
 
 
-def prompt_logprobs(
-    hidden: torch.Tensor,
-    project: Callable[[torch.Tensor], torch.Tensor],
-    targets: torch.Tensor,
-    request_rows: torch.Tensor,
-    request: LogprobRequest,
-    vocab_size: int,
-) -> torch.Tensor:
-    """Log probabilities of prompt tokens, in chunks that bound the [rows, V] memory.
+def sampled_logprobs(logits: torch.Tensor, tokens: torch.Tensor, request: LogprobRequest) -> torch.Tensor:
+    """logits [R, V] raw fp32 and the tokens [R] int64 drawn from them -> packed [R, W] int32."""
+    ids = request.ids_on(logits.device)
+    if ids is not None and request.of_request is not None:
+        ids = ids[to_device(request.of_request, logits.device)]
+    return token_logprobs(logits, tokens, request.num_top, ids)
 
-    hidden [R, H]: row r predicts `targets[r]` (int64) and belongs to batch row `request_rows[r]` (int64);
-    `project` maps hidden rows to fp32 logits. -> packed [R, W] int32.
-    """
+
+def prompt_logprobs(
+    hidden: torch.Tensor, project: Callable[[torch.Tensor], torch.Tensor], request: LogprobRequest, vocab_size: int
+) -> torch.Tensor:
+    """hidden [T, H] of a step, of which `request` names the rows; `project` maps hidden rows to fp32 logits, in chunks
+    that bound the [rows, V] memory. -> packed [R, W] int32."""
+    assert request.rows is not None and request.targets is not None and request.of_request is not None
+    sent = send(hidden.device, rows=request.rows, targets=request.targets, of_request=request.of_request)
+    ids = request.ids_on(hidden.device)
     chunk = max(1, MAX_CHUNK_ELEMENTS // vocab_size)
     blocks = []
-    for start in range(0, hidden.shape[0], chunk):
-        rows = slice(start, start + chunk)
-        ids = None if request.ids_dev is None else request.ids_dev[request_rows[rows]]
-        blocks.append(token_logprobs(project(hidden[rows]), targets[rows], request.num_top, ids))
+    for start in range(0, len(request.rows), chunk):
+        part = slice(start, start + chunk)
+        named = None if ids is None else ids[sent["of_request"][part]]
+        blocks.append(
+            token_logprobs(project(hidden[sent["rows"][part]]), sent["targets"][part], request.num_top, named)
+        )
     return torch.cat(blocks) if blocks else hidden.new_zeros((0, request.width), dtype=torch.int32)
 
 
-@dataclass(slots=True)
-class HostLogprobs:
-    """Packed rows after their copy to the host."""
+class LogprobResult:
+    """Packed rows on their way to the host; nothing may be read before the step is over."""
 
-    request: LogprobRequest
-    num_top: int
-    floats: np.ndarray  # [R, W] float32
-    ints: np.ndarray  # the same memory as int32
-
-    @classmethod
-    def unpack(cls, packed: np.ndarray, request: LogprobRequest) -> HostLogprobs:
-        """packed [R, W] int32, contiguous."""
-        num_top = (packed.shape[1] - 1 - request.num_ids) // 2  # smaller than asked when the vocabulary is
-        return cls(request, num_top, packed.view(np.float32), packed)
+    def __init__(self, packed: torch.Tensor, request: LogprobRequest) -> None:
+        """packed [R, W] int32, contiguous, in host memory."""
+        self.request = request
+        self._ints = packed.numpy()
+        self._floats = self._ints.view(np.float32)
+        self._num_top = (packed.shape[1] - 1 - request.num_ids) // 2  # smaller than asked when the vocabulary is
 
     def token(self, row: int) -> float:
-        return float(self.floats[row, 0])
+        return float(self._floats[row, 0])
 
     def top(self, row: int, count: int) -> list[TokenLogprob]:
-        count = min(count, self.num_top)
-        values = self.floats[row, 1 : 1 + count].tolist()
-        return list(zip(values, self.ints[row, 1 + self.num_top : 1 + self.num_top + count].tolist(), strict=True))
+        count = min(count, self._num_top)
+        values = self._floats[row, 1 : 1 + count].tolist()
+        return list(zip(values, self._ints[row, 1 + self._num_top : 1 + self._num_top + count].tolist(), strict=True))
 
-    def requested(self, row: int, ids: list[int]) -> list[TokenLogprob]:
-        start = 1 + 2 * self.num_top
-        return list(zip(self.floats[row, start : start + len(ids)].tolist(), ids, strict=True))
+    def named(self, row: int, ids: list[int]) -> list[TokenLogprob]:
+        start = 1 + 2 * self._num_top
+        return list(zip(self._floats[row, start : start + len(ids)].tolist(), ids, strict=True))
 
-    def add_output(self, out: OutputLogprobs, batch_row: int, token: int) -> None:
-        """Append the entries of the token sampled in `batch_row`."""
-        out.output.append((self.token(batch_row), token))
-        if self.request.top_nums[batch_row]:
-            out.output_top.append(self.top(batch_row, self.request.top_nums[batch_row]))
-        ids = self.request.token_ids[batch_row]
+    def add_output(self, out: OutputLogprobs, request: int, row: int, token: int) -> None:
+        """Append the entries of the token that was sampled in `row` for `request` (of B)."""
+        out.output.append((self.token(row), token))
+        if self.request.top_nums[request]:
+            out.output_top.append(self.top(row, self.request.top_nums[request]))
+        ids = self.request.token_ids[request]
         if ids:
-            out.output_token_ids.append(self.requested(batch_row, ids))
+            out.output_token_ids.append(self.named(row, ids))
 
-    def add_input(self, out: OutputLogprobs, batch_row: int, rows: range, tokens: Sequence[int]) -> None:
-        """Append the entries of prompt `tokens` of `batch_row`, predicted by packed `rows`. The first token of a text
-        has no prediction: put it in with `add_unpredicted_input` before."""
-        top_num, ids = self.request.top_nums[batch_row], self.request.token_ids[batch_row]
+    def add_input(self, out: OutputLogprobs, request: int, rows: range, tokens: Sequence[int]) -> None:
+        """Append the entries of prompt `tokens` of `request` (of B), predicted by `rows`. The first token of a text has
+        no prediction: `Req` puts it in."""
+        top_num, ids = self.request.top_nums[request], self.request.token_ids[request]
         for row, token in zip(rows, tokens, strict=True):
             out.input = _appended(out.input, (self.token(row), token))
             if top_num:
                 out.input_top = _appended(out.input_top, self.top(row, top_num))
             if ids:
-                out.input_token_ids = _appended(out.input_token_ids, self.requested(row, ids))
-
-
-def add_unpredicted_input(out: OutputLogprobs, request: LogprobRequest, batch_row: int, token: int) -> None:
-    """The entry of the very first prompt token: its log probability is None."""
-    out.input = _appended(out.input, (None, token))
-    if request.top_nums[batch_row]:
-        out.input_top = _appended(out.input_top, None)
-    if request.token_ids[batch_row]:
-        out.input_token_ids = _appended(out.input_token_ids, None)
+                out.input_token_ids = _appended(out.input_token_ids, self.named(row, ids))
 
 
 def _appended(entries: list[Entry] | None, entry: Entry) -> list[Entry]:

@@ -5,18 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from sglang.srt.utils.device_arrays import to_device
+
 PROMPT_FLAG = 1 << 30
 """Set in a token's state when the prompt contains it; the bits below count its occurrences in the output."""
 
 GROW_ROWS = 8
-
-
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy to `device` without waiting: on CUDA through pinned memory, which torch keeps until the copy is done."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device, copy=True)
 
 
 class PenaltyState:

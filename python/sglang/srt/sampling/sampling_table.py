@@ -9,8 +9,9 @@ from enum import IntEnum
 import numpy as np
 import torch
 
-from sglang.srt.sampling.penalties import PenaltyState, to_device
+from sglang.srt.sampling.penalties import PenaltyState
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
+from sglang.srt.utils.device_arrays import to_device
 
 GREEDY_BELOW = 1e-6
 ALWAYS = np.iinfo(np.int32).max

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from sglang.srt.managers.generate_request import RequestError
-from sglang.srt.managers.io_struct import FinishReason, TokenMeta
+from sglang.srt.managers.front.generate_request import RequestError
+from sglang.srt.managers.wire.io_struct import FinishReason, TokenMeta
 
 CALL_ID_PREFIX = "toolu_"
 

@@ -10,8 +10,8 @@ import msgspec
 from sglang.srt.entrypoints.anthropic import message_parts as parts
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.function_call.events import ArgumentsDelta, CallEnd, CallStart, Event, ReasoningDelta, TextDelta
-from sglang.srt.managers.generate_request import GenerateOutput
-from sglang.srt.managers.io_struct import TokenMeta
+from sglang.srt.managers.front.generate_request import GenerateOutput
+from sglang.srt.managers.wire.io_struct import TokenMeta
 
 
 def _sse(name: str, **fields: Any) -> bytes:

@@ -17,13 +17,13 @@ from sglang.srt.entrypoints.openai.chat_call import chat_call, rendered_prompt
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.openai.serving import OpenAIService, collect, stream_events
 from sglang.srt.function_call.events import collect as collect_events
-from sglang.srt.managers.generate_request import GenerateOutput
-from sglang.srt.managers.io_struct import TokenMeta
+from sglang.srt.managers.front.generate_request import GenerateOutput
+from sglang.srt.managers.wire.io_struct import TokenMeta
 
 
 async def messages(service: OpenAIService, body: MessagesRequest, request: Request) -> Response:
     rid = uuid.uuid4().hex
-    call, formats = await chat_call(service, chat_request(body), request, rid)
+    call, formats = await chat_call(service, chat_request(body), len(await request.body()), rid)
     choice = ChoiceOutput(formats, service.tokenizer)
 
     def usage(meta: TokenMeta) -> dict[str, Any]:
@@ -54,6 +54,6 @@ def _content(formats: ChatFormats, choice: ChoiceOutput, output: GenerateOutput)
 
 
 async def count_tokens(service: OpenAIService, body: CountTokensRequest, request: Request) -> Response:
-    prompt = await rendered_prompt(service, chat_request(body), request)
+    prompt = await rendered_prompt(service, chat_request(body), len(await request.body()))
     ids = await service.manager.encode(prompt, add_special_tokens=False)
     return json_response({"input_tokens": len(ids)})

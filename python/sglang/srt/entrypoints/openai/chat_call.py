@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from starlette.requests import Request
-
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.sampling import sampling_dict
 from sglang.srt.entrypoints.openai.serving import OpenAIService
-from sglang.srt.managers.generate_request import GenerateRequest
-from sglang.srt.managers.tokenizer_manager import LONG_TEXT
+from sglang.srt.managers.front.generate_request import GenerateRequest
+from sglang.srt.managers.front.tokenizer_manager import LONG_TEXT
 
 PROMPT_END_TOKENS = 32
 """Tokens of a prompt that are looked at for the beginning of thoughts."""
 
 
 async def chat_call(
-    service: OpenAIService, body: ChatCompletionRequest, request: Request, rid: str | list[str]
+    service: OpenAIService, body: ChatCompletionRequest, num_bytes: int, rid: str | list[str]
 ) -> tuple[GenerateRequest, ChatFormats]:
-    """The call, and how its outputs are read. Raises ApiError 400."""
-    prompt = None if body.input_ids is not None else await rendered_prompt(service, body, request)
+    """The call, and how its outputs are read. `num_bytes`: about the size of the conversation. Raises ApiError 400."""
+    prompt = None if body.input_ids is not None else await rendered_prompt(service, body, num_bytes)
     formats = ChatFormats(service.formats, body, _prompt_end(service, body) if prompt is None else prompt)
     return _generate_request(body, rid, prompt, formats), formats
 
 
-async def rendered_prompt(service: OpenAIService, body: ChatCompletionRequest, request: Request) -> str:
+async def rendered_prompt(service: OpenAIService, body: ChatCompletionRequest, num_bytes: int) -> str:
     """The conversation as the model reads it."""
     _ = service.tokenizer
     render = service.chat_template.render
-    is_short = len(await request.body()) < LONG_TEXT
-    return render(body) if is_short else await service.manager.in_thread(render, body)
+    return render(body) if num_bytes < LONG_TEXT else await service.manager.in_thread(render, body)
 
 
 def _prompt_end(service: OpenAIService, body: ChatCompletionRequest) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from sglang.srt.managers.io_struct import OutputLogprobs, TokenLogprob
+from sglang.srt.sampling.output_logprobs import OutputLogprobs, TokenLogprob
 
 
 class TokenTexts(Protocol):

@@ -16,9 +16,9 @@ from sglang.srt.entrypoints.http_stream import DONE, EventStream, until_disconne
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.entrypoints.openai.protocol import SamplingFields
 from sglang.srt.function_call.model_formats import ModelFormats
-from sglang.srt.managers.generate_request import GenerateOutput, GenerateRequest
-from sglang.srt.managers.generation_stream import GenerationStream
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
+from sglang.srt.managers.front.generation_stream import GenerationStream
+from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 
@@ -87,8 +87,10 @@ async def stream_events(
     call: GenerateRequest,
     make_writer: Callable[[GenerationStream], StreamWriter],
     done: bytes = DONE,
+    fail: Callable[[ApiError], bytes] | None = None,
 ) -> Response:
-    """A streamed response. Whatever goes wrong before the first event raises, so that it gets an HTTP status."""
+    """A streamed response. Whatever goes wrong before the first event raises, so that it gets an HTTP status; `fail`
+    writes what goes wrong later, if not as the route's error events."""
 
     async def start() -> tuple[GenerationStream, StreamWriter, bytes]:
         stream = await service.manager.submit(call)
@@ -102,4 +104,4 @@ async def stream_events(
             raise
 
     stream, writer, first = await until_disconnect(request, start())
-    return EventStream(first, stream, writer.write, request.url.path, writer.end, done)
+    return EventStream(first, stream, writer.write, request.url.path, writer.end, done, fail)

@@ -23,14 +23,14 @@ from sglang.srt.entrypoints.openai.serving import (
 from sglang.srt.entrypoints.openai.usage import UsageCounter
 from sglang.srt.function_call.events import ArgumentsDelta, CallStart, Event, ReasoningDelta, TextDelta
 from sglang.srt.function_call.events import collect as collect_events
-from sglang.srt.managers.generate_request import GenerateOutput
-from sglang.srt.managers.io_struct import OutputLogprobs
-from sglang.srt.managers.native_output import WEIGHT_VERSION
+from sglang.srt.managers.front.generate_request import GenerateOutput
+from sglang.srt.managers.front.native_output import WEIGHT_VERSION
+from sglang.srt.sampling.output_logprobs import OutputLogprobs
 
 
 async def chat_completions(service: OpenAIService, body: ChatCompletionRequest, request: Request) -> Response:
     head, rid = new_head("chatcmpl-", body, service)
-    call, formats = await chat_call(service, body, request, rid)
+    call, formats = await chat_call(service, body, len(await request.body()), rid)
     usage = UsageCounter(body.num_choices, service.report_cached_tokens)
     if body.stream:
         return await stream_events(service, request, call, lambda _: _ChatWriter(service, body, formats, head, usage))

@@ -20,10 +20,10 @@ from sglang.srt.entrypoints.openai.serving import (
     stream_events,
 )
 from sglang.srt.entrypoints.openai.usage import UsageCounter
-from sglang.srt.managers.generate_request import GenerateOutput, GenerateRequest
-from sglang.srt.managers.generation_stream import GenerationStream
-from sglang.srt.managers.io_struct import OutputLogprobs
-from sglang.srt.managers.native_output import WEIGHT_VERSION
+from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
+from sglang.srt.managers.front.generation_stream import GenerationStream
+from sglang.srt.managers.front.native_output import WEIGHT_VERSION
+from sglang.srt.sampling.output_logprobs import OutputLogprobs
 
 
 async def completions(service: OpenAIService, body: CompletionRequest, request: Request) -> Response:

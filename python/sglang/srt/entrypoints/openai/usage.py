@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.managers.io_struct import TokenMeta
+from sglang.srt.managers.wire.io_struct import TokenMeta
 
 
 class UsageCounter:

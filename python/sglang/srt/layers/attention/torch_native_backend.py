@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.attention.attention_layer import AttentionLayer
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.memory_pool import KVPool
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.layers.forward_batch import ForwardBatch
+    from sglang.srt.mem_cache.memory_pool import CacheStore
     from sglang.srt.plan.plan import Plan
 
 _MAX_SCORES = 1 << 23
@@ -46,16 +46,17 @@ class TorchNativeAttnBackend:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         batch: ForwardBatch,
         out: torch.Tensor,
     ) -> None:
         assert batch.extend_seq_lens_cpu is not None and batch.extend_prefix_lens_cpu is not None
         start = 0 if batch.decodes is None else batch.decodes.batch_size
         slots = batch.req_pool_indices.tolist()
+        req_to_token = batch.slots_of(layer.cache).req_to_token
         for slot, prefix, new in zip(slots, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True):
-            loc = batch.req_to_token[slot, : prefix + new]
-            keys, values = _gather(batch.kv_pool, layer, loc)
+            loc = req_to_token[slot, : prefix + new]
+            keys, values = _gather(layer.cache, loc)
             step = max(1, _MAX_SCORES // (layer.num_heads * (prefix + new)))
             for first in range(0, new, step):
                 rows = slice(start + first, start + min(first + step, new))
@@ -65,7 +66,7 @@ class TorchNativeAttnBackend:
                 out[rows] = attend(q[rows], keys[:seen], values[:seen], mask, layer)
             start += new
 
-    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
+    def forward_decode(self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
         assert batch.seq_lens_cpu is not None
         start = 0
         while start < len(q):
@@ -75,7 +76,7 @@ class TorchNativeAttnBackend:
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, layer: RadixAttention
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, layer: AttentionLayer
 ) -> torch.Tensor:
     """q [..., N, Hq, D], k [..., L, Hkv, D], v [..., L, Hkv, Dv], mask [..., N, L] bool, True where a query sees a key
     -> [..., N, Hq, Dv] in the dtype of q. Every query sees at least one key."""
@@ -97,10 +98,9 @@ def attend(
     return torch.unflatten(out, -2, (group, -1)).movedim(-2, -4).flatten(-3, -2).to(q.dtype)
 
 
-def _gather(pool: KVPool, layer: RadixAttention, loc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather(cache: CacheStore, loc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys [..., Hkv, D] and values [..., Hkv, Dv] of the cache slots `loc` [...], scaled back if the cache is fp8."""
-    keys = _load(pool.k(layer.layer_id), loc, pool.k_scale(layer.layer_id))
-    return keys, _load(pool.v(layer.layer_id), loc, pool.v_scale(layer.layer_id))
+    return _load(cache.k, loc, cache.k_scale), _load(cache.v, loc, cache.v_scale)
 
 
 def _load(cache: torch.Tensor, loc: torch.Tensor, scale: float) -> torch.Tensor:
@@ -128,14 +128,14 @@ def _group(seq_lens: list[int], start: int, num_heads: int) -> slice:
     return slice(start, stop)
 
 
-def _decode_group(q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, rows: slice) -> torch.Tensor:
+def _decode_group(q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, rows: slice) -> torch.Tensor:
     assert batch.seq_lens_cpu is not None
     longest = max(batch.seq_lens_cpu[rows])
     lens = batch.seq_lens[rows].long()
     key_positions = torch.arange(longest, device=q.device)
-    loc = batch.req_to_token[batch.req_pool_indices[rows], :longest]
+    loc = batch.slots_of(layer.cache).req_to_token[batch.req_pool_indices[rows], :longest]
     # Beyond a request's end the table holds anything: read its first token there, and mask it.
     loc = torch.where(key_positions < lens[:, None], loc, loc[:, :1])
-    keys, values = _gather(batch.kv_pool, layer, loc)
+    keys, values = _gather(layer.cache, loc)
     mask = _visible(lens[:, None] - 1, key_positions, layer.sliding_window)
     return attend(q[:, None], keys, values, mask, layer)[:, 0]

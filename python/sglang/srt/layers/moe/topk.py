@@ -12,7 +12,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.layers.parameter import Init, Part, PartKey, Scope
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.layers.forward_batch import ForwardBatch
 
 
 @dataclass(frozen=True, slots=True)

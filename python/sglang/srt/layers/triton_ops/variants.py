@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sglang.srt.kernels.variant import FormRule, Variant
-from sglang.srt.layers.triton_ops import activation, gemv, norm, rope_store, sampling, topk
+from sglang.srt.layers.triton_ops import activation, gemv, latent_store, norm, rope_store, sampling, topk
 
 OPS = (
     "rmsnorm",
     "fused_add_rmsnorm",
     "silu_and_mul",
     "qk_norm_rope_store",
+    "latent_norm_rope_store",
     "topk_softmax",
     "topk_sigmoid",
     "topk_sqrtsoftplus",
@@ -27,6 +28,8 @@ OPS = (
 HIDDEN_SIZES = (1024, 2048, 2880, 4096, 5120, 6144, 7168)
 ROPE_SHAPES = ((64, 64), (128, 128), (128, 64), (256, 64), (256, 256))
 """(head dim, rotary dim)."""
+LATENT_SHAPE = (128, 512, 64)
+"""Dims of a query head that do not rotate, of the latent, and of the rotary key."""
 CACHE_TYPES = {"bfloat16": ("*bf16", 0.0), "fp8_e4m3": ("*fp8e4nv", 448.0), "fp8_e5m2": ("*fp8e5", 57344.0)}
 ROUTINGS: Mapping[str, tuple[tuple[int, int, tuple[int, int]], ...]] = {
     "softmax": ((128, 8, (1, 1)), (256, 8, (1, 1)), (512, 10, (1, 1))),
@@ -44,6 +47,11 @@ FORM_RULES = {
         free=frozenset({"Q_HEADS", "KV_HEADS"}),
         at_most=frozenset({"NORM_Q", "NORM_K"}),
         absent={"NORM_Q": ("q_weight",), "NORM_K": ("k_weight",)},
+    ),
+    "latent_store.latent_norm_rope_store_kernel": FormRule(
+        free=frozenset({"Q_HEADS", "NOPE"}),
+        at_most=frozenset({"INTERLEAVED"}),
+        counts=frozenset({"num_absorbed"}),
     ),
     "topk.topk_kernel": FormRule(
         free=frozenset({"K", "COLUMNS", "MEMBERS"}),
@@ -143,6 +151,27 @@ def _rope_store() -> Iterator[Variant]:
                 )
 
 
+def _latent_store() -> Iterator[Variant]:
+    types = dict.fromkeys(("q", "latent", "absorbed", "normed", "weight"), "*bf16")
+    types |= {"positions": "*i64", "cos_sin": "*fp32", "out_cache_loc": "*i64", "num_absorbed": "i32"}
+    strides = ("q_stride", "q_head_stride", "latent_stride", "absorbed_stride", "slot_stride")
+    types |= dict.fromkeys(strides, "i32") | {"eps": "fp32", "scale": "fp32"}
+    nope, rank, rot = LATENT_SHAPE
+    for cache, (pointer, limit) in CACHE_TYPES.items():
+        for heads in (1, 4, 8):
+            constants: dict[str, Any] = {"Q_HEADS": 16, "NOPE": nope, "RANK": rank, "ROT": rot}
+            constants |= {"INTERLEAVED": True, "FP8_LIMIT": limit}
+            yield describe(
+                "latent_norm_rope_store",
+                f"{rank}r{rot}/{cache}/{heads}",
+                latent_store.latent_norm_rope_store_kernel,
+                types | {"cache": pointer},
+                constants,
+                latent_store.launch_constants(rank, rot, heads),
+                strides,
+            )
+
+
 def _routing(score: str) -> Iterator[Variant]:
     """The widest form: with bias, shared expert and padding."""
     types = {"weights": "*fp32", "ids": "*i32", "num_valid": "*i32", "num_tokens": "i32", "row_stride": "i32"}
@@ -204,6 +233,7 @@ _VARIANTS = {
     "fused_add_rmsnorm": lambda: _norms("fused_add_rmsnorm"),
     "silu_and_mul": _activation,
     "qk_norm_rope_store": _rope_store,
+    "latent_norm_rope_store": _latent_store,
     "topk_softmax": lambda: _routing("softmax"),
     "topk_sigmoid": lambda: _routing("sigmoid"),
     "topk_sqrtsoftplus": lambda: _routing("sqrtsoftplus"),

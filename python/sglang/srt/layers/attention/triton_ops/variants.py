@@ -18,8 +18,13 @@ from sglang.srt.layers.attention.triton_ops.decode_attention import (
     plan_kernel,
 )
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_kernel
+from sglang.srt.layers.attention.triton_ops.latent_prompt import (
+    gather_constants,
+    gather_latents_kernel,
+    latent_prompt_kernel,
+)
 
-OPS = ("extend_attention", "decode_attention", "prefill_attention")
+OPS = ("extend_attention", "decode_attention", "prefill_attention", "latent_prompt_attention")
 
 KV_DTYPES: dict[str, str] = {"bfloat16": "*bf16", "fp8_e4m3": "*fp8e4nv", "fp8_e5m2": "*fp8e5"}
 """float16 needs what bfloat16 needs; a uint8 pool is viewed as one of the float8 types before the launch."""
@@ -38,6 +43,7 @@ _FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "decode_attention": {"plain": (), "cap_sinks": _SCORES, "window_cap_sinks": ("HAS_WINDOW", *_SCORES)},
     "prefill_attention": {"causal": ("CAUSAL",), "bidirectional": ()},
+    "latent_prompt_attention": {"causal": ("CAUSAL", "CARRY_OUT"), "chunk": ("CARRY_IN", "CARRY_OUT")},
 }
 """What costs most is recorded: a cap and sinks together, in layers with a window and in those without."""
 
@@ -73,6 +79,12 @@ FORM_RULES = {
         absent={"HAS_SINKS": ("sinks_ptr",)},
     ),
     "decode_attention.plan_kernel": FormRule(counts=frozenset({"num_seqs", "num_slots", "num_pieces"})),
+    "latent_prompt.latent_prompt_kernel": FormRule(
+        at_most=frozenset({"CARRY_OUT"}),
+        counts=frozenset({"num_seqs", "num_blocks", "num_heads"}),
+        absent={"CARRY_OUT": ("part_o_ptr", "part_lse_ptr")},
+    ),
+    "latent_prompt.gather_latents_kernel": FormRule(free=frozenset({"NOPE"}), counts=frozenset({"num_heads"})),
 }
 
 
@@ -88,6 +100,8 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
                         yield from _of_tile(op, head_dims, kv_dtype, tile, rank == 0)
     if op == "decode_attention":
         yield from _pieces(features)
+    if op == "latent_prompt_attention":
+        yield from _gathers()
 
 
 def _pieces(features: tuple[str, ...]) -> Iterator[Variant]:
@@ -102,6 +116,26 @@ def _pieces(features: tuple[str, ...]) -> Iterator[Variant]:
         yield _small(f"plan/{block}x{waves}", plan_kernel, plan_constants(tile, waves))
     for v_head_dim in sorted(values):
         yield _small(f"combine/{v_head_dim}", combine_kernel, combine_constants(v_head_dim) | {"HAS_SINKS": True})
+
+
+def _gathers() -> Iterator[Variant]:
+    """What reads the latents of a prefix from caches of each type."""
+    launch = gather_constants(tiles.MLA_LATENT[1], tiles.MLA_LATENT[0] - tiles.MLA_LATENT[1])
+    tile = {"num_warps": launch.pop("num_warps"), "num_stages": 3}
+    constexprs = launch | {"NOPE": 128}
+    for kv_dtype in KV_DTYPES:
+        signature = {name: _type_of(name, kv_dtype, constexprs) for name in gather_latents_kernel.arg_names}
+        signature |= {"cache_ptr": KV_DTYPES[kv_dtype], "slots_ptr": "*i64", "latent_ptr": "*bf16"}
+        multiples = ("cache_ptr", "slots_ptr", "latent_ptr", "k_ptr", "slot_stride", "key_stride")
+        yield Variant(
+            "latent_prompt_attention",
+            f"gather/{kv_dtype}",
+            gather_latents_kernel,
+            signature,
+            constexprs,
+            multiples,
+            tile,
+        )
 
 
 def _small(key: str, fn: Any, launch: dict[str, Any]) -> Variant:
@@ -130,7 +164,7 @@ def _multiples(fn: Any, signature: dict[str, str], head_dims: tuple[int, int]) -
 
 def _of_tile(op: str, head_dims: tuple[int, int], kv_dtype: str, tile: tiles.Tile, default: bool) -> Iterator[Variant]:
     flags = list(_FLAGS[op].items())
-    if not default:
+    if not default and op != "latent_prompt_attention":  # what a launch carries over changes shared memory
         # What a launch steps down to is smaller in every respect: without features it is on record, and e5m2 costs what
         # e4m3 costs. This halves the time to compile the ledger.
         flags = [] if kv_dtype == "fp8_e5m2" else flags[:1]
@@ -138,6 +172,9 @@ def _of_tile(op: str, head_dims: tuple[int, int], kv_dtype: str, tile: tiles.Til
         # No call site of this server passes a mask: what it costs is on record, but decides about no tile.
         if name != "custom_mask" or kv_dtype == "bfloat16":
             yield describe(op, head_dims, kv_dtype, tile, name, names, default and name != "custom_mask")
+
+
+_KERNELS = {"decode_attention": decode_kernel, "latent_prompt_attention": latent_prompt_kernel}
 
 
 def describe(
@@ -150,11 +187,11 @@ def describe(
     default: bool = True,
 ) -> Variant:
     """The launch of `op` with one tile, in the table or not (negative tests, searches for new tiles)."""
-    decode = op == "decode_attention"
-    fn = decode_kernel if decode else extend_kernel
-    constexprs = _shape_constexprs(head_dims, tile, "BLOCK_H" if decode else "BLOCK_M")
+    fn = _KERNELS.get(op, extend_kernel)
+    constexprs = _shape_constexprs(head_dims, tile, "BLOCK_H" if fn is decode_kernel else "BLOCK_M")
+    constexprs = {name: value for name, value in constexprs.items() if name in fn.arg_names}
     for name in fn.arg_names:
-        if name.startswith("HAS_") or name == "CAUSAL":
+        if name.startswith(("HAS_", "CARRY_")) or name == "CAUSAL":
             constexprs[name] = name in flags
     if op == "extend_attention":
         constexprs |= {"CAUSAL": True, "HAS_PREFIX": True}

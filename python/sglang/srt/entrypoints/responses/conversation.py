@@ -1,0 +1,168 @@
+"""The items of a conversation as the chat request that templates, formats and sampling understand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.entrypoints.http_errors import bad_request
+from sglang.srt.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
+    FunctionName,
+    JsonSchemaFormat,
+    NamedToolChoice,
+    ResponseFormat,
+)
+from sglang.srt.entrypoints.responses.protocol import (
+    AllowedTools,
+    Content,
+    ConversationItem,
+    FunctionCallItem,
+    FunctionResultItem,
+    FunctionTool,
+    InputText,
+    MessageItem,
+    NamedFunction,
+    OutputText,
+    ReasoningItem,
+    Refusal,
+    ResponseContext,
+    ResponsesRequest,
+)
+
+_SAME_NAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "stop",
+    "stream",
+    "priority",
+    "cache_salt",
+    "extra_key",
+)
+
+
+def chat_request(body: ResponseContext, items: list[ConversationItem]) -> ChatCompletionRequest:
+    """`items`: the whole conversation. Raises ApiError 400 for results that belong to no call."""
+    request = ChatCompletionRequest(
+        model=body.model,
+        messages=[*_instructions(body), *_messages(items)],
+        tools=[_tool(tool) for tool in _allowed_tools(body)],
+        tool_choice=_tool_choice(body),
+        parallel_tool_calls=body.parallel_tool_calls,
+        chat_template_kwargs=_template_variables(body),
+    )
+    effort = None if body.reasoning is None else body.reasoning.effort
+    if effort != "none":
+        request.reasoning_effort = effort
+    request.response_format = _response_format(body)
+    if isinstance(body, ResponsesRequest):
+        request.max_tokens = body.max_output_tokens
+        for name in _SAME_NAME:
+            setattr(request, name, getattr(body, name))
+    return request
+
+
+def _allowed_tools(body: ResponseContext) -> list[FunctionTool]:
+    tools = body.tools or []
+    if not isinstance(body.tool_choice, AllowedTools):
+        return tools
+    names = {tool.name for tool in body.tool_choice.tools}
+    return [tool for tool in tools if tool.name in names]
+
+
+def _tool(tool: FunctionTool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    if tool.parameters is not None:
+        function["parameters"] = tool.parameters
+    if tool.strict:
+        function["strict"] = True
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(body: ResponseContext) -> Any:
+    choice = body.tool_choice
+    if isinstance(choice, NamedFunction):
+        return NamedToolChoice(FunctionName(choice.name))
+    return choice.mode if isinstance(choice, AllowedTools) else choice
+
+
+def _template_variables(body: ResponseContext) -> dict[str, Any] | None:
+    """What the client gives, and the names that templates have for the switch of thinking."""
+    given = body.chat_template_kwargs if isinstance(body, ResponsesRequest) else None
+    if body.reasoning is None or body.reasoning.effort != "none":
+        return given
+    return {"enable_thinking": False, "thinking": False, **(given or {})}
+
+
+def _response_format(body: ResponseContext) -> ResponseFormat | None:
+    form = None if body.text is None else body.text.format
+    if form is None:
+        return None
+    schema = JsonSchemaFormat(schema=form.schema, name=form.name) if form.type == "json_schema" else None
+    return ResponseFormat(type=form.type, json_schema=schema)
+
+
+def _instructions(body: ResponseContext) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": body.instructions}] if body.instructions else []
+
+
+def _messages(items: list[ConversationItem]) -> list[dict[str, Any]]:
+    """Thoughts, text and calls that follow one another in this order are one message of the assistant."""
+    messages: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
+    """Of the calls so far, by id."""
+    for item in items:
+        if isinstance(item, MessageItem) and item.role != "assistant":
+            messages.append({"role": item.role, "content": _parts(item.content)})
+        elif isinstance(item, FunctionResultItem):
+            messages.append(_result(item, names))
+        elif isinstance(item, FunctionCallItem):
+            names[item.call_id] = item.name
+            calls = _open_turn(messages, ()).setdefault("tool_calls", [])
+            function = {"name": item.name, "arguments": item.arguments}
+            calls.append({"id": item.call_id, "type": "function", "function": function})
+        elif isinstance(item, ReasoningItem):
+            thoughts = item.content or item.summary
+            _open_turn(messages, _FIELDS)["reasoning_content"] = "\n".join(thought.text for thought in thoughts)
+        else:
+            _open_turn(messages, _FIELDS[1:])["content"] = _parts(item.content)
+    return messages
+
+
+_FIELDS = ("reasoning_content", "content", "tool_calls")
+"""Of an assistant's message, in the order of their items."""
+
+
+def _open_turn(messages: list[dict[str, Any]], closing: tuple[str, ...]) -> dict[str, Any]:
+    """The assistant's message at the end; a new one if that has one of the `closing` fields."""
+    last = messages[-1] if messages else None
+    if last is None or last["role"] != "assistant" or any(name in last for name in closing):
+        last = {"role": "assistant"}
+        messages.append(last)
+    return last
+
+
+def _result(item: FunctionResultItem, names: dict[str, str]) -> dict[str, Any]:
+    if item.call_id not in names:
+        raise bad_request(
+            f"input: function_call_output for {item.call_id[:64]!r}, but no function_call before it has this call_id",
+            param="input",
+        )
+    return {"role": "tool", "tool_call_id": item.call_id, "name": names[item.call_id], "content": _parts(item.output)}
+
+
+def _parts(content: Content) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content
+    texts = [
+        part.refusal if isinstance(part, Refusal) else part.text
+        for part in content
+        if isinstance(part, InputText | OutputText | Refusal)
+    ]
+    return [{"type": "text", "text": text} for text in texts]

@@ -1,0 +1,248 @@
+"""Request bodies of OpenAI's Responses API. Used for validation and for `/openapi.json`.
+
+What only steers OpenAI's own service (service_tier, prompt_cache_key, safety_identifier) is repeated in the response.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+
+from sglang.srt.entrypoints.http_body import Body
+from sglang.srt.entrypoints.http_errors import bad_request, from_decode_error
+from sglang.srt.entrypoints.openai.protocol import MAX_MESSAGES, MAX_TOOLS, Int, Name
+from sglang.srt.entrypoints.unsupported_fields import RESPONSES
+
+MAX_PARTS = 4_096
+"""Of the content of one item."""
+Label = Annotated[str, Meta(max_length=512)]
+Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], Label], Meta(max_length=16)]
+IGNORED_INCLUDES = ("reasoning.encrypted_content",)
+"""Reasoning items have their text, which goes on being readable when the server stores nothing."""
+
+
+class Part(msgspec.Struct, tag_field="type"):
+    """A piece of an item's content, told apart by its `type`."""
+
+
+class InputText(Part, tag="input_text"):
+    text: str
+
+
+class OutputText(Part, tag="output_text"):
+    text: str
+
+
+class Refusal(Part, tag="refusal"):
+    refusal: str
+
+
+class _MediaPart(Part):
+    def __post_init__(self) -> None:
+        kind = self.__struct_config__.tag
+        raise ValueError(f"content of type {kind} is not supported: this model reads text only; send input_text")
+
+
+class InputImage(_MediaPart, tag="input_image"):
+    """Refused."""
+
+
+class InputFile(_MediaPart, tag="input_file"):
+    """Refused."""
+
+
+class ThoughtText(msgspec.Struct):
+    """Of a reasoning item's content or summary."""
+
+    text: str
+
+
+Content = str | Annotated[list[InputText | OutputText | Refusal | InputImage | InputFile], Meta(max_length=MAX_PARTS)]
+
+
+class Item(msgspec.Struct, tag_field="type"):
+    """A piece of the conversation, told apart by its `type`; one without a type is a message."""
+
+
+class MessageItem(Item, tag="message"):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+
+
+class FunctionCallItem(Item, tag="function_call"):
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionResultItem(Item, tag="function_call_output"):
+    call_id: str
+    output: Content
+
+
+class ReasoningItem(Item, tag="reasoning"):
+    summary: Annotated[list[ThoughtText], Meta(max_length=MAX_PARTS)] = []
+    content: Annotated[list[ThoughtText], Meta(max_length=MAX_PARTS)] | None = None
+
+
+ConversationItem = MessageItem | FunctionCallItem | FunctionResultItem | ReasoningItem
+ItemFields = Annotated[
+    dict[str, Any],
+    Meta(
+        extra_json_schema={
+            "anyOf": [
+                {"$ref": f"#/components/schemas/{kind.__name__}"}
+                for kind in (MessageItem, FunctionCallItem, FunctionResultItem, ReasoningItem)
+            ]
+        }
+    ),
+]
+
+
+class FunctionTool(msgspec.Struct, omit_defaults=True):
+    """A function of the client. Tools that OpenAI's servers run have other types and are refused."""
+
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["function"]})]
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.type != "function":
+            raise ValueError(f"tools of type {self.type[:64]!r} are not supported: tools run at the client")
+        if not self.name:
+            raise ValueError("a function needs a name")
+
+
+class NamedFunction(msgspec.Struct, tag_field="type", tag="function"):
+    name: str
+
+
+class AllowedTools(msgspec.Struct, tag_field="type", tag="allowed_tools"):
+    """The model sees these of the tools only."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Meta(max_length=MAX_TOOLS)]
+
+
+class ReasoningOptions(msgspec.Struct):
+    """`effort` none switches thinking off. Thoughts are returned whole; no summary is made of them."""
+
+    effort: Annotated[str, Meta(max_length=64)] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class TextFormat(msgspec.Struct):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = "schema"
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.type == "json_schema" and self.schema is None:
+            raise ValueError('type "json_schema" needs a "schema"')
+
+
+class TextOptions(msgspec.Struct):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.verbosity not in (None, "medium"):
+            raise ValueError("verbosity is not supported: ask for it in a message")
+
+
+class ResponseContext(Body, kw_only=True):
+    """What the model is to read: the body of `/v1/responses/input_tokens`."""
+
+    unsupported: ClassVar = RESPONSES
+
+    model: Name = ""
+    input: str | Annotated[list[ItemFields], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    """A text of the user, or items."""
+    instructions: str | None = None
+    previous_response_id: Label | None = None
+    """The conversation so far is that of this response. Its instructions are not carried over."""
+    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None = None
+    parallel_tool_calls: bool | None = True
+    reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+
+    def __post_init__(self) -> None:
+        names = {tool.name for tool in self.tools or ()}
+        choice = self.tool_choice
+        if isinstance(choice, NamedFunction | AllowedTools):
+            named = [choice] if isinstance(choice, NamedFunction) else choice.tools
+            unknown = next((tool.name for tool in named if tool.name not in names), None)
+            if unknown is not None:
+                raise bad_request(f"tool_choice names {unknown[:64]!r}, which is not one of the tools", "tool_choice")
+
+    def items(self) -> list[dict[str, Any]]:
+        """`input` as items."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        return self.input
+
+
+class ResponsesRequest(ResponseContext, kw_only=True):
+    max_output_tokens: Annotated[int, Meta(ge=1, le=2**63 - 1)] | None = None
+    max_tool_calls: Int | None = None
+    """Of the server's tools, of which there are none."""
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = False
+    background: bool | None = False
+    store: bool | None = True
+    include: Annotated[list[Label], Meta(max_length=64)] | None = None
+    metadata: Metadata | None = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    service_tier: Label | None = None
+
+    top_k: Int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: str | list[str] | None = None
+    priority: Int | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        lacking = next((name for name in self.include or () if name not in IGNORED_INCLUDES), None)
+        if lacking is not None:
+            raise bad_request(f"include: {lacking[:64]!r} is not returned by this server", param="include")
+        if self.background and self.store is False:
+            raise bad_request("background needs store: the answer is fetched later", param="background")
+        if self.background and self.stream:
+            raise bad_request("background and stream exclude each other: fetch the response, or stream it", "stream")
+
+
+def read_items(items: list[dict[str, Any]]) -> list[ConversationItem]:
+    """Raises ApiError 400 for an item that is not known, or not complete."""
+    try:
+        return msgspec.convert([{"type": "message", **item} for item in items], list[ConversationItem], strict=False)
+    except msgspec.ValidationError as error:
+        raise from_decode_error(error, inside="input") from None
+
+
+BODIES = (
+    ResponsesRequest,
+    ResponseContext,
+    MessageItem,
+    FunctionCallItem,
+    FunctionResultItem,
+    ReasoningItem,
+)
+"""What `/openapi.json` describes."""

@@ -1,0 +1,132 @@
+"""The response object: what the request asked for, the items of the answer, usage and state."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from sglang.srt.entrypoints.responses.protocol import ResponsesRequest
+from sglang.srt.managers.wire.io_struct import FinishReason, TokenMeta
+
+
+def item_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def text_part(text: str = "") -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def thought_part(text: str = "") -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
+
+
+def message_item(status: str, *content: dict[str, Any]) -> dict[str, Any]:
+    return {"id": item_id("msg"), "type": "message", "role": "assistant", "status": status, "content": list(content)}
+
+
+def reasoning_item(status: str, *content: dict[str, Any]) -> dict[str, Any]:
+    """Thoughts are not summarized and not encrypted: they come back as text, and the model may read them."""
+    return {"id": item_id("rs"), "type": "reasoning", "status": status, "summary": [], "content": list(content)}
+
+
+def call_item(status: str, call_id: str, name: str, arguments: str = "") -> dict[str, Any]:
+    return {
+        "id": item_id("fc"),
+        "type": "function_call",
+        "status": status,
+        "call_id": call_id,
+        "name": name,
+        "arguments": arguments,
+    }
+
+
+def usage(meta: TokenMeta, reports_cached: bool) -> dict[str, Any]:
+    return {
+        "input_tokens": meta.prompt_tokens,
+        "input_tokens_details": {
+            "cached_tokens": meta.cached_tokens if reports_cached else 0,
+            "cache_write_tokens": 0,
+        },
+        "output_tokens": meta.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": meta.reasoning_tokens},
+        "total_tokens": meta.prompt_tokens + meta.completion_tokens,
+    }
+
+
+def item_status(finish: FinishReason) -> str:
+    """Of the item that the answer ended in."""
+    return "completed" if finish.type == "stop" else "incomplete"
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseHead:
+    """What all states of one response share."""
+
+    id: str
+    created_at: int
+    model: str
+    body: ResponsesRequest
+    reports_cached: bool
+
+    def state(self, status: str, **fields: Any) -> dict[str, Any]:
+        """The response in a state: `output`, `usage`, `error`, `incomplete_details` as far as there are."""
+        body = self.body
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created_at,
+            "status": status,
+            "background": bool(body.background),
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
+            "metadata": body.metadata or {},
+            "model": self.model,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "prompt_cache_key": body.prompt_cache_key,
+            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+            "safety_identifier": body.safety_identifier,
+            "service_tier": body.service_tier or "default",
+            "store": body.store is not False,
+            "temperature": body.temperature,
+            "text": {"format": _text_format(body)},
+            "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+            "tools": [_tool(tool) for tool in body.tools or ()],
+            "top_p": body.top_p,
+            "truncation": body.truncation or "disabled",
+            "usage": None,
+            "user": body.user,
+            **fields,
+        }
+
+    def ended(self, output: list[dict[str, Any]], meta: TokenMeta, finish: FinishReason) -> dict[str, Any]:
+        """Completed, or cut by the limit of tokens."""
+        whole = finish.type == "stop"
+        return self.state(
+            "completed" if whole else "incomplete",
+            incomplete_details=None if whole else {"reason": "max_output_tokens"},
+            output=output,
+            usage=usage(meta, self.reports_cached),
+        )
+
+    def failed(self, message: str, output: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+        return self.state("failed", error={"code": "server_error", "message": message}, output=output or [])
+
+
+def _text_format(body: ResponsesRequest) -> dict[str, Any]:
+    form = None if body.text is None else body.text.format
+    if form is None or form.type != "json_schema":
+        return {"type": "text" if form is None else form.type}
+    return msgspec.structs.asdict(form)
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    return {"type": "function", **msgspec.structs.asdict(tool)}

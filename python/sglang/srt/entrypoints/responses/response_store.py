@@ -1,0 +1,87 @@
+"""Responses that can be fetched again and continued: in memory, bounded in number and bytes, the oldest go first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+MAX_RESPONSES = 1024
+MAX_BYTES = 64 << 20
+"""Of responses and their conversations, as JSON."""
+
+
+@dataclass(slots=True)
+class StoredResponse:
+    """`response` and `conversation`: JSON. The conversation is the items of the answer behind `num_inputs` others;
+    empty until the response has ended."""
+
+    response: bytes
+    conversation: bytes = b"[]"
+    num_inputs: int = 0
+    task: asyncio.Task[None] | None = None
+    """What computes the answer in the background."""
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.response) + len(self.conversation)
+
+    @property
+    def is_running(self) -> bool:
+        return self.task is not None and not self.task.done()
+
+    def items(self) -> list[dict[str, Any]]:
+        """The conversation."""
+        items: list[dict[str, Any]] = msgspec.json.decode(self.conversation)
+        return items
+
+    def fields(self) -> dict[str, Any]:
+        """The response."""
+        fields: dict[str, Any] = msgspec.json.decode(self.response)
+        return fields
+
+
+class ResponseStore:
+    """By id, the least recently written first."""
+
+    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._entries: OrderedDict[str, StoredResponse] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def num_running(self) -> int:
+        return sum(entry.is_running for entry in self._entries.values())
+
+    def get(self, response_id: str) -> StoredResponse | None:
+        return self._entries.get(response_id)
+
+    def put(self, response_id: str, entry: StoredResponse) -> None:
+        """Replaces what has this id. What is larger than the whole store is not kept."""
+        self._remove(response_id)
+        if entry.num_bytes > self._max_bytes:
+            return
+        self._entries[response_id] = entry
+        self._num_bytes += entry.num_bytes
+        while self._num_bytes > self._max_bytes or len(self._entries) > self._max_responses:
+            self.discard(next(iter(self._entries)))
+
+    def discard(self, response_id: str) -> bool:
+        """Forget a response; one that runs is cancelled. False: there is none."""
+        entry = self._remove(response_id)
+        if entry is not None and entry.task is not None and entry.task is not asyncio.current_task():
+            entry.task.cancel()
+        return entry is not None
+
+    def _remove(self, response_id: str) -> StoredResponse | None:
+        entry = self._entries.pop(response_id, None)
+        if entry is not None:
+            self._num_bytes -= entry.num_bytes
+        return entry

@@ -1,0 +1,205 @@
+"""`/v1/responses`: create, fetch, cancel, delete; count the tokens of an input."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sglang.srt.entrypoints.http_errors import ApiError, json_response
+from sglang.srt.entrypoints.openai.chat_call import chat_call, rendered_prompt
+from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+from sglang.srt.entrypoints.openai.serving import OpenAIService, collect, stream_events
+from sglang.srt.entrypoints.responses import response_object as parts
+from sglang.srt.entrypoints.responses.conversation import chat_request
+from sglang.srt.entrypoints.responses.protocol import ResponseContext, ResponsesRequest, read_items
+from sglang.srt.entrypoints.responses.response_object import ResponseHead
+from sglang.srt.entrypoints.responses.response_store import ResponseStore, StoredResponse
+from sglang.srt.entrypoints.responses.response_stream import ResponseStream
+from sglang.srt.entrypoints.responses.truncation import fit_context
+from sglang.srt.function_call.events import collect as collect_events
+from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, RequestError
+
+logger = logging.getLogger(__name__)
+
+MAX_BACKGROUND = 256
+"""Answers that are computed in the background at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """One response on its way: the call that computes it, and where it goes."""
+
+    service: OpenAIService
+    store: ResponseStore
+    head: ResponseHead
+    items: list[dict[str, Any]]
+    """The conversation up to the answer."""
+    call: GenerateRequest
+    formats: ChatFormats
+
+    def keep(self, response: dict[str, Any]) -> None:
+        """Stores the response as it ended, unless the client does not want that."""
+        if self.head.body.store is False:
+            return
+        items = [item if "id" in item else {"id": parts.item_id("item"), **item} for item in self.items]
+        conversation = msgspec.json.encode([*items, *response["output"]])
+        self.store.put(self.head.id, StoredResponse(msgspec.json.encode(response), conversation, len(items)))
+
+    def response(self, output: GenerateOutput) -> dict[str, Any]:
+        """Of the whole output. Raises RequestError 503 for an aborted one."""
+        assert output.finish is not None
+        if output.finish.type == "abort":
+            raise RequestError("the answer was aborted at the server; send the request again", 503)
+        choice = ChoiceOutput(self.formats, self.service.tokenizer)
+        parsed = collect_events(choice.push(output))
+        status = parts.item_status(output.finish)
+        items = [parts.reasoning_item(status, parts.thought_part(parsed.reasoning))] if parsed.reasoning else []
+        if parsed.text or not (items or parsed.calls):
+            items.append(parts.message_item(status, parts.text_part(parsed.text)))
+        for number, call in enumerate(parsed.calls):
+            call_id = self.formats.call_id(call.name, number)
+            items.append(parts.call_item("completed", call_id, call.name, call.arguments))
+        return self.head.ended(items, output.meta, output.finish)
+
+
+async def create(service: OpenAIService, store: ResponseStore, body: ResponsesRequest, request: Request) -> Response:
+    answer = await _new_answer(service, store, body, len(await request.body()))
+    if body.background:
+        return json_response(_start(answer))
+    if body.stream:
+        choice = ChoiceOutput(answer.formats, service.tokenizer)
+        writer = ResponseStream(answer.head, answer.formats, choice, answer.keep)
+        return await stream_events(service, request, answer.call, lambda _: writer, done=b"", fail=writer.fail)
+    _, (output,) = await collect(service, request, answer.call)
+    response = answer.response(output)
+    answer.keep(response)
+    return json_response(response)
+
+
+async def count_tokens(
+    service: OpenAIService, store: ResponseStore, body: ResponseContext, request: Request
+) -> Response:
+    items, num_bytes = _conversation(store, body, len(await request.body()))
+    count = await _count(service, chat_request(body, read_items(items)), num_bytes)
+    return json_response({"object": "response.input_tokens", "input_tokens": count})
+
+
+async def _count(service: OpenAIService, request: ChatCompletionRequest, num_bytes: int) -> int:
+    prompt = await rendered_prompt(service, request, num_bytes)
+    return len(await service.manager.encode(prompt, add_special_tokens=False))
+
+
+async def _new_answer(service: OpenAIService, store: ResponseStore, body: ResponsesRequest, num_bytes: int) -> _Answer:
+    """Raises ApiError."""
+    items, num_bytes = _conversation(store, body, num_bytes)
+    request = chat_request(body, read_items(items))
+    if body.truncation == "auto":
+        context_len = service.manager.model_config.context_len
+        await fit_context(request, context_len, lambda shorter: _count(service, shorter, num_bytes))
+    rid = uuid.uuid4().hex
+    call, formats = await chat_call(service, request, num_bytes, rid)
+    model = body.model or service.model_name
+    head = ResponseHead(f"resp_{rid}", int(time.time()), model, body, service.report_cached_tokens)
+    return _Answer(service, store, head, items, call, formats)
+
+
+def _conversation(store: ResponseStore, body: ResponseContext, num_bytes: int) -> tuple[list[dict[str, Any]], int]:
+    """The items that the model is to read, and about how many bytes they have."""
+    if body.previous_response_id is None:
+        return body.items(), num_bytes
+    previous = store.get(body.previous_response_id)
+    if previous is None or previous.is_running:
+        reason = "is not stored here (any more)" if previous is None else "has not ended yet"
+        raise ApiError(
+            400,
+            f"the response {body.previous_response_id!r} {reason}; send the whole conversation as input",
+            code="previous_response_not_found",
+            param="previous_response_id",
+        )
+    return previous.items() + body.items(), num_bytes + previous.num_bytes
+
+
+# --- in the background ------------------------------------------------------------------------------------------------
+
+
+def _start(answer: _Answer) -> dict[str, Any]:
+    """The response that a task goes on to compute. Raises ApiError 503 if too many run."""
+    if answer.store.num_running >= MAX_BACKGROUND:
+        raise ApiError(503, f"{MAX_BACKGROUND} responses are computed in the background; try again later")
+    response = answer.head.state("queued")
+    entry = StoredResponse(msgspec.json.encode(answer.head.state("in_progress")))
+    entry.task = asyncio.create_task(_compute(answer))
+    answer.store.put(answer.head.id, entry)
+    return response
+
+
+async def _compute(answer: _Answer) -> None:
+    try:
+        async with await answer.service.manager.submit(answer.call) as stream:
+            (output,) = await stream.collect()
+        assert output.finish is not None
+        aborted = output.finish.type == "abort"
+        response = answer.head.state("cancelled") if aborted else answer.response(output)
+    except RequestError as error:
+        response = answer.head.failed(error.message)
+    except Exception:
+        logger.exception("a response in the background failed")
+        response = answer.head.failed("internal server error; the server's log has the details")
+    answer.keep(response)
+
+
+# --- stored responses -------------------------------------------------------------------------------------------------
+
+
+def stored(store: ResponseStore, response_id: str) -> StoredResponse:
+    """Raises ApiError 404."""
+    entry = store.get(response_id)
+    if entry is None:
+        raise ApiError(404, f"Response with id '{response_id[:64]}' not found.", param="response_id")
+    return entry
+
+
+def cancel(store: ResponseStore, response_id: str) -> Response:
+    """Ends a response that runs in the background; one that has ended stays as it is."""
+    entry = stored(store, response_id)
+    response = entry.fields()
+    if not response["background"]:
+        raise ApiError(400, "only a response with background: true can be cancelled", param="response_id")
+    if entry.is_running:
+        response["status"] = "cancelled"
+        store.discard(response_id)
+        store.put(response_id, StoredResponse(msgspec.json.encode(response)))
+    return json_response(response)
+
+
+def delete(store: ResponseStore, response_id: str) -> Response:
+    stored(store, response_id)
+    store.discard(response_id)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+def input_items(store: ResponseStore, response_id: str, limit: int, after: str | None, newest_first: bool) -> Response:
+    """A page of the items that the model read, `after` the item of that id."""
+    entry = stored(store, response_id)
+    items = entry.items()[: entry.num_inputs]
+    if newest_first:
+        items.reverse()
+    if after is not None:
+        position = next((i for i, item in enumerate(items) if item["id"] == after), None)
+        if position is None:
+            raise ApiError(400, f"after: there is no item {after[:64]!r}", param="after")
+        items = items[position + 1 :]
+    page = items[:limit]
+    ids = [item["id"] for item in page] or [""]
+    return json_response(
+        {"object": "list", "data": page, "first_id": ids[0], "last_id": ids[-1], "has_more": len(items) > limit}
+    )

@@ -1,0 +1,37 @@
+"""`truncation: auto`: conversations that do not fit the context lose their oldest messages."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+
+ROOM_SHARE = 4
+"""Without a limit of output tokens the answer has room of a fourth of the context."""
+
+
+async def fit_context(
+    request: ChatCompletionRequest, context_len: int, count: Callable[[ChatCompletionRequest], Awaitable[int]]
+) -> None:
+    """Drops as many of the first messages of `request` as it must, up to a message of the user; instructions stay.
+
+    `count` tells the tokens of a request. What does not fit even with the last message of the user alone is left so,
+    to be refused like any other that is too long.
+    """
+    room = context_len // ROOM_SHARE if request.max_tokens is None else request.max_tokens
+    limit = context_len - room
+    if await count(request) <= limit:
+        return
+    messages = request.messages
+    num_fixed = next((i for i, message in enumerate(messages) if message["role"] not in ("system", "developer")), 0)
+    starts = [i for i, message in enumerate(messages) if message["role"] == "user" and i > num_fixed]
+    low, high = 0, len(starts) - 1
+    while low < high:
+        middle = (low + high) // 2
+        request.messages = messages[:num_fixed] + messages[starts[middle] :]
+        if await count(request) <= limit:
+            high = middle
+        else:
+            low = middle + 1
+    if starts:
+        request.messages = messages[:num_fixed] + messages[starts[low] :]

@@ -1,0 +1,94 @@
+"""The call interface of the tokenizer manager: what a caller asks for and what comes back, piece by piece.
+
+Used by the HTTP endpoints and by the in-process engine; nothing here knows about either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.managers.wire.io_struct import FinishReason, TokenMeta
+from sglang.srt.sampling.output_logprobs import OutputLogprobs
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+
+class RequestError(ValueError):
+    """A request that was refused or failed. `status_code` is the HTTP status that fits: 400 the caller's mistake,
+    503 queue full or shutting down, 500 the engine's fault."""
+
+    def __init__(self, message: str, status_code: int = 400) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status_code = status_code
+
+
+@dataclass(slots=True, kw_only=True)
+class GenerateRequest:
+    """One call: a single prompt or a batch of prompts, each with `n` samples.
+
+    Exactly one of `text` and `input_ids` is given. A list of strings (or of id lists) is a batch, also with one entry.
+    Per-prompt values (`sampling_params`, `rid`, the logprob options, `cache_salt`, `extra_key`) are either one value
+    for all prompts or a list with an entry for each. Keys of `sampling_params` that the request does not set come from
+    the server's preferred ones, then generation_config.json, then the defaults of SamplingParams; `max_new_tokens=None`
+    given explicitly means "until the context is full".
+    """
+
+    text: str | list[str] | None = None
+    input_ids: list[int] | list[list[int]] | None = None
+    sampling_params: SamplingParams | dict[str, Any] | list[dict[str, Any]] | None = None
+    stream: bool = False
+    return_logprob: bool | list[bool] = False
+    logprob_start_len: int | list[int] = -1
+    top_logprobs_num: int | list[int] = 0
+    token_ids_logprob: list[int] | list[list[int]] | None = None
+    return_text_in_logprobs: bool = False
+    rid: str | list[str] | None = None
+    priority: int = 0
+    cache_salt: str | list[str | None] | None = None
+    extra_key: str | list[str | None] | None = None
+    """Prompts share cached prefixes only where both are equal; an empty one counts as None."""
+    add_special_tokens: bool = True
+    """Whether tokenizing `text` adds BOS and the like; off for text that a chat template rendered."""
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether the caller gave a list of prompts (and gets a list of results)."""
+        if self.text is not None:
+            return not isinstance(self.text, str)
+        return isinstance(self.input_ids, list) and bool(self.input_ids) and not isinstance(self.input_ids[0], int)
+
+
+@dataclass(slots=True)
+class GenerateOutput:
+    """What is new in one sequence since its previous output. Outputs that wait for a slow reader are merged."""
+
+    index: int
+    """Sequence number within the call: prompt_index * n + sample_index."""
+    text: str
+    """New text; empty when the tokens end in an incomplete character or might begin a stop string."""
+    new_ids: list[int]
+    finish: FinishReason | None
+    """Set on the last output of a sequence."""
+    meta: TokenMeta
+    logprobs: OutputLogprobs | None
+
+    def merge(self, later: GenerateOutput) -> None:
+        """Append the next output of the same sequence."""
+        self.text += later.text
+        self.new_ids.extend(later.new_ids)
+        self.finish = later.finish
+        self.meta = later.meta
+        if self.logprobs is None:
+            self.logprobs = later.logprobs
+        elif later.logprobs is not None:
+            extend_logprobs(self.logprobs, later.logprobs)
+
+
+def extend_logprobs(into: OutputLogprobs, later: OutputLogprobs) -> None:
+    """Append the output entries of `later`; the input entries come once and are kept from whichever has them."""
+    into.output.extend(later.output)
+    into.output_top.extend(later.output_top)
+    into.output_token_ids.extend(later.output_token_ids)
+    if later.input is not None:
+        into.input, into.input_top, into.input_token_ids = later.input, later.input_top, later.input_token_ids

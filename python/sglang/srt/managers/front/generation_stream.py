@@ -1,0 +1,168 @@
+"""The caller's end of one generate call: an asynchronous iterator over the outputs of its sequences.
+
+    stream = await tokenizer_manager.submit(GenerateRequest(...))      # raises RequestError before anything is sent
+    async for output in stream:            # deltas; sequences of a batch interleave by output.index
+        ...
+    results = await stream.collect()       # instead of iterating: one merged output a sequence, in index order
+    await stream.aclose()                  # always, or `async with stream`: aborts what still runs
+
+All methods belong to the event loop that the tokenizer manager is attached to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+
+from sglang.srt.managers.front.generate_request import GenerateOutput, RequestError, extend_logprobs
+from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq
+
+CLIENT_CLOSED_REQUEST = 499
+"""Status of a sequence that was aborted on request: an ordinary end, not an error."""
+
+
+class GenerationStream:
+    """Outputs of the sequences of one call. A slow reader costs no queue: waiting outputs of a sequence are merged."""
+
+    def __init__(
+        self,
+        requests: list[TokenizedGenerateReq],
+        prompt_texts: list[str | None],
+        num_samples: int,
+        on_close: Callable[[GenerationStream], None],
+    ) -> None:
+        self.requests = requests
+        """One a sequence, in index order: rid, prompt ids and resolved sampling parameters."""
+        self.prompt_texts = prompt_texts
+        """One a prompt; None where the caller gave token ids."""
+        self.num_samples = num_samples
+        self.created_time = 0.0
+        """time.perf_counter() when the call came in."""
+        self._on_close = on_close
+        self._unfinished = len(requests)
+        self._waiting: deque[GenerateOutput] = deque()
+        self._latest: list[GenerateOutput | None] = [None] * len(requests)
+        self._texts: list[list[str]] | None = None
+        """Text pieces a sequence while collect() runs; only the end wakes the reader then."""
+        self._error: RequestError | None = None
+        self._closed = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    # --- the reader's side --------------------------------------------------------------------------------------------
+
+    def __aiter__(self) -> GenerationStream:
+        return self
+
+    async def __anext__(self) -> GenerateOutput:
+        while not self._waiting:
+            if self._error is not None:
+                error, self._error = self._error, None
+                self._close()
+                raise error
+            if self._closed or self._unfinished == 0:
+                raise StopAsyncIteration
+            await self._wait()
+        output = self._waiting.popleft()
+        self._latest[output.index] = None
+        return output
+
+    async def collect(self) -> list[GenerateOutput]:
+        """All sequences, complete, in index order. Nothing may have been read from the stream before."""
+        texts: list[list[str]] = [[] for _ in self.requests]
+        wholes: list[GenerateOutput | None] = [None] * len(self.requests)
+        self._texts, self._latest = texts, wholes
+        waiting, self._waiting = self._waiting, deque()
+        for output in waiting:
+            self._collect(texts, output)
+        while self._unfinished and self._error is None and not self._closed:
+            await self._wait()
+        if self._error is not None:
+            self._close()
+            raise self._error
+        outputs = [output for output in wholes if output is not None]
+        for output in outputs:
+            output.text = "".join(texts[output.index])
+        return outputs
+
+    async def aclose(self) -> None:
+        """Stop reading: sequences that still run are aborted. Harmless after the end."""
+        self._close()
+
+    async def __aenter__(self) -> GenerationStream:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self._close()
+
+    # --- the tokenizer manager's side ---------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def push(self, output: GenerateOutput) -> None:
+        """Hand over what is new in one sequence. Ignored once the call has failed."""
+        if self._closed or self._error is not None:
+            return
+        finish = output.finish
+        if finish is not None:
+            self._unfinished -= 1
+            if finish.status_code is not None and finish.status_code != CLIENT_CLOSED_REQUEST:
+                self.fail(RequestError(finish.message or "the request was aborted", finish.status_code))
+                return
+        if self._texts is not None:
+            self._collect(self._texts, output)
+            if self._unfinished == 0:
+                self._wake()
+            return
+        latest = self._latest[output.index]
+        if latest is not None:
+            latest.merge(output)
+        else:
+            self._latest[output.index] = output
+            self._waiting.append(output)
+        self._wake()
+
+    def fail(self, error: RequestError) -> None:
+        """End the call with an error, which the reader sees after the outputs that it has not read yet."""
+        if self._error is None and not self._closed:
+            self._error = error
+            self._wake()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _collect(self, texts: list[list[str]], output: GenerateOutput) -> None:
+        texts[output.index].append(output.text)
+        whole = self._latest[output.index]
+        if whole is None:
+            self._latest[output.index] = output
+            return
+        whole.new_ids.extend(output.new_ids)
+        whole.finish = output.finish
+        whole.meta = output.meta
+        if whole.logprobs is None:
+            whole.logprobs = output.logprobs
+        elif output.logprobs is not None:
+            extend_logprobs(whole.logprobs, output.logprobs)
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def _close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._wake()
+            self._on_close(self)

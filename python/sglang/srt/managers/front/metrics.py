@@ -1,0 +1,117 @@
+"""Counters, gauges and latency histograms for `/metrics`, under the names that existing dashboards read.
+
+Observing is a list increment: it happens for every token of every stream. Prometheus objects are made when the page is
+read.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
+from sglang.srt.managers.wire.io_struct import SchedulerStats, TokenMeta
+
+_LABELS = ("model_name", "engine_type", "tp_rank", "pp_rank")
+_FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.2, 0.4, 0.6, 1, 2, 4, 6, 10, 20, 40, 60, 120, 300)
+_TOKEN_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
+_REQUEST_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 10, 20, 40, 80, 150, 300, 600, 1200, 2400)
+_GAUGES = {
+    "num_running_reqs": "Requests in the running batch",
+    "num_queue_reqs": "Requests that wait",
+    "num_used_tokens": "KV cache slots in use",
+    "token_usage": "Share of the KV cache in use",
+    "gen_throughput": "Generated tokens per second",
+    "cache_hit_rate": "Share of prompt tokens found in the prefix cache",
+    "num_retracted_reqs": "Requests that were put back into the queue to free memory",
+    "spec_accept_length": "Tokens per verification step of speculative decoding",
+}
+
+
+class Histogram:
+    """Counts of observations by upper bound; the last bucket is unbounded."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(upper bound, observations up to it) pairs as Prometheus wants them."""
+        seen, pairs = 0, []
+        for bound, count in zip((*map(float, self.bounds), "+Inf"), self.counts, strict=True):
+            seen += count
+            pairs.append((str(bound), float(seen)))
+        return pairs
+
+
+class Metrics(Collector):
+    """Numbers of one engine."""
+
+    def __init__(self, model_name: str) -> None:
+        self._labels = (model_name, "unified", "0", "0")
+        self.first_token = Histogram(_FIRST_TOKEN_S)
+        self.inter_token = Histogram(_TOKEN_S)
+        self.request = Histogram(_REQUEST_S)
+        self.stats = SchedulerStats()
+        self.generation_tokens = 0
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+        self._num_requests = 0
+        self._num_aborted = 0
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def request_finished(self, seconds: float, meta: TokenMeta, aborted: bool) -> None:
+        self.request.observe(seconds)
+        self._num_requests += 1
+        self._num_aborted += aborted
+        self._prompt_tokens += meta.prompt_tokens
+        self._cached_tokens += meta.cached_tokens
+
+    def render(self) -> bytes:
+        """The page in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._gauges()
+        yield from self._counters()
+        yield from self._histograms()
+
+    def _gauges(self) -> Iterable[Metric]:
+        for name, text in _GAUGES.items():
+            family = GaugeMetricFamily(f"sglang:{name}", text, labels=_LABELS)
+            family.add_metric(self._labels, getattr(self.stats, name))
+            yield family
+
+    def _counters(self) -> Iterable[Metric]:
+        for name, text, value in (
+            ("prompt_tokens", "Prompt tokens of finished requests", self._prompt_tokens),
+            ("generation_tokens", "Generated tokens", self.generation_tokens),
+            ("cached_tokens", "Prompt tokens that came from the prefix cache", self._cached_tokens),
+            ("num_requests", "Finished requests", self._num_requests),
+            ("num_aborted_requests", "Requests that ended by an abort", self._num_aborted),
+        ):
+            family = CounterMetricFamily(f"sglang:{name}", text, labels=_LABELS)
+            family.add_metric(self._labels, value)
+            yield family
+
+    def _histograms(self) -> Iterable[Metric]:
+        for name, text, histogram in (
+            ("time_to_first_token_seconds", "From arrival to the first token", self.first_token),
+            ("inter_token_latency_seconds", "Between two tokens of a request", self.inter_token),
+            ("e2e_request_latency_seconds", "From arrival to the last token", self.request),
+        ):
+            family = HistogramMetricFamily(f"sglang:{name}", text, labels=_LABELS)
+            family.add_metric(self._labels, histogram.cumulative(), histogram.total)
+            yield family

@@ -1,0 +1,133 @@
+"""Outputs in the form of `/generate` and of `Engine.generate`: dicts with text, output_ids and meta_info."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, extend_logprobs
+from sglang.srt.managers.front.generation_stream import GenerationStream
+from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.wire.io_struct import FinishReason, TokenMeta
+from sglang.srt.sampling.output_logprobs import OutputLogprobs
+from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+WEIGHT_VERSION = "default"
+"""The weights are those that the server was started with."""
+
+
+async def native_results(manager: TokenizerManager, req: GenerateRequest) -> dict[str, Any] | list[dict[str, Any]]:
+    """The complete results: one dict, or a list in prompt order (samples of a prompt adjacent) for a batch or n > 1.
+    Raises RequestError."""
+    async with await manager.submit(req) as stream:
+        outputs = await stream.collect()
+    writer = _Writer(manager.tokenizer, req, stream)
+    results = [writer.result(output, output.text, output.new_ids, output.logprobs) for output in outputs]
+    return results if _is_list(req, stream) else results[0]
+
+
+async def native_stream(
+    manager: TokenizerManager, req: GenerateRequest, incremental: bool
+) -> AsyncGenerator[dict[str, Any], None]:
+    """A dict for every step of every sequence, with everything so far or, if `incremental`, only what is new. Dicts of
+    a batch or of n > 1 carry the sequence's `index`. Raises RequestError, at the first step if nothing was sent."""
+    async with await manager.submit(req) as stream:
+        writer = _Writer(manager.tokenizer, req, stream)
+        so_far = [_SoFar() for _ in stream.requests]
+        many = _is_list(req, stream)
+        async for output in stream:
+            text, ids, logprobs = output.text, output.new_ids, output.logprobs
+            if not incremental:
+                text, ids, logprobs = so_far[output.index].add(output)
+            result = writer.result(output, text, ids, logprobs)
+            if many:
+                result["index"] = output.index
+            yield result
+
+
+def _is_list(req: GenerateRequest, stream: GenerationStream) -> bool:
+    return req.is_batch or stream.num_samples > 1
+
+
+class _SoFar:
+    """Everything that one sequence has put out."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._ids: list[int] = []
+        self._logprobs: OutputLogprobs | None = None
+
+    def add(self, output: GenerateOutput) -> tuple[str, list[int], OutputLogprobs | None]:
+        self._text += output.text
+        self._ids.extend(output.new_ids)
+        if self._logprobs is None:
+            self._logprobs = output.logprobs
+        elif output.logprobs is not None:
+            extend_logprobs(self._logprobs, output.logprobs)
+        return self._text, self._ids.copy(), self._logprobs
+
+
+class _Writer:
+    """Builds the dicts of one call."""
+
+    def __init__(self, tokenizer: Tokenizer | None, req: GenerateRequest, stream: GenerationStream) -> None:
+        self._has_text = tokenizer is not None
+        self._names = tokenizer if req.return_text_in_logprobs else None
+        self._stream = stream
+
+    def result(
+        self, output: GenerateOutput, text: str, ids: list[int], logprobs: OutputLogprobs | None
+    ) -> dict[str, Any]:
+        request = self._stream.requests[output.index]
+        info = _meta_info(request.rid, output.meta, output.finish)
+        if output.finish is not None:
+            info["e2e_latency"] = time.perf_counter() - self._stream.created_time
+        if logprobs is not None:
+            info.update(self._logprob_info(logprobs))
+        result = {"output_ids": ids, "meta_info": info}
+        return {"text": text, **result} if self._has_text else result
+
+    def _logprob_info(self, logprobs: OutputLogprobs) -> dict[str, Any]:
+        info: dict[str, Any] = {"output_token_logprobs": self._entries(logprobs.output)}
+        if logprobs.output_top:
+            info["output_top_logprobs"] = self._rows(logprobs.output_top)
+        if logprobs.output_token_ids:
+            info["output_token_ids_logprobs"] = self._rows(logprobs.output_token_ids)
+        if logprobs.input is not None:
+            info["input_token_logprobs"] = self._entries(logprobs.input)
+        if logprobs.input_top is not None:
+            info["input_top_logprobs"] = self._rows(logprobs.input_top)
+        if logprobs.input_token_ids is not None:
+            info["input_token_ids_logprobs"] = self._rows(logprobs.input_token_ids)
+        return info
+
+    def _entries(self, tokens: Any) -> list[list[Any]]:
+        names = self._names
+        return [[logprob, token, None if names is None else names.token_text(token)] for logprob, token in tokens]
+
+    def _rows(self, rows: Any) -> list[list[list[Any]] | None]:
+        return [None if row is None else self._entries(row) for row in rows]
+
+
+def _meta_info(rid: str, meta: TokenMeta, finish: FinishReason | None) -> dict[str, Any]:
+    info: dict[str, Any] = {
+        "id": rid,
+        "finish_reason": None if finish is None else finish_dict(finish),
+        "prompt_tokens": meta.prompt_tokens,
+        "weight_version": WEIGHT_VERSION,
+        "num_retractions": meta.num_retractions,
+        "reasoning_tokens": meta.reasoning_tokens,
+        "completion_tokens": meta.completion_tokens,
+        "cached_tokens": meta.cached_tokens,
+    }
+    if meta.spec_verify_steps:
+        info["spec_accept_length"] = meta.completion_tokens / meta.spec_verify_steps
+        info["spec_verify_ct"] = meta.spec_verify_steps
+    return info
+
+
+def finish_dict(finish: FinishReason) -> dict[str, Any]:
+    """`{"type": "stop", "matched": ..}`, `{"type": "length", "length": ..}` or `{"type": "abort", "message": ..}`."""
+    fields = {"matched": finish.matched, "length": finish.length, "message": finish.message}
+    return {"type": finish.type, **{name: value for name, value in fields.items() if value is not None}}

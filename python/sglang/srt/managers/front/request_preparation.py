@@ -1,0 +1,311 @@
+"""From a caller's GenerateRequest to the sequences that the scheduler gets: split, check, tokenize."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
+from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq
+from sglang.srt.sampling.sampling_params import SamplingParams, merge
+from sglang.srt.server_args import ServerArgs
+
+T = TypeVar("T")
+
+MAX_BATCH = 4096
+MAX_SEQUENCES = 16_384
+"""Sequences of one call: its prompts, each with n samples."""
+MAX_CALL_TOKENS = 1 << 24
+"""Prompt tokens of one call, counted for every sample."""
+MAX_RID_LENGTH = 256
+MAX_CACHE_KEY = 1024
+MAX_TOP_LOGPROBS = 1024
+MAX_TOKEN_IDS_LOGPROB = 4096
+MAX_PRIORITY = 1 << 31
+LONG_TEXT_CHARS_PER_TOKEN = 8
+MAX_UNCHECKED_CHARS = 1 << 22
+"""A text beyond either is tokenized in pieces first: what cannot fit must not cost a gigabyte of tokens."""
+PIECE_CHARS = 1 << 18
+PIECE_SLACK = 64
+"""Tokens that cutting a text into pieces may add a piece."""
+YIELD_CHARS = 16_384
+"""Characters that are tokenized before the event loop gets to run other callbacks."""
+CHARS_PER_TOKEN_BOUND = 512
+"""A text with more characters per token of context than this is refused before it is tokenized: no vocabulary has
+tokens that long, so it cannot fit."""
+
+Encode = Callable[[str, bool], Awaitable[list[int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedCall:
+    """`requests` holds num_samples sequences for each prompt, prompt by prompt."""
+
+    rids: list[str]
+    """Public request ids, one a prompt."""
+    requests: list[TokenizedGenerateReq]
+    prompt_texts: list[str | None]
+    num_samples: int
+
+
+class RequestPreparer:
+    """Validates against one model's limits. `encode` tokenizes, None without a tokenizer."""
+
+    def __init__(self, args: ServerArgs, model_config: ModelConfig, encode: Encode | None) -> None:
+        self._allow_truncate = args.allow_auto_truncate
+        self._context_len = model_config.context_len
+        self._vocab_size = model_config.vocab_size
+        self._encode = encode
+        self._model_defaults = model_config.default_sampling if args.sampling_defaults == "model" else {}
+        self._server_defaults = json.loads(args.preferred_sampling_params or "{}")
+
+    async def prepare(self, req: GenerateRequest) -> PreparedCall:
+        """Raises RequestError (400)."""
+        prompts = _prompts(req)
+        count = len(prompts)
+        rids = _rids(req.rid, count, req.is_batch)
+        params = self._sampling_params(req.sampling_params, count)
+        num_samples = params[0][0].n
+        if any(p.n != num_samples for p, _ in params):
+            raise RequestError("n must be the same for all prompts of a batch.")
+        if count * num_samples > MAX_SEQUENCES:
+            raise RequestError(
+                f"A call may have at most {MAX_SEQUENCES} sequences, but {count} prompts with n={num_samples} make "
+                f"{count * num_samples}; send several calls."
+            )
+        if not -MAX_PRIORITY <= req.priority < MAX_PRIORITY:
+            raise RequestError("priority must be a 32-bit integer.")
+        options = zip(
+            _spread("return_logprob", req.return_logprob, count, bool),
+            _spread("logprob_start_len", req.logprob_start_len, count, int),
+            _spread("top_logprobs_num", req.top_logprobs_num, count, int),
+            _spread_ids(req.token_ids_logprob, count),
+            _spread_keys("cache_salt", req.cache_salt, count),
+            _spread_keys("extra_key", req.extra_key, count),
+            strict=True,
+        )
+        requests: list[TokenizedGenerateReq] = []
+        num_tokens = num_chars = 0
+        for prompt, rid, (p, explicit_length), wanted in zip(prompts, rids, params, options, strict=True):
+            num_chars += len(prompt)
+            if num_chars >= YIELD_CHARS:
+                num_chars = 0
+                await asyncio.sleep(0)
+            input_ids = await self._input_ids(prompt, req.add_special_tokens)
+            p = self._fit(input_ids, p, explicit_length)
+            num_tokens += len(input_ids) * num_samples
+            if num_tokens > MAX_CALL_TOKENS:
+                raise RequestError(
+                    f"The prompts of a call may have at most {MAX_CALL_TOKENS} tokens, counted for each of the n "
+                    "samples; send several calls."
+                )
+            request = TokenizedGenerateReq(
+                rid=rid,
+                input_ids=input_ids,
+                sampling_params=p,
+                stream=req.stream,
+                return_logprob=wanted[0],
+                logprob_start_len=wanted[1],
+                top_logprobs_num=wanted[2],
+                token_ids_logprob=wanted[3],
+                priority=req.priority,
+                cache_namespace=_namespace(wanted[4], wanted[5]),
+            )
+            self._check_logprobs(request)
+            requests.extend(_samples(request))
+        texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
+        return PreparedCall(rids, requests, texts, num_samples)
+
+    def _sampling_params(self, given: Any, count: int) -> list[tuple[SamplingParams, bool]]:
+        """Checked parameters a prompt, and whether its max_new_tokens was asked for."""
+        if isinstance(given, list) and len(given) != count:
+            raise RequestError(f"sampling_params has {len(given)} entries for {count} prompts.")
+        try:
+            if isinstance(given, list):
+                return [self._merge(entry) for entry in given]
+            return [self._merge(given)] * count
+        except ValueError as error:
+            raise RequestError(str(error)) from None
+
+    def _merge(self, given: Any) -> tuple[SamplingParams, bool]:
+        explicit = True
+        if isinstance(given, SamplingParams):
+            params = given
+        elif given is None or isinstance(given, Mapping):
+            params = merge(given or {}, self._model_defaults, self._server_defaults)
+            explicit = given is not None and given.get("max_new_tokens") is not None
+        else:
+            raise ValueError(f"sampling_params must be an object, got {type(given).__name__}.")
+        params.verify(self._vocab_size)
+        if self._encode is None and (params.stop or params.stop_regex):
+            raise ValueError("stop and stop_regex need a tokenizer; the server runs with --skip-tokenizer-init.")
+        return params, explicit
+
+    async def _input_ids(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
+        if isinstance(prompt, str):
+            if self._encode is None:
+                raise RequestError("The server runs with --skip-tokenizer-init: send input_ids instead of text.")
+            if len(prompt) > self._context_len * CHARS_PER_TOKEN_BOUND and not self._allow_truncate:
+                raise RequestError(
+                    f"The prompt of {len(prompt)} characters is longer than the model's context length of "
+                    f"{self._context_len} tokens."
+                )
+            if len(prompt) > min(self._context_len * LONG_TEXT_CHARS_PER_TOKEN, MAX_UNCHECKED_CHARS):
+                prompt = await self._bounded(self._encode, prompt)
+            prompt = await self._encode(prompt, add_special_tokens)
+            source = "The tokenized text"
+        else:
+            source = "input_ids"
+        if not prompt:
+            raise RequestError("The prompt is empty: at least one token is needed.")
+        if len(prompt) >= self._context_len and not self._allow_truncate:
+            raise RequestError(
+                f"The prompt of {len(prompt)} tokens does not fit the model's context length of {self._context_len} "
+                "tokens with room for output."
+            )
+        prompt = prompt[: self._context_len - 1]
+        if set(map(type, prompt)) != {int}:
+            raise RequestError("input_ids must be integers.")
+        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
+            bad = next(i for i in prompt if not 0 <= i < self._vocab_size)
+            raise RequestError(f"{source} must hold token ids in [0, {self._vocab_size - 1}], got {bad}.")
+        return prompt
+
+    async def _bounded(self, encode: Encode, text: str) -> str:
+        """`text`, or with truncation as much of it as the context may hold. Raises RequestError for more tokens."""
+        num_tokens = 0
+        for end in range(PIECE_CHARS, len(text) + PIECE_CHARS, PIECE_CHARS):
+            num_tokens += len(await encode(text[end - PIECE_CHARS : end], False)) - PIECE_SLACK
+            if num_tokens > self._context_len:
+                if self._allow_truncate:
+                    return text[:end]
+                raise RequestError(
+                    f"The prompt of {len(text)} characters has more tokens than the model's context length of "
+                    f"{self._context_len}."
+                )
+        return text
+
+    def _fit(self, ids: list[int], params: SamplingParams, explicit_length: bool) -> SamplingParams:
+        """The prompt and its output must fit the context together. A default output length just shrinks."""
+        room = self._context_len - len(ids)
+        wanted = params.max_new_tokens
+        if wanted is None or wanted <= room:
+            return params
+        if explicit_length and not self._allow_truncate:
+            raise RequestError(
+                f"The prompt of {len(ids)} tokens and max_new_tokens of {wanted} make {len(ids) + wanted} tokens, more "
+                f"than the model's context length of {self._context_len} tokens."
+            )
+        return msgspec.structs.replace(params, max_new_tokens=room, min_new_tokens=min(room, params.min_new_tokens))
+
+    def _check_logprobs(self, request: TokenizedGenerateReq) -> None:
+        length, top, wanted = len(request.input_ids), request.top_logprobs_num, request.token_ids_logprob or []
+        if not -1 <= request.logprob_start_len < length:
+            raise RequestError(
+                f"logprob_start_len must be in [-1, {length - 1}] for a prompt of {length} tokens, got "
+                f"{request.logprob_start_len}."
+            )
+        most = min(self._vocab_size, MAX_TOP_LOGPROBS)
+        if not 0 <= top <= most:
+            raise RequestError(f"top_logprobs_num must be in [0, {most}], got {top}.")
+        if len(wanted) > MAX_TOKEN_IDS_LOGPROB:
+            raise RequestError(
+                f"token_ids_logprob must have at most {MAX_TOKEN_IDS_LOGPROB} token ids, got {len(wanted)}."
+            )
+        bad = next((i for i in wanted if not 0 <= i < self._vocab_size), None)
+        if bad is not None:
+            raise RequestError(f"token_ids_logprob must hold token ids in [0, {self._vocab_size - 1}], got {bad}.")
+
+
+def _prompts(req: GenerateRequest) -> Sequence[str | list[int]]:
+    if (req.text is None) == (req.input_ids is None):
+        raise RequestError("Give either text or input_ids, and not both.")
+    given: Any = req.text if req.text is not None else req.input_ids
+    prompts: Any = given if req.is_batch else [given]
+    kind = str if req.text is not None else list
+    if isinstance(prompts, list) and not 1 <= len(prompts) <= MAX_BATCH:
+        raise RequestError(f"A batch must have 1 to {MAX_BATCH} prompts, got {len(prompts)}.")
+    if not isinstance(prompts, list) or not all(isinstance(prompt, kind) for prompt in prompts):
+        raise RequestError(
+            "text must be a string or a list of strings, input_ids a list of ids or a list of such lists."
+        )
+    return prompts
+
+
+def _rids(given: Any, count: int, is_batch: bool) -> list[str]:
+    if given is None:
+        return [uuid.uuid4().hex for _ in range(count)]
+    if isinstance(given, str) and not (is_batch and count > 1):
+        given = [given]
+    elif isinstance(given, str):
+        given = [f"{given}_{i}" for i in range(count)]
+    if not isinstance(given, list) or len(given) != count:
+        raise RequestError(f"rid must be a string or a list with one string for each of the {count} prompts.")
+    for rid in given:
+        if not isinstance(rid, str) or not 1 <= len(rid) <= MAX_RID_LENGTH:
+            raise RequestError(f"rid must be a string of 1 to {MAX_RID_LENGTH} characters.")
+    if len(set(given)) != count:
+        raise RequestError("rid must be different for each prompt of a batch.")
+    return given
+
+
+def _spread(name: str, value: Any, count: int, kind: type[T]) -> list[T]:
+    """One value for all prompts, or one each."""
+    values = value if isinstance(value, list) else [value] * count
+    if len(values) != count:
+        raise RequestError(f"{name} has {len(values)} entries for {count} prompts.")
+    if any(type(entry) is not kind for entry in values):
+        raise RequestError(f"{name} must be of type {kind.__name__}, got {value!r}.")
+    return values
+
+
+def _spread_ids(value: Any, count: int) -> list[list[int] | None]:
+    if value is None:
+        return [None] * count
+    if isinstance(value, list) and all(type(entry) is int for entry in value):
+        return [value] * count
+    values = _spread("token_ids_logprob", value, count, list)
+    if any(type(entry) is not int for ids in values for entry in ids):
+        raise RequestError("token_ids_logprob must hold integers.")
+    return list(values)
+
+
+def _spread_keys(name: str, value: Any, count: int) -> list[str | None]:
+    """Names of caches, of which an empty one is none."""
+    values = value if isinstance(value, list) else [value] * count
+    if len(values) != count:
+        raise RequestError(f"{name} has {len(values)} entries for {count} prompts.")
+    for entry in values:
+        if entry is not None and not (isinstance(entry, str) and len(entry) <= MAX_CACHE_KEY):
+            raise RequestError(f"{name} must be a string of at most {MAX_CACHE_KEY} characters.")
+    return [entry or None for entry in values]
+
+
+def _namespace(cache_salt: str | None, extra_key: str | None) -> str | None:
+    """One name for the two, different for different ones."""
+    return None if cache_salt is None and extra_key is None else json.dumps([cache_salt, extra_key])
+
+
+def _samples(request: TokenizedGenerateReq) -> list[TokenizedGenerateReq]:
+    """`n` sequences of one prompt. A given seed counts up, or all would be the same."""
+    params = request.sampling_params
+    if params.n == 1:
+        return [request]
+    seed = params.sampling_seed
+    return [
+        msgspec.structs.replace(
+            request,
+            rid=f"{request.rid}_{i}",
+            sampling_params=msgspec.structs.replace(
+                params, n=1, sampling_seed=None if seed is None else (seed + i + (1 << 63)) % (1 << 64) - (1 << 63)
+            ),
+        )
+        for i in range(params.n)
+    ]

@@ -1,0 +1,355 @@
+"""The front of the engine: takes calls, sends their sequences to the scheduler, hands the outputs back to the callers.
+
+Runs in one event loop, that of the HTTP server or of the in-process engine:
+
+    manager.attach()
+    async with await manager.submit(GenerateRequest(text="Hello", stream=True)) as stream:
+        async for output in stream: ...
+
+Every sequence that is sent gets exactly one message with a finish reason from the scheduler, also after an abort; its
+request id stays taken until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, RequestError
+from sglang.srt.managers.front.generation_stream import CLIENT_CLOSED_REQUEST, GenerationStream
+from sglang.srt.managers.front.metrics import Metrics
+from sglang.srt.managers.front.request_log import RequestLog
+from sglang.srt.managers.front.request_preparation import PreparedCall, RequestPreparer
+from sglang.srt.managers.wire import ipc
+from sglang.srt.managers.wire.io_struct import (
+    AbortReq,
+    BatchStrOut,
+    ControlReply,
+    ControlReq,
+    DetokenizerOutput,
+    FinishReason,
+    SchedulerReady,
+    SchedulerStats,
+    TokenMeta,
+)
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+LONG_TEXT = 4096
+"""Characters from which a text is tokenized in a thread, so that the event loop goes on."""
+SEND_BATCH_TOKENS = 1 << 18
+"""Prompt tokens that are encoded and sent before the event loop gets to run other callbacks."""
+ABORT_RETRY_S = 0.05
+"""How long aborts wait for room in a full channel before they are tried again."""
+DRAIN_POLL_S = 0.02
+
+
+class ServerStatus(enum.Enum):
+    STARTING = "starting"
+    UP = "up"
+    UNHEALTHY = "unhealthy"
+    SHUTTING_DOWN = "shutting down"
+
+
+class _Sequence:
+    """One sequence that the scheduler owes a finish message."""
+
+    __slots__ = ("first_time", "group", "index", "last_time", "sent", "stream")
+
+    def __init__(self, stream: GenerationStream, index: int, group: str) -> None:
+        self.stream = stream
+        self.index = index
+        self.group = group
+        """The public request id, shared by the samples of a prompt."""
+        self.sent = False
+        self.first_time = 0.0
+        self.last_time = 0.0
+
+
+class TokenizerManager:
+    """One engine's front. All methods belong to the event loop that `attach` was called in."""
+
+    def __init__(
+        self, args: ServerArgs, model_config: ModelConfig, ports: ipc.Ports, tokenizer: Tokenizer | None
+    ) -> None:
+        self.args = args
+        self.model_config = model_config
+        self.tokenizer = tokenizer
+        self.status = ServerStatus.STARTING
+        self.status_message = ""
+        self.last_receive_time = time.monotonic()
+        """time.monotonic() of the last message from the engine."""
+        self.scheduler_info: dict[str, Any] = {}
+        self.stats = SchedulerStats()
+        self.metrics = Metrics(args.served_model_name or args.model_path) if args.enable_metrics else None
+        self._log = RequestLog(args) if args.log_requests else None
+        self._inbox = ipc.tokenizer_inbox(ports)
+        self._outbox = ipc.tokenizer_outbox(ports)
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+        self._preparer = RequestPreparer(args, model_config, None if tokenizer is None else self.encode)
+        self._sequences: dict[str, _Sequence] = {}
+        self._groups: dict[str, set[str]] = {}
+        """Public request id -> the unfinished sequences behind it."""
+        self._replies: dict[str, asyncio.Future[ControlReply]] = {}
+        self._aborts: dict[str, None] = {}
+        """Sequences to abort, in order, that did not fit into the channel yet."""
+        self._abort_retry: asyncio.TimerHandle | None = None
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Start to listen; once, inside the running event loop."""
+        self._inbox.attach(self._receive)
+
+    def mark_up(self) -> None:
+        if self.status is ServerStatus.STARTING:
+            self.status = ServerStatus.UP
+
+    def mark_unhealthy(self, message: str) -> None:
+        """The engine is gone: fail everything that runs and refuse what comes."""
+        if self.status is not ServerStatus.SHUTTING_DOWN:
+            self.status = ServerStatus.UNHEALTHY
+        self.status_message = message
+        self.fail_all(RequestError(message, 500))
+
+    def fail_all(self, error: RequestError) -> None:
+        """End every call with `error`, now. The scheduler is not told."""
+        sequences, self._sequences, self._groups, self._aborts = self._sequences, {}, {}, {}
+        for sequence in sequences.values():
+            sequence.stream.fail(error)
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(error)
+
+    def begin_shutdown(self) -> None:
+        """Refuse new calls; running ones go on."""
+        self.status = ServerStatus.SHUTTING_DOWN
+
+    async def drain(self, limit_s: float) -> bool:
+        """Wait until nothing runs. What still runs after `limit_s` seconds is aborted, and False returned."""
+        end = time.monotonic() + limit_s
+        while self._sequences and time.monotonic() < end:
+            await asyncio.sleep(DRAIN_POLL_S)
+        if not self._sequences:
+            return True
+        self.abort_all()
+        return False
+
+    def close(self) -> None:
+        if self._abort_retry is not None:
+            self._abort_retry.cancel()
+        self._inbox.close()
+        self._outbox.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences that have not ended yet, aborted ones whose end is on its way included."""
+        return len(self._sequences)
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    async def submit(self, req: GenerateRequest) -> GenerationStream:
+        """Check, tokenize and send. Raises RequestError; then nothing was sent."""
+        created = time.perf_counter()
+        self._refuse_when_down()
+        call = await self._preparer.prepare(req)
+        self._refuse_when_down()
+        self._refuse_taken_ids(call)
+        stream = GenerationStream(call.requests, call.prompt_texts, call.num_samples, self._on_close)
+        stream.created_time = created
+        self._register(call, stream)
+        try:
+            await self._send_sequences(stream)
+        except BaseException as error:  # whatever it was, also a cancelled caller: nothing may stay registered
+            await stream.aclose()
+            if isinstance(error, ipc.ChannelFull):
+                raise RequestError("The server is overloaded; try again later.", 503) from None
+            raise
+        return stream
+
+    def abort(self, rid: str) -> bool:
+        """End a request and all its samples. False: no such request."""
+        group = self._groups.get(rid)
+        if group is None:
+            return False
+        self._abort_sequences(list(group))
+        return True
+
+    def abort_all(self) -> None:
+        """End every request."""
+        self._abort_sequences(list(self._sequences))
+
+    async def control(self, kind: str, args: dict[str, Any] | None = None, timeout: float = 60.0) -> ControlReply:
+        """Ask the scheduler; `kind` is one of ControlReq's. Raises RequestError when there is no answer in time."""
+        if self.status is ServerStatus.UNHEALTHY:
+            raise RequestError(self.status_message, 503)
+        call_id = uuid.uuid4().hex
+        reply = self._replies[call_id] = asyncio.get_running_loop().create_future()
+        try:
+            self._outbox.try_send(ControlReq(call_id, kind, args or {}))
+            return await asyncio.wait_for(reply, timeout)
+        except ipc.ChannelFull:
+            raise RequestError("The server is overloaded; try again later.", 503) from None
+        except asyncio.TimeoutError:
+            raise RequestError(f"The scheduler did not answer {kind} within {timeout:g} seconds.", 503) from None
+        finally:
+            del self._replies[call_id]
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Raises RequestError without a tokenizer."""
+        if self.tokenizer is None:
+            raise RequestError("The server runs with --skip-tokenizer-init.")
+        try:
+            if len(text) < LONG_TEXT:
+                return self.tokenizer.encode(text, add_special_tokens)
+            return await self.in_thread(self.tokenizer.encode, text, add_special_tokens)
+        except (UnicodeEncodeError, TypeError):
+            raise RequestError("The text holds half of a surrogate pair, which is no character.") from None
+
+    async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """Call `function` beside the event loop, after earlier calls of this kind."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+    # --- sending ------------------------------------------------------------------------------------------------------
+
+    def _refuse_when_down(self) -> None:
+        if self.status is ServerStatus.SHUTTING_DOWN:
+            raise RequestError("The server is shutting down.", 503)
+        if self.status is ServerStatus.UNHEALTHY:
+            raise RequestError(f"The server is not healthy: {self.status_message}", 503)
+
+    def _refuse_taken_ids(self, call: PreparedCall) -> None:
+        taken = next((rid for rid in call.rids if rid in self._groups), None)
+        taken = taken or next((r.rid for r in call.requests if r.rid in self._sequences), None)
+        if taken is not None:
+            raise RequestError(f"A request with rid {taken!r} is already running.")
+
+    def _register(self, call: PreparedCall, stream: GenerationStream) -> None:
+        for index, request in enumerate(call.requests):
+            group = call.rids[index // call.num_samples]
+            self._sequences[request.rid] = _Sequence(stream, index, group)
+            self._groups.setdefault(group, set()).add(request.rid)
+            if self._log is not None:
+                self._log.received(request, call.prompt_texts[index // call.num_samples])
+
+    async def _send_sequences(self, stream: GenerationStream) -> None:
+        """Raises ipc.ChannelFull, or what a value that cannot be encoded raises."""
+        num_tokens = 0
+        for request in stream.requests:
+            sequence = self._sequences.get(request.rid)
+            if sequence is None or sequence.stream is not stream:  # aborted meanwhile
+                continue
+            self._outbox.try_send(request)
+            sequence.sent = True
+            num_tokens += len(request.input_ids)
+            if num_tokens >= SEND_BATCH_TOKENS:
+                num_tokens = 0
+                await asyncio.sleep(0)
+
+    def _abort_sequences(self, rids: Iterable[str]) -> None:
+        """Those that the scheduler does not know yet end here and now."""
+        for rid in rids:
+            sequence = self._sequences[rid]
+            if sequence.sent:
+                self._aborts[rid] = None
+                continue
+            self._forget(rid, sequence)
+            request = sequence.stream.requests[sequence.index]
+            finish = FinishReason("abort", message="Aborted", status_code=CLIENT_CLOSED_REQUEST)
+            meta = TokenMeta(len(request.input_ids), 0)
+            sequence.stream.push(GenerateOutput(sequence.index, "", [], finish, meta, None))
+        self._send_aborts()
+
+    def _send_aborts(self) -> None:
+        """In one message; while the channel is full they wait here, no more of them than there are sequences."""
+        if not self._aborts:
+            return
+        try:
+            self._outbox.try_send(AbortReq(list(self._aborts)))
+        except ipc.ChannelFull:
+            if self._abort_retry is None:
+                self._abort_retry = asyncio.get_running_loop().call_later(ABORT_RETRY_S, self._retry_aborts)
+        else:
+            self._aborts.clear()
+
+    def _retry_aborts(self) -> None:
+        self._abort_retry = None
+        self._send_aborts()
+
+    def _on_close(self, stream: GenerationStream) -> None:
+        """The reader is done, or gone: what still runs is of no use."""
+        for request in stream.requests:
+            sequence = self._sequences.get(request.rid)
+            if sequence is None or sequence.stream is not stream:
+                continue
+            if sequence.sent:
+                self._aborts[request.rid] = None
+            else:
+                self._forget(request.rid, sequence)
+        self._send_aborts()
+
+    def _forget(self, rid: str, sequence: _Sequence) -> None:
+        del self._sequences[rid]
+        self._aborts.pop(rid, None)
+        group = self._groups[sequence.group]
+        group.discard(rid)
+        if not group:
+            del self._groups[sequence.group]
+
+    # --- receiving ----------------------------------------------------------------------------------------------------
+
+    def _receive(self, message: DetokenizerOutput) -> None:
+        self.last_receive_time = time.monotonic()
+        if isinstance(message, BatchStrOut):
+            self._deliver(message)
+        elif isinstance(message, ControlReply):
+            reply = self._replies.get(message.id)
+            if reply is not None and not reply.done():
+                reply.set_result(message)
+        elif isinstance(message, SchedulerStats):
+            self.stats = message
+            if self.metrics is not None:
+                self.metrics.stats = message
+        elif isinstance(message, SchedulerReady):
+            self.scheduler_info = message.info
+
+    def _deliver(self, batch: BatchStrOut) -> None:
+        now = time.perf_counter()
+        sequences, log_probabilities = self._sequences, batch.logprobs
+        for i, rid in enumerate(batch.rids):
+            sequence = sequences.get(rid)
+            if sequence is None:  # failed by mark_unhealthy
+                continue
+            finish, ids, meta = batch.finish[i], batch.new_ids[i], batch.meta[i]
+            stream = sequence.stream
+            if self.metrics is not None and ids:
+                self._observe(self.metrics, sequence, len(ids), now)
+            if finish is not None:
+                self._finish(rid, sequence, finish, meta, now)
+            stream.push(GenerateOutput(sequence.index, batch.new_text[i], ids, finish, meta, log_probabilities[i]))
+
+    def _finish(self, rid: str, sequence: _Sequence, finish: FinishReason, meta: TokenMeta, now: float) -> None:
+        self._forget(rid, sequence)
+        seconds = now - sequence.stream.created_time
+        if self.metrics is not None:
+            self.metrics.request_finished(seconds, meta, aborted=finish.type == "abort")
+        if self._log is not None:
+            self._log.finished(rid, seconds, meta, finish)
+
+    def _observe(self, metrics: Metrics, sequence: _Sequence, num_tokens: int, now: float) -> None:
+        metrics.generation_tokens += num_tokens
+        if sequence.first_time:
+            metrics.inter_token.observe((now - sequence.last_time) / num_tokens, num_tokens)
+        else:
+            sequence.first_time = now
+            metrics.first_token.observe(now - sequence.stream.created_time)
+        sequence.last_time = now

@@ -1,0 +1,107 @@
+"""Turn chosen requests into the host arrays of one step, with cache slots allocated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch, ScheduleBatch
+from sglang.srt.model_executor.step import ExtendInput, StepInput
+from sglang.srt.sampling.logprobs import LogprobRequest
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler.scheduler import Scheduler
+
+
+def _logprobs(reqs: list[Req]) -> LogprobRequest | None:
+    """Of the token that is sampled next for each request."""
+    if not any(r.return_logprob for r in reqs):
+        return None
+    return LogprobRequest(
+        top_nums=[r.top_logprobs_num if r.return_logprob else 0 for r in reqs],
+        token_ids=[r.token_ids_logprob if r.return_logprob else [] for r in reqs],
+    )
+
+
+def _vocab_mask(reqs: list[Req], vocab_size: int) -> np.ndarray | None:
+    if not any(r.grammar is not None for r in reqs):
+        return None
+    mask = np.full((len(reqs), -(-vocab_size // 32)), -1, np.int32)
+    for row, req in zip(mask, reqs, strict=True):
+        if req.grammar is not None:
+            req.grammar.fill_mask(row)
+    return mask
+
+
+def build_decode(scheduler: Scheduler, running: RunningBatch) -> ScheduleBatch:
+    """Every running request brings its last token."""
+    new_lens = running.seq_lens + 1
+    locs = scheduler.kv.grow(running.slots, running.seq_lens, new_lens, len(running))
+    reqs = list(running.reqs)
+    step = StepInput(
+        slots=running.slots,
+        seq_lens=new_lens,
+        out_cache_loc=locs,
+        table_update=scheduler.kv.take_update(),
+        vocab_mask=_vocab_mask(reqs, scheduler.plan.model.vocab_size),
+        logprobs=_logprobs(reqs),
+    )
+    return ScheduleBatch(step, reqs)
+
+
+def build_extend(scheduler: Scheduler, chosen: list[tuple[Req, int]], mixed: list[Req]) -> ScheduleBatch:
+    """`chosen` requests compute that many further tokens each; `mixed` ones decode in the same step."""
+    reqs, count = mixed + [r for r, _ in chosen], len(mixed)
+    prefix = np.fromiter((r.kv_len for r in reqs), np.int32, len(reqs))
+    lens = np.array([1] * count + [n for _, n in chosen], np.int32)
+    slots = np.fromiter((r.slot for r in reqs), np.int64, len(reqs))
+    locs = scheduler.kv.grow(slots, prefix, prefix + lens, count)
+    ids: list[int] = []
+    for (req, n), start in zip(chosen, prefix[count:].tolist(), strict=True):
+        ids += req.tokens[start : start + n]
+        req.kv_len = start + n
+    done = [i for i, r in enumerate(reqs) if i < count or r.kv_len == len(r.tokens)]
+    sampled = [reqs[i] for i in done]
+    for req in sampled[count:]:
+        req.planned_len = len(req.tokens) + 1
+    extend = ExtendInput(np.array(ids, np.int64), prefix[count:], lens[count:], np.array(done, np.int64), count)
+    step = StepInput(
+        slots=slots,
+        seq_lens=prefix + lens,
+        out_cache_loc=locs,
+        extend=extend,
+        table_update=scheduler.kv.take_update(),
+        vocab_mask=_vocab_mask(sampled, scheduler.plan.model.vocab_size),
+        logprobs=_logprobs(sampled),
+    )
+    batch = ScheduleBatch(step, sampled)
+    extend.prompt_logprobs = _ask_prompt_logprobs(batch, chosen, extend)
+    return batch
+
+
+def _ask_prompt_logprobs(
+    batch: ScheduleBatch, chosen: list[tuple[Req, int]], extend: ExtendInput
+) -> LogprobRequest | None:
+    """Row p of a prompt predicts token p + 1: the rows of this step whose target is wanted and not collected yet."""
+    starts = extend.num_decodes + np.cumsum(extend.extend_lens) - extend.extend_lens
+    rows, targets = [], []
+    for (req, n), begin, row0 in zip(chosen, extend.prefix_lens.tolist(), starts.tolist(), strict=True):
+        if not req.wants_prompt_logprobs:
+            continue
+        first = max(begin + 1, req.logprob_start, req.prompt_logprobs_done, 1)
+        last = min(begin + n, req.prompt_len - 1)
+        if first > last:
+            continue
+        rows.append(np.arange(first - 1 - begin, last - begin) + row0)
+        targets += req.tokens[first : last + 1]
+        batch.prompt_logprob_spans.append((req, first, last + 1))
+        req.prompt_logprobs_done = last + 1
+    if not rows:
+        return None
+    request = _logprobs([req for req, _, _ in batch.prompt_logprob_spans])
+    assert request is not None
+    counts = [end - first for _, first, end in batch.prompt_logprob_spans]
+    request.of_request = np.repeat(np.arange(len(counts)), counts)
+    request.rows, request.targets = np.concatenate(rows).astype(np.int64), np.array(targets, np.int64)
+    return request

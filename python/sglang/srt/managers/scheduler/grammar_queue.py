@@ -1,0 +1,81 @@
+"""Requests that wait for their grammar, on one rank.
+
+add -> (leader: verified?) -> GrammarVerified to every rank -> every rank builds -> ready on every rank -> queued
+"""
+
+from __future__ import annotations
+
+from sglang.srt.constrained.compile_process import Verdict
+from sglang.srt.constrained.grammar import GrammarError, grammar_key
+from sglang.srt.constrained.grammar_manager import BuildState, GrammarManager
+from sglang.srt.distributed import parallel_state
+from sglang.srt.managers.scheduler.leader import EndReq, GrammarVerified, LeaderDecision
+from sglang.srt.managers.scheduler.schedule_batch import Req
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.wire.io_struct import FinishReason
+
+
+class GrammarQueue:
+    """The scheduler keeps the requests (`Scheduler.compiling`), this decides when they leave. Thousands may wait: they
+    are looked at only when something has changed."""
+
+    def __init__(self, scheduler: Scheduler, grammars: GrammarManager) -> None:
+        self._scheduler = scheduler
+        self._grammars = grammars
+        self._building: dict[str, Req] = {}
+        self._num_waiting = 0
+
+    def add(self, req: Req) -> None:
+        """Takes a request that was just added out of the queue if it wants a grammar."""
+        try:
+            key = grammar_key(req.params)
+        except GrammarError as error:
+            self._scheduler.end(req, _refusal(Verdict(error=str(error))))
+            return
+        if key is not None:
+            req.params.min_new_tokens = 0  # a complete grammar allows the end only; the two together may allow nothing
+            self._scheduler.hold(req, self._grammars.request(key))
+            self._num_waiting += 1
+
+    def decisions(self) -> list[LeaderDecision]:
+        """What the leader can say now about grammars that are being verified."""
+        compiling = self._scheduler.compiling
+        if not compiling or not self._grammars.has_news(next(iter(compiling.values()))[1]):
+            return []
+        decisions: list[LeaderDecision] = []
+        for rid, (_, pending) in compiling.items():
+            if pending.build is None and (verdict := self._grammars.verdict(pending)) is not None:
+                decisions.append(
+                    EndReq(rid, _refusal(verdict)) if verdict.error else GrammarVerified(rid, verdict.seconds)
+                )
+        return decisions
+
+    def build(self, verified: GrammarVerified) -> None:
+        """Makes this rank's copy."""
+        if verified.rid in self._scheduler.compiling:
+            req, pending = self._scheduler.compiling[verified.rid]
+            self._grammars.build(pending, verified.seconds)
+            self._building[verified.rid] = req
+
+    def admit(self) -> None:
+        """Queues the requests whose grammar every rank has. A collective while there are any that are being built."""
+        compiling = self._scheduler.compiling
+        if len(compiling) < self._num_waiting:  # some have left
+            self._grammars.keep_only({pending.digest for _, pending in compiling.values()})
+        self._num_waiting = len(compiling)
+        current = [rid for rid, req in self._building.items() if rid in compiling and compiling[rid][0] is req]
+        states = parallel_state.least_each([self._grammars.state(compiling[rid][1]) for rid in current])
+        self._building = {}
+        for rid, state in zip(current, states, strict=True):
+            req, pending = compiling[rid]
+            if state == BuildState.READY:
+                req.grammar = self._grammars.built(pending)
+                self._scheduler.release_hold(req)
+            elif state == BuildState.FAILED:
+                self._scheduler.end(req, _refusal(self._grammars.failure(pending)))
+            else:
+                self._building[rid] = req
+
+
+def _refusal(verdict: Verdict) -> FinishReason:
+    return FinishReason("abort", message=verdict.error, status_code=verdict.status_code)

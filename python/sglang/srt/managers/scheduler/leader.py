@@ -1,0 +1,29 @@
+"""Decisions that only one rank can take, because a clock or a process of its own decides them.
+
+With tensor parallelism every rank runs the same scheduler over the same messages. What the leader (rank 0) decides
+travels in front of the next messages, so that all ranks act on it at the same point.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from sglang.srt.managers.wire.io_struct import FinishReason
+
+
+class EndReq(msgspec.Struct, tag=True, omit_defaults=True):
+    """End a request. Unknown ids are ignored: it may have ended on its own."""
+
+    rid: str
+    reason: FinishReason
+
+
+class GrammarVerified(msgspec.Struct, tag=True, omit_defaults=True):
+    """The grammar of a waiting request compiles within all limits: every rank makes its own copy."""
+
+    rid: str
+    seconds: float
+    """What compiling took."""
+
+
+LeaderDecision = EndReq | GrammarVerified

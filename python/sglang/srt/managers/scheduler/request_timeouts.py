@@ -1,0 +1,59 @@
+"""Requests that have waited or run for too long, as `SGLANG_REQ_WAITING_TIMEOUT` and `SGLANG_REQ_RUNNING_TIMEOUT` say.
+
+A clock decides, so one rank does: it turns what is overdue into abort messages, which reach all ranks like those of
+clients.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from sglang.srt.environ import envs
+from sglang.srt.managers.wire.io_struct import AbortReq
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler.schedule_batch import Req
+    from sglang.srt.managers.scheduler.scheduler import Scheduler
+
+CHECK_INTERVAL_S = 0.1
+SERVICE_UNAVAILABLE = 503
+
+
+class RequestTimeouts:
+    """Limits in seconds; one that is not positive is none."""
+
+    def __init__(self, waiting_s: float, running_s: float) -> None:
+        self._waiting_s = waiting_s
+        self._running_s = running_s
+        self._next_check = 0.0
+
+    @classmethod
+    def from_environment(cls) -> RequestTimeouts:
+        return cls(envs.SGLANG_REQ_WAITING_TIMEOUT, envs.SGLANG_REQ_RUNNING_TIMEOUT)
+
+    @property
+    def enabled(self) -> bool:
+        return self._waiting_s > 0 or self._running_s > 0
+
+    def overdue(self, scheduler: Scheduler) -> list[AbortReq]:
+        """Messages that end what is overdue now; looks at the requests a few times a second only."""
+        now = time.monotonic()
+        if not self.enabled or now < self._next_check:
+            return []
+        self._next_check = now + CHECK_INTERVAL_S
+        aborts = []
+        if self._waiting_s > 0:
+            queued = [*scheduler.waiting, *(req for req, _ in scheduler.compiling.values())]
+            aborts.append(_abort((r for r in queued if now - r.queued_time > self._waiting_s), "waiting"))
+        if self._running_s > 0:
+            started = (r for r in scheduler.reqs.values() if r.slot and r.started_time)
+            aborts.append(_abort((r for r in started if now - r.started_time > self._running_s), "running"))
+        return [abort for abort in aborts if abort.rids]
+
+
+def _abort(reqs: Iterable[Req], state: str) -> AbortReq:
+    return AbortReq(
+        [req.rid for req in reqs], message=f"Request {state} timeout reached.", status_code=SERVICE_UNAVAILABLE
+    )

@@ -1,0 +1,114 @@
+"""Which waiting requests enter the next prefill step, and in which order."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable
+
+import numpy as np
+
+from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch
+from sglang.srt.mem_cache.kv_table import KVTable
+from sglang.srt.mem_cache.radix_cache import Node
+
+MAX_LPM_QUEUE = 128
+"""Beyond this queue length matching every request costs more than the order gains; FCFS then."""
+
+ESTIMATED_NEW_TOKENS = 4096
+"""No request is expected to decode further than this when memory is promised to it."""
+
+
+def _longest_prefix(queue: list[Req], kv: KVTable) -> list[Req]:
+    if len(queue) > MAX_LPM_QUEUE:
+        return queue
+    return sorted(queue, key=lambda r: -kv.match(r).length)
+
+
+def _depth_first(queue: list[Req], kv: KVTable) -> list[Req]:
+    """Subtrees that serve most waiting requests first, so that a branch is used up before it can be evicted."""
+    at_node: dict[int, list[Req]] = defaultdict(list)
+    nodes: dict[int, Node] = {}
+    weight: dict[int, int] = defaultdict(int)
+    for req in queue:
+        node: Node | None = kv.match(req).node
+        at_node[id(node)].append(req)
+        while node is not None:
+            nodes[id(node)] = node
+            weight[id(node)] += 1
+            node = node.parent
+    stack = [n for n in nodes.values() if n.parent is None]
+    order: list[Req] = []
+    while stack:
+        node = stack.pop()
+        order.extend(at_node[id(node)])
+        stack.extend(sorted((c for c in node.children.values() if id(c) in nodes), key=lambda c: weight[id(c)]))
+    return order
+
+
+POLICIES: dict[str, Callable[[list[Req], KVTable], list[Req]]] = {
+    "fcfs": lambda queue, kv: queue,
+    "lpm": _longest_prefix,
+    "dfs-weight": _depth_first,
+    "lof": lambda queue, kv: sorted(queue, key=lambda r: -(r.limit - r.prompt_len)),
+    "random": lambda queue, kv: random.Random(len(queue)).sample(queue, len(queue)),
+}
+
+
+class NewTokenRatio:
+    """Share of their possible output that running requests are expected to use: it starts cautious, sinks while
+    decoding goes well, and rises when a request had to be retracted."""
+
+    START, FLOOR, DECAY, PENALTY = 0.7, 0.1, 0.001, 0.2
+
+    def __init__(self, conservativeness: float) -> None:
+        self.value = min(1.0, self.START * conservativeness)
+        self.floor = min(self.value, self.FLOOR * conservativeness)
+
+    def step(self) -> None:
+        self.value = max(self.floor, self.value - self.DECAY)
+
+    def retracted(self) -> None:
+        self.value = min(1.0, self.value + self.PENALTY)
+
+
+class PrefillBudget:
+    """What one prefill step may still take: cache slots, new tokens, and the chunk."""
+
+    def __init__(
+        self, kv: KVTable, running: RunningBatch, ratio: float, max_tokens: int, chunk: int | None, used: int
+    ) -> None:
+        self.kv = kv
+        left = np.minimum(running.limits - running.seq_lens, ESTIMATED_NEW_TOKENS)
+        page = kv.page_size
+        self.reserved = int(left.sum() * ratio) + page * len(running)
+        self.tokens = max_tokens - used
+        self.chunk = chunk - used if chunk is not None else None
+        self.alone = len(running) == 0
+        self.first = True
+
+    def free(self) -> int:
+        """Slots that may still be promised. Matched prefixes are locked first, so this shrinks as requests match."""
+        return self.kv.available_size() - self.reserved
+
+    def take(self, req: Req, prefix_len: int) -> int:
+        """New tokens of this request that fit this step (0: none) given that `prefix_len` are cached and locked."""
+        page = self.kv.page_size
+        want = len(req.tokens) - prefix_len
+        output = min(req.limit - len(req.tokens), ESTIMATED_NEW_TOKENS)
+        # A request that runs alone needs no promise: its limit keeps it within the pool.
+        needed = want + page if self.alone else want + output + page
+        if needed > self.free():
+            return 0
+        take = want
+        if self.chunk is not None and take > self.chunk:
+            take = self.chunk // page * page
+        elif take > self.tokens and not self.first:  # the first may exceed what it could never fit
+            take = 0
+        if take > 0:
+            self.alone = self.first = False
+            self.reserved += (want + output if take == want else want) + page
+            self.tokens -= take
+            if self.chunk is not None:
+                self.chunk -= take
+        return take

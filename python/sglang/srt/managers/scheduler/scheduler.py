@@ -1,0 +1,349 @@
+"""The scheduler of one rank: decides what runs next and owns every request between arrival and last token.
+
+Steps overlap: step N+1 is chosen and launched before the tokens of step N are read back. That works because choosing
+needs lengths, not token values (the device keeps the last token of every request), and because the device runs steps in
+order, so a cache slot may be handed on as soon as the step that last uses it has been launched.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from sglang.srt.managers.scheduler.batch_builder import build_decode, build_extend
+from sglang.srt.managers.scheduler.output import StopChecker, output_message, rejected_token
+from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch, ScheduleBatch
+from sglang.srt.managers.scheduler.schedule_policy import POLICIES, NewTokenRatio, PrefillBudget
+from sglang.srt.managers.scheduler.scheduler_stats import StatsLogger
+from sglang.srt.managers.wire.io_struct import (
+    AbortReq,
+    BatchTokenIDOut,
+    FinishReason,
+    TokenizedGenerateReq,
+)
+from sglang.srt.mem_cache.kv_table import KVTable
+from sglang.srt.mem_cache.radix_cache import Node
+from sglang.srt.sampling.sampling_params import NO_TOKEN
+from sglang.srt.server_args import ServerArgs
+
+if TYPE_CHECKING:
+    from sglang.srt.constrained.grammar_manager import PendingGrammar
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED_REQUESTS = 1 << 16
+"""When --max-queued-requests does not say less: no queue is unbounded."""
+
+SHARED_PREFIX = 64
+"""Two new requests that begin with this many equal, uncached tokens do not enter one step: the second waits a step and
+finds the first one's KV in the cache."""
+
+_NOT_NUMBERS = FinishReason(
+    "abort",
+    message="The model's logits for the next token are NaN, or no token is allowed. If other prompts fail as well, the "
+    "weights or the kernels are at fault: other kernels are chosen with --attention-backend and --moe-runner-backend.",
+    status_code=500,
+)
+
+
+class Scheduler:
+    """Pure scheduling over a model runner; processes and sockets are in `scheduler_process`."""
+
+    def __init__(self, args: ServerArgs, runner: ModelRunner, stop_checker: StopChecker) -> None:
+        self.args, self.runner, self.plan = args, runner, runner.plan
+        self.stop_checker = stop_checker
+        self.kv = KVTable(self.plan.pool_sizes, not args.disable_radix_cache)
+        self.policy = POLICIES[args.schedule_policy]
+        self.ratio = NewTokenRatio(args.schedule_conservativeness)
+        self.overlap = not args.disable_overlap_schedule
+
+        self.waiting: deque[Req] = deque()
+        self.chunked: Req | None = None
+        """The request whose prompt is partly computed; it goes first in the next prefill."""
+        self.compiling: dict[str, tuple[Req, PendingGrammar]] = {}
+        """Requests that wait for their grammar, by id in the order of arrival, outside the queue."""
+        self.running = RunningBatch()
+        self.in_flight: ScheduleBatch | None = None
+        self.reqs: dict[str, Req] = {}
+        self.outbox: list[BatchTokenIDOut] = []
+        self.paused = False
+        self.stats = StatsLogger(self)
+
+    # --- the step ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Launch the next batch, then read back the one before it."""
+        if not self.overlap or self._next_needs_tokens():
+            self.settle()
+        batch = None if self.paused else self.pick()
+        if batch is not None:
+            batch.result = self.runner.run(batch.step)
+        previous, self.in_flight = self.in_flight, batch
+        if previous is not None:
+            self.process(previous)
+
+    def pick(self) -> ScheduleBatch | None:
+        """Prefill goes first, with the running requests decoding in it: it turns waiting requests into running ones,
+        and decode steps are best when full."""
+        return self.pick_prefill() or self.pick_decode()
+
+    def settle(self) -> None:
+        """Read back the step in flight, so that the host knows every token."""
+        if self.in_flight is not None:
+            previous, self.in_flight = self.in_flight, None
+            self.process(previous)
+
+    def _next_needs_tokens(self) -> bool:
+        """A grammar's mask depends on every token before it."""
+        return any(r.grammar is not None for r in self.running.reqs)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing will change until a message arrives."""
+        no_work = not self.waiting and self.chunked is None and not self.running.reqs
+        return self.in_flight is None and (no_work or self.paused)
+
+    # --- choosing ----------------------------------------------------------------------------------------------------
+
+    def pick_prefill(self) -> ScheduleBatch | None:
+        if self.chunked is None and (not self.waiting or not self.kv.num_free_rows()):
+            return None
+        self.running.drop_finished()
+        mixed = self.running.reqs  # decode in the same step: what it costs to read the weights is paid once
+        chunk = self.plan.chunked_prefill_size if self.plan.chunked_prefill_size > 0 else None
+        budget = PrefillBudget(self.kv, self.running, self.ratio.value, self.plan.max_prefill_tokens, chunk, len(mixed))
+        chosen = self._admit(budget)
+        if not chosen:
+            return None
+        if mixed and not self.kv.can_grow(self.running.seq_lens, sum(n for _, n in chosen)):
+            mixed = []
+        batch = build_extend(self, chosen, list(mixed))
+        self.stats.prefill_launched(chosen)
+        for req, _ in chosen:
+            self.kv.commit(req)
+        self.chunked = next((r for r, _ in chosen if r.kv_len < len(r.tokens)), None)
+        if mixed:
+            self.running.advance()
+        self.running.add([r for r, _ in chosen if r is not self.chunked])
+        return batch
+
+    def _admit(self, budget: PrefillBudget) -> list[tuple[Req, int]]:
+        """Requests for a prefill step with the number of tokens that each computes. Admitted ones own a request slot
+        and hold a lock on their cached prefix."""
+        chosen: list[tuple[Req, int]] = []
+        if self.chunked is not None:
+            take = budget.take(self.chunked, self.chunked.kv_len)
+            if not take:
+                return []
+            chosen.append((self.chunked, take))
+        starts: set[tuple[str | None, tuple[int, ...]]] = set()
+        ordered = self.policy(list(self.waiting), self.kv)
+        for req in ordered:
+            if not self.kv.num_free_rows() or (chosen and budget.chunk is not None and budget.chunk <= 0):
+                break
+            prefix = self.kv.match(req)
+            start = (req.namespace, tuple(req.tokens[:SHARED_PREFIX]))
+            if start in starts and prefix.length < SHARED_PREFIX <= req.matchable_len() and self.kv.tree.enabled:
+                continue
+            self.kv.tree.lock(prefix.node)
+            take = budget.take(req, prefix.length)
+            if not take:
+                self.kv.tree.unlock(prefix.node)
+                break
+            starts.add(start)
+            self._place(req, prefix.node)
+            chosen.append((req, take))
+            self.waiting.remove(req)
+            if take < len(req.tokens) - req.kv_len:
+                break
+        return chosen
+
+    def _place(self, req: Req, node: Node) -> None:
+        self.kv.place(req, node)
+        if not req.admitted:
+            req.hit_len, req.admitted = req.num_cached, True
+            req.started_time = time.monotonic()
+        self.runner.sampling_table.set(
+            req.slot, req.params, req.seed, req.tokens[: req.prompt_len], req.tokens[req.prompt_len :], req.stop_ids
+        )
+
+    def pick_decode(self) -> ScheduleBatch | None:
+        self.running.drop_finished()
+        if self.running.reqs and not self.kv.can_grow(self.running.seq_lens):
+            self.settle()
+            self.running.drop_finished()
+            self._retract_until_it_fits()
+        if not self.running.reqs:
+            return None
+        batch = build_decode(self, self.running)
+        self.running.advance()
+        self.ratio.step()
+        self.stats.decode_launched(len(batch.sampled))
+        return batch
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    def _retract_until_it_fits(self) -> None:
+        """Send the requests that lose least back to the queue. Their tokens stay, and with luck so does their KV."""
+        while self.running.reqs and not self.kv.can_grow(self.running.seq_lens):
+            victim = min(self.running.reqs, key=lambda r: (r.output_len, -r.prompt_len))
+            self.running.remove(victim)
+            self._requeue(victim)
+            self.ratio.retracted()
+            self.stats.retracted(victim)
+
+    def _requeue(self, req: Req) -> None:
+        """Give up a request's slots and put it at the head of the queue."""
+        self._release(req)
+        req.num_retractions += 1
+        req.queued_time = time.monotonic()
+        self.waiting.appendleft(req)
+
+    def _release(self, req: Req, keep: bool = True) -> None:
+        self.runner.sampling_table.clear(req.slot)
+        self.kv.release(req, keep)
+
+    # --- results -----------------------------------------------------------------------------------------------------
+
+    def process(self, batch: ScheduleBatch) -> None:
+        """Append the sampled tokens, end what has ended, and queue the messages."""
+        tokens = batch.tokens()
+        report: list[Req] = []
+        for req, token in zip(batch.sampled, tokens, strict=True):
+            if req.finish is not None:
+                continue
+            if token == NO_TOKEN:
+                logger.error("Request %s ended: its logits after %d tokens are NaN", req.rid, len(req.tokens))
+                self.end(req, _NOT_NUMBERS, report, keep=False)
+                continue
+            if req.prompt_len < req.limit:
+                req.tokens.append(token)
+                if req.grammar is not None and not req.grammar.accept(token):
+                    self.end(req, rejected_token(req.grammar))
+                    continue
+                reason = self.stop_checker.finish_reason(req)
+            else:  # max_new_tokens is 0: the prompt was all that was wanted
+                reason = FinishReason("length", length=0)
+            if reason is not None:
+                self.end(req, reason, report)
+            elif req.stream and not req.ending and (len(req.tokens) - req.sent_len) >= self.args.stream_interval:
+                report.append(req)
+        if report:
+            self.outbox.append(output_message(report))
+        self.stats.processed(len(tokens))
+
+    def end(self, req: Req, reason: FinishReason, report: list[Req] | None = None, keep: bool = True) -> None:
+        """End a request wherever it is; its slots go back at once. What it computed stays cached if `keep`."""
+        if not req.slot:
+            self._dequeue({req})
+        self._finish(req, reason, keep)
+        if report is None:
+            self.outbox.append(output_message([req]))
+        else:
+            report.append(req)
+
+    def _finish(self, req: Req, reason: FinishReason, keep: bool = True) -> None:
+        """End a request that is not in the queue."""
+        req.finish = reason
+        del self.reqs[req.rid]
+        if req is self.chunked:
+            self.chunked = None
+        if req.slot:
+            self._release(req, keep)
+
+    def _dequeue(self, reqs: set[Req]) -> None:
+        """Take requests out of the queue, or from among those that wait for a grammar; in one pass, however many."""
+        queued = {r for r in reqs if self.compiling.pop(r.rid, None) is None}
+        if queued:
+            self.waiting = deque(r for r in self.waiting if r not in queued)
+
+    def end_named(self, rid: str, reason: FinishReason) -> None:
+        """End a request that may have ended on its own."""
+        if rid in self.reqs:
+            self.end(self.reqs[rid], reason)
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def add(self, msg: TokenizedGenerateReq, seed: int, stop_ids: frozenset[int]) -> Req | None:
+        """Queue a request, or refuse it with a message that reaches the client; None then."""
+        wanted = msg.sampling_params.max_new_tokens
+        capacity = self.kv.max_request_len
+        limit = min(capacity, len(msg.input_ids) + wanted if wanted is not None else capacity)
+        req = Req(msg, seed, limit, stop_ids)
+        refusal = None
+        if len(msg.input_ids) > capacity or (len(msg.input_ids) == capacity and wanted != 0):
+            refusal = FinishReason(
+                "abort",
+                message=f"The prompt has {len(msg.input_ids)} tokens, but this server holds at most {capacity} tokens "
+                f"of one request (context length {self.plan.context_len}, KV cache {self.kv.size} tokens).",
+                status_code=400,
+            )
+        queued = self.args.max_queued_requests or MAX_QUEUED_REQUESTS
+        if len(self.waiting) + len(self.compiling) >= queued:
+            refusal = FinishReason("abort", message=f"The queue is full ({queued} requests).", status_code=503)
+        if msg.rid in self.reqs:
+            refusal = FinishReason("abort", message=f"A request with rid {msg.rid!r} is running.", status_code=400)
+        if refusal is not None:
+            self.refuse(req, refusal)
+            return None
+        self.reqs[req.rid] = req
+        self.waiting.append(req)
+        return req
+
+    def refuse(self, req: Req, reason: FinishReason) -> None:
+        """Answer a request that was never queued."""
+        req.finish = reason
+        self.outbox.append(output_message([req]))
+
+    def hold(self, req: Req, pending: PendingGrammar) -> None:
+        """Take a request that was just added out of the queue until its grammar is compiled."""
+        self.waiting.remove(req)
+        self.compiling[req.rid] = (req, pending)
+
+    def release_hold(self, req: Req) -> None:
+        del self.compiling[req.rid]
+        self.waiting.append(req)
+
+    def abort(self, msg: AbortReq) -> None:
+        """End the named request or all; unknown ids are ignored: they may have ended on their own."""
+        rids = list(self.reqs) if msg.abort_all else dict.fromkeys(msg.rids)
+        targets = [self.reqs[rid] for rid in rids if rid in self.reqs]
+        if not targets:
+            return
+        self._dequeue({req for req in targets if not req.slot})
+        reason = FinishReason("abort", message=msg.message, status_code=msg.status_code)
+        for req in targets:
+            self._finish(req, reason)
+        self.outbox.append(output_message(targets))
+
+    def pause(self, mode: str) -> None:
+        """Choose no further steps. `abort` ends every request, `retract` sends those that run back to the queue,
+        `in_place` leaves them as they are."""
+        self.paused = True
+        if mode == "abort":
+            self.abort(AbortReq(abort_all=True))
+        elif mode == "retract":
+            self.settle()
+            self.running.drop_finished()
+            retracted = [*self.running.reqs, *([] if self.chunked is None else [self.chunked])]
+            self.running, self.chunked = RunningBatch(), None
+            for req in reversed(retracted):
+                self._requeue(req)
+
+    def flush_cache(self) -> bool:
+        """Empty the prefix cache; only possible while nothing runs or, unless there is a pause, waits."""
+        self.settle()
+        if any(req.slot for req in self.reqs.values()) or (self.reqs and not self.paused):
+            return False
+        self.kv.reset()
+        return True
+
+    def check_memory(self) -> dict[str, int]:
+        """Slot counts, whose sum is the pool: free + cached + held by requests. For leak checks and `/server_info`."""
+        page = self.plan.page_size
+        held = sum(-(-r.kv_len // page) * page - r.num_cached for r in self.reqs.values())
+        usage = self.kv.usage()
+        return {"free": usage["free"], "cached": usage["cached"], "held": held, "total": usage["total"]}

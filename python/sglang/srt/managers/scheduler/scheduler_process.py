@@ -1,0 +1,257 @@
+"""The scheduler's process: sockets in, sockets out, and the loop between them.
+
+With tensor parallelism every rank runs this loop over the same messages: rank 0 reads the socket and broadcasts the raw
+bytes, so all ranks take the same decisions. What a clock decides rank 0 decides, and broadcasts it in front of them
+(`leader`). Only rank 0 answers.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import logging
+import os
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from sglang.srt.constrained.compile_client import CompileClient
+from sglang.srt.constrained.compile_process import Setup
+from sglang.srt.constrained.grammar_backend import GrammarBackend
+from sglang.srt.constrained.grammar_manager import GrammarManager
+from sglang.srt.distributed import parallel_state
+from sglang.srt.environ import envs
+from sglang.srt.kernels.launch import step_downs
+from sglang.srt.managers.scheduler.grammar_queue import GrammarQueue
+from sglang.srt.managers.scheduler.leader import EndReq, GrammarVerified, LeaderDecision
+from sglang.srt.managers.scheduler.output import StopChecker
+from sglang.srt.managers.scheduler.profiler import Profiler
+from sglang.srt.managers.scheduler.request_timeouts import CHECK_INTERVAL_S, RequestTimeouts
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler_setup import create_runner
+from sglang.srt.managers.watchdog import Watchdog
+from sglang.srt.managers.wire import ipc
+from sglang.srt.managers.wire.io_struct import (
+    AbortReq,
+    ControlReply,
+    ControlReq,
+    SchedulerInput,
+    SchedulerOutput,
+    SchedulerReady,
+    TokenizedGenerateReq,
+)
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.free_memory import release_free_memory
+from sglang.srt.utils.hf_tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+IDLE_POLL_S = 60.0
+GRAMMAR_POLL_S = 0.002
+MAX_COMPILE_THREADS = 4
+TOKENIZER_ARGS = ("model_path", "tokenizer_path", "revision", "download_dir", "trust_remote_code")
+"""What the process that compiles grammars needs to load the tokenizer."""
+RECV_LIMIT = 1024
+"""Messages taken in one step; the rest waits in the socket."""
+
+
+class SchedulerProcess:
+    """Connects a Scheduler with the other processes."""
+
+    def __init__(self, args: ServerArgs, runner: ModelRunner, tokenizer: Tokenizer | None, ports: ipc.Ports) -> None:
+        self.args, self.runner = args, runner
+        self.model = runner.plan.model
+        self.leader = parallel_state.tp_rank() == 0
+        self.decisions: list[LeaderDecision] = []
+        """Of the leader, taken since the last messages."""
+        decoder = tokenizer.text_decoder() if tokenizer is not None and self.leader else None
+        alone = parallel_state.tp_size() == 1
+        self.scheduler = Scheduler(args, runner, StopChecker(decoder, None if alone else self.decisions.append))
+        self.grammars = self._grammar_manager(ports)
+        self.grammar_queue = GrammarQueue(self.scheduler, self.grammars)
+        self.inbox = ipc.scheduler_inbox(ports) if self.leader else None
+        self.outbox = ipc.scheduler_outbox(ports) if self.leader else None
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(list[SchedulerInput | LeaderDecision])
+        self.profiler = Profiler(envs.SGLANG_TORCH_PROFILER_DIR, parallel_state.tp_rank())
+        self.timeouts = RequestTimeouts.from_environment()
+        self._was_idle = False
+
+    def _grammar_manager(self, ports: ipc.Ports) -> GrammarManager:
+        args = self.args
+        if args.grammar_backend == "none" or args.skip_tokenizer_init:
+            return GrammarManager(None)
+        vocabulary = Path(ports.directory) / "grammar_vocabulary.json"
+        threads = max(1, min(MAX_COMPILE_THREADS, (os.cpu_count() or 1) // 4))
+        setup = Setup(
+            str(vocabulary),
+            self.model.vocab_size,
+            sorted(self.model.eos_token_ids),
+            {name: getattr(args, name) for name in TOKENIZER_ARGS},
+            threads,
+        )
+        return GrammarManager(GrammarBackend(vocabulary, threads), CompileClient(setup) if self.leader else None)
+
+    def run_forever(self) -> None:
+        """One step after the other; blocks in `receive` while there is nothing to do."""
+        watchdog = Watchdog(self.args.watchdog_timeout)
+        while True:
+            watchdog.idle()
+            messages = self.receive()
+            watchdog.busy()
+            for message in messages:
+                self.dispatch(message)
+            self.grammar_queue.admit()
+            self.scheduler.step()
+            self.send()
+
+    # --- in ----------------------------------------------------------------------------------------------------------
+
+    def receive(self) -> list[SchedulerInput | LeaderDecision]:
+        """The leader's decisions and new messages, the same on every rank. Sleeps while the scheduler is idle."""
+        messages: list[SchedulerInput | LeaderDecision] = []
+        if self.inbox is not None:
+            if not self.decisions:
+                self._sleep_while_idle(self.inbox)
+            messages += [*self.decisions, *self.grammar_queue.decisions()]
+            self.decisions.clear()
+            while len(messages) < RECV_LIMIT and (message := self.inbox.recv_nowait()) is not None:
+                messages.append(message)
+            messages += self.timeouts.overdue(self.scheduler)
+        if parallel_state.tp_size() > 1:
+            payload = parallel_state.broadcast_bytes(self._encoder.encode(messages) if self.leader else None)
+            if not self.leader:
+                messages = self._decoder.decode(payload)
+        return messages
+
+    def _sleep_while_idle(self, inbox: ipc.Receiver[SchedulerInput]) -> None:
+        idle = self.scheduler.idle
+        if idle and not self._was_idle:
+            self.scheduler.stats.went_idle()
+            self.tell(self.scheduler.stats.snapshot())
+        self._was_idle = idle
+        if idle and self.scheduler.compiling:
+            inbox.poll(GRAMMAR_POLL_S)
+        elif idle and self.scheduler.reqs and self.timeouts.enabled:  # a pause, in which requests may become overdue
+            inbox.poll(CHECK_INTERVAL_S)
+        elif idle:
+            while not inbox.poll(IDLE_POLL_S):
+                pass
+
+    def dispatch(self, message: SchedulerInput | LeaderDecision) -> None:
+        if isinstance(message, TokenizedGenerateReq):
+            self.add(message)
+        elif isinstance(message, EndReq):
+            self.scheduler.end_named(message.rid, message.reason)
+        elif isinstance(message, GrammarVerified):
+            self.grammar_queue.build(message)
+        elif isinstance(message, AbortReq):
+            self.scheduler.abort(message)
+        else:
+            reply = self.control(message)
+            self.send()
+            self.tell(reply)
+
+    def add(self, msg: TokenizedGenerateReq) -> None:
+        p = msg.sampling_params
+        seed = p.sampling_seed
+        if seed is None:  # every rank must draw the same one
+            digest = hashlib.blake2b(f"{self.args.random_seed}:{msg.rid}".encode(), digest_size=8).digest()
+            seed = int.from_bytes(digest, "little") >> 1
+        stop_ids = frozenset(p.stop_token_ids) | (frozenset() if p.ignore_eos else self.model.eos_token_ids)
+        req = self.scheduler.add(msg, seed, stop_ids)
+        if req is not None:
+            self.grammar_queue.add(req)
+
+    # --- out ---------------------------------------------------------------------------------------------------------
+
+    def tell(self, message: SchedulerOutput) -> None:
+        if self.outbox is not None:
+            self.outbox.send(message)
+
+    def send(self) -> None:
+        messages, self.scheduler.outbox = self.scheduler.outbox, []
+        for message in messages:
+            self.tell(message)
+        if not self.scheduler.idle and (stats := self.scheduler.stats.due()) is not None:
+            self.tell(stats)
+
+    # --- control -----------------------------------------------------------------------------------------------------
+
+    def control(self, msg: ControlReq) -> ControlReply:
+        handler = self._CONTROLS.get(msg.kind)
+        if handler is None:
+            return ControlReply(msg.id, ok=False, message=f"unknown control call {msg.kind!r}")
+        return handler(self, msg)
+
+    def _flush_cache(self, msg: ControlReq) -> ControlReply:
+        ok = self.scheduler.flush_cache()
+        if ok:
+            self.grammars.flush()
+            release_free_memory()
+        return ControlReply(msg.id, ok, "" if ok else "The cache was not flushed: requests are running or waiting.")
+
+    def _internal_state(self, msg: ControlReq) -> ControlReply:
+        stats = msgspec.structs.asdict(self.scheduler.stats.snapshot())
+        memory = self.scheduler.check_memory()
+        state = {
+            "last_gen_throughput": stats["gen_throughput"],
+            "kernel_step_downs": step_downs(),
+            "memory_usage": {**memory, "kv_cache_bytes": self.runner.pools.size_bytes()},
+            "num_running_reqs": stats["num_running_reqs"],
+            "num_queue_reqs": stats["num_queue_reqs"],
+            "num_used_tokens": stats["num_used_tokens"],
+            "max_total_num_tokens": self.scheduler.allocator.size,
+            "num_generated_tokens": self.scheduler.stats.num_generated,
+            "num_unfinished_reqs": len(self.scheduler.reqs),
+            "free_request_slots": self.scheduler.kv.num_free_rows(),
+            "num_retracted_reqs": stats["num_retracted_reqs"],
+        }
+        return ControlReply(msg.id, data=state)
+
+    def _pause(self, msg: ControlReq) -> ControlReply:
+        self.scheduler.pause(msg.args["mode"])
+        return ControlReply(msg.id)
+
+    def _resume(self, msg: ControlReq) -> ControlReply:
+        self.scheduler.paused = False
+        return ControlReply(msg.id)
+
+    def _start_profile(self, msg: ControlReq) -> ControlReply:
+        problem = self.profiler.start()
+        return ControlReply(msg.id, not problem, problem)
+
+    def _stop_profile(self, msg: ControlReq) -> ControlReply:
+        self.scheduler.settle()
+        path = self.profiler.stop()
+        if path is None:
+            return ControlReply(msg.id, ok=False, message="No trace is running; call /start_profile first.")
+        logger.info("Wrote the trace %s", path)
+        return ControlReply(msg.id, data={"path": str(path)})
+
+    def _ping(self, msg: ControlReq) -> ControlReply:
+        return ControlReply(msg.id)
+
+    _CONTROLS: ClassVar[dict[str, Callable[[SchedulerProcess, ControlReq], ControlReply]]] = {
+        "flush_cache": _flush_cache,
+        "internal_state": _internal_state,
+        "pause": _pause,
+        "resume": _resume,
+        "start_profile": _start_profile,
+        "stop_profile": _stop_profile,
+        "ping": _ping,
+    }
+
+
+def run_scheduler(args: ServerArgs, ports: ipc.Ports, tp_rank: int, start_pipe: Connection) -> None:
+    """Main of a scheduler process; `start_pipe` belongs to the launcher, which guards and reports failures."""
+    runner = create_runner(args, tp_rank, f"file://{ports.directory}/rendezvous")
+    process = SchedulerProcess(args, runner, load_tokenizer(args), ports)
+    process.tell(SchedulerReady(info=runner.plan.describe()))
+    gc.freeze()  # what start-up made stays: a collection must not look at all of it in the middle of a step
+    start_pipe.send_bytes(b"ready")
+    process.run_forever()

@@ -1,0 +1,152 @@
+"""Messages between the processes, encoded with msgspec (MessagePack) and carried by zmq.
+
+    tokenizer manager --(SchedulerInput)--> scheduler --(SchedulerOutput)--> detokenizer
+    detokenizer --(DetokenizerOutput)--> tokenizer manager
+
+Batch messages are columnar: entry i of every list belongs to `rids[i]`. Control replies pass through the detokenizer
+unchanged, so that a reply never overtakes the tokens that were sent before it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from sglang.srt.sampling.output_logprobs import OutputLogprobs
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+
+class FinishReason(msgspec.Struct, omit_defaults=True):
+    """Why a request ended. `type` is stop, length or abort; `matched` the stop token id or string;
+    `status_code` and `message` belong to abort."""
+
+    type: str
+    matched: int | str | None = None
+    length: int | None = None
+    message: str | None = None
+    status_code: int | None = None
+
+
+# --- tokenizer manager -> scheduler -----------------------------------------------------------------------------------
+
+
+class TokenizedGenerateReq(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
+    """One sequence to generate (`n` > 1 and batches are split before)."""
+
+    rid: str
+    input_ids: list[int]
+    sampling_params: SamplingParams
+    stream: bool = False
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    """First prompt position whose log probability is wanted; -1: none of the prompt."""
+    top_logprobs_num: int = 0
+    token_ids_logprob: list[int] | None = None
+    priority: int = 0
+    cache_namespace: str | None = None
+    """Requests with different namespaces share no prefix cache (LoRA, cache salts)."""
+
+
+class AbortReq(msgspec.Struct, tag=True, omit_defaults=True):
+    """Ends the named sequences, or all; names that are unknown (any more) are ignored. `status_code` 499 is an end on
+    request, anything else an error that the caller sees with `message`."""
+
+    rids: list[str] = []
+    abort_all: bool = False
+    message: str = "Aborted"
+    status_code: int = 499
+
+
+class ControlReq(msgspec.Struct, tag=True, omit_defaults=True):
+    """A call that is answered by a ControlReply with the same id. `kind`: flush_cache, internal_state, start_profile,
+    stop_profile, pause (`args`: mode), resume, ping."""
+
+    id: str
+    kind: str
+    args: dict[str, Any] = {}
+
+
+SchedulerInput = TokenizedGenerateReq | AbortReq | ControlReq
+
+# --- scheduler -> detokenizer -----------------------------------------------------------------------------------------
+
+
+class TokenMeta(msgspec.Struct, omit_defaults=True):
+    """Counts of one request when the message was sent."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    num_retractions: int = 0
+    """How often the request went back to the queue to free memory, or by a pause."""
+    reasoning_tokens: int = 0
+    """Output tokens that a reasoning parser counted as such."""
+    spec_verify_steps: int = 0
+    """Steps that brought the request more than one token to verify."""
+
+
+class DecodeOptions(msgspec.Struct, omit_defaults=True):
+    """What the detokenizer must know, sent with the first message of a request only."""
+
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    stop: list[str] = []
+    """Text that might begin one of these is held back until it does not."""
+    stop_regex: list[str] = []
+
+
+class BatchTokenIDOut(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
+    rids: list[str]
+    new_ids: list[list[int]]
+    """Tokens since the previous message of this rid."""
+    finish: list[FinishReason | None]
+    meta: list[TokenMeta]
+    options: list[DecodeOptions | None]
+    logprobs: list[OutputLogprobs | None]
+
+
+class ControlReply(msgspec.Struct, tag=True, omit_defaults=True):
+    id: str
+    ok: bool = True
+    message: str = ""
+    data: dict[str, Any] = {}
+
+
+class SchedulerStats(msgspec.Struct, tag=True, omit_defaults=True):
+    """Gauges and counters for the metrics page, sent about once a second while there is work."""
+
+    num_running_reqs: int = 0
+    num_queue_reqs: int = 0
+    num_used_tokens: int = 0
+    token_usage: float = 0.0
+    gen_throughput: float = 0.0
+    cache_hit_rate: float = 0.0
+    num_retracted_reqs: int = 0
+    spec_accept_length: float = 0.0
+
+
+class SchedulerReady(msgspec.Struct, tag=True, omit_defaults=True):
+    """First message of a scheduler: start-up is done. `info` is what `/server_info` shows of the plan."""
+
+    info: dict[str, Any] = {}
+
+
+SchedulerOutput = BatchTokenIDOut | ControlReply | SchedulerStats | SchedulerReady
+
+# --- detokenizer -> tokenizer manager ---------------------------------------------------------------------------------
+
+
+class BatchStrOut(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
+    """As BatchTokenIDOut, with the text that became printable since the previous message of each rid."""
+
+    rids: list[str]
+    new_text: list[str]
+    new_ids: list[list[int]]
+    finish: list[FinishReason | None]
+    meta: list[TokenMeta]
+    logprobs: list[OutputLogprobs | None]
+
+
+DetokenizerOutput = BatchStrOut | ControlReply | SchedulerStats | SchedulerReady

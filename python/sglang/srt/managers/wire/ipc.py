@@ -1,0 +1,191 @@
+"""Typed one-way channels between the processes: zmq PUSH/PULL over ipc sockets, MessagePack by msgspec, never pickle.
+
+Every channel has one reader, which binds, and any number of writers, which connect. The sockets live in a directory
+that only the user may enter. A full channel is back-pressure, not memory: `send` waits, `try_send` refuses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+
+from sglang.srt.errors import UserError
+from sglang.srt.managers.wire.io_struct import DetokenizerOutput, SchedulerInput, SchedulerOutput
+
+T = TypeVar("T")
+
+HIGH_WATER_MARK = 16_384
+"""Messages that may wait in a channel; beyond it the reader is stuck rather than slow."""
+SEND_TIMEOUT_S = 60.0
+LINGER_MS = 1_000
+DRAIN_BATCH = 256
+"""Messages handled in one go before the event loop gets to run other callbacks."""
+
+
+class ChannelFull(RuntimeError):
+    """The reader of a channel does not keep up, or is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Addresses of one engine's channels. Plain strings, so that it can be handed to spawned processes."""
+
+    directory: str
+    scheduler_input: str
+    detokenizer_input: str
+    tokenizer_input: str
+
+    @classmethod
+    def create(cls) -> Ports:
+        """Make a fresh private directory (mode 0700) for the sockets. `remove` deletes it."""
+        directory = tempfile.mkdtemp(prefix="sglang-")
+
+        def address(name: str) -> str:
+            path = os.path.join(directory, name)
+            if len(path) > zmq.IPC_PATH_MAX_LEN:
+                raise UserError(f"The socket path {path} is too long for the system; set TMPDIR to a shorter one.")
+            return f"ipc://{path}"
+
+        return cls(
+            directory,
+            address("scheduler"),
+            address("detokenizer"),
+            address("tokenizer"),
+        )
+
+    def remove(self) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+class Sender(Generic[T]):
+    """Writing end of a channel. Belongs to one thread."""
+
+    def __init__(self, address: str, timeout_s: float = SEND_TIMEOUT_S) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket.set_hwm(HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._socket.setsockopt(zmq.SNDTIMEO, int(timeout_s * 1000))
+        self._socket.connect(address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._address = address
+
+    def send(self, message: T) -> None:
+        """Send; waits while the channel is full. Raises ChannelFull after the time-out."""
+        try:
+            self._socket.send(self._encoder.encode(message))
+        except zmq.Again:
+            raise ChannelFull(f"nobody read {self._address} for too long") from None
+
+    def try_send(self, message: T) -> None:
+        """Send without waiting. Raises ChannelFull."""
+        try:
+            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise ChannelFull(f"{self._address} is full") from None
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Receiver(Generic[T]):
+    """Reading end of a channel. `message_type` is the union that the channel carries; anything else raises
+    msgspec.ValidationError. Belongs to one thread."""
+
+    def __init__(self, address: str, message_type: Any) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
+        self._socket.set_hwm(HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(address)
+        self._decoder = msgspec.msgpack.Decoder(message_type)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._handler: Callable[[T], None] | None = None
+
+    def recv(self) -> T:
+        """Next message; waits for it."""
+        message: T = self._decoder.decode(self._socket.recv())
+        return message
+
+    def recv_nowait(self) -> T | None:
+        """Next message, or None if there is none."""
+        try:
+            message: T = self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            return None
+        return message
+
+    def drain(self) -> Iterator[T]:
+        """The messages that are there now."""
+        while (message := self.recv_nowait()) is not None:
+            yield message
+
+    def poll(self, timeout_s: float) -> bool:
+        """Whether a message is there, waiting for one up to `timeout_s`."""
+        return bool(self._socket.poll(int(timeout_s * 1000)))
+
+    def attach(self, handler: Callable[[T], None]) -> None:
+        """Call `handler` with each message from the running event loop. An exception of the handler reaches the loop's
+        exception handler; later messages are still delivered."""
+        self._loop = asyncio.get_running_loop()
+        self._handler = handler
+        self._loop.add_reader(int(self._socket.getsockopt(zmq.FD)), self._deliver)
+        self._loop.call_soon(self._deliver)
+
+    def _deliver(self) -> None:
+        """The descriptor of a zmq socket signals edges only: read until the socket is empty, or come back."""
+        if self._loop is None or self._handler is None:
+            return
+        pending = True
+        try:
+            for _ in range(DRAIN_BATCH):
+                message = self.recv_nowait()
+                if message is None:
+                    pending = False
+                    return
+                self._handler(message)
+        finally:
+            if pending and self._loop is not None:
+                self._loop.call_soon(self._deliver)
+
+    def detach(self) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(int(self._socket.getsockopt(zmq.FD)))
+            self._loop = self._handler = None
+
+    def close(self) -> None:
+        self.detach()
+        self._socket.close()
+
+
+# --- the channels of an engine ----------------------------------------------------------------------------------------
+
+
+def scheduler_inbox(ports: Ports) -> Receiver[SchedulerInput]:
+    return Receiver(ports.scheduler_input, SchedulerInput)
+
+
+def scheduler_outbox(ports: Ports) -> Sender[SchedulerOutput]:
+    return Sender(ports.detokenizer_input)
+
+
+def detokenizer_inbox(ports: Ports) -> Receiver[SchedulerOutput]:
+    return Receiver(ports.detokenizer_input, SchedulerOutput)
+
+
+def detokenizer_outbox(ports: Ports) -> Sender[DetokenizerOutput]:
+    return Sender(ports.tokenizer_input)
+
+
+def tokenizer_inbox(ports: Ports) -> Receiver[DetokenizerOutput]:
+    return Receiver(ports.tokenizer_input, DetokenizerOutput)
+
+
+def tokenizer_outbox(ports: Ports) -> Sender[SchedulerInput]:
+    return Sender(ports.scheduler_input)

@@ -1,0 +1,189 @@
+"""Who has which cache slots: the requests' rows, the allocator and the prefix tree behind one interface. On the host.
+
+A slot of the pool is free (allocator), cached (tree), or held by one request; free + cached + held is the pool, always.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang.srt.mem_cache.allocator import Slots, TokenAllocator
+from sglang.srt.mem_cache.radix_cache import Match, Node, RadixCache
+from sglang.srt.plan.caches import PoolSizes
+
+Lengths = npt.NDArray[np.int32]
+
+
+class CachedRequest(Protocol):
+    """What the table reads and writes of a request."""
+
+    namespace: str | None
+    slot: int
+    """Its row; 0: none."""
+    kv_len: int
+    """Leading tokens whose cache entries are launched."""
+    num_cached: int
+    """Of these, tokens whose entries belong to the tree, locked through `node`."""
+    node: Node | None
+    """Where the cached prefix ends: locked while the request has a row; while it waits, as last matched."""
+
+    def token_array(self, length: int) -> npt.NDArray[np.int32]:
+        """The first `length` tokens."""
+
+    def matchable_len(self) -> int:
+        """How many leading tokens may come from the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableUpdate:
+    """Entries of the device's `req_to_token` to write before the next step, as flat indices into all its tables."""
+
+    index: npt.NDArray[np.int64]  # [N]
+    value: npt.NDArray[np.int32]  # [N]
+
+
+class KVTable:
+    """Rows 1..max_requests; row 0 belongs to padding and stays zero, which is the padding slot.
+
+    `rows` [max_requests + 1, context_len] int32 says where each position of a request lies. Steps bring the copy on
+    the device up to date: `take_update` for prompts; a decode step enters its new slots itself.
+    """
+
+    def __init__(self, sizes: PoolSizes, prefix_caching: bool = True) -> None:
+        self.sizes = sizes
+        self.page_size = sizes.page_size
+        self.rows = np.zeros((sizes.max_requests + 1, sizes.context_len), np.int32)
+        self.allocator = TokenAllocator(sizes.tokens, sizes.page_size)
+        self.tree = RadixCache(self.allocator, sizes.page_size, prefix_caching)
+        self._free_rows = list(range(sizes.max_requests, 0, -1))
+        self._index: list[npt.NDArray[np.int64]] = []
+        self._value: list[Slots] = []
+
+    # --- sizes in tokens ----------------------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        return self.allocator.size
+
+    @property
+    def max_request_len(self) -> int:
+        """A request may grow to this many tokens: a page may be partly filled, and the next one is taken early."""
+        return min(self.sizes.context_len, self.size - 2 * self.page_size)
+
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
+
+    def available_size(self) -> int:
+        """Free, or cached and used by nobody."""
+        return self.allocator.available_size() + self.tree.evictable_size()
+
+    def used_size(self) -> int:
+        """Of running requests."""
+        return self.size - self.available_size()
+
+    def usage(self) -> dict[str, int]:
+        """Of the pool; what is missing in the sum is held by requests."""
+        return {"free": self.allocator.available_size(), "cached": self.tree.total_size(), "total": self.size}
+
+    def ensure_free(self, num_tokens: int) -> bool:
+        """Evict cached prefixes until this many slots (in whole pages) are free, if that is possible."""
+        short = num_tokens - self.allocator.available_size()
+        if short > 0:
+            self.tree.evict(short)
+        return self.allocator.available_size() >= num_tokens
+
+    def can_grow(self, seq_lens: Lengths, also: int = 0) -> bool:
+        """Make room for one more token of each of these requests, and for `also` tokens of another one."""
+        page = self.page_size
+        new_pages = int((seq_lens % page == 0).sum())
+        return self.ensure_free(new_pages * page + (also + page if also else 0))
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def match(self, req: CachedRequest) -> Match:
+        """The cached prefix of a waiting request. Where it ends is remembered: matching again costs little. Lock it
+        before anything is evicted."""
+        result = self.tree.match_prefix(req.token_array(req.matchable_len()), req.namespace, req.node)
+        req.node = result.node
+        return result
+
+    def place(self, req: CachedRequest, node: Node) -> None:
+        """Give a request a row, which begins with the cached prefix up to `node`; it is locked already."""
+        cached = self.tree.slots_to(node)
+        req.slot, req.node = self._free_rows.pop(), node
+        req.kv_len = req.num_cached = len(cached)
+        self._write(req.slot, 0, cached)
+
+    def grow(self, slots: npt.NDArray[np.int64], old_lens: Lengths, new_lens: Lengths, num_decodes: int) -> Slots:
+        """Slots for the tokens old_lens[i] .. new_lens[i] - 1 of each request, one request after the other. The first
+        `num_decodes` bring one token each, which the step itself enters in the device's table."""
+        page = self.page_size
+        pages = (-(-new_lens // page) - -(-old_lens // page)).sum()
+        self.ensure_free(int(pages) * page)
+        last = self.rows[slots, np.maximum(old_lens - 1, 0)]
+        locs = self.allocator.alloc(old_lens, new_lens, last)
+        assert locs is not None, "cache slots were promised that are not there"
+        self.rows[slots[:num_decodes], old_lens[:num_decodes]] = locs[:num_decodes]
+        first = num_decodes
+        for i in range(num_decodes, len(slots)):
+            start, count = int(old_lens[i]), int(new_lens[i] - old_lens[i])
+            self._write(int(slots[i]), start, locs[first : first + count])
+            first += count
+        return locs
+
+    def commit(self, req: CachedRequest) -> None:
+        """Share what a prompt (or a chunk of it) has computed; its step is launched."""
+        assert req.node is not None
+        before = self.rows[req.slot, : req.kv_len].copy()
+        done = self.tree.commit(req.token_array(req.kv_len), before, req.node, req.num_cached, req.namespace)
+        req.node, req.num_cached = done.node, done.num_cached
+        moved = np.flatnonzero(done.indices != before)
+        if len(moved):  # the same tokens were cached in the meantime: use those slots from the next step on
+            self._write(req.slot, int(moved[0]), done.indices[moved[0] :])
+
+    def release(self, req: CachedRequest, keep: bool = True) -> None:
+        """End a request's stay: what it computed goes to the tree if `keep`, and is not to be used again if not."""
+        assert req.node is not None
+        if keep:
+            self.commit(req)
+        self.allocator.free(self.rows[req.slot, req.num_cached : req.kv_len])
+        self.tree.unlock(req.node)
+        if not keep:
+            self.tree.discard(req.node)
+        self._free_rows.append(req.slot)
+        req.slot, req.kv_len, req.num_cached, req.node = 0, 0, 0, None
+
+    def reset(self) -> None:
+        """Forget every cached prefix. Only while no request has a row."""
+        self.tree.reset()
+
+    # --- the device's table -------------------------------------------------------------------------------------------
+
+    def _write(self, slot: int, start: int, locs: Slots) -> None:
+        if not len(locs):
+            return
+        self.rows[slot, start : start + len(locs)] = locs
+        first = slot * self.rows.shape[1] + start
+        self._index.append(np.arange(first, first + len(locs), dtype=np.int64))
+        self._value.append(locs)
+
+    def take_update(self) -> TableUpdate | None:
+        """What the next step must write on the device. Later writes of one entry win."""
+        if not self._index:
+            return None
+        index, value = np.concatenate(self._index), np.concatenate(self._value)
+        self._index, self._value = [], []
+        # An indexed write on the device has no order among equal indices: keep the last of each.
+        unique, last = np.unique(index[::-1], return_index=True)
+        return TableUpdate(unique, value[::-1][last].astype(np.int32))
+
+    # --- invariants ---------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises AssertionError, with what is wrong. Slow: tests and idle time only."""
+        self.tree.check()
+        assert not self.rows[0].any(), "the padding row was written"

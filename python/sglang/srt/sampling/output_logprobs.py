@@ -1,0 +1,19 @@
+"""Log probabilities in the form in which they travel between processes. Loads no torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+TokenLogprob = tuple[float, int]
+"""(log probability, token id)."""
+
+
+class OutputLogprobs(msgspec.Struct, omit_defaults=True):
+    """Log probabilities new in this message, an entry a token. Input fields come once, with the first output."""
+
+    output: list[TokenLogprob] = []
+    output_top: list[list[TokenLogprob]] = []
+    output_token_ids: list[list[TokenLogprob]] = []
+    input: list[tuple[float | None, int]] | None = None
+    input_top: list[list[TokenLogprob] | None] | None = None
+    input_token_ids: list[list[TokenLogprob] | None] | None = None

@@ -1,0 +1,73 @@
+"""Small host arrays on their way to the device, in one copy: what a copy costs is its launch, not bandwidth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_ALIGN = 16
+_TORCH_DTYPE = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32, np.dtype(np.bool_): torch.bool}
+
+
+class Field(NamedTuple):
+    """Shape and type of a named array. `rest` is the value of the entries that a load does not give."""
+
+    shape: tuple[int, ...]
+    dtype: npt.DTypeLike
+    rest: int = 0
+
+
+class DeviceArrays:
+    """Named arrays in one block of device memory, at addresses that stay, as CUDA graphs need them.
+
+    >>> arrays = DeviceArrays({"slots": Field((8,), np.int64)}, "cuda")
+    >>> arrays.load(slots=np.array([3, 1]))
+    >>> arrays["slots"]  # [8] int64: 3, 1, 0, 0, 0, 0, 0, 0
+    """
+
+    def __init__(self, fields: Mapping[str, Field], device: torch.device | str) -> None:
+        self._fields = fields
+        self._spans: dict[str, slice] = {}
+        size = 0
+        for name, (shape, dtype, _) in fields.items():
+            length = math.prod(shape) * np.dtype(dtype).itemsize
+            self._spans[name] = slice(size, size + length)
+            size += -(-length // _ALIGN) * _ALIGN
+        self._block = torch.empty(size, dtype=torch.uint8, device=device)
+        self._arrays = {
+            name: self._block[self._spans[name]].view(_TORCH_DTYPE[np.dtype(dtype)]).view(shape)
+            for name, (shape, dtype, _) in fields.items()
+        }
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._arrays[name]
+
+    def load(self, **values: npt.NDArray[Any]) -> None:
+        """Write the leading entries of each array; asynchronous on the current stream."""
+        # The pinned block returns to torch's host allocator, which reuses it only after this copy has run.
+        host = torch.empty_like(self._block, device="cpu", pin_memory=True) if self._block.is_cuda else self._block
+        memory = host.numpy()
+        for name, (shape, dtype, rest) in self._fields.items():
+            view = memory[self._spans[name]].view(dtype).reshape(shape)
+            given = values.get(name, view[:0])
+            view[: len(given)] = given
+            view[len(given) :] = rest
+        if host is not self._block:
+            self._block.copy_(host, non_blocking=True)
+
+
+def send(device: torch.device | str, **arrays: npt.NDArray[Any]) -> DeviceArrays:
+    """Copies of these arrays on the device. On CUDA the copy is asynchronous on the current stream."""
+    sent = DeviceArrays({name: Field(a.shape, a.dtype) for name, a in arrays.items()}, device)
+    sent.load(**arrays)
+    return sent
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device | str) -> torch.Tensor:
+    """A copy of one array."""
+    return send(device, array=array)["array"]

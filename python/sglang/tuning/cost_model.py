@@ -1,0 +1,271 @@
+"""How long a grouped product of tokens with their experts' weights takes with a tile: an estimate without a GPU.
+
+A program computes BLOCK_M pairs x BLOCK_N columns in depth / BLOCK_K steps. Programs run in waves over the SMs, which
+`occupancy` of them share. The estimate is the largest of three times, rounded off where two are close:
+
+- the chain: for each wave, a prologue, the steps, an epilogue. A step takes what the shared units of an SM need for all
+  of its programs (matrix unit, widening of weights, shared memory, its part of the L2), and at least the time from
+  asking for a stage until all of it is there, divided by the stages on their way: that is what a deep pipeline hides;
+- all bytes over the memory's bandwidth: the weights of every expert that was chosen, activations, results; less of
+  the bandwidth is reached with few loads on their way, and with short rows;
+- all loads over the L2's bandwidth.
+
+Tokens choose experts evenly and independently. The constants are fitted on measurements; what a tile costs comes from
+compiling it. Every time is in seconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.kernels.spec import Tile, TileRecord
+from sglang.tuning.rates import Rates, rates_of
+
+REGISTERS_PER_SM = 65536
+REGISTER_UNIT = 256
+"""Registers are given to a warp in units of this many."""
+SHARED_RESERVED = 1024
+"""Bytes of shared memory that every block takes for itself."""
+LANES_PER_SM = 128
+SHARED_BYTES_PER_CLOCK = 128.0
+FULL_WARPS = 8
+"""So many warps keep an SM's four matrix units busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """What no data sheet says. Fitted on times measured on an H200, 2026-11-21, by benchmark/kernels/fused_moe_triton/
+    fit_cost_model.py; docs/results/2026-11-21-h200-moe-cost-model.md says how well they choose."""
+
+    bandwidth_share: float = 1.0  # of the memory's bandwidth that streaming long rows reaches
+    in_flight: float = 0.25  # how much slower it gets with no more bytes on their way than bandwidth x latency
+    short_rows: float = 0.175  # and with rows of 128 bytes
+    matrix_share: float = 0.88  # of the matrix rate that a full SM reaches
+    l2_share: float = 1.0  # of the L2's rate
+    latency: float = 1.16e-6  # from memory to shared memory
+    step_overhead: float = 135e-9  # barriers and addresses of one step of four warps
+    prologue: float = 1.75e-6  # of a program: first indices, first loads
+    epilogue: float = 0.45e-6  # of a program, besides the bytes that it writes
+    convert_ops: float = 4.4  # per widened element
+    scale_ops: float = 1.0  # per scaled partial sum
+    launch: float = 1.76e-6
+    spill_penalty: float = 0.002  # per spilled byte, of the chain; not fitted: tiles that spill are not measured
+
+    def replaced(self, values: Mapping[str, float]) -> Constants:
+        """With some of them changed, by name."""
+        return Constants(**{field.name: values.get(field.name, getattr(self, field.name)) for field in fields(self)})
+
+
+DEFAULT = Constants()
+_SHARPNESS = 4.0
+"""Exponent of the norm that stands for "the largest of"."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedProduct:
+    """One of the two products: `columns` of the result, `depth` summed over; bytes are those of one element.
+
+    `width`: how many rows of weights make one column (2: gate and up). `converted`: weights are widened in registers.
+    `scaled_every`: how many columns of depth share a scale that is applied to partial sums, 0 for none.
+    """
+
+    num_experts: int
+    top_k: int
+    columns: int
+    depth: int
+    width: int
+    x_bytes: float
+    w_bytes: float
+    out_bytes: float
+    converted: bool = False
+    scaled_every: int = 0
+    gathers_tokens: bool = True  # reads x by token; otherwise by pair
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Seconds, and what they are made of."""
+
+    total: float
+    chain: float
+    memory: float
+    l2: float
+    programs: float
+    occupancy: int
+
+
+def estimate(
+    product: GroupedProduct,
+    num_tokens: int,
+    tile: Tile,
+    record: TileRecord,
+    arch: ArchTraits,
+    constants: Constants = DEFAULT,
+) -> Estimate | None:
+    """None when no program of the tile fits an SM. Raises UserError for a GPU without known rates."""
+    rates = rates_of(arch)
+    occupancy = blocks_per_sm(record, tile["num_warps"], arch, rates)
+    if occupancy == 0:
+        return None
+    experts, blocks = used_blocks(num_tokens, product.num_experts, product.top_k, tile["BLOCK_M"])
+    launch = _Launch(product, num_tokens, tile, record, arch, rates, constants, occupancy, experts, blocks)
+    chain, memory, l2 = launch.chain(), launch.memory(), launch.l2()
+    total = constants.launch + _largest(chain, memory, l2)
+    return Estimate(total, chain, memory, l2, launch.programs, occupancy)
+
+
+def blocks_per_sm(record: TileRecord, num_warps: int, arch: ArchTraits, rates: Rates) -> int:
+    """How many programs share an SM."""
+    if record.smem > arch.smem_per_block:
+        return 0
+    per_warp = -(-max(record.registers, 1) * 32 // REGISTER_UNIT) * REGISTER_UNIT
+    return min(
+        arch.smem_per_sm // (record.smem + SHARED_RESERVED),
+        REGISTERS_PER_SM // (per_warp * num_warps),
+        rates.max_threads_per_sm // (32 * num_warps),
+        rates.max_blocks_per_sm,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def used_blocks(num_tokens: int, num_experts: int, top_k: int, block_m: int) -> tuple[float, float]:
+    """Expected experts with at least one token, and blocks of BLOCK_M rows, when each token has `top_k` of them.
+
+    An expert's tokens are binomial; the blocks of n tokens are ceil(n / BLOCK_M).
+    """
+    share = min(1.0, top_k / num_experts)
+    if share == 1.0:
+        return float(num_experts), float(num_experts * -(-num_tokens // block_m))
+    mean, deviation = num_tokens * share, math.sqrt(num_tokens * share * (1 - share))
+    low, high = max(0, int(mean - 10 * deviation)), min(num_tokens, int(mean + 10 * deviation) + 10)
+    log_share, log_rest, top = math.log(share), math.log1p(-share), math.lgamma(num_tokens + 1)
+    blocks = 0.0
+    for n in range(max(1, low), high + 1):
+        log_p = top - math.lgamma(n + 1) - math.lgamma(num_tokens - n + 1) + n * log_share + (num_tokens - n) * log_rest
+        blocks += math.exp(log_p) * -(-n // block_m)
+    used = num_experts * -math.expm1(num_tokens * log_rest)
+    return used, num_experts * blocks
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """One launch of a product with a tile: `blocks` row blocks of `experts` experts, `occupancy` programs on an SM."""
+
+    product: GroupedProduct
+    num_tokens: int
+    tile: Tile
+    record: TileRecord
+    arch: ArchTraits
+    rates: Rates
+    constants: Constants
+    occupancy: int
+    experts: float
+    blocks: float
+
+    @property
+    def programs(self) -> float:
+        return self.blocks * -(-self.product.columns // self.tile["BLOCK_N"])
+
+    @property
+    def steps(self) -> int:
+        return -(-self.product.depth // self.tile["BLOCK_K"])
+
+    @functools.cached_property
+    def weights(self) -> float:
+        """Bytes of weights that a program loads in a step."""
+        return self.tile["BLOCK_N"] * self.product.width * self.tile["BLOCK_K"] * self.product.w_bytes
+
+    @functools.cached_property
+    def loaded(self) -> float:
+        """Bytes that a program loads in a step. Rows of a block that hold no pair are not loaded."""
+        rows = self.num_tokens * self.product.top_k / self.blocks
+        return rows * self.tile["BLOCK_K"] * self.product.x_bytes + self.weights
+
+    def chain(self) -> float:
+        """Wave after wave of programs; the last one is less crowded."""
+        slots = self.arch.num_sms * self.occupancy
+        full, rest = divmod(self.programs, slots)
+        crowded = self._program(self.occupancy)
+        last = self._program(max(1.0, rest / self.arch.num_sms)) if rest else 0.0
+        # Programs of different waves overlap: the more waves, the less the last one stands alone.
+        alone = 1.0 / (1.0 + full)
+        time = full * crowded + last * alone + crowded * (rest / slots) * (1 - alone)
+        return time * (1.0 + self.constants.spill_penalty * self.record.spills)
+
+    def _program(self, sharing: float) -> float:
+        """Of a program that shares its SM with `sharing` - 1 others."""
+        constants, tile = self.constants, self.tile
+        shared = 2.0 * self.loaded / (SHARED_BYTES_PER_CLOCK * self.rates.clock)
+        l2_rate = self._l2_rate()
+        fetched = sharing * self.loaded / l2_rate
+        # Between the barriers of a step no unit works ahead, and the more warps, the longer until the last is there.
+        overhead = constants.step_overhead * tile["num_warps"] / 4
+        busy = max(sharing * max(self._arithmetic(sharing), shared), fetched) + overhead
+        # Of s stages s - 1 are on their way at any time; with a single one a load is waited for.
+        waited = (constants.latency + fetched) / max(1, tile["num_stages"] - 1)
+        stored = tile["BLOCK_M"] * tile["BLOCK_N"] * self.product.out_bytes * sharing / l2_rate
+        return constants.prologue + self.steps * max(busy, waited) + constants.epilogue + stored
+
+    def _arithmetic(self, sharing: float) -> float:
+        """Of one step, by the matrix unit and then by the lanes, if the SM did nothing else."""
+        product, constants = self.product, self.constants
+        m, n, k = self.tile["BLOCK_M"], self.tile["BLOCK_N"] * product.width, self.tile["BLOCK_K"]
+        fill = min(1.0, self.tile["num_warps"] * sharing / FULL_WARPS)
+        matrix_rate = self.rates.of_instructions(self.record.mma) / self.arch.num_sms * constants.matrix_share * fill
+        widened = n * k * self._copies() * constants.convert_ops if product.converted else 0.0
+        every = product.scaled_every
+        scaled = m * n * max(1, k // every) * constants.scale_ops if every else 0.0
+        return 2.0 * m * n * k / matrix_rate + (widened + scaled) / (LANES_PER_SM * self.rates.clock)
+
+    def _copies(self) -> int:
+        """How many warps hold, and widen, the same weights.
+
+        `wgmma` takes 64 rows or more of weights from the registers of as many warps as there are 16 rows, fewer rows
+        from shared memory. Otherwise Triton, as the strips of a step add to the same sums, lines all warps up along the
+        longer side of the block: along the weights a warp takes at least 8 rows; along the tokens all hold all weights.
+        """
+        m, n, warps = self.tile["BLOCK_M"], self.tile["BLOCK_N"], self.tile["num_warps"]
+        if any(name.startswith("wgmma") for name in self.record.mma):
+            return max(1, warps * 16 // n) if n >= 64 else 1
+        return max(1, warps * 8 // n) if n > m else warps
+
+    def _l2_rate(self) -> float:
+        """Bytes a second of one SM's part."""
+        return self.rates.l2_bytes_per_clock * self.rates.clock * self.constants.l2_share
+
+    def memory(self) -> float:
+        """All bytes from and to memory. Row blocks of an expert find its weights in the L2 if they take less than half
+        of it; otherwise each group of GROUP_M row blocks reads them anew."""
+        product = self.product
+        per_expert = product.columns * product.width * product.depth * product.w_bytes
+        fits = per_expert <= self.rates.l2_bytes / 2
+        reads = 1.0 if fits else max(1.0, self.blocks / self.experts / self.tile["GROUP_M"])
+        pairs = self.num_tokens * product.top_k
+        activations = (self.num_tokens if product.gathers_tokens else pairs) * product.depth * product.x_bytes
+        total = self.experts * per_expert * reads + activations + pairs * product.columns * product.out_bytes
+        return total / self._bandwidth()
+
+    def _bandwidth(self) -> float:
+        """Of the memory, bytes a second. Loads on their way hide the latency; whole lines and pages of it are read."""
+        arch, constants = self.arch, self.constants
+        sharing = min(float(self.occupancy), self.programs / arch.num_sms)
+        on_their_way = sharing * max(1, self.tile["num_stages"] - 1) * self.weights
+        needed = arch.bandwidth * constants.latency / arch.num_sms
+        row_bytes = self.tile["BLOCK_K"] * self.product.w_bytes
+        slowdown = (1.0 + constants.in_flight * needed / on_their_way) * (
+            1.0 + constants.short_rows * 128.0 / row_bytes
+        )
+        return arch.bandwidth * constants.bandwidth_share / slowdown
+
+    def l2(self) -> float:
+        """All loads of all programs, from the L2."""
+        return self.programs * self.steps * self.loaded / (self._l2_rate() * self.arch.num_sms)
+
+
+def _largest(*times: float) -> float:
+    most = max(times)
+    return most * math.pow(math.fsum(math.pow(time / most, _SHARPNESS) for time in times), 1 / _SHARPNESS)
