@@ -337,7 +337,7 @@ REFUSED: tuple[FlagGroup, ...] = (
         "it would change answers, and the plan has no such choice; remove the flag",
         """
         enable-deterministic-inference enable-fp32-lm-head enable-quant-communications
-        enable-tf32-matmul flashinfer-mxfp4-moe-precision=default prefill-kv-cache-dequant-dtype=auto
+        enable-tf32-matmul prefill-kv-cache-dequant-dtype=auto
         rl-on-policy-target
         """,
     ),
