@@ -14,7 +14,7 @@ from typing import Any
 
 from sglang.srt.cli_args import OptionTable, coerce_values, flag, option, parse_argv, resolve_keywords
 from sglang.srt.configs.output_formats import REASONING_PARSERS, TOOL_CALL_PARSERS
-from sglang.srt.configs.quantization import SPELLINGS
+from sglang.srt.configs.quantization import EXPERT_PRECISIONS, SPELLINGS
 from sglang.srt.errors import Problems
 from sglang.srt.kernels.tables import EXTEND_ATTENTION, FUSED_MOE
 
@@ -63,6 +63,7 @@ class ServerArgs:
     json_model_override_args: str = option(
         "{}", MODEL, "JSON object merged into config.json.", json=True, metavar="JSON"
     )
+    is_embedding: bool = option(False, MODEL, "Serve embeddings of texts only, and refuse to generate.")
     skip_tokenizer_init: bool = option(False, MODEL, "Serve token ids only; no tokenizer is loaded.")
     quantization: str | None = option(
         None,
@@ -70,6 +71,12 @@ class ServerArgs:
         "Quantization of the weights; detected. fp8 quantizes 16-bit weights, too.",
         choices=tuple(SPELLINGS),
         metavar="FORMAT",
+    )
+    flashinfer_mxfp4_moe_precision: str = option(
+        "default",
+        MODEL,
+        "Activations of MXFP4 experts: fp8 is MXFP8, bf16 keeps 16 bits, default is as the checkpoint says.",
+        choices=("default", *EXPERT_PRECISIONS),
     )
     kv_cache_dtype: str = option(
         "auto", MODEL, "Type of the KV cache.", choices=("auto", "bf16", "fp8_e4m3", "fp8_e5m2")

@@ -297,7 +297,7 @@ REFUSED: tuple[FlagGroup, ...] = (
         "Kinds of models",
         "only text generation from left to right is served",
         """
-        dllm-algorithm dllm-algorithm-config dllm-fdfo enable-mis is-embedding multi-item-scoring-delimiter
+        dllm-algorithm dllm-algorithm-config dllm-fdfo enable-mis multi-item-scoring-delimiter
         prefill-only-disable-kv-cache
         """,
     ),
@@ -337,7 +337,7 @@ REFUSED: tuple[FlagGroup, ...] = (
         "it would change answers, and the plan has no such choice; remove the flag",
         """
         enable-deterministic-inference enable-fp32-lm-head enable-quant-communications
-        enable-tf32-matmul flashinfer-mxfp4-moe-precision=default prefill-kv-cache-dequant-dtype=auto
+        enable-tf32-matmul prefill-kv-cache-dequant-dtype=auto
         rl-on-policy-target
         """,
     ),

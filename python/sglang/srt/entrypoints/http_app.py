@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from sglang.srt.entrypoints import http_native
 from sglang.srt.entrypoints.anthropic import routes as anthropic_routes
+from sglang.srt.entrypoints.embeddings import routes as embeddings_routes
 from sglang.srt.entrypoints.http_errors import ApiError, error_response
 from sglang.srt.entrypoints.http_middleware import RequestGate, TraceHeaders
 from sglang.srt.entrypoints.http_openapi import describe_api
@@ -64,6 +65,7 @@ def create_api(state: ServerState) -> FastAPI:
     api.include_router(openai_routes.router)
     api.include_router(anthropic_routes.router)
     api.include_router(responses_routes.router)
+    api.include_router(embeddings_routes.router)
     api.include_router(http_native.router)
     api.include_router(page_routes.router)
     api.add_exception_handler(ApiError, _on_api_error)
@@ -73,7 +75,16 @@ def create_api(state: ServerState) -> FastAPI:
         api.add_exception_handler(left, _on_disconnect)
     api.add_exception_handler(Exception, _on_bug)
 
-    describe_api(api, [*openai_routes.BODIES, *anthropic_routes.BODIES, *responses_routes.BODIES, *http_native.BODIES])
+    describe_api(
+        api,
+        [
+            *openai_routes.BODIES,
+            *anthropic_routes.BODIES,
+            *responses_routes.BODIES,
+            *embeddings_routes.BODIES,
+            *http_native.BODIES,
+        ],
+    )
     return api
 
 
