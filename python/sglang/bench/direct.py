@@ -10,7 +10,7 @@ import torch
 
 from sglang.srt.errors import UserError
 from sglang.srt.mem_cache.kv_table import KVTable
-from sglang.srt.mem_cache.radix_cache import Node
+from sglang.srt.mem_cache.radix_node import Node
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.step import ExtendInput, StepInput, StepResult
 from sglang.srt.sampling.sampling_params import SamplingParams

@@ -34,8 +34,16 @@ class DeviceState:
         self.req_to_token = torch.zeros(shape, dtype=torch.int32, device=self.device)
         self.next_token = torch.zeros(rows, dtype=torch.int64, device=self.device)
 
-    def token_slots(self, out_cache_loc: torch.Tensor) -> tuple[TokenSlots, ...]:
-        return (TokenSlots(self.req_to_token[0], out_cache_loc),)
+    def _token_slots(
+        self, out_cache_loc: torch.Tensor, rows: torch.Tensor | None, positions: torch.Tensor
+    ) -> tuple[TokenSlots, ...]:
+        """Of T tokens that lie at `positions` of the request slots `rows`. The tables of windows have their new slots
+        before the step."""
+        windows = self.req_to_token[1:]
+        return (
+            TokenSlots(self.req_to_token[0], out_cache_loc),
+            *(TokenSlots(table, table[rows, positions].to(torch.int64)) for table in windows),
+        )
 
     def decode_batch(
         self,
@@ -54,7 +62,7 @@ class DeviceState:
             positions=positions,
             req_pool_indices=slots,
             seq_lens=seq_lens,
-            token_slots=self.token_slots(out_cache_loc),
+            token_slots=self._token_slots(out_cache_loc, slots, positions),
             attn_backend=self.attn_backend,
             num_valid_tokens=num_valid_tokens,
         )
@@ -69,14 +77,16 @@ class DeviceState:
     ) -> ForwardBatch:
         """An EXTEND batch of T `input_ids` from the other arrays of `step.extend_arrays`. The lengths on the host are
         what a backend may plan with."""
+        positions = arrays["positions"][: len(input_ids)]
+        rows = _rows(arrays["start_loc"], arrays["slots"], decodes, len(positions)) if self.num_tables > 1 else None
         return ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
             batch_size=len(arrays["slots"]),
             input_ids=input_ids,
-            positions=arrays["positions"][: len(input_ids)],
+            positions=positions,
             req_pool_indices=arrays["slots"],
             seq_lens=arrays["seq_lens"],
-            token_slots=self.token_slots(arrays["out_cache_loc"][: len(input_ids)]),
+            token_slots=self._token_slots(arrays["out_cache_loc"][: len(input_ids)], rows, positions),
             attn_backend=self.attn_backend,
             decodes=decodes,
             extend_prefix_lens=arrays["prefix_lens"],
@@ -84,3 +94,15 @@ class DeviceState:
             extend_seq_lens_cpu=extend_lens,
             extend_prefix_lens_cpu=prefix_lens,
         )
+
+
+def _rows(start_loc: torch.Tensor, slots: torch.Tensor, decodes: ForwardBatch | None, num_tokens: int) -> torch.Tensor:
+    """[num_tokens] int64, the request slot of each token of an EXTEND step. Those before the first prompt are of
+    requests that decode."""
+    token = torch.arange(num_tokens, dtype=torch.int32, device=slots.device)
+    prompt = torch.searchsorted(start_loc, token, right=True) - 1
+    rows = slots[prompt.clamp(min=0)]
+    if decodes is not None:
+        count = decodes.batch_size
+        rows[:count] = torch.where(prompt[:count] < 0, decodes.req_pool_indices, rows[:count])
+    return rows

@@ -111,13 +111,23 @@ def row_tables(groups: Sequence[CacheGroup]) -> tuple[Full | Window, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowSize:
+    """Of a pool for caches that keep `window` tokens of a request."""
+
+    window: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class PoolSizes:
-    """What of a rank's caches there is room for. Tokens are whole pages, without the padding page."""
+    """What of a rank's caches there is room for. Tokens are whole pages, without the padding page. `windows`: as in
+    `row_tables`, after the first."""
 
     tokens: int
     page_size: int
     max_requests: int
     context_len: int
+    windows: tuple[WindowSize, ...] = ()
 
 
 def cache_cost(groups: Sequence[CacheGroup]) -> CacheCost:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sglang.srt.managers.wire.io_struct import FinishReason, TokenizedGenerateReq
-from sglang.srt.mem_cache.radix_cache import Node
+from sglang.srt.mem_cache.radix_node import Node
 from sglang.srt.model_executor.step import StepInput, StepResult
 from sglang.srt.sampling.logprobs import LogprobResult
 from sglang.srt.sampling.output_logprobs import OutputLogprobs

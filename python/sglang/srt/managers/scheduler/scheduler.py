@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.scheduler.batch_builder import build_decode, build_extend
 from sglang.srt.managers.scheduler.output import StopChecker, output_message, rejected_token
@@ -24,7 +24,7 @@ from sglang.srt.managers.wire.io_struct import (
     TokenizedGenerateReq,
 )
 from sglang.srt.mem_cache.kv_table import KVTable
-from sglang.srt.mem_cache.radix_cache import Node
+from sglang.srt.mem_cache.radix_node import Node
 from sglang.srt.sampling.sampling_params import NO_TOKEN
 from sglang.srt.server_args import ServerArgs
 
@@ -118,7 +118,7 @@ class Scheduler:
         chosen = self._admit(budget)
         if not chosen:
             return None
-        if mixed and not self.kv.can_grow(self.running.seq_lens, sum(n for _, n in chosen)):
+        if mixed and not self.kv.can_grow(self.running.slots, self.running.seq_lens, sum(n for _, n in chosen)):
             mixed = []
         batch = build_extend(self, chosen, list(mixed))
         self.stats.prefill_launched(chosen)
@@ -148,10 +148,10 @@ class Scheduler:
             start = (req.namespace, tuple(req.tokens[:SHARED_PREFIX]))
             if start in starts and prefix.length < SHARED_PREFIX <= req.matchable_len() and self.kv.tree.enabled:
                 continue
-            self.kv.tree.lock(prefix.node)
+            self.kv.lock(prefix.node)
             take = budget.take(req, prefix.length)
             if not take:
-                self.kv.tree.unlock(prefix.node)
+                self.kv.unlock(prefix.node)
                 break
             starts.add(start)
             self._place(req, prefix.node)
@@ -172,7 +172,7 @@ class Scheduler:
 
     def pick_decode(self) -> ScheduleBatch | None:
         self.running.drop_finished()
-        if self.running.reqs and not self.kv.can_grow(self.running.seq_lens):
+        if self.running.reqs and not self.kv.can_grow(self.running.slots, self.running.seq_lens):
             self.settle()
             self.running.drop_finished()
             self._retract_until_it_fits()
@@ -188,7 +188,7 @@ class Scheduler:
 
     def _retract_until_it_fits(self) -> None:
         """Send the requests that lose least back to the queue. Their tokens stay, and with luck so does their KV."""
-        while self.running.reqs and not self.kv.can_grow(self.running.seq_lens):
+        while self.running.reqs and not self.kv.can_grow(self.running.slots, self.running.seq_lens):
             victim = min(self.running.reqs, key=lambda r: (r.output_len, -r.prompt_len))
             self.running.remove(victim)
             self._requeue(victim)
@@ -341,9 +341,10 @@ class Scheduler:
         self.kv.reset()
         return True
 
-    def check_memory(self) -> dict[str, int]:
+    def check_memory(self) -> dict[str, Any]:
         """Slot counts, whose sum is the pool: free + cached + held by requests. For leak checks and `/server_info`."""
         page = self.plan.page_size
         held = sum(-(-r.kv_len // page) * page - r.num_cached for r in self.reqs.values())
         usage = self.kv.usage()
-        return {"free": usage["free"], "cached": usage["cached"], "held": held, "total": usage["total"]}
+        windows = [{"window": window.window, **window.usage()} for window in self.kv.windows]
+        return {**usage, "held": held, "windows": windows}
