@@ -29,6 +29,7 @@ class DirectRequest:
     namespace: str | None = None
     slot: int = 0
     kv_len: int = 0
+    reserved_len: int = 0
     num_cached: int = 0
     node: Node | None = None
 
@@ -79,7 +80,7 @@ class DirectBatch:
             results.append(self._prefill_step(goals, max_tokens))
         for finished, result in results:
             self._wait(result)
-            for i, token in zip(finished, result.next_token_ids.tolist(), strict=True):
+            for i, token in zip(finished, result.next_token_ids[:, 0].tolist(), strict=True):
                 tokens[i] = token
         return tokens
 
@@ -93,6 +94,7 @@ class DirectBatch:
         rows = np.array([i for i, _, _ in chosen])
         first = np.array([a for _, a, _ in chosen], np.int32)
         end = np.array([b for _, _, b in chosen], np.int32)
+        self.kv.leave_windows(self.slots[rows], first)
         sampled = [row for row, (i, _, b) in enumerate(chosen) if b == goals[i]]
         step = StepInput(
             slots=self.slots[rows],
@@ -111,12 +113,13 @@ class DirectBatch:
 
     def decode(self) -> list[int]:
         """One token for each request, from the token that was sampled last; waits for the device."""
+        self.kv.leave_windows(self.slots, self.lens)
         lens = self.lens + 1
         locs = self.kv.grow(self.slots, self.lens, lens, len(lens))
         self.lens = lens
         result = self.runner.run(StepInput(self.slots, lens, locs, table_update=self.kv.take_update()))
         self._wait(result)
-        tokens: list[int] = result.next_token_ids.tolist()
+        tokens: list[int] = result.next_token_ids[:, 0].tolist()
         return tokens
 
     def _wait(self, result: StepResult) -> None:

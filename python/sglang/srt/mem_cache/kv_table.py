@@ -29,6 +29,8 @@ class CachedRequest(Protocol):
     """Its row; 0: none."""
     kv_len: int
     """Leading tokens whose cache entries are launched."""
+    reserved_len: int
+    """Leading positions that have a cache slot, if those are more than `kv_len`."""
     num_cached: int
     """Of these, tokens whose entries belong to the tree, locked through `node`."""
     node: Node | None
@@ -109,13 +111,19 @@ class KVTable:
             enough = enough and window.allocator.available_size() >= num_tokens
         return enough
 
-    def can_grow(self, slots: npt.NDArray[np.int64], seq_lens: Lengths, also: int = 0) -> bool:
-        """Make room for one more token of each of these requests, and for `also` tokens of another one."""
+    def can_grow(self, old_lens: Lengths, new_lens: Lengths, also: int = 0) -> bool:
+        """Make room for requests that grow from `old_lens` to `new_lens` tokens, and for `also` tokens of another."""
         page = self.page_size
+        return self.ensure_free(self._new_pages(old_lens, new_lens) * page + (also + page if also else 0))
+
+    def leave_windows(self, slots: npt.NDArray[np.int64], lens: Lengths) -> None:
+        """Free the pages that are out of every window of requests which have at least so many tokens computed."""
         for window in self.windows:
-            window.leave(slots, seq_lens)
-        new_pages = int((seq_lens % page == 0).sum())
-        return self.ensure_free(new_pages * page + (also + page if also else 0))
+            window.leave(slots, lens)
+
+    def _new_pages(self, old_lens: Lengths, new_lens: Lengths) -> int:
+        page = self.page_size
+        return int((new_lens - old_lens).sum() if page == 1 else (-(-new_lens // page) - -(-old_lens // page)).sum())
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -155,11 +163,7 @@ class KVTable:
     def grow(self, slots: npt.NDArray[np.int64], old_lens: Lengths, new_lens: Lengths, num_decodes: int) -> Slots:
         """Slots for the tokens old_lens[i] .. new_lens[i] - 1 of each request, one request after the other. The first
         `num_decodes` bring one token each, which the step itself enters in the device's table."""
-        page = self.page_size
-        pages = (-(-new_lens // page) - -(-old_lens // page)).sum()
-        for window in self.windows:
-            window.leave(slots, old_lens)
-        self.ensure_free(int(pages) * page)
+        self.ensure_free(self._new_pages(old_lens, new_lens) * self.page_size)
         last = self.rows[slots, np.maximum(old_lens - 1, 0)]
         locs = self.allocator.alloc(old_lens, new_lens, last)
         assert locs is not None, "cache slots were promised that are not there"
@@ -184,7 +188,7 @@ class KVTable:
         self._move(req.slot, before, done.indices)
         for window, old, new in zip(self.windows, held, done.windows, strict=True):
             self._move(req.slot, old, new, window)
-            window.leave(np.array([req.slot]), np.array([req.kv_len], np.int32))
+        self.leave_windows(np.array([req.slot]), np.array([req.kv_len], np.int32))
 
     def _move(self, slot: int, before: Slots, after: Slots, window: WindowTable | None = None) -> None:
         """The same tokens were cached in the meantime: use those slots from the next step on."""
@@ -197,14 +201,14 @@ class KVTable:
         assert req.node is not None
         if keep:
             self.commit(req)
-        self.allocator.free(self.rows[req.slot, req.num_cached : req.kv_len])
+        self.allocator.free(self.rows[req.slot, req.num_cached : max(req.kv_len, req.reserved_len)])
         for window in self.windows:
-            window.release(req.slot, req.kv_len)
+            window.release(req.slot, max(req.kv_len, req.reserved_len))
         self.tree.unlock(req.node)
         if not keep:
             self.tree.discard(req.node)
         self._free_rows.append(req.slot)
-        req.slot, req.kv_len, req.num_cached, req.node = 0, 0, 0, None
+        req.slot, req.kv_len, req.reserved_len, req.num_cached, req.node = 0, 0, 0, 0, None
 
     def reset(self) -> None:
         """Forget every cached prefix. Only while no request has a row."""
@@ -250,7 +254,7 @@ class KVTable:
     def check(self, requests: Iterable[CachedRequest] = ()) -> None:
         """Raises AssertionError, with what is wrong. `requests`: all that may have a row. Slow: for tests."""
         self.tree.check()
-        lens = {req.slot: req.kv_len for req in requests if req.slot}
+        lens = {req.slot: max(req.kv_len, req.reserved_len) for req in requests if req.slot}
         for window in self.windows:
             window.check(list(self.tree.nodes()), lens)
         assert not self.rows[0].any(), "the padding row was written"
