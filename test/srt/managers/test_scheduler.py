@@ -15,7 +15,7 @@ from sglang.srt.managers.scheduler.leader import EndReq
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.schedule_policy import POLICIES
 from sglang.srt.managers.wire.io_struct import AbortReq
-from sglang.srt.plan.caches import WindowSize
+from sglang.srt.plan.pool_sizes import WindowSize
 from srt.managers.fake_runner import (
     EOS,
     VOCAB,

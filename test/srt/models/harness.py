@@ -17,10 +17,11 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.forward_batch import ForwardBatch, ForwardMode, TokenSlots
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.model_loader.loader import load_model
-from sglang.srt.plan.caches import PoolSizes, cache_groups
+from sglang.srt.plan.caches import cache_groups
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.model_description import ModelDescription, describe_model
+from sglang.srt.plan.pool_sizes import PoolSizes
 from sglang.srt.plan.weights import rank_weight_bytes
 from sglang.srt.server_args import ServerArgs
 

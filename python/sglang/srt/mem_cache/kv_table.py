@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.allocator import Slots, TokenAllocator
 from sglang.srt.mem_cache.radix_cache import Match, RadixCache
 from sglang.srt.mem_cache.radix_node import Node
 from sglang.srt.mem_cache.window_table import WindowTable
-from sglang.srt.plan.caches import PoolSizes
+from sglang.srt.plan.pool_sizes import PoolSizes
 
 Lengths = npt.NDArray[np.int32]
 

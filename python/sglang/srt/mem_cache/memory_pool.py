@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang.srt.plan.caches import CacheGroup, PoolSizes, row_tables
+from sglang.srt.plan.caches import CacheGroup, row_tables
 from sglang.srt.plan.layer_spec import CacheSpec, PerRequest, Window
+from sglang.srt.plan.pool_sizes import PoolSizes
 
 STORAGE_DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from sglang.srt.mem_cache.allocator import Slots, TokenAllocator
 from sglang.srt.mem_cache.radix_node import Node
-from sglang.srt.plan.caches import PoolSizes
+from sglang.srt.plan.pool_sizes import PoolSizes, window_tokens
 
 Lengths = npt.NDArray[np.int32]
 BEFORE_THE_WINDOW, IN_THE_WINDOW = 0, 1
@@ -58,8 +58,7 @@ class WindowTable:
 
     def most_of_request(self, chunk: int = 1) -> int:
         """The most tokens, in whole pages, that a request has while `chunk` tokens are computed."""
-        page = self.page_size
-        return (-(-(self.window - 1) // page) + -(-chunk // page) + (1 if chunk > 1 else 0)) * page
+        return window_tokens(self.window, self.page_size, chunk)
 
     def first_kept(self, lens: Lengths) -> Lengths:
         """Of requests of these lengths: the first position that they must keep."""

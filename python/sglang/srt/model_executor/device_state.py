@@ -9,7 +9,7 @@ import torch
 from sglang.srt.layers.forward_batch import AttentionBackend, ForwardBatch, ForwardMode, TokenSlots
 from sglang.srt.model_executor.drafts import Drafter, accept
 from sglang.srt.models.causal_lm import CausalLM
-from sglang.srt.plan.caches import PoolSizes
+from sglang.srt.plan.pool_sizes import PoolSizes
 from sglang.srt.utils.device_arrays import DeviceArrays
 
 
