@@ -313,7 +313,7 @@ def _routing(
             topk.topk_hash(logits, ids, table, score, 1.5, fused, valid)
         if score == "softmax":
             for renormalize in (True, False):
-                topk.topk_softmax(logits, top_k, renormalize, 1.0, fused, valid)
+                topk.topk_softmax(logits, top_k, renormalize, 1.0, fused, valid, groups)
         else:
             bias = empty(experts, dtype=torch.float32) if correction else None
             route = getattr(topk, f"topk_{score}")

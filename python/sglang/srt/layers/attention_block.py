@@ -54,7 +54,7 @@ class GQAttention:
         self.k_scale = self.v_scale = None
         self.cache = scope.cache(site.layer_id, "kv")
         if scope.plan.kv_cache_dtype.startswith("fp8"):
-            self.k_scale, self.v_scale = _cache_scale(scope, "k_scale"), _cache_scale(scope, "v_scale")
+            self.k_scale, self.v_scale = cache_scale(scope, "k_scale"), cache_scale(scope, "v_scale")
             scope.finish.append(self._take_cache_scales)
         self.norm_rope_store = scope.plan.entry("qk_norm_rope_store")
         self.attention = Attention(
@@ -92,14 +92,16 @@ class GQAttention:
         """What keys and values are divided by in an fp8 cache; 1 where the checkpoint does not say.
 
         Raises UserError for a scale that cannot be one."""
-        self.cache.k_scale, self.cache.v_scale = _value(self.k_scale), _value(self.v_scale)
+        self.cache.k_scale, self.cache.v_scale = cache_scale_value(self.k_scale), cache_scale_value(self.v_scale)
 
 
-def _cache_scale(scope: Scope, leaf: str) -> torch.Tensor:
+def cache_scale(scope: Scope, leaf: str) -> torch.Tensor:
+    """The parameter [1] that holds a checkpoint's scale of an fp8 cache; 1 in those that have none."""
     return scope.param(leaf, (1,), {PartKey(): Part((1,), optional=True)}, Init.ONES, torch.float32)
 
 
-def _value(scale: torch.Tensor | None) -> float:
+def cache_scale_value(scale: torch.Tensor | None) -> float:
+    """What an fp8 cache divides by; 1 without a scale. Raises UserError for one that cannot be."""
     value = 1.0 if scale is None else float(scale.item())
     if not 0.0 < value < float("inf"):
         raise UserError(f"the checkpoint's scale of the KV cache is {value}; serve it with --kv-cache-dtype bf16")

@@ -31,6 +31,7 @@ import torch
 from sglang.srt.layers.attention.attention_layer import AttentionLayer
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.attention.latent_chunks import LatentPrompts
     from sglang.srt.mem_cache.memory_pool import CacheStore
 
 
@@ -98,6 +99,9 @@ class ForwardBatch:
     extend_start_loc: torch.Tensor | None = None  # [B + 1] int32, first of T of each request, and the end
     extend_seq_lens_cpu: list[int] | None = None
     extend_prefix_lens_cpu: list[int] | None = None
+
+    latent_prompts: LatentPrompts | None = None
+    """How latent attention computes the prompts: its first layer decides, for all of the step."""
 
     seq_lens_cpu: list[int] | None = None
     """None while a CUDA graph is captured; the longest length is then bounded by the context length only."""

@@ -6,6 +6,8 @@ creates the tensors that hold them and multiplies.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from sglang.srt.distributed import parallel_state
@@ -17,6 +19,14 @@ class Unquantized:
     """One weight [out, in] in the model's dtype."""
 
     def create_weights(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
+        weight = self._stacked(scope, shards)
+        linear = scope.plan.entry("linear")
+        return lambda x: linear(x, weight, bias)
+
+    def create_unpacked(self, scope: Scope, shard: Shard, take: Callable[[torch.Tensor], None]) -> None:
+        take(self._stacked(scope, [shard]))
+
+    def _stacked(self, scope: Scope, shards: list[Shard]) -> torch.Tensor:
         parts: dict[PartKey, Part] = {}
         end = 0
         for shard in shards:
@@ -24,9 +34,7 @@ class Unquantized:
             parts[PartKey(shard.part)] = Part(
                 (shard.out_features, shard.in_features), (shard.rows, shard.cols), (slice(begin, end),)
             )
-        weight = scope.param("weight", (end, shards[0].cols.stop - shards[0].cols.start), parts)
-        linear = scope.plan.entry("linear")
-        return lambda x: linear(x, weight, bias)
+        return scope.param("weight", (end, shards[0].cols.stop - shards[0].cols.start), parts)
 
 
 def shard_of(total: int, rank: int, size: int, what: str) -> slice:

@@ -132,6 +132,7 @@ def _latent(keys: ConfigReader, owns_indexer: bool, rotation: _Rotation) -> MLA:
         rope_dim=rope_dim,
         v_dim=keys.positive("v_head_dim"),
         rope=rotation.of(rope_dim),
+        interleaved=keys.default("rope_interleave", bool, True),
         sparse=indexer is not None,
         indexer=indexer if owns_indexer else None,
     )
@@ -205,14 +206,15 @@ def _dense(keys: ConfigReader, family: Family) -> Dense:
 def _experts(keys: ConfigReader, family: Family, num_experts: int, unsupported: list[str]) -> MoE:
     size = keys.count("moe_intermediate_size") or keys.positive("intermediate_size")
     template = family.router
+    ungrouped = keys.values.get("topk_method") == "greedy"
     router = replace(
         template,
         top_k=keys.count("num_experts_per_tok", "experts_per_token", "top_k_experts"),
         score=str(keys.values.get("scoring_func") or template.score),
         renormalize=keys.default("norm_topk_prob", bool, template.renormalize),
         scale=keys.default("routed_scaling_factor", float, template.scale),
-        num_groups=keys.count("n_group") or 1,
-        top_groups=keys.count("topk_group") or 1,
+        num_groups=1 if ungrouped else keys.count("n_group") or 1,
+        top_groups=1 if ungrouped else keys.count("topk_group") or 1,
     )
     unsupported += [f"{keys.source}: impossible routing: {what}" for what in router.problems(num_experts)]
     return MoE(

@@ -71,12 +71,12 @@ class Router:
         found = []
         if not 1 <= self.top_groups <= self.num_groups:
             found.append(f"{self.top_groups} of {self.num_groups} groups cannot be chosen")
-        if self.top_groups < self.num_groups and members < 2:
+        if self.top_groups < self.num_groups and members < 2 and self.score != "softmax":
             found.append("groups are ranked by their two best experts and have one")
         if not 1 <= self.top_k <= members * self.top_groups:
             found.append(f"{self.top_k} experts cannot be chosen from {self.top_groups} groups of {members}")
-        if self.score == "softmax" and (self.correction or self.hash_table or self.num_groups > 1):
-            found.append("softmax routing has no groups, correction bias or hash table")
+        if self.score == "softmax" and (self.correction or self.hash_table):
+            found.append("softmax routing has no correction bias or hash table")
         return found
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -133,7 +134,7 @@ class MLA:
     Decoding multiplies q with W_UK and the output with W_UV, so that it reads latents only; prompts are attended to
     with uncompressed keys of `nope_dim + rope_dim` and values of `v_dim`. `q_lora_rank` 0: q is not compressed.
     With `sparse` attention is over the tokens that an indexer chose; `indexer` None then means that this layer takes
-    another layer's choice.
+    another layer's choice. `interleaved`: neighbours rotate together, and not dims half a rotary key apart.
     """
 
     num_heads: int
@@ -143,12 +144,36 @@ class MLA:
     rope_dim: int
     v_dim: int
     rope: RopeSpec | None = None
+    interleaved: bool = True
     sparse: bool = False
     indexer: Indexer | None = None
 
     @property
     def value_dim(self) -> int:
         return self.kv_lora_rank
+
+    @property
+    def qk_dim(self) -> int:
+        """Of a query, and of a key that is made of a latent."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """With YaRN's factor for attention (`mscale_all_dim`), squared because q and k would each have it."""
+        params = dict(self.rope.params) if self.rope is not None else {}
+        factor = float(params.get("factor", 1.0))
+        growth = 0.1 * float(params.get("mscale_all_dim") or 0.0) * math.log(factor) if factor > 1 else 0.0
+        return float(self.qk_dim**-0.5 * (1.0 + growth) ** 2)
+
+    def expanding_pays(self, prefix_lens: Sequence[int], new_lens: Sequence[int]) -> bool:
+        """Whether prompts, new_lens tokens each over prefix_lens cached ones, take fewer multiplications over keys and
+        values that are made of latents. Those of the new tokens cost what absorbing their queries and outputs would.
+
+        Example: DeepSeek-V3 with one request: from 171 new tokens on, over a long prefix.
+        """
+        pairs = sum(new * prefix + new * (new + 1) // 2 for prefix, new in zip(prefix_lens, new_lens, strict=True))
+        saved = self.latent_dim + self.kv_lora_rank - self.qk_dim - self.v_dim
+        return pairs * saved > sum(prefix_lens) * self.kv_lora_rank * (self.nope_dim + self.v_dim)
 
     @property
     def latent_dim(self) -> int:
@@ -162,7 +187,7 @@ class MLA:
             yield from self.indexer.needs(serving)
         if not self.sparse:
             # Over keys and values as they are made of latents: never quantized.
-            dims = (self.nope_dim + self.rope_dim, self.v_dim)
+            dims = (self.qk_dim, self.v_dim)
             yield replace(serving, kv_dtype=serving.dtype).need("latent_prompt_attention", dims)
         yield Need("latent_absorb", q_dtype=serving.dtype, heads=heads)
         yield serving.need("extend_attention", latent, traits)
@@ -177,18 +202,17 @@ class MLA:
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         heads = self.num_heads // tp_size
-        q_rows, q_cols = heads * (self.nope_dim + self.rope_dim), self.q_lora_rank or hidden_size
-        up = heads * (self.nope_dim + self.v_dim)
+        q_rows, q_cols = heads * self.qk_dim, self.q_lora_rank or hidden_size
+        first, rows = ("q_a_proj", self.q_lora_rank) if self.q_lora_rank else ("q_proj", q_rows)
         parts: list[Matrix | Elements] = [
-            Matrix("attn.kv_a", ("",), self.latent_dim, hidden_size),
-            Matrix("attn.q_b" if self.q_lora_rank else "attn.q", ("",), q_rows, q_cols),
-            Matrix("attn.kv_b", ("",), up, self.kv_lora_rank),
-            Elements(up * self.kv_lora_rank),  # W_UK and W_UV as decoding takes them, always in 16 bits
+            Matrix("attn.qkv_a", (first, "kv_a_proj_with_mqa"), rows + self.latent_dim, hidden_size),
+            # W_UK and W_UV (kv_b_proj): always in the model's type.
+            Elements(heads * (self.nope_dim + self.v_dim) * self.kv_lora_rank),
             Matrix("attn.o", ("",), hidden_size, heads * self.v_dim),
             Elements(self.q_lora_rank + self.kv_lora_rank),
         ]
         if self.q_lora_rank:
-            parts.append(Matrix("attn.q_a", ("",), self.q_lora_rank, hidden_size))
+            parts.append(Matrix("attn.q_b", ("",), q_rows, self.q_lora_rank))
         if self.indexer is not None:
             dim, index_heads = self.indexer.head_dim, self.indexer.num_heads
             parts += (
@@ -200,5 +224,9 @@ class MLA:
         return tuple(parts)
 
     def activation_elements(self, tp_size: int) -> int:
+        """Absorbed: queries twice, latents that attention returns, outputs. Expanded: queries, keys, values, outputs,
+        in fp32 too, and keys and values of a chunk with as many tokens as a step."""
+        absorbed = 2 * self.latent_dim + self.qk_dim + self.v_dim
+        expanded = 3 * self.qk_dim + 5 * self.v_dim
         heads = self.num_heads // tp_size
-        return heads * (2 * self.latent_dim + self.nope_dim + self.rope_dim + self.v_dim) + self.q_lora_rank
+        return heads * max(absorbed, expanded) + self.kv_lora_rank + self.q_lora_rank

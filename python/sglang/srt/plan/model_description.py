@@ -134,7 +134,7 @@ def describe_model(
         norm_eps=keys.default("rms_norm_eps", float, 1e-6),
         layers=layers,
         vision_head_dim=_vision_head_dim(config.get("vision_config")),
-        names=family.names.below(_prefix(quantization, multimodal)),
+        names=_names(keys, family, _prefix(quantization, multimodal)),
         quantization=quantization,
     )
     return with_fused_shared(model, fuse_shared_experts)
@@ -210,6 +210,13 @@ def _vision_head_dim(vision: Any) -> int:
 
 # Where the language model is in a checkpoint; which of these a multimodal one has, its patterns tell.
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.")
+
+
+def _names(keys: ConfigReader, family: Family, prefix: str) -> WeightMap:
+    """With the layers behind the last one unread: only drafts use them (multi-token prediction)."""
+    names, first = family.names.below(prefix), keys.positive("num_hidden_layers")
+    drafts = range(first, first + keys.count("num_nextn_predict_layers"))
+    return replace(names, unread=(*names.unread, *(names.layer_prefix.format(layer=i) for i in drafts)))
 
 
 def _prefix(quant: QuantConfig | None, multimodal: bool) -> str:

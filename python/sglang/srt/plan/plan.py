@@ -66,6 +66,13 @@ class Plan:
         variant = f"{op}/{shape.head_dim}x{shape.v_head_dim}"
         return variant if variant in self.choices else op
 
+    @property
+    def tokens_per_step(self) -> int:
+        """At most."""
+        if self.chunked_prefill_size == -1:
+            return max(self.max_prefill_tokens, self.context_len)
+        return self.chunked_prefill_size
+
     def entry(self, op: str) -> Any:
         """The chosen kernel's callable."""
         return self.choices[op].load()

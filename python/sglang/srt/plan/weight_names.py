@@ -62,10 +62,14 @@ class WeightMap:
         return name
 
     def below(self, prefix: str) -> WeightMap:
-        """The same names in a checkpoint that has the decoder at `prefix` instead of "model."."""
-        model = {ours: prefix + name.removeprefix("model.") if name.startswith("model.") else name
-                 for ours, name in self.model.items()}  # fmt: skip
-        return replace(self, model=model, layer_prefix=prefix + self.layer_prefix.removeprefix("model."))
+        """The same names in a checkpoint that has the decoder at `prefix` instead of "model."; what lies elsewhere
+        stays there."""
+
+        def moved(name: str) -> str:
+            return prefix + name.removeprefix("model.") if name.startswith("model.") else name
+
+        model = {ours: moved(name) for ours, name in self.model.items()}
+        return replace(self, model=model, layer_prefix=moved(self.layer_prefix))
 
 
 MODEL_NAMES: Mapping[str, str] = {"embed": "model.embed_tokens", "norm": "model.norm", "lm_head": "lm_head"}
@@ -94,10 +98,10 @@ GATED_SHARED_NAMES: Mapping[str, str] = {
     "moe.shared_gate": "mlp.shared_expert_gate",
 }
 LATENT_NAMES: Mapping[str, str] = {
-    "attn.q": "self_attn.q_proj",
-    "attn.q_a": "self_attn.q_a_proj",
+    "attn.qkv_a": "self_attn.{part}",
+    "attn.q_a_norm": "self_attn.q_a_layernorm",
     "attn.q_b": "self_attn.q_b_proj",
-    "attn.kv_a": "self_attn.kv_a_proj_with_mqa",
+    "attn.kv_a_norm": "self_attn.kv_a_layernorm",
     "attn.kv_b": "self_attn.kv_b_proj",
     "attn.index_q": "self_attn.indexer.wq_b",
     "attn.index_k": "self_attn.indexer.wk",

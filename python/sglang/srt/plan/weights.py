@@ -10,9 +10,10 @@ import math
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import SCALE_BYTES, expert_share
 from sglang.srt.plan.layer_spec import Matrix, Weights
-from sglang.srt.plan.mixers import GQA
+from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 
+_CACHE_SCALE_BYTES = {GQA: 8, MLA: 4}
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}
 
 
@@ -31,7 +32,7 @@ def rank_weight_bytes(model: ModelDescription, dtype: str, tp_size: int, fp8_cac
     for i, layer in enumerate(model.layers):
         weights = layer.mixer.weights(hidden, tp_size) + layer.ffn.weights(hidden, tp_size, rows)
         total += 2 * hidden * item + _bytes_of(model, i, weights + layer.residual.weights(hidden), item)
-        total += 8 if fp8_cache and isinstance(layer.mixer, GQA) else 0
+        total += _CACHE_SCALE_BYTES.get(type(layer.mixer), 0) if fp8_cache else 0
     return total
 
 

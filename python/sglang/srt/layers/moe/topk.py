@@ -45,14 +45,14 @@ class TopK:
         logits = self.linear(x.float() if spec.float32 else x, self.weight, self.bias)
         valid = None if batch is None else batch.num_valid_tokens
         common = (spec.scale, self.with_shared, valid)
+        groups = (spec.num_groups, spec.top_groups)
         found: tuple[torch.Tensor, torch.Tensor]
         if self.table is not None:
             assert batch is not None, "hash routing needs the token ids"
             found = self.route(logits, batch.input_ids, self.table, spec.score, *common)
         elif spec.score == "softmax":
-            found = self.route(logits, spec.top_k, spec.renormalize, *common)
+            found = self.route(logits, spec.top_k, spec.renormalize, *common, groups)
         else:
-            groups = (spec.num_groups, spec.top_groups)
             found = self.route(logits, self.correction, spec.top_k, spec.renormalize, groups, *common)
         return found
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from sglang.srt.plan.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K25
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.families.llama import LLAMA
 from sglang.srt.plan.families.planned import PLANNED
 from sglang.srt.plan.families.qwen3 import QWEN3, QWEN3_MOE
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN3, QWEN3_MOE, *PLANNED)
+FAMILIES: tuple[Family, ...] = (
+    LLAMA, QWEN3, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K25, *PLANNED,
+)  # fmt: skip
 
 _BY_ARCHITECTURE: Mapping[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
 _BY_MODEL_TYPE: Mapping[str, Family] = {name: family for family in FAMILIES for name in family.model_types}

@@ -24,7 +24,7 @@ PLANNED = (
         among_recurrent=True,
     ),
     Family(model_types=("glm4_moe",), qk_norm="head", o_bias=False, router=SIGMOID),
-    Family(model_types=("glm_moe_dsa", "deepseek_v3", "deepseek_v32", "kimi_k2"), router=SIGMOID),
+    Family(model_types=("glm_moe_dsa", "deepseek_v32"), router=SIGMOID),
     # The second is what V4's FP8 exports call it.
     Family(model_types=("deepseek_v4", "deepseek_ref"), router=SQRT_SOFTPLUS, sinks=True),
     Family(
