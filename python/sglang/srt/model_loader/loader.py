@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+BASE_PREFIX = "model."
+"""What names lack in checkpoints that were saved without a head, as those of embedding models."""
 
 
 def load_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> CausalLM:
@@ -74,6 +76,8 @@ def load_checkpoint(model: CausalLM, model_path: str) -> None:
     ) as progress:
         for stored_name, view, file in checkpoint.tensors():
             name = model.weights.canonical(stored_name)
+            if name not in wanted and BASE_PREFIX + name in wanted:
+                name = BASE_PREFIX + name
             if name in loaded:
                 raise UserError(f"{model_path}: tensor {name} is in more than one file")
             if name in wanted:
