@@ -69,6 +69,17 @@ LATENT = {
     "routed_scaling_factor": 1.5,
     "rope_interleave": True,
 }
+LATENT_WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_intermediate_size": 128,
+}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -116,6 +127,10 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         LATENT
         | {"qk_nope_head_dim": 24, "v_head_dim": 32, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
         | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    "deepseek_v3_wide": (
+        "DeepseekV3Config",
+        LATENT | LATENT_WIDE | {"n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 1, "rope_parameters": YARN},
     ),
     "llama_bias_llama3": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
 }
