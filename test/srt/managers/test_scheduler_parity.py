@@ -46,6 +46,11 @@ class Reference:
         with torch.inference_mode():
             return self.model(torch.tensor([ids])).logits[0].log_softmax(-1)
 
+    def hidden(self, ids: list[int]) -> torch.Tensor:
+        """Of the last token, after the final norm."""
+        with torch.inference_mode():
+            return self.model.model(torch.tensor([ids])).last_hidden_state[0, -1]
+
     def scheduler(self, **options: Any) -> Scheduler:
         args = ServerArgs.from_kwargs(
             model_path=str(self.folder), device="cpu", skip_tokenizer_init=True,
@@ -137,6 +142,30 @@ def test_log_probabilities(reference: Reference, chunk: int) -> None:
             torch.testing.assert_close(values, expected[p - 1, tokens], atol=1e-4, rtol=0)  # ties may swap tokens
             assert [t for _, t in named] == [5, 9]
             torch.testing.assert_close(torch.tensor([v for v, _ in named]), expected[p - 1, [5, 9]], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunked_prefill_size": 16}, {"page_size": 16}])
+def test_embeddings(reference: Reference, options: dict[str, Any]) -> None:
+    """Final hidden states of prompts at once, in chunks, among requests that generate, and from the prefix cache."""
+    scheduler = reference.scheduler(**options)
+    prompts = [prompt(5, 60), prompt(6, 3), prompt(5, 60)[:40] + [9], prompt(5, 60)]
+    for attempt in range(2):
+        collector = Collector()
+        add(scheduler, request("other", prompt(1), NEW_TOKENS, temperature=0.0, ignore_eos=True))
+        for i, ids in enumerate(prompts):
+            msg = request(f"r{i}", ids, 0)
+            msg.embed = True
+            add(scheduler, msg)
+        run_to_end(scheduler, collector)
+        assert collector.tokens["other"] == reference.greedy(prompt(1)) and set(collector.embeddings) == {
+            f"r{i}" for i in range(len(prompts))
+        }
+        for i, ids in enumerate(prompts):
+            assert not collector.tokens[f"r{i}"] and collector.finish[f"r{i}"].type == "length"
+            values = torch.frombuffer(bytearray(collector.embeddings[f"r{i}"]), dtype=torch.float32)
+            torch.testing.assert_close(values, reference.hidden(ids), atol=1e-4, rtol=1e-4, msg=f"{attempt}, {i}")
+        assert_clean(scheduler)
+    assert scheduler.stats._cached >= 2 * 32
 
 
 def test_log_probability_of_the_first_token_is_none(reference: Reference) -> None:

@@ -14,8 +14,9 @@ from starlette.types import ASGIApp
 
 from sglang.srt.entrypoints import http_native
 from sglang.srt.entrypoints.anthropic import routes as anthropic_routes
+from sglang.srt.entrypoints.embeddings import routes as embeddings_routes
 from sglang.srt.entrypoints.http_errors import ApiError, error_response
-from sglang.srt.entrypoints.http_middleware import RequestGate
+from sglang.srt.entrypoints.http_middleware import RequestGate, TraceHeaders
 from sglang.srt.entrypoints.http_openapi import describe_api
 from sglang.srt.entrypoints.http_state import ServerState
 from sglang.srt.entrypoints.http_stream import ClientDisconnected
@@ -64,6 +65,7 @@ def create_api(state: ServerState) -> FastAPI:
     api.include_router(openai_routes.router)
     api.include_router(anthropic_routes.router)
     api.include_router(responses_routes.router)
+    api.include_router(embeddings_routes.router)
     api.include_router(http_native.router)
     api.include_router(page_routes.router)
     api.add_exception_handler(ApiError, _on_api_error)
@@ -73,11 +75,21 @@ def create_api(state: ServerState) -> FastAPI:
         api.add_exception_handler(left, _on_disconnect)
     api.add_exception_handler(Exception, _on_bug)
 
-    describe_api(api, [*openai_routes.BODIES, *anthropic_routes.BODIES, *responses_routes.BODIES, *http_native.BODIES])
+    describe_api(
+        api,
+        [
+            *openai_routes.BODIES,
+            *anthropic_routes.BODIES,
+            *responses_routes.BODIES,
+            *embeddings_routes.BODIES,
+            *http_native.BODIES,
+        ],
+    )
     return api
 
 
 def create_app(state: ServerState) -> ASGIApp:
     """The complete application for `state`."""
-    gate = RequestGate(create_api(state), state.args.api_key)
+    api = create_api(state)
+    gate = RequestGate(TraceHeaders(api) if state.args.enable_trace else api, state.args.api_key)
     return CORSMiddleware(gate, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])

@@ -121,7 +121,7 @@ async def model_info(request: Request) -> Response:
             "model_path": args.model_path,
             "tokenizer_path": args.tokenizer_path,
             "served_model_name": args.served_model_name,
-            "is_generation": True,
+            "is_generation": not args.is_embedding,
             "preferred_sampling_params": args.preferred_sampling_params,
             "weight_version": WEIGHT_VERSION,
             "model_type": model.hf_config.get("model_type"),
@@ -180,8 +180,10 @@ async def health_generate(request: Request) -> Response:
 
 
 async def generate_one_token(manager: TokenizerManager) -> None:
-    """Raises RequestError."""
-    call = GenerateRequest(input_ids=[0], sampling_params={"max_new_tokens": 1, "temperature": 0.0})
+    """Or computes an embedding, if that is what the server is for. Raises RequestError."""
+    embed = manager.args.is_embedding
+    params = None if embed else {"max_new_tokens": 1, "temperature": 0.0}
+    call = GenerateRequest(input_ids=[0], sampling_params=params, embed=embed)
     async with await manager.submit(call) as stream:
         await stream.collect()
 

@@ -106,6 +106,14 @@ RESPONSES: Mapping[str, Unsupported] = {
     **_all(_INTERNALS, "top_logprobs", neutral=(0,)),
 }
 
+EMBEDDINGS: Mapping[str, Unsupported] = {
+    **COMMON,
+    **_all("a decoder's embedding is the hidden state of its last token", "pooling_type", neutral=("last",)),
+    **_all("embeddings have length 1", "normalize", neutral=(True,)),
+    **_all("start the server with --allow-auto-truncate", "truncate_prompt_tokens"),
+    **_all(_INTERNALS, "return_pooled_hidden_states"),
+}
+
 PROFILE: Mapping[str, Unsupported] = {
     **_all("the trace runs until /stop_profile", "num_steps", "start_step", "profile_by_stage", "profile_stages"),
     **_all("set SGLANG_TORCH_PROFILER_DIR when starting the server", "output_dir", "profile_prefix"),

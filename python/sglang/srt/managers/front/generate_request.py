@@ -43,6 +43,8 @@ class GenerateRequest:
     top_logprobs_num: int | list[int] = 0
     token_ids_logprob: list[int] | list[list[int]] | None = None
     return_text_in_logprobs: bool = False
+    embed: bool = False
+    """Wanted are final hidden states instead of text: `sampling_params` is not given then."""
     rid: str | list[str] | None = None
     priority: int = 0
     cache_salt: str | list[str | None] | None = None
@@ -72,6 +74,8 @@ class GenerateOutput:
     """Set on the last output of a sequence."""
     meta: TokenMeta
     logprobs: OutputLogprobs | None
+    embedding: bytes = b""
+    """With `embed`, on the last output: H float32 values, the final hidden state of the prompt's last token."""
 
     def merge(self, later: GenerateOutput) -> None:
         """Append the next output of the same sequence."""
@@ -79,6 +83,7 @@ class GenerateOutput:
         self.new_ids.extend(later.new_ids)
         self.finish = later.finish
         self.meta = later.meta
+        self.embedding = later.embedding
         if self.logprobs is None:
             self.logprobs = later.logprobs
         elif later.logprobs is not None:

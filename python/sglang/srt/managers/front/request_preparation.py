@@ -63,15 +63,21 @@ class RequestPreparer:
         self._context_len = model_config.context_len
         self._vocab_size = model_config.vocab_size
         self._encode = encode
+        self._only_embeds = args.is_embedding
         self._model_defaults = model_config.default_sampling if args.sampling_defaults == "model" else {}
         self._server_defaults = json.loads(args.preferred_sampling_params or "{}")
 
     async def prepare(self, req: GenerateRequest) -> PreparedCall:
         """Raises RequestError (400)."""
+        if self._only_embeds and not req.embed:
+            raise RequestError(
+                "The server was started with --is-embedding and generates no text; use /v1/embeddings or /v1/rerank."
+            )
         prompts = _prompts(req)
         count = len(prompts)
         rids = _rids(req.rid, count, req.is_batch)
-        params = self._sampling_params(req.sampling_params, count)
+        given = SamplingParams(max_new_tokens=0) if req.embed else req.sampling_params
+        params = self._sampling_params(given, count)
         num_samples = params[0][0].n
         if any(p.n != num_samples for p, _ in params):
             raise RequestError("n must be the same for all prompts of a batch.")
@@ -115,6 +121,7 @@ class RequestPreparer:
                 logprob_start_len=wanted[1],
                 top_logprobs_num=wanted[2],
                 token_ids_logprob=wanted[3],
+                embed=req.embed,
                 priority=req.priority,
                 cache_namespace=_namespace(wanted[4], wanted[5]),
             )
