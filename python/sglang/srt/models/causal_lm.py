@@ -14,10 +14,10 @@ from sglang.srt.layers.attention_block import GQAttention
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
 from sglang.srt.layers.latent_attention import LatentAttention
-from sglang.srt.layers.linear import QuantMethod, Unquantized
+from sglang.srt.layers.linear import Unquantized
 from sglang.srt.layers.mlp import GatedMLP
 from sglang.srt.layers.moe.layer import MoELayer
-from sglang.srt.layers.parameter import Param, Scope
+from sglang.srt.layers.parameter import Param, QuantMethod, Scope
 from sglang.srt.layers.quantization.dense import QuantizedMethod
 from sglang.srt.layers.quantization.layout import redundant_endings
 from sglang.srt.layers.residual import FFN, MIXER, ResidualStream, SumResidual

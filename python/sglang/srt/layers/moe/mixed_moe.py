@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
-from sglang.srt.layers.moe.expert_weights import SILU, Activation, ExpertWeights
+from sglang.srt.configs.activation import SILU, Activation
+from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.layers.moe.fused_moe_triton import fused_moe as streamed
 from sglang.srt.layers.moe.fused_moe_triton.align import ExpertBlocks, align
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import COMBINE_BLOCK, gate_constants, matrix_of
