@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from sglang.srt.plan.caches import CacheGroup, PoolSizes, row_tables
-from sglang.srt.plan.layer_spec import CacheSpec, Full, Window
+from sglang.srt.plan.layer_spec import CacheSpec, Full, PerRequest, Window
 
 STORAGE_DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -70,7 +70,9 @@ class CachePools:
         }
 
     def _entries(self, group: CacheGroup, sizes: PoolSizes) -> int:
-        """One page more than the plan counts: page 0 is padding."""
+        """One page more than the plan counts: page 0 is padding. States lie by request slot, of which 0 is padding."""
+        if isinstance(group.lifetime, PerRequest):
+            return sizes.max_requests + 1
         assert isinstance(group.lifetime, Full) and group.entries_per_token == 1
         return sizes.tokens + sizes.page_size
 
