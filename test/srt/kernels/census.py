@@ -30,6 +30,8 @@ from sglang.srt.layers.moe.fused_moe_triton import fused_moe as moe
 from sglang.srt.layers.moe.fused_moe_triton.config_files import find
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, last_resort, tile_rows
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
+from sglang.srt.layers.recurrent.rule import Rule, gated_delta_rule
+from sglang.srt.layers.recurrent.triton_ops import causal_conv, gated_norm, recurrence
 from sglang.srt.layers.triton_ops import (
     activation,
     gemv,
@@ -88,6 +90,8 @@ class Shape:
     prompt_heads: tuple[int, int] = (0, 0)  # of latent attention over uncompressed prompts
     dense_heads: tuple[int, int] = (0, 0)  # of an image encoder
     causal: bool = True  # of that
+    recurrent: tuple[int, int, int, int] = (0, 0, 0, 0)  # key and value heads, dims of a key and a value
+    delta: bool = True  # the gated delta rule; else Mamba-2
 
 
 def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -103,9 +107,8 @@ def shapes(names: Sequence[str] = (), layouts: Sequence[int] = LAYOUTS) -> Itera
             heads, kv_heads = model["heads"], model["kv_heads"]
             if heads % tp or (kv_heads % tp and tp % kv_heads) or model.get("inter", 0) % tp:
                 continue
-            dims = {
-                key: tuple(model[key]) for key in ("head_dims", "groups", "prompt_heads", "dense_heads") if key in model
-            }
+            tuples = ("head_dims", "groups", "prompt_heads", "dense_heads", "recurrent")
+            dims = {key: tuple(model[key]) for key in tuples if key in model}
             whole = Shape(**{"model": name, "tp": tp} | model | dims)
             yield replace(whole, heads=heads // tp, kv_heads=max(1, kv_heads // tp), inter=whole.inter // tp)
 
@@ -127,6 +130,11 @@ def launch_all(shape: Shape, arch: ArchTraits, done: set[object]) -> None:
     if any(shape.prompt_heads):
         once(_latent, shape.heads, shape.head_dims, shape.prompt_heads, arch)
     once(_dense_attention, 16 if not shape.causal else shape.heads, shape.dense_heads, shape.causal, arch)
+    if any(shape.recurrent):
+        key_heads, value_heads, key_dim, value_dim = shape.recurrent
+        once(_recurrent, key_heads // shape.tp, value_heads // shape.tp, key_dim, value_dim, shape.delta)
+        if shape.delta:
+            once(_output_gate, shape.heads * shape.head_dims[1])
     for rows, cols, bias in _unquantized(shape):
         once(_gemv, rows, cols, bias)
     for rows, cols, bias in _projections(shape):
@@ -237,6 +245,41 @@ def _dense_attention(heads: int, head_dims: tuple[int, int], causal: bool, arch:
     for tile in attention_tiles("prefill_attention", dim, v_dim, "bfloat16", arch.features):
         q, k, v, o = empty(100, heads, dim), empty(100, heads, dim), empty(100, heads, v_dim), empty(100, heads, v_dim)
         context_attention_fwd(q, k, v, o, empty(9, dtype=torch.int32), is_causal=causal, tile=tile)
+
+
+def _recurrent(key_heads: int, heads: int, key_dim: int, value_dim: int, delta: bool) -> None:
+    """With states of both types; q, k and v are parts of what the convolution leaves, which is a part of a product."""
+    keys, values = key_heads * key_dim, heads * value_dim
+    channels = 2 * keys + values
+    conv = (empty(channels, 4), None if delta else empty(channels), empty(REQUESTS + 1, 3, channels))
+    heads_with_norm = (2 * key_heads, key_dim) if delta else (0, 0)
+    rule = gated_delta_rule(key_dim) if delta else Rule(delta=False)
+    per_head, skip = empty(heads, dtype=torch.float32), None if delta else empty(heads, dtype=torch.float32)
+    slots = empty(8, dtype=torch.int64)
+    ragged = (slots, slots, empty(8, dtype=torch.int32), empty(9, dtype=torch.int32))
+    for tokens in (8, 2000):
+        x, out = empty(tokens, channels + values)[:, :channels], empty(tokens, channels)
+        causal_conv.causal_conv_extend(x, *conv, *ragged, out, *heads_with_norm)
+        q, k, v = (part.unflatten(-1, (-1, dim)) for part, dim in zip(
+            out.split([keys, keys, values], -1), (key_dim, key_dim, value_dim), strict=True
+        ))  # fmt: skip
+        a, b = empty(tokens, 2 * heads).split([heads, heads], -1)
+        given = (rule, q, k, v, a, b if delta else None, per_head, per_head, skip)
+        result = empty(tokens, heads, value_dim)
+        for dtype in (torch.float32, BF16):
+            states = empty(REQUESTS + 1, heads, key_dim, value_dim, dtype=dtype)
+            recurrence.recurrence_extend(*given, states, *ragged, result)
+            if tokens == 8:
+                causal_conv.causal_conv_decode(x, *conv, slots, out, *heads_with_norm)
+                for num_sms in (1, 1000):
+                    recurrence.recurrence_decode(*given, states, slots, result, num_sms)
+        groups, weight = (heads, empty(value_dim)) if delta else (key_heads, empty(values))
+        normed = result.view(tokens, groups, -1)
+        gated_norm.gated_rmsnorm(normed, empty(tokens, values), weight, 1e-6, gate_first=not delta)
+
+
+def _output_gate(width: int) -> None:
+    gated_norm.attention_output_gate(empty(8, width), empty(8, 2 * width)[:, width:])
 
 
 def _projections(shape: Shape) -> Iterator[tuple[tuple[int, ...], int, bool]]:
