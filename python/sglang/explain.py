@@ -65,13 +65,11 @@ def explain(args: ServerArgs, arch: ArchTraits, packages: frozenset[str]) -> Exp
     directory = resolve_model_path(args.model_path, args.revision, args.download_dir, False)
     config = merge_overrides(read_config(directory), args.model_overrides())
     quantization = agree(args.quantization, detect(config, directory), str(directory))
-    model = describe_model(config, quantization, not args.disable_shared_experts_fusion)
+    fuse, source = not args.disable_shared_experts_fusion, str(directory / "config.json")
+    model = describe_model(config, quantization, fuse, source)
     serving = serving_of(args, model.dtype if args.dtype == "auto" else args.dtype, quantization)
-    try:
-        served: ModelConfig | None = ModelConfig.from_server_args(args)
-        not_implemented = None
-    except UserError as error:
-        served, not_implemented = None, str(error)
+    not_implemented = "\n".join(model.unsupported) or None
+    served = None if not_implemented else ModelConfig.from_server_args(args)
     try:
         check_layout(model, serving.tp_size)
     except UserError as error:

@@ -29,6 +29,7 @@ class DirectRequest:
     namespace: str | None = None
     slot: int = 0
     kv_len: int = 0
+    reserved_len: int = 0
     num_cached: int = 0
     node: Node | None = None
 
@@ -79,7 +80,7 @@ class DirectBatch:
             results.append(self._prefill_step(goals, max_tokens))
         for finished, result in results:
             self._wait(result)
-            for i, token in zip(finished, result.next_token_ids.tolist(), strict=True):
+            for i, token in zip(finished, result.next_token_ids[:, 0].tolist(), strict=True):
                 tokens[i] = token
         return tokens
 
@@ -116,7 +117,7 @@ class DirectBatch:
         self.lens = lens
         result = self.runner.run(StepInput(self.slots, lens, locs, table_update=self.kv.take_update()))
         self._wait(result)
-        tokens: list[int] = result.next_token_ids.tolist()
+        tokens: list[int] = result.next_token_ids[:, 0].tolist()
         return tokens
 
     def _wait(self, result: StepResult) -> None:

@@ -16,9 +16,10 @@ from tqdm import tqdm
 
 from sglang.bench.direct import DirectBatch, direct_table
 from sglang.quantize.prompts import read_prompts
+from sglang.srt.configs.activation import SILU, Activation
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
-from sglang.srt.layers.moe.expert_weights import SILU, Activation, ExpertWeights
+from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.layers.native_ops import gated
 from sglang.srt.managers.scheduler.scheduler_setup import create_plan
 from sglang.srt.model_executor.model_runner import ModelRunner

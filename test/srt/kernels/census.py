@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from sglang.srt.configs.activation import GPT_OSS_SWIGLU, SILU
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import SCHEMES, Scheme, expert_share
 from sglang.srt.errors import UserError
@@ -24,14 +25,7 @@ from sglang.srt.layers.attention.triton_ops import latent_prompt
 from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, decode_attention_fwd, plan_decode
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
 from sglang.srt.layers.attention.triton_ops.prefill_attention import context_attention_fwd
-from sglang.srt.layers.moe.expert_weights import (
-    ELEMENT_DTYPES,
-    GPT_OSS_SWIGLU,
-    SCALE_DTYPES,
-    SILU,
-    ExpertWeights,
-    wants_planes,
-)
+from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights, wants_planes
 from sglang.srt.layers.moe.fused_moe_triton import fused_moe as moe
 from sglang.srt.layers.moe.fused_moe_triton.config_files import find
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, last_resort, tile_rows
@@ -319,7 +313,7 @@ def _routing(
             topk.topk_hash(logits, ids, table, score, 1.5, fused, valid)
         if score == "softmax":
             for renormalize in (True, False):
-                topk.topk_softmax(logits, top_k, renormalize, 1.0, fused, valid)
+                topk.topk_softmax(logits, top_k, renormalize, 1.0, fused, valid, groups)
         else:
             bias = empty(experts, dtype=torch.float32) if correction else None
             route = getattr(topk, f"topk_{score}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
+import torch
 
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
@@ -42,8 +43,8 @@ def expected_output(prompt: list[int], max_new_tokens: int, ignore_eos: bool = F
 class LateResult:
     """Tokens that may be read only after the step is over."""
 
-    next_token_ids: np.ndarray
-    logprobs: None = None
+    next_token_ids: torch.Tensor
+    counts: torch.Tensor | None = None
     prompt_logprobs: None = None
     embeddings: None = None
 
@@ -65,6 +66,7 @@ class FakeSamplingTable:
 
 class FakeRunner:
     graphs = None
+    tokens_per_step = 1
 
     def __init__(self, pool: int, page: int, context: int, max_reqs: int, chunk: int, max_prefill: int = 4096) -> None:
         self.plan = SimpleNamespace(
@@ -80,7 +82,10 @@ class FakeRunner:
         self.not_numbers: Callable[[np.ndarray], bool] = lambda sequence: False
         """Whether a sequence's logits are NaN."""
 
-    def run(self, step: StepInput) -> LateResult:
+    def sample(self, forward: LateResult, vocab_mask: np.ndarray | None = None) -> LateResult:
+        return forward
+
+    def forward(self, step: StepInput) -> LateResult:
         if step.table_update is not None:
             assert len(np.unique(step.table_update.index)) == len(step.table_update.index)
             self.table.reshape(-1)[step.table_update.index] = step.table_update.value
@@ -105,7 +110,7 @@ class FakeRunner:
             assert (sequence >= 0).all(), "a cache slot was read before it was written"
             tokens.append(NO_TOKEN if self.not_numbers(sequence) else next_token(sequence))
             self.next_token[step.slots[row]] = max(tokens[-1], 0)
-        return LateResult(np.array(tokens, np.int64))
+        return LateResult(torch.tensor(tokens)[:, None])
 
 
 def make_scheduler(runner: FakeRunner, **options: object) -> Scheduler:

@@ -20,6 +20,7 @@ class Sequence:
     namespace: str | None = None
     slot: int = 0
     kv_len: int = 0
+    reserved_len: int = 0
     num_cached: int = 0
     node: Node | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,8 @@ from sglang.srt.model_loader.loader import load_model
 from sglang.srt.plan.caches import PoolSizes, cache_groups
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import Serving
-from sglang.srt.plan.model_description import describe_model
+from sglang.srt.plan.model_description import ModelDescription, describe_model
+from sglang.srt.plan.weights import rank_weight_bytes
 from sglang.srt.server_args import ServerArgs
 
 if TYPE_CHECKING:
@@ -50,6 +52,33 @@ LLAMA3_ROPE = {
 # Dimensions that GPU kernels take.
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 128}
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "rope_interleave": True,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}
+
 # name -> (transformers config class, what differs from SIZES)
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {}),
@@ -63,6 +92,30 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_wide": ("Qwen3Config", WIDE),
     "qwen3_moe_wide": ("Qwen3MoeConfig", WIDE | EXPERTS | {"moe_intermediate_size": 128}),
     "llama_wide": ("LlamaConfig", WIDE | {"head_dim": 64}),
+    "deepseek_v2_lite": (
+        "DeepseekV2Config",
+        LATENT
+        | {
+            "q_lora_rank": None,
+            "n_shared_experts": 2,
+            "topk_method": "greedy",
+            "rope_parameters": YARN | {"mscale": 0.7},
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        LATENT | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        LATENT | {"n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 1, "rope_parameters": YARN},
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        LATENT
+        | {"qk_nope_head_dim": 24, "v_head_dim": 32, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
     "llama_bias_llama3": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
 }
 
@@ -81,6 +134,9 @@ def hf_model(name: str, seed: int = 0) -> PreTrainedModel:
                 param.uniform_(0.5, 1.5)
             else:
                 param.normal_(0.0, 0.15)
+        for key, buffer in model.named_buffers():
+            if "correction" in key:
+                buffer.uniform_(-0.2, 0.2)
         if model.config.tie_word_embeddings:  # or else the likeliest next token is the last one
             model.get_input_embeddings().weight.mul_(0.1)
     return model
@@ -102,10 +158,20 @@ class NativePlan:
     arch: ArchTraits = CPU
     kv_cache_dtype: str = "float32"
     fuse_shared_experts: bool = True
+    tokens_per_step: int = 16
 
     @property
     def dtype(self) -> str:
         return self.model.dtype
+
+    @functools.cached_property
+    def description(self) -> ModelDescription:
+        description = describe_model(self.model.hf_config, self.model.quantization, self.fuse_shared_experts)
+        description.require_served()
+        return description
+
+    def weight_bytes(self, tp_size: int = 1) -> int:
+        return rank_weight_bytes(self.description, self.dtype, tp_size)
 
     def entry(self, op: str) -> Callable[..., Any]:
         return native_ops.quantized_linear if op.startswith("linear/") else getattr(native_ops, op)
@@ -126,8 +192,7 @@ class TinyRunner:
 
     def __init__(self, plan: NativePlan, load_format: str = "auto", tp_size: int = 1, seed: int = 0) -> None:
         self.model = load_model(plan, load_format)
-        description = describe_model(plan.model.hf_config, plan.model.quantization)
-        groups = cache_groups(description, Serving(plan.dtype, plan.kv_cache_dtype, tp_size=tp_size))
+        groups = cache_groups(plan.description, Serving(plan.dtype, plan.kv_cache_dtype, tp_size=tp_size))
         CachePools(groups, PoolSizes(1023, 1, 8, plan.context_len), "cpu").bind(self.model.caches)
         self.table = torch.full((9, plan.context_len), -7, dtype=torch.int32)
         self.free = (torch.randperm(1023, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
@@ -162,11 +227,16 @@ class TinyRunner:
             seq_lens_cpu=seq_lens,
         )
 
+    def batch_of_prompts(self, new: dict[int, list[int]]) -> ForwardBatch:
+        """Ready for the model."""
+        batch = self._batch(ForwardMode.EXTEND, new)
+        self.backend.init_forward_metadata(batch)
+        return batch
+
     @torch.inference_mode()
     def extend(self, new: dict[int, list[int]]) -> list[torch.Tensor]:
         """New tokens of each request slot -> logits [n, V] of each."""
-        batch = self._batch(ForwardMode.EXTEND, new)
-        self.backend.init_forward_metadata(batch)
+        batch = self.batch_of_prompts(new)
         logits = self.model.logits(self.model(batch))
         return list(logits.split([len(tokens) for tokens in new.values()]))
 

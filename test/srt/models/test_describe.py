@@ -9,14 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.configs.architectures import SUPPORTED_ARCHITECTURES
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
-from sglang.srt.layers.mlp import Dense
-from sglang.srt.layers.moe.layer import MoE
-from sglang.srt.layers.moe.topk import Router
-from sglang.srt.models.registry import MODEL_REGISTRY
-from sglang.srt.plan.weights import weight_bytes
+from sglang.srt.models.causal_lm import CausalLM
+from sglang.srt.plan.families import FAMILIES, SERVED_ARCHITECTURES
+from sglang.srt.plan.feed_forward import Dense, MoE, Router
 from sglang.srt.server_args import ServerArgs
 
 from .harness import NativePlan
@@ -81,25 +78,28 @@ def _model(config: dict[str, Any], folder: Path) -> ModelConfig:
     return ModelConfig.from_server_args(ServerArgs(model_path=str(folder)))
 
 
-def test_the_registry_has_what_the_configuration_accepts() -> None:
-    assert sorted(MODEL_REGISTRY) == sorted(SUPPORTED_ARCHITECTURES)
+def test_no_two_families_claim_the_same_models() -> None:
+    architectures = [name for family in FAMILIES for name in family.architectures]
+    model_types = [name for family in FAMILIES for name in family.model_types]
+    assert sorted(architectures) == list(SERVED_ARCHITECTURES) and len(set(model_types)) == len(model_types)
 
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
 def test_planned_weight_bytes_are_those_allocated(name: str, tmp_path: Path) -> None:
     config, published = PUBLISHED_PARAMETERS[name]
     model = _model(config, tmp_path)
-    built = MODEL_REGISTRY[model.architecture](NativePlan(model, context_len=16), device="meta")
+    plan = NativePlan(model, context_len=16)
+    built = CausalLM(plan, device="meta")
     assert all(p.tensor.is_meta and p.tensor.dtype == torch.bfloat16 for p in built.params.values())
-    assert weight_bytes(model, 1) == sum(p.tensor.nbytes for p in built.params.values())
-    assert weight_bytes(model, 1) / 2 == pytest.approx(published, rel=0.005)
+    assert plan.weight_bytes() == sum(p.tensor.nbytes for p in built.params.values())
+    assert plan.weight_bytes() / 2 == pytest.approx(published, rel=0.005)
 
 
 def test_which_layers_have_experts(tmp_path: Path) -> None:
     config = QWEN3_30B_A3B | {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
-    layers = MODEL_REGISTRY["Qwen3MoeForCausalLM"].describe(_model(config, tmp_path)).layers
-    assert [type(layer.mlp) for layer in layers] == [Dense, MoE, Dense, Dense, Dense, MoE]
-    assert layers[1].mlp == MoE(num_experts=128, intermediate_size=768, router=Router(top_k=8))
+    layers = NativePlan(_model(config, tmp_path)).description.layers
+    assert [type(layer.ffn) for layer in layers] == [Dense, MoE, Dense, Dense, Dense, MoE]
+    assert layers[1].ffn == MoE(num_experts=128, intermediate_size=768, router=Router(top_k=8))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,9 @@ def test_which_layers_have_experts(tmp_path: Path) -> None:
         (QWEN3_8B, {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         (QWEN3_8B, {"attention_dropout": 0.1}, "attention_dropout = 0.1 is not supported"),
         (QWEN3_8B, {"use_sliding_window": True}, "use_sliding_window = True is not supported"),
-        (QWEN3_8B, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types .*sliding_attention"),
+        (QWEN3_8B, {"layer_types": ["full_attention", "sliding_attention"]}, "'layer_types' has 2 entries for 36"),
+        (LLAMA_8B, {"pretraining_tp": 2}, "pretraining_tp = 2 is not supported for LlamaForCausalLM; supported: 1"),
+        (LLAMA_8B, {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is not supported"),
         (QWEN3_8B, {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "'longrope' is not supported"),
         (QWEN3_8B, {"rms_norm_eps": None}, "'rms_norm_eps' is missing"),
         (LLAMA_8B, {"mlp_bias": "yes"}, "'mlp_bias' must be of type bool"),
@@ -120,4 +122,60 @@ def test_values_that_we_do_not_compute_are_refused(
 ) -> None:
     model = _model(base | change, tmp_path)
     with pytest.raises(UserError, match=message):
-        MODEL_REGISTRY[model.architecture].describe(model)
+        _ = NativePlan(model).description
+
+
+def test_values_that_configs_leave_out(tmp_path: Path) -> None:
+    left_out = dict.fromkeys(("head_dim", "num_key_value_heads", "torch_dtype"))
+    config = QWEN3_8B | left_out | {"num_attention_heads": 64}
+    for architecture, head_dim, kv_heads in (("Qwen3ForCausalLM", 128, 32), ("LlamaForCausalLM", 64, 64)):
+        description = NativePlan(_model(config | {"architectures": [architecture]}, tmp_path)).description
+        assert (description.layers[0].mixer.head_dim, description.layers[0].mixer.num_kv_heads) == (head_dim, kv_heads)
+        assert description.dtype == "bfloat16" and not description.tie_embeddings
+
+
+@pytest.mark.parametrize("experts", [{"num_experts": 128}, {"num_local_experts": 128, "num_experts": None}])
+def test_numbers_of_experts(tmp_path: Path, experts: dict[str, Any]) -> None:
+    found = NativePlan(_model(QWEN3_30B_A3B | experts, tmp_path)).description.experts
+    assert found is not None and (found.num_experts, found.top_k, found.intermediate_size) == (128, 8, 768)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported. Supported: .*LlamaForCausalLM"),
+        ({"hidden_size": None}, "key 'hidden_size' is missing"),
+        ({"hidden_size": "4096"}, "'hidden_size' must be of type int; got '4096'"),
+        ({"num_hidden_layers": 0}, "'num_hidden_layers' must be at least 1"),
+        ({"num_hidden_layers": True}, "'num_hidden_layers' must be of type int"),
+        ({"num_key_value_heads": 5}, "32 is not a multiple of num_key_value_heads 5"),
+        ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings' must be of type bool"),
+    ],
+)
+def test_what_cannot_be_read_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        _ = NativePlan(_model(QWEN3_8B | change, tmp_path)).description
+
+
+def test_an_impossible_router_is_a_start_up_error(tmp_path: Path) -> None:
+    config = QWEN3_30B_A3B | {"num_experts_per_tok": 129}
+    with pytest.raises(UserError, match="config.json: impossible routing: 129 experts cannot be chosen from 1 groups"):
+        _ = NativePlan(_model(config, tmp_path)).description
+
+
+def test_transformers_writes_what_we_read(tmp_path: Path) -> None:
+    """The form that the installed transformers saves, for every architecture."""
+    import transformers
+
+    for name in SERVED_ARCHITECTURES:
+        cls = getattr(transformers, name).config_class
+        for tied in (False, True):
+            saved = cls(architectures=[name], num_attention_heads=16, num_key_value_heads=4, tie_word_embeddings=tied)
+            saved.save_pretrained(tmp_path)
+            model = ModelConfig.from_server_args(ServerArgs.from_kwargs(model_path=str(tmp_path)))
+            description = NativePlan(model).description
+            assert description.tie_embeddings is tied
+            mixer = description.layers[0].mixer
+            assert (mixer.num_heads, mixer.num_kv_heads) == (16, 4)
+            assert mixer.head_dim == (getattr(saved, "head_dim", None) or saved.hidden_size // 16)
+            assert model.context_len == saved.max_position_embeddings

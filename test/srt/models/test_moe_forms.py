@@ -12,7 +12,6 @@ import torch.multiprocessing as mp
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.model_loader.loader import load_model
-from sglang.srt.plan.weights import weight_bytes
 
 from .harness import TinyRunner, plan_for
 from .quantized_checkpoints import FORMS, save_quantized
@@ -28,9 +27,9 @@ def test_every_form_computes_what_it_stands_for(form: str, tmp_path: Path) -> No
     assert want.std() > 0.1
     torch.testing.assert_close(steps(runner), want, **TOLERANCE)
     for layer in runner.model.layers:
-        assert layer.mlp.experts.w13.scheme is not None and layer.mlp.experts.w2.scheme is not None
+        assert layer.ffn.experts.w13.scheme is not None and layer.ffn.experts.w2.scheme is not None
     held = sum(p.tensor.nbytes for p in runner.model.params.values())
-    assert held == weight_bytes(plan.model, 1), "the plan counts other bytes than are allocated"
+    assert held == plan.weight_bytes(1), "the plan counts other bytes than are allocated"
 
 
 def test_routed_experts_alone_may_be_quantized(tmp_path: Path) -> None:
@@ -40,7 +39,7 @@ def test_routed_experts_alone_may_be_quantized(tmp_path: Path) -> None:
     plan = plan_for(tmp_path / "quantized")
     runner = TinyRunner(plan)
     torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
-    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == weight_bytes(plan.model, 1)
+    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes(1)
 
 
 def test_16_bit_experts_quantized_while_loading(tmp_path: Path) -> None:
@@ -50,7 +49,7 @@ def test_16_bit_experts_quantized_while_loading(tmp_path: Path) -> None:
     plan = plan_for(tmp_path / "original" / "reference", quantization="fp8")
     runner = TinyRunner(plan)
     torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
-    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == weight_bytes(plan.model, 1)
+    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes(1)
 
 
 def test_a_checkpoint_that_is_in_16_bits_after_all(tmp_path: Path) -> None:
@@ -67,7 +66,7 @@ def _rank(rank: int, folder: Path, forms: tuple[str, ...]) -> None:
         plan = plan_for(folder / form / "quantized")
         runner = TinyRunner(plan, tp_size=2)
         held = sum(p.tensor.nbytes for p in runner.model.params.values())
-        assert held == weight_bytes(plan.model, 2), "the plan counts other bytes than a rank allocates"
+        assert held == plan.weight_bytes(2), "the plan counts other bytes than a rank allocates"
         torch.save(steps(runner), folder / f"{form}{rank}.pt")
     parallel_state.shutdown()
 
@@ -84,6 +83,6 @@ def test_two_ranks_agree_with_one(tmp_path: Path) -> None:
 
 def test_more_ranks_than_groups_is_a_start_up_error(tmp_path: Path) -> None:
     save_quantized("qwen3_moe_wide", FORMS["fp8_block"], tmp_path)
-    model = plan_for(tmp_path / "quantized").model
+    plan = plan_for(tmp_path / "quantized")
     with pytest.raises(UserError, match="size 128 in groups of 128 that share .* too few for 2 .*hold none of 1"):
-        weight_bytes(model, 2)
+        plan.weight_bytes(2)

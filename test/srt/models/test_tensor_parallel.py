@@ -9,7 +9,6 @@ import torch
 import torch.multiprocessing as mp
 
 from sglang.srt.distributed import parallel_state
-from sglang.srt.plan.weights import weight_bytes
 
 from .harness import TinyRunner, plan_for, random_tokens, save_tiny
 
@@ -28,7 +27,7 @@ def _rank(rank: int, size: int, folder: Path, names: tuple[str, ...]) -> None:
         plan = plan_for(folder / name)
         runner = TinyRunner(plan, tp_size=size)
         held = sum(p.tensor.nbytes for p in runner.model.params.values())
-        assert held == weight_bytes(plan.model, size), "the plan counts other bytes than a rank allocates"
+        assert held == plan.weight_bytes(size), "the plan counts other bytes than a rank allocates"
         torch.save(_steps(runner), folder / f"{name}{rank}.pt")
     parallel_state.shutdown()
 

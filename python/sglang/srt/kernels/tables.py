@@ -171,10 +171,11 @@ DECODE_ATTENTION = _attention("decode_attention")
 LATENT_PROMPT_ATTENTION = (
     KernelSpec(
         "triton",
-        f"{_ATTENTION}.triton_ops.latent_prompt:latent_prompt_attention",
+        f"{_ATTENTION}.latent_prompt:TritonLatentPrompt",
         CP_ASYNC,
         "triton",
         tiled=True,
+        kernel_module=f"{_ATTENTION}.triton_ops.latent_prompt",
         refuse=_HALF,
     ),
     KernelSpec("torch_native", f"{_NATIVE}:latent_prompt_attention", graph_safe=False),

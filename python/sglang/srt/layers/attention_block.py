@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from sglang.srt.errors import UserError
 from sglang.srt.layers.attention.call_site import Attention
+from sglang.srt.layers.block import Site
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_of
-from sglang.srt.layers.parameter import Init, Part, PartKey, Scope
-from sglang.srt.layers.rotary_embedding import RopeSpec
+from sglang.srt.layers.parameter import Init, Part, Scope
+from sglang.srt.plan.mixers import GQA
+from sglang.srt.plan.weight_names import PartKey
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
-
-
-@dataclass(frozen=True, slots=True)
-class GQA:
-    """Attention in which `num_heads / num_kv_heads` query heads share a kv head."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: RopeSpec
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
 
 
 def kv_head_range(num_kv_heads: int, tp_rank: int, tp_size: int) -> slice:
@@ -44,40 +32,48 @@ class GQAttention:
     """[T, H] -> [T, H]: one projection to q, k and v; head norms, rotary embedding and the store into the pool in one
     op; attention; output projection."""
 
-    def __init__(
-        self, scope: Scope, layer_id: int, hidden_size: int, spec: GQA, eps: float, cos_sin: torch.Tensor
-    ) -> None:
-        dim = spec.head_dim
+    def __init__(self, scope: Scope, spec: GQA, site: Site) -> None:
+        assert spec.rope is not None and spec.v_head_dim == spec.head_dim
+        dim, hidden_size = spec.head_dim, site.model.hidden_size
         heads = shard_of(spec.num_heads, scope.tp_rank, scope.tp_size, "number of attention heads")
         kv_heads = kv_head_range(spec.num_kv_heads, scope.tp_rank, scope.tp_size)
         self.num_heads = heads.stop - heads.start
         self.num_kv_heads = kv_heads.stop - kv_heads.start
         self.head_dim = dim
-        self.eps = eps
-        self.cos_sin = cos_sin
+        self.eps = site.model.norm_eps
+        self.rotary = site.rotary.of(spec.rope)
         q_rows = (spec.num_heads * dim, slice(heads.start * dim, heads.stop * dim))
         kv_rows = (spec.num_kv_heads * dim, slice(kv_heads.start * dim, kv_heads.stop * dim))
         projections = {"q": q_rows, "k": kv_rows, "v": kv_rows}
         self.qkv = ColumnParallelLinear(scope.sub("qkv"), hidden_size, projections, spec.qkv_bias)
         self.o = RowParallelLinear(scope.sub("o"), spec.num_heads * dim, hidden_size, spec.o_bias)
         self.q_norm = self.k_norm = None
-        if spec.qk_norm:
+        if spec.qk_norm == "head":
             self.q_norm = scope.sub("q_norm").param("weight", (dim,), init=Init.ONES)
             self.k_norm = scope.sub("k_norm").param("weight", (dim,), init=Init.ONES)
         self.k_scale = self.v_scale = None
-        self.cache = scope.cache(layer_id, "kv")
+        self.cache = scope.cache(site.layer_id, "kv")
         if scope.plan.kv_cache_dtype.startswith("fp8"):
-            self.k_scale, self.v_scale = _cache_scale(scope, "k_scale"), _cache_scale(scope, "v_scale")
+            self.k_scale, self.v_scale = cache_scale(scope, "k_scale"), cache_scale(scope, "v_scale")
             scope.finish.append(self._take_cache_scales)
         self.norm_rope_store = scope.plan.entry("qk_norm_rope_store")
-        self.attention = Attention(self.cache, self.num_heads, self.num_kv_heads, dim, dim**-0.5)
+        self.attention = Attention(
+            self.cache,
+            self.num_heads,
+            self.num_kv_heads,
+            dim,
+            spec.softmax_scale,
+            sliding_window=spec.window,
+            logit_cap=spec.logit_cap,
+        )
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         cache = self.cache
+        positions, cos_sin = self.rotary.at(batch.positions)
         q, k, v = self.norm_rope_store(
             self.qkv(x),
-            batch.positions,
-            self.cos_sin,
+            positions,
+            cos_sin,
             self.q_norm,
             self.k_norm,
             self.eps,
@@ -96,14 +92,16 @@ class GQAttention:
         """What keys and values are divided by in an fp8 cache; 1 where the checkpoint does not say.
 
         Raises UserError for a scale that cannot be one."""
-        self.cache.k_scale, self.cache.v_scale = _value(self.k_scale), _value(self.v_scale)
+        self.cache.k_scale, self.cache.v_scale = cache_scale_value(self.k_scale), cache_scale_value(self.v_scale)
 
 
-def _cache_scale(scope: Scope, leaf: str) -> torch.Tensor:
+def cache_scale(scope: Scope, leaf: str) -> torch.Tensor:
+    """The parameter [1] that holds a checkpoint's scale of an fp8 cache; 1 in those that have none."""
     return scope.param(leaf, (1,), {PartKey(): Part((1,), optional=True)}, Init.ONES, torch.float32)
 
 
-def _value(scale: torch.Tensor | None) -> float:
+def cache_scale_value(scale: torch.Tensor | None) -> float:
+    """What an fp8 cache divides by; 1 without a scale. Raises UserError for one that cannot be."""
     value = 1.0 if scale is None else float(scale.item())
     if not 0.0 < value < float("inf"):
         raise UserError(f"the checkpoint's scale of the KV cache is {value}; serve it with --kv-cache-dtype bf16")

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.distributed import parallel_state
-from sglang.srt.layers.parameter import Part, PartKey, Scope
+from sglang.srt.layers.parameter import Part, Scope
+from sglang.srt.plan.weight_names import PartKey
 
 
 def _vocab_weight(scope: Scope, vocab_size: int, hidden_size: int) -> torch.Tensor:

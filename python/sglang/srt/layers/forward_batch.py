@@ -31,6 +31,7 @@ import torch
 from sglang.srt.layers.attention.attention_layer import AttentionLayer
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.attention.latent_chunks import LatentPrompts
     from sglang.srt.mem_cache.memory_pool import CacheStore
 
 
@@ -43,6 +44,14 @@ class ForwardMode(Enum):
 
     def is_decode(self) -> bool:
         return self is ForwardMode.DECODE
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRows:
+    """Inputs that are no tokens: rows [N, H] in place of the embeddings of the tokens `index` [N] of T."""
+
+    index: torch.Tensor
+    rows: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +77,7 @@ class ForwardBatch:
     forward_mode: ForwardMode
     batch_size: int
     input_ids: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64, or [sections, T] where the frequencies of rotary embeddings have sections
     req_pool_indices: torch.Tensor  # [B] int64, request slot: the row of req_to_token and of states
     seq_lens: torch.Tensor  # [B] int32, length including the new tokens
     token_slots: tuple[TokenSlots, ...]
@@ -77,6 +86,8 @@ class ForwardBatch:
 
     num_valid_tokens: torch.Tensor | None = None
     """[1] int32: tokens from here on are padding, which experts need not compute. None: all are valid."""
+
+    embedding_rows: EmbeddingRows | None = None
 
     decodes: ForwardBatch | None = None
     """EXTEND only: the requests that decode in this step, as a DECODE batch. Their tokens are the first of T; B and the
@@ -88,6 +99,9 @@ class ForwardBatch:
     extend_start_loc: torch.Tensor | None = None  # [B + 1] int32, first of T of each request, and the end
     extend_seq_lens_cpu: list[int] | None = None
     extend_prefix_lens_cpu: list[int] | None = None
+
+    latent_prompts: LatentPrompts | None = None
+    """How latent attention computes the prompts: its first layer decides, for all of the step."""
 
     seq_lens_cpu: list[int] | None = None
     """None while a CUDA graph is captured; the longest length is then bounded by the context length only."""

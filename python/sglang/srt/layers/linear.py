@@ -13,7 +13,8 @@ from typing import Protocol
 import torch
 
 from sglang.srt.distributed import parallel_state
-from sglang.srt.layers.parameter import Init, Part, PartKey, Scope
+from sglang.srt.layers.parameter import Init, Part, Scope
+from sglang.srt.plan.weight_names import PartKey
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
 
@@ -35,11 +36,23 @@ class QuantMethod(Protocol):
     def create_weights(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
         """Allocate the weights of `shards` stacked by rows in `scope`, and return x [T, in] -> [T, out] (+ bias)."""
 
+    def create_unpacked(self, scope: Scope, shard: Shard, take: Callable[[torch.Tensor], None]) -> None:
+        """Allocate the weight of `shard` in `scope`. `take` gets it as [rows, cols] in the model's type, however the
+        checkpoint stores it: for a block that multiplies it in a way of its own."""
+
 
 class Unquantized:
     """One weight [out, in] in the model's dtype."""
 
     def create_weights(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
+        weight = self._stacked(scope, shards)
+        linear = scope.plan.entry("linear")
+        return lambda x: linear(x, weight, bias)
+
+    def create_unpacked(self, scope: Scope, shard: Shard, take: Callable[[torch.Tensor], None]) -> None:
+        take(self._stacked(scope, [shard]))
+
+    def _stacked(self, scope: Scope, shards: list[Shard]) -> torch.Tensor:
         parts: dict[PartKey, Part] = {}
         end = 0
         for shard in shards:
@@ -47,9 +60,7 @@ class Unquantized:
             parts[PartKey(shard.part)] = Part(
                 (shard.out_features, shard.in_features), (shard.rows, shard.cols), (slice(begin, end),)
             )
-        weight = scope.param("weight", (end, shards[0].cols.stop - shards[0].cols.start), parts)
-        linear = scope.plan.entry("linear")
-        return lambda x: linear(x, weight, bias)
+        return scope.param("weight", (end, shards[0].cols.stop - shards[0].cols.start), parts)
 
 
 def shard_of(total: int, rank: int, size: int, what: str) -> slice:

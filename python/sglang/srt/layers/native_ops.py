@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.layers.moe.expert_weights import SILU, Activation, ExpertWeights
+from sglang.srt.configs.activation import SILU, Activation
+from sglang.srt.layers.moe.expert_weights import ExpertWeights
 
 if TYPE_CHECKING:
     from sglang.srt.hardware.arch import ArchTraits
@@ -162,7 +163,12 @@ def latent_absorb(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.
     return out
 
 
-def latent_prompt_attention(
+def latent_prompt_attention(plan: object) -> Callable[..., None]:
+    """The plan's kernel for prompts of latent attention; this one takes nothing of the plan."""
+    return expanded_latent_attention
+
+
+def expanded_latent_attention(
     q: torch.Tensor,
     entries: torch.Tensor,
     w_uk: torch.Tensor,
@@ -174,7 +180,6 @@ def latent_prompt_attention(
     *,
     scale: float,
     cache_scale: float = 1.0,
-    tile: None = None,
 ) -> None:
     """Fill the rows of out [T, H, v] from start_loc[0] on: causal attention of q [T, H, nope + rot] over keys and
     values that are made of the cached prefixes' latents and of the new tokens' entries [T, rank + rot].
@@ -226,14 +231,24 @@ def topk_softmax(
     scale: float = 1.0,
     with_shared: bool = False,
     num_valid: torch.Tensor | None = None,
+    groups: tuple[int, int] = (1, 1),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """router_logits [T, E] -> weights [T, k] fp32 (of the softmax over all experts; summing to 1 if `renormalize`) and
-    expert ids [T, k] int32, largest first. `renormalize` is also the softmax over the chosen logits (GPT-OSS).
+    expert ids [T, k] int32, largest first. `renormalize` is also the softmax over the chosen logits (GPT-OSS). With
+    `groups` (number, best) only the experts of the best groups of neighbours are chosen from; a group's score is that
+    of its best expert. Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.3.
 
     Of all routings: `scale` multiplies the weights; `with_shared` appends expert E with weight 1 to every token's; from
     token `num_valid` [1] int32 on, ids are -1 and weights 0.
     """
-    weights, ids = torch.softmax(router_logits.float(), dim=-1).topk(top_k, dim=-1)
+    scores = torch.softmax(router_logits.float(), dim=-1)
+    num_groups, top_groups = groups
+    if top_groups < num_groups:
+        by_group = scores.unflatten(1, (num_groups, -1))
+        best = by_group.amax(-1).topk(top_groups, dim=-1).indices
+        taken = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter_(1, best, True)
+        scores = by_group.masked_fill(~taken[..., None], -torch.inf).flatten(1)
+    weights, ids = scores.topk(top_k, dim=-1)
     return _routed(weights, ids, renormalize, scale, router_logits.shape[1], with_shared, num_valid)
 
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from sglang.srt.mem_cache.memory_pool import CacheStore
+from sglang.srt.plan.weight_names import PartKey, WeightMap
 
 if TYPE_CHECKING:
     from sglang.srt.layers.linear import QuantMethod
-    from sglang.srt.models.weight_map import WeightMap
     from sglang.srt.plan.plan import Plan
 
 Index: TypeAlias = tuple[int | slice, ...]
@@ -72,19 +72,6 @@ class Part:
     @property
     def sharded(self) -> bool:
         return any(s.indices(n)[:2] != (0, n) for s, n in zip(self.source, self.shape, strict=False))
-
-
-@dataclass(frozen=True, slots=True)
-class PartKey:
-    """Names a part within its parameter; the fields fill the checkpoint name's template.
-
-    `module` is the module of the layer whose template that is, where it is not the parameter's own (a shared expert
-    that is kept among the routed ones).
-    """
-
-    part: str = ""
-    expert: int = 0
-    module: str = ""
 
 
 @dataclass(slots=True)

@@ -26,6 +26,8 @@ class CachedRequest(Protocol):
     """Its row; 0: none."""
     kv_len: int
     """Leading tokens whose cache entries are launched."""
+    reserved_len: int
+    """Leading positions that have a cache slot, if those are more than `kv_len`."""
     num_cached: int
     """Of these, tokens whose entries belong to the tree, locked through `node`."""
     node: Node | None
@@ -96,11 +98,14 @@ class KVTable:
             self.tree.evict(short)
         return self.allocator.available_size() >= num_tokens
 
-    def can_grow(self, seq_lens: Lengths, also: int = 0) -> bool:
-        """Make room for one more token of each of these requests, and for `also` tokens of another one."""
+    def can_grow(self, old_lens: Lengths, new_lens: Lengths, also: int = 0) -> bool:
+        """Make room for requests that grow from `old_lens` to `new_lens` tokens, and for `also` tokens of another."""
         page = self.page_size
-        new_pages = int((seq_lens % page == 0).sum())
-        return self.ensure_free(new_pages * page + (also + page if also else 0))
+        return self.ensure_free(self._new_pages(old_lens, new_lens) * page + (also + page if also else 0))
+
+    def _new_pages(self, old_lens: Lengths, new_lens: Lengths) -> int:
+        page = self.page_size
+        return int((new_lens - old_lens).sum() if page == 1 else (-(-new_lens // page) - -(-old_lens // page)).sum())
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -121,9 +126,7 @@ class KVTable:
     def grow(self, slots: npt.NDArray[np.int64], old_lens: Lengths, new_lens: Lengths, num_decodes: int) -> Slots:
         """Slots for the tokens old_lens[i] .. new_lens[i] - 1 of each request, one request after the other. The first
         `num_decodes` bring one token each, which the step itself enters in the device's table."""
-        page = self.page_size
-        pages = (-(-new_lens // page) - -(-old_lens // page)).sum()
-        self.ensure_free(int(pages) * page)
+        self.ensure_free(self._new_pages(old_lens, new_lens) * self.page_size)
         last = self.rows[slots, np.maximum(old_lens - 1, 0)]
         locs = self.allocator.alloc(old_lens, new_lens, last)
         assert locs is not None, "cache slots were promised that are not there"
@@ -150,12 +153,12 @@ class KVTable:
         assert req.node is not None
         if keep:
             self.commit(req)
-        self.allocator.free(self.rows[req.slot, req.num_cached : req.kv_len])
+        self.allocator.free(self.rows[req.slot, req.num_cached : max(req.kv_len, req.reserved_len)])
         self.tree.unlock(req.node)
         if not keep:
             self.tree.discard(req.node)
         self._free_rows.append(req.slot)
-        req.slot, req.kv_len, req.num_cached, req.node = 0, 0, 0, None
+        req.slot, req.kv_len, req.reserved_len, req.num_cached, req.node = 0, 0, 0, 0, None
 
     def reset(self) -> None:
         """Forget every cached prefix. Only while no request has a row."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
+from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 
@@ -107,17 +108,19 @@ class AttentionShape:
 class Matrix:
     """Weights [rows, cols] of one rank that one product takes.
 
-    `modules`: what the checkpoint calls them below the layer, stacked by rows ("self_attn.q_proj", ...); they decide
-    the scheme. `experts`: as many of them in one tensor (0: no experts). With `quantized` False they stay in 16 bits
-    whatever the checkpoint's rules say of the name.
+    `name`: of the module in the layer, as the family's WeightMap has it ("attn.qkv"); `parts` of it are stacked by rows
+    ("q", "k", "v"). What the checkpoint calls them decides the scheme. `experts`: as many of them in one tensor (0: no
+    experts). With `quantized` False they stay in 16 bits (or `dtype`) whatever the checkpoint's rules say of the name.
     """
 
-    modules: tuple[str, ...]
+    name: str
+    parts: tuple[str, ...]
     rows: int
     cols: int
     bias: bool = False
     experts: int = 0
     quantized: bool = True
+    dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +132,6 @@ class Elements:
 
 
 Weights = tuple[Matrix | Elements, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RotaryTable:
-    """Cosines and sines of `dims` dims of a head; layers of one `kind` share a table."""
-
-    dims: int
-    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +177,8 @@ class Mixer(Protocol):
         """Of a head's output, as decoding makes it."""
 
     @property
-    def rotary_table(self) -> RotaryTable | None: ...
+    def rope(self) -> RopeSpec | None:
+        """The rotation of positions; layers with equal ones share a table."""
 
     def needs(self, serving: Serving) -> Iterator[Need]:
         """In the order in which a step runs them; without the linear layers, which follow from the weights."""
@@ -211,15 +207,20 @@ class FeedForward(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """The stream is one vector a token; blocks add to it."""
+    """The stream is one vector a token; blocks add to it. With `norms_after` what a block makes is normed before it is
+    added, beside the norm before the block."""
 
-    streams: int = 1
+    norms_after: bool = False
+
+    @property
+    def streams(self) -> int:
+        return 1
 
     def needs(self, serving: Serving) -> Iterator[Need]:
         yield Need("fused_add_rmsnorm", q_dtype=serving.dtype)
 
     def weights(self, hidden_size: int) -> Weights:
-        return ()
+        return (Elements(2 * hidden_size),) if self.norms_after else ()
 
     def head_weights(self, hidden_size: int) -> Weights:
         return ()
@@ -245,7 +246,22 @@ class HyperConnections:
 
 
 SUM = Sum()
-Residual = Sum | HyperConnections
+
+
+class Residual(Protocol):
+    """How what blocks make adds to the stream from layer to layer: Sum, HyperConnections."""
+
+    @property
+    def streams(self) -> int:
+        """Vectors a token."""
+
+    def needs(self, serving: Serving) -> Iterator[Need]: ...
+
+    def weights(self, hidden_size: int) -> Weights:
+        """Of a layer, beside the norm before each of its two blocks."""
+
+    def head_weights(self, hidden_size: int) -> Weights:
+        """Of the model, once, beside the final norm."""
 
 
 @dataclass(frozen=True, slots=True)

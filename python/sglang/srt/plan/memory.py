@@ -112,8 +112,8 @@ def penalty_bytes(model: ModelDescription, sizes: Sizes) -> int:
 
 def rotary_bytes(model: ModelDescription, context_len: int) -> int:
     """Cosines and sines in fp32 of every position, one table for each kind of rotation in the model."""
-    tables = {layer.mixer.rotary_table for layer in model.layers}
-    return sum(context_len * table.dims * 4 for table in tables if table is not None)
+    rotations = {layer.mixer.rope for layer in model.layers}
+    return sum(context_len * rope.rot_dim * 4 for rope in rotations if rope is not None)
 
 
 def graph_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sglang.srt.configs.model_config import ModelConfig
@@ -36,6 +37,7 @@ class Plan:
 
     arch: ArchTraits
     model: ModelConfig
+    description: ModelDescription
     caches: tuple[CacheGroup, ...]
     attention_shapes: tuple[AttentionShape, ...]
     dtype: str
@@ -52,7 +54,6 @@ class Plan:
     max_prefill_tokens: int
     cuda_graph_bs: tuple[int, ...]  # empty: no graphs
     cuda_graph_prefill_tokens: tuple[int, ...] = ()
-    fuse_shared_experts: bool = True
     warnings: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()  # the server works, but not as the user will want it
 
@@ -64,6 +65,13 @@ class Plan:
         """The key of the choice for an op that attends with heads of this shape."""
         variant = f"{op}/{shape.head_dim}x{shape.v_head_dim}"
         return variant if variant in self.choices else op
+
+    @property
+    def tokens_per_step(self) -> int:
+        """At most."""
+        if self.chunked_prefill_size == -1:
+            return max(self.max_prefill_tokens, self.context_len)
+        return self.chunked_prefill_size
 
     def entry(self, op: str) -> Any:
         """The chosen kernel's callable."""
@@ -125,6 +133,8 @@ class Plan:
             tile = f" tile {tile_key(choice.tile)}" if choice.tile else ""
             remark = f" ({choice.remark})" if choice.remark else ""
             logger.info("%s: %s%s%s", op, choice.name, tile, remark)
+        if self.description.shared_apart is not None:
+            logger.info("The shared expert is computed apart from the routed ones: %s", self.description.shared_apart)
         logger.info(self.memory.log_line())
         logger.info(", ".join(f"{name}={value}" for name, value in self._sizes().items()))
         for message in self.warnings:
@@ -145,7 +155,7 @@ def make_plan(
 
     Raises UserError: a kernel that was asked for cannot run, heads do not divide, weights do not fit.
     """
-    description = describe_model(model.hf_config, model.quantization, not args.disable_shared_experts_fusion)
+    description = describe_served_model(args, model)
     check_layout(description, args.tp_size)
     serving = serving_of(args, model.dtype, model.quantization)
     choices = choose(args, needs_of(description, serving), arch, installed_packages() if packages is None else packages)
@@ -155,6 +165,7 @@ def make_plan(
     return Plan(
         arch=arch,
         model=model,
+        description=description,
         caches=capacity.groups,
         attention_shapes=attention_shapes(description, args.tp_size),
         dtype=model.dtype,
@@ -171,10 +182,18 @@ def make_plan(
         max_prefill_tokens=args.max_prefill_tokens,
         cuda_graph_bs=sizes.graph_batch_sizes,
         cuda_graph_prefill_tokens=sizes.prefill_graph_tokens,
-        fuse_shared_experts=not args.disable_shared_experts_fusion,
         warnings=tuple(capacity.notes + _token_notes(args, tokens)),
         errors=_check_pool(args, capacity, model.context_len, arch.device != "cpu"),
     )
+
+
+def describe_served_model(args: ServerArgs, model: ModelConfig) -> ModelDescription:
+    """Raises UserError for what is malformed, and for what is not computed here."""
+    source = str(Path(model.model_path) / "config.json")
+    fuse = not args.disable_shared_experts_fusion
+    description = describe_model(model.hf_config, model.quantization, fuse, source)
+    description.require_served()
+    return description
 
 
 def serving_of(args: ServerArgs, dtype: str, quantization: QuantConfig | None) -> Serving:

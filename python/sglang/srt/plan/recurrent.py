@@ -26,7 +26,7 @@ class GatedDelta:
         return self.value_heads
 
     @property
-    def rotary_table(self) -> None:
+    def rope(self) -> None:
         return None
 
     def _widths(self, tp_size: int) -> tuple[int, int]:
@@ -54,11 +54,11 @@ class GatedDelta:
         keys, values = self._widths(tp_size)
         heads = self.value_heads // tp_size
         return (
-            Matrix(("linear_attn.in_proj_qkv",), 2 * keys + values, hidden_size),
-            Matrix(("linear_attn.in_proj_z",), values, hidden_size),
-            Matrix(("linear_attn.in_proj_b",), heads, hidden_size, quantized=False),
-            Matrix(("linear_attn.in_proj_a",), heads, hidden_size, quantized=False),
-            Matrix(("linear_attn.out_proj",), hidden_size, values),
+            Matrix("gdn.in", ("qkv",), 2 * keys + values, hidden_size),
+            Matrix("gdn.in", ("z",), values, hidden_size),
+            Matrix("gdn.in", ("b",), heads, hidden_size, quantized=False),
+            Matrix("gdn.in", ("a",), heads, hidden_size, quantized=False),
+            Matrix("gdn.out", ("",), hidden_size, values),
             Elements((2 * keys + values) * self.conv_kernel + 2 * heads + self.value_dim),
         )
 

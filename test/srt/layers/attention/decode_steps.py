@@ -91,7 +91,7 @@ class DecodeSteps:
         for i in range(len(self.tokens)):
             self._grow(i)
         last = np.array([0] + [ids[-1] for ids in self.tokens], np.int64)
-        self.state.next_token.copy_(to_device(last, self.device))
+        self.state.next_tokens[:, 0].copy_(to_device(last, self.device))
         lens = np.array([len(ids) for ids in self.tokens], np.int32)
         loc = np.array([loc[-1] for loc in self.locs], np.int32)
         if self.graphs is not None:

@@ -150,7 +150,7 @@ class Latents:
     def reference(self) -> torch.Tensor:
         """In fp32 throughout."""
         out = torch.empty(len(self.q), HEADS, self.v_dim, device=DEVICE)
-        native_ops.latent_prompt_attention(
+        native_ops.expanded_latent_attention(
             self.q.float(), self.entries.float(), self.w_uk.float(), self.w_uv.float(), out, self.start_loc, self.cache,
             self.chunks(1 << 20), scale=self.softmax_scale, cache_scale=self.scale,
         )  # fmt: skip

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from sglang.srt.configs.activation import GPT_OSS_SWIGLU, SILU, Activation
 from sglang.srt.configs.quant_scheme import SCHEMES, expert_share
 from sglang.srt.errors import UserError
 from sglang.srt.layers import native_ops
-from sglang.srt.layers.moe.expert_weights import GPT_OSS_SWIGLU, SILU, Activation
-from sglang.srt.layers.moe.layer import MoE, Shared
-from sglang.srt.layers.moe.topk import Router
 from sglang.srt.layers.quantization.reference import dequantize, quantize
+from sglang.srt.plan.feed_forward import MoE, Router, Shared
 
 from .expert_checkpoint import FORMATS, FUSED_ONLY, LAYER, Format, Loaded, Tensors, fp8_tensor, save
 

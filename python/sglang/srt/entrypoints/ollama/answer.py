@@ -10,7 +10,7 @@ import msgspec
 
 from sglang.srt.entrypoints.openai.chat_output import ChoiceOutput
 from sglang.srt.function_call.events import ArgumentsDelta, CallEnd, CallStart, Event, ReasoningDelta, TextDelta
-from sglang.srt.managers.front.generate_request import GenerateOutput, RequestError
+from sglang.srt.managers.front.generate_request import GenerateOutput, refuse_aborted
 from sglang.srt.managers.front.generation_stream import GenerationStream
 from sglang.srt.managers.wire.io_struct import FinishReason, TokenMeta
 
@@ -90,8 +90,7 @@ class AnswerWriter:
 
     def _ending(self, finish: FinishReason, meta: TokenMeta) -> dict[str, Any]:
         """Raises RequestError 503 for an aborted answer."""
-        if finish.type == "abort":
-            raise RequestError("the answer was aborted at the server; send the request again", 503)
+        refuse_aborted(finish)
         assert self._first is not None
         end = time.perf_counter_ns()
         return {

@@ -16,10 +16,11 @@ from sglang.srt.configs.quant_scheme import Scheme
 from sglang.srt.errors import UserError
 from sglang.srt.layers.linear import Apply, Shard, Unquantized
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES
-from sglang.srt.layers.parameter import FLOATS, Convert, Fill, Part, PartKey, Scope, constant, random_codes
+from sglang.srt.layers.parameter import FLOATS, Convert, Fill, Param, Part, Scope, constant, random_codes
 from sglang.srt.layers.quantization.layout import Leaf, layout_of
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
 from sglang.srt.layers.quantization.reference import quantize
+from sglang.srt.plan.weight_names import PartKey
 
 # Random codes times these give weights of a deviation near 0.02, like unquantized dummy weights.
 _DUMMY_SCALES = {"e4m3": 0.02 / 104, "int8": 0.02 / 74, "int4": 0.02 / 4.6, "e2m1": 1.0}
@@ -38,8 +39,15 @@ class QuantizedMethod:
         quant = self.config.of_fused([scope.module(shard.part) for shard in shards])
         if quant is None:
             return Unquantized().create_weights(scope, shards, bias)
-        create = _quantized_while_loading if quant.storage == "online" else _as_stored
-        return QuantizedLinear(scope, quant, create(scope, shards, quant), bias)
+        return QuantizedLinear(scope, quant, _create(scope, shards, quant), bias)
+
+    def create_unpacked(self, scope: Scope, shard: Shard, take: Callable[[torch.Tensor], None]) -> None:
+        quant = self.config.of_fused([scope.module(shard.part)])
+        # Quantizing what is unpacked at once would only lose digits.
+        if quant is None or quant.storage == "online":
+            Unquantized().create_unpacked(scope, shard, take)
+        else:
+            UnpackedWeight(scope, _create(scope, [shard], quant), take)
 
 
 class QuantizedLinear:
@@ -63,6 +71,30 @@ class QuantizedLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         assert self.run is not None, "the weights are not loaded"
         return self.run(x, self.bias)
+
+
+class UnpackedWeight:
+    """A quantized weight that becomes one in the model's type once it is loaded. What it was stored as is freed."""
+
+    def __init__(self, scope: Scope, weight: LinearWeight, take: Callable[[torch.Tensor], None]) -> None:
+        self.scope, self.take = scope, take
+        self.weight: LinearWeight | None = weight
+        scope.finish.append(self.finish)
+
+    def finish(self) -> None:
+        assert self.weight is not None
+        scope, unpacked = self.scope, self.weight.dequantized().to(self.scope.dtype)
+        for name in [name for name in scope.params if name.startswith(f"{scope.path}.")]:
+            del scope.params[name]
+        name = f"{scope.path}.weight"
+        scope.params[name] = Param(name, unpacked, {})
+        self.weight = None
+        self.take(unpacked)
+
+
+def _create(scope: Scope, shards: list[Shard], quant: ModuleQuant) -> LinearWeight:
+    create = _quantized_while_loading if quant.storage == "online" else _as_stored
+    return create(scope, shards, quant)
 
 
 @dataclass(frozen=True, slots=True)

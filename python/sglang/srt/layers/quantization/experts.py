@@ -17,11 +17,12 @@ from sglang.srt.configs.quant_scheme import SCHEMES, Scheme, expert_share
 from sglang.srt.errors import UserError
 from sglang.srt.layers.linear import Shard
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights, repack
-from sglang.srt.layers.parameter import FLOATS, Convert, Fill, Index, Init, Part, PartKey, Scope, constant, random_codes
+from sglang.srt.layers.parameter import FLOATS, Convert, Fill, Index, Init, Part, Scope, constant, random_codes
 from sglang.srt.layers.quantization.experts_finish import StoredProduct, finish_pair
 from sglang.srt.layers.quantization.experts_fused import FUSED, FusedForm, FusedLeaf
 from sglang.srt.layers.quantization.layout import Layout, Leaf, layout_of
 from sglang.srt.layers.quantization.reference import quantize
+from sglang.srt.plan.weight_names import PartKey
 
 # Scales with which random codes have a deviation near 0.02, as unquantized dummy weights do.
 _DUMMY_SCALES = {"e4m3": 0.02 / 104, "int8": 0.02 / 74, "int4": 0.02 / 4.6, "e2m1": 0.02 / 2.9}

@@ -32,8 +32,8 @@ LATENT_SHAPE = (128, 512, 64)
 """Dims of a query head that do not rotate, of the latent, and of the rotary key."""
 CACHE_TYPES = {"bfloat16": ("*bf16", 0.0), "fp8_e4m3": ("*fp8e4nv", 448.0), "fp8_e5m2": ("*fp8e5", 57344.0)}
 ROUTINGS: Mapping[str, tuple[tuple[int, int, tuple[int, int]], ...]] = {
-    "softmax": ((128, 8, (1, 1)), (256, 8, (1, 1)), (512, 10, (1, 1))),
-    "sigmoid": ((160, 8, (1, 1)), (384, 8, (1, 1)), (256, 8, (8, 4))),
+    "softmax": ((64, 6, (1, 1)), (128, 8, (1, 1)), (160, 6, (8, 3)), (256, 8, (1, 1)), (512, 10, (1, 1))),
+    "sigmoid": ((64, 4, (1, 1)), (160, 8, (1, 1)), (384, 8, (1, 1)), (256, 8, (8, 4))),
     "sqrtsoftplus": ((256, 6, (1, 1)),),
 }
 """Score -> (experts, choices, (groups, best groups))."""

@@ -24,19 +24,19 @@ def _logprobs(reqs: list[Req]) -> LogprobRequest | None:
     )
 
 
-def _vocab_mask(reqs: list[Req], vocab_size: int) -> np.ndarray | None:
-    if not any(r.grammar is not None for r in reqs):
-        return None
-    mask = np.full((len(reqs), -(-vocab_size // 32)), -1, np.int32)
-    for row, req in zip(mask, reqs, strict=True):
-        if req.grammar is not None:
+def vocab_mask(batch: ScheduleBatch, width: int, vocab_size: int) -> np.ndarray:
+    """[R * width, ceil(vocab / 32)] int32, the tokens that each row may sample. Only the first row of a request follows
+    on tokens that are known: requests with a grammar bring no guesses."""
+    mask = np.full((len(batch.sampled) * width, -(-vocab_size // 32)), -1, np.int32)
+    for row, req in zip(mask[::width], batch.sampled, strict=True):
+        if req.grammar is not None and req.finish is None:
             req.grammar.fill_mask(row)
     return mask
 
 
 def build_decode(scheduler: Scheduler, running: RunningBatch) -> ScheduleBatch:
     """Every running request brings its last token."""
-    new_lens = running.seq_lens + 1
+    new_lens = running.next_lens
     locs = scheduler.kv.grow(running.slots, running.seq_lens, new_lens, len(running))
     reqs = list(running.reqs)
     step = StepInput(
@@ -44,9 +44,32 @@ def build_decode(scheduler: Scheduler, running: RunningBatch) -> ScheduleBatch:
         seq_lens=new_lens,
         out_cache_loc=locs,
         table_update=scheduler.kv.take_update(),
-        vocab_mask=_vocab_mask(reqs, scheduler.plan.model.vocab_size),
         logprobs=_logprobs(reqs),
     )
+    running.advance()
+    return ScheduleBatch(step, reqs)
+
+
+def build_verify(scheduler: Scheduler, running: RunningBatch) -> ScheduleBatch | None:
+    """Every running request brings its last token and guesses. None if all must wait for results."""
+    reqs = [req for req, width in zip(running.reqs, running.widths.tolist(), strict=True) if width]
+    if not reqs:
+        return None
+    brings = running.widths > 0
+    slots, widths, new_lens = (x[brings] for x in (running.slots, running.widths, running.next_lens))
+    scheduler.kv.grow(slots, running.reserved_lens[brings], new_lens, 0)
+    step = StepInput(
+        slots=slots,
+        seq_lens=new_lens,
+        out_cache_loc=np.empty(0, np.int32),
+        table_update=scheduler.kv.take_update(),
+        widths=widths,
+        logprobs=_logprobs(reqs),
+    )
+    if step.logprobs is not None:
+        step.logprobs.of_request = np.repeat(np.arange(len(reqs)), running.most)
+    for req, width in zip(reqs, widths.tolist(), strict=True):
+        req.launched(width)
     return ScheduleBatch(step, reqs)
 
 
@@ -56,7 +79,7 @@ def build_extend(scheduler: Scheduler, chosen: list[tuple[Req, int]], mixed: lis
     prefix = np.fromiter((r.kv_len for r in reqs), np.int32, len(reqs))
     lens = np.array([1] * count + [n for _, n in chosen], np.int32)
     slots = np.fromiter((r.slot for r in reqs), np.int64, len(reqs))
-    locs = scheduler.kv.grow(slots, prefix, prefix + lens, count)
+    locs = _grow_extend(scheduler, reqs, slots, prefix, prefix + lens, count)
     ids: list[int] = []
     for (req, n), start in zip(chosen, prefix[count:].tolist(), strict=True):
         ids += req.tokens[start : start + n]
@@ -72,7 +95,6 @@ def build_extend(scheduler: Scheduler, chosen: list[tuple[Req, int]], mixed: lis
         out_cache_loc=locs,
         extend=extend,
         table_update=scheduler.kv.take_update(),
-        vocab_mask=_vocab_mask(sampled, scheduler.plan.model.vocab_size),
         logprobs=_logprobs(sampled),
     )
     batch = ScheduleBatch(step, sampled)
@@ -80,6 +102,18 @@ def build_extend(scheduler: Scheduler, chosen: list[tuple[Req, int]], mixed: lis
     extend.embed_rows = np.array(embedded, np.int64) if embedded else None
     extend.prompt_logprobs = _ask_prompt_logprobs(batch, chosen, extend)
     return batch
+
+
+def _grow_extend(
+    scheduler: Scheduler, reqs: list[Req], slots: np.ndarray, old_lens: np.ndarray, new_lens: np.ndarray, count: int
+) -> np.ndarray:
+    """Cache slots [T]. Where the device knows the lengths of the first `count` requests, which decode, it finds their
+    slots in the table."""
+    if scheduler.running.most == 1:
+        return scheduler.kv.grow(slots, old_lens, new_lens, count)
+    reserved = np.fromiter((max(r.kv_len, r.reserved_len) for r in reqs), np.int32, len(reqs))
+    locs = scheduler.kv.grow(slots, reserved, np.maximum(reserved, new_lens), 0)
+    return np.concatenate((np.zeros(count, np.int32), locs[len(locs) - int((new_lens - old_lens)[count:].sum()) :]))
 
 
 def _ask_prompt_logprobs(

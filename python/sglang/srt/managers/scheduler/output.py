@@ -99,7 +99,9 @@ def output_message(reqs: Iterable[Req]) -> BatchTokenIDOut:
         out.rids.append(req.rid)
         out.new_ids.append(req.tokens[req.sent_len :])
         out.finish.append(req.finish)
-        out.meta.append(TokenMeta(req.prompt_len, req.output_len, req.hit_len, req.num_retractions))
+        out.meta.append(
+            TokenMeta(req.prompt_len, req.output_len, req.hit_len, req.num_retractions, 0, req.num_verify_steps)
+        )
         out.options.append(_options(req) if req.first_message else None)
         out.logprobs.append(_take_logprobs(req))
         if req.embedding:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from sglang.srt.managers.scheduler.batch_builder import build_decode, build_extend
+from sglang.srt.managers.scheduler.batch_builder import build_decode, build_extend, build_verify, vocab_mask
 from sglang.srt.managers.scheduler.output import StopChecker, output_message, rejected_token
 from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch, ScheduleBatch
 from sglang.srt.managers.scheduler.schedule_policy import POLICIES, NewTokenRatio, PrefillBudget
@@ -37,6 +37,10 @@ logger = logging.getLogger(__name__)
 MAX_QUEUED_REQUESTS = 1 << 16
 """When --max-queued-requests does not say less: no queue is unbounded."""
 
+STEPS_AHEAD = 1
+"""Steps that are launched before the oldest one is read back. One hides all work of the host; more would only delay
+the news that a request has ended, except where a step passes through several devices."""
+
 SHARED_PREFIX = 64
 """Two new requests that begin with this many equal, uncached tokens do not enter one step: the second waits a step and
 finds the first one's KV in the cache."""
@@ -58,15 +62,16 @@ class Scheduler:
         self.kv = KVTable(self.plan.pool_sizes, not args.disable_radix_cache)
         self.policy = POLICIES[args.schedule_policy]
         self.ratio = NewTokenRatio(args.schedule_conservativeness)
-        self.overlap = not args.disable_overlap_schedule
+        self.steps_ahead = 0 if args.disable_overlap_schedule else STEPS_AHEAD
 
         self.waiting: deque[Req] = deque()
         self.chunked: Req | None = None
         """The request whose prompt is partly computed; it goes first in the next prefill."""
         self.compiling: dict[str, tuple[Req, PendingGrammar]] = {}
         """Requests that wait for their grammar, by id in the order of arrival, outside the queue."""
-        self.running = RunningBatch()
-        self.in_flight: ScheduleBatch | None = None
+        self.running = RunningBatch(runner.tokens_per_step)
+        self.in_flight: deque[ScheduleBatch] = deque()
+        """Launched and not read back, the oldest first."""
         self.reqs: dict[str, Req] = {}
         self.outbox: list[BatchTokenIDOut] = []
         self.paused = False
@@ -75,15 +80,25 @@ class Scheduler:
     # --- the step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Launch the next batch, then read back the one before it."""
-        if not self.overlap or self._next_needs_tokens():
-            self.settle()
+        """Launch the next batch, then read back those that are more than `steps_ahead` behind it."""
         batch = None if self.paused else self.pick()
         if batch is not None:
-            batch.result = self.runner.run(batch.step)
-        previous, self.in_flight = self.in_flight, batch
-        if previous is not None:
-            self.process(previous)
+            self.launch(batch)
+        ahead = 0 if batch is None else self.steps_ahead
+        while len(self.in_flight) > ahead:
+            self.process(self.in_flight.popleft())
+
+    def launch(self, batch: ScheduleBatch) -> None:
+        """A grammar's mask depends on every token before it: it is filled while the forward pass runs, and sampling
+        waits for it."""
+        forward = self.runner.forward(batch.step)
+        mask = None
+        if any(req.grammar is not None for req in batch.sampled):
+            self.settle()
+            width = 1 if batch.step.widths is None else self.runner.tokens_per_step
+            mask = vocab_mask(batch, width, self.plan.model.vocab_size)
+        batch.result = self.runner.sample(forward, mask)
+        self.in_flight.append(batch)
 
     def pick(self) -> ScheduleBatch | None:
         """Prefill goes first, with the running requests decoding in it: it turns waiting requests into running ones,
@@ -91,20 +106,15 @@ class Scheduler:
         return self.pick_prefill() or self.pick_decode()
 
     def settle(self) -> None:
-        """Read back the step in flight, so that the host knows every token."""
-        if self.in_flight is not None:
-            previous, self.in_flight = self.in_flight, None
-            self.process(previous)
-
-    def _next_needs_tokens(self) -> bool:
-        """A grammar's mask depends on every token before it."""
-        return any(r.grammar is not None for r in self.running.reqs)
+        """Read back the steps in flight, so that the host knows every token."""
+        while self.in_flight:
+            self.process(self.in_flight.popleft())
 
     @property
     def idle(self) -> bool:
         """Nothing will change until a message arrives."""
         no_work = not self.waiting and self.chunked is None and not self.running.reqs
-        return self.in_flight is None and (no_work or self.paused)
+        return not self.in_flight and (no_work or self.paused)
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
@@ -112,21 +122,25 @@ class Scheduler:
         if self.chunked is None and (not self.waiting or not self.kv.num_free_rows()):
             return None
         self.running.drop_finished()
-        mixed = self.running.reqs  # decode in the same step: what it costs to read the weights is paid once
+        # Decode in the same step: what it costs to read the weights is paid once.
+        mixed = [r for r in self.running.reqs if r.planned_len < r.limit]
         chunk = self.plan.chunked_prefill_size if self.plan.chunked_prefill_size > 0 else None
         budget = PrefillBudget(self.kv, self.running, self.ratio.value, self.plan.max_prefill_tokens, chunk, len(mixed))
         chosen = self._admit(budget)
         if not chosen:
             return None
-        if mixed and not self.kv.can_grow(self.running.seq_lens, sum(n for _, n in chosen)):
+        if mixed and not self._can_grow(sum(n for _, n in chosen)):
             mixed = []
-        batch = build_extend(self, chosen, list(mixed))
+        batch = build_extend(self, chosen, mixed)
         self.stats.prefill_launched(chosen)
         for req, _ in chosen:
             self.kv.commit(req)
         self.chunked = next((r for r, _ in chosen if r.kv_len < len(r.tokens)), None)
-        if mixed:
+        if mixed and self.running.most == 1:
             self.running.advance()
+        else:
+            for req in mixed:
+                req.launched(1)
         self.running.add([r for r, _ in chosen if r is not self.chunked])
         return batch
 
@@ -172,23 +186,27 @@ class Scheduler:
 
     def pick_decode(self) -> ScheduleBatch | None:
         self.running.drop_finished()
-        if self.running.reqs and not self.kv.can_grow(self.running.seq_lens):
+        if self.running.reqs and not self._can_grow():
             self.settle()
             self.running.drop_finished()
             self._retract_until_it_fits()
         if not self.running.reqs:
             return None
-        batch = build_decode(self, self.running)
-        self.running.advance()
-        self.ratio.step()
-        self.stats.decode_launched(len(batch.sampled))
+        batch = (build_decode if self.running.most == 1 else build_verify)(self, self.running)
+        if batch is not None:
+            self.ratio.step()
+            self.stats.decode_launched(len(batch.sampled))
         return batch
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
+    def _can_grow(self, also: int = 0) -> bool:
+        """Whether there is room for the next step of the running requests, and for `also` tokens of a prompt."""
+        return self.kv.can_grow(self.running.reserved_lens, self.running.next_lens, also)
+
     def _retract_until_it_fits(self) -> None:
         """Send the requests that lose least back to the queue. Their tokens stay, and with luck so does their KV."""
-        while self.running.reqs and not self.kv.can_grow(self.running.seq_lens):
+        while self.running.reqs and not self._can_grow():
             victim = min(self.running.reqs, key=lambda r: (r.output_len, -r.prompt_len))
             self.running.remove(victim)
             self._requeue(victim)
@@ -204,15 +222,16 @@ class Scheduler:
 
     def _release(self, req: Req, keep: bool = True) -> None:
         self.runner.sampling_table.clear(req.slot)
+        req.drop_guesses()
         self.kv.release(req, keep)
 
     # --- results -----------------------------------------------------------------------------------------------------
 
     def process(self, batch: ScheduleBatch) -> None:
         """Append the sampled tokens, end what has ended, and queue the messages."""
-        tokens = batch.tokens()
         report: list[Req] = []
-        for req, token in zip(batch.sampled, tokens, strict=True):
+        sampled = batch.read()
+        for req, token, row in zip(*sampled, strict=True):
             if req.finish is not None:
                 continue
             if token == NO_TOKEN:
@@ -221,8 +240,10 @@ class Scheduler:
                 continue
             if req.prompt_len < req.limit:
                 req.tokens.append(token)
+                if req.return_logprob:
+                    batch.file_logprobs(req, row, token)
                 if req.grammar is not None and not req.grammar.accept(token):
-                    self.end(req, rejected_token(req.grammar))
+                    self.end(req, rejected_token(req.grammar), report)
                     continue
                 reason = self.stop_checker.finish_reason(req)
             else:  # max_new_tokens is 0: the prompt was all that was wanted
@@ -232,8 +253,8 @@ class Scheduler:
             elif req.stream and not req.ending and (len(req.tokens) - req.sent_len) >= self.args.stream_interval:
                 report.append(req)
         if report:
-            self.outbox.append(output_message(report))
-        self.stats.processed(len(tokens))
+            self.outbox.append(output_message(report if sampled.reqs is batch.sampled else dict.fromkeys(report)))
+        self.stats.processed(len(sampled.tokens))
 
     def end(self, req: Req, reason: FinishReason, report: list[Req] | None = None, keep: bool = True) -> None:
         """End a request wherever it is; its slots go back at once. What it computed stays cached if `keep`."""
@@ -270,7 +291,7 @@ class Scheduler:
     def add(self, msg: TokenizedGenerateReq, seed: int, stop_ids: frozenset[int]) -> Req | None:
         """Queue a request, or refuse it with a message that reaches the client; None then."""
         wanted = msg.sampling_params.max_new_tokens
-        capacity = self.kv.max_request_len
+        capacity = self.kv.max_request_len - (self.runner.tokens_per_step - 1)  # guesses may lie beyond the end
         limit = min(capacity, len(msg.input_ids) + wanted if wanted is not None else capacity)
         req = Req(msg, seed, limit, stop_ids)
         refusal = None
@@ -329,7 +350,7 @@ class Scheduler:
             self.settle()
             self.running.drop_finished()
             retracted = [*self.running.reqs, *([] if self.chunked is None else [self.chunked])]
-            self.running, self.chunked = RunningBatch(), None
+            self.running, self.chunked = RunningBatch(self.runner.tokens_per_step), None
             for req in reversed(retracted):
                 self._requeue(req)
 
@@ -344,6 +365,6 @@ class Scheduler:
     def check_memory(self) -> dict[str, int]:
         """Slot counts, whose sum is the pool: free + cached + held by requests. For leak checks and `/server_info`."""
         page = self.plan.page_size
-        held = sum(-(-r.kv_len // page) * page - r.num_cached for r in self.reqs.values())
+        held = sum(-(-max(r.kv_len, r.reserved_len) // page) * page - r.num_cached for r in self.reqs.values())
         usage = self.kv.usage()
         return {"free": usage["free"], "cached": usage["cached"], "held": held, "total": usage["total"]}

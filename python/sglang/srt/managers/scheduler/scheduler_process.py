@@ -205,7 +205,7 @@ class SchedulerProcess:
             "num_running_reqs": stats["num_running_reqs"],
             "num_queue_reqs": stats["num_queue_reqs"],
             "num_used_tokens": stats["num_used_tokens"],
-            "max_total_num_tokens": self.scheduler.allocator.size,
+            "max_total_num_tokens": self.scheduler.kv.size,
             "num_generated_tokens": self.scheduler.stats.num_generated,
             "num_unfinished_reqs": len(self.scheduler.reqs),
             "free_request_slots": self.scheduler.kv.num_free_rows(),

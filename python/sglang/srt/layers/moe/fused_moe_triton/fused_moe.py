@@ -17,10 +17,11 @@ from typing import Any
 import torch
 import triton
 
+from sglang.srt.configs.activation import SILU, Activation
 from sglang.srt.errors import UserError
 from sglang.srt.kernels.launch import TileLadder
 from sglang.srt.kernels.ledger_file import tile_key
-from sglang.srt.layers.moe.expert_weights import SILU, Activation, ExpertWeights
+from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.layers.moe.fused_moe_triton import kernels, kernels_few
 from sglang.srt.layers.moe.fused_moe_triton.align import ExpertBlocks, align
 from sglang.srt.layers.moe.fused_moe_triton.tiles import (

@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sglang.srt.configs.activation import GPT_OSS_SWIGLU, SILU, Activation
 from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
 from sglang.srt.kernels.variant import FormRule, Variant
-from sglang.srt.layers.moe.expert_weights import GPT_OSS_SWIGLU, SILU, Activation
 from sglang.srt.layers.moe.fused_moe_triton import align, kernels, kernels_few
 from sglang.srt.layers.moe.fused_moe_triton.capacity import product_variant_of
 from sglang.srt.layers.moe.fused_moe_triton.config_files import shipped_products

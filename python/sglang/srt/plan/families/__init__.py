@@ -1,0 +1,37 @@
+"""The families of models, each a declaration. `sglang.srt.plan.model_description` reads configs with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sglang.srt.plan.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K25
+from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.families.llama import LLAMA
+from sglang.srt.plan.families.planned import PLANNED
+from sglang.srt.plan.families.qwen3 import QWEN3, QWEN3_MOE
+
+FAMILIES: tuple[Family, ...] = (
+    LLAMA, QWEN3, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K25, *PLANNED,
+)  # fmt: skip
+
+_BY_ARCHITECTURE: Mapping[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
+_BY_MODEL_TYPE: Mapping[str, Family] = {name: family for family in FAMILIES for name in family.model_types}
+
+SERVED_ARCHITECTURES: tuple[str, ...] = tuple(sorted(_BY_ARCHITECTURE))
+"""What config.json's `architectures` may name in a model that is served."""
+
+
+def family_of(architecture: str, model_type: str) -> Family | None:
+    """What the architecture says counts before `model_type`. None: nothing is known of it."""
+    return _BY_ARCHITECTURE.get(architecture) or _BY_MODEL_TYPE.get(model_type.removesuffix("_text"))
+
+
+UNREAD_LAYERS: Mapping[str, str] = {
+    "hybrid_override_pattern": "Mamba-2 layers",
+    "layers_block_type": "Mamba-2 layers",
+    "block_configs": "layers of several widths",
+    "linear_attn_config": "Kimi delta attention",
+    "sparse_attention_config": "block-sparse attention",
+    "hybrid_layer_pattern": "window layers with heads of their own",
+}
+"""Keys of configs whose layers are not described here: a plan that took no notice of them would be wrong."""
