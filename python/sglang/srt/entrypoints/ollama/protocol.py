@@ -64,25 +64,19 @@ class _GenerateFields(Body, kw_only=True):
     model: Name = ""
     stream: bool | None = True
     format: Literal["", "json"] | dict[str, Any] | None = None
-    options: Annotated[msgspec.Raw, Meta(extra_json_schema={"$ref": "#/components/schemas/Options"})] = msgspec.Raw(
-        b"null"
-    )
+    options: Annotated[dict[str, Any], Meta(extra_json_schema={"$ref": "#/components/schemas/Options"})] | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
 
     def read_options(self) -> Options:
         """Raises ApiError 400 for an option that is wrong or changes what this server does."""
-        return _read_options(bytes(self.options))
-
-
-def _read_options(raw: bytes) -> Options:
-    try:
-        options = msgspec.json.decode(raw, type=Options | None, strict=False)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise from_decode_error(error, inside="options") from None
-    if options is None:
-        return Options()
-    refuse_unsupported(raw, OLLAMA_OPTIONS)
-    return options
+        if self.options is None:
+            return Options()
+        try:
+            options = msgspec.convert(self.options, Options, strict=False)
+            refuse_unsupported(msgspec.json.encode(self.options), OLLAMA_OPTIONS)
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise from_decode_error(error, inside="options") from None
+        return options
 
 
 class OllamaChatRequest(_GenerateFields, kw_only=True):
