@@ -17,7 +17,7 @@ from typing import Any
 from sglang.srt.configs.hf_config import merge_overrides, read_config, select_text_config
 from sglang.srt.configs.model_config import ModelConfig, context_length
 from sglang.srt.configs.model_path import resolve_model_path
-from sglang.srt.configs.quantization import agree, detect
+from sglang.srt.configs.quantization import quantization_of
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name, current_arch
 from sglang.srt.kernels.ledger_file import Ledger, judged_as, tile_key
@@ -64,7 +64,7 @@ def explain(args: ServerArgs, arch: ArchTraits, packages: frozenset[str]) -> Exp
     """Raises UserError: a model or configuration that cannot be read."""
     directory = resolve_model_path(args.model_path, args.revision, args.download_dir, False)
     config = merge_overrides(read_config(directory), args.model_overrides())
-    quantization = agree(args.quantization, detect(config, directory), str(directory))
+    quantization = quantization_of(config, directory, args.quantization, args.flashinfer_mxfp4_moe_precision)
     fuse, source = not args.disable_shared_experts_fusion, str(directory / "config.json")
     model = describe_model(config, quantization, fuse, source)
     serving = serving_of(args, model.dtype if args.dtype == "auto" else args.dtype, quantization)

@@ -14,7 +14,7 @@ from typing import Any
 
 from sglang.srt.cli_args import OptionTable, coerce_values, flag, option, parse_argv, resolve_keywords
 from sglang.srt.configs.output_formats import REASONING_PARSERS, TOOL_CALL_PARSERS
-from sglang.srt.configs.quantization import SPELLINGS
+from sglang.srt.configs.quantization import EXPERT_PRECISIONS, SPELLINGS
 from sglang.srt.errors import Problems
 from sglang.srt.kernels.tables import EXTEND_ATTENTION, FUSED_MOE
 
@@ -71,6 +71,12 @@ class ServerArgs:
         "Quantization of the weights; detected. fp8 quantizes 16-bit weights, too.",
         choices=tuple(SPELLINGS),
         metavar="FORMAT",
+    )
+    flashinfer_mxfp4_moe_precision: str = option(
+        "default",
+        MODEL,
+        "Activations of MXFP4 experts: fp8 is MXFP8, bf16 keeps 16 bits, default is as the checkpoint says.",
+        choices=("default", *EXPERT_PRECISIONS),
     )
     kv_cache_dtype: str = option(
         "auto", MODEL, "Type of the KV cache.", choices=("auto", "bf16", "fp8_e4m3", "fp8_e5m2")
@@ -178,10 +184,19 @@ class ServerArgs:
     )
     log_requests: bool = option(False, OBSERVE, "Log every request.")
     log_requests_level: int = option(
-        2, OBSERVE, "0: ids, 1: and parameters, 2: and some text, 3: all text.", minimum=0, maximum=3
+        2,
+        OBSERVE,
+        "0: ids and counts, 1: and parameters, 2: and the beginnings of texts without credentials, 3: all texts.",
+        minimum=0,
+        maximum=3,
     )
     decode_log_interval: int = option(40, OBSERVE, "Decode steps between two log lines.", minimum=1)
     enable_metrics: bool = option(False, OBSERVE, "Serve Prometheus metrics at /metrics.")
+    enable_trace: bool = option(False, OBSERVE, "Send OpenTelemetry traces of requests (needs the extra `trace`).")
+    otlp_traces_endpoint: str = option(
+        "localhost:4317", OBSERVE, "Collector of the traces: HOST:PORT over gRPC, or http(s)://HOST:PORT/v1/traces."
+    )
+    otlp_service_name: str = option("sglang", OBSERVE, "Name of this service in the traces.")
     enable_cache_report: bool = option(False, OBSERVE, "Say in `usage` how many prompt tokens were cached.")
 
     def __post_init__(self) -> None:

@@ -337,7 +337,7 @@ REFUSED: tuple[FlagGroup, ...] = (
         "it would change answers, and the plan has no such choice; remove the flag",
         """
         enable-deterministic-inference enable-fp32-lm-head enable-quant-communications
-        enable-tf32-matmul flashinfer-mxfp4-moe-precision=default prefill-kv-cache-dequant-dtype=auto
+        enable-tf32-matmul prefill-kv-cache-dequant-dtype=auto
         rl-on-policy-target
         """,
     ),
@@ -421,15 +421,15 @@ REFUSED: tuple[FlagGroup, ...] = (
     ),
     FlagGroup(
         "Telemetry",
-        "there are --enable-metrics, --log-requests and /start_profile; remove the flag",
+        "there are --enable-metrics, --enable-trace, --log-requests and /start_profile; remove the flag",
         """
         crash-dump-folder custom-sigquit-handler debug-tensor-dump-inject debug-tensor-dump-input-file
         debug-tensor-dump-layers debug-tensor-dump-output-folder enable-forward-pass-metrics
-        enable-layerwise-nvtx-marker enable-mfu-metrics enable-nan-detection enable-profile-cuda-graph enable-trace
+        enable-layerwise-nvtx-marker enable-mfu-metrics enable-nan-detection enable-profile-cuda-graph
         export-metrics-to-file export-metrics-to-file-dir forward-hooks forward-pass-metrics-ipc-name
         forward-pass-metrics-worker-id hooks
         kv-canary=none kv-canary-real-data=none kv-canary-sweep-interval=0 log-requests-format=text
-        log-requests-target=stdout msprobe-dump-config otlp-service-name otlp-traces-endpoint trace-modules
+        log-requests-target=stdout msprobe-dump-config trace-modules
         """,
     ),
 )

@@ -108,6 +108,16 @@ def test_flags_count(model_dir: str, capsys: pytest.CaptureFixture[str]) -> None
     assert refused["kernel"] is None and "needs tcgen05" in str(refused["not_chosen"])
 
 
+@pytest.mark.parametrize(("model_dir", "tp"), [("gpt_oss", "1"), ("deepseek_v4", "4")], indirect=["model_dir"])
+def test_precision_of_mxfp4_experts(model_dir: str, tp: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("--arch", "sm_120", "--model-path", model_dir, "--tp", tp, "--with-package", "sm120_sgl_kernel")
+    asked = ops(capsys, *argv, "--flashinfer-mxfp4-moe-precision", "fp8")["fused_moe"]
+    assert asked["kernel"] == "sgl_kernel" and str(asked["remark"]).startswith("e2m1 times e4m3 as they are")
+    assert "mxfp4_mxfp8" in str(asked["need"])
+    for precision in ((), ("--flashinfer-mxfp4-moe-precision", "bf16")):
+        assert ops(capsys, *argv, *precision)["fused_moe"]["remark"] == "weights widened to 16 bits in registers"
+
+
 @pytest.mark.parametrize(("model_dir", "name"), [(n, n) for n in MODELS], indirect=["model_dir"])
 def test_every_model_has_a_memory_plan(model_dir: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("--arch", "rtx-pro-6000-server", "--model-path", model_dir, "--tp", str(MODELS[name]))

@@ -14,9 +14,10 @@ from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.ledger_file import Ledger, Row, judged_as, tile_key
 from sglang.srt.kernels.resolve import resolve
-from sglang.srt.kernels.spec import Choice, Need, NoKernel
-from sglang.srt.kernels.tables import ATTENTION_BACKENDS, GEMV_BLOCK_K, TABLES
+from sglang.srt.kernels.spec import Choice, Need, NoKernel, Rejection
+from sglang.srt.kernels.tables import ATTENTION_BACKENDS, GEMV_BLOCK_K, MIXED_ROWS, TABLES
 from sglang.srt.kernels.tiles import attention_tiles
+from sglang.srt.layers.moe import mixed_moe
 from sglang.srt.layers.triton_ops import gemv
 
 GPUS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
@@ -241,8 +242,32 @@ def test_products_of_16_bit_weights_say_what_serves_them() -> None:
 
 
 def test_mixed_four_and_eight_bits_are_widened() -> None:
-    remark = resolve(Need("fused_moe", quant="mxfp4_mxfp8"), arch_by_name("sm_120"), FITS, BOTH).remark
-    assert remark == "weights widened to e4m3 in registers"
+    choice = resolve(Need("fused_moe", quant="mxfp4_mxfp8"), arch_by_name("sm_120"), FITS, BOTH)
+    assert (choice.name, choice.remark) == ("triton", "weights widened to e4m3 in registers")
+    assert Rejection("sgl_kernel", ("sm120_sgl_kernel is not installed",)) in choice.rejected
+
+
+@pytest.mark.parametrize("arch", ["sm_120", "sm_121"])
+def test_mixed_products_serve_where_sgl_kernel_is_installed(arch: str) -> None:
+    installed = BOTH | {"sm120_sgl_kernel"}
+    choice = resolve(Need("fused_moe", quant="mxfp4_mxfp8"), arch_by_name(arch), FITS, installed)
+    assert choice.name == "sgl_kernel" and Rejection("triton", ("sgl_kernel comes first",)) in choice.rejected
+    assert choice.remark == (
+        f"e2m1 times e4m3 as they are, from {mixed_moe.LEAST_ROWS} pairs an expert on; for fewer by triton, weights"
+        " widened to e4m3 in registers"
+    )
+    assert mixed_moe.LEAST_ROWS == MIXED_ROWS
+    for quant in (None, "mxfp4", "mxfp8", "nvfp4"):
+        assert resolve(Need("fused_moe", quant=quant), arch_by_name(arch), FITS, installed).name == "triton"
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+def test_mixed_products_are_of_sm_120(arch: str) -> None:
+    """sm_100 has block scales too, but not in `mma.sync`."""
+    installed = BOTH | {"sm120_sgl_kernel"}
+    choice = resolve(Need("fused_moe", quant="mxfp4_mxfp8"), arch_by_name(arch), FITS, installed)
+    reason = choice.rejected[0].reasons[0]
+    assert choice.name == "triton" and choice.rejected[0].kernel == "sgl_kernel" and "mma_sync_block_scale" in reason
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------

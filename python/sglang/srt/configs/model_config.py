@@ -20,7 +20,7 @@ from sglang.srt.configs.hf_config import (
 )
 from sglang.srt.configs.model_path import resolve_model_path
 from sglang.srt.configs.quant_rules import QuantConfig
-from sglang.srt.configs.quantization import agree, detect
+from sglang.srt.configs.quantization import quantization_of
 from sglang.srt.configs.rope import by_layer_type, rope_parameters, scaled_context_length
 from sglang.srt.environ import envs, warn_once
 from sglang.srt.errors import UserError
@@ -58,7 +58,8 @@ class ModelConfig:
     def from_hf(
         cls, config: Mapping[str, Any], generation: Mapping[str, Any], *, args: ServerArgs, directory: Path
     ) -> ModelConfig:
-        """From the parsed files; `args` contributes --dtype, --context-length and --quantization. Raises UserError."""
+        """From the parsed files; `args` contributes --dtype, --context-length, --quantization
+        and --flashinfer-mxfp4-moe-precision. Raises UserError."""
         hf_config = select_text_config(config)
         reader = ConfigReader(hf_config, f"{directory / 'config.json'}")
         return cls(
@@ -68,7 +69,7 @@ class ModelConfig:
             vocab_size=reader.positive("vocab_size"),
             context_len=context_length(hf_config, args.context_length, reader.source),
             dtype=_dtype(reader, args.dtype),
-            quantization=agree(args.quantization, detect(config, directory), str(directory)),
+            quantization=quantization_of(config, directory, args.quantization, args.flashinfer_mxfp4_moe_precision),
             eos_token_ids=_eos_token_ids(hf_config, generation),
             default_sampling={key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None},
         )

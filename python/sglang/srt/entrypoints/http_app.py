@@ -16,7 +16,7 @@ from sglang.srt.entrypoints import http_native
 from sglang.srt.entrypoints.anthropic import routes as anthropic_routes
 from sglang.srt.entrypoints.embeddings import routes as embeddings_routes
 from sglang.srt.entrypoints.http_errors import ApiError, error_response
-from sglang.srt.entrypoints.http_middleware import RequestGate
+from sglang.srt.entrypoints.http_middleware import RequestGate, TraceHeaders
 from sglang.srt.entrypoints.http_openapi import describe_api
 from sglang.srt.entrypoints.http_state import ServerState
 from sglang.srt.entrypoints.http_stream import ClientDisconnected
@@ -80,5 +80,6 @@ def create_api(state: ServerState) -> FastAPI:
 
 def create_app(state: ServerState) -> ASGIApp:
     """The complete application for `state`."""
-    gate = RequestGate(create_api(state), state.args.api_key)
+    api = create_api(state)
+    gate = RequestGate(TraceHeaders(api) if state.args.enable_trace else api, state.args.api_key)
     return CORSMiddleware(gate, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])

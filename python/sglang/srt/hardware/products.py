@@ -13,14 +13,17 @@ MIB = 1024**2
 GB = 10**9
 GIB = 1024**3
 
-FEATURES = frozenset({"cp_async", "tma", "wgmma", "tcgen05", "fp8_mma", "block_scaled_mma", "pdl", "nvlink"})
-"""Everything a kernel may require. There is no feature "Blackwell": sm_100 has tcgen05, sm_120 has not."""
+FEATURES = frozenset(
+    {"cp_async", "tma", "wgmma", "tcgen05", "fp8_mma", "block_scaled_mma", "mma_sync_block_scale", "pdl", "nvlink"}
+)
+"""Everything a kernel may require. There is no feature "Blackwell": sm_100 has tcgen05, sm_120 has not. Both multiply
+with block scales, sm_120 with `mma.sync` (mma_sync_block_scale)."""
 
 _AMPERE = frozenset({"cp_async"})
 _ADA = _AMPERE | {"fp8_mma"}
 _HOPPER = _ADA | {"tma", "wgmma", "pdl"}
 _DATACENTER_BLACKWELL = _ADA | {"tma", "tcgen05", "block_scaled_mma", "pdl"}
-_SM12X = _ADA | {"tma", "block_scaled_mma", "pdl"}
+_SM12X = _ADA | {"tma", "block_scaled_mma", "mma_sync_block_scale", "pdl"}
 
 
 @dataclass(frozen=True, slots=True)

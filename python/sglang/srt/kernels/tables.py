@@ -16,12 +16,14 @@ from sglang.srt.kernels.spec import KernelSpec, Need, Refuse
 _ATTENTION = "sglang.srt.layers.attention"
 _NATIVE = "sglang.srt.layers.native_ops"
 _TRITON = "sglang.srt.layers.triton_ops"
-_MOE = "sglang.srt.layers.moe.fused_moe_triton"
+_EXPERTS = "sglang.srt.layers.moe"
+_MOE = f"{_EXPERTS}.fused_moe_triton"
 
 NOT_PART = "not part of sm120-sglang"
 NOT_YET = "not implemented yet in sm120-sglang"
 
 CP_ASYNC = frozenset({"cp_async"})
+SM12X_PRODUCTS = frozenset({"block_scaled_mma", "mma_sync_block_scale"})
 TCGEN05 = frozenset({"tcgen05"})
 WGMMA = frozenset({"wgmma"})
 NVLINK = frozenset({"nvlink"})
@@ -93,6 +95,15 @@ def no_e4m3_arithmetic(need: Need, arch: ArchTraits) -> list[str]:
 
 def widened(need: Need, arch: ArchTraits) -> str:
     return widening(SCHEMES[need.quant], arch.features) if need.quant else ""
+
+
+MIXED_ROWS = 48
+"""Pairs an expert from which sgl-kernel's products serve; a test holds it to the launcher's number."""
+
+
+def mixed_or_widened(need: Need, arch: ArchTraits) -> str:
+    triton = widened(need, arch)
+    return f"e2m1 times e4m3 as they are, from {MIXED_ROWS} pairs an expert on; for fewer by triton, {triton}"
 
 
 GEMV_BLOCK_K = 512
@@ -211,6 +222,14 @@ def _missing(what: str) -> tuple[KernelSpec, ...]:
 
 
 FUSED_MOE = (
+    KernelSpec(
+        "sgl_kernel",
+        f"{_EXPERTS}.mixed_moe:fused_moe",
+        SM12X_PRODUCTS,
+        "sm120_sgl_kernel",
+        refuse=all_of(_HALF, only_quant("mxfp4_mxfp8"), lacks("gelu_gate")),
+        remark=mixed_or_widened,
+    ),
     KernelSpec(
         "triton",
         f"{_MOE}.fused_moe:fused_moe",

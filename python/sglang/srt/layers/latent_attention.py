@@ -1,7 +1,7 @@
 """Latent attention (MLA) of a decoder layer, from hidden states to hidden states.
 
 A token leaves one latent and one rotary key, which every rank keeps; ranks share out the heads. W_UK and W_UV, the
-halves of `kv_b_proj`, are held in 16 bits however the checkpoint stores them. With them attention takes one of two ways:
+halves of `kv_b_proj`, are held in 16 bits however the checkpoint stores them. With them attention goes one of two ways:
 
     absorbed   W_UK takes the queries to the latent's dims, attention reads latents as they are (the values are their
                first columns), and W_UV makes the heads' outputs of what it returns: decoding, and short prompts

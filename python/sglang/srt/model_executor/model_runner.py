@@ -123,10 +123,9 @@ class ModelRunner:
                 arrays["slots"][:prompts], arrays["seq_lens"][:prompts], arrays["decode_slots"][:count]
             )
             positions = self.state.lens[slots]
-        launched = LaunchedForward(step, logits, slots, step.sampled_slots, positions)
-        launched.prompt_logprobs = self._prompt_logprobs(step, hidden)
-        launched.embeddings = self._embeddings(step, hidden, arrays["last_rows"])
-        return launched
+        prompt = self._prompt_logprobs(step, hidden)
+        embeddings = self._embeddings(step, hidden, arrays["last_rows"])
+        return LaunchedForward(step, logits, slots, step.sampled_slots, positions, None, prompt, embeddings)
 
     def _forward_verify(self, step: StepInput, host_widths: np.ndarray) -> LaunchedForward:
         if self.verify_graphs is not None and self.verify_graphs.fits(len(step.slots)):

@@ -91,7 +91,7 @@ class LaunchedForward:
     positions: torch.Tensor  # [R] int32 or int64, length of the sequence before the new token
     widths: torch.Tensor | None = None  # [B] int32, of a step that verifies: R = B k
     prompt_logprobs: LogprobResult | None = None
-    embeddings: torch.Tensor | None = None  # [E, H] fp32, host memory
+    embeddings: torch.Tensor | None = None  # [E, H] fp32, on its way to host memory
 
 
 @dataclass(slots=True)

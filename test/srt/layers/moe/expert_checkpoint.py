@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from sglang.srt.configs.quant_rules import QuantConfig
 from sglang.srt.configs.quant_scheme import SCHEMES
-from sglang.srt.configs.quantization import agree, detect
+from sglang.srt.configs.quantization import quantization_of
 from sglang.srt.hardware.arch import CPU, ArchTraits
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.linear import Unquantized
@@ -247,11 +247,12 @@ class Loaded:
         tp_size: int = 1,
         fuse: bool = True,
         flag: str | None = None,
+        precision: str = "default",
         ops: Any = native_ops,
         dtype: torch.dtype = torch.float32,
         arch: ArchTraits = CPU,
     ) -> None:
-        quantization = agree(flag, detect(config, folder), "the test's")
+        quantization = quantization_of(config, folder, flag, precision)
         plan: Any = SimpleNamespace(
             arch=arch,
             model=SimpleNamespace(

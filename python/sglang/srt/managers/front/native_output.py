@@ -82,7 +82,7 @@ class _Writer:
         request = self._stream.requests[output.index]
         info = request_info(request.rid, output.meta, output.finish)
         if output.finish is not None:
-            info["e2e_latency"] = time.perf_counter() - self._stream.created_time
+            info["e2e_latency"] = time.monotonic() - self._stream.created_time
         if logprobs is not None:
             info.update(self._logprob_info(logprobs))
         result = {"output_ids": ids, "meta_info": info}

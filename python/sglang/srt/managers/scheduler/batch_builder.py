@@ -56,7 +56,7 @@ def build_verify(scheduler: Scheduler, running: RunningBatch) -> ScheduleBatch |
     if not reqs:
         return None
     brings = running.widths > 0
-    slots, widths, new_lens = (x[brings] for x in (running.slots, running.widths, running.next_lens))
+    slots, widths, new_lens = running.slots[brings], running.widths[brings], running.next_lens[brings]
     scheduler.kv.grow(slots, running.reserved_lens[brings], new_lens, 0)
     step = StepInput(
         slots=slots,

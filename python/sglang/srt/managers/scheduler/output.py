@@ -100,7 +100,14 @@ def output_message(reqs: Iterable[Req]) -> BatchTokenIDOut:
         out.new_ids.append(req.tokens[req.sent_len :])
         out.finish.append(req.finish)
         out.meta.append(
-            TokenMeta(req.prompt_len, req.output_len, req.hit_len, req.num_retractions, 0, req.num_verify_steps)
+            TokenMeta(
+                req.prompt_len,
+                req.output_len,
+                cached_tokens=req.hit_len,
+                num_retractions=req.num_retractions,
+                started_time=req.started_time,
+                spec_verify_steps=req.num_verify_steps,
+            )
         )
         out.options.append(_options(req) if req.first_message else None)
         out.logprobs.append(_take_logprobs(req))

@@ -209,7 +209,7 @@ class ScheduleBatch:
     result: StepResult | None = None
 
     def read(self) -> SampledTokens:
-        """Waits for the device, files the prompts' log probabilities and embeddings, and settles the lengths."""
+        """Waits for the device, files prompts' log probabilities and embeddings, and settles the lengths."""
         assert self.result is not None
         self.result.wait()
         if self.result.embeddings is not None:

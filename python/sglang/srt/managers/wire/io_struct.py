@@ -82,6 +82,8 @@ class TokenMeta(msgspec.Struct, omit_defaults=True):
     cached_tokens: int = 0
     num_retractions: int = 0
     """How often the request went back to the queue to free memory, or by a pause."""
+    started_time: float = 0.0
+    """time.monotonic() when its first step was chosen; 0: none was."""
     reasoning_tokens: int = 0
     """Output tokens that a reasoning parser counted as such."""
     spec_verify_steps: int = 0
