@@ -159,7 +159,7 @@ MISSING = {
     "deepseek_v32": {
         *("extend_attention", "decode_attention", "index_key_store", "sparse_indexer"),
     },
-    "qwen35": {"causal_conv1d", "gated_delta_rule", "gated_rmsnorm", "attention_output_gate"},
+    "qwen35": set(),
     "minimax_m2": {"qk_norm_rope_store"},
     "glm47": set(),
     "gpt_oss": set(),

@@ -21,8 +21,8 @@ from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.attention.latent_chunks import LatentChunk, LatentPrompts, cut_prefixes
 from sglang.srt.layers.attention_block import cache_scale, cache_scale_value
 from sglang.srt.layers.block import Site
-from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, Shard, shard_of
-from sglang.srt.layers.parameter import Init, Scope
+from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_of
+from sglang.srt.layers.parameter import Init, Scope, Shard
 from sglang.srt.plan.mixers import MLA
 
 if TYPE_CHECKING:
