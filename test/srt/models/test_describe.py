@@ -66,11 +66,38 @@ LLAMA_8B = QWEN3_8B | {
     "intermediate_size": 14336,
     "num_hidden_layers": 32,
 }
+DEEPSEEK_V2_LITE: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "vocab_size": 102400,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 16,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "norm_topk_prob": False,
+    "scoring_func": "softmax",
+    "topk_method": "greedy",
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "torch_dtype": "bfloat16",
+}
 PUBLISHED_PARAMETERS = {  # as their model cards count them
     "Qwen3-8B": (QWEN3_8B, 8.19e9),
     "Qwen3-0.6B": (QWEN3_0_6B, 0.596e9),
     "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30.53e9),
     "Llama-3.1-8B": (LLAMA_8B, 8.03e9),
+    "DeepSeek-V2-Lite": (DEEPSEEK_V2_LITE, 15.7e9),
 }
 
 
