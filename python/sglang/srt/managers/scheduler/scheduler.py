@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.scheduler.batch_builder import build_decode, build_extend, build_verify, vocab_mask
 from sglang.srt.managers.scheduler.output import StopChecker, output_message, rejected_token
@@ -24,7 +24,7 @@ from sglang.srt.managers.wire.io_struct import (
     TokenizedGenerateReq,
 )
 from sglang.srt.mem_cache.kv_table import KVTable
-from sglang.srt.mem_cache.radix_cache import Node
+from sglang.srt.mem_cache.radix_node import Node
 from sglang.srt.sampling.sampling_params import NO_TOKEN
 from sglang.srt.server_args import ServerArgs
 
@@ -165,10 +165,10 @@ class Scheduler:
             start = (req.namespace, tuple(req.tokens[:SHARED_PREFIX]))
             if start in starts and prefix.length < SHARED_PREFIX <= req.matchable_len() and self.kv.tree.enabled:
                 continue
-            self.kv.tree.lock(prefix.node)
+            self.kv.lock(prefix.node)
             take = budget.take(req, prefix.length)
             if not take:
-                self.kv.tree.unlock(prefix.node)
+                self.kv.unlock(prefix.node)
                 break
             starts.add(start)
             self._place(req, prefix.node)
@@ -205,6 +205,7 @@ class Scheduler:
 
     def _can_grow(self, also: int = 0) -> bool:
         """Whether there is room for the next step of the running requests, and for `also` tokens of a prompt."""
+        self.kv.leave_windows(self.running.slots, self.running.certain_lens)
         return self.kv.can_grow(self.running.reserved_lens, self.running.next_lens, also)
 
     def _retract_until_it_fits(self) -> None:
@@ -367,9 +368,10 @@ class Scheduler:
         self.kv.reset()
         return True
 
-    def check_memory(self) -> dict[str, int]:
+    def check_memory(self) -> dict[str, Any]:
         """Slot counts, whose sum is the pool: free + cached + held by requests. For leak checks and `/server_info`."""
         page = self.plan.page_size
         held = sum(-(-max(r.kv_len, r.reserved_len) // page) * page - r.num_cached for r in self.reqs.values())
         usage = self.kv.usage()
-        return {"free": usage["free"], "cached": usage["cached"], "held": held, "total": usage["total"]}
+        windows = [{"window": window.window, **window.usage()} for window in self.kv.windows]
+        return {**usage, "held": held, "windows": windows}
