@@ -79,6 +79,8 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 
+ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
 # name -> (transformers config class, what differs from SIZES)
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {}),
@@ -115,6 +117,25 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         LATENT
         | {"qk_nope_head_dim": 24, "v_head_dim": 32, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
         | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "mixtral": ("MixtralConfig", {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2": ("Qwen2Config", {"head_dim": 16}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        ROUTED | {"num_experts": 4, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2, "head_dim": 16},
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        ROUTED
+        | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True}
+        | {"attention_bias": True, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     ),
     "llama_bias_llama3": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
 }

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.block import Site
@@ -28,6 +29,26 @@ def kv_head_range(num_kv_heads: int, tp_rank: int, tp_size: int) -> slice:
     return slice(head, head + 1)
 
 
+class WholeNorm:
+    """RMSNorm over all of q and over all of k, whose heads the ranks share. `q_rows` and `k_rows`: (of all ranks, those
+    of this one)."""
+
+    def __init__(self, scope: Scope, q_rows: tuple[int, slice], k_rows: tuple[int, slice], eps: float) -> None:
+        self.q_weight, self.k_weight = (
+            scope.sub(name).param("weight", (own.stop - own.start,), {PartKey(): Part((total,), (own,))}, Init.ONES)
+            for name, (total, own) in (("q_norm", q_rows), ("k_norm", k_rows))
+        )
+        self.totals = (q_rows[0], k_rows[0])
+        self.k_copies = scope.tp_size * self.k_weight.shape[0] // k_rows[0]
+        self.eps = eps
+        self.reduce = parallel_state.all_reduce if scope.tp_size > 1 else None
+        self.norm = scope.plan.entry("qk_whole_norm")
+
+    def __call__(self, qkv: torch.Tensor) -> None:
+        """qkv [T, Q + K + V], in place."""
+        self.norm(qkv, self.q_weight, self.k_weight, self.eps, self.totals, self.k_copies, self.reduce)
+
+
 class GQAttention:
     """[T, H] -> [T, H]: one projection to q, k and v; head norms, rotary embedding and the store into the pool in one
     op; attention; output projection."""
@@ -48,9 +69,12 @@ class GQAttention:
         self.qkv = ColumnParallelLinear(scope.sub("qkv"), hidden_size, projections, spec.qkv_bias)
         self.o = RowParallelLinear(scope.sub("o"), spec.num_heads * dim, hidden_size, spec.o_bias)
         self.q_norm = self.k_norm = None
+        self.whole_norm: WholeNorm | None = None
         if spec.qk_norm == "head":
             self.q_norm = scope.sub("q_norm").param("weight", (dim,), init=Init.ONES)
             self.k_norm = scope.sub("k_norm").param("weight", (dim,), init=Init.ONES)
+        elif spec.qk_norm == "whole":
+            self.whole_norm = WholeNorm(scope, q_rows, kv_rows, self.eps)
         self.k_scale = self.v_scale = None
         self.cache = scope.cache(site.layer_id, "kv")
         if scope.plan.kv_cache_dtype.startswith("fp8"):
@@ -70,8 +94,11 @@ class GQAttention:
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         cache = self.cache
         positions, cos_sin = self.rotary.at(batch.positions)
+        qkv = self.qkv(x)
+        if self.whole_norm is not None:
+            self.whole_norm(qkv)
         q, k, v = self.norm_rope_store(
-            self.qkv(x),
+            qkv,
             positions,
             cos_sin,
             self.q_norm,

@@ -69,7 +69,9 @@ class GQA:
     def needs(self, serving: Serving) -> Iterator[Need]:
         dims = (self.head_dim, self.v_head_dim)
         heads = (self.num_heads // serving.tp_size, rank_kv_heads(self.num_kv_heads, serving.tp_size))
-        norms = [f"{self.qk_norm}_norm"] if self.qk_norm else []
+        norms = ["head_norm"] if self.qk_norm == "head" else []
+        if self.qk_norm == "whole":
+            yield Need("qk_whole_norm", q_dtype=serving.dtype)
         yield serving.need("qk_norm_rope_store", dims, norms, heads, self.rotary_dim)
         present = {
             "sliding_window": self.window > 0,

@@ -14,8 +14,6 @@ SIGMOID = Router(0, "sigmoid", correction=CORRECTION)
 SQRT_SOFTPLUS = Router(0, "sqrtsoftplus", correction=CORRECTION)
 
 PLANNED = (
-    Family(model_types=("mistral",)),
-    Family(model_types=("mixtral",)),
     Family(model_types=("qwen3_vl", "qwen3_vl_moe"), qk_norm="head"),
     Family(
         model_types=("qwen3_next", "qwen3_5", "qwen3_5_moe"),
@@ -23,7 +21,6 @@ PLANNED = (
         qk_norm="head",
         among_recurrent=True,
     ),
-    Family(model_types=("glm4_moe",), qk_norm="head", o_bias=False, router=SIGMOID),
     Family(model_types=("glm_moe_dsa", "deepseek_v32"), router=SIGMOID),
     # The second is what V4's FP8 exports call it.
     Family(model_types=("deepseek_v4", "deepseek_ref"), router=SQRT_SOFTPLUS, sinks=True),
@@ -34,5 +31,4 @@ PLANNED = (
         activation=Activation(alpha=1.702, up_offset=1.0),
         expert_bias=True,
     ),
-    Family(model_types=("minimax_m2",), qk_norm="whole", router=SIGMOID),
 )
