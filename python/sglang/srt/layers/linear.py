@@ -6,7 +6,8 @@ creates the tensors that hold them and multiplies.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -31,7 +32,7 @@ class Unquantized:
         end = 0
         for shard in shards:
             begin, end = end, end + shard.rows.stop - shard.rows.start
-            parts[PartKey(shard.part)] = Part(
+            parts[shard.key] = Part(
                 (shard.out_features, shard.in_features), (shard.rows, shard.cols), (slice(begin, end),)
             )
         return scope.param("weight", (end, shards[0].cols.stop - shards[0].cols.start), parts)
@@ -50,14 +51,24 @@ def shard_of(total: int, rank: int, size: int, what: str) -> slice:
 class ColumnParallelLinear:
     """Several projections of one input, side by side, each sharded by output: x [T, in] -> [T, sum of shares].
 
-    `projections` maps the checkpoint's part to (its output features, the rows that this rank holds).
+    `projections` maps the checkpoint's part to (its output features, the rows that this rank holds). Where several
+    slices of one part lie apart it is a list of (part, output features, rows).
     """
 
     def __init__(
-        self, scope: Scope, in_features: int, projections: dict[str, tuple[int, slice]], bias: bool = False
+        self,
+        scope: Scope,
+        in_features: int,
+        projections: Mapping[str, tuple[int, slice]] | Sequence[tuple[str, int, slice]],
+        bias: bool = False,
     ) -> None:
-        whole = slice(0, in_features)
-        shards = [Shard(part, out, in_features, rows, whole) for part, (out, rows) in projections.items()]
+        if isinstance(projections, Mapping):
+            projections = [(part, out, rows) for part, (out, rows) in projections.items()]
+        whole, pieces = slice(0, in_features), Counter[str]()
+        shards = []
+        for part, out, rows in projections:
+            shards.append(Shard(part, out, in_features, rows, whole, pieces[part]))
+            pieces[part] += 1
         self.apply = scope.quant.create_weights(scope, shards, _stacked_bias(scope, shards) if bias else None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -103,5 +114,5 @@ def _stacked_bias(scope: Scope, shards: list[Shard]) -> torch.Tensor:
     end = 0
     for shard in shards:
         begin, end = end, end + shard.rows.stop - shard.rows.start
-        parts[PartKey(shard.part)] = Part((shard.out_features,), (shard.rows,), (slice(begin, end),))
+        parts[shard.key] = Part((shard.out_features,), (shard.rows,), (slice(begin, end),))
     return scope.param("bias", (end,), parts, init=Init.ZEROS)

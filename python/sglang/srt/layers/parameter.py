@@ -91,13 +91,19 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Of the checkpoint weight `part` [out_features, in_features], this rank's [rows, cols]."""
+    """Of the checkpoint weight `part` [out_features, in_features], this rank's [rows, cols]; `piece` numbers several
+    of one weight."""
 
     part: str
     out_features: int
     in_features: int
     rows: slice
     cols: slice
+    piece: int = 0
+
+    @property
+    def key(self) -> PartKey:
+        return PartKey(self.part, piece=self.piece)
 
 
 class QuantMethod(Protocol):

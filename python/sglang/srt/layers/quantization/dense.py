@@ -128,7 +128,7 @@ class _Stack:
         for shard in self.shards:
             self._check_split(shard, per)
             end = begin + -(-length(shard.rows) // per[0])
-            parts[PartKey(shard.part)] = matrix_part(leaf, shard, per, (slice(begin, end),))
+            parts[shard.key] = matrix_part(leaf, shard, per, (slice(begin, end),))
             begin = end
         return self.scope.param(leaf.name, held, parts, fill, dtype)
 
@@ -140,14 +140,14 @@ class _Stack:
             end = begin + length(shard.rows)
             shape, source = ((1,), ()) if single else ((shard.out_features,), (shard.rows,))
             convert = _repeated(leaf.convert, end - begin) if single else leaf.convert
-            parts[PartKey(shard.part)] = Part(shape, source, (slice(begin, end),), leaf.dtypes, convert)
+            parts[shard.key] = Part(shape, source, (slice(begin, end),), leaf.dtypes, convert)
             begin = end
         return self.scope.param(leaf.name, (self.rows,), parts, fill, torch.float32)
 
     def by_part(self, leaf: Leaf, fill: Fill) -> torch.Tensor:
         """A parameter [shards] fp32 of one number each."""
         parts = {
-            PartKey(shard.part): Part((1,), (), (slice(i, i + 1),), leaf.dtypes, leaf.convert)
+            shard.key: Part((1,), (), (slice(i, i + 1),), leaf.dtypes, leaf.convert)
             for i, shard in enumerate(self.shards)
         }
         return self.scope.param(leaf.name, (len(self.shards),), parts, fill, torch.float32)
@@ -203,7 +203,7 @@ def _quantized_while_loading(scope: Scope, shards: list[Shard], quant: ModuleQua
         end = begin + length(shard.rows)
         convert = quantize_into(scale[begin:end], scheme)
         shape = (shard.out_features, shard.in_features)
-        parts[PartKey(shard.part)] = Part(shape, (shard.rows, shard.cols), (slice(begin, end),), FLOATS, convert)
+        parts[shard.key] = Part(shape, (shard.rows, shard.cols), (slice(begin, end),), FLOATS, convert)
         begin = end
     data = scope.param("weight", (stack.rows, stack.cols), parts, random_codes, ELEMENT_DTYPES[scheme.element])
     return LinearWeight(data, scheme, scale)

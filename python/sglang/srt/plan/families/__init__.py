@@ -13,10 +13,12 @@ from sglang.srt.plan.families.mistral import MISTRAL, MIXTRAL
 from sglang.srt.plan.families.planned import PLANNED
 from sglang.srt.plan.families.qwen2 import QWEN2, QWEN2_MOE
 from sglang.srt.plan.families.qwen3 import QWEN3, QWEN3_MOE
+from sglang.srt.plan.families.qwen3_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT, QWEN3_NEXT
 
 FAMILIES: tuple[Family, ...] = (
     *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, GLM4_MOE, MINIMAX_M2),
     *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K25),
+    *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT),
     *PLANNED,
 )
 
