@@ -92,6 +92,15 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 RECURRENT_OPS = {
     "causal_conv1d": "CAUSAL_CONV",
@@ -182,6 +191,12 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe": (
         "Qwen3_5MoeTextConfig",
         HYBRID | SHARED_EXPERT | {"rope_parameters": HYBRID["rope_parameters"] | SECTIONS},
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 8}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"rope_parameters": GPT_OSS_ROPE},
     ),
     "llama_bias_llama3": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
 }

@@ -94,6 +94,7 @@ class GQAttention:
             spec.softmax_scale,
             sliding_window=spec.window,
             logit_cap=spec.logit_cap,
+            sinks=_sinks(scope, spec.num_heads, heads) if spec.sinks else None,
         )
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -140,6 +141,12 @@ def _with_gates(projections: list[tuple[str, int, slice]], heads: slice, dim: in
     queries = [(part, 2 * rows, slice(begin, begin + dim)) for begin in at]
     gates = [(part, 2 * rows, slice(begin + dim, begin + 2 * dim)) for begin in at]
     return [*queries, *others, *gates]
+
+
+def _sinks(scope: Scope, num_heads: int, heads: slice) -> torch.Tensor:
+    """[heads of this rank] fp32."""
+    part = Part((num_heads,), (heads,))
+    return scope.param("sinks", (heads.stop - heads.start,), {PartKey(): part}, Init.ZEROS, torch.float32)
 
 
 def cache_scale(scope: Scope, leaf: str) -> torch.Tensor:

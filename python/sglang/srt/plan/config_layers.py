@@ -200,7 +200,7 @@ def sparse_layers(keys: ConfigReader, num_layers: int, has_experts: bool) -> tup
 
 def _activation(keys: ConfigReader, family: Family) -> Activation:
     name = str(keys.values.get("hidden_act") or keys.values.get("hidden_activation") or "silu")
-    limit = keys.default("swiglu_limit", float, 0.0)
+    limit = keys.default("swiglu_limit", float, family.activation.limit or 0.0)
     return replace(family.activation, function=FUNCTIONS.get(name, SILU_FUNCTION), limit=limit or None)
 
 

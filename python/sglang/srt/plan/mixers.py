@@ -102,7 +102,8 @@ class GQA:
         return (
             Matrix("attn.qkv", ("q", "k", "v"), rows, hidden_size, self.qkv_bias),
             Matrix("attn.o", ("",), hidden_size, heads * self.v_head_dim, self.o_bias),
-            Elements(norms + (self.num_heads // tp_size if self.sinks else 0)),
+            Elements(norms),
+            Elements(heads if self.sinks else 0, "float32"),
         )
 
     def activation_elements(self, tp_size: int) -> int:
