@@ -26,8 +26,8 @@ from sglang.srt.kernels.compile import compile_for
 from sglang.srt.kernels.ledger_file import tile_key
 from sglang.srt.kernels.spec import TileRecord
 from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
-from sglang.srt.layers.moe.fused_moe_triton.tiles import TILE_KEYS, MoeTiles, Tile, tile_rows
-from sglang.srt.layers.moe.fused_moe_triton.variants import product_variant
+from sglang.srt.layers.moe.fused_moe_triton.product_variants import product_variant
+from sglang.srt.layers.moe.fused_moe_triton.tiles import TILE_KEYS, GroupedTile, MoeTiles, tile_rows
 from sglang.tuning.cost_model import DEFAULT, LANES_PER_SM, estimate
 from sglang.tuning.rates import rates_of
 from sglang.tuning.search_space import KINDS, MoeShape, candidates, grouped_product
@@ -76,7 +76,7 @@ class Loop:
     shared: int
 
 
-def loop_of(kind: str, scheme: str, tile: Tile, shape: MoeShape, arch: ArchTraits) -> Loop:
+def loop_of(kind: str, scheme: str, tile: GroupedTile, shape: MoeShape, arch: ArchTraits) -> Loop:
     variant = product_variant(
         kind, scheme, tile, shape.hidden, shape.intermediate, shape.top_k, sorted(arch.features), bias=shape.bias
     )
@@ -117,7 +117,7 @@ def _loops(text: str) -> list[tuple[int, int]]:
     return found
 
 
-def product_seconds(model: Model, kind: str, tokens: int, tile: Tile, arch: ArchTraits, extra: float) -> float:
+def product_seconds(model: Model, kind: str, tokens: int, tile: GroupedTile, arch: ArchTraits, extra: float) -> float:
     """Of one layer's product; `extra` instructions a thread in each round, beside what the model knows of. Inf for a
     tile that does not fit."""
     record = recorded_cost(model.shape.product_tile(kind, tile), arch)

@@ -18,6 +18,7 @@ from sglang.srt.kernels.spec import Choice, Need, NoKernel, Rejection
 from sglang.srt.kernels.tables import ATTENTION_BACKENDS, GEMV_BLOCK_K, MIXED_ROWS, TABLES
 from sglang.srt.kernels.tiles import attention_tiles
 from sglang.srt.layers.moe import mixed_moe
+from sglang.srt.layers.recurrent.step_kernels import StepKernels
 from sglang.srt.layers.triton_ops import gemv
 
 GPUS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
@@ -197,7 +198,7 @@ def test_a_forced_kernel_wins_over_the_order() -> None:
     assert reasons(choice)["triton"] == "torch_native comes first"
 
 
-@pytest.mark.parametrize("need", [Need("gated_delta_rule"), Need("sparse_indexer")], ids=str)
+@pytest.mark.parametrize("need", [Need("kv_compressor"), Need("sparse_indexer")], ids=str)
 def test_what_is_not_implemented_yet_is_said_plainly(need: Need) -> None:
     with pytest.raises(NoKernel, match="not implemented yet in sm120-sglang"):
         resolve(need, arch_by_name("sm_120"), FITS, BOTH)
@@ -278,7 +279,9 @@ def test_every_usable_row_can_be_loaded_where_its_packages_are(op: str) -> None:
     for spec in TABLES[op]:
         if spec.not_here is not None or spec.package not in (None, "triton"):
             continue
-        assert callable(Choice(Need(op), spec).load()), spec.name
+        loaded = Choice(Need(op), spec).load()
+        functions = (loaded.extend, loaded.decode) if isinstance(loaded, StepKernels) else (loaded,)
+        assert all(map(callable, functions)), spec.name
 
 
 def test_attention_backends_are_the_names_users_know() -> None:

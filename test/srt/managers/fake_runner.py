@@ -65,7 +65,6 @@ class FakeSamplingTable:
 
 
 class FakeRunner:
-    graphs = None
     tokens_per_step = 1
 
     def __init__(
@@ -93,6 +92,9 @@ class FakeRunner:
         self.steps: list[str] = []
         self.not_numbers: Callable[[np.ndarray], bool] = lambda sequence: False
         """Whether a sequence's logits are NaN."""
+
+    def decodes_in_graph(self, num_reqs: int) -> bool:
+        return False
 
     def sample(self, forward: LateResult, vocab_mask: np.ndarray | None = None) -> LateResult:
         return forward

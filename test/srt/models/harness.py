@@ -16,6 +16,7 @@ from sglang.srt.hardware.arch import CPU, ArchTraits
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.forward_batch import ForwardBatch, ForwardMode, TokenSlots
+from sglang.srt.layers.recurrent import native as recurrent_ops
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.plan.caches import cache_groups, row_tables
@@ -72,6 +73,17 @@ LATENT = {
     "routed_scaling_factor": 1.5,
     "rope_interleave": True,
 }
+LATENT_WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_intermediate_size": 128,
+}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -82,6 +94,27 @@ YARN = {
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 64,
 }
+
+RECURRENT_OPS = {
+    "causal_conv1d": "CAUSAL_CONV",
+    "gated_delta_rule": "RECURRENCE",
+    "state_space_duality": "RECURRENCE",
+}
+"""What an op of several functions is called among the torch kernels."""
+HYBRID = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
+ZERO_CENTRED = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_moe"})
+SHARED_EXPERT = EXPERTS | {"shared_expert_intermediate_size": 48}
+SECTIONS = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
 
 # name -> (transformers config class, what differs from SIZES)
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
@@ -122,6 +155,19 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"qk_nope_head_dim": 24, "v_head_dim": 32, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
         | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
     ),
+    "deepseek_v3_wide": (
+        "DeepseekV3Config",
+        LATENT | LATENT_WIDE | {"n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 1, "rope_parameters": YARN},
+    ),
+    "qwen3_next": ("Qwen3NextConfig", HYBRID | SHARED_EXPERT | {"mlp_only_layers": [1], "decoder_sparse_step": 1}),
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        HYBRID | {"rope_parameters": HYBRID["rope_parameters"] | SECTIONS, "linear_value_head_dim": 16},
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig",
+        HYBRID | SHARED_EXPERT | {"rope_parameters": HYBRID["rope_parameters"] | SECTIONS},
+    ),
     "llama_bias_llama3": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
 }
 
@@ -137,7 +183,9 @@ def hf_model(name: str, seed: int = 0) -> PreTrainedModel:
     with torch.no_grad():
         for key, param in model.named_parameters():
             if "norm" in key:
-                param.uniform_(0.5, 1.5)
+                # Qwen's hybrids store weights of norms minus 1, but for those of the recurrent layers' outputs.
+                centre = 0.0 if name in ZERO_CENTRED and "linear_attn" not in key else 1.0
+                param.uniform_(centre - 0.5, centre + 0.5)
             else:
                 param.normal_(0.0, 0.15)
         for key, buffer in model.named_buffers():
@@ -183,7 +231,9 @@ class NativePlan:
         return rank_weight_bytes(self.description, self.dtype, tp_size)
 
     def entry(self, op: str) -> Callable[..., Any]:
-        return native_ops.quantized_linear if op.startswith("linear/") else getattr(native_ops, op)
+        if op.startswith("linear/"):
+            return native_ops.quantized_linear
+        return getattr(native_ops if hasattr(native_ops, op) else recurrent_ops, RECURRENT_OPS.get(op, op))
 
     def tile(self, op: str) -> None:
         return None

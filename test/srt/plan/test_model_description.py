@@ -18,7 +18,6 @@ from sglang.srt.plan.caches import CacheGroup, cache_groups
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.layer_spec import Elements, Serving, Weights, Window
 from sglang.srt.plan.layout import check_layout, next_layout
-from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.plan import describe_served_model
@@ -83,8 +82,6 @@ def described_parameters(model: ModelDescription) -> int:
         rows = layer.ffn.intermediate_size if isinstance(layer.ffn, MoE) else 0
         total += 2 * hidden + elements(layer.mixer.weights(hidden, 1)) + elements(layer.ffn.weights(hidden, 1, rows))
         total += elements(layer.residual.weights(hidden))
-        if isinstance(layer.mixer, MLA):  # W_UK and W_UV once more, as decoding takes them
-            total -= layer.mixer.num_heads * (layer.mixer.nope_dim + layer.mixer.v_dim) * layer.mixer.kv_lora_rank
     return total
 
 

@@ -18,6 +18,7 @@ _NATIVE = "sglang.srt.layers.native_ops"
 _TRITON = "sglang.srt.layers.triton_ops"
 _EXPERTS = "sglang.srt.layers.moe"
 _MOE = f"{_EXPERTS}.fused_moe_triton"
+_RECURRENT = "sglang.srt.layers.recurrent"
 
 NOT_PART = "not part of sm120-sglang"
 NOT_YET = "not implemented yet in sm120-sglang"
@@ -273,10 +274,20 @@ LINEAR = (
     KernelSpec("cutlass", requires=frozenset({"tma"}), not_here=NOT_PART),
     KernelSpec("marlin", requires=CP_ASYNC, refuse=native_fp4_available, not_here=NOT_PART),
 )
+
+
+def _recurrent(triton_entry: str, native_entry: str) -> tuple[KernelSpec, ...]:
+    """An op of layers with a recurrent state, where only 16-bit activations are worth a kernel."""
+    return (
+        KernelSpec("triton", f"{_RECURRENT}.triton_ops.{triton_entry}", CP_ASYNC, "triton", refuse=_HALF),
+        KernelSpec("torch_native", f"{_RECURRENT}.native:{native_entry}", graph_safe=False),
+    )
+
+
+_RECURRENCE = _recurrent("recurrence:RECURRENCE", "RECURRENCE")
 GATED_DELTA_RULE = (
-    KernelSpec("triton", requires=CP_ASYNC, not_here=NOT_YET),
+    *_RECURRENCE,
     KernelSpec("flashinfer", requires=CP_ASYNC, refuse=no_hybrid_with_tcgen05, not_here=NOT_YET),
-    KernelSpec("torch_native", not_here=NOT_YET),
 )
 SPARSE_INDEXER = (
     KernelSpec("triton", requires=CP_ASYNC, not_here=NOT_YET),
@@ -308,13 +319,13 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
         KernelSpec("torch_native", f"{_NATIVE}:latent_absorb"),
     ),
     "latent_prompt_attention": LATENT_PROMPT_ATTENTION,
-    "attention_output_gate": _missing("the output of every head times the sigmoid of its gate"),
+    "attention_output_gate": _recurrent("gated_norm:attention_output_gate", "attention_output_gate"),
     "index_key_store": _missing("norm and rotary embedding of the indexer's keys, stored in a cache of their own"),
     "kv_compressor": _missing("gated sums of neighbouring tokens as compressed cache entries, with their open ends"),
     "grouped_output": _missing("the inverse rotation of the output, and its projection by groups of heads"),
     "hyper_connection": _missing("several residual streams, mixed before and after each block"),
-    "causal_conv1d": _missing("convolution over the last tokens, whose state a request keeps"),
-    "gated_rmsnorm": _missing("norm of the recurrent output times the activation of its gate"),
+    "causal_conv1d": _recurrent("causal_conv:CAUSAL_CONV", "CAUSAL_CONV"),
+    "gated_rmsnorm": _recurrent("gated_norm:gated_rmsnorm", "gated_rmsnorm"),
     **{f"topk_{kind}": _elementwise(f"topk_{kind}", "topk") for kind in ROUTERS},
     "linear": LINEAR,
     "fused_moe": FUSED_MOE,
@@ -322,6 +333,7 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     "decode_attention": DECODE_ATTENTION,
     "prefill_attention": PREFILL_ATTENTION,
     "gated_delta_rule": GATED_DELTA_RULE,
+    "state_space_duality": _RECURRENCE,
     "sparse_indexer": SPARSE_INDEXER,
     "all_reduce": ALL_REDUCE,
 }

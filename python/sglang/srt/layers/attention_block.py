@@ -9,6 +9,7 @@ import torch
 from sglang.srt.errors import UserError
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.block import Site
+from sglang.srt.layers.layernorm import norm_weight
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_of
 from sglang.srt.layers.parameter import Init, Part, Scope
 from sglang.srt.plan.mixers import GQA
@@ -44,18 +45,22 @@ class GQAttention:
         self.rotary = site.rotary.of(spec.rope)
         q_rows = (spec.num_heads * dim, slice(heads.start * dim, heads.stop * dim))
         kv_rows = (spec.num_kv_heads * dim, slice(kv_heads.start * dim, kv_heads.stop * dim))
-        projections = {"q": q_rows, "k": kv_rows, "v": kv_rows}
+        projections = [("q", *q_rows), ("k", *kv_rows), ("v", *kv_rows)]
+        if spec.output_gate:
+            projections = _with_gates(projections, heads, dim)
         self.qkv = ColumnParallelLinear(scope.sub("qkv"), hidden_size, projections, spec.qkv_bias)
         self.o = RowParallelLinear(scope.sub("o"), spec.num_heads * dim, hidden_size, spec.o_bias)
         self.q_norm = self.k_norm = None
         if spec.qk_norm == "head":
-            self.q_norm = scope.sub("q_norm").param("weight", (dim,), init=Init.ONES)
-            self.k_norm = scope.sub("k_norm").param("weight", (dim,), init=Init.ONES)
+            zero_centred = site.model.zero_centred_norms
+            self.q_norm = norm_weight(scope.sub("q_norm"), dim, zero_centred)
+            self.k_norm = norm_weight(scope.sub("k_norm"), dim, zero_centred)
         self.k_scale = self.v_scale = None
         self.cache = scope.cache(site.layer_id, "kv")
         if scope.plan.kv_cache_dtype.startswith("fp8"):
             self.k_scale, self.v_scale = cache_scale(scope, "k_scale"), cache_scale(scope, "v_scale")
             scope.finish.append(self._take_cache_scales)
+        self.output_gate = scope.plan.entry("attention_output_gate") if spec.output_gate else None
         self.norm_rope_store = scope.plan.entry("qk_norm_rope_store")
         self.attention = Attention(
             self.cache,
@@ -70,8 +75,12 @@ class GQAttention:
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         cache = self.cache
         positions, cos_sin = self.rotary.at(batch.positions)
+        qkv, gates = self.qkv(x), None
+        if self.output_gate is not None:
+            width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+            qkv, gates = qkv[:, :width], qkv[:, width:]
         q, k, v = self.norm_rope_store(
-            self.qkv(x),
+            qkv,
             positions,
             cos_sin,
             self.q_norm,
@@ -86,13 +95,25 @@ class GQAttention:
             cache.k_scale,
             cache.v_scale,
         )
-        return self.o(self.attention(q, k, v, batch))
+        out = self.attention(q, k, v, batch)
+        if self.output_gate is not None:
+            out = self.output_gate(out, gates)
+        return self.o(out)
 
     def _take_cache_scales(self) -> None:
         """What keys and values are divided by in an fp8 cache; 1 where the checkpoint does not say.
 
         Raises UserError for a scale that cannot be one."""
         self.cache.k_scale, self.cache.v_scale = cache_scale_value(self.k_scale), cache_scale_value(self.v_scale)
+
+
+def _with_gates(projections: list[tuple[str, int, slice]], heads: slice, dim: int) -> list[tuple[str, int, slice]]:
+    """q_proj has a gate behind every head of q: the gates of this rank's heads go behind q, k and v."""
+    (part, rows, _), *others = projections
+    at = [2 * head * dim for head in range(heads.start, heads.stop)]
+    queries = [(part, 2 * rows, slice(begin, begin + dim)) for begin in at]
+    gates = [(part, 2 * rows, slice(begin + dim, begin + 2 * dim)) for begin in at]
+    return [*queries, *others, *gates]
 
 
 def cache_scale(scope: Scope, leaf: str) -> torch.Tensor:

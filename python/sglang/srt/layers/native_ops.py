@@ -110,7 +110,7 @@ def qk_norm_rope_store(
     qkv [T, (Hq + 2 Hkv) D], positions and out_cache_loc [T], cos_sin [max_pos, rot_dim] fp32 (cosines, then sines),
     weights [D], caches [slots, Hkv, D] -> q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D].
     """
-    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    heads = qkv.unflatten(-1, (-1, head_dim))
     q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if q_weight is not None:
         q = rmsnorm(q, q_weight, eps)

@@ -2,7 +2,8 @@
 
 A parameter is a plain tensor made of parts. Each part is one tensor of the checkpoint, of which this rank holds a
 slice: `qkv` of rank 1 is the second half of the rows of `q`, `k` and `v`, one below the other. The loader reads parts,
-so that sharding and merging are stated once, by the layer that owns the parameter.
+so that sharding and merging are stated once, by the layer that owns the parameter. Of linear layers a QuantMethod
+makes the parameters: the seam where quantization formats enter.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
@@ -18,10 +19,10 @@ from sglang.srt.mem_cache.memory_pool import CacheStore
 from sglang.srt.plan.weight_names import PartKey, WeightMap
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.linear import QuantMethod
     from sglang.srt.plan.plan import Plan
 
 Index: TypeAlias = tuple[int | slice, ...]
+Apply: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 Convert: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 Fill: TypeAlias = Callable[[torch.Tensor, torch.Generator], None]
 
@@ -86,6 +87,34 @@ class Param:
     @property
     def sharded(self) -> bool:
         return any(part.sharded for part in self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Of the checkpoint weight `part` [out_features, in_features], this rank's [rows, cols]; `piece` numbers several
+    of one weight."""
+
+    part: str
+    out_features: int
+    in_features: int
+    rows: slice
+    cols: slice
+    piece: int = 0
+
+    @property
+    def key(self) -> PartKey:
+        return PartKey(self.part, piece=self.piece)
+
+
+class QuantMethod(Protocol):
+    """How linear weights are stored and multiplied."""
+
+    def create_weights(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
+        """Allocate the weights of `shards` stacked by rows in `scope`, and return x [T, in] -> [T, out] (+ bias)."""
+
+    def create_unpacked(self, scope: Scope, shard: Shard, take: Callable[[torch.Tensor], None]) -> None:
+        """Allocate the weight of `shard` in `scope`. `take` gets it as [rows, cols] in the model's type, however the
+        checkpoint stores it: for a block that multiplies it in a way of its own."""
 
 
 @dataclass(frozen=True, slots=True)

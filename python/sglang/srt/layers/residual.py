@@ -70,7 +70,8 @@ class SumResidual:
         self.norm = self._norm(scope.sub("norm"))
 
     def _norm(self, scope: Scope) -> RMSNorm:
-        return RMSNorm(scope, self.model.hidden_size, self.model.norm_eps)
+        model = self.model
+        return RMSNorm(scope, model.hidden_size, model.norm_eps, model.zero_centred_norms)
 
     def join(self, scope: Scope, block: str) -> SumJoin:
         after = self._norm(scope.sub(f"{block}_after")) if self.spec.norms_after else None

@@ -71,8 +71,10 @@ class CachePools:
         }
 
     def _entries(self, group: CacheGroup, sizes: PoolSizes) -> int:
-        """One page more than the plan counts: page 0 is padding."""
-        assert not isinstance(group.lifetime, PerRequest) and group.entries_per_token == 1
+        """One page more than the plan counts: page 0 is padding. States lie by request slot, of which 0 is padding."""
+        if isinstance(group.lifetime, PerRequest):
+            return sizes.max_requests + 1
+        assert group.entries_per_token == 1
         if isinstance(group.lifetime, Window):
             tokens = sizes.windows[self.tables.index(group.lifetime) - 1].tokens
         else:

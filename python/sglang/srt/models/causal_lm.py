@@ -14,17 +14,19 @@ from sglang.srt.layers.attention_block import GQAttention
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
 from sglang.srt.layers.latent_attention import LatentAttention
-from sglang.srt.layers.linear import QuantMethod, Unquantized
+from sglang.srt.layers.linear import Unquantized
 from sglang.srt.layers.mlp import GatedMLP
 from sglang.srt.layers.moe.layer import MoELayer
-from sglang.srt.layers.parameter import Param, Scope
+from sglang.srt.layers.parameter import Param, QuantMethod, Scope
 from sglang.srt.layers.quantization.dense import QuantizedMethod
 from sglang.srt.layers.quantization.layout import redundant_endings
+from sglang.srt.layers.recurrent.gated_delta_net import GatedDeltaNet
 from sglang.srt.layers.residual import FFN, MIXER, ResidualStream, SumResidual
 from sglang.srt.layers.rotary_embedding import RotaryTables
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.layer_spec import LayerSpec, Sum
 from sglang.srt.plan.mixers import GQA, MLA
+from sglang.srt.plan.recurrent import GatedDelta
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
@@ -46,6 +48,7 @@ class BlockKind:
 BLOCKS: Mapping[type, BlockKind] = {
     GQA: BlockKind("attn", GQAttention),
     MLA: BlockKind("attn", LatentAttention),
+    GatedDelta: BlockKind("gdn", GatedDeltaNet),
     Dense: BlockKind("mlp", lambda scope, spec, site: GatedMLP(scope, site.model.hidden_size, spec)),
     MoE: BlockKind("moe", lambda scope, spec, site: MoELayer(scope, site.model.hidden_size, spec)),
 }

@@ -57,7 +57,7 @@ def _mixers(keys: ConfigReader, family: Family, num_layers: int, unsupported: li
     makers: dict[str, Callable[[], Mixer]] = {
         "full_attention": lambda: _grouped(keys, family, 0, rotation),
         "sliding_attention": lambda: _grouped(keys, family, keys.positive("sliding_window"), rotation),
-        "linear_attention": lambda: _gated_delta(keys),
+        "linear_attention": lambda: _gated_delta(keys, family),
     }
     unknown = sorted({str(kind) for kind in kinds} - makers.keys())
     if unknown:
@@ -114,7 +114,7 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
         qk_norm=family.qk_norm if keys.default("use_qk_norm", bool, True) else "",
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=bias if family.o_bias is None else family.o_bias,
-        output_gate=keys.default("attn_output_gate", bool, False),
+        output_gate=keys.default("attn_output_gate", bool, family.output_gate),
         sinks=family.sinks,
         logit_cap=keys.default("attn_logit_softcapping", float, 0.0),
         among_recurrent=family.among_recurrent,
@@ -166,7 +166,7 @@ def _compressed(keys: ConfigReader, rate: Any, rotation: _Rotation) -> Compresse
     )
 
 
-def _gated_delta(keys: ConfigReader) -> GatedDelta:
+def _gated_delta(keys: ConfigReader, family: Family) -> GatedDelta:
     return GatedDelta(
         key_heads=keys.positive("linear_num_key_heads"),
         value_heads=keys.positive("linear_num_value_heads"),
@@ -174,6 +174,7 @@ def _gated_delta(keys: ConfigReader) -> GatedDelta:
         value_dim=keys.positive("linear_value_head_dim"),
         conv_kernel=keys.positive("linear_conv_kernel_dim"),
         state_dtype=str(keys.values.get("mamba_ssm_dtype") or "float32"),
+        by_key_head=family.projected_by_key_head,
     )
 
 

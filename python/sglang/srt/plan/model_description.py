@@ -38,6 +38,7 @@ class ModelDescription:
     vocab_size: int
     tie_embeddings: bool
     norm_eps: float
+    zero_centred_norms: bool
     layers: tuple[LayerSpec, ...]
     vision_head_dim: int  # 0: text only
     names: WeightMap
@@ -132,6 +133,7 @@ def describe_model(
         vocab_size=vocab_size,
         tie_embeddings=keys.default("tie_word_embeddings", bool, family.tie_embeddings),
         norm_eps=keys.default("rms_norm_eps", float, 1e-6),
+        zero_centred_norms=family.zero_centred_norms,
         layers=layers,
         vision_head_dim=_vision_head_dim(config.get("vision_config")),
         names=_names(keys, family, _prefix(quantization, multimodal)),

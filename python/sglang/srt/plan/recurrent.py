@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Elements, Matrix, Serving, Weights
 
+CHUNK_TOKENS = 64
+"""Of a prompt, computed at once; a test holds it to the kernels' number."""
+
 
 @dataclass(frozen=True, slots=True)
 class GatedDelta:
     """Gated delta rule (arXiv 2412.06464) after a causal convolution over `conv_kernel` tokens. A value head keeps a
-    state [key_dim, value_dim] of `state_dtype`."""
+    state [key_dim, value_dim] of `state_dtype`. `by_key_head`: checkpoints keep all projections of a key head together.
+    """
 
     key_heads: int
     value_heads: int
@@ -20,6 +24,7 @@ class GatedDelta:
     value_dim: int
     conv_kernel: int
     state_dtype: str = "float32"
+    by_key_head: bool = False
 
     @property
     def num_heads(self) -> int:
@@ -44,7 +49,7 @@ class GatedDelta:
         keys, values = self._widths(serving.tp_size)
         heads = self.value_heads // serving.tp_size
         state = CacheTensor("state", (heads, self.key_dim, self.value_dim), self.state_dtype)
-        convolved = CacheTensor("conv", (2 * keys + values, self.conv_kernel - 1), serving.dtype)
+        convolved = CacheTensor("conv", (self.conv_kernel - 1, 2 * keys + values), serving.dtype)
         return (CacheSpec("state", (state, convolved), lifetime=PER_REQUEST),)
 
     def attention_shape(self, tp_size: int) -> None:
@@ -53,15 +58,17 @@ class GatedDelta:
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         keys, values = self._widths(tp_size)
         heads = self.value_heads // tp_size
+        inputs, gates = (("qkvz",), ("ba",)) if self.by_key_head else (("qkv", "z"), ("b", "a"))
         return (
-            Matrix("gdn.in", ("qkv",), 2 * keys + values, hidden_size),
-            Matrix("gdn.in", ("z",), values, hidden_size),
-            Matrix("gdn.in", ("b",), heads, hidden_size, quantized=False),
-            Matrix("gdn.in", ("a",), heads, hidden_size, quantized=False),
+            Matrix("gdn.in", inputs, 2 * (keys + values), hidden_size),
+            Matrix("gdn.in_gates", gates, 2 * heads, hidden_size, quantized=False),
             Matrix("gdn.out", ("",), hidden_size, values),
             Elements((2 * keys + values) * self.conv_kernel + 2 * heads + self.value_dim),
         )
 
     def activation_elements(self, tp_size: int) -> int:
+        """What is projected and convolved, and of a prompt, whose chunks are computed apart from the state: the scores
+        of CHUNK tokens, u and w of every value head, and the output."""
         keys, values = self._widths(tp_size)
-        return 4 * keys + 4 * values
+        heads = self.value_heads // tp_size
+        return 4 * keys + 5 * values + heads * (CHUNK_TOKENS + self.key_dim)

@@ -17,6 +17,8 @@ class PartKey:
     part: str = ""
     expert: int = 0
     module: str = ""
+    piece: int = 0
+    """Of several slices of one tensor that lie apart in the parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,9 @@ class WeightMap:
         stays there."""
 
         def moved(name: str) -> str:
-            return prefix + name.removeprefix("model.") if name.startswith("model.") else name
+            if not name.startswith("model.") or name.startswith(prefix):
+                return name
+            return prefix + name.removeprefix("model.")
 
         model = {ours: moved(name) for ours, name in self.model.items()}
         return replace(self, model=model, layer_prefix=moved(self.layer_prefix))
@@ -108,6 +112,7 @@ LATENT_NAMES: Mapping[str, str] = {
     "attn.index_weights": "self_attn.indexer.weights_proj",
 }
 COMPRESSED_NAMES: Mapping[str, str] = {
+    "attn.q_a": "self_attn.q_a_proj",
     "attn.kv": "self_attn.kv_proj",
     "attn.o_a": "self_attn.o_a_proj",
     "attn.o_b": "self_attn.o_b_proj",
@@ -117,7 +122,11 @@ COMPRESSED_NAMES: Mapping[str, str] = {
     "attn.compressed_index_weights": "self_attn.compressor.indexer.scorer.weights_proj",
 }
 RECURRENT_NAMES: Mapping[str, str] = {
+    "gdn": "linear_attn",
     "gdn.in": "linear_attn.in_proj_{part}",
+    "gdn.in_gates": "linear_attn.in_proj_{part}",
+    "gdn.conv": "linear_attn.conv1d",
+    "gdn.norm": "linear_attn.norm",
     "gdn.out": "linear_attn.out_proj",
 }
 USUAL_NAMES = WeightMap(

@@ -157,8 +157,11 @@ class RunningBatch:
 
     def drop_finished(self) -> None:
         """Forget requests that ended, and those whose last token is already on its way."""
-        keep = [r for r in self.reqs if r.finish is None and r.planned_len - r.slack < r.limit]
-        if len(keep) < len(self.reqs) or self.most > 1:
+        if self.most > 1:
+            self._rebuild([r for r in self.reqs if r.finish is None and r.planned_len - r.slack < r.limit])
+            return
+        keep = [r for r in self.reqs if r.finish is None and r.planned_len < r.limit]
+        if len(keep) < len(self.reqs):
             self._rebuild(keep)
 
     def remove(self, req: Req) -> None:

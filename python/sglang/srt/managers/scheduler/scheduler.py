@@ -16,7 +16,7 @@ from sglang.srt.managers.scheduler.batch_builder import build_decode, build_exte
 from sglang.srt.managers.scheduler.output import StopChecker, output_message, rejected_token
 from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch, ScheduleBatch
 from sglang.srt.managers.scheduler.schedule_policy import POLICIES, NewTokenRatio, PrefillBudget
-from sglang.srt.managers.scheduler.scheduler_stats import StatsLogger
+from sglang.srt.managers.scheduler.scheduler_stats import Load, StatsLogger
 from sglang.srt.managers.wire.io_struct import (
     AbortReq,
     BatchTokenIDOut,
@@ -75,7 +75,7 @@ class Scheduler:
         self.reqs: dict[str, Req] = {}
         self.outbox: list[BatchTokenIDOut] = []
         self.paused = False
-        self.stats = StatsLogger(self)
+        self.stats = StatsLogger(args.decode_log_interval, self.load)
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
@@ -116,6 +116,9 @@ class Scheduler:
         no_work = not self.waiting and self.chunked is None and not self.running.reqs
         return not self.in_flight and (no_work or self.paused)
 
+    def load(self) -> Load:
+        return Load(len(self.running), len(self.waiting), self.kv.used_size(), self.kv.size)
+
     # --- choosing ----------------------------------------------------------------------------------------------------
 
     def pick_prefill(self) -> ScheduleBatch | None:
@@ -131,7 +134,7 @@ class Scheduler:
             return None
         if mixed and not self._can_grow(sum(n for _, n in chosen)):
             mixed = []
-        batch = build_extend(self, chosen, mixed)
+        batch = build_extend(self.kv, chosen, mixed, self.running.most)
         self.stats.prefill_launched(chosen)
         for req, _ in chosen:
             self.kv.commit(req)
@@ -192,10 +195,10 @@ class Scheduler:
             self._retract_until_it_fits()
         if not self.running.reqs:
             return None
-        batch = (build_decode if self.running.most == 1 else build_verify)(self, self.running)
+        batch = (build_decode if self.running.most == 1 else build_verify)(self.kv, self.running)
         if batch is not None:
             self.ratio.step()
-            self.stats.decode_launched(len(batch.sampled))
+            self.stats.decode_launched(len(batch.sampled), self.runner.decodes_in_graph(len(batch.sampled)))
         return batch
 
     # --- memory ------------------------------------------------------------------------------------------------------
@@ -256,6 +259,8 @@ class Scheduler:
         if report:
             self.outbox.append(output_message(report if sampled.reqs is batch.sampled else dict.fromkeys(report)))
         self.stats.processed(len(sampled.tokens))
+        if batch.step.widths is not None:
+            self.stats.verified(len(batch.sampled), len(sampled.tokens))
 
     def end(self, req: Req, reason: FinishReason, report: list[Req] | None = None, keep: bool = True) -> None:
         """End a request wherever it is; its slots go back at once. What it computed stays cached if `keep`."""

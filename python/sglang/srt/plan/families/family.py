@@ -26,14 +26,17 @@ class Family:
     names: WeightMap = USUAL_NAMES
     allowed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     tie_embeddings: bool = False
+    zero_centred_norms: bool = False  # weights of norms (but for gated ones) are stored minus 1
     # attention
     head_dim: int = 0
     num_kv_heads: int = 0
     qk_norm: str = ""  # as GQA.qk_norm
     qkv_bias: bool | None = None
     o_bias: bool | None = None
+    output_gate: bool = False
     sinks: bool = False
     among_recurrent: bool = False
+    projected_by_key_head: bool = False  # as GatedDelta.by_key_head
     # feed-forward
     has_experts: bool = False
     router: Router = Router(0)  # noqa: RUF009 - frozen

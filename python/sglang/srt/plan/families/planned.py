@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from sglang.srt.configs.activation import Activation
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.feed_forward import Router
-from sglang.srt.plan.weight_names import GATED_SHARED_NAMES, USUAL_NAMES
 
 CORRECTION = "e_score_correction_bias"
 SIGMOID = Router(0, "sigmoid", correction=CORRECTION)
@@ -17,12 +14,6 @@ PLANNED = (
     Family(model_types=("mistral",)),
     Family(model_types=("mixtral",)),
     Family(model_types=("qwen3_vl", "qwen3_vl_moe"), qk_norm="head"),
-    Family(
-        model_types=("qwen3_next", "qwen3_5", "qwen3_5_moe"),
-        names=replace(USUAL_NAMES, layer={**USUAL_NAMES.layer, **GATED_SHARED_NAMES}),
-        qk_norm="head",
-        among_recurrent=True,
-    ),
     Family(model_types=("glm4_moe",), qk_norm="head", o_bias=False, router=SIGMOID),
     Family(model_types=("glm_moe_dsa", "deepseek_v32"), router=SIGMOID),
     # The second is what V4's FP8 exports call it.
