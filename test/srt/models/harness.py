@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +19,11 @@ from sglang.srt.layers.forward_batch import ForwardBatch, ForwardMode, TokenSlot
 from sglang.srt.layers.recurrent import native as recurrent_ops
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.model_loader.loader import load_model
-from sglang.srt.plan.caches import cache_groups
+from sglang.srt.plan.caches import cache_groups, row_tables
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.model_description import ModelDescription, describe_model
-from sglang.srt.plan.pool_sizes import PoolSizes
+from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
 from sglang.srt.plan.weights import rank_weight_bytes
 from sglang.srt.server_args import ServerArgs
 
@@ -50,6 +51,8 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+
+WINDOWS = {"num_hidden_layers": 4, "sliding_window": 12, "use_sliding_window": True}
 
 # Dimensions that GPU kernels take.
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 128}
@@ -127,6 +130,8 @@ SECTIONS = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {}),
     "qwen3_tied_bias": ("Qwen3Config", {"tie_word_embeddings": True, "attention_bias": True, "vocab_size": 251}),
+    "qwen3_windows": ("Qwen3Config", WINDOWS | {"layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "qwen3_windows_only": ("Qwen3Config", WINDOWS | {"layer_types": ["sliding_attention"] * 4}),
     "qwen3_moe": ("Qwen3MoeConfig", EXPERTS),
     "qwen3_moe_mixed": (
         "Qwen3MoeConfig",
@@ -229,6 +234,9 @@ def hf_model(name: str, seed: int = 0) -> PreTrainedModel:
 def save_tiny(name: str, folder: Path) -> PreTrainedModel:
     model = hf_model(name)
     model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    if config.pop("use_sliding_window", False):  # which layers have windows is said by layer
+        (folder / "config.json").write_text(json.dumps(config))
     return model
 
 
@@ -279,7 +287,10 @@ class TinyRunner:
     def __init__(self, plan: NativePlan, load_format: str = "auto", tp_size: int = 1, seed: int = 0) -> None:
         self.model = load_model(plan, load_format)
         groups = cache_groups(plan.description, Serving(plan.dtype, plan.kv_cache_dtype, tp_size=tp_size))
-        CachePools(groups, PoolSizes(1023, 1, 8, plan.context_len), "cpu").bind(self.model.caches)
+        windows = tuple(WindowSize(lifetime.tokens, 1023) for lifetime in row_tables(groups)[1:])
+        pools = CachePools(groups, PoolSizes(1023, 1, 8, plan.context_len, windows), "cpu")
+        pools.bind(self.model.caches)
+        self.num_tables = len(pools.tables)
         self.table = torch.full((9, plan.context_len), -7, dtype=torch.int32)
         self.free = (torch.randperm(1023, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
         self.lens: dict[int, int] = {}
@@ -304,7 +315,7 @@ class TinyRunner:
             positions=torch.tensor(positions),
             req_pool_indices=torch.tensor(slots),
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-            token_slots=(TokenSlots(self.table, torch.tensor(locs)),),
+            token_slots=(TokenSlots(self.table, torch.tensor(locs)),) * self.num_tables,
             attn_backend=self.backend,
             extend_prefix_lens=torch.tensor(prefix, dtype=torch.int32),
             extend_start_loc=torch.tensor([0, *extend], dtype=torch.int32).cumsum(0, dtype=torch.int32),
