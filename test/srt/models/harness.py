@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,6 +139,16 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"head_dim": 16}),
     "qwen3_wide": ("Qwen3Config", WIDE),
     "qwen3_moe_wide": ("Qwen3MoeConfig", WIDE | EXPERTS | {"moe_intermediate_size": 128}),
+    "glm4_moe_wide": (
+        "Glm4MoeConfig",
+        WIDE
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "n_shared_experts": 1}
+        | {"first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 2.5},
+    ),
+    "minimax_m2_wide": (
+        "MiniMaxM2Config",
+        WIDE | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128},
+    ),
     "llama_wide": ("LlamaConfig", WIDE | {"head_dim": 64}),
     "deepseek_v2_lite": (
         "DeepseekV2Config",
@@ -166,6 +175,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
     ),
     "mistral": ("MistralConfig", {"sliding_window": None}),
+    "mistral_windows": ("MistralConfig", {"sliding_window": 12}),
     "mixtral": ("MixtralConfig", {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2": ("Qwen2Config", {"head_dim": 16}),
     "qwen2_moe": (
@@ -196,6 +206,13 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe": (
         "Qwen3_5MoeTextConfig",
         HYBRID | SHARED_EXPERT | {"rope_parameters": HYBRID["rope_parameters"] | SECTIONS},
+    ),
+    "gpt_oss_wide": (
+        "GptOssConfig",
+        WIDE
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128, "sliding_window": 8}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "head_dim": 64}
+        | {"rope_parameters": GPT_OSS_ROPE},
     ),
     "gpt_oss": (
         "GptOssConfig",
@@ -234,9 +251,6 @@ def hf_model(name: str, seed: int = 0) -> PreTrainedModel:
 def save_tiny(name: str, folder: Path) -> PreTrainedModel:
     model = hf_model(name)
     model.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    if config.pop("use_sliding_window", False):  # which layers have windows is said by layer
-        (folder / "config.json").write_text(json.dumps(config))
     return model
 
 

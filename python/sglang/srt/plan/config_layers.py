@@ -53,6 +53,9 @@ def _mixers(keys: ConfigReader, family: Family, num_layers: int, unsupported: li
     if keys.count("kv_lora_rank"):
         kinds = _by_layer(keys, "indexer_types", num_layers, "full")
         return [_latent(keys, kind == "full", rotation) for kind in kinds]
+    if keys.values.get("use_sliding_window") and keys.values.get("layer_types") is None:
+        what = "use_sliding_window = True is not supported without layer_types, which say of which layers"
+        unsupported.append(f"{keys.source}: {what}.")
     windows = family.windows_everywhere and keys.count("sliding_window") > 0
     kinds = _by_layer(keys, "layer_types", num_layers, "sliding_attention" if windows else "full_attention")
     makers: dict[str, Callable[[], Mixer]] = {

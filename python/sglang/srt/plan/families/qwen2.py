@@ -19,7 +19,6 @@ QWEN2 = Family(
     model_types=("qwen2",),
     architectures=("Qwen2ForCausalLM",),
     names=WeightMap(MODEL_NAMES, _LAYER),
-    allowed={"use_sliding_window": (False,)},
     qkv_bias=True,
     o_bias=False,
 )
@@ -27,7 +26,7 @@ QWEN2_MOE = Family(
     model_types=("qwen2_moe",),
     architectures=("Qwen2MoeForCausalLM",),
     names=WeightMap(MODEL_NAMES, {**_LAYER, **EXPERT_NAMES, **GATED_SHARED_NAMES}),
-    allowed={"use_sliding_window": (False,), "qkv_bias": (True,)},
+    allowed={"qkv_bias": (True,)},
     qkv_bias=True,
     o_bias=False,
     has_experts=True,
