@@ -59,7 +59,7 @@ class Reference:
         return Scheduler(args, create_runner(args), StopChecker(None))
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", "llama_bias_llama3", "qwen3_windows"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", "llama_bias_llama3", "qwen3_windows", "deepseek_v3"])
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
     yield Reference(request.param, tmp_path_factory.mktemp(request.param))
 
