@@ -71,6 +71,7 @@ class FakeRunner:
     def __init__(self, pool: int, page: int, context: int, max_reqs: int, chunk: int, max_prefill: int = 4096) -> None:
         self.plan = SimpleNamespace(
             pool_sizes=PoolSizes(pool // page * page, page, max_reqs, context), page_size=page, context_len=context,
+            caches_prefixes=True,
             chunked_prefill_size=chunk, max_prefill_tokens=max_prefill,
             model=SimpleNamespace(vocab_size=VOCAB, eos_token_ids=frozenset({EOS})),
         )  # fmt: skip
