@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from sglang.srt.plan.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K25
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.families.llama import LLAMA
+from sglang.srt.plan.families.nemotron_h import NEMOTRON_H
 from sglang.srt.plan.families.planned import PLANNED
 from sglang.srt.plan.families.qwen3 import QWEN3, QWEN3_MOE
 from sglang.srt.plan.families.qwen3_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT, QWEN3_NEXT
 
 FAMILIES: tuple[Family, ...] = (
-    LLAMA, QWEN3, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K25, QWEN3_NEXT,
+    LLAMA, QWEN3, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K25, NEMOTRON_H, QWEN3_NEXT,
     QWEN3_5, QWEN3_5_MOE, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, *PLANNED,
 )  # fmt: skip
 
