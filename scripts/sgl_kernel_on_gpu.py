@@ -29,8 +29,8 @@ sys.path[:0] = [str(ROOT / "python"), str(ROOT / "test"), str(ROOT / "sgl-kernel
 from nvcc_build import compile_library  # noqa: E402
 from srt.layers.moe.moe_harness import NATIVE, expected, make_case  # noqa: E402
 
+from sglang.srt.configs.activation import GPT_OSS_SWIGLU, SILU, Activation  # noqa: E402
 from sglang.srt.layers.moe import mixed_moe  # noqa: E402
-from sglang.srt.layers.moe.expert_weights import GPT_OSS_SWIGLU, SILU, Activation  # noqa: E402
 
 BOUND = 6e-3
 """Of the error's norm, as a part of the result's: what rounding to 16 bits between the steps explains."""

@@ -25,12 +25,13 @@ from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import Choice, Need, NoKernel, Rejection
 from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
 from sglang.srt.layers.moe.fused_moe_triton.config_files import find
-from sglang.srt.plan.caches import CacheGroup, cache_cost, cache_groups
+from sglang.srt.plan.caches import CacheGroup, cache_groups
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.layout import check_layout
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.plan import describe_capacity, forced_kernels, make_plan, plan_capacity, serving_of
+from sglang.srt.plan.pool_sizes import cache_cost
 from sglang.srt.plan.weights import expert_rows
 from sglang.srt.server_args import ServerArgs
 

@@ -139,7 +139,7 @@ def test_responses_that_are_described(http: httpx.Client) -> None:
             answer = http.post(path, content=b"{", headers={"content-type": "text/plain"})
             assert str(answer.status_code) in statuses and answer.status_code == 415
     streaming = {path for (path, _), entry in operations.items() if "text/event-stream" in str(entry["responses"])}
-    assert streaming == {"/generate", "/v1/chat/completions", "/v1/completions", "/v1/messages"}
+    assert streaming == {"/generate", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"}
     assert "404" in operations["/v1/models/{model_id}", "get"]["responses"]
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from srt.layers.moe.moe_harness import NATIVE, Case, assert_close, expected, make_case
 
+from sglang.srt.configs.activation import GPT_OSS_SWIGLU, SILU, Activation
 from sglang.srt.layers.moe import mixed_moe
-from sglang.srt.layers.moe.expert_weights import GPT_OSS_SWIGLU, SILU, Activation
 
 BLOCK_M = (64, 128)
 BOUND = 6e-3

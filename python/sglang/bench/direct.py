@@ -10,7 +10,7 @@ import torch
 
 from sglang.srt.errors import UserError
 from sglang.srt.mem_cache.kv_table import KVTable
-from sglang.srt.mem_cache.radix_cache import Node
+from sglang.srt.mem_cache.radix_node import Node
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.step import ExtendInput, StepInput, StepResult
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -94,6 +94,7 @@ class DirectBatch:
         rows = np.array([i for i, _, _ in chosen])
         first = np.array([a for _, a, _ in chosen], np.int32)
         end = np.array([b for _, _, b in chosen], np.int32)
+        self.kv.leave_windows(self.slots[rows], first)
         sampled = [row for row, (i, _, b) in enumerate(chosen) if b == goals[i]]
         step = StepInput(
             slots=self.slots[rows],
@@ -112,6 +113,7 @@ class DirectBatch:
 
     def decode(self) -> list[int]:
         """One token for each request, from the token that was sampled last; waits for the device."""
+        self.kv.leave_windows(self.slots, self.lens)
         lens = self.lens + 1
         locs = self.kv.grow(self.slots, self.lens, lens, len(lens))
         self.lens = lens

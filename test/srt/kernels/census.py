@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -25,6 +26,7 @@ from sglang.srt.layers.attention.triton_ops import latent_prompt
 from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, decode_attention_fwd, plan_decode
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
 from sglang.srt.layers.attention.triton_ops.prefill_attention import context_attention_fwd
+from sglang.srt.layers.moe import mixed_moe
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights, wants_planes
 from sglang.srt.layers.moe.fused_moe_triton import fused_moe as moe
 from sglang.srt.layers.moe.fused_moe_triton.config_files import find
@@ -376,8 +378,11 @@ def _routing(
 
 def _expert_layers(shape: Shape) -> Iterator[tuple[int, int, int, int, Scheme | None, bool, bool]]:
     """(experts, choices, hidden, this rank's share of the intermediate size, scheme, static scales, GPT-OSS's form).
-    Biases come in the model's own format only; any other experts may be quantized in every way."""
-    schemes = [SCHEMES[shape.expert_scheme], None] if shape.expert_bias else [None, *SCHEMES.values()]
+    Biases come in the model's own format only (with activations of either precision); any other experts may be
+    quantized in every way."""
+    schemes = [None, *SCHEMES.values()]
+    if shape.expert_bias:
+        schemes = [scheme for scheme in schemes if scheme is None or scheme.name.startswith(shape.expert_scheme)]
     for scheme in schemes:
         try:
             inter = expert_share(shape.expert_inter, shape.tp, scheme)
@@ -433,6 +438,22 @@ def _experts(
     for tokens, rung in [(1, None), (MANY, rungs[0]), *((16, rung) for rung in rungs)]:
         x, weights = empty(tokens, hidden), empty(tokens, top_k, dtype=torch.float32)
         moe.fused_moe(x, w13, w2, weights, empty(tokens, top_k, dtype=torch.int32), act, rung, arch.features)
+    if scheme is SCHEMES["mxfp4_mxfp8"] and "mma_sync_block_scale" in arch.features:
+        with patch.multiple(mixed_moe, _library=NoLibrary, _stream=lambda x: 0):
+            for pairs_an_expert in (mixed_moe.LEAST_ROWS, mixed_moe.TALL_ROWS):
+                tokens = -(-pairs_an_expert * experts // top_k)
+                x, weights = empty(tokens, hidden), empty(tokens, top_k, dtype=torch.float32)
+                mixed_moe.fused_moe(x, w13, w2, weights, empty(tokens, top_k, dtype=torch.int32), act)
+
+
+class NoLibrary:
+    """sgl-kernel's, without launches: what is around them is Triton's."""
+
+    MixedArguments = dict
+
+    def mixed_moe_gate_up(self, args: object, block_m: int, max_blocks: int, stream: int) -> None: ...
+
+    def mixed_moe_down(self, args: object, block_m: int, max_blocks: int, stream: int) -> None: ...
 
 
 def _sampling(vocab: int) -> None:

@@ -17,7 +17,7 @@ from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.wire.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
 from sglang.srt.model_executor.step import StepInput
-from sglang.srt.plan.caches import PoolSizes
+from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
 from sglang.srt.sampling.sampling_params import NO_TOKEN, SamplingParams
 
 VOCAB = 97
@@ -65,23 +65,36 @@ class FakeSamplingTable:
 
 
 class FakeRunner:
-    graphs = None
     tokens_per_step = 1
 
-    def __init__(self, pool: int, page: int, context: int, max_reqs: int, chunk: int, max_prefill: int = 4096) -> None:
+    def __init__(
+        self,
+        pool: int,
+        page: int,
+        context: int,
+        max_reqs: int,
+        chunk: int,
+        max_prefill: int = 4096,
+        windows: tuple[WindowSize, ...] = (),
+    ) -> None:
         self.plan = SimpleNamespace(
-            pool_sizes=PoolSizes(pool // page * page, page, max_reqs, context), page_size=page, context_len=context,
-            caches_prefixes=True,
+            pool_sizes=PoolSizes(pool // page * page, page, max_reqs, context, windows), page_size=page,
+            context_len=context, caches_prefixes=True,
             chunked_prefill_size=chunk, max_prefill_tokens=max_prefill,
             model=SimpleNamespace(vocab_size=VOCAB, eos_token_ids=frozenset({EOS})),
         )  # fmt: skip
         self.sampling_table = FakeSamplingTable()
-        self.table = np.zeros((max_reqs + 1, context), np.int64)
+        self.tables = np.zeros((1 + len(windows), max_reqs + 1, context), np.int64)
+        self.table = self.tables[0]
         self.kv = np.full(pool + 2 * page, -1, np.int64)
+        self.window_kv = [(size.window, np.full(size.tokens + page, -1, np.int64)) for size in windows]
         self.next_token = np.zeros(max_reqs + 1, np.int64)
         self.steps: list[str] = []
         self.not_numbers: Callable[[np.ndarray], bool] = lambda sequence: False
         """Whether a sequence's logits are NaN."""
+
+    def decodes_in_graph(self, num_reqs: int) -> bool:
+        return False
 
     def sample(self, forward: LateResult, vocab_mask: np.ndarray | None = None) -> LateResult:
         return forward
@@ -89,7 +102,7 @@ class FakeRunner:
     def forward(self, step: StepInput) -> LateResult:
         if step.table_update is not None:
             assert len(np.unique(step.table_update.index)) == len(step.table_update.index)
-            self.table.reshape(-1)[step.table_update.index] = step.table_update.value
+            self.tables.reshape(-1)[step.table_update.index] = step.table_update.value
         assert len(np.unique(step.out_cache_loc)) == len(step.out_cache_loc), "one cache slot for two tokens"
         assert len(np.unique(step.slots)) == len(step.slots)
         assert (step.out_cache_loc >= self.plan.page_size).all(), "the padding page was handed out"
@@ -105,6 +118,7 @@ class FakeRunner:
             self.table[step.slots[:decodes], step.seq_lens[:decodes] - 1] = step.out_cache_loc[:decodes]
             assert (step.extend.prefix_lens + step.extend.extend_lens == step.seq_lens[decodes:]).all()
         self.kv[step.out_cache_loc] = ids
+        self.read_and_write_windows(step, ids)
         tokens = []
         for row in rows:
             sequence = self.kv[self.table[step.slots[row], : step.seq_lens[row]]]
@@ -112,6 +126,29 @@ class FakeRunner:
             tokens.append(NO_TOKEN if self.not_numbers(sequence) else next_token(sequence))
             self.next_token[step.slots[row]] = max(tokens[-1], 0)
         return LateResult(torch.tensor(tokens)[:, None])
+
+    def read_and_write_windows(self, step: StepInput, ids: np.ndarray) -> None:
+        """What the first new token of each request sees is still there, and so is what the last one sees."""
+        counts = np.ones(len(step.slots), np.int64)
+        if step.extend is not None:
+            counts[step.extend.num_decodes :] = step.extend.extend_lens
+        for (window, kv), table in zip(self.window_kv, self.tables[1:], strict=True):
+            for final in (False, True):
+                first = 0
+                written = []
+                for slot, length, count in zip(step.slots, step.seq_lens, counts, strict=True):
+                    sequence = self.kv[self.table[slot, :length]]
+                    start = length - count
+                    seen = slice(max(0, length - window), length) if final else slice(max(0, start + 1 - window), start)
+                    assert (kv[table[slot, seen]] == sequence[seen]).all(), "a window has lost what it still needs"
+                    new = table[slot, start:length]
+                    assert (new >= self.plan.page_size).all(), "a token without a slot in the window's table"
+                    written.append(new)
+                    if not final:
+                        kv[new] = ids[first : first + count]
+                    first += count
+                slots = np.concatenate(written)
+                assert len(np.unique(slots)) == len(slots), "one slot of a window for two tokens"
 
 
 def make_scheduler(runner: FakeRunner, **options: object) -> Scheduler:
@@ -177,3 +214,5 @@ def assert_clean(scheduler: Scheduler) -> None:
     assert scheduler.kv.tree.protected_size() == 0
     assert not scheduler.reqs and not scheduler.waiting
     scheduler.kv.check()
+    for window in scheduler.kv.windows:
+        assert window.usage()["held"] == 0 and window.available_size() == window.size

@@ -15,6 +15,7 @@ from sglang.srt.managers.scheduler.leader import EndReq
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.schedule_policy import POLICIES
 from sglang.srt.managers.wire.io_struct import AbortReq
+from sglang.srt.plan.pool_sizes import WindowSize
 from srt.managers.fake_runner import (
     EOS,
     VOCAB,
@@ -418,6 +419,13 @@ workload = st.lists(
 )
 
 
+def window_tokens(pool: int, page: int, window: int, chunk: int, share: float) -> int:
+    """Of a window table: from what one request needs to as many as there are of all tokens."""
+    step = chunk if chunk > 0 else 160
+    least = min(pool, (-(-window // page) + -(-step // page) + 2) * page)
+    return int(least + share * (pool - least)) // page * page
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     events=workload,
@@ -429,12 +437,16 @@ workload = st.lists(
     radix=st.booleans(),
     overlap=st.booleans(),
     conservativeness=st.sampled_from([0.01, 1.0]),
+    windows=st.lists(st.sampled_from([1, 2, 7, 16, 40]), max_size=2, unique=True),
+    window_share=st.sampled_from([0.0, 0.5, 1.0]),
 )
 def test_any_workload(
     events: list, page: int, pool_pages: int, chunk: int, max_reqs: int, policy: str, radix: bool,
-    overlap: bool, conservativeness: float,
+    overlap: bool, conservativeness: float, windows: list[int], window_share: float,
 ) -> None:  # fmt: skip
-    runner = FakeRunner(pool_pages * page if page > 1 else pool_pages * 4, page, 160, max_reqs, chunk)
+    pool = pool_pages * page if page > 1 else pool_pages * 4
+    sizes = tuple(WindowSize(window, window_tokens(pool, page, window, chunk, window_share)) for window in windows)
+    runner = FakeRunner(pool, page, 160, max_reqs, chunk, windows=sizes)
     scheduler = make_scheduler(
         runner, schedule_policy=policy, disable_radix_cache=not radix,
         disable_overlap_schedule=not overlap, schedule_conservativeness=conservativeness,
@@ -447,7 +459,7 @@ def test_any_workload(
         wanted[f"r{i}"] = (ids, max_new, ignore_eos)
         for _ in range(steps):
             scheduler.step()
-            scheduler.kv.check()
+            scheduler.kv.check(scheduler.reqs.values())
             collector.take(scheduler)
         if kind == "abort":
             scheduler.abort(AbortReq([f"r{i // 2}"]))

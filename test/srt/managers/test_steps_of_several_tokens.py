@@ -32,7 +32,7 @@ def scheduler_with(runner: GuessingRunner, steps_ahead: int = 1, **options: obje
 
 def assert_cached_entries_are_right(scheduler: Scheduler) -> None:
     """What the tree says of a cache slot is what lies there."""
-    for node in scheduler.kv.tree._nodes():
+    for node in scheduler.kv.tree.nodes():
         np.testing.assert_array_equal(scheduler.runner.kv[node.value], node.key)
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from sglang.srt.mem_cache.kv_table import KVTable
-from sglang.srt.mem_cache.radix_cache import Node
-from sglang.srt.plan.caches import PoolSizes
+from sglang.srt.mem_cache.radix_node import Node
+from sglang.srt.plan.pool_sizes import PoolSizes
 
 
 @dataclass(eq=False)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sglang.srt.mem_cache.allocator import Slots, TokenAllocator
-from sglang.srt.mem_cache.radix_cache import Node, RadixCache
+from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.radix_node import Node
 
 NAMESPACES = (None, "a", "")
 

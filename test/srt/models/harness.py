@@ -18,10 +18,11 @@ from sglang.srt.layers.forward_batch import ForwardBatch, ForwardMode, TokenSlot
 from sglang.srt.layers.recurrent import native as recurrent_ops
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.model_loader.loader import load_model
-from sglang.srt.plan.caches import PoolSizes, cache_groups
+from sglang.srt.plan.caches import cache_groups
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.model_description import ModelDescription, describe_model
+from sglang.srt.plan.pool_sizes import PoolSizes
 from sglang.srt.plan.weights import rank_weight_bytes
 from sglang.srt.server_args import ServerArgs
 
@@ -68,6 +69,17 @@ LATENT = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.5,
     "rope_interleave": True,
+}
+LATENT_WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_intermediate_size": 128,
 }
 YARN = {
     "rope_type": "yarn",
@@ -153,6 +165,10 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         LATENT
         | {"qk_nope_head_dim": 24, "v_head_dim": 32, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
         | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    "deepseek_v3_wide": (
+        "DeepseekV3Config",
+        LATENT | LATENT_WIDE | {"n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 1, "rope_parameters": YARN},
     ),
     "qwen3_next": ("Qwen3NextConfig", HYBRID | SHARED_EXPERT | {"mlp_only_layers": [1], "decoder_sparse_step": 1}),
     "qwen3_5": (

@@ -21,7 +21,10 @@ Tensors = dict[str, torch.Tensor]
 Write = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
 """A weight [N, K] fp32 -> its tensors by leaf, and what they stand for."""
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PROJECTIONS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+)
 
 
 def _quantize(weight: torch.Tensor, scheme: str) -> tuple[reference.Quantized, torch.Tensor]:

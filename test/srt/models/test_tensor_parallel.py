@@ -36,6 +36,7 @@ def _rank(rank: int, size: int, folder: Path, names: tuple[str, ...]) -> None:
     ("size", "names"),
     [
         (2, ("qwen3_moe_mixed", "llama_bias_llama3", "qwen3_tied_bias")),
+        (2, ("deepseek_v2_lite", "deepseek_v3")),
         (4, ("qwen3_tied_bias",)),  # its 2 kv heads are held twice, its 251 tokens do not divide
     ],
 )

@@ -14,14 +14,14 @@ import torch
 from sglang.srt.configs.hf_config import select_text_config
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
-from sglang.srt.plan.caches import CacheGroup, cache_cost, cache_groups
+from sglang.srt.plan.caches import CacheGroup, cache_groups
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.layer_spec import Elements, Serving, Weights, Window
 from sglang.srt.plan.layout import check_layout, next_layout
-from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.plan import describe_served_model
+from sglang.srt.plan.pool_sizes import cache_cost
 from sglang.srt.server_args import ServerArgs
 
 CONFIGS = Path(__file__).parents[1] / "kernels" / "configs"
@@ -82,8 +82,6 @@ def described_parameters(model: ModelDescription) -> int:
         rows = layer.ffn.intermediate_size if isinstance(layer.ffn, MoE) else 0
         total += 2 * hidden + elements(layer.mixer.weights(hidden, 1)) + elements(layer.ffn.weights(hidden, 1, rows))
         total += elements(layer.residual.weights(hidden))
-        if isinstance(layer.mixer, MLA):  # W_UK and W_UV once more, as decoding takes them
-            total -= layer.mixer.num_heads * (layer.mixer.nope_dim + layer.mixer.v_dim) * layer.mixer.kv_lora_rank
     return total
 
 

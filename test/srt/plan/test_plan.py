@@ -20,12 +20,12 @@ from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.spec import NoKernel
 from sglang.srt.plan.attention_memory import FLASHINFER_PLANS, FLASHINFER_WORKSPACE
-from sglang.srt.plan.caches import cache_cost
 from sglang.srt.plan.defaults import cuda_graph_batch_sizes, requests_by_state
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.memory import PREFILL_GRAPH_PROMPTS
 from sglang.srt.plan.model_description import describe_model
 from sglang.srt.plan.plan import Plan, make_plan
+from sglang.srt.plan.pool_sizes import cache_cost
 from sglang.srt.server_args import ServerArgs
 
 GIB = 1024**3
@@ -292,13 +292,6 @@ def test_planned_sizes_are_the_codes(file: str, name: str, planned: int) -> None
 def test_states_leave_half_of_the_memory_to_tokens() -> None:
     assert requests_by_state(1024, 90, 30, 0) == 1024 and requests_by_state(1024, 9000, 1000, 10) == 400
     assert requests_by_state(1024, 90, 30, 30) == 8
-
-
-@pytest.mark.parametrize("kinds", [("sliding_attention",), ("sliding_attention", "full_attention")])
-def test_window_layers_need_pools_that_are_not_there_yet(build: Any, kinds: tuple[str, ...]) -> None:
-    config = QWEN3_8B | {"layer_types": [*kinds] * (36 // len(kinds)), "sliding_window": 128}
-    with pytest.raises(UserError, match=r"cannot be served yet: .*\(kv\) for the last 128 tokens"):
-        build(config)
 
 
 def test_main_memory_holds_the_tables_too(build: Any) -> None:

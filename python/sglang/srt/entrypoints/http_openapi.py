@@ -13,6 +13,8 @@ from sglang.srt.entrypoints.http_errors import error_schema_name
 from sglang.srt.entrypoints.http_middleware import is_open
 
 _STREAMING = ("/generate", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
+_LINES = ("/api/chat", "/api/generate")
+"""Routes that stream lines of JSON."""
 _PROBES = ("/health", "/ready", "/ping", "/health_generate")
 _PLAIN_TEXT = ("/metrics", "/flush_cache", "/start_profile", "/stop_profile")
 _EMPTY = (*_PROBES, "/abort_request")
@@ -62,6 +64,7 @@ _ERROR_SCHEMAS: dict[str, Any] = {
         "required": ["error"],
         "properties": {"error": {"type": "object", "required": ["message"], "properties": {"message": _STRING}}},
     },
+    "OllamaError": {"type": "object", "required": ["error"], "properties": {"error": _STRING}},
     "AnthropicError": {
         "type": "object",
         "required": ["type", "error"],
@@ -102,6 +105,8 @@ def _responses(path: str, method: str, has_body: bool) -> dict[str, Any]:
         success["content"] = {"text/plain" if path in _PLAIN_TEXT else "application/json": {}}
     if path in _STREAMING:
         success["content"]["text/event-stream"] = {"schema": _STRING}
+    if path in _LINES:
+        success["content"]["application/x-ndjson"] = {"schema": _STRING}
     responses: dict[str, Any] = {"200": success}
     for status in sorted(_statuses(path, method, has_body)):
         if status == 503 and path in _PROBES:

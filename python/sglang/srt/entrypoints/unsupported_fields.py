@@ -114,6 +114,21 @@ EMBEDDINGS: Mapping[str, Unsupported] = {
     **_all(_INTERNALS, "return_pooled_hidden_states"),
 }
 
+OLLAMA: Mapping[str, Unsupported] = {
+    **_all(_MEDIA, "images", "image"),
+    **_all("suffix (fill in the middle) is not there", "suffix"),
+    **_all("the template is --chat-template's", "template"),
+    **_all("send the conversation to /api/chat, whose beginning is cached", "context"),
+    **_all(_INTERNALS, "logprobs", "top_logprobs", neutral=(0,)),
+}
+
+OLLAMA_OPTIONS: Mapping[str, Unsupported] = {
+    **_all("use temperature, top_p, top_k and min_p", "tfs_z", "typical_p", neutral=(1, 1.0)),
+    **_all("use temperature, top_p, top_k and min_p", "mirostat", neutral=(0,)),
+    **_all("penalties count all tokens", "repeat_last_n", neutral=(-1,)),
+    **_all("penalties count all tokens", "penalize_newline", neutral=(True,)),
+}
+
 PROFILE: Mapping[str, Unsupported] = {
     **_all("the trace runs until /stop_profile", "num_steps", "start_step", "profile_by_stage", "profile_stages"),
     **_all("set SGLANG_TORCH_PROFILER_DIR when starting the server", "output_dir", "profile_prefix"),

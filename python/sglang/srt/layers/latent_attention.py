@@ -1,7 +1,8 @@
 """Latent attention (MLA) of a decoder layer, from hidden states to hidden states.
 
 A token leaves one latent and one rotary key, which every rank keeps; ranks share out the heads. W_UK and W_UV, the
-halves of `kv_b_proj`, are held in 16 bits however the checkpoint stores them. With them attention goes one of two ways:
+halves of `kv_b_proj`, are held in the model's type however the checkpoint stores them. With them attention goes one of
+two ways:
 
     absorbed   W_UK takes the queries to the latent's dims, attention reads latents as they are (the values are their
                first columns), and W_UV makes the heads' outputs of what it returns: decoding, and short prompts
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.layers.attention.call_site import Attention
-from sglang.srt.layers.attention.latent_chunks import LatentPrompts, cut_prefixes
+from sglang.srt.layers.attention.latent_chunks import LatentChunk, LatentPrompts, cut_prefixes
 from sglang.srt.layers.attention_block import cache_scale, cache_scale_value
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_of
@@ -155,7 +156,7 @@ class LatentAttention:
             batch.latent_prompts = LatentPrompts(self._cut(batch))
         return batch.latent_prompts
 
-    def _cut(self, batch: ForwardBatch) -> tuple | None:
+    def _cut(self, batch: ForwardBatch) -> tuple[LatentChunk, ...] | None:
         if batch.forward_mode.is_decode() or batch.seq_lens_cpu is None:
             return None  # a graph that is captured serves prefixes of every length
         prefix_lens, new_lens = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang.srt.plan.caches import CacheGroup, PoolSizes, row_tables
-from sglang.srt.plan.layer_spec import CacheSpec, Full, PerRequest, Window
+from sglang.srt.plan.caches import CacheGroup, row_tables
+from sglang.srt.plan.layer_spec import CacheSpec, PerRequest, Window
+from sglang.srt.plan.pool_sizes import PoolSizes
 
 STORAGE_DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -73,15 +74,19 @@ class CachePools:
         """One page more than the plan counts: page 0 is padding. States lie by request slot, of which 0 is padding."""
         if isinstance(group.lifetime, PerRequest):
             return sizes.max_requests + 1
-        assert isinstance(group.lifetime, Full) and group.entries_per_token == 1
-        return sizes.tokens + sizes.page_size
+        assert group.entries_per_token == 1
+        if isinstance(group.lifetime, Window):
+            tokens = sizes.windows[self.tables.index(group.lifetime) - 1].tokens
+        else:
+            tokens = sizes.tokens
+        return tokens + sizes.page_size
 
     def bind(self, stores: Sequence[CacheStore]) -> None:
         """Give each store its tensors."""
         for store in stores:
             number, index = self._place[store.layer_id, store.name]
             lifetime = self.groups[number].lifetime
-            table = self.tables.index(lifetime) if isinstance(lifetime, Full | Window) else 0
+            table = 0 if isinstance(lifetime, PerRequest) else self.tables.index(lifetime)
             store.bind(self.tensors[number][index], table)
 
     def size_bytes(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from sglang.srt.layers.forward_batch import AttentionBackend, ForwardBatch, ForwardMode, TokenSlots
 from sglang.srt.model_executor.drafts import Drafter, accept
 from sglang.srt.models.causal_lm import CausalLM
-from sglang.srt.plan.caches import PoolSizes
+from sglang.srt.plan.pool_sizes import PoolSizes
 from sglang.srt.utils.device_arrays import DeviceArrays
 
 
@@ -44,8 +44,16 @@ class DeviceState:
         """k, of a request that is decoded."""
         return 1 if self.drafter is None else self.drafter.num_tokens
 
-    def token_slots(self, out_cache_loc: torch.Tensor) -> tuple[TokenSlots, ...]:
-        return (TokenSlots(self.req_to_token[0], out_cache_loc),)
+    def _token_slots(
+        self, out_cache_loc: torch.Tensor, rows: torch.Tensor | None, positions: torch.Tensor
+    ) -> tuple[TokenSlots, ...]:
+        """Of T tokens that lie at `positions` of the request slots `rows`. The tables of windows have their new slots
+        before the step."""
+        windows = self.req_to_token[1:]
+        return (
+            TokenSlots(self.req_to_token[0], out_cache_loc),
+            *(TokenSlots(table, table[rows, positions].to(torch.int64)) for table in windows),
+        )
 
     def decode_batch(
         self,
@@ -71,7 +79,7 @@ class DeviceState:
             positions=positions,
             req_pool_indices=slots,
             seq_lens=seq_lens,
-            token_slots=self.token_slots(out_cache_loc),
+            token_slots=self._token_slots(out_cache_loc, slots, positions),
             attn_backend=self.attn_backend,
             num_valid_tokens=num_valid_tokens,
         )
@@ -96,6 +104,7 @@ class DeviceState:
             if self.drafter is not None:
                 positions = _with_decodes(decodes.positions, positions, is_decode)
                 out_cache_loc = _with_decodes(decodes.token_slots[0].out_cache_loc, out_cache_loc, is_decode)
+        rows = _rows(arrays["start_loc"], arrays["slots"], decodes, num_tokens) if self.num_tables > 1 else None
         return ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
             batch_size=len(arrays["slots"]),
@@ -103,7 +112,7 @@ class DeviceState:
             positions=positions,
             req_pool_indices=arrays["slots"],
             seq_lens=arrays["seq_lens"],
-            token_slots=self.token_slots(out_cache_loc),
+            token_slots=self._token_slots(out_cache_loc, rows, positions),
             attn_backend=self.attn_backend,
             decodes=decodes,
             extend_prefix_lens=arrays["prefix_lens"],
@@ -123,7 +132,8 @@ class DeviceState:
         row = torch.arange(width, device=slots.device)
         inside = row < widths[:, None]
         positions = torch.where(inside, prefix_lens[:, None] + row, 0)
-        out_cache_loc = torch.where(inside, table[slots[:, None], positions], 0)
+        rows = torch.where(inside, slots[:, None], 0)
+        out_cache_loc = table[rows, positions]
         return ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
             batch_size=len(slots),
@@ -131,7 +141,7 @@ class DeviceState:
             positions=positions.flatten(),
             req_pool_indices=slots,
             seq_lens=prefix_lens + width,
-            token_slots=self.token_slots(out_cache_loc.flatten().to(torch.int64)),
+            token_slots=self._token_slots(out_cache_loc.flatten().to(torch.int64), rows.flatten(), positions.flatten()),
             attn_backend=self.attn_backend,
             num_valid_tokens=num_valid_tokens,
             extend_prefix_lens=prefix_lens,
@@ -165,3 +175,15 @@ def _with_decodes(of_decodes: torch.Tensor, of_tokens: torch.Tensor, is_decode: 
     count = len(of_decodes)
     front = of_decodes if is_decode is None else torch.where(is_decode, of_decodes, of_tokens[:count])
     return torch.cat((front, of_tokens[count:]))
+
+
+def _rows(start_loc: torch.Tensor, slots: torch.Tensor, decodes: ForwardBatch | None, num_tokens: int) -> torch.Tensor:
+    """[num_tokens] int64, the request slot of each token of an EXTEND step. Those before the first prompt are of
+    requests that decode."""
+    token = torch.arange(num_tokens, dtype=torch.int32, device=slots.device)
+    prompt = torch.searchsorted(start_loc, token, right=True) - 1
+    rows = slots[prompt.clamp(min=0)]
+    if decodes is not None:
+        count = decodes.batch_size
+        rows[:count] = torch.where(prompt[:count] < 0, decodes.req_pool_indices, rows[:count])
+    return rows

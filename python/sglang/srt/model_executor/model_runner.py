@@ -72,6 +72,10 @@ class ModelRunner:
         """Tokens that a request may get from a step."""
         return self.state.tokens_per_step
 
+    def decodes_in_graph(self, num_reqs: int) -> bool:
+        graphs = self.graphs or self.verify_graphs
+        return graphs is not None and graphs.fits(num_reqs)
+
     def _warm_up_extend(self) -> None:
         """Compile what prefill needs, with and without a cached prefix, on the padding slots."""
         num = 16

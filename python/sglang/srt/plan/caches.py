@@ -74,21 +74,6 @@ class CacheGroup:
         return f"{self.num_caches} ({names}) for {self._kept_for()}{rate}: {self.bytes_per_entry:,} B {unit}"
 
 
-@dataclass(frozen=True, slots=True)
-class CacheCost:
-    """Bytes of one rank."""
-
-    bytes_per_token: Fraction
-    bytes_per_request: int = 0
-
-    def pool_bytes(self, tokens: int) -> int:
-        return -(-tokens * self.bytes_per_token.numerator // self.bytes_per_token.denominator)
-
-    def tokens_in(self, pool_bytes: int) -> int:
-        """Where no cache grows with the tokens, as many as there are bytes: nothing limits them."""
-        return int(pool_bytes / self.bytes_per_token) if self.bytes_per_token else pool_bytes
-
-
 def cache_groups(model: ModelDescription, serving: Serving) -> tuple[CacheGroup, ...]:
     """In the order in which layers need them."""
     return group_caches(layer.mixer.caches(serving) for layer in model.layers)
@@ -108,20 +93,3 @@ def row_tables(groups: Sequence[CacheGroup]) -> tuple[Full | Window, ...]:
     caches of every rate share, and which there is even if nothing is kept that long: prefixes are known by it."""
     windows = (group.lifetime for group in groups if isinstance(group.lifetime, Window))
     return (FULL, *dict.fromkeys(windows))
-
-
-@dataclass(frozen=True, slots=True)
-class PoolSizes:
-    """What of a rank's caches there is room for. Tokens are whole pages, without the padding page."""
-
-    tokens: int
-    page_size: int
-    max_requests: int
-    context_len: int
-
-
-def cache_cost(groups: Sequence[CacheGroup]) -> CacheCost:
-    return CacheCost(
-        sum((group.bytes_per_token for group in groups), Fraction(0)),
-        sum(group.bytes_per_request for group in groups),
-    )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ from sglang.srt.kernels.ledger_file import Ledger, tile_key
 from sglang.srt.kernels.resolve import installed_packages, resolve
 from sglang.srt.kernels.spec import Choice, Need, Tile
 from sglang.srt.plan import defaults
-from sglang.srt.plan.caches import CacheGroup, PoolSizes, cache_cost, cache_groups
+from sglang.srt.plan.caches import CacheGroup, cache_groups, row_tables
 from sglang.srt.plan.kv_spec import kv_cache_dtype
-from sglang.srt.plan.layer_spec import FULL, PER_REQUEST, AttentionShape, Serving
+from sglang.srt.plan.layer_spec import PER_REQUEST, AttentionShape, Serving
 from sglang.srt.plan.layout import check_layout, next_layout
 from sglang.srt.plan.memory import GIB, MIN_POOL_TOKENS, MemoryPlan, Sizes, plan_cpu_memory, plan_gpu_memory
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
+from sglang.srt.plan.pool_sizes import FREE_TOKENS, PoolSizes, WindowSize, cache_cost, sized_cost
 from sglang.srt.plan.weights import rank_weight_bytes
 from sglang.srt.server_args import ServerArgs
 
@@ -47,6 +48,7 @@ class Plan:
     choices: Mapping[str, Choice]
     memory: MemoryPlan
     max_total_num_tokens: int
+    windows: tuple[WindowSize, ...]
     page_size: int
     max_running_requests: int
     context_len: int
@@ -65,7 +67,9 @@ class Plan:
 
     @property
     def pool_sizes(self) -> PoolSizes:
-        return PoolSizes(self.max_total_num_tokens, self.page_size, self.max_running_requests, self.context_len)
+        return PoolSizes(
+            self.max_total_num_tokens, self.page_size, self.max_running_requests, self.context_len, self.windows
+        )
 
     def attention_op(self, op: str, shape: AttentionShape) -> str:
         """The key of the choice for an op that attends with heads of this shape."""
@@ -122,9 +126,10 @@ class Plan:
             "warnings": [*self.errors, *self.warnings],
         }
 
-    def _sizes(self) -> dict[str, int]:
+    def _sizes(self) -> dict[str, Any]:
         return {
             "max_total_num_tokens": self.max_total_num_tokens,
+            **describe_windows(self.windows),
             "chunked_prefill_size": self.chunked_prefill_size,
             "max_prefill_tokens": self.max_prefill_tokens,
             "max_running_requests": self.max_running_requests,
@@ -181,6 +186,7 @@ def make_plan(
         choices=choices,
         memory=capacity.memory,
         max_total_num_tokens=tokens,
+        windows=capacity.windows,
         page_size=serving.page_size,
         max_running_requests=sizes.max_running_requests,
         context_len=model.context_len,
@@ -216,6 +222,7 @@ class Capacity:
     groups: tuple[CacheGroup, ...]
     memory: MemoryPlan
     max_total_num_tokens: int
+    windows: tuple[WindowSize, ...]
     notes: list[str]
 
 
@@ -224,6 +231,7 @@ def describe_capacity(capacity: Capacity) -> dict[str, Any]:
     sizes = capacity.sizes
     return {
         "max_total_num_tokens": capacity.max_total_num_tokens,
+        **describe_windows(capacity.windows),
         "tokens_per_step": sizes.tokens_per_step,
         "max_running_requests": sizes.max_running_requests,
         "context_len": sizes.context_len,
@@ -232,6 +240,11 @@ def describe_capacity(capacity: Capacity) -> dict[str, Any]:
         "cuda_graph_prefill_tokens": list(sizes.prefill_graph_tokens),
         "memory": capacity.memory.describe(),
     }
+
+
+def describe_windows(windows: Sequence[WindowSize]) -> dict[str, dict[str, int]]:
+    """Tokens of the pools of each window, where there are any."""
+    return {"window_tokens": {str(size.window): size.tokens for size in windows}} if windows else {}
 
 
 def plan_capacity(
@@ -248,12 +261,19 @@ def plan_capacity(
     groups = cache_groups(model, serving)
     cost = cache_cost(groups)
     most = defaults.default_max_running_requests(arch.device, available, context_len)
-    most = args.max_running_requests or defaults.requests_by_state(most, available, weights, cost.bytes_per_request)
+    most = args.max_running_requests or defaults.requests_by_state(most, available, weights, cost.state_bytes)
     sizes, notes = _sizes(args, model, serving, context_len, arch, choices, available, most)
+    sizes = replace(sizes, row_tables=len(row_tables(groups)))
+    cost = sized_cost(groups, serving.page_size, most, context_len, sizes.tokens_per_step)
+    most_tokens = args.max_total_tokens or available  # a token takes at least a byte, or else
+    if not cost.bytes_per_token:
+        most_tokens = min(most_tokens, FREE_TOKENS, most * context_len)
     if arch.device == "cpu":
-        memory = plan_cpu_memory(model, serving.dtype, weights, available, sizes, cost, args.max_total_tokens)
+        memory, pools = plan_cpu_memory(
+            model, serving.dtype, weights, available, sizes, cost, most_tokens, args.max_total_tokens
+        )
     else:
-        memory = plan_gpu_memory(
+        memory, pools = plan_gpu_memory(
             model,
             serving.dtype,
             weights,
@@ -263,12 +283,10 @@ def plan_capacity(
             choices,
             arch.num_sms,
             args.mem_fraction_static,
-            args.max_total_tokens,
+            most_tokens,
             next_layout(model, serving.tp_size),
         )
-    page_size = serving.page_size
-    tokens = cost.tokens_in(memory.kv_cache) // page_size * page_size - page_size  # page 0 is padding
-    return Capacity(sizes, groups, memory, tokens, notes)
+    return Capacity(sizes, groups, memory, pools.tokens - serving.page_size, pools.windows, notes)  # page 0 is padding
 
 
 def choose(args: ServerArgs, needs: tuple[Need, ...], arch: ArchTraits, packages: frozenset[str]) -> dict[str, Choice]:
@@ -289,9 +307,9 @@ def forced_kernels(args: ServerArgs) -> dict[str, str]:
 
 
 def _check_servable(model: ModelDescription, serving: Serving) -> None:
-    """Raises UserError for caches that no pool here keeps."""
+    """Raises UserError for caches that have no pool yet."""
     groups = cache_groups(model, serving)
-    if any(group.lifetime not in (FULL, PER_REQUEST) or group.entries_per_token != 1 for group in groups):
+    if any(group.entries_per_token != 1 for group in groups):
         kinds = "; ".join(str(group) for group in groups)
         raise UserError(f"{model.architecture} with caches of several kinds cannot be served yet: {kinds}")
 

@@ -112,6 +112,7 @@ LATENT_NAMES: Mapping[str, str] = {
     "attn.index_weights": "self_attn.indexer.weights_proj",
 }
 COMPRESSED_NAMES: Mapping[str, str] = {
+    "attn.q_a": "self_attn.q_a_proj",
     "attn.kv": "self_attn.kv_proj",
     "attn.o_a": "self_attn.o_a_proj",
     "attn.o_b": "self_attn.o_b_proj",

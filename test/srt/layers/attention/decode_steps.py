@@ -14,8 +14,9 @@ from sglang.srt.mem_cache.memory_pool import CachePools, CacheStore
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.device_state import DeviceState
 from sglang.srt.model_executor.step import StepInput
-from sglang.srt.plan.caches import PoolSizes, group_caches
+from sglang.srt.plan.caches import group_caches
 from sglang.srt.plan.layer_spec import key_value_cache
+from sglang.srt.plan.pool_sizes import PoolSizes
 from sglang.srt.utils.device_arrays import send, to_device
 from srt.layers.attention.backend_harness import FakePlan
 from srt.layers.attention.reference import attend

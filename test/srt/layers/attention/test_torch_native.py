@@ -15,8 +15,9 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.forward_batch import ForwardBatch, ForwardMode, TokenSlots
 from sglang.srt.layers.native_ops import store_cache
 from sglang.srt.mem_cache.memory_pool import CachePools, CacheStore
-from sglang.srt.plan.caches import PoolSizes, group_caches
+from sglang.srt.plan.caches import group_caches
 from sglang.srt.plan.layer_spec import key_value_cache
+from sglang.srt.plan.pool_sizes import PoolSizes
 
 LAYER = Attention(CacheStore(1, "kv"), num_heads=4, num_kv_heads=2, head_dim=16, scale=0.4)
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -33,7 +33,7 @@ async def embeddings(service: OpenAIService, body: EmbeddingRequest, request: Re
     )
     _, outputs = await collect(service, request, call)
     as_text = body.encoding_format == "base64"
-    entries = await _encoded(outputs, body.dimensions, as_text)
+    entries = await encoded_embeddings(outputs, body.dimensions, as_text)
     data = [
         {"object": "embedding", "index": index, "embedding": msgspec.Raw(entry)} for index, entry in enumerate(entries)
     ]
@@ -41,7 +41,7 @@ async def embeddings(service: OpenAIService, body: EmbeddingRequest, request: Re
     return json_response({"object": "list", "data": data, "model": model, "usage": usage(outputs)})
 
 
-async def _encoded(outputs: list[GenerateOutput], dimensions: int | None, as_base64: bool) -> list[bytes]:
+async def encoded_embeddings(outputs: list[GenerateOutput], dimensions: int | None, as_base64: bool) -> list[bytes]:
     """The embeddings as JSON; the event loop goes on between them."""
     entries = []
     num_floats = 0
@@ -79,7 +79,7 @@ async def encode(service: OpenAIService, body: EncodeBody, request: Request) -> 
     ids: Any = body.input_ids
     call = GenerateRequest(text=body.text, input_ids=ids, embed=True, rid=body.rid, priority=body.priority or 0)
     stream, outputs = await collect(service, request, call)
-    entries = await _encoded(outputs, None, as_base64=False)
+    entries = await encoded_embeddings(outputs, None, as_base64=False)
     results = [
         {
             "embedding": msgspec.Raw(entry),

@@ -23,6 +23,12 @@ class RequestError(ValueError):
         self.status_code = status_code
 
 
+def refuse_aborted(finish: FinishReason) -> None:
+    """Raises RequestError 503 for an answer that was aborted, where its form has no other way to say so."""
+    if finish.type == "abort":
+        raise RequestError("the answer was aborted at the server; send the request again", 503)
+
+
 @dataclass(slots=True, kw_only=True)
 class GenerateRequest:
     """One call: a single prompt or a batch of prompts, each with `n` samples.

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch, ScheduleBatch
+from sglang.srt.mem_cache.kv_table import KVTable
 from sglang.srt.model_executor.step import ExtendInput, StepInput
 from sglang.srt.sampling.logprobs import LogprobRequest
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.scheduler.scheduler import Scheduler
 
 
 def _logprobs(reqs: list[Req]) -> LogprobRequest | None:
@@ -34,35 +30,35 @@ def vocab_mask(batch: ScheduleBatch, width: int, vocab_size: int) -> np.ndarray:
     return mask
 
 
-def build_decode(scheduler: Scheduler, running: RunningBatch) -> ScheduleBatch:
+def build_decode(kv: KVTable, running: RunningBatch) -> ScheduleBatch:
     """Every running request brings its last token."""
     new_lens = running.next_lens
-    locs = scheduler.kv.grow(running.slots, running.seq_lens, new_lens, len(running))
+    locs = kv.grow(running.slots, running.seq_lens, new_lens, len(running))
     reqs = list(running.reqs)
     step = StepInput(
         slots=running.slots,
         seq_lens=new_lens,
         out_cache_loc=locs,
-        table_update=scheduler.kv.take_update(),
+        table_update=kv.take_update(),
         logprobs=_logprobs(reqs),
     )
     running.advance()
     return ScheduleBatch(step, reqs)
 
 
-def build_verify(scheduler: Scheduler, running: RunningBatch) -> ScheduleBatch | None:
+def build_verify(kv: KVTable, running: RunningBatch) -> ScheduleBatch | None:
     """Every running request brings its last token and guesses. None if all must wait for results."""
     reqs = [req for req, width in zip(running.reqs, running.widths.tolist(), strict=True) if width]
     if not reqs:
         return None
     brings = running.widths > 0
     slots, widths, new_lens = running.slots[brings], running.widths[brings], running.next_lens[brings]
-    scheduler.kv.grow(slots, running.reserved_lens[brings], new_lens, 0)
+    kv.grow(slots, running.reserved_lens[brings], new_lens, 0)
     step = StepInput(
         slots=slots,
         seq_lens=new_lens,
         out_cache_loc=np.empty(0, np.int32),
-        table_update=scheduler.kv.take_update(),
+        table_update=kv.take_update(),
         widths=widths,
         logprobs=_logprobs(reqs),
     )
@@ -73,13 +69,17 @@ def build_verify(scheduler: Scheduler, running: RunningBatch) -> ScheduleBatch |
     return ScheduleBatch(step, reqs)
 
 
-def build_extend(scheduler: Scheduler, chosen: list[tuple[Req, int]], mixed: list[Req]) -> ScheduleBatch:
-    """`chosen` requests compute that many further tokens each; `mixed` ones decode in the same step."""
+def build_extend(kv: KVTable, chosen: list[tuple[Req, int]], mixed: list[Req], most: int = 1) -> ScheduleBatch:
+    """`chosen` requests compute that many further tokens each; `mixed` ones decode in the same
+    step. most: tokens of a request that other steps decode."""
     reqs, count = mixed + [r for r, _ in chosen], len(mixed)
     prefix = np.fromiter((r.kv_len for r in reqs), np.int32, len(reqs))
     lens = np.array([1] * count + [n for _, n in chosen], np.int32)
     slots = np.fromiter((r.slot for r in reqs), np.int64, len(reqs))
-    locs = _grow_extend(scheduler, reqs, slots, prefix, prefix + lens, count)
+    if most == 1:
+        locs = kv.grow(slots, prefix, prefix + lens, count)
+    else:
+        locs = _grow_reserved(kv, reqs, slots, prefix + lens, count)
     ids: list[int] = []
     for (req, n), start in zip(chosen, prefix[count:].tolist(), strict=True):
         ids += req.tokens[start : start + n]
@@ -94,7 +94,7 @@ def build_extend(scheduler: Scheduler, chosen: list[tuple[Req, int]], mixed: lis
         seq_lens=prefix + lens,
         out_cache_loc=locs,
         extend=extend,
-        table_update=scheduler.kv.take_update(),
+        table_update=kv.take_update(),
         logprobs=_logprobs(sampled),
     )
     batch = ScheduleBatch(step, sampled)
@@ -104,16 +104,13 @@ def build_extend(scheduler: Scheduler, chosen: list[tuple[Req, int]], mixed: lis
     return batch
 
 
-def _grow_extend(
-    scheduler: Scheduler, reqs: list[Req], slots: np.ndarray, old_lens: np.ndarray, new_lens: np.ndarray, count: int
-) -> np.ndarray:
-    """Cache slots [T]. Where the device knows the lengths of the first `count` requests, which decode, it finds their
-    slots in the table."""
-    if scheduler.running.most == 1:
-        return scheduler.kv.grow(slots, old_lens, new_lens, count)
+def _grow_reserved(kv: KVTable, reqs: list[Req], slots: np.ndarray, new_lens: np.ndarray, count: int) -> np.ndarray:
+    """Cache slots [T] where the device alone knows the lengths of the first `count` requests, which decode: it finds
+    theirs in the table."""
     reserved = np.fromiter((max(r.kv_len, r.reserved_len) for r in reqs), np.int32, len(reqs))
-    locs = scheduler.kv.grow(slots, reserved, np.maximum(reserved, new_lens), 0)
-    return np.concatenate((np.zeros(count, np.int32), locs[len(locs) - int((new_lens - old_lens)[count:].sum()) :]))
+    locs = kv.grow(slots, reserved, np.maximum(reserved, new_lens), 0)
+    num_prompt_tokens = int((new_lens - reserved)[count:].sum())
+    return np.concatenate((np.zeros(count, np.int32), locs[len(locs) - num_prompt_tokens :]))
 
 
 def _ask_prompt_logprobs(

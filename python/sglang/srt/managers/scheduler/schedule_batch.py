@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from sglang.srt.managers.wire.io_struct import FinishReason, TokenizedGenerateReq
-from sglang.srt.mem_cache.radix_cache import Node
+from sglang.srt.mem_cache.radix_node import Node
 from sglang.srt.model_executor.step import StepInput, StepResult
 from sglang.srt.sampling.logprobs import LogprobResult
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
@@ -157,8 +157,11 @@ class RunningBatch:
 
     def drop_finished(self) -> None:
         """Forget requests that ended, and those whose last token is already on its way."""
-        keep = [r for r in self.reqs if r.finish is None and r.planned_len - r.slack < r.limit]
-        if len(keep) < len(self.reqs) or self.most > 1:
+        if self.most > 1:
+            self._rebuild([r for r in self.reqs if r.finish is None and r.planned_len - r.slack < r.limit])
+            return
+        keep = [r for r in self.reqs if r.finish is None and r.planned_len < r.limit]
+        if len(keep) < len(self.reqs):
             self._rebuild(keep)
 
     def remove(self, req: Req) -> None:
@@ -175,6 +178,13 @@ class RunningBatch:
         if self.most > 1:
             self.reserved_lens = np.fromiter((max(r.kv_len, r.reserved_len) for r in reqs), np.int32, len(reqs))
             self.widths = np.fromiter((r.next_width(self.most) for r in reqs), np.int32, len(reqs))
+
+    @property
+    def certain_lens(self) -> np.ndarray:
+        """Tokens that are computed, at least."""
+        if self.most == 1:
+            return self.seq_lens
+        return np.fromiter((r.kv_len - r.slack for r in self.reqs), np.int32, len(self.reqs))
 
     @property
     def next_lens(self) -> np.ndarray:

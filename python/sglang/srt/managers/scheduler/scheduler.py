@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.scheduler.batch_builder import build_decode, build_extend, build_verify, vocab_mask
 from sglang.srt.managers.scheduler.output import StopChecker, output_message, rejected_token
 from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch, ScheduleBatch
 from sglang.srt.managers.scheduler.schedule_policy import POLICIES, NewTokenRatio, PrefillBudget
-from sglang.srt.managers.scheduler.scheduler_stats import StatsLogger
+from sglang.srt.managers.scheduler.scheduler_stats import Load, StatsLogger
 from sglang.srt.managers.wire.io_struct import (
     AbortReq,
     BatchTokenIDOut,
@@ -24,7 +24,7 @@ from sglang.srt.managers.wire.io_struct import (
     TokenizedGenerateReq,
 )
 from sglang.srt.mem_cache.kv_table import KVTable
-from sglang.srt.mem_cache.radix_cache import Node
+from sglang.srt.mem_cache.radix_node import Node
 from sglang.srt.sampling.sampling_params import NO_TOKEN
 from sglang.srt.server_args import ServerArgs
 
@@ -75,7 +75,7 @@ class Scheduler:
         self.reqs: dict[str, Req] = {}
         self.outbox: list[BatchTokenIDOut] = []
         self.paused = False
-        self.stats = StatsLogger(self)
+        self.stats = StatsLogger(args.decode_log_interval, self.load)
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
@@ -116,6 +116,9 @@ class Scheduler:
         no_work = not self.waiting and self.chunked is None and not self.running.reqs
         return not self.in_flight and (no_work or self.paused)
 
+    def load(self) -> Load:
+        return Load(len(self.running), len(self.waiting), self.kv.used_size(), self.kv.size)
+
     # --- choosing ----------------------------------------------------------------------------------------------------
 
     def pick_prefill(self) -> ScheduleBatch | None:
@@ -131,7 +134,7 @@ class Scheduler:
             return None
         if mixed and not self._can_grow(sum(n for _, n in chosen)):
             mixed = []
-        batch = build_extend(self, chosen, mixed)
+        batch = build_extend(self.kv, chosen, mixed, self.running.most)
         self.stats.prefill_launched(chosen)
         for req, _ in chosen:
             self.kv.commit(req)
@@ -162,10 +165,10 @@ class Scheduler:
             start = (req.namespace, tuple(req.tokens[:SHARED_PREFIX]))
             if start in starts and prefix.length < SHARED_PREFIX <= req.matchable_len() and self.kv.tree.enabled:
                 continue
-            self.kv.tree.lock(prefix.node)
+            self.kv.lock(prefix.node)
             take = budget.take(req, prefix.length)
             if not take:
-                self.kv.tree.unlock(prefix.node)
+                self.kv.unlock(prefix.node)
                 break
             starts.add(start)
             self._place(req, prefix.node)
@@ -192,16 +195,17 @@ class Scheduler:
             self._retract_until_it_fits()
         if not self.running.reqs:
             return None
-        batch = (build_decode if self.running.most == 1 else build_verify)(self, self.running)
+        batch = (build_decode if self.running.most == 1 else build_verify)(self.kv, self.running)
         if batch is not None:
             self.ratio.step()
-            self.stats.decode_launched(len(batch.sampled))
+            self.stats.decode_launched(len(batch.sampled), self.runner.decodes_in_graph(len(batch.sampled)))
         return batch
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
     def _can_grow(self, also: int = 0) -> bool:
         """Whether there is room for the next step of the running requests, and for `also` tokens of a prompt."""
+        self.kv.leave_windows(self.running.slots, self.running.certain_lens)
         return self.kv.can_grow(self.running.reserved_lens, self.running.next_lens, also)
 
     def _retract_until_it_fits(self) -> None:
@@ -255,6 +259,8 @@ class Scheduler:
         if report:
             self.outbox.append(output_message(report if sampled.reqs is batch.sampled else dict.fromkeys(report)))
         self.stats.processed(len(sampled.tokens))
+        if batch.step.widths is not None:
+            self.stats.verified(len(batch.sampled), len(sampled.tokens))
 
     def end(self, req: Req, reason: FinishReason, report: list[Req] | None = None, keep: bool = True) -> None:
         """End a request wherever it is; its slots go back at once. What it computed stays cached if `keep`."""
@@ -362,9 +368,10 @@ class Scheduler:
         self.kv.reset()
         return True
 
-    def check_memory(self) -> dict[str, int]:
+    def check_memory(self) -> dict[str, Any]:
         """Slot counts, whose sum is the pool: free + cached + held by requests. For leak checks and `/server_info`."""
         page = self.plan.page_size
         held = sum(-(-max(r.kv_len, r.reserved_len) // page) * page - r.num_cached for r in self.reqs.values())
         usage = self.kv.usage()
-        return {"free": usage["free"], "cached": usage["cached"], "held": held, "total": usage["total"]}
+        windows = [{"window": window.window, **window.usage()} for window in self.kv.windows]
+        return {**usage, "held": held, "windows": windows}
