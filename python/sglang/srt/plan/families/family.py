@@ -27,14 +27,19 @@ class Family:
     allowed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     tie_embeddings: bool = False
     zero_centred_norms: bool = False  # weights of norms (but for gated ones) are stored minus 1
+    norm_eps: str = "rms_norm_eps"  # the key that has it
+    one_block_layers: bool = False  # a layer is a mixer or a feed-forward block
     # attention
     head_dim: int = 0
     num_kv_heads: int = 0
     qk_norm: str = ""  # as GQA.qk_norm
+    optional_qk_norm: bool = False  # `use_qk_norm` says whether there is one
+    windows_everywhere: bool = False  # `sliding_window` is of every layer; otherwise `layer_types` say of which
     qkv_bias: bool | None = None
     o_bias: bool | None = None
     output_gate: bool = False
     sinks: bool = False
+    positions: bool = True  # False: attention does not rotate heads
     among_recurrent: bool = False
     projected_by_key_head: bool = False  # as GatedDelta.by_key_head
     # feed-forward
