@@ -15,12 +15,14 @@ from sglang.srt.managers.scheduler.leader import EndReq
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.schedule_policy import POLICIES
 from sglang.srt.managers.wire.io_struct import AbortReq
+from sglang.srt.model_executor.step import StepInput
 from sglang.srt.plan.pool_sizes import WindowSize
 from srt.managers.fake_runner import (
     EOS,
     VOCAB,
     Collector,
     FakeRunner,
+    LateResult,
     add,
     assert_clean,
     expected_output,
@@ -370,6 +372,36 @@ def test_a_token_that_the_grammar_does_not_take(stuck: bool, status_code: int) -
     run_to_end(scheduler, collector)
     assert (collector.finish["r"].type, collector.finish["r"].status_code) == ("abort", status_code)
     assert_clean(scheduler)
+
+
+def test_a_grammar_waits_for_tokens_behind_the_forward_pass() -> None:
+    """Launched first, then the step before is read back, then its token is in the grammar before the mask is filled."""
+    events: list[str] = []
+
+    class Result(LateResult):
+        def wait(self) -> None:
+            events.append("wait")
+
+    class Runner(FakeRunner):
+        def forward(self, step: StepInput) -> LateResult:
+            events.append("forward")
+            result = super().forward(step)
+            return Result(result.next_token_ids)
+
+        def sample(self, forward: LateResult, vocab_mask: np.ndarray | None = None) -> LateResult:
+            events.append("sample with mask" if vocab_mask is not None else "sample")
+            return forward
+
+    grammar = SimpleNamespace(
+        accept=lambda token: events.append("accept") or True, fill_mask=lambda row: events.append("fill"),
+        is_terminated=lambda: False, allowance=SimpleNamespace(exhausted=False),
+    )  # fmt: skip
+    scheduler = make_scheduler(Runner(512, 1, 128, 4, 64))
+    add(scheduler, request("r", prompt(6), 3, ignore_eos=True))
+    scheduler.reqs["r"].grammar = grammar  # type: ignore[assignment]
+    run_to_end(scheduler, Collector())
+    step = ["forward", "wait", "accept", "fill", "sample with mask"]
+    assert events == ["forward", "fill", "sample with mask", *step, *step, "wait", "accept"]
 
 
 def test_pause_stops_and_resume_goes_on() -> None:

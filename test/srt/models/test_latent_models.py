@@ -83,6 +83,23 @@ def test_yarn_scales_the_softmax(tmp_path: Path) -> None:
     assert mixer.softmax_scale == pytest.approx(plain * (0.1 * 1.3862944 + 1) ** 2)
 
 
+def test_experts_are_chosen_by_sums_that_are_not_rounded(tmp_path: Path) -> None:
+    """Of 256 experts several often lie within one step of bfloat16; the published code computes logits in fp32."""
+    save_tiny("deepseek_v3", tmp_path)
+    runner = TinyRunner(plan_for(tmp_path, dtype="bfloat16"))
+    router = runner.model.layers[1].ffn.route
+    logits: list[torch.Tensor] = []
+    original = router.route
+    router.route = lambda values, *args: logits.append(values) or original(values, *args)
+    inputs: list[torch.Tensor] = []
+    linear = router.linear
+    router.linear = lambda x, *args: inputs.append(x) or linear(x, *args)
+    runner.extend({1: TOKENS})
+    exact = inputs[0].double() @ router.weight.double().T
+    assert router.weight.dtype == torch.bfloat16
+    assert (logits[0] - exact).abs().max() < 1e-5 < (exact.bfloat16() - exact).abs().max()
+
+
 def test_a_cache_in_fp8_is_close(tmp_path: Path) -> None:
     save_tiny("deepseek_v3", tmp_path)
     runner = TinyRunner(plan_for(tmp_path, kv_cache_dtype="fp8_e4m3"))

@@ -17,7 +17,7 @@ _LINES = ("/api/chat", "/api/generate")
 """Routes that stream lines of JSON."""
 _PROBES = ("/health", "/ready", "/ping", "/health_generate")
 _PLAIN_TEXT = ("/metrics", "/flush_cache", "/start_profile", "/stop_profile")
-_EMPTY = (*_PROBES, "/abort_request")
+_EMPTY = (*_PROBES, "/abort_request", "/close_session")
 """Routes whose status is the whole answer."""
 _STORED_RESPONSE = "/v1/responses/{response_id}"
 _NOT_FOUND = (

@@ -313,7 +313,8 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     ),
     "gelu_and_mul": _missing("gelu(gate) * up"),
     "relu2": (KernelSpec("torch", f"{_NATIVE}:relu2"),),
-    "qk_norm_rope_store": _elementwise("qk_norm_rope_store", "rope_store", lacks("whole_norm"), only_equal_head_dims),
+    "qk_norm_rope_store": _elementwise("qk_norm_rope_store", "rope_store", only_equal_head_dims),
+    "qk_whole_norm": (KernelSpec("torch_native", f"{_NATIVE}:qk_whole_norm"),),
     "latent_norm_rope_store": _elementwise("latent_norm_rope_store", "latent_store", only_latent),
     "latent_absorb": (
         KernelSpec("cublas", f"{_NATIVE}:latent_absorb", CP_ASYNC),

@@ -213,6 +213,28 @@ def load_cache(cache: torch.Tensor, loc: torch.Tensor, scale: float) -> torch.Te
     return entries.view(cache.dtype).float() * scale if quantized else entries
 
 
+def qk_whole_norm(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    totals: tuple[int, int],
+    k_copies: int = 1,
+    reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> None:
+    """One norm over all heads of q and one over all of k, in place. qkv [T, Q + K + V], weights [Q] and [K].
+
+    `totals`: elements of q and k on all ranks, over which `reduce` sums; `k_copies` of them hold the same k.
+    """
+    num_q, num_k = q_weight.shape[0], k_weight.shape[0]
+    q, k = qkv[:, :num_q], qkv[:, num_q : num_q + num_k]
+    sums = torch.stack((q.float().square().sum(-1), k.float().square().sum(-1) / k_copies), dim=-1)
+    if reduce is not None:
+        sums = reduce(sums)
+    for part, weight, total, squares in zip((q, k), (q_weight, k_weight), totals, sums.unbind(-1), strict=True):
+        part.copy_(part.float() * torch.rsqrt(squares / total + eps)[:, None] * weight.float())
+
+
 def store_cache(cache: torch.Tensor, x: torch.Tensor, loc: torch.Tensor, scale: float) -> None:
     """cache[loc] = x / scale, saturating when the cache is fp8. cache [slots, H, D], x [T, H, D], loc [T]."""
     if cache.element_size() > 1:

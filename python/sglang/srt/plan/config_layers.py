@@ -89,7 +89,11 @@ def _mixers(keys: ConfigReader, family: Family, num_layers: int, unsupported: li
     if keys.count("kv_lora_rank"):
         kinds = _by_layer(keys, "indexer_types", num_layers, "full")
         return [_latent(keys, kind == "full", rotation) for kind in kinds]
-    kinds = _by_layer(keys, "layer_types", num_layers, "full_attention")
+    if keys.values.get("use_sliding_window") and keys.values.get("layer_types") is None:
+        what = "use_sliding_window = True is not supported without layer_types, which say of which layers"
+        unsupported.append(f"{keys.source}: {what}.")
+    windows = family.windows_everywhere and keys.count("sliding_window") > 0
+    kinds = _by_layer(keys, "layer_types", num_layers, "sliding_attention" if windows else "full_attention")
     makers: dict[str, Callable[[], Mixer]] = {
         "full_attention": lambda: _grouped(keys, family, 0, rotation),
         "sliding_attention": lambda: _grouped(keys, family, keys.positive("sliding_window"), rotation),
@@ -147,7 +151,7 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
         v_head_dim=keys.positive("v_head_dim", head_dim),
         rope=rotation.of(head_dim, layer_type) if family.positions else unrotated(head_dim),
         window=window,
-        qk_norm=family.qk_norm if keys.default("use_qk_norm", bool, True) else "",
+        qk_norm=_qk_norm(keys, family),
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=bias if family.o_bias is None else family.o_bias,
         output_gate=keys.default("attn_output_gate", bool, family.output_gate),
@@ -155,6 +159,10 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
         logit_cap=keys.default("attn_logit_softcapping", float, 0.0),
         among_recurrent=family.among_recurrent,
     )
+
+
+def _qk_norm(keys: ConfigReader, family: Family) -> str:
+    return family.qk_norm if not family.optional_qk_norm or keys.default("use_qk_norm", bool, True) else ""
 
 
 def _latent(keys: ConfigReader, owns_indexer: bool, rotation: _Rotation) -> MLA:
@@ -219,7 +227,7 @@ def _time_step_limit(keys: ConfigReader) -> tuple[float, float]:
     limits = keys.default("time_step_limit", list, [0.0, float("inf")])
     plain: list[Any] = [limit.get("__float__") if isinstance(limit, Mapping) else limit for limit in limits]
     try:
-        low, high = (float(limit) for limit in plain)
+        low, high = (float(str(limit)) for limit in plain)
     except (TypeError, ValueError):
         raise UserError(f"{keys.source}: 'time_step_limit' must be two numbers; got {limits!r}.") from None
     return low, high
@@ -259,7 +267,7 @@ def sparse_layers(keys: ConfigReader, num_layers: int, has_experts: bool) -> tup
 def _activation(keys: ConfigReader, family: Family) -> Activation:
     name = keys.values.get("hidden_act") or keys.values.get("hidden_activation")
     function = FUNCTIONS.get(str(name), SILU_FUNCTION) if name else family.activation.function
-    limit = keys.default("swiglu_limit", float, 0.0)
+    limit = keys.default("swiglu_limit", float, family.activation.limit or 0.0)
     return replace(family.activation, function=function, limit=limit or None)
 
 

@@ -51,7 +51,8 @@ class Router:
     of the best `top_groups` of `num_groups` groups) are chosen; their scores, summing to 1 if `renormalize`, times
     `scale` are the weights. `correction` and `hash_table` are the last pieces of those tensors' names in checkpoints;
     empty: there is none. With a hash table token ids name the experts, and the scores only weight them. `bias`: of the
-    linear layer. `float32`: logits are computed in fp32.
+    linear layer. `float32`: its weights are kept and multiplied in fp32. `exact_logits`: its weights are in the model's
+    type, and the sums of their products are not rounded to it.
     """
 
     top_k: int
@@ -64,6 +65,7 @@ class Router:
     hash_table: str = ""
     bias: bool = False
     float32: bool = False
+    exact_logits: bool = False
 
     @property
     def op(self) -> str:

@@ -220,7 +220,7 @@ _PREFIXES = ("model.", "language_model.model.", "model.language_model.")
 def _names(keys: ConfigReader, family: Family, prefix: str) -> WeightMap:
     """With the layers behind the last one unread: only drafts use them (multi-token prediction)."""
     names, first = family.names.below(prefix), keys.positive("num_hidden_layers")
-    drafts = range(first, first + keys.count("num_nextn_predict_layers"))
+    drafts = range(first, first + keys.count("num_nextn_predict_layers", "num_mtp_modules"))
     return replace(names, unread=(*names.unread, *(names.layer_prefix.format(layer=i) for i in drafts)))
 
 

@@ -141,6 +141,6 @@ def _decode_group(q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, r
     slots = batch.req_pool_indices[rows, None]
     mask = _visible(lens[:, None] - 1, key_positions, layer.sliding_window)
     # Elsewhere the table holds anything: read the query's own key there, and mask it.
-    loc = batch.slots_of(layer.cache).req_to_token[slots, torch.where(mask, key_positions, lens[:, None] - 1)]
+    loc = batch.slots_of(layer.cache).req_to_token[slots, torch.where(mask[:, 0], key_positions, lens[:, None] - 1)]
     keys, values = _gather(layer.cache, loc)
     return attend(q[:, None], keys, values, mask, layer)[:, 0]

@@ -174,8 +174,8 @@ class RequestPreparer:
             raise RequestError("The prompt is empty: at least one token is needed.")
         if len(prompt) >= self._context_len and not self._allow_truncate:
             raise RequestError(
-                f"The prompt of {len(prompt)} tokens does not fit the model's context length of {self._context_len} "
-                "tokens with room for output."
+                f"The prompt of {len(prompt)} tokens with room for output is longer than the model's context length "
+                f"of {self._context_len} tokens."
             )
         prompt = prompt[: self._context_len - 1]
         if set(map(type, prompt)) != {int}:
@@ -194,8 +194,8 @@ class RequestPreparer:
                 if self._allow_truncate:
                     return text[:end]
                 raise RequestError(
-                    f"The prompt of {len(text)} characters has more tokens than the model's context length of "
-                    f"{self._context_len}."
+                    f"The prompt of {len(text)} characters is longer than the model's context length of "
+                    f"{self._context_len} tokens."
                 )
         return text
 
@@ -207,8 +207,8 @@ class RequestPreparer:
             return params
         if explicit_length and not self._allow_truncate:
             raise RequestError(
-                f"The prompt of {len(ids)} tokens and max_new_tokens of {wanted} make {len(ids) + wanted} tokens, more "
-                f"than the model's context length of {self._context_len} tokens."
+                f"The prompt of {len(ids)} tokens with max_new_tokens of {wanted} is longer than the model's context "
+                f"length of {self._context_len} tokens."
             )
         return msgspec.structs.replace(params, max_new_tokens=room, min_new_tokens=min(room, params.min_new_tokens))
 

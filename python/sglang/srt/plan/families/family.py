@@ -33,6 +33,8 @@ class Family:
     head_dim: int = 0
     num_kv_heads: int = 0
     qk_norm: str = ""  # as GQA.qk_norm
+    optional_qk_norm: bool = False  # `use_qk_norm` says whether there is one
+    windows_everywhere: bool = False  # `sliding_window` is of every layer; otherwise `layer_types` say of which
     qkv_bias: bool | None = None
     o_bias: bool | None = None
     output_gate: bool = False
