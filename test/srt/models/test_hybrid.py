@@ -67,3 +67,19 @@ def test_the_text_half_of_a_multimodal_checkpoint(name: str, tmp_path: Path) -> 
     tokens = random_tokens(20, seed=2)
     got = TinyRunner(plan_for(both)).extend({1: tokens})[0]
     torch.testing.assert_close(got, TinyRunner(plan_for(text)).extend({1: tokens})[0], **EXACT)
+
+
+def test_states_in_16_bits(tmp_path: Path) -> None:
+    """By flag: half the memory, and logits that differ by what rounding a state costs."""
+    save_tiny("qwen3_5", tmp_path)
+    plan = plan_for(tmp_path)
+    tokens = random_tokens(30, seed=3)
+    results, sizes = [], []
+    for dtype in ("", "bfloat16"):
+        runner = TinyRunner(plan, state_dtype=dtype)
+        states = [cache["state"] for cache in runner.model.caches if cache.name == "state"]
+        sizes.append(sum(state.nbytes for state in states))
+        results.append(torch.cat([*runner.extend({1: tokens[:20]}), *runner.extend({1: tokens[20:]})]))
+    assert sizes[1] * 2 == sizes[0]
+    torch.testing.assert_close(results[1][:20], results[0][:20], **EXACT)  # rounded where a step ends
+    assert 0 < (results[1] - results[0]).abs().max() < 0.1
