@@ -79,7 +79,7 @@ class FakeRunner:
     ) -> None:
         self.plan = SimpleNamespace(
             pool_sizes=PoolSizes(pool // page * page, page, max_reqs, context, windows), page_size=page,
-            context_len=context,
+            context_len=context, caches_prefixes=True,
             chunked_prefill_size=chunk, max_prefill_tokens=max_prefill,
             model=SimpleNamespace(vocab_size=VOCAB, eos_token_ids=frozenset({EOS})),
         )  # fmt: skip

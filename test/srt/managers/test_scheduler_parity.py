@@ -59,7 +59,10 @@ class Reference:
         return Scheduler(args, create_runner(args), StopChecker(None))
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", "llama_bias_llama3", "qwen3_windows", "deepseek_v3"])
+NAMES = ["qwen3", "qwen3_moe", "llama_bias_llama3", "qwen3_windows", "deepseek_v3", "qwen3_5"]
+
+
+@pytest.fixture(scope="module", params=NAMES)
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
     yield Reference(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -91,7 +94,7 @@ def test_from_the_radix_cache(reference: Reference, page_size: int) -> None:
     check(reference, scheduler, [prompt(1)])
     warm = [prompt(1), prompt(1) + [7, 8, 9], prompt(1)[:40] + [3]]
     check(reference, scheduler, warm)
-    assert scheduler.stats._cached >= 2 * 32
+    assert scheduler.stats._cached >= 2 * 32 or not scheduler.plan.caches_prefixes
 
 
 def test_retracted_and_resumed(reference: Reference) -> None:
@@ -165,7 +168,7 @@ def test_embeddings(reference: Reference, options: dict[str, Any]) -> None:
             values = torch.frombuffer(bytearray(collector.embeddings[f"r{i}"]), dtype=torch.float32)
             torch.testing.assert_close(values, reference.hidden(ids), atol=1e-4, rtol=1e-4, msg=f"{attempt}, {i}")
         assert_clean(scheduler)
-    assert scheduler.stats._cached >= 2 * 32
+    assert scheduler.stats._cached >= 2 * 32 or not scheduler.plan.caches_prefixes
 
 
 def test_log_probability_of_the_first_token_is_none(reference: Reference) -> None:

@@ -81,7 +81,7 @@ LATENT_WIDE = {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
-    "moe_intermediate_size": 128,
+    "moe_intermediate_size": 256,
 }
 YARN = {
     "rope_type": "yarn",
@@ -120,6 +120,22 @@ HYBRID = {
     "linear_value_head_dim": 24,
     "linear_conv_kernel_dim": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
+NEMOTRON = {
+    "num_hidden_layers": 5,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "mlp"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "n_groups": 4,
+    "ssm_state_size": 16,
+    "conv_kernel": 4,
+    "time_step_min": 1e-9,  # the reference takes it for a limit in prompts, and not after them
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 1.5,
 }
 ZERO_CENTRED = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_moe"})
 SHARED_EXPERT = EXPERTS | {"shared_expert_intermediate_size": 48}
@@ -219,6 +235,11 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 8}
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
         | {"rope_parameters": GPT_OSS_ROPE},
+    ),
+    "nemotron_h": ("NemotronHConfig", NEMOTRON),
+    "nemotron_h_latent": (
+        "NemotronHConfig",
+        NEMOTRON | {"moe_latent_size": 24, "use_bias": True, "n_group": 4, "topk_group": 2},
     ),
     "llama_bias_llama3": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
 }

@@ -12,7 +12,7 @@ import torch
 from .harness import TINY, TinyRunner, plan_for, random_tokens, save_tiny
 
 HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-EXACT = {"rtol": 0.0, "atol": 2e-5}
+EXACT = {"rtol": 0.0, "atol": 1e-4}
 """Products of several rows are summed in another order than those of one."""
 
 
@@ -45,7 +45,9 @@ def multimodal(name: str, text: Path, folder: Path) -> None:
         tensors[f"{prefix}.mlp.experts.down_proj"] = by_part["down"]
     renamed = {key.replace("model.", "model.language_model.", 1): tensor for key, tensor in tensors.items()}
     renamed |= {"model.visual.patch_embed.weight": torch.zeros(2), "mtp.fc.weight": torch.zeros(2)}
-    safetensors.torch.save_file({key: tensor.contiguous() for key, tensor in renamed.items()}, folder / "m.safetensors")
+    safetensors.torch.save_file(
+        {key: tensor.contiguous() for key, tensor in renamed.items()}, folder / "model.safetensors"
+    )
     config = json.loads((text / "config.json").read_text())
     wrapper = {
         "architectures": [config.pop("architectures")[0].replace("ForCausalLM", "ForConditionalGeneration")],

@@ -228,7 +228,7 @@ FUSED_MOE = (
         f"{_EXPERTS}.mixed_moe:fused_moe",
         SM12X_PRODUCTS,
         "sm120_sgl_kernel",
-        refuse=all_of(_HALF, only_quant("mxfp4_mxfp8"), lacks("gelu_gate")),
+        refuse=all_of(_HALF, only_quant("mxfp4_mxfp8"), lacks("gelu_gate", "no_gate")),
         remark=mixed_or_widened,
     ),
     KernelSpec(
@@ -236,7 +236,7 @@ FUSED_MOE = (
         f"{_MOE}.fused_moe:fused_moe",
         CP_ASYNC,
         "triton",
-        refuse=all_of(_HALF, only_quant(None, *SCHEMES), no_e4m3_arithmetic, lacks("gelu_gate")),
+        refuse=all_of(_HALF, only_quant(None, *SCHEMES), no_e4m3_arithmetic, lacks("gelu_gate", "no_gate")),
         remark=widened,
     ),
     KernelSpec(
@@ -312,6 +312,7 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
         KernelSpec("torch_native", f"{_NATIVE}:gated"),
     ),
     "gelu_and_mul": _missing("gelu(gate) * up"),
+    "relu2": (KernelSpec("torch", f"{_NATIVE}:relu2"),),
     "qk_norm_rope_store": _elementwise("qk_norm_rope_store", "rope_store", only_equal_head_dims),
     "qk_whole_norm": (KernelSpec("torch_native", f"{_NATIVE}:qk_whole_norm"),),
     "latent_norm_rope_store": _elementwise("latent_norm_rope_store", "latent_store", only_latent),

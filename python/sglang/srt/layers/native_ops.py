@@ -367,8 +367,15 @@ def _routed(
     return weights, ids
 
 
+def relu2(up: torch.Tensor) -> torch.Tensor:
+    """up [..., I] -> the square of what is positive [..., I]."""
+    return F.relu(up).square()
+
+
 def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """gate_up [..., 2I] -> (up + offset) * gate * sigmoid(alpha * gate) [..., I], clamped as `activation` says."""
+    if not activation.gated:
+        return relu2(gate_up)
     gate, up = gate_up.float().chunk(2, dim=-1)
     if activation.limit is not None:
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)

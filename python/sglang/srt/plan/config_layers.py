@@ -8,20 +8,22 @@ from typing import Any
 
 from sglang.srt.configs.activation import FUNCTIONS, SILU_FUNCTION, Activation
 from sglang.srt.configs.hf_config import ConfigReader, bounded
-from sglang.srt.configs.rope import RopeSpec, by_layer_type, rope_spec
+from sglang.srt.configs.rope import RopeSpec, by_layer_type, rope_spec, unrotated
 from sglang.srt.errors import UserError
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.feed_forward import Dense, MoE, Shared
-from sglang.srt.plan.layer_spec import SUM, HyperConnections, LayerSpec, Mixer, Residual
+from sglang.srt.plan.layer_spec import ABSENT, SUM, HyperConnections, LayerSpec, Mixer, Residual
 from sglang.srt.plan.mixers import GQA, MLA, Indexer
-from sglang.srt.plan.recurrent import GatedDelta
+from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 
 _EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
 def read_layers(keys: ConfigReader, family: Family, unsupported: list[str]) -> tuple[LayerSpec, ...]:
     """Adds to `unsupported` what of them is described and not computed. Raises UserError."""
+    if family.one_block_layers:
+        return _one_block_layers(keys, family, unsupported)
     num_layers = keys.positive("num_hidden_layers")
     num_experts = keys.count(*_EXPERT_KEYS) or (keys.positive("num_experts") if family.has_experts else 0)
     sparse = sparse_layers(keys, num_layers, num_experts > 0)
@@ -40,6 +42,40 @@ def read_layers(keys: ConfigReader, family: Family, unsupported: list[str]) -> t
             ffn = replace(ffn, router=router, vocab_size=keys.positive("vocab_size"))
         layers.append(LayerSpec(mixer, ffn, residual))
     return tuple(layers)
+
+
+_BLOCKS = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
+_BLOCK_SPELLINGS = {"linear_attention": "mamba", "full_attention": "attention"}
+
+
+def block_kinds(values: Mapping[str, Any], source: str) -> list[str]:
+    """What each layer of one block is ("mamba", "attention", "moe", "mlp"), as either of two keys says. Raises
+    UserError."""
+    listed = values.get("layers_block_type") or values.get("layer_types")
+    kinds = listed if isinstance(listed, list) else list(str(values.get("hybrid_override_pattern") or ""))
+    named = [_BLOCK_SPELLINGS.get(str(kind), _BLOCKS.get(str(kind), str(kind))) for kind in kinds]
+    unknown = sorted(set(named) - set(_BLOCKS.values()))
+    if unknown or not 0 < len(named) <= MAX_LAYERS:
+        what = f"kinds {', '.join(unknown)}" if unknown else f"{len(named)} layers"
+        raise UserError(f"{source}: the layers' pattern ('hybrid_override_pattern') has {what}, which cannot be read.")
+    return named
+
+
+MAX_LAYERS = 4096
+
+
+def _one_block_layers(keys: ConfigReader, family: Family, unsupported: list[str]) -> tuple[LayerSpec, ...]:
+    """Each a mixer or a feed-forward block (Nemotron-H)."""
+    rotation = _Rotation(keys, unsupported)
+    kinds = block_kinds(keys.values, keys.source)
+    makers: dict[str, Callable[[], LayerSpec]] = {
+        "mamba": lambda: LayerSpec(_mamba2(keys), ABSENT),
+        "attention": lambda: LayerSpec(_grouped(keys, family, 0, rotation), ABSENT),
+        "mlp": lambda: LayerSpec(ABSENT, _dense(keys, family)),
+        "moe": lambda: LayerSpec(ABSENT, _experts(keys, family, keys.positive("n_routed_experts"), unsupported)),
+    }
+    by_kind = {kind: makers[kind]() for kind in dict.fromkeys(kinds)}
+    return tuple(by_kind[kind] for kind in kinds)
 
 
 # --- mixers -----------------------------------------------------------------------------------------------------------
@@ -113,7 +149,7 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         v_head_dim=keys.positive("v_head_dim", head_dim),
-        rope=rotation.of(head_dim, layer_type),
+        rope=rotation.of(head_dim, layer_type) if family.positions else unrotated(head_dim),
         window=window,
         qk_norm=_qk_norm(keys, family),
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
@@ -186,6 +222,33 @@ def _gated_delta(keys: ConfigReader, family: Family) -> GatedDelta:
     )
 
 
+def _time_step_limit(keys: ConfigReader) -> tuple[float, float]:
+    """Infinity is written as a string in an object, which JSON has no number for."""
+    limits = keys.default("time_step_limit", list, [0.0, float("inf")])
+    plain = [limit.get("__float__") if isinstance(limit, Mapping) else limit for limit in limits]
+    try:
+        low, high = (float(str(limit)) for limit in plain)
+    except (TypeError, ValueError):
+        raise UserError(f"{keys.source}: 'time_step_limit' must be two numbers; got {limits!r}.") from None
+    return low, high
+
+
+def _mamba2(keys: ConfigReader) -> Mamba2:
+    low, high = _time_step_limit(keys)
+    return Mamba2(
+        num_heads=keys.positive("mamba_num_heads"),
+        head_dim=keys.positive("mamba_head_dim"),
+        num_groups=keys.positive("n_groups"),
+        state_dim=keys.positive("ssm_state_size"),
+        conv_kernel=keys.positive("conv_kernel"),
+        conv_bias=keys.default("use_conv_bias", bool, True),
+        proj_bias=keys.default("use_bias", bool, False),
+        dt_min=low,
+        dt_max=high,
+        state_dtype=str(keys.values.get("mamba_ssm_cache_dtype") or "float32"),
+    )
+
+
 # --- feed-forward -----------------------------------------------------------------------------------------------------
 
 
@@ -202,9 +265,10 @@ def sparse_layers(keys: ConfigReader, num_layers: int, has_experts: bool) -> tup
 
 
 def _activation(keys: ConfigReader, family: Family) -> Activation:
-    name = str(keys.values.get("hidden_act") or keys.values.get("hidden_activation") or "silu")
+    name = keys.values.get("hidden_act") or keys.values.get("hidden_activation")
+    function = FUNCTIONS.get(str(name), SILU_FUNCTION) if name else family.activation.function
     limit = keys.default("swiglu_limit", float, family.activation.limit or 0.0)
-    return replace(family.activation, function=FUNCTIONS.get(name, SILU_FUNCTION), limit=limit or None)
+    return replace(family.activation, function=function, limit=limit or None)
 
 
 def _dense(keys: ConfigReader, family: Family) -> Dense:
@@ -234,10 +298,13 @@ def _experts(keys: ConfigReader, family: Family, num_experts: int, unsupported: 
         bias=family.expert_bias,
         shared=_shared(keys, size),
         form=family.expert_form,
+        latent_size=keys.count("moe_latent_size"),
     )
 
 
 def _shared(keys: ConfigReader, expert_size: int) -> Shared | None:
+    if keys.count("n_shared_experts") and keys.count("moe_shared_expert_intermediate_size"):
+        return Shared(keys.count("moe_shared_expert_intermediate_size"))
     gated = keys.count("shared_expert_intermediate_size")
     if gated:
         return Shared(gated, gated=True)

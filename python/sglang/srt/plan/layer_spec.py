@@ -265,6 +265,33 @@ class Residual(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Absent:
+    """In place of the block that a layer does not have: a Mixer and a FeedForward."""
+
+    num_heads: int = 0
+    value_dim: int = 0
+    rope: None = None
+
+    def needs(self, serving: Serving) -> Iterator[Need]:
+        yield from ()
+
+    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
+        return ()
+
+    def attention_shape(self, tp_size: int) -> None:
+        return None
+
+    def weights(self, *sizes: int) -> Weights:
+        return ()
+
+    def activation_elements(self, *sizes: int) -> int:
+        return 0
+
+
+ABSENT = Absent()
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     mixer: Mixer
     ffn: FeedForward

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from sglang.srt.configs.rope import UNROTATED
 from sglang.srt.errors import UserError
 from sglang.srt.kernels.spec import Choice
 from sglang.srt.plan.attention_memory import AttentionSizes, attention_bytes
@@ -116,7 +117,8 @@ def penalty_bytes(model: ModelDescription, sizes: Sizes) -> int:
 def rotary_bytes(model: ModelDescription, context_len: int) -> int:
     """Cosines and sines in fp32 of every position, one table for each kind of rotation in the model."""
     rotations = {layer.mixer.rope for layer in model.layers}
-    return sum(context_len * rope.rot_dim * 4 for rope in rotations if rope is not None)
+    rows = {rope: 1 if rope.kind == UNROTATED else context_len for rope in rotations if rope is not None}
+    return sum(count * rope.rot_dim * 4 for rope, count in rows.items())
 
 
 def graph_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:

@@ -20,7 +20,7 @@ from sglang.srt.kernels.spec import Choice, Need, Tile
 from sglang.srt.plan import defaults
 from sglang.srt.plan.caches import CacheGroup, cache_groups, row_tables
 from sglang.srt.plan.kv_spec import kv_cache_dtype
-from sglang.srt.plan.layer_spec import AttentionShape, PerRequest, Serving
+from sglang.srt.plan.layer_spec import PER_REQUEST, AttentionShape, Serving
 from sglang.srt.plan.layout import check_layout, next_layout
 from sglang.srt.plan.memory import GIB, MIN_POOL_TOKENS, MemoryPlan, Sizes, plan_cpu_memory, plan_gpu_memory
 from sglang.srt.plan.model_description import ModelDescription, describe_model
@@ -58,6 +58,12 @@ class Plan:
     cuda_graph_prefill_tokens: tuple[int, ...] = ()
     warnings: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()  # the server works, but not as the user will want it
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether what one request computed can serve another that begins alike: not where a state stands for all
+        tokens before it."""
+        return all(group.lifetime != PER_REQUEST for group in self.caches)
 
     @property
     def pool_sizes(self) -> PoolSizes:
@@ -303,7 +309,7 @@ def forced_kernels(args: ServerArgs) -> dict[str, str]:
 def _check_servable(model: ModelDescription, serving: Serving) -> None:
     """Raises UserError for caches that have no pool yet."""
     groups = cache_groups(model, serving)
-    if any(isinstance(group.lifetime, PerRequest) or group.entries_per_token != 1 for group in groups):
+    if any(group.entries_per_token != 1 for group in groups):
         kinds = "; ".join(str(group) for group in groups)
         raise UserError(f"{model.architecture} with caches of several kinds cannot be served yet: {kinds}")
 

@@ -59,7 +59,7 @@ class Scheduler:
     def __init__(self, args: ServerArgs, runner: ModelRunner, stop_checker: StopChecker) -> None:
         self.args, self.runner, self.plan = args, runner, runner.plan
         self.stop_checker = stop_checker
-        self.kv = KVTable(self.plan.pool_sizes, not args.disable_radix_cache)
+        self.kv = KVTable(self.plan.pool_sizes, self.plan.caches_prefixes and not args.disable_radix_cache)
         self.policy = POLICIES[args.schedule_policy]
         self.ratio = NewTokenRatio(args.schedule_conservativeness)
         self.priorities = Priorities.from_args(args)

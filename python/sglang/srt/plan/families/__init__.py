@@ -11,6 +11,7 @@ from sglang.srt.plan.families.gpt_oss import GPT_OSS
 from sglang.srt.plan.families.llama import LLAMA
 from sglang.srt.plan.families.minimax_m2 import MINIMAX_M2
 from sglang.srt.plan.families.mistral import MISTRAL, MIXTRAL
+from sglang.srt.plan.families.nemotron_h import NEMOTRON_H
 from sglang.srt.plan.families.planned import PLANNED
 from sglang.srt.plan.families.qwen2 import QWEN2, QWEN2_MOE
 from sglang.srt.plan.families.qwen3 import QWEN3, QWEN3_MOE
@@ -20,6 +21,7 @@ FAMILIES: tuple[Family, ...] = (
     *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, GLM4_MOE, MINIMAX_M2, GPT_OSS),
     *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K25),
     *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT),
+    NEMOTRON_H,
     *PLANNED,
 )
 

@@ -27,6 +27,8 @@ class Family:
     allowed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     tie_embeddings: bool = False
     zero_centred_norms: bool = False  # weights of norms (but for gated ones) are stored minus 1
+    norm_eps: str = "rms_norm_eps"  # the key that has it
+    one_block_layers: bool = False  # a layer is a mixer or a feed-forward block
     # attention
     head_dim: int = 0
     num_kv_heads: int = 0
@@ -37,6 +39,7 @@ class Family:
     o_bias: bool | None = None
     output_gate: bool = False
     sinks: bool = False
+    positions: bool = True  # False: attention does not rotate heads
     among_recurrent: bool = False
     projected_by_key_head: bool = False  # as GatedDelta.by_key_head
     # feed-forward
