@@ -281,6 +281,55 @@ def test_formats_of_other_models(form: str) -> None:
 
 def test_without_a_parser_a_call_cannot_be_forced() -> None:
     with live_server("--served-model-name", MODEL) as server, connect(server) as client:
+        with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
+            ask(client, ADD, tools=TOOLS, tool_choice="required")
+        answer = ask(client, ADD, tools=TOOLS).choices[0]
+        assert answer.message.tool_calls is None and "<tool_call>" in answer.message.content
+
+
+def test_markers_that_are_special_tokens(tmp_path: Path) -> None:
+    """They are seen although special tokens are skipped, but not where nothing is parsed."""
+    for file in Path(DEFAULT_MODEL_PATH).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    for token in tokenizer["added_tokens"]:
+        token["special"] = True
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    flags = ("--model-path", str(tmp_path), "--served-model-name", MODEL, "--reasoning-parser", "qwen3")
+    with live_server(*flags, "--tool-call-parser", "qwen3") as server, connect(server) as client:
+        (call,) = ask(client, TIME, tools=TOOLS).choices[0].message.tool_calls
+        assert call.function.name == "get_time"
+        message = ask(client, APPLES).choices[0].message
+        assert message.content == "The answer is 37." and message.model_extra["reasoning_content"]
+        native = httpx.post(
+            f"{server.url}/generate", json={"text": "<|im_start|>user\nHi<|im_end|>\n", "stream": False}
+        )
+        assert "<|" not in native.json()["text"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("constrained", [False, True])
+def test_a_thinking_budget(client: openai.OpenAI, constrained: bool, stream: bool) -> None:
+    """Thoughts end there, in every choice, and the grammar of the answer begins behind them."""
+    schema = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    free = ask(client, APPLES).choices[0].message.reasoning_content
+    options = {"extra_body": {"thinking_budget": 4}, **({"response_format": form} if constrained else {})}
+    if stream:
+        result = streamed(ask(client, APPLES, stream=True, **options))
+        answers = [(result["reasoning"], result["content"])]
+    else:
+        choices = ask(client, APPLES, n=2, temperature=0.7, **options).choices
+        answers = [(choice.message.reasoning_content, choice.message.content) for choice in choices]
+    for thoughts, content in answers:
+        assert 0 < len(thoughts) < len(free) and content
+        if constrained:
+            assert set(json.loads(content)) == {"answer"}
+
+
+def test_a_thinking_budget_needs_a_reasoning_parser() -> None:
+    with live_server("--served-model-name", MODEL) as server, connect(server) as client:
         refused = pytest.raises(openai.BadRequestError, match="thinking_budget needs --reasoning-parser")
         with refused:
             ask(client, APPLES, extra_body={"thinking_budget": 4})
