@@ -232,3 +232,9 @@ def test_gemma_3_as_it_was_published(tmp_path: Path) -> None:
     layers = [NativePlan(_model(config | form, tmp_path)).description.layers for form in (newer, older)]
     assert layers[0] == layers[1] and layers[0][5].mixer.softmax_scale == 1 / 16
     assert [layer.mixer.window for layer in layers[0][:6]] == [512] * 5 + [0]
+
+
+def test_the_walk_through_shows_the_family_as_it_is() -> None:
+    root = Path(__file__).parents[3]
+    shown = (root / "docs/adding_a_model.md").read_text().split("```python\n")[1].split("```")[0]
+    assert shown in (root / "python/sglang/srt/plan/families/glm4_moe.py").read_text()
