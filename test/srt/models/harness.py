@@ -81,7 +81,7 @@ LATENT_WIDE = {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
-    "moe_intermediate_size": 128,
+    "moe_intermediate_size": 256,
 }
 YARN = {
     "rope_type": "yarn",

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 import transformers
 from safetensors.torch import load_file, save_file
 
+from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.layers.latent_attention import LatentAttention
 from sglang.srt.layers.quantization.dense import QuantizedLinear
@@ -137,6 +139,32 @@ def test_every_projection_may_be_quantized(form: str, tmp_path: Path) -> None:
     weight = runner.model.params[names[0]].tensor
     storages = {tensor.untyped_storage().data_ptr() for tensor in (weight, mixer.w_uk, mixer.w_uv)}
     assert weight.dtype == torch.float32 and len(storages) == 1, "W_UK and W_UV are views of one weight"
+
+
+SPLIT = ("fp8_block", "modelopt_nvfp4", "compressed_int4_g32")
+
+
+def _rank(rank: int, size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    parallel_state.init(rank, size, "gloo", f"file://{folder}/rendezvous")
+    for form in SPLIT:
+        plan = plan_for(folder / form / "quantized")
+        runner = TinyRunner(plan, tp_size=size)
+        assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes(size)
+        assert runner.model.layers[0].mixer.w_uk.shape == (2, 128, 512), "heads are shared out"
+        torch.save(steps(runner), folder / f"{form}{rank}.pt")
+    parallel_state.shutdown()
+
+
+def test_two_ranks_share_out_the_heads(tmp_path: Path) -> None:
+    for form in SPLIT:
+        (tmp_path / form).mkdir()
+        save_quantized("deepseek_v3_wide", FORMS[form], tmp_path / form)
+    mp.spawn(_rank, (2, tmp_path), nprocs=2)
+    for form in SPLIT:
+        want = steps(TinyRunner(plan_for(tmp_path / form / "quantized")))
+        for rank in range(2):
+            torch.testing.assert_close(torch.load(tmp_path / f"{form}{rank}.pt"), want, **WIDE_TOLERANCE)
 
 
 def published(name: str) -> dict[str, Any]:
