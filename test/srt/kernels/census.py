@@ -125,9 +125,12 @@ def launch_all(shape: Shape, arch: ArchTraits, done: set[object]) -> None:
             part(*sizes)
 
     once(_elementwise, shape.hidden, shape.inter)
+    fp32_norms = shape.delta and any(shape.recurrent)
+    if fp32_norms:
+        once(_fp32_norms, shape.hidden)
     attention = (shape.heads, shape.kv_heads, shape.head_dims)
     if shape.rotary:
-        once(_rope_store, *attention, shape.rotary, shape.qk_norm, shape.interleaved)
+        once(_rope_store, *attention, shape.rotary, shape.qk_norm, shape.interleaved, fp32_norms)
     once(_attention, *attention, shape.window, shape.cap, shape.sinks, arch)
     if any(shape.prompt_heads):
         once(_latent, shape.heads, shape.head_dims, shape.prompt_heads, arch)
@@ -160,10 +163,18 @@ def _elementwise(hidden: int, inter: int) -> None:
             activation.silu_and_mul(empty(tokens, 2 * inter))
 
 
+def _fp32_norms(hidden: int) -> None:
+    """Norms whose weights checkpoints store minus 1."""
+    weight = empty(hidden, dtype=torch.float32)
+    norm.rmsnorm(empty(100, hidden), weight, 1e-6)
+    norm.fused_add_rmsnorm(empty(100, hidden), empty(100, hidden), weight, 1e-6)
+
+
 def _rope_store(
-    heads: int, kv_heads: int, head_dims: tuple[int, int], rotary: int, qk_norm: bool, interleaved: bool
+    heads: int, kv_heads: int, head_dims: tuple[int, int], rotary: int, qk_norm: bool, interleaved: bool, fp32: bool
 ) -> None:
-    dim, weight = head_dims[0], empty(head_dims[0]) if qk_norm else None
+    dim = head_dims[0]
+    weight = empty(dim, dtype=torch.float32 if fp32 else BF16) if qk_norm else None
     for dtype in CACHES:
         k, v = (empty(SLOTS, kv_heads, dim, dtype=STORAGE_DTYPES[dtype]) for _ in "kv")
         for tokens in (1, 100, 300):

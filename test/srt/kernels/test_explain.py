@@ -160,7 +160,7 @@ MISSING = {
         *("extend_attention", "decode_attention", "index_key_store", "sparse_indexer"),
     },
     "qwen35": set(),
-    "minimax_m2": {"qk_norm_rope_store"},
+    "minimax_m2": set(),
     "glm47": set(),
     "gpt_oss": set(),
     "qwen3": set(),

@@ -18,11 +18,11 @@ from sglang.srt.layers.forward_batch import ForwardBatch, ForwardMode, TokenSlot
 from sglang.srt.layers.recurrent import native as recurrent_ops
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.model_loader.loader import load_model
-from sglang.srt.plan.caches import cache_groups
+from sglang.srt.plan.caches import cache_groups, row_tables
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.model_description import ModelDescription, describe_model
-from sglang.srt.plan.pool_sizes import PoolSizes
+from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
 from sglang.srt.plan.weights import rank_weight_bytes
 from sglang.srt.server_args import ServerArgs
 
@@ -50,6 +50,8 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+
+WINDOWS = {"num_hidden_layers": 4, "sliding_window": 12, "use_sliding_window": True}
 
 # Dimensions that GPU kernels take.
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 128}
@@ -79,7 +81,7 @@ LATENT_WIDE = {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
-    "moe_intermediate_size": 128,
+    "moe_intermediate_size": 256,
 }
 YARN = {
     "rope_type": "yarn",
@@ -92,6 +94,17 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
+GEMMA_ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5}
+ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 RECURRENT_OPS = {
     "causal_conv1d": "CAUSAL_CONV",
     "gated_delta_rule": "RECURRENCE",
@@ -109,7 +122,23 @@ HYBRID = {
     "linear_conv_kernel_dim": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
 }
-ZERO_CENTRED = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_moe"})
+NEMOTRON = {
+    "num_hidden_layers": 5,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "mlp"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "n_groups": 4,
+    "ssm_state_size": 16,
+    "conv_kernel": 4,
+    "time_step_min": 1e-9,  # the reference takes it for a limit in prompts, and not after them
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 1.5,
+}
+ZERO_CENTRED = frozenset({"gemma3", "gemma3_capped", "qwen3_next", "qwen3_5", "qwen3_5_moe"})
 SHARED_EXPERT = EXPERTS | {"shared_expert_intermediate_size": 48}
 SECTIONS = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
 
@@ -117,6 +146,8 @@ SECTIONS = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {}),
     "qwen3_tied_bias": ("Qwen3Config", {"tie_word_embeddings": True, "attention_bias": True, "vocab_size": 251}),
+    "qwen3_windows": ("Qwen3Config", WINDOWS | {"layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "qwen3_windows_only": ("Qwen3Config", WINDOWS | {"layer_types": ["sliding_attention"] * 4}),
     "qwen3_moe": ("Qwen3MoeConfig", EXPERTS),
     "qwen3_moe_mixed": (
         "Qwen3MoeConfig",
@@ -125,6 +156,16 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"head_dim": 16}),
     "qwen3_wide": ("Qwen3Config", WIDE),
     "qwen3_moe_wide": ("Qwen3MoeConfig", WIDE | EXPERTS | {"moe_intermediate_size": 128}),
+    "glm4_moe_wide": (
+        "Glm4MoeConfig",
+        WIDE
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "n_shared_experts": 1}
+        | {"first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 2.5},
+    ),
+    "minimax_m2_wide": (
+        "MiniMaxM2Config",
+        WIDE | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128},
+    ),
     "llama_wide": ("LlamaConfig", WIDE | {"head_dim": 64}),
     "deepseek_v2_lite": (
         "DeepseekV2Config",
@@ -150,6 +191,26 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"qk_nope_head_dim": 24, "v_head_dim": 32, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
         | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
     ),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "mistral_windows": ("MistralConfig", {"sliding_window": 12}),
+    "mixtral": ("MixtralConfig", {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2": ("Qwen2Config", {"head_dim": 16}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        ROUTED | {"num_experts": 4, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2, "head_dim": 16},
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        ROUTED
+        | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True}
+        | {"attention_bias": True, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
     "deepseek_v3_wide": (
         "DeepseekV3Config",
         LATENT | LATENT_WIDE | {"n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 1, "rope_parameters": YARN},
@@ -162,6 +223,34 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe": (
         "Qwen3_5MoeTextConfig",
         HYBRID | SHARED_EXPERT | {"rope_parameters": HYBRID["rope_parameters"] | SECTIONS},
+    ),
+    "gpt_oss_wide": (
+        "GptOssConfig",
+        WIDE
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128, "sliding_window": 8}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "head_dim": 64}
+        | {"rope_parameters": GPT_OSS_ROPE},
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 8}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"rope_parameters": GPT_OSS_ROPE},
+    ),
+    "nemotron_h": ("NemotronHConfig", NEMOTRON),
+    "nemotron_h_latent": (
+        "NemotronHConfig",
+        NEMOTRON | {"moe_latent_size": 24, "use_bias": True, "n_group": 4, "topk_group": 2},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {"num_hidden_layers": 4, "sliding_window": 12, "query_pre_attn_scalar": 24, "tie_word_embeddings": True}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]}
+        | {"rope_parameters": {"full_attention": GEMMA_ROPE, "sliding_attention": {"rope_type": "default"}}},
+    ),
+    "gemma3_capped": (
+        "Gemma3TextConfig",
+        {"num_hidden_layers": 6, "sliding_window": 12, "final_logit_softcapping": 5.0, "tie_word_embeddings": False},
     ),
     "llama_bias_llama3": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
 }
@@ -241,10 +330,16 @@ def plan_for(folder: Path, **args: Any) -> NativePlan:
 class TinyRunner:
     """Steps a loaded model. Every token gets a random cache slot, so that nothing works by contiguity."""
 
-    def __init__(self, plan: NativePlan, load_format: str = "auto", tp_size: int = 1, seed: int = 0) -> None:
+    def __init__(
+        self, plan: NativePlan, load_format: str = "auto", tp_size: int = 1, seed: int = 0, state_dtype: str = ""
+    ) -> None:
         self.model = load_model(plan, load_format)
-        groups = cache_groups(plan.description, Serving(plan.dtype, plan.kv_cache_dtype, tp_size=tp_size))
-        CachePools(groups, PoolSizes(1023, 1, 8, plan.context_len), "cpu").bind(self.model.caches)
+        serving = Serving(plan.dtype, plan.kv_cache_dtype, tp_size=tp_size, state_dtype=state_dtype)
+        groups = cache_groups(plan.description, serving)
+        windows = tuple(WindowSize(lifetime.tokens, 1023) for lifetime in row_tables(groups)[1:])
+        pools = CachePools(groups, PoolSizes(1023, 1, 8, plan.context_len, windows), "cpu")
+        pools.bind(self.model.caches)
+        self.num_tables = len(pools.tables)
         self.table = torch.full((9, plan.context_len), -7, dtype=torch.int32)
         self.free = (torch.randperm(1023, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
         self.lens: dict[int, int] = {}
@@ -269,7 +364,7 @@ class TinyRunner:
             positions=torch.tensor(positions),
             req_pool_indices=torch.tensor(slots),
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-            token_slots=(TokenSlots(self.table, torch.tensor(locs)),),
+            token_slots=(TokenSlots(self.table, torch.tensor(locs)),) * self.num_tables,
             attn_backend=self.backend,
             extend_prefix_lens=torch.tensor(prefix, dtype=torch.int32),
             extend_start_loc=torch.tensor([0, *extend], dtype=torch.int32).cumsum(0, dtype=torch.int32),

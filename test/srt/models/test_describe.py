@@ -14,7 +14,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.families import FAMILIES, SERVED_ARCHITECTURES
 from sglang.srt.plan.feed_forward import Dense, MoE, Router
-from sglang.srt.plan.mixers import MLA
+from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.server_args import ServerArgs
 
 from .harness import NativePlan
@@ -66,11 +66,38 @@ LLAMA_8B = QWEN3_8B | {
     "intermediate_size": 14336,
     "num_hidden_layers": 32,
 }
+DEEPSEEK_V2_LITE: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "vocab_size": 102400,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 16,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "norm_topk_prob": False,
+    "scoring_func": "softmax",
+    "topk_method": "greedy",
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "torch_dtype": "bfloat16",
+}
 PUBLISHED_PARAMETERS = {  # as their model cards count them
     "Qwen3-8B": (QWEN3_8B, 8.19e9),
     "Qwen3-0.6B": (QWEN3_0_6B, 0.596e9),
     "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30.53e9),
     "Llama-3.1-8B": (LLAMA_8B, 8.03e9),
+    "DeepSeek-V2-Lite": (DEEPSEEK_V2_LITE, 15.7e9),
 }
 
 
@@ -175,13 +202,15 @@ def test_transformers_writes_what_we_read(tmp_path: Path) -> None:
     sizes = {"num_attention_heads": 16, "num_key_value_heads": 4, "num_experts_per_tok": 4}
     for name in sorted(set(SERVED_ARCHITECTURES) - WRITTEN_BY_OTHERS):
         cls = getattr(transformers, name).config_class
+        if "text_config" in cls.sub_configs:
+            continue  # these sizes are those of a text model
         for tied in (False, True):
             saved = cls(architectures=[name], tie_word_embeddings=tied, **sizes)
             saved.save_pretrained(tmp_path)
             model = ModelConfig.from_server_args(ServerArgs.from_kwargs(model_path=str(tmp_path)))
             description = NativePlan(model).description
             assert description.tie_embeddings is tied
-            mixer = description.layers[0].mixer
+            mixer = next(layer.mixer for layer in description.layers if isinstance(layer.mixer, GQA | MLA))
             assert mixer.num_heads == 16
             assert model.context_len == saved.max_position_embeddings
             if isinstance(mixer, MLA):
@@ -189,3 +218,23 @@ def test_transformers_writes_what_we_read(tmp_path: Path) -> None:
                 continue
             assert mixer.num_kv_heads == 4
             assert mixer.head_dim == (getattr(saved, "head_dim", None) or saved.hidden_size // 16)
+
+
+def test_gemma_3_as_it_was_published(tmp_path: Path) -> None:
+    """The older keys mean what the newer ones say by layer type."""
+    rope = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}
+    rope["sliding_attention"] = {"rope_type": "default", "rope_theta": 1e4}
+    changes = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_hidden_layers": 12}
+    changes |= {"hidden_act": None, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 512}
+    config = QWEN3_0_6B | changes | {"query_pre_attn_scalar": 256, "use_sliding_window": None, "rope_theta": None}
+    newer = {"rope_parameters": rope, "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 2}
+    older = {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 1e4}
+    layers = [NativePlan(_model(config | form, tmp_path)).description.layers for form in (newer, older)]
+    assert layers[0] == layers[1] and layers[0][5].mixer.softmax_scale == 1 / 16
+    assert [layer.mixer.window for layer in layers[0][:6]] == [512] * 5 + [0]
+
+
+def test_the_walk_through_shows_the_family_as_it_is() -> None:
+    root = Path(__file__).parents[3]
+    shown = (root / "docs/adding_a_model.md").read_text().split("```python\n")[1].split("```")[0]
+    assert shown in (root / "python/sglang/srt/plan/families/glm4_moe.py").read_text()

@@ -35,9 +35,10 @@ def _rank(rank: int, size: int, folder: Path, names: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("size", "names"),
     [
-        (2, ("qwen3_moe_mixed", "llama_bias_llama3", "qwen3_tied_bias")),
+        (2, ("qwen3_moe_mixed", "llama_bias_llama3", "qwen3_tied_bias", "glm4_moe", "qwen2_moe", "gpt_oss")),
         (2, ("deepseek_v2_lite", "deepseek_v3")),
-        (4, ("qwen3_tied_bias",)),  # its 2 kv heads are held twice, its 251 tokens do not divide
+        # 2 kv heads are held twice, 251 tokens do not divide; norms are over what four ranks hold.
+        (4, ("qwen3_tied_bias", "minimax_m2", "glm4_moe", "mixtral")),
     ],
 )
 def test_ranks_agree_with_one_rank(size: int, names: tuple[str, ...], tmp_path: Path) -> None:

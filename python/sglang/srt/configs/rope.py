@@ -32,6 +32,14 @@ class RopeSpec:
     interleaved_sections: bool = False
 
 
+UNROTATED = "none"
+"""`RopeSpec.kind` of heads that say nothing of positions."""
+
+
+def unrotated(head_dim: int) -> RopeSpec:
+    return RopeSpec(head_dim, 0.0, 1, UNROTATED)
+
+
 _YARN_OPTIONS = (
     "original_max_position_embeddings",
     "attention_factor",

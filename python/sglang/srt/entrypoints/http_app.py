@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from sglang.srt.entrypoints import http_native
+from sglang.srt.entrypoints import http_native, http_sessions
 from sglang.srt.entrypoints.anthropic import routes as anthropic_routes
 from sglang.srt.entrypoints.embeddings import routes as embeddings_routes
 from sglang.srt.entrypoints.http_errors import ApiError, error_response
@@ -27,7 +27,15 @@ from sglang.srt.entrypoints.responses import routes as responses_routes
 from sglang.srt.managers.front.generate_request import RequestError
 from sglang.version import __version__
 
-_FORMS = (openai_routes, anthropic_routes, responses_routes, embeddings_routes, ollama_routes, http_native)
+_FORMS = (
+    openai_routes,
+    anthropic_routes,
+    responses_routes,
+    embeddings_routes,
+    ollama_routes,
+    http_native,
+    http_sessions,
+)
 _STATUS_CLIENT_CLOSED = 499
 """What the log shows for a client that left; nobody receives it."""
 

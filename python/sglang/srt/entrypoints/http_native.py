@@ -14,6 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from sglang.srt.entrypoints.http_body import Body, body_schema, read_body, read_optional_body
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request, json_response
+from sglang.srt.entrypoints.http_sessions import SessionParams, session_result, session_stream
 from sglang.srt.entrypoints.http_state import engine_of, state_of
 from sglang.srt.entrypoints.http_stream import EventStream, until_disconnect
 from sglang.srt.entrypoints.openai.protocol import Int
@@ -50,6 +51,7 @@ class GenerateBody(Body, kw_only=True):
     priority: Int | None = None
     cache_salt: str | list[str | None] | None = None
     extra_key: str | list[str | None] | None = None
+    session_params: SessionParams | None = None
 
     def to_request(self) -> GenerateRequest:
         return GenerateRequest(
@@ -63,7 +65,7 @@ class GenerateBody(Body, kw_only=True):
             token_ids_logprob=self.token_ids_logprob,  # type: ignore[arg-type]
             return_text_in_logprobs=bool(self.return_text_in_logprobs),
             rid=self.rid,
-            priority=self.priority or 0,
+            priority=self.priority,
             cache_salt=self.cache_salt,
             extra_key=self.extra_key,
         )
@@ -92,10 +94,18 @@ BODIES = (GenerateBody, AbortBody, PauseBody, ProfileBody)
 @router.put("/generate", openapi_extra=body_schema(GenerateBody))
 async def generate(request: Request) -> Response:
     engine = engine_of(request)
-    call = (await read_body(request, GenerateBody)).to_request()
+    manager, sessions = engine.manager, state_of(request).sessions
+    body = await read_body(request, GenerateBody)
+    call, session = body.to_request(), body.session_params
     if not call.stream:
-        return json_response(await until_disconnect(request, native_results(engine.manager, call)))
-    results = native_stream(engine.manager, call, engine.manager.args.incremental_streaming_output)
+        work = native_results(manager, call) if session is None else session_result(manager, sessions, call, session)
+        return json_response(await until_disconnect(request, work))
+    incremental = manager.args.incremental_streaming_output
+    results = (
+        native_stream(manager, call, incremental)
+        if session is None
+        else session_stream(manager, sessions, call, session, incremental)
+    )
     first = await until_disconnect(request, _first(results))
     return EventStream(_event(first), results, _event, request.url.path)
 

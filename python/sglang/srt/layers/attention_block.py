@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.block import Site
@@ -27,6 +28,26 @@ def kv_head_range(num_kv_heads: int, tp_rank: int, tp_size: int) -> slice:
         raise ValueError(f"{num_kv_heads} kv heads cannot be replicated over {tp_size} tensor-parallel ranks evenly")
     head = tp_rank * num_kv_heads // tp_size
     return slice(head, head + 1)
+
+
+class WholeNorm:
+    """RMSNorm over all of q and over all of k, whose heads the ranks share. `q_rows` and `k_rows`: (of all ranks, those
+    of this one)."""
+
+    def __init__(self, scope: Scope, q_rows: tuple[int, slice], k_rows: tuple[int, slice], eps: float) -> None:
+        self.q_weight, self.k_weight = (
+            scope.sub(name).param("weight", (own.stop - own.start,), {PartKey(): Part((total,), (own,))}, Init.ONES)
+            for name, (total, own) in (("q_norm", q_rows), ("k_norm", k_rows))
+        )
+        self.totals = (q_rows[0], k_rows[0])
+        self.k_copies = scope.tp_size * self.k_weight.shape[0] // k_rows[0]
+        self.eps = eps
+        self.reduce = parallel_state.all_reduce if scope.tp_size > 1 else None
+        self.norm = scope.plan.entry("qk_whole_norm")
+
+    def __call__(self, qkv: torch.Tensor) -> None:
+        """qkv [T, Q + K + V], in place."""
+        self.norm(qkv, self.q_weight, self.k_weight, self.eps, self.totals, self.k_copies, self.reduce)
 
 
 class GQAttention:
@@ -51,10 +72,13 @@ class GQAttention:
         self.qkv = ColumnParallelLinear(scope.sub("qkv"), hidden_size, projections, spec.qkv_bias)
         self.o = RowParallelLinear(scope.sub("o"), spec.num_heads * dim, hidden_size, spec.o_bias)
         self.q_norm = self.k_norm = None
+        self.whole_norm: WholeNorm | None = None
         if spec.qk_norm == "head":
             zero_centred = site.model.zero_centred_norms
             self.q_norm = norm_weight(scope.sub("q_norm"), dim, zero_centred)
             self.k_norm = norm_weight(scope.sub("k_norm"), dim, zero_centred)
+        elif spec.qk_norm == "whole":
+            self.whole_norm = WholeNorm(scope, q_rows, kv_rows, self.eps)
         self.k_scale = self.v_scale = None
         self.cache = scope.cache(site.layer_id, "kv")
         if scope.plan.kv_cache_dtype.startswith("fp8"):
@@ -70,12 +94,15 @@ class GQAttention:
             spec.softmax_scale,
             sliding_window=spec.window,
             logit_cap=spec.logit_cap,
+            sinks=_sinks(scope, spec.num_heads, heads) if spec.sinks else None,
         )
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         cache = self.cache
         positions, cos_sin = self.rotary.at(batch.positions)
         qkv, gates = self.qkv(x), None
+        if self.whole_norm is not None:
+            self.whole_norm(qkv)
         if self.output_gate is not None:
             width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
             qkv, gates = qkv[:, :width], qkv[:, width:]
@@ -114,6 +141,12 @@ def _with_gates(projections: list[tuple[str, int, slice]], heads: slice, dim: in
     queries = [(part, 2 * rows, slice(begin, begin + dim)) for begin in at]
     gates = [(part, 2 * rows, slice(begin + dim, begin + 2 * dim)) for begin in at]
     return [*queries, *others, *gates]
+
+
+def _sinks(scope: Scope, num_heads: int, heads: slice) -> torch.Tensor:
+    """[heads of this rank] fp32."""
+    part = Part((num_heads,), (heads,))
+    return scope.param("sinks", (heads.stop - heads.start,), {PartKey(): part}, Init.ZEROS, torch.float32)
 
 
 def cache_scale(scope: Scope, leaf: str) -> torch.Tensor:

@@ -109,7 +109,8 @@ class LatentAttention:
             cache.k_scale,
             spec.interleaved,
         )
-        self.per_head(q[:num_absorbed, :, : spec.nope_dim], self.w_uk, absorbed[..., : spec.kv_lora_rank])
+        if num_absorbed:
+            self.per_head(q[:num_absorbed, :, : spec.nope_dim], self.w_uk, absorbed[..., : spec.kv_lora_rank])
         out = q.new_empty((len(x), self.num_heads, spec.v_dim))
         if prompts.chunks is None:
             self._absorbed(absorbed, entries, batch, out)

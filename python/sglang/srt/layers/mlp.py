@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.configs.activation import SILU, Activation
+from sglang.srt.configs.activation import RELU2, SILU, Activation
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_of
 from sglang.srt.layers.parameter import Scope
-from sglang.srt.plan.feed_forward import Dense
+from sglang.srt.plan.feed_forward import Dense, up_parts
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
 
 
 class GatedMLP:
-    """down(f(gate x) * up x): [T, H] -> [T, H]. Without `reduce` it is this rank's summand of that."""
+    """down(f(gate x) * up x), or down(f(up x)): [T, H] -> [T, H]. Without `reduce` it is this rank's summand."""
 
     def __init__(self, scope: Scope, hidden_size: int, spec: Dense, reduce: bool = True) -> None:
         rows = shard_of(spec.intermediate_size, scope.tp_rank, scope.tp_size, "intermediate size")
-        halves = {"gate": (spec.intermediate_size, rows), "up": (spec.intermediate_size, rows)}
+        halves = dict.fromkeys(up_parts(spec.activation), (spec.intermediate_size, rows))
         self.gate_up = ColumnParallelLinear(scope.sub("gate_up"), hidden_size, halves, spec.bias)
         self.down = RowParallelLinear(scope.sub("down"), spec.intermediate_size, hidden_size, spec.bias, reduce)
         self.activation = _gate(scope, spec.activation)
@@ -33,8 +33,8 @@ class GatedMLP:
 
 
 def _gate(scope: Scope, activation: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
-    """[T, 2I] -> [T, I]."""
-    if activation == SILU:
+    """[T, 2I] -> [T, I], or without a gate [T, I] -> [T, I]."""
+    if activation in (SILU, RELU2):
         gate: Callable[[torch.Tensor], torch.Tensor] = scope.plan.entry(activation.op)
         return gate
     return functools.partial(native_ops.gated, activation=activation)

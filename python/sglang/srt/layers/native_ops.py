@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.configs.activation import SILU, Activation
+from sglang.srt.configs.activation import GELU_TANH, SILU, Activation
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
 
 if TYPE_CHECKING:
@@ -213,6 +213,28 @@ def load_cache(cache: torch.Tensor, loc: torch.Tensor, scale: float) -> torch.Te
     return entries.view(cache.dtype).float() * scale if quantized else entries
 
 
+def qk_whole_norm(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    totals: tuple[int, int],
+    k_copies: int = 1,
+    reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> None:
+    """One norm over all heads of q and one over all of k, in place. qkv [T, Q + K + V], weights [Q] and [K].
+
+    `totals`: elements of q and k on all ranks, over which `reduce` sums; `k_copies` of them hold the same k.
+    """
+    num_q, num_k = q_weight.shape[0], k_weight.shape[0]
+    q, k = qkv[:, :num_q], qkv[:, num_q : num_q + num_k]
+    sums = torch.stack((q.float().square().sum(-1), k.float().square().sum(-1) / k_copies), dim=-1)
+    if reduce is not None:
+        sums = reduce(sums)
+    for part, weight, total, squares in zip((q, k), (q_weight, k_weight), totals, sums.unbind(-1), strict=True):
+        part.copy_(part.float() * torch.rsqrt(squares / total + eps)[:, None] * weight.float())
+
+
 def store_cache(cache: torch.Tensor, x: torch.Tensor, loc: torch.Tensor, scale: float) -> None:
     """cache[loc] = x / scale, saturating when the cache is fp8. cache [slots, H, D], x [T, H, D], loc [T]."""
     if cache.element_size() > 1:
@@ -345,9 +367,19 @@ def _routed(
     return weights, ids
 
 
+def relu2(up: torch.Tensor) -> torch.Tensor:
+    """up [..., I] -> the square of what is positive [..., I]."""
+    return F.relu(up).square()
+
+
 def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """gate_up [..., 2I] -> (up + offset) * gate * sigmoid(alpha * gate) [..., I], clamped as `activation` says."""
+    """gate_up [..., 2I] -> (up + offset) * gate * sigmoid(alpha * gate) [..., I], clamped as `activation` says, or
+    up * gelu(gate)."""
+    if not activation.gated:
+        return relu2(gate_up)
     gate, up = gate_up.float().chunk(2, dim=-1)
+    if activation.function == GELU_TANH:
+        return (up * F.gelu(gate, approximate="tanh")).to(gate_up.dtype)
     if activation.limit is not None:
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
     return ((up + activation.up_offset) * gate * torch.sigmoid(activation.alpha * gate)).to(gate_up.dtype)

@@ -12,11 +12,15 @@ from typing import Any
 
 import torch
 
-from sglang.srt.configs.rope import ROPE_SETTINGS, RopeSpec
+from sglang.srt.configs.rope import ROPE_SETTINGS, UNROTATED, RopeSpec
 
 
 def rope_table(spec: RopeSpec, num_positions: int, device: torch.device | str) -> torch.Tensor:
-    """[num_positions, rot_dim] fp32: cosines of the rot_dim / 2 frequencies, then sines, times the variant's scale."""
+    """[num_positions, rot_dim] fp32: cosines of the rot_dim / 2 frequencies, then sines, times the variant's scale. One
+    row for all positions where nothing rotates."""
+    if spec.kind == UNROTATED:
+        half = torch.ones(1, spec.rot_dim // 2)
+        return torch.cat((half, torch.zeros_like(half)), dim=-1).to(device)
     inv_freq, scale = _FREQUENCIES[spec.kind](spec, num_positions)
     # Angles reach thousands of radians, so the product is taken in fp32 on every device, as checkpoints were trained.
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq.float()
@@ -113,11 +117,14 @@ class RotaryTable:
 
     def __init__(self, cos_sin: torch.Tensor, spec: RopeSpec) -> None:
         self.cos_sin = cos_sin
+        self.one_row = spec.kind == UNROTATED
         self.section = _section_of_frequency(spec).to(cos_sin.device) if spec.sections else None
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions [T] or, of a model whose frequencies have sections, [sections, T] -> (row of each token [T], the
         table that the rows are of)."""
+        if self.one_row:
+            return torch.zeros_like(positions), self.cos_sin
         if positions.ndim == 1:
             return positions, self.cos_sin
         assert self.section is not None, "positions of several sections, but the frequencies have none"

@@ -21,12 +21,13 @@ from sglang.srt.layers.parameter import Param, QuantMethod, Scope
 from sglang.srt.layers.quantization.dense import QuantizedMethod
 from sglang.srt.layers.quantization.layout import redundant_endings
 from sglang.srt.layers.recurrent.gated_delta_net import GatedDeltaNet
+from sglang.srt.layers.recurrent.mamba2 import Mamba2Mixer
 from sglang.srt.layers.residual import FFN, MIXER, ResidualStream, SumResidual
 from sglang.srt.layers.rotary_embedding import RotaryTables
 from sglang.srt.plan.feed_forward import Dense, MoE
-from sglang.srt.plan.layer_spec import LayerSpec, Sum
+from sglang.srt.plan.layer_spec import ABSENT, LayerSpec, Sum
 from sglang.srt.plan.mixers import GQA, MLA
-from sglang.srt.plan.recurrent import GatedDelta
+from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
@@ -49,6 +50,7 @@ BLOCKS: Mapping[type, BlockKind] = {
     GQA: BlockKind("attn", GQAttention),
     MLA: BlockKind("attn", LatentAttention),
     GatedDelta: BlockKind("gdn", GatedDeltaNet),
+    Mamba2: BlockKind("ssm", Mamba2Mixer),
     Dense: BlockKind("mlp", lambda scope, spec, site: GatedMLP(scope, site.model.hidden_size, spec)),
     MoE: BlockKind("moe", lambda scope, spec, site: MoELayer(scope, site.model.hidden_size, spec)),
 }
@@ -58,18 +60,19 @@ RESIDUALS: Mapping[type, Callable[..., ResidualStream]] = {Sum: SumResidual}
 
 
 class DecoderLayer:
-    """A mixer and a feed-forward block, each joined to the residual stream."""
+    """A mixer and a feed-forward block, or one of them, each joined to the residual stream."""
 
     def __init__(self, scope: Scope, spec: LayerSpec, site: Site, residual: ResidualStream) -> None:
-        self.mixer_join = residual.join(scope, MIXER)
-        self.mixer = _block(scope, spec.mixer, site)
-        self.ffn_join = residual.join(scope, FFN)
-        self.ffn = _block(scope, spec.ffn, site)
+        self.blocks = [
+            (residual.join(scope, name), _block(scope, block, site))
+            for name, block in ((MIXER, spec.mixer), (FFN, spec.ffn))
+            if block != ABSENT
+        ]
 
     def __call__(self, stream: Any, batch: ForwardBatch) -> None:
-        self.mixer_join.after(stream, self.mixer(self.mixer_join.before(stream), batch))
-        # Routing may look at the token ids, and at which rows are padding.
-        self.ffn_join.after(stream, self.ffn(self.ffn_join.before(stream), batch))
+        # Feed-forward blocks get the batch too: routing may look at the token ids, and at which rows are padding.
+        for join, block in self.blocks:
+            join.after(stream, block(join.before(stream), batch))
 
 
 def _block(scope: Scope, spec: object, site: Site) -> Any:
@@ -105,7 +108,9 @@ class CausalLM:
         self.finish = scope.finish
         self.caches: list[CacheStore] = scope.caches
         self.redundant = redundant_endings(quantization)
-        self.embed = VocabParallelEmbedding(scope.sub("embed"), model.vocab_size, model.hidden_size)
+        self.embed = VocabParallelEmbedding(
+            scope.sub("embed"), model.vocab_size, model.hidden_size, model.embedding_scale
+        )
         rotary = RotaryTables(plan.context_len, scope.device)
         kind = RESIDUALS.get(type(model.layers[0].residual))
         if kind is None:
@@ -116,7 +121,7 @@ class CausalLM:
             for i, layer in enumerate(model.layers)
         ]
         tied_to = self.embed if model.tie_embeddings else None
-        self.logits = LMHead(scope.sub("lm_head"), model.vocab_size, model.hidden_size, tied_to)
+        self.logits = LMHead(scope.sub("lm_head"), model.vocab_size, model.hidden_size, tied_to, model.logit_cap)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         stream = self.residual.begin(self._embedded(batch))

@@ -8,25 +8,27 @@ from typing import Any
 
 from sglang.srt.configs.activation import FUNCTIONS, SILU_FUNCTION, Activation
 from sglang.srt.configs.hf_config import ConfigReader, bounded
-from sglang.srt.configs.rope import RopeSpec, by_layer_type, rope_spec
+from sglang.srt.configs.rope import RopeSpec, by_layer_type, rope_spec, unrotated
 from sglang.srt.errors import UserError
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.feed_forward import Dense, MoE, Shared
-from sglang.srt.plan.layer_spec import SUM, HyperConnections, LayerSpec, Mixer, Residual
+from sglang.srt.plan.layer_spec import ABSENT, HyperConnections, LayerSpec, Mixer, Residual
 from sglang.srt.plan.mixers import GQA, MLA, Indexer
-from sglang.srt.plan.recurrent import GatedDelta
+from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 
 _EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
 def read_layers(keys: ConfigReader, family: Family, unsupported: list[str]) -> tuple[LayerSpec, ...]:
     """Adds to `unsupported` what of them is described and not computed. Raises UserError."""
+    if family.one_block_layers:
+        return _one_block_layers(keys, family, unsupported)
     num_layers = keys.positive("num_hidden_layers")
     num_experts = keys.count(*_EXPERT_KEYS) or (keys.positive("num_experts") if family.has_experts else 0)
     sparse = sparse_layers(keys, num_layers, num_experts > 0)
     streams = keys.count("hc_mult")
-    residual: Residual = HyperConnections(streams) if streams > 1 else SUM
+    residual: Residual = HyperConnections(streams) if streams > 1 else family.residual
     dense = None if all(sparse) else _dense(keys, family)
     experts = _experts(keys, family, num_experts, unsupported) if any(sparse) else None
     mixers = _mixers(keys, family, num_layers, unsupported)
@@ -42,6 +44,40 @@ def read_layers(keys: ConfigReader, family: Family, unsupported: list[str]) -> t
     return tuple(layers)
 
 
+_BLOCKS = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
+_BLOCK_SPELLINGS = {"linear_attention": "mamba", "full_attention": "attention"}
+
+
+def block_kinds(values: Mapping[str, Any], source: str) -> list[str]:
+    """What each layer of one block is ("mamba", "attention", "moe", "mlp"), as either of two keys says. Raises
+    UserError."""
+    listed = values.get("layers_block_type") or values.get("layer_types")
+    kinds = listed if isinstance(listed, list) else list(str(values.get("hybrid_override_pattern") or ""))
+    named = [_BLOCK_SPELLINGS.get(str(kind), _BLOCKS.get(str(kind), str(kind))) for kind in kinds]
+    unknown = sorted(set(named) - set(_BLOCKS.values()))
+    if unknown or not 0 < len(named) <= MAX_LAYERS:
+        what = f"kinds {', '.join(unknown)}" if unknown else f"{len(named)} layers"
+        raise UserError(f"{source}: the layers' pattern ('hybrid_override_pattern') has {what}, which cannot be read.")
+    return named
+
+
+MAX_LAYERS = 4096
+
+
+def _one_block_layers(keys: ConfigReader, family: Family, unsupported: list[str]) -> tuple[LayerSpec, ...]:
+    """Each a mixer or a feed-forward block (Nemotron-H)."""
+    rotation = _Rotation(keys, unsupported)
+    kinds = block_kinds(keys.values, keys.source)
+    makers: dict[str, Callable[[], LayerSpec]] = {
+        "mamba": lambda: LayerSpec(_mamba2(keys), ABSENT),
+        "attention": lambda: LayerSpec(_grouped(keys, family, 0, rotation), ABSENT),
+        "mlp": lambda: LayerSpec(ABSENT, _dense(keys, family)),
+        "moe": lambda: LayerSpec(ABSENT, _experts(keys, family, keys.positive("n_routed_experts"), unsupported)),
+    }
+    by_kind = {kind: makers[kind]() for kind in dict.fromkeys(kinds)}
+    return tuple(by_kind[kind] for kind in kinds)
+
+
 # --- mixers -----------------------------------------------------------------------------------------------------------
 
 
@@ -53,7 +89,10 @@ def _mixers(keys: ConfigReader, family: Family, num_layers: int, unsupported: li
     if keys.count("kv_lora_rank"):
         kinds = _by_layer(keys, "indexer_types", num_layers, "full")
         return [_latent(keys, kind == "full", rotation) for kind in kinds]
-    kinds = _by_layer(keys, "layer_types", num_layers, "full_attention")
+    if keys.values.get("use_sliding_window") and keys.values.get("layer_types") is None:
+        what = "use_sliding_window = True is not supported without layer_types, which say of which layers"
+        unsupported.append(f"{keys.source}: {what}.")
+    kinds = _layer_types(keys, family, num_layers)
     makers: dict[str, Callable[[], Mixer]] = {
         "full_attention": lambda: _grouped(keys, family, 0, rotation),
         "sliding_attention": lambda: _grouped(keys, family, keys.positive("sliding_window"), rotation),
@@ -64,6 +103,14 @@ def _mixers(keys: ConfigReader, family: Family, num_layers: int, unsupported: li
         raise UserError(f"{keys.source}: layer_types {', '.join(unknown)} are not described here yet.")
     by_kind: dict[str, Mixer] = {kind: makers[kind]() for kind in dict.fromkeys(kinds)}
     return [by_kind[kind] for kind in kinds]
+
+
+def _layer_types(keys: ConfigReader, family: Family, num_layers: int) -> list[str]:
+    pattern = keys.positive("sliding_window_pattern", family.window_pattern) if family.window_pattern else 0
+    if pattern and keys.values.get("layer_types") is None:
+        return ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(num_layers)]
+    windows = family.windows_everywhere and keys.count("sliding_window") > 0
+    return _by_layer(keys, "layer_types", num_layers, "sliding_attention" if windows else "full_attention")
 
 
 def _by_layer(keys: ConfigReader, key: str, num_layers: int, default: Any) -> list[Any]:
@@ -104,14 +151,17 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
         )
     bias = keys.default("attention_bias", bool, False)
     layer_type = ("sliding_attention" if window else "full_attention") if by_layer_type(keys.values) else ""
+    changes = _of_windows(keys, window)
+    scalar = keys.default("query_pre_attn_scalar", float, 0.0)
     return GQA(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         v_head_dim=keys.positive("v_head_dim", head_dim),
-        rope=rotation.of(head_dim, layer_type),
+        rope=rotation.of(head_dim, layer_type, **changes) if family.positions else unrotated(head_dim),
+        scale=scalar**-0.5 if scalar else 0.0,
         window=window,
-        qk_norm=family.qk_norm if keys.default("use_qk_norm", bool, True) else "",
+        qk_norm=_qk_norm(keys, family),
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=bias if family.o_bias is None else family.o_bias,
         output_gate=keys.default("attn_output_gate", bool, family.output_gate),
@@ -119,6 +169,16 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
         logit_cap=keys.default("attn_logit_softcapping", float, 0.0),
         among_recurrent=family.among_recurrent,
     )
+
+
+def _of_windows(keys: ConfigReader, window: int) -> dict[str, Any]:
+    """What differs for layers with a window in configs that do not say so by layer type."""
+    theta = keys.values.get("rope_local_base_freq")
+    return {"rope_theta": theta, "rope_scaling": None} if window and theta is not None else {}
+
+
+def _qk_norm(keys: ConfigReader, family: Family) -> str:
+    return family.qk_norm if not family.optional_qk_norm or keys.default("use_qk_norm", bool, True) else ""
 
 
 def _latent(keys: ConfigReader, owns_indexer: bool, rotation: _Rotation) -> MLA:
@@ -178,6 +238,33 @@ def _gated_delta(keys: ConfigReader, family: Family) -> GatedDelta:
     )
 
 
+def _time_step_limit(keys: ConfigReader) -> tuple[float, float]:
+    """Infinity is written as a string in an object, which JSON has no number for."""
+    limits = keys.default("time_step_limit", list, [0.0, float("inf")])
+    plain: list[Any] = [limit.get("__float__") if isinstance(limit, Mapping) else limit for limit in limits]
+    try:
+        low, high = (float(str(limit)) for limit in plain)
+    except (TypeError, ValueError):
+        raise UserError(f"{keys.source}: 'time_step_limit' must be two numbers; got {limits!r}.") from None
+    return low, high
+
+
+def _mamba2(keys: ConfigReader) -> Mamba2:
+    low, high = _time_step_limit(keys)
+    return Mamba2(
+        num_heads=keys.positive("mamba_num_heads"),
+        head_dim=keys.positive("mamba_head_dim"),
+        num_groups=keys.positive("n_groups"),
+        state_dim=keys.positive("ssm_state_size"),
+        conv_kernel=keys.positive("conv_kernel"),
+        conv_bias=keys.default("use_conv_bias", bool, True),
+        proj_bias=keys.default("use_bias", bool, False),
+        dt_min=low,
+        dt_max=high,
+        state_dtype=str(keys.values.get("mamba_ssm_cache_dtype") or "float32"),
+    )
+
+
 # --- feed-forward -----------------------------------------------------------------------------------------------------
 
 
@@ -194,9 +281,10 @@ def sparse_layers(keys: ConfigReader, num_layers: int, has_experts: bool) -> tup
 
 
 def _activation(keys: ConfigReader, family: Family) -> Activation:
-    name = str(keys.values.get("hidden_act") or keys.values.get("hidden_activation") or "silu")
-    limit = keys.default("swiglu_limit", float, 0.0)
-    return replace(family.activation, function=FUNCTIONS.get(name, SILU_FUNCTION), limit=limit or None)
+    name = keys.values.get("hidden_act") or keys.values.get("hidden_activation")
+    function = FUNCTIONS.get(str(name), SILU_FUNCTION) if name else family.activation.function
+    limit = keys.default("swiglu_limit", float, family.activation.limit or 0.0)
+    return replace(family.activation, function=function, limit=limit or None)
 
 
 def _dense(keys: ConfigReader, family: Family) -> Dense:
@@ -226,10 +314,13 @@ def _experts(keys: ConfigReader, family: Family, num_experts: int, unsupported: 
         bias=family.expert_bias,
         shared=_shared(keys, size),
         form=family.expert_form,
+        latent_size=keys.count("moe_latent_size"),
     )
 
 
 def _shared(keys: ConfigReader, expert_size: int) -> Shared | None:
+    if keys.count("n_shared_experts") and keys.count("moe_shared_expert_intermediate_size"):
+        return Shared(keys.count("moe_shared_expert_intermediate_size"))
     gated = keys.count("shared_expert_intermediate_size")
     if gated:
         return Shared(gated, gated=True)

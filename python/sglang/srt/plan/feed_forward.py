@@ -11,17 +11,23 @@ from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.layer_spec import Elements, Matrix, Serving, Weights
 
 
-def _gated(prefix: str, size: int, hidden_size: int, bias: bool) -> Weights:
-    """gate and up stacked, and down, of `size` intermediate dims."""
+def _mlp(prefix: str, size: int, hidden_size: int, bias: bool, activation: Activation) -> Weights:
+    """gate (where there is one) and up stacked, and down, of `size` intermediate dims."""
+    parts = up_parts(activation)
     return (
-        Matrix(f"{prefix}.gate_up", ("gate", "up"), 2 * size, hidden_size, bias),
+        Matrix(f"{prefix}.gate_up", parts, len(parts) * size, hidden_size, bias),
         Matrix(f"{prefix}.down", ("down",), hidden_size, size, bias),
     )
 
 
+def up_parts(activation: Activation) -> tuple[str, ...]:
+    """What the first product of an MLP is made of."""
+    return ("gate", "up") if activation.gated else ("up",)
+
+
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A gated MLP."""
+    """An MLP."""
 
     intermediate_size: int
     bias: bool = False
@@ -31,7 +37,7 @@ class Dense:
         yield Need(self.activation.op, q_dtype=serving.dtype)
 
     def weights(self, hidden_size: int, tp_size: int, expert_rows: int) -> Weights:
-        return _gated("mlp", self.intermediate_size // tp_size, hidden_size, self.bias)
+        return _mlp("mlp", self.intermediate_size // tp_size, hidden_size, self.bias, self.activation)
 
     def activation_elements(self, hidden_size: int, tp_size: int) -> int:
         return 3 * self.intermediate_size // tp_size
@@ -45,7 +51,8 @@ class Router:
     of the best `top_groups` of `num_groups` groups) are chosen; their scores, summing to 1 if `renormalize`, times
     `scale` are the weights. `correction` and `hash_table` are the last pieces of those tensors' names in checkpoints;
     empty: there is none. With a hash table token ids name the experts, and the scores only weight them. `bias`: of the
-    linear layer. `float32`: logits are computed in fp32.
+    linear layer. `float32`: its weights are kept and multiplied in fp32. `exact_logits`: its weights are in the model's
+    type, and the sums of their products are not rounded to it.
     """
 
     top_k: int
@@ -58,6 +65,7 @@ class Router:
     hash_table: str = ""
     bias: bool = False
     float32: bool = False
+    exact_logits: bool = False
 
     @property
     def op(self) -> str:
@@ -102,6 +110,7 @@ class MoE:
     shared: Shared | None = None
     form: str = ""
     vocab_size: int = 0
+    latent_size: int = 0  # the routed experts work on a projection of the hidden states to so many dims
     fused_shared: bool = False  # the shared expert is held as one more of the routed ones
 
     @property
@@ -122,17 +131,21 @@ class MoE:
     def weights(self, hidden_size: int, tp_size: int, expert_rows: int) -> Weights:
         experts, rows, router = self.held_experts, expert_rows, self.router
         dtype = "float32" if router.float32 else None
+        up, width = up_parts(self.activation), self.latent_size or hidden_size
         parts: list[Matrix | Elements] = [
             Matrix("moe.router", ("",), self.num_experts, hidden_size, router.bias, quantized=False, dtype=dtype),
-            Matrix("moe.w13", ("gate", "up"), 2 * rows, hidden_size, self.bias, experts=experts),
-            Matrix("moe.w2", ("down",), hidden_size, rows, self.bias, experts=experts),
+            Matrix("moe.w13", up, len(up) * rows, width, self.bias, experts=experts),
+            Matrix("moe.w2", ("down",), width, rows, self.bias, experts=experts),
         ]
+        if self.latent_size:
+            parts.append(Matrix("moe.latent_in", ("",), width, hidden_size))
+            parts.append(Matrix("moe.latent_out", ("",), hidden_size, width))
         if router.correction:
             parts.append(Elements(self.num_experts, "float32"))
         if router.hash_table:
             parts.append(Elements(self.vocab_size * router.top_k, "int32"))
         if self.shared is not None and not self.fused_shared:
-            parts += _gated("moe.shared", self.shared.intermediate_size // tp_size, hidden_size, False)
+            parts += _mlp("moe.shared", self.shared.intermediate_size // tp_size, hidden_size, False, self.activation)
         if self.shared is not None and self.shared.gated:
             parts.append(Matrix("moe.shared_gate", ("",), 1, hidden_size))
         return tuple(parts)

@@ -142,6 +142,7 @@ class Serving:
     kv_dtype: str
     page_size: int = 1
     tp_size: int = 1
+    state_dtype: str = ""  # of recurrent states; empty: as the model says
 
     def need(
         self,
@@ -262,6 +263,33 @@ class Residual(Protocol):
 
     def head_weights(self, hidden_size: int) -> Weights:
         """Of the model, once, beside the final norm."""
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """In place of the block that a layer does not have: a Mixer and a FeedForward."""
+
+    num_heads: int = 0
+    value_dim: int = 0
+    rope: None = None
+
+    def needs(self, serving: Serving) -> Iterator[Need]:
+        yield from ()
+
+    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
+        return ()
+
+    def attention_shape(self, tp_size: int) -> None:
+        return None
+
+    def weights(self, *sizes: int) -> Weights:
+        return ()
+
+    def activation_elements(self, *sizes: int) -> int:
+        return 0
+
+
+ABSENT = Absent()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from sglang.srt.configs.rope import UNROTATED
 from sglang.srt.errors import UserError
 from sglang.srt.kernels.spec import Choice
 from sglang.srt.plan.attention_memory import AttentionSizes, attention_bytes
@@ -46,6 +47,7 @@ class Sizes:
     tp_size: int
     prefill_graph_tokens: tuple[int, ...] = ()
     row_tables: int = 1
+    checkpoints: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,8 @@ class MemoryPlan:
     """`available` was free before the first allocation; the fields below it add up to at most that.
 
     `kv_cache` is the pool of all tokens, `windows` those of the last tokens of requests, `states` what every running
-    request has beside its tokens. `penalties` is the token counts of all running requests, which are allocated when
-    requests ask for them.
+    request has beside its tokens, and checkpoints of that. `penalties` is the token counts of all running requests,
+    which are allocated when requests ask for them.
     """
 
     available: int
@@ -116,7 +118,8 @@ def penalty_bytes(model: ModelDescription, sizes: Sizes) -> int:
 def rotary_bytes(model: ModelDescription, context_len: int) -> int:
     """Cosines and sines in fp32 of every position, one table for each kind of rotation in the model."""
     rotations = {layer.mixer.rope for layer in model.layers}
-    return sum(context_len * rope.rot_dim * 4 for rope in rotations if rope is not None)
+    rows = {rope: 1 if rope.kind == UNROTATED else context_len for rope in rotations if rope is not None}
+    return sum(count * rope.rot_dim * 4 for rope, count in rows.items())
 
 
 def graph_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
@@ -163,7 +166,7 @@ def plan_gpu_memory(
     reserve = _LIBRARY_RESERVE + available // 100 + (_COLLECTIVE_RESERVE if sizes.tp_size > 1 else 0)
     rotary, penalties = rotary_bytes(model, sizes.context_len), penalty_bytes(model, sizes)
     attention = attention_bytes(choices, _attention_sizes(model, sizes, num_sms, (available - weights), cost))
-    states = sizes.max_running_requests * cost.state_bytes
+    states = (sizes.max_running_requests + 1 + sizes.checkpoints) * cost.state_bytes
     others = tables + activations + logits + graphs + reserve + rotary + penalties + attention
     static = available - others if fraction is None else int(available * fraction)
     pools = static - weights - states
@@ -218,7 +221,7 @@ def plan_cpu_memory(
 ) -> tuple[MemoryPlan, Pools]:
     """A modest share of main memory, unless --max-total-tokens asks for another size. Raises UserError."""
     tables, rotary = table_bytes(sizes), rotary_bytes(model, sizes.context_len)
-    states = sizes.max_running_requests * cost.state_bytes
+    states = (sizes.max_running_requests + 1 + sizes.checkpoints) * cost.state_bytes
     fixed = weights + tables + rotary + states
     if fixed >= available:
         raise UserError(

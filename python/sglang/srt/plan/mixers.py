@@ -69,7 +69,9 @@ class GQA:
     def needs(self, serving: Serving) -> Iterator[Need]:
         dims = (self.head_dim, self.v_head_dim)
         heads = (self.num_heads // serving.tp_size, rank_kv_heads(self.num_kv_heads, serving.tp_size))
-        norms = [f"{self.qk_norm}_norm"] if self.qk_norm else []
+        norms = ["head_norm"] if self.qk_norm == "head" else []
+        if self.qk_norm == "whole":
+            yield Need("qk_whole_norm", q_dtype=serving.dtype)
         yield serving.need("qk_norm_rope_store", dims, norms, heads, self.rotary_dim)
         present = {
             "sliding_window": self.window > 0,
@@ -100,7 +102,8 @@ class GQA:
         return (
             Matrix("attn.qkv", ("q", "k", "v"), rows, hidden_size, self.qkv_bias),
             Matrix("attn.o", ("",), hidden_size, heads * self.v_head_dim, self.o_bias),
-            Elements(norms + (self.num_heads // tp_size if self.sinks else 0)),
+            Elements(norms),
+            Elements(heads if self.sinks else 0, "float32"),
         )
 
     def activation_elements(self, tp_size: int) -> int:

@@ -15,7 +15,7 @@ from sglang.srt.configs.activation import FUNCTIONS
 from sglang.srt.configs.hf_config import ConfigReader, select_text_config
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig
 from sglang.srt.errors import UserError
-from sglang.srt.plan.config_layers import read_layers
+from sglang.srt.plan.config_layers import block_kinds, read_layers
 from sglang.srt.plan.families import SERVED_ARCHITECTURES, UNREAD_LAYERS, family_of
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.feed_forward import MoE, why_apart
@@ -38,6 +38,8 @@ class ModelDescription:
     vocab_size: int
     tie_embeddings: bool
     norm_eps: float
+    embedding_scale: float
+    logit_cap: float  # logits are bent to within +-that; 0: they are not
     zero_centred_norms: bool
     layers: tuple[LayerSpec, ...]
     vision_head_dim: int  # 0: text only
@@ -116,8 +118,11 @@ def describe_model(
     model_type = str(keys.values.get("model_type") or "")
     known = family_of(architecture, model_type)
     family = known or Family(model_types=(model_type,))
+    if family.one_block_layers:
+        num_layers = len(block_kinds(keys.values, source))
+        keys = ConfigReader({**keys.values, "num_hidden_layers": num_layers}, source)
     for key, what in UNREAD_LAYERS.items():
-        if keys.values.get(key) is not None:
+        if keys.values.get(key) is not None and not family.one_block_layers:
             raise UserError(f"{source}: {key!r} ({what}, model_type {model_type!r}) is not described here yet.")
     unsupported = list(_unsupported(keys, family, architecture))
     hidden_size, vocab_size = keys.positive("hidden_size"), keys.positive("vocab_size")
@@ -132,7 +137,9 @@ def describe_model(
         hidden_size=hidden_size,
         vocab_size=vocab_size,
         tie_embeddings=keys.default("tie_word_embeddings", bool, family.tie_embeddings),
-        norm_eps=keys.default("rms_norm_eps", float, 1e-6),
+        norm_eps=keys.default(family.norm_eps, float, 1e-6),
+        embedding_scale=hidden_size**0.5 if family.scaled_embeddings else 1.0,
+        logit_cap=keys.default("final_logit_softcapping", float, 0.0),
         zero_centred_norms=family.zero_centred_norms,
         layers=layers,
         vision_head_dim=_vision_head_dim(config.get("vision_config")),
@@ -146,12 +153,18 @@ def _unsupported(keys: ConfigReader, family: Family, architecture: str) -> Itera
     """Values that change the result, of those that every family may have, and those that only this one has."""
     if architecture not in family.architectures:
         yield f"{keys.source}: the architecture {architecture} is not supported."
-    if keys.values.get("rms_norm_eps") is None:
-        yield f"{keys.source}: the key 'rms_norm_eps' is missing."
-    usual = {"hidden_act": tuple(FUNCTIONS), "attention_dropout": (0,), "pretraining_tp": (1,), **_UNUSUAL}
+    if keys.values.get(family.norm_eps) is None:
+        yield f"{keys.source}: the key {family.norm_eps!r} is missing."
+    usual = {
+        "hidden_act": tuple(FUNCTIONS),
+        "hidden_activation": tuple(FUNCTIONS),
+        "attention_dropout": (0,),
+        "pretraining_tp": (1,),
+        **_UNUSUAL,
+    }
     for key, allowed in {**usual, **family.allowed}.items():
         value = keys.values.get(key)
-        if value is not None and value not in allowed:
+        if value is not None and key not in family.computed and value not in allowed:
             values = ", ".join(repr(option) for option in allowed)
             yield f"{keys.source}: {key} = {value!r} is not supported for {architecture}; supported: {values}."
 
@@ -217,7 +230,7 @@ _PREFIXES = ("model.", "language_model.model.", "model.language_model.")
 def _names(keys: ConfigReader, family: Family, prefix: str) -> WeightMap:
     """With the layers behind the last one unread: only drafts use them (multi-token prediction)."""
     names, first = family.names.below(prefix), keys.positive("num_hidden_layers")
-    drafts = range(first, first + keys.count("num_nextn_predict_layers"))
+    drafts = range(first, first + keys.count("num_nextn_predict_layers", "num_mtp_modules"))
     return replace(names, unread=(*names.unread, *(names.layer_prefix.format(layer=i) for i in drafts)))
 
 

@@ -1,4 +1,4 @@
-"""Gated delta nets, whose memory of a request is one state of fixed size, as a mixer of `layer_spec`."""
+"""Gated delta nets and Mamba-2, whose memory of a request is one state of fixed size, as mixers of `layer_spec`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class GatedDelta:
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
         keys, values = self._widths(serving.tp_size)
         heads = self.value_heads // serving.tp_size
-        state = CacheTensor("state", (heads, self.key_dim, self.value_dim), self.state_dtype)
+        state = CacheTensor("state", (heads, self.key_dim, self.value_dim), serving.state_dtype or self.state_dtype)
         convolved = CacheTensor("conv", (self.conv_kernel - 1, 2 * keys + values), serving.dtype)
         return (CacheSpec("state", (state, convolved), lifetime=PER_REQUEST),)
 
@@ -72,3 +72,63 @@ class GatedDelta:
         keys, values = self._widths(tp_size)
         heads = self.value_heads // tp_size
         return 4 * keys + 5 * values + heads * (CHUNK_TOKENS + self.key_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2:
+    """State-space duality (arXiv 2405.21060) after a causal convolution over `conv_kernel` tokens. A head keeps a state
+    [state_dim, head_dim] of `state_dtype`; `num_groups` share what states are written and read by (B and C)."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_dim: int
+    conv_kernel: int
+    conv_bias: bool = True
+    proj_bias: bool = False
+    dt_min: float = 0.0
+    dt_max: float = float("inf")
+    state_dtype: str = "float32"
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def rope(self) -> None:
+        return None
+
+    def widths(self, tp_size: int) -> tuple[int, int]:
+        """Elements of B (and of C), and of x, of one token on a rank."""
+        return self.num_groups // tp_size * self.state_dim, self.num_heads // tp_size * self.head_dim
+
+    def needs(self, serving: Serving) -> Iterator[Need]:
+        heads = (self.num_heads // serving.tp_size, self.num_groups // serving.tp_size)
+        yield Need("causal_conv1d", q_dtype=serving.dtype)
+        yield Need("state_space_duality", q_dtype=serving.dtype, heads=heads)
+        yield Need("gated_rmsnorm", q_dtype=serving.dtype)
+
+    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
+        keys, values = self.widths(serving.tp_size)
+        heads = self.num_heads // serving.tp_size
+        state = CacheTensor("state", (heads, self.state_dim, self.head_dim), serving.state_dtype or self.state_dtype)
+        convolved = CacheTensor("conv", (self.conv_kernel - 1, 2 * keys + values), serving.dtype)
+        return (CacheSpec("state", (state, convolved), lifetime=PER_REQUEST),)
+
+    def attention_shape(self, tp_size: int) -> None:
+        return None
+
+    def weights(self, hidden_size: int, tp_size: int) -> Weights:
+        keys, values = self.widths(tp_size)
+        heads, channels = self.num_heads // tp_size, 2 * keys + values
+        return (
+            Matrix("ssm.in", ("",), channels + values + heads, hidden_size, self.proj_bias),
+            Matrix("ssm.out", ("",), hidden_size, values, self.proj_bias),
+            Elements(channels * (self.conv_kernel + self.conv_bias) + values),
+            Elements(3 * heads, "float32"),
+        )
+
+    def activation_elements(self, tp_size: int) -> int:
+        """As of GatedDelta; of a chunk there are only the scores."""
+        keys, values = self.widths(tp_size)
+        return 4 * keys + 5 * values + self.num_heads // tp_size * CHUNK_TOKENS

@@ -92,6 +92,13 @@ EXPERT_NAMES: Mapping[str, str] = {
     "moe.w13": "mlp.experts.{expert}.{part}_proj",
     "moe.w2": "mlp.experts.{expert}.{part}_proj",
 }
+W123_NAMES: Mapping[str, str] = {
+    "moe.router": "block_sparse_moe.gate",
+    "moe.correction": "block_sparse_moe",
+    "moe.w13": "block_sparse_moe.experts.{expert}.{part}",
+    "moe.w2": "block_sparse_moe.experts.{expert}.{part}",
+}
+W123_PARTS: Mapping[str, str] = {"gate": "w1", "up": "w3", "down": "w2"}
 SHARED_NAMES: Mapping[str, str] = {
     "moe.shared.gate_up": "mlp.shared_experts.{part}_proj",
     "moe.shared.down": "mlp.shared_experts.down_proj",

@@ -291,7 +291,8 @@ def _description(spec: MoE, hidden_size: int, names: WeightMap, quantization: Qu
     """Of a model whose layers have these experts."""
     return ModelDescription(
         architecture="Test", model_type="test", known=True, unsupported=(), dtype="bfloat16", hidden_size=hidden_size,
-        vocab_size=90, tie_embeddings=False, norm_eps=1e-6, vision_head_dim=0, names=names, quantization=quantization,
+        vocab_size=90, tie_embeddings=False, norm_eps=1e-6, zero_centred_norms=False, vision_head_dim=0, names=names,
+        quantization=quantization,
         layers=(LayerSpec(GQA(1, 1, 8, 8, None), spec),) * 4,
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ from sglang.srt.layers.moe.fused_moe_triton.config_files import TunedTiles, look
 from sglang.srt.layers.moe.topk import TopK
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.quantization.experts import Experts, ExpertSizes
-from sglang.srt.plan.feed_forward import Dense, MoE, Shared
+from sglang.srt.plan.feed_forward import Dense, MoE, Shared, up_parts
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
@@ -33,12 +33,19 @@ class MoELayer:
     def __init__(self, scope: Scope, hidden_size: int, spec: MoE) -> None:
         self.activation = spec.activation
         fused = spec.fused_shared
-        sizes = ExpertSizes(spec.num_experts, hidden_size, spec.intermediate_size, spec.bias, fused, spec.form)
+        width, parts = spec.latent_size or hidden_size, up_parts(spec.activation)
+        sizes = ExpertSizes(spec.num_experts, width, spec.intermediate_size, spec.bias, fused, spec.form, parts)
         self.route = TopK(scope, hidden_size, spec.num_experts, spec.router, with_shared=fused)
         self.experts = Experts(scope, sizes, spec.activation.linear_in_up)
         self.products = scope.plan.entry("fused_moe")
         self.features = scope.plan.arch.features
         self.tuned = _tuned_tiles(scope, sizes, self.experts.quant)
+        self.latent: tuple[ReplicatedLinear, ReplicatedLinear] | None = None
+        if spec.latent_size:
+            self.latent = (
+                ReplicatedLinear(scope.sub("latent_in"), hidden_size, width),
+                ReplicatedLinear(scope.sub("latent_out"), width, hidden_size),
+            )
         self.shared: SharedExpert | None = None
         if spec.shared is not None and not fused:
             self.shared = SharedExpert(scope, hidden_size, spec.shared, spec.activation)
@@ -47,7 +54,10 @@ class MoELayer:
         weights, ids = self.route(x, batch)
         w13, w2 = self.experts.w13, self.experts.w2
         tiles = self.tuned.for_launch(*ids.shape) if self.tuned is not None else None
-        out: torch.Tensor = self.products(x, w13, w2, weights, ids, self.activation, tiles, self.features)
+        rows = x if self.latent is None else self.latent[0](x)
+        out: torch.Tensor = self.products(rows, w13, w2, weights, ids, self.activation, tiles, self.features)
+        if self.latent is not None:  # linear: of each rank's summand
+            out = self.latent[1](out)
         if self.shared is not None:
             out = out + self.shared(x)
         return parallel_state.all_reduce(out)

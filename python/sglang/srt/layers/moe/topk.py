@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +30,7 @@ class TopK:
         self.weight = own.param("weight", (num_experts, hidden_size), dtype=dtype)
         self.bias = own.param("bias", (num_experts,), init=Init.ZEROS, dtype=dtype) if spec.bias else None
         # Kernels for 16-bit products do not take fp32.
-        self.linear = F.linear if spec.float32 else scope.plan.entry("linear")
+        self.linear: Callable[..., torch.Tensor] = F.linear if spec.float32 else scope.plan.entry("linear")
         self.route = scope.plan.entry(spec.op)
         self.correction: torch.Tensor | None = None
         self.table: torch.Tensor | None = None
@@ -42,7 +43,10 @@ class TopK:
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         spec = self.spec
-        logits = self.linear(x.float() if spec.float32 else x, self.weight, self.bias)
+        if spec.exact_logits:
+            logits = self.linear(x, self.weight, self.bias, torch.float32)
+        else:
+            logits = self.linear(x.float() if spec.float32 else x, self.weight, self.bias)
         valid = None if batch is None else batch.num_valid_tokens
         common = (spec.scale, self.with_shared, valid)
         groups = (spec.num_groups, spec.top_groups)

@@ -42,6 +42,7 @@ class ExpertSizes:
     bias: bool = False
     shared: bool = False
     form: str = ""
+    up_parts: tuple[str, ...] = ("gate", "up")
 
     @property
     def held_experts(self) -> int:
@@ -95,7 +96,7 @@ def expert_quant(scope: Scope, sizes: ExpertSizes) -> ModuleQuant | None:
     if _in_layer(scope.sub("w13")) not in scope.weights.layer:  # a family that never keeps experts one by one
         return config.of(scope.sub("experts").module())
     ends = {0, sizes.num_experts - 1}
-    up = [scope.sub("w13").module(part, e) for part in ("gate", "up") for e in ends]
+    up = [scope.sub("w13").module(part, e) for part in sizes.up_parts for e in ends]
     return config.of_fused([*up, *(scope.sub("w2").module("down", e) for e in ends)])
 
 
@@ -113,9 +114,10 @@ def _products(
     share = expert_share(inter, tp_size, scheme)
     held = slice(min(rank * share, inter), min((rank + 1) * share, inter))
     whole = slice(0, hidden)
-    up = (Shard("gate", inter, hidden, held, whole), Shard("up", inter, hidden, held, whole))
+    up = tuple(Shard(part, inter, hidden, held, whole) for part in sizes.up_parts)
     down = (Shard("down", hidden, inter, whole, held),)
-    return ExpertProduct("w13", up, (0, share), 2 * share, hidden), ExpertProduct("w2", down, (0,), hidden, share)
+    at = tuple(i * share for i in range(len(up)))
+    return ExpertProduct("w13", up, at, len(up) * share, hidden), ExpertProduct("w2", down, (0,), hidden, share)
 
 
 def _create(

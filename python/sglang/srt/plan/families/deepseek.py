@@ -30,7 +30,7 @@ DEEPSEEK_V2 = Family(
         "norm_topk_prob": (False,),
     },
     has_experts=True,
-    router=Router(0, renormalize=False),
+    router=Router(0, renormalize=False, exact_logits=True),
 )
 DEEPSEEK_V3 = Family(
     model_types=("deepseek_v3", "kimi_k2"),
@@ -38,7 +38,7 @@ DEEPSEEK_V3 = Family(
     names=NAMES,
     allowed={**COMPUTED, "topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
     has_experts=True,
-    router=Router(0, "sigmoid", correction="e_score_correction_bias"),
+    router=Router(0, "sigmoid", correction="e_score_correction_bias", exact_logits=True),
 )
 GLM4_MOE_LITE = replace(DEEPSEEK_V3, model_types=("glm4_moe_lite",), architectures=("Glm4MoeLiteForCausalLM",))
 _IN_KIMI = NAMES.below("language_model.model.")

@@ -50,13 +50,11 @@ QWEN3_5_MOE = replace(
 )
 
 
-def _text_half(family: Family, model_type: str, architecture: str) -> Family:
+def _text_half(family: Family, architecture: str) -> Family:
     """Of a checkpoint that has an image encoder too, which is not read."""
     names = replace(_NAMES.below("model.language_model."), unread=("mtp.", "model.visual."))
-    return replace(family, model_types=(model_type,), architectures=(architecture,), names=names)
+    return replace(family, model_types=(), architectures=(architecture,), names=names)
 
 
-QWEN3_5_TEXT = _text_half(QWEN3_5, "qwen3_5", "Qwen3_5ForConditionalGeneration")
-QWEN3_5_MOE_TEXT = _text_half(
-    replace(QWEN3_5_MOE, expert_form="stacked"), "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"
-)
+QWEN3_5_TEXT = _text_half(QWEN3_5, "Qwen3_5ForConditionalGeneration")
+QWEN3_5_MOE_TEXT = _text_half(replace(QWEN3_5_MOE, expert_form="stacked"), "Qwen3_5MoeForConditionalGeneration")
