@@ -55,8 +55,9 @@ def check_keywords(schema: Any) -> None:
 def _parts(place: str, schema: Schema) -> Iterator[tuple[str, Any]]:
     for name in _SUBSCHEMAS:
         part = schema.get(name)
-        is_name = name == "propertyNames" and isinstance(part, dict)
-        yield f"{place}/{name}", {"type": "string", **part} if is_name else part
+        if name == "propertyNames" and isinstance(part, dict):
+            part = {"type": "string", **part}
+        yield f"{place}/{name}", part
     for name in _LISTS_OF_SCHEMAS:
         if isinstance(schema.get(name), list):
             yield from ((f"{place}/{name}/{i}", part) for i, part in enumerate(schema[name]))
