@@ -152,6 +152,7 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
         rope=rotation.of(head_dim, layer_type) if family.positions else unrotated(head_dim),
         window=window,
         qk_norm=_qk_norm(keys, family),
+        fp32_norms=family.zero_centred_norms,
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=bias if family.o_bias is None else family.o_bias,
         output_gate=keys.default("attn_output_gate", bool, family.output_gate),
