@@ -50,13 +50,14 @@ struct Tile {
   static constexpr int STAGE_BYTES = X_BYTES + W_BYTES + SCALE_BYTES;
   static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES;
   static constexpr int PASS = THREADS / CHUNKS;  // rows whose chunks the threads copy at once
-  static_assert(WARP_M % 16 == 0 && WARP_N % 16 == 0 && M % PASS == 0 && N % PASS == 0 && M + N <= THREADS);
+  static constexpr int SCALES = (M + N + THREADS - 1) / THREADS;  // rows whose scales a thread copies
+  static_assert(WARP_M % 16 == 0 && WARP_N % 16 == 0 && M % PASS == 0 && N % PASS == 0);
   static_assert(SHARED_BYTES <= 101376, "more than a block of sm_120 may have");
 };
 
 // For some tens of pairs an expert, and for more.
 using ShortTile = Tile<64, 128, 2, 4, 4>;
-using TallTile = Tile<128, 128, 2, 4, 3>;
+using TallTile = Tile<128, 256, 2, 4, 2>;
 
 __device__ __forceinline__ uint8_t* chunk_at(uint8_t* rows, int row, int chunk) {
   return rows + row * BLOCK_K + ((chunk ^ (row & 7)) * CHUNK);
@@ -123,70 +124,87 @@ struct Place {
   }
 };
 
-// What a thread copies: one chunk of every PASS-th row, and one row's scales.
+// What a thread copies: one chunk of every PASS-th row, and the scales of SCALES rows.
 template <class T, bool GATED>
 struct Copies {
-  const uint8_t* x[T::M / T::PASS];
-  const uint8_t* w[T::N / T::PASS];
-  const uint8_t* scales = nullptr;
-  uint32_t x_there = 0, w_there = 0;  // a bit a row
+  // Rows of the tile that are PASS apart are so many rows of the weights apart.
+  static constexpr int W_STEP = GATED ? T::PASS / 2 : T::PASS;
+  static_assert(T::PASS % 16 == 0);
+
+  const uint8_t* x;                       // its chunk of row 0
+  const uint8_t* w;                       // its chunk of its first row
+  const uint8_t* scales[T::SCALES] = {};  // null: there are none
+  int64_t x_stride, w_step;               // of a row, and of W_STEP rows
+  int x_row[T::M / T::PASS];              // negative: not there
+  int w_rows;                             // so many of its rows are inside
   int chunk, row, depth;
 
   __device__ __forceinline__ Copies(const MixedArguments& args, const Place<T, GATED>& place)
-      : chunk(thread_index() % CHUNKS), row(thread_index() / CHUNKS), depth(args.depth) {
+      : x_stride(args.x_stride),
+        w_step(args.w_stride * W_STEP),
+        chunk(thread_index() % CHUNKS),
+        row(thread_index() / CHUNKS),
+        depth(args.depth) {
+    x = args.x + chunk * CHUNK;
 #pragma unroll
     for (int i = 0; i < T::M / T::PASS; ++i) {
       const int pair = place.pair(args, row + i * T::PASS);
-      x_there |= uint32_t(pair >= 0) << i;
-      x[i] = args.x + int64_t(max(pair, 0) / args.pairs_per_row) * args.x_stride + chunk * CHUNK;
+      x_row[i] = pair < 0 ? -1 : pair / args.pairs_per_row;
     }
-    const uint8_t* expert = args.w + place.expert * args.w_expert_stride + chunk * (CHUNK / 2);
+    const int first = place.weight_row(args, row), left = args.columns - place.column_of(row);
+    w_rows = first < 0 ? 0 : (left + W_STEP - 1) / W_STEP;
+    w = args.w + place.expert * args.w_expert_stride + max(first, 0) * args.w_stride + chunk * (CHUNK / 2);
 #pragma unroll
-    for (int i = 0; i < T::N / T::PASS; ++i) {
-      const int found = place.weight_row(args, row + i * T::PASS);
-      w_there |= uint32_t(found >= 0) << i;
-      w[i] = expert + max(found, 0) * args.w_stride;
-    }
-    const int at = thread_index();
-    if (at < T::M) {
-      const int pair = place.pair(args, at);
-      if (pair >= 0) scales = args.x_scale + int64_t(pair / args.pairs_per_row) * args.xs_stride;
-    } else if (at < T::M + T::N) {
-      const int found = place.weight_row(args, at - T::M);
-      if (found >= 0) scales = args.w_scale + place.expert * args.ws_expert_stride + found * args.ws_stride;
+    for (int i = 0; i < T::SCALES; ++i) {
+      const int at = thread_index() + i * T::THREADS;
+      if (at < T::M) {
+        const int pair = place.pair(args, at);
+        if (pair >= 0) scales[i] = args.x_scale + int64_t(pair / args.pairs_per_row) * args.xs_stride;
+      } else if (at < T::M + T::N) {
+        const int found = place.weight_row(args, at - T::M);
+        if (found >= 0) scales[i] = args.w_scale + place.expert * args.ws_expert_stride + found * args.ws_stride;
+      }
     }
   }
 
-  // x and weights of step `step` to a stage; zeros past the end.
+  // x and weights of step `step` to a stage; zeros past the end, where nothing is read.
   __device__ __forceinline__ void start(uint8_t* stage, int step) const {
     const bool inside = step * BLOCK_K + chunk * CHUNK < depth;
-    const int64_t x_at = inside ? step * BLOCK_K : 0, w_at = inside ? step * (BLOCK_K / 2) : 0;
-    const int64_t x_off = inside ? 0 : -chunk * CHUNK, w_off = inside ? 0 : -chunk * (CHUNK / 2);
+    const uint8_t* x_at = x + step * BLOCK_K;
+    const uint8_t* w_at = w + step * (BLOCK_K / 2);
 #pragma unroll
     for (int i = 0; i < T::M / T::PASS; ++i) {
-      copy_16(chunk_at(stage, row + i * T::PASS, chunk), x[i] + x_at + x_off, inside && (x_there >> i & 1));
+      const bool there = inside && x_row[i] >= 0;
+      copy_16(chunk_at(stage, row + i * T::PASS, chunk), there ? x_at + x_row[i] * x_stride : x, there);
     }
 #pragma unroll
     for (int i = 0; i < T::N / T::PASS; ++i) {
-      copy_8(chunk_at(stage + T::X_BYTES, row + i * T::PASS, chunk), w[i] + w_at + w_off, inside && (w_there >> i & 1));
+      const bool there = inside && i < w_rows;
+      copy_8(chunk_at(stage + T::X_BYTES, row + i * T::PASS, chunk), there ? w_at + i * w_step : w, there);
     }
   }
 
-  // The four scales of a step, bytes of a word; ones where there are none. Rows of scales need not be aligned.
-  __device__ __forceinline__ uint32_t scales_of(int step) const {
-    uint32_t word = 0x01010101u * E8M0_ONE;
-    if (scales == nullptr) return word;
+  // The four scales of a step of each row, bytes of a word; ones where there are none. Rows need not be aligned.
+  __device__ __forceinline__ void load_scales(uint32_t (&words)[T::SCALES], int step) const {
 #pragma unroll
-    for (int i = 0; i < BLOCK_K / GROUP; ++i) {
-      const int group = step * (BLOCK_K / GROUP) + i;
-      if (group * GROUP < depth) word = (word & ~(255u << 8 * i)) | uint32_t(scales[group]) << 8 * i;
+    for (int row = 0; row < T::SCALES; ++row) {
+      words[row] = 0x01010101u * E8M0_ONE;
+      if (scales[row] == nullptr) continue;
+#pragma unroll
+      for (int i = 0; i < BLOCK_K / GROUP; ++i) {
+        const int group = step * (BLOCK_K / GROUP) + i;
+        const uint32_t byte = group * GROUP < depth ? scales[row][group] : E8M0_ONE;
+        words[row] = (words[row] & ~(255u << 8 * i)) | byte << 8 * i;
+      }
     }
-    return word;
   }
 
-  __device__ __forceinline__ void store_scales(uint8_t* stage, uint32_t word) const {
-    const int at = thread_index();
-    if (at < T::M + T::N) reinterpret_cast<uint32_t*>(stage + T::X_BYTES + T::W_BYTES)[at] = word;
+  __device__ __forceinline__ void store_scales(uint8_t* stage, const uint32_t (&words)[T::SCALES]) const {
+#pragma unroll
+    for (int row = 0; row < T::SCALES; ++row) {
+      const int at = thread_index() + row * T::THREADS;
+      if (at < T::M + T::N) reinterpret_cast<uint32_t*>(stage + T::X_BYTES + T::W_BYTES)[at] = words[row];
+    }
   }
 };
 
@@ -222,20 +240,21 @@ struct Sums {
   __device__ __forceinline__ void add_group(uint8_t* stage, const uint32_t (&x_scale)[ROWS],
                                             const uint32_t (&w_scale)[COLUMNS]) {
     const int matrix = lane_index() / 8, row = lane_index() % 8;
-    uint32_t x[ROWS][4], w[COLUMNS / 2][4];
+    uint32_t x[ROWS][4];
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
       load_bytes(x[i], chunk_at(stage, m + 16 * i + matrix % 2 * 8 + row, 2 * Group + matrix / 2));
     }
 #pragma unroll
-    for (int j = 0; j < COLUMNS / 2; ++j) {
-      load_nibbles(w[j], chunk_at(stage + T::X_BYTES, n + 16 * j + matrix / 2 * 8 + row, 2 * Group + matrix % 2));
-    }
+    for (int j = 0; j < COLUMNS; j += 2) {
+      uint32_t w[4];
+      load_nibbles(w, chunk_at(stage + T::X_BYTES, n + 8 * j + matrix / 2 * 8 + row, 2 * Group + matrix % 2));
 #pragma unroll
-    for (int j = 0; j < COLUMNS; ++j) {
-      const uint32_t codes[2] = {w[j / 2][j % 2 * 2] << 2, w[j / 2][j % 2 * 2 + 1] << 2};
+      for (int k = 0; k < 2; ++k) {
+        const uint32_t codes[2] = {w[2 * k] << 2, w[2 * k + 1] << 2};
 #pragma unroll
-      for (int i = 0; i < ROWS; ++i) multiply_add<Group>(d[i][j], x[i], codes, x_scale[i], w_scale[j]);
+        for (int i = 0; i < ROWS; ++i) multiply_add<Group>(d[i][j + k], x[i], codes, x_scale[i], w_scale[j + k]);
+      }
     }
   }
 
@@ -280,8 +299,10 @@ __device__ __forceinline__ void mixed_product(const MixedArguments& args, uint8_
 #pragma unroll
   for (int step = 0; step < T::STAGES - 1; ++step) {
     if (step < steps) {
+      uint32_t scales[T::SCALES];
+      copies.load_scales(scales, step);
       copies.start(shared + step * T::STAGE_BYTES, step);
-      copies.store_scales(shared + step * T::STAGE_BYTES, copies.scales_of(step));
+      copies.store_scales(shared + step * T::STAGE_BYTES, scales);
     }
     commit_copies();
   }
@@ -292,17 +313,18 @@ __device__ __forceinline__ void mixed_product(const MixedArguments& args, uint8_
     block_barrier();  // this step's stage is there for all, and all have left the one before it
     const int next = step + T::STAGES - 1;
     uint8_t* next_stage = shared + (stage == 0 ? T::STAGES - 1 : stage - 1) * T::STAGE_BYTES;
-    uint32_t next_scales = 0;
+    uint32_t next_scales[T::SCALES] = {};
     if (next < steps) {
       copies.start(next_stage, next);
-      next_scales = copies.scales_of(next);
+      copies.load_scales(next_scales, next);
     }
     commit_copies();
     sums.add(shared + stage * T::STAGE_BYTES);
     if (next < steps) copies.store_scales(next_stage, next_scales);
     stage = stage == T::STAGES - 1 ? 0 : stage + 1;
   }
-  sums.template store<GATED>(args, place);
+  // Read again: kept, it would take registers from the loop.
+  sums.template store<GATED>(args, Place<T, GATED>(args, program));
 }
 
 }  // namespace sgl_kernel

@@ -380,12 +380,9 @@ REFUSED: tuple[FlagGroup, ...] = (
     ),
     FlagGroup("Tools of the server", "call tools from the client", "tool-server"),
     FlagGroup(
-        "Priorities",
-        "requests are served in the order of --schedule-policy; remove the flag",
-        """
-        abort-on-priority-when-disabled default-priority-value disable-priority-preemption enable-priority-scheduling
-        priority-scheduling-preemption-threshold retraction-policy=length schedule-low-priority-values-first
-        """,
+        "Retraction",
+        "requests that lose least go back to the queue; remove the flag",
+        "retraction-policy=length",
     ),
     FlagGroup("Administrators", "use --api-key", "admin-api-key"),
     FlagGroup(

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
+from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
@@ -60,13 +62,8 @@ def as_outputs(tokens: dict[int, list[int]]) -> dict[tuple[int, ...], list[int]]
     return {tuple(ids): tokens[i] for i, ids in enumerate(prompts())}
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-def test_right_guesses_are_all_accepted(name: str, params: dict[str, Any], tmp_path: Path) -> None:
-    save_tiny(name, tmp_path)
-    args = server_args(tmp_path)
-    plain = run(Scheduler(args, create_runner(args), StopChecker(None)), params)
-    scheduler = verifying_scheduler(args, KnownTexts(4, args), as_outputs(plain))
+def accepted(scheduler: Scheduler) -> list[tuple[int, int]]:
+    """(tokens brought, tokens that stood) of every request and step to come."""
     counts: list[tuple[int, int]] = []
     process = scheduler.process
 
@@ -76,6 +73,17 @@ def test_right_guesses_are_all_accepted(name: str, params: dict[str, Any], tmp_p
         process(batch)
 
     scheduler.process = spy  # type: ignore[method-assign]
+    return counts
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_right_guesses_are_all_accepted(name: str, params: dict[str, Any], tmp_path: Path) -> None:
+    save_tiny(name, tmp_path)
+    args = server_args(tmp_path)
+    plain = run(Scheduler(args, create_runner(args), StopChecker(None)), params)
+    scheduler = verifying_scheduler(args, KnownTexts(4, args), as_outputs(plain))
+    counts = accepted(scheduler)
     assert run(scheduler, params) == plain
     assert counts and all(width == count for width, count in counts)
     assert {width for width, _ in counts} >= {4}
@@ -156,23 +164,33 @@ def test_padding_of_graphs_changes_nothing(name: str, tmp_path: Path, monkeypatc
     assert max(replays) > 4 and any(count not in graphs.batch_sizes for count in replays)
 
 
+QUESTIONS = ("What is the capital of France?", "What is 7 + 5?", "Repeat the word apple.", "What is 12 - 5?")
+
+
+def answers(scheduler: Scheduler, params: dict[str, Any]) -> dict[tuple[int, ...], list[int]]:
+    """By prompt. The embedded model is certain of what it says: other roundings of products hardly change a token."""
+    tokenizer = Tokenizer.from_file(f"{DEFAULT_MODEL_PATH}/tokenizer.json")
+    collector, asked = Collector(), {}
+    for i, question in enumerate(QUESTIONS):
+        ids = tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n").ids
+        asked[f"q{i}"] = tuple(ids)
+        add(scheduler, request(f"q{i}", ids, NEW_TOKENS, **params))
+    run_to_end(scheduler, collector)
+    assert_clean(scheduler)
+    return {ids: collector.tokens[rid] for rid, ids in asked.items()}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "options", [{}, {"disable_cuda_graph": True}, {"page_size": 16}], ids=["graphs", "eager", "pages"]
 )
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["qwen3_wide", "qwen3_moe_wide"])
-def test_on_a_gpu(name: str, params: dict[str, Any], options: dict[str, Any], tmp_path: Path) -> None:
-    """bf16 products of another height may round a near-tie differently, after which an output goes its own way."""
-    save_tiny(name, tmp_path)
-    args = server_args(
-        tmp_path, device="cuda", dtype="bfloat16", cuda_graph_max_bs=8, mem_fraction_static=0.2, **options
-    )
-    plain = run(Scheduler(args, create_runner(args), StopChecker(None)), params)
+def test_on_a_gpu(params: dict[str, Any], options: dict[str, Any]) -> None:
+    args = server_args(Path(DEFAULT_MODEL_PATH), device="cuda", cuda_graph_max_bs=8, mem_fraction_static=0.2, **options)
+    plain = answers(Scheduler(args, create_runner(args), StopChecker(None)), params)
     for spoil_every in (0, 3):
-        scheduler = verifying_scheduler(args, KnownTexts(4, args, spoil_every), as_outputs(plain))
+        scheduler = verifying_scheduler(args, KnownTexts(4, args, spoil_every), plain)
         assert ("disable_cuda_graph" in options) == (scheduler.runner.verify_graphs is None)
-        tokens = run(scheduler, params)
-        same = [tokens[i] == plain[i] for i in plain]
-        print(f"{name} {options} spoilt every {spoil_every}: {sum(same)} of {len(same)} outputs the same")
-        assert sum(same) >= len(same) - 1
+        counts = accepted(scheduler)
+        assert answers(scheduler, params) == plain
+        assert counts and (spoil_every or all(width == count for width, count in counts))

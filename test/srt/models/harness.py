@@ -81,7 +81,7 @@ LATENT_WIDE = {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
-    "moe_intermediate_size": 128,
+    "moe_intermediate_size": 256,
 }
 YARN = {
     "rope_type": "yarn",
@@ -103,6 +103,7 @@ GPT_OSS_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 64,
 }
+GEMMA_ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5}
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 RECURRENT_OPS = {
     "causal_conv1d": "CAUSAL_CONV",
@@ -137,7 +138,7 @@ NEMOTRON = {
     "moe_shared_expert_intermediate_size": 40,
     "routed_scaling_factor": 1.5,
 }
-ZERO_CENTRED = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_moe"})
+ZERO_CENTRED = frozenset({"gemma3", "gemma3_capped", "qwen3_next", "qwen3_5", "qwen3_5_moe"})
 SHARED_EXPERT = EXPERTS | {"shared_expert_intermediate_size": 48}
 SECTIONS = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
 
@@ -240,6 +241,16 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h_latent": (
         "NemotronHConfig",
         NEMOTRON | {"moe_latent_size": 24, "use_bias": True, "n_group": 4, "topk_group": 2},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {"num_hidden_layers": 4, "sliding_window": 12, "query_pre_attn_scalar": 24, "tie_word_embeddings": True}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]}
+        | {"rope_parameters": {"full_attention": GEMMA_ROPE, "sliding_attention": {"rope_type": "default"}}},
+    ),
+    "gemma3_capped": (
+        "Gemma3TextConfig",
+        {"num_hidden_layers": 6, "sliding_window": 12, "final_logit_softcapping": 5.0, "tie_word_embeddings": False},
     ),
     "llama_bias_llama3": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
 }

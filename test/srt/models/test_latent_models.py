@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 import transformers
 from safetensors.torch import load_file, save_file
 
+from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.layers.latent_attention import LatentAttention
 from sglang.srt.layers.quantization.dense import QuantizedLinear
@@ -32,6 +34,11 @@ NUM_LAYERS = 3
 
 def wanted(reference: Path) -> torch.Tensor:
     return hf_logits(transformers.AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32), TOKENS)
+
+
+def blocks(runner: TinyRunner, layer: int) -> list[Any]:
+    """The mixer and the feed-forward block."""
+    return [block for _, block in runner.model.layers[layer].blocks]
 
 
 def steps(runner: TinyRunner) -> torch.Tensor:
@@ -87,7 +94,7 @@ def test_experts_are_chosen_by_sums_that_are_not_rounded(tmp_path: Path) -> None
     """Of 256 experts several often lie within one step of bfloat16; the published code computes logits in fp32."""
     save_tiny("deepseek_v3", tmp_path)
     runner = TinyRunner(plan_for(tmp_path, dtype="bfloat16"))
-    router = runner.model.layers[1].ffn.route
+    router = blocks(runner, 1)[1].route
     logits: list[torch.Tensor] = []
     original = router.route
     router.route = lambda values, *args: logits.append(values) or original(values, *args)
@@ -130,13 +137,39 @@ def check(folder: Path, **options: Any) -> TinyRunner:
 def test_every_projection_may_be_quantized(form: str, tmp_path: Path) -> None:
     save_quantized("deepseek_v3_wide", FORMS[form], tmp_path)
     runner = check(tmp_path)
-    mixer = runner.model.layers[0].mixer
+    mixer = blocks(runner, 0)[0]
     assert isinstance(mixer.qkv_a.apply, QuantizedLinear) and isinstance(mixer.q_b.apply, QuantizedLinear)
     names = [name for name in runner.model.params if name.startswith("layers.0.attn.kv_b.")]
     assert names == ["layers.0.attn.kv_b.weight"], "what it was unpacked from is kept"
     weight = runner.model.params[names[0]].tensor
     storages = {tensor.untyped_storage().data_ptr() for tensor in (weight, mixer.w_uk, mixer.w_uv)}
     assert weight.dtype == torch.float32 and len(storages) == 1, "W_UK and W_UV are views of one weight"
+
+
+SPLIT = ("fp8_block", "modelopt_nvfp4", "compressed_int4_g32")
+
+
+def _rank(rank: int, size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    parallel_state.init(rank, size, "gloo", f"file://{folder}/rendezvous")
+    for form in SPLIT:
+        plan = plan_for(folder / form / "quantized")
+        runner = TinyRunner(plan, tp_size=size)
+        assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes(size)
+        assert blocks(runner, 0)[0].w_uk.shape == (2, 128, 512), "heads are shared out"
+        torch.save(steps(runner), folder / f"{form}{rank}.pt")
+    parallel_state.shutdown()
+
+
+def test_two_ranks_share_out_the_heads(tmp_path: Path) -> None:
+    for form in SPLIT:
+        (tmp_path / form).mkdir()
+        save_quantized("deepseek_v3_wide", FORMS[form], tmp_path / form)
+    mp.spawn(_rank, (2, tmp_path), nprocs=2)
+    for form in SPLIT:
+        want = steps(TinyRunner(plan_for(tmp_path / form / "quantized")))
+        for rank in range(2):
+            torch.testing.assert_close(torch.load(tmp_path / f"{form}{rank}.pt"), want, **WIDE_TOLERANCE)
 
 
 def published(name: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang.srt.configs.hf_config import read_json_object
 from sglang.srt.configs.quant_formats import READERS, unsupported, with_fp4_experts
-from sglang.srt.configs.quant_rules import EVERY_MODULE, ModuleQuant, QuantConfig, Rule, component
+from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig, Rule, component
 from sglang.srt.errors import UserError
 
 Config = Mapping[str, Any]
@@ -167,4 +167,5 @@ def online_fp8(flag: str) -> QuantConfig:
     source = f"--quantization {flag}"
     quant = ModuleQuant("fp8_channel", "online")
     gates = (component("shared_expert_gate", source),)  # of one row
-    return QuantConfig("fp8 (while loading)", source, (Rule(gates, None), Rule(EVERY_MODULE, quant)))
+    blocks = tuple(component(name, source) for name in ("self_attn", "linear_attn", "mlp", "block_sparse_moe"))
+    return QuantConfig("fp8 (while loading)", source, (Rule(gates, None), Rule(blocks, quant)))

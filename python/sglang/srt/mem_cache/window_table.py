@@ -60,6 +60,14 @@ class WindowTable:
         """The most tokens, in whole pages, that a request has while `chunk` tokens are computed."""
         return window_tokens(self.window, self.page_size, chunk)
 
+    def room(self, slots: npt.NDArray[np.int64], lens: Lengths, limits: Lengths) -> int:
+        """Tokens that further requests may use, when these (which have `lens` tokens and may grow to `limits`) decode
+        on and whoever else has a row keeps what it has."""
+        page = self.page_size
+        most = np.minimum(self.most_of_request(), -(-limits // page) * page).sum()
+        held = (-(-lens // page) * page - self.start[slots]).sum()
+        return self.size - int(most) - (int(self._users.sum()) * page - int(held))
+
     def first_kept(self, lens: Lengths) -> Lengths:
         """Of requests of these lengths: the first position that they must keep."""
         page = self.page_size

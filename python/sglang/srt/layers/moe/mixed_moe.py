@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 LEAST_ROWS = 48
 """Pairs an expert, on average, from which the mixed products are used."""
-TALL_ROWS = 80
+TALL_ROWS = 72
 """And from which in blocks of 128 instead of 64. Both predicted: docs/results/2026-11-21-mixed-kernel.md."""
 GROUP_M = 8
 """Row blocks that share each column of weights while it is cached."""

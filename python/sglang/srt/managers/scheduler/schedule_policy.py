@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch
 from sglang.srt.mem_cache.kv_table import KVTable
 from sglang.srt.mem_cache.radix_node import Node
-from sglang.srt.mem_cache.window_table import WindowTable
+from sglang.srt.server_args import ServerArgs
 
 MAX_LPM_QUEUE = 128
 """Beyond this queue length matching every request costs more than the order gains; FCFS then."""
@@ -56,6 +57,37 @@ POLICIES: dict[str, Callable[[list[Req], KVTable], list[Req]]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Priorities:
+    """Whose turn it is where requests have priorities."""
+
+    low_first: bool = False
+    threshold: int | None = 10
+    """A waiting request takes the place of running ones whose priority is lower by more than this; None: of none."""
+
+    @classmethod
+    def from_args(cls, args: ServerArgs) -> Priorities | None:
+        if not args.enable_priority_scheduling:
+            return None
+        preempts = not args.disable_priority_preemption
+        threshold = args.priority_scheduling_preemption_threshold if preempts else None
+        return cls(args.schedule_low_priority_values_first, threshold)
+
+    def rank(self, req: Req) -> int:
+        """Smaller is more important."""
+        return req.priority if self.low_first else -req.priority
+
+    def order(self, queue: list[Req]) -> list[Req]:
+        return sorted(queue, key=self.rank)
+
+    def victim(self, running: list[Req], waiting: Req) -> Req | None:
+        """The running request that should make room for `waiting`: of the least important the one that loses least."""
+        if self.threshold is None or not running:
+            return None
+        worst = max(running, key=lambda r: (self.rank(r), -r.output_len))
+        return worst if self.rank(worst) - self.rank(waiting) > self.threshold else None
+
+
 class NewTokenRatio:
     """Share of their possible output that running requests are expected to use: it starts cautious, sinks while
     decoding goes well, and rises when a request had to be retracted."""
@@ -83,7 +115,7 @@ class PrefillBudget:
         left = np.minimum(running.limits - running.seq_lens, ESTIMATED_NEW_TOKENS)
         page = kv.page_size
         self.reserved = int(left.sum() * ratio) + page * len(running)
-        self.window_room = [w.size - int(_held_at_most(w, running.limits, page).sum()) for w in kv.windows]
+        self.window_room = [w.room(running.slots, running.reserved_lens, running.limits) for w in kv.windows]
         self.tokens = max_tokens - used
         self.chunk = chunk - used if chunk is not None else None
         self.alone = len(running) == 0
@@ -120,7 +152,10 @@ class PrefillBudget:
         """As many of `take` tokens as every window table has room for beside the window; 0 if it cannot be less."""
         page = self.kv.page_size
         longest = -(-req.limit // page) * page
-        for window, room in zip(self.kv.windows, self.window_room, strict=True):
+        for i, window in enumerate(self.kv.windows):
+            if req.slot:  # a prompt that goes on
+                self.window_room[i] += -(-req.kv_len // page) * page - int(window.start[req.slot])
+            room = self.window_room[i]
             if min(window.most_of_request(take), longest) > room:
                 fits = (room - window.most_of_request(0)) // page * page - page
                 take = min(take, max(0, fits)) if self.chunk is not None else 0
@@ -128,8 +163,3 @@ class PrefillBudget:
             for i, window in enumerate(self.kv.windows):
                 self.window_room[i] -= min(window.most_of_request(take), longest)
         return take
-
-
-def _held_at_most(window: WindowTable, limits: np.ndarray, page: int) -> np.ndarray:
-    """Tokens of a window table that requests which may grow to `limits` tokens have while they decode."""
-    return np.minimum(window.most_of_request(), -(-limits // page) * page)
