@@ -94,7 +94,9 @@ def test_from_the_radix_cache(reference: Reference, page_size: int) -> None:
     check(reference, scheduler, [prompt(1)])
     warm = [prompt(1), prompt(1) + [7, 8, 9], prompt(1)[:40] + [3]]
     check(reference, scheduler, warm)
-    assert scheduler.stats._cached >= 2 * 32 or not scheduler.plan.caches_prefixes
+    # A state is kept at the end of a prompt of whole pages: only the second request goes on from there.
+    at_states = 50 if page_size == 1 else 0
+    assert scheduler.stats._cached >= (at_states if scheduler.plan.has_states else 2 * 32)
 
 
 def test_retracted_and_resumed(reference: Reference) -> None:
@@ -168,7 +170,7 @@ def test_embeddings(reference: Reference, options: dict[str, Any]) -> None:
             values = torch.frombuffer(bytearray(collector.embeddings[f"r{i}"]), dtype=torch.float32)
             torch.testing.assert_close(values, reference.hidden(ids), atol=1e-4, rtol=1e-4, msg=f"{attempt}, {i}")
         assert_clean(scheduler)
-    assert scheduler.stats._cached >= 2 * 32 or not scheduler.plan.caches_prefixes
+    assert scheduler.stats._cached >= 2 * 32 or scheduler.plan.has_states
 
 
 def test_log_probability_of_the_first_token_is_none(reference: Reference) -> None:
