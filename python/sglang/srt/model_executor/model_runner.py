@@ -83,6 +83,7 @@ class ModelRunner:
             lens, zero = np.array([num], np.int32), np.zeros(1, np.int64)
             extend = ExtendInput(np.zeros(num, np.int64), np.array([prefix], np.int32), lens, zero)
             self.run(StepInput(zero, lens + prefix, np.zeros(num, np.int32), extend)).wait()
+        self.state.lens[0] = 0  # of the padding slot, over which nothing is to be attended
 
     def run(self, step: StepInput) -> StepResult:
         """Launch one step: forward, sample, and the copy of the sampled tokens to the host."""
