@@ -78,6 +78,12 @@ class ServerArgs:
         "Activations of MXFP4 experts: fp8 is MXFP8, bf16 keeps 16 bits, default is as the checkpoint says.",
         choices=("default", *EXPERT_PRECISIONS),
     )
+    mamba_ssm_dtype: str | None = option(
+        None,
+        MODEL,
+        "Type of the states of recurrent layers. None: what the model's config says.",
+        choices=("float32", "bfloat16"),
+    )
     kv_cache_dtype: str = option(
         "auto", MODEL, "Type of the KV cache.", choices=("auto", "bf16", "fp8_e4m3", "fp8_e5m2")
     )

@@ -282,7 +282,7 @@ REFUSED: tuple[FlagGroup, ...] = (
         "hybrid models are not supported yet; remove the flag",
         """
         enable-int8-mamba-checkpoint enable-mamba-cache-stochastic-rounding int8-mamba-ckpt-size
-        mamba-cache-philox-rounds=0 mamba-ssm-dtype
+        mamba-cache-philox-rounds=0
         """,
     ),
     FlagGroup(

@@ -520,14 +520,15 @@ def window_tokens(pool: int, page: int, window: int, chunk: int, share: float) -
     conservativeness=st.sampled_from([0.01, 1.0]),
     windows=st.lists(st.sampled_from([1, 2, 7, 16, 40]), max_size=2, unique=True),
     window_share=st.sampled_from([0.0, 0.5, 1.0]),
+    checkpoints=st.sampled_from([None, 0, 1, 3, 20]),
 )
 def test_any_workload(
     events: list, page: int, pool_pages: int, chunk: int, max_reqs: int, policy: str, radix: bool,
-    overlap: bool, conservativeness: float, windows: list[int], window_share: float,
+    overlap: bool, conservativeness: float, windows: list[int], window_share: float, checkpoints: int | None,
 ) -> None:  # fmt: skip
     pool = pool_pages * page if page > 1 else pool_pages * 4
     sizes = tuple(WindowSize(window, window_tokens(pool, page, window, chunk, window_share)) for window in windows)
-    runner = FakeRunner(pool, page, 160, max_reqs, chunk, windows=sizes)
+    runner = FakeRunner(pool, page, 160, max_reqs, chunk, windows=sizes, checkpoints=checkpoints)
     scheduler = make_scheduler(
         runner, schedule_policy=policy, disable_radix_cache=not radix,
         disable_overlap_schedule=not overlap, schedule_conservativeness=conservativeness,
@@ -555,6 +556,40 @@ def test_any_workload(
         else:
             assert got == full
             assert (finish.type == "stop") == (bool(full) and full[-1] == EOS and not ignore_eos)
+    assert_clean(scheduler)
+
+
+def test_a_second_turn_goes_on_from_the_state_of_the_first() -> None:
+    scheduler = make_scheduler(FakeRunner(2048, 1, 512, 4, 32, checkpoints=4))
+    collector = Collector()
+    conversation = prompt(70)
+    for turn in range(3):
+        rid = f"turn{turn}"
+        add(scheduler, request(rid, conversation, 9, ignore_eos=True))
+        req = scheduler.reqs[rid]
+        run_to_end(scheduler, collector)
+        assert collector.tokens[rid] == expected_output(conversation, 9, ignore_eos=True)
+        # The state is that after the last token that was computed: the one sampled last was not.
+        assert req.hit_len == (0 if turn == 0 else len(conversation) - 4)
+        conversation = conversation + collector.tokens[rid] + prompt(3, turn)
+    assert_clean(scheduler)
+
+
+@pytest.mark.parametrize(("checkpoints", "expected"), [(20, [0, 64, 0, 70, 71]), (1, [0, 0, 0, 0, 0])])
+def test_a_match_ends_where_there_is_a_state(checkpoints: int, expected: list[int]) -> None:
+    """Those are at the ends of chunks, of prompts and of what was computed; the least recently used give way."""
+    scheduler = make_scheduler(FakeRunner(2048, 1, 512, 4, 32, checkpoints=checkpoints))
+    collector = Collector()
+    hits = []
+    first = expected_output(prompt(70), 2, ignore_eos=True)
+    prompts = [prompt(70), prompt(66) + [5], prompt(30) + [5], prompt(70) + [first[0] + 1], prompt(70) + first]
+    for i, ids in enumerate(prompts):
+        add(scheduler, request(f"r{i}", ids, 2, ignore_eos=True))
+        req = scheduler.reqs[f"r{i}"]
+        run_to_end(scheduler, collector)
+        hits.append(req.hit_len)
+        assert collector.tokens[f"r{i}"] == expected_output(ids, 2, ignore_eos=True)
+    assert hits == expected
     assert_clean(scheduler)
 
 
