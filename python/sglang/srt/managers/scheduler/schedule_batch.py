@@ -6,8 +6,8 @@ previous one is read back, so `planned_len` may be ahead of `len(tokens)`.
 
 A step that verifies guesses brings k tokens of a request, of which 1 to k will stand: until it is read back both
 lengths count all k, and `slack` those that may yet fall away. Whatever falls away, the first token of a step in flight
-is the last one that the host knows; so of the tokens that it knows, the first `kv_len` have KV that is right. That makes
-it safe to end a request at any moment.
+is the last one that the host knows; so of the tokens that it knows, the first `kv_len` have KV that is right. That
+makes it safe to end a request at any moment.
 """
 
 from __future__ import annotations
