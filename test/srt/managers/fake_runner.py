@@ -182,6 +182,10 @@ def make_scheduler(runner: FakeRunner, **options: object) -> Scheduler:
         stream_interval=1,
         decode_log_interval=40,
         max_queued_requests=None,
+        enable_priority_scheduling=False,
+        schedule_low_priority_values_first=False,
+        priority_scheduling_preemption_threshold=10,
+        disable_priority_preemption=False,
     )
     vars(args).update(options)
     return Scheduler(args, runner, StopChecker(None))

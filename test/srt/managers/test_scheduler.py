@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sglang.srt.managers.scheduler.leader import EndReq
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.schedule_policy import POLICIES
+from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.wire.io_struct import AbortReq
 from sglang.srt.model_executor.step import StepInput
 from sglang.srt.plan.pool_sizes import WindowSize
@@ -435,6 +436,54 @@ def test_longest_prefix_first() -> None:
     add(scheduler, request("hit", prompt(100) + [3], 2))
     scheduler.step()
     assert scheduler.reqs["hit"].slot and not scheduler.reqs["cold"].slot
+
+
+def start_order(scheduler: Scheduler) -> list[str]:
+    order: list[str] = []
+    place = scheduler._place
+    scheduler._place = lambda req, node: (order.append(req.rid), place(req, node))[1]  # type: ignore[method-assign]
+    return order
+
+
+@pytest.mark.parametrize(("options", "expected"), [
+    ({}, "abc"), ({"enable_priority_scheduling": True}, "bca"),
+    ({"enable_priority_scheduling": True, "schedule_low_priority_values_first": True}, "acb"),
+])  # fmt: skip
+def test_priorities_order_the_queue(options: dict[str, bool], expected: str) -> None:
+    scheduler = make_scheduler(FakeRunner(512, 1, 128, 1, 64), disable_priority_preemption=True, **options)
+    order = start_order(scheduler)
+    for i, (rid, priority) in enumerate((("a", 0), ("b", 9), ("c", 5))):
+        msg = request(rid, prompt(6, i), 3)
+        msg.priority = priority
+        add(scheduler, msg)
+    run_to_end(scheduler, Collector())
+    assert "".join(order) == expected
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize(("priority", "threshold", "preempts"), [(11, 10, True), (10, 10, False), (1, 0, True)])
+@pytest.mark.parametrize("rows", [1, 8], ids=["no row", "no memory"])
+def test_an_important_request_takes_the_place_of_another(
+    rows: int, priority: int, threshold: int, preempts: bool, page: int
+) -> None:
+    """For want of a row or of memory; the other goes on later, with the tokens that it would have got."""
+    scheduler = make_scheduler(
+        FakeRunner(13 * 16, page, 180, rows, 64), enable_priority_scheduling=True,
+        priority_scheduling_preemption_threshold=threshold,
+    )  # fmt: skip
+    order, collector = start_order(scheduler), Collector()
+    add(scheduler, request("low", prompt(60), 40, ignore_eos=True))
+    for _ in range(5):
+        scheduler.step()
+        collector.take(scheduler)
+    msg = request("high", prompt(120, 2), 5, ignore_eos=True)
+    msg.priority = priority
+    add(scheduler, msg)
+    run_to_end(scheduler, collector)
+    assert order == (["low", "high", "low"] if preempts else ["low", "high"])
+    assert collector.tokens["low"] == expected_output(prompt(60), 40, ignore_eos=True)
+    assert collector.tokens["high"] == expected_output(prompt(120, 2), 5, ignore_eos=True)
+    assert_clean(scheduler)
 
 
 workload = st.lists(

@@ -223,7 +223,7 @@ def describe_served_model(args: ServerArgs, model: ModelConfig) -> ModelDescript
 def serving_of(args: ServerArgs, dtype: str, quantization: QuantConfig | None) -> Serving:
     """What the layers' ops depend on. Raises UserError for a cache dtype that is not known."""
     kv_dtype = kv_cache_dtype(args.kv_cache_dtype, dtype, quantization)
-    return Serving(dtype, kv_dtype, args.page_size or 1, args.tp_size)
+    return Serving(dtype, kv_dtype, args.page_size or 1, args.tp_size, args.mamba_ssm_dtype or "")
 
 
 @dataclass(frozen=True, slots=True)
