@@ -155,6 +155,10 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama": ("LlamaConfig", {"head_dim": 16}),
     "qwen3_wide": ("Qwen3Config", WIDE),
+    "qwen3_windows_wide": (
+        "Qwen3Config",
+        WIDE | WINDOWS | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
     "qwen3_moe_wide": ("Qwen3MoeConfig", WIDE | EXPERTS | {"moe_intermediate_size": 128}),
     "glm4_moe_wide": (
         "Glm4MoeConfig",
