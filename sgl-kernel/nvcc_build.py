@@ -20,7 +20,7 @@ def find_nvcc() -> str | None:
 
 
 def targets(archs: str) -> list[str]:
-    """ "120f;90a" -> nvcc's options."""
+    """nvcc's options for names like "120f;90a"."""
     names = [name.strip() for name in archs.split(";") if name.strip()]
     if not names:
         raise SystemExit(f"SGL_KERNEL_ARCHS names no target; the default is {DEFAULT_ARCHS}")

@@ -127,16 +127,16 @@ struct Place {
 // What a thread copies: one chunk of every PASS-th row, and the scales of SCALES rows.
 template <class T, bool GATED>
 struct Copies {
-  // Weight rows PASS rows of the tile apart are as many rows of the matrix apart, in all the tile.
+  // Rows of the tile that are PASS apart are so many rows of the weights apart.
   static constexpr int W_STEP = GATED ? T::PASS / 2 : T::PASS;
   static_assert(T::PASS % 16 == 0);
 
-  const uint8_t* x;                   // its chunk of row 0
-  const uint8_t* w;                   // its chunk of its first row
+  const uint8_t* x;                       // its chunk of row 0
+  const uint8_t* w;                       // its chunk of its first row
   const uint8_t* scales[T::SCALES] = {};  // null: there are none
-  int64_t x_stride, w_step;
-  int x_row[T::M / T::PASS];          // negative: not there
-  int w_rows;                         // so many of its rows are inside
+  int64_t x_stride, w_step;               // of a row, and of W_STEP rows
+  int x_row[T::M / T::PASS];              // negative: not there
+  int w_rows;                             // so many of its rows are inside
   int chunk, row, depth;
 
   __device__ __forceinline__ Copies(const MixedArguments& args, const Place<T, GATED>& place)

@@ -330,9 +330,12 @@ def plan_for(folder: Path, **args: Any) -> NativePlan:
 class TinyRunner:
     """Steps a loaded model. Every token gets a random cache slot, so that nothing works by contiguity."""
 
-    def __init__(self, plan: NativePlan, load_format: str = "auto", tp_size: int = 1, seed: int = 0) -> None:
+    def __init__(
+        self, plan: NativePlan, load_format: str = "auto", tp_size: int = 1, seed: int = 0, state_dtype: str = ""
+    ) -> None:
         self.model = load_model(plan, load_format)
-        groups = cache_groups(plan.description, Serving(plan.dtype, plan.kv_cache_dtype, tp_size=tp_size))
+        serving = Serving(plan.dtype, plan.kv_cache_dtype, tp_size=tp_size, state_dtype=state_dtype)
+        groups = cache_groups(plan.description, serving)
         windows = tuple(WindowSize(lifetime.tokens, 1023) for lifetime in row_tables(groups)[1:])
         pools = CachePools(groups, PoolSizes(1023, 1, 8, plan.context_len, windows), "cpu")
         pools.bind(self.model.caches)

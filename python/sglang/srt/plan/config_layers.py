@@ -241,7 +241,7 @@ def _gated_delta(keys: ConfigReader, family: Family) -> GatedDelta:
 def _time_step_limit(keys: ConfigReader) -> tuple[float, float]:
     """Infinity is written as a string in an object, which JSON has no number for."""
     limits = keys.default("time_step_limit", list, [0.0, float("inf")])
-    plain = [limit.get("__float__") if isinstance(limit, Mapping) else limit for limit in limits]
+    plain: list[Any] = [limit.get("__float__") if isinstance(limit, Mapping) else limit for limit in limits]
     try:
         low, high = (float(str(limit)) for limit in plain)
     except (TypeError, ValueError):
