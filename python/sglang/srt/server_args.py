@@ -78,6 +78,12 @@ class ServerArgs:
         "Activations of MXFP4 experts: fp8 is MXFP8, bf16 keeps 16 bits, default is as the checkpoint says.",
         choices=("default", *EXPERT_PRECISIONS),
     )
+    mamba_ssm_dtype: str | None = option(
+        None,
+        MODEL,
+        "Type of the states of recurrent layers. None: what the model's config says.",
+        choices=("float32", "bfloat16"),
+    )
     kv_cache_dtype: str = option(
         "auto", MODEL, "Type of the KV cache.", choices=("auto", "bf16", "fp8_e4m3", "fp8_e5m2")
     )
@@ -152,6 +158,18 @@ class ServerArgs:
     )
     schedule_conservativeness: float = option(
         1.0, MEMORY, "Above 1 admits fewer requests and retracts less often.", minimum=0
+    )
+    enable_priority_scheduling: bool = option(
+        False, MEMORY, "Requests with a higher priority go first, and in the place of running ones with a lower one."
+    )
+    schedule_low_priority_values_first: bool = option(False, MEMORY, "Lower numbers are the higher priorities.")
+    priority_scheduling_preemption_threshold: int = option(
+        10, MEMORY, "A waiting request takes the place of a running one if their priorities differ by more.", minimum=0
+    )
+    disable_priority_preemption: bool = option(False, MEMORY, "Priorities order the queue only.")
+    default_priority_value: int = option(0, MEMORY, "Priority of requests that give none.")
+    abort_on_priority_when_disabled: bool = option(
+        False, MEMORY, "Refuse requests with a priority unless --enable-priority-scheduling."
     )
     stream_interval: int = option(1, MEMORY, "Tokens between two messages of a stream.", minimum=1)
     disable_radix_cache: bool = option(False, MEMORY, "Do not reuse the KV cache of common prefixes.")

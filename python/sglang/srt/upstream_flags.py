@@ -282,7 +282,7 @@ REFUSED: tuple[FlagGroup, ...] = (
         "hybrid models are not supported yet; remove the flag",
         """
         enable-int8-mamba-checkpoint enable-mamba-cache-stochastic-rounding int8-mamba-ckpt-size
-        mamba-cache-philox-rounds=0 mamba-ssm-dtype
+        mamba-cache-philox-rounds=0
         """,
     ),
     FlagGroup(
@@ -380,12 +380,9 @@ REFUSED: tuple[FlagGroup, ...] = (
     ),
     FlagGroup("Tools of the server", "call tools from the client", "tool-server"),
     FlagGroup(
-        "Priorities",
-        "requests are served in the order of --schedule-policy; remove the flag",
-        """
-        abort-on-priority-when-disabled default-priority-value disable-priority-preemption enable-priority-scheduling
-        priority-scheduling-preemption-threshold retraction-policy=length schedule-low-priority-values-first
-        """,
+        "Retraction",
+        "requests that lose least go back to the queue; remove the flag",
+        "retraction-policy=length",
     ),
     FlagGroup("Administrators", "use --api-key", "admin-api-key"),
     FlagGroup(

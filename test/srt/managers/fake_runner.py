@@ -76,10 +76,13 @@ class FakeRunner:
         chunk: int,
         max_prefill: int = 4096,
         windows: tuple[WindowSize, ...] = (),
+        checkpoints: int | None = None,
     ) -> None:
+        """`checkpoints` None: the model has no states."""
+        has_states = checkpoints is not None
+        sizes = PoolSizes(pool // page * page, page, max_reqs, context, windows, has_states, checkpoints or 0)
         self.plan = SimpleNamespace(
-            pool_sizes=PoolSizes(pool // page * page, page, max_reqs, context, windows), page_size=page,
-            context_len=context, caches_prefixes=True,
+            pool_sizes=sizes, page_size=page, context_len=context, caches_prefixes=checkpoints != 0,
             chunked_prefill_size=chunk, max_prefill_tokens=max_prefill,
             model=SimpleNamespace(vocab_size=VOCAB, eos_token_ids=frozenset({EOS})),
         )  # fmt: skip
@@ -88,6 +91,7 @@ class FakeRunner:
         self.table = self.tables[0]
         self.kv = np.full(pool + 2 * page, -1, np.int64)
         self.window_kv = [(size.window, np.full(size.tokens + page, -1, np.int64)) for size in windows]
+        self.states = np.full(sizes.state_rows, 12345, np.int64) if has_states else None
         self.next_token = np.zeros(max_reqs + 1, np.int64)
         self.steps: list[str] = []
         self.not_numbers: Callable[[np.ndarray], bool] = lambda sequence: False
@@ -103,6 +107,9 @@ class FakeRunner:
         if step.table_update is not None:
             assert len(np.unique(step.table_update.index)) == len(step.table_update.index)
             self.tables.reshape(-1)[step.table_update.index] = step.table_update.value
+            if self.states is not None:
+                assert len(np.unique(step.table_update.state_targets)) == len(step.table_update.state_targets)
+                self.states[step.table_update.state_targets] = self.states[step.table_update.state_sources]
         assert len(np.unique(step.out_cache_loc)) == len(step.out_cache_loc), "one cache slot for two tokens"
         assert len(np.unique(step.slots)) == len(step.slots)
         assert (step.out_cache_loc >= self.plan.page_size).all(), "the padding page was handed out"
@@ -119,6 +126,8 @@ class FakeRunner:
             assert (step.extend.prefix_lens + step.extend.extend_lens == step.seq_lens[decodes:]).all()
         self.kv[step.out_cache_loc] = ids
         self.read_and_write_windows(step, ids)
+        if self.states is not None:
+            self.advance_states(step, ids)
         tokens = []
         for row in rows:
             sequence = self.kv[self.table[step.slots[row], : step.seq_lens[row]]]
@@ -126,6 +135,19 @@ class FakeRunner:
             tokens.append(NO_TOKEN if self.not_numbers(sequence) else next_token(sequence))
             self.next_token[step.slots[row]] = max(tokens[-1], 0)
         return LateResult(torch.tensor(tokens)[:, None])
+
+    def advance_states(self, step: StepInput, ids: np.ndarray) -> None:
+        """A state is a checksum of all tokens so far; that of an empty prefix is 0, whatever lies in the row."""
+        counts = np.ones(len(step.slots), np.int64)
+        if step.extend is not None:
+            counts[step.extend.num_decodes :] = step.extend.extend_lens
+        first = 0
+        for slot, length, count in zip(step.slots, step.seq_lens, counts, strict=True):
+            before = int(self.states[slot]) if length > count else 0
+            self.states[slot] = zlib.crc32(ids[first : first + count].astype(np.int32).tobytes(), before)
+            sequence = self.kv[self.table[slot, :length]].astype(np.int32)
+            assert self.states[slot] == zlib.crc32(sequence.tobytes()), "a state of other tokens than the cache has"
+            first += count
 
     def read_and_write_windows(self, step: StepInput, ids: np.ndarray) -> None:
         """What the first new token of each request sees is still there, and so is what the last one sees."""
@@ -160,6 +182,10 @@ def make_scheduler(runner: FakeRunner, **options: object) -> Scheduler:
         stream_interval=1,
         decode_log_interval=40,
         max_queued_requests=None,
+        enable_priority_scheduling=False,
+        schedule_low_priority_values_first=False,
+        priority_scheduling_preemption_threshold=10,
+        disable_priority_preemption=False,
     )
     vars(args).update(options)
     return Scheduler(args, runner, StopChecker(None))

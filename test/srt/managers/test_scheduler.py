@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sglang.srt.managers.scheduler.leader import EndReq
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.schedule_policy import POLICIES
+from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.wire.io_struct import AbortReq
 from sglang.srt.model_executor.step import StepInput
 from sglang.srt.plan.pool_sizes import WindowSize
@@ -437,6 +438,54 @@ def test_longest_prefix_first() -> None:
     assert scheduler.reqs["hit"].slot and not scheduler.reqs["cold"].slot
 
 
+def start_order(scheduler: Scheduler) -> list[str]:
+    order: list[str] = []
+    place = scheduler._place
+    scheduler._place = lambda req, node: (order.append(req.rid), place(req, node))[1]  # type: ignore[method-assign]
+    return order
+
+
+@pytest.mark.parametrize(("options", "expected"), [
+    ({}, "abc"), ({"enable_priority_scheduling": True}, "bca"),
+    ({"enable_priority_scheduling": True, "schedule_low_priority_values_first": True}, "acb"),
+])  # fmt: skip
+def test_priorities_order_the_queue(options: dict[str, bool], expected: str) -> None:
+    scheduler = make_scheduler(FakeRunner(512, 1, 128, 1, 64), disable_priority_preemption=True, **options)
+    order = start_order(scheduler)
+    for i, (rid, priority) in enumerate((("a", 0), ("b", 9), ("c", 5))):
+        msg = request(rid, prompt(6, i), 3)
+        msg.priority = priority
+        add(scheduler, msg)
+    run_to_end(scheduler, Collector())
+    assert "".join(order) == expected
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize(("priority", "threshold", "preempts"), [(11, 10, True), (10, 10, False), (1, 0, True)])
+@pytest.mark.parametrize("rows", [1, 8], ids=["no row", "no memory"])
+def test_an_important_request_takes_the_place_of_another(
+    rows: int, priority: int, threshold: int, preempts: bool, page: int
+) -> None:
+    """For want of a row or of memory; the other goes on later, with the tokens that it would have got."""
+    scheduler = make_scheduler(
+        FakeRunner(13 * 16, page, 180, rows, 64), enable_priority_scheduling=True,
+        priority_scheduling_preemption_threshold=threshold,
+    )  # fmt: skip
+    order, collector = start_order(scheduler), Collector()
+    add(scheduler, request("low", prompt(60), 40, ignore_eos=True))
+    for _ in range(5):
+        scheduler.step()
+        collector.take(scheduler)
+    msg = request("high", prompt(120, 2), 5, ignore_eos=True)
+    msg.priority = priority
+    add(scheduler, msg)
+    run_to_end(scheduler, collector)
+    assert order == (["low", "high", "low"] if preempts else ["low", "high"])
+    assert collector.tokens["low"] == expected_output(prompt(60), 40, ignore_eos=True)
+    assert collector.tokens["high"] == expected_output(prompt(120, 2), 5, ignore_eos=True)
+    assert_clean(scheduler)
+
+
 workload = st.lists(
     st.tuples(
         st.integers(0, 3),  # which shared prefix
@@ -471,14 +520,15 @@ def window_tokens(pool: int, page: int, window: int, chunk: int, share: float) -
     conservativeness=st.sampled_from([0.01, 1.0]),
     windows=st.lists(st.sampled_from([1, 2, 7, 16, 40]), max_size=2, unique=True),
     window_share=st.sampled_from([0.0, 0.5, 1.0]),
+    checkpoints=st.sampled_from([None, 0, 1, 3, 20]),
 )
 def test_any_workload(
     events: list, page: int, pool_pages: int, chunk: int, max_reqs: int, policy: str, radix: bool,
-    overlap: bool, conservativeness: float, windows: list[int], window_share: float,
+    overlap: bool, conservativeness: float, windows: list[int], window_share: float, checkpoints: int | None,
 ) -> None:  # fmt: skip
     pool = pool_pages * page if page > 1 else pool_pages * 4
     sizes = tuple(WindowSize(window, window_tokens(pool, page, window, chunk, window_share)) for window in windows)
-    runner = FakeRunner(pool, page, 160, max_reqs, chunk, windows=sizes)
+    runner = FakeRunner(pool, page, 160, max_reqs, chunk, windows=sizes, checkpoints=checkpoints)
     scheduler = make_scheduler(
         runner, schedule_policy=policy, disable_radix_cache=not radix,
         disable_overlap_schedule=not overlap, schedule_conservativeness=conservativeness,
@@ -506,6 +556,40 @@ def test_any_workload(
         else:
             assert got == full
             assert (finish.type == "stop") == (bool(full) and full[-1] == EOS and not ignore_eos)
+    assert_clean(scheduler)
+
+
+def test_a_second_turn_goes_on_from_the_state_of_the_first() -> None:
+    scheduler = make_scheduler(FakeRunner(2048, 1, 512, 4, 32, checkpoints=4))
+    collector = Collector()
+    conversation = prompt(70)
+    for turn in range(3):
+        rid = f"turn{turn}"
+        add(scheduler, request(rid, conversation, 9, ignore_eos=True))
+        req = scheduler.reqs[rid]
+        run_to_end(scheduler, collector)
+        assert collector.tokens[rid] == expected_output(conversation, 9, ignore_eos=True)
+        # The state is that after the last token that was computed: the one sampled last was not.
+        assert req.hit_len == (0 if turn == 0 else len(conversation) - 4)
+        conversation = conversation + collector.tokens[rid] + prompt(3, turn)
+    assert_clean(scheduler)
+
+
+@pytest.mark.parametrize(("checkpoints", "expected"), [(20, [0, 64, 0, 70, 71]), (1, [0, 0, 0, 0, 0])])
+def test_a_match_ends_where_there_is_a_state(checkpoints: int, expected: list[int]) -> None:
+    """Those are at the ends of chunks, of prompts and of what was computed; the least recently used give way."""
+    scheduler = make_scheduler(FakeRunner(2048, 1, 512, 4, 32, checkpoints=checkpoints))
+    collector = Collector()
+    hits = []
+    first = expected_output(prompt(70), 2, ignore_eos=True)
+    prompts = [prompt(70), prompt(66) + [5], prompt(30) + [5], prompt(70) + [first[0] + 1], prompt(70) + first]
+    for i, ids in enumerate(prompts):
+        add(scheduler, request(f"r{i}", ids, 2, ignore_eos=True))
+        req = scheduler.reqs[f"r{i}"]
+        run_to_end(scheduler, collector)
+        hits.append(req.hit_len)
+        assert collector.tokens[f"r{i}"] == expected_output(ids, 2, ignore_eos=True)
+    assert hits == expected
     assert_clean(scheduler)
 
 

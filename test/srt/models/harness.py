@@ -103,6 +103,7 @@ GPT_OSS_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 64,
 }
+GEMMA_ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5}
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 RECURRENT_OPS = {
     "causal_conv1d": "CAUSAL_CONV",
@@ -137,7 +138,7 @@ NEMOTRON = {
     "moe_shared_expert_intermediate_size": 40,
     "routed_scaling_factor": 1.5,
 }
-ZERO_CENTRED = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_moe"})
+ZERO_CENTRED = frozenset({"gemma3", "gemma3_capped", "qwen3_next", "qwen3_5", "qwen3_5_moe"})
 SHARED_EXPERT = EXPERTS | {"shared_expert_intermediate_size": 48}
 SECTIONS = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
 
@@ -241,6 +242,16 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "NemotronHConfig",
         NEMOTRON | {"moe_latent_size": 24, "use_bias": True, "n_group": 4, "topk_group": 2},
     ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {"num_hidden_layers": 4, "sliding_window": 12, "query_pre_attn_scalar": 24, "tie_word_embeddings": True}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]}
+        | {"rope_parameters": {"full_attention": GEMMA_ROPE, "sliding_attention": {"rope_type": "default"}}},
+    ),
+    "gemma3_capped": (
+        "Gemma3TextConfig",
+        {"num_hidden_layers": 6, "sliding_window": 12, "final_logit_softcapping": 5.0, "tie_word_embeddings": False},
+    ),
     "llama_bias_llama3": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
 }
 
@@ -319,9 +330,12 @@ def plan_for(folder: Path, **args: Any) -> NativePlan:
 class TinyRunner:
     """Steps a loaded model. Every token gets a random cache slot, so that nothing works by contiguity."""
 
-    def __init__(self, plan: NativePlan, load_format: str = "auto", tp_size: int = 1, seed: int = 0) -> None:
+    def __init__(
+        self, plan: NativePlan, load_format: str = "auto", tp_size: int = 1, seed: int = 0, state_dtype: str = ""
+    ) -> None:
         self.model = load_model(plan, load_format)
-        groups = cache_groups(plan.description, Serving(plan.dtype, plan.kv_cache_dtype, tp_size=tp_size))
+        serving = Serving(plan.dtype, plan.kv_cache_dtype, tp_size=tp_size, state_dtype=state_dtype)
+        groups = cache_groups(plan.description, serving)
         windows = tuple(WindowSize(lifetime.tokens, 1023) for lifetime in row_tables(groups)[1:])
         pools = CachePools(groups, PoolSizes(1023, 1, 8, plan.context_len, windows), "cpu")
         pools.bind(self.model.caches)

@@ -218,3 +218,23 @@ def test_transformers_writes_what_we_read(tmp_path: Path) -> None:
                 continue
             assert mixer.num_kv_heads == 4
             assert mixer.head_dim == (getattr(saved, "head_dim", None) or saved.hidden_size // 16)
+
+
+def test_gemma_3_as_it_was_published(tmp_path: Path) -> None:
+    """The older keys mean what the newer ones say by layer type."""
+    rope = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}
+    rope["sliding_attention"] = {"rope_type": "default", "rope_theta": 1e4}
+    changes = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_hidden_layers": 12}
+    changes |= {"hidden_act": None, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 512}
+    config = QWEN3_0_6B | changes | {"query_pre_attn_scalar": 256, "use_sliding_window": None, "rope_theta": None}
+    newer = {"rope_parameters": rope, "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 2}
+    older = {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 1e4}
+    layers = [NativePlan(_model(config | form, tmp_path)).description.layers for form in (newer, older)]
+    assert layers[0] == layers[1] and layers[0][5].mixer.softmax_scale == 1 / 16
+    assert [layer.mixer.window for layer in layers[0][:6]] == [512] * 5 + [0]
+
+
+def test_the_walk_through_shows_the_family_as_it_is() -> None:
+    root = Path(__file__).parents[3]
+    shown = (root / "docs/adding_a_model.md").read_text().split("```python\n")[1].split("```")[0]
+    assert shown in (root / "python/sglang/srt/plan/families/glm4_moe.py").read_text()

@@ -1,4 +1,4 @@
-"""Models with recurrent layers beyond parity: every cut of a prompt, published names, what the plan says of them."""
+"""Models with recurrent layers beyond parity: every cut of a prompt, names as they are published."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from .harness import TINY, TinyRunner, plan_for, random_tokens, save_tiny
+from .harness import TinyRunner, plan_for, random_tokens, save_tiny
 
-HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h", "nemotron_h_latent")
 EXACT = {"rtol": 0.0, "atol": 1e-4}
 """Products of several rows are summed in another order than those of one."""
 
@@ -69,5 +69,17 @@ def test_the_text_half_of_a_multimodal_checkpoint(name: str, tmp_path: Path) -> 
     torch.testing.assert_close(got, TinyRunner(plan_for(text)).extend({1: tokens})[0], **EXACT)
 
 
-def test_hybrids_are_what_this_file_tests() -> None:
-    assert {name for name, (_, changes) in TINY.items() if "layer_types" in changes} == set(HYBRIDS)
+def test_states_in_16_bits(tmp_path: Path) -> None:
+    """By flag: half the memory, and logits that differ by what rounding a state costs."""
+    save_tiny("qwen3_5", tmp_path)
+    plan = plan_for(tmp_path)
+    tokens = random_tokens(30, seed=3)
+    results, sizes = [], []
+    for dtype in ("", "bfloat16"):
+        runner = TinyRunner(plan, state_dtype=dtype)
+        states = [cache["state"] for cache in runner.model.caches if cache.name == "state"]
+        sizes.append(sum(state.nbytes for state in states))
+        results.append(torch.cat([*runner.extend({1: tokens[:20]}), *runner.extend({1: tokens[20:]})]))
+    assert sizes[1] * 2 == sizes[0]
+    torch.testing.assert_close(results[1][:20], results[0][:20], **EXACT)  # rounded where a step ends
+    assert 0 < (results[1] - results[0]).abs().max() < 0.1

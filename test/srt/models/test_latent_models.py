@@ -36,6 +36,11 @@ def wanted(reference: Path) -> torch.Tensor:
     return hf_logits(transformers.AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32), TOKENS)
 
 
+def blocks(runner: TinyRunner, layer: int) -> list[Any]:
+    """The mixer and the feed-forward block."""
+    return [block for _, block in runner.model.layers[layer].blocks]
+
+
 def steps(runner: TinyRunner) -> torch.Tensor:
     """Logits of TOKENS: a prompt, a second piece over its cache, then token by token."""
     pieces = (runner.extend({2: TOKENS[:18]})[0], runner.extend({2: TOKENS[18:27]})[0])
@@ -89,7 +94,7 @@ def test_experts_are_chosen_by_sums_that_are_not_rounded(tmp_path: Path) -> None
     """Of 256 experts several often lie within one step of bfloat16; the published code computes logits in fp32."""
     save_tiny("deepseek_v3", tmp_path)
     runner = TinyRunner(plan_for(tmp_path, dtype="bfloat16"))
-    router = runner.model.layers[1].ffn.route
+    router = blocks(runner, 1)[1].route
     logits: list[torch.Tensor] = []
     original = router.route
     router.route = lambda values, *args: logits.append(values) or original(values, *args)
@@ -132,7 +137,7 @@ def check(folder: Path, **options: Any) -> TinyRunner:
 def test_every_projection_may_be_quantized(form: str, tmp_path: Path) -> None:
     save_quantized("deepseek_v3_wide", FORMS[form], tmp_path)
     runner = check(tmp_path)
-    mixer = runner.model.layers[0].mixer
+    mixer = blocks(runner, 0)[0]
     assert isinstance(mixer.qkv_a.apply, QuantizedLinear) and isinstance(mixer.q_b.apply, QuantizedLinear)
     names = [name for name in runner.model.params if name.startswith("layers.0.attn.kv_b.")]
     assert names == ["layers.0.attn.kv_b.weight"], "what it was unpacked from is kept"
@@ -151,7 +156,7 @@ def _rank(rank: int, size: int, folder: Path) -> None:
         plan = plan_for(folder / form / "quantized")
         runner = TinyRunner(plan, tp_size=size)
         assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes(size)
-        assert runner.model.layers[0].mixer.w_uk.shape == (2, 128, 512), "heads are shared out"
+        assert blocks(runner, 0)[0].w_uk.shape == (2, 128, 512), "heads are shared out"
         torch.save(steps(runner), folder / f"{form}{rank}.pt")
     parallel_state.shutdown()
 

@@ -65,7 +65,7 @@ class GenerateBody(Body, kw_only=True):
             token_ids_logprob=self.token_ids_logprob,  # type: ignore[arg-type]
             return_text_in_logprobs=bool(self.return_text_in_logprobs),
             rid=self.rid,
-            priority=self.priority or 0,
+            priority=self.priority,
             cache_salt=self.cache_salt,
             extra_key=self.extra_key,
         )

@@ -53,7 +53,7 @@ COMMON: Mapping[str, Unsupported] = {
         "prefill and decode run in one server", "bootstrap_host", "bootstrap_port", "bootstrap_room",
         "bootstrap_pair_key", "decode_tp_size", "disagg_prefill_dp_rank",
     ),
-    **_all("the length of reasoning is not limited apart from the output's", "max_thinking_tokens"),
+    **_all("thinking_budget of a chat request limits the thoughts", "max_thinking_tokens"),
 }  # fmt: skip
 
 NATIVE: Mapping[str, Unsupported] = {

@@ -242,7 +242,7 @@ FUSED_MOE = (
     KernelSpec(
         "torch_native",
         f"{_NATIVE}:fused_moe",
-        refuse=all_of(only_quant(None, *SCHEMES), lacks("gelu_gate")),
+        refuse=only_quant(None, *SCHEMES),
         graph_safe=False,
         remark=dequantized,
     ),
@@ -311,7 +311,7 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
         *_missing("gate and up clamped before they are multiplied"),
         KernelSpec("torch_native", f"{_NATIVE}:gated"),
     ),
-    "gelu_and_mul": _missing("gelu(gate) * up"),
+    "gelu_and_mul": (KernelSpec("torch_native", f"{_NATIVE}:gated"),),
     "relu2": (KernelSpec("torch", f"{_NATIVE}:relu2"),),
     "qk_norm_rope_store": _elementwise("qk_norm_rope_store", "rope_store", only_equal_head_dims),
     "qk_whole_norm": (KernelSpec("torch_native", f"{_NATIVE}:qk_whole_norm"),),

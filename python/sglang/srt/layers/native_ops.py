@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.configs.activation import SILU, Activation
+from sglang.srt.configs.activation import GELU_TANH, SILU, Activation
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
 
 if TYPE_CHECKING:
@@ -373,10 +373,13 @@ def relu2(up: torch.Tensor) -> torch.Tensor:
 
 
 def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """gate_up [..., 2I] -> (up + offset) * gate * sigmoid(alpha * gate) [..., I], clamped as `activation` says."""
+    """gate_up [..., 2I] -> (up + offset) * gate * sigmoid(alpha * gate) [..., I], clamped as `activation` says, or
+    up * gelu(gate)."""
     if not activation.gated:
         return relu2(gate_up)
     gate, up = gate_up.float().chunk(2, dim=-1)
+    if activation.function == GELU_TANH:
+        return (up * F.gelu(gate, approximate="tanh")).to(gate_up.dtype)
     if activation.limit is not None:
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
     return ((up + activation.up_offset) * gate * torch.sigmoid(activation.alpha * gate)).to(gate_up.dtype)

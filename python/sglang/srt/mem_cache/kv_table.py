@@ -13,12 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang.srt.mem_cache.allocator import Slots, TokenAllocator
+from sglang.srt.mem_cache.checkpoint_table import CheckpointTable, Rows
 from sglang.srt.mem_cache.radix_cache import Match, RadixCache
-from sglang.srt.mem_cache.radix_node import Node
+from sglang.srt.mem_cache.radix_node import EMPTY, Node
 from sglang.srt.mem_cache.window_table import WindowTable
 from sglang.srt.plan.pool_sizes import PoolSizes
 
 Lengths = npt.NDArray[np.int32]
+NO_ROWS: Rows = np.empty(0, np.int64)
 
 
 class CachedRequest(Protocol):
@@ -45,10 +47,13 @@ class CachedRequest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TableUpdate:
-    """Entries of the device's `req_to_token` to write before the next step, as flat indices into all its tables."""
+    """What the device does before the next step: entries of `req_to_token` to write, as flat indices into all its
+    tables, and rows of states to copy, all at once."""
 
     index: npt.NDArray[np.int64]  # [N]
     value: npt.NDArray[np.int32]  # [N]
+    state_sources: Rows  # [M] int64
+    state_targets: Rows  # [M] int64
 
 
 class KVTable:
@@ -67,7 +72,8 @@ class KVTable:
         self.rows = np.zeros((sizes.max_requests + 1, sizes.context_len), np.int32)
         self.allocator = TokenAllocator(sizes.tokens, sizes.page_size)
         self.windows = tuple(WindowTable(i, sizes) for i in range(len(sizes.windows)))
-        self.tree = RadixCache(self.allocator, sizes.page_size, prefix_caching, self.windows)
+        self.checkpoints = CheckpointTable(sizes.max_requests + 1, sizes.checkpoints) if sizes.has_states else None
+        self.tree = RadixCache(self.allocator, sizes.page_size, prefix_caching, self.windows, self.checkpoints)
         self._free_rows = list(range(sizes.max_requests, 0, -1))
         self._index: list[npt.NDArray[np.int64]] = []
         self._value: list[Slots] = []
@@ -159,6 +165,8 @@ class KVTable:
             tail = self._window_before(node, window)
             window.start[req.slot] = first = node.depth - len(tail)
             self._write(req.slot, first, tail, window)
+        if self.checkpoints is not None and node.checkpoint:
+            self.checkpoints.restore(node, req.slot)
 
     def grow(self, slots: npt.NDArray[np.int64], old_lens: Lengths, new_lens: Lengths, num_decodes: int) -> Slots:
         """Slots for the tokens old_lens[i] .. new_lens[i] - 1 of each request, one request after the other. The first
@@ -189,6 +197,8 @@ class KVTable:
         for window, old, new in zip(self.windows, held, done.windows, strict=True):
             self._move(req.slot, old, new, window)
         self.leave_windows(np.array([req.slot]), np.array([req.kv_len], np.int32))
+        if self.checkpoints is not None and req.node.depth == req.kv_len > 0 and req.reserved_len <= req.kv_len:
+            self.checkpoints.save(req.slot, req.node)
 
     def _move(self, slot: int, before: Slots, after: Slots, window: WindowTable | None = None) -> None:
         """The same tokens were cached in the meantime: use those slots from the next step on."""
@@ -241,13 +251,14 @@ class KVTable:
 
     def take_update(self) -> TableUpdate | None:
         """What the next step must write on the device. Later writes of one entry win."""
+        sources, targets = (NO_ROWS, NO_ROWS) if self.checkpoints is None else self.checkpoints.take_copies()
         if not self._index:
-            return None
+            return TableUpdate(NO_ROWS, EMPTY, sources, targets) if len(targets) else None
         index, value = np.concatenate(self._index), np.concatenate(self._value)
         self._index, self._value = [], []
         # An indexed write on the device has no order among equal indices: keep the last of each.
         unique, last = np.unique(index[::-1], return_index=True)
-        return TableUpdate(unique, value[::-1][last].astype(np.int32))
+        return TableUpdate(unique, value[::-1][last].astype(np.int32), sources, targets)
 
     # --- invariants ---------------------------------------------------------------------------------------------------
 
@@ -257,4 +268,6 @@ class KVTable:
         lens = {req.slot: max(req.kv_len, req.reserved_len) for req in requests if req.slot}
         for window in self.windows:
             window.check(list(self.tree.nodes()), lens)
+        if self.checkpoints is not None:
+            self.checkpoints.check(list(self.tree.nodes()))
         assert not self.rows[0].any(), "the padding row was written"

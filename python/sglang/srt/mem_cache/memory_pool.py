@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from sglang.srt.plan.caches import CacheGroup, row_tables
-from sglang.srt.plan.layer_spec import CacheSpec, PerRequest, Window
+from sglang.srt.plan.layer_spec import CacheSpec, CacheTensor, PerRequest, Window
 from sglang.srt.plan.pool_sizes import PoolSizes
 
 STORAGE_DTYPES: dict[str, torch.dtype] = {
@@ -60,20 +60,39 @@ class CachePools:
     def __init__(self, groups: Sequence[CacheGroup], sizes: PoolSizes, device: str | torch.device) -> None:
         self.groups = tuple(groups)
         self.tables = row_tables(groups)
-        self.tensors = [
-            [_allocate(member.cache, self._entries(group, sizes), device) for member in group.members]
-            for group in self.groups
-        ]
+        self._states: list[torch.Tensor] = []
+        """[caches, rows, ...] for each kind of state tensor: all are copied row by row at once."""
+        self.tensors = [self._allocate(group, self._entries(group, sizes), device) for group in self.groups]
         self._place = {
             (member.layer_id, member.cache.name): (number, index)
             for number, group in enumerate(self.groups)
             for index, member in enumerate(group.members)
         }
 
+    def _allocate(self, group: CacheGroup, entries: int, device: str | torch.device) -> list[dict[str, torch.Tensor]]:
+        if not isinstance(group.lifetime, PerRequest):
+            return [_allocate(member.cache, entries, device) for member in group.members]
+        kinds: dict[CacheTensor, list[int]] = {}
+        for index, member in enumerate(group.members):
+            for spec in member.cache.tensors:
+                kinds.setdefault(spec, []).append(index)
+        tensors: list[dict[str, torch.Tensor]] = [{} for _ in group.members]
+        for spec, members in kinds.items():
+            shape = (len(members), entries, *spec.shape)
+            self._states.append(torch.zeros(shape, dtype=storage_dtype(spec.dtype), device=device))
+            for index, tensor in zip(members, self._states[-1], strict=True):
+                tensors[index][spec.name] = tensor
+        return tensors
+
+    def copy_states(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Rows [N] int64 of every state; all sources are read before a target is written."""
+        for states in self._states:
+            states[:, targets] = states[:, sources]
+
     def _entries(self, group: CacheGroup, sizes: PoolSizes) -> int:
-        """One page more than the plan counts: page 0 is padding. States lie by request slot, of which 0 is padding."""
+        """One page more than the plan counts: page 0 is padding."""
         if isinstance(group.lifetime, PerRequest):
-            return sizes.max_requests + 1
+            return sizes.state_rows
         assert group.entries_per_token == 1
         if isinstance(group.lifetime, Window):
             tokens = sizes.windows[self.tables.index(group.lifetime) - 1].tokens

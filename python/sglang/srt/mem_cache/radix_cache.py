@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang.srt.mem_cache.allocator import Slots, TokenAllocator
+from sglang.srt.mem_cache.checkpoint_table import CheckpointTable
 from sglang.srt.mem_cache.radix_node import EMPTY, Edge, Node
 from sglang.srt.mem_cache.window_table import WindowTable
 
@@ -44,12 +45,18 @@ class RadixCache:
     """`enabled=False` keeps the interface and caches nothing: requests own their slots to the end."""
 
     def __init__(
-        self, allocator: TokenAllocator, page_size: int, enabled: bool = True, windows: Sequence[WindowTable] = ()
+        self,
+        allocator: TokenAllocator,
+        page_size: int,
+        enabled: bool = True,
+        windows: Sequence[WindowTable] = (),
+        checkpoints: CheckpointTable | None = None,
     ) -> None:
         assert page_size == allocator.page_size, "the tree and the allocator must agree on the page size"
         self.allocator = allocator
         self.page_size = page_size
         self.windows = windows
+        self.checkpoints = checkpoints
         self.enabled = enabled
         self._start()
 
@@ -76,7 +83,7 @@ class RadixCache:
 
     def match_prefix(self, token_ids: Tokens, namespace: str | None = None, known: Node | None = None) -> Match:
         """The longest cached, page-aligned prefix behind which a request can go on: every window table has the window
-        before its end. Lock the node before anything is evicted.
+        before its end, and a model with states has a checkpoint there. Lock the node before anything is evicted.
 
         `known`: where an earlier match of the same request ended. While that node is in the tree, only what lies below
         it is compared, so that a long prompt may be matched in every step that it waits.
@@ -90,9 +97,14 @@ class RadixCache:
         for n in self._path(known):
             n.last_access = self._clock
         node, _ = self._descend(known, tokens[known.depth :], namespace)
-        while node.parent is not None and not all(self._has_window(node, window) for window in self.windows):
+        while node.parent is not None and not self._can_go_on(node):
             node = node.parent
         return Match(node.depth, node)
+
+    def _can_go_on(self, node: Node) -> bool:
+        if self.checkpoints is not None and not node.checkpoint:
+            return False
+        return all(self._has_window(node, window) for window in self.windows)
 
     def _has_window(self, node: Node, window: WindowTable) -> bool:
         missing = min(node.depth, window.window - 1)
@@ -228,6 +240,8 @@ class RadixCache:
         for window in self.windows:
             window.drop(leaf.windows[window.index][keep:])
         leaf.windows = [w[:keep] for w in leaf.windows]
+        if self.checkpoints is not None:
+            self.checkpoints.drop(leaf)
         if keep:
             leaf.key, leaf.value = leaf.key[:keep], leaf.value[:keep]
             leaf.depth -= num_tokens
@@ -260,6 +274,8 @@ class RadixCache:
             node.parent = None
             for window in self.windows:
                 window.drop(node.windows[window.index])
+            if self.checkpoints is not None:
+                self.checkpoints.drop(node)
         for window in self.windows:
             window.reset()
         self._start()

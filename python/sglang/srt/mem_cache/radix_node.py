@@ -18,6 +18,7 @@ class Node:
     slots that are still cached, as long as `key`, and 0 for the others."""
 
     __slots__ = (
+        "checkpoint",
         "children",
         "depth",
         "edge",
@@ -42,4 +43,5 @@ class Node:
         self.last_access = last_access
         self.queued = False  # has an entry in the eviction heap
         self.windows: list[Slots] = []
+        self.checkpoint = 0  # the row of the state at its end; 0: none
         self.in_window_heap = 0  # a bit for each window table

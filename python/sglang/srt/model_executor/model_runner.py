@@ -92,8 +92,16 @@ class ModelRunner:
     def forward(self, step: StepInput) -> LaunchedForward:
         """Launch a step up to its logits."""
         if step.table_update is not None:
-            update = send(self.device, index=step.table_update.index, value=step.table_update.value)
+            update = send(
+                self.device,
+                index=step.table_update.index,
+                value=step.table_update.value,
+                state_sources=step.table_update.state_sources,
+                state_targets=step.table_update.state_targets,
+            )
             self.state.req_to_token.view(-1)[update["index"]] = update["value"]
+            if len(step.table_update.state_targets):
+                self.pools.copy_states(update["state_sources"], update["state_targets"])
         if step.extend is not None:
             return self._forward_extend(step)
         if step.widths is not None:

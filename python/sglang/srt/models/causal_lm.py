@@ -108,7 +108,9 @@ class CausalLM:
         self.finish = scope.finish
         self.caches: list[CacheStore] = scope.caches
         self.redundant = redundant_endings(quantization)
-        self.embed = VocabParallelEmbedding(scope.sub("embed"), model.vocab_size, model.hidden_size)
+        self.embed = VocabParallelEmbedding(
+            scope.sub("embed"), model.vocab_size, model.hidden_size, model.embedding_scale
+        )
         rotary = RotaryTables(plan.context_len, scope.device)
         kind = RESIDUALS.get(type(model.layers[0].residual))
         if kind is None:
@@ -119,7 +121,7 @@ class CausalLM:
             for i, layer in enumerate(model.layers)
         ]
         tied_to = self.embed if model.tie_embeddings else None
-        self.logits = LMHead(scope.sub("lm_head"), model.vocab_size, model.hidden_size, tied_to)
+        self.logits = LMHead(scope.sub("lm_head"), model.vocab_size, model.hidden_size, tied_to, model.logit_cap)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         stream = self.residual.begin(self._embedded(batch))

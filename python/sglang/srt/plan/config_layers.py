@@ -13,7 +13,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.feed_forward import Dense, MoE, Shared
-from sglang.srt.plan.layer_spec import ABSENT, SUM, HyperConnections, LayerSpec, Mixer, Residual
+from sglang.srt.plan.layer_spec import ABSENT, HyperConnections, LayerSpec, Mixer, Residual
 from sglang.srt.plan.mixers import GQA, MLA, Indexer
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 
@@ -28,7 +28,7 @@ def read_layers(keys: ConfigReader, family: Family, unsupported: list[str]) -> t
     num_experts = keys.count(*_EXPERT_KEYS) or (keys.positive("num_experts") if family.has_experts else 0)
     sparse = sparse_layers(keys, num_layers, num_experts > 0)
     streams = keys.count("hc_mult")
-    residual: Residual = HyperConnections(streams) if streams > 1 else SUM
+    residual: Residual = HyperConnections(streams) if streams > 1 else family.residual
     dense = None if all(sparse) else _dense(keys, family)
     experts = _experts(keys, family, num_experts, unsupported) if any(sparse) else None
     mixers = _mixers(keys, family, num_layers, unsupported)
@@ -92,8 +92,7 @@ def _mixers(keys: ConfigReader, family: Family, num_layers: int, unsupported: li
     if keys.values.get("use_sliding_window") and keys.values.get("layer_types") is None:
         what = "use_sliding_window = True is not supported without layer_types, which say of which layers"
         unsupported.append(f"{keys.source}: {what}.")
-    windows = family.windows_everywhere and keys.count("sliding_window") > 0
-    kinds = _by_layer(keys, "layer_types", num_layers, "sliding_attention" if windows else "full_attention")
+    kinds = _layer_types(keys, family, num_layers)
     makers: dict[str, Callable[[], Mixer]] = {
         "full_attention": lambda: _grouped(keys, family, 0, rotation),
         "sliding_attention": lambda: _grouped(keys, family, keys.positive("sliding_window"), rotation),
@@ -104,6 +103,14 @@ def _mixers(keys: ConfigReader, family: Family, num_layers: int, unsupported: li
         raise UserError(f"{keys.source}: layer_types {', '.join(unknown)} are not described here yet.")
     by_kind: dict[str, Mixer] = {kind: makers[kind]() for kind in dict.fromkeys(kinds)}
     return [by_kind[kind] for kind in kinds]
+
+
+def _layer_types(keys: ConfigReader, family: Family, num_layers: int) -> list[str]:
+    pattern = keys.positive("sliding_window_pattern", family.window_pattern) if family.window_pattern else 0
+    if pattern and keys.values.get("layer_types") is None:
+        return ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(num_layers)]
+    windows = family.windows_everywhere and keys.count("sliding_window") > 0
+    return _by_layer(keys, "layer_types", num_layers, "sliding_attention" if windows else "full_attention")
 
 
 def _by_layer(keys: ConfigReader, key: str, num_layers: int, default: Any) -> list[Any]:
@@ -144,12 +151,15 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
         )
     bias = keys.default("attention_bias", bool, False)
     layer_type = ("sliding_attention" if window else "full_attention") if by_layer_type(keys.values) else ""
+    changes = _of_windows(keys, window)
+    scalar = keys.default("query_pre_attn_scalar", float, 0.0)
     return GQA(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         v_head_dim=keys.positive("v_head_dim", head_dim),
-        rope=rotation.of(head_dim, layer_type) if family.positions else unrotated(head_dim),
+        rope=rotation.of(head_dim, layer_type, **changes) if family.positions else unrotated(head_dim),
+        scale=scalar**-0.5 if scalar else 0.0,
         window=window,
         qk_norm=_qk_norm(keys, family),
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
@@ -159,6 +169,12 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
         logit_cap=keys.default("attn_logit_softcapping", float, 0.0),
         among_recurrent=family.among_recurrent,
     )
+
+
+def _of_windows(keys: ConfigReader, window: int) -> dict[str, Any]:
+    """What differs for layers with a window in configs that do not say so by layer type."""
+    theta = keys.values.get("rope_local_base_freq")
+    return {"rope_theta": theta, "rope_scaling": None} if window and theta is not None else {}
 
 
 def _qk_norm(keys: ConfigReader, family: Family) -> str:
@@ -225,7 +241,7 @@ def _gated_delta(keys: ConfigReader, family: Family) -> GatedDelta:
 def _time_step_limit(keys: ConfigReader) -> tuple[float, float]:
     """Infinity is written as a string in an object, which JSON has no number for."""
     limits = keys.default("time_step_limit", list, [0.0, float("inf")])
-    plain = [limit.get("__float__") if isinstance(limit, Mapping) else limit for limit in limits]
+    plain: list[Any] = [limit.get("__float__") if isinstance(limit, Mapping) else limit for limit in limits]
     try:
         low, high = (float(str(limit)) for limit in plain)
     except (TypeError, ValueError):

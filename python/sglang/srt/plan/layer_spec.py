@@ -142,6 +142,7 @@ class Serving:
     kv_dtype: str
     page_size: int = 1
     tp_size: int = 1
+    state_dtype: str = ""  # of recurrent states; empty: as the model says
 
     def need(
         self,

@@ -47,6 +47,7 @@ class Sizes:
     tp_size: int
     prefill_graph_tokens: tuple[int, ...] = ()
     row_tables: int = 1
+    checkpoints: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,8 @@ class MemoryPlan:
     """`available` was free before the first allocation; the fields below it add up to at most that.
 
     `kv_cache` is the pool of all tokens, `windows` those of the last tokens of requests, `states` what every running
-    request has beside its tokens. `penalties` is the token counts of all running requests, which are allocated when
-    requests ask for them.
+    request has beside its tokens, and checkpoints of that. `penalties` is the token counts of all running requests,
+    which are allocated when requests ask for them.
     """
 
     available: int
@@ -165,7 +166,7 @@ def plan_gpu_memory(
     reserve = _LIBRARY_RESERVE + available // 100 + (_COLLECTIVE_RESERVE if sizes.tp_size > 1 else 0)
     rotary, penalties = rotary_bytes(model, sizes.context_len), penalty_bytes(model, sizes)
     attention = attention_bytes(choices, _attention_sizes(model, sizes, num_sms, (available - weights), cost))
-    states = sizes.max_running_requests * cost.state_bytes
+    states = (sizes.max_running_requests + 1 + sizes.checkpoints) * cost.state_bytes
     others = tables + activations + logits + graphs + reserve + rotary + penalties + attention
     static = available - others if fraction is None else int(available * fraction)
     pools = static - weights - states
@@ -220,7 +221,7 @@ def plan_cpu_memory(
 ) -> tuple[MemoryPlan, Pools]:
     """A modest share of main memory, unless --max-total-tokens asks for another size. Raises UserError."""
     tables, rotary = table_bytes(sizes), rotary_bytes(model, sizes.context_len)
-    states = sizes.max_running_requests * cost.state_bytes
+    states = (sizes.max_running_requests + 1 + sizes.checkpoints) * cost.state_bytes
     fixed = weights + tables + rotary + states
     if fixed >= available:
         raise UserError(

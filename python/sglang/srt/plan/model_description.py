@@ -38,6 +38,8 @@ class ModelDescription:
     vocab_size: int
     tie_embeddings: bool
     norm_eps: float
+    embedding_scale: float
+    logit_cap: float  # logits are bent to within +-that; 0: they are not
     zero_centred_norms: bool
     layers: tuple[LayerSpec, ...]
     vision_head_dim: int  # 0: text only
@@ -136,6 +138,8 @@ def describe_model(
         vocab_size=vocab_size,
         tie_embeddings=keys.default("tie_word_embeddings", bool, family.tie_embeddings),
         norm_eps=keys.default(family.norm_eps, float, 1e-6),
+        embedding_scale=hidden_size**0.5 if family.scaled_embeddings else 1.0,
+        logit_cap=keys.default("final_logit_softcapping", float, 0.0),
         zero_centred_norms=family.zero_centred_norms,
         layers=layers,
         vision_head_dim=_vision_head_dim(config.get("vision_config")),
@@ -151,10 +155,16 @@ def _unsupported(keys: ConfigReader, family: Family, architecture: str) -> Itera
         yield f"{keys.source}: the architecture {architecture} is not supported."
     if keys.values.get(family.norm_eps) is None:
         yield f"{keys.source}: the key {family.norm_eps!r} is missing."
-    usual = {"hidden_act": tuple(FUNCTIONS), "attention_dropout": (0,), "pretraining_tp": (1,), **_UNUSUAL}
+    usual = {
+        "hidden_act": tuple(FUNCTIONS),
+        "hidden_activation": tuple(FUNCTIONS),
+        "attention_dropout": (0,),
+        "pretraining_tp": (1,),
+        **_UNUSUAL,
+    }
     for key, allowed in {**usual, **family.allowed}.items():
         value = keys.values.get(key)
-        if value is not None and value not in allowed:
+        if value is not None and key not in family.computed and value not in allowed:
             values = ", ".join(repr(option) for option in allowed)
             yield f"{keys.source}: {key} = {value!r} is not supported for {architecture}; supported: {values}."
 

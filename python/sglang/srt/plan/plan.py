@@ -49,6 +49,7 @@ class Plan:
     memory: MemoryPlan
     max_total_num_tokens: int
     windows: tuple[WindowSize, ...]
+    state_checkpoints: int
     page_size: int
     max_running_requests: int
     context_len: int
@@ -60,15 +61,25 @@ class Plan:
     errors: tuple[str, ...] = ()  # the server works, but not as the user will want it
 
     @property
+    def has_states(self) -> bool:
+        return any(group.lifetime == PER_REQUEST for group in self.caches)
+
+    @property
     def caches_prefixes(self) -> bool:
-        """Whether what one request computed can serve another that begins alike: not where a state stands for all
-        tokens before it."""
-        return all(group.lifetime != PER_REQUEST for group in self.caches)
+        """Whether what one request computed can serve another that begins alike: a state stands for all tokens before
+        it, so there must be room for copies of it."""
+        return not self.has_states or self.state_checkpoints > 0
 
     @property
     def pool_sizes(self) -> PoolSizes:
         return PoolSizes(
-            self.max_total_num_tokens, self.page_size, self.max_running_requests, self.context_len, self.windows
+            self.max_total_num_tokens,
+            self.page_size,
+            self.max_running_requests,
+            self.context_len,
+            self.windows,
+            self.has_states,
+            self.state_checkpoints,
         )
 
     def attention_op(self, op: str, shape: AttentionShape) -> str:
@@ -129,7 +140,7 @@ class Plan:
     def _sizes(self) -> dict[str, Any]:
         return {
             "max_total_num_tokens": self.max_total_num_tokens,
-            **describe_windows(self.windows),
+            **describe_pools(self.windows, self.state_checkpoints),
             "chunked_prefill_size": self.chunked_prefill_size,
             "max_prefill_tokens": self.max_prefill_tokens,
             "max_running_requests": self.max_running_requests,
@@ -187,6 +198,7 @@ def make_plan(
         memory=capacity.memory,
         max_total_num_tokens=tokens,
         windows=capacity.windows,
+        state_checkpoints=sizes.checkpoints,
         page_size=serving.page_size,
         max_running_requests=sizes.max_running_requests,
         context_len=model.context_len,
@@ -211,7 +223,7 @@ def describe_served_model(args: ServerArgs, model: ModelConfig) -> ModelDescript
 def serving_of(args: ServerArgs, dtype: str, quantization: QuantConfig | None) -> Serving:
     """What the layers' ops depend on. Raises UserError for a cache dtype that is not known."""
     kv_dtype = kv_cache_dtype(args.kv_cache_dtype, dtype, quantization)
-    return Serving(dtype, kv_dtype, args.page_size or 1, args.tp_size)
+    return Serving(dtype, kv_dtype, args.page_size or 1, args.tp_size, args.mamba_ssm_dtype or "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +243,7 @@ def describe_capacity(capacity: Capacity) -> dict[str, Any]:
     sizes = capacity.sizes
     return {
         "max_total_num_tokens": capacity.max_total_num_tokens,
-        **describe_windows(capacity.windows),
+        **describe_pools(capacity.windows, sizes.checkpoints),
         "tokens_per_step": sizes.tokens_per_step,
         "max_running_requests": sizes.max_running_requests,
         "context_len": sizes.context_len,
@@ -242,9 +254,14 @@ def describe_capacity(capacity: Capacity) -> dict[str, Any]:
     }
 
 
-def describe_windows(windows: Sequence[WindowSize]) -> dict[str, dict[str, int]]:
-    """Tokens of the pools of each window, where there are any."""
-    return {"window_tokens": {str(size.window): size.tokens for size in windows}} if windows else {}
+def describe_pools(windows: Sequence[WindowSize], checkpoints: int) -> dict[str, Any]:
+    """Tokens of the pools of each window, and rows for copies of states, where there are any."""
+    pools: dict[str, Any] = {}
+    if windows:
+        pools["window_tokens"] = {str(size.window): size.tokens for size in windows}
+    if checkpoints:
+        pools["state_checkpoints"] = checkpoints
+    return pools
 
 
 def plan_capacity(
@@ -261,9 +278,11 @@ def plan_capacity(
     groups = cache_groups(model, serving)
     cost = cache_cost(groups)
     most = defaults.default_max_running_requests(arch.device, available, context_len)
-    most = args.max_running_requests or defaults.requests_by_state(most, available, weights, cost.state_bytes)
+    most = args.max_running_requests or defaults.requests_by_state(most, available, weights, 2 * cost.state_bytes)
+    checkpoints = defaults.checkpoints_by_state(most, available, weights, cost.state_bytes)
     sizes, notes = _sizes(args, model, serving, context_len, arch, choices, available, most)
-    sizes = replace(sizes, row_tables=len(row_tables(groups)))
+    checkpoints = 0 if args.disable_radix_cache else checkpoints
+    sizes = replace(sizes, row_tables=len(row_tables(groups)), checkpoints=checkpoints)
     cost = sized_cost(groups, serving.page_size, most, context_len, sizes.tokens_per_step)
     most_tokens = args.max_total_tokens or available  # a token takes at least a byte, or else
     if not cost.bytes_per_token:

@@ -26,13 +26,20 @@ class WindowSize:
 @dataclass(frozen=True, slots=True)
 class PoolSizes:
     """What of a rank's caches there is room for. Tokens are whole pages, without the padding page. `windows`: as in
-    `row_tables`, after the first."""
+    `row_tables`, after the first. `checkpoints`: rows of states beside those of requests."""
 
     tokens: int
     page_size: int
     max_requests: int
     context_len: int
     windows: tuple[WindowSize, ...] = ()
+    has_states: bool = False
+    checkpoints: int = 0
+
+    @property
+    def state_rows(self) -> int:
+        """One a request slot, of which 0 is padding, and the checkpoints."""
+        return self.max_requests + 1 + self.checkpoints
 
 
 def window_tokens(window: int, page_size: int, chunk: int = 1) -> int:

@@ -48,7 +48,7 @@ class GatedDelta:
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
         keys, values = self._widths(serving.tp_size)
         heads = self.value_heads // serving.tp_size
-        state = CacheTensor("state", (heads, self.key_dim, self.value_dim), self.state_dtype)
+        state = CacheTensor("state", (heads, self.key_dim, self.value_dim), serving.state_dtype or self.state_dtype)
         convolved = CacheTensor("conv", (self.conv_kernel - 1, 2 * keys + values), serving.dtype)
         return (CacheSpec("state", (state, convolved), lifetime=PER_REQUEST),)
 
@@ -111,7 +111,7 @@ class Mamba2:
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
         keys, values = self.widths(serving.tp_size)
         heads = self.num_heads // serving.tp_size
-        state = CacheTensor("state", (heads, self.state_dim, self.head_dim), self.state_dtype)
+        state = CacheTensor("state", (heads, self.state_dim, self.head_dim), serving.state_dtype or self.state_dtype)
         convolved = CacheTensor("conv", (self.conv_kernel - 1, 2 * keys + values), serving.dtype)
         return (CacheSpec("state", (state, convolved), lifetime=PER_REQUEST),)
 

@@ -29,7 +29,7 @@ async def embeddings(service: OpenAIService, body: EmbeddingRequest, request: Re
         input_ids=None if is_text else given,
         embed=True,
         rid=body.rid,
-        priority=body.priority or 0,
+        priority=body.priority,
     )
     _, outputs = await collect(service, request, call)
     as_text = body.encoding_format == "base64"
@@ -77,7 +77,7 @@ def usage(outputs: list[GenerateOutput]) -> dict[str, int]:
 async def encode(service: OpenAIService, body: EncodeBody, request: Request) -> Response:
     """One dict, or a list for a batch."""
     ids: Any = body.input_ids
-    call = GenerateRequest(text=body.text, input_ids=ids, embed=True, rid=body.rid, priority=body.priority or 0)
+    call = GenerateRequest(text=body.text, input_ids=ids, embed=True, rid=body.rid, priority=body.priority)
     stream, outputs = await collect(service, request, call)
     entries = await encoded_embeddings(outputs, None, as_base64=False)
     results = [

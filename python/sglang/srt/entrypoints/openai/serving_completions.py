@@ -74,7 +74,7 @@ def _generate_request(body: CompletionRequest, rid: str | list[str]) -> Generate
         logprob_start_len=0 if body.echo and body.logprobs is not None else -1,
         top_logprobs_num=body.logprobs or 0,
         rid=rid,
-        priority=body.priority or 0,
+        priority=body.priority,
         cache_salt=body.cache_salt,
         extra_key=body.extra_key,
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.layers.attention.attention_layer import AttentionLayer
+from sglang.srt.layers.native_ops import load_cache
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
@@ -100,14 +101,7 @@ def attend(
 
 def _gather(cache: CacheStore, loc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys [..., Hkv, D] and values [..., Hkv, Dv] of the cache slots `loc` [...], scaled back if the cache is fp8."""
-    return _load(cache.k, loc, cache.k_scale), _load(cache.v, loc, cache.v_scale)
-
-
-def _load(cache: torch.Tensor, loc: torch.Tensor, scale: float) -> torch.Tensor:
-    quantized = cache.element_size() == 1  # of which not every device can gather more than the bytes
-    rows = (cache.view(torch.uint8) if quantized else cache).flatten(1)
-    found = rows.index_select(0, loc.flatten()).view(*loc.shape, *cache.shape[1:])
-    return found.view(cache.dtype).float() * scale if quantized else found
+    return load_cache(cache.k, loc, cache.k_scale), load_cache(cache.v, loc, cache.v_scale)
 
 
 def _first_visible(position: int, layer: AttentionLayer) -> int:

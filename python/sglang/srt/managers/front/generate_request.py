@@ -11,6 +11,7 @@ from typing import Any
 from sglang.srt.managers.wire.io_struct import FinishReason, TokenMeta
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sampling.thoughts import ThinkingBudget
 
 
 class RequestError(ValueError):
@@ -52,7 +53,8 @@ class GenerateRequest:
     embed: bool = False
     """Wanted are final hidden states instead of text: `sampling_params` is not given then."""
     rid: str | list[str] | None = None
-    priority: int = 0
+    priority: int | None = None
+    thinking: ThinkingBudget | None = None
     cache_salt: str | list[str | None] | None = None
     extra_key: str | list[str | None] | None = None
     """Prompts share cached prefixes only where both are equal; an empty one counts as None."""

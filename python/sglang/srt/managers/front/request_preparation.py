@@ -64,6 +64,8 @@ class RequestPreparer:
         self._vocab_size = model_config.vocab_size
         self._encode = encode
         self._only_embeds = args.is_embedding
+        self._default_priority = args.default_priority_value
+        self._refuse_priorities = args.abort_on_priority_when_disabled and not args.enable_priority_scheduling
         self._model_defaults = model_config.default_sampling if args.sampling_defaults == "model" else {}
         self._server_defaults = json.loads(args.preferred_sampling_params or "{}")
 
@@ -86,8 +88,7 @@ class RequestPreparer:
                 f"A call may have at most {MAX_SEQUENCES} sequences, but {count} prompts with n={num_samples} make "
                 f"{count * num_samples}; send several calls."
             )
-        if not -MAX_PRIORITY <= req.priority < MAX_PRIORITY:
-            raise RequestError("priority must be a 32-bit integer.")
+        priority = self._priority(req.priority)
         options = zip(
             _spread("return_logprob", req.return_logprob, count, bool),
             _spread("logprob_start_len", req.logprob_start_len, count, int),
@@ -122,13 +123,22 @@ class RequestPreparer:
                 top_logprobs_num=wanted[2],
                 token_ids_logprob=wanted[3],
                 embed=req.embed,
-                priority=req.priority,
+                priority=priority,
+                thinking=req.thinking,
                 cache_namespace=_namespace(wanted[4], wanted[5]),
             )
             self._check_logprobs(request)
             requests.extend(_samples(request))
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
         return PreparedCall(rids, requests, texts, num_samples)
+
+    def _priority(self, given: int | None) -> int:
+        if given is not None and self._refuse_priorities:
+            raise RequestError("This server serves no priorities: start it with --enable-priority-scheduling.")
+        priority = self._default_priority if given is None else given
+        if not -MAX_PRIORITY <= priority < MAX_PRIORITY:
+            raise RequestError("priority must be a 32-bit integer.")
+        return priority
 
     def _sampling_params(self, given: Any, count: int) -> list[tuple[SamplingParams, bool]]:
         """Checked parameters a prompt, and whether its max_new_tokens was asked for."""

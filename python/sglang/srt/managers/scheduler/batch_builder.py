@@ -25,8 +25,8 @@ def vocab_mask(batch: ScheduleBatch, width: int, vocab_size: int) -> np.ndarray:
     on tokens that are known: requests with a grammar bring no guesses."""
     mask = np.full((len(batch.sampled) * width, -(-vocab_size // 32)), -1, np.int32)
     for row, req in zip(mask[::width], batch.sampled, strict=True):
-        if req.grammar is not None and req.finish is None:
-            req.grammar.fill_mask(row)
+        if req.finish is None:
+            req.fill_mask(row)
     return mask
 
 

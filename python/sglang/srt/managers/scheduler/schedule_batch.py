@@ -23,6 +23,7 @@ from sglang.srt.mem_cache.radix_node import Node
 from sglang.srt.model_executor.step import StepInput, StepResult
 from sglang.srt.sampling.logprobs import LogprobResult
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
+from sglang.srt.sampling.thoughts import Thoughts
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.grammar import Grammar
@@ -36,6 +37,7 @@ class Req:
         self.rid = msg.rid
         self.params = msg.sampling_params
         self.stream = msg.stream
+        self.priority = msg.priority
         self.seed = seed
         self.namespace = msg.cache_namespace
         self.stop_ids = stop_ids
@@ -83,6 +85,7 @@ class Req:
         """Prompt tokens whose log probability has been collected (a retracted request computes its prompt again)."""
 
         self.grammar: Grammar | None = None
+        self.thoughts = None if msg.thinking is None else Thoughts(msg.thinking)
         self.text_stop: TextStop | None = None
         self.ending = False
         """The leader has decided its end, and the ranks have not heard of it yet."""
@@ -93,9 +96,25 @@ class Req:
     def next_width(self, most: int) -> int:
         """Tokens that its next step may bring, all but the first guessed; 0: it must wait for results. Guesses are
         only for samples that depend on nothing but the tokens before."""
-        if self.grammar is not None or self.params.has_penalties:
+        thinks = self.thoughts is not None and not self.thoughts.over
+        if self.grammar is not None or thinks or self.params.has_penalties:
             most = 1
         return min(most, self.limit - self.planned_len)
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether the token that a launched step samples depends on tokens that the host may not know yet."""
+        if self.grammar is not None:
+            return True
+        unknown = self.planned_len - len(self.tokens) - 1
+        return self.thoughts is not None and self.thoughts.may_end_within(unknown)
+
+    def fill_mask(self, row: np.ndarray) -> None:
+        """row [ceil(vocab / 32)] int32, all tokens allowed so far."""
+        if self.grammar is not None:
+            self.grammar.fill_mask(row)
+        if self.thoughts is not None:
+            self.thoughts.restrict(row)
 
     def launched(self, width: int) -> None:
         """Count a step that brings `width` tokens."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch
 from sglang.srt.mem_cache.kv_table import KVTable
 from sglang.srt.mem_cache.radix_node import Node
+from sglang.srt.server_args import ServerArgs
 
 MAX_LPM_QUEUE = 128
 """Beyond this queue length matching every request costs more than the order gains; FCFS then."""
@@ -53,6 +55,37 @@ POLICIES: dict[str, Callable[[list[Req], KVTable], list[Req]]] = {
     "lof": lambda queue, kv: sorted(queue, key=lambda r: -(r.limit - r.prompt_len)),
     "random": lambda queue, kv: random.Random(len(queue)).sample(queue, len(queue)),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Priorities:
+    """Whose turn it is where requests have priorities."""
+
+    low_first: bool = False
+    threshold: int | None = 10
+    """A waiting request takes the place of running ones whose priority is lower by more than this; None: of none."""
+
+    @classmethod
+    def from_args(cls, args: ServerArgs) -> Priorities | None:
+        if not args.enable_priority_scheduling:
+            return None
+        preempts = not args.disable_priority_preemption
+        threshold = args.priority_scheduling_preemption_threshold if preempts else None
+        return cls(args.schedule_low_priority_values_first, threshold)
+
+    def rank(self, req: Req) -> int:
+        """Smaller is more important."""
+        return req.priority if self.low_first else -req.priority
+
+    def order(self, queue: list[Req]) -> list[Req]:
+        return sorted(queue, key=self.rank)
+
+    def victim(self, running: list[Req], waiting: Req) -> Req | None:
+        """The running request that should make room for `waiting`: of the least important the one that loses least."""
+        if self.threshold is None or not running:
+            return None
+        worst = max(running, key=lambda r: (self.rank(r), -r.output_len))
+        return worst if self.rank(worst) - self.rank(waiting) > self.threshold else None
 
 
 class NewTokenRatio:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.managers.scheduler.batch_builder import build_decode, build_extend, build_verify, vocab_mask
 from sglang.srt.managers.scheduler.output import StopChecker, output_message, rejected_token
 from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch, ScheduleBatch
-from sglang.srt.managers.scheduler.schedule_policy import POLICIES, NewTokenRatio, PrefillBudget
+from sglang.srt.managers.scheduler.schedule_policy import POLICIES, NewTokenRatio, PrefillBudget, Priorities
 from sglang.srt.managers.scheduler.scheduler_stats import Load, StatsLogger
 from sglang.srt.managers.wire.io_struct import (
     AbortReq,
@@ -62,6 +62,7 @@ class Scheduler:
         self.kv = KVTable(self.plan.pool_sizes, self.plan.caches_prefixes and not args.disable_radix_cache)
         self.policy = POLICIES[args.schedule_policy]
         self.ratio = NewTokenRatio(args.schedule_conservativeness)
+        self.priorities = Priorities.from_args(args)
         self.steps_ahead = 0 if args.disable_overlap_schedule else STEPS_AHEAD
 
         self.waiting: deque[Req] = deque()
@@ -89,11 +90,12 @@ class Scheduler:
             self.process(self.in_flight.popleft())
 
     def launch(self, batch: ScheduleBatch) -> None:
-        """A grammar's mask depends on every token before it: it is filled while the forward pass runs, and sampling
-        waits for it."""
+        """A mask, of a grammar or of thoughts that must end, depends on every token before it: it is filled while the
+        forward pass runs, and sampling waits for it."""
         forward = self.runner.forward(batch.step)
         mask = None
-        if any(req.grammar is not None for req in batch.sampled):
+        limited = [req for req in batch.sampled if req.grammar is not None or req.thoughts is not None]
+        if any(req.needs_mask for req in limited):
             self.settle()
             width = 1 if batch.step.widths is None else self.runner.tokens_per_step
             mask = vocab_mask(batch, width, self.plan.model.vocab_size)
@@ -122,14 +124,14 @@ class Scheduler:
     # --- choosing ----------------------------------------------------------------------------------------------------
 
     def pick_prefill(self) -> ScheduleBatch | None:
+        if self.priorities is not None and self.waiting and self.chunked is None:
+            self._preempt(self.priorities)
         if self.chunked is None and (not self.waiting or not self.kv.num_free_rows()):
             return None
         self.running.drop_finished()
         # Decode in the same step: what it costs to read the weights is paid once.
         mixed = [r for r in self.running.reqs if r.planned_len < r.limit]
-        chunk = self.plan.chunked_prefill_size if self.plan.chunked_prefill_size > 0 else None
-        budget = PrefillBudget(self.kv, self.running, self.ratio.value, self.plan.max_prefill_tokens, chunk, len(mixed))
-        chosen = self._admit(budget)
+        chosen = self._admit(self._budget(len(mixed)))
         if not chosen:
             return None
         if mixed and not self._can_grow(sum(n for _, n in chosen)):
@@ -158,6 +160,8 @@ class Scheduler:
             chosen.append((self.chunked, take))
         starts: set[tuple[str | None, tuple[int, ...]]] = set()
         ordered = self.policy(list(self.waiting), self.kv)
+        if self.priorities is not None:
+            ordered = self.priorities.order(ordered)
         for req in ordered:
             if not self.kv.num_free_rows() or (chosen and budget.chunk is not None and budget.chunk <= 0):
                 break
@@ -177,6 +181,32 @@ class Scheduler:
             if take < len(req.tokens) - req.kv_len:
                 break
         return chosen
+
+    def _budget(self, num_decodes: int) -> PrefillBudget:
+        chunk = self.plan.chunked_prefill_size if self.plan.chunked_prefill_size > 0 else None
+        return PrefillBudget(self.kv, self.running, self.ratio.value, self.plan.max_prefill_tokens, chunk, num_decodes)
+
+    def _preempt(self, priorities: Priorities) -> None:
+        """Running requests go back to the queue until the most important one that waits fits."""
+        first = min(self.waiting, key=priorities.rank)
+        self.running.drop_finished()
+        if priorities.victim(self.running.reqs, first) is None or self._fits(first):
+            return
+        self.settle()
+        self.running.drop_finished()
+        while (victim := priorities.victim(self.running.reqs, first)) is not None and not self._fits(first):
+            self.running.remove(victim)
+            self._requeue(victim)
+            logger.info("Request %s makes room for %s, which has a higher priority", victim.rid, first.rid)
+
+    def _fits(self, req: Req) -> bool:
+        if not self.kv.num_free_rows():
+            return False
+        prefix = self.kv.match(req)
+        self.kv.lock(prefix.node)
+        take = self._budget(len(self.running)).take(req, prefix.length)
+        self.kv.unlock(prefix.node)
+        return take > 0
 
     def _place(self, req: Req, node: Node) -> None:
         self.kv.place(req, node)
@@ -211,7 +241,8 @@ class Scheduler:
     def _retract_until_it_fits(self) -> None:
         """Send the requests that lose least back to the queue. Their tokens stay, and with luck so does their KV."""
         while self.running.reqs and not self._can_grow():
-            victim = min(self.running.reqs, key=lambda r: (r.output_len, -r.prompt_len))
+            rank = (lambda req: 0) if self.priorities is None else self.priorities.rank
+            victim = min(self.running.reqs, key=lambda r: (-rank(r), r.output_len, -r.prompt_len))
             self.running.remove(victim)
             self._requeue(victim)
             self.ratio.retracted()
@@ -246,6 +277,8 @@ class Scheduler:
                 req.tokens.append(token)
                 if req.return_logprob:
                     batch.file_logprobs(req, row, token)
+                if req.thoughts is not None:
+                    req.thoughts.push(token)
                 if req.grammar is not None and not req.grammar.accept(token):
                     self.end(req, rejected_token(req.grammar), report)
                     continue

@@ -15,6 +15,7 @@ import msgspec
 
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sampling.thoughts import ThinkingBudget
 
 
 class FinishReason(msgspec.Struct, omit_defaults=True):
@@ -46,6 +47,7 @@ class TokenizedGenerateReq(msgspec.Struct, tag=True, omit_defaults=True, kw_only
     embed: bool = False
     """Wanted is the final hidden state of the last prompt token, and no next token (`max_new_tokens` is 0)."""
     priority: int = 0
+    thinking: ThinkingBudget | None = None
     cache_namespace: str | None = None
     """Requests with different namespaces share no prefix cache (LoRA, cache salts)."""
 
