@@ -223,3 +223,16 @@ def test_windows_hold_no_more_than_they_need(name: str, tmp_path: Path) -> None:
     before = scheduler.stats._cached
     check(reference, scheduler, [turn + [5]])
     assert scheduler.stats._cached - before == (len(turn) - 1) // 4 * 4, "the last window was cached"
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
+def test_a_second_turn_goes_on_from_the_state_of_the_first(name: str, tmp_path: Path) -> None:
+    reference = Reference(name, tmp_path)
+    scheduler = reference.scheduler(chunked_prefill_size=32)
+    first = prompt(1, 70)
+    check(reference, scheduler, [first, prompt(2, 9)])
+    turn = first + reference.greedy(first) + [5, 6]
+    forked = first[:64] + [9]
+    check(reference, scheduler, [turn, forked])
+    # The token that was sampled last was not computed; the fork goes on from the end of a chunk.
+    assert scheduler.stats._cached == len(turn) - 3 + 64
