@@ -93,7 +93,9 @@ def test_information(http: httpx.Client) -> None:
     assert http.get("/get_server_info").status_code == 200
     load = http.get("/v1/loads").json()["loads"][0]
     assert load["num_running_reqs"] == load["num_queue_reqs"] == load["num_used_tokens"] == 0
-    assert load["max_total_num_tokens"] > 4096
+    assert load["max_total_num_tokens"] > 4096 and load["num_waiting_reqs"] == load["token_usage"] == 0
+    aggregate = http.get("/v1/loads").json()["aggregate"]
+    assert aggregate["total_reqs"] == aggregate["total_running_reqs"] + aggregate["total_waiting_reqs"] == 0
     generate(http)
     assert http.get("/v1/loads").json()["loads"][0]["num_generated_tokens"] == load["num_generated_tokens"] + 6
 

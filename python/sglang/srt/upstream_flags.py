@@ -94,6 +94,7 @@ ACCEPTED: tuple[FlagGroup, ...] = (
         """,
     ),
     FlagGroup("Idle server", "an idle server sleeps already", "sleep-on-idle"),
+    FlagGroup("Stored responses", "responses are stored unless a request says otherwise", "enable-response-store"),
     FlagGroup(
         "Layout of the caches",
         "the plan divides the memory, and the least recently used prefixes go first",
@@ -376,7 +377,7 @@ REFUSED: tuple[FlagGroup, ...] = (
     FlagGroup(
         "State kept for clients",
         "send the whole conversation with each request; remove the flag",
-        "enable-response-store enable-session-radix-cache enable-streaming-session",
+        "enable-session-radix-cache enable-streaming-session",
     ),
     FlagGroup("Tools of the server", "call tools from the client", "tool-server"),
     FlagGroup(

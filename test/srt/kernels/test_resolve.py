@@ -223,14 +223,12 @@ def test_experts_of_every_scheme_have_a_kernel_or_a_reason() -> None:
         assert choice.name == "triton" or "no e4m3 arithmetic" in reasons(choice)["triton"]
 
 
-def test_norms_over_all_heads_have_no_kernel() -> None:
-    for traits, served in (({"head_norm"}, True), ({"whole_norm"}, False)):
-        need = Need("qk_norm_rope_store", 128, 128, traits=frozenset(traits), heads=(6, 1), rotary_dim=64)
-        if served:
-            assert resolve(need, arch_by_name("sm_120"), FITS, BOTH).name == "triton"
-        else:
-            with pytest.raises(NoKernel, match="no support for whole norm"):
-                resolve(need, arch_by_name("sm_120"), FITS, BOTH)
+def test_norms_over_all_heads_are_an_op_of_their_own() -> None:
+    """Those of single heads are part of the rotation's kernel."""
+    arch = arch_by_name("sm_120")
+    rotation = Need("qk_norm_rope_store", 128, 128, traits=frozenset({"head_norm"}), heads=(6, 1), rotary_dim=64)
+    assert resolve(rotation, arch, FITS, BOTH).name == "triton"
+    assert resolve(Need("qk_whole_norm"), arch, FITS, BOTH).name == "torch_native"
 
 
 def test_products_of_16_bit_weights_say_what_serves_them() -> None:

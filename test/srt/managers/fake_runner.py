@@ -240,5 +240,8 @@ def assert_clean(scheduler: Scheduler) -> None:
     assert scheduler.kv.tree.protected_size() == 0
     assert not scheduler.reqs and not scheduler.waiting
     scheduler.kv.check()
+    if scheduler.kv.checkpoints is not None:
+        checkpoints = memory["checkpoints"]
+        assert checkpoints["free"] + checkpoints["cached"] == checkpoints["total"]
     for window in scheduler.kv.windows:
         assert window.usage()["held"] == 0 and window.available_size() == window.size

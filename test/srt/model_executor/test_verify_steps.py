@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer
 
 from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
@@ -77,7 +78,7 @@ def accepted(scheduler: Scheduler) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "mistral_windows"])
 def test_right_guesses_are_all_accepted(name: str, params: dict[str, Any], tmp_path: Path) -> None:
     save_tiny(name, tmp_path)
     args = server_args(tmp_path)
@@ -102,6 +103,13 @@ def test_spoilt_guesses_change_nothing(params: dict[str, Any], options: dict[str
         scheduler = verifying_scheduler(args, KnownTexts(4, args, spoil_every), as_outputs(plain))
         assert run(scheduler, params, **extra) == plain
         assert run(scheduler, params, **extra) == plain, "with prompts and outputs from the cache"
+
+
+def test_states_cannot_be_taken_back(tmp_path: Path) -> None:
+    save_tiny("qwen3_next", tmp_path)
+    args = server_args(tmp_path)
+    with pytest.raises(UserError, match="recurrent states cannot be taken back"):
+        verifying_scheduler(args, KnownTexts(4, args), {})
 
 
 def test_retracted_requests_are_guessed_on(tmp_path: Path) -> None:

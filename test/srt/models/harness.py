@@ -18,6 +18,7 @@ from sglang.srt.layers.forward_batch import ForwardBatch, ForwardMode, TokenSlot
 from sglang.srt.layers.recurrent import native as recurrent_ops
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.model_loader.loader import load_model
+from sglang.srt.models.causal_lm import DecoderLayer
 from sglang.srt.plan.caches import cache_groups, row_tables
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import Serving
@@ -155,6 +156,10 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama": ("LlamaConfig", {"head_dim": 16}),
     "qwen3_wide": ("Qwen3Config", WIDE),
+    "qwen3_windows_wide": (
+        "Qwen3Config",
+        WIDE | WINDOWS | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
     "qwen3_moe_wide": ("Qwen3MoeConfig", WIDE | EXPERTS | {"moe_intermediate_size": 128}),
     "glm4_moe_wide": (
         "Glm4MoeConfig",
@@ -325,6 +330,12 @@ def plan_for(folder: Path, **args: Any) -> NativePlan:
     model = ModelConfig.from_server_args(server_args)
     cache = kv_cache_dtype(server_args.kv_cache_dtype, model.dtype, model.quantization)
     return NativePlan(model, kv_cache_dtype=cache)
+
+
+def blocks_of(layer: DecoderLayer) -> tuple[Any, Any]:
+    """The mixer and the feed-forward block of a layer that has both."""
+    (_, mixer), (_, ffn) = layer.blocks
+    return mixer, ffn
 
 
 class TinyRunner:

@@ -15,7 +15,7 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.model_loader.loader import load_model
 
-from .harness import TinyRunner, plan_for
+from .harness import TinyRunner, blocks_of, plan_for
 from .quantized_checkpoints import FORMS, save_gpt_oss, save_quantized
 from .test_quantized import TOLERANCE, steps, wanted
 
@@ -29,7 +29,8 @@ def test_every_form_computes_what_it_stands_for(form: str, tmp_path: Path) -> No
     assert want.std() > 0.1
     torch.testing.assert_close(steps(runner), want, **TOLERANCE)
     for layer in runner.model.layers:
-        assert layer.ffn.experts.w13.scheme is not None and layer.ffn.experts.w2.scheme is not None
+        experts = blocks_of(layer)[1].experts
+        assert experts.w13.scheme is not None and experts.w2.scheme is not None
     held = sum(p.tensor.nbytes for p in runner.model.params.values())
     assert held == plan.weight_bytes(1), "the plan counts other bytes than are allocated"
 
@@ -47,7 +48,7 @@ def test_families_in_the_forms_they_are_published_in(name: str, form: str, tmp_p
     plan = plan_for(tmp_path / "quantized")
     runner = TinyRunner(plan)
     torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
-    experts = runner.model.layers[-1].ffn.experts.w13
+    experts = blocks_of(runner.model.layers[-1])[1].experts.w13
     assert experts.scheme is not None and experts.num_experts == 4 + ("glm" in name), "the shared expert is one more"
     assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes(1)
 
@@ -57,7 +58,7 @@ def test_gpt_oss_as_published(tmp_path: Path) -> None:
     plan = plan_for(tmp_path / "quantized", dtype="float32")
     runner = TinyRunner(plan)
     torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
-    weights = runner.model.layers[0].ffn.experts.w13
+    weights = blocks_of(runner.model.layers[0])[1].experts.w13
     assert weights.scheme is not None and weights.scheme.name == "mxfp4"
     assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes(1)
 

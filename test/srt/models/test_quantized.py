@@ -23,7 +23,7 @@ from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.plan import make_plan
 from sglang.srt.server_args import ServerArgs
 
-from .harness import TinyRunner, hf_logits, plan_for, random_tokens
+from .harness import TinyRunner, blocks_of, hf_logits, plan_for, random_tokens
 from .quantized_checkpoints import FORMS, Tensors, save_quantized
 
 TOKENS = random_tokens(23, seed=1)
@@ -49,7 +49,8 @@ def test_every_form_computes_what_it_stands_for(form: str, tmp_path: Path) -> No
     assert want.std() > 0.1
     torch.testing.assert_close(steps(runner), want, **TOLERANCE)
     layer = runner.model.layers[0]
-    assert isinstance(layer.mixer.qkv.apply, QuantizedLinear) and isinstance(layer.ffn.down.apply, QuantizedLinear)
+    mixer, ffn = blocks_of(layer)
+    assert isinstance(mixer.qkv.apply, QuantizedLinear) and isinstance(ffn.down.apply, QuantizedLinear)
     held = sum(p.tensor.nbytes for p in runner.model.params.values())
     assert held == plan.weight_bytes(1), "the plan counts other bytes than are allocated"
 
@@ -82,8 +83,9 @@ def test_modules_that_are_left_alone_stay_in_16_bits(tmp_path: Path) -> None:
     runner = TinyRunner(plan_for(tmp_path / "quantized"))
     torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
     layers = runner.model.layers
-    assert not any(isinstance(layer.mixer.qkv.apply, QuantizedLinear) for layer in layers)
-    assert [isinstance(layer.ffn.down.apply, QuantizedLinear) for layer in layers] == [True, False, True]
+    mixers, ffns = zip(*map(blocks_of, layers), strict=True)
+    assert not any(isinstance(mixer.qkv.apply, QuantizedLinear) for mixer in mixers)
+    assert [isinstance(ffn.down.apply, QuantizedLinear) for ffn in ffns] == [True, False, True]
 
 
 def test_modules_of_one_product_must_agree(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ def _rank(rank: int, size: int, folder: Path, names: tuple[str, ...]) -> None:
     [
         (2, ("qwen3_moe_mixed", "llama_bias_llama3", "qwen3_tied_bias", "glm4_moe", "qwen2_moe", "gpt_oss")),
         (2, ("deepseek_v2_lite", "deepseek_v3")),
+        (2, ("qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h", "nemotron_h_latent")),
         # 2 kv heads are held twice, 251 tokens do not divide; norms are over what four ranks hold.
         (4, ("qwen3_tied_bias", "minimax_m2", "glm4_moe", "mixtral")),
     ],

@@ -124,7 +124,13 @@ _BY_PATH: dict[str, Schema] = {
         model_path=_TEXT, is_generation=_BOOLEAN, max_model_len=_COUNT, architectures=_list(_TEXT), vocab_size=_COUNT
     ),
     "/server_info": _record(version=_TEXT, status=_TEXT, internal_states=_list(_OBJECT)),
-    "/v1/loads": _record(timestamp=_NUMBER, version=_TEXT, loads=_list(_record(dp_rank=_COUNT))),
+    "/v1/loads": _record(
+        timestamp=_NUMBER,
+        version=_TEXT,
+        dp_rank_count=_COUNT,
+        loads=_list(_record(dp_rank=_COUNT, num_running_reqs=_COUNT, num_waiting_reqs=_COUNT, token_usage=_NUMBER)),
+        aggregate=_record(total_running_reqs=_COUNT, total_waiting_reqs=_COUNT, total_reqs=_COUNT),
+    ),
     "/pause_generation": _MESSAGE,
     "/continue_generation": _MESSAGE,
     "/open_session": _TEXT,

@@ -163,9 +163,33 @@ async def server_info(request: Request) -> Response:
 
 @router.get("/v1/loads")
 async def loads(request: Request) -> Response:
-    engine = engine_of(request)
-    state = (await engine.manager.control("internal_state")).data
-    return json_response({"timestamp": time.time(), "version": __version__, "loads": [{"dp_rank": 0, **state}]})
+    """What each data-parallel rank, of which there is one, has to do; and the same of all together."""
+    manager = engine_of(request).manager
+    state = (await manager.control("internal_state")).data
+    running, waiting = state["num_running_reqs"], state["num_queue_reqs"]
+    usage = round(state["num_used_tokens"] / state["max_total_num_tokens"], 4)
+    load = {
+        "num_waiting_reqs": waiting,
+        "num_total_reqs": running + waiting,
+        "token_usage": usage,
+        "gen_throughput": state["last_gen_throughput"],
+        "cache_hit_rate": manager.stats.cache_hit_rate,
+    }
+    return json_response(
+        {
+            "timestamp": time.time(),
+            "version": __version__,
+            "dp_rank_count": 1,
+            "loads": [{"dp_rank": 0, **state, **load}],
+            "aggregate": {
+                "total_running_reqs": running,
+                "total_waiting_reqs": waiting,
+                "total_reqs": running + waiting,
+                "avg_token_usage": usage,
+                "avg_throughput": state["last_gen_throughput"],
+            },
+        }
+    )
 
 
 # --- health -----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.layernorm import norm_weight
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_of
+from sglang.srt.layers.ops import QKNormRopeStoreOp, QKWholeNormOp
 from sglang.srt.layers.parameter import Init, Part, Scope
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.weight_names import PartKey
@@ -43,7 +44,7 @@ class WholeNorm:
         self.k_copies = scope.tp_size * self.k_weight.shape[0] // k_rows[0]
         self.eps = eps
         self.reduce = parallel_state.all_reduce if scope.tp_size > 1 else None
-        self.norm = scope.plan.entry("qk_whole_norm")
+        self.norm: QKWholeNormOp = scope.plan.entry("qk_whole_norm")
 
     def __call__(self, qkv: torch.Tensor) -> None:
         """qkv [T, Q + K + V], in place."""
@@ -85,7 +86,7 @@ class GQAttention:
             self.k_scale, self.v_scale = cache_scale(scope, "k_scale"), cache_scale(scope, "v_scale")
             scope.finish.append(self._take_cache_scales)
         self.output_gate = scope.plan.entry("attention_output_gate") if spec.output_gate else None
-        self.norm_rope_store = scope.plan.entry("qk_norm_rope_store")
+        self.norm_rope_store: QKNormRopeStoreOp = scope.plan.entry("qk_norm_rope_store")
         self.attention = Attention(
             self.cache,
             self.num_heads,
@@ -107,20 +108,20 @@ class GQAttention:
             width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
             qkv, gates = qkv[:, :width], qkv[:, width:]
         q, k, v = self.norm_rope_store(
-            qkv,
-            positions,
-            cos_sin,
-            self.q_norm,
-            self.k_norm,
-            self.eps,
-            self.num_heads,
-            self.num_kv_heads,
-            self.head_dim,
-            cache.k,
-            cache.v,
-            batch.slots_of(cache).out_cache_loc,
-            cache.k_scale,
-            cache.v_scale,
+            qkv=qkv,
+            positions=positions,
+            cos_sin=cos_sin,
+            q_weight=self.q_norm,
+            k_weight=self.k_norm,
+            eps=self.eps,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            k_cache=cache.k,
+            v_cache=cache.v,
+            out_cache_loc=batch.slots_of(cache).out_cache_loc,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
         )
         out = self.attention(q, k, v, batch)
         if self.output_gate is not None:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.distributed import parallel_state
+from sglang.srt.layers.ops import LinearOp
 from sglang.srt.layers.parameter import Part, Scope
 from sglang.srt.plan.weight_names import PartKey
 
@@ -59,12 +60,12 @@ class LMHead:
         self.vocab_size = vocab_size
         self.cap = cap
         self.multi_rank = scope.tp_size > 1
-        self.linear = scope.plan.entry("linear")
+        self.linear: LinearOp = scope.plan.entry("linear")
         self.weight = _vocab_weight(scope, vocab_size, hidden_size) if tied_to is None else tied_to.weight
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         # The sums as they are: rounded to bf16, logits of 16 to 32 would lie on a grid of 0.125.
-        logits: torch.Tensor = self.linear(hidden, self.weight, out_dtype=torch.float32)
+        logits = self.linear(hidden, self.weight, out_dtype=torch.float32)
         if self.multi_rank:
             logits = parallel_state.all_gather(logits)[:, : self.vocab_size]
         return logits if self.cap == 0.0 else torch.tanh(logits / self.cap) * self.cap

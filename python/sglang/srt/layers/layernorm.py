@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sglang.srt.layers.ops import AddRMSNormOp, RMSNormOp
 from sglang.srt.layers.parameter import Init, Part, Scope
 from sglang.srt.plan.weight_names import PartKey
 
@@ -23,8 +24,8 @@ class RMSNorm:
     def __init__(self, scope: Scope, size: int, eps: float, zero_centred: bool = False) -> None:
         self.weight = norm_weight(scope, size, zero_centred)
         self.eps = eps
-        self._norm = scope.plan.entry("rmsnorm")
-        self._add_norm = scope.plan.entry("fused_add_rmsnorm")
+        self._norm: RMSNormOp = scope.plan.entry("rmsnorm")
+        self._add_norm: AddRMSNormOp = scope.plan.entry("fused_add_rmsnorm")
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """x, residual [T, H] -> (norm of their sum, their sum). Without a residual `x` is the sum."""

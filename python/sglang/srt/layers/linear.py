@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from sglang.srt.distributed import parallel_state
+from sglang.srt.layers.ops import LinearOp
 from sglang.srt.layers.parameter import Apply, Init, Part, Scope, Shard
 from sglang.srt.plan.weight_names import PartKey
 
@@ -21,7 +22,7 @@ class Unquantized:
 
     def create_weights(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
         weight = self._stacked(scope, shards)
-        linear = scope.plan.entry("linear")
+        linear: LinearOp = scope.plan.entry("linear")
         return lambda x: linear(x, weight, bias)
 
     def create_unpacked(self, scope: Scope, shard: Shard, take: Callable[[torch.Tensor], None]) -> None:

@@ -11,6 +11,7 @@ import torch
 from sglang.srt.configs.activation import RELU2, SILU, Activation
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_of
+from sglang.srt.layers.ops import GateOp
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.plan.feed_forward import Dense, up_parts
 
@@ -35,6 +36,6 @@ class GatedMLP:
 def _gate(scope: Scope, activation: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
     """[T, 2I] -> [T, I], or without a gate [T, I] -> [T, I]."""
     if activation in (SILU, RELU2):
-        gate: Callable[[torch.Tensor], torch.Tensor] = scope.plan.entry(activation.op)
+        gate: GateOp = scope.plan.entry(activation.op)
         return gate
     return functools.partial(native_ops.gated, activation=activation)

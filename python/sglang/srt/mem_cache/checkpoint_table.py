@@ -26,8 +26,8 @@ class CheckpointTable:
         self._sources: dict[int, int] = {}
         """Row -> the row whose content, as it is before the next step, it gets."""
 
-    def available_size(self) -> int:
-        return len(self._free)
+    def usage(self) -> dict[str, int]:
+        return {"free": len(self._free), "cached": len(self._nodes), "total": self.size}
 
     def save(self, slot: int, node: Node) -> None:
         """Keep the state of a request whose launched steps end with the node."""

@@ -93,12 +93,13 @@ class CachePools:
         """One page more than the plan counts: page 0 is padding."""
         if isinstance(group.lifetime, PerRequest):
             return sizes.state_rows
-        assert group.entries_per_token == 1
         if isinstance(group.lifetime, Window):
             tokens = sizes.windows[self.tables.index(group.lifetime) - 1].tokens
         else:
             tokens = sizes.tokens
-        return tokens + sizes.page_size
+        entries = (tokens + sizes.page_size) * group.entries_per_token
+        assert entries.denominator == 1, "a page holds whole entries"
+        return entries.numerator
 
     def bind(self, stores: Sequence[CacheStore]) -> None:
         """Give each store its tensors."""

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from sglang.srt.environ import envs
+from sglang.srt.errors import UserError
 from sglang.srt.kernels.coverage import check_launches
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
 from sglang.srt.layers.forward_batch import ForwardBatch
@@ -34,6 +35,8 @@ class ModelRunner:
     """Everything that touches the device. Called by one thread; every call returns before the device is done."""
 
     def __init__(self, plan: Plan, load_format: str = "auto", seed: int = 0, drafter: Drafter | None = None) -> None:
+        if drafter is not None and plan.has_states:
+            raise UserError("guesses cannot be verified with this model: its recurrent states cannot be taken back")
         self.plan = plan
         self.device = plan.device
         pdl.enable("pdl" in plan.arch.features)
@@ -83,6 +86,7 @@ class ModelRunner:
             lens, zero = np.array([num], np.int32), np.zeros(1, np.int64)
             extend = ExtendInput(np.zeros(num, np.int64), np.array([prefix], np.int32), lens, zero)
             self.run(StepInput(zero, lens + prefix, np.zeros(num, np.int32), extend)).wait()
+        self.state.lens[0] = 0  # of the padding slot, over which nothing is to be attended
 
     def run(self, step: StepInput) -> StepResult:
         """Launch one step: forward, sample, and the copy of the sampled tokens to the host."""

@@ -162,6 +162,7 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
         scale=scalar**-0.5 if scalar else 0.0,
         window=window,
         qk_norm=_qk_norm(keys, family),
+        fp32_norms=family.zero_centred_norms,
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=bias if family.o_bias is None else family.o_bias,
         output_gate=keys.default("attn_output_gate", bool, family.output_gate),

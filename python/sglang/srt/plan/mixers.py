@@ -47,6 +47,7 @@ class GQA:
     scale: float = 0.0
     window: int = 0
     qk_norm: str = ""
+    fp32_norms: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     output_gate: bool = False
@@ -102,7 +103,7 @@ class GQA:
         return (
             Matrix("attn.qkv", ("q", "k", "v"), rows, hidden_size, self.qkv_bias),
             Matrix("attn.o", ("",), hidden_size, heads * self.v_head_dim, self.o_bias),
-            Elements(norms),
+            Elements(norms, "float32" if self.fp32_norms else None),
             Elements(heads if self.sinks else 0, "float32"),
         )
 

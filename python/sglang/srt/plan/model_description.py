@@ -38,13 +38,13 @@ class ModelDescription:
     vocab_size: int
     tie_embeddings: bool
     norm_eps: float
-    embedding_scale: float
-    logit_cap: float  # logits are bent to within +-that; 0: they are not
     zero_centred_norms: bool
     layers: tuple[LayerSpec, ...]
     vision_head_dim: int  # 0: text only
     names: WeightMap
     quantization: QuantConfig | None
+    embedding_scale: float = 1.0
+    logit_cap: float = 0.0  # logits are bent to within +-that; 0: they are not
     shared_apart: str | None = None
     """Why a shared expert is not held as one more of the routed ones, where there is one."""
 

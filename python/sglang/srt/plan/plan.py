@@ -326,11 +326,14 @@ def forced_kernels(args: ServerArgs) -> dict[str, str]:
 
 
 def _check_servable(model: ModelDescription, serving: Serving) -> None:
-    """Raises UserError for caches that have no pool yet."""
-    groups = cache_groups(model, serving)
-    if any(group.entries_per_token != 1 for group in groups):
-        kinds = "; ".join(str(group) for group in groups)
-        raise UserError(f"{model.architecture} with caches of several kinds cannot be served yet: {kinds}")
+    """Raises UserError for pages that do not hold whole entries of every cache."""
+    rates = {group.entries_per_token for group in cache_groups(model, serving)}
+    whole = math.lcm(*(rate.denominator for rate in rates))
+    if serving.page_size % whole:
+        raise UserError(
+            f"{model.architecture} caches one entry for up to {whole} tokens, and a page holds whole entries:"
+            f" --page-size {serving.page_size} must be a multiple of {whole}."
+        )
 
 
 def attention_shapes(model: ModelDescription, tp_size: int) -> tuple[AttentionShape, ...]:

@@ -63,7 +63,8 @@ class GatedDelta:
             Matrix("gdn.in", inputs, 2 * (keys + values), hidden_size),
             Matrix("gdn.in_gates", gates, 2 * heads, hidden_size, quantized=False),
             Matrix("gdn.out", ("",), hidden_size, values),
-            Elements((2 * keys + values) * self.conv_kernel + 2 * heads + self.value_dim),
+            Elements((2 * keys + values) * self.conv_kernel + self.value_dim),
+            Elements(2 * heads, "float32"),
         )
 
     def activation_elements(self, tp_size: int) -> int:

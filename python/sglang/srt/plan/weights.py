@@ -9,7 +9,7 @@ import math
 
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import SCALE_BYTES, expert_share
-from sglang.srt.plan.layer_spec import Matrix, Weights
+from sglang.srt.plan.layer_spec import ABSENT, Matrix, Weights
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 
@@ -26,12 +26,14 @@ def rank_weight_bytes(model: ModelDescription, dtype: str, tp_size: int, fp8_cac
     item, hidden = _DTYPE_BYTES[dtype], model.hidden_size
     vocab_rows = -(-model.vocab_size // tp_size)
     total = vocab_rows * hidden * (1 if model.tie_embeddings else 2) * item
-    total += hidden * item  # the final norm
+    norm = hidden * (4 if model.zero_centred_norms else item)  # before a block, and behind the last one
+    total += norm
     total += _bytes_of(model, 0, model.layers[-1].residual.head_weights(hidden), item)
     rows = expert_rows(model, tp_size)
     for i, layer in enumerate(model.layers):
         weights = layer.mixer.weights(hidden, tp_size) + layer.ffn.weights(hidden, tp_size, rows)
-        total += 2 * hidden * item + _bytes_of(model, i, weights + layer.residual.weights(hidden), item)
+        total += norm * sum(block != ABSENT for block in (layer.mixer, layer.ffn))
+        total += _bytes_of(model, i, weights + layer.residual.weights(hidden), item)
         total += _CACHE_SCALE_BYTES.get(type(layer.mixer), 0) if fp8_cache else 0
     return total
 

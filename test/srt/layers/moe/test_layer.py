@@ -221,7 +221,7 @@ def test_why_a_shared_expert_is_apart(tmp_path: Path) -> None:
         (Router(2, "sigmoid", num_groups=4, top_groups=5), "5 of 4 groups cannot be chosen"),
         (Router(2, "sigmoid", num_groups=12, top_groups=6), "ranked by their two best experts and have one"),
         (Router(7, "sigmoid", num_groups=4, top_groups=2), "7 experts cannot be chosen from 2 groups of 3"),
-        (Router(2, num_groups=4, top_groups=2), "softmax routing has no groups"),
+        (Router(2, correction="bias"), "softmax routing has no correction bias"),
     ],
 )
 def test_routers_that_cannot_be(router: Router, problem: str) -> None:

@@ -14,6 +14,7 @@ from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.mlp import GatedMLP
 from sglang.srt.layers.moe.fused_moe_triton.config_files import TunedTiles, lookup
 from sglang.srt.layers.moe.topk import TopK
+from sglang.srt.layers.ops import FusedMoEOp
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.quantization.experts import Experts, ExpertSizes
 from sglang.srt.plan.feed_forward import Dense, MoE, Shared, up_parts
@@ -37,7 +38,7 @@ class MoELayer:
         sizes = ExpertSizes(spec.num_experts, width, spec.intermediate_size, spec.bias, fused, spec.form, parts)
         self.route = TopK(scope, hidden_size, spec.num_experts, spec.router, with_shared=fused)
         self.experts = Experts(scope, sizes, spec.activation.linear_in_up)
-        self.products = scope.plan.entry("fused_moe")
+        self.products: FusedMoEOp = scope.plan.entry("fused_moe")
         self.features = scope.plan.arch.features
         self.tuned = _tuned_tiles(scope, sizes, self.experts.quant)
         self.latent: tuple[ReplicatedLinear, ReplicatedLinear] | None = None
@@ -55,7 +56,7 @@ class MoELayer:
         w13, w2 = self.experts.w13, self.experts.w2
         tiles = self.tuned.for_launch(*ids.shape) if self.tuned is not None else None
         rows = x if self.latent is None else self.latent[0](x)
-        out: torch.Tensor = self.products(rows, w13, w2, weights, ids, self.activation, tiles, self.features)
+        out = self.products(rows, w13, w2, weights, ids, self.activation, tiles, self.features)
         if self.latent is not None:  # linear: of each rank's summand
             out = self.latent[1](out)
         if self.shared is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
 from sglang.srt.errors import UserError
+from sglang.srt.layers.ops import HashRoutingOp, ScoreRoutingOp, SoftmaxRoutingOp
 from sglang.srt.layers.parameter import Init, Part, Scope
 from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import PartKey
@@ -31,7 +32,7 @@ class TopK:
         self.bias = own.param("bias", (num_experts,), init=Init.ZEROS, dtype=dtype) if spec.bias else None
         # Kernels for 16-bit products do not take fp32.
         self.linear: Callable[..., torch.Tensor] = F.linear if spec.float32 else scope.plan.entry("linear")
-        self.route = scope.plan.entry(spec.op)
+        self.route: Any = scope.plan.entry(spec.op)  # as OPS[spec.op]
         self.correction: torch.Tensor | None = None
         self.table: torch.Tensor | None = None
         if spec.correction:
@@ -48,17 +49,35 @@ class TopK:
         else:
             logits = self.linear(x.float() if spec.float32 else x, self.weight, self.bias)
         valid = None if batch is None else batch.num_valid_tokens
-        common = (spec.scale, self.with_shared, valid)
-        groups = (spec.num_groups, spec.top_groups)
-        found: tuple[torch.Tensor, torch.Tensor]
         if self.table is not None:
             assert batch is not None, "hash routing needs the token ids"
-            found = self.route(logits, batch.input_ids, self.table, spec.score, *common)
-        elif spec.score == "softmax":
-            found = self.route(logits, spec.top_k, spec.renormalize, *common, groups)
-        else:
-            found = self.route(logits, self.correction, spec.top_k, spec.renormalize, groups, *common)
-        return found
+            hashed: HashRoutingOp = self.route
+            return hashed(
+                logits,
+                token_ids=batch.input_ids,
+                table=self.table,
+                score=spec.score,
+                scale=spec.scale,
+                with_shared=self.with_shared,
+                num_valid=valid,
+            )
+        groups = (spec.num_groups, spec.top_groups)
+        if spec.score == "softmax":
+            by_softmax: SoftmaxRoutingOp = self.route
+            return by_softmax(
+                logits, spec.top_k, spec.renormalize, spec.scale, self.with_shared, num_valid=valid, groups=groups
+            )
+        by_score: ScoreRoutingOp = self.route
+        return by_score(
+            logits,
+            self.correction,
+            spec.top_k,
+            spec.renormalize,
+            groups,
+            scale=spec.scale,
+            with_shared=self.with_shared,
+            num_valid=valid,
+        )
 
 
 def _hash_table(scope: Scope, spec: Router, num_experts: int) -> torch.Tensor:

@@ -5,8 +5,9 @@ been launched, `planned_len` the tokens that exist once every launched step has 
 previous one is read back, so `planned_len` may be ahead of `len(tokens)`.
 
 A step that verifies guesses brings k tokens of a request, of which 1 to k will stand: until it is read back both
-lengths count all k, and `slack` those that may yet fall away. So `kv_len - slack` tokens have KV that is right, as far
-as the host knows the tokens. That makes it safe to end a request at any moment.
+lengths count all k, and `slack` those that may yet fall away. Whatever falls away, the first token of a step in flight
+is the last one that the host knows; so of the tokens that it knows, the first `kv_len` have KV that is right. That
+makes it safe to end a request at any moment.
 """
 
 from __future__ import annotations
@@ -131,9 +132,9 @@ class Req:
         self.num_verify_steps += 1
 
     def drop_guesses(self) -> None:
-        """Before it gives its cache slots up: `kv_len` counts what is certain."""
+        """Before it gives its cache slots up: `kv_len` counts tokens that the host knows."""
         self.reserved_len = max(self.reserved_len, self.kv_len)
-        self.kv_len = min(self.kv_len - self.slack, len(self.tokens))
+        self.kv_len = min(self.kv_len, len(self.tokens))
         self.slack = 0
 
     @property

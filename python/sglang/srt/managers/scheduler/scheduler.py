@@ -407,4 +407,7 @@ class Scheduler:
         held = sum(-(-max(r.kv_len, r.reserved_len) // page) * page - r.num_cached for r in self.reqs.values())
         usage = self.kv.usage()
         windows = [{"window": window.window, **window.usage()} for window in self.kv.windows]
-        return {**usage, "held": held, "windows": windows}
+        memory: dict[str, Any] = {**usage, "held": held, "windows": windows}
+        if self.kv.checkpoints is not None:
+            memory["checkpoints"] = self.kv.checkpoints.usage()
+        return memory
