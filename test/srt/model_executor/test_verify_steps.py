@@ -172,11 +172,12 @@ def test_padding_of_graphs_changes_nothing(name: str, tmp_path: Path, monkeypatc
     assert max(replays) > 4 and any(count not in graphs.batch_sizes for count in replays)
 
 
-QUESTIONS = ("What is the capital of France?", "What is 7 + 5?", "Repeat the word apple.", "What is 12 - 5?")
+QUESTIONS = ("What is the capital of France?", "What is 2+2?", "What is 15+27?", "What is the capital of Japan?")
 
 
 def answers(scheduler: Scheduler, params: dict[str, Any]) -> dict[tuple[int, ...], list[int]]:
-    """By prompt. The embedded model is certain of what it says: other roundings of products hardly change a token."""
+    """By prompt. The embedded model is certain of these answers (the next best logit is 10 lower), so that products of
+    another height, which round otherwise, change no token."""
     tokenizer = Tokenizer.from_file(f"{DEFAULT_MODEL_PATH}/tokenizer.json")
     collector, asked = Collector(), {}
     for i, question in enumerate(QUESTIONS):

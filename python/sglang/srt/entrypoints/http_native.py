@@ -96,7 +96,8 @@ async def generate(request: Request) -> Response:
     engine = engine_of(request)
     manager, sessions = engine.manager, state_of(request).sessions
     body = await read_body(request, GenerateBody)
-    call, session = body.to_request(), body.session_params
+    call = body.to_request()
+    session = body.session_params if body.session_params and body.session_params.id else None
     if not call.stream:
         work = native_results(manager, call) if session is None else session_result(manager, sessions, call, session)
         return json_response(await until_disconnect(request, work))

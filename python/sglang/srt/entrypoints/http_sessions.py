@@ -39,10 +39,10 @@ class SessionParams(msgspec.Struct):
     """The session `id` and its request `rid` to go on from; without one the session's beginning.
 
     `offset`: how many tokens of that are kept; 0 or none: all. `replace`: what went on from there before is dropped.
-    `drop_previous_output`: only the prompt of that request is gone on from.
+    `drop_previous_output`: only the prompt of that request is gone on from. Without an `id` there is no session.
     """
 
-    id: str
+    id: str = ""
     rid: str | None = None
     offset: Annotated[int, Meta(ge=-(2**31), le=2**31)] | None = None
     replace: bool | None = False
