@@ -1,6 +1,9 @@
 # make serve   install into .venv and serve the embedded model; PORT=8000 ARGS="--model-path DIR --tp 2"
 # make test    install into .venv and run every check
 # make fuzz    the fuzz tests at length, about an hour; ARGS="-k soak -s"
+# make page    what people do with the page at /, in headless Chromium; SCREENSHOTS=DIR keeps pictures
+# make clients langchain-openai and litellm against a server
+# make schemas 300 JSON schemas, each answered by the embedded model
 # make upstream UPSTREAM=newest|0.5.23|DIR|GIT-URL@REF   carry our changes onto that SGLang, verify its kernels, compare interfaces
 # make ledger  TRITON=3.6.0   compile every row of the kernel ledger with that Triton and compare
 # make gpu     the tests that need a GPU, with its own kernels and with SM120's
@@ -19,7 +22,7 @@ TRITON ?= 3.9.0
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help serve test fuzz ledger gpu install check lint types imports unit format clean
+.PHONY: help serve test fuzz page clients schemas ledger gpu install check lint types imports unit format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -31,6 +34,17 @@ test: lint types imports unit
 
 fuzz: install
 	FUZZ=long $(BIN)/pytest test/fuzz $(ARGS)
+
+page: install
+	$(BIN)/python -m pip install --quiet -c .venv/constraints.txt -e '.[browser]'
+	$(BIN)/pytest -m browser test/page $(ARGS)
+
+clients: install
+	$(BIN)/python -m pip install --quiet -c .venv/constraints.txt -e '.[clients]'
+	$(BIN)/pytest -m clients test/clients $(ARGS)
+
+schemas: install
+	$(BIN)/pytest -m schemas test/schemas -s $(ARGS)
 
 gpu: install
 	$(BIN)/python scripts/gpu_checks.py $(ARGS)

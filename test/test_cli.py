@@ -7,7 +7,10 @@ from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.launch_server import report_user_errors
 from sglang.srt.errors import UserError
 
-EMBEDDED = ["--model-path", DEFAULT_MODEL_PATH, "--served-model-name", "tiny"]
+EMBEDDED = [
+    *("--model-path", DEFAULT_MODEL_PATH, "--served-model-name", "tiny"),
+    *("--tool-call-parser", "auto", "--reasoning-parser", "auto"),
+]
 
 
 @pytest.mark.parametrize(

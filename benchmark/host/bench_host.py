@@ -12,11 +12,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
+import torch
 
+from sglang.srt.managers.scheduler.output import StopChecker
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq
 from sglang.srt.mem_cache.allocator import TokenAllocator
 from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.model_executor.step import StepInput, StepResult
+from sglang.srt.plan.pool_sizes import PoolSizes
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
 
 
 def best_of(step: Callable[[], object], repeats: int = 200) -> float:
@@ -53,8 +62,48 @@ def prefix_match() -> float:
     tokens = np.random.default_rng(0).integers(0, 150_000, 8192, dtype=np.int32)
     slots = allocator.alloc([0], [8192], None)
     assert slots is not None
-    cache.insert(tokens, slots)
+    cache.commit(tokens, slots, cache.root, 0)
     return best_of(lambda: cache.match_prefix(tokens))
+
+
+class NoModel:
+    """A model runner whose requests never end, at no cost."""
+
+    tokens_per_step = 1
+
+    def __init__(self, num_reqs: int) -> None:
+        self.plan = SimpleNamespace(
+            pool_sizes=PoolSizes(1 << 20, 1, num_reqs, 4096), page_size=1, context_len=4096, caches_prefixes=True,
+            chunked_prefill_size=-1, max_prefill_tokens=1 << 20, model=SimpleNamespace(vocab_size=1 << 17),
+        )  # fmt: skip
+        self.sampling_table = SimpleNamespace(set=lambda *row: None, clear=lambda slot: None)
+
+    def decodes_in_graph(self, num_reqs: int) -> bool:
+        return False
+
+    def forward(self, step: StepInput) -> int:
+        return len(step.sampled_slots)
+
+    def sample(self, forward: int, vocab_mask: None) -> StepResult:
+        return StepResult(torch.ones(forward, 1, dtype=torch.int64), None)
+
+
+def scheduler_step(num_reqs: int, stream: bool) -> float:
+    """Choosing, launching and reading back one decode step, without the model and the device."""
+    args = ServerArgs.from_kwargs(model_path="none")
+    scheduler = Scheduler(args, NoModel(num_reqs), StopChecker(None))  # type: ignore[arg-type]
+    params = SamplingParams(max_new_tokens=4000, ignore_eos=True)
+    for i in range(num_reqs):
+        msg = TokenizedGenerateReq(rid=str(i), input_ids=[i + 1] * 20, sampling_params=params, stream=stream)
+        scheduler.add(msg, i, frozenset())
+    for _ in range(3):
+        scheduler.step()
+
+    def step() -> None:
+        scheduler.step()
+        scheduler.outbox.clear()
+
+    return best_of(step, 1000)
 
 
 def import_seconds() -> float:
@@ -71,6 +120,9 @@ def main() -> None:
         "allocate 512 tokens, page size 1": decode_allocation(1),
         "allocate 512 tokens, page size 16": decode_allocation(16),
         "match a cached prompt of 8192": prefix_match(),
+        "scheduler, 1 request": scheduler_step(1, True),
+        "scheduler, 256 requests": scheduler_step(256, False),
+        "scheduler, 256 requests that stream": scheduler_step(256, True),
     }.items():
         print(f"{name:<40} {seconds * 1e6:>10.1f} us {seconds / step:>8.2%} of a step")
     print(f"{'import sglang':<40} {import_seconds() * 1e6:>10.1f} us")

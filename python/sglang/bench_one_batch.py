@@ -29,7 +29,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.log import configure_logging
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.allocator import TokenAllocator
+    from sglang.srt.mem_cache.kv_table import KVTable
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def _print(rank: int, line: str) -> None:
 
 
 def measure(
-    runner: ModelRunner, allocator: TokenAllocator, case: tuple[int, int, int], bench: BenchArgs, rank: int
+    runner: ModelRunner, kv: KVTable, case: tuple[int, int, int], bench: BenchArgs, rank: int
 ) -> dict[str, Any]:
     """One (batch size, input length, output length), measured after a warm-up of the same shape."""
     from sglang.bench.direct import DirectBatch
@@ -103,13 +103,13 @@ def measure(
     prompts = rng.integers(0, min(10_000, runner.plan.model.vocab_size), (batch_size, input_len)).tolist()
     chunk = runner.plan.chunked_prefill_size
     max_tokens = chunk if chunk > 0 else batch_size * input_len
-    warm = DirectBatch(runner, allocator, prompts, output_len)
+    warm = DirectBatch(runner, kv, prompts, output_len)
     warm.prefill(max_tokens)
     for _ in range(min(WARMUP_DECODE_STEPS, output_len - 1)):
         warm.decode()
     warm.close()
 
-    batch = DirectBatch(runner, allocator, prompts, output_len)
+    batch = DirectBatch(runner, kv, prompts, output_len)
     start = time.perf_counter()
     batch.prefill(max_tokens)
     prefill = time.perf_counter() - start
@@ -152,9 +152,7 @@ def _conclude(case: tuple[int, int, int], prefill: float, steps: list[float], ra
     return result
 
 
-def check_outputs(
-    runner: ModelRunner, allocator: TokenAllocator, args: ServerArgs, bench: BenchArgs, rank: int
-) -> list[list[int]]:
+def check_outputs(runner: ModelRunner, kv: KVTable, args: ServerArgs, bench: BenchArgs, rank: int) -> list[list[int]]:
     """Greedy outputs of a few prompts, computed at once and in two parts; prints the texts, and a warning if the two
     ways differ. Raises UserError without a tokenizer."""
     from sglang.bench.direct import DirectBatch
@@ -167,7 +165,7 @@ def check_outputs(
     output_len = bench.output_len[0]
     runs: list[list[list[int]]] = []
     for cut in (None, min(bench.cut_len, *(len(p) - 1 for p in prompts))):
-        batch = DirectBatch(runner, allocator, prompts, output_len)
+        batch = DirectBatch(runner, kv, prompts, output_len)
         if cut is not None:
             batch.prefill(1 << 20, upto=cut)
         outputs = [[token] for token in batch.prefill(1 << 20)]
@@ -186,18 +184,18 @@ def check_outputs(
 def run_rank(args: ServerArgs, bench: BenchArgs, rank: int, rendezvous: str | None) -> None:
     """Everything that one tensor-parallel rank does. Raises UserError."""
     configure_logging(args.log_level, f"TP{rank}" if args.tp_size > 1 else "")
+    from sglang.bench.direct import direct_table
     from sglang.srt.managers.scheduler.scheduler_setup import create_runner
-    from sglang.srt.mem_cache.allocator import TokenAllocator
 
     runner = create_runner(args, rank, rendezvous)
-    allocator = TokenAllocator(runner.plan.max_total_num_tokens, runner.plan.page_size)
+    kv = direct_table(runner)
     if bench.correctness_test:
-        check_outputs(runner, allocator, args, bench, rank)
+        check_outputs(runner, kv, args, bench, rank)
         return
     for case in itertools.product(bench.batch_size, bench.input_len, bench.output_len):
         _print(rank, f"Benchmark. batch size: {case[0]}, input length: {case[1]}, output length: {case[2]}")
         try:
-            result = measure(runner, allocator, case, bench, rank)
+            result = measure(runner, kv, case, bench, rank)
         except UserError as error:
             _print(rank, f"skipped: {error}")
             continue

@@ -37,7 +37,8 @@ def with_model(argv: Sequence[str]) -> list[str]:
         return ["--model-path", *words]
     if _has_model(words):
         return words
-    return ["--model-path", DEFAULT_MODEL_PATH, "--served-model-name", Path(DEFAULT_MODEL_PATH).name, *words]
+    parsers = ["--tool-call-parser", "auto", "--reasoning-parser", "auto"]
+    return ["--model-path", DEFAULT_MODEL_PATH, "--served-model-name", Path(DEFAULT_MODEL_PATH).name, *parsers, *words]
 
 
 def run_serve(argv: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from sglang.srt.configs.hf_config import merge_overrides, read_config, select_text_config
 from sglang.srt.configs.model_config import ModelConfig, context_length
 from sglang.srt.configs.model_path import resolve_model_path
-from sglang.srt.configs.quantization import agree, detect
+from sglang.srt.configs.quantization import quantization_of
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name, current_arch
 from sglang.srt.kernels.ledger_file import Ledger, judged_as, tile_key
@@ -25,12 +25,13 @@ from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import Choice, Need, NoKernel, Rejection
 from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
 from sglang.srt.layers.moe.fused_moe_triton.config_files import find
-from sglang.srt.plan.caches import CacheGroup, cache_cost, cache_groups
+from sglang.srt.plan.caches import CacheGroup, cache_groups
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.layout import check_layout
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.plan import describe_capacity, forced_kernels, make_plan, plan_capacity, serving_of
+from sglang.srt.plan.pool_sizes import cache_cost
 from sglang.srt.plan.weights import expert_rows
 from sglang.srt.server_args import ServerArgs
 
@@ -64,14 +65,12 @@ def explain(args: ServerArgs, arch: ArchTraits, packages: frozenset[str]) -> Exp
     """Raises UserError: a model or configuration that cannot be read."""
     directory = resolve_model_path(args.model_path, args.revision, args.download_dir, False)
     config = merge_overrides(read_config(directory), args.model_overrides())
-    quantization = agree(args.quantization, detect(config, directory), str(directory))
-    model = describe_model(config, quantization, not args.disable_shared_experts_fusion)
+    quantization = quantization_of(config, directory, args.quantization, args.flashinfer_mxfp4_moe_precision)
+    fuse, source = not args.disable_shared_experts_fusion, str(directory / "config.json")
+    model = describe_model(config, quantization, fuse, source)
     serving = serving_of(args, model.dtype if args.dtype == "auto" else args.dtype, quantization)
-    try:
-        served: ModelConfig | None = ModelConfig.from_server_args(args)
-        not_implemented = None
-    except UserError as error:
-        served, not_implemented = None, str(error)
+    not_implemented = "\n".join(model.unsupported) or None
+    served = None if not_implemented else ModelConfig.from_server_args(args)
     try:
         check_layout(model, serving.tp_size)
     except UserError as error:

@@ -286,12 +286,12 @@ def our_interface() -> tuple[Interface, Interface]:
     """What we have, and what we only answer: old spellings, and names that are refused or ignored with a reason."""
     from sglang.srt import compat
     from sglang.srt.cli_args import flag
-    from sglang.srt.configs.architectures import SUPPORTED_ARCHITECTURES
     from sglang.srt.entrypoints import http_native
     from sglang.srt.entrypoints.anthropic import routes as anthropic_routes
     from sglang.srt.entrypoints.openai import routes as openai_routes
     from sglang.srt.environ import IGNORED, KNOWN
     from sglang.srt.managers.front.metrics import Metrics
+    from sglang.srt.plan.families import SERVED_ARCHITECTURES
     from sglang.srt.server_args import TABLE
 
     routers = (http_native.router, openai_routes.router, anthropic_routes.router)
@@ -302,7 +302,7 @@ def our_interface() -> tuple[Interface, Interface]:
         "choice": {f"{flag(name)}={choice}" for name in TABLE.fields for choice in TABLE.spec(name).choices},
         "endpoint": {_endpoint(f"{method} {route.path}") for route in routes for method in route.methods},  # type: ignore[attr-defined]
         "environment": KNOWN,
-        "architecture": SUPPORTED_ARCHITECTURES,
+        "architecture": SERVED_ARCHITECTURES,
         "quantization": TABLE.spec("quantization").choices,
         "metric": {_metric(family.name) for family in Metrics("any").collect()},
     }

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from sglang import bench_one_batch
-from sglang.bench.direct import DirectBatch
+from sglang.bench.direct import DirectBatch, direct_table
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
-from sglang.srt.mem_cache.allocator import TokenAllocator
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
 
@@ -29,15 +28,14 @@ def runner(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
 
 
 def generate(runner: ModelRunner, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-    allocator = TokenAllocator(runner.plan.max_total_num_tokens, runner.plan.page_size)
-    batch = DirectBatch(runner, allocator, prompts, 6)
+    kv = direct_table(runner)
+    batch = DirectBatch(runner, kv, prompts, 6)
     outputs = [[token] for token in batch.prefill(max_tokens)]
     for _ in range(5):
         for output, token in zip(outputs, batch.decode(), strict=True):
             output.append(token)
     batch.close()
-    assert allocator.available_size() == allocator.size
-    assert runner.req_pool.available_size() == runner.plan.max_running_requests
+    assert kv.available_size() == kv.size and kv.num_free_rows() == runner.plan.max_running_requests
     return outputs
 
 
@@ -55,10 +53,10 @@ def test_steps_do_not_change_the_outputs(runner: ModelRunner) -> None:
 def test_what_does_not_fit_is_refused(
     runner: ModelRunner, prompts: list[list[int]], output_len: int, message: str
 ) -> None:
-    allocator = TokenAllocator(runner.plan.max_total_num_tokens, runner.plan.page_size)
+    kv = direct_table(runner)
     with pytest.raises(UserError, match=message):
-        DirectBatch(runner, allocator, prompts, output_len)
-    assert allocator.available_size() == allocator.size
+        DirectBatch(runner, kv, prompts, output_len)
+    assert kv.available_size() == kv.size
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -179,11 +179,15 @@ async def exchange_events(client: httpx.AsyncClient, job: Job) -> str:
                 if job.behaviour == "leave":
                     return "left"
                 await abort(client, job)
-            if line:
+            if line and not line.startswith(":"):
                 data = line.removeprefix("data: ")
                 events.append(data if data == "[DONE]" else json.loads(data))
     assert events.pop() == "[DONE]", f"{job}: {events[-3:]}"
-    if any("error" in event for event in events):  # the queue was full for a part of a batch
+    if any("error" in event for event in events):
+        if "aborted" in events[-1]["error"]["message"]:
+            assert job.behaviour == "abort", job
+            return "aborted"
+        # the queue was full for a part of a batch
         assert "queue" in events[-1]["error"]["message"].lower(), f"{job}: {events[-1]}"
         return "refused"
     return ended(job, *joined(job, events))

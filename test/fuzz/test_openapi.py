@@ -13,7 +13,11 @@ from fuzz.scale import API_EXAMPLES, LONG
 from fuzz.target import Target
 from hypothesis import HealthCheck, settings
 from schemathesis.checks import CheckFunction, not_a_server_error
-from schemathesis.specs.openapi.checks import content_type_conformance, status_code_conformance
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
 
 from sglang.srt.entrypoints.http_app import create_api
 from sglang.srt.entrypoints.http_state import ServerState
@@ -21,11 +25,26 @@ from sglang.srt.server_args import ServerArgs
 
 API = create_api(ServerState(ServerArgs(model_path="any"))).openapi()
 SCHEMA = schemathesis.openapi.from_dict(API)
-CHECKS: list[CheckFunction] = [not_a_server_error, status_code_conformance, content_type_conformance]
+CHECKS: list[CheckFunction] = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
 UNDO = {"/pause_generation": "/continue_generation", "/start_profile": "/stop_profile"}
 PROFILER = "_profile$"
-MENDED = ("/generate", "/v1/completions", "/v1/chat/completions")
 ANSWER_LIMIT_S = 60.0
+USER = [{"role": "user", "content": "a"}]
+SHORT_ANSWERS: dict[str, dict[str, Any]] = {
+    "/generate": {"sampling_params": {"max_new_tokens": 2}},
+    "/v1/completions": {"prompt": "a", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": USER, "max_tokens": 2},
+    "/v1/messages": {"messages": USER, "max_tokens": 2},
+    "/v1/responses": {"input": "a", "max_output_tokens": 2},
+    "/api/chat": {"messages": USER, "options": {"num_predict": 2}},
+    "/api/generate": {"prompt": "a", "options": {"num_predict": 2}},
+}
+"""What is in the body, or stands there if nothing does: numbers always."""
 SETTINGS = settings(
     max_examples=API_EXAMPLES,
     deadline=None,
@@ -33,7 +52,7 @@ SETTINGS = settings(
     derandomize=not LONG,
     suppress_health_check=list(HealthCheck),
 )
-REFUSED_FIELDS = ("image_data", "lora_path")
+REFUSED_FIELDS = ("image_data", "lora_path", "session_params", "previous_response_id")
 """What this model has no use for, whatever the value."""
 
 
@@ -53,7 +72,7 @@ def profiled_server(target: Target) -> Iterator[GuardedServer]:
 @SETTINGS
 @pytest.mark.timeout(3600)
 def test_operation(case: schemathesis.Case, server: GuardedServer) -> None:
-    if case.path not in MENDED or not isinstance(case.body, dict):
+    if case.path not in SHORT_ANSWERS or not isinstance(case.body, dict):
         exchange(case, server.url)
         return
     bodies = [mended(case.body, case.path), *([case.body] if LONG else [])]
@@ -77,14 +96,13 @@ def exchange(case: schemathesis.Case, url: str) -> None:
 
 def mended(body: dict[str, Any], path: str) -> dict[str, Any]:
     """`body` without what is refused so early that nothing behind it is reached, and with a short answer."""
-    body = {name: value for name, value in body.items() if name not in REFUSED_FIELDS}
-    if path == "/generate":
-        if (body.get("text") is None) == (body.get("input_ids") is None):
-            body |= {"text": "a", "input_ids": None}
-        params = body.get("sampling_params")
-        body["sampling_params"] = {**(params if isinstance(params, dict) else {}), "max_new_tokens": 2}
-    elif path == "/v1/completions":
-        body |= {"prompt": body.get("prompt") or "a", "max_tokens": 2}
-    elif path in ("/v1/chat/completions", "/v1/messages"):
-        body |= {"messages": body.get("messages") or [{"role": "user", "content": "a"}], "max_tokens": 2}
-    return body
+    kept = {name: value for name, value in body.items() if name not in REFUSED_FIELDS}
+    if path == "/generate" and (kept.get("text") is None) == (kept.get("input_ids") is None):
+        kept |= {"text": "a", "input_ids": None}
+    for name, value in SHORT_ANSWERS[path].items():
+        given = kept.get(name)
+        if isinstance(value, dict):
+            kept[name] = {**(given if isinstance(given, dict) else {}), **value}
+        elif not given or isinstance(value, int):
+            kept[name] = value
+    return kept

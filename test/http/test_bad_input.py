@@ -204,7 +204,7 @@ def test_invalid_completions(http: httpx.Client, body: dict[str, Any], part: str
         ({"text": "a", "image_data": "x.png"}, "vision"),
         ({"text": "a", "lora_path": "x"}, "lora_path"),
         ({"text": ["a", "b"], "lora_path": [None, "x"]}, "lora_path"),
-        ({"text": "a", "session_params": {"id": "s"}}, "session_params"),
+        ({"text": "a", "session_params": {"id": "s"}}, "There is no session"),
         ({"text": "a", "audio_data": "x.wav"}, "audio_data"),
         ({"text": "a", "video_data": ["x.mp4"]}, "video_data"),
         ({"text": "a", "require_reasoning": True}, "require_reasoning"),

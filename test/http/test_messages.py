@@ -254,3 +254,19 @@ def test_failure_in_a_stream(client: anthropic.Anthropic, server: LiveServer) ->
     body: Any = raised.value.body
     assert body["type"] == "error" and body["error"]["type"] == "overloaded_error"
     assert "aborted" in body["error"]["message"] and "message_stop" not in names
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("budget", [1, 6])
+def test_a_thinking_budget_is_kept(client: anthropic.Anthropic, budget: int, stream: bool) -> None:
+    params = {"thinking": {"type": "enabled", "budget_tokens": budget}, "max_tokens": 200}
+    if stream:
+        messages = [{"role": "user", "content": APPLES}]
+        with client.messages.stream(model=MODEL, messages=messages, extra_body=GREEDY, **params) as events:
+            answer = events.get_final_message()
+    else:
+        answer = ask(client, APPLES, **params)
+    kinds = [block.type for block in answer.content]
+    assert kinds[-1] == "text" and answer.stop_reason == "end_turn"
+    thoughts = answer.usage.output_tokens_details.thinking_tokens
+    assert thoughts <= budget + 2, "the tokens, and the marks around them"

@@ -91,7 +91,13 @@ def test_information(http: httpx.Client) -> None:
     assert info["served_model_name"] == "tiny" and info["version"] and info["max_total_num_tokens"] > 0
     assert {"last_gen_throughput", "memory_usage"} <= info["internal_states"][0].keys()
     assert http.get("/get_server_info").status_code == 200
-    assert http.get("/v1/loads").json()["loads"][0]["num_running_reqs"] == 0
+    load = http.get("/v1/loads").json()["loads"][0]
+    assert load["num_running_reqs"] == load["num_queue_reqs"] == load["num_used_tokens"] == 0
+    assert load["max_total_num_tokens"] > 4096 and load["num_waiting_reqs"] == load["token_usage"] == 0
+    aggregate = http.get("/v1/loads").json()["aggregate"]
+    assert aggregate["total_reqs"] == aggregate["total_running_reqs"] + aggregate["total_waiting_reqs"] == 0
+    generate(http)
+    assert http.get("/v1/loads").json()["loads"][0]["num_generated_tokens"] == load["num_generated_tokens"] + 6
 
 
 @pytest.mark.parametrize("path", ["/health", "/health_generate", "/ready", "/ping"])
@@ -100,7 +106,7 @@ def test_health(http: httpx.Client, path: str) -> None:
 
 
 def test_pages(http: httpx.Client) -> None:
-    assert "/v1/chat/completions" in http.get("/").text
+    assert http.get("/").headers["content-type"].startswith("text/html")
     schema = http.get("/openapi.json").json()
     assert {"/v1/chat/completions", "/v1/completions", "/generate", "/v1/models"} <= schema["paths"].keys()
     named = schema["components"]["schemas"]
@@ -128,14 +134,14 @@ def test_responses_that_are_described(http: httpx.Client) -> None:
     for (path, method), operation in operations.items():
         statuses = set(operation["responses"])
         assert "422" not in statuses
-        assert {"413", "415"} <= statuses or method == "get"
+        assert {"413", "415"} <= statuses or method in ("get", "delete")
         assert "400" in statuses or "requestBody" not in operation
         assert "401" in statuses or path in ("/health", "/health_generate", "/ready", "/metrics")
         if method == "post":
             answer = http.post(path, content=b"{", headers={"content-type": "text/plain"})
             assert str(answer.status_code) in statuses and answer.status_code == 415
     streaming = {path for (path, _), entry in operations.items() if "text/event-stream" in str(entry["responses"])}
-    assert streaming == {"/generate", "/v1/chat/completions", "/v1/completions", "/v1/messages"}
+    assert streaming == {"/generate", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"}
     assert "404" in operations["/v1/models/{model_id}", "get"]["responses"]
 
 

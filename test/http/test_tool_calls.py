@@ -306,3 +306,30 @@ def test_markers_that_are_special_tokens(tmp_path: Path) -> None:
             f"{server.url}/generate", json={"text": "<|im_start|>user\nHi<|im_end|>\n", "stream": False}
         )
         assert "<|" not in native.json()["text"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("constrained", [False, True])
+def test_a_thinking_budget(client: openai.OpenAI, constrained: bool, stream: bool) -> None:
+    """Thoughts end there, in every choice, and the grammar of the answer begins behind them."""
+    schema = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    free = ask(client, APPLES).choices[0].message.reasoning_content
+    options = {"extra_body": {"thinking_budget": 4}, **({"response_format": form} if constrained else {})}
+    if stream:
+        result = streamed(ask(client, APPLES, stream=True, **options))
+        answers = [(result["reasoning"], result["content"])]
+    else:
+        choices = ask(client, APPLES, n=2, temperature=0.7, **options).choices
+        answers = [(choice.message.reasoning_content, choice.message.content) for choice in choices]
+    for thoughts, content in answers:
+        assert 0 < len(thoughts) < len(free) and content
+        if constrained:
+            assert set(json.loads(content)) == {"answer"}
+
+
+def test_a_thinking_budget_needs_a_reasoning_parser() -> None:
+    with live_server("--served-model-name", MODEL) as server, connect(server) as client:
+        refused = pytest.raises(openai.BadRequestError, match="thinking_budget needs --reasoning-parser")
+        with refused:
+            ask(client, APPLES, extra_body={"thinking_budget": 4})

@@ -20,8 +20,9 @@ from sglang.quantize.__main__ import main
 from sglang.quantize.calibrate import BATCH_PROMPTS, calibrate
 from sglang.quantize.export import UNCALIBRATED_INPUT_SCALE
 from sglang.quantize.prompts import read_prompts
+from sglang.srt.configs.activation import SILU, Activation
 from sglang.srt.errors import UserError
-from sglang.srt.layers.moe.expert_weights import SILU, Activation, ExpertWeights
+from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.layers.native_ops import gated
 from sglang.srt.layers.quantization.linear_weight import LinearWeight
 from sglang.srt.layers.quantization.reference import round_activation

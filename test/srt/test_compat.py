@@ -113,9 +113,9 @@ def test_an_abbreviation_of_several_refused_flags() -> None:
     with pytest.raises(UserError, match="^--spec is not implemented in sm120-sglang .*: there is no speculative"):
         ServerArgs.from_cli(["--model", "m", "--spec", "1"])
     with pytest.raises(
-        UserError, match=r"^--enable-p is ambiguous: it could be --enable-p2p-check, .*, \.\.\.\. Write"
+        UserError, match=r"^--enable-l is ambiguous: it could be --enable-layernorm-sp, .*, \.\.\.\. Write"
     ):
-        ServerArgs.from_cli(["--model", "m", "--enable-p"])
+        ServerArgs.from_cli(["--model", "m", "--enable-l"])
 
 
 def test_an_abbreviation_that_fits_upstream_flags_too_is_said(caplog: pytest.LogCaptureFixture) -> None:

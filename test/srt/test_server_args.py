@@ -148,7 +148,7 @@ def test_spellings(words: str, field: str, value: Any) -> None:
         ("--dtype int8", "--dtype: must be one of auto, bfloat16"),
         ("--attention-backend nsa", "--attention-backend: must be one of triton, flashinfer, torch_native; got 'nsa'"),
         ("--decode-attention-backend trition", "--decode-attention-backend: must be one of triton, flashinfer"),
-        ("--moe-runner-backend trition", "--moe-runner-backend: must be one of auto, triton, torch_native"),
+        ("--moe-runner-backend trition", "--moe-runner-backend: must be one of auto, sgl_kernel, triton, torch_native"),
         ("--grammar-backend outlines", "--grammar-backend: must be one of xgrammar"),
         ("--quantization fp4", "--quantization: must be one of fp8, w8a8_fp8"),
         ("--schedule-policy best", "--schedule-policy: must be one of fcfs"),

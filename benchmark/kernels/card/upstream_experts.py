@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from measured_experts import MeasuredLayer
 
 from sglang.srt.hardware.arch import ArchTraits
-from sglang.srt.kernels.spec import Tile, TileRecord
-from sglang.srt.layers.moe.fused_moe_triton.tiles import tile
+from sglang.srt.kernels.spec import TileRecord
+from sglang.srt.layers.moe.fused_moe_triton.tiles import GroupedTile, tile
 from sglang.tuning.cost_model import Constants, GroupedProduct, estimate_blocks
 
 _BF16, _FP8 = ("m16n8k16 bf16",), ("m16n8k32 e4m3",)
@@ -72,7 +72,7 @@ def _product(layer: MeasuredLayer, kind: str, arch: ArchTraits, constants: Const
     return found.total
 
 
-def even_blocks(layer: MeasuredLayer, choice: Tile) -> tuple[float, float]:
+def even_blocks(layer: MeasuredLayer, choice: GroupedTile) -> tuple[float, float]:
     """Experts with a token, and blocks of BLOCK_M rows, when tokens are shared out evenly."""
     few, more = divmod(layer.pairs, layer.num_experts)
     m = choice["BLOCK_M"]

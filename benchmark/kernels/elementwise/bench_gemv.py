@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from timing import copies_for, read_ceiling, time_calls
 
 from sglang.srt.layers.triton_ops import pdl
-from sglang.srt.layers.triton_ops.gemv import TILE, Tile, gemv, linear, supports
+from sglang.srt.layers.triton_ops.gemv import TILE, GemvTile, gemv, linear, supports
 
 SHAPES = {
     "8B qkv": (6144, 4096),
@@ -66,7 +66,7 @@ class Product:
     def seconds(self, product: Callable[[torch.Tensor, torch.Tensor], object]) -> float:
         return time_calls([lambda w=w: product(self.x, w) for w in self.weights])
 
-    def seconds_of_tile(self, tile: Tile) -> float:
+    def seconds_of_tile(self, tile: GemvTile) -> float:
         """Infinite for a tile that does not serve the shape."""
         if not supports(self.x, self.weights[0], tile):
             return float("inf")

@@ -6,12 +6,14 @@ Compiles the experts' tiles for sm_120, disassembles them (Triton brings the dis
 of the loop over K. A tile with e4m3 weights differs from one with e2m1 weights by the conversion, which a mixed
 mxf8f6f4 product would not need. The cost model then says what that is of a step: GPT-OSS-120B on one GPU,
 DeepSeek-V4-Flash on two. Both are published for 16-bit activations or e4m3 ones; the first form is what runs today when
-no flag is given. Takes a minute and needs no GPU.
+no flag is given. "sgl-kernel" is its grouped product, with the registers and the shared memory on its record. Takes a
+minute and needs no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 import subprocess
@@ -22,14 +24,19 @@ from pathlib import Path
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.kernels.compile import compile_for
 from sglang.srt.kernels.ledger_file import tile_key
+from sglang.srt.kernels.spec import TileRecord
 from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
-from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, Tile, tile_rows
-from sglang.srt.layers.moe.fused_moe_triton.variants import product_variant
+from sglang.srt.layers.moe.fused_moe_triton.product_variants import product_variant
+from sglang.srt.layers.moe.fused_moe_triton.tiles import TILE_KEYS, GroupedTile, MoeTiles, tile_rows
 from sglang.tuning.cost_model import DEFAULT, LANES_PER_SM, estimate
 from sglang.tuning.rates import rates_of
 from sglang.tuning.search_space import KINDS, MoeShape, candidates, grouped_product
 
-TOKENS = (8, 32, 64, 128, 256, 2048, 8192)
+GROUP_M = 8
+"""Of sgl-kernel's launches, and how many warps a block of it has."""
+NUM_WARPS = 8
+TOKENS = (8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+KERNELS = Path(__file__).parents[3] / "sgl-kernel" / "kernels.lock.json"
 CONVERTED, NATIVE = "mxfp4_mxfp8", "mxfp8"
 """Schemes whose tiles are compiled: the second one's loop is that of a product that needs no conversion."""
 
@@ -69,7 +76,7 @@ class Loop:
     shared: int
 
 
-def loop_of(kind: str, scheme: str, tile: Tile, shape: MoeShape, arch: ArchTraits) -> Loop:
+def loop_of(kind: str, scheme: str, tile: GroupedTile, shape: MoeShape, arch: ArchTraits) -> Loop:
     variant = product_variant(
         kind, scheme, tile, shape.hidden, shape.intermediate, shape.top_k, sorted(arch.features), bias=shape.bias
     )
@@ -110,7 +117,7 @@ def _loops(text: str) -> list[tuple[int, int]]:
     return found
 
 
-def product_seconds(model: Model, kind: str, tokens: int, tile: Tile, arch: ArchTraits, extra: float) -> float:
+def product_seconds(model: Model, kind: str, tokens: int, tile: GroupedTile, arch: ArchTraits, extra: float) -> float:
     """Of one layer's product; `extra` instructions a thread in each round, beside what the model knows of. Inf for a
     tile that does not fit."""
     record = recorded_cost(model.shape.product_tile(kind, tile), arch)
@@ -145,8 +152,8 @@ def report(model: Model, rows: tuple[MoeTiles, ...], arch: ArchTraits) -> None:
                 f"| {kind} {tile_key(tile)} | {native.others} | {converted.others} | {more / held:.1f} "
                 f"| {native.registers} -> {converted.registers} | {native.shared:,} -> {converted.shared:,} |"
             )
-    print("\n| tokens | bf16 | converted | native | experts of a step, converted | native saves of the step |")
-    print("|---|---|---|---|---|---|")
+    print("\n| tokens | bf16 | converted | native | experts of a step | native saves of the step | sgl-kernel |")
+    print("|---|---|---|---|---|---|---|")
     widened = replace(model, shape=replace(model.shape, scheme="mxfp4"))
     for tokens in TOKENS:
         times = {"bf16": sum(_best_of_record(widened, kind, tokens, arch) for kind in KINDS)}
@@ -162,7 +169,22 @@ def report(model: Model, rows: tuple[MoeTiles, ...], arch: ArchTraits) -> None:
         step = rest + model.layers * times["converted"]
         saved = model.layers * (times["converted"] - times["native"]) / step
         us = " | ".join(f"{1e6 * times[name]:.0f}" for name in ("bf16", "converted", "native"))
-        print(f"| {tokens} | {us} | {1 - rest / step:.0%} | {saved:.0%} |")
+        kernel = ", ".join(f"{1e6 * t:.0f} with {m} rows" for m, t in kernel_seconds(model, tokens, arch).items())
+        print(f"| {tokens} | {us} | {1 - rest / step:.0%} | {saved:.0%} | {kernel} |")
+
+
+def kernel_seconds(model: Model, tokens: int, arch: ArchTraits) -> dict[int, float]:
+    """Of both products of sgl-kernel, by rows of a block."""
+    times: dict[int, float] = {}
+    for name, row in json.loads(KERNELS.read_text())["rows"]["120f"].items():
+        kind, sizes, stages, _ = name.split()
+        m, n, k = map(int, sizes.split("x"))
+        columns = n // 2 if kind == "gate_up" else n
+        choice = dict(zip(TILE_KEYS, (m, columns, k, GROUP_M, NUM_WARPS, int(stages)), strict=True))
+        record = TileRecord(row["shared"], row["registers"], row["spills"], row["stack"], ("m16n8k32 mxf8f6f4 1X",))
+        found = estimate(grouped_product(model.shape, kind, record), tokens, choice, record, arch)
+        times[m] = times.get(m, 0.0) + (math.inf if found is None else found.total)
+    return times
 
 
 def _best_of_record(model: Model, kind: str, tokens: int, arch: ArchTraits) -> float:

@@ -43,7 +43,7 @@ from sglang.srt.layers.moe.fused_moe_triton.capacity import (
 from sglang.srt.layers.moe.fused_moe_triton.config_files import PACKAGE_CONFIGS
 from sglang.srt.layers.moe.fused_moe_triton.config_format import Content, write_content
 from sglang.srt.layers.moe.fused_moe_triton.config_names import directory_name, own_name
-from sglang.srt.layers.moe.fused_moe_triton.tiles import Tile
+from sglang.srt.layers.moe.fused_moe_triton.tiles import GroupedTile
 from sglang.tuning.predict import Palette, Point, best_pair, point, small_palette
 from sglang.tuning.search_space import (
     BATCH_SIZES,
@@ -57,7 +57,7 @@ from sglang.tuning.search_space import (
 )
 
 ARCH = arch_by_name("sm_120")
-Kept = Mapping[MoeShape, Mapping[str, list[tuple[Tile, TileRecord]]]]
+Kept = Mapping[MoeShape, Mapping[str, list[tuple[GroupedTile, TileRecord]]]]
 MOST_TILES = 12
 """Of one scheme, both products together."""
 
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 # --- the record -------------------------------------------------------------------------------------------------------
 
 
-def worth_recording(shape: MoeShape, kind: str, tile: Tile) -> bool:
+def worth_recording(shape: MoeShape, kind: str, tile: GroupedTile) -> bool:
     """A part of the space: weight rows of 64 to 256 bytes that divide the sum if they can, 64 to 256 of them (128 where
     they are widened, which takes registers; but high blocks need more, else every warp widens all of them); the
     deepest pipelines (of up to 4 stages) that one and that two programs on an SM allow; 8 warps where 4 would hold

@@ -22,18 +22,13 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from timing import Calls, copies_for, replays
 
+from sglang.srt.configs.activation import SILU
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import current_arch
 from sglang.srt.kernels.compile import matrix_instructions
 from sglang.srt.kernels.ledger_file import tile_key
 from sglang.srt.kernels.spec import TileRecord
-from sglang.srt.layers.moe.expert_weights import (
-    ELEMENT_DTYPES,
-    SCALE_DTYPES,
-    SILU,
-    ExpertWeights,
-    repack,
-)
+from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights, repack
 from sglang.srt.layers.moe.fused_moe_triton import kernels
 from sglang.srt.layers.moe.fused_moe_triton.align import ExpertBlocks, align
 from sglang.srt.layers.moe.fused_moe_triton.config_format import TilePair
@@ -46,7 +41,7 @@ from sglang.srt.layers.moe.fused_moe_triton.fused_moe import (
     matrix_of,
     product_for,
 )
-from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, Tile
+from sglang.srt.layers.moe.fused_moe_triton.tiles import GroupedTile, MoeTiles
 from sglang.srt.layers.triton_ops import pdl
 from sglang.tuning.search_space import KINDS, TUNED_GROUP_M, MoeShape
 
@@ -59,7 +54,7 @@ REPLAYS = 3
 HOPELESS = 2.5
 """A tile that is so much slower than the best one in its first replay gets no other."""
 
-Kept = Mapping[str, Sequence[tuple[Tile, TileRecord]]]
+Kept = Mapping[str, Sequence[tuple[GroupedTile, TileRecord]]]
 
 
 @dataclass(slots=True)
@@ -140,7 +135,7 @@ class Problem:
         read = used * self.shape.hidden * self.shape.intermediate * bits // 8
         return copies_for(read, MAX_ROUTINGS, COLD_BYTES)
 
-    def calls(self, kind: str, tile: Tile) -> list[Callable[[], Any]]:
+    def calls(self, kind: str, tile: GroupedTile) -> list[Callable[[], Any]]:
         """A launch of the product for each routing of `inputs`; each returns the compiled kernel."""
         block_m = tile["BLOCK_M"]
         if block_m not in self._blocks:
@@ -148,7 +143,7 @@ class Problem:
         launch = self._gate_up if kind == "gate_up" else self._down
         return [functools.partial(launch, tile, blocks) for blocks in self._blocks[block_m]]
 
-    def _gate_up(self, tile: Tile, blocks: ExpertBlocks) -> Any:
+    def _gate_up(self, tile: GroupedTile, blocks: ExpertBlocks) -> Any:
         """As in `fused_moe`."""
         shape, a, w = self.shape, self.inputs.a, matrix_of(self.w13)
         return kernels.gate_up_kernel[(blocks.max_blocks * triton.cdiv(shape.intermediate, tile["BLOCK_N"]),)](
@@ -159,7 +154,7 @@ class Problem:
             **gate_constants(SILU), **pdl.options(),
         )  # fmt: skip
 
-    def _down(self, tile: Tile, blocks: ExpertBlocks) -> Any:
+    def _down(self, tile: GroupedTile, blocks: ExpertBlocks) -> Any:
         """As in `fused_moe`."""
         shape, b, w = self.shape, self.inputs.b, matrix_of(self.w2)
         return kernels.down_kernel[(blocks.max_blocks * triton.cdiv(shape.hidden, tile["BLOCK_N"]),)](
@@ -170,12 +165,12 @@ class Problem:
             **pdl.options(),
         )  # fmt: skip
 
-    def time(self, kind: str, tile: Tile, num_tokens: int, best: float = float("inf")) -> float:
+    def time(self, kind: str, tile: GroupedTile, num_tokens: int, best: float = float("inf")) -> float:
         """Seconds of one product. `best`: the shortest time so far."""
         self.prepare(num_tokens)
         return time_graph(self.calls(kind, tile), best)
 
-    def compile(self, kind: str, tile: Tile) -> list[Any] | str:
+    def compile(self, kind: str, tile: GroupedTile) -> list[Any] | str:
         """What a tile costs on this GPU, in the order of a TileRecord, or why it cannot be launched."""
         self.prepare(16)
         try:
@@ -191,7 +186,7 @@ class Problem:
     def fastest(self, kept: Kept, num_tokens: int) -> tuple[int, TilePair, float]:
         """(tokens, tiles, seconds of both products): the fastest with one BLOCK_M."""
         self.prepare(num_tokens)
-        best: dict[tuple[str, int], tuple[float, Tile]] = {}
+        best: dict[tuple[str, int], tuple[float, GroupedTile]] = {}
         for kind in KINDS:
             for tile, _ in kept[kind]:
                 key = (kind, tile["BLOCK_M"])
@@ -246,16 +241,18 @@ def _problem(shape: MoeShape) -> Problem:
     return Problem(shape)
 
 
-def _compile_one(shape: MoeShape, kind: str, tile: Tile) -> list[Any] | str:
+def _compile_one(shape: MoeShape, kind: str, tile: GroupedTile) -> list[Any] | str:
     return _problem(shape).compile(kind, tile)
 
 
-def compile_tiles(shape: MoeShape, tiles: Mapping[str, Sequence[Tile]], processes: int) -> Costs:
+def compile_tiles(shape: MoeShape, tiles: Mapping[str, Sequence[GroupedTile]], processes: int) -> Costs:
     """What the tiles of one shape cost."""
     return compile_all({shape: tiles}, processes)[shape]
 
 
-def compile_all(wanted: Mapping[MoeShape, Mapping[str, Sequence[Tile]]], processes: int) -> dict[MoeShape, Costs]:
+def compile_all(
+    wanted: Mapping[MoeShape, Mapping[str, Sequence[GroupedTile]]], processes: int
+) -> dict[MoeShape, Costs]:
     """What the tiles of each shape cost. Worker processes launch each once: then Triton's cache has it."""
     costs: dict[MoeShape, Costs] = {shape: {} for shape in wanted}
     jobs = [(shape, kind, tile) for shape, tiles in wanted.items() for kind in KINDS for tile in tiles[kind]]

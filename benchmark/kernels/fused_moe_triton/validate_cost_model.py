@@ -26,7 +26,7 @@ from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits, current_arch, device_name
 from sglang.srt.kernels.ledger_file import tile_key
 from sglang.srt.kernels.spec import TileRecord
-from sglang.srt.layers.moe.fused_moe_triton.tiles import Tile
+from sglang.srt.layers.moe.fused_moe_triton.tiles import GroupedTile
 from sglang.tuning.search_space import (
     KINDS,
     MoeShape,
@@ -87,7 +87,7 @@ def parse_shape(text: str) -> MoeShape:
     return MoeShape(experts, intermediate, hidden, top_k, None if scheme == "bf16" else scheme)
 
 
-def narrow_space(shape: MoeShape, kind: str, arch: ArchTraits) -> list[Tile]:
+def narrow_space(shape: MoeShape, kind: str, arch: ArchTraits) -> list[GroupedTile]:
     """With the deepest pipelines only."""
     possible = candidates(shape, kind, arch, lambda product, arch: None).unknown
     return [tile for tile in possible if tile["num_stages"] in deepest_stages(shape.scheme, kind, tile, arch)]

@@ -2,43 +2,64 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from sglang.srt.errors import UserError
-from sglang.srt.mem_cache.allocator import TokenAllocator
+from sglang.srt.mem_cache.kv_table import KVTable
+from sglang.srt.mem_cache.radix_node import Node
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.model_executor.step import ExtendInput, StepInput, StepResult, TableUpdate
+from sglang.srt.model_executor.step import ExtendInput, StepInput, StepResult
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-Ids = npt.NDArray[np.int64]
+
+def direct_table(runner: ModelRunner) -> KVTable:
+    """For the batches of one runner. Nothing is shared between requests."""
+    return KVTable(runner.plan.pool_sizes, prefix_caching=False)
+
+
+@dataclass(slots=True)
+class DirectRequest:
+    """Implements CachedRequest."""
+
+    tokens: list[int]
+    namespace: str | None = None
+    slot: int = 0
+    kv_len: int = 0
+    reserved_len: int = 0
+    num_cached: int = 0
+    node: Node | None = None
+
+    def token_array(self, length: int) -> npt.NDArray[np.int32]:
+        return np.array(self.tokens[:length], np.int32)
+
+    def matchable_len(self) -> int:
+        return 0
 
 
 class DirectBatch:
     """Greedy requests that start together, with cache space for `output_len` tokens each. `close` frees everything."""
 
-    def __init__(
-        self, runner: ModelRunner, allocator: TokenAllocator, prompts: list[list[int]], output_len: int
-    ) -> None:
+    def __init__(self, runner: ModelRunner, kv: KVTable, prompts: list[list[int]], output_len: int) -> None:
         """Raises UserError if they do not fit."""
         self.runner = runner
-        self.allocator = allocator
+        self.kv = kv
         self.prompts = prompts
         self._check_fit(output_len)
-        self.slots = np.array([runner.req_pool.alloc() for _ in prompts], np.int64)
-        ends = [len(p) + output_len for p in prompts]
-        locs = allocator.alloc([0] * len(prompts), ends, [-1] * len(prompts))
-        assert locs is not None
-        self.locs = np.split(locs, np.cumsum(ends)[:-1])
+        self.requests = [DirectRequest(prompt) for prompt in prompts]
+        for request in self.requests:
+            kv.place(request, kv.tree.root)
+            runner.sampling_table.set(request.slot, SamplingParams(temperature=0.0), 0, [], [], ())
+        self.slots = np.array([request.slot for request in self.requests], np.int64)
         self.lens = np.zeros(len(prompts), np.int32)
-        for slot in self.slots.tolist():
-            runner.sampling_table.set(slot, SamplingParams(temperature=0.0), 0, [], [], ())
 
     def _check_fit(self, output_len: int) -> None:
         plan = self.runner.plan
         longest = max(len(p) for p in self.prompts) + output_len
-        page = self.allocator.page_size
+        page = self.kv.page_size
         needed = sum(-(-(len(p) + output_len) // page) * page for p in self.prompts)
         if longest > plan.context_len:
             raise UserError(f"{longest} tokens a request exceed the context length {plan.context_len}")
@@ -46,8 +67,8 @@ class DirectBatch:
             raise UserError(
                 f"batch size {len(self.prompts)} exceeds --max-running-requests {plan.max_running_requests}"
             )
-        if needed > self.allocator.available_size():
-            raise UserError(f"{needed} tokens do not fit the KV cache of {self.allocator.size} tokens")
+        if needed > self.kv.available_size():
+            raise UserError(f"{needed} tokens do not fit the KV cache of {self.kv.size} tokens")
 
     def prefill(self, max_tokens: int, upto: int | None = None) -> list[int]:
         """Computes the prompts (their first `upto` tokens), at most `max_tokens` in a step. Returns the next token of
@@ -59,7 +80,7 @@ class DirectBatch:
             results.append(self._prefill_step(goals, max_tokens))
         for finished, result in results:
             self._wait(result)
-            for i, token in zip(finished, result.next_token_ids.tolist(), strict=True):
+            for i, token in zip(finished, result.next_token_ids[:, 0].tolist(), strict=True):
                 tokens[i] = token
         return tokens
 
@@ -73,34 +94,32 @@ class DirectBatch:
         rows = np.array([i for i, _, _ in chosen])
         first = np.array([a for _, a, _ in chosen], np.int32)
         end = np.array([b for _, _, b in chosen], np.int32)
+        self.kv.leave_windows(self.slots[rows], first)
         sampled = [row for row, (i, _, b) in enumerate(chosen) if b == goals[i]]
-        locs = np.concatenate([self.locs[i][a:b] for i, a, b in chosen])
         step = StepInput(
             slots=self.slots[rows],
             seq_lens=end,
-            out_cache_loc=locs,
+            out_cache_loc=self.kv.grow(self.slots[rows], first, end, 0),
             extend=ExtendInput(
                 input_ids=np.concatenate([np.array(self.prompts[i][a:b], np.int64) for i, a, b in chosen]),
                 prefix_lens=first,
                 extend_lens=end - first,
                 sample_rows=np.array(sampled, np.int64),
             ),
-            table_update=TableUpdate(np.concatenate([self._table_index(i, a, b) for i, a, b in chosen]), locs),
+            table_update=self.kv.take_update(),
         )
         self.lens[rows] = end
         return [chosen[row][0] for row in sampled], self.runner.run(step)
 
-    def _table_index(self, request: int, first: int, end: int) -> Ids:
-        row = int(self.slots[request]) * self.runner.req_pool.context_len
-        return np.arange(row + first, row + end, dtype=np.int64)
-
     def decode(self) -> list[int]:
         """One token for each request, from the token that was sampled last; waits for the device."""
-        locs = np.array([loc[n] for loc, n in zip(self.locs, self.lens.tolist(), strict=True)], np.int32)
-        self.lens = self.lens + 1
-        result = self.runner.run(StepInput(slots=self.slots, seq_lens=self.lens, out_cache_loc=locs))
+        self.kv.leave_windows(self.slots, self.lens)
+        lens = self.lens + 1
+        locs = self.kv.grow(self.slots, self.lens, lens, len(lens))
+        self.lens = lens
+        result = self.runner.run(StepInput(self.slots, lens, locs, table_update=self.kv.take_update()))
         self._wait(result)
-        tokens: list[int] = result.next_token_ids.tolist()
+        tokens: list[int] = result.next_token_ids[:, 0].tolist()
         return tokens
 
     def _wait(self, result: StepResult) -> None:
@@ -109,7 +128,7 @@ class DirectBatch:
             torch.cuda.synchronize()
 
     def close(self) -> None:
-        self.allocator.free(np.concatenate(self.locs))
-        for slot in self.slots.tolist():
-            self.runner.sampling_table.clear(slot)
-            self.runner.req_pool.free(slot)
+        for request, length in zip(self.requests, self.lens.tolist(), strict=True):
+            self.runner.sampling_table.clear(request.slot)
+            request.kv_len = length
+            self.kv.release(request, keep=False)

@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from sglang.bench.direct import DirectBatch
+from sglang.bench.direct import DirectBatch, direct_table
 from sglang.quantize.prompts import read_prompts
+from sglang.srt.configs.activation import SILU, Activation
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
-from sglang.srt.layers.moe.expert_weights import SILU, Activation, ExpertWeights
+from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.layers.native_ops import gated
 from sglang.srt.managers.scheduler.scheduler_setup import create_plan
-from sglang.srt.mem_cache.allocator import TokenAllocator
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.plan import Plan
@@ -64,9 +64,9 @@ def calibrate(model_path: str, prompts: str, max_tokens: int, device: str = "aut
     recorder = Recorder()
     runner = ModelRunner(_recording_plan(args, recorder))
     recorder.seen.clear()  # of warming up
-    allocator = TokenAllocator(runner.plan.max_total_num_tokens, runner.plan.page_size)
+    kv = direct_table(runner)
     for batch in tqdm(batches, desc="Calibrating", unit="batch"):
-        requests = DirectBatch(runner, allocator, batch, 1)
+        requests = DirectBatch(runner, kv, batch, 1)
         requests.prefill(STEP_TOKENS)
         requests.close()
     largest, unreached = recorder.by_module(runner.model)

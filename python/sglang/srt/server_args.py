@@ -14,7 +14,7 @@ from typing import Any
 
 from sglang.srt.cli_args import OptionTable, coerce_values, flag, option, parse_argv, resolve_keywords
 from sglang.srt.configs.output_formats import REASONING_PARSERS, TOOL_CALL_PARSERS
-from sglang.srt.configs.quantization import SPELLINGS
+from sglang.srt.configs.quantization import EXPERT_PRECISIONS, SPELLINGS
 from sglang.srt.errors import Problems
 from sglang.srt.kernels.tables import EXTEND_ATTENTION, FUSED_MOE
 
@@ -63,6 +63,7 @@ class ServerArgs:
     json_model_override_args: str = option(
         "{}", MODEL, "JSON object merged into config.json.", json=True, metavar="JSON"
     )
+    is_embedding: bool = option(False, MODEL, "Serve embeddings of texts only, and refuse to generate.")
     skip_tokenizer_init: bool = option(False, MODEL, "Serve token ids only; no tokenizer is loaded.")
     quantization: str | None = option(
         None,
@@ -70,6 +71,18 @@ class ServerArgs:
         "Quantization of the weights; detected. fp8 quantizes 16-bit weights, too.",
         choices=tuple(SPELLINGS),
         metavar="FORMAT",
+    )
+    flashinfer_mxfp4_moe_precision: str = option(
+        "default",
+        MODEL,
+        "Activations of MXFP4 experts: fp8 is MXFP8, bf16 keeps 16 bits, default is as the checkpoint says.",
+        choices=("default", *EXPERT_PRECISIONS),
+    )
+    mamba_ssm_dtype: str | None = option(
+        None,
+        MODEL,
+        "Type of the states of recurrent layers. None: what the model's config says.",
+        choices=("float32", "bfloat16"),
     )
     kv_cache_dtype: str = option(
         "auto", MODEL, "Type of the KV cache.", choices=("auto", "bf16", "fp8_e4m3", "fp8_e5m2")
@@ -146,6 +159,18 @@ class ServerArgs:
     schedule_conservativeness: float = option(
         1.0, MEMORY, "Above 1 admits fewer requests and retracts less often.", minimum=0
     )
+    enable_priority_scheduling: bool = option(
+        False, MEMORY, "Requests with a higher priority go first, and in the place of running ones with a lower one."
+    )
+    schedule_low_priority_values_first: bool = option(False, MEMORY, "Lower numbers are the higher priorities.")
+    priority_scheduling_preemption_threshold: int = option(
+        10, MEMORY, "A waiting request takes the place of a running one if their priorities differ by more.", minimum=0
+    )
+    disable_priority_preemption: bool = option(False, MEMORY, "Priorities order the queue only.")
+    default_priority_value: int = option(0, MEMORY, "Priority of requests that give none.")
+    abort_on_priority_when_disabled: bool = option(
+        False, MEMORY, "Refuse requests with a priority unless --enable-priority-scheduling."
+    )
     stream_interval: int = option(1, MEMORY, "Tokens between two messages of a stream.", minimum=1)
     disable_radix_cache: bool = option(False, MEMORY, "Do not reuse the KV cache of common prefixes.")
     disable_overlap_schedule: bool = option(False, MEMORY, "Wait for a step's results before preparing the next.")
@@ -177,10 +202,19 @@ class ServerArgs:
     )
     log_requests: bool = option(False, OBSERVE, "Log every request.")
     log_requests_level: int = option(
-        2, OBSERVE, "0: ids, 1: and parameters, 2: and some text, 3: all text.", minimum=0, maximum=3
+        2,
+        OBSERVE,
+        "0: ids and counts, 1: and parameters, 2: and the beginnings of texts without credentials, 3: all texts.",
+        minimum=0,
+        maximum=3,
     )
     decode_log_interval: int = option(40, OBSERVE, "Decode steps between two log lines.", minimum=1)
     enable_metrics: bool = option(False, OBSERVE, "Serve Prometheus metrics at /metrics.")
+    enable_trace: bool = option(False, OBSERVE, "Send OpenTelemetry traces of requests (needs the extra `trace`).")
+    otlp_traces_endpoint: str = option(
+        "localhost:4317", OBSERVE, "Collector of the traces: HOST:PORT over gRPC, or http(s)://HOST:PORT/v1/traces."
+    )
+    otlp_service_name: str = option("sglang", OBSERVE, "Name of this service in the traces.")
     enable_cache_report: bool = option(False, OBSERVE, "Say in `usage` how many prompt tokens were cached.")
 
     def __post_init__(self) -> None:

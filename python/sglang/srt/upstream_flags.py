@@ -94,6 +94,7 @@ ACCEPTED: tuple[FlagGroup, ...] = (
         """,
     ),
     FlagGroup("Idle server", "an idle server sleeps already", "sleep-on-idle"),
+    FlagGroup("Stored responses", "responses are stored unless a request says otherwise", "enable-response-store"),
     FlagGroup(
         "Layout of the caches",
         "the plan divides the memory, and the least recently used prefixes go first",
@@ -282,7 +283,7 @@ REFUSED: tuple[FlagGroup, ...] = (
         "hybrid models are not supported yet; remove the flag",
         """
         enable-int8-mamba-checkpoint enable-mamba-cache-stochastic-rounding int8-mamba-ckpt-size
-        mamba-cache-philox-rounds=0 mamba-ssm-dtype
+        mamba-cache-philox-rounds=0
         """,
     ),
     FlagGroup(
@@ -297,7 +298,7 @@ REFUSED: tuple[FlagGroup, ...] = (
         "Kinds of models",
         "only text generation from left to right is served",
         """
-        dllm-algorithm dllm-algorithm-config dllm-fdfo enable-mis is-embedding multi-item-scoring-delimiter
+        dllm-algorithm dllm-algorithm-config dllm-fdfo enable-mis multi-item-scoring-delimiter
         prefill-only-disable-kv-cache
         """,
     ),
@@ -337,7 +338,7 @@ REFUSED: tuple[FlagGroup, ...] = (
         "it would change answers, and the plan has no such choice; remove the flag",
         """
         enable-deterministic-inference enable-fp32-lm-head enable-quant-communications
-        enable-tf32-matmul flashinfer-mxfp4-moe-precision=default prefill-kv-cache-dequant-dtype=auto
+        enable-tf32-matmul prefill-kv-cache-dequant-dtype=auto
         rl-on-policy-target
         """,
     ),
@@ -376,16 +377,13 @@ REFUSED: tuple[FlagGroup, ...] = (
     FlagGroup(
         "State kept for clients",
         "send the whole conversation with each request; remove the flag",
-        "enable-response-store enable-session-radix-cache enable-streaming-session",
+        "enable-session-radix-cache enable-streaming-session",
     ),
     FlagGroup("Tools of the server", "call tools from the client", "tool-server"),
     FlagGroup(
-        "Priorities",
-        "requests are served in the order of --schedule-policy; remove the flag",
-        """
-        abort-on-priority-when-disabled default-priority-value disable-priority-preemption enable-priority-scheduling
-        priority-scheduling-preemption-threshold retraction-policy=length schedule-low-priority-values-first
-        """,
+        "Retraction",
+        "requests that lose least go back to the queue; remove the flag",
+        "retraction-policy=length",
     ),
     FlagGroup("Administrators", "use --api-key", "admin-api-key"),
     FlagGroup(
@@ -421,15 +419,15 @@ REFUSED: tuple[FlagGroup, ...] = (
     ),
     FlagGroup(
         "Telemetry",
-        "there are --enable-metrics, --log-requests and /start_profile; remove the flag",
+        "there are --enable-metrics, --enable-trace, --log-requests and /start_profile; remove the flag",
         """
         crash-dump-folder custom-sigquit-handler debug-tensor-dump-inject debug-tensor-dump-input-file
         debug-tensor-dump-layers debug-tensor-dump-output-folder enable-forward-pass-metrics
-        enable-layerwise-nvtx-marker enable-mfu-metrics enable-nan-detection enable-profile-cuda-graph enable-trace
+        enable-layerwise-nvtx-marker enable-mfu-metrics enable-nan-detection enable-profile-cuda-graph
         export-metrics-to-file export-metrics-to-file-dir forward-hooks forward-pass-metrics-ipc-name
         forward-pass-metrics-worker-id hooks
         kv-canary=none kv-canary-real-data=none kv-canary-sweep-interval=0 log-requests-format=text
-        log-requests-target=stdout msprobe-dump-config otlp-service-name otlp-traces-endpoint trace-modules
+        log-requests-target=stdout msprobe-dump-config trace-modules
         """,
     ),
 )

@@ -72,9 +72,9 @@ SM120 = Constants(
     step_overhead=80e-9,
     prologue=1.95e-6,
 )
-"""For times of SGLang's Triton experts measured on an RTX PRO 6000 Server; benchmark/kernels/card/fit_experts.py says how
-well. They tell the short rows, the matrix unit's share and the prologue; latency, loads on their way and the overhead of
-a step could be half or twice that. What they do not tell at all is as on the H200."""
+"""For times of SGLang's Triton experts measured on an RTX PRO 6000 Server; benchmark/kernels/card/fit_experts.py says
+how well. They tell the short rows, the matrix unit's share and the prologue; latency, loads on their way and a step's
+overhead could be half or twice that. What they do not tell at all is as on the H200."""
 
 
 def constants_of(arch: ArchTraits) -> Constants:
@@ -290,9 +290,8 @@ class _Launch:
         on_their_way = sharing * max(1, self.tile["num_stages"] - 1) * self.weights
         needed = arch.bandwidth * constants.latency / arch.num_sms
         row_bytes = self.tile["BLOCK_K"] * self.product.w_bytes
-        slowdown = (1.0 + constants.in_flight * needed / on_their_way) * (
-            1.0 + constants.short_rows * (128.0 / row_bytes) ** constants.row_power
-        )
+        short_rows = constants.short_rows * math.pow(128.0 / row_bytes, constants.row_power)
+        slowdown = (1.0 + constants.in_flight * needed / on_their_way) * (1.0 + short_rows)
         return arch.bandwidth * constants.bandwidth_share / slowdown
 
     def l2(self) -> float:

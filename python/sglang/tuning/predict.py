@@ -10,11 +10,11 @@ from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.ledger_file import tile_key
 from sglang.srt.kernels.spec import TileRecord
 from sglang.srt.layers.moe.fused_moe_triton.config_format import TilePair
-from sglang.srt.layers.moe.fused_moe_triton.tiles import Tile
+from sglang.srt.layers.moe.fused_moe_triton.tiles import GroupedTile
 from sglang.tuning.cost_model import Constants, estimate
 from sglang.tuning.search_space import KINDS, MoeShape, grouped_product
 
-Kept = Sequence[tuple[Tile, TileRecord]]
+Kept = Sequence[tuple[GroupedTile, TileRecord]]
 """Tiles that fit, with what they cost."""
 Palette = frozenset[tuple[str, str]]
 """(kind, tile key) of the tiles that may be chosen."""
@@ -48,7 +48,7 @@ class Point:
 def predict(
     shape: MoeShape,
     kind: str,
-    tile: Tile,
+    tile: GroupedTile,
     record: TileRecord,
     num_tokens: int,
     arch: ArchTraits,

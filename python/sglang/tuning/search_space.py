@@ -14,7 +14,7 @@ from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import TileRecord
 from sglang.srt.layers.moe.fused_moe_triton.capacity import CostOf, ProductTile
-from sglang.srt.layers.moe.fused_moe_triton.tiles import Tile, tile
+from sglang.srt.layers.moe.fused_moe_triton.tiles import GroupedTile, tile
 from sglang.tuning.cost_model import GroupedProduct
 
 KINDS = ("gate_up", "down")
@@ -55,7 +55,7 @@ class MoeShape:
     def columns(self, kind: str) -> int:
         return self.intermediate if kind == "gate_up" else self.hidden
 
-    def product_tile(self, kind: str, choice: Tile) -> ProductTile:
+    def product_tile(self, kind: str, choice: GroupedTile) -> ProductTile:
         return ProductTile(kind, self.scheme, self.hidden, self.intermediate, choice, self.bias)
 
     def __str__(self) -> str:
@@ -67,22 +67,22 @@ class MoeShape:
 class Candidates:
     """Of one product: the tiles that remain with what they cost, and how many are out for each kind of reason."""
 
-    kept: list[tuple[Tile, TileRecord]] = field(default_factory=list)
-    unknown: list[Tile] = field(default_factory=list)  # neither: what they cost is not on record
-    pruned: list[tuple[Tile, str]] = field(default_factory=list)
+    kept: list[tuple[GroupedTile, TileRecord]] = field(default_factory=list)
+    unknown: list[GroupedTile] = field(default_factory=list)  # neither: what they cost is not on record
+    pruned: list[tuple[GroupedTile, str]] = field(default_factory=list)
 
     def reasons(self) -> Counter[str]:
         """Counts by the reason's part before the colon."""
         return Counter(reason.split(":")[0] for _, reason in self.pruned)
 
 
-def space(kind: str) -> Iterator[Tile]:
+def space(kind: str) -> Iterator[GroupedTile]:
     """Every tile of a product."""
     for m, n, k, warps, stages in itertools.product(BLOCK_M, BLOCK_N[kind], BLOCK_K, NUM_WARPS, NUM_STAGES):
         yield tile(m, n, k, GROUP_M[m], warps, stages)
 
 
-def why_not(shape: MoeShape, kind: str, choice: Tile, arch: ArchTraits) -> str | None:
+def why_not(shape: MoeShape, kind: str, choice: GroupedTile, arch: ArchTraits) -> str | None:
     """A reason against a tile that needs no compiler, as "what kind: details"."""
     m, n, k, warps = choice["BLOCK_M"], choice["BLOCK_N"], choice["BLOCK_K"], choice["num_warps"]
     width = 2 if kind == "gate_up" else 1
@@ -112,7 +112,7 @@ def widens(scheme: str | None, arch: ArchTraits) -> bool:
     return SCHEMES[scheme].activation is None or "block_scaled_mma" not in arch.features
 
 
-def least_shared_bytes(scheme: str | None, kind: str, choice: Tile) -> int:
+def least_shared_bytes(scheme: str | None, kind: str, choice: GroupedTile) -> int:
     """A lower bound: the pipeline holds the weights of all stages but the one that is being multiplied."""
     width = 2 if kind == "gate_up" else 1
     bits = SCHEMES[scheme].bits if scheme else 16
@@ -120,7 +120,7 @@ def least_shared_bytes(scheme: str | None, kind: str, choice: Tile) -> int:
     return stages * choice["BLOCK_N"] * width * choice["BLOCK_K"] * bits // 8
 
 
-def deepest_stages(scheme: str | None, kind: str, choice: Tile, arch: ArchTraits) -> set[int]:
+def deepest_stages(scheme: str | None, kind: str, choice: GroupedTile, arch: ArchTraits) -> set[int]:
     """The numbers of stages, up to 4, that fill the shared memory of an SM with one and with two programs; a narrower
     space where each tile costs a compilation. x counts with the bits that it has at most."""
     scheme_of = SCHEMES[scheme] if scheme else None

@@ -34,6 +34,14 @@ CPU = torch.device("cpu")
 SHAPE = Shape(short_rows=2, short_length=128, long_rows=1, long_length=256)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def matmul_precision() -> Iterator[None]:
+    """Training multiplies in tf32; the tests after it must not."""
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
 @pytest.fixture(scope="module")
 def config(files: Path) -> dict[str, Any]:
     return small_config(Tokenizer.from_file(str(files / "tokenizer.json")))

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.configs.architectures import SUPPORTED_ARCHITECTURES
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.server_args import ServerArgs
@@ -38,35 +37,10 @@ def test_dense(tmp_path: Path) -> None:
     config = read(
         tmp_path, QWEN3, {"eos_token_id": [151645, 151643], "temperature": 0.6, "top_k": 20, "do_sample": True}
     )
-    assert (config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads) == (36, 4096, 32, 8)
-    assert (config.head_dim, config.v_head_dim, config.intermediate_size) == (128, 128, 12288)
-    assert config.dtype == "bfloat16" and config.context_len == 40960 and not config.tie_word_embeddings
+    assert config.dtype == "bfloat16" and config.context_len == 40960
+    assert (config.architecture, config.vocab_size) == ("Qwen3ForCausalLM", 151936)
     assert config.eos_token_ids == {151645, 151643}
     assert config.default_sampling == {"temperature": 0.6, "top_k": 20}
-    assert (config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size) == (0, 0, 0)
-
-
-def test_values_that_configs_leave_out(tmp_path: Path) -> None:
-    slim = {key: value for key, value in QWEN3.items() if key not in ("head_dim", "num_key_value_heads", "torch_dtype")}
-    qwen = read(tmp_path, {**slim, "num_attention_heads": 64})
-    assert (qwen.head_dim, qwen.num_kv_heads, qwen.dtype) == (128, 32, "bfloat16")
-    llama = read(tmp_path, {**slim, "architectures": ["LlamaForCausalLM"], "num_attention_heads": 64})
-    assert (llama.head_dim, llama.num_kv_heads) == (64, 64)
-
-
-@pytest.mark.parametrize("experts", [{"num_experts": 128}, {"num_local_experts": 128}])
-def test_mixture_of_experts(tmp_path: Path, experts: dict[str, int]) -> None:
-    config = read(
-        tmp_path,
-        {
-            **QWEN3,
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-            **experts,
-        },
-    )
-    assert (config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size) == (128, 8, 768)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +72,7 @@ def test_overrides_merge_deeply(tmp_path: Path) -> None:
     written = {**QWEN3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     overrides = {"num_hidden_layers": 2, "rope_parameters": {"rope_type": "yarn", "factor": 2.0}}
     config = read(tmp_path, written, json_model_override_args=json.dumps(overrides))
-    assert config.num_layers == 2
+    assert config.hf_config["num_hidden_layers"] == 2
     assert config.hf_config["rope_parameters"] == {"rope_type": "yarn", "rope_theta": 1e6, "factor": 2.0}
     assert config.context_len == 81920
 
@@ -107,7 +81,7 @@ def test_text_part_of_a_multimodal_config(tmp_path: Path) -> None:
     inner = {key: value for key, value in QWEN3.items() if key != "architectures"}
     outer = {"architectures": ["Qwen3ForCausalLM"], "text_config": inner, "vision_config": {"hidden_size": 7}}
     config = read(tmp_path, outer)
-    assert config.hidden_size == 4096
+    assert config.hf_config["hidden_size"] == 4096
     assert "vision_config" not in config.hf_config
 
 
@@ -127,19 +101,10 @@ def test_dtype(tmp_path: Path, requested: str, written: dict[str, Any], expected
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"architectures": ["GPT2LMHeadModel"]},
-            "GPT2LMHeadModel is not supported. Supported: LlamaForCausalLM, Qwen3For",
-        ),
         ({"architectures": []}, "'architectures' must name a model class"),
         ({"architectures": None}, "key 'architectures' is missing"),
         ({"architectures": "Qwen3ForCausalLM"}, "'architectures' must be of type list"),
-        ({"hidden_size": None}, "key 'hidden_size' is missing"),
-        ({"hidden_size": "4096"}, "'hidden_size' must be of type int; got '4096'"),
-        ({"num_hidden_layers": 0}, "'num_hidden_layers' must be at least 1"),
-        ({"num_hidden_layers": True}, "'num_hidden_layers' must be of type int"),
-        ({"num_key_value_heads": 5}, "32 is not a multiple of num_key_value_heads 5"),
-        ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings' must be of type bool"),
+        ({"vocab_size": None}, "key 'vocab_size' is missing"),
         ({"torch_dtype": "int8"}, "dtype 'int8' is not supported"),
         ({"eos_token_id": "</s>"}, "'eos_token_id' must be token ids"),
         ({"rope_scaling": [1]}, "'rope_parameters' must be an object"),
@@ -175,20 +140,3 @@ def test_malformed_files(tmp_path: Path, text: str, message: str) -> None:
 def test_directory_without_config(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no config\.json"):
         ModelConfig.from_server_args(ServerArgs.from_kwargs(model_path=str(tmp_path)))
-
-
-def test_transformers_writes_what_we_read(tmp_path: Path) -> None:
-    """The form that the installed transformers saves, for every architecture."""
-    from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
-
-    classes = {"LlamaForCausalLM": LlamaConfig, "Qwen3ForCausalLM": Qwen3Config, "Qwen3MoeForCausalLM": Qwen3MoeConfig}
-    assert sorted(classes) == list(SUPPORTED_ARCHITECTURES)
-    for name, cls in classes.items():
-        for tied in (False, True):
-            saved = cls(architectures=[name], num_attention_heads=16, num_key_value_heads=4, tie_word_embeddings=tied)
-            saved.save_pretrained(tmp_path)
-            config = ModelConfig.from_server_args(ServerArgs.from_kwargs(model_path=str(tmp_path)))
-            assert config.tie_word_embeddings is tied
-            assert (config.num_heads, config.num_kv_heads) == (16, 4)
-            assert config.head_dim == (getattr(saved, "head_dim", None) or saved.hidden_size // 16)
-            assert config.context_len == saved.max_position_embeddings

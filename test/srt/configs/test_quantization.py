@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig
-from sglang.srt.configs.quantization import SPELLINGS, agree, detect
+from sglang.srt.configs.quantization import SPELLINGS, agree, detect, quantization_of
 from sglang.srt.errors import UserError
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.model_description import describe_model
@@ -320,6 +320,53 @@ def test_fp8_quantizes_what_is_not() -> None:
     assert made.of("model.layers.0.self_attn.q_proj") == ModuleQuant("fp8_channel", "online")
     assert made.of("lm_head") is None
     assert {flag for flag, spelling in SPELLINGS.items() if spelling.online} == {"fp8", "w8a8_fp8"}
+
+
+# --- activations of MXFP4 experts -------------------------------------------------------------------------------------
+
+EXPERT, DENSE = "model.layers.5.mlp.experts.3.up_proj", "model.layers.5.mlp.shared_experts.up_proj"
+MXFP4_WEIGHT = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
+MXFP8_INPUT = MXFP4_WEIGHT | {"num_bits": 8, "dynamic": True}
+
+
+def mxfp4_checkpoint(inputs: dict[str, Any] | None = None, *ignore: str) -> dict[str, Any]:
+    return {"quantization_config": compressed("mxfp4-pack-quantized", MXFP4_WEIGHT, inputs, list(ignore))}
+
+
+@pytest.mark.parametrize(
+    ("config", "precision", "expert", "dense"),
+    [
+        ({"quantization_config": GPT_OSS}, "default", "mxfp4", None),
+        ({"quantization_config": GPT_OSS}, "bf16", "mxfp4", None),
+        ({"quantization_config": GPT_OSS}, "fp8", "mxfp4_mxfp8", None),
+        ({"quantization_config": FP8_BLOCK, "expert_dtype": "fp4"}, "fp8", "mxfp4_mxfp8", "fp8_block"),
+        (mxfp4_checkpoint(), "default", "mxfp4", "mxfp4"),
+        (mxfp4_checkpoint(), "fp8", "mxfp4_mxfp8", "mxfp4"),
+        (mxfp4_checkpoint(None, "re:.*shared_experts.*"), "fp8", "mxfp4_mxfp8", None),
+        (mxfp4_checkpoint(None, "re:.*layers.5.*"), "fp8", None, None),
+        (mxfp4_checkpoint(MXFP8_INPUT), "default", "mxfp4_mxfp8", "mxfp4_mxfp8"),
+        (mxfp4_checkpoint(MXFP8_INPUT), "fp8", "mxfp4_mxfp8", "mxfp4_mxfp8"),
+        (mxfp4_checkpoint(MXFP8_INPUT), "bf16", "mxfp4", "mxfp4_mxfp8"),
+    ],
+)
+def test_precision_of_mxfp4_experts(
+    tmp_path: Path, config: dict[str, Any], precision: str, expert: str | None, dense: str | None
+) -> None:
+    found = quantization_of(config, tmp_path, None, precision)
+    assert found is not None
+    quants = [found.of(name) for name in (EXPERT, DENSE)]
+    assert [None if quant is None else quant.scheme for quant in quants] == [expert, dense]
+    stated = detect(config, tmp_path)
+    assert stated is not None
+    if stated.of(EXPERT) != found.of(EXPERT):
+        assert f"experts by --flashinfer-mxfp4-moe-precision {precision}" in found.describe()
+
+
+def test_precision_is_of_mxfp4_experts_only(tmp_path: Path) -> None:
+    for config in ({}, {"quantization_config": FP8_BLOCK}):
+        with pytest.raises(UserError, match="has no MXFP4 experts. Remove the flag"):
+            quantization_of(config, tmp_path, None, "fp8")
+        assert quantization_of(config, tmp_path, None, "bf16") == detect(config, tmp_path)
 
 
 # --- what the plan asks for -------------------------------------------------------------------------------------------

@@ -39,7 +39,8 @@ def test_config_is_left_alone() -> None:
 
 
 def test_parameters_by_layer_type() -> None:
-    with pytest.raises(UserError, match="by layer type is not supported"):
-        rope_parameters(
-            {"rope_parameters": {"full_attention": {"rope_theta": 1}, "sliding_attention": {"rope_theta": 2}}}
-        )
+    config = {"rope_parameters": {"full_attention": {"rope_theta": 1}, "sliding_attention": {"rope_theta": 2}}}
+    assert rope_parameters(config, "sliding_attention") == {"rope_type": "default", "rope_theta": 2.0}
+    for layer_type in ("", "linear_attention"):
+        with pytest.raises(UserError, match=f"by layer type .* say nothing of '{layer_type}'"):
+            rope_parameters(config, layer_type)

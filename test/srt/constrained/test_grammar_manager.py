@@ -147,6 +147,17 @@ def test_a_flush_drops_what_is_complete(bench: Bench) -> None:
     assert len(bench.verifier.checks) == 3
 
 
+def test_a_build_that_outlives_a_flush_is_not_kept(bench: Bench) -> None:
+    """Whose request may have gone meanwhile; one that still waits gets it."""
+    pending = bench.request("ab")
+    bench.manager.build(pending, 0.0)
+    bench.manager.flush()
+    bench.backend.go.set()
+    assert pending.build is not None
+    pending.build.result(10)
+    assert bench.manager.num_cached() == 0 and bench.manager.built(pending) is not None
+
+
 def test_what_nobody_waits_for_is_cancelled(bench: Bench) -> None:
     kept, dropped = bench.request("a"), bench.request("b")
     bench.manager.keep_only([kept.digest])

@@ -11,7 +11,7 @@ from sglang.srt.entrypoints.anthropic import message_parts
 from sglang.srt.entrypoints.anthropic.conversation import chat_request
 from sglang.srt.entrypoints.anthropic.protocol import MessagesRequest
 from sglang.srt.entrypoints.http_body import parse_body
-from sglang.srt.entrypoints.http_errors import ApiError, error_body, sse_error
+from sglang.srt.entrypoints.http_errors import ApiError, error_body, error_event
 from sglang.srt.managers.front.generate_request import RequestError
 from sglang.srt.managers.wire.io_struct import FinishReason
 
@@ -111,4 +111,4 @@ def test_errors(status: int, kind: str) -> None:
     error = ApiError(status, "no")
     body = {"type": "error", "error": {"type": kind, "message": "no"}}
     assert error_body("/v1/messages/count_tokens", error) == body
-    assert sse_error("/v1/messages", error) == b"event: error\ndata: " + msgspec.json.encode(body) + b"\n\n"
+    assert error_event("/v1/messages", error) == b"event: error\ndata: " + msgspec.json.encode(body) + b"\n\n"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang.srt.entrypoints.http_body import parse_body
-from sglang.srt.entrypoints.http_errors import ApiError, error_body, sse_error
+from sglang.srt.entrypoints.http_errors import ApiError, error_body, error_event
 from sglang.srt.entrypoints.openai.chunks import ChatChunks, CompletionChunks, finish_fields
 from sglang.srt.entrypoints.openai.logprobs import CompletionLogprobs, chat_logprobs
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
@@ -192,4 +192,4 @@ def test_error_shapes() -> None:
         "code": "model_not_found",
     }
     assert error_body("/generate", error) == {"error": {"message": "no"}}
-    assert event(sse_error("/v1/completions", ApiError(500, "broken")))["error"]["code"] == 500
+    assert event(error_event("/v1/completions", ApiError(500, "broken")))["error"]["code"] == 500

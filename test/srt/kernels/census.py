@@ -11,9 +11,11 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
+from sglang.srt.configs.activation import GPT_OSS_SWIGLU, SILU
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import SCHEMES, Scheme, expert_share
 from sglang.srt.errors import UserError
@@ -24,18 +26,14 @@ from sglang.srt.layers.attention.triton_ops import latent_prompt
 from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, decode_attention_fwd, plan_decode
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
 from sglang.srt.layers.attention.triton_ops.prefill_attention import context_attention_fwd
-from sglang.srt.layers.moe.expert_weights import (
-    ELEMENT_DTYPES,
-    GPT_OSS_SWIGLU,
-    SCALE_DTYPES,
-    SILU,
-    ExpertWeights,
-    wants_planes,
-)
+from sglang.srt.layers.moe import mixed_moe
+from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights, wants_planes
 from sglang.srt.layers.moe.fused_moe_triton import fused_moe as moe
 from sglang.srt.layers.moe.fused_moe_triton.config_files import find
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, last_resort, tile_rows
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
+from sglang.srt.layers.recurrent.rule import Rule, gated_delta_rule
+from sglang.srt.layers.recurrent.triton_ops import causal_conv, gated_norm, recurrence
 from sglang.srt.layers.triton_ops import (
     activation,
     gemv,
@@ -94,6 +92,8 @@ class Shape:
     prompt_heads: tuple[int, int] = (0, 0)  # of latent attention over uncompressed prompts
     dense_heads: tuple[int, int] = (0, 0)  # of an image encoder
     causal: bool = True  # of that
+    recurrent: tuple[int, int, int, int] = (0, 0, 0, 0)  # key and value heads, dims of a key and a value
+    delta: bool = True  # the gated delta rule; else Mamba-2
 
 
 def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -109,9 +109,8 @@ def shapes(names: Sequence[str] = (), layouts: Sequence[int] = LAYOUTS) -> Itera
             heads, kv_heads = model["heads"], model["kv_heads"]
             if heads % tp or (kv_heads % tp and tp % kv_heads) or model.get("inter", 0) % tp:
                 continue
-            dims = {
-                key: tuple(model[key]) for key in ("head_dims", "groups", "prompt_heads", "dense_heads") if key in model
-            }
+            tuples = ("head_dims", "groups", "prompt_heads", "dense_heads", "recurrent")
+            dims = {key: tuple(model[key]) for key in tuples if key in model}
             whole = Shape(**{"model": name, "tp": tp} | model | dims)
             yield replace(whole, heads=heads // tp, kv_heads=max(1, kv_heads // tp), inter=whole.inter // tp)
 
@@ -126,13 +125,21 @@ def launch_all(shape: Shape, arch: ArchTraits, done: set[object]) -> None:
             part(*sizes)
 
     once(_elementwise, shape.hidden, shape.inter)
+    fp32_norms = shape.delta and any(shape.recurrent)
+    if fp32_norms:
+        once(_fp32_norms, shape.hidden)
     attention = (shape.heads, shape.kv_heads, shape.head_dims)
     if shape.rotary:
-        once(_rope_store, *attention, shape.rotary, shape.qk_norm, shape.interleaved)
+        once(_rope_store, *attention, shape.rotary, shape.qk_norm, shape.interleaved, fp32_norms)
     once(_attention, *attention, shape.window, shape.cap, shape.sinks, arch)
     if any(shape.prompt_heads):
         once(_latent, shape.heads, shape.head_dims, shape.prompt_heads, arch)
     once(_dense_attention, 16 if not shape.causal else shape.heads, shape.dense_heads, shape.causal, arch)
+    if any(shape.recurrent):
+        key_heads, value_heads, key_dim, value_dim = shape.recurrent
+        once(_recurrent, key_heads // shape.tp, value_heads // shape.tp, key_dim, value_dim, shape.delta)
+        if shape.delta:
+            once(_output_gate, shape.heads * shape.head_dims[1])
     for rows, cols, bias in _unquantized(shape):
         once(_gemv, rows, cols, bias)
     for rows, cols, bias in _projections(shape):
@@ -156,10 +163,18 @@ def _elementwise(hidden: int, inter: int) -> None:
             activation.silu_and_mul(empty(tokens, 2 * inter))
 
 
+def _fp32_norms(hidden: int) -> None:
+    """Norms whose weights checkpoints store minus 1."""
+    weight = empty(hidden, dtype=torch.float32)
+    norm.rmsnorm(empty(100, hidden), weight, 1e-6)
+    norm.fused_add_rmsnorm(empty(100, hidden), empty(100, hidden), weight, 1e-6)
+
+
 def _rope_store(
-    heads: int, kv_heads: int, head_dims: tuple[int, int], rotary: int, qk_norm: bool, interleaved: bool
+    heads: int, kv_heads: int, head_dims: tuple[int, int], rotary: int, qk_norm: bool, interleaved: bool, fp32: bool
 ) -> None:
-    dim, weight = head_dims[0], empty(head_dims[0]) if qk_norm else None
+    dim = head_dims[0]
+    weight = empty(dim, dtype=torch.float32 if fp32 else BF16) if qk_norm else None
     for dtype in CACHES:
         k, v = (empty(SLOTS, kv_heads, dim, dtype=STORAGE_DTYPES[dtype]) for _ in "kv")
         for tokens in (1, 100, 300):
@@ -245,6 +260,41 @@ def _dense_attention(heads: int, head_dims: tuple[int, int], causal: bool, arch:
         context_attention_fwd(q, k, v, o, empty(9, dtype=torch.int32), is_causal=causal, tile=tile)
 
 
+def _recurrent(key_heads: int, heads: int, key_dim: int, value_dim: int, delta: bool) -> None:
+    """With states of both types; q, k and v are parts of what the convolution leaves, which is a part of a product."""
+    keys, values = key_heads * key_dim, heads * value_dim
+    channels = 2 * keys + values
+    conv = (empty(channels, 4), None if delta else empty(channels), empty(REQUESTS + 1, 3, channels))
+    heads_with_norm = (2 * key_heads, key_dim) if delta else (0, 0)
+    rule = gated_delta_rule(key_dim) if delta else Rule(delta=False)
+    per_head, skip = empty(heads, dtype=torch.float32), None if delta else empty(heads, dtype=torch.float32)
+    slots = empty(8, dtype=torch.int64)
+    ragged = (slots, slots, empty(8, dtype=torch.int32), empty(9, dtype=torch.int32))
+    for tokens in (8, 2000):
+        x, out = empty(tokens, channels + values)[:, :channels], empty(tokens, channels)
+        causal_conv.causal_conv_extend(x, *conv, *ragged, out, *heads_with_norm)
+        q, k, v = (part.unflatten(-1, (-1, dim)) for part, dim in zip(
+            out.split([keys, keys, values], -1), (key_dim, key_dim, value_dim), strict=True
+        ))  # fmt: skip
+        a, b = empty(tokens, 2 * heads).split([heads, heads], -1)
+        given = (rule, q, k, v, a, b if delta else None, per_head, per_head, skip)
+        result = empty(tokens, heads, value_dim)
+        for dtype in (torch.float32, BF16):
+            states = empty(REQUESTS + 1, heads, key_dim, value_dim, dtype=dtype)
+            recurrence.recurrence_extend(*given, states, *ragged, result)
+            if tokens == 8:
+                causal_conv.causal_conv_decode(x, *conv, slots, out, *heads_with_norm)
+                for num_sms in (1, 1000):
+                    recurrence.recurrence_decode(*given, states, slots, result, num_sms)
+        groups, weight = (heads, empty(value_dim)) if delta else (key_heads, empty(values))
+        normed = result.view(tokens, groups, -1)
+        gated_norm.gated_rmsnorm(normed, empty(tokens, values), weight, 1e-6, gate_first=not delta)
+
+
+def _output_gate(width: int) -> None:
+    gated_norm.attention_output_gate(empty(8, width), empty(8, 2 * width)[:, width:])
+
+
 def _projections(shape: Shape) -> Iterator[tuple[tuple[int, ...], int, bool]]:
     """(rows of the stacked modules, columns, bias) of this rank's dense products."""
     dim = shape.head_dims[0]
@@ -319,7 +369,7 @@ def _routing(
             topk.topk_hash(logits, ids, table, score, 1.5, fused, valid)
         if score == "softmax":
             for renormalize in (True, False):
-                topk.topk_softmax(logits, top_k, renormalize, 1.0, fused, valid)
+                topk.topk_softmax(logits, top_k, renormalize, 1.0, fused, valid, groups)
         else:
             bias = empty(experts, dtype=torch.float32) if correction else None
             route = getattr(topk, f"topk_{score}")
@@ -328,8 +378,11 @@ def _routing(
 
 def _expert_layers(shape: Shape) -> Iterator[tuple[int, int, int, int, Scheme | None, bool, bool]]:
     """(experts, choices, hidden, this rank's share of the intermediate size, scheme, static scales, GPT-OSS's form).
-    Biases come in the model's own format only; any other experts may be quantized in every way."""
-    schemes = [SCHEMES[shape.expert_scheme], None] if shape.expert_bias else [None, *SCHEMES.values()]
+    Biases come in the model's own format only (with activations of either precision); any other experts may be
+    quantized in every way."""
+    schemes = [None, *SCHEMES.values()]
+    if shape.expert_bias:
+        schemes = [scheme for scheme in schemes if scheme is None or scheme.name.startswith(shape.expert_scheme)]
     for scheme in schemes:
         try:
             inter = expert_share(shape.expert_inter, shape.tp, scheme)
@@ -385,6 +438,22 @@ def _experts(
     for tokens, rung in [(1, None), (MANY, rungs[0]), *((16, rung) for rung in rungs)]:
         x, weights = empty(tokens, hidden), empty(tokens, top_k, dtype=torch.float32)
         moe.fused_moe(x, w13, w2, weights, empty(tokens, top_k, dtype=torch.int32), act, rung, arch.features)
+    if scheme is SCHEMES["mxfp4_mxfp8"] and "mma_sync_block_scale" in arch.features:
+        with patch.multiple(mixed_moe, _library=NoLibrary, _stream=lambda x: 0):
+            for pairs_an_expert in (mixed_moe.LEAST_ROWS, mixed_moe.TALL_ROWS):
+                tokens = -(-pairs_an_expert * experts // top_k)
+                x, weights = empty(tokens, hidden), empty(tokens, top_k, dtype=torch.float32)
+                mixed_moe.fused_moe(x, w13, w2, weights, empty(tokens, top_k, dtype=torch.int32), act)
+
+
+class NoLibrary:
+    """sgl-kernel's, without launches: what is around them is Triton's."""
+
+    MixedArguments = dict
+
+    def mixed_moe_gate_up(self, args: object, block_m: int, max_blocks: int, stream: int) -> None: ...
+
+    def mixed_moe_down(self, args: object, block_m: int, max_blocks: int, stream: int) -> None: ...
 
 
 def _sampling(vocab: int) -> None:

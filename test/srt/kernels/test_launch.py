@@ -149,17 +149,20 @@ def test_the_attention_backend_heals_itself(monkeypatch: pytest.MonkeyPatch) -> 
     import torch
 
     from sglang.srt.layers.attention import triton_backend
-    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.layers.attention.call_site import Attention
+    from sglang.srt.layers.forward_batch import TokenSlots
+    from sglang.srt.mem_cache.memory_pool import CacheStore
 
     small_extend = {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
     big_decode = {"BLOCK_H": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3, "ctas_per_sm": 2, "waves": 4}
     small_decode = big_decode | {"BLOCK_N": 32, "num_stages": 2, "ctas_per_sm": 4}
     ladders = {"extend_attention": (BIG, small_extend), "decode_attention": (big_decode, small_decode)}
+    cache = CacheStore(0, "kv")
+    layer = Attention(cache, 4, 2, 64, 0.125)
     plan = SimpleNamespace(
         ladder=lambda op: TileLadder(op, ladders[op], MODULE),
-        model=SimpleNamespace(num_heads=4),
-        tp_size=1,
-        kv=SimpleNamespace(num_kv_heads=2, v_head_dim=64),
+        attention_shapes=(layer.shape,),
+        attention_op=lambda op, shape: op,
         arch=SimpleNamespace(num_sms=8),
         max_running_requests=4,
     )
@@ -177,11 +180,11 @@ def test_the_attention_backend_heals_itself(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(triton_backend, "decode_attention_fwd", launch_of("decode", 4096))
     monkeypatch.setattr(triton_backend, "plan_decode", lambda seq_lens, workspace, tile: log.append(("cut", tile)))
     backend = triton_backend.TritonAttnBackend(plan, "cpu")  # type: ignore[arg-type]
-    first_workspace = backend._workspace
-    pool = SimpleNamespace(k=lambda i: None, v=lambda i: None, k_scale=lambda i: 1.0, v_scale=lambda i: 1.0)
-    fields = ("req_to_token", "req_pool_indices", "extend_prefix_lens", "extend_start_loc", "seq_lens")
-    batch = SimpleNamespace(kv_pool=pool, **dict.fromkeys(fields, torch.ones(1)))
-    layer = RadixAttention(0, 4, 2, 64, 0.125)
+    first_workspace = backend._heads[layer.shape].workspace
+    cache.bind({"k": torch.zeros(1, 2, 64), "v": torch.zeros(1, 2, 64)}, table=0)
+    fields = ("req_pool_indices", "extend_prefix_lens", "extend_start_loc", "seq_lens")
+    slots = TokenSlots(torch.ones(1), torch.ones(1))
+    batch = SimpleNamespace(slots_of=lambda cache: slots, **dict.fromkeys(fields, torch.ones(1)))
     q, out = torch.zeros(2, 4, 64), torch.zeros(2, 4, 64)
     backend.forward_extend(q, q, q, layer, batch, out)  # type: ignore[arg-type]
     for _ in range(2):
@@ -194,5 +197,5 @@ def test_the_attention_backend_heals_itself(monkeypatch: pytest.MonkeyPatch) -> 
         ("decode", small_decode),
         ("decode", small_decode),
     ]
-    assert backend._workspace is not first_workspace
+    assert backend._heads[layer.shape].workspace is not first_workspace
     assert {step["op"] for step in step_downs()} == {"extend_attention", "decode_attention"}

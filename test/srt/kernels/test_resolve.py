@@ -14,9 +14,11 @@ from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.ledger_file import Ledger, Row, judged_as, tile_key
 from sglang.srt.kernels.resolve import resolve
-from sglang.srt.kernels.spec import Choice, Need, NoKernel
-from sglang.srt.kernels.tables import ATTENTION_BACKENDS, GEMV_BLOCK_K, TABLES
+from sglang.srt.kernels.spec import Choice, Need, NoKernel, Rejection
+from sglang.srt.kernels.tables import ATTENTION_BACKENDS, GEMV_BLOCK_K, MIXED_ROWS, TABLES
 from sglang.srt.kernels.tiles import attention_tiles
+from sglang.srt.layers.moe import mixed_moe
+from sglang.srt.layers.recurrent.step_kernels import StepKernels
 from sglang.srt.layers.triton_ops import gemv
 
 GPUS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
@@ -196,7 +198,7 @@ def test_a_forced_kernel_wins_over_the_order() -> None:
     assert reasons(choice)["triton"] == "torch_native comes first"
 
 
-@pytest.mark.parametrize("need", [Need("gated_delta_rule"), Need("sparse_indexer")], ids=str)
+@pytest.mark.parametrize("need", [Need("kv_compressor"), Need("sparse_indexer")], ids=str)
 def test_what_is_not_implemented_yet_is_said_plainly(need: Need) -> None:
     with pytest.raises(NoKernel, match="not implemented yet in sm120-sglang"):
         resolve(need, arch_by_name("sm_120"), FITS, BOTH)
@@ -221,14 +223,12 @@ def test_experts_of_every_scheme_have_a_kernel_or_a_reason() -> None:
         assert choice.name == "triton" or "no e4m3 arithmetic" in reasons(choice)["triton"]
 
 
-def test_norms_over_all_heads_have_no_kernel() -> None:
-    for traits, served in (({"head_norm"}, True), ({"whole_norm"}, False)):
-        need = Need("qk_norm_rope_store", 128, 128, traits=frozenset(traits), heads=(6, 1), rotary_dim=64)
-        if served:
-            assert resolve(need, arch_by_name("sm_120"), FITS, BOTH).name == "triton"
-        else:
-            with pytest.raises(NoKernel, match="no support for whole norm"):
-                resolve(need, arch_by_name("sm_120"), FITS, BOTH)
+def test_norms_over_all_heads_are_an_op_of_their_own() -> None:
+    """Those of single heads are part of the rotation's kernel."""
+    arch = arch_by_name("sm_120")
+    rotation = Need("qk_norm_rope_store", 128, 128, traits=frozenset({"head_norm"}), heads=(6, 1), rotary_dim=64)
+    assert resolve(rotation, arch, FITS, BOTH).name == "triton"
+    assert resolve(Need("qk_whole_norm"), arch, FITS, BOTH).name == "torch_native"
 
 
 def test_products_of_16_bit_weights_say_what_serves_them() -> None:
@@ -241,8 +241,32 @@ def test_products_of_16_bit_weights_say_what_serves_them() -> None:
 
 
 def test_mixed_four_and_eight_bits_are_widened() -> None:
-    remark = resolve(Need("fused_moe", quant="mxfp4_mxfp8"), arch_by_name("sm_120"), FITS, BOTH).remark
-    assert remark == "weights widened to e4m3 in registers"
+    choice = resolve(Need("fused_moe", quant="mxfp4_mxfp8"), arch_by_name("sm_120"), FITS, BOTH)
+    assert (choice.name, choice.remark) == ("triton", "weights widened to e4m3 in registers")
+    assert Rejection("sgl_kernel", ("sm120_sgl_kernel is not installed",)) in choice.rejected
+
+
+@pytest.mark.parametrize("arch", ["sm_120", "sm_121"])
+def test_mixed_products_serve_where_sgl_kernel_is_installed(arch: str) -> None:
+    installed = BOTH | {"sm120_sgl_kernel"}
+    choice = resolve(Need("fused_moe", quant="mxfp4_mxfp8"), arch_by_name(arch), FITS, installed)
+    assert choice.name == "sgl_kernel" and Rejection("triton", ("sgl_kernel comes first",)) in choice.rejected
+    assert choice.remark == (
+        f"e2m1 times e4m3 as they are, from {mixed_moe.LEAST_ROWS} pairs an expert on; for fewer by triton, weights"
+        " widened to e4m3 in registers"
+    )
+    assert mixed_moe.LEAST_ROWS == MIXED_ROWS
+    for quant in (None, "mxfp4", "mxfp8", "nvfp4"):
+        assert resolve(Need("fused_moe", quant=quant), arch_by_name(arch), FITS, installed).name == "triton"
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+def test_mixed_products_are_of_sm_120(arch: str) -> None:
+    """sm_100 has block scales too, but not in `mma.sync`."""
+    installed = BOTH | {"sm120_sgl_kernel"}
+    choice = resolve(Need("fused_moe", quant="mxfp4_mxfp8"), arch_by_name(arch), FITS, installed)
+    reason = choice.rejected[0].reasons[0]
+    assert choice.name == "triton" and choice.rejected[0].kernel == "sgl_kernel" and "mma_sync_block_scale" in reason
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------
@@ -253,7 +277,9 @@ def test_every_usable_row_can_be_loaded_where_its_packages_are(op: str) -> None:
     for spec in TABLES[op]:
         if spec.not_here is not None or spec.package not in (None, "triton"):
             continue
-        assert callable(Choice(Need(op), spec).load()), spec.name
+        loaded = Choice(Need(op), spec).load()
+        functions = (loaded.extend, loaded.decode) if isinstance(loaded, StepKernels) else (loaded,)
+        assert all(map(callable, functions)), spec.name
 
 
 def test_attention_backends_are_the_names_users_know() -> None:

@@ -9,8 +9,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from sglang.srt.configs.rope import RopeSpec, rope_spec
 from sglang.srt.errors import UserError
-from sglang.srt.layers.rotary_embedding import rope_spec, rope_table
+from sglang.srt.layers.rotary_embedding import RotaryTables, rope_table
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
 AN_ULP = {"rtol": 0.0, "atol": 4e-4}  # of angles up to 4096 rad in fp32
@@ -80,7 +81,8 @@ def test_partial_rotary_turns_the_leading_dims_only() -> None:
     ("rope", "message"),
     [
         ({"rope_type": "longrope", "short_factor": [1.0]}, "'longrope' is not supported; supported: default, dynamic"),
-        ({"rope_type": "default", "mrope_section": [1, 2]}, "mrope_section"),
+        ({"rope_type": "default", "mrope_section": [1, 2]}, r"'mrope_section' \[1, 2\] does not share out 32 freq"),
+        ({"rope_type": "default", "mrope_section": "1, 2"}, "'mrope_section' must be a list"),
         ({"rope_type": "llama3", "factor": 2.0}, "needs high_freq_factor, low_freq_factor, original_max"),
         ({"rope_type": "yarn", "factor": 2.0, "beta_medium": 3}, "beta_medium"),
     ],
@@ -88,3 +90,21 @@ def test_partial_rotary_turns_the_leading_dims_only() -> None:
 def test_what_we_do_not_understand_is_refused_by_name(rope: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         rope_spec(_config(rope), 64)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_positions_of_several_sections(interleaved: bool) -> None:
+    """As Qwen's multimodal models turn them; equal positions are those of text."""
+    sections = (12, 10, 10)
+    table = RotaryTables(64, "cpu").of(RopeSpec(64, 1e4, 64, sections=sections, interleaved_sections=interleaved))
+    positions = torch.tensor([[5, 6, 9], [1, 6, 2], [0, 6, 40]])
+    rows, cos_sin = table.at(positions)
+    cos, sin = cos_sin[rows].chunk(2, dim=-1)
+    turned = [0, 1, 2] * 10 + [0, 0] if interleaved else [0] * 12 + [1] * 10 + [2] * 10
+    plain = table.cos_sin.view(64, 2, 32)
+    for frequency, section in enumerate(turned):
+        torch.testing.assert_close(cos[:, frequency], plain[positions[section], 0, frequency], rtol=0.0, atol=0.0)
+        torch.testing.assert_close(sin[:, frequency], plain[positions[section], 1, frequency], rtol=0.0, atol=0.0)
+    text = positions[0]
+    rows, whole = table.at(text)
+    assert rows is text and whole is table.cos_sin

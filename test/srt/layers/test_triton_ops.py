@@ -165,6 +165,20 @@ def test_topk_softmax(num_tokens: int, num_experts: int, top_k: int, renormalize
 
 
 @interpreter.kernel_test
+@pytest.mark.parametrize(("num_experts", "top_k", "groups"), [(160, 6, (8, 3)), (24, 4, (6, 2))])
+def test_topk_softmax_among_the_best_groups(num_experts: int, top_k: int, groups: tuple[int, int]) -> None:
+    logits = randn(9, num_experts, scale=3.0)
+    weights, ids = topk.topk_softmax(logits, top_k, False, 16.0, groups=groups)
+    expected_weights, expected_ids = native_ops.topk_softmax(logits, top_k, False, 16.0, groups=groups)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
+    members = num_experts // groups[0]
+    assert all(len(set((row // members).tolist())) <= groups[1] for row in ids)
+    anywhere = native_ops.topk_softmax(logits, top_k, False, 16.0)[1]
+    assert not torch.equal(ids, anywhere), "the groups decide nothing"
+
+
+@interpreter.kernel_test
 def test_topk_softmax_of_equal_logits_names_distinct_experts() -> None:
     _, ids = topk.topk_softmax(torch.zeros(3, 16, device=DEVICE), 4, True)
     assert ids.tolist() == [[0, 1, 2, 3]] * 3

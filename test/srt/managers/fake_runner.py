@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
+import torch
 
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.wire.io_struct import BatchTokenIDOut, FinishReason, TokenizedGenerateReq
-from sglang.srt.mem_cache.req_pool import ReqToTokenPool
 from sglang.srt.model_executor.step import StepInput
+from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
 from sglang.srt.sampling.sampling_params import NO_TOKEN, SamplingParams
 
 VOCAB = 97
@@ -42,9 +43,10 @@ def expected_output(prompt: list[int], max_new_tokens: int, ignore_eos: bool = F
 class LateResult:
     """Tokens that may be read only after the step is over."""
 
-    next_token_ids: np.ndarray
-    logprobs: None = None
+    next_token_ids: torch.Tensor
+    counts: torch.Tensor | None = None
     prompt_logprobs: None = None
+    embeddings: None = None
 
     def wait(self) -> None:
         pass
@@ -63,27 +65,51 @@ class FakeSamplingTable:
 
 
 class FakeRunner:
-    graphs = None
+    tokens_per_step = 1
 
-    def __init__(self, pool: int, page: int, context: int, max_reqs: int, chunk: int, max_prefill: int = 4096) -> None:
+    def __init__(
+        self,
+        pool: int,
+        page: int,
+        context: int,
+        max_reqs: int,
+        chunk: int,
+        max_prefill: int = 4096,
+        windows: tuple[WindowSize, ...] = (),
+        checkpoints: int | None = None,
+    ) -> None:
+        """`checkpoints` None: the model has no states."""
+        has_states = checkpoints is not None
+        sizes = PoolSizes(pool // page * page, page, max_reqs, context, windows, has_states, checkpoints or 0)
         self.plan = SimpleNamespace(
-            max_total_num_tokens=pool, page_size=page, context_len=context, max_running_requests=max_reqs,
+            pool_sizes=sizes, page_size=page, context_len=context, caches_prefixes=checkpoints != 0,
             chunked_prefill_size=chunk, max_prefill_tokens=max_prefill,
             model=SimpleNamespace(vocab_size=VOCAB, eos_token_ids=frozenset({EOS})),
         )  # fmt: skip
-        self.req_pool = ReqToTokenPool(max_reqs, context, "cpu")
         self.sampling_table = FakeSamplingTable()
-        self.table = np.zeros((max_reqs + 1, context), np.int64)
+        self.tables = np.zeros((1 + len(windows), max_reqs + 1, context), np.int64)
+        self.table = self.tables[0]
         self.kv = np.full(pool + 2 * page, -1, np.int64)
+        self.window_kv = [(size.window, np.full(size.tokens + page, -1, np.int64)) for size in windows]
+        self.states = np.full(sizes.state_rows, 12345, np.int64) if has_states else None
         self.next_token = np.zeros(max_reqs + 1, np.int64)
         self.steps: list[str] = []
         self.not_numbers: Callable[[np.ndarray], bool] = lambda sequence: False
         """Whether a sequence's logits are NaN."""
 
-    def run(self, step: StepInput) -> LateResult:
+    def decodes_in_graph(self, num_reqs: int) -> bool:
+        return False
+
+    def sample(self, forward: LateResult, vocab_mask: np.ndarray | None = None) -> LateResult:
+        return forward
+
+    def forward(self, step: StepInput) -> LateResult:
         if step.table_update is not None:
             assert len(np.unique(step.table_update.index)) == len(step.table_update.index)
-            self.table.reshape(-1)[step.table_update.index] = step.table_update.value
+            self.tables.reshape(-1)[step.table_update.index] = step.table_update.value
+            if self.states is not None:
+                assert len(np.unique(step.table_update.state_targets)) == len(step.table_update.state_targets)
+                self.states[step.table_update.state_targets] = self.states[step.table_update.state_sources]
         assert len(np.unique(step.out_cache_loc)) == len(step.out_cache_loc), "one cache slot for two tokens"
         assert len(np.unique(step.slots)) == len(step.slots)
         assert (step.out_cache_loc >= self.plan.page_size).all(), "the padding page was handed out"
@@ -99,13 +125,52 @@ class FakeRunner:
             self.table[step.slots[:decodes], step.seq_lens[:decodes] - 1] = step.out_cache_loc[:decodes]
             assert (step.extend.prefix_lens + step.extend.extend_lens == step.seq_lens[decodes:]).all()
         self.kv[step.out_cache_loc] = ids
+        self.read_and_write_windows(step, ids)
+        if self.states is not None:
+            self.advance_states(step, ids)
         tokens = []
         for row in rows:
             sequence = self.kv[self.table[step.slots[row], : step.seq_lens[row]]]
             assert (sequence >= 0).all(), "a cache slot was read before it was written"
             tokens.append(NO_TOKEN if self.not_numbers(sequence) else next_token(sequence))
             self.next_token[step.slots[row]] = max(tokens[-1], 0)
-        return LateResult(np.array(tokens, np.int64))
+        return LateResult(torch.tensor(tokens)[:, None])
+
+    def advance_states(self, step: StepInput, ids: np.ndarray) -> None:
+        """A state is a checksum of all tokens so far; that of an empty prefix is 0, whatever lies in the row."""
+        counts = np.ones(len(step.slots), np.int64)
+        if step.extend is not None:
+            counts[step.extend.num_decodes :] = step.extend.extend_lens
+        first = 0
+        for slot, length, count in zip(step.slots, step.seq_lens, counts, strict=True):
+            before = int(self.states[slot]) if length > count else 0
+            self.states[slot] = zlib.crc32(ids[first : first + count].astype(np.int32).tobytes(), before)
+            sequence = self.kv[self.table[slot, :length]].astype(np.int32)
+            assert self.states[slot] == zlib.crc32(sequence.tobytes()), "a state of other tokens than the cache has"
+            first += count
+
+    def read_and_write_windows(self, step: StepInput, ids: np.ndarray) -> None:
+        """What the first new token of each request sees is still there, and so is what the last one sees."""
+        counts = np.ones(len(step.slots), np.int64)
+        if step.extend is not None:
+            counts[step.extend.num_decodes :] = step.extend.extend_lens
+        for (window, kv), table in zip(self.window_kv, self.tables[1:], strict=True):
+            for final in (False, True):
+                first = 0
+                written = []
+                for slot, length, count in zip(step.slots, step.seq_lens, counts, strict=True):
+                    sequence = self.kv[self.table[slot, :length]]
+                    start = length - count
+                    seen = slice(max(0, length - window), length) if final else slice(max(0, start + 1 - window), start)
+                    assert (kv[table[slot, seen]] == sequence[seen]).all(), "a window has lost what it still needs"
+                    new = table[slot, start:length]
+                    assert (new >= self.plan.page_size).all(), "a token without a slot in the window's table"
+                    written.append(new)
+                    if not final:
+                        kv[new] = ids[first : first + count]
+                    first += count
+                slots = np.concatenate(written)
+                assert len(np.unique(slots)) == len(slots), "one slot of a window for two tokens"
 
 
 def make_scheduler(runner: FakeRunner, **options: object) -> Scheduler:
@@ -117,6 +182,10 @@ def make_scheduler(runner: FakeRunner, **options: object) -> Scheduler:
         stream_interval=1,
         decode_log_interval=40,
         max_queued_requests=None,
+        enable_priority_scheduling=False,
+        schedule_low_priority_values_first=False,
+        priority_scheduling_preemption_threshold=10,
+        disable_priority_preemption=False,
     )
     vars(args).update(options)
     return Scheduler(args, runner, StopChecker(None))
@@ -135,11 +204,13 @@ class Collector:
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     finish: dict[str, FinishReason] = field(default_factory=dict)
+    embeddings: dict[str, bytes] = field(default_factory=dict)
 
     def take(self, scheduler: Scheduler) -> None:
         messages, scheduler.outbox = scheduler.outbox, []
         for message in messages:
             assert isinstance(message, BatchTokenIDOut)
+            self.embeddings.update(message.embeddings)
             for rid, ids, finish in zip(message.rids, message.new_ids, message.finish, strict=True):
                 assert rid not in self.finish, "a message after the last one"
                 self.tokens.setdefault(rid, []).extend(ids)
@@ -165,7 +236,12 @@ def assert_clean(scheduler: Scheduler) -> None:
     """No request holds anything, and free + cached is the whole pool."""
     memory = scheduler.check_memory()
     assert memory["held"] == 0 and memory["free"] + memory["cached"] == memory["total"], memory
-    assert scheduler.req_pool.available_size() == scheduler.req_pool.max_reqs
-    assert scheduler.cache.protected_size() == 0
+    assert scheduler.kv.num_free_rows() == scheduler.kv.sizes.max_requests
+    assert scheduler.kv.tree.protected_size() == 0
     assert not scheduler.reqs and not scheduler.waiting
-    scheduler.cache.check()
+    scheduler.kv.check()
+    if scheduler.kv.checkpoints is not None:
+        checkpoints = memory["checkpoints"]
+        assert checkpoints["free"] + checkpoints["cached"] == checkpoints["total"]
+    for window in scheduler.kv.windows:
+        assert window.usage()["held"] == 0 and window.available_size() == window.size

@@ -113,10 +113,13 @@ def test_defaults_of_the_model_and_the_server() -> None:
         ({"text": "", "add_special_tokens": False}, "empty"),
         ({"input_ids": [1, 100]}, "in [0, 99], got 100"),
         ({"input_ids": [-1]}, "in [0, 99], got -1"),
-        ({"input_ids": [1] * 32}, "32 tokens does not fit the model's context length of 32"),
-        ({"text": "a" * 40}, "41 tokens does not fit"),
+        ({"input_ids": [1] * 32}, "with room for output is longer than the model's context length of 32"),
+        ({"text": "a" * 40}, "41 tokens with room for output is longer than the model's context length"),
         ({"text": "a" * 100_000}, "100000 characters is longer"),
-        ({"input_ids": [1] * 20, "sampling_params": {"max_new_tokens": 13}}, "make 33 tokens, more than the model's"),
+        (
+            {"input_ids": [1] * 20, "sampling_params": {"max_new_tokens": 13}},
+            "max_new_tokens of 13 is longer than the model's context length",
+        ),
         ({"input_ids": [1], "sampling_params": {"top_p": 0}}, "top_p must be in (0, 1], got 0."),
         ({"input_ids": [1], "sampling_params": {"nope": 0}}, "unknown sampling parameter 'nope'"),
         ({"input_ids": [1], "sampling_params": "x"}, "sampling_params must be an object"),
@@ -202,6 +205,6 @@ def test_a_text_that_cannot_fit_is_not_tokenized_as_a_whole(monkeypatch: pytest.
     if truncate:
         assert len(asyncio.run(work).requests[0].input_ids) == CONTEXT - 1
     else:
-        with pytest.raises(RequestError, match="10000 characters has more tokens than the model's context length"):
+        with pytest.raises(RequestError, match="10000 characters is longer than the model's context length"):
             asyncio.run(work)
     assert max(lengths) == 200

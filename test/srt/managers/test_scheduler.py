@@ -14,12 +14,16 @@ from hypothesis import strategies as st
 from sglang.srt.managers.scheduler.leader import EndReq
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.schedule_policy import POLICIES
+from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.wire.io_struct import AbortReq
+from sglang.srt.model_executor.step import StepInput
+from sglang.srt.plan.pool_sizes import WindowSize
 from srt.managers.fake_runner import (
     EOS,
     VOCAB,
     Collector,
     FakeRunner,
+    LateResult,
     add,
     assert_clean,
     expected_output,
@@ -132,10 +136,10 @@ def test_logits_that_are_not_numbers_end_that_request_only(page: int, overlap: b
             finish = collector.finish[f"r{i}"]
             assert finish.type == "abort" and finish.status_code == 500 and "NaN" in (finish.message or "")
             expected = expected[: fails_at[i] - len(ids)]
-            assert not scheduler.cache.match_prefix(ids).length
+            assert not scheduler.kv.tree.match_prefix(ids).length
         else:
             assert collector.finish[f"r{i}"].type == "length"
-            assert scheduler.cache.match_prefix(ids).length == len(ids) // page * page
+            assert scheduler.kv.tree.match_prefix(ids).length == len(ids) // page * page
         assert collector.tokens[f"r{i}"] == expected
     assert_clean(scheduler)
 
@@ -154,7 +158,7 @@ def test_a_prefix_that_failed_is_not_cached_beside_those_that_use_it() -> None:
     assert scheduler.reqs["b"].hit_len == 100
     run_to_end(scheduler, collector)
     assert {finish.status_code for finish in collector.finish.values()} == {500}
-    assert scheduler.cache.total_size() == 0
+    assert scheduler.kv.tree.total_size() == 0
     assert_clean(scheduler)
 
 
@@ -371,6 +375,36 @@ def test_a_token_that_the_grammar_does_not_take(stuck: bool, status_code: int) -
     assert_clean(scheduler)
 
 
+def test_a_grammar_waits_for_tokens_behind_the_forward_pass() -> None:
+    """Launched first, then the step before is read back, then its token is in the grammar before the mask is filled."""
+    events: list[str] = []
+
+    class Result(LateResult):
+        def wait(self) -> None:
+            events.append("wait")
+
+    class Runner(FakeRunner):
+        def forward(self, step: StepInput) -> LateResult:
+            events.append("forward")
+            result = super().forward(step)
+            return Result(result.next_token_ids)
+
+        def sample(self, forward: LateResult, vocab_mask: np.ndarray | None = None) -> LateResult:
+            events.append("sample with mask" if vocab_mask is not None else "sample")
+            return forward
+
+    grammar = SimpleNamespace(
+        accept=lambda token: events.append("accept") or True, fill_mask=lambda row: events.append("fill"),
+        is_terminated=lambda: False, allowance=SimpleNamespace(exhausted=False),
+    )  # fmt: skip
+    scheduler = make_scheduler(Runner(512, 1, 128, 4, 64))
+    add(scheduler, request("r", prompt(6), 3, ignore_eos=True))
+    scheduler.reqs["r"].grammar = grammar  # type: ignore[assignment]
+    run_to_end(scheduler, Collector())
+    step = ["forward", "wait", "accept", "fill", "sample with mask"]
+    assert events == ["forward", "fill", "sample with mask", *step, *step, "wait", "accept"]
+
+
 def test_pause_stops_and_resume_goes_on() -> None:
     scheduler = make_scheduler(FakeRunner(300, 1, 64, 2, 32))
     collector = Collector()
@@ -404,6 +438,54 @@ def test_longest_prefix_first() -> None:
     assert scheduler.reqs["hit"].slot and not scheduler.reqs["cold"].slot
 
 
+def start_order(scheduler: Scheduler) -> list[str]:
+    order: list[str] = []
+    place = scheduler._place
+    scheduler._place = lambda req, node: (order.append(req.rid), place(req, node))[1]  # type: ignore[method-assign]
+    return order
+
+
+@pytest.mark.parametrize(("options", "expected"), [
+    ({}, "abc"), ({"enable_priority_scheduling": True}, "bca"),
+    ({"enable_priority_scheduling": True, "schedule_low_priority_values_first": True}, "acb"),
+])  # fmt: skip
+def test_priorities_order_the_queue(options: dict[str, bool], expected: str) -> None:
+    scheduler = make_scheduler(FakeRunner(512, 1, 128, 1, 64), disable_priority_preemption=True, **options)
+    order = start_order(scheduler)
+    for i, (rid, priority) in enumerate((("a", 0), ("b", 9), ("c", 5))):
+        msg = request(rid, prompt(6, i), 3)
+        msg.priority = priority
+        add(scheduler, msg)
+    run_to_end(scheduler, Collector())
+    assert "".join(order) == expected
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize(("priority", "threshold", "preempts"), [(11, 10, True), (10, 10, False), (1, 0, True)])
+@pytest.mark.parametrize("rows", [1, 8], ids=["no row", "no memory"])
+def test_an_important_request_takes_the_place_of_another(
+    rows: int, priority: int, threshold: int, preempts: bool, page: int
+) -> None:
+    """For want of a row or of memory; the other goes on later, with the tokens that it would have got."""
+    scheduler = make_scheduler(
+        FakeRunner(13 * 16, page, 180, rows, 64), enable_priority_scheduling=True,
+        priority_scheduling_preemption_threshold=threshold,
+    )  # fmt: skip
+    order, collector = start_order(scheduler), Collector()
+    add(scheduler, request("low", prompt(60), 40, ignore_eos=True))
+    for _ in range(5):
+        scheduler.step()
+        collector.take(scheduler)
+    msg = request("high", prompt(120, 2), 5, ignore_eos=True)
+    msg.priority = priority
+    add(scheduler, msg)
+    run_to_end(scheduler, collector)
+    assert order == (["low", "high", "low"] if preempts else ["low", "high"])
+    assert collector.tokens["low"] == expected_output(prompt(60), 40, ignore_eos=True)
+    assert collector.tokens["high"] == expected_output(prompt(120, 2), 5, ignore_eos=True)
+    assert_clean(scheduler)
+
+
 workload = st.lists(
     st.tuples(
         st.integers(0, 3),  # which shared prefix
@@ -418,6 +500,13 @@ workload = st.lists(
 )
 
 
+def window_tokens(pool: int, page: int, window: int, chunk: int, share: float) -> int:
+    """Of a window table: from what one request needs to as many as there are of all tokens."""
+    step = chunk if chunk > 0 else 160
+    least = min(pool, (-(-window // page) + -(-step // page) + 2) * page)
+    return int(least + share * (pool - least)) // page * page
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     events=workload,
@@ -429,12 +518,17 @@ workload = st.lists(
     radix=st.booleans(),
     overlap=st.booleans(),
     conservativeness=st.sampled_from([0.01, 1.0]),
+    windows=st.lists(st.sampled_from([1, 2, 7, 16, 40]), max_size=2, unique=True),
+    window_share=st.sampled_from([0.0, 0.5, 1.0]),
+    checkpoints=st.sampled_from([None, 0, 1, 3, 20]),
 )
 def test_any_workload(
     events: list, page: int, pool_pages: int, chunk: int, max_reqs: int, policy: str, radix: bool,
-    overlap: bool, conservativeness: float,
+    overlap: bool, conservativeness: float, windows: list[int], window_share: float, checkpoints: int | None,
 ) -> None:  # fmt: skip
-    runner = FakeRunner(pool_pages * page if page > 1 else pool_pages * 4, page, 160, max_reqs, chunk)
+    pool = pool_pages * page if page > 1 else pool_pages * 4
+    sizes = tuple(WindowSize(window, window_tokens(pool, page, window, chunk, window_share)) for window in windows)
+    runner = FakeRunner(pool, page, 160, max_reqs, chunk, windows=sizes, checkpoints=checkpoints)
     scheduler = make_scheduler(
         runner, schedule_policy=policy, disable_radix_cache=not radix,
         disable_overlap_schedule=not overlap, schedule_conservativeness=conservativeness,
@@ -447,13 +541,13 @@ def test_any_workload(
         wanted[f"r{i}"] = (ids, max_new, ignore_eos)
         for _ in range(steps):
             scheduler.step()
-            scheduler.cache.check()
+            scheduler.kv.check(scheduler.reqs.values())
             collector.take(scheduler)
         if kind == "abort":
             scheduler.abort(AbortReq([f"r{i // 2}"]))
     run_to_end(scheduler, collector)
     assert set(collector.finish) == set(wanted)
-    capacity = min(160, scheduler.allocator.size - 2 * page)
+    capacity = min(160, scheduler.kv.size - 2 * page)
     for rid, (ids, max_new, ignore_eos) in wanted.items():
         got, finish = collector.tokens[rid], collector.finish[rid]
         full = expected_output(ids, max(0, min(max_new, capacity - len(ids))), ignore_eos)
@@ -462,6 +556,40 @@ def test_any_workload(
         else:
             assert got == full
             assert (finish.type == "stop") == (bool(full) and full[-1] == EOS and not ignore_eos)
+    assert_clean(scheduler)
+
+
+def test_a_second_turn_goes_on_from_the_state_of_the_first() -> None:
+    scheduler = make_scheduler(FakeRunner(2048, 1, 512, 4, 32, checkpoints=4))
+    collector = Collector()
+    conversation = prompt(70)
+    for turn in range(3):
+        rid = f"turn{turn}"
+        add(scheduler, request(rid, conversation, 9, ignore_eos=True))
+        req = scheduler.reqs[rid]
+        run_to_end(scheduler, collector)
+        assert collector.tokens[rid] == expected_output(conversation, 9, ignore_eos=True)
+        # The state is that after the last token that was computed: the one sampled last was not.
+        assert req.hit_len == (0 if turn == 0 else len(conversation) - 4)
+        conversation = conversation + collector.tokens[rid] + prompt(3, turn)
+    assert_clean(scheduler)
+
+
+@pytest.mark.parametrize(("checkpoints", "expected"), [(20, [0, 64, 0, 70, 71]), (1, [0, 0, 0, 0, 0])])
+def test_a_match_ends_where_there_is_a_state(checkpoints: int, expected: list[int]) -> None:
+    """Those are at the ends of chunks, of prompts and of what was computed; the least recently used give way."""
+    scheduler = make_scheduler(FakeRunner(2048, 1, 512, 4, 32, checkpoints=checkpoints))
+    collector = Collector()
+    hits = []
+    first = expected_output(prompt(70), 2, ignore_eos=True)
+    prompts = [prompt(70), prompt(66) + [5], prompt(30) + [5], prompt(70) + [first[0] + 1], prompt(70) + first]
+    for i, ids in enumerate(prompts):
+        add(scheduler, request(f"r{i}", ids, 2, ignore_eos=True))
+        req = scheduler.reqs[f"r{i}"]
+        run_to_end(scheduler, collector)
+        hits.append(req.hit_len)
+        assert collector.tokens[f"r{i}"] == expected_output(ids, 2, ignore_eos=True)
+    assert hits == expected
     assert_clean(scheduler)
 
 
@@ -506,20 +634,20 @@ def test_a_waiting_prompt_is_compared_with_the_tree_once(policy: str, monkeypatc
     add(scheduler, request("first", prompt(1500), 4))
     run_to_end(scheduler, collector)
     compared = 0
-    common_length = scheduler.cache._common_length
+    common_length = scheduler.kv.tree._common_length
 
     def count(key: np.ndarray, tokens: np.ndarray) -> int:
         nonlocal compared
         compared += min(len(key), len(tokens))
         return common_length(key, tokens)
 
-    monkeypatch.setattr(scheduler.cache, "_common_length", count)
+    monkeypatch.setattr(scheduler.kv.tree, "_common_length", count)
     for i in range(2):  # all request slots
         add(scheduler, request(f"busy{i}", prompt(5, i + 9), 100, ignore_eos=True))
     scheduler.step()
     add(scheduler, request("long", prompt(1501), 4))
     for _ in range(50):
-        scheduler.policy(list(scheduler.waiting), scheduler.cache)
+        scheduler.policy(list(scheduler.waiting), scheduler.kv)
         scheduler.step()
     long = scheduler.reqs["long"]
     run_to_end(scheduler, collector)

@@ -53,8 +53,12 @@ def path_logprobs(model: torch.nn.Module, prompt: list[int], output: tuple[int, 
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", ["qwen3_wide", "qwen3_moe_wide", "llama_wide"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_wide", "qwen3_moe_wide", "llama_wide", "deepseek_v3_wide", "qwen3_windows_wide"]
+)
 def test_against_transformers(name: str, variant: str, tmp_path: Path) -> None:
+    if variant == "flashinfer" and ("deepseek" in name or "windows" in name):
+        pytest.skip("FlashInfer here has no latent attention, and no windows")
     if variant == "flashinfer" and importlib.util.find_spec("flashinfer") is None:
         pytest.skip("FlashInfer is not installed")
     reference = save_tiny(name, tmp_path).cuda()
@@ -91,13 +95,15 @@ def test_against_transformers(name: str, variant: str, tmp_path: Path) -> None:
     assert torch.cat(ours).mean() < factor * torch.cat(theirs).mean()
     if variant == "retraction":
         assert scheduler.stats.num_retracted > 0
-    scheduler.cache.check()
+    scheduler.kv.check()
     assert scheduler.check_memory()["held"] == 0
 
 
 @pytest.mark.parametrize("name", ["qwen3_wide", "qwen3_moe_wide"])
 def test_prefill_graphs_change_nothing(name: str, tmp_path: Path) -> None:
-    """Ragged batches over cached prefixes, padded to a graph, against the same steps launched kernel by kernel."""
+    """Ragged batches over cached prefixes, padded to a graph, against the same steps launched kernel by kernel.
+
+    Without latent attention: graphs take its absorbed way, other steps the expanded one, which rounds otherwise."""
     save_tiny(name, tmp_path)
     outputs = []
     for in_graphs in (True, False):

@@ -46,6 +46,11 @@ class Reference:
         with torch.inference_mode():
             return self.model(torch.tensor([ids])).logits[0].log_softmax(-1)
 
+    def hidden(self, ids: list[int]) -> torch.Tensor:
+        """Of the last token, after the final norm."""
+        with torch.inference_mode():
+            return self.model.model(torch.tensor([ids])).last_hidden_state[0, -1]
+
     def scheduler(self, **options: Any) -> Scheduler:
         args = ServerArgs.from_kwargs(
             model_path=str(self.folder), device="cpu", skip_tokenizer_init=True,
@@ -54,7 +59,10 @@ class Reference:
         return Scheduler(args, create_runner(args), StopChecker(None))
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", "llama_bias_llama3"])
+NAMES = ["qwen3", "qwen3_moe", "llama_bias_llama3", "qwen3_windows", "deepseek_v3", "qwen3_5"]
+
+
+@pytest.fixture(scope="module", params=NAMES)
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
     yield Reference(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -86,7 +94,9 @@ def test_from_the_radix_cache(reference: Reference, page_size: int) -> None:
     check(reference, scheduler, [prompt(1)])
     warm = [prompt(1), prompt(1) + [7, 8, 9], prompt(1)[:40] + [3]]
     check(reference, scheduler, warm)
-    assert scheduler.stats._cached >= 2 * 32
+    # A state is kept at the end of a prompt of whole pages: only the second request goes on from there.
+    at_states = 50 if page_size == 1 else 0
+    assert scheduler.stats._cached >= (at_states if scheduler.plan.has_states else 2 * 32)
 
 
 def test_retracted_and_resumed(reference: Reference) -> None:
@@ -139,6 +149,30 @@ def test_log_probabilities(reference: Reference, chunk: int) -> None:
             torch.testing.assert_close(torch.tensor([v for v, _ in named]), expected[p - 1, [5, 9]], atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("options", [{}, {"chunked_prefill_size": 16}, {"page_size": 16}])
+def test_embeddings(reference: Reference, options: dict[str, Any]) -> None:
+    """Final hidden states of prompts at once, in chunks, among requests that generate, and from the prefix cache."""
+    scheduler = reference.scheduler(**options)
+    prompts = [prompt(5, 60), prompt(6, 3), prompt(5, 60)[:40] + [9], prompt(5, 60)]
+    for attempt in range(2):
+        collector = Collector()
+        add(scheduler, request("other", prompt(1), NEW_TOKENS, temperature=0.0, ignore_eos=True))
+        for i, ids in enumerate(prompts):
+            msg = request(f"r{i}", ids, 0)
+            msg.embed = True
+            add(scheduler, msg)
+        run_to_end(scheduler, collector)
+        assert collector.tokens["other"] == reference.greedy(prompt(1)) and set(collector.embeddings) == {
+            f"r{i}" for i in range(len(prompts))
+        }
+        for i, ids in enumerate(prompts):
+            assert not collector.tokens[f"r{i}"] and collector.finish[f"r{i}"].type == "length"
+            values = torch.frombuffer(bytearray(collector.embeddings[f"r{i}"]), dtype=torch.float32)
+            torch.testing.assert_close(values, reference.hidden(ids), atol=1e-4, rtol=1e-4, msg=f"{attempt}, {i}")
+        assert_clean(scheduler)
+    assert scheduler.stats._cached >= 2 * 32 or scheduler.plan.has_states
+
+
 def test_log_probability_of_the_first_token_is_none(reference: Reference) -> None:
     scheduler = reference.scheduler()
     msg = request("a", [5], 2, temperature=0.0, ignore_eos=True)
@@ -171,3 +205,34 @@ def test_a_token_that_makes_nan_harms_its_request_only(reference: Reference) -> 
     assert unharmed and all(collector.tokens[f"r{i}"] == outputs[i] for i in unharmed)
     assert collector.finish["r4"].status_code == 500 and not collector.tokens["r4"]
     assert_clean(scheduler)
+
+
+@pytest.mark.parametrize("name", ["qwen3_windows", "qwen3_windows_only"])
+def test_windows_hold_no_more_than_they_need(name: str, tmp_path: Path) -> None:
+    """Long requests beside each other in windows of 12 tokens, with room for little more."""
+    reference = Reference(name, tmp_path)
+    scheduler = reference.scheduler(
+        max_total_tokens=1024, max_running_requests=3, chunked_prefill_size=16, page_size=4, context_length=256
+    )
+    (window,) = scheduler.kv.windows
+    assert window.size <= 3 * 16 + 16 + 8, "the plan makes no more room"
+    prompts = [prompt(s, 60 + 20 * s) for s in range(4)]
+    check(reference, scheduler, prompts)
+    turn = prompts[0] + reference.greedy(prompts[0])
+    check(reference, scheduler, prompts[:1])
+    before = scheduler.stats._cached
+    check(reference, scheduler, [turn + [5]])
+    assert scheduler.stats._cached - before == (len(turn) - 1) // 4 * 4, "the last window was cached"
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
+def test_a_second_turn_goes_on_from_the_state_of_the_first(name: str, tmp_path: Path) -> None:
+    reference = Reference(name, tmp_path)
+    scheduler = reference.scheduler(chunked_prefill_size=32)
+    first = prompt(1, 70)
+    check(reference, scheduler, [first, prompt(2, 9)])
+    turn = first + reference.greedy(first) + [5, 6]
+    forked = first[:64] + [9]
+    check(reference, scheduler, [turn, forked])
+    # The token that was sampled last was not computed; the fork goes on from the end of a chunk.
+    assert scheduler.stats._cached == len(turn) - 3 + 64

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -68,7 +70,9 @@ class Bench:
         finish: FinishReason | None = None,
         logprobs: OutputLogprobs | None = None,
     ) -> None:
-        meta = TokenMeta(prompt_tokens=3, completion_tokens=len(ids or []), cached_tokens=1)
+        meta = TokenMeta(
+            prompt_tokens=3, completion_tokens=len(ids or []), cached_tokens=1, started_time=time.monotonic()
+        )
         self.outbox.send(
             BatchStrOut(
                 rids=[rid], new_text=[text], new_ids=[ids or []], finish=[finish], meta=[meta], logprobs=[logprobs]
@@ -550,6 +554,7 @@ def test_metrics() -> None:
             "sglang:num_aborted_requests_total": 0,
             "sglang:time_to_first_token_seconds_count": 1,
             "sglang:inter_token_latency_seconds_count": 3,
+            "sglang:queue_time_seconds_count": 1,
             "sglang:e2e_request_latency_seconds_count": 1,
         }
         assert {name: values.get(name) for name in expected} == expected
@@ -558,3 +563,18 @@ def test_metrics() -> None:
         assert buckets[-1] == 3
 
     play(test, enable_metrics=True, served_model_name="tiny")
+
+
+def test_the_log_has_what_was_asked_and_answered(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(bench: Bench) -> None:
+        stream = await bench.manager.submit(call(text="What is 15+27?", input_ids=None))
+        await bench.request()
+        bench.send("r", "It is ", [1])
+        bench.send("r", "42.", [2, 3, 4], LENGTH)
+        await stream.collect()
+
+    with caplog.at_level(logging.INFO):
+        play(test, log_requests=True, log_requests_level=2)
+    lines = [record.getMessage() for record in caplog.records if record.name.endswith("request_log")]
+    assert "'prompt': 'What is 15+27?'" in lines[0]
+    assert lines[1].startswith("Finished: rid=r, ") and lines[1].endswith("reason=length, output='It is 42.'")

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sglang.srt.mem_cache.allocator import Slots, TokenAllocator
-from sglang.srt.mem_cache.radix_cache import Node, RadixCache
+from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.radix_node import Node
 
 NAMESPACES = (None, "a", "")
 
@@ -19,6 +20,30 @@ NAMESPACES = (None, "a", "")
 def matched(cache: RadixCache, tokens: list[int], namespace: str | None = None) -> list[int]:
     """The slots of the longest cached prefix."""
     return cache.slots_to(cache.match_prefix(tokens, namespace).node).tolist()
+
+
+def insert(cache: RadixCache, tokens: list[int], slots: Slots, namespace: str | None = None) -> int:
+    """Give whole pages to the tree. Returns how many tokens it had already; their duplicates are freed."""
+    done = cache.commit(tokens, slots, cache.root, 0, namespace)
+    cache.unlock(done.node)
+    return int((done.indices != slots).sum())
+
+
+def release(
+    cache: RadixCache,
+    tokens: list[int],
+    indices: Slots,
+    node: Node,
+    num_cached: int,
+    namespace: str | None = None,
+    keep: bool = True,
+) -> None:
+    """End a request."""
+    if keep:
+        done = cache.commit(tokens, indices, node, num_cached, namespace)
+        indices, node, num_cached = done.indices, done.node, done.num_cached
+    cache.allocator.free(indices[num_cached:])
+    cache.unlock(node)
 
 
 @dataclass(eq=False)
@@ -86,7 +111,7 @@ class RadixMachine(RuleBasedStateMachine):
         self.running.append(req)
         if not self.compute(req, len(tokens)):
             self.running.remove(req)
-            self.cache.release(tokens, req.indices, req.node, req.num_cached, namespace, keep=False)
+            release(self.cache, tokens, req.indices, req.node, req.num_cached, namespace, keep=False)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), more=st.lists(st.integers(0, 1), min_size=1, max_size=20))
@@ -119,7 +144,7 @@ class RadixMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject, keep: bool, in_flight: bool) -> None:
         req = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         done = len(req.tokens) - (1 if in_flight and len(req.tokens) > req.num_cached else 0)
-        self.cache.release(req.tokens[:done], req.indices, req.node, req.num_cached, req.namespace, keep)
+        release(self.cache, req.tokens[:done], req.indices, req.node, req.num_cached, req.namespace, keep)
         if keep and self.cache.enabled:
             match = self.cache.match_prefix(req.tokens[:done], req.namespace)
             assert match.length == done // self.page_size * self.page_size
@@ -129,7 +154,7 @@ class RadixMachine(RuleBasedStateMachine):
     def fail(self, data: st.DataObject) -> None:
         req = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         path = list(self.cache._path(req.node))
-        self.cache.release(req.tokens, req.indices, req.node, req.num_cached, req.namespace, keep=False)
+        release(self.cache, req.tokens, req.indices, req.node, req.num_cached, req.namespace, keep=False)
         self.cache.discard(req.node)
         for node in path:
             in_tree = node.parent is not None
@@ -176,7 +201,7 @@ class RadixMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "cache"):
             for req in self.running:
-                self.cache.release(req.tokens, req.indices, req.node, req.num_cached, req.namespace)
+                release(self.cache, req.tokens, req.indices, req.node, req.num_cached, req.namespace)
             assert self.cache.protected_size() == 0
             self.cache.reset()
             assert self.allocator.available_size() == self.allocator.size
@@ -187,7 +212,7 @@ TestRadix.settings = settings(max_examples=80, stateful_step_count=30, deadline=
 
 
 class PrefixMachine(RuleBasedStateMachine):
-    """insert and match alone against a dictionary: page-aligned prefix -> slots of its last page."""
+    """commit and match alone against a dictionary: page-aligned prefix -> slots of its last page."""
 
     @initialize(page_size=st.sampled_from([1, 4]))
     def start(self, page_size: int) -> None:
@@ -209,11 +234,11 @@ class PrefixMachine(RuleBasedStateMachine):
         slots = self.allocator.alloc([0], [len(tokens)], [-1])
         assert slots is not None
         expected = len(self.expected(tokens))
-        assert self.cache.insert(tokens, slots) == expected
+        assert insert(self.cache, tokens, slots) == expected
         aligned = len(tokens) // self.page_size * self.page_size
         for at in range(expected, aligned, self.page_size):
             self.known[tuple(tokens[: at + self.page_size])] = slots[at : at + self.page_size].tolist()
-        self.allocator.free(np.concatenate((slots[:expected], slots[aligned:])))
+        self.allocator.free(slots[aligned:])
 
     @rule(tokens=st.lists(st.integers(0, 2), max_size=24))
     def match(self, tokens: list[int]) -> None:
@@ -238,8 +263,7 @@ def filled(size: int = 64, page_size: int = 1) -> tuple[TokenAllocator, RadixCac
 def put(allocator: TokenAllocator, cache: RadixCache, tokens: list[int]) -> None:
     slots = allocator.alloc([0], [len(tokens)], [-1])
     assert slots is not None
-    had = cache.insert(tokens, slots)
-    allocator.free(slots[:had])
+    insert(cache, tokens, slots)
 
 
 def test_least_recently_used_goes_first() -> None:
@@ -282,8 +306,8 @@ def test_a_commit_gives_way_to_what_the_tree_has() -> None:
     other = cache.commit([1, 2, 3, 4, 5], second, cache.root, 0)
     assert other.indices.tolist() == [*first.tolist(), second[4]]
     assert allocator.available_size() == 64 - 5
-    cache.release([1, 2, 3, 4], done.indices, done.node, 4)
-    cache.release([1, 2, 3, 4, 5], other.indices, other.node, 5)
+    release(cache, [1, 2, 3, 4], done.indices, done.node, 4)
+    release(cache, [1, 2, 3, 4, 5], other.indices, other.node, 5)
     assert (cache.evictable_size(), cache.protected_size()) == (5, 0)
 
 
@@ -293,7 +317,7 @@ def test_namespaces_share_nothing() -> None:
     assert cache.match_prefix([1, 2, 3], "lora").length == 0
     slots = allocator.alloc([0], [3], None)
     assert slots is not None
-    assert cache.insert([1, 2, 3], slots, "lora") == 0
+    assert insert(cache, [1, 2, 3], slots, "lora") == 0
     assert matched(cache, [1, 2, 3], "lora") == slots.tolist()
 
 
@@ -304,7 +328,7 @@ def test_a_disabled_cache_frees_everything() -> None:
     assert slots is not None
     kept = cache.commit(list(range(10)), slots, cache.root, 0)
     assert kept.num_cached == 0 and cache.match_prefix(list(range(10))).length == 0
-    cache.release(list(range(10)), kept.indices, kept.node, kept.num_cached)
+    release(cache, list(range(10)), kept.indices, kept.node, kept.num_cached)
     assert allocator.available_size() == 64
 
 
@@ -349,5 +373,5 @@ def test_long_prompts_match_whole() -> None:
     tokens = np.random.default_rng(0).integers(0, 150_000, 8192, dtype=np.int32)
     slots = allocator.alloc([0], [8192], None)
     assert slots is not None
-    cache.insert(tokens, slots)
+    insert(cache, tokens, slots)
     assert matched(cache, tokens) == slots.tolist()

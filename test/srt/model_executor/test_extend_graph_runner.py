@@ -65,7 +65,7 @@ def test_sizes_of_the_decoding_part() -> None:
     assert mixed_decode_sizes((1, 512)) == (0, 64, 256, 512)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3"])
 def test_padding_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny(name, tmp_path)
     monkeypatch.setattr(extend_graph_runner, "capture", StepInPlaceOfGraph)

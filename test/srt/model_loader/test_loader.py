@@ -82,6 +82,16 @@ def test_known_tensors_that_are_no_weights_are_passed_over(tmp_path: Path) -> No
     torch.testing.assert_close(got, hf_logits(reference, tokens), rtol=0.0, atol=1e-4)
 
 
+def test_a_checkpoint_without_a_head_has_shorter_names(tmp_path: Path) -> None:
+    """As those of embedding models, which were saved without one."""
+    reference = save_tiny("qwen3_tied_bias", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({name.removeprefix("model."): t for name, t in tensors.items()}, tmp_path / "model.safetensors")
+    tokens = random_tokens(9, seed=0)
+    got = TinyRunner(plan_for(tmp_path)).extend({1: tokens})[0]
+    torch.testing.assert_close(got, hf_logits(reference, tokens), rtol=0.0, atol=1e-4)
+
+
 def _add_unknown(tensors: Tensors) -> None:
     tensors.update({f"model.layers.0.self_attn.extra{i}.weight": torch.ones(1) for i in range(12)})
 
@@ -102,10 +112,10 @@ def _quantize(tensors: Tensors) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_add_unknown, r"has weights that Qwen3MoeForCausalLM does not have: .*extra0\.weight, .*\(12 in total\)"),
+        (_add_unknown, r"has weights that the model does not have: .*extra0\.weight, .*\(12 in total\)"),
         (
             _drop,
-            r"lacks weights of Qwen3MoeForCausalLM: model.layers.1.mlp.experts.3.gate_proj.weight, model.norm.weight",
+            r"lacks weights of the model: model.layers.1.mlp.experts.3.gate_proj.weight, model.norm.weight",
         ),
         (
             _reshape,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,17 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.hardware.arch import CPU, ArchTraits
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.layers.forward_batch import ForwardBatch, ForwardMode
-from sglang.srt.mem_cache.memory_pool import KVPool
+from sglang.srt.layers.forward_batch import ForwardBatch, ForwardMode, TokenSlots
+from sglang.srt.layers.recurrent import native as recurrent_ops
+from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.model_loader.loader import load_model
-from sglang.srt.plan.kv_spec import KVSpec, kv_cache_dtype
+from sglang.srt.models.causal_lm import DecoderLayer
+from sglang.srt.plan.caches import cache_groups, row_tables
+from sglang.srt.plan.kv_spec import kv_cache_dtype
+from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.model_description import ModelDescription, describe_model
+from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
+from sglang.srt.plan.weights import rank_weight_bytes
 from sglang.srt.server_args import ServerArgs
 
 if TYPE_CHECKING:
@@ -44,13 +52,103 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
+WINDOWS = {"num_hidden_layers": 4, "sliding_window": 12, "use_sliding_window": True}
+
 # Dimensions that GPU kernels take.
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 128}
+
+LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "rope_interleave": True,
+}
+LATENT_WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_intermediate_size": 256,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}
+
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
+GEMMA_ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5}
+ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+RECURRENT_OPS = {
+    "causal_conv1d": "CAUSAL_CONV",
+    "gated_delta_rule": "RECURRENCE",
+    "state_space_duality": "RECURRENCE",
+}
+"""What an op of several functions is called among the torch kernels."""
+HYBRID = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
+NEMOTRON = {
+    "num_hidden_layers": 5,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "mlp"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "n_groups": 4,
+    "ssm_state_size": 16,
+    "conv_kernel": 4,
+    "time_step_min": 1e-9,  # the reference takes it for a limit in prompts, and not after them
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 1.5,
+}
+ZERO_CENTRED = frozenset({"gemma3", "gemma3_capped", "qwen3_next", "qwen3_5", "qwen3_5_moe"})
+SHARED_EXPERT = EXPERTS | {"shared_expert_intermediate_size": 48}
+SECTIONS = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
 
 # name -> (transformers config class, what differs from SIZES)
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {}),
     "qwen3_tied_bias": ("Qwen3Config", {"tie_word_embeddings": True, "attention_bias": True, "vocab_size": 251}),
+    "qwen3_windows": ("Qwen3Config", WINDOWS | {"layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "qwen3_windows_only": ("Qwen3Config", WINDOWS | {"layer_types": ["sliding_attention"] * 4}),
     "qwen3_moe": ("Qwen3MoeConfig", EXPERTS),
     "qwen3_moe_mixed": (
         "Qwen3MoeConfig",
@@ -58,8 +156,107 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama": ("LlamaConfig", {"head_dim": 16}),
     "qwen3_wide": ("Qwen3Config", WIDE),
+    "qwen3_windows_wide": (
+        "Qwen3Config",
+        WIDE | WINDOWS | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
     "qwen3_moe_wide": ("Qwen3MoeConfig", WIDE | EXPERTS | {"moe_intermediate_size": 128}),
+    "glm4_moe_wide": (
+        "Glm4MoeConfig",
+        WIDE
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "n_shared_experts": 1}
+        | {"first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 2.5},
+    ),
+    "minimax_m2_wide": (
+        "MiniMaxM2Config",
+        WIDE | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128},
+    ),
     "llama_wide": ("LlamaConfig", WIDE | {"head_dim": 64}),
+    "deepseek_v2_lite": (
+        "DeepseekV2Config",
+        LATENT
+        | {
+            "q_lora_rank": None,
+            "n_shared_experts": 2,
+            "topk_method": "greedy",
+            "rope_parameters": YARN | {"mscale": 0.7},
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        LATENT | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        LATENT | {"n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 1, "rope_parameters": YARN},
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        LATENT
+        | {"qk_nope_head_dim": 24, "v_head_dim": 32, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "mistral_windows": ("MistralConfig", {"sliding_window": 12}),
+    "mixtral": ("MixtralConfig", {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2": ("Qwen2Config", {"head_dim": 16}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        ROUTED | {"num_experts": 4, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2, "head_dim": 16},
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        ROUTED
+        | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True}
+        | {"attention_bias": True, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
+    "deepseek_v3_wide": (
+        "DeepseekV3Config",
+        LATENT | LATENT_WIDE | {"n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 1, "rope_parameters": YARN},
+    ),
+    "qwen3_next": ("Qwen3NextConfig", HYBRID | SHARED_EXPERT | {"mlp_only_layers": [1], "decoder_sparse_step": 1}),
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        HYBRID | {"rope_parameters": HYBRID["rope_parameters"] | SECTIONS, "linear_value_head_dim": 16},
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig",
+        HYBRID | SHARED_EXPERT | {"rope_parameters": HYBRID["rope_parameters"] | SECTIONS},
+    ),
+    "gpt_oss_wide": (
+        "GptOssConfig",
+        WIDE
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128, "sliding_window": 8}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "head_dim": 64}
+        | {"rope_parameters": GPT_OSS_ROPE},
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 8}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"rope_parameters": GPT_OSS_ROPE},
+    ),
+    "nemotron_h": ("NemotronHConfig", NEMOTRON),
+    "nemotron_h_latent": (
+        "NemotronHConfig",
+        NEMOTRON | {"moe_latent_size": 24, "use_bias": True, "n_group": 4, "topk_group": 2},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {"num_hidden_layers": 4, "sliding_window": 12, "query_pre_attn_scalar": 24, "tie_word_embeddings": True}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]}
+        | {"rope_parameters": {"full_attention": GEMMA_ROPE, "sliding_attention": {"rope_type": "default"}}},
+    ),
+    "gemma3_capped": (
+        "Gemma3TextConfig",
+        {"num_hidden_layers": 6, "sliding_window": 12, "final_logit_softcapping": 5.0, "tie_word_embeddings": False},
+    ),
     "llama_bias_llama3": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
 }
 
@@ -75,9 +272,14 @@ def hf_model(name: str, seed: int = 0) -> PreTrainedModel:
     with torch.no_grad():
         for key, param in model.named_parameters():
             if "norm" in key:
-                param.uniform_(0.5, 1.5)
+                # Qwen's hybrids store weights of norms minus 1, but for those of the recurrent layers' outputs.
+                centre = 0.0 if name in ZERO_CENTRED and "linear_attn" not in key else 1.0
+                param.uniform_(centre - 0.5, centre + 0.5)
             else:
                 param.normal_(0.0, 0.15)
+        for key, buffer in model.named_buffers():
+            if "correction" in key:
+                buffer.uniform_(-0.2, 0.2)
         if model.config.tie_word_embeddings:  # or else the likeliest next token is the last one
             model.get_input_embeddings().weight.mul_(0.1)
     return model
@@ -99,13 +301,25 @@ class NativePlan:
     arch: ArchTraits = CPU
     kv_cache_dtype: str = "float32"
     fuse_shared_experts: bool = True
+    tokens_per_step: int = 16
 
     @property
     def dtype(self) -> str:
         return self.model.dtype
 
+    @functools.cached_property
+    def description(self) -> ModelDescription:
+        description = describe_model(self.model.hf_config, self.model.quantization, self.fuse_shared_experts)
+        description.require_served()
+        return description
+
+    def weight_bytes(self, tp_size: int = 1) -> int:
+        return rank_weight_bytes(self.description, self.dtype, tp_size)
+
     def entry(self, op: str) -> Callable[..., Any]:
-        return native_ops.quantized_linear if op.startswith("linear/") else getattr(native_ops, op)
+        if op.startswith("linear/"):
+            return native_ops.quantized_linear
+        return getattr(native_ops if hasattr(native_ops, op) else recurrent_ops, RECURRENT_OPS.get(op, op))
 
     def tile(self, op: str) -> None:
         return None
@@ -118,19 +332,25 @@ def plan_for(folder: Path, **args: Any) -> NativePlan:
     return NativePlan(model, kv_cache_dtype=cache)
 
 
+def blocks_of(layer: DecoderLayer) -> tuple[Any, Any]:
+    """The mixer and the feed-forward block of a layer that has both."""
+    (_, mixer), (_, ffn) = layer.blocks
+    return mixer, ffn
+
+
 class TinyRunner:
     """Steps a loaded model. Every token gets a random cache slot, so that nothing works by contiguity."""
 
-    def __init__(self, plan: NativePlan, load_format: str = "auto", tp_size: int = 1, seed: int = 0) -> None:
+    def __init__(
+        self, plan: NativePlan, load_format: str = "auto", tp_size: int = 1, seed: int = 0, state_dtype: str = ""
+    ) -> None:
         self.model = load_model(plan, load_format)
-        config = plan.model
-        kv = KVSpec(
-            config.num_layers, max(config.num_kv_heads // tp_size, 1), config.head_dim, config.head_dim,
-            plan.kv_cache_dtype,
-        )  # fmt: skip
-        self.pool = KVPool(kv, 1024, "cpu")
-        for layer_id, scales in enumerate(self.model.kv_scales()):
-            self.pool.set_scales(layer_id, *scales)
+        serving = Serving(plan.dtype, plan.kv_cache_dtype, tp_size=tp_size, state_dtype=state_dtype)
+        groups = cache_groups(plan.description, serving)
+        windows = tuple(WindowSize(lifetime.tokens, 1023) for lifetime in row_tables(groups)[1:])
+        pools = CachePools(groups, PoolSizes(1023, 1, 8, plan.context_len, windows), "cpu")
+        pools.bind(self.model.caches)
+        self.num_tables = len(pools.tables)
         self.table = torch.full((9, plan.context_len), -7, dtype=torch.int32)
         self.free = (torch.randperm(1023, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
         self.lens: dict[int, int] = {}
@@ -155,9 +375,7 @@ class TinyRunner:
             positions=torch.tensor(positions),
             req_pool_indices=torch.tensor(slots),
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-            out_cache_loc=torch.tensor(locs),
-            req_to_token=self.table,
-            kv_pool=self.pool,
+            token_slots=(TokenSlots(self.table, torch.tensor(locs)),) * self.num_tables,
             attn_backend=self.backend,
             extend_prefix_lens=torch.tensor(prefix, dtype=torch.int32),
             extend_start_loc=torch.tensor([0, *extend], dtype=torch.int32).cumsum(0, dtype=torch.int32),
@@ -166,11 +384,16 @@ class TinyRunner:
             seq_lens_cpu=seq_lens,
         )
 
+    def batch_of_prompts(self, new: dict[int, list[int]]) -> ForwardBatch:
+        """Ready for the model."""
+        batch = self._batch(ForwardMode.EXTEND, new)
+        self.backend.init_forward_metadata(batch)
+        return batch
+
     @torch.inference_mode()
     def extend(self, new: dict[int, list[int]]) -> list[torch.Tensor]:
         """New tokens of each request slot -> logits [n, V] of each."""
-        batch = self._batch(ForwardMode.EXTEND, new)
-        self.backend.init_forward_metadata(batch)
+        batch = self.batch_of_prompts(new)
         logits = self.model.logits(self.model(batch))
         return list(logits.split([len(tokens) for tokens in new.values()]))
 

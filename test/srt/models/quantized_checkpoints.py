@@ -21,7 +21,11 @@ Tensors = dict[str, torch.Tensor]
 Write = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
 """A weight [N, K] fp32 -> its tensors by leaf, and what they stand for."""
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PROJECTIONS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("w1", "w2", "w3"),
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+)
 
 
 def _quantize(weight: torch.Tensor, scheme: str) -> tuple[reference.Quantized, torch.Tensor]:
@@ -196,6 +200,29 @@ def save_quantized(name: str, form: Form, folder: Path, keep: tuple[str, ...] = 
         tensors[key] = stands_for
     save_file(tensors, folder / "reference" / "model.safetensors", {"format": "pt"})
     write_model(folder, stored, form)
+    return folder / "reference"
+
+
+def save_gpt_oss(name: str, folder: Path) -> Path:
+    """As OpenAI publishes it: experts as blocks of 32 columns and their exponents, rows of gate and up in turn."""
+    save_tiny(name, folder / "reference")
+    tensors = load_file(folder / "reference" / "model.safetensors")
+    stored: Tensors = {}
+    for key, tensor in list(tensors.items()):
+        if not key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[key] = tensor.bfloat16()
+            tensors[key] = stored[key].float()
+            continue
+        quantized, exact = zip(*(_quantize(weight.T.contiguous(), "mxfp4") for weight in tensor), strict=True)
+        stored[f"{key}_blocks"] = torch.stack([weight.data for weight in quantized]).unflatten(-1, (-1, 16))
+        stored[f"{key}_scales"] = torch.stack([weight.scale for weight in quantized])
+        tensors[key] = torch.stack([weight.T for weight in exact]).contiguous()
+    save_file(tensors, folder / "reference" / "model.safetensors", {"format": "pt"})
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    write_model(folder, stored, Form(packed_mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": kept}))
+    config = json.loads((folder / "quantized" / "config.json").read_text())
+    config |= {"swiglu_limit": 7.0, "experts_per_token": config["num_experts_per_tok"]}
+    (folder / "quantized" / "config.json").write_text(json.dumps(config))
     return folder / "reference"
 
 

@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.configs.architectures import SUPPORTED_ARCHITECTURES
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
-from sglang.srt.layers.mlp import Dense
-from sglang.srt.layers.moe.layer import MoE
-from sglang.srt.layers.moe.topk import Router
-from sglang.srt.models.registry import MODEL_REGISTRY
-from sglang.srt.plan.weights import weight_bytes
+from sglang.srt.models.causal_lm import CausalLM
+from sglang.srt.plan.families import FAMILIES, SERVED_ARCHITECTURES
+from sglang.srt.plan.feed_forward import Dense, MoE, Router
+from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.server_args import ServerArgs
 
 from .harness import NativePlan
@@ -68,11 +66,38 @@ LLAMA_8B = QWEN3_8B | {
     "intermediate_size": 14336,
     "num_hidden_layers": 32,
 }
+DEEPSEEK_V2_LITE: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "vocab_size": 102400,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 16,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "norm_topk_prob": False,
+    "scoring_func": "softmax",
+    "topk_method": "greedy",
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "torch_dtype": "bfloat16",
+}
 PUBLISHED_PARAMETERS = {  # as their model cards count them
     "Qwen3-8B": (QWEN3_8B, 8.19e9),
     "Qwen3-0.6B": (QWEN3_0_6B, 0.596e9),
     "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30.53e9),
     "Llama-3.1-8B": (LLAMA_8B, 8.03e9),
+    "DeepSeek-V2-Lite": (DEEPSEEK_V2_LITE, 15.7e9),
 }
 
 
@@ -81,25 +106,28 @@ def _model(config: dict[str, Any], folder: Path) -> ModelConfig:
     return ModelConfig.from_server_args(ServerArgs(model_path=str(folder)))
 
 
-def test_the_registry_has_what_the_configuration_accepts() -> None:
-    assert sorted(MODEL_REGISTRY) == sorted(SUPPORTED_ARCHITECTURES)
+def test_no_two_families_claim_the_same_models() -> None:
+    architectures = [name for family in FAMILIES for name in family.architectures]
+    model_types = [name for family in FAMILIES for name in family.model_types]
+    assert sorted(architectures) == list(SERVED_ARCHITECTURES) and len(set(model_types)) == len(model_types)
 
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
 def test_planned_weight_bytes_are_those_allocated(name: str, tmp_path: Path) -> None:
     config, published = PUBLISHED_PARAMETERS[name]
     model = _model(config, tmp_path)
-    built = MODEL_REGISTRY[model.architecture](NativePlan(model, context_len=16), device="meta")
+    plan = NativePlan(model, context_len=16)
+    built = CausalLM(plan, device="meta")
     assert all(p.tensor.is_meta and p.tensor.dtype == torch.bfloat16 for p in built.params.values())
-    assert weight_bytes(model, 1) == sum(p.tensor.nbytes for p in built.params.values())
-    assert weight_bytes(model, 1) / 2 == pytest.approx(published, rel=0.005)
+    assert plan.weight_bytes() == sum(p.tensor.nbytes for p in built.params.values())
+    assert plan.weight_bytes() / 2 == pytest.approx(published, rel=0.005)
 
 
 def test_which_layers_have_experts(tmp_path: Path) -> None:
     config = QWEN3_30B_A3B | {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
-    layers = MODEL_REGISTRY["Qwen3MoeForCausalLM"].describe(_model(config, tmp_path)).layers
-    assert [type(layer.mlp) for layer in layers] == [Dense, MoE, Dense, Dense, Dense, MoE]
-    assert layers[1].mlp == MoE(num_experts=128, intermediate_size=768, router=Router(top_k=8))
+    layers = NativePlan(_model(config, tmp_path)).description.layers
+    assert [type(layer.ffn) for layer in layers] == [Dense, MoE, Dense, Dense, Dense, MoE]
+    assert layers[1].ffn == MoE(num_experts=128, intermediate_size=768, router=Router(top_k=8))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +136,9 @@ def test_which_layers_have_experts(tmp_path: Path) -> None:
         (QWEN3_8B, {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         (QWEN3_8B, {"attention_dropout": 0.1}, "attention_dropout = 0.1 is not supported"),
         (QWEN3_8B, {"use_sliding_window": True}, "use_sliding_window = True is not supported"),
-        (QWEN3_8B, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types .*sliding_attention"),
+        (QWEN3_8B, {"layer_types": ["full_attention", "sliding_attention"]}, "'layer_types' has 2 entries for 36"),
+        (LLAMA_8B, {"pretraining_tp": 2}, "pretraining_tp = 2 is not supported for LlamaForCausalLM; supported: 1"),
+        (LLAMA_8B, {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is not supported"),
         (QWEN3_8B, {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "'longrope' is not supported"),
         (QWEN3_8B, {"rms_norm_eps": None}, "'rms_norm_eps' is missing"),
         (LLAMA_8B, {"mlp_bias": "yes"}, "'mlp_bias' must be of type bool"),
@@ -120,4 +150,96 @@ def test_values_that_we_do_not_compute_are_refused(
 ) -> None:
     model = _model(base | change, tmp_path)
     with pytest.raises(UserError, match=message):
-        MODEL_REGISTRY[model.architecture].describe(model)
+        _ = NativePlan(model).description
+
+
+def test_values_that_configs_leave_out(tmp_path: Path) -> None:
+    left_out = dict.fromkeys(("head_dim", "num_key_value_heads", "torch_dtype"))
+    config = QWEN3_8B | left_out | {"num_attention_heads": 64}
+    for architecture, head_dim, kv_heads in (("Qwen3ForCausalLM", 128, 32), ("LlamaForCausalLM", 64, 64)):
+        description = NativePlan(_model(config | {"architectures": [architecture]}, tmp_path)).description
+        assert (description.layers[0].mixer.head_dim, description.layers[0].mixer.num_kv_heads) == (head_dim, kv_heads)
+        assert description.dtype == "bfloat16" and not description.tie_embeddings
+
+
+@pytest.mark.parametrize("experts", [{"num_experts": 128}, {"num_local_experts": 128, "num_experts": None}])
+def test_numbers_of_experts(tmp_path: Path, experts: dict[str, Any]) -> None:
+    found = NativePlan(_model(QWEN3_30B_A3B | experts, tmp_path)).description.experts
+    assert found is not None and (found.num_experts, found.top_k, found.intermediate_size) == (128, 8, 768)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported. Supported: .*LlamaForCausalLM"),
+        ({"hidden_size": None}, "key 'hidden_size' is missing"),
+        ({"hidden_size": "4096"}, "'hidden_size' must be of type int; got '4096'"),
+        ({"num_hidden_layers": 0}, "'num_hidden_layers' must be at least 1"),
+        ({"num_hidden_layers": True}, "'num_hidden_layers' must be of type int"),
+        ({"num_key_value_heads": 5}, "32 is not a multiple of num_key_value_heads 5"),
+        ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings' must be of type bool"),
+    ],
+)
+def test_what_cannot_be_read_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        _ = NativePlan(_model(QWEN3_8B | change, tmp_path)).description
+
+
+def test_an_impossible_router_is_a_start_up_error(tmp_path: Path) -> None:
+    config = QWEN3_30B_A3B | {"num_experts_per_tok": 129}
+    with pytest.raises(UserError, match="config.json: impossible routing: 129 experts cannot be chosen from 1 groups"):
+        _ = NativePlan(_model(config, tmp_path)).description
+
+
+WRITTEN_BY_OTHERS = {"KimiK25ForConditionalGeneration"}
+"""Architectures whose code comes with the checkpoint."""
+
+
+def test_transformers_writes_what_we_read(tmp_path: Path) -> None:
+    """The form that the installed transformers saves, for every architecture."""
+    import transformers
+
+    sizes = {"num_attention_heads": 16, "num_key_value_heads": 4, "num_experts_per_tok": 4}
+    for name in sorted(set(SERVED_ARCHITECTURES) - WRITTEN_BY_OTHERS):
+        cls = getattr(transformers, name).config_class
+        if "text_config" in cls.sub_configs:
+            continue  # these sizes are those of a text model
+        for tied in (False, True):
+            saved = cls(architectures=[name], tie_word_embeddings=tied, **sizes)
+            saved.save_pretrained(tmp_path)
+            model = ModelConfig.from_server_args(ServerArgs.from_kwargs(model_path=str(tmp_path)))
+            description = NativePlan(model).description
+            assert description.tie_embeddings is tied
+            mixer = next(layer.mixer for layer in description.layers if isinstance(layer.mixer, GQA | MLA))
+            assert mixer.num_heads == 16
+            assert model.context_len == saved.max_position_embeddings
+            if isinstance(mixer, MLA):
+                assert (mixer.qk_dim, mixer.v_dim) == (saved.qk_head_dim, saved.v_head_dim)
+                continue
+            assert mixer.num_kv_heads == 4
+            assert mixer.head_dim == (getattr(saved, "head_dim", None) or saved.hidden_size // 16)
+
+
+def test_gemma_3_as_it_was_published(tmp_path: Path) -> None:
+    """The older keys mean what the newer ones say by layer type."""
+    rope = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}
+    rope["sliding_attention"] = {"rope_type": "default", "rope_theta": 1e4}
+    changes = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_hidden_layers": 12}
+    changes |= {"hidden_act": None, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 512}
+    config = QWEN3_0_6B | changes | {"query_pre_attn_scalar": 256, "use_sliding_window": None, "rope_theta": None}
+    newer = {"rope_parameters": rope, "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 2}
+    older = {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 1e4}
+    layers = [NativePlan(_model(config | form, tmp_path)).description.layers for form in (newer, older)]
+    assert layers[0] == layers[1] and layers[0][5].mixer.softmax_scale == 1 / 16
+    assert [layer.mixer.window for layer in layers[0][:6]] == [512] * 5 + [0]
+
+
+def test_the_walk_through_shows_the_family_as_it_is() -> None:
+    root = Path(__file__).parents[3]
+    shown = (root / "docs/adding_a_model.md").read_text().split("```python\n")[1].split("```")[0]
+    assert shown in (root / "python/sglang/srt/plan/families/glm4_moe.py").read_text()
+
+
+def test_the_readme_names_what_is_served() -> None:
+    table = (Path(__file__).parents[3] / "README.md").read_text()
+    assert [name for name in SERVED_ARCHITECTURES if f"`{name}`" not in table] == []

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.multiprocessing as mp
+from safetensors.torch import load_file, save_file
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.model_loader.loader import load_model
-from sglang.srt.plan.weights import weight_bytes
 
-from .harness import TinyRunner, plan_for
-from .quantized_checkpoints import FORMS, save_quantized
+from .harness import TinyRunner, blocks_of, plan_for
+from .quantized_checkpoints import FORMS, save_gpt_oss, save_quantized
 from .test_quantized import TOLERANCE, steps, wanted
 
 
@@ -28,9 +29,53 @@ def test_every_form_computes_what_it_stands_for(form: str, tmp_path: Path) -> No
     assert want.std() > 0.1
     torch.testing.assert_close(steps(runner), want, **TOLERANCE)
     for layer in runner.model.layers:
-        assert layer.mlp.experts.w13.scheme is not None and layer.mlp.experts.w2.scheme is not None
+        experts = blocks_of(layer)[1].experts
+        assert experts.w13.scheme is not None and experts.w2.scheme is not None
     held = sum(p.tensor.nbytes for p in runner.model.params.values())
-    assert held == weight_bytes(plan.model, 1), "the plan counts other bytes than are allocated"
+    assert held == plan.weight_bytes(1), "the plan counts other bytes than are allocated"
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("glm4_moe_wide", "compressed_fp8_channel"),
+        ("minimax_m2_wide", "fp8_block"),
+        ("minimax_m2_wide", "modelopt_nvfp4"),
+    ],
+)
+def test_families_in_the_forms_they_are_published_in(name: str, form: str, tmp_path: Path) -> None:
+    reference = save_quantized(name, FORMS[form], tmp_path)
+    plan = plan_for(tmp_path / "quantized")
+    runner = TinyRunner(plan)
+    torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
+    experts = blocks_of(runner.model.layers[-1])[1].experts.w13
+    assert experts.scheme is not None and experts.num_experts == 4 + ("glm" in name), "the shared expert is one more"
+    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes(1)
+
+
+def test_gpt_oss_as_published(tmp_path: Path) -> None:
+    reference = save_gpt_oss("gpt_oss_wide", tmp_path)
+    plan = plan_for(tmp_path / "quantized", dtype="float32")
+    runner = TinyRunner(plan)
+    torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
+    weights = blocks_of(runner.model.layers[0])[1].experts.w13
+    assert weights.scheme is not None and weights.scheme.name == "mxfp4"
+    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes(1)
+
+
+def test_layers_that_only_drafts_use_are_left_unread(tmp_path: Path) -> None:
+    """GLM's layer behind the last one, with names of its own; one more layer is not known."""
+    reference = save_quantized("glm4_moe_wide", FORMS["compressed_fp8_channel"], tmp_path)
+    path = tmp_path / "quantized"
+    config = json.loads((path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(path / "model.safetensors")
+    drafts = {name: torch.ones(4) for name in ("eh_proj.weight", "enorm.weight", "mlp.gate.weight")}
+    save_file(tensors | {f"model.layers.3.{name}": value for name, value in drafts.items()}, path / "model.safetensors")
+    torch.testing.assert_close(steps(TinyRunner(plan_for(path))), wanted(reference), **TOLERANCE)
+    save_file(tensors | {"model.layers.4.enorm.weight": torch.ones(4)}, path / "model.safetensors")
+    with pytest.raises(UserError, match=r"weights that the model does not have: model.layers.4.enorm.weight"):
+        load_model(plan_for(path))
 
 
 def test_routed_experts_alone_may_be_quantized(tmp_path: Path) -> None:
@@ -40,7 +85,7 @@ def test_routed_experts_alone_may_be_quantized(tmp_path: Path) -> None:
     plan = plan_for(tmp_path / "quantized")
     runner = TinyRunner(plan)
     torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
-    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == weight_bytes(plan.model, 1)
+    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes(1)
 
 
 def test_16_bit_experts_quantized_while_loading(tmp_path: Path) -> None:
@@ -50,7 +95,7 @@ def test_16_bit_experts_quantized_while_loading(tmp_path: Path) -> None:
     plan = plan_for(tmp_path / "original" / "reference", quantization="fp8")
     runner = TinyRunner(plan)
     torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
-    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == weight_bytes(plan.model, 1)
+    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes(1)
 
 
 def test_a_checkpoint_that_is_in_16_bits_after_all(tmp_path: Path) -> None:
@@ -67,7 +112,7 @@ def _rank(rank: int, folder: Path, forms: tuple[str, ...]) -> None:
         plan = plan_for(folder / form / "quantized")
         runner = TinyRunner(plan, tp_size=2)
         held = sum(p.tensor.nbytes for p in runner.model.params.values())
-        assert held == weight_bytes(plan.model, 2), "the plan counts other bytes than a rank allocates"
+        assert held == plan.weight_bytes(2), "the plan counts other bytes than a rank allocates"
         torch.save(steps(runner), folder / f"{form}{rank}.pt")
     parallel_state.shutdown()
 
@@ -84,6 +129,6 @@ def test_two_ranks_agree_with_one(tmp_path: Path) -> None:
 
 def test_more_ranks_than_groups_is_a_start_up_error(tmp_path: Path) -> None:
     save_quantized("qwen3_moe_wide", FORMS["fp8_block"], tmp_path)
-    model = plan_for(tmp_path / "quantized").model
+    plan = plan_for(tmp_path / "quantized")
     with pytest.raises(UserError, match="size 128 in groups of 128 that share .* too few for 2 .*hold none of 1"):
-        weight_bytes(model, 2)
+        plan.weight_bytes(2)

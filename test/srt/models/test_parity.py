@@ -8,9 +8,16 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from .harness import TINY, TinyRunner, hf_logits, plan_for, random_tokens, save_tiny
+from .harness import TINY, NativePlan, TinyRunner, hf_logits, plan_for, random_tokens, save_tiny
 
 TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
+RECURRENT_TOLERANCE = {"rtol": 0.0, "atol": 1e-3}
+"""The reference computes prompts of recurrent layers in chunks, and our torch kernels token by token."""
+
+
+def close(plan: NativePlan, got: torch.Tensor, want: torch.Tensor) -> None:
+    recurrent = any(layer.mixer.attention_shape(1) is None for layer in plan.description.layers)
+    torch.testing.assert_close(got, want, **(RECURRENT_TOLERANCE if recurrent else TOLERANCE))
 
 
 @pytest.fixture(scope="module", params=[name for name in TINY if "wide" not in name])
@@ -24,7 +31,7 @@ def test_prefill_in_one_piece(pair) -> None:
     tokens = random_tokens(37, seed=1)
     want = hf_logits(reference, tokens)
     assert want.std() > 0.1, "the reference says nothing: its logits are nearly constant"
-    torch.testing.assert_close(TinyRunner(plan).extend({3: tokens})[0], want, **TOLERANCE)
+    close(plan, TinyRunner(plan).extend({3: tokens})[0], want)
 
 
 def test_prefill_in_chunks_over_a_cached_prefix_among_strangers(pair) -> None:
@@ -35,9 +42,9 @@ def test_prefill_in_chunks_over_a_cached_prefix_among_strangers(pair) -> None:
     second = runner.extend({1: other, 5: tokens[16:17]})
     third = runner.extend({5: tokens[17:]})
     got = torch.cat((first[0], second[1], third[0]))
-    torch.testing.assert_close(got, hf_logits(reference, tokens), **TOLERANCE)
-    torch.testing.assert_close(first[1], hf_logits(reference, stranger), **TOLERANCE)
-    torch.testing.assert_close(second[0], hf_logits(reference, other), **TOLERANCE)
+    close(plan, got, hf_logits(reference, tokens))
+    close(plan, first[1], hf_logits(reference, stranger))
+    close(plan, second[0], hf_logits(reference, other))
 
 
 def test_decode_in_a_batch_of_different_lengths(pair) -> None:
@@ -48,7 +55,7 @@ def test_decode_in_a_batch_of_different_lengths(pair) -> None:
     steps = [runner.decode({slot: tokens[i] for slot, tokens in sequences.items()}) for i in range(-6, 0)]
     for row, tokens in enumerate(sequences.values()):
         got = torch.stack([logits[row] for logits in steps])
-        torch.testing.assert_close(got, hf_logits(reference, tokens)[-6:], **TOLERANCE)
+        close(plan, got, hf_logits(reference, tokens)[-6:])
 
 
 def test_64_greedy_tokens_are_identical(pair) -> None:

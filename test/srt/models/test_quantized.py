@@ -19,12 +19,11 @@ from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import CPU
 from sglang.srt.layers.quantization.dense import QuantizedLinear
 from sglang.srt.model_loader.loader import load_model
-from sglang.srt.models.registry import MODEL_REGISTRY
+from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.plan import make_plan
-from sglang.srt.plan.weights import weight_bytes
 from sglang.srt.server_args import ServerArgs
 
-from .harness import TinyRunner, hf_logits, plan_for, random_tokens
+from .harness import TinyRunner, blocks_of, hf_logits, plan_for, random_tokens
 from .quantized_checkpoints import FORMS, Tensors, save_quantized
 
 TOKENS = random_tokens(23, seed=1)
@@ -50,9 +49,10 @@ def test_every_form_computes_what_it_stands_for(form: str, tmp_path: Path) -> No
     assert want.std() > 0.1
     torch.testing.assert_close(steps(runner), want, **TOLERANCE)
     layer = runner.model.layers[0]
-    assert isinstance(layer.attention.qkv.apply, QuantizedLinear) and isinstance(layer.mlp.down.apply, QuantizedLinear)
+    mixer, ffn = blocks_of(layer)
+    assert isinstance(mixer.qkv.apply, QuantizedLinear) and isinstance(ffn.down.apply, QuantizedLinear)
     held = sum(p.tensor.nbytes for p in runner.model.params.values())
-    assert held == weight_bytes(plan.model, 1), "the plan counts other bytes than are allocated"
+    assert held == plan.weight_bytes(1), "the plan counts other bytes than are allocated"
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -62,7 +62,7 @@ def test_every_form_with_experts(form: str, tmp_path: Path) -> None:
     runner = TinyRunner(plan)
     torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
     held = sum(p.tensor.nbytes for p in runner.model.params.values())
-    assert held == weight_bytes(plan.model, 1), "the plan counts other bytes than are allocated"
+    assert held == plan.weight_bytes(1), "the plan counts other bytes than are allocated"
 
 
 def test_a_planned_server_runs_it(tmp_path: Path) -> None:
@@ -83,8 +83,9 @@ def test_modules_that_are_left_alone_stay_in_16_bits(tmp_path: Path) -> None:
     runner = TinyRunner(plan_for(tmp_path / "quantized"))
     torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
     layers = runner.model.layers
-    assert not any(isinstance(layer.attention.qkv.apply, QuantizedLinear) for layer in layers)
-    assert [isinstance(layer.mlp.down.apply, QuantizedLinear) for layer in layers] == [True, False, True]
+    mixers, ffns = zip(*map(blocks_of, layers), strict=True)
+    assert not any(isinstance(mixer.qkv.apply, QuantizedLinear) for mixer in mixers)
+    assert [isinstance(ffn.down.apply, QuantizedLinear) for ffn in ffns] == [True, False, True]
 
 
 def test_modules_of_one_product_must_agree(tmp_path: Path) -> None:
@@ -109,7 +110,7 @@ def test_16_bit_weights_quantized_while_loading(tmp_path: Path) -> None:
     plan = plan_for(original / "reference", quantization="fp8")
     runner = TinyRunner(plan)
     torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
-    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == weight_bytes(plan.model, 1)
+    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes(1)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -150,7 +151,7 @@ def _rank(rank: int, size: int, folder: Path) -> None:
     for form in SPLIT:
         plan = plan_for(folder / form / "quantized")
         runner = TinyRunner(plan, tp_size=size)
-        assert sum(p.tensor.nbytes for p in runner.model.params.values()) == weight_bytes(plan.model, size)
+        assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes(size)
         torch.save(steps(runner), folder / f"{form}{rank}.pt")
     parallel_state.shutdown()
 
@@ -175,7 +176,7 @@ def test_a_share_that_cuts_a_block_is_refused(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(
         UserError, match=r"gate_proj: 128 rows have one scale or word, but with --tp-size 8 a rank holds rows 64"
     ):
-        MODEL_REGISTRY[plan.model.architecture](plan, device="meta")
+        CausalLM(plan, device="meta")
 
 
 # --- the KV cache -----------------------------------------------------------------------------------------------------
@@ -199,17 +200,18 @@ def test_scales_of_the_cache_are_applied(names: tuple[str, str], tmp_path: Path)
     assert plan.kv_cache_dtype == "fp8_e4m3", "the checkpoint was made for it"
     runner = TinyRunner(plan)
     for i in range(3):
-        assert runner.pool.k_scale(i) == pytest.approx(0.02 * (i + 1)) and runner.pool.v_scale(i) == pytest.approx(0.05)
+        cache = runner.model.caches[i]
+        assert (cache.k_scale, cache.v_scale) == pytest.approx((0.02 * (i + 1), 0.05))
     want, got = wanted(reference), steps(runner)
     assert (got - want).norm() < 0.2 * want.norm(), "only the cache is rounded"
     exact = TinyRunner(plan_for(tmp_path / "quantized", kv_cache_dtype="bf16"))
-    assert exact.pool.k_scale(0) == 1.0, "a cache that is not quantized has no scales"
+    assert exact.model.caches[0].k_scale == 1.0, "a cache that is not quantized has no scales"
 
 
 def test_a_cache_without_scales_in_the_checkpoint(tmp_path: Path) -> None:
     save_quantized("qwen3_wide", FORMS["fp8_block"], tmp_path)
     runner = TinyRunner(plan_for(tmp_path / "quantized", kv_cache_dtype="fp8_e4m3"))
-    assert [runner.pool.k_scale(i) for i in range(3)] == [1.0] * 3
+    assert [cache.k_scale for cache in runner.model.caches] == [1.0] * 3
     assert steps(runner).isfinite().all()
 
 
@@ -273,7 +275,7 @@ def _in_16_bits(tensors: Tensors) -> None:
             _wrong_shape,
             r"down_proj.weight_scale_inv has shape \[4, 4\], but config.json calls for \[2, 4\]",
         ),
-        ("fp8_block", _no_scale, r"lacks weights of Qwen3ForCausalLM: model.layers.2.mlp.up_proj.weight_scale_inv"),
+        ("fp8_block", _no_scale, r"lacks weights of the model: model.layers.2.mlp.up_proj.weight_scale_inv"),
     ],
 )
 def test_tensors_that_do_not_fit_the_config(

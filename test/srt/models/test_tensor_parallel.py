@@ -9,7 +9,6 @@ import torch
 import torch.multiprocessing as mp
 
 from sglang.srt.distributed import parallel_state
-from sglang.srt.plan.weights import weight_bytes
 
 from .harness import TinyRunner, plan_for, random_tokens, save_tiny
 
@@ -28,7 +27,7 @@ def _rank(rank: int, size: int, folder: Path, names: tuple[str, ...]) -> None:
         plan = plan_for(folder / name)
         runner = TinyRunner(plan, tp_size=size)
         held = sum(p.tensor.nbytes for p in runner.model.params.values())
-        assert held == weight_bytes(plan.model, size), "the plan counts other bytes than a rank allocates"
+        assert held == plan.weight_bytes(size), "the plan counts other bytes than a rank allocates"
         torch.save(_steps(runner), folder / f"{name}{rank}.pt")
     parallel_state.shutdown()
 
@@ -36,8 +35,11 @@ def _rank(rank: int, size: int, folder: Path, names: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("size", "names"),
     [
-        (2, ("qwen3_moe_mixed", "llama_bias_llama3", "qwen3_tied_bias")),
-        (4, ("qwen3_tied_bias",)),  # its 2 kv heads are held twice, its 251 tokens do not divide
+        (2, ("qwen3_moe_mixed", "llama_bias_llama3", "qwen3_tied_bias", "glm4_moe", "qwen2_moe", "gpt_oss")),
+        (2, ("deepseek_v2_lite", "deepseek_v3")),
+        (2, ("qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h", "nemotron_h_latent")),
+        # 2 kv heads are held twice, 251 tokens do not divide; norms are over what four ranks hold.
+        (4, ("qwen3_tied_bias", "minimax_m2", "glm4_moe", "mixtral")),
     ],
 )
 def test_ranks_agree_with_one_rank(size: int, names: tuple[str, ...], tmp_path: Path) -> None:

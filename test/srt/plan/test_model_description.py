@@ -14,13 +14,14 @@ import torch
 from sglang.srt.configs.hf_config import select_text_config
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
-from sglang.srt.plan.caches import CacheGroup, cache_cost, cache_groups
+from sglang.srt.plan.caches import CacheGroup, cache_groups
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.layer_spec import Elements, Serving, Weights, Window
 from sglang.srt.plan.layout import check_layout, next_layout
-from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
+from sglang.srt.plan.plan import describe_served_model
+from sglang.srt.plan.pool_sizes import cache_cost
 from sglang.srt.server_args import ServerArgs
 
 CONFIGS = Path(__file__).parents[1] / "kernels" / "configs"
@@ -81,8 +82,6 @@ def described_parameters(model: ModelDescription) -> int:
         rows = layer.ffn.intermediate_size if isinstance(layer.ffn, MoE) else 0
         total += 2 * hidden + elements(layer.mixer.weights(hidden, 1)) + elements(layer.ffn.weights(hidden, 1, rows))
         total += elements(layer.residual.weights(hidden))
-        if isinstance(layer.mixer, MLA):  # W_UK and W_UV once more, as decoding takes them
-            total -= layer.mixer.num_heads * (layer.mixer.nope_dim + layer.mixer.v_dim) * layer.mixer.kv_lora_rank
     return total
 
 
@@ -113,7 +112,7 @@ def test_layers_with_and_without_experts() -> None:
     kinds = [type(layer.ffn) for layer in describe("glm47").layers]
     assert kinds == [Dense] * 3 + [MoE] * 89
     experts = describe("glm47").experts
-    assert experts is not None and experts.held_experts == 161 and experts.score == "sigmoid"
+    assert experts is not None and experts.held_experts == 161 and experts.router.score == "sigmoid"
     kimi = describe("kimi_k25").experts
     assert kimi is not None and kimi.held_experts == 385, "in 16 bits the shared expert is stored as the routed ones"
 
@@ -122,7 +121,7 @@ def test_deepseek_v4_by_layer() -> None:
     layers = describe("deepseek_v4").layers
     rates = [layer.mixer.rate for layer in layers]  # type: ignore[attr-defined]
     assert rates == [0, 0, *[4, 128] * 20, 4]
-    assert [bool(layer.ffn.hashed) for layer in layers] == [True] * 3 + [False] * 40  # type: ignore[attr-defined]
+    assert [bool(layer.ffn.router.hash_table) for layer in layers] == [True] * 3 + [False] * 40  # type: ignore[attr-defined]
 
 
 def test_indexers_that_are_shared_have_no_cache() -> None:
@@ -215,11 +214,9 @@ def test_ops_of_several_shapes_have_needs_of_their_own() -> None:
 def test_sizes_of_no_model_are_refused_at_once(key: str, value: int, tmp_path: Path) -> None:
     config = published("qwen3") | {key: value}
     (tmp_path / "config.json").write_text(json.dumps(config))
+    args = ServerArgs.from_kwargs(model_path=str(tmp_path), load_format="dummy")
     with pytest.raises(UserError, match=f"'{key}' must be between 0 and [0-9,]+; got {value}"):
-        ModelConfig.from_server_args(ServerArgs.from_kwargs(model_path=str(tmp_path), load_format="dummy"))
-    if key != "max_position_embeddings":  # of the served length, not of the layers
-        with pytest.raises(UserError, match=f"'{key}' must be between 0 and"):
-            describe_model(config, None)
+        describe_served_model(args, ModelConfig.from_server_args(args))
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,11 @@ from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.spec import NoKernel
 from sglang.srt.plan.attention_memory import FLASHINFER_PLANS, FLASHINFER_WORKSPACE
 from sglang.srt.plan.defaults import cuda_graph_batch_sizes, requests_by_state
-from sglang.srt.plan.kv_spec import KVSpec, kv_cache_dtype
+from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.memory import PREFILL_GRAPH_PROMPTS
 from sglang.srt.plan.model_description import describe_model
 from sglang.srt.plan.plan import Plan, make_plan
+from sglang.srt.plan.pool_sizes import cache_cost
 from sglang.srt.server_args import ServerArgs
 
 GIB = 1024**3
@@ -72,8 +73,8 @@ def test_defaults_follow_memory(build: Any, arch: str, free: int, chunk: int, gr
 def test_the_pool_takes_what_is_left(build: Any) -> None:
     plan = build()
     assert spent(plan) > plan.memory.available - GIB // 64
-    assert (plan.max_total_num_tokens + 1) * plan.kv.bytes_per_token <= plan.memory.kv_cache
-    assert plan.kv.bytes_per_token == 36 * 8 * 256 * 2
+    assert (plan.max_total_num_tokens + 1) * cache_cost(plan.caches).bytes_per_token <= plan.memory.kv_cache
+    assert cache_cost(plan.caches).bytes_per_token == 36 * 8 * 256 * 2
     assert plan.memory.weights > 15 * GIB
 
 
@@ -84,16 +85,17 @@ def test_mem_fraction_static_is_obeyed(build: Any) -> None:
 
 def test_fp8_doubles_the_tokens(build: Any) -> None:
     half = build(kv_cache_dtype="fp8_e4m3")
-    assert half.kv.dtype == half.kv_cache_dtype == "fp8_e4m3"
+    assert half.kv_cache_dtype == "fp8_e4m3"
     assert half.max_total_num_tokens == pytest.approx(2 * build().max_total_num_tokens, rel=1e-3)
 
 
 def test_tensor_parallel_shares(build: Any) -> None:
     one, four = build(), build(tp_size=4)
-    assert four.kv.num_kv_heads == 2 and four.kv.bytes_per_token * 4 == one.kv.bytes_per_token
+    assert four.attention_shapes[0].num_kv_heads == 2
+    assert cache_cost(four.caches).bytes_per_token * 4 == cache_cost(one.caches).bytes_per_token
     assert four.memory.weights < one.memory.weights / 3.5
     assert four.choices["all_reduce"].name == "nccl" and "all_reduce" not in one.choices
-    assert build(tp_size=16).kv.num_kv_heads == 1, "KV heads are replicated beyond their number"
+    assert build(tp_size=16).attention_shapes[0].num_kv_heads == 1, "KV heads are replicated beyond their number"
 
 
 @pytest.mark.parametrize(("tp_size", "what"), [(3, "32 attention heads"), (64, "32 attention heads")])
@@ -222,7 +224,7 @@ def test_the_plan_never_exceeds_the_memory(
     model = ModelConfig.from_server_args(args)
     plan = make_plan(args, model, arch_by_name("sm_120"), free * GIB, PACKAGES)
     assert spent(plan) <= plan.memory.available
-    assert (plan.max_total_num_tokens + page) * plan.kv.bytes_per_token <= plan.memory.kv_cache
+    assert (plan.max_total_num_tokens + page) * cache_cost(plan.caches).bytes_per_token <= plan.memory.kv_cache
     assert plan.max_total_num_tokens % page == 0
 
 
@@ -292,13 +294,6 @@ def test_states_leave_half_of_the_memory_to_tokens() -> None:
     assert requests_by_state(1024, 90, 30, 30) == 8
 
 
-@pytest.mark.parametrize("kinds", [("sliding_attention",), ("sliding_attention", "full_attention")])
-def test_window_layers_need_pools_that_are_not_there_yet(build: Any, kinds: tuple[str, ...]) -> None:
-    config = QWEN3_8B | {"layer_types": [*kinds] * (36 // len(kinds)), "sliding_window": 128}
-    with pytest.raises(UserError, match=r"cannot be served yet: .*\(kv\) for the last 128 tokens"):
-        build(config)
-
-
 def test_main_memory_holds_the_tables_too(build: Any) -> None:
     with pytest.raises(UserError, match="tables of 100,000,000 positions for 64 requests .*a smaller --context-length"):
         build(TINY | {"max_position_embeddings": 100_000_000}, "cpu", 8 * GIB)
@@ -313,7 +308,6 @@ def test_advice_names_a_layout_that_works(build: Any) -> None:
 
 
 def test_kv_spec() -> None:
-    assert KVSpec(61, 1, 576, 0, "bfloat16").bytes_per_token == 61 * 576 * 2
     assert kv_cache_dtype("auto", "float16") == "float16" and kv_cache_dtype("bf16", "float16") == "bfloat16"
     with pytest.raises(UserError, match="--kv-cache-dtype int3"):
         kv_cache_dtype("int3", "bfloat16")
@@ -355,4 +349,6 @@ def test_gpus_without_e4m3_say_so(build: Any) -> None:
 def test_a_calibrated_cache_is_the_default(build: Any) -> None:
     quantization = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
     config = QWEN3_8B | {"quantization_config": quantization}
-    assert build(config).kv_cache_dtype == "fp8_e4m3" and build(config, kv_cache_dtype="bf16").kv.dtype == "bfloat16"
+    assert (
+        build(config).kv_cache_dtype == "fp8_e4m3" and build(config, kv_cache_dtype="bf16").kv_cache_dtype == "bfloat16"
+    )

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from sglang.srt.configs.quantization import detect
-from sglang.srt.plan.caches import CacheCost, cache_cost, cache_groups
+from sglang.srt.plan.caches import cache_groups
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.model_description import ModelDescription, describe_model
+from sglang.srt.plan.pool_sizes import CacheCost, cache_cost
 from sglang.srt.plan.weights import rank_weight_bytes
 from srt.plan.caching_allocator import Block, CachingAllocator
 

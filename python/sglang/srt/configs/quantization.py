@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,14 @@ SPELLINGS: Mapping[str, Spelling] = {
     "moe_wna16": _spelling("gptq", "awq", "compressed-tensors", schemes=frozenset({"int4_g32", "int4_g128"})),
 }
 """Values of --quantization. Each names a checkpoint's format: the kernel follows from the GPU."""
+
+EXPERT_PRECISIONS: Mapping[str, str] = {"bf16": "mxfp4", "fp8": "mxfp4_mxfp8"}
+"""Values of --flashinfer-mxfp4-moe-precision but "default", and the scheme that MXFP4 experts have with them."""
+
+
+def quantization_of(config: Config, directory: Path, flag: str | None, precision: str) -> QuantConfig | None:
+    """What to serve the checkpoint with, by --quantization and --flashinfer-mxfp4-moe-precision. Raises UserError."""
+    return with_expert_precision(precision, agree(flag, detect(config, directory), str(directory)), str(directory))
 
 
 def detect(config: Config, directory: Path) -> QuantConfig | None:
@@ -125,9 +133,39 @@ def agree(flag: str | None, found: QuantConfig | None, model_path: str) -> Quant
     )
 
 
+def with_expert_precision(precision: str, found: QuantConfig | None, model_path: str) -> QuantConfig | None:
+    """The same with MXFP4 experts multiplied as `precision` (--flashinfer-mxfp4-moe-precision) says: one of
+    EXPERT_PRECISIONS, or "default": as the checkpoint says. Raises UserError where the checkpoint has no such experts
+    to round activations for."""
+    wanted = EXPERT_PRECISIONS.get(precision)
+    if wanted is None:
+        return found
+    other = next(scheme for scheme in EXPERT_PRECISIONS.values() if scheme != wanted)
+    if found is None or not {wanted, other} & found.schemes():
+        if precision == "bf16":  # which they are in anyway
+            return found
+        raise UserError(
+            f"--flashinfer-mxfp4-moe-precision {precision}, but the checkpoint {model_path} has no MXFP4 experts."
+            " Remove the flag."
+        )
+    source = f"{found.source}, experts by --flashinfer-mxfp4-moe-precision {precision}"
+    experts = component("experts", source)
+    rules: list[Rule] = []
+    for rule in found.rules:
+        if rule.quant is not None and rule.quant.scheme == other:
+            changed = replace(rule.quant, scheme=wanted)
+            if rule.patterns == (experts,):
+                rules.append(Rule(rule.patterns, changed))
+                continue
+            rules.append(Rule(tuple(f"(?={experts}$)(?:{pattern})" for pattern in rule.patterns), changed))
+        rules.append(rule)
+    return replace(found, source=source, rules=tuple(rules))
+
+
 def online_fp8(flag: str) -> QuantConfig:
     """Weights of 16 bits become e4m3 with a scale a row while they are loaded."""
     source = f"--quantization {flag}"
     quant = ModuleQuant("fp8_channel", "online")
-    projections = tuple(component(name, source) for name in ("self_attn", "mlp"))
-    return QuantConfig("fp8 (while loading)", source, (Rule(projections, quant),))
+    gates = (component("shared_expert_gate", source),)  # of one row
+    blocks = tuple(component(name, source) for name in ("self_attn", "linear_attn", "mlp", "block_sparse_moe"))
+    return QuantConfig("fp8 (while loading)", source, (Rule(gates, None), Rule(blocks, quant)))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
 
 DEFAULT_THETA = 10000.0
@@ -12,18 +14,103 @@ _LENGTH_PRESERVING = frozenset({"default", "llama3", "longrope", "su", "mrope"})
 """Types whose `max_position_embeddings` is the length after scaling."""
 
 
-def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """`rot_dim` leading dims of a head rotate. `params`: the variant's own settings, (key, value) sorted by key.
+
+    `max_position` is the length that the checkpoint states (max_position_embeddings). With `sections` a token has one
+    position for each of them (time, height, width); they share out the frequencies, `sections[i]` for position i: one
+    section after the other, or with `interleaved_sections` in turns, as far as each one's number goes.
+    """
+
+    rot_dim: int
+    theta: float
+    max_position: int
+    kind: str = "default"
+    params: tuple[tuple[str, Any], ...] = ()
+    sections: tuple[int, ...] = ()
+    interleaved_sections: bool = False
+
+
+UNROTATED = "none"
+"""`RopeSpec.kind` of heads that say nothing of positions."""
+
+
+def unrotated(head_dim: int) -> RopeSpec:
+    return RopeSpec(head_dim, 0.0, 1, UNROTATED)
+
+
+_YARN_OPTIONS = (
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+)
+ROPE_SETTINGS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
+    "default": (frozenset(), frozenset()),
+    "linear": (frozenset({"factor"}), frozenset()),
+    "dynamic": (frozenset({"factor"}), frozenset({"original_max_position_embeddings"})),
+    "yarn": (frozenset({"factor"}), frozenset(_YARN_OPTIONS)),
+    "llama3": (
+        frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+        frozenset(),
+    ),
+}
+"""By variant: the settings that it must have, and those that it may. `layers.rotary_embedding` computes each."""
+
+
+def rope_spec(config: Mapping[str, Any], head_dim: int, layer_type: str = "") -> RopeSpec:
+    """The spec of a config.json, for layers of `layer_type` where they differ. Raises UserError for a variant or
+    setting that we do not know."""
+    settings = {key: value for key, value in rope_parameters(config, layer_type).items() if value is not None}
+    kind, theta = settings.pop("rope_type"), settings.pop("rope_theta")
+    settings.pop("partial_rotary_factor", None)
+    sections = _sections(settings.pop("mrope_section", ()), settings.pop("mrope_interleaved", False))
+    if kind == "mrope":  # as older multimodal configs call the default with sections
+        kind = "default"
+    if kind not in ROPE_SETTINGS:
+        known = ", ".join(sorted(ROPE_SETTINGS))
+        raise UserError(f"config.json: rope_type {kind!r} is not supported; supported: {known}.")
+    required, optional = ROPE_SETTINGS[kind]
+    unknown, missing = settings.keys() - required - optional, required - settings.keys()
+    if unknown:
+        raise UserError(f"config.json: rope_type {kind!r} with {', '.join(sorted(unknown))} is not supported.")
+    if missing:
+        raise UserError(f"config.json: rope_type {kind!r} needs {', '.join(sorted(missing))}.")
+    max_position = ConfigReader(config, "config.json").positive("max_position_embeddings")
+    rot_dim = rotary_dim(config, head_dim, layer_type)
+    if sections[0] and 2 * sum(sections[0]) != rot_dim:
+        shares = list(sections[0])
+        raise UserError(f"config.json: 'mrope_section' {shares} does not share out {rot_dim // 2} frequencies.")
+    return RopeSpec(rot_dim, theta, max_position, kind, tuple(sorted(settings.items())), *sections)
+
+
+def _sections(sections: Any, interleaved: Any) -> tuple[tuple[int, ...], bool]:
+    if not isinstance(sections, (list, tuple)) or not all(type(size) is int and size > 0 for size in sections):
+        raise UserError(f"config.json: 'mrope_section' must be a list of whole numbers; got {sections!r}.")
+    return tuple(sections), bool(interleaved)
+
+
+def rope_parameters(config: Mapping[str, Any], layer_type: str = "") -> dict[str, Any]:
     """The rotary parameters of `config` as a flat dict that always has `rope_type` and `rope_theta` (float).
 
-    Raises UserError if they are not an object, or if they differ by layer type.
+    Where they differ by layer type, those of `layer_type`. Raises UserError if they are not an object, or differ by
+    types of which this is none.
     """
     written = config.get("rope_parameters")
     written = config.get("rope_scaling") if written is None else written
     written = {} if written is None else written
     if not isinstance(written, Mapping):
         raise UserError(f"config.json: 'rope_parameters' must be an object; got {written!r}.")
-    if written and all(isinstance(value, Mapping) for value in written.values()):
-        raise UserError(f"config.json: 'rope_parameters' by layer type is not supported ({', '.join(written)}).")
+    if by_layer_type(config):
+        if layer_type not in written:
+            raise UserError(
+                f"config.json: 'rope_parameters' by layer type ({', '.join(written)}) say nothing of {layer_type!r}."
+            )
+        written = written[layer_type]
     result = dict(written)
     result["rope_type"] = result.pop("type", None) if "rope_type" not in result else result["rope_type"]
     result["rope_type"] = result["rope_type"] or "default"
@@ -36,17 +123,16 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_layer_type(config: Mapping[str, Any]) -> bool:
-    """Whether the rotary parameters differ by layer type, so that `rope_parameters` refuses them."""
+    """Whether the rotary parameters differ by layer type."""
     written = config.get("rope_parameters")
     return isinstance(written, Mapping) and bool(written) and all(isinstance(v, Mapping) for v in written.values())
 
 
-def rotary_dim(config: Mapping[str, Any], head_dim: int) -> int:
+def rotary_dim(config: Mapping[str, Any], head_dim: int, layer_type: str = "") -> int:
     """How many leading dims of a head rotate: `rotary_dim`, or a share of the head, or all."""
     if config.get("rotary_dim"):
         return min(int(config["rotary_dim"]), head_dim)
-    parameters = config if by_layer_type(config) else rope_parameters(config)
-    share = parameters.get("partial_rotary_factor")
+    share = rope_parameters(config, layer_type).get("partial_rotary_factor")
     if share is None:
         return head_dim
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:

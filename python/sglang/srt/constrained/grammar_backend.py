@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.constrained.grammar import ANY_JSON, Grammar, GrammarError, GrammarKey, GrammarKind
+from sglang.srt.constrained.schema_keywords import answer_schemas, check_keywords, repair_limited_texts
 
 if TYPE_CHECKING:
     import xgrammar
@@ -70,14 +71,34 @@ class GrammarBackend:
 def _compile_json(compiler: xgrammar.GrammarCompiler, source: str) -> xgrammar.CompiledGrammar:
     if source == ANY_JSON:
         return compiler.compile_json_schema('{"type": "object"}', strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE)
-    return compiler.compile_json_schema(source, max_whitespace_cnt=MAX_WHITESPACE)
+    import xgrammar
+
+    grammar = xgrammar.Grammar.from_json_schema(source, max_whitespace_cnt=MAX_WHITESPACE)
+    check_keywords(json.loads(source))
+    return compiler.compile_grammar(_repaired(grammar) or grammar)
+
+
+def _repaired(grammar: xgrammar.Grammar) -> str | None:
+    """The grammar without the library's mistakes; None if there are none in it."""
+    printed = str(grammar)
+    repaired = repair_limited_texts(printed)
+    return None if repaired == printed else repaired
 
 
 def _compile_structural_tag(compiler: xgrammar.GrammarCompiler, source: str) -> xgrammar.CompiledGrammar:
     tag = json.loads(source)
     if not isinstance(tag, dict):
         raise ValueError("expected a JSON object")
-    return compiler.compile_structural_tag(_as_format(tag) if "structures" in tag else tag)
+    tag = _as_format(tag) if "structures" in tag else tag
+    for schema in answer_schemas(tag):
+        check_keywords(schema)
+    import xgrammar
+
+    try:
+        repaired = _repaired(xgrammar.Grammar.from_structural_tag(tag))
+    except RuntimeError:  # tokens are named, which only the compiler knows, or something is wrong, which it says
+        repaired = None
+    return compiler.compile_structural_tag(tag) if repaired is None else compiler.compile_grammar(repaired)
 
 
 def _as_format(tag: dict[str, Any]) -> dict[str, Any]:

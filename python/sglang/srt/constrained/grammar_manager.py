@@ -219,10 +219,11 @@ class GrammarManager:
                 size -= future.result().size_bytes
 
     def flush(self) -> None:
-        """Drops what is kept for later requests. Not what some request still waits for."""
-        for results in (self._verdicts, self._grammars):
-            for digest in [digest for digest, result in results.items() if _done(result)]:
-                del results[digest]
+        """Drops what is kept for later requests. What some request waits for it has itself, and what nobody waits for
+        any more must not come to be kept when it is done."""
+        for digest in [digest for digest, check in self._verdicts.items() if check.verdict.done()]:
+            del self._verdicts[digest]
+        self._grammars.clear()
 
     def num_cached(self) -> int:
         return len(self._grammars)
@@ -250,10 +251,6 @@ class _LiveBytes:
     def _change(self, size: int) -> None:
         with self._lock:
             self.total += size
-
-
-def _done(result: Check | Future[Grammar]) -> bool:
-    return (result.verdict if isinstance(result, Check) else result).done()
 
 
 def _checked(verdict: Verdict) -> Check:

@@ -12,18 +12,30 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from sglang.srt.entrypoints import http_native
+from sglang.srt.entrypoints import http_native, http_sessions
 from sglang.srt.entrypoints.anthropic import routes as anthropic_routes
+from sglang.srt.entrypoints.embeddings import routes as embeddings_routes
 from sglang.srt.entrypoints.http_errors import ApiError, error_response
-from sglang.srt.entrypoints.http_middleware import RequestGate
+from sglang.srt.entrypoints.http_middleware import RequestGate, TraceHeaders
 from sglang.srt.entrypoints.http_openapi import describe_api
 from sglang.srt.entrypoints.http_state import ServerState
 from sglang.srt.entrypoints.http_stream import ClientDisconnected
+from sglang.srt.entrypoints.ollama import routes as ollama_routes
 from sglang.srt.entrypoints.openai import routes as openai_routes
+from sglang.srt.entrypoints.page import routes as page_routes
 from sglang.srt.entrypoints.responses import routes as responses_routes
 from sglang.srt.managers.front.generate_request import RequestError
 from sglang.version import __version__
 
+_FORMS = (
+    openai_routes,
+    anthropic_routes,
+    responses_routes,
+    embeddings_routes,
+    ollama_routes,
+    http_native,
+    http_sessions,
+)
 _STATUS_CLIENT_CLOSED = 499
 """What the log shows for a client that left; nobody receives it."""
 
@@ -60,10 +72,9 @@ def create_api(state: ServerState) -> FastAPI:
     api = FastAPI(title="sm120-sglang", version=__version__, redoc_url=None)
     api.state.server = state
     api.state.created = int(time.time())
-    api.include_router(openai_routes.router)
-    api.include_router(anthropic_routes.router)
-    api.include_router(responses_routes.router)
-    api.include_router(http_native.router)
+    for form in _FORMS:
+        api.include_router(form.router)
+    api.include_router(page_routes.router)
     api.add_exception_handler(ApiError, _on_api_error)
     api.add_exception_handler(RequestError, _on_request_error)
     api.add_exception_handler(HTTPException, _on_http_exception)
@@ -71,11 +82,12 @@ def create_api(state: ServerState) -> FastAPI:
         api.add_exception_handler(left, _on_disconnect)
     api.add_exception_handler(Exception, _on_bug)
 
-    describe_api(api, [*openai_routes.BODIES, *anthropic_routes.BODIES, *responses_routes.BODIES, *http_native.BODIES])
+    describe_api(api, [body for form in _FORMS for body in form.BODIES])
     return api
 
 
 def create_app(state: ServerState) -> ASGIApp:
     """The complete application for `state`."""
-    gate = RequestGate(create_api(state), state.args.api_key)
+    api = create_api(state)
+    gate = RequestGate(TraceHeaders(api) if state.args.enable_trace else api, state.args.api_key)
     return CORSMiddleware(gate, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])

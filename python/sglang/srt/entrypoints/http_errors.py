@@ -67,8 +67,9 @@ class ErrorShape(NamedTuple):
     schema: str
     body: Callable[[ApiError], dict[str, Any]]
     event: Callable[[ApiError], dict[str, Any]]
-    """The same for a failure after the first chunk has left, as the data of a server-sent event."""
-    event_line: bytes = b""
+    """The same for a failure after the first chunk has left, between `event_head` and `event_end`."""
+    event_head: bytes = b"data: "
+    event_end: bytes = b"\n\n"
 
 
 def _native(error: ApiError) -> dict[str, Any]:
@@ -80,9 +81,14 @@ def _anthropic(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
+def _ollama(error: ApiError) -> dict[str, Any]:
+    return {"error": error.message}
+
+
 _SHAPES = (
-    ErrorShape("/v1/messages", "AnthropicError", _anthropic, _anthropic, b"event: error\n"),
+    ErrorShape("/v1/messages", "AnthropicError", _anthropic, _anthropic, b"event: error\ndata: "),
     ErrorShape("/v1/", "OpenAIError", ApiError.fields, lambda error: {"error": error.fields()}),
+    ErrorShape("/api/", "OllamaError", _ollama, _ollama, b"", b"\n"),
     ErrorShape("", "NativeError", _native, _native),
 )
 """The first that fits a path."""
@@ -114,10 +120,10 @@ def error_response(path: str, error: ApiError) -> Response:
     return json_response(error_body(path, error), error.status)
 
 
-def sse_error(path: str, error: ApiError) -> bytes:
-    """A server-sent event for a failure after the first chunk has left."""
+def error_event(path: str, error: ApiError) -> bytes:
+    """The piece of a stream that tells of a failure after the first chunk has left."""
     shape = _shape(path)
-    return shape.event_line + b"data: " + msgspec.json.encode(shape.event(error)) + b"\n\n"
+    return shape.event_head + msgspec.json.encode(shape.event(error)) + shape.event_end
 
 
 def json_response(content: Any, status: int = 200) -> Response:

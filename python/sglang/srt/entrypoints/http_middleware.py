@@ -8,18 +8,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang.srt.entrypoints.http_errors import ApiError, error_response
 from sglang.srt.entrypoints.http_stream import DIRECT_SEND
+from sglang.srt.managers.front.request_trace import trace_headers
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 
-_OPEN_PATHS = ("/health", "/ready", "/metrics")
-"""Prefixes that need no API key: probes and scrapers have none."""
+_OPEN_PATHS = ("/health", "/ready", "/metrics", "/page/")
+"""Prefixes that need no API key: probes and scrapers have none, and the page asks for it."""
 _UNAUTHORIZED = ApiError(401, "the API key is missing or wrong")
 _NOT_JSON = ApiError(415, "the body must be JSON: send it with the header Content-Type: application/json")
 
 
 def is_open(path: str) -> bool:
     """Whether `path` needs no API key."""
-    return path.startswith(_OPEN_PATHS)
+    return path == "/" or path.startswith(_OPEN_PATHS)
 
 
 class RequestGate:
@@ -82,3 +83,20 @@ def _is_json(headers: dict[bytes, bytes]) -> bool:
     if media_type.startswith(b"application/") and media_type.endswith(b"+json"):
         return True
     return headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in headers
+
+
+_TRACE_HEADERS = (b"traceparent", b"tracestate")
+
+
+class TraceHeaders:
+    """Keeps the client's trace for the spans of its requests."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {
+            name.decode(): value.decode("latin-1") for name, value in scope.get("headers", ()) if name in _TRACE_HEADERS
+        }
+        trace_headers.set(headers or None)
+        await self._app(scope, receive, send)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import html
 import time
 from collections.abc import AsyncIterator
 from typing import Any, ClassVar, Literal
@@ -11,10 +10,11 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 
 from sglang.srt.entrypoints.http_body import Body, body_schema, read_body, read_optional_body
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request, json_response
+from sglang.srt.entrypoints.http_sessions import SessionParams, session_result, session_stream
 from sglang.srt.entrypoints.http_state import engine_of, state_of
 from sglang.srt.entrypoints.http_stream import EventStream, until_disconnect
 from sglang.srt.entrypoints.openai.protocol import Int
@@ -51,6 +51,7 @@ class GenerateBody(Body, kw_only=True):
     priority: Int | None = None
     cache_salt: str | list[str | None] | None = None
     extra_key: str | list[str | None] | None = None
+    session_params: SessionParams | None = None
 
     def to_request(self) -> GenerateRequest:
         return GenerateRequest(
@@ -64,7 +65,7 @@ class GenerateBody(Body, kw_only=True):
             token_ids_logprob=self.token_ids_logprob,  # type: ignore[arg-type]
             return_text_in_logprobs=bool(self.return_text_in_logprobs),
             rid=self.rid,
-            priority=self.priority or 0,
+            priority=self.priority,
             cache_salt=self.cache_salt,
             extra_key=self.extra_key,
         )
@@ -93,10 +94,19 @@ BODIES = (GenerateBody, AbortBody, PauseBody, ProfileBody)
 @router.put("/generate", openapi_extra=body_schema(GenerateBody))
 async def generate(request: Request) -> Response:
     engine = engine_of(request)
-    call = (await read_body(request, GenerateBody)).to_request()
+    manager, sessions = engine.manager, state_of(request).sessions
+    body = await read_body(request, GenerateBody)
+    call = body.to_request()
+    session = body.session_params if body.session_params and body.session_params.id else None
     if not call.stream:
-        return json_response(await until_disconnect(request, native_results(engine.manager, call)))
-    results = native_stream(engine.manager, call, engine.manager.args.incremental_streaming_output)
+        work = native_results(manager, call) if session is None else session_result(manager, sessions, call, session)
+        return json_response(await until_disconnect(request, work))
+    incremental = manager.args.incremental_streaming_output
+    results = (
+        native_stream(manager, call, incremental)
+        if session is None
+        else session_stream(manager, sessions, call, session, incremental)
+    )
     first = await until_disconnect(request, _first(results))
     return EventStream(_event(first), results, _event, request.url.path)
 
@@ -122,7 +132,7 @@ async def model_info(request: Request) -> Response:
             "model_path": args.model_path,
             "tokenizer_path": args.tokenizer_path,
             "served_model_name": args.served_model_name,
-            "is_generation": True,
+            "is_generation": not args.is_embedding,
             "preferred_sampling_params": args.preferred_sampling_params,
             "weight_version": WEIGHT_VERSION,
             "model_type": model.hf_config.get("model_type"),
@@ -154,9 +164,33 @@ async def server_info(request: Request) -> Response:
 
 @router.get("/v1/loads")
 async def loads(request: Request) -> Response:
-    engine = engine_of(request)
-    state = (await engine.manager.control("internal_state")).data
-    return json_response({"timestamp": time.time(), "version": __version__, "loads": [{"dp_rank": 0, **state}]})
+    """What each data-parallel rank, of which there is one, has to do; and the same of all together."""
+    manager = engine_of(request).manager
+    state = (await manager.control("internal_state")).data
+    running, waiting = state["num_running_reqs"], state["num_queue_reqs"]
+    usage = round(state["num_used_tokens"] / state["max_total_num_tokens"], 4)
+    load = {
+        "num_waiting_reqs": waiting,
+        "num_total_reqs": running + waiting,
+        "token_usage": usage,
+        "gen_throughput": state["last_gen_throughput"],
+        "cache_hit_rate": manager.stats.cache_hit_rate,
+    }
+    return json_response(
+        {
+            "timestamp": time.time(),
+            "version": __version__,
+            "dp_rank_count": 1,
+            "loads": [{"dp_rank": 0, **state, **load}],
+            "aggregate": {
+                "total_running_reqs": running,
+                "total_waiting_reqs": waiting,
+                "total_reqs": running + waiting,
+                "avg_token_usage": usage,
+                "avg_throughput": state["last_gen_throughput"],
+            },
+        }
+    )
 
 
 # --- health -----------------------------------------------------------------------------------------------------------
@@ -181,8 +215,10 @@ async def health_generate(request: Request) -> Response:
 
 
 async def generate_one_token(manager: TokenizerManager) -> None:
-    """Raises RequestError."""
-    call = GenerateRequest(input_ids=[0], sampling_params={"max_new_tokens": 1, "temperature": 0.0})
+    """Or computes an embedding, if that is what the server is for. Raises RequestError."""
+    embed = manager.args.is_embedding
+    params = None if embed else {"max_new_tokens": 1, "temperature": 0.0}
+    call = GenerateRequest(input_ids=[0], sampling_params=params, embed=embed)
     async with await manager.submit(call) as stream:
         await stream.collect()
 
@@ -293,7 +329,7 @@ async def abort_request(request: Request) -> Response:
     return Response(status_code=200)
 
 
-# --- pages ------------------------------------------------------------------------------------------------------------
+# --- metrics ----------------------------------------------------------------------------------------------------------
 
 
 @router.get("/metrics")
@@ -302,16 +338,3 @@ async def metrics(request: Request) -> Response:
     if engine is None or engine.manager.metrics is None:
         raise ApiError(404, "metrics are off: start the server with --enable-metrics")
     return Response(engine.manager.metrics.render(), headers={"content-type": METRICS_TYPE})
-
-
-@router.get("/", include_in_schema=False)
-async def index(request: Request) -> Response:
-    rows = "".join(
-        f"<li><code>{' '.join(sorted(methods)).upper()} {path}</code></li>"
-        for path, methods in sorted((path, list(item)) for path, item in request.app.openapi()["paths"].items())
-    )
-    name = html.escape(state_of(request).model_name)
-    return HTMLResponse(
-        f"<!doctype html><meta charset=utf-8><title>sm120-sglang</title><h1>sm120-sglang {__version__}</h1>"
-        f"<p>Serving <code>{name}</code>. <a href=/docs>API documentation</a></p><ul>{rows}</ul>"
-    )

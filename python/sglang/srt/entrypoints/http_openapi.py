@@ -8,14 +8,17 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
+from sglang.srt.entrypoints.http_answers import answer_schema
 from sglang.srt.entrypoints.http_body import body_definitions
 from sglang.srt.entrypoints.http_errors import error_schema_name
 from sglang.srt.entrypoints.http_middleware import is_open
 
 _STREAMING = ("/generate", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
+_LINES = ("/api/chat", "/api/generate")
+"""Routes that stream lines of JSON."""
 _PROBES = ("/health", "/ready", "/ping", "/health_generate")
 _PLAIN_TEXT = ("/metrics", "/flush_cache", "/start_profile", "/stop_profile")
-_EMPTY = (*_PROBES, "/abort_request")
+_EMPTY = (*_PROBES, "/abort_request", "/close_session")
 """Routes whose status is the whole answer."""
 _STORED_RESPONSE = "/v1/responses/{response_id}"
 _NOT_FOUND = (
@@ -45,6 +48,8 @@ _ERRORS = {
     503: "The server is starting, overloaded or shutting down.",
 }
 _STRING = {"type": "string"}
+_EVENT = {"type": "object", "required": ["data"], "properties": {"event": _STRING, "data": _STRING}}
+"""Of a stream of them."""
 _ERROR_SCHEMAS: dict[str, Any] = {
     "OpenAIError": {
         "type": "object",
@@ -62,6 +67,7 @@ _ERROR_SCHEMAS: dict[str, Any] = {
         "required": ["error"],
         "properties": {"error": {"type": "object", "required": ["message"], "properties": {"message": _STRING}}},
     },
+    "OllamaError": {"type": "object", "required": ["error"], "properties": {"error": _STRING}},
     "AnthropicError": {
         "type": "object",
         "required": ["type", "error"],
@@ -98,10 +104,14 @@ def describe_api(api: FastAPI, bodies: Sequence[type[msgspec.Struct]]) -> None:
 
 def _responses(path: str, method: str, has_body: bool) -> dict[str, Any]:
     success: dict[str, Any] = {"description": "Success"}
-    if path not in _EMPTY:
-        success["content"] = {"text/plain" if path in _PLAIN_TEXT else "application/json": {}}
+    if path in _PLAIN_TEXT:
+        success["content"] = {"text/plain": {"schema": _STRING}}
+    elif path not in _EMPTY:
+        success["content"] = {"application/json": {"schema": answer_schema(method, path)}}
     if path in _STREAMING:
-        success["content"]["text/event-stream"] = {"schema": _STRING}
+        success["content"]["text/event-stream"] = {"schema": _EVENT}
+    if path in _LINES:
+        success["content"]["application/x-ndjson"] = {}
     responses: dict[str, Any] = {"200": success}
     for status in sorted(_statuses(path, method, has_body)):
         if status == 503 and path in _PROBES:

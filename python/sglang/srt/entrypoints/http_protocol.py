@@ -4,32 +4,91 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+_TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
 
 class HttpProtocol(HttpToolsProtocol):
-    """Tells every unanswered request of a connection that the client is gone.
+    """Limits the time in which a request must have come and the size of its head, and tells every unanswered request of
+    a connection that the client is gone.
 
-    uvicorn tells the latest only. When requests are pipelined that is one that has not begun; the one that runs would
-    go on for nobody, and fail when it writes.
+    uvicorn waits for ever for the rest of a request, and tells the latest request only. When requests are pipelined
+    that is one that has not begun; the one that runs would go on for nobody, and fail when it writes.
     """
+
+    head_limit_s: ClassVar[float] = 30.0
+    body_limit_s: ClassVar[float] = 300.0
+    max_head_bytes: ClassVar[int] = 1 << 18
+    """Request line and headers, and what comes with their end."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._unanswered: deque[RequestResponseCycle] = deque()
+        self._in_head = True
+        self._head_bytes = 0
+        self._deadline: asyncio.TimerHandle | None = None
         super().connection_made(transport)
+        self._arm(self.head_limit_s)
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_head:
+            self._head_bytes += len(data)
+        if self._deadline is None:  # the next request of a connection
+            self._arm(self.head_limit_s)
+        super().data_received(data)
+        if self._in_head and self._head_bytes > self.max_head_bytes:
+            self._refuse(_TOO_LARGE)
 
     def on_headers_complete(self) -> None:
+        self._in_head, self._head_bytes = False, 0
+        self._arm(self.body_limit_s)
         super().on_headers_complete()
         while self._unanswered and self._unanswered[0].response_complete:
             self._unanswered.popleft()
         if self.cycle is not None:
             self._unanswered.append(self.cycle)
 
+    def on_message_complete(self) -> None:
+        self._in_head = True
+        self._disarm()
+        super().on_message_complete()
+
     def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
         for cycle in self._unanswered:
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
         self._unanswered.clear()
         super().connection_lost(exc)
+
+    def _arm(self, limit_s: float) -> None:
+        self._disarm()
+        self._deadline = self.loop.call_later(limit_s, self._late)
+
+    def _disarm(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _late(self) -> None:
+        """The request has not come in time. While an earlier one is answered nothing more is read of the next."""
+        self._deadline = None
+        if self.pipeline or (self._in_head and self._is_answering):
+            self._arm(self.body_limit_s)
+        else:
+            self._refuse(_TOO_LATE if self._head_bytes else b"")
+
+    @property
+    def _is_answering(self) -> bool:
+        return any(not cycle.response_complete for cycle in self._unanswered)
+
+    def _refuse(self, answer: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if not self._is_answering:
+            self.transport.write(answer)
+        self.transport.close()

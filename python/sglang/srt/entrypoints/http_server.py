@@ -108,6 +108,7 @@ class _Server:
             uvicorn.Config(
                 create_app(self.state),
                 http=HttpProtocol,
+                ws="none",  # whatever is installed
                 log_config=None,
                 access_log=args.log_requests,
                 lifespan="off",

@@ -9,6 +9,7 @@ from sglang.srt.entrypoints.openai.chat_template import ChatTemplate, read_templ
 from sglang.srt.entrypoints.openai.serving import OpenAIService
 from sglang.srt.entrypoints.output_formats import model_formats
 from sglang.srt.entrypoints.responses.response_store import ResponseStore
+from sglang.srt.managers.front.sessions import SessionStore
 from sglang.srt.managers.front.tokenizer_manager import ServerStatus, TokenizerManager
 from sglang.srt.server_args import ServerArgs
 
@@ -23,6 +24,7 @@ class ServerState:
         self.failure: str | None = None
         """Why the server is about to exit."""
         self.responses = ResponseStore()
+        self.sessions = SessionStore()
         self._own_source = None if args.chat_template is None else read_template_file(args.chat_template)
         ChatTemplate(self._own_source, {})
 

@@ -11,13 +11,14 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from sglang.srt.entrypoints.http_errors import ApiError, sse_error
+from sglang.srt.entrypoints.http_errors import ApiError, error_event
+from sglang.srt.environ import envs
 from sglang.srt.managers.front.generate_request import RequestError
 
 logger = logging.getLogger(__name__)
@@ -30,11 +31,16 @@ DIRECT_SEND = "sglang.send"
 
 DONE = b"data: [DONE]\n\n"
 
-_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+
+class StreamForm(NamedTuple):
+    """`keep_alive`: what is sent during a long silence, so that no proxy closes the connection; empty: nothing."""
+
+    media_type: bytes
+    keep_alive: bytes
+
+
+SSE = StreamForm(b"text/event-stream; charset=utf-8", b": keep-alive\n\n")
+NDJSON = StreamForm(b"application/x-ndjson", b"")
 
 
 class ClientDisconnected(Exception):
@@ -76,7 +82,7 @@ class ClosableOutputs(Protocol[T_co]):
 
 
 class EventStream(Response, Generic[T]):
-    """A `text/event-stream` response.
+    """A response that is sent as it comes, of server-sent events if `form` does not say otherwise.
 
     `first` holds events that exist already. `outputs` yields the rest, `write` turns each into complete events
     (possibly none), and `end` makes the events before `done`, which closes every stream. `outputs` is closed at the
@@ -93,32 +99,49 @@ class EventStream(Response, Generic[T]):
         end: Callable[[], bytes] = bytes,
         done: bytes = DONE,
         fail: Callable[[ApiError], bytes] | None = None,
+        form: StreamForm = SSE,
     ) -> None:
         super().__init__(b"", 200)
-        self.raw_headers = list(_HEADERS)
+        no_store = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        self.raw_headers = [(b"content-type", form.media_type), *no_store]
+        self._form = form
+        self._num_sent = 0
         self._first = first
         self._outputs = outputs
         self._write = write
         self._end = end
         self._path = path
         self._done = done
-        self._fail = fail or partial(sse_error, path)
+        self._fail = fail or partial(error_event, path)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pump = asyncio.ensure_future(self._pump(send, scope.get(DIRECT_SEND, send)))
+        direct = scope.get(DIRECT_SEND, send)
+        pump = asyncio.ensure_future(self._pump(send, direct))
         watcher = asyncio.ensure_future(_disconnected(receive))
+        companion = asyncio.ensure_future(self._keep_alive(direct))
         try:
             await asyncio.wait({pump, watcher}, return_when=asyncio.FIRST_COMPLETED)
             if pump.done():
                 pump.result()
         finally:
             watcher.cancel()
+            await _cancel(companion)
             if not pump.done():
                 await _cancel(pump)
+
+    async def _keep_alive(self, direct: Send) -> None:
+        """Breaks each silence of this length once the stream has begun."""
+        num_sent = 0
+        while self._form.keep_alive:
+            await asyncio.sleep(envs.SGLANG_SSE_KEEP_ALIVE)
+            if num_sent == self._num_sent and num_sent:
+                await direct({"type": "http.response.body", "body": self._form.keep_alive, "more_body": True})
+            num_sent = self._num_sent
 
     async def _pump(self, send: Send, direct: Send) -> None:
         async with aclosing(self._outputs) as outputs:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            self._num_sent = 1
             if self._first:
                 await direct({"type": "http.response.body", "body": self._first, "more_body": True})
             write = self._write
@@ -126,6 +149,7 @@ class EventStream(Response, Generic[T]):
                 async for output in outputs:
                     events = write(output)
                     if events:
+                        self._num_sent += 1
                         await direct({"type": "http.response.body", "body": events, "more_body": True})
                 last = self._end()
             except RequestError as error:

@@ -30,13 +30,12 @@ def _all(reason: str, *names: str, neutral: tuple[Any, ...] = ()) -> dict[str, U
     return dict.fromkeys(names, Unsupported(reason, neutral))
 
 
-_SESSIONS = "sessions are not supported; send the whole prompt, whose beginning is cached"
+_SESSIONS = "sessions belong to /generate; send the whole conversation, whose beginning is cached"
 _INTERNALS = "this server does not return it"
 _MEDIA = "this model reads text only (it has no vision or audio input)"
 
 COMMON: Mapping[str, Unsupported] = {
     **_all("this server has no LoRA adapters loaded", "lora_path", "lora_id"),
-    **_all(_SESSIONS, "session_params", "session_id"),
     **_all(
         _INTERNALS, "return_hidden_states", "return_routed_experts", "return_indexer_topk", "return_sampling_mask",
         "return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs", "return_prompt_token_ids",
@@ -54,11 +53,12 @@ COMMON: Mapping[str, Unsupported] = {
         "prefill and decode run in one server", "bootstrap_host", "bootstrap_port", "bootstrap_room",
         "bootstrap_pair_key", "decode_tp_size", "disagg_prefill_dp_rank",
     ),
-    **_all("the length of reasoning is not limited apart from the output's", "max_thinking_tokens"),
+    **_all("thinking_budget of a chat request limits the thoughts", "max_thinking_tokens"),
 }  # fmt: skip
 
 NATIVE: Mapping[str, Unsupported] = {
     **COMMON,
+    **_all("use session_params", "session_id"),
     **_all("send text or input_ids", "input_embeds", "positional_embed_overrides"),
     **_all(_MEDIA, "modalities", neutral=(["text"],)),
     **_all("give the text to /separate_reasoning", "require_reasoning"),
@@ -71,6 +71,7 @@ _GRAMMAR = "use response_format, json_schema, regex or ebnf"
 
 OPENAI: Mapping[str, Unsupported] = {
     **COMMON,
+    **_all(_SESSIONS, "session_params", "session_id"),
     **_all(
         _INTERNALS, "return_cached_tokens_details", "return_spec_tokens_details", "return_token_ids",
         "return_meta_info", "return_input_ids_in_sglext", "return_output_ids_in_sglext", "prompt_logprobs",
@@ -104,6 +105,29 @@ RESPONSES: Mapping[str, Unsupported] = {
     **_all("send the items that the model shall read", "context_management"),
     **_all("content is not moderated", "moderation"),
     **_all(_INTERNALS, "top_logprobs", neutral=(0,)),
+}
+
+EMBEDDINGS: Mapping[str, Unsupported] = {
+    **COMMON,
+    **_all("a decoder's embedding is the hidden state of its last token", "pooling_type", neutral=("last",)),
+    **_all("embeddings have length 1", "normalize", neutral=(True,)),
+    **_all("start the server with --allow-auto-truncate", "truncate_prompt_tokens"),
+    **_all(_INTERNALS, "return_pooled_hidden_states"),
+}
+
+OLLAMA: Mapping[str, Unsupported] = {
+    **_all(_MEDIA, "images", "image"),
+    **_all("suffix (fill in the middle) is not there", "suffix"),
+    **_all("the template is --chat-template's", "template"),
+    **_all("send the conversation to /api/chat, whose beginning is cached", "context"),
+    **_all(_INTERNALS, "logprobs", "top_logprobs", neutral=(0,)),
+}
+
+OLLAMA_OPTIONS: Mapping[str, Unsupported] = {
+    **_all("use temperature, top_p, top_k and min_p", "tfs_z", "typical_p", neutral=(1, 1.0)),
+    **_all("use temperature, top_p, top_k and min_p", "mirostat", neutral=(0,)),
+    **_all("penalties count all tokens", "repeat_last_n", neutral=(-1,)),
+    **_all("penalties count all tokens", "penalize_newline", neutral=(True,)),
 }
 
 PROFILE: Mapping[str, Unsupported] = {

@@ -14,7 +14,7 @@ from sglang.srt.hardware.products import ARCHS, NEEDS_TRITON, PRODUCTS, ArchFact
 
 logger = logging.getLogger(__name__)
 
-INSTRUCTIONS = frozenset({"fp8_mma", "block_scaled_mma"})
+INSTRUCTIONS = frozenset({"fp8_mma", "block_scaled_mma", "mma_sync_block_scale"})
 """Features without which kernels that use them do not compile."""
 
 

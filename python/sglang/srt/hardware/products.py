@@ -13,14 +13,17 @@ MIB = 1024**2
 GB = 10**9
 GIB = 1024**3
 
-FEATURES = frozenset({"cp_async", "tma", "wgmma", "tcgen05", "fp8_mma", "block_scaled_mma", "pdl", "nvlink"})
-"""Everything a kernel may require. There is no feature "Blackwell": sm_100 has tcgen05, sm_120 has not."""
+FEATURES = frozenset(
+    {"cp_async", "tma", "wgmma", "tcgen05", "fp8_mma", "block_scaled_mma", "mma_sync_block_scale", "pdl", "nvlink"}
+)
+"""Everything a kernel may require. There is no feature "Blackwell": sm_100 has tcgen05, sm_120 has not. Both multiply
+with block scales, sm_120 with `mma.sync` (mma_sync_block_scale)."""
 
 _AMPERE = frozenset({"cp_async"})
 _ADA = _AMPERE | {"fp8_mma"}
 _HOPPER = _ADA | {"tma", "wgmma", "pdl"}
 _DATACENTER_BLACKWELL = _ADA | {"tma", "tcgen05", "block_scaled_mma", "pdl"}
-_SM12X = _ADA | {"tma", "block_scaled_mma", "pdl"}
+_SM12X = _ADA | {"tma", "block_scaled_mma", "mma_sync_block_scale", "pdl"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class ArchFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class GpuProduct:
     """A card. `aliases` are fragments of the driver's device name, lower case, all of which must occur in it."""
 
     arch: str
@@ -62,20 +65,20 @@ NEEDS_TRITON: dict[str, dict[str, tuple[int, int]]] = {"sm_121": {"block_scaled_
 four-bit operands do not compile."""
 
 # Searched in this order, so that the more specific name comes first.
-PRODUCTS: dict[str, Product] = {
-    "rtx-pro-6000-max-q": Product("sm_120", 188, 1792 * GB, 97_887 * MIB, ("rtx pro 6000", "max-q")),
-    "rtx-pro-6000-server": Product("sm_120", 188, 1597 * GB, 97_887 * MIB, ("rtx pro 6000", "server")),
-    "rtx-pro-6000-workstation": Product("sm_120", 188, 1792 * GB, 97_887 * MIB, ("rtx pro 6000",)),
-    "rtx-5090": Product("sm_120", 170, 1792 * GB, 32_607 * MIB, ("rtx 5090",)),
-    "rtx-5080": Product("sm_120", 84, 960 * GB, 16_303 * MIB, ("rtx 5080",)),
-    "gb10": Product("sm_121", 48, 273 * GB, 121 * GIB, ("gb10",)),
-    "h200": Product("sm_90", 132, 4800 * GB, 143_771 * MIB, ("h200",), nvlink=True),
-    "h100": Product("sm_90", 132, 3350 * GB, 81_559 * MIB, ("h100",), nvlink=True),
-    "b200": Product("sm_100", 148, 8000 * GB, 183_359 * MIB, ("b200",), nvlink=True),
-    "b300": Product("sm_103", 148, 8000 * GB, 268 * GIB, ("b300",), nvlink=True),
-    "a100-80gb": Product("sm_80", 108, 2039 * GB, 80 * GIB, ("a100",), nvlink=True),
-    "rtx-3090": Product("sm_86", 82, 936 * GB, 24 * GIB, ("rtx 3090",)),
-    "l40s": Product("sm_89", 142, 864 * GB, 46_068 * MIB, ("l40s",)),
+PRODUCTS: dict[str, GpuProduct] = {
+    "rtx-pro-6000-max-q": GpuProduct("sm_120", 188, 1792 * GB, 97_887 * MIB, ("rtx pro 6000", "max-q")),
+    "rtx-pro-6000-server": GpuProduct("sm_120", 188, 1597 * GB, 97_887 * MIB, ("rtx pro 6000", "server")),
+    "rtx-pro-6000-workstation": GpuProduct("sm_120", 188, 1792 * GB, 97_887 * MIB, ("rtx pro 6000",)),
+    "rtx-5090": GpuProduct("sm_120", 170, 1792 * GB, 32_607 * MIB, ("rtx 5090",)),
+    "rtx-5080": GpuProduct("sm_120", 84, 960 * GB, 16_303 * MIB, ("rtx 5080",)),
+    "gb10": GpuProduct("sm_121", 48, 273 * GB, 121 * GIB, ("gb10",)),
+    "h200": GpuProduct("sm_90", 132, 4800 * GB, 143_771 * MIB, ("h200",), nvlink=True),
+    "h100": GpuProduct("sm_90", 132, 3350 * GB, 81_559 * MIB, ("h100",), nvlink=True),
+    "b200": GpuProduct("sm_100", 148, 8000 * GB, 183_359 * MIB, ("b200",), nvlink=True),
+    "b300": GpuProduct("sm_103", 148, 8000 * GB, 268 * GIB, ("b300",), nvlink=True),
+    "a100-80gb": GpuProduct("sm_80", 108, 2039 * GB, 80 * GIB, ("a100",), nvlink=True),
+    "rtx-3090": GpuProduct("sm_86", 82, 936 * GB, 24 * GIB, ("rtx 3090",)),
+    "l40s": GpuProduct("sm_89", 142, 864 * GB, 46_068 * MIB, ("l40s",)),
 }
 
 

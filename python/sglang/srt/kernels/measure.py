@@ -24,6 +24,7 @@ VARIANT_MODULES = (
     "sglang.srt.layers.triton_ops.variants",
     "sglang.srt.layers.triton_ops.quant_variants",
     "sglang.srt.layers.moe.fused_moe_triton.variants",
+    "sglang.srt.layers.recurrent.triton_ops.variants",
 )
 
 

@@ -10,7 +10,7 @@ from sglang.srt.kernels.ledger_file import Ledger
 from sglang.srt.kernels.spec import Choice, KernelSpec, Need, NoKernel, Rejection, Tile
 from sglang.srt.kernels.tables import PREFERENCES, TABLES, Preference
 
-OPTIONAL_PACKAGES = ("flashinfer", "sgl_kernel", "triton")
+OPTIONAL_PACKAGES = ("flashinfer", "sm120_sgl_kernel", "triton")
 
 
 def installed_packages() -> frozenset[str]:

@@ -16,10 +16,10 @@ Tile = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a call site asks for. Head dims 0 where the op has none; dtypes as in ModelConfig, KV dtype as in KVSpec.
+    """What a call site asks for. Head dims 0 where the op has none; dtypes as in ModelConfig, KV dtype of the cache.
 
     `traits` are properties that not every kernel supports: "sliding_window", "sinks", "logit_cap", "custom_mask",
-    "mla", "shared_kv", "sparse", "hybrid_gdn", "hierarchical_cache", "bidirectional", "head_norm", "whole_norm",
+    "mla", "shared_kv", "sparse", "hybrid_gdn", "hierarchical_cache", "bidirectional", "head_norm",
     "expert_bias", "clamped_gate", "gelu_gate". `heads`: (query, kv) heads of a rank; `rotary_dim`: dims of a head that
     rotate; `shapes`: (rows, cols, whether there is a bias) of a rank's weights, of linear layers. `variant` tells two
     needs of one op apart.

@@ -16,12 +16,15 @@ from sglang.srt.kernels.spec import KernelSpec, Need, Refuse
 _ATTENTION = "sglang.srt.layers.attention"
 _NATIVE = "sglang.srt.layers.native_ops"
 _TRITON = "sglang.srt.layers.triton_ops"
-_MOE = "sglang.srt.layers.moe.fused_moe_triton"
+_EXPERTS = "sglang.srt.layers.moe"
+_MOE = f"{_EXPERTS}.fused_moe_triton"
+_RECURRENT = "sglang.srt.layers.recurrent"
 
 NOT_PART = "not part of sm120-sglang"
 NOT_YET = "not implemented yet in sm120-sglang"
 
 CP_ASYNC = frozenset({"cp_async"})
+SM12X_PRODUCTS = frozenset({"block_scaled_mma", "mma_sync_block_scale"})
 TCGEN05 = frozenset({"tcgen05"})
 WGMMA = frozenset({"wgmma"})
 NVLINK = frozenset({"nvlink"})
@@ -93,6 +96,15 @@ def no_e4m3_arithmetic(need: Need, arch: ArchTraits) -> list[str]:
 
 def widened(need: Need, arch: ArchTraits) -> str:
     return widening(SCHEMES[need.quant], arch.features) if need.quant else ""
+
+
+MIXED_ROWS = 48
+"""Pairs an expert from which sgl-kernel's products serve; a test holds it to the launcher's number."""
+
+
+def mixed_or_widened(need: Need, arch: ArchTraits) -> str:
+    triton = widened(need, arch)
+    return f"e2m1 times e4m3 as they are, from {MIXED_ROWS} pairs an expert on; for fewer by triton, {triton}"
 
 
 GEMV_BLOCK_K = 512
@@ -171,10 +183,11 @@ DECODE_ATTENTION = _attention("decode_attention")
 LATENT_PROMPT_ATTENTION = (
     KernelSpec(
         "triton",
-        f"{_ATTENTION}.triton_ops.latent_prompt:latent_prompt_attention",
+        f"{_ATTENTION}.latent_prompt:TritonLatentPrompt",
         CP_ASYNC,
         "triton",
         tiled=True,
+        kernel_module=f"{_ATTENTION}.triton_ops.latent_prompt",
         refuse=_HALF,
     ),
     KernelSpec("torch_native", f"{_NATIVE}:latent_prompt_attention", graph_safe=False),
@@ -211,17 +224,25 @@ def _missing(what: str) -> tuple[KernelSpec, ...]:
 
 FUSED_MOE = (
     KernelSpec(
+        "sgl_kernel",
+        f"{_EXPERTS}.mixed_moe:fused_moe",
+        SM12X_PRODUCTS,
+        "sm120_sgl_kernel",
+        refuse=all_of(_HALF, only_quant("mxfp4_mxfp8"), lacks("gelu_gate", "no_gate")),
+        remark=mixed_or_widened,
+    ),
+    KernelSpec(
         "triton",
         f"{_MOE}.fused_moe:fused_moe",
         CP_ASYNC,
         "triton",
-        refuse=all_of(_HALF, only_quant(None, *SCHEMES), no_e4m3_arithmetic, lacks("gelu_gate")),
+        refuse=all_of(_HALF, only_quant(None, *SCHEMES), no_e4m3_arithmetic, lacks("gelu_gate", "no_gate")),
         remark=widened,
     ),
     KernelSpec(
         "torch_native",
         f"{_NATIVE}:fused_moe",
-        refuse=all_of(only_quant(None, *SCHEMES), lacks("gelu_gate")),
+        refuse=only_quant(None, *SCHEMES),
         graph_safe=False,
         remark=dequantized,
     ),
@@ -253,10 +274,20 @@ LINEAR = (
     KernelSpec("cutlass", requires=frozenset({"tma"}), not_here=NOT_PART),
     KernelSpec("marlin", requires=CP_ASYNC, refuse=native_fp4_available, not_here=NOT_PART),
 )
+
+
+def _recurrent(triton_entry: str, native_entry: str) -> tuple[KernelSpec, ...]:
+    """An op of layers with a recurrent state, where only 16-bit activations are worth a kernel."""
+    return (
+        KernelSpec("triton", f"{_RECURRENT}.triton_ops.{triton_entry}", CP_ASYNC, "triton", refuse=_HALF),
+        KernelSpec("torch_native", f"{_RECURRENT}.native:{native_entry}", graph_safe=False),
+    )
+
+
+_RECURRENCE = _recurrent("recurrence:RECURRENCE", "RECURRENCE")
 GATED_DELTA_RULE = (
-    KernelSpec("triton", requires=CP_ASYNC, not_here=NOT_YET),
+    *_RECURRENCE,
     KernelSpec("flashinfer", requires=CP_ASYNC, refuse=no_hybrid_with_tcgen05, not_here=NOT_YET),
-    KernelSpec("torch_native", not_here=NOT_YET),
 )
 SPARSE_INDEXER = (
     KernelSpec("triton", requires=CP_ASYNC, not_here=NOT_YET),
@@ -280,21 +311,23 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
         *_missing("gate and up clamped before they are multiplied"),
         KernelSpec("torch_native", f"{_NATIVE}:gated"),
     ),
-    "gelu_and_mul": _missing("gelu(gate) * up"),
-    "qk_norm_rope_store": _elementwise("qk_norm_rope_store", "rope_store", lacks("whole_norm"), only_equal_head_dims),
+    "gelu_and_mul": (KernelSpec("torch_native", f"{_NATIVE}:gated"),),
+    "relu2": (KernelSpec("torch", f"{_NATIVE}:relu2"),),
+    "qk_norm_rope_store": _elementwise("qk_norm_rope_store", "rope_store", only_equal_head_dims),
+    "qk_whole_norm": (KernelSpec("torch_native", f"{_NATIVE}:qk_whole_norm"),),
     "latent_norm_rope_store": _elementwise("latent_norm_rope_store", "latent_store", only_latent),
     "latent_absorb": (
         KernelSpec("cublas", f"{_NATIVE}:latent_absorb", CP_ASYNC),
         KernelSpec("torch_native", f"{_NATIVE}:latent_absorb"),
     ),
     "latent_prompt_attention": LATENT_PROMPT_ATTENTION,
-    "attention_output_gate": _missing("the output of every head times the sigmoid of its gate"),
+    "attention_output_gate": _recurrent("gated_norm:attention_output_gate", "attention_output_gate"),
     "index_key_store": _missing("norm and rotary embedding of the indexer's keys, stored in a cache of their own"),
     "kv_compressor": _missing("gated sums of neighbouring tokens as compressed cache entries, with their open ends"),
     "grouped_output": _missing("the inverse rotation of the output, and its projection by groups of heads"),
     "hyper_connection": _missing("several residual streams, mixed before and after each block"),
-    "causal_conv1d": _missing("convolution over the last tokens, whose state a request keeps"),
-    "gated_rmsnorm": _missing("norm of the recurrent output times the activation of its gate"),
+    "causal_conv1d": _recurrent("causal_conv:CAUSAL_CONV", "CAUSAL_CONV"),
+    "gated_rmsnorm": _recurrent("gated_norm:gated_rmsnorm", "gated_rmsnorm"),
     **{f"topk_{kind}": _elementwise(f"topk_{kind}", "topk") for kind in ROUTERS},
     "linear": LINEAR,
     "fused_moe": FUSED_MOE,
@@ -302,6 +335,7 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     "decode_attention": DECODE_ATTENTION,
     "prefill_attention": PREFILL_ATTENTION,
     "gated_delta_rule": GATED_DELTA_RULE,
+    "state_space_duality": _RECURRENCE,
     "sparse_indexer": SPARSE_INDEXER,
     "all_reduce": ALL_REDUCE,
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-Tile = dict[str, int]
+AttentionTile = dict[str, int]
 
 HEAD_DIMS: tuple[tuple[int, int], ...] = (
     (64, 64), (72, 72), (80, 80), (96, 96), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256), (288, 256),
@@ -29,21 +29,21 @@ class TileRow:
     op: str
     head_dims: tuple[tuple[int, int], ...]
     kv_bytes: tuple[int, ...]
-    tiles: tuple[Tile, ...]
-    prefer: Mapping[str, tuple[Tile, ...]] = field(default_factory=dict)
+    tiles: tuple[AttentionTile, ...]
+    prefer: Mapping[str, tuple[AttentionTile, ...]] = field(default_factory=dict)
 
-    def candidates(self, features: Collection[str]) -> Iterator[Tile]:
+    def candidates(self, features: Collection[str]) -> Iterator[AttentionTile]:
         for feature, tiles in self.prefer.items():
             if feature in features:
                 yield from tiles
         yield from self.tiles
 
 
-def _qkv(m: int, n: int, warps: int, stages: int) -> Tile:
+def _qkv(m: int, n: int, warps: int, stages: int) -> AttentionTile:
     return {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
 
 
-def _split(h: int, n: int, warps: int, stages: int, ctas_per_sm: int, waves: int = 4) -> Tile:
+def _split(h: int, n: int, warps: int, stages: int, ctas_per_sm: int, waves: int = 4) -> AttentionTile:
     """ctas_per_sm: programs that share an SM, waves: how many rounds of those a large batch is cut into."""
     tile = {"BLOCK_H": h, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
     return tile | {"ctas_per_sm": ctas_per_sm, "waves": waves}
@@ -130,7 +130,7 @@ KV_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_
 
 def attention_tiles(
     op: str, head_dim: int, v_head_dim: int, kv_dtype: str, features: Collection[str]
-) -> tuple[Tile, ...]:
+) -> tuple[AttentionTile, ...]:
     """Candidate tiles, best first; empty if the kernels do not support the shape or the dtype."""
     row = find_row(op, head_dim, v_head_dim, KV_BYTES.get(kv_dtype, 0))
     return () if row is None else tuple(row.candidates(features))

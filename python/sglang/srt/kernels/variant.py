@@ -24,7 +24,7 @@ class Variant:
     """Includes num_warps and num_stages."""
     head_dims: tuple[int, int] = (0, 0)
     kv_dtype: str = ""
-    """As in KVSpec; empty where the op has none."""
+    """Of the cache; empty where the op has none."""
     default: bool = True
     """False: a lower candidate of the table, for which spills are reported but not held against it."""
     native_only: bool = False

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
+from sglang.srt.layers.attention.call_site import Attention
+from sglang.srt.layers.block import Site
+from sglang.srt.layers.layernorm import norm_weight
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_of
-from sglang.srt.layers.parameter import Init, Part, PartKey, Scope
-from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.layers.rotary_embedding import RopeSpec
+from sglang.srt.layers.ops import QKNormRopeStoreOp, QKWholeNormOp
+from sglang.srt.layers.parameter import Init, Part, Scope
+from sglang.srt.plan.mixers import GQA
+from sglang.srt.plan.weight_names import PartKey
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
-
-
-@dataclass(frozen=True, slots=True)
-class GQA:
-    """Attention in which `num_heads / num_kv_heads` query heads share a kv head."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: RopeSpec
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
 
 
 def kv_head_range(num_kv_heads: int, tp_rank: int, tp_size: int) -> slice:
@@ -40,69 +31,132 @@ def kv_head_range(num_kv_heads: int, tp_rank: int, tp_size: int) -> slice:
     return slice(head, head + 1)
 
 
+class WholeNorm:
+    """RMSNorm over all of q and over all of k, whose heads the ranks share. `q_rows` and `k_rows`: (of all ranks, those
+    of this one)."""
+
+    def __init__(self, scope: Scope, q_rows: tuple[int, slice], k_rows: tuple[int, slice], eps: float) -> None:
+        self.q_weight, self.k_weight = (
+            scope.sub(name).param("weight", (own.stop - own.start,), {PartKey(): Part((total,), (own,))}, Init.ONES)
+            for name, (total, own) in (("q_norm", q_rows), ("k_norm", k_rows))
+        )
+        self.totals = (q_rows[0], k_rows[0])
+        self.k_copies = scope.tp_size * self.k_weight.shape[0] // k_rows[0]
+        self.eps = eps
+        self.reduce = parallel_state.all_reduce if scope.tp_size > 1 else None
+        self.norm: QKWholeNormOp = scope.plan.entry("qk_whole_norm")
+
+    def __call__(self, qkv: torch.Tensor) -> None:
+        """qkv [T, Q + K + V], in place."""
+        self.norm(qkv, self.q_weight, self.k_weight, self.eps, self.totals, self.k_copies, self.reduce)
+
+
 class GQAttention:
     """[T, H] -> [T, H]: one projection to q, k and v; head norms, rotary embedding and the store into the pool in one
     op; attention; output projection."""
 
-    def __init__(
-        self, scope: Scope, layer_id: int, hidden_size: int, spec: GQA, eps: float, cos_sin: torch.Tensor
-    ) -> None:
-        dim = spec.head_dim
+    def __init__(self, scope: Scope, spec: GQA, site: Site) -> None:
+        assert spec.rope is not None and spec.v_head_dim == spec.head_dim
+        dim, hidden_size = spec.head_dim, site.model.hidden_size
         heads = shard_of(spec.num_heads, scope.tp_rank, scope.tp_size, "number of attention heads")
         kv_heads = kv_head_range(spec.num_kv_heads, scope.tp_rank, scope.tp_size)
-        self.layer_id = layer_id
         self.num_heads = heads.stop - heads.start
         self.num_kv_heads = kv_heads.stop - kv_heads.start
         self.head_dim = dim
-        self.eps = eps
-        self.cos_sin = cos_sin
+        self.eps = site.model.norm_eps
+        self.rotary = site.rotary.of(spec.rope)
         q_rows = (spec.num_heads * dim, slice(heads.start * dim, heads.stop * dim))
         kv_rows = (spec.num_kv_heads * dim, slice(kv_heads.start * dim, kv_heads.stop * dim))
-        projections = {"q": q_rows, "k": kv_rows, "v": kv_rows}
+        projections = [("q", *q_rows), ("k", *kv_rows), ("v", *kv_rows)]
+        if spec.output_gate:
+            projections = _with_gates(projections, heads, dim)
         self.qkv = ColumnParallelLinear(scope.sub("qkv"), hidden_size, projections, spec.qkv_bias)
         self.o = RowParallelLinear(scope.sub("o"), spec.num_heads * dim, hidden_size, spec.o_bias)
         self.q_norm = self.k_norm = None
-        if spec.qk_norm:
-            self.q_norm = scope.sub("q_norm").param("weight", (dim,), init=Init.ONES)
-            self.k_norm = scope.sub("k_norm").param("weight", (dim,), init=Init.ONES)
+        self.whole_norm: WholeNorm | None = None
+        if spec.qk_norm == "head":
+            zero_centred = site.model.zero_centred_norms
+            self.q_norm = norm_weight(scope.sub("q_norm"), dim, zero_centred)
+            self.k_norm = norm_weight(scope.sub("k_norm"), dim, zero_centred)
+        elif spec.qk_norm == "whole":
+            self.whole_norm = WholeNorm(scope, q_rows, kv_rows, self.eps)
         self.k_scale = self.v_scale = None
+        self.cache = scope.cache(site.layer_id, "kv")
         if scope.plan.kv_cache_dtype.startswith("fp8"):
-            self.k_scale, self.v_scale = _cache_scale(scope, "k_scale"), _cache_scale(scope, "v_scale")
-        self.norm_rope_store = scope.plan.entry("qk_norm_rope_store")
-        self.attention = RadixAttention(layer_id, self.num_heads, self.num_kv_heads, dim, dim**-0.5)
-
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        pool = batch.kv_pool
-        q, k, v = self.norm_rope_store(
-            self.qkv(x),
-            batch.positions,
-            self.cos_sin,
-            self.q_norm,
-            self.k_norm,
-            self.eps,
+            self.k_scale, self.v_scale = cache_scale(scope, "k_scale"), cache_scale(scope, "v_scale")
+            scope.finish.append(self._take_cache_scales)
+        self.output_gate = scope.plan.entry("attention_output_gate") if spec.output_gate else None
+        self.norm_rope_store: QKNormRopeStoreOp = scope.plan.entry("qk_norm_rope_store")
+        self.attention = Attention(
+            self.cache,
             self.num_heads,
             self.num_kv_heads,
-            self.head_dim,
-            pool.k(self.layer_id),
-            pool.v(self.layer_id),
-            batch.out_cache_loc,
-            pool.k_scale(self.layer_id),
-            pool.v_scale(self.layer_id),
+            dim,
+            spec.softmax_scale,
+            sliding_window=spec.window,
+            logit_cap=spec.logit_cap,
+            sinks=_sinks(scope, spec.num_heads, heads) if spec.sinks else None,
         )
-        return self.o(self.attention(q, k, v, batch))
 
-    def kv_scales(self) -> tuple[float, float]:
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        cache = self.cache
+        positions, cos_sin = self.rotary.at(batch.positions)
+        qkv, gates = self.qkv(x), None
+        if self.whole_norm is not None:
+            self.whole_norm(qkv)
+        if self.output_gate is not None:
+            width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+            qkv, gates = qkv[:, :width], qkv[:, width:]
+        q, k, v = self.norm_rope_store(
+            qkv=qkv,
+            positions=positions,
+            cos_sin=cos_sin,
+            q_weight=self.q_norm,
+            k_weight=self.k_norm,
+            eps=self.eps,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            k_cache=cache.k,
+            v_cache=cache.v,
+            out_cache_loc=batch.slots_of(cache).out_cache_loc,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+        )
+        out = self.attention(q, k, v, batch)
+        if self.output_gate is not None:
+            out = self.output_gate(out, gates)
+        return self.o(out)
+
+    def _take_cache_scales(self) -> None:
         """What keys and values are divided by in an fp8 cache; 1 where the checkpoint does not say.
 
         Raises UserError for a scale that cannot be one."""
-        return _value(self.k_scale), _value(self.v_scale)
+        self.cache.k_scale, self.cache.v_scale = cache_scale_value(self.k_scale), cache_scale_value(self.v_scale)
 
 
-def _cache_scale(scope: Scope, leaf: str) -> torch.Tensor:
+def _with_gates(projections: list[tuple[str, int, slice]], heads: slice, dim: int) -> list[tuple[str, int, slice]]:
+    """q_proj has a gate behind every head of q: the gates of this rank's heads go behind q, k and v."""
+    (part, rows, _), *others = projections
+    at = [2 * head * dim for head in range(heads.start, heads.stop)]
+    queries = [(part, 2 * rows, slice(begin, begin + dim)) for begin in at]
+    gates = [(part, 2 * rows, slice(begin + dim, begin + 2 * dim)) for begin in at]
+    return [*queries, *others, *gates]
+
+
+def _sinks(scope: Scope, num_heads: int, heads: slice) -> torch.Tensor:
+    """[heads of this rank] fp32."""
+    part = Part((num_heads,), (heads,))
+    return scope.param("sinks", (heads.stop - heads.start,), {PartKey(): part}, Init.ZEROS, torch.float32)
+
+
+def cache_scale(scope: Scope, leaf: str) -> torch.Tensor:
+    """The parameter [1] that holds a checkpoint's scale of an fp8 cache; 1 in those that have none."""
     return scope.param(leaf, (1,), {PartKey(): Part((1,), optional=True)}, Init.ONES, torch.float32)
 
 
-def _value(scale: torch.Tensor | None) -> float:
+def cache_scale_value(scale: torch.Tensor | None) -> float:
+    """What an fp8 cache divides by; 1 without a scale. Raises UserError for one that cannot be."""
     value = 1.0 if scale is None else float(scale.item())
     if not 0.0 < value < float("inf"):
         raise UserError(f"the checkpoint's scale of the KV cache is {value}; serve it with --kv-cache-dtype bf16")

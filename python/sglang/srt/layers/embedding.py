@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.distributed import parallel_state
-from sglang.srt.layers.parameter import Part, PartKey, Scope
+from sglang.srt.layers.ops import LinearOp
+from sglang.srt.layers.parameter import Part, Scope
+from sglang.srt.plan.weight_names import PartKey
 
 
 def _vocab_weight(scope: Scope, vocab_size: int, hidden_size: int) -> torch.Tensor:
@@ -22,14 +24,19 @@ def _vocab_weight(scope: Scope, vocab_size: int, hidden_size: int) -> torch.Tens
 
 
 class VocabParallelEmbedding:
-    """ids [T] -> [T, H]."""
+    """ids [T] -> [T, H], times `scale` as the weight's type has it."""
 
-    def __init__(self, scope: Scope, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, scope: Scope, vocab_size: int, hidden_size: int, scale: float = 1.0) -> None:
+        self.scale = float(torch.tensor(scale, dtype=scope.dtype))
         self.weight = _vocab_weight(scope, vocab_size, hidden_size)
         self.multi_rank = scope.tp_size > 1
         self.first = scope.tp_rank * self.weight.shape[0]
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        out = self._rows(ids)
+        return out if self.scale == 1.0 else out * self.scale
+
+    def _rows(self, ids: torch.Tensor) -> torch.Tensor:
         if not self.multi_rank:
             return F.embedding(ids, self.weight)
         local = ids - self.first
@@ -39,19 +46,26 @@ class VocabParallelEmbedding:
 
 
 class LMHead:
-    """hidden [R, H] -> logits [R, V] fp32 on every rank. Shares the embedding's weight when `tied_to` is given."""
+    """hidden [R, H] -> logits [R, V] fp32 on every rank, bent to within +-`cap` where it is not 0. Shares the
+    embedding's weight when `tied_to` is given."""
 
     def __init__(
-        self, scope: Scope, vocab_size: int, hidden_size: int, tied_to: VocabParallelEmbedding | None = None
+        self,
+        scope: Scope,
+        vocab_size: int,
+        hidden_size: int,
+        tied_to: VocabParallelEmbedding | None = None,
+        cap: float = 0.0,
     ) -> None:
         self.vocab_size = vocab_size
+        self.cap = cap
         self.multi_rank = scope.tp_size > 1
-        self.linear = scope.plan.entry("linear")
+        self.linear: LinearOp = scope.plan.entry("linear")
         self.weight = _vocab_weight(scope, vocab_size, hidden_size) if tied_to is None else tied_to.weight
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         # The sums as they are: rounded to bf16, logits of 16 to 32 would lie on a grid of 0.125.
-        logits: torch.Tensor = self.linear(hidden, self.weight, out_dtype=torch.float32)
+        logits = self.linear(hidden, self.weight, out_dtype=torch.float32)
         if self.multi_rank:
             logits = parallel_state.all_gather(logits)[:, : self.vocab_size]
-        return logits
+        return logits if self.cap == 0.0 else torch.tanh(logits / self.cap) * self.cap

@@ -31,7 +31,8 @@ import torch
 from sglang.srt.layers.attention.attention_layer import AttentionLayer
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.memory_pool import KVPool
+    from sglang.srt.layers.attention.latent_chunks import LatentPrompts
+    from sglang.srt.mem_cache.memory_pool import CacheStore
 
 
 class ForwardMode(Enum):
@@ -45,6 +46,26 @@ class ForwardMode(Enum):
         return self is ForwardMode.DECODE
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingRows:
+    """Inputs that are no tokens: rows [N, H] in place of the embeddings of the tokens `index` [N] of T."""
+
+    index: torch.Tensor
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSlots:
+    """Where the tokens of a batch lie in the caches of one row table.
+
+    Caches of 1/r entries a token keep the entry of tokens p - r + 1 .. p, where r divides p + 1, at the slot of token p
+    divided by r: pages hold whole entries.
+    """
+
+    req_to_token: torch.Tensor  # [max_reqs + 1, context_len] int32, cache slot of each position
+    out_cache_loc: torch.Tensor  # [T] int64, cache slot of each new token
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """B requests with T new tokens in total; device tensors unless the name ends in `_cpu`.
@@ -56,17 +77,17 @@ class ForwardBatch:
     forward_mode: ForwardMode
     batch_size: int
     input_ids: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64
-    req_pool_indices: torch.Tensor  # [B] int64, row of req_to_token
+    positions: torch.Tensor  # [T] int64, or [sections, T] where the frequencies of rotary embeddings have sections
+    req_pool_indices: torch.Tensor  # [B] int64, request slot: the row of req_to_token and of states
     seq_lens: torch.Tensor  # [B] int32, length including the new tokens
-    out_cache_loc: torch.Tensor  # [T] int64, cache slot of each new token
-
-    req_to_token: torch.Tensor  # [max_reqs + 1, context_len] int32, cache slot of each position
-    kv_pool: KVPool
+    token_slots: tuple[TokenSlots, ...]
+    """One for each row table; a block takes that of its cache: `slots_of`."""
     attn_backend: AttentionBackend
 
     num_valid_tokens: torch.Tensor | None = None
     """[1] int32: tokens from here on are padding, which experts need not compute. None: all are valid."""
+
+    embedding_rows: EmbeddingRows | None = None
 
     decodes: ForwardBatch | None = None
     """EXTEND only: the requests that decode in this step, as a DECODE batch. Their tokens are the first of T; B and the
@@ -79,8 +100,14 @@ class ForwardBatch:
     extend_seq_lens_cpu: list[int] | None = None
     extend_prefix_lens_cpu: list[int] | None = None
 
+    latent_prompts: LatentPrompts | None = None
+    """How latent attention computes the prompts: its first layer decides, for all of the step."""
+
     seq_lens_cpu: list[int] | None = None
     """None while a CUDA graph is captured; the longest length is then bounded by the context length only."""
+
+    def slots_of(self, cache: CacheStore) -> TokenSlots:
+        return self.token_slots[cache.table]
 
 
 class AttentionBackend(Protocol):

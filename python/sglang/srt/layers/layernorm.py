@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import torch
 
-from sglang.srt.layers.parameter import Init, Scope
+from sglang.srt.layers.ops import AddRMSNormOp, RMSNormOp
+from sglang.srt.layers.parameter import Init, Part, Scope
+from sglang.srt.plan.weight_names import PartKey
+
+
+def norm_weight(scope: Scope, size: int, zero_centred: bool) -> torch.Tensor:
+    """What a norm multiplies by [size]. Where checkpoints store it minus 1 it is kept in fp32: small numbers have more
+    digits than those near 1."""
+    if not zero_centred:
+        return scope.param("weight", (size,), init=Init.ONES)
+    part = Part((size,), convert=lambda stored: stored.float() + 1.0)
+    return scope.param("weight", (size,), {PartKey(): part}, Init.ONES, torch.float32)
 
 
 class RMSNorm:
     """Norm over the hidden size; `residual` is the sum of everything before, carried beside the hidden states."""
 
-    def __init__(self, scope: Scope, size: int, eps: float) -> None:
-        self.weight = scope.param("weight", (size,), init=Init.ONES)
+    def __init__(self, scope: Scope, size: int, eps: float, zero_centred: bool = False) -> None:
+        self.weight = norm_weight(scope, size, zero_centred)
         self.eps = eps
-        self._norm = scope.plan.entry("rmsnorm")
-        self._add_norm = scope.plan.entry("fused_add_rmsnorm")
+        self._norm: RMSNormOp = scope.plan.entry("rmsnorm")
+        self._add_norm: AddRMSNormOp = scope.plan.entry("fused_add_rmsnorm")
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """x, residual [T, H] -> (norm of their sum, their sum). Without a residual `x` is the sum."""

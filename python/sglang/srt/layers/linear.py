@@ -1,55 +1,42 @@
-"""Linear layers over the tensor-parallel ranks, and the seam where quantization formats enter.
+"""Linear layers over the tensor-parallel ranks.
 
-A layer states its shards (which rows or columns of which checkpoint tensors this rank holds); a QuantMethod creates the
-tensors that hold them and multiplies.
+A layer states its shards (which rows or columns of which checkpoint tensors this rank holds); the scope's QuantMethod
+creates the tensors that hold them and multiplies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from sglang.srt.distributed import parallel_state
-from sglang.srt.layers.parameter import Init, Part, PartKey, Scope
-
-Apply = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Of the checkpoint weight `part` [out_features, in_features], this rank's [rows, cols]."""
-
-    part: str
-    out_features: int
-    in_features: int
-    rows: slice
-    cols: slice
-
-
-class QuantMethod(Protocol):
-    """How linear weights are stored and multiplied."""
-
-    def create_weights(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
-        """Allocate the weights of `shards` stacked by rows in `scope`, and return x [T, in] -> [T, out] (+ bias)."""
+from sglang.srt.layers.ops import LinearOp
+from sglang.srt.layers.parameter import Apply, Init, Part, Scope, Shard
+from sglang.srt.plan.weight_names import PartKey
 
 
 class Unquantized:
     """One weight [out, in] in the model's dtype."""
 
     def create_weights(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
+        weight = self._stacked(scope, shards)
+        linear: LinearOp = scope.plan.entry("linear")
+        return lambda x: linear(x, weight, bias)
+
+    def create_unpacked(self, scope: Scope, shard: Shard, take: Callable[[torch.Tensor], None]) -> None:
+        take(self._stacked(scope, [shard]))
+
+    def _stacked(self, scope: Scope, shards: list[Shard]) -> torch.Tensor:
         parts: dict[PartKey, Part] = {}
         end = 0
         for shard in shards:
             begin, end = end, end + shard.rows.stop - shard.rows.start
-            parts[PartKey(shard.part)] = Part(
+            parts[shard.key] = Part(
                 (shard.out_features, shard.in_features), (shard.rows, shard.cols), (slice(begin, end),)
             )
-        weight = scope.param("weight", (end, shards[0].cols.stop - shards[0].cols.start), parts)
-        linear = scope.plan.entry("linear")
-        return lambda x: linear(x, weight, bias)
+        return scope.param("weight", (end, shards[0].cols.stop - shards[0].cols.start), parts)
 
 
 def shard_of(total: int, rank: int, size: int, what: str) -> slice:
@@ -65,14 +52,24 @@ def shard_of(total: int, rank: int, size: int, what: str) -> slice:
 class ColumnParallelLinear:
     """Several projections of one input, side by side, each sharded by output: x [T, in] -> [T, sum of shares].
 
-    `projections` maps the checkpoint's part to (its output features, the rows that this rank holds).
+    `projections` maps the checkpoint's part to (its output features, the rows that this rank holds). Where several
+    slices of one part lie apart it is a list of (part, output features, rows).
     """
 
     def __init__(
-        self, scope: Scope, in_features: int, projections: dict[str, tuple[int, slice]], bias: bool = False
+        self,
+        scope: Scope,
+        in_features: int,
+        projections: Mapping[str, tuple[int, slice]] | Sequence[tuple[str, int, slice]],
+        bias: bool = False,
     ) -> None:
-        whole = slice(0, in_features)
-        shards = [Shard(part, out, in_features, rows, whole) for part, (out, rows) in projections.items()]
+        if isinstance(projections, Mapping):
+            projections = [(part, out, rows) for part, (out, rows) in projections.items()]
+        whole, pieces = slice(0, in_features), Counter[str]()
+        shards = []
+        for part, out, rows in projections:
+            shards.append(Shard(part, out, in_features, rows, whole, pieces[part]))
+            pieces[part] += 1
         self.apply = scope.quant.create_weights(scope, shards, _stacked_bias(scope, shards) if bias else None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -103,15 +100,14 @@ class RowParallelLinear:
 
 
 class ReplicatedLinear:
-    """Every rank holds and computes all of it: x [T, in] -> [T, out]. Never quantized."""
+    """Every rank holds and computes all of it: x [T, in] -> [T, out]."""
 
-    def __init__(self, scope: Scope, in_features: int, out_features: int) -> None:
-        self.weight = scope.param("weight", (out_features, in_features))
-        self.linear = scope.plan.entry("linear")
+    def __init__(self, scope: Scope, in_features: int, out_features: int, bias: bool = False) -> None:
+        shards = [Shard("", out_features, in_features, slice(0, out_features), slice(0, in_features))]
+        self.apply = scope.quant.create_weights(scope, shards, _stacked_bias(scope, shards) if bias else None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.linear(x, self.weight)
-        return out
+        return self.apply(x)
 
 
 def _stacked_bias(scope: Scope, shards: list[Shard]) -> torch.Tensor:
@@ -119,5 +115,5 @@ def _stacked_bias(scope: Scope, shards: list[Shard]) -> torch.Tensor:
     end = 0
     for shard in shards:
         begin, end = end, end + shard.rows.stop - shard.rows.start
-        parts[PartKey(shard.part)] = Part((shard.out_features,), (shard.rows,), (slice(begin, end),))
+        parts[shard.key] = Part((shard.out_features,), (shard.rows,), (slice(begin, end),))
     return scope.param("bias", (end,), parts, init=Init.ZEROS)

@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.configs.activation import RELU2, SILU, Activation
+from sglang.srt.layers import native_ops
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_of
+from sglang.srt.layers.ops import GateOp
 from sglang.srt.layers.parameter import Scope
+from sglang.srt.plan.feed_forward import Dense, up_parts
 
-
-@dataclass(frozen=True, slots=True)
-class Dense:
-    """A gated feed-forward block of this width."""
-
-    intermediate_size: int
-    bias: bool = False
+if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch import ForwardBatch
 
 
 class GatedMLP:
-    """down(silu(gate x) * up x): [T, H] -> [T, H]. Without `reduce` it is this rank's summand of that. `gate`, of
-    [T, 2I] -> [T, I], stands in for silu(gate) * up."""
+    """down(f(gate x) * up x), or down(f(up x)): [T, H] -> [T, H]. Without `reduce` it is this rank's summand."""
 
-    def __init__(
-        self,
-        scope: Scope,
-        hidden_size: int,
-        spec: Dense,
-        reduce: bool = True,
-        gate: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> None:
+    def __init__(self, scope: Scope, hidden_size: int, spec: Dense, reduce: bool = True) -> None:
         rows = shard_of(spec.intermediate_size, scope.tp_rank, scope.tp_size, "intermediate size")
-        halves = {"gate": (spec.intermediate_size, rows), "up": (spec.intermediate_size, rows)}
+        halves = dict.fromkeys(up_parts(spec.activation), (spec.intermediate_size, rows))
         self.gate_up = ColumnParallelLinear(scope.sub("gate_up"), hidden_size, halves, spec.bias)
         self.down = RowParallelLinear(scope.sub("down"), spec.intermediate_size, hidden_size, spec.bias, reduce)
-        self.activation = gate or scope.plan.entry("silu_and_mul")
+        self.activation = _gate(scope, spec.activation)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         return self.down(self.activation(self.gate_up(x)))
+
+
+def _gate(scope: Scope, activation: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
+    """[T, 2I] -> [T, I], or without a gate [T, I] -> [T, I]."""
+    if activation in (SILU, RELU2):
+        gate: GateOp = scope.plan.entry(activation.op)
+        return gate
+    return functools.partial(native_ops.gated, activation=activation)

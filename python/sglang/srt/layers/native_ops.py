@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.layers.moe.expert_weights import SILU, Activation, ExpertWeights
+from sglang.srt.configs.activation import GELU_TANH, SILU, Activation
+from sglang.srt.layers.moe.expert_weights import ExpertWeights
 
 if TYPE_CHECKING:
     from sglang.srt.hardware.arch import ArchTraits
@@ -109,7 +110,7 @@ def qk_norm_rope_store(
     qkv [T, (Hq + 2 Hkv) D], positions and out_cache_loc [T], cos_sin [max_pos, rot_dim] fp32 (cosines, then sines),
     weights [D], caches [slots, Hkv, D] -> q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D].
     """
-    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    heads = qkv.unflatten(-1, (-1, head_dim))
     q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if q_weight is not None:
         q = rmsnorm(q, q_weight, eps)
@@ -162,7 +163,12 @@ def latent_absorb(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.
     return out
 
 
-def latent_prompt_attention(
+def latent_prompt_attention(plan: object) -> Callable[..., None]:
+    """The plan's kernel for prompts of latent attention; this one takes nothing of the plan."""
+    return expanded_latent_attention
+
+
+def expanded_latent_attention(
     q: torch.Tensor,
     entries: torch.Tensor,
     w_uk: torch.Tensor,
@@ -174,7 +180,6 @@ def latent_prompt_attention(
     *,
     scale: float,
     cache_scale: float = 1.0,
-    tile: None = None,
 ) -> None:
     """Fill the rows of out [T, H, v] from start_loc[0] on: causal attention of q [T, H, nope + rot] over keys and
     values that are made of the cached prefixes' latents and of the new tokens' entries [T, rank + rot].
@@ -208,6 +213,28 @@ def load_cache(cache: torch.Tensor, loc: torch.Tensor, scale: float) -> torch.Te
     return entries.view(cache.dtype).float() * scale if quantized else entries
 
 
+def qk_whole_norm(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    totals: tuple[int, int],
+    k_copies: int = 1,
+    reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> None:
+    """One norm over all heads of q and one over all of k, in place. qkv [T, Q + K + V], weights [Q] and [K].
+
+    `totals`: elements of q and k on all ranks, over which `reduce` sums; `k_copies` of them hold the same k.
+    """
+    num_q, num_k = q_weight.shape[0], k_weight.shape[0]
+    q, k = qkv[:, :num_q], qkv[:, num_q : num_q + num_k]
+    sums = torch.stack((q.float().square().sum(-1), k.float().square().sum(-1) / k_copies), dim=-1)
+    if reduce is not None:
+        sums = reduce(sums)
+    for part, weight, total, squares in zip((q, k), (q_weight, k_weight), totals, sums.unbind(-1), strict=True):
+        part.copy_(part.float() * torch.rsqrt(squares / total + eps)[:, None] * weight.float())
+
+
 def store_cache(cache: torch.Tensor, x: torch.Tensor, loc: torch.Tensor, scale: float) -> None:
     """cache[loc] = x / scale, saturating when the cache is fp8. cache [slots, H, D], x [T, H, D], loc [T]."""
     if cache.element_size() > 1:
@@ -226,14 +253,24 @@ def topk_softmax(
     scale: float = 1.0,
     with_shared: bool = False,
     num_valid: torch.Tensor | None = None,
+    groups: tuple[int, int] = (1, 1),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """router_logits [T, E] -> weights [T, k] fp32 (of the softmax over all experts; summing to 1 if `renormalize`) and
-    expert ids [T, k] int32, largest first. `renormalize` is also the softmax over the chosen logits (GPT-OSS).
+    expert ids [T, k] int32, largest first. `renormalize` is also the softmax over the chosen logits (GPT-OSS). With
+    `groups` (number, best) only the experts of the best groups of neighbours are chosen from; a group's score is that
+    of its best expert. Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.3.
 
     Of all routings: `scale` multiplies the weights; `with_shared` appends expert E with weight 1 to every token's; from
     token `num_valid` [1] int32 on, ids are -1 and weights 0.
     """
-    weights, ids = torch.softmax(router_logits.float(), dim=-1).topk(top_k, dim=-1)
+    scores = torch.softmax(router_logits.float(), dim=-1)
+    num_groups, top_groups = groups
+    if top_groups < num_groups:
+        by_group = scores.unflatten(1, (num_groups, -1))
+        best = by_group.amax(-1).topk(top_groups, dim=-1).indices
+        taken = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter_(1, best, True)
+        scores = by_group.masked_fill(~taken[..., None], -torch.inf).flatten(1)
+    weights, ids = scores.topk(top_k, dim=-1)
     return _routed(weights, ids, renormalize, scale, router_logits.shape[1], with_shared, num_valid)
 
 
@@ -330,9 +367,19 @@ def _routed(
     return weights, ids
 
 
+def relu2(up: torch.Tensor) -> torch.Tensor:
+    """up [..., I] -> the square of what is positive [..., I]."""
+    return F.relu(up).square()
+
+
 def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """gate_up [..., 2I] -> (up + offset) * gate * sigmoid(alpha * gate) [..., I], clamped as `activation` says."""
+    """gate_up [..., 2I] -> (up + offset) * gate * sigmoid(alpha * gate) [..., I], clamped as `activation` says, or
+    up * gelu(gate)."""
+    if not activation.gated:
+        return relu2(gate_up)
     gate, up = gate_up.float().chunk(2, dim=-1)
+    if activation.function == GELU_TANH:
+        return (up * F.gelu(gate, approximate="tanh")).to(gate_up.dtype)
     if activation.limit is not None:
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
     return ((up + activation.up_offset) * gate * torch.sigmoid(activation.alpha * gate)).to(gate_up.dtype)

@@ -2,7 +2,8 @@
 
 A parameter is a plain tensor made of parts. Each part is one tensor of the checkpoint, of which this rank holds a
 slice: `qkv` of rank 1 is the second half of the rows of `q`, `k` and `v`, one below the other. The loader reads parts,
-so that sharding and merging are stated once, by the layer that owns the parameter.
+so that sharding and merging are stated once, by the layer that owns the parameter. Of linear layers a QuantMethod
+makes the parameters: the seam where quantization formats enter.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
+from sglang.srt.mem_cache.memory_pool import CacheStore
+from sglang.srt.plan.weight_names import PartKey, WeightMap
+
 if TYPE_CHECKING:
-    from sglang.srt.layers.linear import QuantMethod
-    from sglang.srt.models.weight_map import WeightMap
     from sglang.srt.plan.plan import Plan
 
 Index: TypeAlias = tuple[int | slice, ...]
+Apply: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 Convert: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 Fill: TypeAlias = Callable[[torch.Tensor, torch.Generator], None]
 
@@ -72,19 +75,6 @@ class Part:
         return any(s.indices(n)[:2] != (0, n) for s, n in zip(self.source, self.shape, strict=False))
 
 
-@dataclass(frozen=True, slots=True)
-class PartKey:
-    """Names a part within its parameter; the fields fill the checkpoint name's template.
-
-    `module` is the module of the layer whose template that is, where it is not the parameter's own (a shared expert
-    that is kept among the routed ones).
-    """
-
-    part: str = ""
-    expert: int = 0
-    module: str = ""
-
-
 @dataclass(slots=True)
 class Param:
     """`name` is a dotted path whose last piece (weight, bias) is the checkpoint's too."""
@@ -100,10 +90,39 @@ class Param:
 
 
 @dataclass(frozen=True, slots=True)
+class Shard:
+    """Of the checkpoint weight `part` [out_features, in_features], this rank's [rows, cols]; `piece` numbers several
+    of one weight."""
+
+    part: str
+    out_features: int
+    in_features: int
+    rows: slice
+    cols: slice
+    piece: int = 0
+
+    @property
+    def key(self) -> PartKey:
+        return PartKey(self.part, piece=self.piece)
+
+
+class QuantMethod(Protocol):
+    """How linear weights are stored and multiplied."""
+
+    def create_weights(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
+        """Allocate the weights of `shards` stacked by rows in `scope`, and return x [T, in] -> [T, out] (+ bias)."""
+
+    def create_unpacked(self, scope: Scope, shard: Shard, take: Callable[[torch.Tensor], None]) -> None:
+        """Allocate the weight of `shard` in `scope`. `take` gets it as [rows, cols] in the model's type, however the
+        checkpoint stores it: for a block that multiplies it in a way of its own."""
+
+
+@dataclass(frozen=True, slots=True)
 class Scope:
     """What layers are built in: the plan, the place of the weights, and a path that names them.
 
-    `finish` collects what is left to do once the parameters are filled (scales folded, weights repacked).
+    `caches` collects the stores that blocks ask for, `finish` what is left to do once the parameters are filled (scales
+    folded, weights repacked).
     """
 
     plan: Plan
@@ -115,6 +134,7 @@ class Scope:
     weights: WeightMap
     path: str = ""
     params: dict[str, Param] = field(default_factory=dict)
+    caches: list[CacheStore] = field(default_factory=list)
     finish: list[Callable[[], None]] = field(default_factory=list)
 
     def sub(self, name: str | int) -> Scope:
@@ -125,6 +145,12 @@ class Scope:
     def module(self, part: str = "", expert: int = 0) -> str:
         """What the checkpoint calls the module that has this part."""
         return self.weights.checkpoint_name(f"{self.path}.weight", PartKey(part, expert)).removesuffix(".weight")
+
+    def cache(self, layer_id: int, name: str) -> CacheStore:
+        """The store of a cache that the layer's description names; empty until the pools are allocated."""
+        store = CacheStore(layer_id, name)
+        self.caches.append(store)
+        return store
 
     def param(
         self,

@@ -8,50 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sglang.srt.configs.hf_config import ConfigReader
-from sglang.srt.configs.rope import rope_parameters
-from sglang.srt.errors import UserError
-
-
-@dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """`rot_dim` leading dims of a head rotate. `params`: the variant's own settings, (key, value) sorted by key.
-
-    `max_position` is the length that the checkpoint states (max_position_embeddings).
-    """
-
-    rot_dim: int
-    theta: float
-    max_position: int
-    kind: str = "default"
-    params: tuple[tuple[str, Any], ...] = ()
-
-
-def rope_spec(config: Mapping[str, Any], head_dim: int) -> RopeSpec:
-    """The spec of a config.json. Raises UserError for a variant or setting that we do not know."""
-    settings = {key: value for key, value in rope_parameters(config).items() if value is not None}
-    kind, theta = settings.pop("rope_type"), settings.pop("rope_theta")
-    rot_dim = int(head_dim * settings.pop("partial_rotary_factor", 1.0))
-    if kind not in _VARIANTS:
-        raise UserError(f"config.json: rope_type {kind!r} is not supported; supported: {', '.join(sorted(_VARIANTS))}.")
-    required, optional, _ = _VARIANTS[kind]
-    unknown, missing = settings.keys() - required - optional, required - settings.keys()
-    if unknown:
-        raise UserError(f"config.json: rope_type {kind!r} with {', '.join(sorted(unknown))} is not supported.")
-    if missing:
-        raise UserError(f"config.json: rope_type {kind!r} needs {', '.join(sorted(missing))}.")
-    max_position = ConfigReader(config, "config.json").positive("max_position_embeddings")
-    return RopeSpec(rot_dim, theta, max_position, kind, tuple(sorted(settings.items())))
+from sglang.srt.configs.rope import ROPE_SETTINGS, UNROTATED, RopeSpec
 
 
 def rope_table(spec: RopeSpec, num_positions: int, device: torch.device | str) -> torch.Tensor:
-    """[num_positions, rot_dim] fp32: cosines of the rot_dim / 2 frequencies, then sines, times the variant's scale."""
-    inv_freq, scale = _VARIANTS[spec.kind][2](spec, num_positions)
+    """[num_positions, rot_dim] fp32: cosines of the rot_dim / 2 frequencies, then sines, times the variant's scale. One
+    row for all positions where nothing rotates."""
+    if spec.kind == UNROTATED:
+        half = torch.ones(1, spec.rot_dim // 2)
+        return torch.cat((half, torch.zeros_like(half)), dim=-1).to(device)
+    inv_freq, scale = _FREQUENCIES[spec.kind](spec, num_positions)
     # Angles reach thousands of radians, so the product is taken in fp32 on every device, as checkpoints were trained.
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq.float()
     return (torch.cat((angles.cos(), angles.sin()), dim=-1) * scale).to(device)
@@ -118,27 +88,58 @@ def _yarn_scale(params: dict[str, Any], factor: float) -> float:
     return mscale(1.0)
 
 
-_Frequencies = Callable[[RopeSpec, int], tuple[torch.Tensor, float]]
-_YARN_OPTIONS = frozenset(
-    {
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    }
-)
-# kind -> required settings, optional settings, (spec, num_positions) -> (inverse frequencies, scale of the table)
-_VARIANTS: dict[str, tuple[frozenset[str], frozenset[str], _Frequencies]] = {
-    "default": (frozenset(), frozenset(), _default),
-    "linear": (frozenset({"factor"}), frozenset(), _linear),
-    "dynamic": (frozenset({"factor"}), frozenset({"original_max_position_embeddings"}), _dynamic),
-    "yarn": (frozenset({"factor"}), _YARN_OPTIONS, _yarn),
-    "llama3": (
-        frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
-        frozenset(),
-        _llama3,
-    ),
+_FREQUENCIES: Mapping[str, Callable[[RopeSpec, int], tuple[torch.Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "llama3": _llama3,
 }
+"""(spec, num_positions) -> (inverse frequencies, scale of the table)."""
+assert _FREQUENCIES.keys() == ROPE_SETTINGS.keys()
+
+
+class RotaryTables:
+    """The tables of a model's layers: those with equal rotations share one."""
+
+    def __init__(self, num_positions: int, device: torch.device | str) -> None:
+        self.num_positions, self.device = num_positions, device
+        self._tables: dict[RopeSpec, torch.Tensor] = {}
+
+    def of(self, spec: RopeSpec) -> RotaryTable:
+        if spec not in self._tables:
+            self._tables[spec] = rope_table(spec, self.num_positions, self.device)
+        return RotaryTable(self._tables[spec], spec)
+
+
+class RotaryTable:
+    """`cos_sin` [num_positions, rot_dim] fp32, as kernels read it."""
+
+    def __init__(self, cos_sin: torch.Tensor, spec: RopeSpec) -> None:
+        self.cos_sin = cos_sin
+        self.one_row = spec.kind == UNROTATED
+        self.section = _section_of_frequency(spec).to(cos_sin.device) if spec.sections else None
+
+    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions [T] or, of a model whose frequencies have sections, [sections, T] -> (row of each token [T], the
+        table that the rows are of)."""
+        if self.one_row:
+            return torch.zeros_like(positions), self.cos_sin
+        if positions.ndim == 1:
+            return positions, self.cos_sin
+        assert self.section is not None, "positions of several sections, but the frequencies have none"
+        angles = self.cos_sin[positions].unflatten(-1, (2, -1))  # [sections, T, 2, rot_dim / 2]
+        index = self.section.expand(angles.shape[1:])[None]
+        rows = angles.gather(0, index)[0].flatten(-2)
+        return torch.arange(len(rows), device=positions.device), rows
+
+
+def _section_of_frequency(spec: RopeSpec) -> torch.Tensor:
+    """[rot_dim / 2] int64: which of a token's positions turns each frequency."""
+    if not spec.interleaved_sections:
+        return torch.repeat_interleave(torch.tensor(spec.sections))
+    section = torch.zeros(spec.rot_dim // 2, dtype=torch.int64)
+    step = len(spec.sections)
+    for i, size in enumerate(spec.sections[1:], start=1):
+        section[i : step * size : step] = i
+    return section

@@ -32,6 +32,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.managers.wire.ipc import Ports
+from sglang.srt.plan.plan import describe_served_model
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 from sglang.srt.utils.log import configure_logging
@@ -196,7 +197,9 @@ class EngineHandle:
 
 def launch_engine(args: ServerArgs) -> EngineHandle:
     """Start the processes for `args`. Raises UserError for a wrong model or tokenizer."""
-    return EngineHandle(args, ModelConfig.from_server_args(args))
+    model = ModelConfig.from_server_args(args)
+    describe_served_model(args, model)  # before any process is started
+    return EngineHandle(args, model)
 
 
 def _exit_reason(code: int | None) -> str:

@@ -1,13 +1,14 @@
-"""Device storage of keys and values."""
+"""Device storage of a model's caches, by group and index in the group (`plan.caches.CacheGroup`)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 
-if TYPE_CHECKING:
-    from sglang.srt.plan.kv_spec import KVSpec
+from sglang.srt.plan.caches import CacheGroup, row_tables
+from sglang.srt.plan.layer_spec import CacheSpec, CacheTensor, PerRequest, Window
+from sglang.srt.plan.pool_sizes import PoolSizes
 
 STORAGE_DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -18,48 +19,112 @@ STORAGE_DTYPES: dict[str, torch.dtype] = {
 }
 
 
-class KVPool:
-    """Per layer `k` [num_slots, Hkv, D] and `v` [num_slots, Hkv, Dv], contiguous, indexed by token slot.
+class CacheStore:
+    """One cache of one layer. The block that caches asks its scope for it and owns it; the pools fill it in before the
+    first step.
 
-    `num_slots` counts the padding page too: the allocator's size + page_size. Quantized caches hold value / scale, with
-    one scale a layer for keys and one for values.
+    `table` is the row table that says where tokens lie: `batch.slots_of(store)`. Quantized keys and values are kept
+    divided by `k_scale` and `v_scale`, which are fixed before the first token is stored: captured graphs keep them.
     """
 
-    def __init__(self, kv_spec: KVSpec, num_slots: int, device: str | torch.device) -> None:
-        self.spec = kv_spec
-        self.num_slots = num_slots
-        self.dtype = storage_dtype(kv_spec.dtype)
-        # Zeroed, because attention multiplies masked positions by zero and stale memory may hold NaN.
-        self._k = [
-            torch.zeros((num_slots, kv_spec.num_kv_heads, kv_spec.head_dim), dtype=self.dtype, device=device)
-            for _ in range(kv_spec.num_layers)
-        ]
-        self._v = [
-            torch.zeros((num_slots, kv_spec.num_kv_heads, kv_spec.v_head_dim), dtype=self.dtype, device=device)
-            for _ in range(kv_spec.num_layers)
-        ]
-        self._k_scale = [1.0] * kv_spec.num_layers
-        self._v_scale = [1.0] * kv_spec.num_layers
+    __slots__ = ("_tensors", "k_scale", "layer_id", "name", "table", "v_scale")
 
-    def k(self, layer_id: int) -> torch.Tensor:
-        return self._k[layer_id]
+    def __init__(self, layer_id: int, name: str) -> None:
+        self.layer_id = layer_id
+        self.name = name
+        self.table = 0
+        self.k_scale = self.v_scale = 1.0
+        self._tensors: dict[str, torch.Tensor] = {}
 
-    def v(self, layer_id: int) -> torch.Tensor:
-        return self._v[layer_id]
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """[entries, ...] of one of its tensors, as `CacheSpec.tensors` names them."""
+        return self._tensors[name]
 
-    def k_scale(self, layer_id: int) -> float:
-        return self._k_scale[layer_id]
+    @property
+    def k(self) -> torch.Tensor:
+        """[entries, Hkv, D]"""
+        return self._tensors["k"]
 
-    def v_scale(self, layer_id: int) -> float:
-        return self._v_scale[layer_id]
+    @property
+    def v(self) -> torch.Tensor:
+        """[entries, Hkv, Dv]; of a latent the first columns of `k`."""
+        return self._tensors["v"]
 
-    def set_scales(self, layer_id: int, k_scale: float, v_scale: float) -> None:
-        """Before the first token is stored: captured graphs keep the scales that they saw."""
-        self._k_scale[layer_id] = k_scale
-        self._v_scale[layer_id] = v_scale
+    def bind(self, tensors: dict[str, torch.Tensor], table: int) -> None:
+        self._tensors, self.table = tensors, table
+
+
+class CachePools:
+    """All caches of a rank. Entry 0 of a token cache, and all of page 0, belong to the padding rows of a batch."""
+
+    def __init__(self, groups: Sequence[CacheGroup], sizes: PoolSizes, device: str | torch.device) -> None:
+        self.groups = tuple(groups)
+        self.tables = row_tables(groups)
+        self._states: list[torch.Tensor] = []
+        """[caches, rows, ...] for each kind of state tensor: all are copied row by row at once."""
+        self.tensors = [self._allocate(group, self._entries(group, sizes), device) for group in self.groups]
+        self._place = {
+            (member.layer_id, member.cache.name): (number, index)
+            for number, group in enumerate(self.groups)
+            for index, member in enumerate(group.members)
+        }
+
+    def _allocate(self, group: CacheGroup, entries: int, device: str | torch.device) -> list[dict[str, torch.Tensor]]:
+        if not isinstance(group.lifetime, PerRequest):
+            return [_allocate(member.cache, entries, device) for member in group.members]
+        kinds: dict[CacheTensor, list[int]] = {}
+        for index, member in enumerate(group.members):
+            for spec in member.cache.tensors:
+                kinds.setdefault(spec, []).append(index)
+        tensors: list[dict[str, torch.Tensor]] = [{} for _ in group.members]
+        for spec, members in kinds.items():
+            shape = (len(members), entries, *spec.shape)
+            self._states.append(torch.zeros(shape, dtype=storage_dtype(spec.dtype), device=device))
+            for index, tensor in zip(members, self._states[-1], strict=True):
+                tensors[index][spec.name] = tensor
+        return tensors
+
+    def copy_states(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Rows [N] int64 of every state; all sources are read before a target is written."""
+        for states in self._states:
+            states[:, targets] = states[:, sources]
+
+    def _entries(self, group: CacheGroup, sizes: PoolSizes) -> int:
+        """One page more than the plan counts: page 0 is padding."""
+        if isinstance(group.lifetime, PerRequest):
+            return sizes.state_rows
+        if isinstance(group.lifetime, Window):
+            tokens = sizes.windows[self.tables.index(group.lifetime) - 1].tokens
+        else:
+            tokens = sizes.tokens
+        entries = (tokens + sizes.page_size) * group.entries_per_token
+        assert entries.denominator == 1, "a page holds whole entries"
+        return entries.numerator
+
+    def bind(self, stores: Sequence[CacheStore]) -> None:
+        """Give each store its tensors."""
+        for store in stores:
+            number, index = self._place[store.layer_id, store.name]
+            lifetime = self.groups[number].lifetime
+            table = 0 if isinstance(lifetime, PerRequest) else self.tables.index(lifetime)
+            store.bind(self.tensors[number][index], table)
 
     def size_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (*self._k, *self._v))
+        return sum(
+            group.bytes_per_entry * len(next(iter(caches[0].values())))
+            for group, caches in zip(self.groups, self.tensors, strict=True)
+        )
+
+
+def _allocate(cache: CacheSpec, entries: int, device: str | torch.device) -> dict[str, torch.Tensor]:
+    """Zeroed, because attention multiplies masked positions by zero and stale memory may hold NaN."""
+    tensors: dict[str, torch.Tensor] = {}
+    for spec in cache.tensors:
+        if spec.view_of:
+            tensors[spec.name] = tensors[spec.view_of][..., : spec.shape[-1]]
+        else:
+            tensors[spec.name] = torch.zeros((entries, *spec.shape), dtype=storage_dtype(spec.dtype), device=device)
+    return tensors
 
 
 def storage_dtype(name: str) -> torch.dtype:

@@ -1,8 +1,8 @@
 """Prefix cache: a radix tree over token ids whose nodes own the KV slots of those tokens.
 
 Who owns a slot: the allocator (free), the tree (cached), or one request (computed, not yet given to the tree). `commit`
-moves slots from a request to the tree, `release` ends a request, `evict` gives slots back. Everything is page aligned;
-the tail of a request that does not fill a page stays with the request.
+moves slots from a request to the tree, `evict` gives slots back. Everything is page aligned; the tail of a request that
+does not fill a page stays with the request.
 """
 
 from __future__ import annotations
@@ -15,30 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang.srt.mem_cache.allocator import Slots, TokenAllocator
+from sglang.srt.mem_cache.checkpoint_table import CheckpointTable
+from sglang.srt.mem_cache.radix_node import EMPTY, Edge, Node
+from sglang.srt.mem_cache.window_table import WindowTable
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]
-Edge = bytes | tuple[str, bytes]
-"""How a parent finds a child: the bytes of its first page; below the root with the namespace, if it has one."""
-
-EMPTY: Slots = np.empty(0, np.int32)
-
-
-class Node:
-    """A run of tokens (`key`) and their slots (`value`), both of one length, a multiple of the page size. `depth`
-    counts the tokens from the root to its end. Out of the tree it has no parent."""
-
-    __slots__ = ("children", "depth", "edge", "key", "last_access", "lock_ref", "parent", "queued", "value")
-
-    def __init__(self, key: Slots, value: Slots, parent: Node | None, edge: Edge, last_access: int) -> None:
-        self.key = key
-        self.value = value
-        self.parent = parent
-        self.edge = edge
-        self.depth: int = key.size + (parent.depth if parent is not None else 0)
-        self.children: dict[Edge, Node] = {}
-        self.lock_ref = 0
-        self.last_access = last_access
-        self.queued = False  # has an entry in the eviction heap
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +33,30 @@ class Match:
 @dataclass(frozen=True, slots=True)
 class Commit:
     """Where a request stands after a commit: its slots (the tree's own where the tree had the tokens already), the node
-    that it holds locked, and how many leading tokens belong to the tree."""
+    that it holds locked, how many leading tokens belong to the tree, and its slots in each window table."""
 
     indices: Slots
     node: Node
     num_cached: int
+    windows: Sequence[Slots] = ()
 
 
 class RadixCache:
     """`enabled=False` keeps the interface and caches nothing: requests own their slots to the end."""
 
-    def __init__(self, allocator: TokenAllocator, page_size: int, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        allocator: TokenAllocator,
+        page_size: int,
+        enabled: bool = True,
+        windows: Sequence[WindowTable] = (),
+        checkpoints: CheckpointTable | None = None,
+    ) -> None:
         assert page_size == allocator.page_size, "the tree and the allocator must agree on the page size"
         self.allocator = allocator
         self.page_size = page_size
+        self.windows = windows
+        self.checkpoints = checkpoints
         self.enabled = enabled
         self._start()
 
@@ -91,7 +82,8 @@ class RadixCache:
     # --- lookup and insertion -----------------------------------------------------------------------------------------
 
     def match_prefix(self, token_ids: Tokens, namespace: str | None = None, known: Node | None = None) -> Match:
-        """The longest cached, page-aligned prefix. Lock the node before anything is evicted.
+        """The longest cached, page-aligned prefix behind which a request can go on: every window table has the window
+        before its end, and a model with states has a checkpoint there. Lock the node before anything is evicted.
 
         `known`: where an earlier match of the same request ended. While that node is in the tree, only what lies below
         it is compared, so that a long prompt may be matched in every step that it waits.
@@ -105,21 +97,28 @@ class RadixCache:
         for n in self._path(known):
             n.last_access = self._clock
         node, _ = self._descend(known, tokens[known.depth :], namespace)
+        while node.parent is not None and not self._can_go_on(node):
+            node = node.parent
         return Match(node.depth, node)
+
+    def _can_go_on(self, node: Node) -> bool:
+        if self.checkpoints is not None and not node.checkpoint:
+            return False
+        return all(self._has_window(node, window) for window in self.windows)
+
+    def _has_window(self, node: Node, window: WindowTable) -> bool:
+        missing = min(node.depth, window.window - 1)
+        for n in self._path(node):
+            if missing <= 0:
+                break
+            if not n.windows[window.index][-missing:].all():
+                return False
+            missing -= n.key.size
+        return True
 
     def slots_to(self, node: Node) -> Slots:
         """The slots of the tokens from the root to the end of `node`."""
         return _concat([n.value for n in self._path(node)][::-1])
-
-    def insert(self, token_ids: Tokens, indices: Slots, namespace: str | None = None) -> int:
-        """Gives the page-aligned part to the tree. Returns how many leading tokens were there already: for those the
-        tree keeps its own slots, and those in `indices` stay with the caller."""
-        if not self.enabled:
-            return 0
-        self._clock += 1
-        tokens = self._aligned(token_ids)
-        _, values = self._extend(self.root, tokens, np.asarray(indices, np.int32), namespace)
-        return sum(v.size for v in values)
 
     def _aligned(self, token_ids: Tokens) -> Slots:
         tokens = np.asarray(token_ids, np.int32)
@@ -129,9 +128,10 @@ class RadixCache:
         first_page = tokens[: self.page_size].tobytes()
         return (namespace, first_page) if parent is self.root and namespace is not None else first_page
 
-    def _descend(self, node: Node, tokens: Slots, namespace: str | None) -> tuple[Node, list[Slots]]:
-        """Follows `tokens` below `node` as far as the tree goes, splitting the last node where they part."""
-        values: list[Slots] = []
+    def _descend(self, node: Node, tokens: Slots, namespace: str | None) -> tuple[Node, list[Node]]:
+        """Follows `tokens` below `node` as far as the tree goes, splitting the last node where they part. Returns the
+        deepest node, and those on the way to it."""
+        passed: list[Node] = []
         while tokens.size:
             child = node.children.get(self._edge(tokens, node, namespace))
             if child is None:
@@ -140,24 +140,19 @@ class RadixCache:
             if common < child.key.size:
                 child = self._split(child, common)
             child.last_access = self._clock
-            values.append(child.value)
+            passed.append(child)
             tokens = tokens[common:]
             node = child
-        return node, values
+        return node, passed
 
-    def _extend(self, node: Node, tokens: Slots, indices: Slots, namespace: str | None) -> tuple[Node, list[Slots]]:
-        """As _descend, then a new leaf for what is missing. Returns the deepest node and the slots found on the way."""
-        node, values = self._descend(node, tokens, namespace)
-        found = sum(v.size for v in values)
-        if found < tokens.size:
-            rest = tokens[found:].copy()
-            edge = self._edge(rest, node, namespace)
-            leaf = Node(rest, indices[found : tokens.size].copy(), node, edge, self._clock)
-            node.children[edge] = leaf
-            self._evictable += rest.size
-            self._queue(leaf)
-            node = leaf
-        return node, values
+    def _add_leaf(self, parent: Node, tokens: Slots, indices: Slots, namespace: str | None) -> Node:
+        edge = self._edge(tokens, parent, namespace)
+        leaf = Node(tokens.copy(), indices.copy(), parent, edge, self._clock)
+        leaf.windows = [np.zeros(tokens.size, np.int32) for _ in self.windows]
+        parent.children[edge] = leaf
+        self._evictable += tokens.size
+        self._queue(leaf)
+        return leaf
 
     def _common_length(self, key: Slots, tokens: Slots) -> int:
         length = min(key.size, tokens.size)
@@ -175,6 +170,9 @@ class RadixCache:
         upper.lock_ref = node.lock_ref  # its depth follows from its parent's; that of `node` stays
         parent.children[node.edge] = upper
         node.key, node.value, node.parent = node.key[length:], node.value[length:], upper
+        upper.windows, node.windows = [w[:length] for w in node.windows], [w[length:] for w in node.windows]
+        for window in self.windows:
+            window.queue(upper)
         node.edge = node.key[: self.page_size].tobytes()
         upper.children[node.edge] = node
         return upper
@@ -197,6 +195,10 @@ class RadixCache:
                 self._evictable += n.key.size
                 self._protected -= n.key.size
                 self._queue(n)
+
+    def path(self, node: Node) -> list[Node]:
+        """From `node` to the first one below the root."""
+        return list(self._path(node))
 
     def _path(self, node: Node) -> Iterator[Node]:
         while node.parent is not None:
@@ -235,6 +237,11 @@ class RadixCache:
 
     def _shrink(self, leaf: Node, num_tokens: int) -> None:
         keep = leaf.key.size - num_tokens
+        for window in self.windows:
+            window.drop(leaf.windows[window.index][keep:])
+        leaf.windows = [w[:keep] for w in leaf.windows]
+        if self.checkpoints is not None:
+            self.checkpoints.drop(leaf)
         if keep:
             leaf.key, leaf.value = leaf.key[:keep], leaf.value[:keep]
             leaf.depth -= num_tokens
@@ -261,13 +268,19 @@ class RadixCache:
     def reset(self) -> None:
         """Frees every cached slot. Only while no request holds a lock."""
         assert self._protected == 0, f"{self._protected} cached tokens are still in use"
-        nodes = list(self._nodes())
+        nodes = list(self.nodes())
         self.allocator.free(_concat([n.value for n in nodes]))
         for node in nodes:  # matches that somebody remembers must not lead into a tree that is gone
             node.parent = None
+            for window in self.windows:
+                window.drop(node.windows[window.index])
+            if self.checkpoints is not None:
+                self.checkpoints.drop(node)
+        for window in self.windows:
+            window.reset()
         self._start()
 
-    def _nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[Node]:
         stack = list(self.root.children.values())
         while stack:
             node = stack.pop()
@@ -277,47 +290,52 @@ class RadixCache:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def commit(
-        self, token_ids: Tokens, indices: Slots, node: Node, num_cached: int, namespace: str | None = None
-    ) -> Commit:
-        """Shares what a request has computed so far, while it goes on.
-
-        indices [>= len(token_ids)]: the slots of `token_ids` and perhaps of further positions; the first `num_cached`
-        belong to the tree and are locked through `node`, where they end. Where the tree has got the same tokens from
-        somebody else meanwhile, the request's duplicates are freed and the tree's slots take their place in the result.
-        The lock moves to the node of the result.
-        """
-        indices = np.asarray(indices, np.int32)
-        tokens = self._aligned(token_ids)
-        if not self.enabled or tokens.size <= num_cached:
-            return Commit(indices, node, num_cached)
-        self._clock += 1
-        for n in self._path(node):
-            n.last_access = self._clock
-        deepest, found = self._extend(node, tokens[num_cached:], indices[num_cached : tokens.size], namespace)
-        shared = _concat(found)
-        if shared.size:
-            self.allocator.free(indices[num_cached : num_cached + shared.size])
-            indices = np.concatenate((indices[:num_cached], shared, indices[num_cached + shared.size :]))
-        self.lock(deepest)
-        self.unlock(node)
-        return Commit(indices, deepest, int(tokens.size))
-
-    def release(
         self,
         token_ids: Tokens,
         indices: Slots,
         node: Node,
         num_cached: int,
         namespace: str | None = None,
-        keep: bool = True,
-    ) -> None:
-        """Ends a request: commits its tokens if `keep`, frees all of `indices` that the tree does not own, unlocks.
-        Arguments as for commit; slots beyond len(token_ids) (a step in flight when the request ended) are freed too."""
-        if keep:
-            result = self.commit(token_ids, indices, node, num_cached, namespace)
-            indices, node, num_cached = result.indices, result.node, result.num_cached
-        self.allocator.free(indices[num_cached:])
+        windows: Sequence[Slots] = (),
+    ) -> Commit:
+        """Shares what a request has computed so far, while it goes on.
+
+        indices [>= len(token_ids)]: the slots of `token_ids` and perhaps of further positions; the first `num_cached`
+        belong to the tree and are locked through `node`, where they end. Where the tree has got the same tokens from
+        somebody else meanwhile, the request's duplicates are freed and the tree's slots take their place in the result.
+        The lock moves to the node of the result. `windows`: the request's slots in each window table, 0 where it has
+        none any more.
+        """
+        indices = np.asarray(indices, np.int32)
+        tokens = self._aligned(token_ids)
+        if not self.enabled or tokens.size <= num_cached:
+            return Commit(indices, node, num_cached, windows)
+        self._clock += 1
+        for n in self._path(node):
+            n.last_access = self._clock
+        deepest, passed = self._descend(node, tokens[num_cached:], namespace)
+        shared = _concat([n.value for n in passed])
+        if shared.size:
+            self.allocator.free(indices[num_cached : num_cached + shared.size])
+            indices = np.concatenate((indices[:num_cached], shared, indices[num_cached + shared.size :]))
+        start = num_cached + shared.size
+        if start < tokens.size:
+            deepest = self._add_leaf(deepest, tokens[start:], indices[start : tokens.size], namespace)
+            passed.append(deepest)
+        windows = [self._share_window(passed, *pair, num_cached) for pair in zip(self.windows, windows, strict=True)]
+        self.lock(deepest)
         self.unlock(node)
+        return Commit(indices, deepest, int(tokens.size), windows)
+
+    def _share_window(self, nodes: list[Node], window: WindowTable, slots: Slots, start: int) -> Slots:
+        """Between the tree and a request whose tokens from `start` on are those of `nodes`. Returns its slots then."""
+        slots = slots.copy()
+        for node in nodes:
+            part = slice(start, start + node.key.size)
+            node.windows[window.index], slots[part] = window.share(node.windows[window.index], slots[part])
+            window.queue(node)
+            start = part.stop
+        return slots
 
     # --- invariants ---------------------------------------------------------------------------------------------------
 
@@ -325,7 +343,7 @@ class RadixCache:
         """Raises AssertionError, with what is wrong, if the tree is not consistent. Slow: tests and idle time only."""
         evictable = protected = 0
         values: list[Slots] = []
-        for node in self._nodes():
+        for node in self.nodes():
             self._check_node(node)
             values.append(node.value)
             if node.lock_ref:

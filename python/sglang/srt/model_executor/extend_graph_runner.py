@@ -70,16 +70,14 @@ class ExtendGraphRunner:
 
     def _step(self, size: int, num_decodes: int) -> None:
         i, state = self.inputs, self.state
-        ids, decodes = i["input_ids"][:size], None
+        decodes = is_decode = None
         if num_decodes:
             decodes = state.decode_batch(
                 i["decode_slots"][:num_decodes], i["decode_lens"][:num_decodes], i["decode_loc"][:num_decodes]
             )
             state.attn_backend.init_forward_metadata_capture(decodes)
             is_decode = self._rows[:num_decodes] < i["num_decodes"]
-            first = torch.where(is_decode, decodes.input_ids, ids[:num_decodes])
-            ids = torch.cat((first, ids[num_decodes:]))
-        batch = state.extend_batch(i, ids, decodes, [size], [1])  # a replay may have cached prefixes
+        batch = state.extend_batch(i, size, decodes, [size], [1], is_decode)  # a replay may have cached prefixes
         batch.num_valid_tokens = i["num_tokens"]
         state.attn_backend.init_forward_metadata(batch)
         hidden = state.model(batch)
@@ -104,7 +102,6 @@ class ExtendGraphRunner:
         start_loc[: len(extend.extend_lens) + 1] = arrays["start_loc"]
         start_loc[-1] = size
         arrays["start_loc"] = start_loc
-        arrays["input_ids"] = np.concatenate((np.zeros(count, np.int64), extend.input_ids))
         self.inputs.load(**arrays, num_tokens=np.array([num_tokens], np.int32), num_decodes=np.array([count], np.int64))
         self.graphs[size, num_decodes].replay()
         return self.hidden.rows(num_tokens), self.logits.rows(len(extend.sample_rows))

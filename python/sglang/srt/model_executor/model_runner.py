@@ -1,4 +1,4 @@
-"""Runs steps on one rank's device: owns the weights, the KV pool, the request tables and the graphs."""
+"""Runs steps on one rank's device: owns the weights, the cache pools, the request tables and the graphs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import numpy as np
 import torch
 
 from sglang.srt.environ import envs
+from sglang.srt.errors import UserError
 from sglang.srt.kernels.coverage import check_launches
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.layers.triton_ops import pdl
-from sglang.srt.mem_cache.memory_pool import KVPool
-from sglang.srt.mem_cache.req_pool import ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.device_state import DeviceState
+from sglang.srt.model_executor.drafts import Drafter
 from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
-from sglang.srt.model_executor.step import ExtendInput, StepInput, StepResult, extend_arrays
+from sglang.srt.model_executor.step import ExtendInput, LaunchedForward, StepInput, StepResult, extend_arrays
+from sglang.srt.model_executor.verify_graph_runner import VerifyGraphRunner
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.plan.defaults import mixed_decode_sizes
 from sglang.srt.plan.plan import Plan
@@ -32,35 +34,50 @@ logger = logging.getLogger(__name__)
 class ModelRunner:
     """Everything that touches the device. Called by one thread; every call returns before the device is done."""
 
-    def __init__(self, plan: Plan, load_format: str = "auto", seed: int = 0) -> None:
+    def __init__(self, plan: Plan, load_format: str = "auto", seed: int = 0, drafter: Drafter | None = None) -> None:
+        if drafter is not None and plan.has_states:
+            raise UserError("guesses cannot be verified with this model: its recurrent states cannot be taken back")
         self.plan = plan
         self.device = plan.device
         pdl.enable("pdl" in plan.arch.features)
         if envs.SGLANG_CHECK_LAUNCHES and plan.device == "cuda":
             check_launches(plan.arch)
         self.model = load_model(plan, load_format, seed)
-        # One page more than the plan counts: page 0 is the padding page.
-        num_slots = plan.max_total_num_tokens + plan.page_size
-        self.kv_pool = KVPool(plan.kv, num_slots, plan.device)
-        for layer_id, (k_scale, v_scale) in enumerate(self.model.kv_scales()):
-            self.kv_pool.set_scales(layer_id, k_scale, v_scale)
-        self.req_pool = ReqToTokenPool(plan.max_running_requests, plan.context_len, plan.device)
+        self.pools = CachePools(plan.caches, plan.pool_sizes, plan.device)
+        self.pools.bind(self.model.caches)
         self.sampling_table = SamplingTable(plan.max_running_requests + 1, plan.model.vocab_size, plan.device)
         self.sampler = Sampler(use_triton=plan.device == "cuda")
         attn_backend = create_attention_backend(plan)
-        self.state = DeviceState(self.model, self.kv_pool, self.req_pool, attn_backend, plan.device)
-        self.sampler.warm_up(self.sampling_table, self.state.next_token)
+        self._plans_on_host = not plan.choices["extend_attention"].spec.graph_prefill
+        """With lengths that only the device knows where there is a drafter: then its steps wait for each other."""
+        self.state = DeviceState(
+            self.model, attn_backend, len(self.pools.tables), plan.pool_sizes, plan.device, drafter
+        )
+        self.sampler.warm_up(self.sampling_table, self.state.next_tokens[:, 0])
         self.graphs: CudaGraphRunner | None = None
         self.extend_graphs: ExtendGraphRunner | None = None
+        self.verify_graphs: VerifyGraphRunner | None = None
         if plan.cuda_graph_bs:
             with torch.inference_mode():
-                self.graphs = CudaGraphRunner(self.state, plan.cuda_graph_bs)
+                if drafter is None:
+                    self.graphs = CudaGraphRunner(self.state, plan.cuda_graph_bs)
                 if plan.cuda_graph_prefill_tokens:
                     decodes = mixed_decode_sizes(plan.cuda_graph_bs)
                     self.extend_graphs = ExtendGraphRunner(self.state, plan.cuda_graph_prefill_tokens, decodes)
+                    if drafter is not None:
+                        self.verify_graphs = VerifyGraphRunner(self.state, plan.cuda_graph_bs)
             logger.info("Captured CUDA graphs for batch sizes %s", list(plan.cuda_graph_bs))
         if plan.device == "cuda":
             self._warm_up_extend()
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that a request may get from a step."""
+        return self.state.tokens_per_step
+
+    def decodes_in_graph(self, num_reqs: int) -> bool:
+        graphs = self.graphs or self.verify_graphs
+        return graphs is not None and graphs.fits(num_reqs)
 
     def _warm_up_extend(self) -> None:
         """Compile what prefill needs, with and without a cached prefix, on the padding slots."""
@@ -69,51 +86,95 @@ class ModelRunner:
             lens, zero = np.array([num], np.int32), np.zeros(1, np.int64)
             extend = ExtendInput(np.zeros(num, np.int64), np.array([prefix], np.int32), lens, zero)
             self.run(StepInput(zero, lens + prefix, np.zeros(num, np.int32), extend)).wait()
+        self.state.lens[0] = 0  # of the padding slot, over which nothing is to be attended
 
-    @torch.inference_mode()
     def run(self, step: StepInput) -> StepResult:
         """Launch one step: forward, sample, and the copy of the sampled tokens to the host."""
+        return self.sample(self.forward(step))
+
+    @torch.inference_mode()
+    def forward(self, step: StepInput) -> LaunchedForward:
+        """Launch a step up to its logits."""
         if step.table_update is not None:
-            update = send(self.device, index=step.table_update.index, value=step.table_update.value)
-            self.req_pool.device_table.view(-1)[update["index"]] = update["value"]
+            update = send(
+                self.device,
+                index=step.table_update.index,
+                value=step.table_update.value,
+                state_sources=step.table_update.state_sources,
+                state_targets=step.table_update.state_targets,
+            )
+            self.state.req_to_token.view(-1)[update["index"]] = update["value"]
+            if len(step.table_update.state_targets):
+                self.pools.copy_states(update["state_sources"], update["state_targets"])
         if step.extend is not None:
-            return self._run_extend(step)
+            return self._forward_extend(step)
+        if step.widths is not None:
+            return self._forward_verify(step, step.widths)
         if self.graphs is not None and self.graphs.fits(len(step.slots)):
             logits = self.graphs.replay(step)
-            inputs = self.graphs.inputs
-            return self._sample(step, logits, inputs["slots"][: len(step.slots)], inputs["seq_lens"])
+            slots = self.graphs.inputs["slots"][: len(logits)]
+            return LaunchedForward(step, logits, slots, step.slots, self.graphs.inputs["seq_lens"][: len(logits)])
         sent = send(
             self.device, slots=step.slots, seq_lens=step.seq_lens, out_cache_loc=step.out_cache_loc.astype(np.int64)
         )
         batch = self.state.decode_batch(sent["slots"], sent["seq_lens"], sent["out_cache_loc"])
         batch.seq_lens_cpu = step.seq_lens.tolist()
         self.state.attn_backend.init_forward_metadata(batch)
-        return self._sample(step, self.model.logits(self.model(batch)), sent["slots"], sent["seq_lens"])
+        return LaunchedForward(step, self.model.logits(self.model(batch)), sent["slots"], step.slots, sent["seq_lens"])
 
-    def _run_extend(self, step: StepInput) -> StepResult:
+    def _forward_extend(self, step: StepInput) -> LaunchedForward:
         if self.extend_graphs is not None and self.extend_graphs.fits(step):
             hidden, logits = self.extend_graphs.replay(step)
-            inputs = self.extend_graphs.inputs
-            slots, lens = inputs["sampled_slots"][: len(logits)], inputs["sampled_lens"]
-            return self._sample(step, logits, slots, lens, self._prompt_logprobs(step, hidden))
-        sent = send(self.device, **extend_arrays(step))
-        batch = self._extend_batch(step, sent)
-        hidden = self.model(batch)
-        pending = self._prompt_logprobs(step, hidden)
-        logits = self.model.logits(hidden[sent["last_rows"]])
-        return self._sample(step, logits, sent["sampled_slots"], sent["sampled_lens"], pending)
+            arrays = self.extend_graphs.inputs
+        else:
+            arrays = send(self.device, **extend_arrays(step))
+            hidden = self.model(self._extend_batch(step, arrays))
+            logits = self.model.logits(hidden[arrays["last_rows"]])
+        slots, positions = arrays["sampled_slots"][: len(logits)], arrays["sampled_lens"][: len(logits)]
+        if self.state.drafter is not None:
+            assert step.extend is not None
+            count = step.extend.num_decodes
+            prompts = len(step.slots) - count
+            self.state.settle_prompts(
+                arrays["slots"][:prompts], arrays["seq_lens"][:prompts], arrays["decode_slots"][:count]
+            )
+            positions = self.state.lens[slots]
+        prompt = self._prompt_logprobs(step, hidden)
+        embeddings = self._embeddings(step, hidden, arrays["last_rows"])
+        return LaunchedForward(step, logits, slots, step.sampled_slots, positions, None, prompt, embeddings)
+
+    def _forward_verify(self, step: StepInput, host_widths: np.ndarray) -> LaunchedForward:
+        if self.verify_graphs is not None and self.verify_graphs.fits(len(step.slots)):
+            logits, positions = self.verify_graphs.replay(step)
+            slots, widths = (self.verify_graphs.inputs[name][: len(step.slots)] for name in ("slots", "widths"))
+        else:
+            sent = send(self.device, slots=step.slots, widths=host_widths)
+            slots, widths = sent["slots"], sent["widths"]
+            batch = self.state.verify_batch(slots, widths)
+            if self._plans_on_host:
+                assert batch.extend_prefix_lens is not None
+                batch.extend_prefix_lens_cpu = batch.extend_prefix_lens.tolist()
+                batch.seq_lens_cpu = batch.seq_lens.tolist()
+            self.state.attn_backend.init_forward_metadata(batch)
+            logits, positions = self.model.logits(self.model(batch)), batch.positions
+        # Rows of padding are sampled as the padding slot is: greedily, without penalties.
+        row = np.arange(self.state.tokens_per_step)
+        host_slots = np.where(row < host_widths[:, None], step.slots[:, None], 0).flatten()
+        inside = torch.arange(self.state.tokens_per_step, device=slots.device) < widths[:, None]
+        row_slots = torch.where(inside, slots[:, None], 0).flatten()
+        return LaunchedForward(step, logits, row_slots, host_slots, positions + 1, widths)
 
     def _extend_batch(self, step: StepInput, sent: DeviceArrays) -> ForwardBatch:
         extend = step.extend
         assert extend is not None
-        count, ids, decodes = extend.num_decodes, sent["input_ids"], None
+        count, decodes = extend.num_decodes, None
         if count:
             decodes = self.state.decode_batch(sent["decode_slots"], sent["decode_lens"], sent["decode_loc"])
-            decodes.seq_lens_cpu = step.seq_lens[:count].tolist()
+            known = self.state.drafter is None or not self._plans_on_host
+            decodes.seq_lens_cpu = step.seq_lens[:count].tolist() if known else decodes.seq_lens.tolist()
             self.state.attn_backend.init_forward_metadata(decodes)
-            ids = torch.cat((decodes.input_ids, ids))
         lens, prefix_lens = extend.extend_lens.tolist(), extend.prefix_lens.tolist()
-        batch = self.state.extend_batch(sent, ids, decodes, lens, prefix_lens)
+        batch = self.state.extend_batch(sent, len(sent["input_ids"]), decodes, lens, prefix_lens)
         batch.seq_lens_cpu = step.seq_lens[count:].tolist()
         self.state.attn_backend.init_forward_metadata(batch)
         return batch
@@ -126,18 +187,28 @@ class ModelRunner:
         packed = prompt_logprobs(hidden, self.model.logits, request, self.plan.model.vocab_size)
         return LogprobResult(self._to_host(packed), request)
 
-    def _sample(
-        self,
-        step: StepInput,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        seq_lens: torch.Tensor,
-        prompt: LogprobResult | None = None,
-    ) -> StepResult:
-        mask = None if step.vocab_mask is None else to_device(step.vocab_mask, self.device)
-        sampling = self.sampling_table.view(step.sampled_slots, slots)
-        out = self.sampler(logits, sampling, seq_lens[: len(slots)], mask, step.logprobs, self.state.next_token)
-        tokens = self._to_host(out.next_token_ids)
+    def _embeddings(self, step: StepInput, hidden: torch.Tensor, last_rows: torch.Tensor) -> torch.Tensor | None:
+        """Final hidden states [E, H] fp32 of the sampled rows that want them."""
+        assert step.extend is not None
+        rows = step.extend.embed_rows
+        return None if rows is None else self._to_host(hidden[last_rows[to_device(rows, self.device)]].float())
+
+    @torch.inference_mode()
+    def sample(self, forward: LaunchedForward, vocab_mask: np.ndarray | None = None) -> StepResult:
+        """Launch the rest of a step. vocab_mask [R, ceil(V / 32)] int32: allowed tokens of the rows of logits."""
+        step, state = forward.step, self.state
+        mask = None if vocab_mask is None else to_device(vocab_mask, self.device)
+        sampling = self.sampling_table.view(forward.host_slots, forward.slots)
+        next_token = state.next_tokens[:, 0] if state.drafter is None else None
+        out = self.sampler(forward.logits, sampling, forward.positions, mask, step.logprobs, next_token)
+        counts, tokens = None, out.next_token_ids[:, None]
+        if forward.widths is not None:
+            slots = forward.slots.view(len(step.slots), -1)[:, 0]
+            counts = self._to_host(state.settle_verified(slots, forward.widths, out.next_token_ids))
+            tokens = out.next_token_ids.view(len(slots), -1)
+        elif state.drafter is not None:
+            state.settle_tokens(forward.slots, out.next_token_ids)
+        tokens = self._to_host(tokens)
         logprobs = None
         if step.logprobs is not None:
             assert out.logprobs is not None
@@ -146,7 +217,7 @@ class ModelRunner:
         if self.device == "cuda":
             ready = torch.cuda.Event()
             ready.record()
-        return StepResult(tokens, ready, logprobs, prompt)
+        return StepResult(tokens, ready, counts, logprobs, forward.prompt_logprobs, forward.embeddings)
 
     def _to_host(self, x: torch.Tensor) -> torch.Tensor:
         """A copy in host memory, complete once the step's event has passed."""

@@ -7,15 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sglang.srt.mem_cache.kv_table import TableUpdate
 from sglang.srt.sampling.logprobs import LogprobRequest, LogprobResult
-
-
-@dataclass(slots=True)
-class TableUpdate:
-    """Entries of `req_to_token` to write before the step, as flat indices into the table."""
-
-    index: np.ndarray  # [N] int64
-    value: np.ndarray  # [N] int32
 
 
 @dataclass(slots=True)
@@ -29,18 +22,23 @@ class ExtendInput:
     sample_rows: np.ndarray  # [R] int64, the requests (of B) whose next token is wanted, in order
     num_decodes: int = 0
     prompt_logprobs: LogprobRequest | None = None
+    embed_rows: np.ndarray | None = None  # [E] int64, sampled rows (of R) whose final hidden state is wanted
 
 
 @dataclass(slots=True)
 class StepInput:
-    """B requests; T new tokens. DECODE when `extend` is None (then T == B)."""
+    """B requests; T new tokens. DECODE when `extend` is None (then T == B).
+
+    Where the device has a drafter, lengths of decoding requests are upper bounds: it knows better. Their new cache
+    slots come with `table_update` then, and `out_cache_loc` has no entries of theirs."""
 
     slots: np.ndarray  # [B] int64, request slots
     seq_lens: np.ndarray  # [B] int32, lengths including the new tokens
     out_cache_loc: np.ndarray  # [T] int32
     extend: ExtendInput | None = None
     table_update: TableUpdate | None = None
-    vocab_mask: np.ndarray | None = None  # [R, ceil(V / 32)] int32, allowed tokens of the sampled rows
+    widths: np.ndarray | None = None
+    """[B] int32, 1 to k: tokens that each request brings to verify, the last sampled one included."""
     logprobs: LogprobRequest | None = None  # of the sampled rows
 
     @property
@@ -52,9 +50,9 @@ def extend_arrays(step: StepInput) -> dict[str, np.ndarray]:
     """What the device needs of an EXTEND step of T tokens: those of D decoding requests first, then P prompts one after
     the other; R requests are sampled.
 
-    input_ids [T - D], positions, out_cache_loc [T]; of the prompts slots, seq_lens, prefix_lens [P] and start_loc
-    [P + 1], the first token of each, and T; of the decoding requests decode_slots, decode_lens, decode_loc [D];
-    last_rows (the last token of each), sampled_slots, sampled_lens [R].
+    input_ids (0 where the device knows), positions, out_cache_loc [T]; of the prompts slots, seq_lens, prefix_lens [P]
+    and start_loc [P + 1], the first token of each, and T; of the decoding requests decode_slots, decode_lens,
+    decode_loc [D]; last_rows (the last token of each), sampled_slots, sampled_lens [R].
     """
     extend = step.extend
     assert extend is not None
@@ -66,7 +64,7 @@ def extend_arrays(step: StepInput) -> dict[str, np.ndarray]:
     last_rows = np.concatenate((np.arange(count), start_loc[1:] - 1))[extend.sample_rows]
     out_cache_loc = step.out_cache_loc.astype(np.int64)
     return {
-        "input_ids": extend.input_ids,
+        "input_ids": np.concatenate((np.zeros(count, np.int64), extend.input_ids)),
         "positions": positions.astype(np.int64),
         "out_cache_loc": out_cache_loc,
         "slots": step.slots[count:],
@@ -83,13 +81,30 @@ def extend_arrays(step: StepInput) -> dict[str, np.ndarray]:
 
 
 @dataclass(slots=True)
+class LaunchedForward:
+    """A step whose R rows of logits are on their way and whose tokens are not sampled yet; valid until the next one."""
+
+    step: StepInput
+    logits: torch.Tensor  # [R, V] fp32
+    slots: torch.Tensor  # [R] int64, of each row on the device, and
+    host_slots: np.ndarray  # on the host
+    positions: torch.Tensor  # [R] int32 or int64, length of the sequence before the new token
+    widths: torch.Tensor | None = None  # [B] int32, of a step that verifies: R = B k
+    prompt_logprobs: LogprobResult | None = None
+    embeddings: torch.Tensor | None = None  # [E, H] fp32, on its way to host memory
+
+
+@dataclass(slots=True)
 class StepResult:
     """What a step sends back to the host; nothing here may be read before `wait`."""
 
-    next_token_ids: torch.Tensor  # [R] int64, host memory
+    next_token_ids: torch.Tensor  # [R, k] int64, host memory
     ready: torch.cuda.Event | None
+    counts: torch.Tensor | None = None
+    """[R] int32, host memory: how many tokens of each request stand. None: one of each."""
     logprobs: LogprobResult | None = None
     prompt_logprobs: LogprobResult | None = None
+    embeddings: torch.Tensor | None = None  # [E, H] fp32, host memory
 
     def wait(self) -> None:
         if self.ready is not None:

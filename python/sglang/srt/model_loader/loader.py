@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 import zlib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +14,11 @@ from tqdm import tqdm
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
-from sglang.srt.layers.parameter import FLOATS, Init, Param, Part, PartKey
+from sglang.srt.layers.parameter import FLOATS, Init, Param, Part
 from sglang.srt.model_loader.checkpoint import find_checkpoint, some
 from sglang.srt.model_loader.weight_check import refuse_not_finite
 from sglang.srt.models.causal_lm import CausalLM
-from sglang.srt.models.registry import MODEL_REGISTRY
+from sglang.srt.plan.weight_names import PartKey, WeightMap
 
 if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+BASE_PREFIX = "model."
+"""What names lack in checkpoints that were saved without a head, as those of embedding models."""
 
 
 def load_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> CausalLM:
@@ -35,13 +38,9 @@ def load_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> CausalLM
     """
     if load_format not in LOAD_FORMATS:
         raise UserError(f"load format {load_format!r} is not supported; supported: {', '.join(LOAD_FORMATS)}")
-    if plan.model.architecture not in MODEL_REGISTRY:
-        raise UserError(
-            f"architecture {plan.model.architecture!r} is not implemented; implemented: {', '.join(MODEL_REGISTRY)}"
-        )
     start = time.perf_counter()
     with torch.inference_mode():
-        model = MODEL_REGISTRY[plan.model.architecture](plan)
+        model = CausalLM(plan)
         if load_format == "dummy":
             fill_random(model.params, seed)
         else:
@@ -51,7 +50,7 @@ def load_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> CausalLM
     num_bytes = sum(p.tensor.nbytes for p in model.params.values())
     logger.info(
         "Loaded %s (%s): %.2f GB of weights in %.1f s",
-        plan.model.architecture,
+        plan.description.architecture,
         load_format,
         num_bytes / 1e9,
         time.perf_counter() - start,
@@ -62,7 +61,7 @@ def load_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> CausalLM
 def load_checkpoint(model: CausalLM, model_path: str) -> None:
     """Stream the directory's tensors into the parameters: each is read once, and only this rank's slice of it."""
     checkpoint = find_checkpoint(model_path)
-    wanted = model.weights.index(model.params.values())
+    wanted = index_parts(model.weights, model.params.values())
     absent = {p.name: p for parts in wanted.values() if _optional(parts) for p, _ in parts}
     fill_random(absent, seed=0)  # until the checkpoint says otherwise: constants
     unknown: list[str] = []
@@ -77,6 +76,8 @@ def load_checkpoint(model: CausalLM, model_path: str) -> None:
     ) as progress:
         for stored_name, view, file in checkpoint.tensors():
             name = model.weights.canonical(stored_name)
+            if name not in wanted and BASE_PREFIX + name in wanted:
+                name = BASE_PREFIX + name
             if name in loaded:
                 raise UserError(f"{model_path}: tensor {name} is in more than one file")
             if name in wanted:
@@ -87,11 +88,20 @@ def load_checkpoint(model: CausalLM, model_path: str) -> None:
                 unknown.append(stored_name)
         progress.update(progress.total - progress.n)
     if unknown:
-        raise UserError(f"{model_path} has weights that {type(model).__name__} does not have: {some(unknown)}")
+        raise UserError(f"{model_path} has weights that the model does not have: {some(unknown)}")
     missing = {name for name in wanted.keys() - loaded if not _optional(wanted[name])}
     if missing:
-        raise UserError(f"{model_path} lacks weights of {type(model).__name__}: {some(missing)}")
+        raise UserError(f"{model_path} lacks weights of the model: {some(missing)}")
     refuse_not_finite(model.params, wanted, model_path)
+
+
+def index_parts(names: WeightMap, params: Iterable[Param]) -> dict[str, list[tuple[Param, PartKey]]]:
+    """Every checkpoint tensor that the parameters are made of, and the parts that are cut from it."""
+    parts: dict[str, list[tuple[Param, PartKey]]] = {}
+    for param in params:
+        for key in param.parts:
+            parts.setdefault(names.checkpoint_name(param.name, key), []).append((param, key))
+    return parts
 
 
 def _optional(parts: list[tuple[Param, PartKey]]) -> bool:

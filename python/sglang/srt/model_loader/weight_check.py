@@ -11,8 +11,9 @@ from collections.abc import Mapping
 import torch
 
 from sglang.srt.errors import UserError
-from sglang.srt.layers.parameter import Param, PartKey
+from sglang.srt.layers.parameter import Param
 from sglang.srt.model_loader.checkpoint import some
+from sglang.srt.plan.weight_names import PartKey
 
 CHUNK = 1 << 26
 """Codes compared at a time (64 MiB)."""

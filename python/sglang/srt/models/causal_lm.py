@@ -1,76 +1,98 @@
-"""A decoder-only language model, built from its description. Families differ in `describe` and `weights` only."""
+"""A decoder-only language model, built from its description: a table says which class computes which kind of block."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglang.srt.distributed import parallel_state
+from sglang.srt.errors import UserError
 from sglang.srt.layers.attention_block import GQAttention
+from sglang.srt.layers.block import Site
 from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
-from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.linear import QuantMethod, Unquantized
-from sglang.srt.layers.mlp import Dense, GatedMLP
+from sglang.srt.layers.latent_attention import LatentAttention
+from sglang.srt.layers.linear import Unquantized
+from sglang.srt.layers.mlp import GatedMLP
 from sglang.srt.layers.moe.layer import MoELayer
-from sglang.srt.layers.parameter import Param, Scope
+from sglang.srt.layers.parameter import Param, QuantMethod, Scope
 from sglang.srt.layers.quantization.dense import QuantizedMethod
 from sglang.srt.layers.quantization.layout import redundant_endings
-from sglang.srt.layers.rotary_embedding import RopeSpec, rope_table
-from sglang.srt.models.spec import LayerSpec, ModelSpec
-from sglang.srt.models.weight_map import WeightMap
+from sglang.srt.layers.recurrent.gated_delta_net import GatedDeltaNet
+from sglang.srt.layers.recurrent.mamba2 import Mamba2Mixer
+from sglang.srt.layers.residual import FFN, MIXER, ResidualStream, SumResidual
+from sglang.srt.layers.rotary_embedding import RotaryTables
+from sglang.srt.plan.feed_forward import Dense, MoE
+from sglang.srt.plan.layer_spec import ABSENT, LayerSpec, Sum
+from sglang.srt.plan.mixers import GQA, MLA
+from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 
 if TYPE_CHECKING:
-    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.forward_batch import ForwardBatch
+    from sglang.srt.mem_cache.memory_pool import CacheStore
     from sglang.srt.plan.plan import Plan
+
+Block = Callable[[torch.Tensor, "ForwardBatch"], torch.Tensor]
+"""x [T, H] -> [T, H]."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockKind:
+    """`name`: of its scope in a layer. `build(scope, description of the block, site)` makes one."""
+
+    name: str
+    build: Callable[[Scope, Any, Site], Any]
+
+
+BLOCKS: Mapping[type, BlockKind] = {
+    GQA: BlockKind("attn", GQAttention),
+    MLA: BlockKind("attn", LatentAttention),
+    GatedDelta: BlockKind("gdn", GatedDeltaNet),
+    Mamba2: BlockKind("ssm", Mamba2Mixer),
+    Dense: BlockKind("mlp", lambda scope, spec, site: GatedMLP(scope, site.model.hidden_size, spec)),
+    MoE: BlockKind("moe", lambda scope, spec, site: MoELayer(scope, site.model.hidden_size, spec)),
+}
+"""By the type of a LayerSpec's mixer or ffn."""
+RESIDUALS: Mapping[type, Callable[..., ResidualStream]] = {Sum: SumResidual}
+"""By the type of a LayerSpec's residual: built with (scope of the model, ModelDescription, residual)."""
 
 
 class DecoderLayer:
-    """The residual stream travels as (hidden, residual): what the last block added, and the sum before it."""
+    """A mixer and a feed-forward block, or one of them, each joined to the residual stream."""
 
-    def __init__(
-        self, scope: Scope, layer_id: int, hidden_size: int, eps: float, spec: LayerSpec, cos_sin: torch.Tensor
-    ) -> None:
-        self.input_norm = RMSNorm(scope.sub("input_norm"), hidden_size, eps)
-        self.attention = GQAttention(scope.sub("attn"), layer_id, hidden_size, spec.attention, eps, cos_sin)
-        self.mlp_norm = RMSNorm(scope.sub("mlp_norm"), hidden_size, eps)
-        self.mlp: GatedMLP | MoELayer
-        if isinstance(spec.mlp, Dense):
-            self.mlp = GatedMLP(scope.sub("mlp"), hidden_size, spec.mlp)
-        else:
-            self.mlp = MoELayer(scope.sub("moe"), hidden_size, spec.mlp)
+    def __init__(self, scope: Scope, spec: LayerSpec, site: Site, residual: ResidualStream) -> None:
+        self.blocks = [
+            (residual.join(scope, name), _block(scope, block, site))
+            for name, block in ((MIXER, spec.mixer), (FFN, spec.ffn))
+            if block != ABSENT
+        ]
 
-    def __call__(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, residual = self.input_norm(hidden, residual)
-        hidden = self.attention(hidden, batch)
-        hidden, residual = self.mlp_norm(hidden, residual)
-        # Routing may look at the token ids, and at which rows are padding.
-        hidden = self.mlp(hidden, batch) if isinstance(self.mlp, MoELayer) else self.mlp(hidden)
-        return hidden, residual
+    def __call__(self, stream: Any, batch: ForwardBatch) -> None:
+        # Feed-forward blocks get the batch too: routing may look at the token ids, and at which rows are padding.
+        for join, block in self.blocks:
+            join.after(stream, block(join.before(stream), batch))
 
 
-class CausalLM(ABC):
-    """Allocates its parameters when constructed; the loader fills `params`.
+def _block(scope: Scope, spec: object, site: Site) -> Any:
+    kind = BLOCKS.get(type(spec))
+    if kind is None:
+        raise UserError(f"{site.model.architecture}: nothing here computes {type(spec).__name__} layers yet")
+    return kind.build(scope.sub(kind.name), spec, site)
+
+
+class CausalLM:
+    """Allocates its parameters when constructed; the loader fills `params`, the runner's pools `caches`.
 
     `model(batch)` -> hidden states [T, H] after the final norm; `model.logits(hidden [R, H])` -> [R, V] fp32. Both run
     under torch.inference_mode of the caller and are safe to capture in a CUDA graph.
     """
 
-    weights: ClassVar[WeightMap]
-
-    @staticmethod
-    @abstractmethod
-    def describe(model: ModelConfig) -> ModelSpec:
-        """Read the family's keys; raises UserError for values that change the result and are not implemented."""
-
     def __init__(self, plan: Plan, device: torch.device | str | None = None) -> None:
         """`device` overrides the plan's: `meta` builds the shapes only."""
-        self.spec = spec = self.describe(plan.model)
-        quantization = plan.model.quantization
+        self.description = model = plan.description
+        quantization = model.quantization
         quant: QuantMethod = Unquantized() if quantization is None else QuantizedMethod(quantization)
         scope = Scope(
             plan=plan,
@@ -79,36 +101,43 @@ class CausalLM(ABC):
             tp_rank=parallel_state.tp_rank(),
             tp_size=parallel_state.tp_size(),
             quant=quant,
-            weights=self.weights,
+            weights=model.names,
         )
+        self.weights = model.names
         self.params: dict[str, Param] = scope.params
         self.finish = scope.finish
+        self.caches: list[CacheStore] = scope.caches
         self.redundant = redundant_endings(quantization)
-        self.embed = VocabParallelEmbedding(scope.sub("embed"), spec.vocab_size, spec.hidden_size)
-        tables: dict[RopeSpec, torch.Tensor] = {}
-        self.layers: list[DecoderLayer] = []
-        for i, layer in enumerate(spec.layers):
-            rope = layer.attention.rope
-            if rope not in tables:
-                tables[rope] = rope_table(rope, plan.context_len, scope.device)
-            layer_scope = scope.sub("layers").sub(i)
-            self.layers.append(DecoderLayer(layer_scope, i, spec.hidden_size, spec.norm_eps, layer, tables[rope]))
-        self.norm = RMSNorm(scope.sub("norm"), spec.hidden_size, spec.norm_eps)
-        tied_to = self.embed if spec.tie_embeddings else None
-        self.logits = LMHead(scope.sub("lm_head"), spec.vocab_size, spec.hidden_size, tied_to)
+        self.embed = VocabParallelEmbedding(
+            scope.sub("embed"), model.vocab_size, model.hidden_size, model.embedding_scale
+        )
+        rotary = RotaryTables(plan.context_len, scope.device)
+        kind = RESIDUALS.get(type(model.layers[0].residual))
+        if kind is None:
+            raise UserError(f"{model.architecture}: nothing here computes {model.layers[0].residual} yet")
+        self.residual = kind(scope, model, model.layers[0].residual)
+        self.layers = [
+            DecoderLayer(scope.sub("layers").sub(i), layer, Site(i, model, rotary), self.residual)
+            for i, layer in enumerate(model.layers)
+        ]
+        tied_to = self.embed if model.tie_embeddings else None
+        self.logits = LMHead(scope.sub("lm_head"), model.vocab_size, model.hidden_size, tied_to, model.logit_cap)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        hidden, residual = self.embed(batch.input_ids), None
+        stream = self.residual.begin(self._embedded(batch))
         for layer in self.layers:
-            hidden, residual = layer(hidden, residual, batch)
-        return self.norm(hidden, residual)[0]
+            layer(stream, batch)
+        return self.residual.finish(stream)
 
-    def kv_scales(self) -> list[tuple[float, float]]:
-        """For each layer what keys and values are divided by in a quantized cache. Waits for the device."""
-        return [layer.attention.kv_scales() for layer in self.layers]
+    def _embedded(self, batch: ForwardBatch) -> torch.Tensor:
+        """[T, H]: of token ids, and rows that the batch brings itself (images) where it has some."""
+        embedded = self.embed(batch.input_ids)
+        if batch.embedding_rows is not None:
+            embedded[batch.embedding_rows.index] = batch.embedding_rows.rows
+        return embedded
 
     def ignored_weight(self, name: str) -> bool:
         """Whether a checkpoint tensor holds nothing that we need."""
-        if self.spec.tie_embeddings and name == self.weights.model["lm_head"] + ".weight":
+        if self.description.tie_embeddings and name == self.weights.model["lm_head"] + ".weight":
             return True
-        return name.endswith((*self.weights.ignore, *self.redundant))
+        return name.startswith(self.weights.unread) or name.endswith((*self.weights.ignore, *self.redundant))

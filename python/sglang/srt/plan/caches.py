@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from sglang.srt.plan.layer_spec import CacheSpec, Full, Lifetime, PerRequest, Serving, Window
+from sglang.srt.plan.layer_spec import FULL, CacheSpec, Full, Lifetime, PerRequest, Serving, Window
 from sglang.srt.plan.model_description import ModelDescription
 
 
 @dataclass(frozen=True, slots=True)
-class CacheGroup:
-    """Pages of one group follow one another, so one allocator and one table of rows serve all its caches.
+class CacheOfLayer:
+    layer_id: int
+    cache: CacheSpec
 
-    `bytes_per_entry` is the sum over the group's caches, on one rank.
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Pages of one group follow one another, so one allocator and one table of rows serve all its caches. A cache is
+    addressed by its group and its index in `members`.
     """
 
     lifetime: Lifetime
     entries_per_token: Fraction
-    names: tuple[str, ...]
-    num_caches: int
-    bytes_per_entry: int
+    members: tuple[CacheOfLayer, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(member.cache.name for member in self.members))
+
+    @property
+    def num_caches(self) -> int:
+        return len(self.members)
+
+    @property
+    def bytes_per_entry(self) -> int:
+        """The sum over the group's caches, on one rank."""
+        return sum(member.cache.entry_bytes for member in self.members)
 
     @property
     def bytes_per_token(self) -> Fraction:
@@ -58,41 +74,22 @@ class CacheGroup:
         return f"{self.num_caches} ({names}) for {self._kept_for()}{rate}: {self.bytes_per_entry:,} B {unit}"
 
 
-@dataclass(frozen=True, slots=True)
-class CacheCost:
-    """Bytes of one rank."""
-
-    bytes_per_token: Fraction
-    bytes_per_request: int = 0
-
-    def pool_bytes(self, tokens: int) -> int:
-        return -(-tokens * self.bytes_per_token.numerator // self.bytes_per_token.denominator)
-
-    def tokens_in(self, pool_bytes: int) -> int:
-        """Where no cache grows with the tokens, as many as there are bytes: nothing limits them."""
-        return int(pool_bytes / self.bytes_per_token) if self.bytes_per_token else pool_bytes
-
-
 def cache_groups(model: ModelDescription, serving: Serving) -> tuple[CacheGroup, ...]:
     """In the order in which layers need them."""
-    members: dict[tuple[Lifetime, Fraction], list[CacheSpec]] = {}
-    for layer in model.layers:
-        for cache in layer.mixer.caches(serving):
-            members.setdefault((cache.lifetime, cache.entries_per_token), []).append(cache)
-    return tuple(
-        CacheGroup(
-            lifetime,
-            rate,
-            tuple(dict.fromkeys(cache.name for cache in caches)),
-            len(caches),
-            sum(cache.entry_bytes for cache in caches),
-        )
-        for (lifetime, rate), caches in members.items()
-    )
+    return group_caches(layer.mixer.caches(serving) for layer in model.layers)
 
 
-def cache_cost(groups: Sequence[CacheGroup]) -> CacheCost:
-    return CacheCost(
-        sum((group.bytes_per_token for group in groups), Fraction(0)),
-        sum(group.bytes_per_request for group in groups),
-    )
+def group_caches(layers: Iterable[Sequence[CacheSpec]]) -> tuple[CacheGroup, ...]:
+    """`layers`: the caches of each layer."""
+    members: dict[tuple[Lifetime, Fraction], list[CacheOfLayer]] = {}
+    for layer_id, caches in enumerate(layers):
+        for cache in caches:
+            members.setdefault((cache.lifetime, cache.entries_per_token), []).append(CacheOfLayer(layer_id, cache))
+    return tuple(CacheGroup(lifetime, rate, tuple(caches)) for (lifetime, rate), caches in members.items())
+
+
+def row_tables(groups: Sequence[CacheGroup]) -> tuple[Full | Window, ...]:
+    """The lifetimes for which a table says where each token of a request lies. The first is that of all tokens, which
+    caches of every rate share, and which there is even if nothing is kept that long: prefixes are known by it."""
+    windows = (group.lifetime for group in groups if isinstance(group.lifetime, Window))
+    return (FULL, *dict.fromkeys(windows))

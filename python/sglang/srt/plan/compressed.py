@@ -6,18 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
+from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.layer_spec import (
-    FULL,
     PER_REQUEST,
+    AttentionShape,
     CacheSpec,
+    CacheTensor,
     Elements,
     Matrix,
-    RotaryTable,
     Serving,
     Weights,
     Window,
+    latent_cache,
 )
 from sglang.srt.plan.mixers import Indexer
 
@@ -38,17 +39,13 @@ class CompressedSparse:
     o_lora_rank: int
     o_groups: int
     window: int
+    rope: RopeSpec | None = None  # layers that compress rotate with another base than those that do not
     rate: int = 0
     indexer: Indexer | None = None
 
     @property
     def value_dim(self) -> int:
         return self.head_dim
-
-    @property
-    def rotary_table(self) -> RotaryTable:
-        """Layers that compress rotate with another base than those that do not."""
-        return RotaryTable(self.rope_dim, "compressed" if self.rate else "")
 
     @property
     def overlap(self) -> int:
@@ -67,46 +64,50 @@ class CompressedSparse:
         yield Need("grouped_output", q_dtype=serving.dtype, heads=heads)
 
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
-        entry = self.head_dim * KV_DTYPE_BYTES[serving.kv_dtype]
-        window = CacheSpec("kv", entry, lifetime=Window(self.window))
+        dim, dtype = self.head_dim, serving.kv_dtype
+        window = latent_cache("kv", dim, dim, dtype, lifetime=Window(self.window))
         if not self.rate:
             return (window,)
         rate = Fraction(1, self.rate)
-        caches = [window, CacheSpec("compressed", entry, rate), self._pending(self.head_dim)]
+        caches = [window, latent_cache("compressed", dim, dim, dtype, rate), self._pending("pending", dim)]
         if self.indexer is not None:
-            caches.append(CacheSpec("index", self.indexer.entry_bytes(serving), rate, FULL))
-            caches.append(self._pending(self.indexer.head_dim))
+            caches += (self.indexer.cache(serving, rate), self._pending("index_pending", self.indexer.head_dim))
         return tuple(caches)
 
-    def _pending(self, dim: int) -> CacheSpec:
-        """Values and gates, in fp32, of the tokens that are not a whole entry yet."""
-        return CacheSpec("state", 2 * (self.overlap * self.rate) * (self.overlap * dim) * 4, lifetime=PER_REQUEST)
+    def _pending(self, name: str, dim: int) -> CacheSpec:
+        """Values and gates of the tokens that are not a whole entry yet."""
+        shape = (self.overlap * self.rate, self.overlap * dim)
+        tensors = (CacheTensor("values", shape, "float32"), CacheTensor("gates", shape, "float32"))
+        return CacheSpec(name, tensors, lifetime=PER_REQUEST)
+
+    def attention_shape(self, tp_size: int) -> AttentionShape:
+        return AttentionShape(self.num_heads // tp_size, 1, self.head_dim, self.head_dim)
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         heads, groups = self.num_heads // tp_size, max(1, self.o_groups // tp_size)
         low = groups * self.o_lora_rank
         parts: list[Matrix | Elements] = [
-            Matrix(("self_attn.q_a_proj",), self.q_lora_rank, hidden_size),
-            Matrix(("self_attn.q_b_proj",), heads * self.head_dim, self.q_lora_rank),
-            Matrix(("self_attn.kv_proj",), self.head_dim, hidden_size),
-            Matrix(("self_attn.o_a_proj",), low, self.num_heads * self.head_dim // self.o_groups),
-            Matrix(("self_attn.o_b_proj",), hidden_size, low),
+            Matrix("attn.q_a", ("",), self.q_lora_rank, hidden_size),
+            Matrix("attn.q_b", ("",), heads * self.head_dim, self.q_lora_rank),
+            Matrix("attn.kv", ("",), self.head_dim, hidden_size),
+            Matrix("attn.o_a", ("",), low, self.num_heads * self.head_dim // self.o_groups),
+            Matrix("attn.o_b", ("",), hidden_size, low),
             Elements(self.q_lora_rank + self.head_dim + heads),  # two norms, sinks
         ]
         if self.rate:
-            parts += self._compressor(hidden_size, "self_attn.compressor", self.head_dim)
+            parts += self._compressor(hidden_size, "attn.compressor", self.head_dim)
         if self.indexer is not None:
-            dim, index_heads, name = self.indexer.head_dim, self.indexer.num_heads, "self_attn.compressor.indexer"
+            dim, index_heads, name = self.indexer.head_dim, self.indexer.num_heads, "attn.index_compressor"
             parts += self._compressor(hidden_size, name, dim)
-            parts.append(Matrix((f"{name}.q_b_proj",), index_heads * dim, self.q_lora_rank))
-            parts.append(Matrix((f"{name}.scorer.weights_proj",), index_heads, hidden_size, quantized=False))
+            parts.append(Matrix("attn.compressed_index_q", ("",), index_heads * dim, self.q_lora_rank))
+            parts.append(Matrix("attn.compressed_index_weights", ("",), index_heads, hidden_size, quantized=False))
         return tuple(parts)
 
     def _compressor(self, hidden_size: int, name: str, dim: int) -> tuple[Matrix | Elements, ...]:
         rows = self.overlap * dim
         return (
-            Matrix((f"{name}.kv_proj",), rows, hidden_size, quantized=False),
-            Matrix((f"{name}.gate_proj",), rows, hidden_size, quantized=False),
+            Matrix(name, ("kv",), rows, hidden_size, quantized=False),
+            Matrix(name, ("gate",), rows, hidden_size, quantized=False),
             Elements(self.rate * rows + dim),  # a bias for each place in an entry, and the norm
         )
 

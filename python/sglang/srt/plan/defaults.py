@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sglang.srt.plan.feed_forward import MoE
 from sglang.srt.plan.layer_spec import Matrix
+from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.server_args import ServerArgs
 
@@ -80,9 +81,14 @@ def cuda_graph_prefill_tokens(model: ModelDescription, tp_size: int, chunk: int)
     token computes counts, not what there is: of many experts it needs few."""
     launch = EXPERT_LAUNCH_S if model.experts else DENSE_LAUNCH_S
     limit = GRAPH_MARGIN * launch * FLOP_RATE / (2 * layer_products(model) / tp_size)
+    if any(isinstance(layer.mixer, MLA) for layer in model.layers):
+        limit = min(limit, LATENT_GRAPH_TOKENS)
     return tuple(size for size in PREFILL_GRAPH_TOKENS if size <= min(limit, chunk))
 
 
+LATENT_GRAPH_TOKENS = 512
+"""Of latent attention graphs hold the absorbed form, whatever the prefixes; from here on that costs more than launches:
+about three times the work of the expanded form, whose launches depend on the prefixes."""
 MIXED_DECODES = (64, 256)
 """Numbers of decoding requests for which there are prefill graphs, besides none and the most: a row of padding costs
 little."""
@@ -92,6 +98,13 @@ def mixed_decode_sizes(graph_batch_sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Ascending, from 0 to the largest decode graph."""
     largest = graph_batch_sizes[-1]
     return (0, *(size for size in MIXED_DECODES if size < largest), largest)
+
+
+def checkpoints_by_state(running: int, available: int, weights: int, bytes_per_request: int) -> int:
+    """One for each running request, or as many as their states leave of half of what the weights leave."""
+    if not bytes_per_request:
+        return 0
+    return max(0, min(running, (available - weights) // 2 // bytes_per_request - running))
 
 
 def requests_by_state(running: int, available: int, weights: int, bytes_per_request: int) -> int:

@@ -2,102 +2,174 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from sglang.srt.configs.activation import SILU, Activation
+from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.layer_spec import Elements, Matrix, Serving, Weights
 
-SILU, CLAMPED, GELU = "silu", "clamped", "gelu"
-"""Gates: silu(gate) * up; the same with both sides clamped; gelu(gate) * up."""
-_GATE_OPS = {SILU: "silu_and_mul", CLAMPED: "clamped_swiglu", GELU: "gelu_and_mul"}
 
-
-def _gated(prefix: str, size: int, hidden_size: int, bias: bool) -> Weights:
-    """gate and up stacked, and down, of `size` intermediate dims."""
+def _mlp(prefix: str, size: int, hidden_size: int, bias: bool, activation: Activation) -> Weights:
+    """gate (where there is one) and up stacked, and down, of `size` intermediate dims."""
+    parts = up_parts(activation)
     return (
-        Matrix((f"{prefix}.gate_proj", f"{prefix}.up_proj"), 2 * size, hidden_size, bias),
-        Matrix((f"{prefix}.down_proj",), hidden_size, size, bias),
+        Matrix(f"{prefix}.gate_up", parts, len(parts) * size, hidden_size, bias),
+        Matrix(f"{prefix}.down", ("down",), hidden_size, size, bias),
     )
+
+
+def up_parts(activation: Activation) -> tuple[str, ...]:
+    """What the first product of an MLP is made of."""
+    return ("gate", "up") if activation.gated else ("up",)
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A gated MLP."""
+    """An MLP."""
 
     intermediate_size: int
     bias: bool = False
-    gate: str = SILU
+    activation: Activation = SILU
 
     def needs(self, serving: Serving) -> Iterator[Need]:
-        yield Need(_GATE_OPS[self.gate], q_dtype=serving.dtype)
+        yield Need(self.activation.op, q_dtype=serving.dtype)
 
     def weights(self, hidden_size: int, tp_size: int, expert_rows: int) -> Weights:
-        return _gated("mlp", self.intermediate_size // tp_size, hidden_size, self.bias)
+        return _mlp("mlp", self.intermediate_size // tp_size, hidden_size, self.bias, self.activation)
 
     def activation_elements(self, hidden_size: int, tp_size: int) -> int:
         return 3 * self.intermediate_size // tp_size
 
 
 @dataclass(frozen=True, slots=True)
+class Router:
+    """How experts are scored and chosen.
+
+    `score` of a logit: "softmax", "sigmoid" or "sqrtsoftplus". The `top_k` largest (after adding the correction bias,
+    of the best `top_groups` of `num_groups` groups) are chosen; their scores, summing to 1 if `renormalize`, times
+    `scale` are the weights. `correction` and `hash_table` are the last pieces of those tensors' names in checkpoints;
+    empty: there is none. With a hash table token ids name the experts, and the scores only weight them. `bias`: of the
+    linear layer. `float32`: its weights are kept and multiplied in fp32. `exact_logits`: its weights are in the model's
+    type, and the sums of their products are not rounded to it.
+    """
+
+    top_k: int
+    score: str = "softmax"
+    renormalize: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    correction: str = ""
+    hash_table: str = ""
+    bias: bool = False
+    float32: bool = False
+    exact_logits: bool = False
+
+    @property
+    def op(self) -> str:
+        return "topk_hash" if self.hash_table else f"topk_{self.score}"
+
+    def problems(self, num_experts: int) -> list[str]:
+        """What of it no model can have."""
+        if self.num_groups < 1 or num_experts % self.num_groups:
+            return [f"{num_experts} experts do not divide into {self.num_groups} groups"]
+        members = num_experts // self.num_groups
+        found = []
+        if not 1 <= self.top_groups <= self.num_groups:
+            found.append(f"{self.top_groups} of {self.num_groups} groups cannot be chosen")
+        if self.top_groups < self.num_groups and members < 2 and self.score != "softmax":
+            found.append("groups are ranked by their two best experts and have one")
+        if not 1 <= self.top_k <= members * self.top_groups:
+            found.append(f"{self.top_k} experts cannot be chosen from {self.top_groups} groups of {members}")
+        if self.score == "softmax" and (self.correction or self.hash_table):
+            found.append("softmax routing has no correction bias or hash table")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class Shared:
-    """An expert that every token goes to; `module`: what the checkpoint calls it; `gated`: weighted by a sigmoid."""
+    """An expert that every token goes to; `gated`: weighted by the sigmoid of a linear layer's one output."""
 
     intermediate_size: int
-    module: str = "shared_experts"
     gated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class MoE:
-    """Routed experts, `top_k` of them a token, and a shared one. `score`: what the router makes of its logits
-    ("softmax", "sigmoid", "sqrtsoftplus"); `hashed`: experts are chosen by token id, from a table of the vocabulary."""
+    """Routed experts of one intermediate size, and a shared one. `bias`: the experts have biases. `form`: how 16-bit
+    checkpoints keep the experts: "" one by one, or one of `layers.quantization.experts_fused.FUSED`. `vocab_size`: of
+    the router's hash table."""
 
     num_experts: int
-    top_k: int
     intermediate_size: int
-    score: str = "softmax"
-    correction: bool = False  # a bias that counts for the choice only
-    router_bias: bool = False
-    hashed: int = 0  # entries of that table
-    shared: Shared | None = None
+    router: Router
+    activation: Activation = SILU
     bias: bool = False
-    gate: str = SILU
+    shared: Shared | None = None
+    form: str = ""
+    vocab_size: int = 0
+    latent_size: int = 0  # the routed experts work on a projection of the hidden states to so many dims
     fused_shared: bool = False  # the shared expert is held as one more of the routed ones
+
+    @property
+    def top_k(self) -> int:
+        return self.router.top_k
 
     @property
     def held_experts(self) -> int:
         return self.num_experts + self.fused_shared
 
     def needs(self, serving: Serving) -> Iterator[Need]:
-        yield Need("topk_hash" if self.hashed else f"topk_{self.score}", q_dtype=serving.dtype)
-        traits = {f"{self.gate}_gate"} if self.gate != SILU else set()
-        traits |= {"expert_bias"} if self.bias else set()
+        yield Need(self.router.op, q_dtype=serving.dtype)
+        traits = {self.activation.trait} - {""} | ({"expert_bias"} if self.bias else set())
         yield Need("fused_moe", q_dtype=serving.dtype, traits=frozenset(traits))
         if self.shared is not None and not self.fused_shared:
-            yield Need(_GATE_OPS[self.gate], q_dtype=serving.dtype)
+            yield Need(self.activation.op, q_dtype=serving.dtype)
 
     def weights(self, hidden_size: int, tp_size: int, expert_rows: int) -> Weights:
-        experts, rows = self.held_experts, expert_rows
+        experts, rows, router = self.held_experts, expert_rows, self.router
+        dtype = "float32" if router.float32 else None
+        up, width = up_parts(self.activation), self.latent_size or hidden_size
         parts: list[Matrix | Elements] = [
-            Matrix(("mlp.gate",), self.num_experts, hidden_size, self.router_bias, quantized=False),
-            Matrix(
-                ("mlp.experts.0.gate_proj", "mlp.experts.0.up_proj"), 2 * rows, hidden_size, self.bias, experts=experts
-            ),
-            Matrix(("mlp.experts.0.down_proj",), hidden_size, rows, self.bias, experts=experts),
+            Matrix("moe.router", ("",), self.num_experts, hidden_size, router.bias, quantized=False, dtype=dtype),
+            Matrix("moe.w13", up, len(up) * rows, width, self.bias, experts=experts),
+            Matrix("moe.w2", ("down",), width, rows, self.bias, experts=experts),
         ]
-        if self.correction:
+        if self.latent_size:
+            parts.append(Matrix("moe.latent_in", ("",), width, hidden_size))
+            parts.append(Matrix("moe.latent_out", ("",), hidden_size, width))
+        if router.correction:
             parts.append(Elements(self.num_experts, "float32"))
-        if self.hashed:
-            parts.append(Elements(self.hashed, "int32"))
+        if router.hash_table:
+            parts.append(Elements(self.vocab_size * router.top_k, "int32"))
         if self.shared is not None and not self.fused_shared:
-            size = self.shared.intermediate_size // tp_size
-            parts += _gated(f"mlp.{self.shared.module}", size, hidden_size, False)
+            parts += _mlp("moe.shared", self.shared.intermediate_size // tp_size, hidden_size, False, self.activation)
         if self.shared is not None and self.shared.gated:
-            parts.append(Matrix((f"mlp.{self.shared.module}_gate",), 1, hidden_size, quantized=False))
+            parts.append(Matrix("moe.shared_gate", ("",), 1, hidden_size))
         return tuple(parts)
 
     def activation_elements(self, hidden_size: int, tp_size: int) -> int:
         columns = self.top_k + self.fused_shared
         shared = 0 if self.shared is None or self.fused_shared else 3 * self.shared.intermediate_size // tp_size
         return columns * (3 * self.intermediate_size // tp_size + hidden_size) + shared
+
+
+def why_apart(experts: MoE, routed: ModuleQuant | None, shared: Sequence[ModuleQuant | None]) -> str | None:
+    """Why the shared expert, whose projections are stored as `shared`, cannot be one more of the routed ones; None: it
+    can."""
+    expert = experts.shared
+    if expert is None:
+        return "there is none"
+    if expert.gated:
+        return "it has a gate of its own"
+    if expert.intermediate_size != experts.intermediate_size:
+        return f"its intermediate size is {expert.intermediate_size}, theirs {experts.intermediate_size}"
+    if experts.form or experts.bias:
+        return "the checkpoint keeps the experts together"
+    other = [quant for quant in shared if quant != routed]
+    if other:
+        own_name, their_name = (quant.scheme if quant else "16 bits" for quant in (other[0], routed))
+        return f"its weights are {own_name}, theirs {their_name}"
+    return None

@@ -1,33 +1,14 @@
-"""The format of the KV cache: how many bytes one token costs."""
+"""The types in which caches are kept."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from sglang.srt.configs.quant_rules import QuantConfig
 from sglang.srt.errors import UserError
 
 KV_DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 _SPELLINGS: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
-
-
-@dataclass(frozen=True, slots=True)
-class KVSpec:
-    """Per layer keys [slots, num_kv_heads, head_dim] and values [slots, num_kv_heads, v_head_dim], of one rank.
-
-    `num_layers` counts the layers that have a cache; `v_head_dim` 0 means that values are a part of the keys (MLA).
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    dtype: str
-
-    @property
-    def bytes_per_token(self) -> int:
-        return self.num_layers * self.num_kv_heads * (self.head_dim + self.v_head_dim) * KV_DTYPE_BYTES[self.dtype]
 
 
 def kv_cache_dtype(requested: str, model_dtype: str, quantization: QuantConfig | None = None) -> str:

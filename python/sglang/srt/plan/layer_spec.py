@@ -9,12 +9,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
+from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
+from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,30 +42,85 @@ Lifetime = Full | Window | PerRequest
 
 
 @dataclass(frozen=True, slots=True)
+class CacheTensor:
+    """One tensor of a cache, [entries, *shape]. With `view_of` it is the first columns of another one of the cache and
+    costs nothing."""
+
+    name: str  # "k", "v", "scale", "conv", ...
+    shape: tuple[int, ...]
+    dtype: str
+    view_of: str = ""
+
+    @property
+    def entry_bytes(self) -> int:
+        return 0 if self.view_of else math.prod(self.shape) * KV_DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """One cache of one layer, on one rank. 1/4 entry a token: one entry for every fourth token."""
+    """One cache of one layer, on one rank; its name is unique in the layer.
+
+    1/4 entry a token: one entry for every fourth token. A PER_REQUEST cache has an entry a request.
+    """
 
     name: str  # "kv", "latent", "index", "compressed", "state"
-    entry_bytes: int
+    tensors: tuple[CacheTensor, ...]
     entries_per_token: Fraction = Fraction(1)
     lifetime: Lifetime = FULL
+
+    @property
+    def entry_bytes(self) -> int:
+        return sum(tensor.entry_bytes for tensor in self.tensors)
+
+
+def key_value_cache(
+    name: str, heads: int, head_dim: int, v_head_dim: int, dtype: str, lifetime: Lifetime = FULL
+) -> CacheSpec:
+    """Keys [heads, head_dim] and values [heads, v_head_dim] of every token."""
+    tensors = (CacheTensor("k", (heads, head_dim), dtype), CacheTensor("v", (heads, v_head_dim), dtype))
+    return CacheSpec(name, tensors, lifetime=lifetime)
+
+
+def latent_cache(
+    name: str,
+    dim: int,
+    v_dim: int,
+    dtype: str,
+    entries_per_token: Fraction = Fraction(1),
+    lifetime: Lifetime = FULL,
+) -> CacheSpec:
+    """One vector [1, dim] an entry, whose first `v_dim` elements are the value."""
+    tensors = (CacheTensor("k", (1, dim), dtype), CacheTensor("v", (1, v_dim), dtype, view_of="k"))
+    return CacheSpec(name, tensors, entries_per_token, lifetime)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Of one attention call site, on one rank."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
     """Weights [rows, cols] of one rank that one product takes.
 
-    `modules`: what the checkpoint calls them below the layer, stacked by rows ("self_attn.q_proj", ...); they decide
-    the scheme. `experts`: as many of them in one tensor (0: no experts). With `quantized` False they stay in 16 bits
-    whatever the checkpoint's rules say of the name.
+    `name`: of the module in the layer, as the family's WeightMap has it ("attn.qkv"); `parts` of it are stacked by rows
+    ("q", "k", "v"). What the checkpoint calls them decides the scheme. `experts`: as many of them in one tensor (0: no
+    experts). With `quantized` False they stay in 16 bits (or `dtype`) whatever the checkpoint's rules say of the name.
     """
 
-    modules: tuple[str, ...]
+    name: str
+    parts: tuple[str, ...]
     rows: int
     cols: int
     bias: bool = False
     experts: int = 0
     quantized: bool = True
+    dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +135,6 @@ Weights = tuple[Matrix | Elements, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class RotaryTable:
-    """Cosines and sines of `dims` dims of a head; layers of one `kind` share a table."""
-
-    dims: int
-    kind: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Serving:
     """What of the user's choices the ops of a layer depend on."""
 
@@ -92,6 +142,7 @@ class Serving:
     kv_dtype: str
     page_size: int = 1
     tp_size: int = 1
+    state_dtype: str = ""  # of recurrent states; empty: as the model says
 
     def need(
         self,
@@ -127,12 +178,16 @@ class Mixer(Protocol):
         """Of a head's output, as decoding makes it."""
 
     @property
-    def rotary_table(self) -> RotaryTable | None: ...
+    def rope(self) -> RopeSpec | None:
+        """The rotation of positions; layers with equal ones share a table."""
 
     def needs(self, serving: Serving) -> Iterator[Need]:
         """In the order in which a step runs them; without the linear layers, which follow from the weights."""
 
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]: ...
+
+    def attention_shape(self, tp_size: int) -> AttentionShape | None:
+        """As decoding attends; None: there is no attention over a cache."""
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights: ...
 
@@ -153,15 +208,20 @@ class FeedForward(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """The stream is one vector a token; blocks add to it."""
+    """The stream is one vector a token; blocks add to it. With `norms_after` what a block makes is normed before it is
+    added, beside the norm before the block."""
 
-    streams: int = 1
+    norms_after: bool = False
+
+    @property
+    def streams(self) -> int:
+        return 1
 
     def needs(self, serving: Serving) -> Iterator[Need]:
         yield Need("fused_add_rmsnorm", q_dtype=serving.dtype)
 
     def weights(self, hidden_size: int) -> Weights:
-        return ()
+        return (Elements(2 * hidden_size),) if self.norms_after else ()
 
     def head_weights(self, hidden_size: int) -> Weights:
         return ()
@@ -187,7 +247,49 @@ class HyperConnections:
 
 
 SUM = Sum()
-Residual = Sum | HyperConnections
+
+
+class Residual(Protocol):
+    """How what blocks make adds to the stream from layer to layer: Sum, HyperConnections."""
+
+    @property
+    def streams(self) -> int:
+        """Vectors a token."""
+
+    def needs(self, serving: Serving) -> Iterator[Need]: ...
+
+    def weights(self, hidden_size: int) -> Weights:
+        """Of a layer, beside the norm before each of its two blocks."""
+
+    def head_weights(self, hidden_size: int) -> Weights:
+        """Of the model, once, beside the final norm."""
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """In place of the block that a layer does not have: a Mixer and a FeedForward."""
+
+    num_heads: int = 0
+    value_dim: int = 0
+    rope: None = None
+
+    def needs(self, serving: Serving) -> Iterator[Need]:
+        yield from ()
+
+    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
+        return ()
+
+    def attention_shape(self, tp_size: int) -> None:
+        return None
+
+    def weights(self, *sizes: int) -> Weights:
+        return ()
+
+    def activation_elements(self, *sizes: int) -> int:
+        return 0
+
+
+ABSENT = Absent()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from sglang.srt.configs.rope import UNROTATED
 from sglang.srt.errors import UserError
 from sglang.srt.kernels.spec import Choice
 from sglang.srt.plan.attention_memory import AttentionSizes, attention_bytes
-from sglang.srt.plan.caches import CacheCost
 from sglang.srt.plan.defaults import mixed_decode_sizes
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.pool_sizes import CacheCost, Pools, plan_pools
 
 MIB = 1024**2
 GIB = 1024**3
@@ -45,14 +46,17 @@ class Sizes:
     page_size: int
     tp_size: int
     prefill_graph_tokens: tuple[int, ...] = ()
+    row_tables: int = 1
+    checkpoints: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """`available` was free before the first allocation; the fields below it add up to at most that.
 
-    `kv_cache` is the pool of tokens, `states` what every running request has beside its tokens (windows, recurrent
-    states). `penalties` is the token counts of all running requests, which are allocated when requests ask for them.
+    `kv_cache` is the pool of all tokens, `windows` those of the last tokens of requests, `states` what every running
+    request has beside its tokens, and checkpoints of that. `penalties` is the token counts of all running requests,
+    which are allocated when requests ask for them.
     """
 
     available: int
@@ -67,11 +71,12 @@ class MemoryPlan:
     penalties: int = 0
     attention: int = 0
     states: int = 0
+    windows: int = 0
 
     @property
     def mem_fraction_static(self) -> float:
         """Share of `available` for weights and caches, as --mem-fraction-static means it."""
-        return (self.weights + self.kv_cache + self.states) / self.available if self.available else 0.0
+        return (self.weights + self.kv_cache + self.windows + self.states) / self.available if self.available else 0.0
 
     def describe(self) -> dict[str, Any]:
         return asdict(self) | {"mem_fraction_static": round(self.mem_fraction_static, 4)}
@@ -100,7 +105,7 @@ def logits_bytes(model: ModelDescription, rows: int) -> int:
 
 def table_bytes(sizes: Sizes) -> int:
     """req_to_token, last tokens and scalar sampling parameters (256 bytes a request)."""
-    return (sizes.max_running_requests + 1) * (sizes.context_len * 4 + 8 + 256)
+    return (sizes.max_running_requests + 1) * (sizes.row_tables * sizes.context_len * 4 + 8 + 256)
 
 
 def penalty_bytes(model: ModelDescription, sizes: Sizes) -> int:
@@ -112,8 +117,9 @@ def penalty_bytes(model: ModelDescription, sizes: Sizes) -> int:
 
 def rotary_bytes(model: ModelDescription, context_len: int) -> int:
     """Cosines and sines in fp32 of every position, one table for each kind of rotation in the model."""
-    tables = {layer.mixer.rotary_table for layer in model.layers}
-    return sum(context_len * table.dims * 4 for table in tables if table is not None)
+    rotations = {layer.mixer.rope for layer in model.layers}
+    rows = {rope: 1 if rope.kind == UNROTATED else context_len for rope in rotations if rope is not None}
+    return sum(count * rope.rot_dim * 4 for rope, count in rows.items())
 
 
 def graph_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
@@ -144,10 +150,11 @@ def plan_gpu_memory(
     choices: Mapping[str, Choice],
     num_sms: int,
     fraction: float | None,
-    max_total_tokens: int | None,
+    most_tokens: int,
     more_ranks: int | None = None,
-) -> MemoryPlan:
-    """Caches get what everything else leaves, or with `fraction` (--mem-fraction-static) what that leaves.
+) -> tuple[MemoryPlan, Pools]:
+    """Caches get what everything else leaves, or with `fraction` (--mem-fraction-static) what that leaves, for at most
+    `most_tokens`.
 
     `more_ranks`: the next --tp-size that the model can be divided over, for advice. Raises UserError if the weights do
     not fit.
@@ -159,19 +166,18 @@ def plan_gpu_memory(
     reserve = _LIBRARY_RESERVE + available // 100 + (_COLLECTIVE_RESERVE if sizes.tp_size > 1 else 0)
     rotary, penalties = rotary_bytes(model, sizes.context_len), penalty_bytes(model, sizes)
     attention = attention_bytes(choices, _attention_sizes(model, sizes, num_sms, (available - weights), cost))
-    states = sizes.max_running_requests * cost.bytes_per_request
+    states = (sizes.max_running_requests + 1 + sizes.checkpoints) * cost.state_bytes
     others = tables + activations + logits + graphs + reserve + rotary + penalties + attention
     static = available - others if fraction is None else int(available * fraction)
-    kv_bytes = static - weights - states
-    if kv_bytes <= 0:
+    pools = static - weights - states
+    if pools <= 0:
         raise UserError(_do_not_fit(weights, states, available, others, fraction, more_ranks))
-    kv_bytes = min(kv_bytes, available - weights - states - tables - rotary - attention)
-    if max_total_tokens is not None:
-        kv_bytes = min(kv_bytes, cost.pool_bytes(max_total_tokens + sizes.page_size))
-    return MemoryPlan(
+    pools = min(pools, available - weights - states - tables - rotary - attention)
+    split = plan_pools(cost, pools, sizes.page_size, most_tokens)
+    memory = MemoryPlan(
         available,
         weights,
-        kv_bytes,
+        split.token_bytes,
         tables,
         activations,
         logits,
@@ -181,7 +187,9 @@ def plan_gpu_memory(
         penalties=penalties,
         attention=attention,
         states=states,
+        windows=split.window_bytes,
     )
+    return memory, split
 
 
 def _attention_sizes(
@@ -208,11 +216,12 @@ def plan_cpu_memory(
     available: int,
     sizes: Sizes,
     cost: CacheCost,
+    most_tokens: int,
     max_total_tokens: int | None,
-) -> MemoryPlan:
+) -> tuple[MemoryPlan, Pools]:
     """A modest share of main memory, unless --max-total-tokens asks for another size. Raises UserError."""
     tables, rotary = table_bytes(sizes), rotary_bytes(model, sizes.context_len)
-    states = sizes.max_running_requests * cost.bytes_per_request
+    states = (sizes.max_running_requests + 1 + sizes.checkpoints) * cost.state_bytes
     fixed = weights + tables + rotary + states
     if fixed >= available:
         raise UserError(
@@ -221,19 +230,21 @@ def plan_cpu_memory(
             f" {available / GIB:.2f} GiB of main memory are free; choose a smaller model or --dtype bfloat16, a smaller"
             " --context-length or --max-running-requests"
         )
-    tokens = min(CPU_KV_TOKENS, cost.tokens_in(int(min((available - fixed) * CPU_KV_SHARE, CPU_KV_LIMIT))))
+    share = int(min((available - fixed) * CPU_KV_SHARE, CPU_KV_LIMIT))
+    split = plan_pools(cost, share, sizes.page_size, min(CPU_KV_TOKENS, most_tokens))
     if max_total_tokens is not None:
-        tokens = max_total_tokens
-    kv_bytes = cost.pool_bytes(tokens + sizes.page_size)
-    if fixed + kv_bytes > available:
+        wanted = cost.pool_bytes(max_total_tokens + sizes.page_size)
+        split = plan_pools(cost, wanted, sizes.page_size, max_total_tokens)
+    pools = split.token_bytes + split.window_bytes
+    if fixed + pools > available:
         raise UserError(
-            f"--max-total-tokens {max_total_tokens} takes {kv_bytes / GIB:.2f} GiB of KV cache beside"
+            f"--max-total-tokens {max_total_tokens} takes {pools / GIB:.2f} GiB of KV cache beside"
             f" {weights / GIB:.2f} GiB of weights, but only {available / GIB:.2f} GiB of main memory are free"
         )
-    return MemoryPlan(
+    memory = MemoryPlan(
         available,
         weights,
-        kv_bytes,
+        split.token_bytes,
         tables,
         activation_bytes(model, dtype, sizes.tokens_per_step, sizes.tp_size),
         logits_bytes(model, sizes.max_running_requests),
@@ -242,7 +253,9 @@ def plan_cpu_memory(
         rotary=rotary,
         penalties=penalty_bytes(model, sizes),
         states=states,
+        windows=split.window_bytes,
     )
+    return memory, split
 
 
 def _do_not_fit(

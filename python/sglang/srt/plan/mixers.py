@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
+from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
-from sglang.srt.plan.layer_spec import FULL, CacheSpec, Elements, Matrix, RotaryTable, Serving, Weights, Window
+from sglang.srt.plan.layer_spec import (
+    FULL,
+    AttentionShape,
+    CacheSpec,
+    CacheTensor,
+    Elements,
+    Matrix,
+    Serving,
+    Weights,
+    Window,
+    key_value_cache,
+    latent_cache,
+)
 
 
 def rank_kv_heads(num_kv_heads: int, tp_size: int) -> int:
@@ -19,22 +34,25 @@ def rank_kv_heads(num_kv_heads: int, tp_size: int) -> int:
 class GQA:
     """Attention in which `num_heads / num_kv_heads` query heads share a kv head.
 
-    `window` 0: over the whole request. `qk_norm`: "head" for a norm over each head of q and k, "whole" for one over
-    all of q and one over all of k. With `output_gate` q_proj makes a gate for every head beside it.
+    `window` 0: over the whole request. `scale` multiplies the products of q and k (0: head_dim ** -0.5); `logit_cap`
+    > 0 bends them to within +-that. `qk_norm`: "head" for a norm over each head of q and k, "whole" for one over all of
+    q and one over all of k. With `output_gate` q_proj makes a gate for every head beside it.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     v_head_dim: int
-    rotary_dim: int
+    rope: RopeSpec | None
+    scale: float = 0.0
     window: int = 0
     qk_norm: str = ""
+    fp32_norms: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     output_gate: bool = False
     sinks: bool = False
-    logit_cap: bool = False
+    logit_cap: float = 0.0
     among_recurrent: bool = False  # other layers of the model have a recurrent state
 
     @property
@@ -42,18 +60,24 @@ class GQA:
         return self.v_head_dim
 
     @property
-    def rotary_table(self) -> RotaryTable:
-        return RotaryTable(self.rotary_dim)
+    def rotary_dim(self) -> int:
+        return self.rope.rot_dim if self.rope is not None else 0
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.scale or self.head_dim**-0.5
 
     def needs(self, serving: Serving) -> Iterator[Need]:
         dims = (self.head_dim, self.v_head_dim)
         heads = (self.num_heads // serving.tp_size, rank_kv_heads(self.num_kv_heads, serving.tp_size))
-        norms = [f"{self.qk_norm}_norm"] if self.qk_norm else []
+        norms = ["head_norm"] if self.qk_norm == "head" else []
+        if self.qk_norm == "whole":
+            yield Need("qk_whole_norm", q_dtype=serving.dtype)
         yield serving.need("qk_norm_rope_store", dims, norms, heads, self.rotary_dim)
         present = {
             "sliding_window": self.window > 0,
             "sinks": self.sinks,
-            "logit_cap": self.logit_cap,
+            "logit_cap": self.logit_cap > 0,
             "hybrid_gdn": self.among_recurrent,
         }
         traits = [name for name, here in present.items() if here]
@@ -63,9 +87,13 @@ class GQA:
             yield Need("attention_output_gate", q_dtype=serving.dtype)
 
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
-        dims = rank_kv_heads(self.num_kv_heads, serving.tp_size) * (self.head_dim + self.v_head_dim)
-        entry = dims * KV_DTYPE_BYTES[serving.kv_dtype]
-        return (CacheSpec("kv", entry, lifetime=Window(self.window) if self.window else FULL),)
+        heads = rank_kv_heads(self.num_kv_heads, serving.tp_size)
+        lifetime = Window(self.window) if self.window else FULL
+        return (key_value_cache("kv", heads, self.head_dim, self.v_head_dim, serving.kv_dtype, lifetime),)
+
+    def attention_shape(self, tp_size: int) -> AttentionShape:
+        heads = rank_kv_heads(self.num_kv_heads, tp_size)
+        return AttentionShape(self.num_heads // tp_size, heads, self.head_dim, self.v_head_dim)
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         heads, kv_heads = self.num_heads // tp_size, rank_kv_heads(self.num_kv_heads, tp_size)
@@ -73,9 +101,10 @@ class GQA:
         rows = q * (2 if self.output_gate else 1) + k + kv_heads * self.v_head_dim
         norms = {"": 0, "head": 2 * self.head_dim, "whole": q + k}[self.qk_norm]
         return (
-            Matrix(tuple(f"self_attn.{part}_proj" for part in "qkv"), rows, hidden_size, self.qkv_bias),
-            Matrix(("self_attn.o_proj",), hidden_size, heads * self.v_head_dim, self.o_bias),
-            Elements(norms + (self.num_heads // tp_size if self.sinks else 0)),
+            Matrix("attn.qkv", ("q", "k", "v"), rows, hidden_size, self.qkv_bias),
+            Matrix("attn.o", ("",), hidden_size, heads * self.v_head_dim, self.o_bias),
+            Elements(norms, "float32" if self.fp32_norms else None),
+            Elements(heads if self.sinks else 0, "float32"),
         )
 
     def activation_elements(self, tp_size: int) -> int:
@@ -94,10 +123,12 @@ class Indexer:
         yield serving.need("index_key_store", (self.head_dim, self.head_dim))
         yield serving.need("sparse_indexer", (self.head_dim, self.head_dim))
 
-    def entry_bytes(self, serving: Serving) -> int:
-        """Of one key, which every rank holds; with a scale where it has one byte an element."""
-        item = KV_DTYPE_BYTES[serving.kv_dtype]
-        return self.head_dim * item + (4 if item == 1 else 0)
+    def cache(self, serving: Serving, entries_per_token: Fraction = Fraction(1)) -> CacheSpec:
+        """Its keys, which every rank holds; with a scale where they have one byte an element."""
+        tensors: tuple[CacheTensor, ...] = (CacheTensor("k", (1, self.head_dim), serving.kv_dtype),)
+        if KV_DTYPE_BYTES[serving.kv_dtype] == 1:
+            tensors += (CacheTensor("scale", (1,), "float32"),)
+        return CacheSpec("index", tensors, entries_per_token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +138,7 @@ class MLA:
     Decoding multiplies q with W_UK and the output with W_UV, so that it reads latents only; prompts are attended to
     with uncompressed keys of `nope_dim + rope_dim` and values of `v_dim`. `q_lora_rank` 0: q is not compressed.
     With `sparse` attention is over the tokens that an indexer chose; `indexer` None then means that this layer takes
-    another layer's choice.
+    another layer's choice. `interleaved`: neighbours rotate together, and not dims half a rotary key apart.
     """
 
     num_heads: int
@@ -116,6 +147,8 @@ class MLA:
     nope_dim: int
     rope_dim: int
     v_dim: int
+    rope: RopeSpec | None = None
+    interleaved: bool = True
     sparse: bool = False
     indexer: Indexer | None = None
 
@@ -124,8 +157,27 @@ class MLA:
         return self.kv_lora_rank
 
     @property
-    def rotary_table(self) -> RotaryTable:
-        return RotaryTable(self.rope_dim)
+    def qk_dim(self) -> int:
+        """Of a query, and of a key that is made of a latent."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """With YaRN's factor for attention (`mscale_all_dim`), squared because q and k would each have it."""
+        params = dict(self.rope.params) if self.rope is not None else {}
+        factor = float(params.get("factor", 1.0))
+        growth = 0.1 * float(params.get("mscale_all_dim") or 0.0) * math.log(factor) if factor > 1 else 0.0
+        return float(self.qk_dim**-0.5 * (1.0 + growth) ** 2)
+
+    def expanding_pays(self, prefix_lens: Sequence[int], new_lens: Sequence[int]) -> bool:
+        """Whether prompts, new_lens tokens each over prefix_lens cached ones, take fewer multiplications over keys and
+        values that are made of latents. Those of the new tokens cost what absorbing their queries and outputs would.
+
+        Example: DeepSeek-V3 with one request: from 171 new tokens on, over a long prefix.
+        """
+        pairs = sum(new * prefix + new * (new + 1) // 2 for prefix, new in zip(prefix_lens, new_lens, strict=True))
+        saved = self.latent_dim + self.kv_lora_rank - self.qk_dim - self.v_dim
+        return pairs * saved > sum(prefix_lens) * self.kv_lora_rank * (self.nope_dim + self.v_dim)
 
     @property
     def latent_dim(self) -> int:
@@ -139,42 +191,46 @@ class MLA:
             yield from self.indexer.needs(serving)
         if not self.sparse:
             # Over keys and values as they are made of latents: never quantized.
-            dims = (self.nope_dim + self.rope_dim, self.v_dim)
+            dims = (self.qk_dim, self.v_dim)
             yield replace(serving, kv_dtype=serving.dtype).need("latent_prompt_attention", dims)
         yield Need("latent_absorb", q_dtype=serving.dtype, heads=heads)
         yield serving.need("extend_attention", latent, traits)
         yield serving.need("decode_attention", latent, traits)
 
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
-        latent = CacheSpec("latent", self.latent_dim * KV_DTYPE_BYTES[serving.kv_dtype])
-        if self.indexer is None:
-            return (latent,)
-        return (latent, CacheSpec("index", self.indexer.entry_bytes(serving)))
+        latent = latent_cache("latent", self.latent_dim, self.kv_lora_rank, serving.kv_dtype)
+        return (latent,) if self.indexer is None else (latent, self.indexer.cache(serving))
+
+    def attention_shape(self, tp_size: int) -> AttentionShape:
+        return AttentionShape(self.num_heads // tp_size, 1, self.latent_dim, self.kv_lora_rank)
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         heads = self.num_heads // tp_size
-        q_rows, q_cols = heads * (self.nope_dim + self.rope_dim), self.q_lora_rank or hidden_size
-        up = heads * (self.nope_dim + self.v_dim)
+        q_rows, q_cols = heads * self.qk_dim, self.q_lora_rank or hidden_size
+        first, rows = ("q_a_proj", self.q_lora_rank) if self.q_lora_rank else ("q_proj", q_rows)
         parts: list[Matrix | Elements] = [
-            Matrix(("self_attn.kv_a_proj_with_mqa",), self.latent_dim, hidden_size),
-            Matrix((f"self_attn.{'q_b_proj' if self.q_lora_rank else 'q_proj'}",), q_rows, q_cols),
-            Matrix(("self_attn.kv_b_proj",), up, self.kv_lora_rank),
-            Elements(up * self.kv_lora_rank),  # W_UK and W_UV as decoding takes them, always in 16 bits
-            Matrix(("self_attn.o_proj",), hidden_size, heads * self.v_dim),
+            Matrix("attn.qkv_a", (first, "kv_a_proj_with_mqa"), rows + self.latent_dim, hidden_size),
+            # W_UK and W_UV (kv_b_proj): always in the model's type.
+            Elements(heads * (self.nope_dim + self.v_dim) * self.kv_lora_rank),
+            Matrix("attn.o", ("",), hidden_size, heads * self.v_dim),
             Elements(self.q_lora_rank + self.kv_lora_rank),
         ]
         if self.q_lora_rank:
-            parts.append(Matrix(("self_attn.q_a_proj",), self.q_lora_rank, hidden_size))
+            parts.append(Matrix("attn.q_b", ("",), q_rows, self.q_lora_rank))
         if self.indexer is not None:
             dim, index_heads = self.indexer.head_dim, self.indexer.num_heads
             parts += (
-                Matrix(("self_attn.indexer.wq_b",), index_heads * dim, q_cols),
-                Matrix(("self_attn.indexer.wk",), dim, hidden_size),
-                Matrix(("self_attn.indexer.weights_proj",), index_heads, hidden_size, quantized=False),
+                Matrix("attn.index_q", ("",), index_heads * dim, q_cols),
+                Matrix("attn.index_k", ("",), dim, hidden_size),
+                Matrix("attn.index_weights", ("",), index_heads, hidden_size, quantized=False),
                 Elements(2 * dim),
             )
         return tuple(parts)
 
     def activation_elements(self, tp_size: int) -> int:
+        """Absorbed: queries twice, latents that attention returns, outputs. Expanded: queries, keys, values, outputs,
+        in fp32 too, and keys and values of a chunk with as many tokens as a step."""
+        absorbed = 2 * self.latent_dim + self.qk_dim + self.v_dim
+        expanded = 3 * self.qk_dim + 5 * self.v_dim
         heads = self.num_heads // tp_size
-        return heads * (2 * self.latent_dim + self.nope_dim + self.rope_dim + self.v_dim) + self.q_lora_rank
+        return heads * max(absorbed, expanded) + self.kv_lora_rank + self.q_lora_rank

@@ -52,7 +52,7 @@ def _linears(model: ModelDescription, serving: Serving) -> Iterator[Need]:
         None: {(-(-model.vocab_size // serving.tp_size), model.hidden_size, False)}
     }
     for matrix, quant in model.matrices(serving.tp_size, expert_rows(model, serving.tp_size)):
-        if not matrix.experts:
+        if not matrix.experts and matrix.dtype is None:
             shapes.setdefault(quant.scheme if quant else None, set()).add((matrix.rows, matrix.cols, matrix.bias))
     for scheme in sorted(shapes, key=lambda scheme: scheme or ""):
         yield Need("linear", q_dtype=serving.dtype, quant=scheme, shapes=tuple(sorted(shapes[scheme])))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from sglang.srt.configs.model_config import ModelConfig
@@ -17,14 +18,14 @@ from sglang.srt.kernels.ledger_file import Ledger, tile_key
 from sglang.srt.kernels.resolve import installed_packages, resolve
 from sglang.srt.kernels.spec import Choice, Need, Tile
 from sglang.srt.plan import defaults
-from sglang.srt.plan.caches import CacheGroup, cache_cost, cache_groups
-from sglang.srt.plan.kv_spec import KVSpec, kv_cache_dtype
-from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.caches import CacheGroup, cache_groups, row_tables
+from sglang.srt.plan.kv_spec import kv_cache_dtype
+from sglang.srt.plan.layer_spec import PER_REQUEST, AttentionShape, Serving
 from sglang.srt.plan.layout import check_layout, next_layout
 from sglang.srt.plan.memory import GIB, MIN_POOL_TOKENS, MemoryPlan, Sizes, plan_cpu_memory, plan_gpu_memory
-from sglang.srt.plan.mixers import GQA, rank_kv_heads
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
+from sglang.srt.plan.pool_sizes import FREE_TOKENS, PoolSizes, WindowSize, cache_cost, sized_cost
 from sglang.srt.plan.weights import rank_weight_bytes
 from sglang.srt.server_args import ServerArgs
 
@@ -37,7 +38,9 @@ class Plan:
 
     arch: ArchTraits
     model: ModelConfig
-    kv: KVSpec
+    description: ModelDescription
+    caches: tuple[CacheGroup, ...]
+    attention_shapes: tuple[AttentionShape, ...]
     dtype: str
     kv_cache_dtype: str
     device: str
@@ -45,6 +48,8 @@ class Plan:
     choices: Mapping[str, Choice]
     memory: MemoryPlan
     max_total_num_tokens: int
+    windows: tuple[WindowSize, ...]
+    state_checkpoints: int
     page_size: int
     max_running_requests: int
     context_len: int
@@ -52,9 +57,42 @@ class Plan:
     max_prefill_tokens: int
     cuda_graph_bs: tuple[int, ...]  # empty: no graphs
     cuda_graph_prefill_tokens: tuple[int, ...] = ()
-    fuse_shared_experts: bool = True
     warnings: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()  # the server works, but not as the user will want it
+
+    @property
+    def has_states(self) -> bool:
+        return any(group.lifetime == PER_REQUEST for group in self.caches)
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether what one request computed can serve another that begins alike: a state stands for all tokens before
+        it, so there must be room for copies of it."""
+        return not self.has_states or self.state_checkpoints > 0
+
+    @property
+    def pool_sizes(self) -> PoolSizes:
+        return PoolSizes(
+            self.max_total_num_tokens,
+            self.page_size,
+            self.max_running_requests,
+            self.context_len,
+            self.windows,
+            self.has_states,
+            self.state_checkpoints,
+        )
+
+    def attention_op(self, op: str, shape: AttentionShape) -> str:
+        """The key of the choice for an op that attends with heads of this shape."""
+        variant = f"{op}/{shape.head_dim}x{shape.v_head_dim}"
+        return variant if variant in self.choices else op
+
+    @property
+    def tokens_per_step(self) -> int:
+        """At most."""
+        if self.chunked_prefill_size == -1:
+            return max(self.max_prefill_tokens, self.context_len)
+        return self.chunked_prefill_size
 
     def entry(self, op: str) -> Any:
         """The chosen kernel's callable."""
@@ -99,9 +137,10 @@ class Plan:
             "warnings": [*self.errors, *self.warnings],
         }
 
-    def _sizes(self) -> dict[str, int]:
+    def _sizes(self) -> dict[str, Any]:
         return {
             "max_total_num_tokens": self.max_total_num_tokens,
+            **describe_pools(self.windows, self.state_checkpoints),
             "chunked_prefill_size": self.chunked_prefill_size,
             "max_prefill_tokens": self.max_prefill_tokens,
             "max_running_requests": self.max_running_requests,
@@ -116,6 +155,8 @@ class Plan:
             tile = f" tile {tile_key(choice.tile)}" if choice.tile else ""
             remark = f" ({choice.remark})" if choice.remark else ""
             logger.info("%s: %s%s%s", op, choice.name, tile, remark)
+        if self.description.shared_apart is not None:
+            logger.info("The shared expert is computed apart from the routed ones: %s", self.description.shared_apart)
         logger.info(self.memory.log_line())
         logger.info(", ".join(f"{name}={value}" for name, value in self._sizes().items()))
         for message in self.warnings:
@@ -136,17 +177,19 @@ def make_plan(
 
     Raises UserError: a kernel that was asked for cannot run, heads do not divide, weights do not fit.
     """
-    description = describe_model(model.hf_config, model.quantization, not args.disable_shared_experts_fusion)
+    description = describe_served_model(args, model)
     check_layout(description, args.tp_size)
     serving = serving_of(args, model.dtype, model.quantization)
     choices = choose(args, needs_of(description, serving), arch, installed_packages() if packages is None else packages)
-    kv = kv_spec(description, serving)
+    _check_servable(description, serving)
     capacity = plan_capacity(args, description, serving, model.context_len, arch, choices, available_bytes)
     sizes, tokens = capacity.sizes, capacity.max_total_num_tokens
     return Plan(
         arch=arch,
         model=model,
-        kv=kv,
+        description=description,
+        caches=capacity.groups,
+        attention_shapes=attention_shapes(description, args.tp_size),
         dtype=model.dtype,
         kv_cache_dtype=serving.kv_dtype,
         device=arch.device,
@@ -154,6 +197,8 @@ def make_plan(
         choices=choices,
         memory=capacity.memory,
         max_total_num_tokens=tokens,
+        windows=capacity.windows,
+        state_checkpoints=sizes.checkpoints,
         page_size=serving.page_size,
         max_running_requests=sizes.max_running_requests,
         context_len=model.context_len,
@@ -161,16 +206,24 @@ def make_plan(
         max_prefill_tokens=args.max_prefill_tokens,
         cuda_graph_bs=sizes.graph_batch_sizes,
         cuda_graph_prefill_tokens=sizes.prefill_graph_tokens,
-        fuse_shared_experts=not args.disable_shared_experts_fusion,
         warnings=tuple(capacity.notes + _token_notes(args, tokens)),
         errors=_check_pool(args, capacity, model.context_len, arch.device != "cpu"),
     )
 
 
+def describe_served_model(args: ServerArgs, model: ModelConfig) -> ModelDescription:
+    """Raises UserError for what is malformed, and for what is not computed here."""
+    source = str(Path(model.model_path) / "config.json")
+    fuse = not args.disable_shared_experts_fusion
+    description = describe_model(model.hf_config, model.quantization, fuse, source)
+    description.require_served()
+    return description
+
+
 def serving_of(args: ServerArgs, dtype: str, quantization: QuantConfig | None) -> Serving:
     """What the layers' ops depend on. Raises UserError for a cache dtype that is not known."""
     kv_dtype = kv_cache_dtype(args.kv_cache_dtype, dtype, quantization)
-    return Serving(dtype, kv_dtype, args.page_size or 1, args.tp_size)
+    return Serving(dtype, kv_dtype, args.page_size or 1, args.tp_size, args.mamba_ssm_dtype or "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +234,7 @@ class Capacity:
     groups: tuple[CacheGroup, ...]
     memory: MemoryPlan
     max_total_num_tokens: int
+    windows: tuple[WindowSize, ...]
     notes: list[str]
 
 
@@ -189,6 +243,7 @@ def describe_capacity(capacity: Capacity) -> dict[str, Any]:
     sizes = capacity.sizes
     return {
         "max_total_num_tokens": capacity.max_total_num_tokens,
+        **describe_pools(capacity.windows, sizes.checkpoints),
         "tokens_per_step": sizes.tokens_per_step,
         "max_running_requests": sizes.max_running_requests,
         "context_len": sizes.context_len,
@@ -197,6 +252,16 @@ def describe_capacity(capacity: Capacity) -> dict[str, Any]:
         "cuda_graph_prefill_tokens": list(sizes.prefill_graph_tokens),
         "memory": capacity.memory.describe(),
     }
+
+
+def describe_pools(windows: Sequence[WindowSize], checkpoints: int) -> dict[str, Any]:
+    """Tokens of the pools of each window, and rows for copies of states, where there are any."""
+    pools: dict[str, Any] = {}
+    if windows:
+        pools["window_tokens"] = {str(size.window): size.tokens for size in windows}
+    if checkpoints:
+        pools["state_checkpoints"] = checkpoints
+    return pools
 
 
 def plan_capacity(
@@ -213,12 +278,21 @@ def plan_capacity(
     groups = cache_groups(model, serving)
     cost = cache_cost(groups)
     most = defaults.default_max_running_requests(arch.device, available, context_len)
-    most = args.max_running_requests or defaults.requests_by_state(most, available, weights, cost.bytes_per_request)
+    most = args.max_running_requests or defaults.requests_by_state(most, available, weights, 2 * cost.state_bytes)
+    checkpoints = defaults.checkpoints_by_state(most, available, weights, cost.state_bytes)
     sizes, notes = _sizes(args, model, serving, context_len, arch, choices, available, most)
+    checkpoints = 0 if args.disable_radix_cache else checkpoints
+    sizes = replace(sizes, row_tables=len(row_tables(groups)), checkpoints=checkpoints)
+    cost = sized_cost(groups, serving.page_size, most, context_len, sizes.tokens_per_step)
+    most_tokens = args.max_total_tokens or available  # a token takes at least a byte, or else
+    if not cost.bytes_per_token:
+        most_tokens = min(most_tokens, FREE_TOKENS, most * context_len)
     if arch.device == "cpu":
-        memory = plan_cpu_memory(model, serving.dtype, weights, available, sizes, cost, args.max_total_tokens)
+        memory, pools = plan_cpu_memory(
+            model, serving.dtype, weights, available, sizes, cost, most_tokens, args.max_total_tokens
+        )
     else:
-        memory = plan_gpu_memory(
+        memory, pools = plan_gpu_memory(
             model,
             serving.dtype,
             weights,
@@ -228,12 +302,10 @@ def plan_capacity(
             choices,
             arch.num_sms,
             args.mem_fraction_static,
-            args.max_total_tokens,
+            most_tokens,
             next_layout(model, serving.tp_size),
         )
-    page_size = serving.page_size
-    tokens = cost.tokens_in(memory.kv_cache) // page_size * page_size - page_size  # page 0 is padding
-    return Capacity(sizes, groups, memory, tokens, notes)
+    return Capacity(sizes, groups, memory, pools.tokens - serving.page_size, pools.windows, notes)  # page 0 is padding
 
 
 def choose(args: ServerArgs, needs: tuple[Need, ...], arch: ArchTraits, packages: frozenset[str]) -> dict[str, Choice]:
@@ -253,20 +325,21 @@ def forced_kernels(args: ServerArgs) -> dict[str, str]:
     return {op: name for op, name in named.items() if name is not None}
 
 
-def kv_spec(model: ModelDescription, serving: Serving) -> KVSpec:
-    """The pool of a model whose layers all keep keys and values of one shape for all tokens, on one rank. KV heads are
-    replicated when there are fewer than ranks. Raises UserError for a model that needs several pools."""
-    mixer, *others = dict.fromkeys(layer.mixer for layer in model.layers)
-    if others or not isinstance(mixer, GQA) or mixer.window:
-        kinds = "; ".join(str(group) for group in cache_groups(model, serving))
-        raise UserError(f"{model.architecture} with caches of several kinds cannot be served yet: {kinds}")
-    return KVSpec(
-        num_layers=len(model.layers),
-        num_kv_heads=rank_kv_heads(mixer.num_kv_heads, serving.tp_size),
-        head_dim=mixer.head_dim,
-        v_head_dim=mixer.v_head_dim,
-        dtype=serving.kv_dtype,
-    )
+def _check_servable(model: ModelDescription, serving: Serving) -> None:
+    """Raises UserError for pages that do not hold whole entries of every cache."""
+    rates = {group.entries_per_token for group in cache_groups(model, serving)}
+    whole = math.lcm(*(rate.denominator for rate in rates))
+    if serving.page_size % whole:
+        raise UserError(
+            f"{model.architecture} caches one entry for up to {whole} tokens, and a page holds whole entries:"
+            f" --page-size {serving.page_size} must be a multiple of {whole}."
+        )
+
+
+def attention_shapes(model: ModelDescription, tp_size: int) -> tuple[AttentionShape, ...]:
+    """Of all call sites, each once, in the order of the layers."""
+    shapes = (layer.mixer.attention_shape(tp_size) for layer in model.layers)
+    return tuple(dict.fromkeys(shape for shape in shapes if shape is not None))
 
 
 def _chunk(args: ServerArgs, arch: ArchTraits, available: int, page_size: int) -> int:

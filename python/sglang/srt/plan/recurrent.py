@@ -1,4 +1,4 @@
-"""Gated delta nets, whose memory of a request is one state of fixed size, as a mixer of `layer_spec`."""
+"""Gated delta nets and Mamba-2, whose memory of a request is one state of fixed size, as mixers of `layer_spec`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
-from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, Elements, Matrix, Serving, Weights
+from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Elements, Matrix, Serving, Weights
+
+CHUNK_TOKENS = 64
+"""Of a prompt, computed at once; a test holds it to the kernels' number."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatedDelta:
     """Gated delta rule (arXiv 2412.06464) after a causal convolution over `conv_kernel` tokens. A value head keeps a
-    state [key_dim, value_dim] of `state_dtype`."""
+    state [key_dim, value_dim] of `state_dtype`. `by_key_head`: checkpoints keep all projections of a key head together.
+    """
 
     key_heads: int
     value_heads: int
@@ -21,13 +24,14 @@ class GatedDelta:
     value_dim: int
     conv_kernel: int
     state_dtype: str = "float32"
+    by_key_head: bool = False
 
     @property
     def num_heads(self) -> int:
         return self.value_heads
 
     @property
-    def rotary_table(self) -> None:
+    def rope(self) -> None:
         return None
 
     def _widths(self, tp_size: int) -> tuple[int, int]:
@@ -43,22 +47,89 @@ class GatedDelta:
 
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
         keys, values = self._widths(serving.tp_size)
-        state = values * self.key_dim * KV_DTYPE_BYTES[self.state_dtype]
-        convolved = (2 * keys + values) * (self.conv_kernel - 1) * KV_DTYPE_BYTES[serving.dtype]
-        return (CacheSpec("state", state + convolved, lifetime=PER_REQUEST),)
+        heads = self.value_heads // serving.tp_size
+        state = CacheTensor("state", (heads, self.key_dim, self.value_dim), serving.state_dtype or self.state_dtype)
+        convolved = CacheTensor("conv", (self.conv_kernel - 1, 2 * keys + values), serving.dtype)
+        return (CacheSpec("state", (state, convolved), lifetime=PER_REQUEST),)
+
+    def attention_shape(self, tp_size: int) -> None:
+        return None
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         keys, values = self._widths(tp_size)
         heads = self.value_heads // tp_size
+        inputs, gates = (("qkvz",), ("ba",)) if self.by_key_head else (("qkv", "z"), ("b", "a"))
         return (
-            Matrix(("linear_attn.in_proj_qkv",), 2 * keys + values, hidden_size),
-            Matrix(("linear_attn.in_proj_z",), values, hidden_size),
-            Matrix(("linear_attn.in_proj_b",), heads, hidden_size, quantized=False),
-            Matrix(("linear_attn.in_proj_a",), heads, hidden_size, quantized=False),
-            Matrix(("linear_attn.out_proj",), hidden_size, values),
-            Elements((2 * keys + values) * self.conv_kernel + 2 * heads + self.value_dim),
+            Matrix("gdn.in", inputs, 2 * (keys + values), hidden_size),
+            Matrix("gdn.in_gates", gates, 2 * heads, hidden_size, quantized=False),
+            Matrix("gdn.out", ("",), hidden_size, values),
+            Elements((2 * keys + values) * self.conv_kernel + self.value_dim),
+            Elements(2 * heads, "float32"),
         )
 
     def activation_elements(self, tp_size: int) -> int:
+        """What is projected and convolved, and of a prompt, whose chunks are computed apart from the state: the scores
+        of CHUNK tokens, u and w of every value head, and the output."""
         keys, values = self._widths(tp_size)
-        return 4 * keys + 4 * values
+        heads = self.value_heads // tp_size
+        return 4 * keys + 5 * values + heads * (CHUNK_TOKENS + self.key_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2:
+    """State-space duality (arXiv 2405.21060) after a causal convolution over `conv_kernel` tokens. A head keeps a state
+    [state_dim, head_dim] of `state_dtype`; `num_groups` share what states are written and read by (B and C)."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_dim: int
+    conv_kernel: int
+    conv_bias: bool = True
+    proj_bias: bool = False
+    dt_min: float = 0.0
+    dt_max: float = float("inf")
+    state_dtype: str = "float32"
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def rope(self) -> None:
+        return None
+
+    def widths(self, tp_size: int) -> tuple[int, int]:
+        """Elements of B (and of C), and of x, of one token on a rank."""
+        return self.num_groups // tp_size * self.state_dim, self.num_heads // tp_size * self.head_dim
+
+    def needs(self, serving: Serving) -> Iterator[Need]:
+        heads = (self.num_heads // serving.tp_size, self.num_groups // serving.tp_size)
+        yield Need("causal_conv1d", q_dtype=serving.dtype)
+        yield Need("state_space_duality", q_dtype=serving.dtype, heads=heads)
+        yield Need("gated_rmsnorm", q_dtype=serving.dtype)
+
+    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
+        keys, values = self.widths(serving.tp_size)
+        heads = self.num_heads // serving.tp_size
+        state = CacheTensor("state", (heads, self.state_dim, self.head_dim), serving.state_dtype or self.state_dtype)
+        convolved = CacheTensor("conv", (self.conv_kernel - 1, 2 * keys + values), serving.dtype)
+        return (CacheSpec("state", (state, convolved), lifetime=PER_REQUEST),)
+
+    def attention_shape(self, tp_size: int) -> None:
+        return None
+
+    def weights(self, hidden_size: int, tp_size: int) -> Weights:
+        keys, values = self.widths(tp_size)
+        heads, channels = self.num_heads // tp_size, 2 * keys + values
+        return (
+            Matrix("ssm.in", ("",), channels + values + heads, hidden_size, self.proj_bias),
+            Matrix("ssm.out", ("",), hidden_size, values, self.proj_bias),
+            Elements(channels * (self.conv_kernel + self.conv_bias) + values),
+            Elements(3 * heads, "float32"),
+        )
+
+    def activation_elements(self, tp_size: int) -> int:
+        """As of GatedDelta; of a chunk there are only the scores."""
+        keys, values = self.widths(tp_size)
+        return 4 * keys + 5 * values + self.num_heads // tp_size * CHUNK_TOKENS

@@ -6,40 +6,35 @@ Counts what `models/` allocates; a test holds the two together for every archite
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import SCALE_BYTES, expert_share
-from sglang.srt.plan.layer_spec import Matrix, Weights
-from sglang.srt.plan.mixers import GQA
-from sglang.srt.plan.model_description import ModelDescription, describe_model
+from sglang.srt.plan.layer_spec import ABSENT, Matrix, Weights
+from sglang.srt.plan.mixers import GQA, MLA
+from sglang.srt.plan.model_description import ModelDescription
 
-if TYPE_CHECKING:
-    from sglang.srt.configs.model_config import ModelConfig
-
+_CACHE_SCALE_BYTES = {GQA: 8, MLA: 4}
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}
 
 
-def weight_bytes(model: ModelConfig, tp_size: int, fp8_cache: bool = False) -> int:
-    """Of one rank's parameters, exactly as they are allocated."""
-    return rank_weight_bytes(describe_model(model.hf_config, model.quantization), model.dtype, tp_size, fp8_cache)
-
-
 def rank_weight_bytes(model: ModelDescription, dtype: str, tp_size: int, fp8_cache: bool = False) -> int:
-    """Of one rank's parameters. An `fp8_cache` of keys and values has scales, which are parameters.
+    """Of one rank's parameters, exactly as they are allocated. An `fp8_cache` of keys and values has scales, which are
+    parameters.
 
     Raises UserError where the experts cannot be divided.
     """
     item, hidden = _DTYPE_BYTES[dtype], model.hidden_size
     vocab_rows = -(-model.vocab_size // tp_size)
     total = vocab_rows * hidden * (1 if model.tie_embeddings else 2) * item
-    total += hidden * item  # the final norm
+    norm = hidden * (4 if model.zero_centred_norms else item)  # before a block, and behind the last one
+    total += norm
     total += _bytes_of(model, 0, model.layers[-1].residual.head_weights(hidden), item)
     rows = expert_rows(model, tp_size)
     for i, layer in enumerate(model.layers):
         weights = layer.mixer.weights(hidden, tp_size) + layer.ffn.weights(hidden, tp_size, rows)
-        total += 2 * hidden * item + _bytes_of(model, i, weights + layer.residual.weights(hidden), item)
-        total += 8 if fp8_cache and isinstance(layer.mixer, GQA) else 0
+        total += norm * sum(block != ABSENT for block in (layer.mixer, layer.ffn))
+        total += _bytes_of(model, i, weights + layer.residual.weights(hidden), item)
+        total += _CACHE_SCALE_BYTES.get(type(layer.mixer), 0) if fp8_cache else 0
     return total
 
 
@@ -55,8 +50,9 @@ def _bytes_of(model: ModelDescription, layer: int, weights: Weights, item: int) 
     total = 0
     for weight in weights:
         if isinstance(weight, Matrix):
-            quant = model.quant_of(layer, weight.modules) if weight.quantized else None
-            total += matrix_bytes(weight, quant, item) + (weight.rows * max(1, weight.experts) * item) * weight.bias
+            size = item if weight.dtype is None else _DTYPE_BYTES[weight.dtype]
+            total += matrix_bytes(weight, model.quant_of(layer, weight), size)
+            total += weight.rows * max(1, weight.experts) * size * weight.bias
         else:
             total += weight.count * (item if weight.dtype is None else _DTYPE_BYTES[weight.dtype])
     return total
@@ -64,7 +60,7 @@ def _bytes_of(model: ModelDescription, layer: int, weights: Weights, item: int) 
 
 def matrix_bytes(matrix: Matrix, quant: ModuleQuant | None, item: int) -> int:
     """Data and scales; `item`: bytes of an element that is not quantized."""
-    rows, cols, modules = matrix.rows, matrix.cols, len(matrix.modules)
+    rows, cols, modules = matrix.rows, matrix.cols, len(matrix.parts)
     if quant is None:
         return max(1, matrix.experts) * rows * cols * item
     scheme = quant.format

@@ -58,6 +58,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     no_stop_trim: bool = False
     n: int = 1
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a sample depends on how often tokens came before."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
     def verify(self, vocab_size: int) -> None:
         """Raises ValueError for the first value that is out of range."""
         for name, low, high, low_open in _RANGES:

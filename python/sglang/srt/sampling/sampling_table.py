@@ -125,7 +125,7 @@ class SamplingTable:
         flags[Flag.TOP_K] = not greedy and top_k != TOP_K_ALL
         flags[Flag.TOP_P] = not greedy and params.top_p < 1.0
         flags[Flag.MIN_P] = not greedy and params.min_p > 0.0
-        if params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0:
+        if params.has_penalties:
             floats[Column.REPETITION] = params.repetition_penalty
             floats[Column.FREQUENCY] = params.frequency_penalty
             floats[Column.PRESENCE] = params.presence_penalty

@@ -1,4 +1,4 @@
-"""A stand-in plan, pool and batch for attention backends."""
+"""A stand-in plan, cache and batch for attention backends."""
 
 from __future__ import annotations
 
@@ -9,16 +9,11 @@ import torch
 
 from sglang.srt.kernels.launch import TileLadder
 from sglang.srt.kernels.tiles import attention_tiles
-from sglang.srt.layers.forward_batch import ForwardBatch, ForwardMode
-from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
-from sglang.srt.plan.kv_spec import KVSpec
+from sglang.srt.layers.attention.call_site import Attention
+from sglang.srt.layers.forward_batch import ForwardBatch, ForwardMode, TokenSlots
+from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES, CacheStore
+from sglang.srt.plan.layer_spec import AttentionShape
 from srt.layers.attention.reference import Problem
-
-
-@dataclass
-class FakeModel:
-    num_heads: int
 
 
 @dataclass
@@ -30,8 +25,8 @@ class FakeArch:
 class FakePlan:
     """The part of Plan that backends read."""
 
-    model: FakeModel
-    kv: KVSpec
+    shape: AttentionShape
+    kv_cache_dtype: str = "bfloat16"
     max_running_requests: int = 2
     tp_size: int = 1
     page_size: int = 1
@@ -42,35 +37,38 @@ class FakePlan:
     choices: dict[str, Any] = field(default_factory=dict)
 
     def ladder(self, op: str) -> TileLadder:
-        return TileLadder(op, attention_tiles(op, self.kv.head_dim, self.kv.v_head_dim, "bfloat16", ()), __name__)
+        tiles = attention_tiles(op, self.shape.head_dim, self.shape.v_head_dim, "bfloat16", ())
+        return TileLadder(op, tiles, __name__)
+
+    @property
+    def attention_shapes(self) -> tuple[AttentionShape, ...]:
+        return (self.shape,)
+
+    def attention_op(self, op: str, shape: AttentionShape) -> str:
+        return op
 
 
-class FakePool:
-    def __init__(self, p: Problem) -> None:
-        self.p = p
-        self.dtype = p.k_cache.dtype
+def cache_of(p: Problem) -> CacheStore:
+    cache = CacheStore(0, "kv")
+    cache.bind({"k": p.k_cache, "v": p.v_cache}, table=0)
+    cache.k_scale, cache.v_scale = p.k_scale, p.v_scale
+    return cache
 
-    def k(self, layer_id: int) -> torch.Tensor:
-        return self.p.k_cache
 
-    def v(self, layer_id: int) -> torch.Tensor:
-        return self.p.v_cache
-
-    def k_scale(self, layer_id: int) -> float:
-        return self.p.k_scale
-
-    def v_scale(self, layer_id: int) -> float:
-        return self.p.v_scale
+def share_cache(first: Problem, second: Problem) -> None:
+    """Put the entries of both in one cache."""
+    second.req_to_token += len(first.k_cache)
+    first.k_cache = second.k_cache = torch.cat((first.k_cache, second.k_cache))
+    first.v_cache = second.v_cache = torch.cat((first.v_cache, second.v_cache))
 
 
 def plan_of(p: Problem, **kwargs: Any) -> FakePlan:
     dtype = next(name for name, dtype in STORAGE_DTYPES.items() if dtype == p.k_cache.dtype)
-    kv = KVSpec(1, p.num_kv_heads, p.head_dim, p.v_head_dim, dtype)
-    return FakePlan(FakeModel(p.num_heads), kv, page_size=p.page_size, device=p.device, **kwargs)
+    return FakePlan(layer_of(p).shape, dtype, page_size=p.page_size, device=p.device, **kwargs)
 
 
-def layer_of(p: Problem, **kwargs: Any) -> RadixAttention:
-    return RadixAttention(0, p.num_heads, p.num_kv_heads, p.head_dim, p.head_dim**-0.5, p.v_head_dim, **kwargs)
+def layer_of(p: Problem, **kwargs: Any) -> Attention:
+    return Attention(cache_of(p), p.num_heads, p.num_kv_heads, p.head_dim, p.head_dim**-0.5, p.v_head_dim, **kwargs)
 
 
 def new_slots(p: Problem) -> torch.Tensor:
@@ -92,9 +90,9 @@ def batch_of(p: Problem, mode: ForwardMode, backend: Any) -> ForwardBatch:
     new = torch.tensor(p.new_lens, dtype=torch.int32, device=p.device)
     tokens = torch.zeros(sum(p.new_lens), dtype=torch.int64, device=p.device)  # backends do not read the ids
     batch = ForwardBatch(
-        mode, len(p.new_lens), tokens, tokens, p.req_pool_indices, p.prefix + new, new_slots(p), p.req_to_token,
-        FakePool(p), backend,
-    )  # type: ignore[arg-type]  # fmt: skip
+        mode, len(p.new_lens), tokens, tokens, p.req_pool_indices, p.prefix + new,
+        (TokenSlots(p.req_to_token, new_slots(p)),), backend,
+    )  # fmt: skip
     batch.seq_lens_cpu = [a + b for a, b in zip(p.prefix_lens, p.new_lens, strict=True)]
     if mode is ForwardMode.EXTEND:
         batch.extend_prefix_lens, batch.extend_start_loc = p.prefix, p.start_loc

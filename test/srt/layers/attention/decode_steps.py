@@ -8,36 +8,39 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.forward_batch import ForwardBatch
-from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import KVPool
-from sglang.srt.mem_cache.req_pool import ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import CachePools, CacheStore
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.device_state import DeviceState
 from sglang.srt.model_executor.step import StepInput
-from sglang.srt.plan.kv_spec import KVSpec
+from sglang.srt.plan.caches import group_caches
+from sglang.srt.plan.layer_spec import key_value_cache
+from sglang.srt.plan.pool_sizes import PoolSizes
 from sglang.srt.utils.device_arrays import send, to_device
-from srt.layers.attention.backend_harness import FakeModel, FakePlan
+from srt.layers.attention.backend_harness import FakePlan
 from srt.layers.attention.reference import attend
 
 VOCAB = 97
 CONTEXT = 256
 NUM_SLOTS = 4096
+DIM = 64
 
 
 class OneLayer:
     """Queries, keys and values are rows of random tables, by token id."""
 
-    def __init__(self, num_heads: int, kv: KVSpec, device: str) -> None:
+    def __init__(self, heads: tuple[int, int], dim: int, device: str) -> None:
         generator = torch.Generator().manual_seed(0)
-        shapes = ((VOCAB, heads, kv.head_dim) for heads in (num_heads, kv.num_kv_heads, kv.num_kv_heads))
+        num_heads, num_kv_heads = heads
+        shapes = ((VOCAB, n, dim) for n in (num_heads, num_kv_heads, num_kv_heads))
         self.q, self.k, self.v = (torch.randn(s, generator=generator).bfloat16().to(device) for s in shapes)
-        self.layer = RadixAttention(0, num_heads, kv.num_kv_heads, kv.head_dim, kv.head_dim**-0.5)
+        self.cache = CacheStore(0, "kv")
+        self.layer = Attention(self.cache, num_heads, num_kv_heads, dim, dim**-0.5)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        ids, pool = batch.input_ids, batch.kv_pool
-        pool.k(0)[batch.out_cache_loc] = self.k[ids].to(pool.dtype)
-        pool.v(0)[batch.out_cache_loc] = self.v[ids].to(pool.dtype)
+        ids, loc = batch.input_ids, batch.slots_of(self.cache).out_cache_loc
+        self.cache.k[loc], self.cache.v[loc] = self.k[ids], self.v[ids]
         return self.layer(self.q[ids], self.k[ids], self.v[ids], batch)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -48,20 +51,19 @@ class DecodeSteps:
     """Requests that grow by one token a step. Pages are handed out in random order, a new one as a page fills."""
 
     def __init__(self, backend: Any, lens: list[int], page_size: int, device: str, heads: tuple[int, int]) -> None:
-        num_heads, num_kv_heads = heads
-        kv = KVSpec(1, num_kv_heads, 64, 64, "bfloat16")
+        self.model = OneLayer(heads, DIM, device)
         self.plan = FakePlan(
-            FakeModel(num_heads), kv, max_running_requests=len(lens), page_size=page_size, context_len=CONTEXT,
+            self.model.layer.shape, max_running_requests=len(lens), page_size=page_size, context_len=CONTEXT,
             device=device,
         )  # fmt: skip
         self.device, self.page_size = device, page_size
-        self.kv_pool = KVPool(kv, NUM_SLOTS, device)
-        self.req_pool = ReqToTokenPool(len(lens), CONTEXT, device)
-        self.req_pool.device_table.fill_(NUM_SLOTS - 1)  # a slot that no request owns
-        self.req_pool.device_table[0] = 0
-        self.model = OneLayer(num_heads, kv, device)
+        kv = key_value_cache("kv", heads[1], DIM, DIM, "bfloat16")
+        sizes = PoolSizes(NUM_SLOTS - page_size, page_size, len(lens), CONTEXT)
+        cache = self.model.cache
+        CachePools(group_caches([(kv,)]), sizes, device).bind([cache])
         self.attn_backend = backend(self.plan, device)
-        self.state = DeviceState(self.model, self.kv_pool, self.req_pool, self.attn_backend, device)  # type: ignore[arg-type]
+        self.state = DeviceState(self.model, self.attn_backend, 1, sizes, device)  # type: ignore[arg-type]
+        self.state.req_to_token[0, 1:] = NUM_SLOTS - 1  # a slot that no request owns
         self.graphs: CudaGraphRunner | None = None
         self.random = np.random.default_rng(0)
         pages = NUM_SLOTS // page_size - 1
@@ -73,8 +75,8 @@ class DecodeSteps:
             for _ in range(length):
                 self._grow(i)
             ids, loc = (torch.tensor(x[i], device=device, dtype=torch.int64) for x in (self.tokens, self.locs))
-            self.kv_pool.k(0)[loc], self.kv_pool.v(0)[loc] = self.model.k[ids], self.model.v[ids]
-            self.req_pool.device_table[i + 1, :length] = loc.int()
+            cache.k[loc], cache.v[loc] = self.model.k[ids], self.model.v[ids]
+            self.state.req_to_token[0, i + 1, :length] = loc.int()
 
     def capture(self, batch_sizes: tuple[int, ...]) -> None:
         self.graphs = CudaGraphRunner(self.state, batch_sizes)
@@ -90,7 +92,7 @@ class DecodeSteps:
         for i in range(len(self.tokens)):
             self._grow(i)
         last = np.array([0] + [ids[-1] for ids in self.tokens], np.int64)
-        self.state.next_token.copy_(to_device(last, self.device))
+        self.state.next_tokens[:, 0].copy_(to_device(last, self.device))
         lens = np.array([len(ids) for ids in self.tokens], np.int32)
         loc = np.array([loc[-1] for loc in self.locs], np.int32)
         if self.graphs is not None:

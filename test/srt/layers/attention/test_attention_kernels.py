@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sglang.srt.hardware.arch import arch_by_name, current_arch
-from sglang.srt.kernels.tiles import HEAD_DIMS, MLA_LATENT, Tile, attention_tiles
+from sglang.srt.kernels.tiles import HEAD_DIMS, MLA_LATENT, AttentionTile, attention_tiles
 from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, decode_attention_fwd, plan_decode
 from sglang.srt.layers.attention.triton_ops.extend_attention import (
     _get_block_sizes_for_extend_attention,
@@ -40,7 +40,7 @@ if not interpreter.INTERPRETED:
     DECODE_LENS = [0, 99, 31, 5000, 1023, 64, 17000]
 
 
-def first_tile(op: str, head_dim: int, v_head_dim: int, kv_dtype: torch.dtype) -> Tile:
+def first_tile(op: str, head_dim: int, v_head_dim: int, kv_dtype: torch.dtype) -> AttentionTile:
     arch = arch_by_name("sm_120") if interpreter.INTERPRETED else current_arch()
     return attention_tiles(op, head_dim, v_head_dim, NAMES[kv_dtype], arch.features)[0]
 
@@ -58,7 +58,7 @@ def poisoned_output(p: Problem, dtype: torch.dtype) -> torch.Tensor:
 
 
 def run_extend(
-    p: Problem, tile: Tile | None = None, out_dtype: torch.dtype = torch.float32, **kwargs: object
+    p: Problem, tile: AttentionTile | None = None, out_dtype: torch.dtype = torch.float32, **kwargs: object
 ) -> torch.Tensor:
     out = poisoned_output(p, out_dtype)
     tile = tile or first_tile("extend_attention", p.head_dim, p.v_head_dim, p.k_cache.dtype)
@@ -70,7 +70,11 @@ def run_extend(
 
 
 def run_decode(
-    p: Problem, tile: Tile | None = None, out_dtype: torch.dtype = torch.float32, num_sms: int = 8, **kwargs: object
+    p: Problem,
+    tile: AttentionTile | None = None,
+    out_dtype: torch.dtype = torch.float32,
+    num_sms: int = 8,
+    **kwargs: object,
 ) -> torch.Tensor:
     out = poisoned_output(p, out_dtype)
     tile = tile or first_tile("decode_attention", p.head_dim, p.v_head_dim, p.k_cache.dtype)
@@ -234,7 +238,7 @@ def test_large_scores_do_not_overflow() -> None:
 @pytest.mark.parametrize("num_sms", [1, 4, 300])
 @pytest.mark.parametrize("lens", [[1], [64], [65], [1000, 1, 1, 1, 1], [300] * 9, [1 + 7 * i for i in range(300)]])
 def test_decode_pieces_cover_every_token_once(lens: list[int], num_sms: int) -> None:
-    tile: Tile = {"BLOCK_H": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2, "ctas_per_sm": 2, "waves": 4}
+    tile: AttentionTile = {"BLOCK_H": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2, "ctas_per_sm": 2, "waves": 4}
     workspace = DecodeWorkspace.allocate(len(lens), 8, 2, 64, num_sms, tile, interpreter.DEVICE)
     plan_decode(torch.tensor(lens, dtype=torch.int32, device=interpreter.DEVICE), workspace, tile)
     work = workspace.work[: workspace.num_pieces(len(lens))].tolist()

@@ -14,7 +14,7 @@ from sglang.srt.layers.attention.attention_registry import HybridAttnBackend, cr
 from sglang.srt.layers.attention.page_table import gather_pages
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.forward_batch import ForwardMode
-from srt.layers.attention.backend_harness import batch_of, layer_of, plan_of
+from srt.layers.attention.backend_harness import batch_of, layer_of, plan_of, share_cache
 from srt.layers.attention.reference import Problem, reference_decode, reference_extend, relative_error
 
 BF16_OUTPUT_BOUND = 2.5e-3  # the kernels' 1.6e-3, and 1.7e-3 for rounding the output
@@ -59,6 +59,7 @@ def test_triton_decode(kv_dtype: torch.dtype) -> None:
 def test_triton_prompts_behind_decoding_requests(decodes: int) -> None:
     """With padding the last row of the decoding requests lies over the first token of the prompts."""
     d, e = decode_problem(), extend_problem([40, 0, 7])
+    share_cache(d, e)
     backend = TritonAttnBackend(plan_of(e, max_running_requests=3), e.device)
     batch = batch_of(e, ForwardMode.EXTEND, backend)
     batch.decodes = batch_of(d, ForwardMode.DECODE, backend)
@@ -173,7 +174,8 @@ def test_registry_composes_what_the_plan_chose(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_page_table(page_size: int) -> None:
     p = Problem([0, 40, 15], [1, 7, 1], 4, 2, 64, 64, page_size=page_size)
-    pages = gather_pages(batch_of(p, ForwardMode.EXTEND, None), page_size)
+    batch = batch_of(p, ForwardMode.EXTEND, None)
+    pages = gather_pages(batch, batch.token_slots[0], page_size)
     for i, total in enumerate([1, 47, 16]):
         mine = pages.indices[pages.indptr[i] : pages.indptr[i + 1]]
         slots = (mine[:, None] * page_size + torch.arange(page_size)).flatten()

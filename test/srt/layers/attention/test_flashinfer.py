@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.forward_batch import ForwardMode
-from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor import cuda_graph_runner
-from srt.layers.attention.backend_harness import batch_of, layer_of, plan_of, store_new_tokens
+from srt.layers.attention.backend_harness import batch_of, layer_of, plan_of, share_cache, store_new_tokens
 from srt.layers.attention.decode_steps import DecodeSteps, reexecuting_capture
 from srt.layers.attention.reference import Problem, attend, relative_error
 
@@ -158,7 +158,7 @@ def backend_class() -> Any:
     return importlib.import_module(MODULE).FlashInferAttnBackend
 
 
-def native(p: Problem, mode: ForwardMode, layer: RadixAttention) -> torch.Tensor:
+def native(p: Problem, mode: ForwardMode, layer: Attention) -> torch.Tensor:
     backend = TorchNativeAttnBackend(None, p.device)  # type: ignore[arg-type]
     return layer(p.q, p.k, p.v, batch_of(p, mode, backend)).float()
 
@@ -194,6 +194,7 @@ class TestOnGpu:
             Problem(lens, new, *heads, 64, 64, page_size=16, device="cuda")
             for lens, new in (([0, 15, 16, 300], [1] * 4), ([0, 40, 300], [33, 7, 20]))
         )
+        share_cache(d, e)
         backend = backend_class(plan_of(e), "cuda")
         batch = batch_of(e, ForwardMode.EXTEND, backend)
         batch.decodes = batch_of(d, ForwardMode.DECODE, backend)

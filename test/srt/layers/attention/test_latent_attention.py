@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sglang.srt.hardware.arch import arch_by_name, current_arch
-from sglang.srt.kernels.tiles import Tile, attention_tiles
+from sglang.srt.kernels.tiles import AttentionTile, attention_tiles
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.attention.latent_chunks import cut_prefixes
 from sglang.srt.layers.attention.triton_ops import latent_prompt
@@ -41,7 +41,7 @@ def randn(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) 
     return (torch.randn(*shape) * scale).to(dtype).to(DEVICE)
 
 
-def tile_of(op: str, dims: tuple[int, int], cache: str = "bfloat16") -> Tile:
+def tile_of(op: str, dims: tuple[int, int], cache: str = "bfloat16") -> AttentionTile:
     arch = arch_by_name("sm_120") if interpreter.INTERPRETED else current_arch()
     return attention_tiles(op, *dims, cache, arch.features)[0]
 
@@ -150,7 +150,7 @@ class Latents:
     def reference(self) -> torch.Tensor:
         """In fp32 throughout."""
         out = torch.empty(len(self.q), HEADS, self.v_dim, device=DEVICE)
-        native_ops.latent_prompt_attention(
+        native_ops.expanded_latent_attention(
             self.q.float(), self.entries.float(), self.w_uk.float(), self.w_uv.float(), out, self.start_loc, self.cache,
             self.chunks(1 << 20), scale=self.softmax_scale, cache_scale=self.scale,
         )  # fmt: skip

@@ -10,14 +10,16 @@ import pytest
 import torch
 
 from sglang.srt.layers.attention import torch_native_backend
+from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.layers.forward_batch import ForwardBatch, ForwardMode
+from sglang.srt.layers.forward_batch import ForwardBatch, ForwardMode, TokenSlots
 from sglang.srt.layers.native_ops import store_cache
-from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import KVPool
-from sglang.srt.plan.kv_spec import KVSpec
+from sglang.srt.mem_cache.memory_pool import CachePools, CacheStore
+from sglang.srt.plan.caches import group_caches
+from sglang.srt.plan.layer_spec import key_value_cache
+from sglang.srt.plan.pool_sizes import PoolSizes
 
-LAYER = RadixAttention(layer_id=1, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.4)
+LAYER = Attention(CacheStore(1, "kv"), num_heads=4, num_kv_heads=2, head_dim=16, scale=0.4)
 VARIANTS: dict[str, dict[str, Any]] = {
     "gqa": {},
     "mha": {"num_kv_heads": 4},
@@ -31,7 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 SEQ_LENS = {3: 21, 1: 1, 4: 9, 2: 13}  # request slot -> length
 
 
-def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: RadixAttention) -> torch.Tensor:
+def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: Attention) -> torch.Tensor:
     """One query [Hq, D] at the last position of keys [L, Hkv, D]."""
     out = []
     for head in range(layer.num_heads):
@@ -50,14 +52,16 @@ def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: Ra
 class Case:
     """A pool with random keys and values of every request in scattered slots; unused slots hold NaN."""
 
-    def __init__(self, layer: RadixAttention, dtype: str = "float32", scale: float = 1.0) -> None:
+    def __init__(self, layer: Attention, dtype: str = "float32", scale: float = 1.0) -> None:
         torch.manual_seed(0)
-        self.layer = layer
-        self.pool = KVPool(KVSpec(2, layer.num_kv_heads, layer.head_dim, layer.v_head_dim, dtype), 64, "cpu")
-        self.pool.set_scales(1, scale, scale)
+        cache = CacheStore(1, "kv")
+        self.layer = replace(layer, cache=cache)
+        kv = key_value_cache("kv", layer.num_kv_heads, layer.head_dim, layer.v_head_dim, dtype)
+        CachePools(group_caches([(kv,), (kv,)]), PoolSizes(63, 1, 5, 32), "cpu").bind([cache])
+        cache.k_scale = cache.v_scale = scale
         if dtype == "float32":
-            self.pool.k(1).fill_(float("nan"))
-            self.pool.v(1).fill_(float("nan"))
+            cache.k.fill_(float("nan"))
+            cache.v.fill_(float("nan"))
         self.table = torch.zeros(6, 32, dtype=torch.int32)
         order = torch.randperm(63) + 1
         self.keys, self.values = {}, {}
@@ -66,8 +70,8 @@ class Case:
             self.table[slot, :length] = loc
             self.keys[slot] = torch.randn(length, layer.num_kv_heads, layer.head_dim)
             self.values[slot] = torch.randn(length, layer.num_kv_heads, layer.v_head_dim)
-            store_cache(self.pool.k(1), self.keys[slot], loc, scale)
-            store_cache(self.pool.v(1), self.values[slot], loc, scale)
+            store_cache(cache.k, self.keys[slot], loc, scale)
+            store_cache(cache.v, self.values[slot], loc, scale)
 
     def batch(self, mode: ForwardMode, new: list[int]) -> ForwardBatch:
         lens = list(SEQ_LENS.values())
@@ -78,9 +82,7 @@ class Case:
             positions=torch.zeros(sum(new), dtype=torch.int64),
             req_pool_indices=torch.tensor(list(SEQ_LENS)),
             seq_lens=torch.tensor(lens, dtype=torch.int32),
-            out_cache_loc=torch.zeros(sum(new), dtype=torch.int64),
-            req_to_token=self.table,
-            kv_pool=self.pool,
+            token_slots=(TokenSlots(self.table, torch.zeros(sum(new), dtype=torch.int64)),),
             attn_backend=TorchNativeAttnBackend(None, "cpu"),
             extend_seq_lens_cpu=new,
             extend_prefix_lens_cpu=[n - e for n, e in zip(lens, new, strict=True)],

@@ -15,18 +15,23 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from sglang.srt.configs.quant_rules import QuantConfig
 from sglang.srt.configs.quant_scheme import SCHEMES
-from sglang.srt.configs.quantization import agree, detect
+from sglang.srt.configs.quantization import quantization_of
 from sglang.srt.hardware.arch import CPU, ArchTraits
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.linear import Unquantized
-from sglang.srt.layers.moe.layer import MoE, MoELayer
+from sglang.srt.layers.moe.layer import MoELayer
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.quantization.dense import QuantizedMethod
 from sglang.srt.layers.quantization.layout import redundant_endings
 from sglang.srt.layers.quantization.reference import Quantized, dequantize, quantize
 from sglang.srt.model_loader.loader import fill_random, load_checkpoint
-from sglang.srt.models.weight_map import WeightMap
+from sglang.srt.plan.feed_forward import MoE
+from sglang.srt.plan.layer_spec import LayerSpec
+from sglang.srt.plan.mixers import GQA
+from sglang.srt.plan.model_description import ModelDescription, with_fused_shared
+from sglang.srt.plan.weight_names import WeightMap
 
 Tensors = dict[str, torch.Tensor]
 Written = tuple[Tensors, torch.Tensor]
@@ -242,25 +247,26 @@ class Loaded:
         tp_size: int = 1,
         fuse: bool = True,
         flag: str | None = None,
+        precision: str = "default",
         ops: Any = native_ops,
         dtype: torch.dtype = torch.float32,
         arch: ArchTraits = CPU,
     ) -> None:
-        quantization = agree(flag, detect(config, folder), "the test's")
+        quantization = quantization_of(config, folder, flag, precision)
         plan: Any = SimpleNamespace(
             arch=arch,
             model=SimpleNamespace(
                 quantization=quantization, vocab_size=config.get("vocab_size", 0), model_path=str(folder)
             ),
-            fuse_shared_experts=fuse,
             entry=lambda op: native_ops.quantized_linear if op.startswith("linear/") else getattr(ops, op),
         )
+        self.described = described = with_fused_shared(_description(spec, hidden_size, weights, quantization), fuse)
         quant = Unquantized() if quantization is None else QuantizedMethod(quantization)
         scope = Scope(plan, torch.device(arch.device), dtype, rank, tp_size, quant, weights)
         self.weights = weights
         self.redundant = redundant_endings(quantization)
         self.params, self.finish = scope.params, scope.finish
-        self.layer = MoELayer(scope.sub("layers").sub(3).sub("moe"), hidden_size, spec)
+        self.layer = MoELayer(scope.sub("layers").sub(3).sub("moe"), hidden_size, described.layers[3].ffn)
 
     def load(self, folder: Path) -> MoELayer:
         with torch.inference_mode():
@@ -279,6 +285,16 @@ class Loaded:
 
     def ignored_weight(self, name: str) -> bool:
         return name.endswith((*self.weights.ignore, *self.redundant))
+
+
+def _description(spec: MoE, hidden_size: int, names: WeightMap, quantization: QuantConfig | None) -> ModelDescription:
+    """Of a model whose layers have these experts."""
+    return ModelDescription(
+        architecture="Test", model_type="test", known=True, unsupported=(), dtype="bfloat16", hidden_size=hidden_size,
+        vocab_size=90, tie_embeddings=False, norm_eps=1e-6, zero_centred_norms=False, vision_head_dim=0, names=names,
+        quantization=quantization,
+        layers=(LayerSpec(GQA(1, 1, 8, 8, None), spec),) * 4,
+    )  # fmt: skip
 
 
 def save(folder: Path, tensors: Tensors) -> None:

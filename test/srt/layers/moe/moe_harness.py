@@ -10,9 +10,10 @@ from collections.abc import Collection
 
 import torch
 
+from sglang.srt.configs.activation import SILU, Activation
 from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
 from sglang.srt.layers import native_ops
-from sglang.srt.layers.moe.expert_weights import SILU, Activation, ExpertWeights, repack
+from sglang.srt.layers.moe.expert_weights import ExpertWeights, repack
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import product_for
 from sglang.srt.layers.quantization import reference
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from sglang.srt.configs.activation import GPT_OSS_SWIGLU, SILU, Activation
 from sglang.srt.configs.quant_scheme import SCHEMES, expert_share
 from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import CPU
 from sglang.srt.layers import native_ops
-from sglang.srt.layers.moe.expert_weights import GPT_OSS_SWIGLU, SILU, Activation
-from sglang.srt.layers.moe.layer import MoE, Shared
-from sglang.srt.layers.moe.topk import Router
 from sglang.srt.layers.quantization.reference import dequantize, quantize
+from sglang.srt.plan.feed_forward import MoE, Router, Shared
 
 from .expert_checkpoint import FORMATS, FUSED_ONLY, LAYER, Format, Loaded, Tensors, fp8_tensor, save
 
@@ -247,6 +248,27 @@ def test_quantized_while_loading(tmp_path: Path) -> None:
     for e in range(NUM_EXPERTS):
         rounded[e, "down"] = torch.cat([round_(half) for half in exact[e, "down"].chunk(2, dim=1)], dim=1)
     assert_close(sum_of_ranks(form, tmp_path, x, 2), expected(x, tensors, rounded))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_precision_of_mxfp4_experts_changes_nothing_that_is_stored(fused: bool, tmp_path: Path) -> None:
+    form = FORMATS["mxfp4_deepseek"]
+    spec = MoE(NUM_EXPERTS, INTER, ROUTER)
+    tensors = write_experts(form)[0]
+    if fused:
+        form = Format(form.write, {"quant_method": "mxfp4"}, FUSED_ONLY)
+        spec = MoE(NUM_EXPERTS, INTER, Router(top_k=2, bias=True), GPT_OSS_SWIGLU, bias=True, form="gpt_oss")
+        tensors = gpt_oss(INTER)[0]
+    save(tmp_path, tensors)
+    arch = replace(CPU, features=frozenset({"block_scaled_mma"}))
+    stored, rounded = (
+        Loaded(spec, HIDDEN, config_of(form), tmp_path, form.weights, precision=precision, arch=arch).load(tmp_path)
+        for precision in ("default", "fp8")
+    )
+    assert stored.experts.w13.scheme is SCHEMES["mxfp4"] and rounded.experts.w13.scheme is SCHEMES["mxfp4_mxfp8"]
+    for before, after in ((stored.experts.w13, rounded.experts.w13), (stored.experts.w2, rounded.experts.w2)):
+        assert after.plane_cols is None, "the matrix unit reads them packed"
+        assert torch.equal(before.dequantized(1), after.dequantized(1))
 
 
 def gpt_oss(inter: int) -> tuple[Tensors, Tensors, Exact, Exact]:

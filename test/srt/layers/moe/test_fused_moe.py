@@ -9,9 +9,9 @@ import interpreter
 import pytest
 import torch
 
+from sglang.srt.configs.activation import GPT_OSS_SWIGLU, SILU, Activation
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import current_arch
-from sglang.srt.layers.moe.expert_weights import GPT_OSS_SWIGLU, SILU, Activation
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import fused_moe
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, few_pairs, tile
 from srt.layers.moe.moe_harness import NATIVE, Case, assert_close, expected, make_case

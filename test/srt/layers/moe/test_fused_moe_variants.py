@@ -7,7 +7,7 @@ import pytest
 from sglang.srt.configs.quant_scheme import SCHEMES, widening
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.compile import compile_for, variant_hash
-from sglang.srt.layers.moe.fused_moe_triton import variants
+from sglang.srt.layers.moe.fused_moe_triton import product_variants, variants
 from sglang.srt.layers.moe.fused_moe_triton.tiles import tile
 from sglang.srt.layers.triton_ops.scaled_dot import product_of
 
@@ -29,7 +29,7 @@ UPSTREAM_DEFAULT = tile(128, 128, 128, 32, 8, 4)
     ],
 )
 def test_instructions_on_sm120(scheme: str, instruction: str, scale_type: str) -> None:
-    variant = variants.product_variant("gate_up", scheme, SMALL, 2048, 512, 8, SM120)
+    variant = product_variants.product_variant("gate_up", scheme, SMALL, 2048, 512, 8, SM120)
     compiled = compile_for(variant, "sm_120")
     smem, _, spills, _, mma = compiled.measurement
     assert mma == (instruction,)
@@ -41,7 +41,7 @@ def test_instructions_on_sm120(scheme: str, instruction: str, scale_type: str) -
 
 def test_denormals_are_not_flushed() -> None:
     """Widened e2m1 codes pass through fp32 denormals: 0.5 would become 0."""
-    variant = variants.product_variant("down", "mxfp4", SMALL, 2048, 512, 8, SM120)
+    variant = product_variants.product_variant("down", "mxfp4", SMALL, 2048, 512, 8, SM120)
     ptx = compile_for(variant, "sm_120").ptx
     assert "mul" in ptx and not [line for line in ptx.splitlines() if "mul.ftz" in line or "fma.rn.ftz" in line]
 
@@ -57,12 +57,12 @@ def test_what_is_widened_is_said(features: frozenset[str]) -> None:
 
 def test_few_tokens_use_wgmma_on_hopper() -> None:
     """As the narrow operand: 16 rows of x would otherwise be given to instructions of the generation before."""
-    variant = variants.product_variant("down", "fp8_channel", SMALL, 2048, 512, 8, SM90)
+    variant = product_variants.product_variant("down", "fp8_channel", SMALL, 2048, 512, 8, SM90)
     assert compile_for(variant, "sm_90").measurement[4] == ("wgmma m64n16k32 e4m3",)
 
 
 def test_a_tile_for_large_gpus_shows_that_it_does_not_fit() -> None:
-    variant = variants.product_variant("gate_up", "fp8_channel", UPSTREAM_DEFAULT, 2048, 512, 8, SM120)
+    variant = product_variants.product_variant("gate_up", "fp8_channel", UPSTREAM_DEFAULT, 2048, 512, 8, SM120)
     assert compile_for(variant, "sm_120").measurement[0] > arch_by_name("sm_120").smem_per_block
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from sglang.srt.managers.front.generate_request import RequestError
+from sglang.srt.managers.front.generate_request import refuse_aborted
 from sglang.srt.managers.wire.io_struct import FinishReason, TokenMeta
 
 CALL_ID_PREFIX = "toolu_"
@@ -54,8 +54,7 @@ def usage(meta: TokenMeta, reports_cached: bool) -> dict[str, Any]:
 
 def ending(finish: FinishReason, has_calls: bool, stop_sequences: list[str] | None) -> dict[str, Any]:
     """`stop_reason` and `stop_sequence`. Raises RequestError 503 for an aborted answer, which has none."""
-    if finish.type == "abort":
-        raise RequestError("the answer was aborted at the server; send the request again", 503)
+    refuse_aborted(finish)
     if finish.type == "stop" and finish.matched in (stop_sequences or ()):
         return {"stop_reason": "stop_sequence", "stop_sequence": finish.matched}
     reason = "max_tokens" if finish.type == "length" else "tool_use" if has_calls else "end_turn"

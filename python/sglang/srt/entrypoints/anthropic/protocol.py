@@ -106,7 +106,7 @@ class ToolChoice(msgspec.Struct):
 
 
 class Thinking(msgspec.Struct):
-    """`budget_tokens` is a target at Anthropic and not enforced here: `max_tokens` bounds thoughts and answer."""
+    """`budget_tokens` ends the thoughts where the model's format has a token for it."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Meta(ge=1)] | None = None

@@ -23,7 +23,8 @@ from sglang.srt.managers.wire.io_struct import TokenMeta
 
 async def messages(service: OpenAIService, body: MessagesRequest, request: Request) -> Response:
     rid = uuid.uuid4().hex
-    call, formats = await chat_call(service, chat_request(body), len(await request.body()), rid)
+    budget = None if body.thinking is None else body.thinking.budget_tokens
+    call, formats = await chat_call(service, chat_request(body), len(await request.body()), rid, budget)
     choice = ChoiceOutput(formats, service.tokenizer)
 
     def usage(meta: TokenMeta) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.sampling import sampling_dict
@@ -14,12 +15,23 @@ PROMPT_END_TOKENS = 32
 
 
 async def chat_call(
-    service: OpenAIService, body: ChatCompletionRequest, num_bytes: int, rid: str | list[str]
+    service: OpenAIService, body: ChatCompletionRequest, num_bytes: int, rid: str | list[str], target: int | None = None
 ) -> tuple[GenerateRequest, ChatFormats]:
-    """The call, and how its outputs are read. `num_bytes`: about the size of the conversation. Raises ApiError 400."""
+    """The call, and how its outputs are read. `num_bytes`: about the size of the conversation. `target`: tokens of
+    thoughts after which they are ended if the model's format allows it. Raises ApiError 400."""
     prompt = None if body.input_ids is not None else await rendered_prompt(service, body, num_bytes)
     formats = ChatFormats(service.formats, body, _prompt_end(service, body) if prompt is None else prompt)
-    return _generate_request(body, rid, prompt, formats), formats
+    call = _generate_request(body, rid, prompt, formats)
+    if target is not None:
+        call.thinking = formats.thinking_budget(service.tokenizer, target)
+    if body.thinking_budget is not None:
+        call.thinking = formats.thinking_budget(service.tokenizer, body.thinking_budget)
+        if call.thinking is None:
+            raise bad_request(
+                "thinking_budget needs --reasoning-parser, and a model whose thoughts end with a token of their own",
+                param="thinking_budget",
+            )
+    return call, formats
 
 
 async def rendered_prompt(service: OpenAIService, body: ChatCompletionRequest, num_bytes: int) -> str:
@@ -53,7 +65,7 @@ def _generate_request(
         return_logprob=bool(body.logprobs),
         top_logprobs_num=body.top_logprobs or 0,
         rid=rid,
-        priority=body.priority or 0,
+        priority=body.priority,
         cache_salt=body.cache_salt,
         extra_key=body.extra_key,
     )

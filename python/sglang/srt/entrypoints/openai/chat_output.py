@@ -24,6 +24,7 @@ from sglang.srt.function_call.model_formats import ModelFormats, tool_schemas
 from sglang.srt.function_call.parser import OutputParser
 from sglang.srt.function_call.registry import NUMBERED_IDS
 from sglang.srt.managers.front.generate_request import GenerateOutput
+from sglang.srt.sampling.thoughts import ThinkingBudget
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
@@ -50,6 +51,16 @@ class ChatFormats:
     @property
     def counts_reasoning(self) -> bool:
         return self._formats.reasoning is not None
+
+    def thinking_budget(self, tokenizer: Tokenizer, num_tokens: int) -> ThinkingBudget | None:
+        """A limit for the thoughts of an output. None if no single tokens stand around them."""
+        reasoning = self._formats.reasoning
+        if reasoning is None or isinstance(reasoning, Harmony):
+            return None
+        marks = [tokenizer.encode(mark, add_special_tokens=False) for mark in (reasoning.begin, reasoning.end)]
+        if any(len(ids) != 1 for ids in marks):
+            return None
+        return ThinkingBudget(num_tokens, marks[0][0], marks[1][0], self._inside)
 
     def new_parser(self) -> OutputParser:
         """For one choice."""

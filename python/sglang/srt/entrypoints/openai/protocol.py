@@ -174,6 +174,8 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     parallel_tool_calls: bool | None = True
 
     reasoning_effort: str | None = None
+    thinking_budget: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+    """Tokens after which thoughts are ended."""
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = False
     add_generation_prompt: bool = True

@@ -23,7 +23,7 @@ from sglang.srt.entrypoints.openai.serving import (
 from sglang.srt.entrypoints.openai.usage import UsageCounter
 from sglang.srt.function_call.events import ArgumentsDelta, CallStart, Event, ReasoningDelta, TextDelta
 from sglang.srt.function_call.events import collect as collect_events
-from sglang.srt.managers.front.generate_request import GenerateOutput
+from sglang.srt.managers.front.generate_request import GenerateOutput, refuse_aborted
 from sglang.srt.managers.front.native_output import WEIGHT_VERSION
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
 
@@ -130,6 +130,7 @@ class _ChatWriter:
             events += self._delta(index, delta, logprobs, usage)
             logprobs = b"null"
         if output.finish is not None:
+            refuse_aborted(output.finish)
             reason = _finish_reason(output.finish.type, index in self._calling)
             events += self._chunks.finish(index, reason, output.finish.matched, usage)
         return events

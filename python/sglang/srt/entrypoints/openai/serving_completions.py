@@ -20,7 +20,7 @@ from sglang.srt.entrypoints.openai.serving import (
     stream_events,
 )
 from sglang.srt.entrypoints.openai.usage import UsageCounter
-from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
+from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, refuse_aborted
 from sglang.srt.managers.front.generation_stream import GenerationStream
 from sglang.srt.managers.front.native_output import WEIGHT_VERSION
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
@@ -74,7 +74,7 @@ def _generate_request(body: CompletionRequest, rid: str | list[str]) -> Generate
         logprob_start_len=0 if body.echo and body.logprobs is not None else -1,
         top_logprobs_num=body.logprobs or 0,
         rid=rid,
-        priority=body.priority or 0,
+        priority=body.priority,
         cache_salt=body.cache_salt,
         extra_key=body.extra_key,
     )
@@ -140,6 +140,7 @@ class _CompletionWriter:
         usage = encode(self._usage.as_dict()) if self._continuous else b"null"
         if finish is None:
             return self._chunks.text(index, text, logprobs, usage)
+        refuse_aborted(finish)
         return self._chunks.text(index, text, logprobs, usage, finish_fields(finish.type, finish.matched))
 
     def end(self) -> bytes:

@@ -12,7 +12,7 @@ from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.responses import response_object as parts
 from sglang.srt.entrypoints.responses.response_object import ResponseHead
 from sglang.srt.function_call.events import ArgumentsDelta, CallEnd, CallStart, Event, ReasoningDelta, TextDelta
-from sglang.srt.managers.front.generate_request import GenerateOutput, RequestError
+from sglang.srt.managers.front.generate_request import GenerateOutput, refuse_aborted
 
 _CONTENT_EVENTS = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
 """The events of an item's text, by the item's type."""
@@ -45,8 +45,7 @@ class ResponseStream:
         finish = output.finish
         if finish is None:
             return events
-        if finish.type == "abort":
-            raise RequestError("the answer was aborted at the server; send the request again", 503)
+        refuse_aborted(finish)
         events += self._close(parts.item_status(finish))
         response = self._head.ended(self._items, output.meta, finish)
         self._on_end(response)

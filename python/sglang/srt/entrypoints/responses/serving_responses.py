@@ -26,7 +26,7 @@ from sglang.srt.entrypoints.responses.response_store import ResponseStore, Store
 from sglang.srt.entrypoints.responses.response_stream import ResponseStream
 from sglang.srt.entrypoints.responses.truncation import fit_context
 from sglang.srt.function_call.events import collect as collect_events
-from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, RequestError
+from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, RequestError, refuse_aborted
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +57,7 @@ class _Answer:
     def response(self, output: GenerateOutput) -> dict[str, Any]:
         """Of the whole output. Raises RequestError 503 for an aborted one."""
         assert output.finish is not None
-        if output.finish.type == "abort":
-            raise RequestError("the answer was aborted at the server; send the request again", 503)
+        refuse_aborted(output.finish)
         choice = ChoiceOutput(self.formats, self.service.tokenizer)
         parsed = collect_events(choice.push(output))
         status = parts.item_status(output.finish)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+
+from sglang.srt.mem_cache.memory_pool import CacheStore
+from sglang.srt.plan.layer_spec import AttentionShape
 
 
 @dataclass(slots=True)
 class AttentionLayer:
     """Attention of one layer over the paged cache. Head counts are those of this rank."""
 
-    layer_id: int
+    cache: CacheStore
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -23,6 +26,8 @@ class AttentionLayer:
     logit_cap: float = 0.0
     sinks: torch.Tensor | None = None
     """[num_heads] fp32: an extra logit a head that takes part in the softmax and has no value."""
+    shape: AttentionShape = field(init=False)
 
     def __post_init__(self) -> None:
         self.v_head_dim = self.v_head_dim or self.head_dim
+        self.shape = AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim)

@@ -56,13 +56,13 @@ class FlashInferAttnBackend:
 
     def __init__(self, plan: Plan, device: torch.device | str) -> None:
         self._page_size = plan.page_size
-        self._head_dim = plan.kv.head_dim
-        num_heads, num_kv_heads = plan.model.num_heads // plan.tp_size, plan.kv.num_kv_heads
-        self._shape = (num_heads, num_kv_heads, plan.kv.head_dim, plan.page_size)
-        self._dtypes = {"q_data_type": getattr(torch, plan.dtype), "kv_data_type": storage_dtype(plan.kv.dtype)}
+        (shape,) = plan.attention_shapes
+        self._head_dim = shape.head_dim
+        self._shape = (shape.num_heads, shape.num_kv_heads, shape.head_dim, plan.page_size)
+        self._dtypes = {"q_data_type": getattr(torch, plan.dtype), "kv_data_type": storage_dtype(plan.kv_cache_dtype)}
         self._max_pages_each = -(-plan.context_len // plan.page_size)
         self._device = torch.device(device)
-        self._tensor_cores = num_heads // num_kv_heads >= TENSOR_CORE_GROUP
+        self._tensor_cores = shape.num_heads // shape.num_kv_heads >= TENSOR_CORE_GROUP
         # Every plan fills its lists anew and steps run in order, so the wrappers share what the device reads of them. A
         # step may have one of each kind, planned before either runs.
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
@@ -81,7 +81,7 @@ class FlashInferAttnBackend:
         return PlannedWrapper(wrapper, torch.cuda.Event() if self._device.type == "cuda" else None)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        pages = gather_pages(batch, self._page_size)
+        pages = gather_pages(batch, batch.token_slots[0], self._page_size)
         if batch.forward_mode.is_decode():
             self._decoding = self._decode
             self._plan_decode(self._decode, pages)
@@ -132,7 +132,8 @@ class FlashInferAttnBackend:
         self._decoding = self._in_graphs[batch.batch_size]
 
     def init_forward_metadata_replay(self, batch: ForwardBatch, num_reqs: int) -> None:
-        self._plan_decode(self._in_graphs[batch.batch_size], gather_pages(batch, self._page_size))
+        pages = gather_pages(batch, batch.token_slots[0], self._page_size)
+        self._plan_decode(self._in_graphs[batch.batch_size], pages)
 
     def forward_extend(
         self,
@@ -144,20 +145,18 @@ class FlashInferAttnBackend:
         out: torch.Tensor,
     ) -> None:
         first = 0 if batch.decodes is None else batch.decodes.batch_size
-        self._run(self._prefill, q[first:], layer, batch, out[first:])
+        self._run(self._prefill, q[first:], layer, out[first:])
 
     def forward_decode(self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
-        self._run(self._decoding, q, layer, batch, out)
+        self._run(self._decoding, q, layer, out)
 
-    def _run(
-        self, wrapper: PlannedWrapper, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
-    ) -> None:
+    def _run(self, wrapper: PlannedWrapper, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         if layer.sliding_window > 0 or layer.logit_cap > 0 or layer.sinks is not None:
             raise NotImplementedError(
                 "the flashinfer backend here has no sliding window, logit cap or sinks; use --attention-backend triton"
             )
-        pool, page, layer_id = batch.kv_pool, self._page_size, layer.layer_id
-        k_cache, v_cache = (c.unflatten(0, (-1, page)) for c in (pool.k(layer_id), pool.v(layer_id)))
+        cache = layer.cache
+        k_cache, v_cache = (c.unflatten(0, (-1, self._page_size)) for c in (cache.k, cache.v))
         # The wrapper was planned for head_dim ** -0.5; what differs from that goes into the scale of the keys.
-        k_scale = pool.k_scale(layer_id) * layer.scale * self._head_dim**0.5
-        wrapper.run(q, (k_cache, v_cache), k_scale=k_scale, v_scale=pool.v_scale(layer_id), out=out)
+        k_scale = cache.k_scale * layer.scale * self._head_dim**0.5
+        wrapper.run(q, (k_cache, v_cache), k_scale=k_scale, v_scale=cache.v_scale, out=out)

@@ -34,7 +34,8 @@ def cut_prefixes(
         return ()
     bounds = torch.tensor(ends, dtype=torch.int64)
     if device.type == "cuda":
-        bounds = bounds.pin_memory().to(device, non_blocking=True)
+        bounds = bounds.pin_memory()
+    bounds = bounds.to(device, non_blocking=True)
     lens = bounds.diff()
     rows = torch.repeat_interleave(req_pool_indices, lens, output_size=total)
     first = torch.repeat_interleave(bounds[:-1], lens, output_size=total)
@@ -45,3 +46,11 @@ def cut_prefixes(
         )
         for begin in range(0, total, chunk_tokens)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class LatentPrompts:
+    """How latent attention computes the prompts of a step: over keys and values that are made of the tokens and of
+    `chunks` of their cached prefixes, or (None) with absorbed queries over latents."""
+
+    chunks: tuple[LatentChunk, ...] | None

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.forward_batch import ForwardBatch
+    from sglang.srt.layers.forward_batch import ForwardBatch, TokenSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Pages:
     indices: torch.Tensor  # [indptr[-1]]
 
 
-def gather_pages(batch: ForwardBatch, page_size: int) -> Pages:
+def gather_pages(batch: ForwardBatch, slots: TokenSlots, page_size: int) -> Pages:
     """The pages that hold the first seq_lens tokens of each request. Launches a few kernels, never synchronizes.
 
     The last page of a DECODE batch comes from `out_cache_loc`: before a graph's replay the table does not have it yet.
@@ -31,14 +31,14 @@ def gather_pages(batch: ForwardBatch, page_size: int) -> Pages:
     counts = (lens + page_size - 1) // page_size
     indptr = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     total = int(indptr[-1])
-    device = batch.req_to_token.device
+    device = slots.req_to_token.device
     counts_dev = (batch.seq_lens + page_size - 1) // page_size
     rows = torch.repeat_interleave(batch.req_pool_indices, counts_dev, output_size=total)
     first = torch.repeat_interleave(torch.cumsum(counts_dev, 0) - counts_dev, counts_dev, output_size=total)
     page = torch.arange(total, device=device) - first
-    indices = torch.div(batch.req_to_token[rows, page * page_size], page_size, rounding_mode="floor").int()
+    indices = torch.div(slots.req_to_token[rows, page * page_size], page_size, rounding_mode="floor").int()
     if batch.forward_mode.is_decode():
         indices[torch.cumsum(counts_dev, 0) - 1] = torch.div(
-            batch.out_cache_loc, page_size, rounding_mode="floor"
+            slots.out_cache_loc, page_size, rounding_mode="floor"
         ).int()
     return Pages(torch.from_numpy(indptr), torch.from_numpy((lens - 1) % page_size + 1), indices)

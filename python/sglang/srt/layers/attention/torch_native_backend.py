@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.layers.attention.attention_layer import AttentionLayer
+from sglang.srt.layers.native_ops import load_cache
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
-    from sglang.srt.mem_cache.memory_pool import KVPool
+    from sglang.srt.mem_cache.memory_pool import CacheStore
     from sglang.srt.plan.plan import Plan
 
 _MAX_SCORES = 1 << 23
@@ -53,16 +54,17 @@ class TorchNativeAttnBackend:
         assert batch.extend_seq_lens_cpu is not None and batch.extend_prefix_lens_cpu is not None
         start = 0 if batch.decodes is None else batch.decodes.batch_size
         slots = batch.req_pool_indices.tolist()
+        req_to_token = batch.slots_of(layer.cache).req_to_token
         for slot, prefix, new in zip(slots, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True):
-            loc = batch.req_to_token[slot, : prefix + new]
-            keys, values = _gather(batch.kv_pool, layer, loc)
-            step = max(1, _MAX_SCORES // (layer.num_heads * (prefix + new)))
+            begin = _first_visible(prefix, layer)
+            keys, values = _gather(layer.cache, req_to_token[slot, begin : prefix + new])
+            step = max(1, _MAX_SCORES // (layer.num_heads * (prefix + new - begin)))
             for first in range(0, new, step):
                 rows = slice(start + first, start + min(first + step, new))
-                positions = torch.arange(prefix + first, prefix + first + rows.stop - rows.start, device=q.device)
-                seen = prefix + first + rows.stop - rows.start
-                mask = _visible(positions, torch.arange(seen, device=q.device), layer.sliding_window)
-                out[rows] = attend(q[rows], keys[:seen], values[:seen], mask, layer)
+                end = prefix + first + rows.stop - rows.start
+                positions = torch.arange(prefix + first, end, device=q.device)
+                mask = _visible(positions, torch.arange(begin, end, device=q.device), layer.sliding_window)
+                out[rows] = attend(q[rows], keys[: end - begin], values[: end - begin], mask, layer)
             start += new
 
     def forward_decode(self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
@@ -97,17 +99,14 @@ def attend(
     return torch.unflatten(out, -2, (group, -1)).movedim(-2, -4).flatten(-3, -2).to(q.dtype)
 
 
-def _gather(pool: KVPool, layer: AttentionLayer, loc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather(cache: CacheStore, loc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys [..., Hkv, D] and values [..., Hkv, Dv] of the cache slots `loc` [...], scaled back if the cache is fp8."""
-    keys = _load(pool.k(layer.layer_id), loc, pool.k_scale(layer.layer_id))
-    return keys, _load(pool.v(layer.layer_id), loc, pool.v_scale(layer.layer_id))
+    return load_cache(cache.k, loc, cache.k_scale), load_cache(cache.v, loc, cache.v_scale)
 
 
-def _load(cache: torch.Tensor, loc: torch.Tensor, scale: float) -> torch.Tensor:
-    quantized = cache.element_size() == 1  # of which not every device can gather more than the bytes
-    rows = (cache.view(torch.uint8) if quantized else cache).flatten(1)
-    found = rows.index_select(0, loc.flatten()).view(*loc.shape, *cache.shape[1:])
-    return found.view(cache.dtype).float() * scale if quantized else found
+def _first_visible(position: int, layer: AttentionLayer) -> int:
+    """The first key that a query at `position` sees: those before it may be gone."""
+    return max(0, position + 1 - layer.sliding_window) if layer.sliding_window > 0 else 0
 
 
 def _visible(query_positions: torch.Tensor, key_positions: torch.Tensor, window: int) -> torch.Tensor:
@@ -130,12 +129,12 @@ def _group(seq_lens: list[int], start: int, num_heads: int) -> slice:
 
 def _decode_group(q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, rows: slice) -> torch.Tensor:
     assert batch.seq_lens_cpu is not None
-    longest = max(batch.seq_lens_cpu[rows])
+    longest, shortest = max(batch.seq_lens_cpu[rows]), min(batch.seq_lens_cpu[rows])
     lens = batch.seq_lens[rows].long()
-    key_positions = torch.arange(longest, device=q.device)
-    loc = batch.req_to_token[batch.req_pool_indices[rows], :longest]
-    # Beyond a request's end the table holds anything: read its first token there, and mask it.
-    loc = torch.where(key_positions < lens[:, None], loc, loc[:, :1])
-    keys, values = _gather(batch.kv_pool, layer, loc)
+    key_positions = torch.arange(_first_visible(shortest - 1, layer), longest, device=q.device)
+    slots = batch.req_pool_indices[rows, None]
     mask = _visible(lens[:, None] - 1, key_positions, layer.sliding_window)
+    # Elsewhere the table holds anything: read the query's own key there, and mask it.
+    loc = batch.slots_of(layer.cache).req_to_token[slots, torch.where(mask[:, 0], key_positions, lens[:, None] - 1)]
+    keys, values = _gather(layer.cache, loc)
     return attend(q[:, None], keys, values, mask, layer)[:, 0]

@@ -13,49 +13,68 @@ if TYPE_CHECKING:
     from sglang.srt.kernels.spec import Tile
     from sglang.srt.layers.attention.attention_layer import AttentionLayer
     from sglang.srt.layers.forward_batch import ForwardBatch
+    from sglang.srt.plan.layer_spec import AttentionShape
     from sglang.srt.plan.plan import Plan
 
 
+class _Heads:
+    """Tiles and decode workspace of the call sites of one shape."""
+
+    def __init__(self, plan: Plan, shape: AttentionShape, device: torch.device | str) -> None:
+        self.shape = shape
+        self.extend = plan.ladder(plan.attention_op("extend_attention", shape))
+        self.decode = plan.ladder(plan.attention_op("decode_attention", shape))
+        self.decode_tile = self.decode.tile
+        self.num_sms = plan.arch.num_sms
+        self.device = device
+        self.allocate(plan.max_running_requests)
+
+    def allocate(self, max_batch: int) -> None:
+        shape = self.shape
+        self.workspace = DecodeWorkspace.allocate(
+            max_batch,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.v_head_dim,
+            self.num_sms,
+            self.decode_tile,
+            self.device,
+        )
+
+    def step_down(self, tile: Tile, seq_lens: torch.Tensor) -> None:
+        """Decode with another tile from now on: the work is cut by the tile."""
+        self.decode_tile = tile
+        self.allocate(self.workspace.max_batch)
+        plan_decode(seq_lens, self.workspace, tile)
+
+
 class TritonAttnBackend:
-    """Implements AttentionBackend. The only state between calls is the decode workspace, which the device refills from
-    `seq_lens`: the refill is part of a captured graph, so that a replay needs no work on the host."""
+    """Implements AttentionBackend. The only state between calls is the decode workspaces, which the device refills from
+    `seq_lens`: the refill is part of a captured graph, so that a replay needs no work on the host. Layers with and
+    without a window share one."""
 
     def __init__(self, plan: Plan, device: torch.device | str) -> None:
-        self._extend = plan.ladder("extend_attention")
-        self._decode = plan.ladder("decode_attention")
-        self._decode_tile = self._decode.tile
-        self._num_heads = plan.model.num_heads // plan.tp_size
-        self._num_kv_heads = plan.kv.num_kv_heads
-        self._v_head_dim = plan.kv.v_head_dim
-        self._num_sms = plan.arch.num_sms
-        self._device = device
+        self._heads = {shape: _Heads(plan, shape, device) for shape in plan.attention_shapes}
         self._any_prefix = True
-        self._workspace = self._allocate(plan.max_running_requests)
-
-    def _allocate(self, max_batch: int) -> DecodeWorkspace:
-        return DecodeWorkspace.allocate(
-            max_batch,
-            self._num_heads,
-            self._num_kv_heads,
-            self._v_head_dim,
-            self._num_sms,
-            self._decode_tile,
-            self._device,
-        )
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         if batch.forward_mode.is_decode():
-            plan_decode(batch.seq_lens, self._workspace, self._decode_tile)
+            self._plan_decode(batch.seq_lens)
         else:
             assert batch.extend_prefix_lens_cpu is not None
             self._any_prefix = any(batch.extend_prefix_lens_cpu)
 
+    def _plan_decode(self, seq_lens: torch.Tensor) -> None:
+        for heads in self._heads.values():
+            plan_decode(seq_lens, heads.workspace, heads.decode_tile)
+
     def init_cuda_graph_state(self, batch_sizes: tuple[int, ...]) -> None:
-        if batch_sizes[-1] > self._workspace.max_batch:
-            self._workspace = self._allocate(batch_sizes[-1])
+        for heads in self._heads.values():
+            if batch_sizes[-1] > heads.workspace.max_batch:
+                heads.allocate(batch_sizes[-1])
 
     def init_forward_metadata_capture(self, batch: ForwardBatch) -> None:
-        plan_decode(batch.seq_lens, self._workspace, self._decode_tile)
+        self._plan_decode(batch.seq_lens)
 
     def init_forward_metadata_replay(self, batch: ForwardBatch, num_reqs: int) -> None:
         pass
@@ -71,16 +90,16 @@ class TritonAttnBackend:
     ) -> None:
         prefix_lens, start_loc = batch.extend_prefix_lens, batch.extend_start_loc
         assert prefix_lens is not None and start_loc is not None
-        pool, layer_id = batch.kv_pool, layer.layer_id
-        self._extend.run(
+        cache, slots = layer.cache, batch.slots_of(layer.cache)
+        self._heads[layer.shape].extend.run(
             lambda tile: extend_attention_fwd(
                 q,
                 k,
                 v,
                 out,
-                pool.k(layer_id),
-                pool.v(layer_id),
-                batch.req_to_token,
+                cache.k,
+                cache.v,
+                slots.req_to_token,
                 batch.req_pool_indices,
                 prefix_lens,
                 start_loc,
@@ -89,37 +108,36 @@ class TritonAttnBackend:
                 sliding_window=layer.sliding_window,
                 logit_cap=layer.logit_cap,
                 sinks=layer.sinks,
-                k_scale=pool.k_scale(layer_id),
-                v_scale=pool.v_scale(layer_id),
+                k_scale=cache.k_scale,
+                v_scale=cache.v_scale,
                 has_prefix=self._any_prefix,
             )
         )
 
     def forward_decode(self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
-        self._decode.run(lambda tile: self._launch_decode(tile, q, out, layer, batch))
+        heads = self._heads[layer.shape]
+        heads.decode.run(lambda tile: self._launch_decode(heads, tile, q, out, layer, batch))
 
     def _launch_decode(
-        self, tile: Tile, q: torch.Tensor, out: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
+        self, heads: _Heads, tile: Tile, q: torch.Tensor, out: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
     ) -> None:
-        if tile is not self._decode_tile:  # the launch stepped down: the work is cut by the tile
-            self._decode_tile = tile
-            self._workspace = self._allocate(self._workspace.max_batch)
-            plan_decode(batch.seq_lens, self._workspace, tile)
-        pool, layer_id = batch.kv_pool, layer.layer_id
+        if tile is not heads.decode_tile:
+            heads.step_down(tile, batch.seq_lens)
+        cache, slots = layer.cache, batch.slots_of(layer.cache)
         decode_attention_fwd(
             q,
             out,
-            pool.k(layer_id),
-            pool.v(layer_id),
-            batch.req_to_token,
+            cache.k,
+            cache.v,
+            slots.req_to_token,
             batch.req_pool_indices,
             batch.seq_lens,
-            self._workspace,
+            heads.workspace,
             scale=layer.scale,
             tile=tile,
             sliding_window=layer.sliding_window,
             logit_cap=layer.logit_cap,
             sinks=layer.sinks,
-            k_scale=pool.k_scale(layer_id),
-            v_scale=pool.v_scale(layer_id),
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
         )

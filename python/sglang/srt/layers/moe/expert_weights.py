@@ -1,4 +1,4 @@
-"""The weights of one product of all experts, in the layout that the kernels read, and the gate between two products."""
+"""The weights of one product of all experts, in the layout that the kernels read."""
 
 from __future__ import annotations
 
@@ -26,25 +26,6 @@ PLANE = 16
 PLANES = 8
 ZERO_BYTE = {"int4": 0x88, "e2m1": 0}
 """Two nibbles that stand for 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class Activation:
-    """inter = (up + up_offset) * gate * sigmoid(alpha * gate), after gate is clamped to at most `limit` and up to
-    within +-`limit` (None: not clamped)."""
-
-    alpha: float = 1.0
-    up_offset: float = 0.0
-    limit: float | None = None
-
-    @property
-    def linear_in_up(self) -> bool:
-        """Whether a factor of up is one of the result."""
-        return self.up_offset == 0.0 and self.limit is None
-
-
-SILU = Activation()
-GPT_OSS_SWIGLU = Activation(alpha=1.702, up_offset=1.0, limit=7.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,57 +1,21 @@
-"""Which experts a token goes to: the router's description and its layer."""
+"""Which experts a token goes to."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
 from sglang.srt.errors import UserError
-from sglang.srt.layers.parameter import Init, Part, PartKey, Scope
+from sglang.srt.layers.ops import HashRoutingOp, ScoreRoutingOp, SoftmaxRoutingOp
+from sglang.srt.layers.parameter import Init, Part, Scope
+from sglang.srt.plan.feed_forward import Router
+from sglang.srt.plan.weight_names import PartKey
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
-
-
-@dataclass(frozen=True, slots=True)
-class Router:
-    """How experts are scored and chosen.
-
-    `score` of a logit: "softmax", "sigmoid" or "sqrtsoftplus". The `top_k` largest (after adding the correction bias,
-    of the best `top_groups` of `num_groups` groups) are chosen; their scores, summing to 1 if `renormalize`, times
-    `scale` are the weights. `correction` and `hash_table` are the last pieces of those tensors' names in checkpoints;
-    empty: there is none. With a hash table token ids name the experts, and the scores only weight them. `bias`: of the
-    linear layer. `float32`: logits are computed in fp32.
-    """
-
-    top_k: int
-    score: str = "softmax"
-    renormalize: bool = True
-    scale: float = 1.0
-    num_groups: int = 1
-    top_groups: int = 1
-    correction: str = ""
-    hash_table: str = ""
-    bias: bool = False
-    float32: bool = False
-
-    def problems(self, num_experts: int) -> list[str]:
-        """What of it no model can have."""
-        if self.num_groups < 1 or num_experts % self.num_groups:
-            return [f"{num_experts} experts do not divide into {self.num_groups} groups"]
-        members = num_experts // self.num_groups
-        found = []
-        if not 1 <= self.top_groups <= self.num_groups:
-            found.append(f"{self.top_groups} of {self.num_groups} groups cannot be chosen")
-        if self.top_groups < self.num_groups and members < 2:
-            found.append("groups are ranked by their two best experts and have one")
-        if not 1 <= self.top_k <= members * self.top_groups:
-            found.append(f"{self.top_k} experts cannot be chosen from {self.top_groups} groups of {members}")
-        if self.score == "softmax" and (self.correction or self.hash_table or self.num_groups > 1):
-            found.append("softmax routing has no groups, correction bias or hash table")
-        return found
 
 
 class TopK:
@@ -61,17 +25,14 @@ class TopK:
     """
 
     def __init__(self, scope: Scope, hidden_size: int, num_experts: int, spec: Router, with_shared: bool) -> None:
-        problems = spec.problems(num_experts)
-        if problems:
-            raise UserError(f"{scope.plan.model.model_path}/config.json: impossible routing: {'; '.join(problems)}")
         self.spec, self.with_shared = spec, with_shared
         own = scope.sub("router")
         dtype = torch.float32 if spec.float32 else None
         self.weight = own.param("weight", (num_experts, hidden_size), dtype=dtype)
         self.bias = own.param("bias", (num_experts,), init=Init.ZEROS, dtype=dtype) if spec.bias else None
         # Kernels for 16-bit products do not take fp32.
-        self.linear = F.linear if spec.float32 else scope.plan.entry("linear")
-        self.route = scope.plan.entry("topk_hash" if spec.hash_table else f"topk_{spec.score}")
+        self.linear: Callable[..., torch.Tensor] = F.linear if spec.float32 else scope.plan.entry("linear")
+        self.route: Any = scope.plan.entry(spec.op)  # as OPS[spec.op]
         self.correction: torch.Tensor | None = None
         self.table: torch.Tensor | None = None
         if spec.correction:
@@ -83,19 +44,40 @@ class TopK:
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         spec = self.spec
-        logits = self.linear(x.float() if spec.float32 else x, self.weight, self.bias)
+        if spec.exact_logits:
+            logits = self.linear(x, self.weight, self.bias, torch.float32)
+        else:
+            logits = self.linear(x.float() if spec.float32 else x, self.weight, self.bias)
         valid = None if batch is None else batch.num_valid_tokens
-        common = (spec.scale, self.with_shared, valid)
-        found: tuple[torch.Tensor, torch.Tensor]
         if self.table is not None:
             assert batch is not None, "hash routing needs the token ids"
-            found = self.route(logits, batch.input_ids, self.table, spec.score, *common)
-        elif spec.score == "softmax":
-            found = self.route(logits, spec.top_k, spec.renormalize, *common)
-        else:
-            groups = (spec.num_groups, spec.top_groups)
-            found = self.route(logits, self.correction, spec.top_k, spec.renormalize, groups, *common)
-        return found
+            hashed: HashRoutingOp = self.route
+            return hashed(
+                logits,
+                token_ids=batch.input_ids,
+                table=self.table,
+                score=spec.score,
+                scale=spec.scale,
+                with_shared=self.with_shared,
+                num_valid=valid,
+            )
+        groups = (spec.num_groups, spec.top_groups)
+        if spec.score == "softmax":
+            by_softmax: SoftmaxRoutingOp = self.route
+            return by_softmax(
+                logits, spec.top_k, spec.renormalize, spec.scale, self.with_shared, num_valid=valid, groups=groups
+            )
+        by_score: ScoreRoutingOp = self.route
+        return by_score(
+            logits,
+            self.correction,
+            spec.top_k,
+            spec.renormalize,
+            groups,
+            scale=spec.scale,
+            with_shared=self.with_shared,
+            num_valid=valid,
+        )
 
 
 def _hash_table(scope: Scope, spec: Router, num_experts: int) -> torch.Tensor:

@@ -14,18 +14,21 @@ import torch
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig
 from sglang.srt.configs.quant_scheme import Scheme
 from sglang.srt.errors import UserError
-from sglang.srt.layers.linear import Apply, Shard, Unquantized
+from sglang.srt.layers.linear import Unquantized
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES
-from sglang.srt.layers.parameter import FLOATS, Convert, Fill, Part, PartKey, Scope, constant, random_codes
+from sglang.srt.layers.parameter import FLOATS, Apply, Convert, Fill, Param, Part, Scope, Shard, constant, random_codes
 from sglang.srt.layers.quantization.layout import Leaf, layout_of
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
-from sglang.srt.layers.quantization.reference import quantize
+from sglang.srt.layers.quantization.stored import (
+    DUMMY_INPUT_SCALE,
+    dummy_scale,
+    length,
+    matrix_part,
+    quantize_into,
+)
+from sglang.srt.plan.weight_names import PartKey
 
-# Random codes times these give weights of a deviation near 0.02, like unquantized dummy weights.
-_DUMMY_SCALES = {"e4m3": 0.02 / 104, "int8": 0.02 / 74, "int4": 0.02 / 4.6, "e2m1": 1.0}
-_DUMMY_EXPONENTS = {"e4m3": 127 - 12, "e2m1": 127 - 7}
 _DUMMY_FACTOR = 0.02 / 2.93
-_DUMMY_INPUT_SCALE = 0.02
 
 
 class QuantizedMethod:
@@ -38,8 +41,15 @@ class QuantizedMethod:
         quant = self.config.of_fused([scope.module(shard.part) for shard in shards])
         if quant is None:
             return Unquantized().create_weights(scope, shards, bias)
-        create = _quantized_while_loading if quant.storage == "online" else _as_stored
-        return QuantizedLinear(scope, quant, create(scope, shards, quant), bias)
+        return QuantizedLinear(scope, quant, _create(scope, shards, quant), bias)
+
+    def create_unpacked(self, scope: Scope, shard: Shard, take: Callable[[torch.Tensor], None]) -> None:
+        quant = self.config.of_fused([scope.module(shard.part)])
+        # Quantizing what is unpacked at once would only lose digits.
+        if quant is None or quant.storage == "online":
+            Unquantized().create_unpacked(scope, shard, take)
+        else:
+            UnpackedWeight(scope, _create(scope, [shard], quant), take)
 
 
 class QuantizedLinear:
@@ -65,6 +75,30 @@ class QuantizedLinear:
         return self.run(x, self.bias)
 
 
+class UnpackedWeight:
+    """A quantized weight that becomes one in the model's type once it is loaded. What it was stored as is freed."""
+
+    def __init__(self, scope: Scope, weight: LinearWeight, take: Callable[[torch.Tensor], None]) -> None:
+        self.scope, self.take = scope, take
+        self.weight: LinearWeight | None = weight
+        scope.finish.append(self.finish)
+
+    def finish(self) -> None:
+        assert self.weight is not None
+        scope, unpacked = self.scope, self.weight.dequantized().to(self.scope.dtype)
+        for name in [name for name in scope.params if name.startswith(f"{scope.path}.")]:
+            del scope.params[name]
+        name = f"{scope.path}.weight"
+        scope.params[name] = Param(name, unpacked, {})
+        self.weight = None
+        self.take(unpacked)
+
+
+def _create(scope: Scope, shards: list[Shard], quant: ModuleQuant) -> LinearWeight:
+    create = _quantized_while_loading if quant.storage == "online" else _as_stored
+    return create(scope, shards, quant)
+
+
 @dataclass(frozen=True, slots=True)
 class _Stack:
     """Shards one below the other, as the parameters of `scope` hold them."""
@@ -74,11 +108,11 @@ class _Stack:
 
     @property
     def rows(self) -> int:
-        return sum(_length(shard.rows) for shard in self.shards)
+        return sum(length(shard.rows) for shard in self.shards)
 
     @property
     def cols(self) -> int:
-        return _length(self.shards[0].cols)
+        return length(self.shards[0].cols)
 
     def matrix(
         self,
@@ -93,13 +127,8 @@ class _Stack:
         begin = 0
         for shard in self.shards:
             self._check_split(shard, per)
-            shape = (-(-shard.out_features // per[0]), -(-shard.in_features // per[1]))
-            source = (_cut(shard.rows, per[0]), _cut(shard.cols, per[1]))
-            if leaf.transposed:
-                shape, source = shape[::-1], source[::-1]
-            end = begin + -(-_length(shard.rows) // per[0])
-            dest = (slice(begin, end),)
-            parts[PartKey(shard.part)] = Part(shape, source, dest, leaf.dtypes, leaf.convert)
+            end = begin + -(-length(shard.rows) // per[0])
+            parts[shard.key] = matrix_part(leaf, shard, per, (slice(begin, end),))
             begin = end
         return self.scope.param(leaf.name, held, parts, fill, dtype)
 
@@ -108,17 +137,17 @@ class _Stack:
         parts: dict[PartKey, Part] = {}
         begin = 0
         for shard in self.shards:
-            end = begin + _length(shard.rows)
+            end = begin + length(shard.rows)
             shape, source = ((1,), ()) if single else ((shard.out_features,), (shard.rows,))
             convert = _repeated(leaf.convert, end - begin) if single else leaf.convert
-            parts[PartKey(shard.part)] = Part(shape, source, (slice(begin, end),), leaf.dtypes, convert)
+            parts[shard.key] = Part(shape, source, (slice(begin, end),), leaf.dtypes, convert)
             begin = end
         return self.scope.param(leaf.name, (self.rows,), parts, fill, torch.float32)
 
     def by_part(self, leaf: Leaf, fill: Fill) -> torch.Tensor:
         """A parameter [shards] fp32 of one number each."""
         parts = {
-            PartKey(shard.part): Part((1,), (), (slice(i, i + 1),), leaf.dtypes, leaf.convert)
+            shard.key: Part((1,), (), (slice(i, i + 1),), leaf.dtypes, leaf.convert)
             for i, shard in enumerate(self.shards)
         }
         return self.scope.param(leaf.name, (len(self.shards),), parts, fill, torch.float32)
@@ -135,8 +164,8 @@ class _Stack:
                     f"{name}: {step} {what} have one scale or word, but with --tp-size {size} a rank holds {what}"
                     f" {part.start} to {part.stop} of {total}; choose a smaller --tp-size"
                 )
-        if _length(shard.rows) % per[0] and shard is not self.shards[-1]:
-            raise UserError(f"{name}: {_length(shard.rows)} rows do not divide into groups of {per[0]} with one scale")
+        if length(shard.rows) % per[0] and shard is not self.shards[-1]:
+            raise UserError(f"{name}: {length(shard.rows)} rows do not divide into groups of {per[0]} with one scale")
         if per[0] == 1 and shard.in_features % per[1]:
             raise UserError(f"{name}: {shard.in_features} columns do not divide into groups of {per[1]}")
 
@@ -151,13 +180,13 @@ def _as_stored(scope: Scope, shards: list[Shard], quant: ModuleQuant) -> LinearW
     if layout.global_scale is not None:
         factor = stack.by_row(layout.global_scale, True, constant(_DUMMY_FACTOR))
     if layout.input_scale is not None:
-        input_scale = stack.by_part(layout.input_scale, constant(_DUMMY_INPUT_SCALE))
+        input_scale = stack.by_part(layout.input_scale, constant(DUMMY_INPUT_SCALE))
     return LinearWeight(data, scheme, scale, factor, input_scale)
 
 
 def _scales(stack: _Stack, leaf: Leaf, quant: ModuleQuant, scheme: Scheme) -> torch.Tensor:
     per_row, per_col = scheme.group
-    fill = constant(_DUMMY_EXPONENTS[scheme.element] if scheme.scale == "e8m0" else _DUMMY_SCALES[scheme.element])
+    fill = dummy_scale(scheme)
     if per_col == 0:
         return stack.by_row(leaf, quant.format.group == (0, 0), fill)
     shape = scheme.scale_shape(stack.rows, stack.cols)
@@ -167,27 +196,17 @@ def _scales(stack: _Stack, leaf: Leaf, quant: ModuleQuant, scheme: Scheme) -> to
 def _quantized_while_loading(scope: Scope, shards: list[Shard], quant: ModuleQuant) -> LinearWeight:
     """16-bit tensors, quantized as they arrive: one scale a row, of the columns that this rank holds."""
     scheme, stack = held_scheme(quant), _Stack(scope, shards)
-    fill = constant(_DUMMY_SCALES[scheme.element])
-    scale = scope.param("weight_scale", (stack.rows,), {}, fill, torch.float32)
+    scale = scope.param("weight_scale", (stack.rows,), {}, dummy_scale(scheme), torch.float32)
     parts: dict[PartKey, Part] = {}
     begin = 0
     for shard in shards:
-        end = begin + _length(shard.rows)
-        convert = _quantize_into(scale[begin:end], scheme)
+        end = begin + length(shard.rows)
+        convert = quantize_into(scale[begin:end], scheme)
         shape = (shard.out_features, shard.in_features)
-        parts[PartKey(shard.part)] = Part(shape, (shard.rows, shard.cols), (slice(begin, end),), FLOATS, convert)
+        parts[shard.key] = Part(shape, (shard.rows, shard.cols), (slice(begin, end),), FLOATS, convert)
         begin = end
     data = scope.param("weight", (stack.rows, stack.cols), parts, random_codes, ELEMENT_DTYPES[scheme.element])
     return LinearWeight(data, scheme, scale)
-
-
-def _quantize_into(scale: torch.Tensor, scheme: Scheme) -> Convert:
-    def convert(read: torch.Tensor) -> torch.Tensor:
-        made = quantize(read.to(scale.device), scheme)
-        scale.copy_(made.scale)
-        return made.data
-
-    return convert
 
 
 def _repeated(convert: Convert | None, times: int) -> Convert:
@@ -196,11 +215,3 @@ def _repeated(convert: Convert | None, times: int) -> Convert:
         return value.float().reshape(1).expand(times)
 
     return repeat
-
-
-def _cut(part: slice, per: int) -> slice:
-    return slice(part.start // per, -(-part.stop // per))
-
-
-def _length(part: slice) -> int:
-    return int(part.stop - part.start)

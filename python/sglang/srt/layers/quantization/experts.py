@@ -13,20 +13,22 @@ from dataclasses import dataclass
 import torch
 
 from sglang.srt.configs.quant_rules import ModuleQuant
-from sglang.srt.configs.quant_scheme import SCHEMES, Scheme, expert_share
+from sglang.srt.configs.quant_scheme import Scheme, expert_share
 from sglang.srt.errors import UserError
-from sglang.srt.layers.linear import Shard
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights, repack
-from sglang.srt.layers.parameter import FLOATS, Convert, Fill, Index, Init, Part, PartKey, Scope, constant, random_codes
+from sglang.srt.layers.parameter import FLOATS, Fill, Init, Part, Scope, Shard, constant, random_codes
 from sglang.srt.layers.quantization.experts_finish import StoredProduct, finish_pair
 from sglang.srt.layers.quantization.experts_fused import FUSED, FusedForm, FusedLeaf
 from sglang.srt.layers.quantization.layout import Layout, Leaf, layout_of
-from sglang.srt.layers.quantization.reference import quantize
-
-# Scales with which random codes have a deviation near 0.02, as unquantized dummy weights do.
-_DUMMY_SCALES = {"e4m3": 0.02 / 104, "int8": 0.02 / 74, "int4": 0.02 / 4.6, "e2m1": 0.02 / 2.9}
-_DUMMY_EXPONENTS = {"e4m3": 127 - 12, "e2m1": 127 - 7}
-_DUMMY_INPUT_SCALE = 0.02
+from sglang.srt.layers.quantization.stored import (
+    DUMMY_INPUT_SCALE,
+    DUMMY_SCALES,
+    dummy_scale,
+    length,
+    matrix_part,
+    quantize_into,
+)
+from sglang.srt.plan.weight_names import PartKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class ExpertSizes:
     bias: bool = False
     shared: bool = False
     form: str = ""
+    up_parts: tuple[str, ...] = ("gate", "up")
 
     @property
     def held_experts(self) -> int:
@@ -47,7 +50,7 @@ class ExpertSizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class ExpertProduct:
     """One of the two products. `shards` are what this rank holds of each expert's matrices; matrix i begins at row
     `at[i]` of `rows`; `cols` are as many as there is room for."""
 
@@ -59,7 +62,7 @@ class Product:
 
     @property
     def padded(self) -> bool:
-        return sum(_length(s.rows) for s in self.shards) < self.rows or _length(self.shards[0].cols) < self.cols
+        return sum(length(s.rows) for s in self.shards) < self.rows or length(self.shards[0].cols) < self.cols
 
 
 class Experts:
@@ -93,7 +96,7 @@ def expert_quant(scope: Scope, sizes: ExpertSizes) -> ModuleQuant | None:
     if _in_layer(scope.sub("w13")) not in scope.weights.layer:  # a family that never keeps experts one by one
         return config.of(scope.sub("experts").module())
     ends = {0, sizes.num_experts - 1}
-    up = [scope.sub("w13").module(part, e) for part in ("gate", "up") for e in ends]
+    up = [scope.sub("w13").module(part, e) for part in sizes.up_parts for e in ends]
     return config.of_fused([*up, *(scope.sub("w2").module("down", e) for e in ends)])
 
 
@@ -102,20 +105,23 @@ def _in_layer(scope: Scope) -> str:
     return scope.path.split(".", 2)[2]
 
 
-def _products(sizes: ExpertSizes, scheme: Scheme | None, rank: int, tp_size: int) -> tuple[Product, Product]:
+def _products(
+    sizes: ExpertSizes, scheme: Scheme | None, rank: int, tp_size: int
+) -> tuple[ExpertProduct, ExpertProduct]:
     inter, hidden = sizes.intermediate_size, sizes.hidden_size
     if scheme is not None and scheme.group[0] == 1 and scheme.group[1] and hidden % scheme.group[1]:
         raise UserError(f"hidden size {hidden} does not divide into {scheme.name} groups of {scheme.group[1]}")
     share = expert_share(inter, tp_size, scheme)
     held = slice(min(rank * share, inter), min((rank + 1) * share, inter))
     whole = slice(0, hidden)
-    up = (Shard("gate", inter, hidden, held, whole), Shard("up", inter, hidden, held, whole))
+    up = tuple(Shard(part, inter, hidden, held, whole) for part in sizes.up_parts)
     down = (Shard("down", hidden, inter, whole, held),)
-    return Product("w13", up, (0, share), 2 * share, hidden), Product("w2", down, (0,), hidden, share)
+    at = tuple(i * share for i in range(len(up)))
+    return ExpertProduct("w13", up, at, len(up) * share, hidden), ExpertProduct("w2", down, (0,), hidden, share)
 
 
 def _create(
-    scope: Scope, product: Product, sizes: ExpertSizes, quant: ModuleQuant | None
+    scope: Scope, product: ExpertProduct, sizes: ExpertSizes, quant: ModuleQuant | None
 ) -> ExpertWeights | StoredProduct:
     # Families that keep 16-bit experts together publish most quantized ones one by one.
     fused = FUSED.get(quant.storage if quant else sizes.form)
@@ -133,10 +139,12 @@ def _create(
 # --- one tensor an expert ---------------------------------------------------------------------------------------------
 
 
-def _as_stored(scope: Scope, product: Product, sizes: ExpertSizes, scheme: Scheme, layout: Layout) -> StoredProduct:
+def _as_stored(
+    scope: Scope, product: ExpertProduct, sizes: ExpertSizes, scheme: Scheme, layout: Layout
+) -> StoredProduct:
     """The parameters are the checkpoint's tensors."""
     data = _data_param(scope, product, sizes, layout.data, scheme)
-    dummy = _DUMMY_SCALES[scheme.element]
+    dummy = DUMMY_SCALES[scheme.element]
     if scheme.group == (0, 0):
         scale = _singles(scope, product, sizes, layout.scale, dummy)
     else:
@@ -145,11 +153,11 @@ def _as_stored(scope: Scope, product: Product, sizes: ExpertSizes, scheme: Schem
     if layout.global_scale is not None:
         factor = _singles(scope, product, sizes, layout.global_scale, dummy)
     if layout.input_scale is not None:
-        inputs = _singles(scope, product, sizes, layout.input_scale, _DUMMY_INPUT_SCALE)
+        inputs = _singles(scope, product, sizes, layout.input_scale, DUMMY_INPUT_SCALE)
     return StoredProduct(scope.path, scheme, product.at, data, scale, factor, inputs)
 
 
-def _each(scope: Scope, product: Product, sizes: ExpertSizes) -> Iterator[tuple[PartKey, int, int, Shard]]:
+def _each(scope: Scope, product: ExpertProduct, sizes: ExpertSizes) -> Iterator[tuple[PartKey, int, int, Shard]]:
     """(key, expert, matrix, shard) of every checkpoint matrix of the product."""
     for i, shard in enumerate(product.shards):
         for e in range(sizes.num_experts):
@@ -163,80 +171,62 @@ def shared_module(scope: Scope, product: str) -> str:
     return f"{_in_layer(scope).removesuffix(product)}shared.{'gate_up' if product == 'w13' else 'down'}"
 
 
-def _data_param(scope: Scope, product: Product, sizes: ExpertSizes, leaf: Leaf, scheme: Scheme | None) -> torch.Tensor:
+def _data_param(
+    scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf: Leaf, scheme: Scheme | None
+) -> torch.Tensor:
     """[E, rows, columns, or bytes of two]."""
     per_byte = 2 if scheme is not None and scheme.bits == 4 else 1
     parts: dict[PartKey, Part] = {}
     for key, e, i, shard in _each(scope, product, sizes):
-        rows = slice(product.at[i], product.at[i] + _length(shard.rows))
-        parts[key] = _part(leaf, shard, (1, leaf.columns), (e, rows, slice(0, _length(shard.cols) // per_byte)))
+        rows = slice(product.at[i], product.at[i] + length(shard.rows))
+        parts[key] = matrix_part(leaf, shard, (1, leaf.columns), (e, rows, slice(0, length(shard.cols) // per_byte)))
     shape = (sizes.held_experts, product.rows, product.cols // per_byte)
     fill: Init | Fill = Init.NORMAL if scheme is None else random_codes
     dtype = None if scheme is None else ELEMENT_DTYPES[scheme.element]
     return _zeroed(product, scope.param(leaf.name, shape, parts, fill, dtype))
 
 
-def _scale_param(scope: Scope, product: Product, sizes: ExpertSizes, leaf: Leaf, scheme: Scheme) -> torch.Tensor:
+def _scale_param(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf: Leaf, scheme: Scheme) -> torch.Tensor:
     """[E, rows] or [E, groups of rows, groups of columns]."""
     per_row, per_col = scheme.group
     parts: dict[PartKey, Part] = {}
     for key, e, i, shard in _each(scope, product, sizes):
         begin = product.at[i] // per_row
-        rows = slice(begin, begin - (-_length(shard.rows) // per_row))
+        rows = slice(begin, begin - (-length(shard.rows) // per_row))
         if per_col:
-            parts[key] = _part(leaf, shard, scheme.group, (e, rows, slice(0, -(-_length(shard.cols) // per_col))))
+            parts[key] = matrix_part(leaf, shard, scheme.group, (e, rows, slice(0, -(-length(shard.cols) // per_col))))
         else:
             parts[key] = Part((shard.out_features,), (shard.rows,), (e, rows), leaf.dtypes, leaf.convert)
     shape = (sizes.held_experts, *scheme.scale_shape(product.rows, product.cols))
-    return _zeroed(product, scope.param(leaf.name, shape, parts, _dummy_scale(scheme), SCALE_DTYPES[scheme.scale]))
+    return _zeroed(product, scope.param(leaf.name, shape, parts, dummy_scale(scheme), SCALE_DTYPES[scheme.scale]))
 
 
-def _singles(scope: Scope, product: Product, sizes: ExpertSizes, leaf: Leaf, dummy: float) -> torch.Tensor:
+def _singles(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf: Leaf, dummy: float) -> torch.Tensor:
     """[E, matrices] fp32: one number a matrix."""
     parts = {key: Part((), (), (e, i), leaf.dtypes, leaf.convert) for key, e, i, _ in _each(scope, product, sizes)}
     shape = (sizes.held_experts, len(product.shards))
     return scope.param(leaf.name, shape, parts, constant(dummy), torch.float32)
 
 
-def _part(leaf: Leaf, shard: Shard, per: tuple[int, int], dest: Index) -> Part:
-    """Of a tensor with one element for `per` = (rows, columns)."""
-    shape = (-(-shard.out_features // per[0]), -(-shard.in_features // per[1]))
-    source = (_cut(shard.rows, per[0]), _cut(shard.cols, per[1]))
-    if leaf.transposed:
-        shape, source = shape[::-1], source[::-1]
-    return Part(shape, source, dest, leaf.dtypes, leaf.convert)
-
-
-def _cut(part: slice, per: int) -> slice:
-    return slice(part.start // per, -(-part.stop // per))
-
-
-def _while_loading(scope: Scope, product: Product, sizes: ExpertSizes, scheme: Scheme) -> ExpertWeights:
+def _while_loading(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, scheme: Scheme) -> ExpertWeights:
     """16-bit tensors that are quantized as they arrive: a scale a row, over the columns that this rank holds."""
     shape = (sizes.held_experts, product.rows)
-    scale = scope.param("weight_scale", shape, {}, _dummy_scale(scheme), torch.float32)
+    scale = scope.param("weight_scale", shape, {}, dummy_scale(scheme), torch.float32)
     parts: dict[PartKey, Part] = {}
     for key, e, i, shard in _each(scope, product, sizes):
-        rows = slice(product.at[i], product.at[i] + _length(shard.rows))
-        convert = _quantizing(scheme, scale[e, rows])
+        rows = slice(product.at[i], product.at[i] + length(shard.rows))
+        convert = quantize_into(scale[e, rows], scheme)
         parts[key] = Part((shard.out_features, shard.in_features), (shard.rows, shard.cols), (e, rows), FLOATS, convert)
     data = scope.param("weight", (*shape, product.cols), parts, random_codes, ELEMENT_DTYPES[scheme.element])
     return ExpertWeights(data, scheme, scale)
 
 
-def _quantizing(scheme: Scheme, scale: torch.Tensor) -> Convert:
-    def convert(read: torch.Tensor) -> torch.Tensor:
-        made = quantize(read.to(scale.device), scheme)
-        scale.copy_(made.scale)
-        return made.data
-
-    return convert
-
-
 # --- one tensor for all experts ---------------------------------------------------------------------------------------
 
 
-def _fused(scope: Scope, product: Product, sizes: ExpertSizes, form: FusedForm, scheme: Scheme | None) -> ExpertWeights:
+def _fused(
+    scope: Scope, product: ExpertProduct, sizes: ExpertSizes, form: FusedForm, scheme: Scheme | None
+) -> ExpertWeights:
     if sizes.shared:
         raise UserError(f"{scope.path}: a shared expert cannot be kept among experts that are one tensor")
     share = product.at[-1] if product.name == "w13" else 0
@@ -256,7 +246,7 @@ def _fused(scope: Scope, product: Product, sizes: ExpertSizes, form: FusedForm, 
     else:
         data = param(form.data, (num, rows, cols * scheme.bits // 8), random_codes, ELEMENT_DTYPES[scheme.element])
         shape = (num, *scheme.scale_shape(rows, cols))
-        scale = param(form.scale, shape, _dummy_scale(scheme), SCALE_DTYPES[scheme.scale])
+        scale = param(form.scale, shape, dummy_scale(scheme), SCALE_DTYPES[scheme.scale])
     if bias is not None and product.name == "w2" and scope.tp_rank > 0:
         scope.finish.append(functools.partial(_clear, bias))  # the ranks' results are summed
     return ExpertWeights(data, scheme, scale, bias=bias)
@@ -265,13 +255,7 @@ def _fused(scope: Scope, product: Product, sizes: ExpertSizes, form: FusedForm, 
 # --- common -----------------------------------------------------------------------------------------------------------
 
 
-def _dummy_scale(scheme: Scheme) -> Fill:
-    if scheme.scale == "e8m0":
-        return constant(_DUMMY_EXPONENTS[scheme.element])
-    return constant(1.0 if scheme.global_scale else _DUMMY_SCALES[scheme.element])
-
-
-def _zeroed(product: Product, tensor: torch.Tensor) -> torch.Tensor:
+def _zeroed(product: ExpertProduct, tensor: torch.Tensor) -> torch.Tensor:
     """What no checkpoint tensor fills must be zero."""
     if product.padded and not tensor.is_meta:
         tensor.zero_()
@@ -280,10 +264,3 @@ def _zeroed(product: Product, tensor: torch.Tensor) -> torch.Tensor:
 
 def _clear(tensor: torch.Tensor) -> None:
     tensor.zero_()
-
-
-def _length(part: slice) -> int:
-    return int(part.stop - part.start)
-
-
-assert all(scheme.element in _DUMMY_SCALES for scheme in SCHEMES.values())

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sglang.srt.layers.linear import Shard
-from sglang.srt.layers.parameter import FLOATS, Convert, Part
+from sglang.srt.layers.parameter import FLOATS, Convert, Part, Shard
 
 PROJECTIONS = {"w13": "gate_up_proj", "w2": "down_proj"}
 

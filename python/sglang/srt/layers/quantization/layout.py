@@ -87,6 +87,7 @@ LAYOUTS: Mapping[tuple[str, str], Layout] = {
     ("fp8", "fp8_block"): Layout(_E4M3, _BLOCKS),
     # DeepSeek-V4's experts.
     ("fp8", "mxfp4"): Layout(_FP4, Leaf("scale", _E8M0, as_bytes)),
+    ("fp8", "mxfp4_mxfp8"): Layout(_FP4, Leaf("scale", _E8M0, as_bytes)),
     ("mxfp8", "mxfp8"): Layout(_E4M3, Leaf("weight_scale_inv", _E8M0, as_bytes)),
     ("compressed-tensors", "fp8_tensor"): Layout(_E4M3, _SCALE, input_scale=_INPUT),
     ("compressed-tensors", "fp8_channel"): Layout(_E4M3, _SCALE),

@@ -14,8 +14,8 @@ import triton.language as tl
 
 from sglang.srt.layers.triton_ops import pdl
 
-Tile = dict[str, int]
-TILE: Tile = {"BLOCK_N": 8, "BLOCK_K": 512, "num_warps": 4}
+GemvTile = dict[str, int]
+TILE: GemvTile = {"BLOCK_N": 8, "BLOCK_K": 512, "num_warps": 4}
 
 
 @triton.jit
@@ -48,13 +48,13 @@ def gemv_kernel(
     tl.store(out + cols, tl.sum(total, axis=1).to(out.dtype.element_ty), mask=cols < N)
 
 
-def supports(x: torch.Tensor, w: torch.Tensor, tile: Tile = TILE) -> bool:
+def supports(x: torch.Tensor, w: torch.Tensor, tile: GemvTile = TILE) -> bool:
     """One row, 2-byte floats, K a multiple of BLOCK_K."""
     size = x.shape[-1]
     return x.numel() == size and size % tile["BLOCK_K"] == 0 and x.element_size() == 2 and w.is_contiguous()
 
 
-def gemv(x: torch.Tensor, w: torch.Tensor, tile: Tile = TILE, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+def gemv(x: torch.Tensor, w: torch.Tensor, tile: GemvTile = TILE, out_dtype: torch.dtype | None = None) -> torch.Tensor:
     """x [..., K] with one row, w [N, K] contiguous -> [..., N] in the dtype of x, or in `out_dtype`."""
     num_cols, size = w.shape
     out = torch.empty((*x.shape[:-1], num_cols), dtype=out_dtype or x.dtype, device=x.device)

@@ -1,7 +1,7 @@
 """Tiles of products with a quantized weight. Data only: no torch, no Triton.
 
 Every tile of TILES fits the 101,376 bytes of shared memory of the smallest GPUs, without spills: the ledger proves it.
-Keys: the kinds of `scaled_dot.Product`.
+Keys: the kinds of `scaled_dot.ScaledProduct`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from sglang.srt.layers.moe.fused_moe_triton.tiles import PairTile
 
-Tile = dict[str, int]
+ScaledTile = dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +19,10 @@ class LinearTile:
     """For up to `max_rows` rows of x."""
 
     max_rows: float
-    tile: Tile
+    tile: ScaledTile
 
 
-def _tile(m: int, n: int, k: int, group: int, warps: int, stages: int) -> Tile:
+def _tile(m: int, n: int, k: int, group: int, warps: int, stages: int) -> ScaledTile:
     return {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP_M": group, "num_warps": warps, "num_stages": stages}
 
 
@@ -100,15 +100,15 @@ def tile_rows(kind: str, features: Collection[str]) -> tuple[LinearTile, ...]:
     return WIDE_TILES[kind] if "wgmma" in features and kind in WIDE_TILES else TILES[kind]
 
 
-def tile_for(kind: str, num_rows: int, features: Collection[str] = ()) -> Tile:
+def tile_for(kind: str, num_rows: int, features: Collection[str] = ()) -> ScaledTile:
     return next(row.tile for row in tile_rows(kind, features) if num_rows <= row.max_rows)
 
 
-def smaller_tiles(tile: Tile, kind: str) -> tuple[Tile, ...]:
+def smaller_tiles(tile: ScaledTile, kind: str) -> tuple[ScaledTile, ...]:
     """What a launch steps down to should `tile` not fit after all: the tiles of every GPU that give no larger block of
     the result, largest first, and the last resort, which takes less shared memory than any other."""
 
-    def fits(other: Tile) -> bool:
+    def fits(other: ScaledTile) -> bool:
         fewer_rows = other["BLOCK_M"] <= tile["BLOCK_M"]
         return fewer_rows and other["BLOCK_M"] * other["BLOCK_N"] <= tile["BLOCK_M"] * tile["BLOCK_N"]
 
@@ -116,12 +116,12 @@ def smaller_tiles(tile: Tile, kind: str) -> tuple[Tile, ...]:
     return tuple(rung for rung in rungs if rung != tile and fits(rung))
 
 
-def last_resort(kind: str) -> Tile:
+def last_resort(kind: str) -> ScaledTile:
     """The smallest tile with two stages."""
     return TILES[kind][0].tile | {"num_stages": 2}
 
 
-def swaps(tile: Tile, features: Collection[str]) -> bool:
+def swaps(tile: ScaledTile, features: Collection[str]) -> bool:
     """Whether the weights are the first operand of the matrix instruction."""
     return "wgmma" in features and tile["BLOCK_M"] < 64 <= tile["BLOCK_N"]
 

@@ -27,14 +27,14 @@ from sglang.srt.layers.triton_ops import pdl, scaled_dot
 from sglang.srt.layers.triton_ops.linear_tiles import (
     FEW_ROWS,
     FEW_TILES,
-    Tile,
+    ScaledTile,
     num_splits,
     smaller_tiles,
     swaps,
     tile_for,
 )
 from sglang.srt.layers.triton_ops.quantize import quantize_activation
-from sglang.srt.layers.triton_ops.scaled_dot import STRIP, Product, multiply, product_of
+from sglang.srt.layers.triton_ops.scaled_dot import STRIP, ScaledProduct, multiply, product_of
 from sglang.srt.layers.triton_ops.streamed_dot import add_product, pair_launch, sum_rows
 
 Apply = Callable[[torch.Tensor, "torch.Tensor | None"], torch.Tensor]
@@ -204,7 +204,7 @@ class PackedWeight:
     four-bit columns as published, not in planes."""
 
     weight: LinearWeight
-    product: Product
+    product: ScaledProduct
     cols: int
     packed: bool
     arch: ArchTraits
@@ -260,13 +260,13 @@ def few_rows(x: torch.Tensor, held: PackedWeight, bias: torch.Tensor | None = No
     return out
 
 
-def few_launch(product: Product, bits: int, cols: int, rows: int) -> dict[str, Any]:
+def few_launch(product: ScaledProduct, bits: int, cols: int, rows: int) -> dict[str, Any]:
     """Constants of `few_rows_kernel` for a weight [rows, cols]."""
     return pair_launch(product, FEW_TILES[product.kind, bits], cols, rows)
 
 
 def many_rows(
-    x: torch.Tensor, held: PackedWeight, bias: torch.Tensor | None = None, tile: Tile | None = None
+    x: torch.Tensor, held: PackedWeight, bias: torch.Tensor | None = None, tile: ScaledTile | None = None
 ) -> torch.Tensor:
     """x [T, K] -> [T, N] by tiles. `tile` forces one, which then launches or raises OutOfResources."""
     if tile is not None:
@@ -277,13 +277,13 @@ def many_rows(
 
 
 @functools.cache
-def _ladder(scheme: str, kind: str, values: tuple[int, ...]) -> TileLadder[Tile]:
+def _ladder(scheme: str, kind: str, values: tuple[int, ...]) -> TileLadder[ScaledTile]:
     """From the tile with these values down."""
     first = dict(zip(TILE_KEYS, values, strict=True))
     return TileLadder(f"linear/{scheme}", (first, *smaller_tiles(first, kind)), __name__, scaled_dot.__name__)
 
 
-def _tiled(x: torch.Tensor, held: PackedWeight, bias: torch.Tensor | None, tile: Tile) -> torch.Tensor:
+def _tiled(x: torch.Tensor, held: PackedWeight, bias: torch.Tensor | None, tile: ScaledTile) -> torch.Tensor:
     weight, product = held.weight, held.product
     num_rows, num_cols = len(x), weight.data.shape[0]
     features = held.arch.features
@@ -306,7 +306,9 @@ def _tiled(x: torch.Tensor, held: PackedWeight, bias: torch.Tensor | None, tile:
     return out
 
 
-def tile_launch(product: Product, tile: Tile, cols: int, splits: int, features: Collection[str]) -> dict[str, Any]:
+def tile_launch(
+    product: ScaledProduct, tile: ScaledTile, cols: int, splits: int, features: Collection[str]
+) -> dict[str, Any]:
     """Constants of `tiles_kernel`, and `chunk`, the columns of a split; the number of splits may get smaller."""
     step = STRIP.value if product.kind == "planes" else max(tile["BLOCK_K"], STRIP.value)
     chunk = triton.cdiv(triton.cdiv(cols, splits), step) * step

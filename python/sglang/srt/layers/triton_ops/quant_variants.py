@@ -10,8 +10,8 @@ from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
 from sglang.srt.kernels.ledger_file import WIDENED_TAIL
 from sglang.srt.kernels.variant import FormRule, Variant
 from sglang.srt.layers.triton_ops import quant_linear, quantize
-from sglang.srt.layers.triton_ops.linear_tiles import MAX_SPLITS, SPLIT_ROWS, Tile, last_resort, tile_rows
-from sglang.srt.layers.triton_ops.scaled_dot import Product, product_of
+from sglang.srt.layers.triton_ops.linear_tiles import MAX_SPLITS, SPLIT_ROWS, ScaledTile, last_resort, tile_rows
+from sglang.srt.layers.triton_ops.scaled_dot import ScaledProduct, product_of
 from sglang.srt.layers.triton_ops.variants import describe
 
 OPS = ("linear", "quantize_activation")
@@ -71,7 +71,7 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
         yield from _quantize()
 
 
-def products(scheme: Scheme | None, features: Collection[str]) -> Iterator[tuple[Product, str]]:
+def products(scheme: Scheme | None, features: Collection[str]) -> Iterator[tuple[ScaledProduct, str]]:
     """How GPUs with these features multiply a scheme, and the end of its rows' keys. Where they have packed
     instructions, also how it is done without: other GPUs are judged by these rows."""
     native = product_of(scheme, features)
@@ -80,7 +80,7 @@ def products(scheme: Scheme | None, features: Collection[str]) -> Iterator[tuple
         yield product_of(scheme, ()), WIDENED_TAIL
 
 
-def _linear(scheme: Scheme, product: Product, tail: str, features: Collection[str]) -> Iterator[Variant]:
+def _linear(scheme: Scheme, product: ScaledProduct, tail: str, features: Collection[str]) -> Iterator[Variant]:
     smallest = 0.0
     for row in tile_rows(product.kind, features):
         # Where K may be split: the split variant holds the sum besides.
@@ -92,7 +92,7 @@ def _linear(scheme: Scheme, product: Product, tail: str, features: Collection[st
     yield from _few(scheme, product, tail)
 
 
-def _few(scheme: Scheme, product: Product, tail: str) -> Iterator[Variant]:
+def _few(scheme: Scheme, product: ScaledProduct, tail: str) -> Iterator[Variant]:
     for cols in COLUMNS:
         if scheme.group[1] and cols % scheme.group[1] and scheme.group[0] == 1:
             continue  # no checkpoint cuts a row's group
@@ -112,7 +112,7 @@ def _few(scheme: Scheme, product: Product, tail: str) -> Iterator[Variant]:
 
 
 def _tiles(
-    scheme: Scheme, product: Product, tail: str, tile: Tile, splits: int, features: Collection[str]
+    scheme: Scheme, product: ScaledProduct, tail: str, tile: ScaledTile, splits: int, features: Collection[str]
 ) -> Iterator[Variant]:
     """With a bias and with columns that no block divides; for "mx" also with scales that lie in multiples of 16."""
     kind = product.activation
@@ -132,7 +132,7 @@ def _tiles(
         yield describe("linear", key, quant_linear.tiles_kernel, types, constants, tile, multiples)
 
 
-def _weight_types(scheme: Scheme, product: Product, words: bool) -> dict[str, str]:
+def _weight_types(scheme: Scheme, product: ScaledProduct, words: bool) -> dict[str, str]:
     in_words = scheme.bits == 4 and (words or product.kind == "planes")
     return {
         "w": "*i32" if in_words else _ELEMENTS[scheme.element],
@@ -146,7 +146,7 @@ def _flags(scheme: Scheme) -> dict[str, Any]:
     return {"HAS_FACTOR": scheme.global_scale, "HAS_BIAS": True}
 
 
-def _multiples(scheme: Scheme, product: Product, types: dict[str, str], cols: int) -> tuple[str, ...]:
+def _multiples(scheme: Scheme, product: ScaledProduct, types: dict[str, str], cols: int) -> tuple[str, ...]:
     group = scheme.group[1]
     # Scales of rows and tensors have strides of 1 and 0.
     aligned = group != 0 and (product.kind != "mx" or cols // group % 16 == 0)

@@ -34,7 +34,7 @@ E4M3_OF_E2M1: tl.constexpr = tl.constexpr(64.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class ScaledProduct:
     """How a product with weights of a scheme is computed: the constants of `multiply`, and what x is quantized to."""
 
     kind: str
@@ -61,22 +61,22 @@ class Product:
         return self.element or "16-bit"
 
 
-PLAIN = Product("plain")
+PLAIN = ScaledProduct("plain")
 
 
-def product_of(scheme: Scheme | None, features: Collection[str]) -> Product:
+def product_of(scheme: Scheme | None, features: Collection[str]) -> ScaledProduct:
     """What GPUs with these features (of ArchTraits) do with a scheme. See `quant_scheme.widening` for what of it is not
     native."""
     if scheme is None:
         return PLAIN
     group, packed = scheme.group[1], "block_scaled_mma" in features
     if scheme.activation in ("mxfp8", "nvfp4") and packed:
-        return Product("mx", scheme.element, group, scheme.activation)
+        return ScaledProduct("mx", scheme.element, group, scheme.activation)
     if scheme.bits == 4:
-        return Product("planes", scheme.element, group)
+        return ScaledProduct("planes", scheme.element, group)
     if scheme.activation == "mxfp8":
-        return Product("mx", scheme.element, group, scheme.activation)
-    return Product("group128" if group == 128 else "scaled", scheme.element, group, scheme.activation)
+        return ScaledProduct("mx", scheme.element, group, scheme.activation)
+    return ScaledProduct("group128" if group == 128 else "scaled", scheme.element, group, scheme.activation)
 
 
 @triton.jit

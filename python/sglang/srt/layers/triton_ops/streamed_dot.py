@@ -21,7 +21,7 @@ from sglang.srt.layers.triton_ops.scaled_dot import (
     PLANE,
     PLANES,
     STRIP,
-    Product,
+    ScaledProduct,
     decode_scale,
     nibbles,
 )
@@ -154,7 +154,7 @@ def sum_rows(total):
     return tl.sum(tl.sum(total, axis=2), axis=1)
 
 
-def pair_launch(product: Product, pair_tile: PairTile, cols: int, rows: int) -> dict[str, Any]:
+def pair_launch(product: ScaledProduct, pair_tile: PairTile, cols: int, rows: int) -> dict[str, Any]:
     """Constants of a kernel that calls `add_product` for a matrix [rows, cols]."""
     four_bit, packed = product.element in ("int4", "e2m1"), product.pair_kind == "packed"
     tile = pair_tile.cut(cols, STRIP.value if four_bit else 128 if product.kind == "group128" else 16)

@@ -111,7 +111,11 @@ def topk_kernel(
     choice = tl.where(exists, tl.where(choice > -1e38, choice, -1e38), -float("inf"))
     if TOP_GROUPS < GROUPS:
         in_group = tl.arange(0, MEMBER_BLOCK)[None, None, :]
-        group_score = _group_scores(tl.reshape(choice, (ROWS, GROUP_BLOCK, MEMBER_BLOCK)), in_group)
+        by_group = tl.reshape(choice, (ROWS, GROUP_BLOCK, MEMBER_BLOCK))
+        if SCORE == "softmax":
+            group_score = tl.max(by_group, axis=2)
+        else:
+            group_score = _group_scores(by_group, in_group)
         number = tl.arange(0, GROUP_BLOCK)[None, :]
         group_score = tl.where(number < GROUPS, group_score, -float("inf"))
         taken = tl.zeros((ROWS, GROUP_BLOCK * MEMBER_BLOCK), tl.int1)
@@ -184,9 +188,10 @@ def topk_softmax(
     scale: float = 1.0,
     with_shared: bool = False,
     num_valid: torch.Tensor | None = None,
+    groups: tuple[int, int] = (1, 1),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """router_logits [T, E] -> weights [T, k] fp32, expert ids [T, k] int32, largest first."""
-    groups = (1, 1)
+    """router_logits [T, E] -> weights [T, k] fp32, expert ids [T, k] int32, largest first. A group's score is that of
+    its best expert."""
     return _topk("softmax", router_logits, None, top_k, renormalize, groups, scale, with_shared, num_valid)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from sglang.srt.kernels.variant import FormRule, Variant
@@ -26,14 +27,16 @@ OPS = (
 )
 
 HIDDEN_SIZES = (1024, 2048, 2880, 4096, 5120, 6144, 7168)
+FP32_NORM_SHAPE = (256, 64)
+"""Of models that store norms of heads minus 1: kept in fp32."""
 ROPE_SHAPES = ((64, 64), (128, 128), (128, 64), (256, 64), (256, 256))
 """(head dim, rotary dim)."""
 LATENT_SHAPE = (128, 512, 64)
 """Dims of a query head that do not rotate, of the latent, and of the rotary key."""
 CACHE_TYPES = {"bfloat16": ("*bf16", 0.0), "fp8_e4m3": ("*fp8e4nv", 448.0), "fp8_e5m2": ("*fp8e5", 57344.0)}
 ROUTINGS: Mapping[str, tuple[tuple[int, int, tuple[int, int]], ...]] = {
-    "softmax": ((128, 8, (1, 1)), (256, 8, (1, 1)), (512, 10, (1, 1))),
-    "sigmoid": ((160, 8, (1, 1)), (384, 8, (1, 1)), (256, 8, (8, 4))),
+    "softmax": ((64, 6, (1, 1)), (128, 8, (1, 1)), (160, 6, (8, 3)), (256, 8, (1, 1)), (512, 10, (1, 1))),
+    "sigmoid": ((64, 4, (1, 1)), (160, 8, (1, 1)), (384, 8, (1, 1)), (256, 8, (8, 4))),
     "sqrtsoftplus": ((256, 6, (1, 1)),),
 }
 """Score -> (experts, choices, (groups, best groups))."""
@@ -119,8 +122,11 @@ def _norms(op: str) -> Iterator[Variant]:
         types = {"x": "*bf16", "residual": "*bf16", "weight": "*bf16", "row_stride": "i32", "residual_stride": "i32"}
         strides = ("row_stride", "residual_stride")
     launches = {launch["BLOCK"]: launch for launch in map(norm.row_launch, HIDDEN_SIZES)}
+    types |= {"size": "i32", "eps": "fp32"}
     for block, launch in launches.items():
-        yield describe(op, f"{block}", fn, types | {"size": "i32", "eps": "fp32"}, {}, launch, (*strides, "size"))
+        yield describe(op, f"{block}", fn, types, {}, launch, (*strides, "size"))
+        own = describe(op, f"{block}/fp32", fn, types | {"weight": "*fp32"}, {}, launch, (*strides, "size"))
+        yield replace(own, form_only=True)
 
 
 def _activation() -> Iterator[Variant]:
@@ -140,7 +146,7 @@ def _rope_store() -> Iterator[Variant]:
                 constants: dict[str, Any] = {"Q_HEADS": 32, "KV_HEADS": 8, "DIM": dim, "ROT": rot}
                 constants |= {"NORM_Q": True, "NORM_K": True}
                 constants |= {"INTERLEAVED": False, "FP8_LIMIT": limit}
-                yield describe(
+                variant = describe(
                     "qk_norm_rope_store",
                     f"{dim}r{rot}/{cache}/{heads}",
                     rope_store.qk_norm_rope_store_kernel,
@@ -149,6 +155,10 @@ def _rope_store() -> Iterator[Variant]:
                     rope_store.launch_constants(dim, rot, heads),
                     strides,
                 )
+                yield variant
+                if (dim, rot) == FP32_NORM_SHAPE:
+                    signature = {**variant.signature, "q_weight": "*fp32", "k_weight": "*fp32"}
+                    yield replace(variant, key=f"{variant.key}/fp32", signature=signature, form_only=True)
 
 
 def _latent_store() -> Iterator[Variant]:

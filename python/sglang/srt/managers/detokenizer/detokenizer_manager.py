@@ -96,6 +96,7 @@ class Detokenizer:
             finish=message.finish,
             meta=message.meta,
             logprobs=message.logprobs,
+            embeddings=message.embeddings,
         )
 
     def _texts(self, decoder: TextDecoder, message: BatchTokenIDOut) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 from sglang.srt.managers.wire.io_struct import FinishReason, TokenMeta
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sampling.thoughts import ThinkingBudget
 
 
 class RequestError(ValueError):
@@ -21,6 +22,12 @@ class RequestError(ValueError):
         super().__init__(message)
         self.message = message
         self.status_code = status_code
+
+
+def refuse_aborted(finish: FinishReason) -> None:
+    """Raises RequestError 503 for an answer that was aborted, where its form has no other way to say so."""
+    if finish.type == "abort":
+        raise RequestError("the answer was aborted at the server; send the request again", 503)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,8 +50,11 @@ class GenerateRequest:
     top_logprobs_num: int | list[int] = 0
     token_ids_logprob: list[int] | list[list[int]] | None = None
     return_text_in_logprobs: bool = False
+    embed: bool = False
+    """Wanted are final hidden states instead of text: `sampling_params` is not given then."""
     rid: str | list[str] | None = None
-    priority: int = 0
+    priority: int | None = None
+    thinking: ThinkingBudget | None = None
     cache_salt: str | list[str | None] | None = None
     extra_key: str | list[str | None] | None = None
     """Prompts share cached prefixes only where both are equal; an empty one counts as None."""
@@ -72,6 +82,8 @@ class GenerateOutput:
     """Set on the last output of a sequence."""
     meta: TokenMeta
     logprobs: OutputLogprobs | None
+    embedding: bytes = b""
+    """With `embed`, on the last output: H float32 values, the final hidden state of the prompt's last token."""
 
     def merge(self, later: GenerateOutput) -> None:
         """Append the next output of the same sequence."""
@@ -79,6 +91,7 @@ class GenerateOutput:
         self.new_ids.extend(later.new_ids)
         self.finish = later.finish
         self.meta = later.meta
+        self.embedding = later.embedding
         if self.logprobs is None:
             self.logprobs = later.logprobs
         elif later.logprobs is not None:

@@ -39,7 +39,7 @@ class GenerationStream:
         """One a prompt; None where the caller gave token ids."""
         self.num_samples = num_samples
         self.created_time = 0.0
-        """time.perf_counter() when the call came in."""
+        """time.monotonic() when the call came in."""
         self._on_close = on_close
         self._unfinished = len(requests)
         self._waiting: deque[GenerateOutput] = deque()
@@ -144,6 +144,7 @@ class GenerationStream:
         whole.new_ids.extend(output.new_ids)
         whole.finish = output.finish
         whole.meta = output.meta
+        whole.embedding = output.embedding
         if whole.logprobs is None:
             whole.logprobs = output.logprobs
         elif output.logprobs is not None:

@@ -14,12 +14,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from sglang.srt.managers.wire.io_struct import SchedulerStats, TokenMeta
+from sglang.srt.managers.front.request_record import EndedRequest
+from sglang.srt.managers.wire.io_struct import SchedulerStats
 
 _LABELS = ("model_name", "engine_type", "tp_rank", "pp_rank")
 _FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.2, 0.4, 0.6, 1, 2, 4, 6, 10, 20, 40, 60, 120, 300)
 _TOKEN_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 _REQUEST_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 10, 20, 40, 80, 150, 300, 600, 1200, 2400)
+_QUEUE_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 4, 5, 10, 15, 20, 30, 40, 50, 60, 90, 120, 180, 300, 600)
 _GAUGES = {
     "num_running_reqs": "Requests in the running batch",
     "num_queue_reqs": "Requests that wait",
@@ -63,6 +65,7 @@ class Metrics(Collector):
         self.first_token = Histogram(_FIRST_TOKEN_S)
         self.inter_token = Histogram(_TOKEN_S)
         self.request = Histogram(_REQUEST_S)
+        self.queue = Histogram(_QUEUE_S)
         self.stats = SchedulerStats()
         self.generation_tokens = 0
         self._prompt_tokens = 0
@@ -72,12 +75,14 @@ class Metrics(Collector):
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
-    def request_finished(self, seconds: float, meta: TokenMeta, aborted: bool) -> None:
-        self.request.observe(seconds)
+    def finished(self, ended: EndedRequest) -> None:
+        self.request.observe(ended.seconds)
+        if ended.queue_seconds is not None:
+            self.queue.observe(ended.queue_seconds)
         self._num_requests += 1
-        self._num_aborted += aborted
-        self._prompt_tokens += meta.prompt_tokens
-        self._cached_tokens += meta.cached_tokens
+        self._num_aborted += ended.finish.type == "abort"
+        self._prompt_tokens += ended.meta.prompt_tokens
+        self._cached_tokens += ended.meta.cached_tokens
 
     def render(self) -> bytes:
         """The page in Prometheus' text format."""
@@ -110,6 +115,7 @@ class Metrics(Collector):
         for name, text, histogram in (
             ("time_to_first_token_seconds", "From arrival to the first token", self.first_token),
             ("inter_token_latency_seconds", "Between two tokens of a request", self.inter_token),
+            ("queue_time_seconds", "From arrival to the first step", self.queue),
             ("e2e_request_latency_seconds", "From arrival to the last token", self.request),
         ):
             family = HistogramMetricFamily(f"sglang:{name}", text, labels=_LABELS)

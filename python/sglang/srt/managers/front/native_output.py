@@ -80,9 +80,9 @@ class _Writer:
         self, output: GenerateOutput, text: str, ids: list[int], logprobs: OutputLogprobs | None
     ) -> dict[str, Any]:
         request = self._stream.requests[output.index]
-        info = _meta_info(request.rid, output.meta, output.finish)
+        info = request_info(request.rid, output.meta, output.finish)
         if output.finish is not None:
-            info["e2e_latency"] = time.perf_counter() - self._stream.created_time
+            info["e2e_latency"] = time.monotonic() - self._stream.created_time
         if logprobs is not None:
             info.update(self._logprob_info(logprobs))
         result = {"output_ids": ids, "meta_info": info}
@@ -110,7 +110,8 @@ class _Writer:
         return [None if row is None else self._entries(row) for row in rows]
 
 
-def _meta_info(rid: str, meta: TokenMeta, finish: FinishReason | None) -> dict[str, Any]:
+def request_info(rid: str, meta: TokenMeta, finish: FinishReason | None) -> dict[str, Any]:
+    """`meta_info` of a request."""
     info: dict[str, Any] = {
         "id": rid,
         "finish_reason": None if finish is None else finish_dict(finish),

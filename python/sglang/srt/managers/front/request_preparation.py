@@ -63,15 +63,23 @@ class RequestPreparer:
         self._context_len = model_config.context_len
         self._vocab_size = model_config.vocab_size
         self._encode = encode
+        self._only_embeds = args.is_embedding
+        self._default_priority = args.default_priority_value
+        self._refuse_priorities = args.abort_on_priority_when_disabled and not args.enable_priority_scheduling
         self._model_defaults = model_config.default_sampling if args.sampling_defaults == "model" else {}
         self._server_defaults = json.loads(args.preferred_sampling_params or "{}")
 
     async def prepare(self, req: GenerateRequest) -> PreparedCall:
         """Raises RequestError (400)."""
+        if self._only_embeds and not req.embed:
+            raise RequestError(
+                "The server was started with --is-embedding and generates no text; use /v1/embeddings or /v1/rerank."
+            )
         prompts = _prompts(req)
         count = len(prompts)
         rids = _rids(req.rid, count, req.is_batch)
-        params = self._sampling_params(req.sampling_params, count)
+        given = SamplingParams(max_new_tokens=0) if req.embed else req.sampling_params
+        params = self._sampling_params(given, count)
         num_samples = params[0][0].n
         if any(p.n != num_samples for p, _ in params):
             raise RequestError("n must be the same for all prompts of a batch.")
@@ -80,8 +88,7 @@ class RequestPreparer:
                 f"A call may have at most {MAX_SEQUENCES} sequences, but {count} prompts with n={num_samples} make "
                 f"{count * num_samples}; send several calls."
             )
-        if not -MAX_PRIORITY <= req.priority < MAX_PRIORITY:
-            raise RequestError("priority must be a 32-bit integer.")
+        priority = self._priority(req.priority)
         options = zip(
             _spread("return_logprob", req.return_logprob, count, bool),
             _spread("logprob_start_len", req.logprob_start_len, count, int),
@@ -115,13 +122,23 @@ class RequestPreparer:
                 logprob_start_len=wanted[1],
                 top_logprobs_num=wanted[2],
                 token_ids_logprob=wanted[3],
-                priority=req.priority,
+                embed=req.embed,
+                priority=priority,
+                thinking=req.thinking,
                 cache_namespace=_namespace(wanted[4], wanted[5]),
             )
             self._check_logprobs(request)
             requests.extend(_samples(request))
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
         return PreparedCall(rids, requests, texts, num_samples)
+
+    def _priority(self, given: int | None) -> int:
+        if given is not None and self._refuse_priorities:
+            raise RequestError("This server serves no priorities: start it with --enable-priority-scheduling.")
+        priority = self._default_priority if given is None else given
+        if not -MAX_PRIORITY <= priority < MAX_PRIORITY:
+            raise RequestError("priority must be a 32-bit integer.")
+        return priority
 
     def _sampling_params(self, given: Any, count: int) -> list[tuple[SamplingParams, bool]]:
         """Checked parameters a prompt, and whether its max_new_tokens was asked for."""
@@ -167,8 +184,8 @@ class RequestPreparer:
             raise RequestError("The prompt is empty: at least one token is needed.")
         if len(prompt) >= self._context_len and not self._allow_truncate:
             raise RequestError(
-                f"The prompt of {len(prompt)} tokens does not fit the model's context length of {self._context_len} "
-                "tokens with room for output."
+                f"The prompt of {len(prompt)} tokens with room for output is longer than the model's context length "
+                f"of {self._context_len} tokens."
             )
         prompt = prompt[: self._context_len - 1]
         if set(map(type, prompt)) != {int}:
@@ -187,8 +204,8 @@ class RequestPreparer:
                 if self._allow_truncate:
                     return text[:end]
                 raise RequestError(
-                    f"The prompt of {len(text)} characters has more tokens than the model's context length of "
-                    f"{self._context_len}."
+                    f"The prompt of {len(text)} characters is longer than the model's context length of "
+                    f"{self._context_len} tokens."
                 )
         return text
 
@@ -200,8 +217,8 @@ class RequestPreparer:
             return params
         if explicit_length and not self._allow_truncate:
             raise RequestError(
-                f"The prompt of {len(ids)} tokens and max_new_tokens of {wanted} make {len(ids) + wanted} tokens, more "
-                f"than the model's context length of {self._context_len} tokens."
+                f"The prompt of {len(ids)} tokens with max_new_tokens of {wanted} is longer than the model's context "
+                f"length of {self._context_len} tokens."
             )
         return msgspec.structs.replace(params, max_new_tokens=room, min_new_tokens=min(room, params.min_new_tokens))
 

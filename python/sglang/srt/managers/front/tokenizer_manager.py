@@ -26,6 +26,8 @@ from sglang.srt.managers.front.generation_stream import CLIENT_CLOSED_REQUEST, G
 from sglang.srt.managers.front.metrics import Metrics
 from sglang.srt.managers.front.request_log import RequestLog
 from sglang.srt.managers.front.request_preparation import PreparedCall, RequestPreparer
+from sglang.srt.managers.front.request_record import EndedRequest
+from sglang.srt.managers.front.request_trace import RequestTracer
 from sglang.srt.managers.wire import ipc
 from sglang.srt.managers.wire.io_struct import (
     AbortReq,
@@ -62,16 +64,22 @@ class ServerStatus(enum.Enum):
 class _Sequence:
     """One sequence that the scheduler owes a finish message."""
 
-    __slots__ = ("first_time", "group", "index", "last_time", "sent", "stream")
+    __slots__ = ("first_time", "group", "index", "kept_text", "last_time", "num_kept", "sent_time", "stream", "trace")
 
     def __init__(self, stream: GenerationStream, index: int, group: str) -> None:
         self.stream = stream
         self.index = index
         self.group = group
         """The public request id, shared by the samples of a prompt."""
-        self.sent = False
+        self.sent_time = 0.0
+        """time.monotonic(), as all times here; 0: the scheduler does not know it yet."""
         self.first_time = 0.0
         self.last_time = 0.0
+        self.kept_text: list[str] = []
+        """What the log wants of the output."""
+        self.num_kept = 0
+        self.trace: Any = None
+        """The client's trace."""
 
 
 class TokenizerManager:
@@ -91,6 +99,7 @@ class TokenizerManager:
         self.stats = SchedulerStats()
         self.metrics = Metrics(args.served_model_name or args.model_path) if args.enable_metrics else None
         self._log = RequestLog(args) if args.log_requests else None
+        self._tracer = RequestTracer.from_args(args)
         self._inbox = ipc.tokenizer_inbox(ports)
         self._outbox = ipc.tokenizer_outbox(ports)
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
@@ -149,6 +158,8 @@ class TokenizerManager:
         self._inbox.close()
         self._outbox.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._tracer is not None:
+            self._tracer.close()
 
     @property
     def num_unfinished(self) -> int:
@@ -159,7 +170,7 @@ class TokenizerManager:
 
     async def submit(self, req: GenerateRequest) -> GenerationStream:
         """Check, tokenize and send. Raises RequestError; then nothing was sent."""
-        created = time.perf_counter()
+        created = time.monotonic()
         self._refuse_when_down()
         call = await self._preparer.prepare(req)
         self._refuse_when_down()
@@ -234,9 +245,11 @@ class TokenizerManager:
             raise RequestError(f"A request with rid {taken!r} is already running.")
 
     def _register(self, call: PreparedCall, stream: GenerationStream) -> None:
+        trace = None if self._tracer is None else self._tracer.parent()
         for index, request in enumerate(call.requests):
             group = call.rids[index // call.num_samples]
-            self._sequences[request.rid] = _Sequence(stream, index, group)
+            sequence = self._sequences[request.rid] = _Sequence(stream, index, group)
+            sequence.trace = trace
             self._groups.setdefault(group, set()).add(request.rid)
             if self._log is not None:
                 self._log.received(request, call.prompt_texts[index // call.num_samples])
@@ -249,7 +262,7 @@ class TokenizerManager:
             if sequence is None or sequence.stream is not stream:  # aborted meanwhile
                 continue
             self._outbox.try_send(request)
-            sequence.sent = True
+            sequence.sent_time = time.monotonic()
             num_tokens += len(request.input_ids)
             if num_tokens >= SEND_BATCH_TOKENS:
                 num_tokens = 0
@@ -259,7 +272,7 @@ class TokenizerManager:
         """Those that the scheduler does not know yet end here and now."""
         for rid in rids:
             sequence = self._sequences[rid]
-            if sequence.sent:
+            if sequence.sent_time:
                 self._aborts[rid] = None
                 continue
             self._forget(rid, sequence)
@@ -291,7 +304,7 @@ class TokenizerManager:
             sequence = self._sequences.get(request.rid)
             if sequence is None or sequence.stream is not stream:
                 continue
-            if sequence.sent:
+            if sequence.sent_time:
                 self._aborts[request.rid] = None
             else:
                 self._forget(request.rid, sequence)
@@ -323,7 +336,7 @@ class TokenizerManager:
             self.scheduler_info = message.info
 
     def _deliver(self, batch: BatchStrOut) -> None:
-        now = time.perf_counter()
+        now = time.monotonic()
         sequences, log_probabilities = self._sequences, batch.logprobs
         for i, rid in enumerate(batch.rids):
             sequence = sequences.get(rid)
@@ -331,25 +344,42 @@ class TokenizerManager:
                 continue
             finish, ids, meta = batch.finish[i], batch.new_ids[i], batch.meta[i]
             stream = sequence.stream
-            if self.metrics is not None and ids:
-                self._observe(self.metrics, sequence, len(ids), now)
+            if ids:
+                self._observe(sequence, len(ids), now)
+            if self._log is not None and sequence.num_kept < self._log.kept_chars:
+                sequence.kept_text.append(batch.new_text[i])
+                sequence.num_kept += len(batch.new_text[i])
             if finish is not None:
                 self._finish(rid, sequence, finish, meta, now)
-            stream.push(GenerateOutput(sequence.index, batch.new_text[i], ids, finish, meta, log_probabilities[i]))
+            embedding = batch.embeddings.get(rid, b"")
+            text = batch.new_text[i]
+            stream.push(GenerateOutput(sequence.index, text, ids, finish, meta, log_probabilities[i], embedding))
 
     def _finish(self, rid: str, sequence: _Sequence, finish: FinishReason, meta: TokenMeta, now: float) -> None:
         self._forget(rid, sequence)
-        seconds = now - sequence.stream.created_time
-        if self.metrics is not None:
-            self.metrics.request_finished(seconds, meta, aborted=finish.type == "abort")
-        if self._log is not None:
-            self._log.finished(rid, seconds, meta, finish)
+        ended = EndedRequest(
+            request=sequence.stream.requests[sequence.index],
+            meta=meta,
+            finish=finish,
+            text="".join(sequence.kept_text),
+            trace_parent=sequence.trace,
+            created_time=sequence.stream.created_time,
+            sent_time=sequence.sent_time,
+            first_token_time=sequence.first_time,
+            end_time=now,
+        )
+        for observer in (self.metrics, self._log, self._tracer):
+            if observer is not None:
+                observer.finished(ended)
 
-    def _observe(self, metrics: Metrics, sequence: _Sequence, num_tokens: int, now: float) -> None:
-        metrics.generation_tokens += num_tokens
-        if sequence.first_time:
-            metrics.inter_token.observe((now - sequence.last_time) / num_tokens, num_tokens)
-        else:
+    def _observe(self, sequence: _Sequence, num_tokens: int, now: float) -> None:
+        metrics = self.metrics
+        if metrics is not None:
+            metrics.generation_tokens += num_tokens
+            if sequence.first_time:
+                metrics.inter_token.observe((now - sequence.last_time) / num_tokens, num_tokens)
+            else:
+                metrics.first_token.observe(now - sequence.stream.created_time)
+        if not sequence.first_time:
             sequence.first_time = now
-            metrics.first_token.observe(now - sequence.stream.created_time)
         sequence.last_time = now

@@ -2,58 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch, ScheduleBatch
-from sglang.srt.mem_cache.req_pool import ReqToTokenPool
-from sglang.srt.model_executor.step import (
-    ExtendInput,
-    StepInput,
-    TableUpdate,
-)
+from sglang.srt.mem_cache.kv_table import KVTable
+from sglang.srt.model_executor.step import ExtendInput, StepInput
 from sglang.srt.sampling.logprobs import LogprobRequest
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.scheduler.scheduler import Scheduler
-
-
-class TableWriter:
-    """Writes rows of the host table at once and remembers what the device table still lacks."""
-
-    def __init__(self, pool: ReqToTokenPool) -> None:
-        self.pool = pool
-        self._index: list[np.ndarray] = []
-        self._value: list[np.ndarray] = []
-
-    def write(self, slot: int, start: int, locs: np.ndarray) -> None:
-        if not len(locs):
-            return
-        self.pool.host[slot, start : start + len(locs)] = locs
-        first = slot * self.pool.context_len + start
-        self._index.append(np.arange(first, first + len(locs), dtype=np.int64))
-        self._value.append(locs)
-
-    def take(self) -> TableUpdate | None:
-        """What the next step must write on the device. Later writes of one entry win."""
-        if not self._index:
-            return None
-        index, value = np.concatenate(self._index), np.concatenate(self._value)
-        self._index, self._value = [], []
-        # An indexed write on the device has no order among equal indices: keep the last of each.
-        unique, last = np.unique(index[::-1], return_index=True)
-        return TableUpdate(unique, value[::-1][last].astype(np.int32))
-
-
-def _alloc(scheduler: Scheduler, old_lens: np.ndarray, new_lens: np.ndarray, slots: np.ndarray) -> np.ndarray:
-    page = scheduler.plan.page_size
-    pages = (-(-new_lens // page) - -(-old_lens // page)).sum()
-    scheduler.ensure_free(int(pages) * page)
-    last = scheduler.req_pool.host[slots, np.maximum(old_lens - 1, 0)]
-    locs = scheduler.allocator.alloc(old_lens, new_lens, last)
-    assert locs is not None, "the scheduler promised cache slots that are not there"
-    return locs
 
 
 def _logprobs(reqs: list[Req]) -> LogprobRequest | None:
@@ -66,47 +20,69 @@ def _logprobs(reqs: list[Req]) -> LogprobRequest | None:
     )
 
 
-def _vocab_mask(reqs: list[Req], vocab_size: int) -> np.ndarray | None:
-    if not any(r.grammar is not None for r in reqs):
-        return None
-    mask = np.full((len(reqs), -(-vocab_size // 32)), -1, np.int32)
-    for row, req in zip(mask, reqs, strict=True):
-        if req.grammar is not None:
-            req.grammar.fill_mask(row)
+def vocab_mask(batch: ScheduleBatch, width: int, vocab_size: int) -> np.ndarray:
+    """[R * width, ceil(vocab / 32)] int32, the tokens that each row may sample. Only the first row of a request follows
+    on tokens that are known: requests with a grammar bring no guesses."""
+    mask = np.full((len(batch.sampled) * width, -(-vocab_size // 32)), -1, np.int32)
+    for row, req in zip(mask[::width], batch.sampled, strict=True):
+        if req.finish is None:
+            req.fill_mask(row)
     return mask
 
 
-def build_decode(scheduler: Scheduler, running: RunningBatch) -> ScheduleBatch:
+def build_decode(kv: KVTable, running: RunningBatch) -> ScheduleBatch:
     """Every running request brings its last token."""
-    new_lens = running.seq_lens + 1
-    locs = _alloc(scheduler, running.seq_lens, new_lens, running.slots)
-    scheduler.req_pool.host[running.slots, running.seq_lens] = locs  # the step itself writes the device table
+    new_lens = running.next_lens
+    locs = kv.grow(running.slots, running.seq_lens, new_lens, len(running))
     reqs = list(running.reqs)
     step = StepInput(
         slots=running.slots,
         seq_lens=new_lens,
         out_cache_loc=locs,
-        table_update=scheduler.table.take(),
-        vocab_mask=_vocab_mask(reqs, scheduler.plan.model.vocab_size),
+        table_update=kv.take_update(),
         logprobs=_logprobs(reqs),
     )
+    running.advance()
     return ScheduleBatch(step, reqs)
 
 
-def build_extend(scheduler: Scheduler, chosen: list[tuple[Req, int]], mixed: list[Req]) -> ScheduleBatch:
-    """`chosen` requests compute that many further tokens each; `mixed` ones decode in the same step."""
+def build_verify(kv: KVTable, running: RunningBatch) -> ScheduleBatch | None:
+    """Every running request brings its last token and guesses. None if all must wait for results."""
+    reqs = [req for req, width in zip(running.reqs, running.widths.tolist(), strict=True) if width]
+    if not reqs:
+        return None
+    brings = running.widths > 0
+    slots, widths, new_lens = running.slots[brings], running.widths[brings], running.next_lens[brings]
+    kv.grow(slots, running.reserved_lens[brings], new_lens, 0)
+    step = StepInput(
+        slots=slots,
+        seq_lens=new_lens,
+        out_cache_loc=np.empty(0, np.int32),
+        table_update=kv.take_update(),
+        widths=widths,
+        logprobs=_logprobs(reqs),
+    )
+    if step.logprobs is not None:
+        step.logprobs.of_request = np.repeat(np.arange(len(reqs)), running.most)
+    for req, width in zip(reqs, widths.tolist(), strict=True):
+        req.launched(width)
+    return ScheduleBatch(step, reqs)
+
+
+def build_extend(kv: KVTable, chosen: list[tuple[Req, int]], mixed: list[Req], most: int = 1) -> ScheduleBatch:
+    """`chosen` requests compute that many further tokens each; `mixed` ones decode in the same
+    step. most: tokens of a request that other steps decode."""
     reqs, count = mixed + [r for r, _ in chosen], len(mixed)
     prefix = np.fromiter((r.kv_len for r in reqs), np.int32, len(reqs))
     lens = np.array([1] * count + [n for _, n in chosen], np.int32)
     slots = np.fromiter((r.slot for r in reqs), np.int64, len(reqs))
-    locs = _alloc(scheduler, prefix, prefix + lens, slots)
-    scheduler.req_pool.host[slots[:count], prefix[:count]] = locs[:count]  # the step itself writes the device table
+    if most == 1:
+        locs = kv.grow(slots, prefix, prefix + lens, count)
+    else:
+        locs = _grow_reserved(kv, reqs, slots, prefix + lens, count)
     ids: list[int] = []
-    offset = count
     for (req, n), start in zip(chosen, prefix[count:].tolist(), strict=True):
         ids += req.tokens[start : start + n]
-        scheduler.table.write(req.slot, start, locs[offset : offset + n])
-        offset += n
         req.kv_len = start + n
     done = [i for i, r in enumerate(reqs) if i < count or r.kv_len == len(r.tokens)]
     sampled = [reqs[i] for i in done]
@@ -118,13 +94,23 @@ def build_extend(scheduler: Scheduler, chosen: list[tuple[Req, int]], mixed: lis
         seq_lens=prefix + lens,
         out_cache_loc=locs,
         extend=extend,
-        table_update=scheduler.table.take(),
-        vocab_mask=_vocab_mask(sampled, scheduler.plan.model.vocab_size),
+        table_update=kv.take_update(),
         logprobs=_logprobs(sampled),
     )
     batch = ScheduleBatch(step, sampled)
+    embedded = [row for row, req in enumerate(sampled) if req.embed]
+    extend.embed_rows = np.array(embedded, np.int64) if embedded else None
     extend.prompt_logprobs = _ask_prompt_logprobs(batch, chosen, extend)
     return batch
+
+
+def _grow_reserved(kv: KVTable, reqs: list[Req], slots: np.ndarray, new_lens: np.ndarray, count: int) -> np.ndarray:
+    """Cache slots [T] where the device alone knows the lengths of the first `count` requests, which decode: it finds
+    theirs in the table."""
+    reserved = np.fromiter((max(r.kv_len, r.reserved_len) for r in reqs), np.int32, len(reqs))
+    locs = kv.grow(slots, reserved, np.maximum(reserved, new_lens), 0)
+    num_prompt_tokens = int((new_lens - reserved)[count:].sum())
+    return np.concatenate((np.zeros(count, np.int32), locs[len(locs) - num_prompt_tokens :]))
 
 
 def _ask_prompt_logprobs(

@@ -94,14 +94,25 @@ def _options(req: Req) -> DecodeOptions:
 
 def output_message(reqs: Iterable[Req]) -> BatchTokenIDOut:
     """Everything of these requests that has not been sent yet."""
-    out = BatchTokenIDOut(rids=[], new_ids=[], finish=[], meta=[], options=[], logprobs=[])
+    out = BatchTokenIDOut(rids=[], new_ids=[], finish=[], meta=[], options=[], logprobs=[], embeddings={})
     for req in reqs:
         out.rids.append(req.rid)
         out.new_ids.append(req.tokens[req.sent_len :])
         out.finish.append(req.finish)
-        out.meta.append(TokenMeta(req.prompt_len, req.output_len, req.hit_len, req.num_retractions))
+        out.meta.append(
+            TokenMeta(
+                req.prompt_len,
+                req.output_len,
+                cached_tokens=req.hit_len,
+                num_retractions=req.num_retractions,
+                started_time=req.started_time,
+                spec_verify_steps=req.num_verify_steps,
+            )
+        )
         out.options.append(_options(req) if req.first_message else None)
         out.logprobs.append(_take_logprobs(req))
+        if req.embedding:
+            out.embeddings[req.rid] = req.embedding
         req.sent_len = len(req.tokens)
         req.first_message = False
     return out

@@ -2,24 +2,29 @@
 
 Lengths. `tokens` holds the prompt and the output tokens that the host has seen. `kv_len` counts the tokens whose KV has
 been launched, `planned_len` the tokens that exist once every launched step has sampled. Steps are launched before the
-previous one is read back, so `planned_len` may be one ahead of `len(tokens)`; `kv_len` never is, which is what makes it
-safe to end a request at any moment: every KV slot it owns belongs to a token that the host knows.
+previous one is read back, so `planned_len` may be ahead of `len(tokens)`.
+
+A step that verifies guesses brings k tokens of a request, of which 1 to k will stand: until it is read back both
+lengths count all k, and `slack` those that may yet fall away. Whatever falls away, the first token of a step in flight
+is the last one that the host knows; so of the tokens that it knows, the first `kv_len` have KV that is right. That
+makes it safe to end a request at any moment.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from sglang.srt.managers.wire.io_struct import FinishReason, TokenizedGenerateReq
-from sglang.srt.mem_cache.radix_cache import Node
+from sglang.srt.mem_cache.radix_node import Node
 from sglang.srt.model_executor.step import StepInput, StepResult
 from sglang.srt.sampling.logprobs import LogprobResult
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
-from sglang.srt.sampling.sampling_params import NO_TOKEN
+from sglang.srt.sampling.thoughts import Thoughts
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.grammar import Grammar
@@ -33,6 +38,7 @@ class Req:
         self.rid = msg.rid
         self.params = msg.sampling_params
         self.stream = msg.stream
+        self.priority = msg.priority
         self.seed = seed
         self.namespace = msg.cache_namespace
         self.stop_ids = stop_ids
@@ -45,6 +51,9 @@ class Req:
         self.slot = 0
         self.kv_len = 0
         self.planned_len = self.prompt_len
+        self.slack = 0
+        self.reserved_len = 0
+        """Positions that have a cache slot, if more than `kv_len`: guesses fell away, and the next tokens come here."""
         self.num_cached = 0
         """Leading tokens whose KV belongs to the radix tree, locked through `node`."""
         self.node: Node | None = None
@@ -53,6 +62,8 @@ class Req:
         """Prompt tokens that the first admission found in the cache; reported to the client."""
         self.admitted = False
         self.num_retractions = 0
+        self.num_verify_steps = 0
+        """Steps that brought it guessed tokens to verify."""
         self.queued_time = time.monotonic()
         """When it last entered the queue; this rank's clock, as `started_time`."""
         self.started_time = 0.0
@@ -68,16 +79,63 @@ class Req:
             self.pending_logprobs.input = [(None, self.tokens[0])]
             self.pending_logprobs.input_top = [None] if self.top_logprobs_num else None
             self.pending_logprobs.input_token_ids = [None] if self.token_ids_logprob else None
+        self.embed = msg.embed
+        self.embedding = b""
+        """The final hidden state that was asked for, once it is there."""
         self.prompt_logprobs_done = 0
         """Prompt tokens whose log probability has been collected (a retracted request computes its prompt again)."""
 
         self.grammar: Grammar | None = None
+        self.thoughts = None if msg.thinking is None else Thoughts(msg.thinking)
         self.text_stop: TextStop | None = None
         self.ending = False
         """The leader has decided its end, and the ranks have not heard of it yet."""
         self.finish: FinishReason | None = None
         self.sent_len = self.prompt_len
         self.first_message = True
+
+    def next_width(self, most: int) -> int:
+        """Tokens that its next step may bring, all but the first guessed; 0: it must wait for results. Guesses are
+        only for samples that depend on nothing but the tokens before."""
+        thinks = self.thoughts is not None and not self.thoughts.over
+        if self.grammar is not None or thinks or self.params.has_penalties:
+            most = 1
+        return min(most, self.limit - self.planned_len)
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether the token that a launched step samples depends on tokens that the host may not know yet."""
+        if self.grammar is not None:
+            return True
+        unknown = self.planned_len - len(self.tokens) - 1
+        return self.thoughts is not None and self.thoughts.may_end_within(unknown)
+
+    def fill_mask(self, row: np.ndarray) -> None:
+        """row [ceil(vocab / 32)] int32, all tokens allowed so far."""
+        if self.grammar is not None:
+            self.grammar.fill_mask(row)
+        if self.thoughts is not None:
+            self.thoughts.restrict(row)
+
+    def launched(self, width: int) -> None:
+        """Count a step that brings `width` tokens."""
+        self.kv_len += width
+        self.planned_len += width
+        self.slack += width - 1
+        self.reserved_len = max(self.reserved_len, self.kv_len)
+
+    def verified(self, width: int, count: int) -> None:
+        """Count its result: `count` tokens stand."""
+        self.kv_len -= width - count
+        self.planned_len -= width - count
+        self.slack -= width - 1
+        self.num_verify_steps += 1
+
+    def drop_guesses(self) -> None:
+        """Before it gives its cache slots up: `kv_len` counts tokens that the host knows."""
+        self.reserved_len = max(self.reserved_len, self.kv_len)
+        self.kv_len = min(self.kv_len, len(self.tokens))
+        self.slack = 0
 
     @property
     def output_len(self) -> int:
@@ -104,14 +162,12 @@ class Req:
 
 
 class RunningBatch:
-    """Requests in decode, with the arrays of the next step kept up to date instead of rebuilt."""
+    """Requests in decode, with the arrays of the next step kept up to date instead of rebuilt: where a step brings one
+    token of each, all lengths grow by one. Where it brings up to `most`, they follow the results."""
 
-    def __init__(self) -> None:
-        self.reqs: list[Req] = []
-        self.slots = np.empty(0, np.int64)
-        self.seq_lens = np.empty(0, np.int32)
-        self.limits = np.empty(0, np.int32)
-        """Both as of the steps launched so far: `seq_lens` counts the tokens whose KV is launched."""
+    def __init__(self, most: int = 1) -> None:
+        self.most = most
+        self._rebuild([])
 
     def __len__(self) -> int:
         return len(self.reqs)
@@ -121,6 +177,9 @@ class RunningBatch:
 
     def drop_finished(self) -> None:
         """Forget requests that ended, and those whose last token is already on its way."""
+        if self.most > 1:
+            self._rebuild([r for r in self.reqs if r.finish is None and r.planned_len - r.slack < r.limit])
+            return
         keep = [r for r in self.reqs if r.finish is None and r.planned_len < r.limit]
         if len(keep) < len(self.reqs):
             self._rebuild(keep)
@@ -131,15 +190,42 @@ class RunningBatch:
     def _rebuild(self, reqs: list[Req]) -> None:
         self.reqs = reqs
         self.slots = np.fromiter((r.slot for r in reqs), np.int64, len(reqs))
-        self.seq_lens = np.fromiter((r.kv_len for r in reqs), np.int32, len(reqs))
         self.limits = np.fromiter((r.limit for r in reqs), np.int32, len(reqs))
+        self.seq_lens = np.fromiter((r.kv_len for r in reqs), np.int32, len(reqs))
+        """Tokens whose KV is launched, at most."""
+        self.reserved_lens, self.widths = self.seq_lens, np.ones(len(reqs), np.int32)
+        """Positions that have a cache slot, and tokens that the next step brings."""
+        if self.most > 1:
+            self.reserved_lens = np.fromiter((max(r.kv_len, r.reserved_len) for r in reqs), np.int32, len(reqs))
+            self.widths = np.fromiter((r.next_width(self.most) for r in reqs), np.int32, len(reqs))
+
+    @property
+    def certain_lens(self) -> np.ndarray:
+        """Tokens that are computed, at least."""
+        if self.most == 1:
+            return self.seq_lens
+        return np.fromiter((r.kv_len - r.slack for r in self.reqs), np.int32, len(self.reqs))
+
+    @property
+    def next_lens(self) -> np.ndarray:
+        """Positions that the next step needs a cache slot for."""
+        return self.seq_lens + 1 if self.most == 1 else np.maximum(self.reserved_lens, self.seq_lens + self.widths)
 
     def advance(self) -> None:
-        """Count one launched decode step."""
-        self.seq_lens = self.seq_lens + 1
+        """Count one launched step of a token each."""
+        self.seq_lens = self.reserved_lens = self.seq_lens + 1
         for r in self.reqs:
             r.kv_len += 1
             r.planned_len += 1
+
+
+class SampledTokens(NamedTuple):
+    """Tokens that stand, request after request."""
+
+    reqs: list[Req]
+    tokens: list[int]
+    rows: Sequence[int]
+    """Of the log probabilities, and of each token among those sampled."""
 
 
 @dataclass(slots=True)
@@ -152,19 +238,37 @@ class ScheduleBatch:
     """(request, first, end) prompt positions whose log probabilities this step computes, in row order."""
     result: StepResult | None = None
 
-    def tokens(self) -> list[int]:
-        """The sampled tokens; waits for the device, then files the step's log probabilities with their requests."""
+    def read(self) -> SampledTokens:
+        """Waits for the device, files prompts' log probabilities and embeddings, and settles the lengths."""
         assert self.result is not None
         self.result.wait()
-        tokens: list[int] = self.result.next_token_ids.tolist()
+        if self.result.embeddings is not None:
+            embedded = [req for req in self.sampled if req.embed]
+            for req, row in zip(embedded, self.result.embeddings.numpy(), strict=True):
+                req.embedding = row.tobytes()
         if self.result.prompt_logprobs is not None:
             self._file_prompt_logprobs(self.result.prompt_logprobs)
-        if self.result.logprobs is not None:
-            for row, (req, token) in enumerate(zip(self.sampled, tokens, strict=True)):
-                wanted = req.return_logprob and req.finish is None and req.prompt_len < req.limit
-                if wanted and token != NO_TOKEN:
-                    self.result.logprobs.add_output(req.pending_logprobs, row, row, token)
-        return tokens
+        tokens = self.result.next_token_ids.numpy()
+        if self.result.counts is None:
+            return SampledTokens(self.sampled, tokens[:, 0].tolist(), range(len(tokens)))
+        assert self.step.widths is not None
+        reqs: list[Req] = []
+        accepted: list[int] = []
+        rows: list[int] = []
+        shape = zip(self.sampled, tokens.tolist(), self.step.widths.tolist(), self.result.counts.tolist(), strict=True)
+        for i, (req, row, width, count) in enumerate(shape):
+            if req.finish is None:
+                req.verified(width, count)
+            reqs += [req] * count
+            accepted += row[:count]
+            rows += range(i * len(row), i * len(row) + count)
+        return SampledTokens(reqs, accepted, rows)
+
+    def file_logprobs(self, req: Req, row: int, token: int) -> None:
+        """Of a token that its request takes."""
+        assert self.result is not None and self.result.logprobs is not None
+        request = row // self.result.next_token_ids.shape[1]
+        self.result.logprobs.add_output(req.pending_logprobs, request, row, token)
 
     def _file_prompt_logprobs(self, logprobs: LogprobResult) -> None:
         row = 0

@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch
-from sglang.srt.mem_cache.radix_cache import Match, Node, RadixCache
+from sglang.srt.mem_cache.kv_table import KVTable
+from sglang.srt.mem_cache.radix_node import Node
+from sglang.srt.server_args import ServerArgs
 
 MAX_LPM_QUEUE = 128
 """Beyond this queue length matching every request costs more than the order gains; FCFS then."""
@@ -18,26 +21,19 @@ ESTIMATED_NEW_TOKENS = 4096
 """No request is expected to decode further than this when memory is promised to it."""
 
 
-def match(cache: RadixCache, req: Req) -> Match:
-    """The cached prefix of a waiting request. Where it ends is remembered: matching again costs little."""
-    result = cache.match_prefix(req.token_array(req.matchable_len()), req.namespace, req.node)
-    req.node = result.node
-    return result
-
-
-def _longest_prefix(queue: list[Req], cache: RadixCache) -> list[Req]:
+def _longest_prefix(queue: list[Req], kv: KVTable) -> list[Req]:
     if len(queue) > MAX_LPM_QUEUE:
         return queue
-    return sorted(queue, key=lambda r: -match(cache, r).length)
+    return sorted(queue, key=lambda r: -kv.match(r).length)
 
 
-def _depth_first(queue: list[Req], cache: RadixCache) -> list[Req]:
+def _depth_first(queue: list[Req], kv: KVTable) -> list[Req]:
     """Subtrees that serve most waiting requests first, so that a branch is used up before it can be evicted."""
     at_node: dict[int, list[Req]] = defaultdict(list)
     nodes: dict[int, Node] = {}
     weight: dict[int, int] = defaultdict(int)
     for req in queue:
-        node: Node | None = match(cache, req).node
+        node: Node | None = kv.match(req).node
         at_node[id(node)].append(req)
         while node is not None:
             nodes[id(node)] = node
@@ -52,13 +48,44 @@ def _depth_first(queue: list[Req], cache: RadixCache) -> list[Req]:
     return order
 
 
-POLICIES: dict[str, Callable[[list[Req], RadixCache], list[Req]]] = {
-    "fcfs": lambda queue, cache: queue,
+POLICIES: dict[str, Callable[[list[Req], KVTable], list[Req]]] = {
+    "fcfs": lambda queue, kv: queue,
     "lpm": _longest_prefix,
     "dfs-weight": _depth_first,
-    "lof": lambda queue, cache: sorted(queue, key=lambda r: -(r.limit - r.prompt_len)),
-    "random": lambda queue, cache: random.Random(len(queue)).sample(queue, len(queue)),
+    "lof": lambda queue, kv: sorted(queue, key=lambda r: -(r.limit - r.prompt_len)),
+    "random": lambda queue, kv: random.Random(len(queue)).sample(queue, len(queue)),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Priorities:
+    """Whose turn it is where requests have priorities."""
+
+    low_first: bool = False
+    threshold: int | None = 10
+    """A waiting request takes the place of running ones whose priority is lower by more than this; None: of none."""
+
+    @classmethod
+    def from_args(cls, args: ServerArgs) -> Priorities | None:
+        if not args.enable_priority_scheduling:
+            return None
+        preempts = not args.disable_priority_preemption
+        threshold = args.priority_scheduling_preemption_threshold if preempts else None
+        return cls(args.schedule_low_priority_values_first, threshold)
+
+    def rank(self, req: Req) -> int:
+        """Smaller is more important."""
+        return req.priority if self.low_first else -req.priority
+
+    def order(self, queue: list[Req]) -> list[Req]:
+        return sorted(queue, key=self.rank)
+
+    def victim(self, running: list[Req], waiting: Req) -> Req | None:
+        """The running request that should make room for `waiting`: of the least important the one that loses least."""
+        if self.threshold is None or not running:
+            return None
+        worst = max(running, key=lambda r: (self.rank(r), -r.output_len))
+        return worst if self.rank(worst) - self.rank(waiting) > self.threshold else None
 
 
 class NewTokenRatio:
@@ -82,12 +109,13 @@ class PrefillBudget:
     """What one prefill step may still take: cache slots, new tokens, and the chunk."""
 
     def __init__(
-        self, cache: RadixCache, running: RunningBatch, ratio: float, max_tokens: int, chunk: int | None, used: int
+        self, kv: KVTable, running: RunningBatch, ratio: float, max_tokens: int, chunk: int | None, used: int
     ) -> None:
-        self.cache = cache
+        self.kv = kv
         left = np.minimum(running.limits - running.seq_lens, ESTIMATED_NEW_TOKENS)
-        page = cache.allocator.page_size
+        page = kv.page_size
         self.reserved = int(left.sum() * ratio) + page * len(running)
+        self.window_room = [w.room(running.slots, running.reserved_lens, running.limits) for w in kv.windows]
         self.tokens = max_tokens - used
         self.chunk = chunk - used if chunk is not None else None
         self.alone = len(running) == 0
@@ -95,11 +123,11 @@ class PrefillBudget:
 
     def free(self) -> int:
         """Slots that may still be promised. Matched prefixes are locked first, so this shrinks as requests match."""
-        return self.cache.allocator.available_size() + self.cache.evictable_size() - self.reserved
+        return self.kv.available_size() - self.reserved
 
     def take(self, req: Req, prefix_len: int) -> int:
         """New tokens of this request that fit this step (0: none) given that `prefix_len` are cached and locked."""
-        page = self.cache.allocator.page_size
+        page = self.kv.page_size
         want = len(req.tokens) - prefix_len
         output = min(req.limit - len(req.tokens), ESTIMATED_NEW_TOKENS)
         # A request that runs alone needs no promise: its limit keeps it within the pool.
@@ -111,10 +139,27 @@ class PrefillBudget:
             take = self.chunk // page * page
         elif take > self.tokens and not self.first:  # the first may exceed what it could never fit
             take = 0
+        take = self._take_of_windows(req, take)
         if take > 0:
             self.alone = self.first = False
             self.reserved += (want + output if take == want else want) + page
             self.tokens -= take
             if self.chunk is not None:
                 self.chunk -= take
+        return take
+
+    def _take_of_windows(self, req: Req, take: int) -> int:
+        """As many of `take` tokens as every window table has room for beside the window; 0 if it cannot be less."""
+        page = self.kv.page_size
+        longest = -(-req.limit // page) * page
+        for i, window in enumerate(self.kv.windows):
+            if req.slot:  # a prompt that goes on
+                self.window_room[i] += -(-req.kv_len // page) * page - int(window.start[req.slot])
+            room = self.window_room[i]
+            if min(window.most_of_request(take), longest) > room:
+                fits = (room - window.most_of_request(0)) // page * page - page
+                take = min(take, max(0, fits)) if self.chunk is not None else 0
+        if take > 0:
+            for i, window in enumerate(self.kv.windows):
+                self.window_room[i] -= min(window.most_of_request(take), longest)
         return take

@@ -10,23 +10,21 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from sglang.srt.managers.scheduler.batch_builder import TableWriter, build_decode, build_extend
+from sglang.srt.managers.scheduler.batch_builder import build_decode, build_extend, build_verify, vocab_mask
 from sglang.srt.managers.scheduler.output import StopChecker, output_message, rejected_token
 from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch, ScheduleBatch
-from sglang.srt.managers.scheduler.schedule_policy import POLICIES, NewTokenRatio, PrefillBudget, match
-from sglang.srt.managers.scheduler.scheduler_stats import StatsLogger
+from sglang.srt.managers.scheduler.schedule_policy import POLICIES, NewTokenRatio, PrefillBudget, Priorities
+from sglang.srt.managers.scheduler.scheduler_stats import Load, StatsLogger
 from sglang.srt.managers.wire.io_struct import (
     AbortReq,
     BatchTokenIDOut,
     FinishReason,
     TokenizedGenerateReq,
 )
-from sglang.srt.mem_cache.allocator import TokenAllocator
-from sglang.srt.mem_cache.radix_cache import Node, RadixCache
+from sglang.srt.mem_cache.kv_table import KVTable
+from sglang.srt.mem_cache.radix_node import Node
 from sglang.srt.sampling.sampling_params import NO_TOKEN
 from sglang.srt.server_args import ServerArgs
 
@@ -38,6 +36,10 @@ logger = logging.getLogger(__name__)
 
 MAX_QUEUED_REQUESTS = 1 << 16
 """When --max-queued-requests does not say less: no queue is unbounded."""
+
+STEPS_AHEAD = 1
+"""Steps that are launched before the oldest one is read back. One hides all work of the host; more would only delay
+the news that a request has ended, except where a step passes through several devices."""
 
 SHARED_PREFIX = 64
 """Two new requests that begin with this many equal, uncached tokens do not enter one step: the second waits a step and
@@ -57,38 +59,48 @@ class Scheduler:
     def __init__(self, args: ServerArgs, runner: ModelRunner, stop_checker: StopChecker) -> None:
         self.args, self.runner, self.plan = args, runner, runner.plan
         self.stop_checker = stop_checker
-        self.req_pool = runner.req_pool
-        self.allocator = TokenAllocator(self.plan.max_total_num_tokens, self.plan.page_size)
-        self.cache = RadixCache(self.allocator, self.plan.page_size, not args.disable_radix_cache)
-        self.table = TableWriter(self.req_pool)
+        self.kv = KVTable(self.plan.pool_sizes, self.plan.caches_prefixes and not args.disable_radix_cache)
         self.policy = POLICIES[args.schedule_policy]
         self.ratio = NewTokenRatio(args.schedule_conservativeness)
-        self.overlap = not args.disable_overlap_schedule
+        self.priorities = Priorities.from_args(args)
+        self.steps_ahead = 0 if args.disable_overlap_schedule else STEPS_AHEAD
 
         self.waiting: deque[Req] = deque()
         self.chunked: Req | None = None
         """The request whose prompt is partly computed; it goes first in the next prefill."""
         self.compiling: dict[str, tuple[Req, PendingGrammar]] = {}
         """Requests that wait for their grammar, by id in the order of arrival, outside the queue."""
-        self.running = RunningBatch()
-        self.in_flight: ScheduleBatch | None = None
+        self.running = RunningBatch(runner.tokens_per_step)
+        self.in_flight: deque[ScheduleBatch] = deque()
+        """Launched and not read back, the oldest first."""
         self.reqs: dict[str, Req] = {}
         self.outbox: list[BatchTokenIDOut] = []
         self.paused = False
-        self.stats = StatsLogger(self)
+        self.stats = StatsLogger(args.decode_log_interval, self.load)
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Launch the next batch, then read back the one before it."""
-        if not self.overlap or self._next_needs_tokens():
-            self.settle()
+        """Launch the next batch, then read back those that are more than `steps_ahead` behind it."""
         batch = None if self.paused else self.pick()
         if batch is not None:
-            batch.result = self.runner.run(batch.step)
-        previous, self.in_flight = self.in_flight, batch
-        if previous is not None:
-            self.process(previous)
+            self.launch(batch)
+        ahead = 0 if batch is None else self.steps_ahead
+        while len(self.in_flight) > ahead:
+            self.process(self.in_flight.popleft())
+
+    def launch(self, batch: ScheduleBatch) -> None:
+        """A mask, of a grammar or of thoughts that must end, depends on every token before it: it is filled while the
+        forward pass runs, and sampling waits for it."""
+        forward = self.runner.forward(batch.step)
+        mask = None
+        limited = [req for req in batch.sampled if req.grammar is not None or req.thoughts is not None]
+        if any(req.needs_mask for req in limited):
+            self.settle()
+            width = 1 if batch.step.widths is None else self.runner.tokens_per_step
+            mask = vocab_mask(batch, width, self.plan.model.vocab_size)
+        batch.result = self.runner.sample(forward, mask)
+        self.in_flight.append(batch)
 
     def pick(self) -> ScheduleBatch | None:
         """Prefill goes first, with the running requests decoding in it: it turns waiting requests into running ones,
@@ -96,44 +108,44 @@ class Scheduler:
         return self.pick_prefill() or self.pick_decode()
 
     def settle(self) -> None:
-        """Read back the step in flight, so that the host knows every token."""
-        if self.in_flight is not None:
-            previous, self.in_flight = self.in_flight, None
-            self.process(previous)
-
-    def _next_needs_tokens(self) -> bool:
-        """A grammar's mask depends on every token before it."""
-        return any(r.grammar is not None for r in self.running.reqs)
+        """Read back the steps in flight, so that the host knows every token."""
+        while self.in_flight:
+            self.process(self.in_flight.popleft())
 
     @property
     def idle(self) -> bool:
         """Nothing will change until a message arrives."""
         no_work = not self.waiting and self.chunked is None and not self.running.reqs
-        return self.in_flight is None and (no_work or self.paused)
+        return not self.in_flight and (no_work or self.paused)
+
+    def load(self) -> Load:
+        return Load(len(self.running), len(self.waiting), self.kv.used_size(), self.kv.size)
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
     def pick_prefill(self) -> ScheduleBatch | None:
-        if self.chunked is None and (not self.waiting or not self.req_pool.available_size()):
+        if self.priorities is not None and self.waiting and self.chunked is None:
+            self._preempt(self.priorities)
+        if self.chunked is None and (not self.waiting or not self.kv.num_free_rows()):
             return None
         self.running.drop_finished()
-        mixed = self.running.reqs  # decode in the same step: what it costs to read the weights is paid once
-        chunk = self.plan.chunked_prefill_size if self.plan.chunked_prefill_size > 0 else None
-        budget = PrefillBudget(
-            self.cache, self.running, self.ratio.value, self.plan.max_prefill_tokens, chunk, len(mixed)
-        )
-        chosen = self._admit(budget)
+        # Decode in the same step: what it costs to read the weights is paid once.
+        mixed = [r for r in self.running.reqs if r.planned_len < r.limit]
+        chosen = self._admit(self._budget(len(mixed)))
         if not chosen:
             return None
-        if mixed and not self._room_for_decode(sum(n for _, n in chosen)):
+        if mixed and not self._can_grow(sum(n for _, n in chosen)):
             mixed = []
-        batch = build_extend(self, chosen, list(mixed))
+        batch = build_extend(self.kv, chosen, mixed, self.running.most)
         self.stats.prefill_launched(chosen)
         for req, _ in chosen:
-            self._commit(req)
+            self.kv.commit(req)
         self.chunked = next((r for r, _ in chosen if r.kv_len < len(r.tokens)), None)
-        if mixed:
+        if mixed and self.running.most == 1:
             self.running.advance()
+        else:
+            for req in mixed:
+                req.launched(1)
         self.running.add([r for r, _ in chosen if r is not self.chunked])
         return batch
 
@@ -147,18 +159,20 @@ class Scheduler:
                 return []
             chosen.append((self.chunked, take))
         starts: set[tuple[str | None, tuple[int, ...]]] = set()
-        ordered = self.policy(list(self.waiting), self.cache)
+        ordered = self.policy(list(self.waiting), self.kv)
+        if self.priorities is not None:
+            ordered = self.priorities.order(ordered)
         for req in ordered:
-            if not self.req_pool.available_size() or (chosen and budget.chunk is not None and budget.chunk <= 0):
+            if not self.kv.num_free_rows() or (chosen and budget.chunk is not None and budget.chunk <= 0):
                 break
-            prefix = match(self.cache, req)
+            prefix = self.kv.match(req)
             start = (req.namespace, tuple(req.tokens[:SHARED_PREFIX]))
-            if start in starts and prefix.length < SHARED_PREFIX <= req.matchable_len() and self.cache.enabled:
+            if start in starts and prefix.length < SHARED_PREFIX <= req.matchable_len() and self.kv.tree.enabled:
                 continue
-            self.cache.lock(prefix.node)
+            self.kv.lock(prefix.node)
             take = budget.take(req, prefix.length)
             if not take:
-                self.cache.unlock(prefix.node)
+                self.kv.unlock(prefix.node)
                 break
             starts.add(start)
             self._place(req, prefix.node)
@@ -168,52 +182,67 @@ class Scheduler:
                 break
         return chosen
 
+    def _budget(self, num_decodes: int) -> PrefillBudget:
+        chunk = self.plan.chunked_prefill_size if self.plan.chunked_prefill_size > 0 else None
+        return PrefillBudget(self.kv, self.running, self.ratio.value, self.plan.max_prefill_tokens, chunk, num_decodes)
+
+    def _preempt(self, priorities: Priorities) -> None:
+        """Running requests go back to the queue until the most important one that waits fits."""
+        first = min(self.waiting, key=priorities.rank)
+        self.running.drop_finished()
+        if priorities.victim(self.running.reqs, first) is None or self._fits(first):
+            return
+        self.settle()
+        self.running.drop_finished()
+        while (victim := priorities.victim(self.running.reqs, first)) is not None and not self._fits(first):
+            self.running.remove(victim)
+            self._requeue(victim)
+            logger.info("Request %s makes room for %s, which has a higher priority", victim.rid, first.rid)
+
+    def _fits(self, req: Req) -> bool:
+        if not self.kv.num_free_rows():
+            return False
+        prefix = self.kv.match(req)
+        self.kv.lock(prefix.node)
+        take = self._budget(len(self.running)).take(req, prefix.length)
+        self.kv.unlock(prefix.node)
+        return take > 0
+
     def _place(self, req: Req, node: Node) -> None:
-        slot = self.req_pool.alloc()
-        assert slot is not None
-        cached = self.cache.slots_to(node)
-        req.slot, req.node = slot, node
-        req.kv_len = req.num_cached = len(cached)
+        self.kv.place(req, node)
         if not req.admitted:
-            req.hit_len, req.admitted = len(cached), True
+            req.hit_len, req.admitted = req.num_cached, True
             req.started_time = time.monotonic()
-        self.table.write(slot, 0, cached)
         self.runner.sampling_table.set(
-            slot, req.params, req.seed, req.tokens[: req.prompt_len], req.tokens[req.prompt_len :], req.stop_ids
+            req.slot, req.params, req.seed, req.tokens[: req.prompt_len], req.tokens[req.prompt_len :], req.stop_ids
         )
 
     def pick_decode(self) -> ScheduleBatch | None:
         self.running.drop_finished()
-        if self.running.reqs and not self._room_for_decode(0):
+        if self.running.reqs and not self._can_grow():
             self.settle()
             self.running.drop_finished()
             self._retract_until_it_fits()
         if not self.running.reqs:
             return None
-        batch = build_decode(self, self.running)
-        self.running.advance()
-        self.ratio.step()
-        self.stats.decode_launched(len(batch.sampled))
+        batch = (build_decode if self.running.most == 1 else build_verify)(self.kv, self.running)
+        if batch is not None:
+            self.ratio.step()
+            self.stats.decode_launched(len(batch.sampled), self.runner.decodes_in_graph(len(batch.sampled)))
         return batch
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
-    def ensure_free(self, num_tokens: int) -> bool:
-        """Evict cached prefixes until this many slots (in whole pages) are free, if that is possible."""
-        short = num_tokens - self.allocator.available_size()
-        if short > 0:
-            self.cache.evict(short)
-        return self.allocator.available_size() >= num_tokens
-
-    def _room_for_decode(self, also: int) -> bool:
-        page = self.plan.page_size
-        new_pages = int((self.running.seq_lens % page == 0).sum())
-        return self.ensure_free(new_pages * page + (also + page if also else 0))
+    def _can_grow(self, also: int = 0) -> bool:
+        """Whether there is room for the next step of the running requests, and for `also` tokens of a prompt."""
+        self.kv.leave_windows(self.running.slots, self.running.certain_lens)
+        return self.kv.can_grow(self.running.reserved_lens, self.running.next_lens, also)
 
     def _retract_until_it_fits(self) -> None:
         """Send the requests that lose least back to the queue. Their tokens stay, and with luck so does their KV."""
-        while self.running.reqs and not self._room_for_decode(0):
-            victim = min(self.running.reqs, key=lambda r: (r.output_len, -r.prompt_len))
+        while self.running.reqs and not self._can_grow():
+            rank = (lambda req: 0) if self.priorities is None else self.priorities.rank
+            victim = min(self.running.reqs, key=lambda r: (-rank(r), r.output_len, -r.prompt_len))
             self.running.remove(victim)
             self._requeue(victim)
             self.ratio.retracted()
@@ -226,34 +255,18 @@ class Scheduler:
         req.queued_time = time.monotonic()
         self.waiting.appendleft(req)
 
-    def _commit(self, req: Req) -> None:
-        """Share the KV of a prompt (or chunk) that has just been launched."""
-        assert req.node is not None
-        row = self.req_pool.host[req.slot]
-        own = row[: req.kv_len].copy()
-        done = self.cache.commit(req.token_array(req.kv_len), own, req.node, req.num_cached, req.namespace)
-        req.node, req.num_cached = done.node, done.num_cached
-        moved = np.flatnonzero(done.indices != own)
-        if len(moved):  # the same tokens were cached in the meantime: use those slots from the next step on
-            self.table.write(req.slot, int(moved[0]), done.indices[moved[0] :])
-
     def _release(self, req: Req, keep: bool = True) -> None:
-        assert req.node is not None
-        indices = self.req_pool.host[req.slot, : req.kv_len].copy()
-        self.cache.release(req.token_array(req.kv_len), indices, req.node, req.num_cached, req.namespace, keep)
-        if not keep:
-            self.cache.discard(req.node)
         self.runner.sampling_table.clear(req.slot)
-        self.req_pool.free(req.slot)
-        req.slot, req.kv_len, req.num_cached, req.node = 0, 0, 0, None
+        req.drop_guesses()
+        self.kv.release(req, keep)
 
     # --- results -----------------------------------------------------------------------------------------------------
 
     def process(self, batch: ScheduleBatch) -> None:
         """Append the sampled tokens, end what has ended, and queue the messages."""
-        tokens = batch.tokens()
         report: list[Req] = []
-        for req, token in zip(batch.sampled, tokens, strict=True):
+        sampled = batch.read()
+        for req, token, row in zip(*sampled, strict=True):
             if req.finish is not None:
                 continue
             if token == NO_TOKEN:
@@ -262,8 +275,12 @@ class Scheduler:
                 continue
             if req.prompt_len < req.limit:
                 req.tokens.append(token)
+                if req.return_logprob:
+                    batch.file_logprobs(req, row, token)
+                if req.thoughts is not None:
+                    req.thoughts.push(token)
                 if req.grammar is not None and not req.grammar.accept(token):
-                    self.end(req, rejected_token(req.grammar))
+                    self.end(req, rejected_token(req.grammar), report)
                     continue
                 reason = self.stop_checker.finish_reason(req)
             else:  # max_new_tokens is 0: the prompt was all that was wanted
@@ -273,8 +290,10 @@ class Scheduler:
             elif req.stream and not req.ending and (len(req.tokens) - req.sent_len) >= self.args.stream_interval:
                 report.append(req)
         if report:
-            self.outbox.append(output_message(report))
-        self.stats.processed(len(tokens))
+            self.outbox.append(output_message(report if sampled.reqs is batch.sampled else dict.fromkeys(report)))
+        self.stats.processed(len(sampled.tokens))
+        if batch.step.widths is not None:
+            self.stats.verified(len(batch.sampled), len(sampled.tokens))
 
     def end(self, req: Req, reason: FinishReason, report: list[Req] | None = None, keep: bool = True) -> None:
         """End a request wherever it is; its slots go back at once. What it computed stays cached if `keep`."""
@@ -311,7 +330,7 @@ class Scheduler:
     def add(self, msg: TokenizedGenerateReq, seed: int, stop_ids: frozenset[int]) -> Req | None:
         """Queue a request, or refuse it with a message that reaches the client; None then."""
         wanted = msg.sampling_params.max_new_tokens
-        capacity = min(self.plan.context_len, self.allocator.size - 2 * self.plan.page_size)
+        capacity = self.kv.max_request_len - (self.runner.tokens_per_step - 1)  # guesses may lie beyond the end
         limit = min(capacity, len(msg.input_ids) + wanted if wanted is not None else capacity)
         req = Req(msg, seed, limit, stop_ids)
         refusal = None
@@ -319,7 +338,7 @@ class Scheduler:
             refusal = FinishReason(
                 "abort",
                 message=f"The prompt has {len(msg.input_ids)} tokens, but this server holds at most {capacity} tokens "
-                f"of one request (context length {self.plan.context_len}, KV cache {self.allocator.size} tokens).",
+                f"of one request (context length {self.plan.context_len}, KV cache {self.kv.size} tokens).",
                 status_code=400,
             )
         queued = self.args.max_queued_requests or MAX_QUEUED_REQUESTS
@@ -370,7 +389,7 @@ class Scheduler:
             self.settle()
             self.running.drop_finished()
             retracted = [*self.running.reqs, *([] if self.chunked is None else [self.chunked])]
-            self.running, self.chunked = RunningBatch(), None
+            self.running, self.chunked = RunningBatch(self.runner.tokens_per_step), None
             for req in reversed(retracted):
                 self._requeue(req)
 
@@ -379,16 +398,16 @@ class Scheduler:
         self.settle()
         if any(req.slot for req in self.reqs.values()) or (self.reqs and not self.paused):
             return False
-        self.cache.reset()
+        self.kv.reset()
         return True
 
-    def check_memory(self) -> dict[str, int]:
+    def check_memory(self) -> dict[str, Any]:
         """Slot counts, whose sum is the pool: free + cached + held by requests. For leak checks and `/server_info`."""
         page = self.plan.page_size
-        held = sum(-(-r.kv_len // page) * page - r.num_cached for r in self.reqs.values())
-        return {
-            "free": self.allocator.available_size(),
-            "cached": self.cache.total_size(),
-            "held": held,
-            "total": self.allocator.size,
-        }
+        held = sum(-(-max(r.kv_len, r.reserved_len) // page) * page - r.num_cached for r in self.reqs.values())
+        usage = self.kv.usage()
+        windows = [{"window": window.window, **window.usage()} for window in self.kv.windows]
+        memory: dict[str, Any] = {**usage, "held": held, "windows": windows}
+        if self.kv.checkpoints is not None:
+            memory["checkpoints"] = self.kv.checkpoints.usage()
+        return memory

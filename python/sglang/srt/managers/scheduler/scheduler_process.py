@@ -201,11 +201,14 @@ class SchedulerProcess:
         state = {
             "last_gen_throughput": stats["gen_throughput"],
             "kernel_step_downs": step_downs(),
-            "memory_usage": {**memory, "kv_cache_bytes": self.runner.kv_pool.size_bytes()},
+            "memory_usage": {**memory, "kv_cache_bytes": self.runner.pools.size_bytes()},
             "num_running_reqs": stats["num_running_reqs"],
             "num_queue_reqs": stats["num_queue_reqs"],
+            "num_used_tokens": stats["num_used_tokens"],
+            "max_total_num_tokens": self.scheduler.kv.size,
+            "num_generated_tokens": self.scheduler.stats.num_generated,
             "num_unfinished_reqs": len(self.scheduler.reqs),
-            "free_request_slots": self.scheduler.req_pool.available_size(),
+            "free_request_slots": self.scheduler.kv.num_free_rows(),
             "num_retracted_reqs": stats["num_retracted_reqs"],
         }
         return ControlReply(msg.id, data=state)

@@ -4,27 +4,44 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from sglang.srt.managers.scheduler.schedule_batch import Req
 from sglang.srt.managers.wire.io_struct import SchedulerStats
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the scheduler has at the moment."""
+
+    num_running: int
+    num_waiting: int
+    used_tokens: int
+    pool_tokens: int
+
+    @property
+    def token_usage(self) -> float:
+        return self.used_tokens / self.pool_tokens
+
+
 class StatsLogger:
     """Counts what the scheduler does; `due()` hands out a snapshot about once a second while there is work."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
+    def __init__(self, decode_log_interval: int, load: Callable[[], Load]) -> None:
+        self._decode_log_interval = decode_log_interval
+        self._load = load
         self.decode_steps = 0
         self.num_retracted = 0
+        self.num_generated = 0
+        """Tokens since the start: who reads it twice has the throughput between."""
         self.gen_throughput = 0.0
+        self.verified_requests = self.verified_tokens = 0
+        """Requests in steps that verified guesses, and the tokens that stood."""
         self._tokens = 0
         self._tokens_since = time.perf_counter()
         self._cached = self._prompt = 0
@@ -35,31 +52,34 @@ class StatsLogger:
         cached = sum(r.hit_len for r, n in chosen if r.kv_len - n == r.hit_len)
         self._cached += cached
         self._prompt += cached + new
-        s = self.scheduler
+        load = self._load()
         logger.info(
             "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, #running-req: %d, "
             "#queue-req: %d",
-            len(chosen), new, cached, self.token_usage(), len(s.running), len(s.waiting),
+            len(chosen), new, cached, load.token_usage, load.num_running, load.num_waiting,
         )  # fmt: skip
 
-    def decode_launched(self, num_reqs: int) -> None:
+    def decode_launched(self, num_reqs: int, in_graph: bool) -> None:
         self.decode_steps += 1
-        if self.decode_steps % self.scheduler.args.decode_log_interval:
+        if self.decode_steps % self._decode_log_interval:
             return
         now = time.perf_counter()
         self.gen_throughput = self._tokens / max(now - self._tokens_since, 1e-9)
         self._tokens, self._tokens_since = 0, now
-        s = self.scheduler
-        graphs = s.runner.graphs
+        load = self._load()
         logger.info(
             "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, cuda graph: %s, "
             "gen throughput (token/s): %.2f, #queue-req: %d",
-            num_reqs, self.used_tokens(), self.token_usage(), graphs is not None and graphs.fits(num_reqs),
-            self.gen_throughput, len(s.waiting),
+            num_reqs, load.used_tokens, load.token_usage, in_graph, self.gen_throughput, load.num_waiting,
         )  # fmt: skip
 
     def processed(self, num_tokens: int) -> None:
         self._tokens += num_tokens
+        self.num_generated += num_tokens
+
+    def verified(self, num_requests: int, num_tokens: int) -> None:
+        self.verified_requests += num_requests
+        self.verified_tokens += num_tokens
 
     def retracted(self, req: Req) -> None:
         self.num_retracted += 1
@@ -74,13 +94,6 @@ class StatsLogger:
         self._tokens, self._tokens_since = 0, time.perf_counter()
         self.gen_throughput = 0.0
 
-    def used_tokens(self) -> int:
-        s = self.scheduler
-        return s.allocator.size - s.allocator.available_size() - s.cache.evictable_size()
-
-    def token_usage(self) -> float:
-        return self.used_tokens() / self.scheduler.allocator.size
-
     def due(self) -> SchedulerStats | None:
         now = time.perf_counter()
         if now - self._last_snapshot < STATS_INTERVAL_S:
@@ -89,13 +102,14 @@ class StatsLogger:
         return self.snapshot()
 
     def snapshot(self) -> SchedulerStats:
-        s = self.scheduler
+        load = self._load()
         return SchedulerStats(
-            num_running_reqs=len(s.running),
-            num_queue_reqs=len(s.waiting),
-            num_used_tokens=self.used_tokens(),
-            token_usage=self.token_usage(),
+            num_running_reqs=load.num_running,
+            num_queue_reqs=load.num_waiting,
+            num_used_tokens=load.used_tokens,
+            token_usage=load.token_usage,
             gen_throughput=self.gen_throughput,
             cache_hit_rate=self._cached / self._prompt if self._prompt else 0.0,
             num_retracted_reqs=self.num_retracted,
+            spec_accept_length=self.verified_tokens / self.verified_requests if self.verified_requests else 0.0,
         )

@@ -15,6 +15,7 @@ import msgspec
 
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sampling.thoughts import ThinkingBudget
 
 
 class FinishReason(msgspec.Struct, omit_defaults=True):
@@ -43,7 +44,10 @@ class TokenizedGenerateReq(msgspec.Struct, tag=True, omit_defaults=True, kw_only
     """First prompt position whose log probability is wanted; -1: none of the prompt."""
     top_logprobs_num: int = 0
     token_ids_logprob: list[int] | None = None
+    embed: bool = False
+    """Wanted is the final hidden state of the last prompt token, and no next token (`max_new_tokens` is 0)."""
     priority: int = 0
+    thinking: ThinkingBudget | None = None
     cache_namespace: str | None = None
     """Requests with different namespaces share no prefix cache (LoRA, cache salts)."""
 
@@ -80,6 +84,8 @@ class TokenMeta(msgspec.Struct, omit_defaults=True):
     cached_tokens: int = 0
     num_retractions: int = 0
     """How often the request went back to the queue to free memory, or by a pause."""
+    started_time: float = 0.0
+    """time.monotonic() when its first step was chosen; 0: none was."""
     reasoning_tokens: int = 0
     """Output tokens that a reasoning parser counted as such."""
     spec_verify_steps: int = 0
@@ -105,6 +111,8 @@ class BatchTokenIDOut(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True
     meta: list[TokenMeta]
     options: list[DecodeOptions | None]
     logprobs: list[OutputLogprobs | None]
+    embeddings: dict[str, bytes] = {}
+    """By rid: H float32 values of requests with `embed` that have ended."""
 
 
 class ControlReply(msgspec.Struct, tag=True, omit_defaults=True):
@@ -147,6 +155,7 @@ class BatchStrOut(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
     finish: list[FinishReason | None]
     meta: list[TokenMeta]
     logprobs: list[OutputLogprobs | None]
+    embeddings: dict[str, bytes] = {}
 
 
 DetokenizerOutput = BatchStrOut | ControlReply | SchedulerStats | SchedulerReady

@@ -6,7 +6,7 @@ first its own tokens, which it sees causally, then the latents of its cached pre
 on from the output and the log-sum-exp that the one before left (`part_o`, `part_lse`), so that the chunks together are
 one softmax, and memory is bounded by a chunk.
 
-Reference: `native_ops.latent_prompt_attention`.
+Reference: `native_ops.expanded_latent_attention`.
 """
 
 from __future__ import annotations

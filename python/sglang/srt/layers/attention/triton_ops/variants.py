@@ -106,7 +106,7 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
 
 def _pieces(features: tuple[str, ...]) -> Iterator[Variant]:
     """What cuts the work of decoding into pieces, and what puts their results together."""
-    plans: dict[tuple[int, int], tiles.Tile] = {}
+    plans: dict[tuple[int, int], tiles.AttentionTile] = {}
     values: set[int] = set()
     for row in tiles.ROWS:
         if row.op == "decode_attention":
@@ -162,7 +162,9 @@ def _multiples(fn: Any, signature: dict[str, str], head_dims: tuple[int, int]) -
     )
 
 
-def _of_tile(op: str, head_dims: tuple[int, int], kv_dtype: str, tile: tiles.Tile, default: bool) -> Iterator[Variant]:
+def _of_tile(
+    op: str, head_dims: tuple[int, int], kv_dtype: str, tile: tiles.AttentionTile, default: bool
+) -> Iterator[Variant]:
     flags = list(_FLAGS[op].items())
     if not default and op != "latent_prompt_attention":  # what a launch carries over changes shared memory
         # What a launch steps down to is smaller in every respect: without features it is on record, and e5m2 costs what
@@ -181,7 +183,7 @@ def describe(
     op: str,
     head_dims: tuple[int, int],
     kv_dtype: str,
-    tile: tiles.Tile,
+    tile: tiles.AttentionTile,
     flags_name: str,
     flags: tuple[str, ...],
     default: bool = True,
@@ -202,7 +204,7 @@ def describe(
     return Variant(op, key, fn, signature, constexprs, divisible, tile, head_dims, kv_dtype, default)
 
 
-def _shape_constexprs(head_dims: tuple[int, int], tile: tiles.Tile, rows: str) -> dict[str, Any]:
+def _shape_constexprs(head_dims: tuple[int, int], tile: tiles.AttentionTile, rows: str) -> dict[str, Any]:
     head_dim, v_head_dim = head_dims
     block_d, block_dpe = split_head_dim(head_dim)
     latent = head_dims == tiles.MLA_LATENT

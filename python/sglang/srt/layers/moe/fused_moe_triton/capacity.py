@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.configs.activation import GPT_OSS_SWIGLU, SILU
 from sglang.srt.environ import envs
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.compile import CompileFailed, measure_cached
@@ -105,8 +106,7 @@ def cost_of(product: ProductTile, arch: ArchTraits) -> TileRecord | str:
 
 def product_variant_of(product: ProductTile, features: Collection[str]) -> Variant:
     """The launch of a tile on a GPU with these features, described for the compiler. Imports Triton."""
-    from sglang.srt.layers.moe.expert_weights import GPT_OSS_SWIGLU, SILU
-    from sglang.srt.layers.moe.fused_moe_triton.variants import product_variant
+    from sglang.srt.layers.moe.fused_moe_triton.product_variants import product_variant
 
     activation = GPT_OSS_SWIGLU if product.bias else SILU
     return product_variant(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.errors import UserError
-from sglang.srt.layers.moe.fused_moe_triton.tiles import Tile
+from sglang.srt.layers.moe.fused_moe_triton.tiles import GroupedTile
 
 _KEYS = {
     "BLOCK_SIZE_M": "BLOCK_M",
@@ -46,8 +46,8 @@ class ConfigFileError(UserError):
 class TilePair:
     """The tiles of both products; BLOCK_M is the same, because they share the grouping of tokens by expert."""
 
-    gate_up: Tile
-    down: Tile
+    gate_up: GroupedTile
+    down: GroupedTile
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def to_entry(pair: TilePair) -> dict[str, Any]:
     return up if up == up | down else up | {"down": down}
 
 
-def _to_keys(tile: Tile, width: int) -> dict[str, Any]:
+def _to_keys(tile: GroupedTile, width: int) -> dict[str, Any]:
     entry: dict[str, Any] = {key: tile[ours] for key, ours in _KEYS.items()}
     entry["BLOCK_SIZE_N"] *= width
     return entry
@@ -135,7 +135,7 @@ def _pair(path: Path, tokens: int, entry: Any, downs: Mapping[int, Any]) -> Tile
     return TilePair(_tile(path, where, up, 2), _tile(path, f"{where}, down", down, 1))
 
 
-def _tile(path: Path, where: str, entry: Mapping[str, Any], width: int) -> Tile:
+def _tile(path: Path, where: str, entry: Mapping[str, Any], width: int) -> GroupedTile:
     """`width`: how many rows of the weights make one column of the result."""
     unknown = sorted(entry.keys() - _KEYS.keys() - _WITHOUT_EFFECT)
     missing = [key for key in _KEYS if key not in entry]

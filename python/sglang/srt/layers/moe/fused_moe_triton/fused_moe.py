@@ -17,10 +17,11 @@ from typing import Any
 import torch
 import triton
 
+from sglang.srt.configs.activation import SILU, Activation
 from sglang.srt.errors import UserError
 from sglang.srt.kernels.launch import TileLadder
 from sglang.srt.kernels.ledger_file import tile_key
-from sglang.srt.layers.moe.expert_weights import SILU, Activation, ExpertWeights
+from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.layers.moe.fused_moe_triton import kernels, kernels_few
 from sglang.srt.layers.moe.fused_moe_triton.align import ExpertBlocks, align
 from sglang.srt.layers.moe.fused_moe_triton.tiles import (
@@ -35,7 +36,7 @@ from sglang.srt.layers.moe.fused_moe_triton.tiles import (
 )
 from sglang.srt.layers.triton_ops import pdl, scaled_dot
 from sglang.srt.layers.triton_ops.quantize import quantize_activation
-from sglang.srt.layers.triton_ops.scaled_dot import STRIP, Product, product_of
+from sglang.srt.layers.triton_ops.scaled_dot import STRIP, ScaledProduct, product_of
 from sglang.srt.layers.triton_ops.streamed_dot import pair_launch
 
 COMBINE_BLOCK = 1024
@@ -90,7 +91,7 @@ def _tiles_key(tiles: MoeTiles) -> str:
     return f"{tile_key(tiles.gate_up)} / {tile_key(tiles.down)}"
 
 
-def product_for(weights: ExpertWeights) -> Product:
+def product_for(weights: ExpertWeights) -> ScaledProduct:
     """How products with these weights are computed; their layout says for which GPU they were repacked."""
     scheme = weights.scheme
     if scheme is not None and scheme.bits == 4 and scheme.activation is None and weights.plane_cols is None:
@@ -218,7 +219,7 @@ def _down(
 
 
 def grouped_launch(
-    product: Product, tile: Mapping[str, int], depth: int, second: int, features: Collection[str]
+    product: ScaledProduct, tile: Mapping[str, int], depth: int, second: int, features: Collection[str]
 ) -> dict[str, Any]:
     """Constants of a grouped kernel. depth: columns of the weights; second: rows between gate and up, if both."""
     step = STRIP.value if product.kind == "planes" else tile["BLOCK_K"]

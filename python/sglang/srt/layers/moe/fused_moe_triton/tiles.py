@@ -2,7 +2,7 @@
 
 A row serves batches with up to `max_rows_per_expert` pairs per expert on average. Each row of TILES fits the 101,376
 bytes of shared memory of the smallest GPUs, without spills (the ledger proves it); WIDE_TILES are for GPUs with wgmma
-and more shared memory. Keys of both: `scaled_dot.Product.tile_kind`.
+and more shared memory. Keys of both: `scaled_dot.ScaledProduct.tile_kind`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-Tile = dict[str, int]
+GroupedTile = dict[str, int]
 
 TILE_KEYS = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", "num_warps", "num_stages")
 
@@ -18,15 +18,15 @@ TILE_KEYS = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", "num_warps", "num_stage
 @dataclass(frozen=True, slots=True)
 class MoeTiles:
     max_rows_per_expert: float
-    gate_up: Tile
-    down: Tile
+    gate_up: GroupedTile
+    down: GroupedTile
 
 
-def tile(m: int, n: int, k: int, group: int, warps: int, stages: int) -> Tile:
+def tile(m: int, n: int, k: int, group: int, warps: int, stages: int) -> GroupedTile:
     return dict(zip(TILE_KEYS, (m, n, k, group, warps, stages), strict=True))
 
 
-def swaps(tile: Tile, kind: str, features: Collection[str]) -> bool:
+def swaps(tile: GroupedTile, kind: str, features: Collection[str]) -> bool:
     """Whether the weights are the tall operand of the matrix instruction. wgmma takes 64 rows of that at a time and as
     few as 8 of the other, so that few tokens waste little of it; and it takes that operand from registers, where
     planes are widened."""
@@ -113,7 +113,7 @@ class PairTile:
     unroll: int
     num_warps: int = 4
 
-    def cut(self, cols: int, multiple: int) -> Tile:
+    def cut(self, cols: int, multiple: int) -> GroupedTile:
         """The tile for rows of `cols` weights: columns in one step (a multiple of `multiple`) that divide them, or,
         where that would be few, that are at most 512."""
         dividing = min(self.max_cols, cols & -cols)

@@ -1,0 +1,50 @@
+"""The function between the two products of a gated feed-forward block. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SILU_FUNCTION, GELU_TANH, RELU2_FUNCTION = "silu", "gelu_tanh", "relu2"
+FUNCTIONS = {"silu": SILU_FUNCTION, "swish": SILU_FUNCTION, "gelu_pytorch_tanh": GELU_TANH}
+"""By what config.json calls them (`hidden_act`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """(up + up_offset) * f(gate), after gate is clamped to at most `limit` and up to within +-`limit` (None: not
+    clamped). f is gate * sigmoid(alpha * gate), or with `function` "gelu_tanh" the tanh form of GELU.
+
+    With `function` "relu2" there is no gate: the square of what is positive of up."""
+
+    alpha: float = 1.0
+    up_offset: float = 0.0
+    limit: float | None = None
+    function: str = SILU_FUNCTION
+
+    @property
+    def gated(self) -> bool:
+        return self.function != RELU2_FUNCTION
+
+    @property
+    def linear_in_up(self) -> bool:
+        """Whether a factor of up is one of the result."""
+        return self.gated and self.up_offset == 0.0 and self.limit is None
+
+    @property
+    def op(self) -> str:
+        """The op that computes it of [..., 2I] -> [..., I], or without a gate of [..., I]."""
+        if not self.gated:
+            return "relu2"
+        if self.function == GELU_TANH:
+            return "gelu_and_mul"
+        return "silu_and_mul" if self == SILU else "clamped_swiglu"
+
+    @property
+    def trait(self) -> str:
+        """What a kernel that has it inside must be able to do; "": any can."""
+        return {"relu2": "no_gate", "gelu_and_mul": "gelu_gate", "clamped_swiglu": "clamped_gate"}.get(self.op, "")
+
+
+SILU = Activation()
+RELU2 = Activation(function=RELU2_FUNCTION)
+GPT_OSS_SWIGLU = Activation(alpha=1.702, up_offset=1.0, limit=7.0)

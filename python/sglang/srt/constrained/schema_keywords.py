@@ -1,0 +1,223 @@
+"""Refuses JSON schemas of which xgrammar would leave out a part, as an answer then need not be valid.
+
+The library passes over what it cannot express. What is listed here was found by comparing its grammars with a validator
+(`test/schemas`). `format` is an annotation unless a validator is told otherwise, and refused nowhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+Schema = dict[str, Any]
+
+_NEVER = ("uniqueItems", "not", "contains", "dependentRequired", "dependentSchemas", "dependencies", "if")
+_ALONE = ("$ref", "anyOf", "oneOf", "allOf")
+"""Keywords beside which the library reads no other."""
+_ANNOTATIONS = frozenset(
+    "title description default examples deprecated readOnly writeOnly nullable discriminator format contentEncoding "
+    "contentMediaType contentSchema $schema $id $anchor $comment $defs definitions $vocabulary".split()
+)
+"""Keywords that forbid nothing. Beside them anything may stand, and names beginning with `x-` are such too."""
+_KEYWORDS_OF = {
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    "string": ("minLength", "maxLength", "pattern"),
+    "array": ("minItems", "maxItems"),
+    "object": ("required", "minProperties", "maxProperties"),
+}
+"""Read only where `type` says that the value is of this type; `properties` says so for objects, `items` for arrays."""
+_SUBSCHEMAS = ("additionalProperties", "items", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
+_LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+_ENDLESS_LENGTH = 1024
+"""A limit on the length of a text with a format that answers do not come near."""
+
+
+class InexpressibleSchema(ValueError):
+    """The message names the keyword and its place."""
+
+
+def check_keywords(schema: Any) -> None:
+    """Raises InexpressibleSchema. Nesting and size of `schema` have been limited before."""
+    pending: list[tuple[str, Any]] = [("#", schema)]
+    while pending:
+        place, entry = pending.pop()
+        if isinstance(entry, dict):
+            reason = next(_reasons(entry), None)
+            if reason is not None:
+                raise InexpressibleSchema(
+                    f"{reason} at {place} cannot be enforced; leave it out and check the answer, or say it otherwise"
+                )
+            pending += _parts(place, entry)
+
+
+def _parts(place: str, schema: Schema) -> Iterator[tuple[str, Any]]:
+    for name in _SUBSCHEMAS:
+        part = schema.get(name)
+        if name == "propertyNames" and isinstance(part, dict):
+            part = {"type": "string", **part}
+        yield f"{place}/{name}", part
+    for name in _LISTS_OF_SCHEMAS:
+        if isinstance(schema.get(name), list):
+            yield from ((f"{place}/{name}/{i}", part) for i, part in enumerate(schema[name]))
+    for name in _MAPS_OF_SCHEMAS:
+        if isinstance(schema.get(name), dict):
+            yield from ((f"{place}/{name}/{key}", part) for key, part in schema[name].items())
+
+
+def _reasons(schema: Schema) -> Iterator[str]:
+    for name in _NEVER:
+        if schema.get(name) not in (None, False, {}, []) or (name == "not" and name in schema):
+            yield f'"{name}"'
+    yield from _company(schema)
+    yield from _values(schema)
+    yield from _untyped(schema)
+    types = _types(schema)
+    if "multipleOf" in schema and "number" in types:
+        yield 'a "multipleOf" of a number (of an integer it can)'
+    if "pattern" in schema and ("minLength" in schema or "maxLength" in schema):
+        yield 'a length beside "pattern"'
+    if "format" in schema and (
+        schema.get("maxLength", _ENDLESS_LENGTH) < _ENDLESS_LENGTH or schema.get("minLength", 0) > 1
+    ):
+        yield 'a length beside "format"'
+    yield from _names(schema)
+    if len(schema.get("allOf", ())) > 1:
+        yield '"allOf" of several schemas'
+    if "oneOf" in schema and not _exclusive(schema["oneOf"]):
+        yield '"oneOf" whose schemas are not told apart by their types or a required constant ("anyOf" can)'
+
+
+def _constraints(schema: Schema) -> set[str]:
+    return {name for name in schema if name not in _ANNOTATIONS and not name.startswith("x-")}
+
+
+def _company(schema: Schema) -> Iterator[str]:
+    for name in _ALONE:
+        others = sorted(_constraints(schema) - {name})
+        if name in schema and others:
+            yield f'"{others[0]}" beside "{name}"'
+
+
+def _values(schema: Schema) -> Iterator[str]:
+    """`enum` and `const`: the library reads nothing else, and need not where the type allows every value."""
+    for name in ("enum", "const"):
+        if name not in schema:
+            continue
+        others = sorted(_constraints(schema) - {name, "type"})
+        if others:
+            yield f'"{others[0]}" beside "{name}"'
+        values = schema[name] if name == "enum" else [schema[name]]
+        if "type" in schema and not all(_is_of(value, _types(schema)) for value in values):
+            yield f'a value of "{name}" that "type" forbids'
+
+
+def _types(schema: Schema) -> list[str]:
+    types = schema.get("type", [])
+    return types if isinstance(types, list) else [types]
+
+
+def _is_of(value: Any, types: list[str]) -> bool:
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    names = {
+        "null": value is None,
+        "boolean": isinstance(value, bool),
+        "integer": whole and not isinstance(value, bool),
+        "number": isinstance(value, (int, float)) and not isinstance(value, bool),
+        "string": isinstance(value, str),
+        "array": isinstance(value, list),
+        "object": isinstance(value, dict),
+    }
+    return any(names.get(name, False) for name in types)
+
+
+def _untyped(schema: Schema) -> Iterator[str]:
+    if "type" in schema:
+        return
+    known = {"object"} if "properties" in schema else {"array"} if {"items", "prefixItems"} & set(schema) else set()
+    for kind, keywords in _KEYWORDS_OF.items():
+        for name in keywords:
+            if name in schema and kind not in known:
+                yield f'"{name}" without "type"'
+
+
+def _names(schema: Schema) -> Iterator[str]:
+    properties, patterns = schema.get("properties") or {}, schema.get("patternProperties") or {}
+    if properties and patterns:
+        yield '"patternProperties" beside "properties"'
+    closed = schema.get("additionalProperties", True) is False
+    missing = [name for name in schema.get("required") or () if name not in properties]
+    if missing and not closed:
+        yield f'"required" of {missing[0]!r}, which is not among "properties",'
+
+
+def _exclusive(branches: Any) -> bool:
+    """Whether no value can be valid under two of these schemas."""
+    return isinstance(branches, list) and all(
+        _apart(first, second) for i, first in enumerate(branches) for second in branches[i + 1 :]
+    )
+
+
+def _apart(first: Any, second: Any) -> bool:
+    if not (isinstance(first, dict) and isinstance(second, dict)):
+        return False
+    a, b = _allowed_types(first), _allowed_types(second)
+    if a and b and not a & b and not {"integer", "number"} <= a | b:
+        return True
+    constants = _constants(first), _constants(second)
+    if None not in constants and not constants[0] & constants[1]:  # type: ignore[operator]
+        return True
+    shared = set(first.get("required") or ()) & set(second.get("required") or ())
+    if a | b != {"object"}:
+        return False
+    ours, theirs = (branch.get("properties") or {} for branch in (first, second))
+    for name in shared & set(ours) & set(theirs):
+        mine, other = _constants(ours[name]), _constants(theirs[name])
+        if mine is not None and other is not None and not mine & other:
+            return True
+    return False
+
+
+def _allowed_types(schema: Schema) -> set[str]:
+    return set(_types(schema)) or ({"object"} if "properties" in schema else set())
+
+
+def _constants(schema: Any) -> set[str] | None:
+    """The only values, as text; None if there are others."""
+    if not isinstance(schema, dict):
+        return None
+    if "const" in schema:
+        return {repr(schema["const"])}
+    return {repr(value) for value in schema["enum"]} if isinstance(schema.get("enum"), list) else None
+
+
+def answer_schemas(tag: Any) -> Iterator[Any]:
+    """The JSON schemas of a structural tag, but for those of calls (what stands in `tags`): what functions take is
+    described with keywords of all kinds, and a function checks its arguments."""
+    pending = [tag]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, list):
+            pending += part
+        elif isinstance(part, dict) and part.get("type") == "json_schema":
+            yield part.get("json_schema")
+        elif isinstance(part, dict):
+            pending += [value for name, value in part.items() if name != "tags"]
+
+
+_LIMITED_TEXT = re.compile(r'^(\w+ ::= )\(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.MULTILINE)
+_SHORT_ESCAPE = re.compile(r"(\\\\)|\\x([0-9a-fA-F]{2})")
+"""The library prints a byte's two digits, and reads as many as follow."""
+_CHARACTER = r'(([^\0-\x1f\"\\]) | ("\\" basic_escape))'
+
+
+def repair_limited_texts(grammar: str) -> str:
+    """`grammar`, in EBNF as the library prints it, with the characters that JSON allows in texts of limited length.
+
+    The library lets control characters into them, which JSON forbids, and keeps escapes out.
+    """
+    repaired = _LIMITED_TEXT.sub(lambda match: match[1] + _CHARACTER, grammar)
+    if repaired == grammar:
+        return grammar
+    return _SHORT_ESCAPE.sub(lambda match: match[1] or f"\\u00{match[2]}", repaired)

@@ -1,0 +1,96 @@
+"""Request bodies of what is computed without generating: embeddings, scores, ranks."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from msgspec import Meta
+
+from sglang.srt.entrypoints.http_body import Body
+from sglang.srt.entrypoints.http_errors import bad_request
+from sglang.srt.entrypoints.openai.protocol import Int, Name
+from sglang.srt.entrypoints.unsupported_fields import EMBEDDINGS, NATIVE
+from sglang.srt.managers.front.request_preparation import MAX_TOKEN_IDS_LOGPROB
+
+MAX_INPUTS = 2_048
+"""Texts, items or documents of one call."""
+MAX_LABELS = MAX_TOKEN_IDS_LOGPROB
+
+Inputs = str | Annotated[list[str | Int | list[Int]], Meta(min_length=1)]
+"""A text, a list of texts, a list of token ids, or a list of such lists."""
+
+
+def _check_inputs(name: str, inputs: Inputs) -> None:
+    """Raises ApiError 400 for lists of different things, and for too many."""
+    if isinstance(inputs, str) or (isinstance(inputs[0], int) and all(isinstance(entry, int) for entry in inputs)):
+        return
+    if len(set(map(type, inputs))) > 1:
+        raise bad_request(f"{name} must hold texts only, token ids only, or lists of token ids only", param=name)
+    if len(inputs) > MAX_INPUTS:
+        raise bad_request(f"{name} may have at most {MAX_INPUTS} entries, got {len(inputs)}; send several", param=name)
+
+
+class EmbeddingRequest(Body, kw_only=True):
+    """`dimensions`: the first values of each embedding, normalized again."""
+
+    unsupported: ClassVar = EMBEDDINGS
+
+    model: Name = ""
+    input: Inputs
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=2**31)] | None = None
+    user: str | None = None
+    rid: str | list[str] | None = None
+    priority: Int | None = None
+
+    def __post_init__(self) -> None:
+        _check_inputs("input", self.input)
+
+
+class EncodeBody(Body, kw_only=True):
+    """Body of `/encode`: `text` or `input_ids`, one or a batch."""
+
+    unsupported: ClassVar = NATIVE
+
+    text: str | list[str] | None = None
+    input_ids: list[Int | list[Int]] | None = None
+    rid: str | list[str] | None = None
+    priority: Int | None = None
+
+
+class ScoreRequest(Body, kw_only=True):
+    """How probable each of the labels is as the token after query and item."""
+
+    unsupported: ClassVar = EMBEDDINGS
+
+    model: Name = ""
+    query: str | list[Int]
+    items: str | Annotated[list[str | list[Int]], Meta(min_length=1, max_length=MAX_INPUTS)]
+    label_token_ids: Annotated[list[Int], Meta(min_length=1, max_length=MAX_LABELS)]
+    apply_softmax: bool | None = False
+    """Probabilities among the labels, which add up to 1, instead of those among all tokens."""
+    item_first: bool | None = False
+
+    def __post_init__(self) -> None:
+        kind = str if isinstance(self.query, str) else list
+        if any(not isinstance(item, kind) for item in self.item_list()):
+            raise bad_request("query and items must be texts, or all of them lists of token ids", param="items")
+
+    def item_list(self) -> list[str | list[int]]:
+        return [self.items] if isinstance(self.items, str) else self.items
+
+
+class RerankRequest(Body, kw_only=True):
+    unsupported: ClassVar = EMBEDDINGS
+
+    model: Name = ""
+    query: Annotated[str, Meta(min_length=1)]
+    documents: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=MAX_INPUTS)]
+    instruct: str | None = None
+    """What makes a document relevant."""
+    top_n: Annotated[int, Meta(ge=1)] | None = None
+    return_documents: bool | None = True
+
+
+BODIES = (EmbeddingRequest, EncodeBody, ScoreRequest, RerankRequest)
+"""What `/openapi.json` describes."""

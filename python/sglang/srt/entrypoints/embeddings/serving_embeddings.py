@@ -1,0 +1,90 @@
+"""`/v1/embeddings` and `/encode`: final hidden states of the last token, normalized."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from typing import Any
+
+import msgspec
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sglang.srt.entrypoints.embeddings.protocol import EmbeddingRequest, EncodeBody
+from sglang.srt.entrypoints.http_errors import bad_request, json_response
+from sglang.srt.entrypoints.openai.serving import OpenAIService, collect
+from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
+from sglang.srt.managers.front.native_output import request_info
+
+MAX_FLOATS = 1 << 23
+"""Values of one response that are written as decimal numbers."""
+
+
+async def embeddings(service: OpenAIService, body: EmbeddingRequest, request: Request) -> Response:
+    given: Any = body.input
+    is_text = isinstance(given, str) or isinstance(given[0], str)
+    call = GenerateRequest(
+        text=given if is_text else None,
+        input_ids=None if is_text else given,
+        embed=True,
+        rid=body.rid,
+        priority=body.priority,
+    )
+    _, outputs = await collect(service, request, call)
+    as_text = body.encoding_format == "base64"
+    entries = await encoded_embeddings(outputs, body.dimensions, as_text)
+    data = [
+        {"object": "embedding", "index": index, "embedding": msgspec.Raw(entry)} for index, entry in enumerate(entries)
+    ]
+    model = body.model or service.model_name
+    return json_response({"object": "list", "data": data, "model": model, "usage": usage(outputs)})
+
+
+async def encoded_embeddings(outputs: list[GenerateOutput], dimensions: int | None, as_base64: bool) -> list[bytes]:
+    """The embeddings as JSON; the event loop goes on between them."""
+    entries = []
+    num_floats = 0
+    for output in outputs:
+        vector = normalized(output, dimensions)
+        if as_base64:
+            entries.append(b'"%s"' % base64.b64encode(vector.astype("<f4").tobytes()))
+        else:
+            num_floats += len(vector)
+            if num_floats > MAX_FLOATS:
+                text = f"the answer has more than {MAX_FLOATS} numbers: send fewer inputs, or encoding_format base64"
+                raise bad_request(text, param="input")
+            entries.append(msgspec.json.encode(vector.tolist()))
+        await asyncio.sleep(0)
+    return entries
+
+
+def normalized(output: GenerateOutput, dimensions: int | None = None) -> np.ndarray:
+    """[H] float32 of length 1, or the first `dimensions` of it. Raises ApiError 400 for more than there are."""
+    vector = np.frombuffer(output.embedding, np.float32)
+    if dimensions is not None and dimensions > len(vector):
+        raise bad_request(f"dimensions must be in [1, {len(vector)}] for this model", param="dimensions")
+    vector = vector[:dimensions]
+    length = float(np.linalg.norm(vector.astype(np.float64)))
+    return vector / np.float32(length) if length else vector
+
+
+def usage(outputs: list[GenerateOutput]) -> dict[str, int]:
+    count = sum(output.meta.prompt_tokens for output in outputs)
+    return {"prompt_tokens": count, "total_tokens": count}
+
+
+async def encode(service: OpenAIService, body: EncodeBody, request: Request) -> Response:
+    """One dict, or a list for a batch."""
+    ids: Any = body.input_ids
+    call = GenerateRequest(text=body.text, input_ids=ids, embed=True, rid=body.rid, priority=body.priority)
+    stream, outputs = await collect(service, request, call)
+    entries = await encoded_embeddings(outputs, None, as_base64=False)
+    results = [
+        {
+            "embedding": msgspec.Raw(entry),
+            "meta_info": request_info(stream.requests[output.index].rid, output.meta, output.finish),
+        }
+        for entry, output in zip(entries, outputs, strict=True)
+    ]
+    return json_response(results if call.is_batch else results[0])

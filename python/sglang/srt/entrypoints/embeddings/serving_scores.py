@@ -1,0 +1,119 @@
+"""`/v1/score` and `/v1/rerank`: how probable tokens are after a text, and how well documents fit a query."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sglang.srt.entrypoints.embeddings.protocol import RerankRequest, ScoreRequest
+from sglang.srt.entrypoints.embeddings.serving_embeddings import normalized, usage
+from sglang.srt.entrypoints.http_errors import bad_request, json_response
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+from sglang.srt.entrypoints.openai.serving import OpenAIService, collect
+from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
+from sglang.srt.managers.front.generation_stream import GenerationStream
+from sglang.srt.managers.front.native_output import request_info
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+_JUDGE = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".'
+)
+"""The question that Qwen3-Reranker was trained on."""
+_INSTRUCT = "Given a web search query, retrieve relevant passages that answer the query"
+_ANSWERS = ("yes", "no")
+
+
+async def score(service: OpenAIService, body: ScoreRequest, request: Request) -> Response:
+    prompts: list[Any] = [
+        item + body.query if body.item_first else body.query + item  # type: ignore[operator]
+        for item in body.item_list()
+    ]
+    _, outputs = await _next_tokens(service, request, prompts, body.label_token_ids)
+    scores = [_probabilities(output, bool(body.apply_softmax)) for output in outputs]
+    model = body.model or service.model_name
+    return json_response({"object": "scoring", "scores": scores, "model": model, "usage": usage(outputs)})
+
+
+async def _next_tokens(
+    service: OpenAIService, request: Request, prompts: list[Any], labels: list[int], rendered: bool = False
+) -> tuple[GenerationStream, list[GenerateOutput]]:
+    """An output a prompt, with the log probabilities of `labels` as its next token."""
+    is_text = isinstance(prompts[0], str)
+    call = GenerateRequest(
+        text=prompts if is_text else None,
+        input_ids=None if is_text else prompts,
+        sampling_params=SamplingParams(max_new_tokens=1),
+        return_logprob=True,
+        token_ids_logprob=labels,
+        add_special_tokens=not rendered,
+    )
+    return await collect(service, request, call)
+
+
+def _probabilities(output: GenerateOutput, among_labels: bool) -> list[float]:
+    assert output.logprobs is not None
+    logprobs = [logprob for logprob, _ in output.logprobs.output_token_ids[0]]
+    if not among_labels:
+        return [math.exp(logprob) for logprob in logprobs]
+    largest = max(logprobs)
+    weights = [math.exp(logprob - largest) for logprob in logprobs]
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+async def rerank(service: OpenAIService, body: RerankRequest, request: Request) -> Response:
+    """A list, the best document first. A server of embeddings compares them; others ask the model for yes or no."""
+    by_embedding = service.manager.args.is_embedding
+    ranked = await (_similarities if by_embedding else _judgements)(service, body, request)
+    ranked.sort(key=lambda entry: -entry["score"])
+    if not body.return_documents:
+        for entry in ranked:
+            entry["document"] = None
+    return json_response(ranked[: body.top_n])
+
+
+def _entry(
+    body: RerankRequest, index: int, rank: float, stream: GenerationStream, output: GenerateOutput
+) -> dict[str, Any]:
+    info = request_info(stream.requests[output.index].rid, output.meta, output.finish)
+    return {"score": rank, "document": body.documents[index], "index": index, "meta_info": info}
+
+
+async def _similarities(service: OpenAIService, body: RerankRequest, request: Request) -> list[dict[str, Any]]:
+    """Cosines between the embeddings of the query and of the documents."""
+    query = f"Instruct: {body.instruct}\nQuery:{body.query}" if body.instruct else body.query
+    stream, outputs = await collect(service, request, GenerateRequest(text=[query, *body.documents], embed=True))
+    query_vector = normalized(outputs[0])
+    return [
+        _entry(body, index, float(np.dot(query_vector, normalized(output))), stream, output)
+        for index, output in enumerate(outputs[1:])
+    ]
+
+
+async def _judgements(service: OpenAIService, body: RerankRequest, request: Request) -> list[dict[str, Any]]:
+    """How probable yes is, of yes and no."""
+    prompts = await service.manager.in_thread(lambda: [_question(service, body, text) for text in body.documents])
+    stream, outputs = await _next_tokens(service, request, prompts, _answer_ids(service), rendered=True)
+    return [
+        _entry(body, index, _probabilities(output, True)[0], stream, output) for index, output in enumerate(outputs)
+    ]
+
+
+def _question(service: OpenAIService, body: RerankRequest, document: str) -> str:
+    asked = f"<Instruct>: {body.instruct or _INSTRUCT}\n<Query>: {body.query}\n<Document>: {document}"
+    messages = [{"role": "system", "content": _JUDGE}, {"role": "user", "content": asked}]
+    quiet = {"enable_thinking": False, "thinking": False}
+    return service.chat_template.render(ChatCompletionRequest(messages=messages, chat_template_kwargs=quiet))
+
+
+def _answer_ids(service: OpenAIService) -> list[int]:
+    """Raises ApiError 400 for a vocabulary in which the answers are not single tokens."""
+    ids = [service.tokenizer.encode(answer, add_special_tokens=False) for answer in _ANSWERS]
+    if any(len(answer) != 1 for answer in ids):
+        raise bad_request("this model has no single tokens for yes and no: rank by embeddings, with --is-embedding")
+    return [answer[0] for answer in ids]

@@ -1,0 +1,83 @@
+"""Ollama's form of a conversation as the chat request that templates, formats and sampling understand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.entrypoints.ollama.protocol import OllamaChatRequest, OllamaGenerateRequest, OllamaMessage
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, JsonSchemaFormat, ResponseFormat
+
+_RENAMED = {
+    "seed": "seed",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repeat_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "stop": "stop",
+}
+
+
+def chat_request(body: OllamaChatRequest | OllamaGenerateRequest) -> ChatCompletionRequest:
+    """Raises ApiError 400."""
+    request = ChatCompletionRequest(
+        model=body.model,
+        messages=_messages(body.messages or []) if isinstance(body, OllamaChatRequest) else _prompt(body),
+        tools=body.tools if isinstance(body, OllamaChatRequest) else None,
+        stream=body.stream is not False,
+        response_format=_response_format(body.format),
+        chat_template_kwargs=_template_variables(body.think),
+        reasoning_effort=body.think if isinstance(body.think, str) else None,
+    )
+    options = body.read_options()
+    for name, ours in _RENAMED.items():
+        setattr(request, ours, getattr(options, name))
+    request.max_tokens = None if options.num_predict is None or options.num_predict < 0 else options.num_predict
+    request.top_k = -1 if options.top_k == 0 else options.top_k
+    return request
+
+
+def _prompt(body: OllamaGenerateRequest) -> list[dict[str, Any]]:
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    return [*system, {"role": "user", "content": body.prompt or ""}]
+
+
+def _response_format(wanted: str | dict[str, Any] | None) -> ResponseFormat | None:
+    if not wanted:
+        return None
+    if isinstance(wanted, str):
+        return ResponseFormat(type="json_object")
+    return ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema=wanted))
+
+
+def _template_variables(think: bool | str | None) -> dict[str, Any] | None:
+    """The names that templates have for the switch; without one the model's default holds."""
+    return None if think is None else {"enable_thinking": bool(think), "thinking": bool(think)}
+
+
+def _messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
+    """Calls have no ids here: results belong to the calls before them, in their order."""
+    converted = []
+    num_calls = num_results = 0
+    for message in messages:
+        fields: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        if message.thinking:
+            fields["reasoning_content"] = message.thinking
+        if message.tool_calls:
+            fields["tool_calls"] = [
+                {
+                    "id": f"call_{num_calls + number}",
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": call.function.arguments},
+                }
+                for number, call in enumerate(message.tool_calls)
+            ]
+            num_calls += len(message.tool_calls)
+        if message.role == "tool":
+            fields["tool_call_id"] = f"call_{num_results}"
+            num_results += 1
+            if message.tool_name is not None:
+                fields["name"] = message.tool_name
+        converted.append(fields)
+    return converted

@@ -1,0 +1,177 @@
+"""Latent attention (MLA) of a decoder layer, from hidden states to hidden states.
+
+A token leaves one latent and one rotary key, which every rank keeps; ranks share out the heads. W_UK and W_UV, the
+halves of `kv_b_proj`, are held in the model's type however the checkpoint stores them. With them attention goes one of
+two ways:
+
+    absorbed   W_UK takes the queries to the latent's dims, attention reads latents as they are (the values are their
+               first columns), and W_UV makes the heads' outputs of what it returns: decoding, and short prompts
+    expanded   keys and values are made of latents by W_UK and W_UV: prompts for which that pays
+
+Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.layers.attention.call_site import Attention
+from sglang.srt.layers.attention.latent_chunks import LatentChunk, LatentPrompts, cut_prefixes
+from sglang.srt.layers.attention_block import cache_scale, cache_scale_value
+from sglang.srt.layers.block import Site
+from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_of
+from sglang.srt.layers.parameter import Init, Scope, Shard
+from sglang.srt.plan.mixers import MLA
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch import ForwardBatch
+
+LATENT_NORM_EPS = 1e-6
+"""Of the norms of q's latent and of the kv latent, whatever `rms_norm_eps` says of the others (published code)."""
+
+
+class LatentAttention:
+    """[T, H] -> [T, H]."""
+
+    def __init__(self, scope: Scope, spec: MLA, site: Site) -> None:
+        assert spec.rope is not None and not spec.sparse
+        self.spec = spec
+        heads = shard_of(spec.num_heads, scope.tp_rank, scope.tp_size, "number of attention heads")
+        self.num_heads = heads.stop - heads.start
+        self._build_projections(scope, site.model.hidden_size, heads)
+        self.cache = scope.cache(site.layer_id, "latent")
+        self.scale = cache_scale(scope, "k_scale") if scope.plan.kv_cache_dtype.startswith("fp8") else None
+        scope.finish.append(self._take_cache_scale)
+        self.attention = Attention(
+            self.cache, self.num_heads, 1, spec.latent_dim, spec.softmax_scale, spec.kv_lora_rank
+        )
+        self.rotary = site.rotary.of(spec.rope)
+        self.norm = scope.plan.entry("rmsnorm")
+        self.store = scope.plan.entry("latent_norm_rope_store")
+        self.per_head = scope.plan.entry("latent_absorb")
+        self.attend_expanded = scope.plan.entry("latent_prompt_attention")(scope.plan)
+        self.chunk_tokens = scope.plan.tokens_per_step
+
+    def _build_projections(self, scope: Scope, hidden_size: int, heads: slice) -> None:
+        spec, rank = self.spec, self.spec.kv_lora_rank
+        q_rows = _rows_of_heads(spec.num_heads, spec.qk_dim, heads)
+        # What every rank computes whole stands beside the queries, which it shares out if they are not compressed.
+        queries = {"q_a_proj": _whole(spec.q_lora_rank)} if spec.q_lora_rank else {"q_proj": q_rows}
+        projections = {**queries, "kv_a_proj_with_mqa": _whole(spec.latent_dim)}
+        self.qkv_a = ColumnParallelLinear(scope.sub("qkv_a"), hidden_size, projections)
+        self.qkv_sizes = [rows.stop - rows.start for _, rows in projections.values()]
+        if spec.q_lora_rank:
+            self.q_norm = scope.sub("q_a_norm").param("weight", (spec.q_lora_rank,), init=Init.ONES)
+            self.q_b = ColumnParallelLinear(scope.sub("q_b"), spec.q_lora_rank, {"": q_rows})
+        self.kv_norm = scope.sub("kv_a_norm").param("weight", (rank,), init=Init.ONES)
+        up_rows = _rows_of_heads(spec.num_heads, spec.nope_dim + spec.v_dim, heads)
+        shard = Shard("", up_rows[0], rank, up_rows[1], slice(0, rank))
+        scope.quant.create_unpacked(scope.sub("kv_b"), shard, self._take_up)
+        self.o = RowParallelLinear(scope.sub("o"), spec.num_heads * spec.v_dim, hidden_size)
+
+    def _take_up(self, weight: torch.Tensor) -> None:
+        """weight [heads * (nope + v), rank]: views of it, so that it is held once."""
+        by_head = weight.unflatten(0, (self.num_heads, -1))
+        self.w_uk = by_head[:, : self.spec.nope_dim]  # [heads, nope, rank]
+        self.w_uv = by_head[:, self.spec.nope_dim :].transpose(1, 2)  # [heads, rank, v]
+
+    def _take_cache_scale(self) -> None:
+        """What latents are divided by in an fp8 cache; 1 where the checkpoint does not say.
+
+        Raises UserError for a scale that cannot be one."""
+        self.cache.k_scale = self.cache.v_scale = cache_scale_value(self.scale)
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        spec, cache = self.spec, self.cache
+        q, latent = self.qkv_a(x).split(self.qkv_sizes, dim=-1)
+        if spec.q_lora_rank:
+            q = self.q_b(self.norm(q, self.q_norm, LATENT_NORM_EPS))
+        q = q.unflatten(-1, (self.num_heads, spec.qk_dim))
+        prompts = self._prompts(batch)
+        if prompts.chunks is None:
+            num_absorbed = len(x)
+        else:
+            num_absorbed = 0 if batch.decodes is None else batch.decodes.batch_size
+        absorbed = q.new_empty((num_absorbed, self.num_heads, spec.latent_dim))
+        positions, cos_sin = self.rotary.at(batch.positions)
+        entries = self.store(
+            q,
+            latent,
+            absorbed,
+            positions,
+            cos_sin,
+            self.kv_norm,
+            LATENT_NORM_EPS,
+            cache.k,
+            batch.slots_of(cache).out_cache_loc,
+            cache.k_scale,
+            spec.interleaved,
+        )
+        if num_absorbed:
+            self.per_head(q[:num_absorbed, :, : spec.nope_dim], self.w_uk, absorbed[..., : spec.kv_lora_rank])
+        out = q.new_empty((len(x), self.num_heads, spec.v_dim))
+        if prompts.chunks is None:
+            self._absorbed(absorbed, entries, batch, out)
+        else:
+            self._expanded(q, absorbed, entries, prompts, batch, out)
+        return self.o(out.flatten(1))
+
+    def _absorbed(self, q: torch.Tensor, entries: torch.Tensor, batch: ForwardBatch, out: torch.Tensor) -> None:
+        """Whatever the step holds."""
+        keys = entries[:, None]
+        attended = self.attention(q, keys, keys[..., : self.spec.kv_lora_rank], batch)
+        self.per_head(attended.unflatten(-1, (self.num_heads, -1)), self.w_uv, out)
+
+    def _expanded(
+        self,
+        q: torch.Tensor,
+        absorbed: torch.Tensor,
+        entries: torch.Tensor,
+        prompts: LatentPrompts,
+        batch: ForwardBatch,
+        out: torch.Tensor,
+    ) -> None:
+        """A step with prompts, behind the rows of `absorbed`, which decode."""
+        if batch.decodes is not None:
+            attended = absorbed.new_empty((*absorbed.shape[:2], self.spec.kv_lora_rank))
+            batch.attn_backend.forward_decode(absorbed, self.attention, batch.decodes, attended)
+            self.per_head(attended, self.w_uv, out[: len(absorbed)])
+        self.attend_expanded(
+            q,
+            entries,
+            self.w_uk,
+            self.w_uv,
+            out,
+            batch.extend_start_loc,
+            self.cache.k,
+            prompts.chunks,
+            scale=self.spec.softmax_scale,
+            cache_scale=self.cache.k_scale,
+        )
+
+    def _prompts(self, batch: ForwardBatch) -> LatentPrompts:
+        """How this step's prompts are attended to: decided by its first layer, for all."""
+        if batch.latent_prompts is None:
+            batch.latent_prompts = LatentPrompts(self._cut(batch))
+        return batch.latent_prompts
+
+    def _cut(self, batch: ForwardBatch) -> tuple[LatentChunk, ...] | None:
+        if batch.forward_mode.is_decode() or batch.seq_lens_cpu is None:
+            return None  # a graph that is captured serves prefixes of every length
+        prefix_lens, new_lens = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
+        assert prefix_lens is not None and new_lens is not None
+        if not self.spec.expanding_pays(prefix_lens, new_lens):
+            return None
+        slots = batch.slots_of(self.cache)
+        return cut_prefixes(slots.req_to_token, batch.req_pool_indices, prefix_lens, self.chunk_tokens)
+
+
+def _whole(rows: int) -> tuple[int, slice]:
+    return rows, slice(0, rows)
+
+
+def _rows_of_heads(num_heads: int, dim: int, heads: slice) -> tuple[int, slice]:
+    """(of all heads, of this rank's)."""
+    return num_heads * dim, slice(heads.start * dim, heads.stop * dim)

@@ -1,0 +1,110 @@
+"""The routed experts with e2m1 weights and e4m3 activations, multiplied as they are by sgl-kernel's products.
+
+For steps with many pairs, which the matrix unit bounds. Decoding reads weights: there, as in everything around the two
+products, the kernels are those of `fused_moe_triton`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+
+from sglang.srt.configs.activation import SILU, Activation
+from sglang.srt.layers.moe.expert_weights import ExpertWeights
+from sglang.srt.layers.moe.fused_moe_triton import fused_moe as streamed
+from sglang.srt.layers.moe.fused_moe_triton.align import ExpertBlocks, align
+from sglang.srt.layers.moe.fused_moe_triton.fused_moe import COMBINE_BLOCK, gate_constants, matrix_of
+from sglang.srt.layers.moe.fused_moe_triton.kernels import combine_kernel
+from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles
+from sglang.srt.layers.triton_ops import pdl
+from sglang.srt.layers.triton_ops.quantize import quantize_activation
+
+if TYPE_CHECKING:
+    from sm120_sgl_kernel import Library
+
+LEAST_ROWS = 48
+"""Pairs an expert, on average, from which the mixed products are used."""
+TALL_ROWS = 72
+"""And from which in blocks of 128 instead of 64. Both predicted: docs/results/2026-11-21-mixed-kernel.md."""
+GROUP_M = 8
+"""Row blocks that share each column of weights while it is cached."""
+
+
+def fused_moe(
+    x: torch.Tensor,
+    w13: ExpertWeights,
+    w2: ExpertWeights,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: Activation = SILU,
+    tiles: MoeTiles | None = None,
+    features: Collection[str] = (),
+) -> torch.Tensor:
+    """As `fused_moe_triton.fused_moe`, of weights with the scheme mxfp4_mxfp8 as published. `tiles` and `features` are
+    for the batches that are left to Triton."""
+    block_m = block_rows(topk_ids.numel(), w13.num_experts)
+    if block_m is None:
+        return streamed.fused_moe(x, w13, w2, topk_weights, topk_ids, activation, tiles, features)
+    (num_tokens, top_k), intermediate = topk_ids.shape, w13.rows // 2
+    blocks = align(topk_ids, w13.num_experts, block_m)
+    inter = torch.empty((num_tokens * top_k, intermediate), dtype=x.dtype, device=x.device)
+    pair_out = torch.empty((num_tokens * top_k, w2.rows), dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    for source, weights, result, per_row in ((x, w13, inter, top_k), (inter, w2, pair_out, 1)):
+        _multiply(source, weights, result, per_row, blocks, block_m, activation if weights is w13 else None)
+    combine_kernel[(num_tokens, triton.cdiv(w2.rows, COMBINE_BLOCK))](
+        pair_out, topk_weights, topk_ids, out, w2.rows,
+        TOP_K=top_k, BLOCK=COMBINE_BLOCK, num_warps=4, **pdl.options(),
+    )  # fmt: skip
+    return out
+
+
+def block_rows(num_pairs: int, num_experts: int) -> int | None:
+    """Rows of the blocks that so many pairs are grouped in; None: they are left to Triton."""
+    rows = num_pairs / num_experts
+    if rows < LEAST_ROWS:
+        return None
+    return 64 if rows < TALL_ROWS else 128
+
+
+def _multiply(
+    x: torch.Tensor,
+    w: ExpertWeights,
+    out: torch.Tensor,
+    pairs_per_row: int,
+    blocks: ExpertBlocks,
+    block_m: int,
+    activation: Activation | None,
+) -> None:
+    """out [pairs, columns] = x[pair // pairs_per_row] @ w[its expert]^T, and with an activation its gate. Rows of pairs
+    that name no expert are not written."""
+    assert w.scheme is not None and w.scheme.name == "mxfp4_mxfp8" and w.plane_cols is None, "weights as published"
+    data, scale = quantize_activation(x, w.scheme)
+    matrix, gate, library = matrix_of(w), gate_constants(activation or SILU), _library()
+    assert w.bias is None or w.bias.dtype == out.dtype, f"biases must be {out.dtype}, not {w.bias.dtype}"
+    row, scale_row, expert, scale_expert = matrix.strides
+    args = library.MixedArguments(
+        x=data.data_ptr(), x_scale=scale.data_ptr(), w=matrix.data.data_ptr(), w_scale=matrix.scale.data_ptr(),
+        bias=0 if w.bias is None else w.bias.data_ptr(), out=out.data_ptr(),
+        sorted_pairs=blocks.sorted_pairs.data_ptr(), block_expert=blocks.block_expert.data_ptr(),
+        num_blocks=blocks.num_blocks.data_ptr(),
+        x_stride=data.stride(0), xs_stride=scale.stride(0),
+        w_stride=row, ws_stride=scale_row, w_expert_stride=expert, ws_expert_stride=scale_expert,
+        num_pairs=out.shape[0], pairs_per_row=pairs_per_row, columns=out.shape[1], depth=w.cols, group_m=GROUP_M,
+        is_half=out.dtype == torch.float16, alpha=gate["ALPHA"], offset=gate["OFFSET"], limit=gate["LIMIT"],
+    )  # fmt: skip
+    launch = library.mixed_moe_down if activation is None else library.mixed_moe_gate_up
+    launch(args, block_m, blocks.max_blocks, _stream(x))
+
+
+def _library() -> Library:
+    from sm120_sgl_kernel import installed
+
+    return installed()
+
+
+def _stream(x: torch.Tensor) -> int:
+    return torch.cuda.current_stream(x.device).cuda_stream

@@ -1,0 +1,148 @@
+"""What layers call an op with: a protocol for each, which every kernel of the op in `kernels/tables.py` follows.
+
+`plan.entry(op)` gives the chosen kernel's callable; the call site says which protocol it has. A test holds the kernels'
+parameters to those here. Shapes and meanings are those of the torch references in `native_ops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from sglang.srt.configs.activation import Activation
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.moe.expert_weights import ExpertWeights
+
+Routing = tuple[torch.Tensor, torch.Tensor]
+"""Weights [T, k] fp32 and expert ids [T, k] int32."""
+
+
+class RMSNormOp(Protocol):
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+
+
+class AddRMSNormOp(Protocol):
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class GateOp(Protocol):
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+
+
+class LinearOp(Protocol):
+    def __call__(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor: ...
+
+
+class QKNormRopeStoreOp(Protocol):
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
+        eps: float,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out_cache_loc: torch.Tensor,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+        interleaved: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
+class QKWholeNormOp(Protocol):
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        q_weight: torch.Tensor,
+        k_weight: torch.Tensor,
+        eps: float,
+        totals: tuple[int, int],
+        k_copies: int = 1,
+        reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None: ...
+
+
+class SoftmaxRoutingOp(Protocol):
+    def __call__(
+        self,
+        router_logits: torch.Tensor,
+        top_k: int,
+        renormalize: bool,
+        scale: float = 1.0,
+        with_shared: bool = False,
+        num_valid: torch.Tensor | None = None,
+        groups: tuple[int, int] = (1, 1),
+    ) -> Routing: ...
+
+
+class ScoreRoutingOp(Protocol):
+    def __call__(
+        self,
+        router_logits: torch.Tensor,
+        bias: torch.Tensor | None,
+        top_k: int,
+        renormalize: bool,
+        groups: tuple[int, int] = (1, 1),
+        scale: float = 1.0,
+        with_shared: bool = False,
+        num_valid: torch.Tensor | None = None,
+    ) -> Routing: ...
+
+
+class HashRoutingOp(Protocol):
+    def __call__(
+        self,
+        router_logits: torch.Tensor,
+        token_ids: torch.Tensor,
+        table: torch.Tensor,
+        score: str,
+        scale: float = 1.0,
+        with_shared: bool = False,
+        num_valid: torch.Tensor | None = None,
+    ) -> Routing: ...
+
+
+class FusedMoEOp(Protocol):
+    def __call__(
+        self,
+        x: torch.Tensor,
+        w13: ExpertWeights,
+        w2: ExpertWeights,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: Activation,
+        tiles: Any = None,
+        features: Collection[str] = (),
+    ) -> torch.Tensor: ...
+
+
+OPS: Mapping[str, type] = {
+    "rmsnorm": RMSNormOp,
+    "fused_add_rmsnorm": AddRMSNormOp,
+    "silu_and_mul": GateOp,
+    "linear": LinearOp,
+    "qk_norm_rope_store": QKNormRopeStoreOp,
+    "qk_whole_norm": QKWholeNormOp,
+    "topk_softmax": SoftmaxRoutingOp,
+    "topk_sigmoid": ScoreRoutingOp,
+    "topk_sqrtsoftplus": ScoreRoutingOp,
+    "topk_hash": HashRoutingOp,
+    "fused_moe": FusedMoEOp,
+}
+"""By the op's name in the tables. Attention backends, and ops whose protocol is beside their kernels, are not here."""

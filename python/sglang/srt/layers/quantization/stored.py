@@ -1,0 +1,52 @@
+"""What a stored quantized matrix is made of, for linear layers and experts alike: slices, parts, dummy numbers."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
+from sglang.srt.layers.parameter import Convert, Fill, Index, Part, Shard, constant
+from sglang.srt.layers.quantization.layout import Leaf
+from sglang.srt.layers.quantization.reference import quantize
+
+# Random codes times these have a deviation near 0.02, like unquantized dummy weights.
+DUMMY_SCALES = {"e4m3": 0.02 / 104, "int8": 0.02 / 74, "int4": 0.02 / 4.6, "e2m1": 0.02 / 2.9}
+_DUMMY_EXPONENTS = {"e4m3": 127 - 12, "e2m1": 127 - 7}
+DUMMY_INPUT_SCALE = 0.02
+assert all(scheme.element in DUMMY_SCALES for scheme in SCHEMES.values())
+
+
+def dummy_scale(scheme: Scheme) -> Fill:
+    """With a global scale beside them, scales are 1 and that one has DUMMY_SCALES."""
+    if scheme.scale == "e8m0":
+        return constant(_DUMMY_EXPONENTS[scheme.element])
+    return constant(1.0 if scheme.global_scale else DUMMY_SCALES[scheme.element])
+
+
+def length(part: slice) -> int:
+    return int(part.stop - part.start)
+
+
+def groups_of(part: slice, per: int) -> slice:
+    """The groups of `per` that hold these rows or columns."""
+    return slice(part.start // per, -(-part.stop // per))
+
+
+def matrix_part(leaf: Leaf, shard: Shard, per: tuple[int, int], dest: Index) -> Part:
+    """A shard's part of a tensor with one element for `per` = (rows, columns)."""
+    shape = (-(-shard.out_features // per[0]), -(-shard.in_features // per[1]))
+    source = (groups_of(shard.rows, per[0]), groups_of(shard.cols, per[1]))
+    if leaf.transposed:
+        shape, source = shape[::-1], source[::-1]
+    return Part(shape, source, dest, leaf.dtypes, leaf.convert)
+
+
+def quantize_into(scale: torch.Tensor, scheme: Scheme) -> Convert:
+    """Makes codes of a 16-bit matrix as it arrives; its scales, one a row, go to `scale`."""
+
+    def convert(read: torch.Tensor) -> torch.Tensor:
+        quantized = quantize(read.to(scale.device), scheme)
+        scale.copy_(quantized.scale)
+        return quantized.data
+
+    return convert

@@ -1,0 +1,123 @@
+"""The gated delta net of a decoder layer (Qwen3-Next, Qwen3.5), from hidden states to hidden states."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.layers.block import Site
+from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, Unquantized, shard_of
+from sglang.srt.layers.parameter import Init, Part, Scope
+from sglang.srt.layers.recurrent.mixer import Convolution, Gates, Heads, RecurrentCore
+from sglang.srt.layers.recurrent.rule import gated_delta_rule
+from sglang.srt.plan.recurrent import GatedDelta
+from sglang.srt.plan.weight_names import PartKey
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch import ForwardBatch
+
+RowPieces = list[tuple[str, int, slice]]
+
+
+class GatedDeltaNet:
+    """[T, H] -> [T, H]: projections to q, k, v, an output gate z and two gates a head; a causal convolution of q, k and
+    v; the gated delta rule; a norm of each head times silu(z); the output projection."""
+
+    def __init__(self, scope: Scope, spec: GatedDelta, site: Site) -> None:
+        hidden_size = site.model.hidden_size
+        key_heads = shard_of(spec.key_heads, scope.tp_rank, scope.tp_size, "number of key heads")
+        value_heads = shard_of(spec.value_heads, scope.tp_rank, scope.tp_size, "number of value heads")
+        rows = _Rows(spec, key_heads, value_heads)
+        self.heads = Heads(
+            key_heads.stop - key_heads.start, value_heads.stop - value_heads.start, spec.key_dim, spec.value_dim
+        )
+        self.eps = site.model.norm_eps
+        self.in_proj = ColumnParallelLinear(scope.sub("in"), hidden_size, rows.of_input())
+        # One output a head is too little to quantize, whatever the checkpoint's rules say of the name.
+        in_16_bits = replace(scope.sub("in_gates"), quant=Unquantized())
+        self.gates = ColumnParallelLinear(in_16_bits, hidden_size, rows.of_gates())
+        self.conv = Convolution(
+            _conv_weight(scope.sub("conv"), rows, spec.conv_kernel), None, 2 * self.heads.key_heads, spec.key_dim
+        )
+        self.a_log = _per_head(scope, "A_log", value_heads, spec.value_heads)
+        self.dt_bias = _per_head(scope, "dt_bias", value_heads, spec.value_heads)
+        self.norm_weight = scope.sub("norm").param("weight", (spec.value_dim,), init=Init.ONES)
+        self.norm = scope.plan.entry("gated_rmsnorm")
+        cache = scope.cache(site.layer_id, "state")
+        self.core = RecurrentCore(scope, cache, "gated_delta_rule", gated_delta_rule(spec.key_dim), self.heads)
+        self.out = RowParallelLinear(scope.sub("out"), spec.value_heads * spec.value_dim, hidden_size)
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        mixed, z = self.in_proj(x).split([self.heads.channels, self.heads.values], dim=-1)
+        b, a = self.gates(x).chunk(2, dim=-1)
+        out = self.core(mixed, self.conv, Gates(a, b, self.a_log, self.dt_bias), batch)
+        return self.out(self.norm(out, z, self.norm_weight, self.eps))
+
+
+class _Rows:
+    """Where the rows of this rank's heads lie in the checkpoint's projections."""
+
+    def __init__(self, spec: GatedDelta, key_heads: slice, value_heads: slice) -> None:
+        self.spec, self.key_heads, self.value_heads = spec, key_heads, value_heads
+
+    def sections(self) -> list[tuple[int, slice]]:
+        """(rows before them, rows among them) of q, k and v, of `of_channels`."""
+        spec = self.spec
+        keys = spec.key_heads * spec.key_dim
+        own_keys = _scaled(self.key_heads, spec.key_dim)
+        return [(0, own_keys), (keys, own_keys), (2 * keys, _scaled(self.value_heads, spec.value_dim))]
+
+    def of_channels(self) -> list[slice]:
+        """Of q, k and v, one section after the other."""
+        return [slice(before + rows.start, before + rows.stop) for before, rows in self.sections()]
+
+    def of_input(self) -> RowPieces:
+        spec = self.spec
+        values = spec.value_heads * spec.value_dim
+        if not spec.by_key_head:
+            channels = 2 * spec.key_heads * spec.key_dim + values
+            pieces: RowPieces = [("qkv", channels, rows) for rows in self.of_channels()]
+            return [*pieces, ("z", values, _scaled(self.value_heads, spec.value_dim))]
+        group = spec.value_heads // spec.key_heads * spec.value_dim
+        return self._by_key_head("qkvz", [spec.key_dim, spec.key_dim, group, group])
+
+    def of_gates(self) -> RowPieces:
+        """b of all heads, then a."""
+        spec = self.spec
+        if not spec.by_key_head:
+            return [("b", spec.value_heads, self.value_heads), ("a", spec.value_heads, self.value_heads)]
+        group = spec.value_heads // spec.key_heads
+        return self._by_key_head("ba", [group, group])
+
+    def _by_key_head(self, part: str, sizes: list[int]) -> RowPieces:
+        """Of a projection that has rows of every size in `sizes` for a key head, then those of the next: all of the
+        first size, of the second, ..."""
+        stride = sum(sizes)
+        total, pieces = stride * self.spec.key_heads, []
+        for i, size in enumerate(sizes):
+            for head in range(self.key_heads.start, self.key_heads.stop):
+                begin = head * stride + sum(sizes[:i])
+                pieces.append((part, total, slice(begin, begin + size)))
+        return pieces
+
+
+def _scaled(heads: slice, dim: int) -> slice:
+    return slice(heads.start * dim, heads.stop * dim)
+
+
+def _conv_weight(scope: Scope, rows: _Rows, width: int) -> torch.Tensor:
+    """[channels, width], of a checkpoint's [channels, 1, width]."""
+    spec, parts, end = rows.spec, {}, 0
+    total = 2 * spec.key_heads * spec.key_dim + spec.value_heads * spec.value_dim
+    for piece, source in enumerate(rows.of_channels()):
+        begin, end = end, end + source.stop - source.start
+        parts[PartKey(piece=piece)] = Part((total, 1, width), (source,), (slice(begin, end),))
+    return scope.param("weight", (end, width), parts)
+
+
+def _per_head(scope: Scope, leaf: str, heads: slice, total: int) -> torch.Tensor:
+    """[heads of the rank] fp32."""
+    part = Part((total,), (heads,))
+    return scope.param(leaf, (heads.stop - heads.start,), {PartKey(): part}, Init.ONES, torch.float32)

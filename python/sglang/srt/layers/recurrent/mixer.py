@@ -1,0 +1,144 @@
+"""What blocks with a recurrent state share: convolution and recurrence of a step, over its requests' states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.layers.parameter import Scope
+from sglang.srt.layers.recurrent.rule import Rule
+from sglang.srt.layers.recurrent.step_kernels import ConvKernels, RecurrenceKernels
+from sglang.srt.mem_cache.memory_pool import CacheStore
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch import ForwardBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """`norm_heads` leading groups of `head_dim` channels get an L2 norm afterwards."""
+
+    weight: torch.Tensor  # [C, W]
+    bias: torch.Tensor | None  # [C]
+    norm_heads: int = 0
+    head_dim: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Gates:
+    """Of a step: a, b [T, H]; and of the layer a_log, dt_bias, skip [H] fp32."""
+
+    a: torch.Tensor
+    b: torch.Tensor | None
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+    skip: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Of this rank, and where their channels lie: [q, k, v], or as Mamba-2 has them [v, k, q]."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    values_first: bool = False
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.keys + self.values
+
+    def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[T, C] -> q, k [T, Hk, K], v [T, H, V]: views."""
+        if self.values_first:
+            v, k, q = rows.split([self.values, self.keys, self.keys], dim=-1)
+        else:
+            q, k, v = rows.split([self.keys, self.keys, self.values], dim=-1)
+        keys, values = (self.key_heads, self.key_dim), (self.value_heads, self.value_dim)
+        return q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, values)
+
+
+class RecurrentCore:
+    """[T, C] as projected -> [T, H, V], with the states of the batch's requests, which lie by request slot."""
+
+    def __init__(self, scope: Scope, cache: CacheStore, op: str, rule: Rule, heads: Heads) -> None:
+        self.cache, self.rule, self.heads = cache, rule, heads
+        self.conv: ConvKernels = scope.plan.entry("causal_conv1d")
+        self.recurrence: RecurrenceKernels = scope.plan.entry(op)
+        self.num_sms = scope.plan.arch.num_sms
+
+    def __call__(self, x: torch.Tensor, conv: Convolution, gates: Gates, batch: ForwardBatch) -> torch.Tensor:
+        convolved = torch.empty_like(x, memory_format=torch.contiguous_format)
+        out = x.new_empty((len(x), self.heads.value_heads, self.heads.value_dim))
+        if batch.forward_mode.is_decode():
+            self._decode(x, convolved, conv, gates, batch, out)
+            return out
+        if batch.decodes is not None:  # first: its padding rows may lie over those of the prompts
+            self._decode(x, convolved, conv, gates, batch.decodes, out)
+        self._extend(x, convolved, conv, gates, batch, out)
+        return out
+
+    def _decode(
+        self,
+        x: torch.Tensor,
+        convolved: torch.Tensor,
+        conv: Convolution,
+        gates: Gates,
+        batch: ForwardBatch,
+        out: torch.Tensor,
+    ) -> None:
+        rows, slots, cache = slice(0, batch.batch_size), batch.req_pool_indices, self.cache
+        self.conv.decode(
+            x[rows], conv.weight, conv.bias, cache["conv"], slots, convolved[rows], conv.norm_heads, conv.head_dim
+        )
+        self.recurrence.decode(
+            self.rule,
+            *self.heads.split(convolved[rows]),
+            gates.a[rows],
+            None if gates.b is None else gates.b[rows],
+            gates.a_log,
+            gates.dt_bias,
+            gates.skip,
+            cache["state"],
+            slots,
+            out[rows],
+            self.num_sms,
+        )
+
+    def _extend(
+        self,
+        x: torch.Tensor,
+        convolved: torch.Tensor,
+        conv: Convolution,
+        gates: Gates,
+        batch: ForwardBatch,
+        out: torch.Tensor,
+    ) -> None:
+        prefix_lens, start_loc, cache = batch.extend_prefix_lens, batch.extend_start_loc, self.cache
+        assert prefix_lens is not None and start_loc is not None
+        slots = batch.req_pool_indices
+        ragged = (slots, slots, prefix_lens, start_loc)
+        self.conv.extend(x, conv.weight, conv.bias, cache["conv"], *ragged, convolved, conv.norm_heads, conv.head_dim)
+        self.recurrence.extend(
+            self.rule,
+            *self.heads.split(convolved),
+            gates.a,
+            gates.b,
+            gates.a_log,
+            gates.dt_bias,
+            gates.skip,
+            cache["state"],
+            *ragged,
+            out,
+        )

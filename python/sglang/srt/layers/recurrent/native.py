@@ -1,0 +1,193 @@
+"""Recurrent layers in plain torch: the CPU's kernels, and the references that the others are tested against.
+
+Math is done in fp32 (fp64 where the inputs are) and cast back. Tokens are taken one after another, so that the result
+does not depend on how a prompt is cut into steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+
+from sglang.srt.layers.recurrent.rule import Rule
+from sglang.srt.layers.recurrent.step_kernels import ConvKernels, RecurrenceKernels, StepKernels
+
+L2_EPS = 1e-6
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype is torch.float64 else x.float()
+
+
+def gates(
+    rule: Rule, a: torch.Tensor, b: torch.Tensor | None, a_log: torch.Tensor, dt_bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """a, b [.., H], a_log and dt_bias [H] -> (log of the decay, weight of the new value) [.., H]."""
+    step = F.softplus(_wide(a) + _wide(dt_bias))
+    rate = -_wide(a_log).exp()
+    if rule.delta:
+        assert b is not None
+        return rate * step, _wide(b).sigmoid()
+    step = step.clamp(rule.dt_min, rule.dt_max)
+    return rate * step, step
+
+
+def recurrence(
+    rule: Rule,
+    state: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    skip: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token: state [.., H, K, V], q and k [.., Hk, K], v [.., H, V], log_decay and beta [.., H] -> (output
+    [.., H, V], the state after it)."""
+    group = v.shape[-2] // k.shape[-2]
+    q, k = (_wide(x).repeat_interleave(group, dim=-2) for x in (q, k))
+    v = _wide(v)
+    state = state * log_decay.exp()[..., None, None]
+    new = v - torch.einsum("...k,...kv->...v", k, state) if rule.delta else v
+    state = state + k[..., None] * (new * beta[..., None])[..., None, :]
+    out = torch.einsum("...k,...kv->...v", q, state) * rule.scale
+    return (out if skip is None else out + v * _wide(skip)[:, None]), state
+
+
+def recurrence_extend(
+    rule: Rule,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor | None,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    skip: torch.Tensor | None,
+    states: torch.Tensor,
+    initial_slots: torch.Tensor,
+    slots: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    start_loc: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """As `triton_ops.recurrence.recurrence_extend`."""
+    log_decay, beta = gates(rule, a, b, a_log, dt_bias)
+    bounds = start_loc.tolist()
+    for i, (start, end) in enumerate(itertools.pairwise(bounds)):
+        if start == end:
+            continue
+        before = _wide(states[initial_slots[i]])
+        state = before if prefix_lens[i] > 0 else torch.zeros_like(before)
+        for t in range(start, end):
+            o, state = recurrence(rule, state, q[t], k[t], v[t], log_decay[t], beta[t], skip)
+            out[t] = o.to(out.dtype)
+        states[slots[i]] = state.to(states.dtype)
+
+
+def recurrence_decode(
+    rule: Rule,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor | None,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    skip: torch.Tensor | None,
+    states: torch.Tensor,
+    slots: torch.Tensor,
+    out: torch.Tensor,
+    num_sms: int = 1,
+) -> None:
+    """As `triton_ops.recurrence.recurrence_decode`."""
+    log_decay, beta = gates(rule, a, b, a_log, dt_bias)
+    o, state = recurrence(rule, _wide(states[slots]), q, k, v, log_decay, beta, skip)
+    live = slots > 0
+    out.copy_(torch.where(live[:, None, None], o, torch.zeros_like(o)))
+    states[slots[live]] = state[live].to(states.dtype)
+
+
+def _convolved(
+    window: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_heads: int, head_dim: int
+) -> torch.Tensor:
+    """window [W - 1 + T, C], weight [C, W] -> [T, C]."""
+    width = weight.shape[1]
+    tokens = window.shape[0] - width + 1
+    total = sum(_wide(window[tap : tap + tokens]) * _wide(weight[:, tap]) for tap in range(width))
+    assert isinstance(total, torch.Tensor)
+    y = F.silu(total if bias is None else total + _wide(bias))
+    if norm_heads:
+        heads = y[:, : norm_heads * head_dim].unflatten(-1, (norm_heads, head_dim))
+        heads = heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + L2_EPS)
+        y = torch.cat((heads.flatten(1), y[:, norm_heads * head_dim :]), dim=-1)
+    return y
+
+
+def causal_conv_extend(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    states: torch.Tensor,
+    initial_slots: torch.Tensor,
+    slots: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    start_loc: torch.Tensor,
+    out: torch.Tensor,
+    norm_heads: int = 0,
+    head_dim: int = 0,
+) -> None:
+    """As `triton_ops.causal_conv.causal_conv_extend`."""
+    bounds = start_loc.tolist()
+    for i, (start, end) in enumerate(itertools.pairwise(bounds)):
+        if start == end:
+            continue
+        before = states[initial_slots[i]]
+        if prefix_lens[i] <= 0:
+            before = torch.zeros_like(before)
+        window = torch.cat((before.to(x.dtype), x[start:end]))
+        out[start:end] = _convolved(window, weight, bias, norm_heads, head_dim).to(out.dtype)
+        states[slots[i]] = window[window.shape[0] - before.shape[0] :].to(states.dtype)
+
+
+def causal_conv_decode(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    states: torch.Tensor,
+    slots: torch.Tensor,
+    out: torch.Tensor,
+    norm_heads: int = 0,
+    head_dim: int = 0,
+) -> None:
+    """As `triton_ops.causal_conv.causal_conv_decode`."""
+    for i, slot in enumerate(slots.tolist()):
+        before = states[slot] if slot > 0 else torch.zeros_like(states[slot])
+        window = torch.cat((before.to(x.dtype), x[i : i + 1]))
+        out[i] = _convolved(window, weight, bias, norm_heads, head_dim)[0].to(out.dtype)
+        if slot > 0:
+            states[slot] = window[1:].to(states.dtype)
+
+
+def gated_rmsnorm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, gate_first: bool = False
+) -> torch.Tensor:
+    """x [T, groups, size], gate [T, groups * size] -> [T, groups * size]: each group normed by itself, times
+    silu(gate), which comes before the norm with `gate_first`. weight: [size] for all groups, or [groups * size]."""
+    values, factor = _wide(x), F.silu(_wide(gate)).view(x.shape)
+    if gate_first:
+        values = values * factor
+    values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    values = values * _wide(weight).view(-1, x.shape[-1])
+    return (values if gate_first else values * factor).flatten(1).to(x.dtype)
+
+
+def attention_output_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x, gate [T, Hq * D] -> x * sigmoid(gate)."""
+    return (_wide(x) * _wide(gate).sigmoid()).to(x.dtype)
+
+
+CAUSAL_CONV: ConvKernels = StepKernels(causal_conv_extend, causal_conv_decode)
+RECURRENCE: RecurrenceKernels = StepKernels(recurrence_extend, recurrence_decode)

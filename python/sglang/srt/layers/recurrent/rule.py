@@ -1,0 +1,23 @@
+"""Which recurrence: how the state of a head forgets and what it takes up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """With `delta` the gated delta rule (arXiv 2412.06464): a value replaces what its key had. Without, state-space
+    duality (Mamba-2, arXiv 2405.21060): a value is added, weighted by a time step within [dt_min, dt_max].
+
+    `scale` multiplies the queries.
+    """
+
+    delta: bool
+    scale: float = 1.0
+    dt_min: float = 0.0
+    dt_max: float = float("inf")
+
+
+def gated_delta_rule(key_dim: int) -> Rule:
+    return Rule(delta=True, scale=key_dim**-0.5)

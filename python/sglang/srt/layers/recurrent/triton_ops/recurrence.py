@@ -1,0 +1,99 @@
+"""Launchers of the recurrences with a state [K, V] a head: the gated delta rule and Mamba-2's state-space duality.
+
+Both keep their states in a pool [slots, heads, K, V], fp32 or 16 bits, and compute in fp32 what the state is made of.
+References: `native.recurrence_extend` and `native.recurrence_decode`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from sglang.srt.layers.recurrent.rule import Rule
+from sglang.srt.layers.recurrent.step_kernels import RecurrenceKernels, StepKernels
+from sglang.srt.layers.recurrent.triton_ops import chunk_local, chunk_scan, state_step
+from sglang.srt.layers.recurrent.triton_ops.sequences import num_blocks
+from sglang.srt.layers.triton_ops import pdl
+
+
+def recurrence_extend(
+    rule: Rule,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor | None,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    skip: torch.Tensor | None,
+    states: torch.Tensor,
+    initial_slots: torch.Tensor,
+    slots: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    start_loc: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Ragged new tokens of B sequences, each over the state of its prefix.
+
+    q, k [T, Hk, K], v [T, H, V]: parts of rows equally far apart; a, b [T, H]; a_log, dt_bias, skip [H]; states
+    [slots, H, K, V]; initial_slots, slots [B]: where a sequence's state is read (if it has a prefix) and written;
+    prefix_lens [B], start_loc [B + 1] int32; out [T, H, V], whose rows before start_loc[0] stay as they are. Never
+    synchronizes; CUDA-graph safe.
+    """
+    num_tokens, heads, value_dim = v.shape
+    key_dim, num_seqs = k.shape[2], start_loc.shape[0] - 1
+    if num_tokens == 0 or num_seqs == 0:
+        return
+    assert len(v) == 1 or q.stride(0) == k.stride(0) == v.stride(0), "q, k and v are parts of one row"
+    chunk, delta, device = chunk_local.CHUNK, rule.delta, v.device
+    block_k, group = triton.next_power_of_2(key_dim), heads // k.shape[1]
+    scores = torch.empty((num_tokens, heads, chunk), dtype=v.dtype, device=device)
+    decay = torch.empty((num_tokens, heads), dtype=torch.float32, device=device)
+    beta = decay if delta else torch.empty_like(decay)
+    u = torch.empty((num_tokens, heads, value_dim), dtype=v.dtype, device=device) if delta else v
+    w = torch.empty((num_tokens, heads, key_dim), dtype=v.dtype, device=device) if delta else k
+    chunk_local.chunk_local_kernel[(num_blocks(num_tokens, num_seqs, chunk) * heads,)](
+        q, k, v, a, a if b is None else b, a_log, dt_bias, start_loc, scores, decay, beta, u, w, num_seqs, heads, group,
+        v.stride(0), a.stride(0), rule.scale, rule.dt_min, rule.dt_max, K=key_dim, V=value_dim, BLOCK_K=block_k,
+        BLOCK_V=triton.next_power_of_2(value_dim), CHUNK=chunk, DELTA=delta, **chunk_local.TILE,
+    )  # fmt: skip
+    tile = chunk_scan.scan_tile(key_dim)
+    chunk_scan.chunk_scan_kernel[(triton.cdiv(value_dim, tile["BLOCK_V"]), heads, num_seqs)](
+        q, k, v, scores, decay, beta, u, w, a_log if skip is None else skip, states, initial_slots, slots, prefix_lens,
+        start_loc, out, heads, group, v.stride(0), out.stride(0), states.stride(0), rule.scale, K=key_dim, V=value_dim,
+        BLOCK_K=block_k, CHUNK=chunk, DELTA=delta, HAS_SKIP=skip is not None, **tile,
+    )  # fmt: skip
+
+
+def recurrence_decode(
+    rule: Rule,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor | None,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    skip: torch.Tensor | None,
+    states: torch.Tensor,
+    slots: torch.Tensor,
+    out: torch.Tensor,
+    num_sms: int = 1,
+) -> None:
+    """One token for each request of `slots` [B], whose state is replaced; as `recurrence_extend` otherwise. Rows of
+    slot 0 are padding: they touch no state, and their output is 0. `num_sms` of the GPU decides how the work is cut."""
+    batch, heads, value_dim = v.shape
+    if batch == 0:
+        return
+    assert len(v) == 1 or q.stride(0) == k.stride(0) == v.stride(0), "q, k and v are parts of one row"
+    key_dim = k.shape[2]
+    tile = state_step.step_tile(batch, heads, value_dim, num_sms)
+    state_step.state_step_kernel[(triton.cdiv(value_dim, tile["BLOCK_V"]), heads, batch)](
+        q, k, v, a, a if b is None else b, a_log, dt_bias, a_log if skip is None else skip, states, slots, out, heads,
+        heads // k.shape[1], v.stride(0), a.stride(0), out.stride(0), states.stride(0), rule.scale, rule.dt_min,
+        rule.dt_max, K=key_dim, V=value_dim, BLOCK_K=triton.next_power_of_2(key_dim), DELTA=rule.delta,
+        HAS_SKIP=skip is not None, **tile, **pdl.options(),
+    )  # fmt: skip
+
+
+RECURRENCE: RecurrenceKernels = StepKernels(recurrence_extend, recurrence_decode)

@@ -1,0 +1,37 @@
+"""What is known of a sequence when it ends, for the metrics, the log and the traces."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from sglang.srt.managers.wire.io_struct import FinishReason, TokenizedGenerateReq, TokenMeta
+
+
+class EndedRequest(NamedTuple):
+    """Times are those of `time.monotonic()`, whose clock all processes of a machine share; 0: it never came to that."""
+
+    request: TokenizedGenerateReq
+    meta: TokenMeta
+    finish: FinishReason
+    text: str
+    """As much of the output as the log wanted to have kept."""
+    trace_parent: Any
+    """What `RequestTracer.parent` said when the call came in."""
+    created_time: float
+    sent_time: float
+    first_token_time: float
+    end_time: float
+
+    @property
+    def started_time(self) -> float:
+        """When its first step was chosen."""
+        return self.meta.started_time
+
+    @property
+    def seconds(self) -> float:
+        return self.end_time - self.created_time
+
+    @property
+    def queue_seconds(self) -> float | None:
+        """From arrival to the first step; None if none was chosen."""
+        return self.started_time - self.created_time if self.started_time else None

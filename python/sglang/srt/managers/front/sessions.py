@@ -1,0 +1,138 @@
+"""Sessions: token sequences that clients extend by name instead of sending them again. The prefix cache has their KV.
+
+A session is a tree of requests. Each has its prompt and, once it has ended, its output; a later one goes on from any of
+them. In memory, bounded in number and tokens: the session that was used least recently goes first.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sglang.srt.managers.front.generate_request import RequestError
+
+MAX_SESSIONS = 1024
+MAX_TOKENS = 1 << 24
+"""Of all sessions together, 4 bytes each."""
+MAX_ID_LENGTH = 256
+
+
+@dataclass(slots=True)
+class Turn:
+    """One request of a session. `tokens`: its prompt; with its output once it has ended."""
+
+    rid: str
+    parent: str | None
+    tokens: np.ndarray  # [N] int32
+    prompt_len: int
+    ended: bool = False
+
+
+@dataclass(slots=True)
+class Session:
+    """`capacity`: the longest sequence, in tokens."""
+
+    capacity: int
+    turns: dict[str, Turn] = field(default_factory=dict)
+
+    def branch(self, rid: str) -> list[str]:
+        """All turns that go on from this one."""
+        children = [turn.rid for turn in self.turns.values() if turn.parent == rid]
+        return children + [later for child in children for later in self.branch(child)]
+
+
+class SessionStore:
+    def __init__(self, max_sessions: int = MAX_SESSIONS, max_tokens: int = MAX_TOKENS) -> None:
+        self._max_sessions = max_sessions
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
+        self._sessions: OrderedDict[str, Session] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
+
+    def open(self, capacity: int, session_id: str | None) -> str:
+        """Raises RequestError if there is one of this id."""
+        session_id = session_id or uuid.uuid4().hex
+        if len(session_id) > MAX_ID_LENGTH:
+            raise RequestError(f"session_id may have at most {MAX_ID_LENGTH} characters.")
+        if session_id in self._sessions:
+            raise RequestError(f"There is a session {session_id!r} already; close it, or leave the id out.")
+        self._sessions[session_id] = Session(capacity)
+        self._make_room(session_id)
+        return session_id
+
+    def close(self, session_id: str) -> None:
+        """Raises RequestError if there is none."""
+        for turn in self._session(session_id).turns.values():
+            self._num_tokens -= len(turn.tokens)
+        del self._sessions[session_id]
+
+    def turn(self, session_id: str, rid: str | None) -> Turn | None:
+        """The turn to go on from; None: the session's beginning. Raises RequestError."""
+        session = self._session(session_id)
+        self._sessions.move_to_end(session_id)
+        if rid is None:
+            return None
+        if rid not in session.turns:
+            raise RequestError(f"The session {session_id!r} has no request {rid!r} to go on from.")
+        return session.turns[rid]
+
+    def drop(self, session_id: str, parent: str | None) -> list[str]:
+        """Forget all turns behind one, or all of the session; the rids of those that run."""
+        session = self._session(session_id)
+        dropped = list(session.turns) if parent is None else session.branch(parent)
+        running = [rid for rid in dropped if not session.turns[rid].ended]
+        for rid in dropped:
+            self.forget(session_id, rid)
+        return running
+
+    def begin(self, session_id: str, turn: Turn) -> None:
+        """Raises RequestError for a sequence that is too long, or a rid that the session has."""
+        session = self._session(session_id)
+        if turn.rid in session.turns:
+            raise RequestError(f"The session {session_id!r} has a request {turn.rid!r} already.")
+        if len(turn.tokens) > session.capacity:
+            raise RequestError(
+                f"The sequence of {len(turn.tokens)} tokens is longer than the session's capacity_of_str_len of "
+                f"{session.capacity}."
+            )
+        session.turns[turn.rid] = turn
+        self._num_tokens += len(turn.tokens)
+        self._make_room(session_id)
+
+    def end(self, session_id: str, turn: Turn, output_ids: list[int]) -> None:
+        """Adds the output, unless the session or the turn is gone."""
+        session = self._sessions.get(session_id)
+        if session is None or session.turns.get(turn.rid) is not turn:
+            return
+        turn.tokens = np.concatenate((turn.tokens, np.array(output_ids, np.int32)))
+        turn.ended = True
+        self._num_tokens += len(output_ids)
+        self._make_room(session_id)
+
+    def forget(self, session_id: str, rid: str) -> None:
+        session = self._sessions.get(session_id)
+        turn = None if session is None else session.turns.pop(rid, None)
+        if turn is not None:
+            self._num_tokens -= len(turn.tokens)
+
+    def _session(self, session_id: str) -> Session:
+        if session_id not in self._sessions:
+            raise RequestError(f"There is no session {session_id[:MAX_ID_LENGTH]!r} (any more); open one.")
+        return self._sessions[session_id]
+
+    def _make_room(self, kept: str) -> None:
+        """Closes the sessions that were used least recently, but not `kept`."""
+        while len(self._sessions) > self._max_sessions or self._num_tokens > self._max_tokens:
+            oldest = next((session_id for session_id in self._sessions if session_id != kept), None)
+            if oldest is None:
+                break
+            self.close(oldest)

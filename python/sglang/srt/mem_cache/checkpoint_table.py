@@ -1,0 +1,67 @@
+"""Rows for copies of recurrent states, each the state at the end of a node of the prefix tree.
+
+The state of a request lies in the row of its request slot and stands for all tokens before it, so a request can go on
+behind a cached prefix only where somebody kept a copy. The device makes copies at the beginning of the next step.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang.srt.mem_cache.radix_node import Node
+
+Rows = npt.NDArray[np.int64]
+
+
+class CheckpointTable:
+    """Rows first_row .. first_row + size - 1 of every state tensor. Whose node was used least recently gives way, and
+    on one path the one that is nearest to the root."""
+
+    def __init__(self, first_row: int, size: int) -> None:
+        self.size = size
+        self._rows = range(first_row, first_row + size)
+        self._free = list(reversed(self._rows))
+        self._nodes: dict[int, Node] = {}
+        self._sources: dict[int, int] = {}
+        """Row -> the row whose content, as it is before the next step, it gets."""
+
+    def usage(self) -> dict[str, int]:
+        return {"free": len(self._free), "cached": len(self._nodes), "total": self.size}
+
+    def save(self, slot: int, node: Node) -> None:
+        """Keep the state of a request whose launched steps end with the node."""
+        if node.checkpoint or not self.size:
+            return
+        if not self._free:
+            self.drop(min(self._nodes.values(), key=lambda n: (n.last_access, n.depth)))
+        node.checkpoint = self._free.pop()
+        self._nodes[node.checkpoint] = node
+        self._copy(slot, node.checkpoint)
+
+    def restore(self, node: Node, slot: int) -> None:
+        """A request begins behind the node."""
+        self._copy(node.checkpoint, slot)
+
+    def drop(self, node: Node) -> None:
+        if node.checkpoint:
+            del self._nodes[node.checkpoint]
+            self._free.append(node.checkpoint)
+            node.checkpoint = 0
+
+    def _copy(self, source: int, target: int) -> None:
+        """As if one copy were made after the other, though the device reads all sources before it writes."""
+        self._sources[target] = self._sources.get(source, source)
+
+    def take_copies(self) -> tuple[Rows, Rows]:
+        """Sources and targets, [N] each."""
+        sources, targets = list(self._sources.values()), list(self._sources)
+        self._sources.clear()
+        return np.array(sources, np.int64), np.array(targets, np.int64)
+
+    def check(self, nodes: list[Node]) -> None:
+        """Raises AssertionError, with what is wrong. Slow: for tests."""
+        kept = {node.checkpoint: node for node in nodes if node.checkpoint}
+        assert kept == self._nodes, "the tree has other checkpoints than the table says"
+        assert len(kept) == sum(1 for node in nodes if node.checkpoint), "two nodes have the same checkpoint"
+        assert sorted([*kept, *self._free]) == list(self._rows), "a checkpoint's row is lost or used twice"

@@ -1,0 +1,273 @@
+"""Who has which cache slots: the requests' rows, the allocator and the prefix tree behind one interface. On the host.
+
+A slot of the pool is free (allocator), cached (tree), or held by one request; free + cached + held is the pool, always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang.srt.mem_cache.allocator import Slots, TokenAllocator
+from sglang.srt.mem_cache.checkpoint_table import CheckpointTable, Rows
+from sglang.srt.mem_cache.radix_cache import Match, RadixCache
+from sglang.srt.mem_cache.radix_node import EMPTY, Node
+from sglang.srt.mem_cache.window_table import WindowTable
+from sglang.srt.plan.pool_sizes import PoolSizes
+
+Lengths = npt.NDArray[np.int32]
+NO_ROWS: Rows = np.empty(0, np.int64)
+
+
+class CachedRequest(Protocol):
+    """What the table reads and writes of a request."""
+
+    namespace: str | None
+    slot: int
+    """Its row; 0: none."""
+    kv_len: int
+    """Leading tokens whose cache entries are launched."""
+    reserved_len: int
+    """Leading positions that have a cache slot, if those are more than `kv_len`."""
+    num_cached: int
+    """Of these, tokens whose entries belong to the tree, locked through `node`."""
+    node: Node | None
+    """Where the cached prefix ends: locked while the request has a row; while it waits, as last matched."""
+
+    def token_array(self, length: int) -> npt.NDArray[np.int32]:
+        """The first `length` tokens."""
+
+    def matchable_len(self) -> int:
+        """How many leading tokens may come from the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableUpdate:
+    """What the device does before the next step: entries of `req_to_token` to write, as flat indices into all its
+    tables, and rows of states to copy, all at once."""
+
+    index: npt.NDArray[np.int64]  # [N]
+    value: npt.NDArray[np.int32]  # [N]
+    state_sources: Rows  # [M] int64
+    state_targets: Rows  # [M] int64
+
+
+class KVTable:
+    """Rows 1..max_requests; row 0 belongs to padding and stays zero, which is the padding slot.
+
+    Sizes and slots are those of the caches that keep all tokens. Each window that layers have has a table of its own in
+    `windows` (`plan.caches.row_tables`), whose pages are freed as requests grow beyond them.
+
+    `rows` [max_requests + 1, context_len] int32 says where each position of a request lies. Steps bring the copy on the
+    device up to date by `take_update`; but a decode step enters its new slots of this table itself.
+    """
+
+    def __init__(self, sizes: PoolSizes, prefix_caching: bool = True) -> None:
+        self.sizes = sizes
+        self.page_size = sizes.page_size
+        self.rows = np.zeros((sizes.max_requests + 1, sizes.context_len), np.int32)
+        self.allocator = TokenAllocator(sizes.tokens, sizes.page_size)
+        self.windows = tuple(WindowTable(i, sizes) for i in range(len(sizes.windows)))
+        self.checkpoints = CheckpointTable(sizes.max_requests + 1, sizes.checkpoints) if sizes.has_states else None
+        self.tree = RadixCache(self.allocator, sizes.page_size, prefix_caching, self.windows, self.checkpoints)
+        self._free_rows = list(range(sizes.max_requests, 0, -1))
+        self._index: list[npt.NDArray[np.int64]] = []
+        self._value: list[Slots] = []
+
+    # --- sizes in tokens ----------------------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        return self.allocator.size
+
+    @property
+    def max_request_len(self) -> int:
+        """A request may grow to this many tokens: a page may be partly filled, and the next one is taken early."""
+        return min(self.sizes.context_len, self.size - 2 * self.page_size)
+
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
+
+    def available_size(self) -> int:
+        """Free, or cached and used by nobody."""
+        return self.allocator.available_size() + self.tree.evictable_size()
+
+    def used_size(self) -> int:
+        """Of running requests."""
+        return self.size - self.available_size()
+
+    def usage(self) -> dict[str, int]:
+        """Of the pool; what is missing in the sum is held by requests."""
+        return {"free": self.allocator.available_size(), "cached": self.tree.total_size(), "total": self.size}
+
+    def ensure_free(self, num_tokens: int) -> bool:
+        """Evict cached prefixes until this many slots (in whole pages) are free in every table, if that is possible."""
+        short = num_tokens - self.allocator.available_size()
+        if short > 0:
+            self.tree.evict(short)
+        enough = self.allocator.available_size() >= num_tokens
+        for window in self.windows:
+            short = num_tokens - window.allocator.available_size()
+            if short > 0:
+                window.evict(short)
+            enough = enough and window.allocator.available_size() >= num_tokens
+        return enough
+
+    def can_grow(self, old_lens: Lengths, new_lens: Lengths, also: int = 0) -> bool:
+        """Make room for requests that grow from `old_lens` to `new_lens` tokens, and for `also` tokens of another."""
+        page = self.page_size
+        return self.ensure_free(self._new_pages(old_lens, new_lens) * page + (also + page if also else 0))
+
+    def leave_windows(self, slots: npt.NDArray[np.int64], lens: Lengths) -> None:
+        """Free the pages that are out of every window of requests which have at least so many tokens computed."""
+        for window in self.windows:
+            window.leave(slots, lens)
+
+    def _new_pages(self, old_lens: Lengths, new_lens: Lengths) -> int:
+        page = self.page_size
+        return int((new_lens - old_lens).sum() if page == 1 else (-(-new_lens // page) - -(-old_lens // page)).sum())
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def match(self, req: CachedRequest) -> Match:
+        """The cached prefix of a waiting request. Where it ends is remembered: matching again costs little. Lock its
+        node before anything is evicted."""
+        result = self.tree.match_prefix(req.token_array(req.matchable_len()), req.namespace, req.node)
+        req.node = result.node
+        return result
+
+    def lock(self, node: Node) -> None:
+        """Keep the prefix up to `node`, and the windows before its end, until `unlock`, or until a request that is
+        placed there is released."""
+        self.tree.lock(node)
+        for window in self.windows:
+            window.use(self._window_before(node, window))
+
+    def unlock(self, node: Node) -> None:
+        for window in self.windows:
+            window.disuse(self._window_before(node, window))
+        self.tree.unlock(node)
+
+    def _window_before(self, node: Node, window: WindowTable) -> Slots:
+        return window.tail(self.tree.path(node), node.depth)
+
+    def place(self, req: CachedRequest, node: Node) -> None:
+        """Give a request a row, which begins with the cached prefix up to `node`; it is locked already."""
+        cached = self.tree.slots_to(node)
+        req.slot, req.node = self._free_rows.pop(), node
+        req.kv_len = req.num_cached = len(cached)
+        self._write(req.slot, 0, cached)
+        for window in self.windows:
+            tail = self._window_before(node, window)
+            window.start[req.slot] = first = node.depth - len(tail)
+            self._write(req.slot, first, tail, window)
+        if self.checkpoints is not None and node.checkpoint:
+            self.checkpoints.restore(node, req.slot)
+
+    def grow(self, slots: npt.NDArray[np.int64], old_lens: Lengths, new_lens: Lengths, num_decodes: int) -> Slots:
+        """Slots for the tokens old_lens[i] .. new_lens[i] - 1 of each request, one request after the other. The first
+        `num_decodes` bring one token each, which the step itself enters in the device's table."""
+        self.ensure_free(self._new_pages(old_lens, new_lens) * self.page_size)
+        last = self.rows[slots, np.maximum(old_lens - 1, 0)]
+        locs = self.allocator.alloc(old_lens, new_lens, last)
+        assert locs is not None, "cache slots were promised that are not there"
+        self.rows[slots[:num_decodes], old_lens[:num_decodes]] = locs[:num_decodes]
+        first = num_decodes
+        for i in range(num_decodes, len(slots)):
+            start, count = int(old_lens[i]), int(new_lens[i] - old_lens[i])
+            self._write(int(slots[i]), start, locs[first : first + count])
+            first += count
+        for window in self.windows:
+            self._write_tokens(slots, old_lens, new_lens - old_lens, window.grow(slots, old_lens, new_lens), window)
+        return locs
+
+    def commit(self, req: CachedRequest) -> None:
+        """Share what a prompt (or a chunk of it) has computed; its step is launched."""
+        assert req.node is not None
+        before = self.rows[req.slot, : req.kv_len].copy()
+        held = [window.held(req.slot, req.kv_len) for window in self.windows]
+        tokens = req.token_array(req.kv_len)
+        done = self.tree.commit(tokens, before, req.node, req.num_cached, req.namespace, held)
+        req.node, req.num_cached = done.node, done.num_cached
+        self._move(req.slot, before, done.indices)
+        for window, old, new in zip(self.windows, held, done.windows, strict=True):
+            self._move(req.slot, old, new, window)
+        self.leave_windows(np.array([req.slot]), np.array([req.kv_len], np.int32))
+        if self.checkpoints is not None and req.node.depth == req.kv_len > 0 and req.reserved_len <= req.kv_len:
+            self.checkpoints.save(req.slot, req.node)
+
+    def _move(self, slot: int, before: Slots, after: Slots, window: WindowTable | None = None) -> None:
+        """The same tokens were cached in the meantime: use those slots from the next step on."""
+        moved = np.flatnonzero(after != before)
+        if len(moved):
+            self._write(slot, int(moved[0]), after[moved[0] :], window)
+
+    def release(self, req: CachedRequest, keep: bool = True) -> None:
+        """End a request's stay: what it computed goes to the tree if `keep`, and is not to be used again if not."""
+        assert req.node is not None
+        if keep:
+            self.commit(req)
+        self.allocator.free(self.rows[req.slot, req.num_cached : max(req.kv_len, req.reserved_len)])
+        for window in self.windows:
+            window.release(req.slot, max(req.kv_len, req.reserved_len))
+        self.tree.unlock(req.node)
+        if not keep:
+            self.tree.discard(req.node)
+        self._free_rows.append(req.slot)
+        req.slot, req.kv_len, req.reserved_len, req.num_cached, req.node = 0, 0, 0, 0, None
+
+    def reset(self) -> None:
+        """Forget every cached prefix. Only while no request has a row."""
+        self.tree.reset()
+
+    # --- the device's table -------------------------------------------------------------------------------------------
+
+    def _write(self, slot: int, start: int, locs: Slots, window: WindowTable | None = None) -> None:
+        if not len(locs):
+            return
+        rows, offset = self._rows_of(window)
+        rows[slot, start : start + len(locs)] = locs
+        first = offset + slot * rows.shape[1] + start
+        self._index.append(np.arange(first, first + len(locs), dtype=np.int64))
+        self._value.append(locs)
+
+    def _write_tokens(
+        self, slots: npt.NDArray[np.int64], start: Lengths, counts: Lengths, locs: Slots, window: WindowTable
+    ) -> None:
+        rows, offset = self._rows_of(window)
+        row = np.repeat(slots, counts)
+        position = np.arange(len(locs)) - np.repeat(np.cumsum(counts) - counts - start, counts)
+        rows[row, position] = locs
+        self._index.append(offset + row * rows.shape[1] + position)
+        self._value.append(locs)
+
+    def _rows_of(self, window: WindowTable | None) -> tuple[Slots, int]:
+        """A table, and where it begins on the device."""
+        return (self.rows, 0) if window is None else (window.rows, (1 + window.index) * self.rows.size)
+
+    def take_update(self) -> TableUpdate | None:
+        """What the next step must write on the device. Later writes of one entry win."""
+        sources, targets = (NO_ROWS, NO_ROWS) if self.checkpoints is None else self.checkpoints.take_copies()
+        if not self._index:
+            return TableUpdate(NO_ROWS, EMPTY, sources, targets) if len(targets) else None
+        index, value = np.concatenate(self._index), np.concatenate(self._value)
+        self._index, self._value = [], []
+        # An indexed write on the device has no order among equal indices: keep the last of each.
+        unique, last = np.unique(index[::-1], return_index=True)
+        return TableUpdate(unique, value[::-1][last].astype(np.int32), sources, targets)
+
+    # --- invariants ---------------------------------------------------------------------------------------------------
+
+    def check(self, requests: Iterable[CachedRequest] = ()) -> None:
+        """Raises AssertionError, with what is wrong. `requests`: all that may have a row. Slow: for tests."""
+        self.tree.check()
+        lens = {req.slot: max(req.kv_len, req.reserved_len) for req in requests if req.slot}
+        for window in self.windows:
+            window.check(list(self.tree.nodes()), lens)
+        if self.checkpoints is not None:
+            self.checkpoints.check(list(self.tree.nodes()))
+        assert not self.rows[0].any(), "the padding row was written"

@@ -1,0 +1,47 @@
+"""A node of the prefix tree."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sglang.srt.mem_cache.allocator import Slots
+
+Edge = bytes | tuple[str, bytes]
+"""How a parent finds a child: the bytes of its first page; below the root with the namespace, if it has one."""
+
+EMPTY: Slots = np.empty(0, np.int32)
+
+
+class Node:
+    """A run of tokens (`key`) and their slots (`value`), both of one length, a multiple of the page size. `depth`
+    counts the tokens from the root to its end. Out of the tree it has no parent. `windows`: for each window table the
+    slots that are still cached, as long as `key`, and 0 for the others."""
+
+    __slots__ = (
+        "checkpoint",
+        "children",
+        "depth",
+        "edge",
+        "in_window_heap",
+        "key",
+        "last_access",
+        "lock_ref",
+        "parent",
+        "queued",
+        "value",
+        "windows",
+    )
+
+    def __init__(self, key: Slots, value: Slots, parent: Node | None, edge: Edge, last_access: int) -> None:
+        self.key = key
+        self.value = value
+        self.parent = parent
+        self.edge = edge
+        self.depth: int = key.size + (parent.depth if parent is not None else 0)
+        self.children: dict[Edge, Node] = {}
+        self.lock_ref = 0
+        self.last_access = last_access
+        self.queued = False  # has an entry in the eviction heap
+        self.windows: list[Slots] = []
+        self.checkpoint = 0  # the row of the state at its end; 0: none
+        self.in_window_heap = 0  # a bit for each window table

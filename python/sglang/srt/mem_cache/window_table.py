@@ -1,0 +1,240 @@
+"""Cache slots of caches that keep a window of each request: who has which page, and which cached windows go first.
+
+A page is free, or used by the rows of running requests (counted), or cached in the prefix tree, or both of the latter.
+What the tree has and no row uses can be evicted: of every cached run of tokens first what lies before its last window,
+because a match that ends there needs no more; then whole windows, the least recently used first.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang.srt.mem_cache.allocator import Slots, TokenAllocator
+from sglang.srt.mem_cache.radix_node import Node
+from sglang.srt.plan.pool_sizes import PoolSizes, window_tokens
+
+Lengths = npt.NDArray[np.int32]
+BEFORE_THE_WINDOW, IN_THE_WINDOW = 0, 1
+
+
+class WindowTable:
+    """Rows as those of `KVTable`, of which a request has the positions from `start` on: so many that the next token
+    sees its window, and that the window before the last whole page is complete when the request ends.
+
+    Slots of the tree are arrays as long as its tokens, with 0 for pages that it does not have.
+    """
+
+    def __init__(self, index: int, sizes: PoolSizes) -> None:
+        """`index` among the windows of `sizes`: that of the entry in `Node.windows`."""
+        self.index = index
+        self.window = sizes.windows[index].window
+        self.page_size = sizes.page_size
+        self.allocator = TokenAllocator(sizes.windows[index].tokens, sizes.page_size)
+        self.rows = np.zeros((sizes.max_requests + 1, sizes.context_len), np.int32)
+        self.start = np.zeros(sizes.max_requests + 1, np.int32)
+        self._users = np.zeros(self.allocator.num_pages + 1, np.int32)
+        self._cached = np.zeros(self.allocator.num_pages + 1, np.bool_)
+        self._num_evictable = 0
+        self._entries = 0  # breaks ties in the heap, so that nodes are never compared
+        self._heap: list[tuple[int, int, int, Node]] = []
+
+    # --- sizes in tokens ----------------------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        return self.allocator.size
+
+    def available_size(self) -> int:
+        """Free, or cached and used by nobody."""
+        return self.allocator.available_size() + self._num_evictable * self.page_size
+
+    def usage(self) -> dict[str, int]:
+        cached = int(self._cached.sum()) * self.page_size
+        used = int(((self._users > 0) & ~self._cached).sum()) * self.page_size
+        return {"free": self.allocator.available_size(), "cached": cached, "held": used, "total": self.size}
+
+    def most_of_request(self, chunk: int = 1) -> int:
+        """The most tokens, in whole pages, that a request has while `chunk` tokens are computed."""
+        return window_tokens(self.window, self.page_size, chunk)
+
+    def room(self, slots: npt.NDArray[np.int64], lens: Lengths, limits: Lengths) -> int:
+        """Tokens that further requests may use, when these (which have `lens` tokens and may grow to `limits`) decode
+        on and whoever else has a row keeps what it has."""
+        page = self.page_size
+        most = np.minimum(self.most_of_request(), -(-limits // page) * page).sum()
+        held = (-(-lens // page) * page - self.start[slots]).sum()
+        return self.size - int(most) - (int(self._users.sum()) * page - int(held))
+
+    def first_kept(self, lens: Lengths) -> Lengths:
+        """Of requests of these lengths: the first position that they must keep."""
+        page = self.page_size
+        first: Lengths = np.maximum(lens // page * page - (self.window - 1), 0) // page * page
+        return first
+
+    # --- pages --------------------------------------------------------------------------------------------------------
+
+    def _pages(self, slots: Slots) -> Slots:
+        """Of runs of whole pages; absent ones left out."""
+        pages: Slots = slots[:: self.page_size] // self.page_size
+        return pages[pages > 0]
+
+    def use(self, slots: Slots) -> None:
+        """Whole pages enter a row."""
+        pages = self._pages(slots)
+        self._num_evictable -= int((self._cached[pages] & (self._users[pages] == 0)).sum())
+        self._users[pages] += 1
+
+    def disuse(self, slots: Slots) -> None:
+        """Whole pages leave a row."""
+        self._disuse(self._pages(slots))
+
+    def _disuse(self, pages: Slots) -> None:
+        np.subtract.at(self._users, pages, 1)
+        unused = pages[self._users[pages] == 0]
+        if not unused.size:
+            return
+        cached = self._cached[unused]
+        if cached.any():
+            self._num_evictable += len(np.unique(unused[cached]))  # several rows may have shared a page
+        self.allocator.free(unused[~cached] * self.page_size)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def grow(self, slots: npt.NDArray[np.int64], old_lens: Lengths, new_lens: Lengths) -> Slots:
+        """As `KVTable.grow`; there is room."""
+        locs = self.allocator.alloc(old_lens, new_lens, self.rows[slots, np.maximum(old_lens - 1, 0)])
+        assert locs is not None, "slots of a window were promised that are not there"
+        self._users[locs // self.page_size] = 1  # a page that is not full belongs to one request
+        return locs
+
+    def leave(self, slots: npt.NDArray[np.int64], lens: Lengths) -> None:
+        """Give up what requests of these lengths need no longer."""
+        first, start = self.first_kept(lens), self.start[slots]
+        moves = np.flatnonzero(first > start)
+        if not moves.size:
+            return
+        rows, begin, end = slots[moves], start[moves], first[moves]
+        counts = (end - begin) // self.page_size
+        if counts.max() > 1:
+            rows, begin = np.repeat(rows, counts), np.repeat(begin, counts)
+            begin = begin + (np.arange(len(begin)) - np.repeat(np.cumsum(counts) - counts, counts)) * self.page_size
+        self._disuse(self.rows[rows, begin] // self.page_size)
+        self.start[slots[moves]] = end
+
+    def held(self, slot: int, length: int) -> Slots:
+        """[length], what a row has: 0 for positions that it gave up."""
+        slots = self.rows[slot, :length].copy()
+        slots[: self.start[slot]] = 0
+        return slots
+
+    def release(self, slot: int, length: int) -> None:
+        """A request of `length` tokens gives up its row."""
+        self.disuse(self.rows[slot, self.start[slot] : length])
+        self.start[slot] = 0
+
+    # --- the tree -----------------------------------------------------------------------------------------------------
+
+    def share(self, cached: Slots, of_request: Slots) -> tuple[Slots, Slots]:
+        """A request has computed tokens that the tree has too, or gets: slots of both -> slots of both. The tree takes
+        what it lacks; where both have a page, the request goes over to the tree's."""
+        lacks = (cached == 0) & (of_request != 0)
+        self._cached[self._pages(of_request[lacks])] = True
+        twice = (cached != 0) & (of_request != 0) & (cached != of_request)
+        if twice.any():
+            self.use(cached[twice])
+            self.disuse(of_request[twice])
+        merged = np.where(cached == 0, of_request, cached)
+        return merged, np.where(of_request == 0, of_request, merged)
+
+    def drop(self, cached: Slots) -> None:
+        """The tree gives up these slots, which no row has."""
+        pages = self._pages(cached)
+        assert not self._users[pages].any(), "the tree gave up a window that is in use"
+        self._cached[pages] = False
+        self._num_evictable -= pages.size
+        self.allocator.free(pages * self.page_size)
+
+    def tail(self, path: list[Node], depth: int) -> Slots:
+        """The slots that a request begins with whose cached prefix of `depth` tokens ends with `path` (deepest first):
+        those of the positions from first_kept on."""
+        missing = depth - int(self.first_kept(np.array([depth], np.int32))[0])
+        parts: list[Slots] = []
+        for node in path:
+            if missing <= 0:
+                break
+            parts.append(node.windows[self.index][-missing:])
+            missing -= parts[-1].size
+        return np.concatenate(parts[::-1]) if parts else np.empty(0, np.int32)
+
+    def queue(self, node: Node, tier: int = BEFORE_THE_WINDOW) -> None:
+        """Eviction will look at the node. Entries age: it looks at what the node has then."""
+        if not node.in_window_heap >> self.index & 1:
+            node.in_window_heap |= 1 << self.index
+            self._entries += 1
+            heapq.heappush(self._heap, (tier, node.last_access, self._entries, node))
+
+    def evict(self, num_tokens: int) -> int:
+        """Frees at least so many tokens, if so many are evictable. Returns the number of tokens freed."""
+        missing = min(-(-num_tokens // self.page_size), self._num_evictable)
+        freed, in_use = 0, []
+        while freed < missing:
+            tier, queued_at, _, node = heapq.heappop(self._heap)
+            node.in_window_heap &= ~(1 << self.index)
+            slots = node.windows[self.index]
+            if node.parent is None or not slots.any():
+                continue
+            if node.last_access > queued_at:
+                self.queue(node, tier)
+                continue
+            end = slots.size if tier == IN_THE_WINDOW else max(0, slots.size - self.most_of_request(0))
+            freed += self._evict_from(slots[:end], missing - freed)
+            if tier == BEFORE_THE_WINDOW:
+                self.queue(node, IN_THE_WINDOW)
+            elif slots.any():
+                in_use.append(node)
+        for node in in_use:
+            self.queue(node)
+        return freed * self.page_size
+
+    def _evict_from(self, slots: Slots, num_pages: int) -> int:
+        """Clears up to `num_pages` of them that no row uses, from the front. Returns how many."""
+        starts = slots[:: self.page_size]
+        found = np.flatnonzero((starts != 0) & (self._users[starts // self.page_size] == 0))[:num_pages]
+        pages = starts[found] // self.page_size
+        self.drop(pages.repeat(self.page_size) * self.page_size)
+        slots.reshape(-1, self.page_size)[found] = 0
+        return int(found.size)
+
+    def reset(self) -> None:
+        """The tree is empty, and there are no requests."""
+        self._heap.clear()
+        assert self.allocator.available_size() == self.size, "slots of a window are lost"
+
+    # --- invariants ---------------------------------------------------------------------------------------------------
+
+    def check(self, nodes: list[Node], rows: dict[int, int]) -> None:
+        """Raises AssertionError, with what is wrong. `rows`: length by slot of every running request. Slow."""
+        page = self.page_size
+        users, cached = np.zeros_like(self._users), np.zeros_like(self._cached)
+        for slot, length in rows.items():
+            assert self.start[slot] <= max(0, length - self.window + 1), "a request gave up what its window needs"
+            pages = self._pages(self.rows[slot, self.start[slot] : length])
+            assert pages.size == -(-(length - self.start[slot]) // page), "a row lacks a page"
+            users[pages] += 1
+        for node in nodes:
+            slots = node.windows[self.index]
+            assert slots.size == node.key.size, f"{node.key.size} tokens with {slots.size} slots of a window"
+            by_page = slots.reshape(-1, page)
+            assert (by_page == np.where(by_page[:, :1] == 0, 0, by_page[:, :1] + np.arange(page))).all(), "a torn page"
+            assert not cached[self._pages(slots)].any(), "two nodes have the same page of a window"
+            cached[self._pages(slots)] = True
+            assert not slots.any() or node.in_window_heap >> self.index & 1, "a window that eviction will never find"
+        assert (users == self._users).all(), "users of pages are counted wrongly"
+        assert (cached == self._cached).all(), "the tree has other pages than the table says"
+        assert self._num_evictable == int((cached & (users == 0)).sum()), "evictable pages are counted wrongly"
+        taken = np.flatnonzero((users > 0) | cached) * page
+        assert not self.allocator.is_free(taken).any(), "a page that is in use is free"
+        assert taken.size * page + self.allocator.available_size() == self.size, "slots of a window are lost"

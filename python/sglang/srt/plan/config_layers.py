@@ -1,0 +1,329 @@
+"""From the keys of a config.json to layers: `read_layers`, by the usual keys and a family's facts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from sglang.srt.configs.activation import FUNCTIONS, SILU_FUNCTION, Activation
+from sglang.srt.configs.hf_config import ConfigReader, bounded
+from sglang.srt.configs.rope import RopeSpec, by_layer_type, rope_spec, unrotated
+from sglang.srt.errors import UserError
+from sglang.srt.plan.compressed import CompressedSparse
+from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.feed_forward import Dense, MoE, Shared
+from sglang.srt.plan.layer_spec import ABSENT, HyperConnections, LayerSpec, Mixer, Residual
+from sglang.srt.plan.mixers import GQA, MLA, Indexer
+from sglang.srt.plan.recurrent import GatedDelta, Mamba2
+
+_EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
+
+
+def read_layers(keys: ConfigReader, family: Family, unsupported: list[str]) -> tuple[LayerSpec, ...]:
+    """Adds to `unsupported` what of them is described and not computed. Raises UserError."""
+    if family.one_block_layers:
+        return _one_block_layers(keys, family, unsupported)
+    num_layers = keys.positive("num_hidden_layers")
+    num_experts = keys.count(*_EXPERT_KEYS) or (keys.positive("num_experts") if family.has_experts else 0)
+    sparse = sparse_layers(keys, num_layers, num_experts > 0)
+    streams = keys.count("hc_mult")
+    residual: Residual = HyperConnections(streams) if streams > 1 else family.residual
+    dense = None if all(sparse) else _dense(keys, family)
+    experts = _experts(keys, family, num_experts, unsupported) if any(sparse) else None
+    mixers = _mixers(keys, family, num_layers, unsupported)
+    hashed = keys.count("num_hash_layers")
+    layers = []
+    for i, (mixer, has_experts) in enumerate(zip(mixers, sparse, strict=True)):
+        ffn: Dense | MoE | None = experts if has_experts else dense
+        assert ffn is not None
+        if isinstance(ffn, MoE) and i < hashed:
+            router = replace(ffn.router, hash_table="tid2eid", correction="")
+            ffn = replace(ffn, router=router, vocab_size=keys.positive("vocab_size"))
+        layers.append(LayerSpec(mixer, ffn, residual))
+    return tuple(layers)
+
+
+_BLOCKS = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
+_BLOCK_SPELLINGS = {"linear_attention": "mamba", "full_attention": "attention"}
+
+
+def block_kinds(values: Mapping[str, Any], source: str) -> list[str]:
+    """What each layer of one block is ("mamba", "attention", "moe", "mlp"), as either of two keys says. Raises
+    UserError."""
+    listed = values.get("layers_block_type") or values.get("layer_types")
+    kinds = listed if isinstance(listed, list) else list(str(values.get("hybrid_override_pattern") or ""))
+    named = [_BLOCK_SPELLINGS.get(str(kind), _BLOCKS.get(str(kind), str(kind))) for kind in kinds]
+    unknown = sorted(set(named) - set(_BLOCKS.values()))
+    if unknown or not 0 < len(named) <= MAX_LAYERS:
+        what = f"kinds {', '.join(unknown)}" if unknown else f"{len(named)} layers"
+        raise UserError(f"{source}: the layers' pattern ('hybrid_override_pattern') has {what}, which cannot be read.")
+    return named
+
+
+MAX_LAYERS = 4096
+
+
+def _one_block_layers(keys: ConfigReader, family: Family, unsupported: list[str]) -> tuple[LayerSpec, ...]:
+    """Each a mixer or a feed-forward block (Nemotron-H)."""
+    rotation = _Rotation(keys, unsupported)
+    kinds = block_kinds(keys.values, keys.source)
+    makers: dict[str, Callable[[], LayerSpec]] = {
+        "mamba": lambda: LayerSpec(_mamba2(keys), ABSENT),
+        "attention": lambda: LayerSpec(_grouped(keys, family, 0, rotation), ABSENT),
+        "mlp": lambda: LayerSpec(ABSENT, _dense(keys, family)),
+        "moe": lambda: LayerSpec(ABSENT, _experts(keys, family, keys.positive("n_routed_experts"), unsupported)),
+    }
+    by_kind = {kind: makers[kind]() for kind in dict.fromkeys(kinds)}
+    return tuple(by_kind[kind] for kind in kinds)
+
+
+# --- mixers -----------------------------------------------------------------------------------------------------------
+
+
+def _mixers(keys: ConfigReader, family: Family, num_layers: int, unsupported: list[str]) -> list[Mixer]:
+    rotation = _Rotation(keys, unsupported)
+    if keys.values.get("compress_ratios") is not None:
+        rates = _by_layer(keys, "compress_ratios", num_layers, 0)
+        return [_compressed(keys, rate, rotation) for rate in rates]
+    if keys.count("kv_lora_rank"):
+        kinds = _by_layer(keys, "indexer_types", num_layers, "full")
+        return [_latent(keys, kind == "full", rotation) for kind in kinds]
+    if keys.values.get("use_sliding_window") and keys.values.get("layer_types") is None:
+        what = "use_sliding_window = True is not supported without layer_types, which say of which layers"
+        unsupported.append(f"{keys.source}: {what}.")
+    kinds = _layer_types(keys, family, num_layers)
+    makers: dict[str, Callable[[], Mixer]] = {
+        "full_attention": lambda: _grouped(keys, family, 0, rotation),
+        "sliding_attention": lambda: _grouped(keys, family, keys.positive("sliding_window"), rotation),
+        "linear_attention": lambda: _gated_delta(keys, family),
+    }
+    unknown = sorted({str(kind) for kind in kinds} - makers.keys())
+    if unknown:
+        raise UserError(f"{keys.source}: layer_types {', '.join(unknown)} are not described here yet.")
+    by_kind: dict[str, Mixer] = {kind: makers[kind]() for kind in dict.fromkeys(kinds)}
+    return [by_kind[kind] for kind in kinds]
+
+
+def _layer_types(keys: ConfigReader, family: Family, num_layers: int) -> list[str]:
+    pattern = keys.positive("sliding_window_pattern", family.window_pattern) if family.window_pattern else 0
+    if pattern and keys.values.get("layer_types") is None:
+        return ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(num_layers)]
+    windows = family.windows_everywhere and keys.count("sliding_window") > 0
+    return _by_layer(keys, "layer_types", num_layers, "sliding_attention" if windows else "full_attention")
+
+
+def _by_layer(keys: ConfigReader, key: str, num_layers: int, default: Any) -> list[Any]:
+    """A value for each layer; entries behind them belong to layers that only drafts use."""
+    values = keys.default(key, list, [default] * num_layers)
+    if len(values) < num_layers:
+        raise UserError(f"{keys.source}: {key!r} has {len(values)} entries for {num_layers} layers.")
+    return values[:num_layers]
+
+
+class _Rotation:
+    """The rotation of heads by the config; one that nobody computes is `unsupported`, and planned as the default."""
+
+    def __init__(self, keys: ConfigReader, unsupported: list[str]) -> None:
+        self.keys, self.unsupported = keys, unsupported
+
+    def of(self, head_dim: int, layer_type: str = "", **changes: Any) -> RopeSpec:
+        values: Mapping[str, Any] = {**self.keys.values, **changes}
+        try:
+            return rope_spec(values, head_dim, layer_type)
+        except UserError as error:
+            if str(error) not in self.unsupported:
+                self.unsupported.append(str(error))
+            return RopeSpec(head_dim, 0.0, 0)
+
+
+def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotation) -> GQA:
+    heads = keys.positive("num_attention_heads")
+    default_dim = family.head_dim or max(1, keys.positive("hidden_size") // heads)
+    if not window and keys.count("global_head_dim"):
+        head_dim, kv_heads = keys.positive("global_head_dim"), keys.count("num_global_key_value_heads")
+    else:
+        head_dim, kv_heads = keys.positive("head_dim", default_dim), 0
+    kv_heads = kv_heads or keys.positive("num_key_value_heads", family.num_kv_heads or heads)
+    if heads % kv_heads:
+        raise UserError(
+            f"{keys.source}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}."
+        )
+    bias = keys.default("attention_bias", bool, False)
+    layer_type = ("sliding_attention" if window else "full_attention") if by_layer_type(keys.values) else ""
+    changes = _of_windows(keys, window)
+    scalar = keys.default("query_pre_attn_scalar", float, 0.0)
+    return GQA(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        v_head_dim=keys.positive("v_head_dim", head_dim),
+        rope=rotation.of(head_dim, layer_type, **changes) if family.positions else unrotated(head_dim),
+        scale=scalar**-0.5 if scalar else 0.0,
+        window=window,
+        qk_norm=_qk_norm(keys, family),
+        fp32_norms=family.zero_centred_norms,
+        qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
+        o_bias=bias if family.o_bias is None else family.o_bias,
+        output_gate=keys.default("attn_output_gate", bool, family.output_gate),
+        sinks=family.sinks,
+        logit_cap=keys.default("attn_logit_softcapping", float, 0.0),
+        among_recurrent=family.among_recurrent,
+    )
+
+
+def _of_windows(keys: ConfigReader, window: int) -> dict[str, Any]:
+    """What differs for layers with a window in configs that do not say so by layer type."""
+    theta = keys.values.get("rope_local_base_freq")
+    return {"rope_theta": theta, "rope_scaling": None} if window and theta is not None else {}
+
+
+def _qk_norm(keys: ConfigReader, family: Family) -> str:
+    return family.qk_norm if not family.optional_qk_norm or keys.default("use_qk_norm", bool, True) else ""
+
+
+def _latent(keys: ConfigReader, owns_indexer: bool, rotation: _Rotation) -> MLA:
+    indexer = _indexer(keys) if keys.count("index_topk") else None
+    rope_dim = keys.positive("qk_rope_head_dim")
+    return MLA(
+        num_heads=keys.positive("num_attention_heads"),
+        q_lora_rank=keys.count("q_lora_rank"),
+        kv_lora_rank=keys.positive("kv_lora_rank"),
+        nope_dim=keys.positive("qk_nope_head_dim"),
+        rope_dim=rope_dim,
+        v_dim=keys.positive("v_head_dim"),
+        rope=rotation.of(rope_dim),
+        interleaved=keys.default("rope_interleave", bool, True),
+        sparse=indexer is not None,
+        indexer=indexer if owns_indexer else None,
+    )
+
+
+def _indexer(keys: ConfigReader) -> Indexer:
+    return Indexer(keys.positive("index_n_heads"), keys.positive("index_head_dim"), keys.positive("index_topk"))
+
+
+INDEXED_RATE = 4
+"""DeepSeek-V4's layers of this compression rate have an indexer; those of a higher one attend to every entry."""
+
+
+def _compressed(keys: ConfigReader, rate: Any, rotation: _Rotation) -> CompressedSparse:
+    if isinstance(rate, bool) or not isinstance(rate, int):
+        raise UserError(f"{keys.source}: 'compress_ratios' must be whole numbers; got {rate!r}.")
+    rope_dim = keys.positive("qk_rope_head_dim")
+    # Layers that do not compress rotate by the plain frequencies.
+    changes = {"rope_theta": keys.values.get("compress_rope_theta")} if rate else {"rope_scaling": None}
+    return CompressedSparse(
+        num_heads=keys.positive("num_attention_heads"),
+        head_dim=keys.positive("head_dim"),
+        rope_dim=rope_dim,
+        q_lora_rank=keys.positive("q_lora_rank"),
+        o_lora_rank=keys.positive("o_lora_rank"),
+        o_groups=keys.positive("o_groups"),
+        window=keys.positive("sliding_window"),
+        rope=rotation.of(rope_dim, **changes),
+        rate=bounded("compress_ratios", rate, keys.source),
+        indexer=_indexer(keys) if rate == INDEXED_RATE else None,
+    )
+
+
+def _gated_delta(keys: ConfigReader, family: Family) -> GatedDelta:
+    return GatedDelta(
+        key_heads=keys.positive("linear_num_key_heads"),
+        value_heads=keys.positive("linear_num_value_heads"),
+        key_dim=keys.positive("linear_key_head_dim"),
+        value_dim=keys.positive("linear_value_head_dim"),
+        conv_kernel=keys.positive("linear_conv_kernel_dim"),
+        state_dtype=str(keys.values.get("mamba_ssm_dtype") or "float32"),
+        by_key_head=family.projected_by_key_head,
+    )
+
+
+def _time_step_limit(keys: ConfigReader) -> tuple[float, float]:
+    """Infinity is written as a string in an object, which JSON has no number for."""
+    limits = keys.default("time_step_limit", list, [0.0, float("inf")])
+    plain: list[Any] = [limit.get("__float__") if isinstance(limit, Mapping) else limit for limit in limits]
+    try:
+        low, high = (float(str(limit)) for limit in plain)
+    except (TypeError, ValueError):
+        raise UserError(f"{keys.source}: 'time_step_limit' must be two numbers; got {limits!r}.") from None
+    return low, high
+
+
+def _mamba2(keys: ConfigReader) -> Mamba2:
+    low, high = _time_step_limit(keys)
+    return Mamba2(
+        num_heads=keys.positive("mamba_num_heads"),
+        head_dim=keys.positive("mamba_head_dim"),
+        num_groups=keys.positive("n_groups"),
+        state_dim=keys.positive("ssm_state_size"),
+        conv_kernel=keys.positive("conv_kernel"),
+        conv_bias=keys.default("use_conv_bias", bool, True),
+        proj_bias=keys.default("use_bias", bool, False),
+        dt_min=low,
+        dt_max=high,
+        state_dtype=str(keys.values.get("mamba_ssm_cache_dtype") or "float32"),
+    )
+
+
+# --- feed-forward -----------------------------------------------------------------------------------------------------
+
+
+def sparse_layers(keys: ConfigReader, num_layers: int, has_experts: bool) -> tuple[bool, ...]:
+    """Whether each layer has experts: every `decoder_sparse_step`-th from `first_k_dense_replace` on, but for those of
+    `mlp_only_layers`; or as `mlp_layer_types` says."""
+    step = keys.positive("decoder_sparse_step", 1) * keys.positive("interleave_moe_layer_step", 1)
+    first, dense = keys.count("first_k_dense_replace"), keys.default("mlp_only_layers", list, [])
+    kinds = _by_layer(keys, "mlp_layer_types", num_layers, "sparse")
+    return tuple(
+        has_experts and kinds[i] != "dense" and i >= first and i not in dense and (i + 1) % step == 0
+        for i in range(num_layers)
+    )
+
+
+def _activation(keys: ConfigReader, family: Family) -> Activation:
+    name = keys.values.get("hidden_act") or keys.values.get("hidden_activation")
+    function = FUNCTIONS.get(str(name), SILU_FUNCTION) if name else family.activation.function
+    limit = keys.default("swiglu_limit", float, family.activation.limit or 0.0)
+    return replace(family.activation, function=function, limit=limit or None)
+
+
+def _dense(keys: ConfigReader, family: Family) -> Dense:
+    size = keys.count("dense_intermediate_size", "intermediate_size_mlp") or keys.positive("intermediate_size")
+    return Dense(size, keys.default("mlp_bias", bool, False), _activation(keys, family))
+
+
+def _experts(keys: ConfigReader, family: Family, num_experts: int, unsupported: list[str]) -> MoE:
+    size = keys.count("moe_intermediate_size") or keys.positive("intermediate_size")
+    template = family.router
+    ungrouped = keys.values.get("topk_method") == "greedy"
+    router = replace(
+        template,
+        top_k=keys.count("num_experts_per_tok", "experts_per_token", "top_k_experts"),
+        score=str(keys.values.get("scoring_func") or template.score),
+        renormalize=keys.default("norm_topk_prob", bool, template.renormalize),
+        scale=keys.default("routed_scaling_factor", float, template.scale),
+        num_groups=1 if ungrouped else keys.count("n_group") or 1,
+        top_groups=1 if ungrouped else keys.count("topk_group") or 1,
+    )
+    unsupported += [f"{keys.source}: impossible routing: {what}" for what in router.problems(num_experts)]
+    return MoE(
+        num_experts=num_experts,
+        intermediate_size=size,
+        router=router,
+        activation=_activation(keys, family),
+        bias=family.expert_bias,
+        shared=_shared(keys, size),
+        form=family.expert_form,
+        latent_size=keys.count("moe_latent_size"),
+    )
+
+
+def _shared(keys: ConfigReader, expert_size: int) -> Shared | None:
+    if keys.count("n_shared_experts") and keys.count("moe_shared_expert_intermediate_size"):
+        return Shared(keys.count("moe_shared_expert_intermediate_size"))
+    gated = keys.count("shared_expert_intermediate_size")
+    if gated:
+        return Shared(gated, gated=True)
+    number = keys.count("n_shared_experts", "num_shared_experts")
+    return Shared(number * expert_size) if number else None

@@ -1,0 +1,49 @@
+"""The families of models, each a declaration. `sglang.srt.plan.model_description` reads configs with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sglang.srt.plan.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K25
+from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.families.gemma3 import GEMMA3
+from sglang.srt.plan.families.glm4_moe import GLM4_MOE
+from sglang.srt.plan.families.gpt_oss import GPT_OSS
+from sglang.srt.plan.families.llama import LLAMA
+from sglang.srt.plan.families.minimax_m2 import MINIMAX_M2
+from sglang.srt.plan.families.mistral import MISTRAL, MIXTRAL
+from sglang.srt.plan.families.nemotron_h import NEMOTRON_H
+from sglang.srt.plan.families.planned import PLANNED
+from sglang.srt.plan.families.qwen2 import QWEN2, QWEN2_MOE
+from sglang.srt.plan.families.qwen3 import QWEN3, QWEN3_MOE
+from sglang.srt.plan.families.qwen3_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT, QWEN3_NEXT
+
+FAMILIES: tuple[Family, ...] = (
+    *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, GLM4_MOE, MINIMAX_M2, GPT_OSS, GEMMA3),
+    *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K25),
+    *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT),
+    NEMOTRON_H,
+    *PLANNED,
+)
+
+_BY_ARCHITECTURE: Mapping[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
+_BY_MODEL_TYPE: Mapping[str, Family] = {name: family for family in FAMILIES for name in family.model_types}
+
+SERVED_ARCHITECTURES: tuple[str, ...] = tuple(sorted(_BY_ARCHITECTURE))
+"""What config.json's `architectures` may name in a model that is served."""
+
+
+def family_of(architecture: str, model_type: str) -> Family | None:
+    """What the architecture says counts before `model_type`. None: nothing is known of it."""
+    return _BY_ARCHITECTURE.get(architecture) or _BY_MODEL_TYPE.get(model_type.removesuffix("_text"))
+
+
+UNREAD_LAYERS: Mapping[str, str] = {
+    "hybrid_override_pattern": "Mamba-2 layers",
+    "layers_block_type": "Mamba-2 layers",
+    "block_configs": "layers of several widths",
+    "linear_attn_config": "Kimi delta attention",
+    "sparse_attention_config": "block-sparse attention",
+    "hybrid_layer_pattern": "window layers with heads of their own",
+}
+"""Keys of configs whose layers are not described here: a plan that took no notice of them would be wrong."""

@@ -1,0 +1,55 @@
+"""DeepSeek V2 to R1, and models in their form (Kimi K2, GLM-4.7-Flash): latent attention, experts in groups."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.feed_forward import Router
+from sglang.srt.plan.weight_names import (
+    ATTENTION_NAMES,
+    EXPERT_NAMES,
+    LATENT_NAMES,
+    MLP_NAMES,
+    MODEL_NAMES,
+    SHARED_NAMES,
+    WeightMap,
+)
+
+NAMES = WeightMap(MODEL_NAMES, {**ATTENTION_NAMES, **LATENT_NAMES, **MLP_NAMES, **EXPERT_NAMES, **SHARED_NAMES})
+COMPUTED = {"attention_bias": (False,), "moe_layer_freq": (1,)}
+
+DEEPSEEK_V2 = Family(
+    model_types=("deepseek_v2",),
+    architectures=("DeepseekV2ForCausalLM",),
+    names=NAMES,
+    allowed={
+        **COMPUTED,
+        "topk_method": ("greedy", "group_limited_greedy"),
+        "scoring_func": ("softmax",),
+        "norm_topk_prob": (False,),
+    },
+    has_experts=True,
+    router=Router(0, renormalize=False, exact_logits=True),
+)
+DEEPSEEK_V3 = Family(
+    model_types=("deepseek_v3", "kimi_k2"),
+    architectures=("DeepseekV3ForCausalLM",),
+    names=NAMES,
+    allowed={**COMPUTED, "topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
+    has_experts=True,
+    router=Router(0, "sigmoid", correction="e_score_correction_bias", exact_logits=True),
+)
+GLM4_MOE_LITE = replace(DEEPSEEK_V3, model_types=("glm4_moe_lite",), architectures=("Glm4MoeLiteForCausalLM",))
+_IN_KIMI = NAMES.below("language_model.model.")
+KIMI_K25 = replace(
+    DEEPSEEK_V3,
+    model_types=("kimi_k25",),
+    architectures=("KimiK25ForConditionalGeneration",),
+    names=replace(
+        _IN_KIMI,
+        model={**_IN_KIMI.model, "lm_head": "language_model.lm_head"},
+        unread=("vision_tower.", "mm_projector."),
+    ),
+)
+"""The text half of Kimi K2.5 and later."""

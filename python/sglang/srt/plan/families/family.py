@@ -1,0 +1,55 @@
+"""What a family of models is, beyond what its config.json files say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from sglang.srt.configs.activation import SILU, Activation
+from sglang.srt.plan.feed_forward import Router
+from sglang.srt.plan.layer_spec import SUM, Residual
+from sglang.srt.plan.weight_names import USUAL_NAMES, WeightMap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Facts of all models of some `model_types`, where their config does not say otherwise. Data only: `read_layers`
+    turns them and the usual keys into layers.
+
+    `architectures` are those that are served; a family without one is known to planning only. `allowed`: for keys that
+    change the result, the values that are computed (absent and null always are); of keys in `computed` any is.
+    `head_dim` 0: hidden_size / heads; `num_kv_heads` 0: as many as heads. `qkv_bias` and `o_bias` None: as
+    `attention_bias` says. `router` and `activation` are templates for what the config's keys fill in.
+    """
+
+    model_types: tuple[str, ...]
+    architectures: tuple[str, ...] = ()
+    names: WeightMap = USUAL_NAMES
+    allowed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    computed: tuple[str, ...] = ()
+    tie_embeddings: bool = False
+    zero_centred_norms: bool = False  # weights of norms (but for gated ones) are stored minus 1
+    norm_eps: str = "rms_norm_eps"  # the key that has it
+    one_block_layers: bool = False  # a layer is a mixer or a feed-forward block
+    scaled_embeddings: bool = False  # times the root of the hidden size
+    residual: Residual = SUM
+    # attention
+    head_dim: int = 0
+    num_kv_heads: int = 0
+    qk_norm: str = ""  # as GQA.qk_norm
+    optional_qk_norm: bool = False  # `use_qk_norm` says whether there is one
+    window_pattern: int = 0  # every so many layers one has no window, unless `layer_types` say of which
+    windows_everywhere: bool = False  # `sliding_window` is of every layer; otherwise `layer_types` say of which
+    qkv_bias: bool | None = None
+    o_bias: bool | None = None
+    output_gate: bool = False
+    sinks: bool = False
+    positions: bool = True  # False: attention does not rotate heads
+    among_recurrent: bool = False
+    projected_by_key_head: bool = False  # as GatedDelta.by_key_head
+    # feed-forward
+    has_experts: bool = False
+    router: Router = Router(0)  # noqa: RUF009 - frozen
+    activation: Activation = SILU
+    expert_bias: bool = False
+    expert_form: str = ""  # as MoE.form

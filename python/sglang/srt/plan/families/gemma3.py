@@ -1,0 +1,28 @@
+"""Gemma 3, text: norms before and after every block, stored minus 1; five layers with a window, then one without."""
+
+from __future__ import annotations
+
+from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.layer_spec import Sum
+from sglang.srt.plan.weight_names import ATTENTION_NAMES, MLP_NAMES, MODEL_NAMES, QK_NORM_NAMES, WeightMap
+
+NORMS_AROUND = {
+    "input_norm_after": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_norm_after": "post_feedforward_layernorm",
+}
+
+GEMMA3 = Family(
+    model_types=("gemma3",),
+    architectures=("Gemma3ForCausalLM",),
+    names=WeightMap(MODEL_NAMES, {**ATTENTION_NAMES, **QK_NORM_NAMES, **MLP_NAMES, **NORMS_AROUND}),
+    allowed={"use_bidirectional_attention": (False,), "hidden_activation": ("gelu_pytorch_tanh",)},
+    computed=("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"),
+    tie_embeddings=True,
+    zero_centred_norms=True,
+    scaled_embeddings=True,
+    residual=Sum(norms_after=True),
+    head_dim=256,
+    qk_norm="head",
+    window_pattern=6,
+)

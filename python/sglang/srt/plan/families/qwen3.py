@@ -1,0 +1,34 @@
+"""Qwen3, dense and mixture of experts: norms on the q and k heads, whose size is independent of the hidden size."""
+
+from __future__ import annotations
+
+from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.feed_forward import Router
+from sglang.srt.plan.weight_names import (
+    ATTENTION_NAMES,
+    EXPERT_NAMES,
+    MLP_NAMES,
+    MODEL_NAMES,
+    QK_NORM_NAMES,
+    WeightMap,
+)
+
+_LAYER = {**ATTENTION_NAMES, **QK_NORM_NAMES, **MLP_NAMES}
+
+QWEN3 = Family(
+    model_types=("qwen3",),
+    architectures=("Qwen3ForCausalLM",),
+    names=WeightMap(MODEL_NAMES, _LAYER),
+    qk_norm="head",
+    head_dim=128,
+    num_kv_heads=32,
+)
+QWEN3_MOE = Family(
+    model_types=("qwen3_moe",),
+    architectures=("Qwen3MoeForCausalLM",),
+    names=WeightMap(MODEL_NAMES, {**_LAYER, **EXPERT_NAMES}),
+    qk_norm="head",
+    num_kv_heads=4,
+    has_experts=True,
+    router=Router(0, renormalize=False),  # norm_topk_prob says otherwise in those that do
+)

@@ -1,0 +1,156 @@
+"""How much of each kind of cache there is room for. The pools of tokens and of windows are sized together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from sglang.srt.plan.caches import CacheGroup, row_tables
+from sglang.srt.plan.layer_spec import Full, PerRequest, Window
+
+WINDOW_SHARE = 2
+"""Windows take at most half of the memory for tokens, as long as one request can run."""
+FREE_TOKENS = 1 << 24
+"""Of a model that keeps nothing of all tokens: they cost the host some bytes each, to know prefixes by."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowSize:
+    """Of a pool for caches that keep `window` tokens of a request."""
+
+    window: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSizes:
+    """What of a rank's caches there is room for. Tokens are whole pages, without the padding page. `windows`: as in
+    `row_tables`, after the first. `checkpoints`: rows of states beside those of requests."""
+
+    tokens: int
+    page_size: int
+    max_requests: int
+    context_len: int
+    windows: tuple[WindowSize, ...] = ()
+    has_states: bool = False
+    checkpoints: int = 0
+
+    @property
+    def state_rows(self) -> int:
+        """One a request slot, of which 0 is padding, and the checkpoints."""
+        return self.max_requests + 1 + self.checkpoints
+
+
+def window_tokens(window: int, page_size: int, chunk: int = 1) -> int:
+    """The most tokens, in whole pages, that a request has of a window while `chunk` tokens are computed: those that the
+    first of them sees before it, counted from the end of a whole page, and the pages that they touch."""
+    pages = -(-(window - 1) // page_size) + -(-chunk // page_size) + (1 if chunk > 1 else 0)
+    return pages * page_size
+
+
+@dataclass(frozen=True, slots=True)
+class WindowDemand:
+    """Of a window's pool, in tokens with the padding page: what one request needs, and what can be used at once."""
+
+    window: int
+    bytes_per_token: int
+    least: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCost:
+    """Bytes of one rank. A window's pool never needs more tokens than that of all tokens has."""
+
+    bytes_per_token: Fraction
+    window_bytes: int = 0  # of a request
+    state_bytes: int = 0  # of a request
+    windows: tuple[WindowDemand, ...] = ()
+
+    @property
+    def bytes_per_request(self) -> int:
+        """Beside its tokens."""
+        return self.window_bytes + self.state_bytes
+
+    def pool_bytes(self, tokens: int) -> int:
+        """Of pools for `tokens` and for what their requests have of windows."""
+        of_tokens = -(-tokens * self.bytes_per_token.numerator // self.bytes_per_token.denominator)
+        return of_tokens + self.windows_bytes(tokens)
+
+    def windows_bytes(self, tokens: int) -> int:
+        return sum(min(tokens, demand.most) * demand.bytes_per_token for demand in self.windows)
+
+    def tokens_in(self, pool_bytes: int) -> int:
+        """The inverse of pool_bytes. Where no cache grows with the tokens, as many as there are bytes."""
+        grows, fixed = self.bytes_per_token, sum(demand.most * demand.bytes_per_token for demand in self.windows)
+        for demand in sorted(self.windows, key=lambda demand: -demand.most):
+            if (grows and (pool_bytes - fixed) / grows >= demand.most) or (not grows and pool_bytes >= fixed):
+                break  # enough for all that requests can have of the larger windows, so of this one too
+            grows += demand.bytes_per_token
+            fixed -= demand.most * demand.bytes_per_token
+        return max(0, int((pool_bytes - fixed) / grows)) if grows else pool_bytes
+
+    def limited(self, pool_bytes: int) -> CacheCost:
+        """With windows that take no more of a pool than their share, unless one request needs it."""
+        together = sum(demand.bytes_per_token for demand in self.windows)
+        if not self.bytes_per_token or not together:
+            return self
+        share = pool_bytes // WINDOW_SHARE // together
+        limited = (replace(demand, most=min(demand.most, max(demand.least, share))) for demand in self.windows)
+        return replace(self, windows=tuple(limited))
+
+    def window_sizes(self, tokens: int, page_size: int) -> tuple[WindowSize, ...]:
+        """Of pools beside one for `tokens`, the padding page included."""
+        return tuple(
+            WindowSize(demand.window, min(tokens, demand.most) // page_size * page_size - page_size)
+            for demand in self.windows
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """What is allocated for `tokens`, the padding page included, and for windows."""
+
+    tokens: int
+    token_bytes: int
+    window_bytes: int
+    windows: tuple[WindowSize, ...]
+
+
+def plan_pools(cost: CacheCost, pool_bytes: int, page_size: int, most_tokens: int) -> Pools:
+    """As many tokens as fit, but no more than `most_tokens` and the padding page."""
+    cost = cost.limited(pool_bytes)
+    tokens = cost.tokens_in(pool_bytes)
+    if tokens > most_tokens + page_size:
+        tokens = most_tokens + page_size
+        pool_bytes = cost.pool_bytes(tokens)
+    windows = cost.windows_bytes(tokens)
+    tokens = tokens // page_size * page_size
+    return Pools(tokens, pool_bytes - windows, windows, cost.window_sizes(tokens, page_size))
+
+
+def cache_cost(groups: Sequence[CacheGroup]) -> CacheCost:
+    """Without demands for windows, which depend on what runs at once."""
+    return CacheCost(
+        sum((group.bytes_per_token for group in groups), Fraction(0)),
+        sum(group.bytes_per_request for group in groups if isinstance(group.lifetime, Window)),
+        sum(group.bytes_per_request for group in groups if isinstance(group.lifetime, PerRequest)),
+    )
+
+
+def sized_cost(
+    groups: Sequence[CacheGroup], page_size: int, max_requests: int, context_len: int, step_tokens: int
+) -> CacheCost:
+    """For so many requests at once, and steps of so many tokens of prompts."""
+    demands = []
+    for lifetime in row_tables(groups):
+        if isinstance(lifetime, Full):
+            continue
+        chunk = min(step_tokens, context_len)
+        least = window_tokens(lifetime.tokens, page_size, chunk) + 2 * page_size
+        running = max_requests * window_tokens(lifetime.tokens, page_size)
+        steps = -(-step_tokens // page_size) * page_size + page_size
+        of_token = sum(group.bytes_per_entry for group in groups if group.lifetime == lifetime)
+        demands.append(WindowDemand(lifetime.tokens, of_token, least, max(least, running + steps)))
+    return replace(cache_cost(groups), windows=tuple(demands))

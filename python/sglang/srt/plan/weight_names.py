@@ -1,0 +1,152 @@
+"""How a family's checkpoints call the parameters. No torch: planning asks for the scheme of a module by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True, slots=True)
+class PartKey:
+    """Names a part within its parameter; the fields fill the checkpoint name's template.
+
+    `module` is the module of the layer whose template that is, where it is not the parameter's own (a shared expert
+    that is kept among the routed ones).
+    """
+
+    part: str = ""
+    expert: int = 0
+    module: str = ""
+    piece: int = 0
+    """Of several slices of one tensor that lie apart in the parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightMap:
+    """Names of modules in the checkpoint, keyed by ours. `{part}` and `{expert}` stand for the fields of a PartKey.
+
+    `layer` names are relative to `layer_prefix`, in which `{layer}` is the layer's number. `ignore` are endings of
+    checkpoint tensors that are no weights (scales of a cache or of probabilities that are not quantized).
+    """
+
+    model: Mapping[str, str]
+    layer: Mapping[str, str]
+    layer_prefix: str = "model.layers.{layer}."
+    ignore: tuple[str, ...] = ("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
+    aliases: tuple[tuple[str, str], ...] = ((".k_proj.k_scale", ".k_scale"), (".v_proj.v_scale", ".v_scale"))
+    """Endings of names in some checkpoints, and what they are in the others."""
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """What stands for `{part}` where it is not the part's own name (gate: w1)."""
+    unread: tuple[str, ...] = ()
+    """Beginnings of names of what nobody asks for yet: layers that only drafts use, encoders of other inputs."""
+
+    def checkpoint_name(self, name: str, key: PartKey) -> str:
+        """The checkpoint tensor that is part `key` of our parameter `name`."""
+        module, _, leaf = name.rpartition(".")
+        if module.startswith("layers."):
+            _, number, module = module.split(".", 2)
+            return f"{self.layer_module(int(number), key.module or module, key.part, key.expert)}.{leaf}"
+        return f"{self.model[module].format(part=self._part(key.part))}.{leaf}"
+
+    def layer_module(self, layer: int, module: str, part: str = "", expert: int = 0) -> str:
+        """What the checkpoint calls the module that holds this part of ours ("attn.qkv", "moe.w13") in a layer."""
+        template = self.layer_prefix.format(layer=layer) + self.layer[module]
+        return template.format(part=self._part(part), expert=expert)
+
+    def _part(self, part: str) -> str:
+        return self.parts.get(part, part)
+
+    def canonical(self, name: str) -> str:
+        """The name of a checkpoint tensor without its variants."""
+        for ending, usual in self.aliases:
+            if name.endswith(ending):
+                return name.removesuffix(ending) + usual
+        return name
+
+    def below(self, prefix: str) -> WeightMap:
+        """The same names in a checkpoint that has the decoder at `prefix` instead of "model."; what lies elsewhere
+        stays there."""
+
+        def moved(name: str) -> str:
+            if not name.startswith("model.") or name.startswith(prefix):
+                return name
+            return prefix + name.removeprefix("model.")
+
+        model = {ours: moved(name) for ours, name in self.model.items()}
+        return replace(self, model=model, layer_prefix=moved(self.layer_prefix))
+
+
+MODEL_NAMES: Mapping[str, str] = {"embed": "model.embed_tokens", "norm": "model.norm", "lm_head": "lm_head"}
+ATTENTION_NAMES: Mapping[str, str] = {
+    "input_norm": "input_layernorm",
+    "attn": "self_attn",
+    "attn.qkv": "self_attn.{part}_proj",
+    "attn.o": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+}
+QK_NORM_NAMES: Mapping[str, str] = {"attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm"}
+MLP_NAMES: Mapping[str, str] = {"mlp.gate_up": "mlp.{part}_proj", "mlp.down": "mlp.down_proj"}
+EXPERT_NAMES: Mapping[str, str] = {
+    "moe.router": "mlp.gate",
+    "moe.correction": "mlp.gate",
+    "moe.w13": "mlp.experts.{expert}.{part}_proj",
+    "moe.w2": "mlp.experts.{expert}.{part}_proj",
+}
+W123_NAMES: Mapping[str, str] = {
+    "moe.router": "block_sparse_moe.gate",
+    "moe.correction": "block_sparse_moe",
+    "moe.w13": "block_sparse_moe.experts.{expert}.{part}",
+    "moe.w2": "block_sparse_moe.experts.{expert}.{part}",
+}
+W123_PARTS: Mapping[str, str] = {"gate": "w1", "up": "w3", "down": "w2"}
+SHARED_NAMES: Mapping[str, str] = {
+    "moe.shared.gate_up": "mlp.shared_experts.{part}_proj",
+    "moe.shared.down": "mlp.shared_experts.down_proj",
+}
+GATED_SHARED_NAMES: Mapping[str, str] = {
+    "moe.shared.gate_up": "mlp.shared_expert.{part}_proj",
+    "moe.shared.down": "mlp.shared_expert.down_proj",
+    "moe.shared_gate": "mlp.shared_expert_gate",
+}
+LATENT_NAMES: Mapping[str, str] = {
+    "attn.qkv_a": "self_attn.{part}",
+    "attn.q_a_norm": "self_attn.q_a_layernorm",
+    "attn.q_b": "self_attn.q_b_proj",
+    "attn.kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn.kv_b": "self_attn.kv_b_proj",
+    "attn.index_q": "self_attn.indexer.wq_b",
+    "attn.index_k": "self_attn.indexer.wk",
+    "attn.index_weights": "self_attn.indexer.weights_proj",
+}
+COMPRESSED_NAMES: Mapping[str, str] = {
+    "attn.q_a": "self_attn.q_a_proj",
+    "attn.kv": "self_attn.kv_proj",
+    "attn.o_a": "self_attn.o_a_proj",
+    "attn.o_b": "self_attn.o_b_proj",
+    "attn.compressor": "self_attn.compressor.{part}_proj",
+    "attn.index_compressor": "self_attn.compressor.indexer.{part}_proj",
+    "attn.compressed_index_q": "self_attn.compressor.indexer.q_b_proj",
+    "attn.compressed_index_weights": "self_attn.compressor.indexer.scorer.weights_proj",
+}
+RECURRENT_NAMES: Mapping[str, str] = {
+    "gdn": "linear_attn",
+    "gdn.in": "linear_attn.in_proj_{part}",
+    "gdn.in_gates": "linear_attn.in_proj_{part}",
+    "gdn.conv": "linear_attn.conv1d",
+    "gdn.norm": "linear_attn.norm",
+    "gdn.out": "linear_attn.out_proj",
+}
+USUAL_NAMES = WeightMap(
+    MODEL_NAMES,
+    {
+        **ATTENTION_NAMES,
+        **QK_NORM_NAMES,
+        **LATENT_NAMES,
+        **COMPRESSED_NAMES,
+        **RECURRENT_NAMES,
+        **MLP_NAMES,
+        **EXPERT_NAMES,
+        **SHARED_NAMES,
+    },
+)
+"""What most families say; the names of a family that is not served are these as far as anyone asks."""

@@ -1,0 +1,107 @@
+"""The files under `docker/`: what they name exists, and the dashboard shows what the server exports."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from sglang.srt.managers.front.metrics import Metrics
+from sglang.srt.server_args import ServerArgs
+
+DOCKER = Path(__file__).parents[2] / "docker"
+COMPOSE = yaml.safe_load((DOCKER / "compose.yml").read_text())
+SERVICES: dict[str, Any] = COMPOSE["services"]
+DASHBOARD = DOCKER / "grafana" / "dashboards" / "sm120-sglang.json"
+PANELS: list[dict[str, Any]] = json.loads(DASHBOARD.read_text())["panels"]
+METRIC = re.compile(r"sglang:\w+")
+
+
+def words_of(environment: dict[str, str]) -> list[str]:
+    """The server's command line, as compose puts the variables in."""
+    text: str = SERVICES["server"]["command"]
+    text = re.sub(
+        r"\$\{MODEL:\+([^$]*)\$\{MODEL\}\}",
+        lambda m: m[1] + environment["MODEL"] if "MODEL" in environment else "",
+        text,
+    )
+    text = re.sub(r"\$\{FLAGS:-\}", environment.get("FLAGS", ""), text)
+    assert "$" not in text
+    return text.split()
+
+
+def test_the_server_is_started_with_flags_that_it_has() -> None:
+    args = ServerArgs.from_cli(words_of({"MODEL": "Qwen/Qwen3-8B", "FLAGS": "--tp 2"}))
+    assert (args.model_path, args.tp_size, args.host, args.port) == ("Qwen/Qwen3-8B", 2, "0.0.0.0", 30000)
+    assert args.enable_metrics
+    assert "--model-path" not in words_of({})
+    assert SERVICES["server"]["entrypoint"] == ["sglang", "serve"]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_what_a_service_mounts_exists(name: str) -> None:
+    for mount in SERVICES[name].get("volumes", ()):
+        source = mount.split(":")[0]
+        assert (DOCKER / source).exists() if source.startswith(".") else source in COMPOSE["volumes"], mount
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_ports_are_open_to_this_machine_only(name: str) -> None:
+    assert all(str(port).startswith("127.0.0.1:") for port in SERVICES[name]["ports"])
+
+
+@pytest.mark.parametrize("name", sorted(set(SERVICES) - {"server"}))
+def test_foreign_images_have_a_version(name: str) -> None:
+    assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+", SERVICES[name]["image"])
+
+
+def test_prometheus_reads_the_server_and_grafana_reads_prometheus() -> None:
+    (job,) = yaml.safe_load((DOCKER / "prometheus.yml").read_text())["scrape_configs"]
+    assert job["static_configs"] == [{"targets": ["server:30000"]}]
+    provisioning = DOCKER / "grafana" / "provisioning"
+    (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yml").read_text())["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    (provider,) = yaml.safe_load((provisioning / "dashboards" / "dashboards.yml").read_text())["providers"]
+    mounts = dict(mount.split(":")[:2] for mount in SERVICES["grafana"]["volumes"])
+    assert provider["options"]["path"] == mounts["./grafana/dashboards"]
+    home = SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert home == f"{provider['options']['path']}/{DASHBOARD.name}"
+
+
+def exported() -> dict[str, set[str]]:
+    """Names of samples and their labels, from the page that Prometheus reads."""
+    families = text_string_to_metric_families(Metrics("tiny").render().decode())
+    return {sample.name: set(sample.labels) for family in families for sample in family.samples}
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
+def test_a_panel_shows_what_the_server_exports(panel: dict[str, Any]) -> None:
+    samples = exported()
+    for target in panel["targets"]:
+        names = METRIC.findall(target["expr"])
+        assert names and set(names) <= set(samples)
+        for name in names:
+            used = set(re.findall(r"(\w+)=~", target["expr"])) - {"instance"}  # Prometheus adds that one
+            assert used <= samples[name]
+        assert ("rate(" in target["expr"]) == any(name.endswith(("_total", "_bucket")) for name in names)
+
+
+def test_the_dashboard_leaves_out_no_metric() -> None:
+    shown = {name for panel in PANELS for target in panel["targets"] for name in METRIC.findall(target["expr"])}
+    families = {re.sub(r"_(bucket|count|sum|created)$", "", name) for name in exported()}
+    assert families - {re.sub(r"_bucket$", "", name) for name in shown} == set()
+
+
+def test_panels_do_not_overlap() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in PANELS:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not cells & taken and at["x"] + at["w"] <= 24
+        taken |= cells
+    assert len({panel["id"] for panel in PANELS}) == len(PANELS)

@@ -1,0 +1,130 @@
+"""Requests that never end, against the server's protocol with short limits and an application that echoes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import uvicorn
+
+from sglang.srt.entrypoints.http_protocol import HttpProtocol
+
+HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n"
+PATIENCE_S = 30.0
+"""Of the tests; the limits are far below."""
+
+
+class HurriedProtocol(HttpProtocol):
+    head_limit_s = 0.3
+    body_limit_s = 0.3
+    max_head_bytes = 20_000
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """Answers `slow` in two pieces, which take longer together than a request may."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        body += message["body"]
+        more = message["more_body"]
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    if body == b"slow":
+        await send({"type": "http.response.body", "body": b"one", "more_body": True})
+        await asyncio.sleep(4 * HurriedProtocol.head_limit_s)
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+Client = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def served(client: Client) -> None:
+    async def work() -> None:
+        config = uvicorn.Config(echo, http=HurriedProtocol, log_config=None, lifespan="off", port=0)
+        server = uvicorn.Server(config)
+        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+        serving = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            await asyncio.wait_for(client(reader, writer), PATIENCE_S)
+        finally:
+            writer.close()
+            server.should_exit = True
+            await serving
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [(b"", b""), (b"POST / HTTP/1.1\r\nHost", b"HTTP/1.1 408"), (HEAD + b"ab", b"")],
+    ids=["nothing", "headers", "body"],
+)
+def test_what_never_ends_is_given_up(sent: bytes, status: bytes) -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(sent)
+        answer = await reader.read()
+        assert answer.startswith(status) and bool(answer) == bool(status)
+
+    served(client)
+
+
+@pytest.mark.parametrize(
+    ("start", "drop"),
+    [(b"GET / HTTP/1.1\r\n", b"X-A: b\r\n"), (HEAD.replace(b"4", b"400000"), b"x")],
+    ids=["headers", "body"],
+)
+def test_a_drop_now_and_then_does_not_help(start: bytes, drop: bytes) -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def drip() -> None:
+            writer.write(start)
+            while not writer.is_closing():
+                writer.write(drop)
+                with contextlib.suppress(ConnectionError):
+                    await writer.drain()
+                await asyncio.sleep(0.05)
+
+        dripping = asyncio.create_task(drip())
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        dripping.cancel()
+
+    served(client)
+
+
+def test_a_head_without_end_is_too_large() -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"GET / HTTP/1.1\r\nX-A: " + b"b" * 30_000)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 431")
+
+    served(client)
+
+
+def test_long_answers_and_later_requests_have_their_time() -> None:
+    """A line break behind a request, which some clients send, does not count as a request that is late."""
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for body in (b"slow", b"fast"):
+            writer.write(HEAD + body + b"\r\n")
+            await reader.readuntil(b"\r\n\r\n")
+            answer = await reader.readuntil(b"0\r\n\r\n")
+            assert answer.count(b"\r\n") > 2 and body in answer
+
+    served(client)
+
+
+def test_requests_behind_a_long_answer_wait() -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + b"slow" + HEAD + b"fa")
+        assert b"slow" in await reader.readuntil(b"0\r\n\r\n")
+        writer.write(b"st")
+        assert b"fast" in await reader.readuntil(b"0\r\n\r\n")
+
+    served(client)

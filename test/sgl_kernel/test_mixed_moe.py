@@ -1,0 +1,96 @@
+"""The grouped products of e4m3 by e2m1 against dequantized fp32: the CUDA kernel compiled for the CPU, and on a GPU as
+installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import ModuleType
+
+import interpreter
+import pytest
+import torch
+from srt.layers.moe.moe_harness import NATIVE, Case, assert_close, expected, make_case
+
+from sglang.srt.configs.activation import GPT_OSS_SWIGLU, SILU, Activation
+from sglang.srt.layers.moe import mixed_moe
+
+BLOCK_M = (64, 128)
+BOUND = 6e-3
+"""What rounding to bfloat16 between the steps explains."""
+
+
+@pytest.fixture(autouse=True)
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted, the CUDA kernels are those for the CPU. Scratch memory holds NaN, so that nothing that was never
+    written can go unnoticed."""
+    if interpreter.INTERPRETED:
+        on_cpu = request.getfixturevalue("library_module").Library(request.getfixturevalue("cpu_library"))
+        monkeypatch.setattr(mixed_moe, "_library", lambda: on_cpu)
+        monkeypatch.setattr(mixed_moe, "_stream", lambda x: 0)
+    elif torch.cuda.is_available() and importlib.util.find_spec("sm120_sgl_kernel") is None:
+        pytest.skip("needs sgl-kernel: pip install ./sgl-kernel")
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() and tensor.element_size() > 1 else tensor
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def run(case: Case, block_m: int, activation: Activation = SILU) -> torch.Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mixed_moe, "block_rows", lambda num_pairs, num_experts: block_m)
+        return mixed_moe.fused_moe(case.x, case.w13, case.w2, case.weights, case.ids, activation)
+
+
+def case_of(num_tokens: int, **sizes) -> Case:
+    return make_case("mxfp4_mxfp8", num_tokens, features=NATIVE, device=interpreter.DEVICE, **sizes)
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("block_m", BLOCK_M)
+def test_absent_pairs_and_several_steps(block_m: int) -> None:
+    """Depths of more steps than stages, so that stages are written again."""
+    case = case_of(8, num_experts=2, hidden=544, inter=32)
+    case.ids[0] = -1
+    case.ids[7, 0] = -1
+    actual = run(case, block_m)
+    assert_close(actual, expected(case), BOUND)
+    assert not actual[0].any()
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("block_m", BLOCK_M)
+def test_sizes_that_no_block_divides(block_m: int) -> None:
+    """Rows of scales begin at odd addresses, and an expert has more pairs than a block."""
+    case = case_of(block_m + 3, num_experts=1, top_k=1, hidden=160, inter=96)
+    assert_close(run(case, block_m), expected(case), BOUND)
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_clamped_swiglu_with_biases(dtype: torch.dtype) -> None:
+    """GPT-OSS. Inputs are large enough that both clamps matter."""
+    case = case_of(16, num_experts=2, bias=True, dtype=dtype)
+    case.x *= 8
+    wanted = expected(case, GPT_OSS_SWIGLU)
+    assert (wanted - expected(case, Activation(1.702, 1.0))).norm() > 0.1 * wanted.norm()
+    assert_close(run(case, 64, GPT_OSS_SWIGLU), wanted, BOUND)
+
+
+def test_few_pairs_are_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixed_moe.streamed, "fused_moe", lambda *args: args)
+    case = make_case("mxfp4_mxfp8", 3, num_experts=16, features=NATIVE)
+    args = (case.x, case.w13, case.w2, case.weights, case.ids, GPT_OSS_SWIGLU, None, NATIVE)
+    assert mixed_moe.fused_moe(*args) == args
+
+
+def test_blocks_follow_the_pairs_of_an_expert(library_module: ModuleType) -> None:
+    rows = {1: None, 47: None, 48: 64, 71: 64, 72: 128, 4096: 128}
+    assert {each: mixed_moe.block_rows(128 * each, 128) for each in rows} == rows
+    assert set(BLOCK_M) == set(library_module.MIXED_BLOCK_M)
+
+
+def test_in_interpreter() -> None:
+    interpreter.run_file(__file__)

@@ -1,0 +1,59 @@
+"""sgl-kernel's record of what its kernels cost: its rules hold, and it is of these sources and of what nvcc gives."""
+
+from __future__ import annotations
+
+import json
+from types import ModuleType
+
+import pytest
+
+
+def test_rules_hold_of_the_record(record: ModuleType) -> None:
+    recorded = json.loads(record.FILE.read_text())
+    assert set(recorded["rows"]) == set(record.TARGETS)
+    for rows in recorded["rows"].values():
+        assert {name.split()[0] for name in rows} == {"gate_up", "down"} and len(rows) == 4
+        assert record.broken_rules(rows) == []
+
+
+def test_record_is_of_these_sources(record: ModuleType) -> None:
+    assert json.loads(record.FILE.read_text())["sources"] == record.sources_digest(), (
+        "sgl-kernel/csrc has changed: run python sgl-kernel/record.py --update, which needs nvcc"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"spills": 8}, "8 B spilled"),
+        ({"stack": 16}, "a stack of 16 B"),
+        ({"shared": 101_377}, "101377 B of shared memory"),
+        ({"shared": 0}, "0 B of shared memory"),
+        ({"instructions": {"QMMA.SF.16832.F32.E4M3.E2M1.E8": 64}}, "lacks"),
+        ({"instructions": {"HMMA.16816.F32.BF16": 64}}, "multiplies with HMMA"),
+    ],
+)
+def test_broken_rules_are_named(record: ModuleType, change: dict, says: str) -> None:
+    rows = json.loads(record.FILE.read_text())["rows"]["120f"]
+    name = next(iter(rows))
+    assert any(text.startswith(name) and says in text for text in record.broken_rules({name: rows[name] | change}))
+
+
+def test_a_falsified_row_differs(record: ModuleType) -> None:
+    recorded = json.loads(record.FILE.read_text())
+    rows = json.loads(json.dumps(recorded["rows"]["120f"]))
+    assert record.differences(recorded, "120f", rows, recorded["nvcc"]) == []
+    name = next(iter(rows))
+    recorded["rows"]["120f"][name]["registers"] -= 1
+    assert record.differences(recorded, "120f", rows, recorded["nvcc"])[0].startswith(f"sm_120f {name}")
+
+
+def test_compiles_to_what_is_on_record(record: ModuleType) -> None:
+    """Takes some seconds of nvcc."""
+    compiler, dump = record.find_nvcc(), record.cuobjdump()
+    if compiler is None or dump is None:
+        pytest.skip("needs nvcc and cuobjdump")
+    rows = record.compile_rows(dump, "120f")
+    recorded = json.loads(record.FILE.read_text())
+    assert record.broken_rules(rows) == []
+    assert record.differences(recorded, "120f", rows, record.nvcc_version(compiler)) == []

@@ -1,0 +1,102 @@
+"""Whole steps of models of latent attention, as a GPU of 101,376 bytes would launch them: every launch has a row in the
+ledger. Nothing is computed: the tensors have no memory, and the recorder stands in for Triton."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed import parallel_state
+from sglang.srt.hardware.arch import arch_by_name
+from sglang.srt.kernels.coverage import coverage
+from sglang.srt.kernels.launch_form import Form, recording
+from sglang.srt.layers.attention.attention_registry import create_attention_backend
+from sglang.srt.layers.forward_batch import ForwardBatch, ForwardMode, TokenSlots
+from sglang.srt.layers.latent_attention import LatentAttention
+from sglang.srt.mem_cache.memory_pool import CachePools
+from sglang.srt.models.causal_lm import CausalLM
+from sglang.srt.plan.caches import cache_groups
+from sglang.srt.plan.plan import Plan, make_plan, serving_of
+from sglang.srt.plan.pool_sizes import PoolSizes
+from sglang.srt.server_args import ServerArgs
+
+CONFIGS = Path(__file__).parent / "configs"
+CONTEXT = 8192
+PROMPTS = {"alone": ([100], [0]), "over prefixes": ([100, 300], [0, 200]), "short": ([5], [5000])}
+"""New tokens and cached ones of each request."""
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def model_on_meta(plan: Plan, args: ServerArgs) -> CausalLM:
+    model = CausalLM(plan, device="meta")
+    for step in model.finish:
+        if step.__name__ != LatentAttention._take_cache_scale.__name__:  # which reads a number
+            step()
+    groups = cache_groups(plan.description, serving_of(args, plan.model.dtype, plan.model.quantization))
+    CachePools(groups, PoolSizes(65_535, 1, 64, CONTEXT), "meta").bind(model.caches)
+    return model
+
+
+def batches(backend: object) -> dict[str, ForwardBatch]:
+    def batch(mode: ForwardMode, requests: int, tokens: int, **more: object) -> ForwardBatch:
+        slots = TokenSlots(empty(65, CONTEXT, dtype=torch.int32), empty(tokens))
+        lens = empty(requests, dtype=torch.int32)
+        return ForwardBatch(
+            mode, requests, empty(tokens), empty(tokens), empty(requests), lens, (slots,), backend, **more
+        )
+
+    made = {f"decode {size}": batch(ForwardMode.DECODE, size, size) for size in (1, 8)}
+    for name, (new, cached) in PROMPTS.items():
+        whole = [sum(lens) for lens in zip(new, cached, strict=True)]
+        made[name] = batch(
+            ForwardMode.EXTEND, len(new), sum(new), extend_seq_lens_cpu=new, extend_prefix_lens_cpu=cached,
+            extend_prefix_lens=empty(len(new), dtype=torch.int32), seq_lens_cpu=whole,
+            extend_start_loc=empty(len(new) + 1, dtype=torch.int32),
+        )  # fmt: skip
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers", "cache"),
+    [("deepseek_v3", 4, "fp8_e4m3"), ("deepseek_v3", 4, "auto"), ("kimi_k25", 2, "auto")],
+)
+def test_every_launch_of_a_step_is_on_record(
+    name: str, num_layers: int, cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    config.get("text_config", config)["num_hidden_layers"] = num_layers
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = ServerArgs.from_kwargs(
+        model_path=str(tmp_path), load_format="dummy", tp_size=8, kv_cache_dtype=cache, disable_cuda_graph=True
+    )
+    arch = arch_by_name("rtx-pro-6000-server")
+    plan = make_plan(args, ModelConfig.from_server_args(args), arch, 90 << 30, frozenset({"triton"}))
+    monkeypatch.setattr(parallel_state, "tp_size", lambda: 8)
+    same: Callable[[torch.Tensor], torch.Tensor] = lambda x: x  # noqa: E731
+    monkeypatch.setattr(parallel_state, "all_reduce", same)
+    ways: dict[str, object] = {}
+    forms: dict[Form, int]
+    with torch.inference_mode(), recording("sm_120") as forms:
+        model = model_on_meta(plan, args)
+        for step, batch in batches(create_attention_backend(replace(plan, device="meta"))).items():
+            batch.attn_backend.init_forward_metadata(batch)
+            model.logits(model(batch))
+            assert batch.latent_prompts is not None
+            ways[step] = batch.latent_prompts.chunks
+    assert ways["decode 8"] is None and ways["short"] is None and ways["alone"] == ()
+    assert [len(chunk.slots) for chunk in ways["over prefixes"]] == [200]
+    kernels = {form.kernel for form in forms}
+    assert {"latent_prompt.latent_prompt_kernel", "latent_prompt.gather_latents_kernel"} <= kernels
+    uncovered = coverage("sm120").uncovered(forms)
+    assert not uncovered, "\n".join(uncovered[:10])

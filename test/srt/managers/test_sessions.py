@@ -1,0 +1,50 @@
+"""The bounds of the session store."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sglang.srt.managers.front.generate_request import RequestError
+from sglang.srt.managers.front.sessions import SessionStore, Turn
+
+
+def turn(rid: str, length: int, parent: str | None = None) -> Turn:
+    return Turn(rid, parent, np.zeros(length, np.int32), length)
+
+
+def test_the_least_recently_used_session_goes_first() -> None:
+    store = SessionStore(max_sessions=2)
+    first, second = store.open(10, None), store.open(10, None)
+    store.turn(first, None)
+    store.open(10, "third")
+    assert len(store) == 2 and store.turn(first, None) is None
+    with pytest.raises(RequestError, match="no session"):
+        store.turn(second, None)
+
+
+def test_tokens_are_bounded_and_counted() -> None:
+    store = SessionStore(max_tokens=100)
+    for name in ("a", "b"):
+        store.open(1000, name)
+        store.begin(name, turn("r", 40))
+    assert store.num_tokens == 80
+    last = turn("s", 30, "r")
+    store.begin("b", last)
+    assert store.num_tokens == 70 and len(store) == 1
+    store.end("b", last, [1] * 10)
+    assert store.num_tokens == 80 and len(last.tokens) == 40
+    assert store.drop("b", "r") == [] and store.num_tokens == 40
+    store.end("b", last, [1] * 10)  # it is forgotten
+    assert store.num_tokens == 40
+    store.close("b")
+    assert store.num_tokens == 0
+
+
+def test_what_runs_is_named_when_it_is_dropped() -> None:
+    store = SessionStore()
+    store.open(1000, "a")
+    for rid, parent in (("1", None), ("2", "1"), ("3", "2")):
+        store.begin("a", turn(rid, 1, parent))
+    assert store.drop("a", "1") == ["2", "3"]
+    assert store.drop("a", None) == ["1"] and store.num_tokens == 0

@@ -1,0 +1,97 @@
+"""KVTable: rows, the device's copy of them, and what a request leaves behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from sglang.srt.mem_cache.kv_table import KVTable
+from sglang.srt.mem_cache.radix_node import Node
+from sglang.srt.plan.pool_sizes import PoolSizes
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Implements CachedRequest."""
+
+    tokens: list[int]
+    namespace: str | None = None
+    slot: int = 0
+    kv_len: int = 0
+    reserved_len: int = 0
+    num_cached: int = 0
+    node: Node | None = None
+
+    def token_array(self, length: int) -> np.ndarray:
+        return np.array(self.tokens[:length], np.int32)
+
+    def matchable_len(self) -> int:
+        return len(self.tokens) - 1
+
+
+def admit(kv: KVTable, tokens: list[int]) -> Sequence:
+    seq = Sequence(tokens)
+    prefix = kv.match(seq)
+    kv.tree.lock(prefix.node)
+    kv.place(seq, prefix.node)
+    return seq
+
+
+def compute(kv: KVTable, seq: Sequence, upto: int, decodes: bool = False) -> np.ndarray:
+    slots, old, new = np.array([seq.slot]), np.array([seq.kv_len], np.int32), np.array([upto], np.int32)
+    locs = kv.grow(slots, old, new, int(decodes))
+    seq.kv_len = upto
+    return locs
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_the_device_hears_of_prompts_and_enters_decoded_tokens_itself(page: int) -> None:
+    kv = KVTable(PoolSizes(64, page, 3, 32))
+    seq = admit(kv, list(range(10)))
+    assert seq.slot == 1 and kv.num_free_rows() == 2 and kv.take_update() is None
+    locs = compute(kv, seq, 10)
+    update = kv.take_update()
+    assert update is not None
+    assert update.index.tolist() == list(range(32, 42)) and update.value.tolist() == locs.tolist()
+    compute(kv, seq, 11, decodes=True)
+    assert kv.take_update() is None and kv.rows[1, 10] > 0
+    kv.check()
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_a_second_request_begins_with_what_the_first_left(page: int) -> None:
+    kv = KVTable(PoolSizes(64, page, 3, 32))
+    first = admit(kv, list(range(10)))
+    locs = compute(kv, first, 10)
+    kv.commit(first)
+    kv.release(first)
+    assert (first.slot, first.kv_len, first.num_cached, first.node) == (0, 0, 0, None)
+    second = admit(kv, list(range(10)))
+    assert second.num_cached == second.kv_len == (9 if page == 1 else 8)
+    assert kv.rows[second.slot, : second.kv_len].tolist() == locs[: second.kv_len].tolist()
+    kv.check()
+
+
+def test_duplicates_give_way_and_the_device_hears_of_it() -> None:
+    kv = KVTable(PoolSizes(64, 1, 3, 32))
+    first, second = admit(kv, list(range(10))), admit(kv, list(range(10)))
+    locs = compute(kv, first, 10)
+    compute(kv, second, 10)
+    kv.commit(first)
+    kv.commit(second)
+    update = kv.take_update()
+    assert update is not None and len(np.unique(update.index)) == len(update.index)
+    assert kv.rows[second.slot, :10].tolist() == locs.tolist()
+    assert update.value[update.index >= second.slot * 32].tolist() == locs.tolist()
+    assert kv.usage() == {"free": 54, "cached": 10, "total": 64}
+
+
+def test_what_failed_is_not_kept() -> None:
+    kv = KVTable(PoolSizes(64, 1, 3, 32))
+    seq = admit(kv, list(range(10)))
+    compute(kv, seq, 10)
+    kv.commit(seq)
+    kv.release(seq, keep=False)
+    assert kv.usage() == {"free": 64, "cached": 0, "total": 64} and kv.num_free_rows() == 3

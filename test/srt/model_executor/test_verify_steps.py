@@ -1,0 +1,205 @@
+"""Steps of several tokens through a model: with the model's own earlier outputs as guesses, and with spoilt ones, the
+tokens are those of the plain run, greedy and sampled, in graphs and without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.srt.errors import UserError
+from sglang.srt.managers.scheduler.output import StopChecker
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler_setup import create_runner
+from sglang.srt.model_executor import verify_graph_runner
+from sglang.srt.model_executor.drafts import accept
+from sglang.srt.model_executor.verify_graph_runner import VerifyGraphRunner
+from sglang.srt.server_args import ServerArgs
+from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
+from srt.model_executor.known_texts import KnownTexts, verifying_scheduler
+from srt.model_executor.test_extend_graph_runner import DeviceLengths, StepInPlaceOfGraph
+from srt.models.harness import VOCAB, save_tiny
+
+NEW_TOKENS = 33
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "top_k": 20}
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+
+
+def test_accept() -> None:
+    tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [1, 9, 3, 4], [-1, 2, 3, 4], [1, 2, 3, 4]])
+    drafts = torch.tensor([[1, 2, 3], [1, 5, 3], [1, 2, 3], [0, 2, 3], [1, 2, 3]])
+    widths = torch.tensor([4, 4, 4, 4, 2], dtype=torch.int32)
+    assert accept(tokens, drafts, widths).tolist() == [4, 2, 2, 1, 2]
+
+
+def server_args(folder: Path, **options: Any) -> ServerArgs:
+    return ServerArgs.from_kwargs(
+        model_path=str(folder), skip_tokenizer_init=True,
+        **{"device": "cpu", "max_total_tokens": 4096, "max_running_requests": 8, **options},
+    )  # fmt: skip
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(1, VOCAB, (7 + 11 * i,), generator=generator).tolist() for i in range(7)]
+
+
+def run(scheduler: Scheduler, params: dict[str, Any], **extra: dict[str, Any]) -> dict[int, list[int]]:
+    """extra: parameters of single requests, by number."""
+    collector = Collector()
+    for i, ids in enumerate(prompts()):
+        own = {**params, **extra.get(f"r{i}", {})}
+        add(scheduler, request(f"r{i}", ids, NEW_TOKENS - i, ignore_eos=True, **own))
+    run_to_end(scheduler, collector)
+    assert_clean(scheduler)
+    return {i: collector.tokens[f"r{i}"] for i in range(7)}
+
+
+def as_outputs(tokens: dict[int, list[int]]) -> dict[tuple[int, ...], list[int]]:
+    return {tuple(ids): tokens[i] for i, ids in enumerate(prompts())}
+
+
+def accepted(scheduler: Scheduler) -> list[tuple[int, int]]:
+    """(tokens brought, tokens that stood) of every request and step to come."""
+    counts: list[tuple[int, int]] = []
+    process = scheduler.process
+
+    def spy(batch: Any) -> None:
+        if batch.step.widths is not None:
+            counts.extend(zip(batch.step.widths.tolist(), batch.result.counts.tolist(), strict=True))
+        process(batch)
+
+    scheduler.process = spy  # type: ignore[method-assign]
+    return counts
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "mistral_windows"])
+def test_right_guesses_are_all_accepted(name: str, params: dict[str, Any], tmp_path: Path) -> None:
+    save_tiny(name, tmp_path)
+    args = server_args(tmp_path)
+    plain = run(Scheduler(args, create_runner(args), StopChecker(None)), params)
+    scheduler = verifying_scheduler(args, KnownTexts(4, args), as_outputs(plain))
+    counts = accepted(scheduler)
+    assert run(scheduler, params) == plain
+    assert counts and all(width == count for width, count in counts)
+    assert {width for width, _ in counts} >= {4}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"page_size": 16}, {"chunked_prefill_size": 16}, {"disable_overlap_schedule": True}]
+)
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_spoilt_guesses_change_nothing(params: dict[str, Any], options: dict[str, Any], tmp_path: Path) -> None:
+    save_tiny("qwen3", tmp_path)
+    args = server_args(tmp_path, **options)
+    extra = {"r2": {"presence_penalty": 1.5}, "r4": {"min_new_tokens": 9, "logit_bias": {"5": 2.0}}}
+    plain = run(Scheduler(args, create_runner(args), StopChecker(None)), params, **extra)
+    for spoil_every in (1, 3):
+        scheduler = verifying_scheduler(args, KnownTexts(4, args, spoil_every), as_outputs(plain))
+        assert run(scheduler, params, **extra) == plain
+        assert run(scheduler, params, **extra) == plain, "with prompts and outputs from the cache"
+
+
+def test_states_cannot_be_taken_back(tmp_path: Path) -> None:
+    save_tiny("qwen3_next", tmp_path)
+    args = server_args(tmp_path)
+    with pytest.raises(UserError, match="recurrent states cannot be taken back"):
+        verifying_scheduler(args, KnownTexts(4, args), {})
+
+
+def test_retracted_requests_are_guessed_on(tmp_path: Path) -> None:
+    save_tiny("qwen3", tmp_path)
+    args = server_args(tmp_path, max_total_tokens=345, schedule_conservativeness=0.01)
+    plain = run(Scheduler(args, create_runner(args), StopChecker(None)), GREEDY)
+    scheduler = verifying_scheduler(args, KnownTexts(4, args, 3), as_outputs(plain))
+    assert run(scheduler, GREEDY) == plain
+    assert scheduler.stats.num_retracted > 0
+
+
+def test_log_probabilities_of_several_tokens(tmp_path: Path) -> None:
+    save_tiny("qwen3", tmp_path)
+    args = server_args(tmp_path)
+    ids = prompts()[3]
+    results = []
+    for scheduler in (
+        Scheduler(args, create_runner(args), StopChecker(None)),
+        verifying_scheduler(args, KnownTexts(4, args, 5), {tuple(ids): [*range(40)]}),
+        None,
+    ):
+        if scheduler is None:
+            tokens = [token for _, token in results[0]["output"]]
+            scheduler = verifying_scheduler(args, KnownTexts(4, args, 5), {tuple(ids): tokens})
+        msg = request("a", ids, 20, ignore_eos=True, temperature=0.0)
+        msg.return_logprob, msg.logprob_start_len, msg.top_logprobs_num, msg.token_ids_logprob = True, 0, 2, [5, 9]
+        add(scheduler, msg)
+        seen: dict[str, list[Any]] = {"output": [], "output_top": [], "output_token_ids": [], "input": []}
+        while not scheduler.idle:
+            scheduler.step()
+            for message in scheduler.outbox:
+                for name in seen:
+                    seen[name] += getattr(message.logprobs[0], name) or []
+            scheduler.outbox.clear()
+        results.append(seen)
+    plain, *guessed = results
+    for seen in guessed:
+        for name in ("output", "output_top", "output_token_ids"):
+            ours, theirs = (torch.tensor(r[name]).reshape(-1, 2) for r in (seen, plain))
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+        assert len(seen["output"]) == 20 and len(seen["input"]) == len(ids)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_padding_of_graphs_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph is replaced by its step here, over the same static inputs."""
+    save_tiny(name, tmp_path)
+    args = server_args(tmp_path)
+    plain = run(Scheduler(args, create_runner(args), StopChecker(None)), SAMPLED)
+    monkeypatch.setattr(verify_graph_runner, "capture", StepInPlaceOfGraph)
+    scheduler = verifying_scheduler(args, KnownTexts(4, args, 3), as_outputs(plain))
+    runner = scheduler.runner
+    runner.state.attn_backend = DeviceLengths(runner.plan, "cpu")
+    with torch.inference_mode():
+        graphs = runner.verify_graphs = VerifyGraphRunner(runner.state, (1, 4, 8))
+    replays = []
+    original = graphs.replay
+    monkeypatch.setattr(graphs, "replay", lambda step: (replays.append(len(step.slots)), original(step))[1])
+    assert run(scheduler, SAMPLED) == plain
+    assert max(replays) > 4 and any(count not in graphs.batch_sizes for count in replays)
+
+
+QUESTIONS = ("What is the capital of France?", "What is 2+2?", "What is 15+27?", "What is the capital of Japan?")
+
+
+def answers(scheduler: Scheduler, params: dict[str, Any]) -> dict[tuple[int, ...], list[int]]:
+    """By prompt. The embedded model is certain of these answers (the next best logit is 10 lower), so that products of
+    another height, which round otherwise, change no token."""
+    tokenizer = Tokenizer.from_file(f"{DEFAULT_MODEL_PATH}/tokenizer.json")
+    collector, asked = Collector(), {}
+    for i, question in enumerate(QUESTIONS):
+        ids = tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n").ids
+        asked[f"q{i}"] = tuple(ids)
+        add(scheduler, request(f"q{i}", ids, NEW_TOKENS, **params))
+    run_to_end(scheduler, collector)
+    assert_clean(scheduler)
+    return {ids: collector.tokens[rid] for rid, ids in asked.items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options", [{}, {"disable_cuda_graph": True}, {"page_size": 16}], ids=["graphs", "eager", "pages"]
+)
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_on_a_gpu(params: dict[str, Any], options: dict[str, Any]) -> None:
+    args = server_args(Path(DEFAULT_MODEL_PATH), device="cuda", cuda_graph_max_bs=8, mem_fraction_static=0.2, **options)
+    plain = answers(Scheduler(args, create_runner(args), StopChecker(None)), params)
+    for spoil_every in (0, 3):
+        scheduler = verifying_scheduler(args, KnownTexts(4, args, spoil_every), plain)
+        assert ("disable_cuda_graph" in options) == (scheduler.runner.verify_graphs is None)
+        counts = accepted(scheduler)
+        assert answers(scheduler, params) == plain
+        assert counts and (spoil_every or all(width == count for width, count in counts))
