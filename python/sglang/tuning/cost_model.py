@@ -38,12 +38,13 @@ FULL_WARPS = 8
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """What no data sheet says. Fitted on times measured on an H200, 2026-11-21, by benchmark/kernels/fused_moe_triton/
-    fit_cost_model.py; docs/results/2026-11-21-h200-moe-cost-model.md says how well they choose."""
+    """What no data sheet says. The defaults are fitted on times measured on an H200, 2026-11-21, by benchmark/kernels/
+    fused_moe_triton/fit_cost_model.py; docs/results/2026-11-21-h200-moe-cost-model.md says how well they choose."""
 
     bandwidth_share: float = 1.0  # of the memory's bandwidth that streaming long rows reaches
     in_flight: float = 0.25  # how much slower it gets with no more bytes on their way than bandwidth x latency
-    short_rows: float = 0.175  # and with rows of 128 bytes
+    short_rows: float = 0.175  # and with rows of 128 bytes,
+    row_power: float = 1.0  # times this power of 128 bytes over the row's
     matrix_share: float = 0.88  # of the matrix rate that a full SM reaches
     l2_share: float = 1.0  # of the L2's rate
     latency: float = 1.16e-6  # from memory to shared memory
@@ -61,6 +62,25 @@ class Constants:
 
 
 DEFAULT = Constants()
+SM120 = Constants(
+    bandwidth_share=0.965,  # 1.54 TB/s, the best read that was measured
+    in_flight=0.15,
+    short_rows=0.025,
+    row_power=4.3,
+    matrix_share=0.85,
+    latency=0.6e-6,
+    step_overhead=80e-9,
+    prologue=1.95e-6,
+)
+"""For times of SGLang's Triton experts measured on an RTX PRO 6000 Server; benchmark/kernels/card/fit_experts.py says
+how well. They tell the short rows, the matrix unit's share and the prologue; latency, loads on their way and a step's
+overhead could be half or twice that. What they do not tell at all is as on the H200."""
+
+
+def constants_of(arch: ArchTraits) -> Constants:
+    return SM120 if "block_scaled_mma" in arch.features and "tcgen05" not in arch.features else DEFAULT
+
+
 _SHARPNESS = 4.0
 """Exponent of the norm that stands for "the largest of"."""
 
@@ -104,14 +124,28 @@ def estimate(
     tile: Tile,
     record: TileRecord,
     arch: ArchTraits,
-    constants: Constants = DEFAULT,
+    constants: Constants | None = None,
 ) -> Estimate | None:
     """None when no program of the tile fits an SM. Raises UserError for a GPU without known rates."""
-    rates = rates_of(arch)
+    experts, blocks = used_blocks(num_tokens, product.num_experts, product.top_k, tile["BLOCK_M"])
+    return estimate_blocks(product, num_tokens, tile, record, arch, experts, blocks, constants)
+
+
+def estimate_blocks(
+    product: GroupedProduct,
+    num_tokens: int,
+    tile: Tile,
+    record: TileRecord,
+    arch: ArchTraits,
+    experts: float,
+    blocks: float,
+    constants: Constants | None = None,
+) -> Estimate | None:
+    """As `estimate`, for a routing that gives `experts` experts a token and makes `blocks` blocks of BLOCK_M rows."""
+    rates, constants = rates_of(arch), constants or constants_of(arch)
     occupancy = blocks_per_sm(record, tile["num_warps"], arch, rates)
     if occupancy == 0:
         return None
-    experts, blocks = used_blocks(num_tokens, product.num_experts, product.top_k, tile["BLOCK_M"])
     launch = _Launch(product, num_tokens, tile, record, arch, rates, constants, occupancy, experts, blocks)
     chain, memory, l2 = launch.chain(), launch.memory(), launch.l2()
     total = constants.launch + _largest(chain, memory, l2)
@@ -256,9 +290,8 @@ class _Launch:
         on_their_way = sharing * max(1, self.tile["num_stages"] - 1) * self.weights
         needed = arch.bandwidth * constants.latency / arch.num_sms
         row_bytes = self.tile["BLOCK_K"] * self.product.w_bytes
-        slowdown = (1.0 + constants.in_flight * needed / on_their_way) * (
-            1.0 + constants.short_rows * 128.0 / row_bytes
-        )
+        short_rows = constants.short_rows * math.pow(128.0 / row_bytes, constants.row_power)
+        slowdown = (1.0 + constants.in_flight * needed / on_their_way) * (1.0 + short_rows)
         return arch.bandwidth * constants.bandwidth_share / slowdown
 
     def l2(self) -> float:

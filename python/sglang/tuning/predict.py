@@ -11,7 +11,7 @@ from sglang.srt.kernels.ledger_file import tile_key
 from sglang.srt.kernels.spec import TileRecord
 from sglang.srt.layers.moe.fused_moe_triton.config_format import TilePair
 from sglang.srt.layers.moe.fused_moe_triton.tiles import GroupedTile
-from sglang.tuning.cost_model import DEFAULT, Constants, estimate
+from sglang.tuning.cost_model import Constants, estimate
 from sglang.tuning.search_space import KINDS, MoeShape, grouped_product
 
 Kept = Sequence[tuple[GroupedTile, TileRecord]]
@@ -52,7 +52,7 @@ def predict(
     record: TileRecord,
     num_tokens: int,
     arch: ArchTraits,
-    constants: Constants = DEFAULT,
+    constants: Constants | None = None,
 ) -> float:
     """Seconds of one product; inf when no program fits an SM."""
     found = estimate(grouped_product(shape, kind, record), num_tokens, tile, record, arch, constants)
@@ -64,7 +64,7 @@ def point(
     num_tokens: int,
     arch: ArchTraits,
     kept: Mapping[str, Kept],
-    constants: Constants = DEFAULT,
+    constants: Constants | None = None,
 ) -> Point:
     """`kept`: the tiles to judge, by kind."""
     times: dict[tuple[str, int], dict[str, float]] = {}

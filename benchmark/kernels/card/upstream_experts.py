@@ -1,0 +1,80 @@
+"""Predicted time of a layer of experts as SGLang's Triton kernels compute it on SM120, with the tiles it takes there.
+
+What its tiles cost was compiled for sm_120 from the releases 0.5.10 and 0.5.15 (both the same) with Triton 3.9.0, by
+the recorder of `scripts/upstream`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from measured_experts import MeasuredLayer
+
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.kernels.spec import TileRecord
+from sglang.srt.layers.moe.fused_moe_triton.tiles import GroupedTile, tile
+from sglang.tuning.cost_model import Constants, GroupedProduct, estimate_blocks
+
+_BF16, _FP8 = ("m16n8k16 bf16",), ("m16n8k32 e4m3",)
+SMALL, LARGE, BLOCKS = tile(16, 32, 64, 1, 4, 3), tile(64, 64, 32, 8, 4, 3), tile(64, 128, 128, 32, 4, 3)
+COSTS = {
+    ("small", "gate_up"): (SMALL, TileRecord(12288, 36, 0, 0, _BF16)),
+    ("small", "down"): (SMALL, TileRecord(12288, 38, 0, 0, _BF16)),
+    ("large", "gate_up"): (LARGE, TileRecord(16384, 86, 0, 0, _BF16)),
+    ("large", "down"): (LARGE, TileRecord(16384, 93, 0, 0, _BF16)),
+    ("fp8_block", "gate_up"): (BLOCKS, TileRecord(49152, 255, 60, 24, _FP8)),
+    ("fp8_block", "down"): (BLOCKS, TileRecord(49152, 254, 0, 0, _FP8)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SideKernels:
+    """Everything but the two products: seconds of all launches, and bytes a second of what they read and write."""
+
+    launches_bf16: float = 4e-6
+    launches_fp8: float = 18e-6
+    rate: float = 1.9e12
+
+    def seconds(self, layer: MeasuredLayer) -> float:
+        pairs, hidden, inter = layer.pairs, layer.hidden, layer.intermediate
+        moved = pairs * 2 * inter * 2 + pairs * inter * 2 + pairs * hidden * 2 + layer.num_tokens * hidden * 2
+        if layer.scheme == "bf16":
+            return self.launches_bf16 + moved / self.rate
+        return self.launches_fp8 + (moved + 3 * (layer.num_tokens * hidden + pairs * inter)) / self.rate
+
+
+def predict(layer: MeasuredLayer, arch: ArchTraits, constants: Constants, side: SideKernels) -> float:
+    """Seconds."""
+    return side.seconds(layer) + sum(_product(layer, kind, arch, constants) for kind in ("gate_up", "down"))
+
+
+def _product(layer: MeasuredLayer, kind: str, arch: ArchTraits, constants: Constants) -> float:
+    name = layer.scheme if layer.scheme != "bf16" else "small" if layer.num_tokens <= layer.num_experts else "large"
+    choice, record = COSTS[name, kind]
+    item = 2.0 if layer.scheme == "bf16" else 1.0
+    gate_up = kind == "gate_up"
+    product = GroupedProduct(
+        num_experts=layer.num_experts,
+        top_k=layer.top_k,
+        columns=2 * layer.intermediate if gate_up else layer.hidden,
+        depth=layer.hidden if gate_up else layer.intermediate,
+        width=1,
+        x_bytes=item,
+        w_bytes=item,
+        out_bytes=2.0,
+        scaled_every=128 if layer.scheme == "fp8_block" else 0,
+        gathers_tokens=gate_up,
+    )
+    experts, blocks = even_blocks(layer, choice)
+    found = estimate_blocks(product, layer.num_tokens, choice, record, arch, experts, blocks, constants)
+    assert found is not None, "this tile ran on the card"
+    return found.total
+
+
+def even_blocks(layer: MeasuredLayer, choice: GroupedTile) -> tuple[float, float]:
+    """Experts with a token, and blocks of BLOCK_M rows, when tokens are shared out evenly."""
+    few, more = divmod(layer.pairs, layer.num_experts)
+    m = choice["BLOCK_M"]
+    blocks = (layer.num_experts - more) * math.ceil(few / m) + more * math.ceil((few + 1) / m)
+    return float(min(layer.num_experts, layer.pairs)), float(blocks)
