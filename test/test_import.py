@@ -32,14 +32,19 @@ def loaded_after(statement: str) -> tuple[set[str], float]:
         "sglang.srt.server_args",
         "sglang.srt.configs.model_config",
         "sglang.srt.managers.wire.io_struct",
-        "sglang.srt.entrypoints.engine",
-        "sglang.srt.entrypoints.http_server",
     ],
 )
 def test_light_modules_load_no_framework(module: str) -> None:
     names, seconds = loaded_after(f"import {module}")
     assert names == set()
     print(f"import {module}: {seconds:.3f} s")
+
+
+@pytest.mark.parametrize("module", ["sglang.srt.entrypoints.engine", "sglang.srt.entrypoints.http_server"])
+def test_the_front_needs_numpy_at_most(module: str) -> None:
+    """Embeddings and the tokens of sessions are arrays."""
+    names, _ = loaded_after(f"import {module}")
+    assert names <= {"numpy"}
 
 
 def test_lazy_attributes() -> None:

@@ -125,7 +125,7 @@ def test_a_cancel_may_come_together_with_the_result(client: CompileClient) -> No
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"seconds": 1.0}, "The grammar took more than 1 s to compile; simplify it."),
+        ({"seconds": 1.0, "memory_bytes": 8192 * MIB}, "The grammar took more than 1 s to compile; simplify it."),
         ({"memory_bytes": 16 * MIB}, "Compiling the grammar takes more than 16 MiB; simplify it."),
     ],
 )

@@ -13,8 +13,8 @@ EXPECTED_FEATURES = {
     "sm_90": {"cp_async", "fp8_mma", "tma", "wgmma", "pdl", "nvlink"},
     "sm_100": {"cp_async", "fp8_mma", "tma", "tcgen05", "block_scaled_mma", "pdl", "nvlink"},
     "sm_103": {"cp_async", "fp8_mma", "tma", "tcgen05", "block_scaled_mma", "pdl", "nvlink"},
-    "sm_120": {"cp_async", "fp8_mma", "tma", "block_scaled_mma", "pdl"},
-    "sm_121": {"cp_async", "fp8_mma", "tma", "block_scaled_mma", "pdl"},
+    "sm_120": {"cp_async", "fp8_mma", "tma", "block_scaled_mma", "mma_sync_block_scale", "pdl"},
+    "sm_121": {"cp_async", "fp8_mma", "tma", "block_scaled_mma", "mma_sync_block_scale", "pdl"},
     "cpu": set(),
 }
 
@@ -99,7 +99,7 @@ def test_a_forced_architecture_keeps_to_what_the_gpu_can_do(monkeypatch: pytest.
     monkeypatch.setattr(arch_module, "_measured_arch", lambda index: arch_by_name("h200"))
     forced = current_arch()
     assert forced.name == "sm_120" and forced.smem_per_block == 101_376
-    assert forced.features == EXPECTED_FEATURES["sm_120"] - {"block_scaled_mma"}
+    assert forced.features == EXPECTED_FEATURES["sm_120"] - {"block_scaled_mma", "mma_sync_block_scale"}
 
 
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

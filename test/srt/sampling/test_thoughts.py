@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sglang.srt.sampling.thoughts import ThinkingBudget, Thoughts
+from sglang.srt.sampling.thinking_budget import ThinkingBudget
+from sglang.srt.sampling.thoughts import Thoughts
 
 BEGIN, END = 40, 70
 

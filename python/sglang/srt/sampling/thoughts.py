@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-
-class ThinkingBudget(msgspec.Struct, frozen=True):
-    """`tokens`: at most so many thoughts. `begin` and `end` are the tokens around them; `inside`: the prompt has the
-    first one already."""
-
-    tokens: int
-    begin: int
-    end: int
-    inside: bool
+from sglang.srt.sampling.thinking_budget import ThinkingBudget
 
 
 class Thoughts:

@@ -141,6 +141,7 @@ def test_the_layer_launches_with_them(monkeypatch: pytest.MonkeyPatch, tmp_path:
     layer.route = lambda x, batch: (None, torch.zeros((len(x), 2), dtype=torch.int32))  # type: ignore[assignment]
     layer.products = lambda *args: launched.append(args[6]) or args[0]
     layer.activation, layer.features, layer.shared, layer.tuned = None, SM120.features, None, tuned  # type: ignore
+    layer.latent = None  # type: ignore[assignment]
     monkeypatch.setattr(layer_module.parallel_state, "all_reduce", lambda x: x)
     for num_tokens in (1, 3, 50):
         layer(torch.zeros((num_tokens, 4)))

@@ -24,7 +24,7 @@ from sglang.srt.function_call.model_formats import ModelFormats, tool_schemas
 from sglang.srt.function_call.parser import OutputParser
 from sglang.srt.function_call.registry import NUMBERED_IDS
 from sglang.srt.managers.front.generate_request import GenerateOutput
-from sglang.srt.sampling.thoughts import ThinkingBudget
+from sglang.srt.sampling.thinking_budget import ThinkingBudget
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")

@@ -11,7 +11,7 @@ from typing import Any
 from sglang.srt.managers.wire.io_struct import FinishReason, TokenMeta
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.sampling.thoughts import ThinkingBudget
+from sglang.srt.sampling.thinking_budget import ThinkingBudget
 
 
 class RequestError(ValueError):

@@ -15,7 +15,7 @@ import msgspec
 
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.sampling.thoughts import ThinkingBudget
+from sglang.srt.sampling.thinking_budget import ThinkingBudget
 
 
 class FinishReason(msgspec.Struct, omit_defaults=True):
