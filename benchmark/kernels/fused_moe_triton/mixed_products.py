@@ -28,7 +28,7 @@ from sglang.srt.kernels.spec import TileRecord
 from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
 from sglang.srt.layers.moe.fused_moe_triton.product_variants import product_variant
 from sglang.srt.layers.moe.fused_moe_triton.tiles import TILE_KEYS, GroupedTile, MoeTiles, tile_rows
-from sglang.tuning.cost_model import DEFAULT, LANES_PER_SM, estimate
+from sglang.tuning.cost_model import LANES_PER_SM, constants_of, estimate
 from sglang.tuning.rates import rates_of
 from sglang.tuning.search_space import KINDS, MoeShape, candidates, grouped_product
 
@@ -129,12 +129,12 @@ def product_seconds(model: Model, kind: str, tokens: int, tile: GroupedTile, arc
     rounds = found.programs * -(-model.shape.depth(kind) // tile["BLOCK_K"])
     lanes = arch.num_sms * LANES_PER_SM * rates_of(arch).clock
     chain = found.chain + rounds * extra * 32 * tile["num_warps"] / lanes
-    return DEFAULT.launch + math.fsum(t**4 for t in (chain, found.memory, found.l2)) ** 0.25
+    return constants_of(arch).launch + math.fsum(t**4 for t in (chain, found.memory, found.l2)) ** 0.25
 
 
 def rest_seconds(model: Model, tokens: int, arch: ArchTraits) -> float:
     """Everything but the experts, as if it were one product; attention over the cache is left out."""
-    flops = rates_of(arch).matrix["half"] * DEFAULT.matrix_share
+    flops = rates_of(arch).matrix["half"] * constants_of(arch).matrix_share
     return max(model.rest_bytes / arch.bandwidth, 2.0 * model.rest_weights * tokens / flops)
 
 
