@@ -147,7 +147,7 @@ class MoE:
         if self.shared is not None and not self.fused_shared:
             parts += _mlp("moe.shared", self.shared.intermediate_size // tp_size, hidden_size, False, self.activation)
         if self.shared is not None and self.shared.gated:
-            parts.append(Matrix("moe.shared_gate", ("",), 1, hidden_size))
+            parts.append(Matrix("moe.shared_gate", ("",), 1, hidden_size, quantized=False))
         return tuple(parts)
 
     def activation_elements(self, hidden_size: int, tp_size: int) -> int:
