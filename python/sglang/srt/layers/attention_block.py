@@ -37,8 +37,8 @@ class WholeNorm:
 
     def __init__(self, scope: Scope, q_rows: tuple[int, slice], k_rows: tuple[int, slice], eps: float) -> None:
         self.q_weight, self.k_weight = (
-            scope.sub(name).param("weight", (own.stop - own.start,), {PartKey(): Part((total,), (own,))}, Init.ONES)
-            for name, (total, own) in (("q_norm", q_rows), ("k_norm", k_rows))
+            scope.sub(name).param("weight", (rows.stop - rows.start,), {PartKey(): Part((total,), (rows,))}, Init.ONES)
+            for name, (total, rows) in (("q_norm", q_rows), ("k_norm", k_rows))
         )
         self.totals = (q_rows[0], k_rows[0])
         self.k_copies = scope.tp_size * self.k_weight.shape[0] // k_rows[0]
