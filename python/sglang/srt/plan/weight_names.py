@@ -51,7 +51,7 @@ class WeightMap:
     def layer_module(self, layer: int, module: str, part: str = "", expert: int = 0) -> str:
         """What the checkpoint calls the module that holds this part of ours ("attn.qkv", "moe.w13") in a layer."""
         template = self.layer_prefix.format(layer=layer) + self.layer[module]
-        return template.format(part=self._part(part), expert=expert)
+        return template.format(part=self._part(part), expert=expert).removesuffix(".")
 
     def _part(self, part: str) -> str:
         return self.parts.get(part, part)
