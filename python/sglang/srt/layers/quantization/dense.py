@@ -16,6 +16,7 @@ from sglang.srt.configs.quant_scheme import Scheme
 from sglang.srt.errors import UserError
 from sglang.srt.layers.linear import Unquantized
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES
+from sglang.srt.layers.ops import QuantizedLinearOp
 from sglang.srt.layers.parameter import FLOATS, Apply, Convert, Fill, Param, Part, Scope, Shard, constant, random_codes
 from sglang.srt.layers.quantization.layout import Leaf, layout_of
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
@@ -56,7 +57,7 @@ class QuantizedLinear:
     """x [T, in] -> [T, out] (+ bias). The kernel takes the weight once it is loaded, and may arrange it its own way."""
 
     def __init__(self, scope: Scope, quant: ModuleQuant, weight: LinearWeight, bias: torch.Tensor | None) -> None:
-        self.bind = scope.plan.entry(f"linear/{quant.scheme}")
+        self.bind: QuantizedLinearOp = scope.plan.entry(f"linear/{quant.scheme}")
         self.arch = scope.plan.arch
         self.weight: LinearWeight | None = weight
         self.bias = bias

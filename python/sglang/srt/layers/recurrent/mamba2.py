@@ -8,6 +8,7 @@ import torch
 
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_of
+from sglang.srt.layers.ops import GatedRMSNormOp
 from sglang.srt.layers.parameter import Init, Part, Scope
 from sglang.srt.layers.recurrent.mixer import Convolution, Gates, Heads, RecurrentCore
 from sglang.srt.layers.recurrent.rule import Rule
@@ -43,7 +44,7 @@ class Mamba2Mixer:
             _sliced(scope, leaf, spec.num_heads, heads, torch.float32) for leaf in ("A_log", "dt_bias", "D")
         )
         self.norm_weight = _sliced(scope.sub("norm"), "weight", values, inner, None)
-        self.norm = scope.plan.entry("gated_rmsnorm")
+        self.norm: GatedRMSNormOp = scope.plan.entry("gated_rmsnorm")
         rule = Rule(delta=False, dt_min=spec.dt_min, dt_max=spec.dt_max)
         self.core = RecurrentCore(scope, scope.cache(site.layer_id, "state"), "state_space_duality", rule, self.heads)
         self.out = RowParallelLinear(scope.sub("out"), values, hidden_size, spec.proj_bias)
