@@ -36,9 +36,9 @@ class GQA:
 
     `window` 0: over the whole request. `scale` multiplies the products of q and k (0: head_dim ** -0.5); `logit_cap`
     > 0 bends them to within +-that. `qk_norm`: "head" for a norm over each head of q and k, "whole" for one over all of
-    q and one over all of k; `value_norm`: over each head of v too, without weights. With `values_from_keys` k_proj makes
-    both, and what is normed for v is k as projected. With `output_gate` q_proj makes a gate for every head beside it.
-    `cache_layer` >= 0: the layer makes no keys and values and attends to those of that layer, which says `cache_shared`.
+    q and one over all of k; `value_norm`: over each head of v too, without weights. With `values_from_keys` k_proj
+    makes both: v is k before its norm. With `output_gate` q_proj makes a gate for every head beside it. `cache_layer`
+    >= 0: the layer makes no keys and values and attends to those of that layer, which says `cache_shared`.
     """
 
     num_heads: int

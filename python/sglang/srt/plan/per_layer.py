@@ -1,4 +1,4 @@
-"""Embeddings of a token that enter every layer anew, as a block of `layer_spec` (Gemma 3n and 4: "per-layer inputs")."""
+"""Embeddings of a token that enter every layer anew, as a block of `layer_spec` (Gemma 4: per-layer inputs)."""
 
 from __future__ import annotations
 
