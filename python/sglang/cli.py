@@ -1,4 +1,4 @@
-"""The `sglang` command: serve, generate, version."""
+"""The `sglang` command."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.launch_server import report_user_errors, serve
+from sglang.plan.command import run_plan
 from sglang.srt.errors import UserError
 from sglang.version import __version__
 
@@ -18,6 +19,7 @@ usage: sglang COMMAND [options]
 
   serve      start a server; without --model-path it serves the small model that ships with the package
   generate   print a model's answer to one prompt
+  plan       print what a model would take and could reach on some GPUs, layout by layout; needs no GPU
   version    print the version
 
 `sglang COMMAND --help` explains a command.
@@ -88,6 +90,7 @@ def run_version(argv: Sequence[str]) -> None:
 COMMANDS: Mapping[str, Callable[[Sequence[str]], None]] = {
     "serve": run_serve,
     "generate": run_generate,
+    "plan": run_plan,
     "version": run_version,
 }
 
