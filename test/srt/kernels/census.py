@@ -17,7 +17,7 @@ import torch
 
 from sglang.srt.configs.activation import GPT_OSS_SWIGLU, SILU
 from sglang.srt.configs.quant_rules import ModuleQuant
-from sglang.srt.configs.quant_scheme import SCHEMES, Scheme, expert_share
+from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, SCHEMES, Scheme, expert_share
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.tiles import attention_tiles
@@ -142,6 +142,7 @@ def launch_all(shape: Shape, arch: ArchTraits, done: set[object]) -> None:
             once(_output_gate, shape.heads * shape.head_dims[1])
     for rows, cols, bias in _unquantized(shape):
         once(_gemv, rows, cols, bias)
+    once(_quantized_head, -(-shape.vocab // shape.tp), shape.hidden, arch)
     for rows, cols, bias in _projections(shape):
         for scheme in SCHEMES.values():
             for static in (False, True) if scheme.activation == "tensor" else (scheme.activation == "nvfp4",):
@@ -335,7 +336,21 @@ def linear_weight(rows: Sequence[int], cols: int, scheme: Scheme, static: bool) 
     )
 
 
-def _products(rows: Sequence[int], cols: int, bias: bool, scheme: Scheme, static: bool, arch: ArchTraits) -> None:
+def _quantized_head(vocab: int, hidden: int, arch: ArchTraits) -> None:
+    """Logits are fp32."""
+    for name in HEAD_SCHEMES:
+        _products((vocab,), hidden, False, SCHEMES[name], False, arch, torch.float32)
+
+
+def _products(
+    rows: Sequence[int],
+    cols: int,
+    bias: bool,
+    scheme: Scheme,
+    static: bool,
+    arch: ArchTraits,
+    out: torch.dtype = BF16,
+) -> None:
     """With every tile of the table, for as many rows of x as it is for and, stepped down to, for many."""
     weight = linear_weight(rows, cols, scheme, static)
     if weight is None:
@@ -343,12 +358,12 @@ def _products(rows: Sequence[int], cols: int, bias: bool, scheme: Scheme, static
     held = quant_linear.pack(weight, arch)
     own_bias = empty(sum(rows)) if bias else None
     for tokens in (1, quant_linear.FEW_ROWS):
-        quant_linear.few_rows(empty(tokens, cols), held, own_bias)
+        quant_linear.few_rows(empty(tokens, cols), held, own_bias, out)
     kind = held.product.kind
     tiles = {int(min(row.max_rows, MANY)): row.tile for row in linear_tiles.tile_rows(kind, arch.features)}
     for tokens, tile in [*tiles.items(), (min(tiles), linear_tiles.last_resort(kind))]:
         for num in {tokens, MANY}:
-            quant_linear.many_rows(empty(num, cols), held, own_bias, tile)
+            quant_linear.many_rows(empty(num, cols), held, own_bias, tile, out)
 
 
 def _routing(

@@ -44,6 +44,14 @@ class LinearOp(Protocol):
     ) -> torch.Tensor: ...
 
 
+class QuantizedProduct(Protocol):
+    """What the op of a quantized weight makes of it: x [..., K], bias [N] -> [..., N] of x's type or `out_dtype`."""
+
+    def __call__(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor: ...
+
+
 class QKNormRopeStoreOp(Protocol):
     def __call__(
         self,
