@@ -20,11 +20,11 @@ def _vocab_rows(scope: Scope, vocab_size: int) -> tuple[int, slice]:
 
 def _vocab_weight(scope: Scope, vocab_size: int, hidden_size: int) -> torch.Tensor:
     """This rank's rows [ceil(V / tp), H]. Rows past the vocabulary (of the last ranks) stay zero."""
-    rows, held = _vocab_rows(scope, vocab_size)
-    part = Part((vocab_size, hidden_size), (held,), (slice(0, held.stop - held.start),))
+    rows, rank_rows = _vocab_rows(scope, vocab_size)
+    part = Part((vocab_size, hidden_size), (rank_rows,), (slice(0, rank_rows.stop - rank_rows.start),))
     weight = scope.param("weight", (rows, hidden_size), {PartKey(): part})
     if not weight.is_meta:
-        weight[held.stop - held.start :].zero_()
+        weight[rank_rows.stop - rank_rows.start :].zero_()
     return weight
 
 
@@ -65,8 +65,8 @@ class LMHead:
         self.vocab_size = vocab_size
         self.cap = cap
         self.multi_rank = scope.tp_size > 1
-        self.rows, held = _vocab_rows(scope, vocab_size)
-        shard = Shard("", vocab_size, hidden_size, held, slice(0, hidden_size))
+        self.rows, rank_rows = _vocab_rows(scope, vocab_size)
+        shard = Shard("", vocab_size, hidden_size, rank_rows, slice(0, hidden_size))
         # The sums as they are: rounded to bf16, logits of 16 to 32 would lie on a grid of 0.125.
         self.product = scope.quant.create_head(scope, shard) if tied_to is None else None
         if self.product is None:
