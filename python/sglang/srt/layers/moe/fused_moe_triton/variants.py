@@ -34,6 +34,7 @@ from sglang.srt.layers.triton_ops.quant_variants import (
     RAGGED,
     SCALE_STRIDES,
     products,
+    recorded_schemes,
 )
 from sglang.srt.layers.triton_ops.scaled_dot import product_of
 from sglang.srt.layers.triton_ops.streamed_dot import pair_launch
@@ -83,7 +84,7 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
 
 
 def _launches(op: str, features: tuple[str, ...]) -> Iterator[Variant]:
-    for scheme in (None, *SCHEMES.values()):
+    for scheme in (None, *recorded_schemes()):
         for product, tail in products(scheme, features):
             yield from _of_scheme(ExpertLaunch(scheme, product, tail=tail), features)
     yield from _gpt_oss(features)
