@@ -14,7 +14,7 @@ import torch
 
 from sglang.srt.configs.activation import GELU_TANH, Activation
 from sglang.srt.configs.quant_rules import ModuleQuant
-from sglang.srt.configs.quant_scheme import SCHEMES, Scheme, expert_share
+from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, SCHEMES, Scheme, expert_share
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.tiles import attention_tiles
@@ -100,6 +100,7 @@ def launch_all(model: ModelDescription, tp_size: int, arch: ArchTraits, done: se
         for matrix, of_all in zip(share, whole, strict=True):
             _dense_product(once, matrix, matrix.cols < of_all.cols, arch)
     once(_gemv, -(-model.vocab_size // tp_size), model.hidden_size, False, torch.float32)
+    once(_quantized_head, -(-model.vocab_size // tp_size), model.hidden_size, arch)
     once(_image_encoder, model.vision_head_dim, arch)
     once(_sampling, model.vocab_size)
 
@@ -323,7 +324,21 @@ def linear_weight(total: int, cols: int, scheme: Scheme, static: bool) -> Linear
     )
 
 
-def _products(rows: int, cols: int, bias: bool, scheme: Scheme, static: bool, arch: ArchTraits) -> None:
+def _quantized_head(vocab: int, hidden: int, arch: ArchTraits) -> None:
+    """Logits are fp32."""
+    for name in HEAD_SCHEMES:
+        _products(vocab, hidden, False, SCHEMES[name], False, arch, torch.float32)
+
+
+def _products(
+    rows: int,
+    cols: int,
+    bias: bool,
+    scheme: Scheme,
+    static: bool,
+    arch: ArchTraits,
+    out: torch.dtype = BF16,
+) -> None:
     """With every tile of the table, for as many rows of x as it is for and, stepped down to, for many."""
     weight = linear_weight(rows, cols, scheme, static)
     if weight is None:
@@ -331,12 +346,12 @@ def _products(rows: int, cols: int, bias: bool, scheme: Scheme, static: bool, ar
     held = quant_linear.pack(weight, arch)
     own_bias = empty(rows) if bias else None
     for tokens in (1, quant_linear.FEW_ROWS):
-        quant_linear.few_rows(empty(tokens, cols), held, own_bias)
+        quant_linear.few_rows(empty(tokens, cols), held, own_bias, out)
     kind = held.product.kind
     tiles = {int(min(row.max_rows, MANY)): row.tile for row in linear_tiles.tile_rows(kind, arch.features)}
     for tokens, tile in [*tiles.items(), (min(tiles), linear_tiles.last_resort(kind))]:
         for num in {tokens, MANY}:
-            quant_linear.many_rows(empty(num, cols), held, own_bias, tile)
+            quant_linear.many_rows(empty(num, cols), held, own_bias, tile, out)
 
 
 def _routing(router: Router, experts: int, fused: bool, vocab: int) -> None:

@@ -54,15 +54,19 @@ class MoELayer:
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         weights, ids = self.route(x, batch)
+        out = self.routed(x, weights, ids)
+        if self.shared is not None:
+            out = out + self.shared(x)
+        return parallel_state.all_reduce(out)
+
+    def routed(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The chosen experts' outputs by their weights [T, k]: this rank's summand of [T, H]."""
         w13, w2 = self.experts.w13, self.experts.w2
         tiles = self.tuned.for_launch(*ids.shape) if self.tuned is not None else None
         rows = x if self.latent is None else self.latent[0](x)
         out = self.products(rows, w13, w2, weights, ids, self.activation, tiles, self.features)
-        if self.latent is not None:  # linear: of each rank's summand
-            out = self.latent[1](out)
-        if self.shared is not None:
-            out = out + self.shared(x)
-        return parallel_state.all_reduce(out)
+        # What comes behind is linear: of each rank's summand.
+        return out if self.latent is None else self.latent[1](out)
 
 
 class SharedExpert:

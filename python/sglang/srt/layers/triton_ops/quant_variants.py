@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
-from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
-from sglang.srt.kernels.ledger_file import WIDENED_TAIL
+from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, SCHEMES, Scheme
+from sglang.srt.kernels.ledger_file import SAME_LAUNCHES, WIDENED_TAIL
 from sglang.srt.kernels.variant import FormRule, Variant
 from sglang.srt.layers.triton_ops import quant_linear, quantize
 from sglang.srt.layers.triton_ops.linear_tiles import MAX_SPLITS, SPLIT_ROWS, ScaledTile, last_resort, tile_rows
@@ -69,11 +69,26 @@ FORM_RULES = {
 def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
     """Every scheme as GPUs with these features compute it."""
     if op == "linear":
-        for scheme in SCHEMES.values():
+        for scheme in recorded_schemes():
             for product, tail in products(scheme, features):
                 yield from _linear(scheme, product, tail, features)
     else:
         yield from _quantize()
+
+
+def recorded_schemes() -> tuple[Scheme, ...]:
+    """Those that have rows of their own."""
+    return tuple(scheme for name, scheme in SCHEMES.items() if name not in SAME_LAUNCHES)
+
+
+_HEADS = frozenset(SAME_LAUNCHES.get(name, name) for name in HEAD_SCHEMES)
+
+
+def _outputs(scheme: Scheme, product: ScaledProduct) -> Iterator[tuple[str, str]]:
+    """Types of what a product writes, and what they add to the rows' keys: logits are fp32."""
+    yield "*bf16", ""
+    if scheme.name in _HEADS and product.activation is None:
+        yield "*fp32", "/fp32"
 
 
 def products(scheme: Scheme | None, features: Collection[str]) -> Iterator[tuple[ScaledProduct, str]]:
@@ -90,26 +105,28 @@ def _linear(scheme: Scheme, product: ScaledProduct, tail: str, features: Collect
     for row in tile_rows(product.kind, features):
         # Where K may be split: the split variant holds the sum besides.
         splits = MAX_SPLITS if smallest < SPLIT_ROWS else 1
-        yield from _tiles(scheme, product, tail, row.tile, splits, features)
+        for out, end in _outputs(scheme, product):
+            yield from _tiles(scheme, product, tail, row.tile, splits, features, out, end)
         smallest = row.max_rows
-    for variant in _tiles(scheme, product, tail, last_resort(product.kind), MAX_SPLITS, features):
-        yield replace(variant, default=False)
-    yield from _few(scheme, product, tail)
+    for out, end in _outputs(scheme, product):
+        for variant in _tiles(scheme, product, tail, last_resort(product.kind), MAX_SPLITS, features, out, end):
+            yield replace(variant, default=False)
+        yield from _few(scheme, product, tail, out, end)
 
 
-def _few(scheme: Scheme, product: ScaledProduct, tail: str) -> Iterator[Variant]:
+def _few(scheme: Scheme, product: ScaledProduct, tail: str, out: str, end: str) -> Iterator[Variant]:
     for cols in COLUMNS:
         if scheme.group[1] and cols % scheme.group[1] and scheme.group[0] == 1:
             continue  # no checkpoint cuts a row's group
         launch = quant_linear.few_launch(product, scheme.bits, cols, _ROWS)
         tile = {name: launch[name] for name in ("BLOCK_N", "COLS", "UNROLL", "num_warps")}
         constants = {name: value for name, value in launch.items() if name not in tile} | _flags(scheme)
-        types = {"x": "*bf16", "out": "*bf16", "N": "i32", "K": "i32", **_weight_types(scheme, product, True)}
+        types = {"x": "*bf16", "out": out, "N": "i32", "K": "i32", **_weight_types(scheme, product, True)}
         types = {
             name: kind for name, kind in (types | _STRIDES).items() if name in quant_linear.few_rows_kernel.arg_names
         }
         words = product.pair_kind == "packed" and cols % 128 != 0
-        key = f"few/{scheme.name}{tail}" + ("" if launch["EVEN_K"] else "/ragged") + ("/words" if words else "")
+        key = f"few/{scheme.name}{tail}" + ("" if launch["EVEN_K"] else "/ragged") + ("/words" if words else "") + end
         multiples = tuple(
             name for name in _multiples(scheme, product, types, cols) if not (words and name == "w_stride")
         )
@@ -121,13 +138,20 @@ def _few(scheme: Scheme, product: ScaledProduct, tail: str) -> Iterator[Variant]
 
 
 def _tiles(
-    scheme: Scheme, product: ScaledProduct, tail: str, tile: ScaledTile, splits: int, features: Collection[str]
+    scheme: Scheme,
+    product: ScaledProduct,
+    tail: str,
+    tile: ScaledTile,
+    splits: int,
+    features: Collection[str],
+    out: str,
+    end: str,
 ) -> Iterator[Variant]:
     """With a bias and with columns that no block divides; for "mx" also with scales that lie in multiples of 16."""
     kind = product.activation
     data = "*bf16" if kind is None else "*u8" if kind == "nvfp4" else "*i8" if scheme.element == "int8" else "*fp8e4nv"
     factor = kind == "nvfp4"
-    types = {"x": data, "x_scale": _X_SCALES.get(kind or "", "*fp32" if kind else "*bf16"), "out": "*bf16"}
+    types = {"x": data, "x_scale": _X_SCALES.get(kind or "", "*fp32" if kind else "*bf16"), "out": out}
     types |= {"x_factor": "*fp32" if factor else "*bf16", "parts": "*fp32" if splits > 1 else "*bf16"}
     types |= {"arrivals": "*i32", **dict.fromkeys(("T", "N", "K", "chunk"), "i32"), **_STRIDES}
     types |= _weight_types(scheme, product, False)
@@ -139,7 +163,7 @@ def _tiles(
         constants |= {"HAS_X_FACTOR": factor}
         key = f"tiles/{scheme.name}{tail}" + ("/split" if splits > 1 else "")
         odd = cols in (ODD, ODD_BYTES)
-        key += "/even" if cols == EVEN else "/odd" if odd else ""
+        key += ("/even" if cols == EVEN else "/odd" if odd else "") + end
         multiples = _multiples(scheme, product, types, cols)
         if odd:
             multiples = tuple(name for name in multiples if name not in ("x_stride", "w_stride"))
@@ -204,6 +228,6 @@ def _quantize() -> Iterator[Variant]:
         ("mxfp8", 32, "*fp8e4nv", "*u8"),
         ("nvfp4", 16, "*u8", "*fp8e4nv"),
     ):
-        own = groups | {"data": data, "scale": scale}
+        arguments = groups | {"data": data, "scale": scale}
         shape = {"KIND": kind, "GROUP": size}
-        yield describe(op, kind, quantize.group_kernel, own, shape, quantize.GROUP_LAUNCH[size], sizes)
+        yield describe(op, kind, quantize.group_kernel, arguments, shape, quantize.GROUP_LAUNCH[size], sizes)
