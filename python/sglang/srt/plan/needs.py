@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.layer_spec import Matrix, Serving
@@ -16,6 +17,7 @@ def needs_of(model: ModelDescription, serving: Serving) -> tuple[Need, ...]:
     several shapes has a need for each, told apart by `variant`. Raises UserError where the experts cannot be divided.
     """
     dtype = serving.dtype
+    experts = _experts(model, serving.tp_size)
     blocks = (block for layer in model.layers for block in layer.token_blocks)
     feed_forward = [need for block in blocks for need in block.needs(serving)]
     return (
@@ -24,20 +26,20 @@ def needs_of(model: ModelDescription, serving: Serving) -> tuple[Need, ...]:
         *_linears(model, serving),
         *_merged(need for layer in model.layers for need in layer.mixer.needs(serving)),
         *_vision(model, dtype),
-        *_merged(_of_experts(need, model, serving.tp_size) for need in feed_forward),
+        *_merged(replace(need, **experts) if need.op == "fused_moe" else need for need in feed_forward),
         *([Need("all_reduce", q_dtype=dtype)] if serving.tp_size > 1 else []),
     )
 
 
-def _of_experts(need: Need, model: ModelDescription, tp_size: int) -> Need:
-    """With the scheme and the shapes of the routed experts."""
+def _experts(model: ModelDescription, tp_size: int) -> dict[str, Any]:
+    """The scheme and the shapes of the routed experts, as fields of their need."""
     experts, quant = model.experts, model.expert_quant
-    if need.op != "fused_moe" or experts is None:
-        return need
+    if experts is None:
+        return {}
     weights = experts.weights(model.hidden_size, tp_size, expert_rows(model, tp_size))
     products = (part for part in weights if isinstance(part, Matrix) and part.experts)
     shapes = tuple((product.rows, product.cols, product.bias) for product in products)
-    return replace(need, quant=quant.scheme if quant else None, shapes=shapes)
+    return {"quant": quant.scheme if quant else None, "shapes": shapes}
 
 
 def _merged(needs: Iterable[Need]) -> Iterator[Need]:
