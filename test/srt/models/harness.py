@@ -135,6 +135,21 @@ HYBRID = {
     "linear_conv_kernel_dim": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
 }
+HYBRID_WIDE = {
+    "num_hidden_layers": 2,
+    "hidden_size": 128,
+    "num_attention_heads": 2,
+    "head_dim": 128,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+}
 NEMOTRON = {
     "num_hidden_layers": 5,
     "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "mlp"],
@@ -148,10 +163,12 @@ NEMOTRON = {
     "num_experts_per_tok": 3,
     "n_shared_experts": 1,
     "moe_intermediate_size": 32,
-    "moe_shared_expert_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 48,
     "routed_scaling_factor": 1.5,
 }
-ZERO_CENTRED = frozenset({"gemma3", "gemma3_capped", "qwen3_next", "qwen3_5", "qwen3_5_moe"})
+ZERO_CENTRED = frozenset(
+    {"gemma3", "gemma3_capped", "qwen3_next", "qwen3_next_wide", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_wide"}
+)
 SHARED_EXPERT = EXPERTS | {"shared_expert_intermediate_size": 48}
 SECTIONS = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
 
@@ -240,6 +257,11 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe": (
         "Qwen3_5MoeTextConfig",
         HYBRID | SHARED_EXPERT | {"rope_parameters": HYBRID["rope_parameters"] | SECTIONS},
+    ),
+    "qwen3_next_wide": ("Qwen3NextConfig", HYBRID | HYBRID_WIDE | {"decoder_sparse_step": 1}),
+    "qwen3_5_moe_wide": (
+        "Qwen3_5MoeTextConfig",
+        HYBRID | HYBRID_WIDE | {"rope_parameters": HYBRID["rope_parameters"] | {"mrope_section": [6, 5, 5]}},
     ),
     "gpt_oss_wide": (
         "GptOssConfig",

@@ -17,6 +17,7 @@ from sglang.srt.layers.moe.expert_weights import ExpertWeights
 if TYPE_CHECKING:
     from sglang.srt.hardware.arch import ArchTraits
     from sglang.srt.layers.attention.latent_chunks import LatentChunk
+    from sglang.srt.layers.ops import QuantizedProduct
     from sglang.srt.layers.quantization.linear_weight import LinearWeight
 
 
@@ -39,14 +40,12 @@ def linear(
     return torch.cat([F.linear(x32, part.float()) for part in w.split(rows)], dim=-1)
 
 
-def quantized_linear(
-    weight: LinearWeight, arch: ArchTraits | None = None
-) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]:
+def quantized_linear(weight: LinearWeight, arch: ArchTraits | None = None) -> QuantizedProduct:
     """(x [..., K], bias [N] or None) -> [..., N], with the weight [N, K] dequantized for each product. Activations stay
     as they are: their quantization serves matrix units that a CPU does not have."""
 
-    def run(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return F.linear(x, weight.dequantized().to(x.dtype), bias)
+    def run(x: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        return linear(x, weight.dequantized().to(x.dtype), bias, out_dtype)
 
     return run
 

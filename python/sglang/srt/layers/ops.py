@@ -49,10 +49,16 @@ class LinearOp(Protocol):
     ) -> torch.Tensor: ...
 
 
-class QuantizedLinearOp(Protocol):
+class QuantizedProduct(Protocol):
+    """What the op of a quantized weight makes of it: x [..., K], bias [N] -> [..., N] of x's type or `out_dtype`."""
+
     def __call__(
-        self, weight: LinearWeight, arch: ArchTraits
-    ) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]: ...
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor: ...
+
+
+class QuantizedLinearOp(Protocol):
+    def __call__(self, weight: LinearWeight, arch: ArchTraits) -> QuantizedProduct: ...
 
 
 class GatedRMSNormOp(Protocol):

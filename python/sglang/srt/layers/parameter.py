@@ -112,6 +112,9 @@ class QuantMethod(Protocol):
     def create_weights(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
         """Allocate the weights of `shards` stacked by rows in `scope`, and return x [T, in] -> [T, out] (+ bias)."""
 
+    def create_head(self, scope: Scope, shard: Shard) -> Apply | None:
+        """The same of an output head, whose logits [T, out] are fp32; None: the checkpoint has it in 16 bits."""
+
     def create_unpacked(self, scope: Scope, shard: Shard, take: Callable[[torch.Tensor], None]) -> None:
         """Allocate the weight of `shard` in `scope`. `take` gets it as [rows, cols] in the model's type, however the
         checkpoint stores it: for a block that multiplies it in a way of its own."""

@@ -21,7 +21,7 @@ from sglang.srt.layers.moe.layer import MoELayer
 from sglang.srt.layers.parameter import Param, QuantMethod, Scope
 from sglang.srt.layers.per_layer_embedding import PerLayerBlock, PerLayerInputs
 from sglang.srt.layers.quantization.dense import QuantizedMethod
-from sglang.srt.layers.quantization.layout import redundant_endings
+from sglang.srt.layers.quantization.layout import is_redundant
 from sglang.srt.layers.recurrent.gated_delta_net import GatedDeltaNet
 from sglang.srt.layers.recurrent.mamba2 import Mamba2Mixer
 from sglang.srt.layers.residual import FFN, INPUTS, MIXER, ResidualStream, SumResidual
@@ -121,7 +121,6 @@ class CausalLM:
         self.params: dict[str, Param] = scope.params
         self.finish = scope.finish
         self.caches: list[CacheStore] = scope.caches
-        self.redundant = redundant_endings(quantization)
         self.embed = VocabParallelEmbedding(
             scope.sub("embed"), model.vocab_size, model.hidden_size, model.embedding_scale
         )
@@ -158,4 +157,6 @@ class CausalLM:
         """Whether a checkpoint tensor holds nothing that we need."""
         if self.description.tie_embeddings and name == self.weights.model["lm_head"] + ".weight":
             return True
-        return name.startswith(self.weights.unread) or name.endswith((*self.weights.ignore, *self.redundant))
+        if name.startswith(self.weights.unread) or name.endswith(self.weights.ignore):
+            return True
+        return is_redundant(self.description.quantization, name)

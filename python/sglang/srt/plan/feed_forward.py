@@ -150,7 +150,7 @@ class MoE:
         if self.shared is not None and not self.fused_shared:
             parts += _mlp("moe.shared", self.shared.intermediate_size // tp_size, hidden_size, False, self.activation)
         if self.shared is not None and self.shared.gated:
-            parts.append(Matrix("moe.shared_gate", ("",), 1, hidden_size))
+            parts.append(Matrix("moe.shared_gate", ("",), 1, hidden_size, quantized=False))
         if self.branches:  # beside the norm that every block has
             parts += (Elements(3 * hidden_size), Elements(hidden_size + self.num_experts, "float32"))
         return tuple(parts)

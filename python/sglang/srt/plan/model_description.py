@@ -14,6 +14,7 @@ from typing import Any
 from sglang.srt.configs.activation import FUNCTIONS
 from sglang.srt.configs.hf_config import ConfigReader, select_text_config
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig
+from sglang.srt.configs.quant_scheme import HEAD_SCHEMES
 from sglang.srt.errors import UserError
 from sglang.srt.plan.config_layers import block_kinds, read_layers
 from sglang.srt.plan.families import SERVED_ARCHITECTURES, UNREAD_LAYERS, family_of
@@ -77,6 +78,19 @@ class ModelDescription:
                 f"{self.quantization.source}: experts that are quantized in several ways are not supported: {schemes}."
             )
         return next(iter(quants), None)
+
+    @property
+    def head_quant(self) -> ModuleQuant | None:
+        """How the checkpoint stores the output head; None: in 16 bits. Raises UserError for what no product reads."""
+        if self.quantization is None or self.tie_embeddings:
+            return None
+        quant = self.quantization.named(self.names.model["lm_head"])
+        if quant is not None and quant.scheme not in HEAD_SCHEMES:
+            raise UserError(
+                f"{self.quantization.source}: an output head in {quant.scheme} is not supported (has"
+                f" {', '.join(HEAD_SCHEMES)})."
+            )
+        return quant
 
     def quant_of(self, layer: int, matrix: Matrix) -> ModuleQuant | None:
         """How the checkpoint stores what a layer multiplies as one. Raises UserError when its modules differ."""
@@ -242,5 +256,7 @@ def _names(keys: ConfigReader, family: Family, prefix: str) -> WeightMap:
 def _prefix(quant: QuantConfig | None, multimodal: bool) -> str:
     if quant is None or not multimodal:
         return _PREFIXES[0]
-    said = " ".join(pattern.replace("\\", "") for rule in quant.rules for pattern in rule.patterns)
+    said = " ".join(
+        name.replace("\\", "") for rule in quant.rules for name in (*rule.patterns, *sorted(rule.modules)[:1])
+    )
     return next((prefix for prefix in _PREFIXES[1:] if prefix.removesuffix(".") in said), _PREFIXES[0])

@@ -24,7 +24,9 @@ def rank_weight_bytes(model: ModelDescription, dtype: str, tp_size: int, fp8_cac
     """
     item, hidden = _DTYPE_BYTES[dtype], model.hidden_size
     vocab_rows = -(-model.vocab_size // tp_size)
-    total = vocab_rows * hidden * (1 if model.tie_embeddings else 2) * item
+    total = vocab_rows * hidden * item
+    if not model.tie_embeddings:
+        total += matrix_bytes(Matrix("lm_head", ("",), vocab_rows, hidden), model.head_quant, item)
     norm = hidden * (4 if model.zero_centred_norms else item)  # before a block, and behind the last one
     total += norm
     total += _bytes_of(model, 0, model.layers[-1].residual.head_weights(hidden), item)

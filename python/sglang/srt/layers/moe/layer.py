@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +11,7 @@ from sglang.srt.configs.activation import Activation
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import expert_share
 from sglang.srt.distributed import parallel_state
-from sglang.srt.layers.linear import ReplicatedLinear
+from sglang.srt.layers.linear import ReplicatedLinear, Unquantized
 from sglang.srt.layers.mlp import GatedMLP
 from sglang.srt.layers.moe.fused_moe_triton.config_files import TunedTiles, lookup
 from sglang.srt.layers.moe.topk import TopK
@@ -74,7 +75,11 @@ class SharedExpert:
     def __init__(self, scope: Scope, hidden_size: int, spec: Shared, activation: Activation) -> None:
         dense = Dense(spec.intermediate_size, activation=activation)
         self.mlp = GatedMLP(scope.sub("shared"), hidden_size, dense, reduce=False)
-        self.gate = ReplicatedLinear(scope.sub("shared_gate"), hidden_size, 1) if spec.gated else None
+        self.gate: ReplicatedLinear | None = None
+        if spec.gated:
+            # One output is too little to quantize, whatever the checkpoint's rules say of the name.
+            in_16_bits = replace(scope.sub("shared_gate"), quant=Unquantized())
+            self.gate = ReplicatedLinear(in_16_bits, hidden_size, 1)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = self.mlp(x)
