@@ -28,8 +28,8 @@ OBSERVE = "logging and metrics"
 _EFFECTIVE_IF_NONE = "Chosen at start-up if not given."
 
 _ATTENTION = {
-    "choices": tuple(kernel.name for kernel in EXTEND_ATTENTION if kernel.not_here is None),
-    "explained": tuple(kernel.name for kernel in EXTEND_ATTENTION if kernel.not_here is not None),
+    "choices": tuple(kernel.name for kernel in EXTEND_ATTENTION if kernel.not_here is None and not kernel.asked_as),
+    "explained": tuple(kernel.name for kernel in EXTEND_ATTENTION if kernel.not_here is not None or kernel.asked_as),
 }
 _EXPERTS = {
     "choices": ("auto", *(kernel.name for kernel in FUSED_MOE if kernel.not_here is None)),
