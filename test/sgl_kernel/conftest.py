@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -20,6 +21,7 @@ def load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"uninstalled_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look
     spec.loader.exec_module(module)
     return module
 
@@ -27,6 +29,11 @@ def load_file(path: Path) -> ModuleType:
 @pytest.fixture(scope="session")
 def library_module() -> ModuleType:
     return load_file(PACKAGE / "sm120_sgl_kernel" / "library.py")
+
+
+@pytest.fixture(scope="session")
+def collectives_module() -> ModuleType:
+    return load_file(PACKAGE / "sm120_sgl_kernel" / "collectives.py")
 
 
 @pytest.fixture(scope="session")
