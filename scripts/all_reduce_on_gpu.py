@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT / "python"), str(ROOT / "sgl-kernel")]
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from nvcc_build import SOURCES, compile_library  # noqa: E402
-from sm120_sgl_kernel.collectives import PACKED_BYTES, Collectives  # noqa: E402
+from sm120_sgl_kernel.collectives import Collectives  # noqa: E402
 
 from sglang.srt.distributed.custom_all_reduce import (  # noqa: E402
     CustomAllReduce,
@@ -100,7 +100,7 @@ class Call:
     def draw(rng: random.Random, largest: int) -> Call:
         nbytes = int(KIB * 2 ** rng.uniform(0, (largest // KIB).bit_length() - 1)) // 16 * 16
         dtype = rng.choice(DTYPES)
-        algorithm = rng.choice(ALGORITHMS if nbytes <= PACKED_BYTES else ALGORITHMS[1:])
+        algorithm = rng.choice(ALGORITHMS if nbytes <= Collectives.PACKED_BYTES else ALGORITHMS[1:])
         shape: tuple[int, ...] = (nbytes // dtype.itemsize,)
         if rng.random() < 0.4:
             hidden = rng.choice([h for h in (256, 1536, 2048, 5120, 7168) if h * dtype.itemsize <= nbytes] or [0])
@@ -147,7 +147,7 @@ class Rank:
 
     def data_vectors(self, largest: int) -> int:
         bands = [Band(frozenset(), frozenset(), algorithm, largest, "") for algorithm in ("one_shot", "two_shot")]
-        return data_vectors_for(bands, self.ranks, 2048)
+        return data_vectors_for(bands, self.ranks, self.library.ROW_VECTORS)
 
     # --- right or wrong ---
 
@@ -287,7 +287,7 @@ class Rank:
             found = {
                 name: self.microseconds(lambda x=x, name=name: reduce.all_reduce(x, name))
                 for name in ALGORITHMS
-                if name != "packed" or x.nbytes <= PACKED_BYTES
+                if name != "packed" or x.nbytes <= Collectives.PACKED_BYTES
             }
             found["nccl"] = self.microseconds(lambda x=x: dist.all_reduce(x, group=self.nccl))
             cells = (f"{found[name]:.1f}" if name in found else "-" for name in (*ALGORITHMS, "nccl"))
@@ -299,7 +299,7 @@ class Rank:
         for tokens, hidden in NORMED:
             x, residual = (torch.zeros(tokens, hidden, dtype=torch.bfloat16, device="cuda") for _ in range(2))
             weight = torch.ones(hidden, dtype=torch.bfloat16, device="cuda")
-            names = ALGORITHMS if x.nbytes <= PACKED_BYTES else ALGORITHMS[1:]
+            names = ALGORITHMS if x.nbytes <= Collectives.PACKED_BYTES else ALGORITHMS[1:]
             given = (residual, weight, EPS)
 
             def fused(name: str, x=x, given=given) -> None:

@@ -9,13 +9,6 @@ from pathlib import Path
 FILE = Path(__file__).with_name("libsm120_sgl_kernel.so")
 
 MAX_RANKS = 8
-MAX_BLOCKS = 64
-THREADS = 512
-"""Of a block; a row of sums that nothing follows is as many vectors of 16 bytes."""
-ROW_VECTORS = 2048
-"""Most vectors of a row that is normed."""
-PACKED_BYTES = 128 * 1024
-"""Most of a packed message."""
 HANDLE_BYTES = 64
 ALGORITHMS = ("packed", "one_shot", "two_shot")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -43,6 +36,18 @@ class Stall(ctypes.Structure):
 
 class Collectives:
     """The library in one file. Raises OSError if it cannot be loaded, RuntimeError if it has another interface."""
+
+    MAX_RANKS = MAX_RANKS
+    MAX_BLOCKS = 64
+    THREADS = 512
+    """Of a block; a row of sums that nothing follows is as many vectors of 16 bytes."""
+    ROW_VECTORS = 2048
+    """Most vectors of a row that is normed."""
+    PACKED_BYTES = 128 * 1024
+    """Most of a packed message."""
+    DTYPES = DTYPES
+    Arguments = AllReduceArguments
+    Stall = Stall
 
     def __init__(self, file: Path) -> None:
         self._library = ctypes.CDLL(str(file))

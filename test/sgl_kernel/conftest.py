@@ -32,8 +32,16 @@ def library_module() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def collectives_module() -> ModuleType:
-    return load_file(PACKAGE / "sm120_sgl_kernel" / "collectives.py")
+def cpu_collectives(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The collectives compiled for the CPU: a rank is a process, each GPU thread a thread. Skips without a compiler."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    to = tmp_path_factory.mktemp("sgl_kernel") / "all_reduce_on_cpu.so"
+    options = ["-std=c++17", "-O1", "-Wall", "-Wno-unknown-pragmas", "-shared", "-fPIC", "-pthread"]
+    includes = [f"-I{PACKAGE / 'csrc'}", f"-I{ON_CPU / 'threads'}"]
+    subprocess.run([compiler, *options, *includes, str(ON_CPU / "all_reduce_library.cpp"), "-o", str(to)], check=True)
+    return to
 
 
 @pytest.fixture(scope="session")

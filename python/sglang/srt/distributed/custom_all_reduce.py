@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -109,19 +108,10 @@ class IpcWorkspaces:
         self.addresses, self._mine = [], None
 
     def close(self) -> None:
-        torch.cuda.synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         dist.barrier(group=self._group)
         self._release()
-
-
-@dataclass(frozen=True, slots=True)
-class _Limits:
-    """What the library's kernels can take."""
-
-    dtypes: Sequence[str]
-    threads: int
-    row_vectors: int
-    max_blocks: int
 
 
 class CustomAllReduce:
@@ -133,18 +123,15 @@ class CustomAllReduce:
     def __init__(
         self, library: Collectives, workspaces: Workspaces, bands: Sequence[Band], deadline: float, max_blocks: int = 64
     ) -> None:
-        from sm120_sgl_kernel import collectives
-
         self._library, self._workspaces, self._bands = library, workspaces, tuple(bands)
         self.rank, self.ranks = workspaces.rank, len(workspaces.addresses)
-        assert 2 <= self.ranks <= collectives.MAX_RANKS
-        self._limits = _Limits(
-            collectives.DTYPES, collectives.THREADS, collectives.ROW_VECTORS, min(max_blocks, collectives.MAX_BLOCKS)
-        )
+        assert 2 <= self.ranks <= library.MAX_RANKS
+        self._max_blocks = min(max_blocks, library.MAX_BLOCKS)
         # Memory of the host, so that it can be read while a device waits.
-        self._stall_memory = torch.zeros(ctypes.sizeof(collectives.Stall), dtype=torch.uint8, pin_memory=True)
-        self._stall = collectives.Stall.from_address(self._stall_memory.data_ptr())
-        self._args = collectives.AllReduceArguments(
+        pinned = torch.cuda.is_available()
+        self._stall_memory = torch.zeros(ctypes.sizeof(library.Stall), dtype=torch.uint8, pin_memory=pinned)
+        self._stall = library.Stall.from_address(self._stall_memory.data_ptr())
+        self._args = library.Arguments(
             stall=self._stall_memory.data_ptr(), data_vectors=workspaces.data_vectors,
             deadline=int(deadline * 1e9), rank=self.rank, ranks=self.ranks,
         )  # fmt: skip
@@ -163,7 +150,7 @@ class CustomAllReduce:
     def can_serve_tensor(self, x: torch.Tensor) -> bool:
         """Whether `all_reduce` may be called with `x`; the same on every rank for the same shape and type."""
         return (
-            self._dtype_name(x) in self._limits.dtypes
+            self._dtype_name(x) in self._library.DTYPES
             and x.is_contiguous()
             and x.data_ptr() % VECTOR_BYTES == 0
             and self.can_serve(x.nbytes)
@@ -172,14 +159,14 @@ class CustomAllReduce:
     def can_norm(self, x: torch.Tensor) -> bool:
         """Whether `all_reduce_add_rms_norm` may be called with `x`."""
         row_bytes = x.shape[-1] * x.element_size()
-        whole = row_bytes % VECTOR_BYTES == 0 and row_bytes <= self._limits.row_vectors * VECTOR_BYTES
+        whole = row_bytes % VECTOR_BYTES == 0 and row_bytes <= self._library.ROW_VECTORS * VECTOR_BYTES
         return x.dim() == 2 and whole and self.can_serve_tensor(x)
 
     def all_reduce(self, x: torch.Tensor, algorithm: str | None = None) -> torch.Tensor:
         """The sum over the ranks, in fp32 in their order and rounded once, written over `x` (contiguous)."""
         algorithm = algorithm or self.algorithm_for(x.nbytes)
         assert algorithm is not None
-        self._launch(x, x, algorithm, self._limits.threads)
+        self._launch(x, x, algorithm, self._library.THREADS)
         return x
 
     def all_reduce_add_rms_norm(
@@ -210,21 +197,21 @@ class CustomAllReduce:
     def _launch(
         self, x: torch.Tensor, out: torch.Tensor, algorithm: str, row_vectors: int, fused: bool = False
     ) -> None:
-        args, limits = self._args, self._limits
+        args = self._args
         args.input, args.output = x.data_ptr(), out.data_ptr()
         args.vectors, args.row_vectors = x.nbytes // VECTOR_BYTES, row_vectors
-        args.dtype = limits.dtypes.index(self._dtype_name(x))
+        args.dtype = self._library.DTYPES.index(self._dtype_name(x))
         args.blocks = self._blocks(args.vectors, row_vectors, algorithm)
-        self._library.all_reduce(args, algorithm, fused, torch.cuda.current_stream(x.device).cuda_stream)
+        self._library.all_reduce(args, algorithm, fused, _stream(x))
 
     def _blocks(self, vectors: int, row_vectors: int, algorithm: str) -> int:
         """A block for each row, or where any block may send a word, for as many words as it has threads."""
         rows = -(-vectors // row_vectors)
         if algorithm == "packed":
-            rows = max(rows, -(-vectors // self._limits.threads))
+            rows = max(rows, -(-vectors // self._library.THREADS))
         elif algorithm == "two_shot":
             rows = -(-rows // self.ranks)
-        return min(rows, self._limits.max_blocks)
+        return min(rows, self._max_blocks)
 
     @staticmethod
     def _dtype_name(x: torch.Tensor) -> str:
@@ -243,3 +230,7 @@ class CustomAllReduce:
     def close(self) -> None:
         """Collective."""
         self._workspaces.close()
+
+
+def _stream(x: torch.Tensor) -> int:
+    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
