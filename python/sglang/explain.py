@@ -61,8 +61,10 @@ class Explanation:
         return tuple(outcome for outcome in self.outcomes if isinstance(outcome, NoKernel))
 
 
-def explain(args: ServerArgs, arch: ArchTraits, packages: frozenset[str]) -> Explanation:
-    """Raises UserError: a model or configuration that cannot be read."""
+def explain(args: ServerArgs, arch: ArchTraits, packages: frozenset[str], available: int | None = None) -> Explanation:
+    """`available`: bytes free on a GPU; None: the usual share of its memory.
+
+    Raises UserError: a model or configuration that cannot be read."""
     directory = resolve_model_path(args.model_path, args.revision, args.download_dir, False)
     config = merge_overrides(read_config(directory), args.model_overrides())
     quantization = quantization_of(config, directory, args.quantization, args.flashinfer_mxfp4_moe_precision)
@@ -86,6 +88,7 @@ def explain(args: ServerArgs, arch: ArchTraits, packages: frozenset[str]) -> Exp
         outcomes,
         arch,
         packages,
+        int(arch.memory * USUAL_FREE_SHARE) if available is None else available,
     )
     tiles = _moe_tiles(arch, model, serving.tp_size)
     groups = cache_groups(model, serving)
@@ -99,10 +102,10 @@ def _moe_tiles(arch: ArchTraits, model: ModelDescription, tp_size: int) -> str |
         return None
     quant, rows = model.expert_quant, expert_rows(model, tp_size)
     scheme = quant.scheme if quant else None
-    found = find(
+    choice = find(
         experts.held_experts, rows, scheme, arch, hidden=model.hidden_size, bias=experts.bias, cost=recorded_cost
     )
-    return found.describe()
+    return choice.describe()
 
 
 def _outcome(need: Need, arch: ArchTraits, packages: frozenset[str], forced: str | None) -> Choice | NoKernel:
@@ -121,11 +124,11 @@ def _plan(
     outcomes: Sequence[Choice | NoKernel],
     arch: ArchTraits,
     packages: frozenset[str],
+    available: int,
 ) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
     """What `make_plan` decides; of a model that is not implemented, what its layers and caches would take."""
     if arch.device == "cpu":
         return None, ()
-    available = int(arch.memory * USUAL_FREE_SHARE)
     try:
         if served is not None:
             plan = make_plan(args, served, arch, available, packages)
@@ -276,15 +279,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", help="sm_120, ..., a product such as rtx-5090, or cpu; this machine's if not given")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--with-package", action="append", default=[], metavar="NAME", help="count on flashinfer, ...")
-    own, rest = parser.parse_known_args(argv)
+    options, rest = parser.parse_known_args(argv)
     try:
         args = ServerArgs.from_cli(rest, prog="python -m sglang.explain")
-        arch = arch_by_name(own.arch) if own.arch else current_arch(device=args.device)
-        explanation = explain(args, arch, frozenset({"triton", *own.with_package}))
+        arch = arch_by_name(options.arch) if options.arch else current_arch(device=args.device)
+        explanation = explain(args, arch, frozenset({"triton", *options.with_package}))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(to_json(explanation), indent=2) if own.json else to_text(explanation))
+    print(json.dumps(to_json(explanation), indent=2) if options.json else to_text(explanation))
     return 0
 
 

@@ -265,7 +265,7 @@ class Scheduler:
     def process(self, batch: ScheduleBatch) -> None:
         """Append the sampled tokens, end what has ended, and queue the messages."""
         report: list[Req] = []
-        sampled = batch.read()
+        sampled, interval = batch.read(), self.args.stream_interval
         for req, token, row in zip(*sampled, strict=True):
             if req.finish is not None:
                 continue
@@ -287,7 +287,7 @@ class Scheduler:
                 reason = FinishReason("length", length=0)
             if reason is not None:
                 self.end(req, reason, report)
-            elif req.stream and not req.ending and (len(req.tokens) - req.sent_len) >= self.args.stream_interval:
+            elif req.stream and not req.ending and len(req.tokens) - req.sent_len >= interval:
                 report.append(req)
         if report:
             self.outbox.append(output_message(report if sampled.reqs is batch.sampled else dict.fromkeys(report)))
@@ -404,10 +404,10 @@ class Scheduler:
     def check_memory(self) -> dict[str, Any]:
         """Slot counts, whose sum is the pool: free + cached + held by requests. For leak checks and `/server_info`."""
         page = self.plan.page_size
-        held = sum(-(-max(r.kv_len, r.reserved_len) // page) * page - r.num_cached for r in self.reqs.values())
+        private = sum(-(-max(r.kv_len, r.reserved_len) // page) * page - r.num_cached for r in self.reqs.values())
         usage = self.kv.usage()
         windows = [{"window": window.window, **window.usage()} for window in self.kv.windows]
-        memory: dict[str, Any] = {**usage, "held": held, "windows": windows}
+        memory: dict[str, Any] = {**usage, "held": private, "windows": windows}
         if self.kv.checkpoints is not None:
             memory["checkpoints"] = self.kv.checkpoints.usage()
         return memory
