@@ -79,6 +79,14 @@ class Collectives:
         assert memory.value is not None
         return memory.value
 
+    def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        """As the collectives write, between memories that the device can address; multiples of 16 bytes. Raises
+        RuntimeError."""
+        vectors = ctypes.c_int64(nbytes // 16)
+        self._check(
+            self._library.sgl_peer_copy, ctypes.c_void_p(to), ctypes.c_void_p(source), vectors, ctypes.c_void_p(stream)
+        )
+
     def close(self, address: int) -> None:
         """Of what was opened, before its owner frees it. Raises RuntimeError."""
         self._check(self._library.sgl_peer_close, ctypes.c_void_p(address))

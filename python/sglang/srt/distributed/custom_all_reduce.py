@@ -23,7 +23,11 @@ VECTOR_BYTES = 16
 
 
 class StalledPeer(RuntimeError):
-    """A rank did not come to an all-reduce in time."""
+    """A rank did not come to an all-reduce in time. `missing` says which."""
+
+    def __init__(self, message: str, missing: int) -> None:
+        super().__init__(message)
+        self.missing = missing
 
 
 class PeerMemoryError(RuntimeError):
@@ -224,7 +228,8 @@ class CustomAllReduce:
             raise StalledPeer(
                 f"rank {self.rank} waited for rank {stall.missing - 1} in an all-reduce (call {stall.epoch}, block "
                 f"{stall.block}) for {self._args.deadline / 1e9:.0f} s: that rank's process has died, is stuck, or its "
-                "writes no longer arrive; its own log comes first"
+                "writes no longer arrive; its own log comes first",
+                stall.missing - 1,
             )
 
     def close(self) -> None:
