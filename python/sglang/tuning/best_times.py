@@ -62,7 +62,7 @@ def _least(*rows: _Row) -> _Row:
 
 
 def _form(scheme: str | None) -> tuple[str, ...]:
-    """Tables whose kernels multiply the same numbers; a weight of four bits that is widened is compared with 16 bits."""
+    """Tables whose kernels multiply the same numbers; weights of four bits that are widened compare with 16 bits."""
     if scheme is None:
         return ("bf16",)
     form = SCHEMES[scheme]
