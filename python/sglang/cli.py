@@ -1,4 +1,4 @@
-"""The `sglang` command: serve, generate, version."""
+"""The `sglang` command."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sglang.doctor.command import run_doctor
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.launch_server import report_user_errors, serve
+from sglang.plan.command import run_plan
 from sglang.srt.errors import UserError
 from sglang.version import __version__
 
@@ -18,6 +20,8 @@ usage: sglang COMMAND [options]
 
   serve      start a server; without --model-path it serves the small model that ships with the package
   generate   print a model's answer to one prompt
+  plan       print what a model would take and could reach on some GPUs, layout by layout; needs no GPU
+  doctor     look for what makes a server on this machine hang, crawl or not start
   version    print the version
 
 `sglang COMMAND --help` explains a command.
@@ -53,7 +57,7 @@ def run_generate(argv: Sequence[str]) -> None:
     parser.add_argument("--prompt", required=True, help="Text to continue; `-` reads standard input.")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="Default: 128.")
     parser.add_argument("--temperature", type=float, default=None, help="Default: the model's.")
-    own, rest = parser.parse_known_args(list(argv))
+    options, rest = parser.parse_known_args(list(argv))
 
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.environ import adopt_environment
@@ -64,10 +68,10 @@ def run_generate(argv: Sequence[str]) -> None:
     args = ServerArgs.from_cli(["--log-level", "warning", *with_model(rest)], "sglang generate")
     configure_logging(args.log_level)
     args.incremental_streaming_output = False
-    sampling: dict[str, Any] = {"max_new_tokens": own.max_new_tokens}
-    if own.temperature is not None:
-        sampling["temperature"] = own.temperature
-    prompt = sys.stdin.read() if own.prompt == "-" else own.prompt
+    sampling: dict[str, Any] = {"max_new_tokens": options.max_new_tokens}
+    if options.temperature is not None:
+        sampling["temperature"] = options.temperature
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     printed = 0
     with Engine(server_args=args) as engine:
         outputs = engine.generate(prompt, sampling_params=sampling, stream=True)
@@ -85,9 +89,11 @@ def run_version(argv: Sequence[str]) -> None:
     print(f"sm120-sglang {__version__}")
 
 
-COMMANDS: Mapping[str, Callable[[Sequence[str]], None]] = {
+COMMANDS: Mapping[str, Callable[[Sequence[str]], int | None]] = {
     "serve": run_serve,
     "generate": run_generate,
+    "plan": run_plan,
+    "doctor": run_doctor,
     "version": run_version,
 }
 

@@ -64,8 +64,10 @@ class Explanation:
         return tuple(outcome for outcome in self.outcomes if isinstance(outcome, NoKernel))
 
 
-def explain(args: ServerArgs, arch: ArchTraits, packages: frozenset[str]) -> Explanation:
-    """Raises UserError: a model or configuration that cannot be read."""
+def explain(args: ServerArgs, arch: ArchTraits, packages: frozenset[str], available: int | None = None) -> Explanation:
+    """`available`: bytes free on a GPU; None: the usual share of its memory.
+
+    Raises UserError: a model or configuration that cannot be read."""
     directory = resolve_model_path(args.model_path, args.revision, args.download_dir, False)
     config = merge_overrides(read_config(directory), args.model_overrides())
     quantization = quantization_of(config, directory, args.quantization, args.flashinfer_mxfp4_moe_precision)
@@ -89,6 +91,7 @@ def explain(args: ServerArgs, arch: ArchTraits, packages: frozenset[str]) -> Exp
         outcomes,
         arch,
         packages,
+        int(arch.memory * USUAL_FREE_SHARE) if available is None else available,
     )
     tiles = _moe_tiles(arch, model, serving.tp_size)
     groups = cache_groups(model, serving)
@@ -104,10 +107,10 @@ def _moe_tiles(arch: ArchTraits, model: ModelDescription, tp_size: int) -> str |
         return None
     quant, rows = model.expert_quant, expert_rows(model, tp_size)
     scheme = quant.scheme if quant else None
-    found = find(
+    choice = find(
         experts.held_experts, rows, scheme, arch, hidden=model.hidden_size, bias=experts.bias, cost=recorded_cost
     )
-    return found.describe()
+    return choice.describe()
 
 
 def _outcome(need: Need, arch: ArchTraits, packages: frozenset[str], forced: str | None) -> Choice | NoKernel:
@@ -126,11 +129,11 @@ def _plan(
     outcomes: Sequence[Choice | NoKernel],
     arch: ArchTraits,
     packages: frozenset[str],
+    available: int,
 ) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
     """What `make_plan` decides; of a model that is not implemented, what its layers and caches would take."""
     if arch.device == "cpu":
         return None, ()
-    available = int(arch.memory * USUAL_FREE_SHARE)
     try:
         if served is not None:
             plan = make_plan(args, served, arch, available, packages)
@@ -290,14 +293,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar='"OP SIZE=N ..."',
         help='predict one op, such as "linear tokens=64 rows=4096 cols=7168 scheme=fp8_block"; needs no model',
     )
-    own, rest = parser.parse_known_args(argv)
+    options, rest = parser.parse_known_args(argv)
     try:
-        if own.shape:
-            return _print_shapes(own.shape, arch_by_name(own.arch or "sm_120"), own.json)
+        if options.shape:
+            return _print_shapes(options.shape, arch_by_name(options.arch or "sm_120"), options.json)
         args = ServerArgs.from_cli(rest, prog="python -m sglang.explain")
-        arch = arch_by_name(own.arch) if own.arch else current_arch(device=args.device)
-        explanation = explain(args, arch, frozenset({"triton", *own.with_package}))
-        text = _json_text(explanation, own) if own.json else _text(explanation, own)
+        arch = arch_by_name(options.arch) if options.arch else current_arch(device=args.device)
+        explanation = explain(args, arch, frozenset({"triton", *options.with_package}))
+        text = _json_text(explanation, options) if options.json else _text(explanation, options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -305,18 +308,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _json_text(explanation: Explanation, own: argparse.Namespace) -> str:
+def _json_text(explanation: Explanation, options: argparse.Namespace) -> str:
     found = to_json(explanation)
-    if own.time and explanation.refused is None:
-        found["time"] = time_json(explanation.model, explanation.serving, explanation.arch, own.time_context)
+    if options.time and explanation.refused is None:
+        found["time"] = time_json(explanation.model, explanation.serving, explanation.arch, options.time_context)
     return json.dumps(found, indent=2)
 
 
-def _text(explanation: Explanation, own: argparse.Namespace) -> str:
-    if not own.time or explanation.refused is not None:
+def _text(explanation: Explanation, options: argparse.Namespace) -> str:
+    if not options.time or explanation.refused is not None:
         return to_text(explanation)
     lines = [to_text(explanation).splitlines()[0]]
-    return "\n".join([*lines, *time_lines(explanation.model, explanation.serving, explanation.arch, own.time_context)])
+    return "\n".join([*lines, *time_lines(explanation.model, explanation.serving, explanation.arch, options.time_context)])
 
 
 def _print_shapes(shapes: Sequence[str], arch: ArchTraits, as_json: bool) -> int:

@@ -122,7 +122,7 @@ class ServerArgs:
     preferred_sampling_params: str | None = option(
         None, SERVING, "JSON object of sampling parameters that requests leave out.", json=True, metavar="JSON"
     )
-    skip_server_warmup: bool = option(False, SERVING, "Do not send a first request at start-up.")
+    skip_server_warmup: bool = option(False, SERVING, "Start without a first prompt and a first request.")
     watchdog_timeout: float = option(300.0, SERVING, "Seconds after which a stuck step ends the server.", minimum=1)
 
     # --- parallelism

@@ -59,8 +59,12 @@ SCHEMES: Mapping[str, Scheme] = {
         Scheme("mxfp4", "e2m1", (1, 32), "e8m0", None),
         Scheme("mxfp4_mxfp8", "e2m1", (1, 32), "e8m0", "mxfp8"),
         Scheme("nvfp4", "e2m1", (1, 16), "e4m3", "nvfp4", global_scale=True),
+        Scheme("nvfp4_a16", "e2m1", (1, 16), "e4m3", None, global_scale=True),
     )
 }
+
+HEAD_SCHEMES = ("nvfp4_a16",)
+"""What the weights of an output head may be quantized in."""
 
 
 def widening(scheme: Scheme, features: Collection[str]) -> str:

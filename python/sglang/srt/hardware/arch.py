@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sglang.srt.environ import envs
 from sglang.srt.errors import UserError
-from sglang.srt.hardware.products import ARCHS, NEEDS_TRITON, PRODUCTS, ArchFacts, product_of_device_name
+from sglang.srt.hardware.products import ARCHS, FAMILY_NAMES, NEEDS_TRITON, PRODUCTS, ArchFacts, product_of_device_name
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +52,9 @@ def arch_by_name(name: str) -> ArchTraits:
     """
     if name == "cpu":
         return CPU
-    product_key = ARCHS[name].reference_product if name in ARCHS else name
+    product_key = ARCHS[name].reference_product if name in ARCHS else FAMILY_NAMES.get(name, name)
     if product_key not in PRODUCTS:
-        known = ", ".join(["cpu", *ARCHS, *PRODUCTS])
+        known = ", ".join(["cpu", *ARCHS, *FAMILY_NAMES, *PRODUCTS])
         raise UnknownArch(f"unknown architecture or product {name!r}; known: {known}")
     product = PRODUCTS[product_key]
     facts = ARCHS[product.arch]
@@ -94,10 +94,10 @@ def _that_runs_here(forced: ArchTraits, device_index: int) -> ArchTraits:
     """Another GPU's traits, less the instructions that kernels would be compiled to and this GPU has not."""
     if not cuda_available():
         return forced
-    own = _measured_arch(device_index)
-    lacking = (forced.features - own.features) & INSTRUCTIONS
+    measured = _measured_arch(device_index)
+    lacking = (forced.features - measured.features) & INSTRUCTIONS
     if lacking:
-        _warn_once(f"{own.name} runs the choices for {forced.name} without {', '.join(sorted(lacking))}")
+        _warn_once(f"{measured.name} runs the choices for {forced.name} without {', '.join(sorted(lacking))}")
     return replace(forced, features=forced.features - lacking)
 
 

@@ -315,6 +315,8 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     "relu2": (KernelSpec("torch", f"{_NATIVE}:relu2"),),
     "qk_norm_rope_store": _elementwise("qk_norm_rope_store", "rope_store", only_equal_head_dims),
     "qk_whole_norm": (KernelSpec("torch_native", f"{_NATIVE}:qk_whole_norm"),),
+    "q_norm_rope": (KernelSpec("torch_native", f"{_NATIVE}:q_norm_rope"),),
+    "value_norm": (KernelSpec("torch_native", f"{_NATIVE}:value_norm"),),
     "latent_norm_rope_store": _elementwise("latent_norm_rope_store", "latent_store", only_latent),
     "latent_absorb": (
         KernelSpec("cublas", f"{_NATIVE}:latent_absorb", CP_ASYNC),

@@ -7,19 +7,24 @@ import torch.nn.functional as F
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.ops import LinearOp
-from sglang.srt.layers.parameter import Part, Scope
+from sglang.srt.layers.parameter import Part, Scope, Shard
 from sglang.srt.plan.weight_names import PartKey
+
+
+def _vocab_rows(scope: Scope, vocab_size: int) -> tuple[int, slice]:
+    """How many rows a rank has room for, and which of the vocabulary it holds: the last ranks may hold fewer."""
+    rows = -(-vocab_size // scope.tp_size)
+    first = min(scope.tp_rank * rows, vocab_size)
+    return rows, slice(first, min(first + rows, vocab_size))
 
 
 def _vocab_weight(scope: Scope, vocab_size: int, hidden_size: int) -> torch.Tensor:
     """This rank's rows [ceil(V / tp), H]. Rows past the vocabulary (of the last ranks) stay zero."""
-    rows = -(-vocab_size // scope.tp_size)
-    first = min(scope.tp_rank * rows, vocab_size)
-    held = slice(first, min(first + rows, vocab_size))
-    part = Part((vocab_size, hidden_size), (held,), (slice(0, held.stop - held.start),))
+    rows, rank_rows = _vocab_rows(scope, vocab_size)
+    part = Part((vocab_size, hidden_size), (rank_rows,), (slice(0, rank_rows.stop - rank_rows.start),))
     weight = scope.param("weight", (rows, hidden_size), {PartKey(): part})
     if not weight.is_meta:
-        weight[held.stop - held.start :].zero_()
+        weight[rank_rows.stop - rank_rows.start :].zero_()
     return weight
 
 
@@ -47,7 +52,7 @@ class VocabParallelEmbedding:
 
 class LMHead:
     """hidden [R, H] -> logits [R, V] fp32 on every rank, bent to within +-`cap` where it is not 0. Shares the
-    embedding's weight when `tied_to` is given."""
+    embedding's weight when `tied_to` is given; otherwise a checkpoint may have it quantized."""
 
     def __init__(
         self,
@@ -60,12 +65,20 @@ class LMHead:
         self.vocab_size = vocab_size
         self.cap = cap
         self.multi_rank = scope.tp_size > 1
-        self.linear: LinearOp = scope.plan.entry("linear")
-        self.weight = _vocab_weight(scope, vocab_size, hidden_size) if tied_to is None else tied_to.weight
+        self.rows, rank_rows = _vocab_rows(scope, vocab_size)
+        shard = Shard("", vocab_size, hidden_size, rank_rows, slice(0, hidden_size))
+        # The sums as they are: rounded to bf16, logits of 16 to 32 would lie on a grid of 0.125.
+        self.product = scope.quant.create_head(scope, shard) if tied_to is None else None
+        if self.product is None:
+            weight = _vocab_weight(scope, vocab_size, hidden_size) if tied_to is None else tied_to.weight
+            linear: LinearOp = scope.plan.entry("linear")
+            self.product = lambda hidden: linear(hidden, weight, out_dtype=torch.float32)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        # The sums as they are: rounded to bf16, logits of 16 to 32 would lie on a grid of 0.125.
-        logits = self.linear(hidden, self.weight, out_dtype=torch.float32)
+        assert self.product is not None
+        logits = self.product(hidden)
         if self.multi_rank:
+            missing = self.rows - logits.shape[-1]
+            logits = F.pad(logits, (0, missing)) if missing else logits
             logits = parallel_state.all_gather(logits)[:, : self.vocab_size]
         return logits if self.cap == 0.0 else torch.tanh(logits / self.cap) * self.cap

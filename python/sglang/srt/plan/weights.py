@@ -9,11 +9,10 @@ import math
 
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import SCALE_BYTES, expert_share
-from sglang.srt.plan.layer_spec import ABSENT, Matrix, Weights
+from sglang.srt.plan.layer_spec import ABSENT, Matrix, Mixer, Weights
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 
-_CACHE_SCALE_BYTES = {GQA: 8, MLA: 4}
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}
 
 
@@ -25,17 +24,27 @@ def rank_weight_bytes(model: ModelDescription, dtype: str, tp_size: int, fp8_cac
     """
     item, hidden = _DTYPE_BYTES[dtype], model.hidden_size
     vocab_rows = -(-model.vocab_size // tp_size)
-    total = vocab_rows * hidden * (1 if model.tie_embeddings else 2) * item
+    total = vocab_rows * hidden * item
+    if not model.tie_embeddings:
+        total += matrix_bytes(Matrix("lm_head", ("",), vocab_rows, hidden), model.head_quant, item)
     norm = hidden * (4 if model.zero_centred_norms else item)  # before a block, and behind the last one
     total += norm
     total += _bytes_of(model, 0, model.layers[-1].residual.head_weights(hidden), item)
     rows = expert_rows(model, tp_size)
     for i, layer in enumerate(model.layers):
-        weights = layer.mixer.weights(hidden, tp_size) + layer.ffn.weights(hidden, tp_size, rows)
+        weights = layer.weights(hidden, tp_size, rows)
         total += norm * sum(block != ABSENT for block in (layer.mixer, layer.ffn))
         total += _bytes_of(model, i, weights + layer.residual.weights(hidden), item)
-        total += _CACHE_SCALE_BYTES.get(type(layer.mixer), 0) if fp8_cache else 0
+        total += _cache_scale_bytes(layer.mixer) if fp8_cache else 0
+    if model.per_layer_inputs is not None:
+        total += _bytes_of(model, 0, model.per_layer_inputs.model_weights(hidden, tp_size), item)
     return total
+
+
+def _cache_scale_bytes(mixer: Mixer) -> int:
+    if isinstance(mixer, GQA):
+        return 8 if mixer.caches_tokens else 0
+    return 4 if isinstance(mixer, MLA) else 0
 
 
 def expert_rows(model: ModelDescription, tp_size: int) -> int:

@@ -34,6 +34,7 @@ from sglang.srt.layers.triton_ops.quant_variants import (
     RAGGED,
     SCALE_STRIDES,
     products,
+    recorded_schemes,
 )
 from sglang.srt.layers.triton_ops.scaled_dot import product_of
 from sglang.srt.layers.triton_ops.streamed_dot import pair_launch
@@ -41,6 +42,8 @@ from sglang.srt.layers.triton_ops.variants import describe
 
 OPS = ("fused_moe",)
 
+ODD_PACKED = 176
+"""Columns of a share whose bytes of packed four-bit elements 16 does not divide: of DeepSeek-V2-Lite on eight ranks."""
 MOST_EXPERTS = 512
 MOST_CHOICES = 12
 """Of a token, a shared expert among them."""
@@ -81,7 +84,7 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
 
 
 def _launches(op: str, features: tuple[str, ...]) -> Iterator[Variant]:
-    for scheme in (None, *SCHEMES.values()):
+    for scheme in (None, *recorded_schemes()):
         for product, tail in products(scheme, features):
             yield from _of_scheme(ExpertLaunch(scheme, product, tail=tail), features)
     yield from _gpt_oss(features)
@@ -94,15 +97,18 @@ def _launches(op: str, features: tuple[str, ...]) -> Iterator[Variant]:
 
 def _of_scheme(experts: ExpertLaunch, features: Collection[str]) -> Iterator[Variant]:
     """Hidden sizes are multiples of what a block takes, but GPT-OSS's; a rank's share of an expert need not be."""
-    ragged = replace(experts, intermediate=RAGGED)
+    ragged, odd = (replace(experts, intermediate=share) for share in (RAGGED, ODD_PACKED))
     for row in tile_rows(experts.product.tile_kind, features):
         yield grouped("gate_up", experts, row.gate_up, features)
         yield grouped("down", experts, row.down, features)
         yield replace(grouped("down", ragged, row.down, features), form_only=True)
+        if experts.is_odd(ODD_PACKED):
+            yield replace(grouped("down", odd, row.down, features), form_only=True)
     yield from _last_resort(experts, features)
-    last = replace(grouped("down", ragged, last_resort(experts.product.tile_kind).down, features), default=False)
-    yield replace(last, form_only=True)
-    yield from _few(experts, (EVEN, 2816), COLUMNS)
+    for shares in (ragged, odd) if experts.is_odd(ODD_PACKED) else (ragged,):
+        last = grouped("down", shares, last_resort(experts.product.tile_kind).down, features)
+        yield replace(last, default=False, form_only=True)
+    yield from _few(experts, (EVEN, 2816, 3584), COLUMNS)
 
 
 def _last_resort(experts: ExpertLaunch, features: Collection[str]) -> Iterator[Variant]:
@@ -141,15 +147,15 @@ def _few(experts: ExpertLaunch, hidden_sizes: Collection[int], shares: Collectio
     group = experts.scheme.group[1] if experts.scheme is not None and experts.scheme.group[0] == 1 else 1
     for hidden in hidden_sizes:
         launch = pair_launch(experts.product, up_tile, hidden, experts.intermediate)
-        own, constants = types | experts.matrix_types("w13", True), gate_constants(experts.activation)
-        yield _of_pairs("gate_up_pairs", kernels_few.gate_up_pairs_kernel, own, launch, constants, experts, hidden)
+        pointers, constants = types | experts.matrix_types("w13", True), gate_constants(experts.activation)
+        yield _of_pairs("gate_up_pairs", kernels_few.gate_up_pairs_kernel, pointers, launch, constants, experts, hidden)
     for share in shares:
         if group and share % group:
             continue  # no rank's share cuts a group
         launch = pair_launch(experts.product, down_tile, share, experts.hidden)
-        own = types | experts.matrix_types("w2", True)
+        pointers = types | experts.matrix_types("w2", True)
         steps = {"TOP_K": experts.top_k, "STEPS": -(-share // launch["COLS"])}
-        yield _of_pairs("down_sum", kernels_few.down_sum_kernel, own, launch, steps, experts, share)
+        yield _of_pairs("down_sum", kernels_few.down_sum_kernel, pointers, launch, steps, experts, share)
 
 
 def _of_pairs(
@@ -163,14 +169,14 @@ def _of_pairs(
 ) -> Variant:
     tile = {name: launch[name] for name in ("BLOCK_N", "COLS", "UNROLL", "num_warps")}
     constants = constants | experts.flags | {name: value for name, value in launch.items() if name not in tile}
-    own = {name: kind for name, kind in types.items() if name in fn.arg_names}
+    arguments = {name: kind for name, kind in types.items() if name in fn.arg_names}
     # Words of eight columns.
     words = experts.product.pair_kind == "packed" and depth % 128 != 0
     multiples = (name for name in experts.multiples(depth) if name in fn.arg_names)
     key = f"{kernel}/{experts.name}" + ("" if launch["EVEN_K"] else "/ragged") + ("/words" if words else "")
     key += ("/odd" if experts.intermediate % 16 else "") + ("/bias" if experts.bias else "")
     aligned = tuple(name for name in multiples if not (words and name == "w_stride"))
-    return describe("fused_moe", key, fn, own, constants, tile, aligned)
+    return describe("fused_moe", key, fn, arguments, constants, tile, aligned)
 
 
 def _alignment() -> Iterator[Variant]:
@@ -187,5 +193,5 @@ def _alignment() -> Iterator[Variant]:
         align.align_scatter_kernel: {"CHUNK": align.CHUNK, "num_warps": 8},
     }
     for fn, launch in steps.items():
-        own = {name: kind for name, kind in types.items() if name in fn.arg_names}
-        yield describe("fused_moe", fn.fn.__name__.removesuffix("_kernel"), fn, own, {}, launch)
+        arguments = {name: kind for name, kind in types.items() if name in fn.arg_names}
+        yield describe("fused_moe", fn.fn.__name__.removesuffix("_kernel"), fn, arguments, {}, launch)
