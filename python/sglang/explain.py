@@ -319,7 +319,9 @@ def _text(explanation: Explanation, options: argparse.Namespace) -> str:
     if not options.time or explanation.refused is not None:
         return to_text(explanation)
     lines = [to_text(explanation).splitlines()[0]]
-    return "\n".join([*lines, *time_lines(explanation.model, explanation.serving, explanation.arch, options.time_context)])
+    return "\n".join(
+        [*lines, *time_lines(explanation.model, explanation.serving, explanation.arch, options.time_context)]
+    )
 
 
 def _print_shapes(shapes: Sequence[str], arch: ArchTraits, as_json: bool) -> int:

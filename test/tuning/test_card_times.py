@@ -18,7 +18,7 @@ from sglang.tuning import attention_model, measured
 from sglang.tuning.best_times import best, of_sglang
 from sglang.tuning.grid import STEPS, Grid, code_of
 from sglang.tuning.ops import DecodeAttention, Experts, Linear, describe, floor, parse_shape
-from sglang.tuning.own_times import predicted
+from sglang.tuning.predicted_times import predicted
 from sglang.tuning.rates import ceilings_of
 from sglang.tuning.steps import decode_step, ops_of, prefill_step, time_step, total
 

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=table_path("rtx-pro-6000-server"))
     args = parser.parse_args(argv)
     tables: Tables = {}
-    for derive in (products, experts, attention, latent, recurrent, residual, collectives):
+    for derive in (products, experts, attention, flashinfer, latent, recurrent, residual, collectives):
         tables |= derive(args.tables)
     write(args.out, tables)
     print(f"{args.out}: {len(tables)} tables, {args.out.stat().st_size:,} bytes")
@@ -89,25 +89,33 @@ def cells(rows: Any, columns: Sequence[str]) -> Cells:
     return {tuple(int(v) for v in (key if isinstance(key, tuple) else (key,))): t * 1e3 for key, t in least.items()}
 
 
-def grid(found: Cells, what: str, **axes: Sequence[int]) -> dict[str, Any]:
+def means(rows: Any, columns: Sequence[str]) -> Cells:
+    """The geometric mean for each combination of sizes."""
+    import numpy  # comes with pandas
+
+    logs = numpy.log(rows.latency).groupby([rows[column] for column in columns]).mean()
+    return {tuple(int(v) for v in key): math.exp(log) * 1e3 for key, log in logs.items()}
+
+
+def grid(times: Cells, what: str, **axes: Sequence[int]) -> dict[str, Any]:
     """Of the given axes. A missing time is that of the nearest smaller sizes, in proportion to the product of all; of
     the nearest larger ones where there are none."""
-    if not found:
+    if not times:
         raise ValueError(f"no rows for {what}")
-    codes = [code_of(_time(found, sizes)) for sizes in itertools.product(*axes.values())]
+    codes = [code_of(_time(times, sizes)) for sizes in itertools.product(*axes.values())]
     return {"what": what, "axes": {name: list(axis) for name, axis in axes.items()}, "codes": codes}
 
 
-def _time(found: Cells, sizes: tuple[int, ...]) -> float:
-    if sizes in found:
-        return found[sizes]
+def _time(times: Cells, sizes: tuple[int, ...]) -> float:
+    if sizes in times:
+        return times[sizes]
 
     def distance(other: tuple[int, ...]) -> float:
         return sum(abs(math.log(a / b)) * (1 if b <= a else 3) for a, b in zip(sizes, other, strict=True))
 
-    nearest = min(found, key=distance)
+    nearest = min(times, key=distance)
     work = math.prod(a / b for a, b in zip(sizes, nearest, strict=True))
-    return found[nearest] * max(1.0, work)
+    return times[nearest] * max(1.0, work)
 
 
 def products(tables: Path) -> Tables:
@@ -115,19 +123,19 @@ def products(tables: Path) -> Tables:
     rows = read(tables, "gemm/*/*/gemm_perf.parquet")
     rows = rows[rows.m.isin(ROWS) & rows.n.isin(SIDES) & rows.k.isin(SIDES)]
     axes = {"m": ROWS, "n": SIDES, "k": SIDES}
-    made: Tables = {}
+    grids: Tables = {}
     for name, kind in (("bf16", "bfloat16"), ("fp8", "fp8"), ("nvfp4", "nvfp4")):
         of_kind = rows[rows.gemm_dtype == kind]
-        ours = cells(of_kind[of_kind.framework.str.startswith("sglang")], axes)
-        others = cells(of_kind[of_kind.framework.str.startswith("vllm")], axes)
-        made[f"product/{name}/sglang"] = grid(completed(ours, others), f"{kind}, SGLang 0.5.14", **axes)
-        made[f"product/{name}/best"] = grid(cells(of_kind, axes), f"{kind}, least of all", **axes)
+        first = cells(of_kind[of_kind.framework.str.startswith("sglang")], axes)
+        second = cells(of_kind[of_kind.framework.str.startswith("vllm")], axes)
+        grids[f"product/{name}/sglang"] = grid(completed(first, second), f"{kind}, SGLang 0.5.14", **axes)
+        grids[f"product/{name}/best"] = grid(cells(of_kind, axes), f"{kind}, least of all", **axes)
     blocks = rows[rows.gemm_dtype == "fp8_block"]
-    made["product/fp8_block/best"] = grid(cells(blocks, axes), "fp8 blocks of 128x128, least of all", **axes)
-    return made
+    grids["product/fp8_block/best"] = grid(cells(blocks, axes), "fp8 blocks of 128x128, least of all", **axes)
+    return grids
 
 
-def completed(ours: Cells, others: Cells) -> Cells:
+def completed(first: Cells, second: Cells) -> Cells:
     """`ours`, and where it has no row the time of `others` times the mean ratio of the two at the same number of rows
     with weights of about the same size."""
     ratios: dict[tuple[int, int], list[float]] = {}
@@ -135,10 +143,10 @@ def completed(ours: Cells, others: Cells) -> Cells:
     def group(key: tuple[int, ...]) -> tuple[int, int]:
         return key[0], round(math.log2(key[1] * key[2]) / 2)
 
-    for key in ours.keys() & others.keys():
-        ratios.setdefault(group(key), []).append(math.log(ours[key] / others[key]))
+    for key in first.keys() & second.keys():
+        ratios.setdefault(group(key), []).append(math.log(first[key] / second[key]))
     means = {key: math.exp(math.fsum(logs) / len(logs)) for key, logs in ratios.items()}
-    return {key: time * means.get(group(key), 1.0) for key, time in others.items()} | ours
+    return {key: time * means.get(group(key), 1.0) for key, time in second.items()} | first
 
 
 def experts(tables: Path) -> Tables:
@@ -146,22 +154,22 @@ def experts(tables: Path) -> Tables:
     rows = read(tables, "moe/*/*/moe_perf.parquet")
     rows = rows[(rows.distribution == "balanced") & (rows.moe_ep_size == 1)]
     rows = rows[rows.num_tokens.isin(TOKENS)].assign(inter=rows.inter_size // rows.moe_tp_size)
-    made: Tables = {}
+    grids: Tables = {}
     for hidden, count, top_k in FAMILIES:
         family = rows[(rows.hidden_size == hidden) & (rows.num_experts == count) & (rows.topk == top_k)]
         for name, types in EXPERT_TYPES.items():
-            found = cells(family[family.moe_dtype.isin(types)], ("inter", "num_tokens"))
-            inters = sorted({inter for inter, _ in found if inter >= 32})
+            times = cells(family[family.moe_dtype.isin(types)], ("inter", "num_tokens"))
+            inters = sorted({inter for inter, _ in times if inter >= 32})
             if inters:
                 key = f"experts/{name}/{hidden}x{count}x{top_k}"
-                made[key] = grid(found, ", ".join(types), inter=inters, tokens=TOKENS)
-    return made
+                grids[key] = grid(times, ", ".join(types), inter=inters, tokens=TOKENS)
+    return grids
 
 
 def attention(tables: Path) -> Tables:
     """Decode by sequences times kv heads and context, prompts by sequences times heads and their length, where 4 to 16
     query heads share a kv head."""
-    made: Tables = {}
+    grids: Tables = {}
     decode = read(tables, "attention/*/*/generation_attention_perf.parquet")
     prompt = read(tables, "attention/*/*/context_attention_perf.parquet")
     for rows in (decode, prompt):
@@ -172,14 +180,44 @@ def attention(tables: Path) -> Tables:
     prompt = prompt.assign(streams=prompt.batch_size * prompt.num_heads)
     for dim, (kind, short) in itertools.product((64, 128, 192, 256), (("bfloat16", "bf16"), ("fp8", "fp8"))):
         rows = decode[(decode.head_dim == dim) & (decode.kv_cache_dtype == kind)]
-        found = cells(rows, ("streams", "context"))
-        made[f"decode_attention/{dim}/{short}"] = grid(
-            found, "least of all", streams=(*BATCHES, 1024, 2048), context=CONTEXTS
+        times = cells(rows, ("streams", "context"))
+        grids[f"decode_attention/{dim}/{short}"] = grid(
+            times, "least of all", streams=(*BATCHES, 1024, 2048), context=CONTEXTS
         )
         rows = prompt[(prompt.head_dim == dim) & (prompt.kv_cache_dtype == kind)]
-        found = cells(rows, ("streams", "isl"))
-        made[f"extend_attention/{dim}/{short}"] = grid(found, "least of all", streams=BATCHES, tokens=PROMPTS)
-    return made
+        times = cells(rows, ("streams", "isl"))
+        grids[f"extend_attention/{dim}/{short}"] = grid(times, "least of all", streams=BATCHES, tokens=PROMPTS)
+    return grids
+
+
+def flashinfer(tables: Path) -> Tables:
+    """What SGLang takes for full attention with head dims of 128 and 256: means over heads, of query heads with a kv
+    head of their own ("alone") and of those that share one."""
+    decode = read(tables, "attention/sglang/*/generation_attention_perf.parquet")
+    prompt = read(tables, "attention/sglang/*/context_attention_perf.parquet")
+    decode = decode.assign(context=decode.step + 1, streams=decode.batch_size * decode.num_key_value_heads)
+    prompt = prompt.assign(streams=prompt.batch_size * prompt.num_heads)
+    axes = {
+        "decode": {"streams": powers(15), "context": powers(17, 1)},
+        "extend": {"streams": powers(13), "isl": (1, 16, 32, 64, *PROMPTS[3:], 1536, 3072, 6144, 12288)},
+    }
+    grids: Tables = {}
+    for op, rows in (("decode", decode), ("extend", prompt)):
+        rows = rows[rows.kernel_source == "flashinfer"]
+        alone = rows.num_heads == rows.num_key_value_heads
+        for dim, (kind, short), sharing in itertools.product(
+            (128, 256), (("bfloat16", "bf16"), ("fp8", "fp8")), ("alone", "shared")
+        ):
+            part = rows[(rows.head_dim == dim) & (rows.kv_cache_dtype == kind) & (alone == (sharing == "alone"))]
+            sizes = {name: tuple(sorted(axis)) for name, axis in axes[op].items()}
+            times = means(part, tuple(sizes))
+            grids[f"{op}_attention/{dim}/{short}/sglang/{sharing}"] = grid(times, "FlashInfer, SGLang 0.5.14", **sizes)
+    return grids
+
+
+def powers(last: int, first: int = 0) -> tuple[int, ...]:
+    """Of two."""
+    return tuple(1 << power for power in range(first, last + 1))
 
 
 def latent(tables: Path) -> Tables:
@@ -187,48 +225,48 @@ def latent(tables: Path) -> Tables:
     decode = read(tables, "mla/*/*/generation_mla_perf.parquet")
     decode = decode.assign(context=decode.step + 1)
     prompt = read(tables, "mla/*/*/context_mla_perf.parquet")
-    made: Tables = {}
+    grids: Tables = {}
     for kind, short in (("bfloat16", "bf16"), ("fp8", "fp8")):
-        found = cells(decode[decode.kv_cache_dtype == kind], ("num_heads", "batch_size", "context"))
-        made[f"decode_attention/latent/{short}"] = grid(
-            found, "least of all", heads=HEADS, batch=BATCHES, context=CONTEXTS
+        times = cells(decode[decode.kv_cache_dtype == kind], ("num_heads", "batch_size", "context"))
+        grids[f"decode_attention/latent/{short}"] = grid(
+            times, "least of all", heads=HEADS, batch=BATCHES, context=CONTEXTS
         )
     prompt = prompt.assign(streams=prompt.batch_size * prompt.num_heads)
-    made["extend_attention/latent/bf16"] = grid(
+    grids["extend_attention/latent/bf16"] = grid(
         cells(prompt, ("streams", "isl")), "least of all", streams=BATCHES, tokens=PROMPTS
     )
     absorb = read(tables, "mla_bmm/*/*/mla_bmm_perf.parquet")
     absorb = absorb[absorb.bmm_dtype == "bfloat16"]
     for name in sorted(absorb.op_name.unique()):
-        found = cells(absorb[absorb.op_name == name], ("num_heads", "num_tokens"))
-        made[f"latent_absorb/{name}"] = grid(found, "least of all", heads=HEADS, tokens=TOKENS)
-    return made
+        times = cells(absorb[absorb.op_name == name], ("num_heads", "num_tokens"))
+        grids[f"latent_absorb/{name}"] = grid(times, "least of all", heads=HEADS, tokens=TOKENS)
+    return grids
 
 
 def recurrent(tables: Path) -> Tables:
     """Gated delta rule and its convolution, by value heads of 128 on a rank."""
     rows = read(tables, "linear_attention/*/*/gdn_perf.parquet")
-    made: Tables = {}
+    grids: Tables = {}
     heads = (4, 8, 16, 32, 64)
     for name, kernel in (("gated_delta_rule", "gated_delta"), ("causal_conv1d", "conv1d")):
         of_op = rows[rows.kernel_source.str.contains(kernel)]
-        found = cells(of_op[of_op.phase == "generation"], ("num_v_heads", "batch_size"))
-        made[f"{name}/decode"] = grid(found, "least of all", heads=heads, batch=BATCHES)
+        times = cells(of_op[of_op.phase == "generation"], ("num_v_heads", "batch_size"))
+        grids[f"{name}/decode"] = grid(times, "least of all", heads=heads, batch=BATCHES)
         alone = of_op[(of_op.phase == "context") & (of_op.batch_size == 1)]
-        made[f"{name}/prompt"] = grid(
+        grids[f"{name}/prompt"] = grid(
             cells(alone, ("num_v_heads", "seq_len")), "least of all", heads=heads, tokens=PROMPTS
         )
-    return made
+    return grids
 
 
 def residual(tables: Path) -> Tables:
     """Hyper-connections of four streams: before a block ("pre") and after it ("post")."""
     rows = read(tables, "mhc/*/*/mhc_module_perf.parquet")
-    made: Tables = {}
+    grids: Tables = {}
     for part in ("pre", "post"):
-        found = cells(rows[rows.op_name == part], ("hidden_size", "num_tokens"))
-        made[f"hyper_connection/{part}"] = grid(found, "least of all", hidden=(4096, 7168), tokens=TOKENS)
-    return made
+        times = cells(rows[rows.op_name == part], ("hidden_size", "num_tokens"))
+        grids[f"hyper_connection/{part}"] = grid(times, "least of all", hidden=(4096, 7168), tokens=TOKENS)
+    return grids
 
 
 def collectives(tables: Path) -> Tables:

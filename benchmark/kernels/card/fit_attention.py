@@ -86,8 +86,8 @@ def fit_decode(rows: Sequence[MeasuredDecode]) -> tuple[DecodeShared, dict[str, 
     by_kernel = _by(rows, lambda row: upstream.decode_key(row.keys))
     shared, times = SHARED, dict.fromkeys(by_kernel, START_DECODE)
     for _ in range(3):
-        for key, own in by_kernel.items():
-            few = sample(own, OF_KERNEL)
+        for key, of_kernel in by_kernel.items():
+            few = sample(of_kernel, OF_KERNEL)
             times[key] = _fit(times[key], START_DECODE, few, _decode_error_of(key, shared))
         few = sample(rows, OF_ALL)
         shared = _fit(shared, SHARED, few, lambda row, s: error_of_decode(row, s, times), SHARED_FITTED)
@@ -102,9 +102,12 @@ def fit_prompts(rows: Sequence[MeasuredPrompt]) -> dict[str, PromptTimes]:
     by_kernel = _by(rows, lambda row: upstream.prompt_key(row.prompt, row.q_item))
     return {
         key: _fit(
-            START_PROMPT, START_PROMPT, sample(own, OF_KERNEL), lambda row, t, key=key: error_of_prompt(row, {key: t})
+            START_PROMPT,
+            START_PROMPT,
+            sample(of_kernel, OF_KERNEL),
+            lambda row, t, key=key: error_of_prompt(row, {key: t}),
         )
-        for key, own in by_kernel.items()
+        for key, of_kernel in by_kernel.items()
     }
 
 
@@ -126,16 +129,16 @@ def _fit(
     weights = numpy.array([1.0 / math.hypot(0.05, 0.9e-6 / row.seconds) for row in rows])
     zero = numpy.log([getattr(anchor, name) for name in names])
 
-    def made(logs: Any) -> Any:
+    def constants_at(logs: Any) -> Any:
         return dataclasses.replace(start, **dict(zip(names, map(float, numpy.exp(logs)), strict=True)))
 
     def residuals(logs: Any) -> Any:
-        values = made(logs)
+        values = constants_at(logs)
         errors = numpy.array([error(row, values) for row in rows])
         return numpy.concatenate((errors * weights, 0.3 * (logs - zero)))
 
     first = numpy.log([getattr(start, name) for name in names])
-    return made(least_squares(residuals, first, max_nfev=20, loss="soft_l1").x)
+    return constants_at(least_squares(residuals, first, max_nfev=20, loss="soft_l1").x)
 
 
 def left_out(rows: Sequence[Any], fit: Callable[..., tuple[Any, ...]], error: Callable[..., float]) -> list[float]:

@@ -111,7 +111,10 @@ def summary(timed: Timed) -> Iterator[str]:
     yield "|---|---|" + "---|" * len(steps)
     for name, cards, by_step in timed:
         times = [total(rows) for rows in by_step.values()]
-        cells = [f"{t.seconds * 1e3:.1f} ({t.low * 1e3:.1f}-{t.high * 1e3:.1f}) / {t.best * 1e3:.1f} / {t.floor * 1e3:.1f}" for t in times]
+        cells = [
+            f"{t.seconds * 1e3:.1f} ({t.low * 1e3:.1f}-{t.high * 1e3:.1f}) / {t.best * 1e3:.1f} / {t.floor * 1e3:.1f}"
+            for t in times
+        ]
         star = "*" if times[0].missing else ""
         yield f"| {name}{star} | {cards} | " + " | ".join(cells) + " |"
 
@@ -126,8 +129,8 @@ def losses(timed: Timed, least: float = 0.02) -> Iterator[str]:
     yield "| of the step | model | cards | step | op | ours, us | best, us |"
     yield "|---|---|---|---|---|---|---|"
     for share, name, cards, step, row in sorted(found, key=lambda entry: -entry[0]):
-        assert row.own is not None and row.best is not None
-        figures = f"{row.own.seconds * 1e6:.0f} | {'' if row.best.exact else '~'}{row.best.served * 1e6:.0f}"
+        assert row.ours is not None and row.best is not None
+        figures = f"{row.ours.seconds * 1e6:.0f} | {'' if row.best.exact else '~'}{row.best.served * 1e6:.0f}"
         yield f"| {share:.0%} | {name} | {cards} | {step} | {row.name} | {figures} |"
 
 
@@ -170,9 +173,9 @@ def _merged(rows: Sequence[TimedOp]) -> list[TimedOp]:
 
 
 def _cell(row: TimedOp) -> str:
-    own = f"{row.own.seconds * 1e6:.0f}" if row.own else "none"
+    ours = f"{row.ours.seconds * 1e6:.0f}" if row.ours else "none"
     found = f"{row.best.served * 1e6:.0f}" if row.best else "-"
-    return f"{own} / {found} / {row.floor * 1e6:.0f}"
+    return f"{ours} / {found} / {row.floor * 1e6:.0f}"
 
 
 if __name__ == "__main__":

@@ -97,16 +97,21 @@ def decode_seconds(
 ) -> float:
     """`cold`: nothing is in the L2, as in a model whose other layers have passed through it."""
     size = keys.cache_bytes
-    hot = 1.0 if cold else min(1.0, max(0.0, math.log(size / (shared.warm_mb * 1e6)) / shared.warm_width))
+    missed = 1.0 if cold else from_memory_share(size, shared)
     sharing = min(float(pieces.occupancy), max(1.0, pieces.programs / NUM_SMS))
-    step = largest(times.step + times.cold * hot, sharing * times.busy)
+    step = largest(times.step + times.cold * missed, sharing * times.busy)
     chain = _waves(pieces.programs / (NUM_SMS * sharing)) * pieces.steps * step
     loaded = pieces.programs * pieces.steps * pieces.block_n * keys.row * keys.item
-    again = max(0.0, loaded / size - 1.0) * shared.reread * hot if keys.latent else 0.0
-    memory = size * (1.0 + again) * hot / shared.bandwidth * 1e-6
+    again = max(0.0, loaded / size - 1.0) * shared.reread * missed if keys.latent else 0.0
+    memory = size * (1.0 + again) * missed / shared.bandwidth * 1e-6
     work = largest(chain, loaded / shared.l2 * 1e-6, memory)
     combining = keys.batch * keys.heads * pieces.combined * shared.combine * 1e-3 + pieces.parts * shared.part
     return (times.base + work + pieces.launched * shared.dispatch * 1e-3 + combining) * 1e-6
+
+
+def from_memory_share(num_bytes: float, shared: DecodeShared = SHARED) -> float:
+    """Of operands that a replay uses again: what comes from memory, and not from the L2."""
+    return min(1.0, max(0.0, math.log(max(1.0, num_bytes) / (shared.warm_mb * 1e6)) / shared.warm_width))
 
 
 def _waves(waves: float) -> float:
@@ -199,7 +204,7 @@ SHORT_PIECE = 512
 """As decode_attention's; a test holds the two together."""
 
 
-def own_pieces(keys: Keys, tile: Mapping[str, int], occupancy: int, num_sms: int = NUM_SMS) -> Pieces:
+def planned_pieces(keys: Keys, tile: Mapping[str, int], occupancy: int, num_sms: int = NUM_SMS) -> Pieces:
     """As `plan_kernel` cuts requests of equal length."""
     tiles = keys.kv_heads * -(-keys.group // tile["BLOCK_H"])
     slots = max(1, num_sms * tile["ctas_per_sm"] // tiles)
@@ -219,7 +224,7 @@ LONELY, PER_ELEMENTS, COLD = 0.6, 0.33, 0.95
 what the fits on SGLang's kernels have in common (within a third)."""
 ARITHMETIC = 1.5
 """A full SM's step over that of its matrix products, as in the fits."""
-OWN_BASE = 5.0
+LAUNCHES = 5.0
 """Of the two launches, in a graph with programmatic launches; SGLang's take 4.3 to 12."""
 OPERATIONS_PER_US = 504e6 * 0.85 / NUM_SMS
 """Of an SM, in 16 bits."""
@@ -227,16 +232,16 @@ PROMPT_SHARE = 0.55
 """Of the matrix rate that prompts reach with two programs on an SM: SGLang's kernel with head dim 64."""
 
 
-def own_step_times(keys: Keys, tile: Mapping[str, int]) -> StepTimes:
+def carried_step_times(keys: Keys, tile: Mapping[str, int]) -> StepTimes:
     elements = tile["BLOCK_N"] * keys.row
     on_their_way = max(1, tile["num_stages"] - 1)
     operations = 2.0 * max(16, tile["BLOCK_H"]) * tile["BLOCK_N"] * (keys.head_dim + keys.v_head_dim)
     busy = operations / OPERATIONS_PER_US * ARITHMETIC
     step = LONELY + PER_ELEMENTS * elements / 4096 / on_their_way
-    return StepTimes(step, COLD / on_their_way, busy, OWN_BASE)
+    return StepTimes(step, COLD / on_their_way, busy, LAUNCHES)
 
 
-def own_prompt_times(prompt: Prompt, tile: Mapping[str, int], occupancy: int) -> tuple[PromptTile, PromptTimes]:
+def carried_prompt_times(prompt: Prompt, tile: Mapping[str, int], occupancy: int) -> tuple[PromptTile, PromptTimes]:
     m, n = tile["BLOCK_M"], tile["BLOCK_N"]
     operations = 2.0 * m * n * (prompt.head_dim + prompt.v_head_dim)
     busy = operations / (OPERATIONS_PER_US / 0.85 * PROMPT_SHARE)

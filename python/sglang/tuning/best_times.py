@@ -9,7 +9,8 @@ from typing import Any
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.tuning import upstream_attention as upstream
-from sglang.tuning.attention_model import decode_seconds, prompt_seconds
+from sglang.tuning.attention_model import Keys, Prompt, decode_seconds, prompt_seconds
+from sglang.tuning.cost_model import constants_of
 from sglang.tuning.grid import Grid
 from sglang.tuning.measured import SAME_CARD, tables_of
 from sglang.tuning.ops import (
@@ -23,7 +24,9 @@ from sglang.tuning.ops import (
     Linear,
     Op,
 )
-from sglang.tuning.own_times import beyond_cache
+from sglang.tuning.predicted_times import beyond_cache
+from sglang.tuning.upstream_experts import SideKernels
+from sglang.tuning.upstream_experts import predict as predict_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +43,10 @@ class Best:
 def best(op: Op, arch: ArchTraits) -> Best | None:
     """None where nobody measured the op, or not on this card."""
     finder = _FINDERS.get(op.kind)
-    found = finder(op, tables_of(arch)) if finder is not None else None
-    if found is None:
+    row = finder(op, tables_of(arch)) if finder is not None else None
+    if row is None:
         return None
-    measured, exact, table = found
+    measured, exact, table = row
     served = measured if isinstance(op, AllReduce) else beyond_cache(measured, op.num_bytes, arch)
     return Best(measured, served, exact, table)
 
@@ -86,9 +89,9 @@ def _experts(op: Experts, tables: _Tables) -> _Row:
         form = four if scheme.bits == 4 else "fp8"
     # A fused shared expert is one more of the table's, which every token chooses.
     for count, top_k in ((op.num_experts, op.top_k), (op.num_experts - 1, op.top_k - 1)):
-        found = _at(tables, f"experts/{form}/{op.hidden}x{count}x{top_k}", op.intermediate, op.tokens)
-        if found is not None:
-            return found[0], found[1] and count == op.num_experts, found[2]
+        row = _at(tables, f"experts/{form}/{op.hidden}x{count}x{top_k}", op.intermediate, op.tokens)
+        if row is not None:
+            return row[0], row[1] and count == op.num_experts, row[2]
     return None
 
 
@@ -111,11 +114,11 @@ def _extend(op: ExtendAttention, tables: _Tables) -> _Row:
 
 def _absorb(op: LatentAbsorb, tables: _Tables) -> _Row:
     part = "pre" if op.rows >= op.cols else "post"
-    found = _at(tables, f"latent_absorb/mla_gen_{part}", op.heads, op.tokens)
-    if found is None:
+    row = _at(tables, f"latent_absorb/mla_gen_{part}", op.heads, op.tokens)
+    if row is None:
         return None
     usual = op.rows * op.cols == 512 * 128
-    return found[0] * op.rows * op.cols / (512 * 128), found[1] and usual, found[2]
+    return row[0] * op.rows * op.cols / (512 * 128), row[1] and usual, row[2]
 
 
 def _gated_delta(op: GatedDeltaRule, tables: _Tables) -> _Row:
@@ -153,19 +156,86 @@ def of_sglang(op: Op, arch: ArchTraits) -> tuple[float, str] | None:
     """Seconds that release 0.5.14 takes in a replay, and how that is known; None where it is not."""
     if SAME_CARD.get(arch.product or "", arch.product) != "rtx-pro-6000-server":
         return None
+    tables = tables_of(arch)
     if isinstance(op, Linear):
-        form = _form(op.scheme)[0]
-        row = _at(tables_of(arch), f"product/{form}/sglang", op.tokens, op.rows, op.cols)
-        return (row[0], "interpolated") if row is not None else None
-    if isinstance(op, DecodeAttention) and upstream.decode_key(op.keys) in upstream.DECODE_TIMES:
-        times = upstream.DECODE_TIMES[upstream.decode_key(op.keys)]
-        return decode_seconds(op.keys, upstream.decode_pieces(op.keys), times), "its Triton kernel, predicted"
-    if (
-        isinstance(op, ExtendAttention)
-        and upstream.prompt_key(op.prompt) in upstream.PROMPT_TIMES
-        and not op.prompt.prefix
-    ):
-        times_of_prompt = upstream.PROMPT_TIMES[upstream.prompt_key(op.prompt)]
-        seconds = prompt_seconds(op.prompt, upstream.prompt_tile(op.prompt), times_of_prompt)
-        return seconds, "its Triton kernel, predicted"
+        return _interpolated(tables, f"product/{_form(op.scheme)[0]}/sglang", op.tokens, op.rows, op.cols)
+    if isinstance(op, DecodeAttention):
+        return _sglang_decode(op.keys, tables)
+    if isinstance(op, ExtendAttention) and not op.prompt.prefix:
+        return _sglang_prompt(op.prompt, tables)
+    if isinstance(op, Experts) and op.scheme in (None, "fp8_block") and not op.bias:
+        layer = EvenExperts(op)
+        return predict_experts(layer, arch, constants_of(arch), SideKernels(), True), "its Triton kernels, predicted"
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class EvenExperts:
+    """An op as `upstream_experts` takes it."""
+
+    op: Experts
+
+    @property
+    def scheme(self) -> str:
+        return self.op.scheme or "bf16"
+
+    @property
+    def num_tokens(self) -> int:
+        return self.op.tokens
+
+    @property
+    def hidden(self) -> int:
+        return self.op.hidden
+
+    @property
+    def intermediate(self) -> int:
+        return self.op.intermediate
+
+    @property
+    def num_experts(self) -> int:
+        return self.op.num_experts
+
+    @property
+    def top_k(self) -> int:
+        return self.op.top_k
+
+    @property
+    def pairs(self) -> int:
+        return self.op.pairs
+
+
+def _interpolated(tables: _Tables, name: str, *sizes: float) -> tuple[float, str] | None:
+    row = _at(tables, name, *sizes)
+    return None if row is None else (row[0], "interpolated")
+
+
+_TRITON_GROUP = 5
+"""Query heads to a kv head with which SGLang took its own kernel at head dim 128."""
+
+
+def _flashinfer(op: str, dims: tuple[int, int], group: int, item: int) -> str | None:
+    """The table, where SGLang takes FlashInfer."""
+    if dims not in ((128, 128), (256, 256)) or (dims[0] == 128 and group == _TRITON_GROUP):
+        return None
+    return f"{op}/{dims[0]}/{'fp8' if item == 1 else 'bf16'}/sglang/{'alone' if group == 1 else 'shared'}"
+
+
+def _sglang_decode(keys: Keys, tables: _Tables) -> tuple[float, str] | None:
+    table = _flashinfer("decode_attention", (keys.head_dim, keys.v_head_dim), keys.group, keys.item)
+    if table is not None:
+        return _interpolated(tables, table, keys.batch * keys.kv_heads, keys.context)
+    if upstream.decode_key(keys) not in upstream.DECODE_TIMES:
+        return None
+    times = upstream.DECODE_TIMES[upstream.decode_key(keys)]
+    return decode_seconds(keys, upstream.decode_pieces(keys), times), "its Triton kernel, predicted"
+
+
+def _sglang_prompt(prompt: Prompt, tables: _Tables) -> tuple[float, str] | None:
+    group = prompt.heads // prompt.kv_heads
+    table = _flashinfer("extend_attention", (prompt.head_dim, prompt.v_head_dim), group, prompt.item)
+    if table is not None and not prompt.window:
+        return _interpolated(tables, table, prompt.batch * prompt.heads, prompt.new)
+    if upstream.prompt_key(prompt) not in upstream.PROMPT_TIMES:
+        return None
+    times = upstream.PROMPT_TIMES[upstream.prompt_key(prompt)]
+    return prompt_seconds(prompt, upstream.prompt_tile(prompt), times), "its Triton kernel, predicted"

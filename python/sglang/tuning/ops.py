@@ -288,14 +288,14 @@ def parse_shape(text: str) -> Op:
 
 
 def _made(name: str, values: Mapping[str, object]) -> Op:
-    found = _FORMS[name](**values)  # type: ignore[arg-type]
-    if isinstance(found, Keys | Prompt) and found.heads % found.kv_heads:
-        raise UserError(f"{name}: {found.heads} heads do not share {found.kv_heads} kv heads evenly.")
-    if isinstance(found, Experts) and found.top_k > found.num_experts:
-        raise UserError(f"{name}: top_k {found.top_k} of {found.num_experts} experts.")
-    if isinstance(found, Keys):
-        return DecodeAttention(found)
-    return ExtendAttention(found) if isinstance(found, Prompt) else found
+    sizes = _FORMS[name](**values)  # type: ignore[arg-type]
+    if isinstance(sizes, Keys | Prompt) and sizes.heads % sizes.kv_heads:
+        raise UserError(f"{name}: {sizes.heads} heads do not share {sizes.kv_heads} kv heads evenly.")
+    if isinstance(sizes, Experts) and sizes.top_k > sizes.num_experts:
+        raise UserError(f"{name}: top_k {sizes.top_k} of {sizes.num_experts} experts.")
+    if isinstance(sizes, Keys):
+        return DecodeAttention(sizes)
+    return ExtendAttention(sizes) if isinstance(sizes, Prompt) else sizes
 
 
 def describe(op: Op) -> str:

@@ -10,7 +10,7 @@ from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.tuning.best_times import best, of_sglang
 from sglang.tuning.ops import describe, floor, parse_shape
-from sglang.tuning.own_times import predicted
+from sglang.tuning.predicted_times import predicted
 from sglang.tuning.rates import ceilings_of
 from sglang.tuning.steps import Step, StepTime, TimedOp, decode_step, prefill_step, time_step, total
 
@@ -59,16 +59,16 @@ def _summary(step: Step, time: StepTime) -> tuple[str, ...]:
 
 
 def _details(row: TimedOp) -> tuple[str, ...]:
-    own, found = row.own, row.best
+    ours, found = row.ours, row.best
     return (
         row.name,
         str(row.count),
-        _us(own.seconds) if own else "none",
-        f"{own.error:.0%}" if own else "",
+        _us(ours.seconds) if ours else "none",
+        f"{ours.error:.0%}" if ours else "",
         ("" if found.exact else "~") + _us(found.served) if found else "",
         _us(row.floor),
         f"{row.seconds * 1e3:.2f}",
-        own.how if own else "",
+        ours.how if ours else "",
     )
 
 
@@ -109,12 +109,12 @@ def shape_lines(shapes: Sequence[str], arch: ArchTraits) -> Iterator[str]:
 def shape_json(shape: str, arch: ArchTraits) -> dict[str, Any]:
     """Microseconds, None where nothing is known. Raises UserError."""
     op = parse_shape(shape)
-    own, found, theirs = predicted(op, arch), best(op, arch), of_sglang(op, arch)
+    ours, found, theirs = predicted(op, arch), best(op, arch), of_sglang(op, arch)
     return {
         "shape": describe(op),
-        "ours_us": own and own.seconds * 1e6,
-        "error": own and own.error,
-        "ours_how": own and own.how,
+        "ours_us": ours and ours.seconds * 1e6,
+        "error": ours and ours.error,
+        "ours_how": ours and ours.how,
         "sglang_us": theirs and theirs[0] * 1e6,
         "sglang_how": theirs and theirs[1],
         "best_us": found and found.measured * 1e6,
@@ -142,8 +142,8 @@ def time_json(model: ModelDescription, serving: Serving, arch: ArchTraits, conte
                     "name": row.name,
                     "op": describe(row.op),
                     "count": row.count,
-                    "seconds": row.own and row.own.seconds,
-                    "error": row.own and row.own.error,
+                    "seconds": row.ours and row.ours.seconds,
+                    "error": row.ours and row.ours.error,
                     "best": row.best and row.best.served,
                     "floor": row.floor,
                 }

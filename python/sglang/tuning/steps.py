@@ -34,7 +34,7 @@ from sglang.tuning.ops import (
     Op,
     floor,
 )
-from sglang.tuning.own_times import Predicted, predicted
+from sglang.tuning.predicted_times import Predicted, predicted
 from sglang.tuning.rates import ceilings_of
 
 
@@ -75,20 +75,20 @@ class TimedOp:
     name: str
     op: Op
     count: int
-    own: Predicted | None
+    ours: Predicted | None
     best: Best | None
     floor: float
 
     @property
     def seconds(self) -> float:
         """Of all; where nothing here computes it, what others need, or the floor."""
-        one = self.own.seconds if self.own else self.best.served if self.best else self.floor
+        one = self.ours.seconds if self.ours else self.best.served if self.best else self.floor
         return self.count * one
 
     @property
     def lost(self) -> float:
         """Seconds that the best measured kernels would save."""
-        return self.count * (self.own.seconds - self.best.served) if self.own and self.best else 0.0
+        return self.count * (self.ours.seconds - self.best.served) if self.ours and self.best else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +118,13 @@ def time_step(model: ModelDescription, serving: Serving, step: Step, arch: ArchT
 
 def total(rows: list[TimedOp]) -> StepTime:
     seconds = sum(row.seconds for row in rows)
-    off = sum(row.seconds * (row.own.error if row.own else 0.3) for row in rows)
+    off = sum(row.seconds * (row.ours.error if row.ours else 0.3) for row in rows)
     # Errors of different ops partly cancel; those of one kind do not.
     off *= 0.7
     fastest = sum(
         row.count * min(row.seconds / row.count, row.best.served if row.best else float("inf")) for row in rows
     )
-    missing = tuple(dict.fromkeys(row.name for row in rows if row.own is None))
+    missing = tuple(dict.fromkeys(row.name for row in rows if row.ours is None))
     return StepTime(seconds, seconds - off, seconds + off, fastest, sum(row.count * row.floor for row in rows), missing)
 
 

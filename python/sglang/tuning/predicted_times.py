@@ -26,10 +26,10 @@ from sglang.tuning.attention_model import (
     SHARED,
     Keys,
     Prompt,
+    carried_prompt_times,
+    carried_step_times,
     decode_seconds,
-    own_pieces,
-    own_prompt_times,
-    own_step_times,
+    planned_pieces,
     prompt_seconds,
 )
 from sglang.tuning.cost_model import GroupedProduct, blocks_per_sm, estimate_blocks
@@ -134,13 +134,13 @@ def _linear_record(scheme: str, tile: Tile, arch: ArchTraits) -> TileRecord | No
 @functools.cache
 def _linear_records(scheme: str, arch_name: str) -> Mapping[str, TileRecord]:
     """By tile, of the newest Triton on record."""
-    found: dict[str, TileRecord] = {}
+    choice: dict[str, TileRecord] = {}
     for (op, key, tile), row in Ledger.load().rows.items():
         if op == "linear" and key.split("/")[:2] == ["tiles", scheme] and "widened" not in key:
             for target in sorted(row.by_target):
                 if target.endswith("/" + arch_name):
-                    found[tile] = TileRecord(*row.by_target[target])
-    return found
+                    choice[tile] = TileRecord(*row.by_target[target])
+    return choice
 
 
 def _as_grouped(op: Linear, splits: int, record: TileRecord) -> GroupedProduct:
@@ -243,15 +243,15 @@ def _attention_tile(
 
 def _decode(op: DecodeAttention, arch: ArchTraits) -> Predicted | None:
     keys: Keys = op.keys
-    found = _attention_tile("decode_attention", (keys.head_dim, keys.v_head_dim), keys.item, arch)
-    if found is None:
+    choice = _attention_tile("decode_attention", (keys.head_dim, keys.v_head_dim), keys.item, arch)
+    if choice is None:
         return None
-    tile, record = found
+    tile, record = choice
     if "wgmma" in arch.features:
         return Predicted(3 * LAUNCH + _read(op.num_bytes, arch), 0.3, "read at 0.92 of the best")
     occupancy = blocks_per_sm(record, tile["num_warps"], arch, rates_of(arch))
-    pieces = own_pieces(keys, tile, occupancy, arch.num_sms)
-    seconds = decode_seconds(keys, pieces, own_step_times(keys, tile), SHARED, cold=True)
+    pieces = planned_pieces(keys, tile, occupancy, arch.num_sms)
+    seconds = decode_seconds(keys, pieces, carried_step_times(keys, tile), SHARED, cold=True)
     return Predicted(seconds, 0.2, "attention model, steps carried over from SGLang's kernels")
 
 
@@ -259,14 +259,14 @@ def _extend(op: ExtendAttention, arch: ArchTraits) -> Predicted | None:
     prompt: Prompt = op.prompt
     latent = (prompt.head_dim, prompt.v_head_dim) == (192, 128) and prompt.heads == prompt.kv_heads
     name = "latent_prompt_attention" if latent else "extend_attention"
-    found = _attention_tile(name, (prompt.head_dim, prompt.v_head_dim), prompt.item, arch)
-    if found is None:
+    choice = _attention_tile(name, (prompt.head_dim, prompt.v_head_dim), prompt.item, arch)
+    if choice is None:
         return None
-    tile, record = found
+    tile, record = choice
     if "wgmma" in arch.features:
         return Predicted(3 * LAUNCH + op.operations / 316e12, 0.4, "316 to 467 TFLOP/s measured")
     occupancy = blocks_per_sm(record, tile["num_warps"], arch, rates_of(arch))
-    shape, times = own_prompt_times(prompt, tile, occupancy)
+    shape, times = carried_prompt_times(prompt, tile, occupancy)
     return Predicted(
         prompt_seconds(prompt, shape, times), 0.3, "attention model, share of SGLang's kernel at head dim 64"
     )
