@@ -12,38 +12,39 @@ from sglang.srt.configs.quant_scheme import SCALE_BYTES, expert_share
 from sglang.srt.plan.layer_spec import ABSENT, Matrix, Weights
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.ranks import RankLayout
 
 _CACHE_SCALE_BYTES = {GQA: 8, MLA: 4}
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}
 
 
-def rank_weight_bytes(model: ModelDescription, dtype: str, tp_size: int, fp8_cache: bool = False) -> int:
+def rank_weight_bytes(model: ModelDescription, dtype: str, ranks: RankLayout, fp8_cache: bool = False) -> int:
     """Of one rank's parameters, exactly as they are allocated. An `fp8_cache` of keys and values has scales, which are
     parameters.
 
     Raises UserError where the experts cannot be divided.
     """
     item, hidden = _DTYPE_BYTES[dtype], model.hidden_size
-    vocab_rows = -(-model.vocab_size // tp_size)
+    vocab_rows = -(-model.vocab_size // ranks.tp_size)
     total = vocab_rows * hidden * (1 if model.tie_embeddings else 2) * item
     norm = hidden * (4 if model.zero_centred_norms else item)  # before a block, and behind the last one
     total += norm
     total += _bytes_of(model, 0, model.layers[-1].residual.head_weights(hidden), item)
-    rows = expert_rows(model, tp_size)
+    rows = expert_rows(model, ranks)
     for i, layer in enumerate(model.layers):
-        weights = layer.mixer.weights(hidden, tp_size) + layer.ffn.weights(hidden, tp_size, rows)
+        weights = layer.mixer.weights(hidden, ranks.tp_size) + layer.ffn.weights(hidden, ranks, rows)
         total += norm * sum(block != ABSENT for block in (layer.mixer, layer.ffn))
         total += _bytes_of(model, i, weights + layer.residual.weights(hidden), item)
         total += _CACHE_SCALE_BYTES.get(type(layer.mixer), 0) if fp8_cache else 0
     return total
 
 
-def expert_rows(model: ModelDescription, tp_size: int) -> int:
-    """Intermediate dims of a routed expert that a rank has room for; 0 without experts. Raises UserError."""
+def expert_rows(model: ModelDescription, ranks: RankLayout) -> int:
+    """Intermediate dims of each of its routed experts that a rank has room for; 0 without experts. Raises UserError."""
     if model.experts is None:
         return 0
     quant = model.expert_quant
-    return expert_share(model.experts.intermediate_size, tp_size, quant.format if quant else None)
+    return expert_share(model.experts.intermediate_size, ranks.expert_tp_size, quant.format if quant else None)
 
 
 def _bytes_of(model: ModelDescription, layer: int, weights: Weights, item: int) -> int:
