@@ -43,18 +43,18 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, ServerArgs]:
     )
     parser.add_argument("--skip-warmup", action="store_true")
     parser.add_argument("--result-filename", default="", help="A line of JSON is appended.")
-    own, rest = parser.parse_known_args(list(argv))
-    return own, ServerArgs.from_cli(rest, "python -m sglang.bench_offline_throughput")
+    options, rest = parser.parse_known_args(list(argv))
+    return options, ServerArgs.from_cli(rest, "python -m sglang.bench_offline_throughput")
 
 
-def _generate(engine: Engine, prompts: Sequence[Prompt], own: argparse.Namespace) -> tuple[list[Any], float]:
+def _generate(engine: Engine, prompts: Sequence[Prompt], options: argparse.Namespace) -> tuple[list[Any], float]:
     """The results of all prompts, and the seconds it took."""
     params = [
         {
             "temperature": 0.0,
             "max_new_tokens": p.output_len,
-            "ignore_eos": not own.disable_ignore_eos,
-            **own.extra_request_body,
+            "ignore_eos": not options.disable_ignore_eos,
+            **options.extra_request_body,
         }
         for p in prompts
     ]
@@ -65,17 +65,17 @@ def _generate(engine: Engine, prompts: Sequence[Prompt], own: argparse.Namespace
     return results, duration
 
 
-def benchmark(engine: Engine, prompts: Sequence[Prompt], own: argparse.Namespace) -> dict[str, Any]:
+def benchmark(engine: Engine, prompts: Sequence[Prompt], options: argparse.Namespace) -> dict[str, Any]:
     """The numbers of one run."""
-    if not own.skip_warmup:
-        _generate(engine, prompts[:WARMUP_PROMPTS], own)
+    if not options.skip_warmup:
+        _generate(engine, prompts[:WARMUP_PROMPTS], options)
         engine.flush_cache()
-    results, duration = _generate(engine, prompts, own)
+    results, duration = _generate(engine, prompts, options)
     state = engine.get_server_info()["internal_states"][0]
     total_input = sum(r["meta_info"]["prompt_tokens"] for r in results)
     total_output = sum(r["meta_info"]["completion_tokens"] for r in results)
     return {
-        "backend": own.backend,
+        "backend": options.backend,
         "successful_requests": len(results),
         "total_latency": duration,
         "total_input_tokens": total_input,
@@ -107,18 +107,18 @@ def report(result: dict[str, Any]) -> str:
     return "\n".join([*lines, *(row(name, result[key]) for name, key in ROWS.items()), "=" * WIDTH])
 
 
-def run(own: argparse.Namespace, args: ServerArgs) -> dict[str, Any]:
+def run(options: argparse.Namespace, args: ServerArgs) -> dict[str, Any]:
     """Starts an engine, measures, prints. Raises UserError, DatasetError."""
     from sglang.srt.entrypoints.engine import Engine
 
     configure_logging(args.log_level)
     tokenizer = load_prompt_tokenizer(args.tokenizer_path or args.model_path, args.trust_remote_code)
-    prompts = make_prompts(dataset_args(own, as_ids=True), tokenizer)
+    prompts = make_prompts(dataset_args(options, as_ids=True), tokenizer)
     with Engine(server_args=args) as engine:
-        result = benchmark(engine, prompts, own)
+        result = benchmark(engine, prompts, options)
     print("\n" + report(result), flush=True)
-    if own.result_filename:
-        with Path(own.result_filename).open("a", encoding="utf-8") as file:
+    if options.result_filename:
+        with Path(options.result_filename).open("a", encoding="utf-8") as file:
             file.write(json.dumps(result) + "\n")
     return result
 

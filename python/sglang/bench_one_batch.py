@@ -72,8 +72,8 @@ class BenchArgs:
         parser.add_argument("--cut-len", type=int, default=4, help="Tokens that the correctness test computes first.")
         parser.add_argument("--log-decode-step", type=int, default=0, help="Print every Nth decode step.")
         parser.add_argument("--seed", type=int, default=0, help="Of the prompts.")
-        own, rest = parser.parse_known_args(list(argv))
-        return BenchArgs(**vars(own)), ServerArgs.from_cli(rest, "python -m sglang.bench_one_batch")
+        options, rest = parser.parse_known_args(list(argv))
+        return BenchArgs(**vars(options)), ServerArgs.from_cli(rest, "python -m sglang.bench_one_batch")
 
 
 def _fit_server_args(args: ServerArgs, bench: BenchArgs) -> None:

@@ -53,7 +53,7 @@ def run_generate(argv: Sequence[str]) -> None:
     parser.add_argument("--prompt", required=True, help="Text to continue; `-` reads standard input.")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="Default: 128.")
     parser.add_argument("--temperature", type=float, default=None, help="Default: the model's.")
-    own, rest = parser.parse_known_args(list(argv))
+    options, rest = parser.parse_known_args(list(argv))
 
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.environ import adopt_environment
@@ -64,10 +64,10 @@ def run_generate(argv: Sequence[str]) -> None:
     args = ServerArgs.from_cli(["--log-level", "warning", *with_model(rest)], "sglang generate")
     configure_logging(args.log_level)
     args.incremental_streaming_output = False
-    sampling: dict[str, Any] = {"max_new_tokens": own.max_new_tokens}
-    if own.temperature is not None:
-        sampling["temperature"] = own.temperature
-    prompt = sys.stdin.read() if own.prompt == "-" else own.prompt
+    sampling: dict[str, Any] = {"max_new_tokens": options.max_new_tokens}
+    if options.temperature is not None:
+        sampling["temperature"] = options.temperature
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     printed = 0
     with Engine(server_args=args) as engine:
         outputs = engine.generate(prompt, sampling_params=sampling, stream=True)

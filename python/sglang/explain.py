@@ -106,7 +106,7 @@ def _moe_tiles(arch: ArchTraits, model: ModelDescription, ranks: RankLayout) -> 
         return None
     quant, rows = model.expert_quant, expert_rows(model, ranks)
     scheme = quant.scheme if quant else None
-    found = find(
+    choice = find(
         ranks.expert_room(experts.num_experts) + experts.fused_shared,
         rows,
         scheme,
@@ -115,7 +115,7 @@ def _moe_tiles(arch: ArchTraits, model: ModelDescription, ranks: RankLayout) -> 
         bias=experts.bias,
         cost=recorded_cost,
     )
-    return found.describe()
+    return choice.describe()
 
 
 def _outcome(need: Need, arch: ArchTraits, packages: frozenset[str], forced: str | None) -> Choice | NoKernel:
@@ -289,15 +289,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", help="sm_120, ..., a product such as rtx-5090, or cpu; this machine's if not given")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--with-package", action="append", default=[], metavar="NAME", help="count on flashinfer, ...")
-    own, rest = parser.parse_known_args(argv)
+    options, rest = parser.parse_known_args(argv)
     try:
         args = ServerArgs.from_cli(rest, prog="python -m sglang.explain")
-        arch = arch_by_name(own.arch) if own.arch else current_arch(device=args.device)
-        explanation = explain(args, arch, frozenset({"triton", *own.with_package}))
+        arch = arch_by_name(options.arch) if options.arch else current_arch(device=args.device)
+        explanation = explain(args, arch, frozenset({"triton", *options.with_package}))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(to_json(explanation), indent=2) if own.json else to_text(explanation))
+    print(json.dumps(to_json(explanation), indent=2) if options.json else to_text(explanation))
     return 0
 
 

@@ -143,12 +143,12 @@ def _conversations(path: str) -> list[tuple[str, str]]:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         turns = [d.get("conversations") or d.get("conversation") or [] for d in data]
-        found = [(str(t[0]["value"]), str(t[1]["value"])) for t in turns if len(t) >= 2]
+        conversations = [(str(t[0]["value"]), str(t[1]["value"])) for t in turns if len(t) >= 2]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DatasetError(f"{path} is not a ShareGPT file: {error!r}") from None
-    if not found:
+    if not conversations:
         raise DatasetError(f"{path} has no conversation with two turns")
-    return found
+    return conversations
 
 
 def _shared_prefix(args: DatasetArgs, tokenizer: BenchTokenizer, rng: np.random.Generator) -> list[Prompt]:

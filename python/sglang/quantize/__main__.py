@@ -124,12 +124,12 @@ def _input_scales(args: argparse.Namespace, largest_input: float) -> InputScales
     def measure(modules: Collection[str]) -> dict[str, float]:
         from sglang.quantize.calibrate import calibrate
 
-        found = calibrate(args.model_path, args.calibrate, args.calibration_tokens, args.calibration_device)
-        line = f"{args.calibrate}: {found.num_tokens} tokens of {found.num_prompts} prompts"
-        if unreached := found.unreached.intersection(modules):
+        calibration = calibrate(args.model_path, args.calibrate, args.calibration_tokens, args.calibration_device)
+        line = f"{args.calibrate}: {calibration.num_tokens} tokens of {calibration.num_prompts} prompts"
+        if unreached := calibration.unreached.intersection(modules):
             line += f"; no token reached {len(unreached)} modules of experts: they get the largest factor of the others"
         print(line)
-        return {module: value / largest_input for module, value in found.largest.items()}
+        return {module: value / largest_input for module, value in calibration.largest.items()}
 
     return measure
 

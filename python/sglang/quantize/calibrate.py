@@ -52,11 +52,11 @@ def calibrate(model_path: str, prompts: str, max_tokens: int, device: str = "aut
     """
     args = ServerArgs(model_path=model_path, device=device, random_seed=0, disable_cuda_graph=True)
     longest = ModelConfig.from_server_args(args).context_len - 1
-    found = read_prompts(prompts, args, max_tokens, longest)
-    batches = [found[i : i + BATCH_PROMPTS] for i in range(0, len(found), BATCH_PROMPTS)]
+    token_ids = read_prompts(prompts, args, max_tokens, longest)
+    batches = [token_ids[i : i + BATCH_PROMPTS] for i in range(0, len(token_ids), BATCH_PROMPTS)]
     args = replace(
         args,
-        context_length=min(longest, max(WARM_UP_TOKENS, *map(len, found))) + 1,
+        context_length=min(longest, max(WARM_UP_TOKENS, *map(len, token_ids))) + 1,
         chunked_prefill_size=STEP_TOKENS,
         max_running_requests=BATCH_PROMPTS,
         max_total_tokens=max(sum(len(ids) + 1 for ids in batch) for batch in batches),  # the next token has a slot, too
@@ -70,7 +70,7 @@ def calibrate(model_path: str, prompts: str, max_tokens: int, device: str = "aut
         requests.prefill(STEP_TOKENS)
         requests.close()
     largest, unreached = recorder.by_module(runner.model)
-    return Calibration(largest, unreached, len(found), sum(map(len, found)))
+    return Calibration(largest, unreached, len(token_ids), sum(map(len, token_ids)))
 
 
 def _recording_plan(args: ServerArgs, recorder: Recorder) -> RecordingPlan:
@@ -118,10 +118,10 @@ class Recorder:
             up = torch.zeros(w13.num_experts, device=x.device)
             down = torch.zeros_like(up)
             for expert in sorted(set(topk_ids.flatten().tolist()) - {-1}):
-                own = x[(topk_ids == expert).any(1)]
+                routed = x[(topk_ids == expert).any(1)]
                 bias = None if w13.bias is None else w13.bias[expert].to(x.dtype)
-                inner = gated(F.linear(own, w13.data[expert].to(x.dtype), bias), activation)
-                up[expert], down[expert] = own.abs().amax(), inner.abs().amax()
+                inner = gated(F.linear(routed, w13.data[expert].to(x.dtype), bias), activation)
+                up[expert], down[expert] = routed.abs().amax(), inner.abs().amax()
             self.see(w13.data, up)
             self.see(w2.data, down)
             return kernel(x, w13, w2, topk_weights, topk_ids, activation, *rest)
@@ -143,9 +143,9 @@ class Recorder:
             for key, part in param.parts.items():
                 module = model.weights.checkpoint_name(param.name, key).removesuffix(".weight")
                 expert = part.dest[0] if len(values) > 1 else 0
-                own = values[expert] if isinstance(expert, int) else max(values)
-                largest[module] = own or max(values)
-                if not own:
+                value = values[expert] if isinstance(expert, int) else max(values)
+                largest[module] = value or max(values)
+                if not value:
                     unreached.add(module)
         return largest, frozenset(unreached)
 

@@ -123,12 +123,12 @@ def _source_config(folder: Path) -> Config:
 
 def _linear_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
     """Modules with a two-dimensional weight in 16 or 32 bits, embeddings and routers included."""
-    found: dict[str, tuple[int, int]] = {}
+    shapes: dict[str, tuple[int, int]] = {}
     for name, view, _ in checkpoint.tensors():
         shape = tuple(view.get_shape())
         if name.endswith(".weight") and len(shape) == 2 and view.get_dtype() in ("F32", "F16", "BF16"):
-            found[name.removesuffix(".weight")] = (shape[0], shape[1])
-    return found
+            shapes[name.removesuffix(".weight")] = (shape[0], shape[1])
+    return shapes
 
 
 def _divisible(scheme: Scheme, shape: tuple[int, int]) -> bool:

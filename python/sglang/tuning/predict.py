@@ -31,8 +31,8 @@ class Point:
 
     def best(self, palette: Palette | None = None) -> tuple[float, tuple[str, str]]:
         """Seconds of both products with the best tiles of `palette` (all if None), and the tiles' keys; inf if none."""
-        found = [self._best_with(m, palette) for m in sorted({m for _, m in self.times})]
-        return min(found, default=(math.inf, ("", "")))
+        candidates = [self._best_with(m, palette) for m in sorted({m for _, m in self.times})]
+        return min(candidates, default=(math.inf, ("", "")))
 
     def _best_with(self, block_m: int, palette: Palette | None) -> tuple[float, tuple[str, str]]:
         total, best = 0.0, []
@@ -55,8 +55,8 @@ def predict(
     constants: Constants | None = None,
 ) -> float:
     """Seconds of one product; inf when no program fits an SM."""
-    found = estimate(grouped_product(shape, kind, record), num_tokens, tile, record, arch, constants)
-    return found.total if found is not None else math.inf
+    time = estimate(grouped_product(shape, kind, record), num_tokens, tile, record, arch, constants)
+    return time.total if time is not None else math.inf
 
 
 def point(
@@ -107,17 +107,17 @@ def small_palette(points: Iterable[Point], most: int, tolerance: float = 0.001) 
 def _additions(points: Sequence[Point], chosen: Palette, most: int) -> set[Palette]:
     """What may be added: tiles that are the best of some point, alone or in pairs."""
     room = most - len(chosen)
-    found: set[Palette] = set()
+    palettes: set[Palette] = set()
     for p in points:
         for block_m in {m for _, m in p.times}:
             seconds, keys = p._best_with(block_m, None)
             if seconds == math.inf:
                 continue
             pair = frozenset(zip(KINDS, keys, strict=True)) - chosen
-            found |= {frozenset({one}) for one in pair}
+            palettes |= {frozenset({one}) for one in pair}
             if len(pair) <= room:
-                found.add(pair)
-    return {extra for extra in found if extra}
+                palettes.add(pair)
+    return {extra for extra in palettes if extra}
 
 
 def _loss(points: Sequence[Point], ideal: Sequence[float], palette: Palette) -> float:

@@ -134,19 +134,19 @@ def deepest_stages(scheme: str | None, kind: str, choice: GroupedTile, arch: Arc
 
 def candidates(shape: MoeShape, kind: str, arch: ArchTraits, cost: CostOf) -> Candidates:
     """The tiles that compile, fit `arch` and spill nothing; `cost` says what they take, if that is known."""
-    found = Candidates()
+    result = Candidates()
     for choice in space(kind):
         reason = why_not(shape, kind, choice, arch)
         record = cost(shape.product_tile(kind, choice), arch) if reason is None else None
         if reason is None and record is not None:
             reason = unfit(record, arch)
         if reason is not None:
-            found.pruned.append((choice, reason))
+            result.pruned.append((choice, reason))
         elif isinstance(record, TileRecord):
-            found.kept.append((choice, record))
+            result.kept.append((choice, record))
         else:
-            found.unknown.append(choice)
-    return found
+            result.unknown.append(choice)
+    return result
 
 
 def unfit(record: TileRecord | str, arch: ArchTraits) -> str | None:

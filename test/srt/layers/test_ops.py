@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
+from pathlib import Path
 
 import pytest
 
 from sglang.srt.kernels.tables import TABLES
 from sglang.srt.layers.ops import OPS
+
+LAYERS = Path(importlib.import_module("sglang.srt.layers").__path__[0])
 
 KERNELS = [
     (op, spec.name, spec.entry)
@@ -36,3 +40,22 @@ def test_parameters_are_those_of_the_protocol(op: str, name: str, entry: str) ->
     assert all(parameter.default is not inspect.Parameter.empty for parameter in given[len(wanted) :])
     optional = [parameter.name for parameter in wanted if parameter.default is not inspect.Parameter.empty]
     assert all(kernel.parameters[name].default is not inspect.Parameter.empty for name in optional)
+
+
+def _annotated(tree: ast.AST) -> set[str]:
+    """Attributes and names with a type, wherever in the module."""
+    return {ast.unparse(node.target) for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)}
+
+
+@pytest.mark.parametrize("path", sorted(LAYERS.rglob("*.py")), ids=lambda path: path.relative_to(LAYERS).as_posix())
+def test_what_calls_a_chosen_kernel_says_its_protocol(path: Path) -> None:
+    """`plan.entry` gives Any, so a call that no protocol describes would pass type checks with any arguments."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    calls = {
+        node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".entry")
+    }
+    typed = _annotated(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign) or (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in typed):
+            calls -= set(ast.walk(node))
+    assert not [f"{path.name}:{call.lineno}: {ast.unparse(call)}" for call in calls]

@@ -114,7 +114,7 @@ def _dtype(reader: ConfigReader, requested: str) -> str:
 
 
 def _eos_token_ids(hf_config: Mapping[str, Any], generation: Mapping[str, Any]) -> frozenset[int]:
-    found: set[int] = set()
+    token_ids: set[int] = set()
     for source in (hf_config, generation):
         value = source.get("eos_token_id")
         for token in value if isinstance(value, list) else [] if value is None else [value]:
@@ -122,5 +122,5 @@ def _eos_token_ids(hf_config: Mapping[str, Any], generation: Mapping[str, Any]) 
                 raise UserError(
                     f"config.json or generation_config.json: 'eos_token_id' must be token ids; got {value!r}."
                 )
-            found.add(token)
-    return frozenset(found)
+            token_ids.add(token)
+    return frozenset(token_ids)

@@ -68,14 +68,14 @@ def read_mxfp4(config: Config, source: str) -> QuantConfig:
     return QuantConfig("mxfp4", source, (*_kept(config, source), Rule(experts, ModuleQuant("mxfp4", "mxfp4"))))
 
 
-def with_fp4_experts(found: QuantConfig) -> QuantConfig:
+def with_fp4_experts(config: QuantConfig) -> QuantConfig:
     """DeepSeek-V4 says of its experts outside of the quantization config (expert_dtype) that they are MXFP4."""
-    experts = (component("experts", found.source),)
+    experts = (component("experts", config.source),)
     return QuantConfig(
-        f"{found.method} with fp4 experts",
-        found.source,
-        (Rule(experts, ModuleQuant("mxfp4", "fp8")), *found.rules),
-        found.kv_cache,
+        f"{config.method} with fp4 experts",
+        config.source,
+        (Rule(experts, ModuleQuant("mxfp4", "fp8")), *config.rules),
+        config.kv_cache,
     )
 
 

@@ -60,13 +60,13 @@ class QuantConfig:
 
     def of_fused(self, modules: Sequence[str]) -> ModuleQuant | None:
         """Of modules that are multiplied as one (q, k and v; gate and up). Raises UserError when they differ."""
-        found = {module: self.of(module) for module in modules}
-        if len(set(found.values())) > 1:
+        quants = {module: self.of(module) for module in modules}
+        if len(set(quants.values())) > 1:
             said = ", ".join(
-                f"{module} {quant.scheme if quant else 'not quantized'}" for module, quant in found.items()
+                f"{module} {quant.scheme if quant else 'not quantized'}" for module, quant in quants.items()
             )
             raise UserError(f"{self.source}: modules that are computed as one are quantized differently: {said}.")
-        return found[modules[0]]
+        return quants[modules[0]]
 
     def describe(self) -> str:
         """For people: what it is, and who says so."""

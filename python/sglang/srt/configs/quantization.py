@@ -65,10 +65,10 @@ def detect(config: Config, directory: Path) -> QuantConfig | None:
     Looks at quantization_config, then compression_config (of a multimodal model outside of the text part or inside),
     then at ModelOpt's hf_quant_config.json. Raises UserError for what is malformed or not supported.
     """
-    found = _stated(config, directory)
-    if found is None:
+    stated = _stated(config, directory)
+    if stated is None:
         return None
-    values, source = found
+    values, source = stated
     method = _method(values, source)
     if method not in READERS:
         raise unsupported(source, f"quant_method {method!r} (has {', '.join(READERS)})")
@@ -108,15 +108,15 @@ def _method(values: Config, source: str) -> str:
     return method.lower()
 
 
-def agree(flag: str | None, found: QuantConfig | None, model_path: str) -> QuantConfig | None:
+def agree(flag: str | None, config: QuantConfig | None, model_path: str) -> QuantConfig | None:
     """What to serve with: the checkpoint's quantization, which `flag` (--quantization) may name but not change; of a
     16-bit checkpoint one that is made while loading. Raises UserError naming both when they disagree."""
     if flag is None:
-        return found
+        return config
     if flag not in SPELLINGS:
         raise UserError(f"--quantization {flag} is not supported; supported: {', '.join(SPELLINGS)}.")
     spelling = SPELLINGS[flag]
-    if found is None:
+    if config is None:
         if not spelling.online:
             can = ", ".join(name for name, other in SPELLINGS.items() if other.online)
             raise UserError(
@@ -124,34 +124,34 @@ def agree(flag: str | None, found: QuantConfig | None, model_path: str) -> Quant
                 f" checkpoint of that format, or quantize while loading with: {can}."
             )
         return online_fp8(flag)
-    schemes = found.schemes()
-    if found.method.split()[0] in spelling.methods and (spelling.schemes is None or schemes <= spelling.schemes):
-        return found
+    schemes = config.schemes()
+    if config.method.split()[0] in spelling.methods and (spelling.schemes is None or schemes <= spelling.schemes):
+        return config
     raise UserError(
-        f"--quantization {flag} does not fit the checkpoint, which is {found.method} ({', '.join(sorted(schemes))})"
-        f" according to {found.source}. Remove the flag: the format is detected."
+        f"--quantization {flag} does not fit the checkpoint, which is {config.method} ({', '.join(sorted(schemes))})"
+        f" according to {config.source}. Remove the flag: the format is detected."
     )
 
 
-def with_expert_precision(precision: str, found: QuantConfig | None, model_path: str) -> QuantConfig | None:
+def with_expert_precision(precision: str, config: QuantConfig | None, model_path: str) -> QuantConfig | None:
     """The same with MXFP4 experts multiplied as `precision` (--flashinfer-mxfp4-moe-precision) says: one of
     EXPERT_PRECISIONS, or "default": as the checkpoint says. Raises UserError where the checkpoint has no such experts
     to round activations for."""
     wanted = EXPERT_PRECISIONS.get(precision)
     if wanted is None:
-        return found
+        return config
     other = next(scheme for scheme in EXPERT_PRECISIONS.values() if scheme != wanted)
-    if found is None or not {wanted, other} & found.schemes():
+    if config is None or not {wanted, other} & config.schemes():
         if precision == "bf16":  # which they are in anyway
-            return found
+            return config
         raise UserError(
             f"--flashinfer-mxfp4-moe-precision {precision}, but the checkpoint {model_path} has no MXFP4 experts."
             " Remove the flag."
         )
-    source = f"{found.source}, experts by --flashinfer-mxfp4-moe-precision {precision}"
+    source = f"{config.source}, experts by --flashinfer-mxfp4-moe-precision {precision}"
     experts = component("experts", source)
     rules: list[Rule] = []
-    for rule in found.rules:
+    for rule in config.rules:
         if rule.quant is not None and rule.quant.scheme == other:
             changed = replace(rule.quant, scheme=wanted)
             if rule.patterns == (experts,):
@@ -159,7 +159,7 @@ def with_expert_precision(precision: str, found: QuantConfig | None, model_path:
                 continue
             rules.append(Rule(tuple(f"(?={experts}$)(?:{pattern})" for pattern in rule.patterns), changed))
         rules.append(rule)
-    return replace(found, source=source, rules=tuple(rules))
+    return replace(config, source=source, rules=tuple(rules))
 
 
 def online_fp8(flag: str) -> QuantConfig:

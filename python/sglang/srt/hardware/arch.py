@@ -94,10 +94,10 @@ def _that_runs_here(forced: ArchTraits, device_index: int) -> ArchTraits:
     """Another GPU's traits, less the instructions that kernels would be compiled to and this GPU has not."""
     if not cuda_available():
         return forced
-    own = _measured_arch(device_index)
-    lacking = (forced.features - own.features) & INSTRUCTIONS
+    measured = _measured_arch(device_index)
+    lacking = (forced.features - measured.features) & INSTRUCTIONS
     if lacking:
-        _warn_once(f"{own.name} runs the choices for {forced.name} without {', '.join(sorted(lacking))}")
+        _warn_once(f"{measured.name} runs the choices for {forced.name} without {', '.join(sorted(lacking))}")
     return replace(forced, features=forced.features - lacking)
 
 

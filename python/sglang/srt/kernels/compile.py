@@ -147,8 +147,8 @@ def parse_ptxas(log: str) -> tuple[int, int, int]:
 
 def matrix_instructions(ptx: str) -> tuple[str, ...]:
     """Each kind in the PTX once: "m16n8k16 bf16", "m16n8k64 mxf4nvf4 4X", "wgmma m64n64k16 bf16"."""
-    found = {_describe(m[1]) for m in _MMA.finditer(ptx)} | {"wgmma " + _describe(m[1]) for m in _WGMMA.finditer(ptx)}
-    return tuple(sorted(found))
+    kinds = {_describe(m[1]) for m in _MMA.finditer(ptx)} | {"wgmma " + _describe(m[1]) for m in _WGMMA.finditer(ptx)}
+    return tuple(sorted(kinds))
 
 
 def _describe(suffix: str) -> str:

@@ -106,8 +106,8 @@ def check_launches(arch: ArchTraits) -> None:
 
     def compare(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         form = form_of(fn.jit_function, compile)
-        own = fn.jit_function.fn.__module__.startswith("sglang.")
-        if own and rows.row_of(form) is None:
+        is_ours = fn.jit_function.fn.__module__.startswith("sglang.")
+        if is_ours and rows.row_of(form) is None:
             if complete:
                 raise UncoveredLaunch(rows.problem(form))
             logger.warning(rows.problem(form))

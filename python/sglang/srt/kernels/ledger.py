@@ -221,14 +221,14 @@ def report(args: argparse.Namespace) -> int:
 
 def _report_schemes(values: Sequence[tuple[RowKey, str, Measurement]]) -> None:
     """Worst cases of what is quantized, by op and scheme, where the compiler is native."""
-    found: dict[tuple[str, str], list[tuple[RowKey, Measurement]]] = defaultdict(list)
+    by_scheme: dict[tuple[str, str], list[tuple[RowKey, Measurement]]] = defaultdict(list)
     for row, target, measurement in values:
         op, key, _ = row
         tail = WIDENED_TAIL if WIDENED_TAIL in key else ""
         for scheme in SCHEMES.keys() & key.split("/") if target not in NOT_NATIVE else ():
-            found[op, scheme + tail].append((row, measurement))
+            by_scheme[op, scheme + tail].append((row, measurement))
     print(f"  {'op':<19} {'scheme':<19} {'rows':>4} {'smem':>8} {'regs':>5} {'spill':>5}  mma")
-    for (op, scheme), rows in sorted(found.items()):
+    for (op, scheme), rows in sorted(by_scheme.items()):
         smem, registers, spills = (max(m[i] for _, m in rows) for i in range(3))
         mma = ", ".join(sorted({kind for _, m in rows for kind in m[4]}))
         print(f"  {op:<19} {scheme:<19} {len({r for r, _ in rows}):>4} {smem:>8,} {registers:>5} {spills:>5}  {mma}")

@@ -147,15 +147,15 @@ class FittingTiles:
     reasons: tuple[str, ...] = ()
 
 
-def _worst_of(found: list[Measurement]) -> TileRecord | None:
-    if not found:
+def _worst_of(measurements: list[Measurement]) -> TileRecord | None:
+    if not measurements:
         return None
     return TileRecord(
-        smem=max(m[0] for m in found),
-        registers=max(m[1] for m in found),
-        spills=max(m[2] for m in found),
-        stack=max(m[3] for m in found),
-        mma=tuple(sorted({kind for m in found for kind in m[4]})),
+        smem=max(m[0] for m in measurements),
+        registers=max(m[1] for m in measurements),
+        spills=max(m[2] for m in measurements),
+        stack=max(m[3] for m in measurements),
+        mma=tuple(sorted({kind for m in measurements for kind in m[4]})),
     )
 
 
@@ -188,23 +188,23 @@ class Ledger:
 
         The two float8 formats take the same memory: for a lower candidate only the costlier one, e4m3, is on record.
         """
-        found = list(self.measurements(need, tile, arch))
-        if not found and need.kv_dtype == "fp8_e5m2":
-            found = list(self.measurements(replace(need, kv_dtype="fp8_e4m3"), tile, arch))
-        return _worst_of(found)
+        measurements = list(self.measurements(need, tile, arch))
+        if not measurements and need.kv_dtype == "fp8_e5m2":
+            measurements = list(self.measurements(replace(need, kv_dtype="fp8_e4m3"), tile, arch))
+        return _worst_of(measurements)
 
     def worst(self, op: str, arch: ArchTraits, quant: str | None = None) -> TileRecord | None:
         """The worst case over the rows of an op that picks its launch by size itself: those whose keys have the scheme
         `quant` as a piece, or that have none."""
         target = "/" + judged_as(arch)
         wanted = set() if quant is None else {quant}
-        found: dict[bool, list[Measurement]] = {False: [], True: []}
+        by_widening: dict[bool, list[Measurement]] = {False: [], True: []}
         for (row_op, key, _), row in self.rows.items():
             if row_op == op and SCHEMES.keys() & key.split("/") == wanted:
                 measured = [m for name, m in row.by_target.items() if name.endswith(target)]
-                found[WIDENED_TAIL in key] += measured
-        widened = found[True] and "block_scaled_mma" not in arch.features
-        return _worst_of(found[True] if widened else found[False])
+                by_widening[WIDENED_TAIL in key] += measured
+        widened = by_widening[True] and "block_scaled_mma" not in arch.features
+        return _worst_of(by_widening[True] if widened else by_widening[False])
 
     def fitting_tiles(self, need: Need, arch: ArchTraits) -> FittingTiles:
         """The candidate tiles of `need` whose measured shared memory one block of `arch` can have."""

@@ -12,7 +12,7 @@ from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.layernorm import norm_weight
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_of
-from sglang.srt.layers.ops import QKNormRopeStoreOp, QKWholeNormOp
+from sglang.srt.layers.ops import OutputGateOp, QKNormRopeStoreOp, QKWholeNormOp
 from sglang.srt.layers.parameter import Init, Part, Scope
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.weight_names import PartKey
@@ -37,8 +37,8 @@ class WholeNorm:
 
     def __init__(self, scope: Scope, q_rows: tuple[int, slice], k_rows: tuple[int, slice], eps: float) -> None:
         self.q_weight, self.k_weight = (
-            scope.sub(name).param("weight", (own.stop - own.start,), {PartKey(): Part((total,), (own,))}, Init.ONES)
-            for name, (total, own) in (("q_norm", q_rows), ("k_norm", k_rows))
+            scope.sub(name).param("weight", (rows.stop - rows.start,), {PartKey(): Part((total,), (rows,))}, Init.ONES)
+            for name, (total, rows) in (("q_norm", q_rows), ("k_norm", k_rows))
         )
         self.totals = (q_rows[0], k_rows[0])
         group = scope.groups.attention
@@ -88,7 +88,9 @@ class GQAttention:
         if scope.plan.kv_cache_dtype.startswith("fp8"):
             self.k_scale, self.v_scale = cache_scale(scope, "k_scale"), cache_scale(scope, "v_scale")
             scope.finish.append(self._take_cache_scales)
-        self.output_gate = scope.plan.entry("attention_output_gate") if spec.output_gate else None
+        self.output_gate: OutputGateOp | None = None
+        if spec.output_gate:
+            self.output_gate = scope.plan.entry("attention_output_gate")
         self.norm_rope_store: QKNormRopeStoreOp = scope.plan.entry("qk_norm_rope_store")
         self.attention = Attention(
             self.cache,
@@ -104,7 +106,7 @@ class GQAttention:
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         cache = self.cache
         positions, cos_sin = self.rotary.at(batch.positions)
-        qkv, gates = self.qkv(x), None
+        qkv = gates = self.qkv(x)
         if self.whole_norm is not None:
             self.whole_norm(qkv)
         if self.output_gate is not None:

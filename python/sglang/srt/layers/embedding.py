@@ -15,11 +15,11 @@ def _vocab_weight(scope: Scope, group: Group, vocab_size: int, hidden_size: int)
     """This rank's rows [ceil(V / tp), H]. Rows past the vocabulary (of the last ranks) stay zero."""
     rows = -(-vocab_size // group.size)
     first = min(group.rank * rows, vocab_size)
-    held = slice(first, min(first + rows, vocab_size))
-    part = Part((vocab_size, hidden_size), (held,), (slice(0, held.stop - held.start),))
+    rank_rows = slice(first, min(first + rows, vocab_size))
+    part = Part((vocab_size, hidden_size), (rank_rows,), (slice(0, rank_rows.stop - rank_rows.start),))
     weight = scope.param("weight", (rows, hidden_size), {PartKey(): part})
     if not weight.is_meta:
-        weight[held.stop - held.start :].zero_()
+        weight[rank_rows.stop - rank_rows.start :].zero_()
     return weight
 
 

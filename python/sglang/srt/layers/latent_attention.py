@@ -22,6 +22,7 @@ from sglang.srt.layers.attention.latent_chunks import LatentChunk, LatentPrompts
 from sglang.srt.layers.attention_block import cache_scale, cache_scale_value
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_of
+from sglang.srt.layers.ops import LatentAbsorbOp, LatentPromptFactory, LatentPromptOp, LatentStoreOp, RMSNormOp
 from sglang.srt.layers.parameter import Init, Scope, Shard
 from sglang.srt.plan.mixers import MLA
 
@@ -48,10 +49,11 @@ class LatentAttention:
             self.cache, self.num_heads, 1, spec.latent_dim, spec.softmax_scale, spec.kv_lora_rank
         )
         self.rotary = site.rotary.of(spec.rope)
-        self.norm = scope.plan.entry("rmsnorm")
-        self.store = scope.plan.entry("latent_norm_rope_store")
-        self.per_head = scope.plan.entry("latent_absorb")
-        self.attend_expanded = scope.plan.entry("latent_prompt_attention")(scope.plan)
+        self.norm: RMSNormOp = scope.plan.entry("rmsnorm")
+        self.store: LatentStoreOp = scope.plan.entry("latent_norm_rope_store")
+        self.per_head: LatentAbsorbOp = scope.plan.entry("latent_absorb")
+        prompts: LatentPromptFactory = scope.plan.entry("latent_prompt_attention")
+        self.attend_expanded: LatentPromptOp = prompts(scope.plan)
         self.chunk_tokens = scope.plan.tokens_per_step
 
     def _build_projections(self, scope: Scope, hidden_size: int, heads: slice) -> None:
@@ -140,6 +142,7 @@ class LatentAttention:
             attended = absorbed.new_empty((*absorbed.shape[:2], self.spec.kv_lora_rank))
             batch.attn_backend.forward_decode(absorbed, self.attention, batch.decodes, attended)
             self.per_head(attended, self.w_uv, out[: len(absorbed)])
+        assert batch.extend_start_loc is not None and prompts.chunks is not None, "a step without prompts is absorbed"
         self.attend_expanded(
             q,
             entries,

@@ -1,12 +1,13 @@
 """What layers call an op with: a protocol for each, which every kernel of the op in `kernels/tables.py` follows.
 
-`plan.entry(op)` gives the chosen kernel's callable; the call site says which protocol it has. A test holds the kernels'
-parameters to those here. Shapes and meanings are those of the torch references in `native_ops`.
+`plan.entry(op)` gives the chosen kernel's callable; the call site says which protocol it has. Tests hold the kernels'
+parameters to those here, and call sites to saying so. Shapes and meanings are those of the torch references in
+`native_ops` and `recurrent/native`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -14,7 +15,11 @@ import torch
 from sglang.srt.configs.activation import Activation
 
 if TYPE_CHECKING:
+    from sglang.srt.hardware.arch import ArchTraits
+    from sglang.srt.layers.attention.latent_chunks import LatentChunk
     from sglang.srt.layers.moe.expert_weights import ExpertWeights
+    from sglang.srt.layers.quantization.linear_weight import LinearWeight
+    from sglang.srt.plan.plan import Plan
 
 Routing = tuple[torch.Tensor, torch.Tensor]
 """Weights [T, k] fp32 and expert ids [T, k] int32."""
@@ -42,6 +47,64 @@ class LinearOp(Protocol):
         bias: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor: ...
+
+
+class QuantizedLinearOp(Protocol):
+    def __call__(
+        self, weight: LinearWeight, arch: ArchTraits
+    ) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]: ...
+
+
+class GatedRMSNormOp(Protocol):
+    def __call__(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, gate_first: bool = False
+    ) -> torch.Tensor: ...
+
+
+class OutputGateOp(Protocol):
+    def __call__(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor: ...
+
+
+class LatentStoreOp(Protocol):
+    def __call__(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        absorbed: torch.Tensor | None,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        cache: torch.Tensor,
+        out_cache_loc: torch.Tensor,
+        scale: float = 1.0,
+        interleaved: bool = False,
+    ) -> torch.Tensor: ...
+
+
+class LatentAbsorbOp(Protocol):
+    def __call__(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor: ...
+
+
+class LatentPromptOp(Protocol):
+    def __call__(
+        self,
+        q: torch.Tensor,
+        entries: torch.Tensor,
+        w_uk: torch.Tensor,
+        w_uv: torch.Tensor,
+        out: torch.Tensor,
+        start_loc: torch.Tensor,
+        cache: torch.Tensor,
+        chunks: Sequence[LatentChunk],
+        *,
+        scale: float,
+        cache_scale: float = 1.0,
+    ) -> None: ...
+
+
+class LatentPromptFactory(Protocol):
+    def __call__(self, plan: Plan) -> LatentPromptOp: ...
 
 
 class QKNormRopeStoreOp(Protocol):
@@ -140,6 +203,11 @@ OPS: Mapping[str, type] = {
     "fused_add_rmsnorm": AddRMSNormOp,
     "silu_and_mul": GateOp,
     "linear": LinearOp,
+    "gated_rmsnorm": GatedRMSNormOp,
+    "attention_output_gate": OutputGateOp,
+    "latent_norm_rope_store": LatentStoreOp,
+    "latent_absorb": LatentAbsorbOp,
+    "latent_prompt_attention": LatentPromptFactory,
     "qk_norm_rope_store": QKNormRopeStoreOp,
     "qk_whole_norm": QKWholeNormOp,
     "topk_softmax": SoftmaxRoutingOp,

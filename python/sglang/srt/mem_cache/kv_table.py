@@ -189,12 +189,12 @@ class KVTable:
         """Share what a prompt (or a chunk of it) has computed; its step is launched."""
         assert req.node is not None
         before = self.rows[req.slot, : req.kv_len].copy()
-        held = [window.held(req.slot, req.kv_len) for window in self.windows]
+        window_slots = [window.slots_of(req.slot, req.kv_len) for window in self.windows]
         tokens = req.token_array(req.kv_len)
-        done = self.tree.commit(tokens, before, req.node, req.num_cached, req.namespace, held)
+        done = self.tree.commit(tokens, before, req.node, req.num_cached, req.namespace, window_slots)
         req.node, req.num_cached = done.node, done.num_cached
         self._move(req.slot, before, done.indices)
-        for window, old, new in zip(self.windows, held, done.windows, strict=True):
+        for window, old, new in zip(self.windows, window_slots, done.windows, strict=True):
             self._move(req.slot, old, new, window)
         self.leave_windows(np.array([req.slot]), np.array([req.kv_len], np.int32))
         if self.checkpoints is not None and req.node.depth == req.kv_len > 0 and req.reserved_len <= req.kv_len:

@@ -65,8 +65,8 @@ class WindowTable:
         on and whoever else has a row keeps what it has."""
         page = self.page_size
         most = np.minimum(self.most_of_request(), -(-limits // page) * page).sum()
-        held = (-(-lens // page) * page - self.start[slots]).sum()
-        return self.size - int(most) - (int(self._users.sum()) * page - int(held))
+        kept = (-(-lens // page) * page - self.start[slots]).sum()
+        return self.size - int(most) - (int(self._users.sum()) * page - int(kept))
 
     def first_kept(self, lens: Lengths) -> Lengths:
         """Of requests of these lengths: the first position that they must keep."""
@@ -124,7 +124,7 @@ class WindowTable:
         self._disuse(self.rows[rows, begin] // self.page_size)
         self.start[slots[moves]] = end
 
-    def held(self, slot: int, length: int) -> Slots:
+    def slots_of(self, slot: int, length: int) -> Slots:
         """[length], what a row has: 0 for positions that it gave up."""
         slots = self.rows[slot, :length].copy()
         slots[: self.start[slot]] = 0
@@ -202,11 +202,11 @@ class WindowTable:
     def _evict_from(self, slots: Slots, num_pages: int) -> int:
         """Clears up to `num_pages` of them that no row uses, from the front. Returns how many."""
         starts = slots[:: self.page_size]
-        found = np.flatnonzero((starts != 0) & (self._users[starts // self.page_size] == 0))[:num_pages]
-        pages = starts[found] // self.page_size
+        unused = np.flatnonzero((starts != 0) & (self._users[starts // self.page_size] == 0))[:num_pages]
+        pages = starts[unused] // self.page_size
         self.drop(pages.repeat(self.page_size) * self.page_size)
-        slots.reshape(-1, self.page_size)[found] = 0
-        return int(found.size)
+        slots.reshape(-1, self.page_size)[unused] = 0
+        return int(unused.size)
 
     def reset(self) -> None:
         """The tree is empty, and there are no requests."""

@@ -42,8 +42,8 @@ def find_checkpoint(model_path: str) -> Checkpoint:
         return _indexed(folder)
     if (folder / SINGLE_NAME).is_file():
         return Checkpoint({folder / SINGLE_NAME: None})
-    found = sorted(p.name for p in folder.glob("*.safetensors")) or sorted(p.name for p in folder.glob("*.bin"))
-    hint = f"; it has {', '.join(found[:5])}" if found else ""
+    names = sorted(p.name for p in folder.glob("*.safetensors")) or sorted(p.name for p in folder.glob("*.bin"))
+    hint = f"; it has {', '.join(names[:5])}" if names else ""
     raise UserError(
         f"{folder} has neither {INDEX_NAME} nor {SINGLE_NAME}{hint}. Only safetensors weights can be loaded "
         "(--load-format dummy starts with random ones)"

@@ -77,16 +77,16 @@ class Router:
         if self.num_groups < 1 or num_experts % self.num_groups:
             return [f"{num_experts} experts do not divide into {self.num_groups} groups"]
         members = num_experts // self.num_groups
-        found = []
+        problems = []
         if not 1 <= self.top_groups <= self.num_groups:
-            found.append(f"{self.top_groups} of {self.num_groups} groups cannot be chosen")
+            problems.append(f"{self.top_groups} of {self.num_groups} groups cannot be chosen")
         if self.top_groups < self.num_groups and members < 2 and self.score != "softmax":
-            found.append("groups are ranked by their two best experts and have one")
+            problems.append("groups are ranked by their two best experts and have one")
         if not 1 <= self.top_k <= members * self.top_groups:
-            found.append(f"{self.top_k} experts cannot be chosen from {self.top_groups} groups of {members}")
+            problems.append(f"{self.top_k} experts cannot be chosen from {self.top_groups} groups of {members}")
         if self.score == "softmax" and (self.correction or self.hash_table):
-            found.append("softmax routing has no correction bias or hash table")
-        return found
+            problems.append("softmax routing has no correction bias or hash table")
+        return problems
 
 
 @dataclass(frozen=True, slots=True)

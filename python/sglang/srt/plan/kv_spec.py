@@ -14,8 +14,8 @@ _SPELLINGS: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "half": 
 def kv_cache_dtype(requested: str, model_dtype: str, quantization: QuantConfig | None = None) -> str:
     """The dtype name of the cache for --kv-cache-dtype; "auto" is what a quantized checkpoint was made for, or
     else the model's dtype. Raises UserError."""
-    own = quantization.kv_cache if quantization is not None else None
-    name = own or model_dtype if requested == "auto" else _SPELLINGS.get(requested, requested)
+    stated = quantization.kv_cache if quantization is not None else None
+    name = stated or model_dtype if requested == "auto" else _SPELLINGS.get(requested, requested)
     if name not in KV_DTYPE_BYTES:
         raise UserError(f"--kv-cache-dtype {requested} is not known; use auto, {', '.join(KV_DTYPE_BYTES)}")
     return name

@@ -57,20 +57,20 @@ class ModelDescription:
     @property
     def expert_quant(self) -> ModuleQuant | None:
         """The scheme of the routed experts; None: 16 bits. Raises UserError where there are several."""
-        found = {
+        quants = {
             self.quant_of(i, matrix)
             for i, layer in enumerate(self.layers)
             if isinstance(layer.ffn, MoE)
             for matrix in layer.ffn.weights(self.hidden_size, ONE_RANK, layer.ffn.intermediate_size)
             if isinstance(matrix, Matrix) and matrix.experts
         }
-        if len(found) > 1:
+        if len(quants) > 1:
             assert self.quantization is not None
-            schemes = ", ".join(sorted(quant.scheme if quant else "16 bits" for quant in found))
+            schemes = ", ".join(sorted(quant.scheme if quant else "16 bits" for quant in quants))
             raise UserError(
                 f"{self.quantization.source}: experts that are quantized in several ways are not supported: {schemes}."
             )
-        return next(iter(found), None)
+        return next(iter(quants), None)
 
     def quant_of(self, layer: int, matrix: Matrix) -> ModuleQuant | None:
         """How the checkpoint stores what a layer multiplies as one. Raises UserError when its modules differ."""

@@ -102,8 +102,8 @@ class Tokenizer:
         text = self.special_tokens.get("eos_token")
         if text is None:
             return None
-        found = self._rust.token_to_id(text) if self._rust is not None else self.hf.convert_tokens_to_ids(text)
-        return None if found is None else int(found)
+        token_id = self._rust.token_to_id(text) if self._rust is not None else self.hf.convert_tokens_to_ids(text)
+        return None if token_id is None else int(token_id)
 
     @property
     def rust(self) -> tokenizers.Tokenizer | None:

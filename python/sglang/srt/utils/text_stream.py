@@ -98,10 +98,10 @@ class ByteLevelDecoder:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; empty for an unknown id."""
-        found = self._bytes.get(token_id)
-        if found is None:
-            found = self._bytes[token_id] = self._spell(token_id)
-        return found
+        text = self._bytes.get(token_id)
+        if text is None:
+            text = self._bytes[token_id] = self._spell(token_id)
+        return text
 
     def stream(self, skip_special_tokens: bool) -> ByteLevelStream:
         table = self._bytes_without_special if skip_special_tokens else self._bytes
@@ -111,9 +111,9 @@ class ByteLevelDecoder:
         return self.token_bytes(token_id).decode("utf-8", "replace") if token_id in self._special_ids else None
 
     def _fill_without_special(self, token_id: int) -> bytes:
-        found = b"" if token_id in self._special_ids else self.token_bytes(token_id)
-        self._bytes_without_special[token_id] = found
-        return found
+        text = b"" if token_id in self._special_ids else self.token_bytes(token_id)
+        self._bytes_without_special[token_id] = text
+        return text
 
     def _spell(self, token_id: int) -> bytes:
         token = self._token_of(token_id)

@@ -30,10 +30,10 @@ class TopK:
         self, scope: Scope, hidden_size: int, num_experts: int, spec: Router, with_shared: bool, local: slice
     ) -> None:
         self.spec, self.with_shared = spec, with_shared
-        own = scope.sub("router")
+        router = scope.sub("router")
         dtype = torch.float32 if spec.float32 else None
-        self.weight = own.param("weight", (num_experts, hidden_size), dtype=dtype)
-        self.bias = own.param("bias", (num_experts,), init=Init.ZEROS, dtype=dtype) if spec.bias else None
+        self.weight = router.param("weight", (num_experts, hidden_size), dtype=dtype)
+        self.bias = router.param("bias", (num_experts,), init=Init.ZEROS, dtype=dtype) if spec.bias else None
         # Kernels for 16-bit products do not take fp32.
         self.linear: Callable[..., torch.Tensor] = F.linear if spec.float32 else scope.plan.entry("linear")
         self.route: Any = scope.plan.entry(spec.op)  # as OPS[spec.op]

@@ -16,6 +16,7 @@ from sglang.srt.configs.quant_scheme import Scheme
 from sglang.srt.errors import UserError
 from sglang.srt.layers.linear import Unquantized
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES
+from sglang.srt.layers.ops import QuantizedLinearOp
 from sglang.srt.layers.parameter import FLOATS, Apply, Convert, Fill, Param, Part, Scope, Shard, constant, random_codes
 from sglang.srt.layers.quantization.layout import Leaf, layout_of
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
@@ -56,7 +57,7 @@ class QuantizedLinear:
     """x [T, in] -> [T, out] (+ bias). The kernel takes the weight once it is loaded, and may arrange it its own way."""
 
     def __init__(self, scope: Scope, quant: ModuleQuant, weight: LinearWeight, bias: torch.Tensor | None) -> None:
-        self.bind = scope.plan.entry(f"linear/{quant.scheme}")
+        self.bind: QuantizedLinearOp = scope.plan.entry(f"linear/{quant.scheme}")
         self.arch = scope.plan.arch
         self.weight: LinearWeight | None = weight
         self.bias = bias
@@ -118,7 +119,7 @@ class _Stack:
         self,
         leaf: Leaf,
         per: tuple[int, int],
-        held: tuple[int, ...],
+        shape: tuple[int, ...],
         dtype: torch.dtype,
         fill: Fill,
     ) -> torch.Tensor:
@@ -130,7 +131,7 @@ class _Stack:
             end = begin + -(-length(shard.rows) // per[0])
             parts[shard.key] = matrix_part(leaf, shard, per, (slice(begin, end),))
             begin = end
-        return self.scope.param(leaf.name, held, parts, fill, dtype)
+        return self.scope.param(leaf.name, shape, parts, fill, dtype)
 
     def by_row(self, leaf: Leaf, single: bool, fill: Fill) -> torch.Tensor:
         """A parameter [rows] fp32 of one number a row, or (`single`) a matrix, which is repeated for its rows."""
@@ -173,8 +174,8 @@ class _Stack:
 def _as_stored(scope: Scope, shards: list[Shard], quant: ModuleQuant) -> LinearWeight:
     """The parameters are the checkpoint's tensors."""
     layout, scheme, stack = layout_of(quant), held_scheme(quant), _Stack(scope, shards)
-    held = (stack.rows, stack.cols * scheme.bits // 8)
-    data = stack.matrix(layout.data, (1, layout.data.columns), held, ELEMENT_DTYPES[scheme.element], random_codes)
+    shape = (stack.rows, stack.cols * scheme.bits // 8)
+    data = stack.matrix(layout.data, (1, layout.data.columns), shape, ELEMENT_DTYPES[scheme.element], random_codes)
     scale = _scales(stack, layout.scale, quant, scheme)
     factor = input_scale = None
     if layout.global_scale is not None:

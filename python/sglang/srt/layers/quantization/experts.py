@@ -96,17 +96,17 @@ class Experts:
         self.ep_size = sizes.ep_size
         up, down = _products(sizes, quant.format if quant else None, scope.groups.expert_tp)
         self.features = scope.plan.arch.features
-        self.held = [_create(scope.sub(product.name), product, sizes, quant) for product in (up, down)]
+        self.products = [_create(scope.sub(product.name), product, sizes, quant) for product in (up, down)]
         scope.finish.append(self.finish)
 
     def finish(self) -> None:
-        up, down = self.held
+        up, down = self.products
         if isinstance(up, StoredProduct) and isinstance(down, StoredProduct):
             up, down = finish_pair(up, down, self.linear_in_up)
         assert isinstance(up, ExpertWeights) and isinstance(down, ExpertWeights)
         up, down = replace(up, ep_size=self.ep_size), replace(down, ep_size=self.ep_size)
         self.w13, self.w2 = repack(up, self.features), repack(down, self.features)
-        self.held.clear()
+        self.products.clear()
 
 
 def expert_quant(scope: Scope, sizes: ExpertSizes) -> ModuleQuant | None:
@@ -131,10 +131,10 @@ def _products(sizes: ExpertSizes, scheme: Scheme | None, group: Group) -> tuple[
     if scheme is not None and scheme.group[0] == 1 and scheme.group[1] and hidden % scheme.group[1]:
         raise UserError(f"hidden size {hidden} does not divide into {scheme.name} groups of {scheme.group[1]}")
     share = expert_share(inter, group.size, scheme)
-    held = slice(min(group.rank * share, inter), min((group.rank + 1) * share, inter))
+    rank_inter = slice(min(group.rank * share, inter), min((group.rank + 1) * share, inter))
     whole = slice(0, hidden)
-    up = tuple(Shard(part, inter, hidden, held, whole) for part in sizes.up_parts)
-    down = (Shard("down", hidden, inter, whole, held),)
+    up = tuple(Shard(part, inter, hidden, rank_inter, whole) for part in sizes.up_parts)
+    down = (Shard("down", hidden, inter, whole, rank_inter),)
     at = tuple(i * share for i in range(len(up)))
     return ExpertProduct("w13", up, at, len(up) * share, hidden), ExpertProduct("w2", down, (0,), hidden, share)
 

@@ -55,17 +55,17 @@ def finish_pair(up: StoredProduct, down: StoredProduct, linear_in_up: bool) -> t
     return _finish(up), _finish(down)
 
 
-def _finish(made: StoredProduct) -> ExpertWeights:
+def _finish(product: StoredProduct) -> ExpertWeights:
     """The activation is quantized once for all experts, so the largest of their static scales serves them all: float
     formats lose nothing by it."""
-    data, scale, scheme = made.data, made.scale, made.scheme
-    input_scale = None if made.inputs is None else _largest(made.name, made.inputs)
+    data, scale, scheme = product.data, product.scale, product.scheme
+    input_scale = None if product.inputs is None else _largest(product.name, product.inputs)
     if scheme.group == (0, 0):
         if input_scale is None:
             # A dynamic scale of all tokens would let them change each other's results: one a token, and scales a row.
-            return ExpertWeights(data, SCHEMES["fp8_channel"], _by_rows(scale, made.at, data.shape[1]))
-        scale = _one_number(made, scale, data)
-    global_scale = None if made.factor is None else _one_number(made, made.factor, scale)
+            return ExpertWeights(data, SCHEMES["fp8_channel"], _by_rows(scale, product.at, data.shape[1]))
+        scale = _one_number(product, scale, data)
+    global_scale = None if product.factor is None else _one_number(product, product.factor, scale)
     return ExpertWeights(data, scheme, scale, global_scale, input_scale)
 
 
@@ -83,19 +83,19 @@ def _by_rows(scale: torch.Tensor, at: tuple[int, ...], rows: int) -> torch.Tenso
     return scale.repeat_interleave(lengths, dim=1).contiguous()
 
 
-def _one_number(made: StoredProduct, numbers: torch.Tensor, scaled: torch.Tensor) -> torch.Tensor:
+def _one_number(product: StoredProduct, numbers: torch.Tensor, scaled: torch.Tensor) -> torch.Tensor:
     """[E, matrices] -> [E]: the largest. What a smaller one scales (rows of `scaled` [E, rows, ...]) is rounded again,
     by the ratio."""
     largest = numbers.max(dim=1).values
     smaller = (numbers < largest[:, None]).nonzero().tolist()
     for expert, matrix in smaller:
-        end = made.at[matrix + 1] if matrix + 1 < len(made.at) else None
-        values = scaled[expert, made.at[matrix] : end]
+        end = product.at[matrix + 1] if matrix + 1 < len(product.at) else None
+        values = scaled[expert, product.at[matrix] : end]
         values.copy_((values.float() * (numbers[expert, matrix] / largest[expert])).to(values.dtype))
     if smaller:
-        what = "weights" if scaled is made.data else "block scales"
+        what = "weights" if scaled is product.data else "block scales"
         logger.warning(
             "%s: scales of gate and up differ in %d of %d experts; the larger serves both, and the other's %s were"
-            " rounded again", made.name, len(smaller), len(numbers), what,
+            " rounded again", product.name, len(smaller), len(numbers), what,
         )  # fmt: skip
     return largest

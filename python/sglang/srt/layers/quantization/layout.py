@@ -118,12 +118,12 @@ LAYOUTS: Mapping[tuple[str, str], Layout] = {
 
 def layout_of(quant: ModuleQuant) -> Layout:
     """Raises UserError for a pair that no checkpoint is known to have."""
-    found = LAYOUTS.get((quant.storage, quant.scheme))
-    if found is None:
+    layout = LAYOUTS.get((quant.storage, quant.scheme))
+    if layout is None:
         known = sorted(scheme for storage, scheme in LAYOUTS if storage == quant.storage)
         has = ", ".join(known) or "none"
         raise UserError(f"{quant.scheme} weights in a {quant.storage} checkpoint are not supported (has {has})")
-    return found if quant.static_input else replace(found, input_scale=None)
+    return layout if quant.static_input else replace(layout, input_scale=None)
 
 
 def redundant_endings(config: QuantConfig | None) -> tuple[str, ...]:

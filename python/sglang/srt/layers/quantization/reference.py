@@ -39,8 +39,8 @@ def quantize(weight: torch.Tensor, scheme: Scheme, global_scale: torch.Tensor | 
         scale, values = _quantize_mx(w, scheme)
         return Quantized(_encode(values, scheme.element), scale)
     if scheme.global_scale:
-        own = _over(w.abs().amax((-1, -2)), E4M3_MAX * E2M1_MAX)
-        return _quantize_nvfp4(w, own if global_scale is None else global_scale)
+        factor = _over(w.abs().amax((-1, -2)), E4M3_MAX * E2M1_MAX)
+        return _quantize_nvfp4(w, factor if global_scale is None else global_scale)
     limit = {"e4m3": E4M3_MAX, "int8": 127.0, "int4": 7.5}[scheme.element]
     scale = _over(_group_amax(w, scheme), limit).clamp_min(_TINY)
     if scheme.scale == "bfloat16":
@@ -66,9 +66,9 @@ def round_activation(x: torch.Tensor, scheme: Scheme, input_scale: torch.Tensor 
     if kind == "mxfp8":
         return _round_by(values, SCHEMES["mxfp8"])
     if kind == "nvfp4":
-        own = _over(values.abs().amax(), E4M3_MAX * E2M1_MAX)
+        factor = _over(values.abs().amax(), E4M3_MAX * E2M1_MAX)
         return dequantize(
-            _quantize_nvfp4(values, own if input_scale is None else input_scale.float()), SCHEMES["nvfp4"]
+            _quantize_nvfp4(values, factor if input_scale is None else input_scale.float()), SCHEMES["nvfp4"]
         )
     group = {"tensor": (0, 0), "token": (1, 0), "group128": (1, 128)}[kind]
     as_weight = Scheme("activation", scheme.element, group, "float32", None)

@@ -9,6 +9,7 @@ import torch
 
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, Unquantized, shard_of
+from sglang.srt.layers.ops import GatedRMSNormOp
 from sglang.srt.layers.parameter import Init, Part, Scope
 from sglang.srt.layers.recurrent.mixer import Convolution, Gates, Heads, RecurrentCore
 from sglang.srt.layers.recurrent.rule import gated_delta_rule
@@ -44,7 +45,7 @@ class GatedDeltaNet:
         self.a_log = _per_head(scope, "A_log", value_heads, spec.value_heads)
         self.dt_bias = _per_head(scope, "dt_bias", value_heads, spec.value_heads)
         self.norm_weight = scope.sub("norm").param("weight", (spec.value_dim,), init=Init.ONES)
-        self.norm = scope.plan.entry("gated_rmsnorm")
+        self.norm: GatedRMSNormOp = scope.plan.entry("gated_rmsnorm")
         cache = scope.cache(site.layer_id, "state")
         self.core = RecurrentCore(scope, cache, "gated_delta_rule", gated_delta_rule(spec.key_dim), self.heads)
         self.out = RowParallelLinear(

@@ -8,6 +8,7 @@ import torch
 
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_of
+from sglang.srt.layers.ops import GatedRMSNormOp
 from sglang.srt.layers.parameter import Init, Part, Scope
 from sglang.srt.layers.recurrent.mixer import Convolution, Gates, Heads, RecurrentCore
 from sglang.srt.layers.recurrent.rule import Rule
@@ -32,8 +33,8 @@ class Mamba2Mixer:
         self.eps = site.model.norm_eps
         channels = _channel_rows(spec, heads, groups)
         total = 2 * values + 2 * spec.num_groups * spec.state_dim + spec.num_heads
-        own = slice(heads.start * spec.head_dim, heads.stop * spec.head_dim)
-        rows = [own, *(_moved(part, values) for part in channels), _moved(heads, total - spec.num_heads)]
+        inner = slice(heads.start * spec.head_dim, heads.stop * spec.head_dim)
+        rows = [inner, *(_moved(part, values) for part in channels), _moved(heads, total - spec.num_heads)]
         self.in_proj = ColumnParallelLinear(
             scope.sub("in"), hidden_size, [("", total, part) for part in rows], spec.proj_bias
         )
@@ -42,8 +43,8 @@ class Mamba2Mixer:
         self.a_log, self.dt_bias, self.skip = (
             _sliced(scope, leaf, spec.num_heads, heads, torch.float32) for leaf in ("A_log", "dt_bias", "D")
         )
-        self.norm_weight = _sliced(scope.sub("norm"), "weight", values, own, None)
-        self.norm = scope.plan.entry("gated_rmsnorm")
+        self.norm_weight = _sliced(scope.sub("norm"), "weight", values, inner, None)
+        self.norm: GatedRMSNormOp = scope.plan.entry("gated_rmsnorm")
         rule = Rule(delta=False, dt_min=spec.dt_min, dt_max=spec.dt_max)
         self.core = RecurrentCore(scope, scope.cache(site.layer_id, "state"), "state_space_duality", rule, self.heads)
         self.out = RowParallelLinear(
@@ -60,9 +61,9 @@ class Mamba2Mixer:
 def _channel_rows(spec: Mamba2, heads: slice, groups: slice) -> list[slice]:
     """This rank's x, B and C among the channels of the convolution."""
     values, keys = spec.num_heads * spec.head_dim, spec.num_groups * spec.state_dim
-    own = slice(groups.start * spec.state_dim, groups.stop * spec.state_dim)
+    states = slice(groups.start * spec.state_dim, groups.stop * spec.state_dim)
     x = slice(heads.start * spec.head_dim, heads.stop * spec.head_dim)
-    return [x, _moved(own, values), _moved(own, values + keys)]
+    return [x, _moved(states, values), _moved(states, values + keys)]
 
 
 def _moved(rows: slice, by: int) -> slice:

@@ -234,27 +234,27 @@ def quantized_linear(weight: LinearWeight, arch: ArchTraits) -> Apply:
     """(x [..., K] in 16 bits, bias [N] or None) -> [..., N] in x's type. Safe in CUDA graphs.
 
     Takes the weight: its tensors may be reordered."""
-    held = pack(weight, arch)
+    matrix = pack(weight, arch)
 
     def run(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        flat = x.reshape(-1, held.cols)
-        out = few_rows(flat, held, bias) if len(flat) <= FEW_ROWS else many_rows(flat, held, bias)
+        flat = x.reshape(-1, matrix.cols)
+        out = few_rows(flat, matrix, bias) if len(flat) <= FEW_ROWS else many_rows(flat, matrix, bias)
         return out.view(*x.shape[:-1], out.shape[-1])
 
     return run
 
 
-def few_rows(x: torch.Tensor, held: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+def few_rows(x: torch.Tensor, matrix: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [T, K] -> [T, N]; the weight is read once for each row."""
-    num_rows, num_cols = len(x), held.weight.data.shape[0]
+    num_rows, num_cols = len(x), matrix.weight.data.shape[0]
     out = torch.empty((num_rows, num_cols), dtype=x.dtype, device=x.device)
-    launch = few_launch(held.product, held.weight.scheme.bits, held.cols, num_cols)
-    data = held.weight.data.view(torch.int32) if held.packed else held.weight.data
-    factor = held.weight.row_factor
+    launch = few_launch(matrix.product, matrix.weight.scheme.bits, matrix.cols, num_cols)
+    data = matrix.weight.data.view(torch.int32) if matrix.packed else matrix.weight.data
+    factor = matrix.weight.row_factor
     if num_rows:
         few_rows_kernel[(triton.cdiv(num_cols, launch["BLOCK_N"]), num_rows)](
-            x, data, held.weight.scale, out if factor is None else factor, out if bias is None else bias, out,
-            num_cols, held.cols, x.stride(0), data.stride(0), held.weight.scale.stride(0),
+            x, data, matrix.weight.scale, out if factor is None else factor, out if bias is None else bias, out,
+            num_cols, matrix.cols, x.stride(0), data.stride(0), matrix.weight.scale.stride(0),
             **launch, HAS_FACTOR=factor is not None, HAS_BIAS=bias is not None, **pdl.options(),
         )  # fmt: skip
     return out
@@ -266,14 +266,14 @@ def few_launch(product: ScaledProduct, bits: int, cols: int, rows: int) -> dict[
 
 
 def many_rows(
-    x: torch.Tensor, held: PackedWeight, bias: torch.Tensor | None = None, tile: ScaledTile | None = None
+    x: torch.Tensor, matrix: PackedWeight, bias: torch.Tensor | None = None, tile: ScaledTile | None = None
 ) -> torch.Tensor:
     """x [T, K] -> [T, N] by tiles. `tile` forces one, which then launches or raises OutOfResources."""
     if tile is not None:
-        return _tiled(x, held, bias, tile)
-    kind = held.product.kind
-    first = tile_for(kind, len(x), held.arch.features)
-    return _ladder(held.weight.scheme.name, kind, _values(first)).run(lambda tile: _tiled(x, held, bias, tile))
+        return _tiled(x, matrix, bias, tile)
+    kind = matrix.product.kind
+    first = tile_for(kind, len(x), matrix.arch.features)
+    return _ladder(matrix.weight.scheme.name, kind, _values(first)).run(lambda tile: _tiled(x, matrix, bias, tile))
 
 
 @functools.cache
@@ -283,22 +283,24 @@ def _ladder(scheme: str, kind: str, values: tuple[int, ...]) -> TileLadder[Scale
     return TileLadder(f"linear/{scheme}", (first, *smaller_tiles(first, kind)), __name__, scaled_dot.__name__)
 
 
-def _tiled(x: torch.Tensor, held: PackedWeight, bias: torch.Tensor | None, tile: ScaledTile) -> torch.Tensor:
-    weight, product = held.weight, held.product
+def _tiled(x: torch.Tensor, matrix: PackedWeight, bias: torch.Tensor | None, tile: ScaledTile) -> torch.Tensor:
+    weight, product = matrix.weight, matrix.product
     num_rows, num_cols = len(x), weight.data.shape[0]
-    features = held.arch.features
+    features = matrix.arch.features
     num_tiles = triton.cdiv(num_rows, tile["BLOCK_M"]) * triton.cdiv(num_cols, tile["BLOCK_N"])
-    splits = num_splits(num_rows, num_tiles, held.cols, held.arch.num_sms) if num_tiles <= len(held.arrivals) else 1
-    launch = tile_launch(product, tile, held.cols, splits, features)
+    splits = (
+        num_splits(num_rows, num_tiles, matrix.cols, matrix.arch.num_sms) if num_tiles <= len(matrix.arrivals) else 1
+    )
+    launch = tile_launch(product, tile, matrix.cols, splits, features)
     chunk, splits = launch.pop("chunk"), launch["SPLITS"]
-    data, scale, scale_stride, factor = _operand(x, held)
+    data, scale, scale_stride, factor = _operand(x, matrix)
     out = torch.empty((num_rows, num_cols), dtype=x.dtype, device=x.device)
     parts = torch.empty((splits, num_rows, num_cols), device=x.device) if splits > 1 else out
     row_factor = weight.row_factor
     tiles_kernel[(num_tiles, splits)](
         data, scale, weight.data, weight.scale, out if row_factor is None else row_factor,
-        out if factor is None else factor, out if bias is None else bias, out, parts, held.arrivals,
-        num_rows, num_cols, held.cols, chunk, data.stride(0), scale_stride, weight.data.stride(0),
+        out if factor is None else factor, out if bias is None else bias, out, parts, matrix.arrivals,
+        num_rows, num_cols, matrix.cols, chunk, data.stride(0), scale_stride, weight.data.stride(0),
         weight.scale.stride(0), **launch,
         HAS_FACTOR=row_factor is not None, HAS_X_FACTOR=factor is not None, HAS_BIAS=bias is not None,
         **pdl.options(),
@@ -323,9 +325,9 @@ def tile_launch(
     }
 
 
-def _operand(x: torch.Tensor, held: PackedWeight) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor | None]:
+def _operand(x: torch.Tensor, matrix: PackedWeight) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor | None]:
     """x as the product takes it, its scales and their stride between rows (0: one for all), and the factor of all."""
-    product, weight = held.product, held.weight
+    product, weight = matrix.product, matrix.weight
     if product.activation is None:
         return x, x, 0, None
     scheme = dataclasses.replace(weight.scheme, activation=product.activation)

@@ -178,6 +178,6 @@ def _quantize() -> Iterator[Variant]:
         ("mxfp8", 32, "*fp8e4nv", "*u8"),
         ("nvfp4", 16, "*u8", "*fp8e4nv"),
     ):
-        own = groups | {"data": data, "scale": scale}
+        arguments = groups | {"data": data, "scale": scale}
         shape = {"KIND": kind, "GROUP": size}
-        yield describe(op, kind, quantize.group_kernel, own, shape, quantize.GROUP_LAUNCH[size], sizes)
+        yield describe(op, kind, quantize.group_kernel, arguments, shape, quantize.GROUP_LAUNCH[size], sizes)

@@ -380,17 +380,17 @@ _scratch: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = 
 
 def _draw_scratch(batch_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(scores, ids, arrival counters) shared by all draws on a device: they are ordered on one stream."""
-    held = _scratch.get(device)
-    if held is None or held[2].shape[0] < batch_size:
+    scratch = _scratch.get(device)
+    if scratch is None or scratch[2].shape[0] < batch_size:
         rows = max(1024, triton.next_power_of_2(batch_size))
         size = rows + DRAW_PROGRAMS
-        held = (
+        scratch = (
             torch.empty(size, dtype=torch.float32, device=device),
             torch.empty(size, dtype=torch.int32, device=device),
             torch.zeros(rows, dtype=torch.int32, device=device),
         )
-        _scratch[device] = held
-    return held
+        _scratch[device] = scratch
+    return scratch
 
 
 def draw_tokens(

@@ -125,8 +125,8 @@ def _norms(op: str) -> Iterator[Variant]:
     types |= {"size": "i32", "eps": "fp32"}
     for block, launch in launches.items():
         yield describe(op, f"{block}", fn, types, {}, launch, (*strides, "size"))
-        own = describe(op, f"{block}/fp32", fn, types | {"weight": "*fp32"}, {}, launch, (*strides, "size"))
-        yield replace(own, form_only=True)
+        form = describe(op, f"{block}/fp32", fn, types | {"weight": "*fp32"}, {}, launch, (*strides, "size"))
+        yield replace(form, form_only=True)
 
 
 def _activation() -> Iterator[Variant]:
@@ -193,8 +193,8 @@ def _routing(score: str) -> Iterator[Variant]:
         constants |= topk.topk_constants(experts, k, groups, with_shared=True)
         key = f"{experts}k{k}" + (f"g{groups[0]}" if groups[0] > 1 else "") + f"/{logits}"
         key += "" if renormalize else "/raw"
-        own = types | {"logits": f"*{logits}"}
-        yield describe(f"topk_{score}", key, topk.topk_kernel, own, constants, topk.LAUNCH, ("row_stride",))
+        arguments = types | {"logits": f"*{logits}"}
+        yield describe(f"topk_{score}", key, topk.topk_kernel, arguments, constants, topk.LAUNCH, ("row_stride",))
 
 
 def _hash_routing() -> Iterator[Variant]:
@@ -202,9 +202,9 @@ def _hash_routing() -> Iterator[Variant]:
     types |= {"num_tokens": "i32", "row_stride": "i32", "num_experts": "i32", "scale": "fp32", "expert_map": "*i32"}
     constants = {"SCORE": "sqrtsoftplus"} | topk.choice_constants(6, True)
     for logits in ("bf16", "fp32"):
-        own = types | {"logits": f"*{logits}"}
+        arguments = types | {"logits": f"*{logits}"}
         key, kernel = f"k6/{logits}", topk.topk_hash_kernel
-        yield describe("topk_hash", key, kernel, own, constants, topk.HASH_LAUNCH, ("row_stride",))
+        yield describe("topk_hash", key, kernel, arguments, constants, topk.HASH_LAUNCH, ("row_stride",))
 
 
 _LOGITS = {"logits": "*fp32", "table": "*i32", "slots": "*i64", "vocab_size": "i32", "stride": "i32"}

@@ -404,10 +404,10 @@ class Scheduler:
     def check_memory(self) -> dict[str, Any]:
         """Slot counts, whose sum is the pool: free + cached + held by requests. For leak checks and `/server_info`."""
         page = self.plan.page_size
-        held = sum(-(-max(r.kv_len, r.reserved_len) // page) * page - r.num_cached for r in self.reqs.values())
+        private = sum(-(-max(r.kv_len, r.reserved_len) // page) * page - r.num_cached for r in self.reqs.values())
         usage = self.kv.usage()
         windows = [{"window": window.window, **window.usage()} for window in self.kv.windows]
-        memory: dict[str, Any] = {**usage, "held": held, "windows": windows}
+        memory: dict[str, Any] = {**usage, "held": private, "windows": windows}
         if self.kv.checkpoints is not None:
             memory["checkpoints"] = self.kv.checkpoints.usage()
         return memory

@@ -70,11 +70,11 @@ def recorded_cost(product: ProductTile, arch: ArchTraits) -> TileRecord | str | 
     imports Triton."""
     name, tile = product.record_keys
     if judged_as(arch) in RECORDED_ARCHS:
-        found = read_record().get(name, {}).get("tiles", {}).get(tile)
-        if isinstance(found, str):
-            return found
-        if found is not None:
-            smem, registers, spills, stack, mma = found
+        entry = read_record().get(name, {}).get("tiles", {}).get(tile)
+        if isinstance(entry, str):
+            return entry
+        if entry is not None:
+            smem, registers, spills, stack, mma = entry
             return TileRecord(smem, registers, spills, stack, tuple(mma.split("; ")))
     return _shipped_cost(name, tile_key(product.tile), arch)
 

@@ -90,12 +90,12 @@ def lookup(
     num_experts: int, intermediate: int, scheme: str | None, arch: ArchTraits, *, hidden: int = 0, bias: bool = False
 ) -> TunedTiles | None:
     """As `find`, once for all layers that are alike; says in the log what is used and what was rejected."""
-    found = find(num_experts, intermediate, scheme, arch, hidden=hidden, bias=bias)
-    for reason in found.rejected:
+    choice = find(num_experts, intermediate, scheme, arch, hidden=hidden, bias=bias)
+    for reason in choice.rejected:
         logger.warning("MoE tuning file not used: %s", reason)
-    if found.tiles is not None:
-        logger.info("fused_moe: tiles of %s", found.tiles.describe())
-    return found.tiles
+    if choice.tiles is not None:
+        logger.info("fused_moe: tiles of %s", choice.tiles.describe())
+    return choice.tiles
 
 
 def find(
@@ -146,7 +146,7 @@ def candidates(
             other_hidden = abs(name.hidden - hidden) if name.hidden and hidden else 0
             rank = (place, device, other_hidden, named, _version_distance(path.parent.name))
             ranked.append((rank, name, path))
-    yield from ((name, path) for _, name, path in sorted(ranked, key=lambda found: (found[0], found[2])))
+    yield from ((name, path) for _, name, path in sorted(ranked, key=lambda entry: (entry[0], entry[2])))
 
 
 def shipped_products(features: Collection[str]) -> Iterator[ProductTile]:

@@ -72,8 +72,8 @@ class FileName:
 
     def scheme_rank(self, scheme: str | None) -> int | None:
         """0 for the best name of the scheme (None: unquantized), more for a lesser one, None if it is for another."""
-        own: Selector = (scheme, None, False)
-        selectors = (own, *(s for s in UPSTREAM_SELECTORS.get(scheme, ()) if s != own))
+        exact: Selector = (scheme, None, False)
+        selectors = (exact, *(s for s in UPSTREAM_SELECTORS.get(scheme, ()) if s != exact))
         return selectors.index(self.selector) if self.selector in selectors else None
 
     def device_rank(self, arch: ArchTraits) -> int | None:

@@ -99,20 +99,20 @@ def product_variant(
     bias: bool = False,
 ) -> Variant:
     """One grouped product, `kind` "gate_up" or "down", with a tile on a GPU with these features (of ArchTraits)."""
-    own = SCHEMES[scheme] if scheme else None
-    product = product_of(own, features)
-    launch = ExpertLaunch(own, product, hidden, intermediate, top_k, activation, bias)
+    number_format = SCHEMES[scheme] if scheme else None
+    product = product_of(number_format, features)
+    launch = ExpertLaunch(number_format, product, hidden, intermediate, top_k, activation, bias)
     return grouped(kind, launch, dict(tile), features)
 
 
 def grouped(kind: str, experts: ExpertLaunch, tile: Tile, features: Collection[str]) -> Variant:
     if kind == "gate_up":
         fn, weights, x, depth, second = kernels.gate_up_kernel, "w13", "x", experts.hidden, experts.intermediate
-        own = {"inter": "*bf16", "top_k": "i32"}
+        operands = {"inter": "*bf16", "top_k": "i32"}
     else:
         fn, weights, x, depth, second = kernels.down_kernel, "w2", "inter", experts.intermediate, 0
-        own = {"out": "*bf16"}
-    types = GROUPING | SIZES | STRIDES | X_STRIDES | own
+        operands = {"out": "*bf16"}
+    types = GROUPING | SIZES | STRIDES | X_STRIDES | operands
     types |= experts.operand_types(x) | experts.matrix_types(weights, False)
     launch = grouped_launch(experts.product, tile, depth, second, features)
     constants = {name: value for name, value in launch.items() if name not in tile} | experts.flags

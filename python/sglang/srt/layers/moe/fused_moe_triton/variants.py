@@ -141,15 +141,15 @@ def _few(experts: ExpertLaunch, hidden_sizes: Collection[int], shares: Collectio
     group = experts.scheme.group[1] if experts.scheme is not None and experts.scheme.group[0] == 1 else 1
     for hidden in hidden_sizes:
         launch = pair_launch(experts.product, up_tile, hidden, experts.intermediate)
-        own, constants = types | experts.matrix_types("w13", True), gate_constants(experts.activation)
-        yield _of_pairs("gate_up_pairs", kernels_few.gate_up_pairs_kernel, own, launch, constants, experts, hidden)
+        pointers, constants = types | experts.matrix_types("w13", True), gate_constants(experts.activation)
+        yield _of_pairs("gate_up_pairs", kernels_few.gate_up_pairs_kernel, pointers, launch, constants, experts, hidden)
     for share in shares:
         if group and share % group:
             continue  # no rank's share cuts a group
         launch = pair_launch(experts.product, down_tile, share, experts.hidden)
-        own = types | experts.matrix_types("w2", True)
+        pointers = types | experts.matrix_types("w2", True)
         steps = {"TOP_K": experts.top_k, "STEPS": -(-share // launch["COLS"])}
-        yield _of_pairs("down_sum", kernels_few.down_sum_kernel, own, launch, steps, experts, share)
+        yield _of_pairs("down_sum", kernels_few.down_sum_kernel, pointers, launch, steps, experts, share)
 
 
 def _of_pairs(
@@ -163,14 +163,14 @@ def _of_pairs(
 ) -> Variant:
     tile = {name: launch[name] for name in ("BLOCK_N", "COLS", "UNROLL", "num_warps")}
     constants = constants | experts.flags | {name: value for name, value in launch.items() if name not in tile}
-    own = {name: kind for name, kind in types.items() if name in fn.arg_names}
+    arguments = {name: kind for name, kind in types.items() if name in fn.arg_names}
     # Words of eight columns.
     words = experts.product.pair_kind == "packed" and depth % 128 != 0
     multiples = (name for name in experts.multiples(depth) if name in fn.arg_names)
     key = f"{kernel}/{experts.name}" + ("" if launch["EVEN_K"] else "/ragged") + ("/words" if words else "")
     key += ("/odd" if experts.intermediate % 16 else "") + ("/bias" if experts.bias else "")
     aligned = tuple(name for name in multiples if not (words and name == "w_stride"))
-    return describe("fused_moe", key, fn, own, constants, tile, aligned)
+    return describe("fused_moe", key, fn, arguments, constants, tile, aligned)
 
 
 def _alignment() -> Iterator[Variant]:
@@ -187,5 +187,5 @@ def _alignment() -> Iterator[Variant]:
         align.align_scatter_kernel: {"CHUNK": align.CHUNK, "num_warps": 8},
     }
     for fn, launch in steps.items():
-        own = {name: kind for name, kind in types.items() if name in fn.arg_names}
-        yield describe("fused_moe", fn.fn.__name__.removesuffix("_kernel"), fn, own, {}, launch)
+        arguments = {name: kind for name, kind in types.items() if name in fn.arg_names}
+        yield describe("fused_moe", fn.fn.__name__.removesuffix("_kernel"), fn, arguments, {}, launch)

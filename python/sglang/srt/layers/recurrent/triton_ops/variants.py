@@ -94,14 +94,14 @@ def _recurrence(op: str, delta: bool, key_dim: int, value_dim: int) -> Iterator[
     local = chunk_local.chunk_local_kernel
     yield _described(op, f"local/{dims}", local, data, constants, chunk_local.TILE, _STRIDES)
     for state, pointer in STATE_TYPES.items():
-        own = data | {"states": pointer}
+        arguments = data | {"states": pointer}
         constants = shape | {"CHUNK": chunk_local.CHUNK, "HAS_SKIP": not delta}
         scan, tile = chunk_scan.chunk_scan_kernel, chunk_scan.scan_tile(key_dim)
-        yield _described(op, f"scan/{dims}/{state}", scan, own, constants, tile, _STRIDES)
+        yield _described(op, f"scan/{dims}/{state}", scan, arguments, constants, tile, _STRIDES)
         for tile in state_step.STEP_TILES:
             key = f"step/{dims}/{state}"
             constants = shape | {"HAS_SKIP": not delta}
-            yield _described(op, key, state_step.state_step_kernel, own, constants, tile, _STRIDES)
+            yield _described(op, key, state_step.state_step_kernel, arguments, constants, tile, _STRIDES)
 
 
 def _norms() -> Iterator[Variant]:
@@ -128,9 +128,11 @@ def _described(
     aligned: tuple[str, ...],
 ) -> Variant:
     """With the parameters that the kernel has, and without the alignments that it does not look at."""
-    own = {name: kind for name, kind in types.items() if name in fn.arg_names}
+    arguments = {name: kind for name, kind in types.items() if name in fn.arg_names}
     constants = {name: value for name, value in constants.items() if name in fn.arg_names}
-    described = describe(op, key, fn, own, constants, launch, tuple(name for name in aligned if name in own))
+    described = describe(
+        op, key, fn, arguments, constants, launch, tuple(name for name in aligned if name in arguments)
+    )
     ignored = {*fn.do_not_specialize, *fn.do_not_specialize_on_alignment}
     multiples = tuple(name for name in described.divisible_by_16 if name not in ignored)
     return Variant(
