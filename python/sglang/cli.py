@@ -1,4 +1,4 @@
-"""The `sglang` command: serve, generate, version."""
+"""The `sglang` command."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sglang.doctor.command import run_doctor
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.launch_server import report_user_errors, serve
+from sglang.plan.command import run_plan
 from sglang.srt.errors import UserError
 from sglang.version import __version__
 
@@ -18,6 +20,8 @@ usage: sglang COMMAND [options]
 
   serve      start a server; without --model-path it serves the small model that ships with the package
   generate   print a model's answer to one prompt
+  plan       print what a model would take and could reach on some GPUs, layout by layout; needs no GPU
+  doctor     look for what makes a server on this machine hang, crawl or not start
   version    print the version
 
 `sglang COMMAND --help` explains a command.
@@ -85,9 +89,11 @@ def run_version(argv: Sequence[str]) -> None:
     print(f"sm120-sglang {__version__}")
 
 
-COMMANDS: Mapping[str, Callable[[Sequence[str]], None]] = {
+COMMANDS: Mapping[str, Callable[[Sequence[str]], int | None]] = {
     "serve": run_serve,
     "generate": run_generate,
+    "plan": run_plan,
+    "doctor": run_doctor,
     "version": run_version,
 }
 

@@ -69,8 +69,10 @@ class Explanation:
         return tuple(outcome for outcome in self.outcomes if isinstance(outcome, NoKernel))
 
 
-def explain(args: ServerArgs, arch: ArchTraits, packages: frozenset[str]) -> Explanation:
-    """Raises UserError: a model or configuration that cannot be read."""
+def explain(args: ServerArgs, arch: ArchTraits, packages: frozenset[str], available: int | None = None) -> Explanation:
+    """`available`: bytes free on a GPU; None: the usual share of its memory.
+
+    Raises UserError: a model or configuration that cannot be read."""
     directory = resolve_model_path(args.model_path, args.revision, args.download_dir, False)
     config = merge_overrides(read_config(directory), args.model_overrides())
     quantization = quantization_of(config, directory, args.quantization, args.flashinfer_mxfp4_moe_precision)
@@ -93,6 +95,7 @@ def explain(args: ServerArgs, arch: ArchTraits, packages: frozenset[str]) -> Exp
         outcomes,
         arch,
         packages,
+        int(arch.memory * USUAL_FREE_SHARE) if available is None else available,
     )
     tiles = _moe_tiles(arch, model, serving.ranks)
     groups = cache_groups(model, serving)
@@ -134,11 +137,11 @@ def _plan(
     outcomes: Sequence[Choice | NoKernel],
     arch: ArchTraits,
     packages: frozenset[str],
+    available: int,
 ) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
     """What `make_plan` decides; of a model that is not implemented, what its layers and caches would take."""
     if arch.device == "cpu":
         return None, ()
-    available = int(arch.memory * USUAL_FREE_SHARE)
     try:
         if served is not None:
             plan = make_plan(args, served, arch, available, packages)

@@ -14,14 +14,14 @@ USER_ERROR = 2
 """Exit status for something that the user can correct."""
 
 
-def report_user_errors(run: Callable[[], None]) -> int:
-    """Runs it; a UserError becomes one line on standard error and exit status 2. Other exceptions pass."""
+def report_user_errors(run: Callable[[], int | None]) -> int:
+    """Runs it; what it returns is the exit status. A UserError becomes one line on standard error and exit status 2.
+    Other exceptions pass."""
     try:
-        run()
+        return run() or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
-    return 0
 
 
 def serve(argv: Sequence[str] | None, prog: str) -> None:

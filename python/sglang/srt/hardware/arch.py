@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sglang.srt.environ import envs
 from sglang.srt.errors import UserError
-from sglang.srt.hardware.products import ARCHS, NEEDS_TRITON, PRODUCTS, ArchFacts, product_of_device_name
+from sglang.srt.hardware.products import ARCHS, FAMILY_NAMES, NEEDS_TRITON, PRODUCTS, ArchFacts, product_of_device_name
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +52,9 @@ def arch_by_name(name: str) -> ArchTraits:
     """
     if name == "cpu":
         return CPU
-    product_key = ARCHS[name].reference_product if name in ARCHS else name
+    product_key = ARCHS[name].reference_product if name in ARCHS else FAMILY_NAMES.get(name, name)
     if product_key not in PRODUCTS:
-        known = ", ".join(["cpu", *ARCHS, *PRODUCTS])
+        known = ", ".join(["cpu", *ARCHS, *FAMILY_NAMES, *PRODUCTS])
         raise UnknownArch(f"unknown architecture or product {name!r}; known: {known}")
     product = PRODUCTS[product_key]
     facts = ARCHS[product.arch]

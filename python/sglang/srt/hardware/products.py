@@ -81,6 +81,10 @@ PRODUCTS: dict[str, GpuProduct] = {
     "l40s": GpuProduct("sm_89", 142, 864 * GB, 46_068 * MIB, ("l40s",)),
 }
 
+FAMILY_NAMES: dict[str, str] = {"rtx-pro-6000": "rtx-pro-6000-server", "dgx-spark": "gb10"}
+"""What people call a card without its edition -> the product that is meant: of several, the one with the least
+bandwidth."""
+
 
 def product_of_device_name(device_name: str) -> str | None:
     """Key of PRODUCTS for a driver's device name such as "NVIDIA GeForce RTX 5090", or None for an unknown card."""

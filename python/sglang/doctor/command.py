@@ -1,0 +1,73 @@
+"""The command line of `sglang doctor`, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from sglang.doctor.checks import CHECKS, ERROR, Finding, examine
+from sglang.doctor.facts import Machine
+from sglang.doctor.reading import Sources, read_machine
+
+
+def run_doctor(argv: Sequence[str]) -> int:
+    """The exit status: 1 if there is an error, else 0, warnings or not."""
+    parser = argparse.ArgumentParser(
+        prog="sglang doctor",
+        description="Look for what makes a server hang, crawl or not start: drivers, PCIe, copies between GPUs, limits."
+        " Exit status 1 if something keeps a server from working, 0 otherwise.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--no-copies", action="store_true", help="do not copy between GPUs")
+    options = parser.parse_args(list(argv))
+    machine = read_machine(Sources(), not options.no_copies)
+    findings = examine(machine)
+    print(json.dumps(to_json(machine, findings), indent=2) if options.json else to_text(machine, findings))
+    return int(any(finding.severity == ERROR for finding in findings))
+
+
+def to_json(machine: Machine, findings: Sequence[Finding]) -> dict[str, Any]:
+    """Facts and findings; of the environment only what a finding names."""
+    facts = asdict(machine)
+    del facts["environ"]
+    facts["ptxas_archs"] = sorted(machine.ptxas_archs or ())
+    return {"healthy": not findings, "findings": [asdict(finding) for finding in findings], "machine": facts}
+
+
+def to_text(machine: Machine, findings: Sequence[Finding]) -> str:
+    lines = [*_summary(machine), ""]
+    for finding in findings:
+        lines += [f"{finding.severity}: {finding.what}", f"  why it matters: {finding.why}", f"  do: {finding.remedy}"]
+    lines += [f"not read: {reason}" for reason in machine.unread]
+    if findings:
+        errors = sum(finding.severity == ERROR for finding in findings)
+        lines.append(f"{errors} errors and {len(findings) - errors} warnings of {len(CHECKS)} checks.")
+    else:
+        lines.append(f"Nothing found by {len(CHECKS)} checks.")
+    return "\n".join(lines)
+
+
+def _summary(machine: Machine) -> list[str]:
+    if not machine.gpus:
+        lines = ["No NVIDIA GPU is served here: what concerns GPUs is not checked."]
+    else:
+        kinds: dict[str, int] = {}
+        for gpu in machine.gpus:
+            kinds[f"{gpu.name} ({gpu.arch})"] = kinds.get(f"{gpu.name} ({gpu.arch})", 0) + 1
+        cuda = "unknown" if machine.driver_cuda is None else ".".join(map(str, machine.driver_cuda))
+        lines = [
+            ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) + f"; driver {machine.driver}, CUDA {cuda}"
+        ]
+    torch = machine.torch
+    built = "" if torch is None else f" for CUDA {torch.cuda}" if torch.cuda else " for the CPU"
+    lines.append(
+        f"torch {torch.version if torch else 'not usable'}{built}, Triton {machine.triton or 'not installed'},"
+        f" ptxas {machine.ptxas or 'not found'}"
+    )
+    rates = [copy.rate for copy in machine.copies if copy.rate is not None]
+    if rates:
+        lines.append(f"{len(rates)} copies between GPUs: {min(rates) / 1e9:.1f} to {max(rates) / 1e9:.1f} GB/s")
+    return lines

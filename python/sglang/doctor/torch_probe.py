@@ -1,0 +1,73 @@
+"""Says in lines of JSON what torch sees, and with `--copies` what arrives when each GPU sends to each other one.
+
+A process of its own: what it asks may hang or crash, and the line before says which copy did.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+CHECKED_BYTES = 4 << 20
+TIMED_BYTES = 128 << 20
+
+
+def say(row: dict[str, Any]) -> None:
+    print(json.dumps(row), flush=True)
+
+
+def describe_torch() -> int:
+    """The number of GPUs that torch sees."""
+    import torch
+
+    problem = ""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        problem = str(error).splitlines()[0]
+    devices = 0 if problem else torch.cuda.device_count()
+    archs = torch.cuda.get_arch_list() if devices else []
+    row = {"version": torch.__version__, "cuda": torch.version.cuda, "archs": archs, "devices": devices}
+    say({"torch": row | {"problem": problem}})
+    return devices
+
+
+def copy(source: int, target: int) -> dict[str, Any]:
+    """What arrived of random bytes, and bytes a second of a larger copy."""
+    import torch
+
+    row: dict[str, Any] = {"source": source, "target": target}
+    row["access"] = bool(torch.cuda.can_device_access_peer(target, source))
+    try:
+        sent = torch.randint(0, 256, (CHECKED_BYTES,), dtype=torch.uint8, device=f"cuda:{source}")
+        arrived = torch.zeros_like(sent, device=f"cuda:{target}").copy_(sent)
+        row["equal"] = bool(torch.equal(sent.cpu(), arrived.cpu()))
+        big = torch.empty(TIMED_BYTES, dtype=torch.uint8, device=f"cuda:{source}")
+        there = torch.empty_like(big, device=f"cuda:{target}")
+        seconds = []
+        for _ in range(4):
+            torch.cuda.synchronize(source)
+            torch.cuda.synchronize(target)
+            began = time.perf_counter()
+            there.copy_(big)
+            torch.cuda.synchronize(source)
+            torch.cuda.synchronize(target)
+            seconds.append(time.perf_counter() - began)
+        row["rate"] = TIMED_BYTES / min(seconds)
+    except RuntimeError as error:
+        row["problem"] = str(error).splitlines()[0]
+    return row
+
+
+def main() -> None:
+    devices = describe_torch()
+    pairs = [(i, j) for i in range(devices) for j in range(devices) if i != j] if "--copies" in sys.argv else []
+    for source, target in pairs:
+        say({"copying": [source, target]})
+        say({"copy": copy(source, target)})
+
+
+if __name__ == "__main__":
+    main()

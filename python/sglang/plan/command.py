@@ -1,0 +1,212 @@
+"""The command line of `sglang plan`, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from sglang.plan.floors import Floor
+from sglang.plan.layouts import GIB, Load, Prospect, Survey, check_counts, survey
+from sglang.srt.hardware.arch import arch_by_name, current_arch
+
+CAVEAT = (
+    "Floors are no promise: they count the bytes and multiplications that a step cannot do without, at the card's full"
+    ' rates. A real step takes longer. "with NCCL" adds all-reduces as they were measured on eight RTX PRO 6000'
+    " Server cards."
+)
+COLUMNS = (
+    ("layout", "servers and GPUs of each"),
+    ("weights", "GiB of one GPU"),
+    ("cache", "GiB of one GPU"),
+    ("tokens", "KV tokens of one server"),
+    ("requests", "of that length at once, all servers"),
+    ("1 req ms", "decode step of one request, floor"),
+    ("with NCCL", "the same, all-reduces as measured"),
+    ("load ms", "decode step with the load, floor"),
+    ("with NCCL", "the same, all-reduces as measured"),
+    ("tok/s", "of all servers with the load, at most"),
+    ("prefill ms", "prompt of that length, floor"),
+)
+
+
+def run_plan(argv: Sequence[str]) -> None:
+    """Raises UserError."""
+    parser = argparse.ArgumentParser(
+        prog="sglang plan",
+        description="What a model takes and could reach on some GPUs, for every layout that the server can run; needs"
+        " no GPU and reads no weights. Any other flag of the server may be given and counts.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--gpus", type=int, default=1, help="how many; default: 1")
+    parser.add_argument("--gpu", help="rtx-pro-6000, rtx-5090, gb10, ...; this machine's if not given")
+    parser.add_argument("--length", type=int, default=8192, help="tokens of a request, prompt and answer; default 8192")
+    parser.add_argument("--concurrency", type=int, default=64, help="requests at once, of all servers; default: 64")
+    parser.add_argument("--free-memory", type=float, help="GiB free on a GPU; default: 97%% of what the card has")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options, words = parser.parse_known_args(list(argv))
+    load = Load(options.length, options.concurrency)
+    check_counts(options.gpus, load)
+    arch = arch_by_name(options.gpu) if options.gpu else current_arch()
+    free = None if options.free_memory is None else int(options.free_memory * GIB)
+    result = survey(words, options.gpus, arch, load, free)
+    print(json.dumps(to_json(result), indent=2) if options.json else to_text(result))
+
+
+def to_json(result: Survey) -> dict[str, Any]:
+    """Bytes and seconds."""
+    best = result.best()
+    return {
+        "caveat": CAVEAT,
+        "model": result.explanation.model.architecture,
+        "not_implemented": result.explanation.not_implemented,
+        "gpu": result.explanation.arch.product or result.explanation.arch.name,
+        "gpus": result.gpus,
+        "length": result.load.length,
+        "concurrency": result.load.concurrency,
+        "layouts": [_prospect_json(prospect) for prospect in result.prospects],
+        "refused": [{"layout": str(layout), "reason": reason} for layout, reason in result.refused],
+        "tuned_files": {str(size): file for size, file in result.tuned_files},
+        "recommended": None if best is None else str(best.layout),
+        "reasons": reasons(result),
+    }
+
+
+def _prospect_json(prospect: Prospect) -> dict[str, Any]:
+    return {
+        "layout": str(prospect.layout),
+        "tp_size": prospect.layout.tp_size,
+        "servers": prospect.layout.servers,
+        "weights": prospect.weights,
+        "cache": prospect.cache,
+        "tokens": prospect.tokens,
+        "requests": prospect.most_requests,
+        "decode_one": _floor_json(prospect.one),
+        "decode_load": _floor_json(prospect.loaded) | {"requests_per_server": prospect.requests_per_server},
+        "tokens_per_second_at_most": prospect.tokens_per_second,
+        "prefill": _floor_json(prospect.prefill),
+        "commands": list(prospect.commands),
+        "notes": list(prospect.notes),
+    }
+
+
+def _floor_json(floor: Floor) -> dict[str, Any]:
+    return {
+        "read_bytes": round(floor.read_bytes),
+        "read_seconds": floor.read_seconds,
+        "flops": round(floor.flops),
+        "flop_seconds": floor.flop_seconds,
+        "all_reduce_bytes": round(floor.reduced_bytes),
+        "link_seconds": floor.link_seconds,
+        "nccl_seconds": floor.nccl_seconds,
+        "seconds": floor.seconds,
+    }
+
+
+def to_text(result: Survey) -> str:
+    """The table, for people."""
+    arch, load = result.explanation.arch, result.load
+    lines = [
+        f"{result.explanation.model.architecture} on {result.gpus} x {arch.product or arch.name},"
+        f" {load.concurrency} requests of {load.length:,} tokens",
+        *textwrap.wrap(CAVEAT, 116),
+    ]
+    if result.explanation.not_implemented:
+        lines.append(f"This model is not implemented yet, sizes are estimates: {result.explanation.not_implemented}")
+    if result.explanation.missing:
+        names = ", ".join(outcome.need.key for outcome in result.explanation.missing)
+        lines.append(f"No kernel here serves {names}.")
+    lines += ["", *_table(result), ""]
+    lines += [f"{name}: {meaning}" for name, meaning in dict(COLUMNS).items() if name != "layout"]
+    lines += ["", *_traffic(result)]
+    best = result.best()
+    if best is not None:
+        lines += ["", f"Recommended: {best.layout}", *(f"  - {reason}" for reason in reasons(result))]
+        lines += ["  " + command for command in best.commands]
+        lines += [f"  note: {note}" for note in best.notes]
+    else:
+        lines += ["", *(f"No recommendation: {reason}" for reason in reasons(result))]
+    if result.tuned_files:
+        lines += ["", "Tuned tiles of the experts:"]
+        lines += [f"  TP {size}: {file}" for size, file in result.tuned_files]
+    if result.refused:
+        lines += ["", "Not possible:", *(f"  {layout}: {reason}" for layout, reason in result.refused)]
+    return "\n".join(lines)
+
+
+def _table(result: Survey) -> list[str]:
+    rows = [tuple(name for name, _ in COLUMNS), *(_row(prospect) for prospect in result.prospects)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    return [
+        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    ]
+
+
+def _row(prospect: Prospect) -> tuple[str, ...]:
+    one, loaded, prefill = prospect.one, prospect.loaded, prospect.prefill
+    return (
+        str(prospect.layout),
+        f"{prospect.weights / GIB:.2f}",
+        f"{prospect.cache / GIB:.2f}",
+        f"{prospect.tokens:,}",
+        f"{prospect.most_requests:,}",
+        f"{one.seconds * 1e3:.2f}",
+        f"{one.seconds_with_nccl * 1e3:.2f}",
+        f"{loaded.seconds * 1e3:.2f}",
+        f"{loaded.seconds_with_nccl * 1e3:.2f}",
+        f"{prospect.tokens_per_second:,.0f}",
+        f"{prefill.seconds * 1e3:,.0f}",
+    )
+
+
+def _traffic(result: Survey) -> list[str]:
+    """What the floors are made of."""
+    lines = []
+    for prospect in result.prospects:
+        for name, floor in (("decode with the load", prospect.loaded), ("prefill", prospect.prefill)):
+            flop = "unknown" if floor.flop_seconds is None else f"{floor.flop_seconds * 1e3:,.2f} ms"
+            text = (
+                f"{prospect.layout}, {name}: {floor.read_bytes / 1e9:,.2f} GB read {floor.read_seconds * 1e3:,.2f} ms,"
+                f" {floor.flops / 1e12:,.3f} TFLOP {flop}"
+            )
+            if floor.reduced_bytes:
+                text += f", all-reduce {floor.reduced_bytes / 1e6:,.1f} MB {floor.link_seconds * 1e3:,.2f} ms"
+            lines.append(text)
+    return lines
+
+
+def reasons(result: Survey) -> list[str]:
+    """Why the recommended layout, or why none."""
+    best = result.best()
+    if best is None:
+        if result.prospects:
+            return [f"no layout holds a request of {result.load.length:,} tokens; a shorter --length fits more"]
+        return ["the weights fit in no layout; more GPUs or a quantized checkpoint"]
+    others = [p for p in result.prospects if p is not best and p.most_requests > 0]
+    texts = [
+        f"at most {best.tokens_per_second:,.0f} tok/s with {result.load.concurrency} requests at once"
+        + (f", the next is {_next(others)}" if others else ", and no other layout holds the model")
+    ]
+    at_once = best.requests_per_server * best.layout.servers
+    if at_once < result.load.concurrency:
+        texts.append(f"only {at_once} of {result.load.concurrency} requests run at once; the others wait")
+    else:
+        texts.append(f"its cache holds {best.most_requests:,} requests of {result.load.length:,} tokens at once")
+    alone = result.fastest_alone()
+    if alone is not None and alone is not best:
+        texts.append(
+            f"for one request at a time {alone.layout} is faster: {alone.one_request_per_second:,.0f} tok/s at most,"
+            f" {best.one_request_per_second:,.0f} here"
+        )
+    idle = result.gpus - best.layout.gpus
+    if idle:
+        texts.append(f"{idle} GPUs stay idle")
+    return texts
+
+
+def _next(others: Sequence[Prospect]) -> str:
+    second = max(others, key=lambda p: p.tokens_per_second)
+    return f"{second.layout} with {second.tokens_per_second:,.0f}"

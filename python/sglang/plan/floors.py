@@ -1,0 +1,208 @@
+"""Bytes and multiplications that a step cannot do without, and the time that they take at the rates of a GPU.
+
+A floor: what a rank must read (weights once, the caches that its requests attend to) over the memory's bandwidth, what
+it must multiply over the rate of the chosen kernels' matrix instructions, and what an all-reduce must send over the
+link. Nothing is said of launches, norms, routing or kernels that reach less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.kernels.spec import Choice
+from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
+from sglang.srt.plan.layer_spec import ABSENT, CacheSpec, LayerSpec, Matrix, PerRequest, Serving, Window
+from sglang.srt.plan.mixers import MLA
+from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.weights import expert_rows, matrix_bytes
+from sglang.tuning.cost_model import used_blocks
+from sglang.tuning.rates import rates_of
+
+CHOSEN_BY_INDEX = frozenset({"latent", "compressed"})
+"""Caches of which attention reads what an indexer chose, where there is one."""
+HALF = ("wgmma bf16",)
+"""Stands for products in 16 bits whose kernel is not recorded: at the full rate of every GPU."""
+LINK_RATES: Mapping[str, float] = {"PCIe 5 x16": 63e9, "NVLink": 450e9}
+"""Bytes a second, each way."""
+NCCL_SECONDS: Mapping[int, tuple[tuple[int, float], ...]] = {
+    2: ((4096, 6.6e-6), (65536, 10.5e-6), (1 << 20, 59e-6)),
+    4: ((4096, 13.5e-6), (65536, 20.9e-6), (1 << 20, 117e-6)),
+    8: ((4096, 26.1e-6), (65536, 39.6e-6), (1 << 20, 194e-6)),
+}
+"""Ranks -> (bytes of a message, seconds of an all-reduce), measured with NCCL 2.29.2 on RTX PRO 6000 Server cards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Of one step, on one rank. `flop_seconds` None: no rate is known for the product or an instruction."""
+
+    read_bytes: float
+    read_seconds: float
+    flops: float
+    flop_seconds: float | None
+    reduced_bytes: float  # that each rank sends, and receives, for its all-reduces
+    link_seconds: float
+    nccl_seconds: float  # of the all-reduces, as measured; not a floor
+
+    @property
+    def seconds(self) -> float:
+        return max(self.read_seconds, self.flop_seconds or 0.0) + self.link_seconds
+
+    @property
+    def seconds_with_nccl(self) -> float:
+        return max(self.read_seconds, self.flop_seconds or 0.0) + max(self.link_seconds, self.nccl_seconds)
+
+
+@dataclass(frozen=True)
+class StepFloors:
+    """Floors of the steps of one rank of a model on a GPU. `choices`: the kernels of its needs, by key."""
+
+    model: ModelDescription
+    serving: Serving
+    arch: ArchTraits
+    choices: Mapping[str, Choice]
+
+    def decode(self, num_requests: int, length: int) -> Floor:
+        """One token for each of `num_requests` requests, all `length` tokens long."""
+        read = self._weight_bytes(num_requests) + num_requests * self._cache_bytes(length)
+        pairs = sum(self._attended(layer, length, _entries) for layer in self.model.layers)
+        return self._floor(read, num_requests, num_requests * pairs, num_requests)
+
+    def prefill(self, num_tokens: int) -> Floor:
+        """A prompt that nothing is cached of; logits of its last token."""
+        pairs = sum(self._attended(layer, num_tokens, _entries_of_all) for layer in self.model.layers)
+        return self._floor(self._weight_bytes(num_tokens), num_tokens, pairs, 1)
+
+    def _floor(self, read: float, tokens: int, attention: float, logits: int) -> Floor:
+        flops, seconds = attention, self._seconds_of(attention, HALF)
+        products = [("linear", 2.0 * self._head * logits)]
+        products += [(key, 2.0 * elements * tokens) for key, elements in self._elements.items()]
+        for key, work in products:
+            flops += work
+            more = self._seconds_of(work, self._instructions(key))
+            seconds = None if seconds is None or more is None else seconds + more
+        message = tokens * self.model.hidden_size * KV_DTYPE_BYTES[self.serving.dtype]
+        ranks, reduces = self.serving.tp_size, self._reduces
+        sent = reduces * 2 * (ranks - 1) / ranks * message
+        nccl = reduces * nccl_seconds(ranks, message) if ranks > 1 and self.link != "NVLink" else 0.0
+        return Floor(read, read / self.arch.bandwidth, flops, seconds, sent, sent / LINK_RATES[self.link], nccl)
+
+    @property
+    def link(self) -> str:
+        return "NVLink" if "nvlink" in self.arch.features else "PCIe 5 x16"
+
+    def _instructions(self, key: str) -> tuple[str, ...]:
+        choice = self.choices.get(key)
+        return (choice.record.mma if choice is not None and choice.record is not None else ()) or HALF
+
+    def _seconds_of(self, flops: float, instructions: tuple[str, ...]) -> float | None:
+        try:
+            return flops / rates_of(self.arch).of_instructions(instructions)
+        except UserError:
+            return None
+
+    @cached_property
+    def _rows(self) -> int:
+        return expert_rows(self.model, self.serving.tp_size)
+
+    @cached_property
+    def _item(self) -> int:
+        return KV_DTYPE_BYTES[self.serving.dtype]
+
+    @cached_property
+    def _head(self) -> int:
+        """Elements of the output head on this rank."""
+        return -(-self.model.vocab_size // self.serving.tp_size) * self.model.hidden_size
+
+    @cached_property
+    def _elements(self) -> Mapping[str, float]:
+        """Key of the need -> elements of its weights that every token is multiplied with, without the output head."""
+        totals: dict[str, float] = {}
+        for matrix, quant in self.model.matrices(self.serving.tp_size, self._rows):
+            key = "fused_moe" if matrix.experts else f"linear/{quant.scheme}" if quant else "linear"
+            times = self._chosen_experts if matrix.experts else 1
+            totals[key] = totals.get(key, 0.0) + float(matrix.rows * matrix.cols * times)
+        return totals
+
+    @cached_property
+    def _chosen_experts(self) -> int:
+        experts = self.model.experts
+        return 0 if experts is None else experts.top_k + experts.fused_shared
+
+    def _weight_bytes(self, num_tokens: int) -> float:
+        """What a step reads of the weights: of the experts those that some token is expected to choose."""
+        total = float(self._head * self._item)
+        for matrix, quant in self.model.matrices(self.serving.tp_size, self._rows):
+            size = matrix_bytes(matrix, quant, self._item if matrix.dtype is None else KV_DTYPE_BYTES[matrix.dtype])
+            total += size * self._share_read(matrix, num_tokens)
+        return total
+
+    def _share_read(self, matrix: Matrix, num_tokens: int) -> float:
+        experts = self.model.experts
+        if not matrix.experts or experts is None:
+            return 1.0
+        used, _ = used_blocks(num_tokens, experts.num_experts, experts.top_k, 16)
+        return (used + experts.fused_shared) / matrix.experts
+
+    def _cache_bytes(self, length: int) -> float:
+        caches = (cache for layer in self.model.layers for cache in layer.mixer.caches(self.serving))
+        return sum(cache.entry_bytes * self._read(cache, length, _entries) for cache in caches)
+
+    def _read(self, cache: CacheSpec, length: int, count: Callable[[int, float, float], float]) -> float:
+        """Entries of one request that attention reads; a state is read and written."""
+        if isinstance(cache.lifetime, PerRequest):
+            return 2.0 if cache.name == "state" else 0.0
+        reach, rate = float(length), float(cache.entries_per_token)
+        if isinstance(cache.lifetime, Window):
+            reach = cache.lifetime.tokens
+        elif self._index_top_k and cache.name in CHOSEN_BY_INDEX:
+            reach = self._index_top_k / rate
+        return count(length, min(reach, length), rate)
+
+    @cached_property
+    def _index_top_k(self) -> int:
+        """0: no layer has an indexer."""
+        indexers = (getattr(layer.mixer, "indexer", None) for layer in self.model.layers)
+        return next((indexer.top_k for indexer in indexers if indexer is not None), 0)
+
+    def _attended(self, layer: LayerSpec, length: int, count: Callable[[int, float, float], float]) -> float:
+        """Operations of a rank's heads over what they attend to, without an indexer's scores."""
+        mixer, shape = layer.mixer, layer.mixer.attention_shape(self.serving.tp_size)
+        if shape is None:
+            return 0.0
+        dims = shape.head_dim + shape.v_head_dim
+        if isinstance(mixer, MLA) and count is _entries_of_all:
+            dims = mixer.qk_dim + mixer.v_dim
+        caches = [c for c in mixer.caches(self.serving) if not isinstance(c.lifetime, PerRequest) and c.name != "index"]
+        return 2.0 * shape.num_heads * dims * sum(self._read(cache, length, count) for cache in caches)
+
+    @cached_property
+    def _reduces(self) -> int:
+        """All-reduces of a step: of the embedding, and of what each block makes."""
+        if self.serving.tp_size == 1:
+            return 0
+        return 1 + sum(block != ABSENT for layer in self.model.layers for block in (layer.mixer, layer.ffn))
+
+
+def _entries(length: int, reach: float, rate: float) -> float:
+    """That the last of `length` tokens sees."""
+    return reach * rate
+
+
+def _entries_of_all(length: int, reach: float, rate: float) -> float:
+    """The sum of what each of `length` tokens sees: i entries up to `reach`, and then as many as that."""
+    return (reach * (reach + 1) / 2 + (length - reach) * reach) * rate
+
+
+def nccl_seconds(ranks: int, message: float) -> float:
+    """By straight lines between the measured sizes, and beyond them; between numbers of ranks the next larger one's."""
+    table = NCCL_SECONDS[next((n for n in NCCL_SECONDS if n >= ranks), max(NCCL_SECONDS))]
+    if message <= table[0][0]:
+        return table[0][1]
+    (low, fast), (high, slow) = next((pair for pair in pairwise(table) if message <= pair[1][0]), table[-2:])
+    return fast + (slow - fast) * (message - low) / (high - low)

@@ -1,0 +1,170 @@
+"""The layouts of some GPUs, what each holds, and which of them to take."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.explain import Explanation, explain
+from sglang.plan.floors import Floor, StepFloors
+from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.kernels.spec import Choice
+from sglang.srt.plan.plan import serving_of
+from sglang.srt.server_args import ServerArgs
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """`servers` servers of `tp_size` GPUs each."""
+
+    tp_size: int
+    servers: int
+
+    @property
+    def gpus(self) -> int:
+        return self.tp_size * self.servers
+
+    def __str__(self) -> str:
+        return f"TP {self.tp_size}" + (f" x {self.servers} servers" if self.servers > 1 else "")
+
+    def commands(self, words: Sequence[str]) -> list[str]:
+        """What starts each server."""
+        lines = []
+        for i in range(self.servers):
+            line = ["sglang", "serve", *words, "--tp", str(self.tp_size)]
+            if self.servers == 1:
+                return [shlex.join(line)]
+            gpus = ",".join(str(i * self.tp_size + j) for j in range(self.tp_size))
+            lines.append(f"CUDA_VISIBLE_DEVICES={gpus} " + shlex.join([*line, "--port", str(30000 + i)]))
+        return lines
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is asked of all servers together."""
+
+    length: int  # tokens of a request, prompt and answer
+    concurrency: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """A layout that the weights fit in. Sizes are those of one GPU, requests those of all servers."""
+
+    layout: Layout
+    weights: int
+    cache: int
+    tokens: int  # of one server
+    most_requests: int
+    one: Floor  # a decode step of one request
+    loaded: Floor  # of as many as a server has with the load
+    requests_per_server: int
+    prefill: Floor
+    commands: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all servers with the load, no more than: with all-reduces as NCCL was measured."""
+        if not self.most_requests:
+            return 0.0
+        return self.layout.servers * self.requests_per_server / self.loaded.seconds_with_nccl
+
+    @property
+    def one_request_per_second(self) -> float:
+        return 1 / self.one.seconds_with_nccl
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """All layouts of a model on some GPUs."""
+
+    explanation: Explanation  # of the first layout
+    gpus: int
+    load: Load
+    prospects: tuple[Prospect, ...]
+    refused: tuple[tuple[Layout, str], ...]
+    tuned_files: tuple[tuple[int, str], ...]  # by tensor parallel size
+
+    def best(self) -> Prospect | None:
+        """The most tokens a second for the load; of those within 2%, the one that is fastest for one request."""
+        able = [p for p in self.prospects if p.most_requests > 0]
+        most = max((p.tokens_per_second for p in able), default=0.0)
+        close = [p for p in able if p.tokens_per_second >= 0.98 * most]
+        return max(close, key=lambda p: p.one_request_per_second, default=None)
+
+    def fastest_alone(self) -> Prospect | None:
+        able = [p for p in self.prospects if p.most_requests > 0]
+        return max(able, key=lambda p: p.one_request_per_second, default=None)
+
+
+def survey(words: Sequence[str], gpus: int, arch: ArchTraits, load: Load, free_memory: int | None) -> Survey:
+    """`words`: flags of the server, without those of the layout. `free_memory`: bytes of a GPU before anything is
+    loaded. Raises UserError for a model or flags that cannot be read."""
+    prospects, refused, tuned = [], [], []
+    first: Explanation | None = None
+    for tp_size in range(1, gpus + 1):
+        layout = Layout(tp_size, gpus // tp_size)
+        args = ServerArgs.from_cli([*words, "--tp-size", str(tp_size)], prog="sglang plan")
+        explained = explain(args, arch, frozenset({"triton"}), free_memory)
+        first = first or explained
+        problem = explained.refused or _unfit(explained)
+        if problem is not None:
+            refused.append((layout, problem))
+            continue
+        prospects.append(_prospect(args, words, layout, explained, load))
+        if explained.moe_tiles:
+            tuned.append((tp_size, explained.moe_tiles))
+    assert first is not None
+    return Survey(first, gpus, load, tuple(prospects), tuple(refused), tuple(tuned))
+
+
+def _unfit(explained: Explanation) -> str | None:
+    return None if explained.plan is not None else "; ".join(explained.notes) or "nothing is planned for this device"
+
+
+def _prospect(args: ServerArgs, words: Sequence[str], layout: Layout, explained: Explanation, load: Load) -> Prospect:
+    assert explained.plan is not None
+    model, plan = explained.model, explained.plan
+    serving = serving_of(args, model.dtype if args.dtype == "auto" else args.dtype, model.quantization)
+    choices = {outcome.need.key: outcome for outcome in explained.outcomes if isinstance(outcome, Choice)}
+    floors = StepFloors(model, serving, explained.arch, choices)
+    most = requests_that_fit(plan, load.length)
+    each = max(1, min(-(-load.concurrency // layout.servers), most))
+    memory = plan["memory"]
+    return Prospect(
+        layout=layout,
+        weights=memory["weights"],
+        cache=memory["kv_cache"] + memory["windows"] + memory["states"],
+        tokens=plan["max_total_num_tokens"],
+        most_requests=most * layout.servers,
+        one=floors.decode(1, load.length),
+        loaded=floors.decode(each, load.length),
+        requests_per_server=each,
+        prefill=floors.prefill(load.length),
+        commands=tuple(layout.commands(words)),
+        notes=explained.notes,
+    )
+
+
+def requests_that_fit(plan: dict[str, Any], length: int) -> int:
+    """Of `length` tokens at once on one server."""
+    fits = [plan["max_running_requests"], plan["max_total_num_tokens"] // length]
+    fits += [tokens // min(length, int(window)) for window, tokens in plan.get("window_tokens", {}).items()]
+    return int(min(fits)) if length <= plan["context_len"] else 0
+
+
+def check_counts(gpus: int, load: Load) -> None:
+    """Raises UserError."""
+    for flag, value, most in (
+        ("--gpus", gpus, 1024),
+        ("--length", load.length, 1 << 24),
+        ("--concurrency", load.concurrency, 1 << 20),
+    ):
+        if not 1 <= value <= most:
+            raise UserError(f"{flag} must be from 1 to {most:,}; got {value:,}.")

@@ -1,0 +1,158 @@
+"""`sglang plan`: figures beside published logs, floors beside arithmetic by hand, and that it loads no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang.cli import main
+from sglang.explain import explain
+from sglang.plan.floors import StepFloors, _entries_of_all, nccl_seconds
+from sglang.plan.layouts import Layout
+from sglang.srt.hardware.arch import arch_by_name
+from sglang.srt.kernels.spec import Choice
+from sglang.srt.plan.plan import serving_of
+from sglang.srt.server_args import ServerArgs
+
+GIB = 1024**3
+CONFIGS = Path(__file__).parents[1] / "srt" / "kernels" / "configs"
+
+
+def model_dir(tmp_path: Path, name: str) -> str:
+    (tmp_path / "config.json").write_text((CONFIGS / f"{name}.json").read_text())
+    return str(tmp_path)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["plan", *words, "--json"]) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def floors(directory: str, tp_size: int = 1) -> StepFloors:
+    args = ServerArgs.from_cli(["--model-path", directory, "--tp-size", str(tp_size)])
+    explained = explain(args, arch_by_name("rtx-pro-6000-server"), frozenset({"triton"}))
+    choices = {outcome.need.key: outcome for outcome in explained.outcomes if isinstance(outcome, Choice)}
+    serving = serving_of(args, explained.model.dtype, explained.model.quantization)
+    return StepFloors(explained.model, serving, explained.arch, choices)
+
+
+def test_glm47_is_what_its_log_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """41.90 GiB of weights and 864,247 tokens on eight cards with 94.13 GiB free, of which 0.848 were used."""
+    flags = ["--gpus", "8", "--gpu", "rtx-pro-6000", "--free-memory", "94.13", "--mem-fraction-static", "0.848"]
+    result = planned(capsys, "--model-path", model_dir(tmp_path, "glm47"), *flags)
+    (layout,) = result["layouts"]
+    assert layout["layout"] == "TP 8" == result["recommended"]
+    assert layout["weights"] / GIB == pytest.approx(41.90, rel=0.01)
+    assert layout["tokens"] == pytest.approx(864_247, rel=0.02)
+    assert "sms=188" in result["tuned_files"]["8"]
+    assert layout["commands"] == [f"sglang serve --model-path {tmp_path} --mem-fraction-static 0.848 --tp 8"]
+    assert {refused["layout"] for refused in result["refused"]} >= {"TP 4 x 2 servers", "TP 6"}
+
+
+def test_a_dense_step_reads_its_weights_and_its_cache(tmp_path: Path) -> None:
+    step = floors(model_dir(tmp_path, "qwen3"))
+    config = json.loads((CONFIGS / "qwen3.json").read_text())
+    hidden, inter, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
+    q, kv = config["num_attention_heads"] * config["head_dim"], config["num_key_value_heads"] * config["head_dim"]
+    block = hidden * (q + 2 * kv) + q * hidden + 3 * hidden * inter
+    head = config["vocab_size"] * hidden
+    floor = step.decode(4, 1000)
+    assert floor.read_bytes == 2 * (layers * block + head) + 4 * 1000 * 2 * 2 * kv * layers
+    assert floor.flops == 4 * (2 * (layers * block + head) + 2 * 1000 * 2 * q * layers)
+    assert floor.seconds == floor.read_bytes / 1597e9
+    prompt = step.prefill(1000)
+    assert prompt.flops == 2 * (1000 * layers * block + head) + 2 * (1000 * 1001 / 2) * 2 * q * layers
+    assert prompt.flop_seconds == pytest.approx(prompt.flops / 504e12)
+
+
+def test_experts_are_read_as_they_are_chosen(tmp_path: Path) -> None:
+    step = floors(model_dir(tmp_path, "qwen3_moe"))
+    assert step.model.experts is not None
+    share, experts = step.model.experts.top_k / step.model.experts.num_experts, step._weight_bytes(10**6)
+    fixed = (step._weight_bytes(1) - share * experts) / (1 - share)
+    assert 0 < fixed < step._weight_bytes(1) < step._weight_bytes(8) < experts
+    assert step._weight_bytes(2) == pytest.approx(fixed + (1 - (1 - share) ** 2) * (experts - fixed))
+
+
+def test_windows_and_chosen_tokens_bound_what_is_read(tmp_path: Path) -> None:
+    step = floors(model_dir(tmp_path, "gpt_oss"))
+    short, long = step._cache_bytes(10_000), step._cache_bytes(20_000)
+    whole = 2 * short - long  # of windows, which no longer request has more of
+    of_layer = 2 * 8 * 64 * 2
+    assert whole == 128 * of_layer * 18
+    assert long - short == 10_000 * of_layer * 18
+    assert [_entries_of_all(length, min(3, length), 1) for length in (2, 3, 5)] == [3, 6, 12]
+
+
+def test_sparse_attention_reads_the_indexers_choice(tmp_path: Path) -> None:
+    step = floors(model_dir(tmp_path, "deepseek_v32"), 8)
+    grown = step._cache_bytes(20_000) - step._cache_bytes(10_000)
+    assert grown == 10_000 * 61 * 128 * 2, "beyond 2,048 tokens only keys of the indexer"
+
+
+def test_all_reduces_send_what_a_ring_sends(tmp_path: Path) -> None:
+    floor = floors(model_dir(tmp_path, "qwen3"), 2).decode(3, 100)
+    config = json.loads((CONFIGS / "qwen3.json").read_text())
+    reduces = 1 + 2 * config["num_hidden_layers"]
+    assert floor.reduced_bytes == reduces * 3 * config["hidden_size"] * 2
+    assert floor.nccl_seconds == reduces * nccl_seconds(2, 3 * config["hidden_size"] * 2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message", "seconds"),
+    [(2, 1, 6.6e-6), (2, 65536, 10.5e-6), (3, 4096, 13.5e-6), (8, 1 << 20, 194e-6), (16, 1 << 21, 358.7e-6)],
+)
+def test_nccl_between_its_measured_sizes(ranks: int, message: int, seconds: float) -> None:
+    assert nccl_seconds(ranks, message) == pytest.approx(seconds, rel=0.01)
+
+
+def test_several_servers_have_gpus_and_ports_of_their_own() -> None:
+    assert Layout(2, 2).commands(["--model-path", "a b"]) == [
+        "CUDA_VISIBLE_DEVICES=0,1 sglang serve --model-path 'a b' --tp 2 --port 30000",
+        "CUDA_VISIBLE_DEVICES=2,3 sglang serve --model-path 'a b' --tp 2 --port 30001",
+    ]
+
+
+def test_a_layout_without_room_for_a_request_is_not_recommended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model-path", model_dir(tmp_path, "qwen3"), "--gpu", "rtx-pro-6000-workstation"]
+    result = planned(capsys, *words, "--length", "1000000")
+    assert result["recommended"] is None
+    assert result["layouts"][0]["tokens_per_second_at_most"] == 0
+    assert main(["plan", *words, "--length", "1000000"]) == 0
+    assert "No recommendation: no layout holds a request of 1,000,000 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus", "0"], "--gpus must be from 1 to 1,024; got 0."),
+        (["--length", "0"], "--length must be from 1"),
+        (["--gpu", "rtx-7090"], "unknown architecture or product 'rtx-7090'; known: "),
+        (["--no-such-flag"], "--no-such-flag"),
+    ],
+)
+def test_bad_words_are_errors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    gpu = [] if "--gpu" in words else ["--gpu", "rtx-5090"]
+    assert main(["plan", "--model-path", model_dir(tmp_path, "qwen3"), *gpu, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_it_runs_where_torch_and_triton_are_not_installed(tmp_path: Path) -> None:
+    script = (
+        "import sys; sys.modules['torch'] = sys.modules['triton'] = None\n"
+        "from sglang.plan.command import run_plan; run_plan(sys.argv[1:])"
+    )
+    words = ["--model-path", model_dir(tmp_path, "glm47"), "--gpus", "8", "--gpu", "rtx-pro-6000"]
+    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Recommended: TP 8" in done.stdout and "Floors are no promise" in done.stdout
