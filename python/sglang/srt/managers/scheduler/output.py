@@ -80,9 +80,7 @@ def rejected_token(grammar: Grammar) -> FinishReason:
     return FinishReason("abort", message="The grammar rejected a sampled token.", status_code=500)
 
 
-def _take_logprobs(req: Req) -> OutputLogprobs | None:
-    if not req.return_logprob:
-        return None
+def _take_logprobs(req: Req) -> OutputLogprobs:
     taken, req.pending_logprobs = req.pending_logprobs, OutputLogprobs()
     return taken
 
@@ -95,24 +93,19 @@ def _options(req: Req) -> DecodeOptions:
 def output_message(reqs: Iterable[Req]) -> BatchTokenIDOut:
     """Everything of these requests that has not been sent yet."""
     out = BatchTokenIDOut(rids=[], new_ids=[], finish=[], meta=[], options=[], logprobs=[], embeddings={})
-    for req in reqs:
+    for req in reqs:  # up to all running requests, each step
+        length = len(req.tokens)
+        meta = TokenMeta(req.prompt_len, length - req.prompt_len, req.hit_len, req.num_retractions, req.started_time)
+        if req.num_verify_steps:
+            meta.spec_verify_steps = req.num_verify_steps
         out.rids.append(req.rid)
         out.new_ids.append(req.tokens[req.sent_len :])
         out.finish.append(req.finish)
-        out.meta.append(
-            TokenMeta(
-                req.prompt_len,
-                req.output_len,
-                cached_tokens=req.hit_len,
-                num_retractions=req.num_retractions,
-                started_time=req.started_time,
-                spec_verify_steps=req.num_verify_steps,
-            )
-        )
+        out.meta.append(meta)
         out.options.append(_options(req) if req.first_message else None)
-        out.logprobs.append(_take_logprobs(req))
+        out.logprobs.append(_take_logprobs(req) if req.return_logprob else None)
         if req.embedding:
             out.embeddings[req.rid] = req.embedding
-        req.sent_len = len(req.tokens)
+        req.sent_len = length
         req.first_message = False
     return out

@@ -265,7 +265,7 @@ class Scheduler:
     def process(self, batch: ScheduleBatch) -> None:
         """Append the sampled tokens, end what has ended, and queue the messages."""
         report: list[Req] = []
-        sampled = batch.read()
+        sampled, interval = batch.read(), self.args.stream_interval
         for req, token, row in zip(*sampled, strict=True):
             if req.finish is not None:
                 continue
@@ -287,7 +287,7 @@ class Scheduler:
                 reason = FinishReason("length", length=0)
             if reason is not None:
                 self.end(req, reason, report)
-            elif req.stream and not req.ending and (len(req.tokens) - req.sent_len) >= self.args.stream_interval:
+            elif req.stream and not req.ending and len(req.tokens) - req.sent_len >= interval:
                 report.append(req)
         if report:
             self.outbox.append(output_message(report if sampled.reqs is batch.sampled else dict.fromkeys(report)))
