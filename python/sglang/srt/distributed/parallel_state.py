@@ -20,6 +20,8 @@ AllReduce = Callable[[torch.Tensor], torch.Tensor]
 """x -> the sum of the ranks' x. May reuse the storage of x."""
 DEFAULT_TIMEOUT_S = 300.0
 """Of a collective whose ranks have work: as --watchdog-timeout."""
+JOIN_TIMEOUT_S = 120.0
+"""The least time that ranks have to meet: they start at different speeds."""
 # Ranks without work wait in `broadcast_bytes` for as long as nobody sends a request: that is no failure.
 _IDLE_TIMEOUT = timedelta(days=3650)
 
@@ -123,7 +125,7 @@ def init(ranks: RankLayout, rank: int, backend: str, init_method: str, timeout_s
     """Join the other ranks; collective. `backend`: nccl (the current CUDA device is this rank's) or gloo; `init_method`
     as in torch.distributed, e.g. tcp://127.0.0.1:29500. Does nothing for one rank.
 
-    `timeout_s`: of collectives over tensors, and of joining."""
+    `timeout_s`: of collectives over tensors. Raises what torch.distributed raises when a rank does not come."""
     global _state
     if not 0 <= rank < ranks.tp_size:
         raise ValueError(f"rank {rank} is not in 0..{ranks.tp_size - 1}")
@@ -132,12 +134,13 @@ def init(ranks: RankLayout, rank: int, backend: str, init_method: str, timeout_s
     if ranks == ONE_RANK:
         return _state.groups
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
-    limit = timedelta(seconds=timeout_s)
+    join_limit, limit = timedelta(seconds=max(timeout_s, JOIN_TIMEOUT_S)), timedelta(seconds=timeout_s)
     dist.init_process_group(
-        backend, init_method=init_method, rank=rank, world_size=ranks.tp_size, timeout=limit, device_id=device
+        backend, init_method=init_method, rank=rank, world_size=ranks.tp_size, timeout=join_limit, device_id=device
     )
+    tensors = dist.group.WORLD if join_limit == limit else dist.new_group(backend=backend, timeout=limit)
     host_group = dist.new_group(backend="gloo", timeout=_IDLE_TIMEOUT)
-    _state = _State(groups_of(ranks, rank, dist.group.WORLD), host_group)
+    _state = _State(groups_of(ranks, rank, tensors), host_group)
     return _state.groups
 
 
@@ -165,6 +168,11 @@ def tp_size() -> int:
 def all_reduce(x: torch.Tensor) -> torch.Tensor:
     """Over all ranks, by NCCL or gloo."""
     return _state.groups.tp.library_all_reduce(x)
+
+
+def meet() -> None:
+    """Wait for the other ranks without a time limit: behind what takes each its own time."""
+    least(0)
 
 
 def least(value: int) -> int:

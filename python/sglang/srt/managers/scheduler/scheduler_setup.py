@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
-from sglang.srt.hardware.arch import current_arch, device_count, free_memory_bytes
+from sglang.srt.hardware.arch import current_arch, device_count, free_memory_bytes, pci_address
+from sglang.srt.hardware.numa import stay_near
 from sglang.srt.plan.plan import Plan, describe_served_model, make_plan
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.server_args import ServerArgs
@@ -36,6 +37,8 @@ def create_plan(args: ServerArgs, tp_rank: int = 0, rendezvous: str | None = Non
         if args.tp_size > device_count():
             raise UserError(f"--tp-size {args.tp_size}, but torch sees {device_count()} CUDA devices")
         torch.cuda.set_device(tp_rank)
+        if (address := pci_address(tp_rank)) is not None:
+            stay_near(address)  # before NCCL starts its threads
     if args.tp_size > 1:
         assert rendezvous is not None
         ranks = RankLayout(args.tp_size, args.ep_size)
