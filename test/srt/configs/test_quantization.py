@@ -184,6 +184,8 @@ def test_mixed_precision_of_modelopt() -> None:
     layers = {
         "model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16},
         "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"},
+        "model.layers.0.mlp.experts": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
+        "lm_head": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
     }
     config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
     found = detect({"quantization_config": config}, HERE)
@@ -191,6 +193,17 @@ def test_mixed_precision_of_modelopt() -> None:
     assert found.of("model.layers.0.mlp.up_proj") == NVFP4
     assert found.of("model.layers.0.self_attn.q_proj") == ModuleQuant("fp8_tensor", "modelopt", True)
     assert found.of("model.layers.1.mlp.up_proj") is None
+    weight_only = ModuleQuant("nvfp4_a16", "modelopt")
+    assert found.of("model.layers.0.mlp.experts.17.up_proj") == weight_only
+    assert found.of("model.layers.0.mlp.experts_of_another") is None
+    assert found.named("lm_head") == weight_only
+    with pytest.raises(UserError, match=r"quantized_layers model.norm must be an object with a quant_algo; got 'FP8'"):
+        detect({"quantization_config": config | {"quantized_layers": {"model.norm": "FP8"}}}, HERE)
+
+
+def test_a_rule_for_all_modules_does_not_mean_the_output_head() -> None:
+    found = detect({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, HERE)
+    assert found is not None and found.of("lm_head") == NVFP4 and found.named("lm_head") is None
 
 
 def test_groups_by_name_come_before_the_class() -> None:

@@ -108,7 +108,7 @@ def test_mixed_chunk_decodes_while_it_prefills() -> None:
     add(scheduler, request("b", prompt(200, 2), 5))
     for _ in range(5):
         scheduler.step()
-    assert scheduler.chunked is not None and scheduler.reqs["a"].output_len >= 4
+    assert scheduler.chunked and scheduler.reqs["a"].output_len >= 4
     run_to_end(scheduler, collector)
     assert collector.tokens["a"] == expected_output(prompt(10), 30, ignore_eos=True)
     assert collector.tokens["b"] == expected_output(prompt(200, 2), 5)
@@ -195,7 +195,7 @@ def test_abort_in_every_state() -> None:
     add(scheduler, request("chunked", prompt(100, 2), 5))
     add(scheduler, request("waiting", prompt(50, 3), 5))
     scheduler.step()
-    assert scheduler.chunked is not None and len(scheduler.waiting) == 1
+    assert scheduler.chunked and len(scheduler.waiting) == 1
     for rid in ("waiting", "chunked", "decoding", "unknown"):
         scheduler.abort(AbortReq([rid]))
     run_to_end(scheduler, collector)

@@ -94,8 +94,8 @@ def test_from_the_radix_cache(reference: Reference, page_size: int) -> None:
     check(reference, scheduler, [prompt(1)])
     warm = [prompt(1), prompt(1) + [7, 8, 9], prompt(1)[:40] + [3]]
     check(reference, scheduler, warm)
-    # A state is kept at the end of a prompt of whole pages: only the second request goes on from there.
-    at_states = 50 if page_size == 1 else 0
+    # A state is kept at the end of the prompt, where only the second request goes on, or at its last whole page.
+    at_states = 50 if page_size == 1 else 2 * 48
     assert scheduler.stats._cached >= (at_states if scheduler.plan.has_states else 2 * 32)
 
 
@@ -223,6 +223,46 @@ def test_windows_hold_no_more_than_they_need(name: str, tmp_path: Path) -> None:
     before = scheduler.stats._cached
     check(reference, scheduler, [turn + [5]])
     assert scheduler.stats._cached - before == (len(turn) - 1) // 4 * 4, "the last window was cached"
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h"])
+def test_prompts_that_end_within_a_page_pause_at_the_last_whole_one(name: str, page_size: int, tmp_path: Path) -> None:
+    """Several in one step, and the next turns go on from there."""
+    reference = Reference(name, tmp_path)
+    scheduler = reference.scheduler(page_size=page_size, max_running_requests=16)  # and as many checkpoints
+    prompts = [prompt(1, 70), prompt(2, 33), prompt(3, 64), prompt(4, page_size)]
+    check(reference, scheduler, prompts)
+    turns = [ids + reference.greedy(ids)[:-1] + [5, 6] for ids in prompts]
+    before = scheduler.stats._cached
+    check(reference, scheduler, turns)
+    ends = [len(ids) + NEW_TOKENS - 1 for ids in prompts]
+    at = [
+        end if end % page_size == 0 else len(ids) // page_size * page_size
+        for ids, end in zip(prompts, ends, strict=True)
+    ]
+    assert scheduler.stats._cached - before == sum(at)
+    check(reference, scheduler, turns[:2])
+    assert scheduler.stats._cached - before == sum(at) + sum((len(t) - 1) // page_size * page_size for t in turns[:2])
+
+
+def test_a_hit_gives_the_same_state_to_the_last_bit(tmp_path: Path) -> None:
+    reference = Reference("qwen3_5", tmp_path)
+    states = []
+    scheduler = reference.scheduler(page_size=16)
+    caches = [cache for cache in scheduler.runner.model.caches if cache.name == "state"]
+    for cached in (0, 64):
+        add(scheduler, request("a", prompt(1, 70), 1, temperature=0.0, ignore_eos=True))
+        slot = 0
+        while "a" in scheduler.reqs:
+            scheduler.step()
+            slot = scheduler.reqs["a"].slot if "a" in scheduler.reqs else slot
+        assert scheduler.stats._cached == cached
+        states.append([cache[part][slot].clone() for cache in caches for part in ("state", "conv")])
+        for cache in caches:  # the next request must not find it where this one left it
+            cache["state"][slot], cache["conv"][slot] = 7.0, 7.0
+    for plain, hit in zip(*states, strict=True):
+        assert plain.any() and torch.equal(plain, hit)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])

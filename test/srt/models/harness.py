@@ -106,6 +106,18 @@ GPT_OSS_ROPE = {
     "original_max_position_embeddings": 64,
 }
 GEMMA_ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5}
+GEMMA4 = {
+    "num_hidden_layers": 4,
+    "sliding_window": 12,
+    "global_head_dim": 64,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 20.0,
+    "tie_word_embeddings": True,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 256,
+}
+GEMMA4_LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "full_attention"]
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 RECURRENT_OPS = {
     "causal_conv1d": "CAUSAL_CONV",
@@ -124,6 +136,21 @@ HYBRID = {
     "linear_conv_kernel_dim": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
 }
+HYBRID_WIDE = {
+    "num_hidden_layers": 2,
+    "hidden_size": 128,
+    "num_attention_heads": 2,
+    "head_dim": 128,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+}
 NEMOTRON = {
     "num_hidden_layers": 5,
     "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "mlp"],
@@ -137,10 +164,12 @@ NEMOTRON = {
     "num_experts_per_tok": 3,
     "n_shared_experts": 1,
     "moe_intermediate_size": 32,
-    "moe_shared_expert_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 48,
     "routed_scaling_factor": 1.5,
 }
-ZERO_CENTRED = frozenset({"gemma3", "gemma3_capped", "qwen3_next", "qwen3_5", "qwen3_5_moe"})
+ZERO_CENTRED = frozenset(
+    {"gemma3", "gemma3_capped", "qwen3_next", "qwen3_next_wide", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_wide"}
+)
 SHARED_EXPERT = EXPERTS | {"shared_expert_intermediate_size": 48}
 SECTIONS = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
 
@@ -230,6 +259,11 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3_5MoeTextConfig",
         HYBRID | SHARED_EXPERT | {"rope_parameters": HYBRID["rope_parameters"] | SECTIONS},
     ),
+    "qwen3_next_wide": ("Qwen3NextConfig", HYBRID | HYBRID_WIDE | {"decoder_sparse_step": 1}),
+    "qwen3_5_moe_wide": (
+        "Qwen3_5MoeTextConfig",
+        HYBRID | HYBRID_WIDE | {"rope_parameters": HYBRID["rope_parameters"] | {"mrope_section": [6, 5, 5]}},
+    ),
     "gpt_oss_wide": (
         "GptOssConfig",
         WIDE
@@ -258,6 +292,34 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3TextConfig",
         {"num_hidden_layers": 6, "sliding_window": 12, "final_logit_softcapping": 5.0, "tie_word_embeddings": False},
     ),
+    "gemma4": ("Gemma4TextConfig", GEMMA4 | {"layer_types": GEMMA4_LAYERS}),
+    "gemma4_moe": (
+        "Gemma4TextConfig",
+        GEMMA4
+        | {"layer_types": GEMMA4_LAYERS, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+        | {"moe_intermediate_size": 32},
+    ),
+    "gemma4_small": (
+        "Gemma4TextConfig",
+        GEMMA4
+        | {"num_hidden_layers": 6, "layer_types": [*GEMMA4_LAYERS[:3], *GEMMA4_LAYERS[:3]], "num_kv_shared_layers": 2}
+        | {"hidden_size_per_layer_input": 16, "use_double_wide_mlp": True, "attention_k_eq_v": False},
+    ),
+    "gemma4_moe_wide": (
+        "Gemma4TextConfig",
+        WIDE
+        | GEMMA4
+        | {"layer_types": GEMMA4_LAYERS, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+        | {"moe_intermediate_size": 128, "head_dim": 64, "global_head_dim": 128},
+    ),
+    "gemma4_small_wide": (
+        "Gemma4TextConfig",
+        WIDE
+        | GEMMA4
+        | {"num_hidden_layers": 6, "layer_types": [*GEMMA4_LAYERS[:3], *GEMMA4_LAYERS[:3]], "num_kv_shared_layers": 2}
+        | {"hidden_size_per_layer_input": 64, "use_double_wide_mlp": True, "attention_k_eq_v": False}
+        | {"head_dim": 64, "global_head_dim": 128},
+    ),
     "llama_bias_llama3": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
 }
 
@@ -270,20 +332,26 @@ def hf_model(name: str, seed: int = 0) -> PreTrainedModel:
     config = getattr(transformers, class_name)(**(SIZES | changes))
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    randomize(model, name in ZERO_CENTRED)
+    return model
+
+
+def randomize(model: PreTrainedModel, zero_centred_norms: bool) -> None:
     with torch.no_grad():
         for key, param in model.named_parameters():
-            if "norm" in key:
+            if "norm" in key or key.endswith("scale"):
                 # Qwen's hybrids store weights of norms minus 1, but for those of the recurrent layers' outputs.
-                centre = 0.0 if name in ZERO_CENTRED and "linear_attn" not in key else 1.0
+                centre = 0.0 if zero_centred_norms and "linear_attn" not in key else 1.0
                 param.uniform_(centre - 0.5, centre + 0.5)
             else:
                 param.normal_(0.0, 0.15)
         for key, buffer in model.named_buffers():
             if "correction" in key:
                 buffer.uniform_(-0.2, 0.2)
+            if "layer_scalar" in key:
+                buffer.uniform_(0.6, 1.4)
         if model.config.tie_word_embeddings:  # or else the likeliest next token is the last one
             model.get_input_embeddings().weight.mul_(0.1)
-    return model
 
 
 def save_tiny(name: str, folder: Path) -> PreTrainedModel:
@@ -336,7 +404,7 @@ def plan_for(folder: Path, **args: Any) -> NativePlan:
 
 def blocks_of(layer: DecoderLayer) -> tuple[Any, Any]:
     """The mixer and the feed-forward block of a layer that has both."""
-    (_, mixer), (_, ffn) = layer.blocks
+    mixer, ffn, *_ = (block for _, block in layer.blocks)
     return mixer, ffn
 
 

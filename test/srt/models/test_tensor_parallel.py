@@ -1,4 +1,4 @@
-"""Several ranks over gloo compute what one rank computes, whatever they share."""
+"""Several ranks over gloo compute what one rank computes, for every family, whatever they share."""
 
 from __future__ import annotations
 
@@ -9,17 +9,26 @@ import torch
 import torch.multiprocessing as mp
 
 from sglang.srt.distributed import parallel_state
+from sglang.srt.errors import UserError
+from sglang.srt.plan.layout import check_layout
 from sglang.srt.plan.ranks import RankLayout
 
-from .harness import TinyRunner, plan_for, random_tokens, save_tiny
+from .harness import TINY, TinyRunner, plan_for, random_tokens, save_tiny
 
-TOKENS = random_tokens(20, seed=1)
-EXPERTS = ("qwen3_moe_mixed", "glm4_moe", "gpt_oss", "deepseek_v2_lite", "deepseek_v3", "qwen3_5_moe")
+TOKENS = random_tokens(30, seed=1)
+EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
+NAMES = tuple(name for name in TINY if "wide" not in name)
+"""Of 4 heads and 2 kv heads: four ranks hold each kv head twice, and norms over all heads are sums over the ranks."""
+WITH_EXPERTS = tuple(name for name in NAMES if any(key in str(TINY[name][1]) for key in EXPERT_KEYS))
+TWO_KEY_HEADS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+"""Whose recurrent layers two ranks share at most."""
 
 
 def _steps(runner: TinyRunner) -> torch.Tensor:
-    extended = runner.extend({2: TOKENS[:12], 1: TOKENS[5:9]})
-    return torch.cat((*extended, *(runner.decode({1: TOKENS[9], 2: token}) for token in TOKENS[12:])))
+    """Beyond the windows, a part of one prompt over its cache."""
+    first = runner.extend({2: TOKENS[:15], 1: TOKENS[5:9]})
+    second = runner.extend({2: TOKENS[15:24]})
+    return torch.cat((*first, *second, *(runner.decode({1: TOKENS[9], 2: token}) for token in TOKENS[24:])))
 
 
 def _rank(rank: int, ranks: RankLayout, folder: Path, names: tuple[str, ...]) -> None:
@@ -29,32 +38,46 @@ def _rank(rank: int, ranks: RankLayout, folder: Path, names: tuple[str, ...]) ->
         plan = plan_for(folder / name, tp_size=ranks.tp_size, ep_size=ranks.ep_size)
         runner = TinyRunner(plan)
         held = sum(p.tensor.nbytes for p in runner.model.params.values())
-        assert held == plan.weight_bytes(), "the plan counts other bytes than a rank allocates"
+        assert held == plan.weight_bytes(), f"{name}: the plan counts other bytes than a rank allocates"
         torch.save(_steps(runner), folder / f"{name}{rank}.pt")
     parallel_state.shutdown()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """All of them on disk, and what one rank computes."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in NAMES:
+        save_tiny(name, folder / name)
+    return folder, {name: _steps(TinyRunner(plan_for(folder / name))) for name in NAMES}
 
 
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        (
-            RankLayout(2),
-            ("qwen3_moe_mixed", "llama_bias_llama3", "qwen3_tied_bias", "glm4_moe", "qwen2_moe", "gpt_oss"),
-        ),
-        (RankLayout(2), ("deepseek_v2_lite", "deepseek_v3")),
-        (RankLayout(2), ("qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h", "nemotron_h_latent")),
-        # 2 kv heads are held twice, 251 tokens do not divide; norms are over what four ranks hold.
-        (RankLayout(4), ("qwen3_tied_bias", "minimax_m2", "glm4_moe", "mixtral")),
-        (RankLayout(2, 2), (*EXPERTS, "nemotron_h_latent")),
-        (RankLayout(4, 2), ("glm4_moe", "deepseek_v3", "minimax_m2")),
+        (RankLayout(2), NAMES),
+        (RankLayout(4), tuple(name for name in NAMES if name not in TWO_KEY_HEADS)),
+        (RankLayout(2, 2), WITH_EXPERTS),
+        (RankLayout(4, 2), ("glm4_moe", "deepseek_v3", "minimax_m2", "gpt_oss")),
     ],
-    ids=lambda value: value.flags if isinstance(value, RankLayout) else value[0],
+    ids=["TP2", "TP4", "EP2", "EP2 x TP2"],
 )
-def test_ranks_agree_with_one_rank(ranks: RankLayout, names: tuple[str, ...], tmp_path: Path) -> None:
+def test_ranks_agree_with_one_rank(
+    ranks: RankLayout, names: tuple[str, ...], models: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    folder, wanted = models
     for name in names:
-        save_tiny(name, tmp_path / name)
+        (tmp_path / name).symlink_to(folder / name)
     mp.spawn(_rank, (ranks, tmp_path, names), nprocs=ranks.tp_size)
     for name in names:
-        want = _steps(TinyRunner(plan_for(tmp_path / name)))
         for rank in range(ranks.tp_size):
-            torch.testing.assert_close(torch.load(tmp_path / f"{name}{rank}.pt"), want, rtol=0.0, atol=1e-4)
+            got = torch.load(tmp_path / f"{name}{rank}.pt")
+            torch.testing.assert_close(
+                got, wanted[name], rtol=0.0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+@pytest.mark.parametrize("name", TWO_KEY_HEADS)
+def test_ranks_without_a_key_head_are_refused(name: str, models: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    with pytest.raises(UserError, match="2 key heads of gated delta nets; what works: --tp-size 1, 2"):
+        check_layout(plan_for(models[0] / name).description, RankLayout(4))

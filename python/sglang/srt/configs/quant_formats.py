@@ -206,6 +206,7 @@ _MODELOPT: Mapping[str, ModuleQuant] = {
     "FP8_PER_CHANNEL_PER_TOKEN": ModuleQuant("fp8_channel", "modelopt"),
     "NVFP4": ModuleQuant("nvfp4", "modelopt", True),
     "NVFP4_AWQ": ModuleQuant("nvfp4", "modelopt", True),
+    "W4A16_NVFP4": ModuleQuant("nvfp4_a16", "modelopt"),
     "MXFP8": ModuleQuant("mxfp8", "modelopt"),
 }
 
@@ -221,11 +222,20 @@ def read_modelopt(config: Config, source: str) -> QuantConfig:
         layers = config.get("quantized_layers")
         if not isinstance(layers, Mapping) or not layers:
             raise UserError(f"{source}: MIXED_PRECISION needs quantized_layers; got {layers!r}.")
-        for name, layer in layers.items():
-            rules.append(Rule((exact_or_inside(name),), _modelopt_quant(layer, f"{source} quantized_layers {name}")))
+        rules += _by_layer(layers, f"{source} quantized_layers")
     else:
         rules.append(Rule(EVERY_MODULE, _modelopt_quant(config, source)))
-    return QuantConfig(f"modelopt {algorithm}", source, tuple(rules), _modelopt_kv(config, source))
+    return QuantConfig(f"modelopt {algorithm}", source, tuple(rules), modelopt_cache(config, source))
+
+
+def _by_layer(layers: Mapping[str, Any], source: str) -> list[Rule]:
+    """A rule for each way in which modules are quantized: there are thousands of names where experts have their own."""
+    names: dict[ModuleQuant, list[str]] = {}
+    for name, layer in layers.items():
+        if not isinstance(layer, Mapping):
+            raise UserError(f"{source} {name} must be an object with a quant_algo; got {layer!r}.")
+        names.setdefault(_modelopt_quant(layer, f"{source} {name}"), []).append(name.strip("."))
+    return [Rule((), quant, frozenset(modules)) for quant, modules in names.items()]
 
 
 def _excluded(name: str, source: str) -> str:
@@ -241,10 +251,13 @@ def _modelopt_quant(config: Config, source: str) -> ModuleQuant:
     return _MODELOPT[algorithm]
 
 
-def _modelopt_kv(config: Config, source: str) -> str | None:
-    algorithm = config.get("kv_cache_quant_algo")
+def modelopt_cache(config: Config, source: str) -> str | None:
+    """The type of the KV cache that the checkpoint was made for. Raises UserError for what is no cache here."""
+    algorithm, scheme = config.get("kv_cache_quant_algo"), config.get("kv_cache_scheme")
+    if isinstance(scheme, str):  # as some exports have it
+        algorithm = algorithm or scheme
     if not algorithm:
-        return _kv_of_compressed_tensors(config.get("kv_cache_scheme"), source)
+        return _kv_of_compressed_tensors(scheme, source)
     if str(algorithm).upper() != "FP8":
         raise unsupported(source, f"kv_cache_quant_algo {algorithm!r}")
     return FP8_KV

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
@@ -29,10 +29,16 @@ class ModuleQuant:
 @dataclass(frozen=True, slots=True)
 class Rule:
     """Modules whose whole name one of `patterns` (regular expressions) matches are stored as `quant` (None: in 16
-    bits)."""
+    bits), and so are those that `modules` names, with what is inside them."""
 
     patterns: tuple[str, ...]
     quant: ModuleQuant | None
+    modules: frozenset[str] = frozenset()
+
+    def covers(self, module: str) -> bool:
+        if self.modules and not self.modules.isdisjoint(_enclosing(module)):
+            return True
+        return bool(self.patterns) and _any_of(self.patterns).fullmatch(module) is not None
 
 
 EVERY_MODULE = (".*",)
@@ -41,7 +47,7 @@ EVERY_MODULE = (".*",)
 @dataclass(frozen=True, slots=True)
 class QuantConfig:
     """The quantization of a checkpoint. The first rule that matches decides; a module that none matches is not
-    quantized. Norms, embeddings, output heads and routers never are: nobody asks for them."""
+    quantized. Norms, embeddings and routers never are: nobody asks for them."""
 
     method: str
     """As the checkpoint calls it, with the algorithm where the method does not say it ("modelopt NVFP4")."""
@@ -53,10 +59,12 @@ class QuantConfig:
 
     def of(self, module: str) -> ModuleQuant | None:
         """Of the module with this name in the checkpoint ("model.layers.0.self_attn.q_proj")."""
-        for rule in self.rules:
-            if _any_of(rule.patterns).fullmatch(module):
-                return rule.quant
-        return None
+        return next((rule.quant for rule in self.rules if rule.covers(module)), None)
+
+    def named(self, module: str) -> ModuleQuant | None:
+        """The same of a module that a rule for all does not mean: an output head, which most checkpoints leave alone
+        without a word."""
+        return next((rule.quant for rule in self.rules if rule.patterns != EVERY_MODULE and rule.covers(module)), None)
 
     def of_fused(self, modules: Sequence[str]) -> ModuleQuant | None:
         """Of modules that are multiplied as one (q, k and v; gate and up). Raises UserError when they differ."""
@@ -104,6 +112,13 @@ def component(pattern: str, source: str) -> str:
         return from_regex(pattern, source)
     pieces = r"[^.]*".join(re.escape(piece) for piece in pattern.strip(".").split("*"))
     return rf"(?:.*\.)?{pieces}(\..*)?"
+
+
+def _enclosing(module: str) -> Iterator[str]:
+    """ "a.b.c", "a.b", "a"."""
+    while module:
+        yield module
+        module = module.rpartition(".")[0]
 
 
 @functools.lru_cache(1024)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.configs.hf_config import read_json_object
-from sglang.srt.configs.quant_formats import READERS, unsupported, with_fp4_experts
+from sglang.srt.configs.quant_formats import READERS, modelopt_cache, unsupported, with_fp4_experts
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig, Rule, component
 from sglang.srt.errors import UserError
 
@@ -73,6 +73,8 @@ def detect(config: Config, directory: Path) -> QuantConfig | None:
     if method not in READERS:
         raise unsupported(source, f"quant_method {method!r} (has {', '.join(READERS)})")
     result = READERS[method](values, source)
+    if method == "modelopt" and result.kv_cache is None:
+        result = replace(result, kv_cache=_modelopt_cache(directory))
     text = config.get("text_config") or config
     return with_fp4_experts(result) if text.get("expert_dtype") == "fp4" and result.method == "fp8" else result
 
@@ -97,12 +99,19 @@ def _stated(config: Config, directory: Path) -> tuple[Config, str] | None:
     return ({"quant_method": "modelopt", **values}, str(modelopt)) if values["quantization"].get("quant_algo") else None
 
 
+def _modelopt_cache(directory: Path) -> str | None:
+    """Some exports say what the cache was calibrated for in hf_quant_config.json only."""
+    file = directory / "hf_quant_config.json"
+    inner = read_json_object(file).get("quantization") if file.is_file() else None
+    return modelopt_cache(inner, str(file)) if isinstance(inner, Mapping) else None
+
+
 def _method(values: Config, source: str) -> str:
     method = values.get("quant_method")
+    if method is None and (values.get("quant_algo") or isinstance(values.get("quantization"), Mapping)):
+        return "modelopt"  # which writes config_groups too
     if method is None and "config_groups" in values:
         return "compressed-tensors"
-    if method is None and (values.get("quant_algo") or isinstance(values.get("quantization"), Mapping)):
-        return "modelopt"
     if not isinstance(method, str):
         raise UserError(f"{source}: quant_method must name a method; got {method!r}. Known: {', '.join(READERS)}.")
     return method.lower()

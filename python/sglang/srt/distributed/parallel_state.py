@@ -157,6 +157,12 @@ def groups() -> Groups:
     return _state.groups
 
 
+def host_group() -> dist.ProcessGroup:
+    """All ranks, for what stays in host memory: gloo, without a time limit. There is none for one rank."""
+    assert _state.host_group is not None, "one rank has nobody to talk to"
+    return _state.host_group
+
+
 def tp_rank() -> int:
     return _state.groups.tp.rank
 

@@ -48,6 +48,9 @@ _SAME_CODE = {"float16": "bfloat16"}
 WIDENED_TAIL = "/widened"
 """In keys of variants for GPUs without `block_scaled_mma`, where those with it have others."""
 
+SAME_LAUNCHES: Mapping[str, str] = {"nvfp4_a16": "nvfp4"}
+"""Schemes whose products are those of another one where that is widened: its rows stand for both."""
+
 Measurement = tuple[int, int, int, int, tuple[str, ...]]
 """Shared bytes, registers, spilled bytes, stack bytes, matrix instructions."""
 
@@ -197,14 +200,14 @@ class Ledger:
         """The worst case over the rows of an op that picks its launch by size itself: those whose keys have the scheme
         `quant` as a piece, or that have none."""
         target = "/" + judged_as(arch)
-        wanted = set() if quant is None else {quant}
+        wanted = set() if quant is None else {SAME_LAUNCHES.get(quant, quant)}
         by_widening: dict[bool, list[Measurement]] = {False: [], True: []}
         for (row_op, key, _), row in self.rows.items():
             if row_op == op and SCHEMES.keys() & key.split("/") == wanted:
                 measured = [m for name, m in row.by_target.items() if name.endswith(target)]
                 by_widening[WIDENED_TAIL in key] += measured
-        widened = by_widening[True] and "block_scaled_mma" not in arch.features
-        return _worst_of(by_widening[True] if widened else by_widening[False])
+        widened = "block_scaled_mma" not in arch.features or quant in SAME_LAUNCHES
+        return _worst_of(by_widening[True] if by_widening[True] and widened else by_widening[False])
 
     def fitting_tiles(self, need: Need, arch: ArchTraits) -> FittingTiles:
         """The candidate tiles of `need` whose measured shared memory one block of `arch` can have."""

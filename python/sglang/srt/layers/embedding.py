@@ -7,15 +7,20 @@ import torch.nn.functional as F
 
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.ops import LinearOp
-from sglang.srt.layers.parameter import Part, Scope
+from sglang.srt.layers.parameter import Part, Scope, Shard
 from sglang.srt.plan.weight_names import PartKey
 
 
-def _vocab_weight(scope: Scope, group: Group, vocab_size: int, hidden_size: int) -> torch.Tensor:
-    """This rank's rows [ceil(V / tp), H]. Rows past the vocabulary (of the last ranks) stay zero."""
+def _vocab_rows(group: Group, vocab_size: int) -> tuple[int, slice]:
+    """How many rows a rank has room for, and which of the vocabulary it holds: the last ranks may hold fewer."""
     rows = -(-vocab_size // group.size)
     first = min(group.rank * rows, vocab_size)
-    rank_rows = slice(first, min(first + rows, vocab_size))
+    return rows, slice(first, min(first + rows, vocab_size))
+
+
+def _vocab_weight(scope: Scope, vocab_size: int, hidden_size: int) -> torch.Tensor:
+    """This rank's rows [ceil(V / tp), H]. Rows past the vocabulary (of the last ranks) stay zero."""
+    rows, rank_rows = _vocab_rows(scope.groups.tp, vocab_size)
     part = Part((vocab_size, hidden_size), (rank_rows,), (slice(0, rank_rows.stop - rank_rows.start),))
     weight = scope.param("weight", (rows, hidden_size), {PartKey(): part})
     if not weight.is_meta:
@@ -29,7 +34,7 @@ class VocabParallelEmbedding:
     def __init__(self, scope: Scope, vocab_size: int, hidden_size: int, scale: float = 1.0) -> None:
         self.scale = float(torch.tensor(scale, dtype=scope.dtype))
         self.group = scope.groups.tp
-        self.weight = _vocab_weight(scope, self.group, vocab_size, hidden_size)
+        self.weight = _vocab_weight(scope, vocab_size, hidden_size)
         self.first = self.group.rank * self.weight.shape[0]
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
@@ -47,7 +52,7 @@ class VocabParallelEmbedding:
 
 class LMHead:
     """hidden [R, H] -> logits [R, V] fp32 on every rank, bent to within +-`cap` where it is not 0. Shares the
-    embedding's weight when `tied_to` is given."""
+    embedding's weight when `tied_to` is given; otherwise a checkpoint may have it quantized."""
 
     def __init__(
         self,
@@ -60,12 +65,20 @@ class LMHead:
         self.vocab_size = vocab_size
         self.cap = cap
         self.group = scope.groups.tp
-        self.linear: LinearOp = scope.plan.entry("linear")
-        self.weight = tied_to.weight if tied_to else _vocab_weight(scope, self.group, vocab_size, hidden_size)
+        self.rows, rank_rows = _vocab_rows(self.group, vocab_size)
+        shard = Shard("", vocab_size, hidden_size, rank_rows, slice(0, hidden_size))
+        # The sums as they are: rounded to bf16, logits of 16 to 32 would lie on a grid of 0.125.
+        self.product = scope.quant.create_head(scope, shard) if tied_to is None else None
+        if self.product is None:
+            weight = _vocab_weight(scope, vocab_size, hidden_size) if tied_to is None else tied_to.weight
+            linear: LinearOp = scope.plan.entry("linear")
+            self.product = lambda hidden: linear(hidden, weight, out_dtype=torch.float32)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        # The sums as they are: rounded to bf16, logits of 16 to 32 would lie on a grid of 0.125.
-        logits = self.linear(hidden, self.weight, out_dtype=torch.float32)
+        assert self.product is not None
+        logits = self.product(hidden)
         if self.group.size > 1:
+            missing = self.rows - logits.shape[-1]
+            logits = F.pad(logits, (0, missing)) if missing else logits
             logits = self.group.all_gather(logits)[:, : self.vocab_size]
         return logits if self.cap == 0.0 else torch.tanh(logits / self.cap) * self.cap

@@ -25,6 +25,9 @@ class Unquantized:
         linear: LinearOp = scope.plan.entry("linear")
         return lambda x: linear(x, weight, bias)
 
+    def create_head(self, scope: Scope, shard: Shard) -> Apply | None:
+        return None
+
     def create_unpacked(self, scope: Scope, shard: Shard, take: Callable[[torch.Tensor], None]) -> None:
         take(self._stacked(scope, [shard]))
 

@@ -17,6 +17,7 @@ from sglang.srt.layers.moe.expert_weights import ExpertWeights
 if TYPE_CHECKING:
     from sglang.srt.hardware.arch import ArchTraits
     from sglang.srt.layers.attention.latent_chunks import LatentChunk
+    from sglang.srt.layers.ops import QuantizedProduct
     from sglang.srt.layers.quantization.linear_weight import LinearWeight
 
 
@@ -39,14 +40,12 @@ def linear(
     return torch.cat([F.linear(x32, part.float()) for part in w.split(rows)], dim=-1)
 
 
-def quantized_linear(
-    weight: LinearWeight, arch: ArchTraits | None = None
-) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]:
+def quantized_linear(weight: LinearWeight, arch: ArchTraits | None = None) -> QuantizedProduct:
     """(x [..., K], bias [N] or None) -> [..., N], with the weight [N, K] dequantized for each product. Activations stay
     as they are: their quantization serves matrix units that a CPU does not have."""
 
-    def run(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return F.linear(x, weight.dequantized().to(x.dtype), bias)
+    def run(x: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        return linear(x, weight.dequantized().to(x.dtype), bias, out_dtype)
 
     return run
 
@@ -122,6 +121,29 @@ def qk_norm_rope_store(
     store_cache(k_cache, k, out_cache_loc, k_scale)
     store_cache(v_cache, v, out_cache_loc, v_scale)
     return q, k, v
+
+
+def q_norm_rope(
+    q: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Norm of each head of q, and rotary embedding, where another layer has the keys. q [T, Hq, D], positions [T],
+    cos_sin [max_pos, rot_dim] fp32, weight [D] -> [T, Hq, D]."""
+    cos, sin = cos_sin[positions].chunk(2, dim=-1)
+    return apply_rope(rmsnorm(q, weight, eps), cos, sin, False).to(q.dtype)
+
+
+def value_norm(
+    qkv: torch.Tensor, num_kv_heads: int, head_dim: int, eps: float, from_keys: bool = False
+) -> torch.Tensor:
+    """A norm without weights over each head of v. qkv [T, (Hq + 2 Hkv) D], rewritten -> itself; with `from_keys`
+    [T, (Hq + Hkv) D] -> [T, (Hq + 2 Hkv) D], whose values are the norms of the keys. Source: Gemma 4."""
+    width = num_kv_heads * head_dim
+    values = qkv[:, -width:].unflatten(-1, (num_kv_heads, head_dim)).float()
+    normed = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    if from_keys:
+        return torch.cat((qkv, normed.flatten(1).to(qkv.dtype)), dim=-1)
+    qkv[:, -width:] = normed.flatten(1)
+    return qkv
 
 
 def latent_norm_rope_store(

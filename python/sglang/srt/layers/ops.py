@@ -49,10 +49,16 @@ class LinearOp(Protocol):
     ) -> torch.Tensor: ...
 
 
-class QuantizedLinearOp(Protocol):
+class QuantizedProduct(Protocol):
+    """What the op of a quantized weight makes of it: x [..., K], bias [N] -> [..., N] of x's type or `out_dtype`."""
+
     def __call__(
-        self, weight: LinearWeight, arch: ArchTraits
-    ) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]: ...
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor: ...
+
+
+class QuantizedLinearOp(Protocol):
+    def __call__(self, weight: LinearWeight, arch: ArchTraits) -> QuantizedProduct: ...
 
 
 class GatedRMSNormOp(Protocol):
@@ -126,6 +132,18 @@ class QKNormRopeStoreOp(Protocol):
         v_scale: float = 1.0,
         interleaved: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
+class QNormRopeOp(Protocol):
+    def __call__(
+        self, q: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor: ...
+
+
+class ValueNormOp(Protocol):
+    def __call__(
+        self, qkv: torch.Tensor, num_kv_heads: int, head_dim: int, eps: float, from_keys: bool = False
+    ) -> torch.Tensor: ...
 
 
 class QKWholeNormOp(Protocol):
@@ -210,6 +228,8 @@ OPS: Mapping[str, type] = {
     "latent_prompt_attention": LatentPromptFactory,
     "qk_norm_rope_store": QKNormRopeStoreOp,
     "qk_whole_norm": QKWholeNormOp,
+    "q_norm_rope": QNormRopeOp,
+    "value_norm": ValueNormOp,
     "topk_softmax": SoftmaxRoutingOp,
     "topk_sigmoid": ScoreRoutingOp,
     "topk_sqrtsoftplus": ScoreRoutingOp,

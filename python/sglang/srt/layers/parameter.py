@@ -113,6 +113,9 @@ class QuantMethod(Protocol):
     def create_weights(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
         """Allocate the weights of `shards` stacked by rows in `scope`, and return x [T, in] -> [T, out] (+ bias)."""
 
+    def create_head(self, scope: Scope, shard: Shard) -> Apply | None:
+        """The same of an output head, whose logits [T, out] are fp32; None: the checkpoint has it in 16 bits."""
+
     def create_unpacked(self, scope: Scope, shard: Shard, take: Callable[[torch.Tensor], None]) -> None:
         """Allocate the weight of `shard` in `scope`. `take` gets it as [rows, cols] in the model's type, however the
         checkpoint stores it: for a block that multiplies it in a way of its own."""
@@ -149,7 +152,11 @@ class Scope:
         return self.weights.checkpoint_name(f"{self.path}.weight", PartKey(part, expert)).removesuffix(".weight")
 
     def cache(self, layer_id: int, name: str) -> CacheStore:
-        """The store of a cache that the layer's description names; empty until the pools are allocated."""
+        """The store of a cache that the layer's description names; empty until the pools are allocated. A layer may ask
+        for that of an earlier one."""
+        for store in self.caches:
+            if (store.layer_id, store.name) == (layer_id, name):
+                return store
         store = CacheStore(layer_id, name)
         self.caches.append(store)
         return store

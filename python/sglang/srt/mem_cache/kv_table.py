@@ -21,6 +21,9 @@ from sglang.srt.plan.pool_sizes import PoolSizes
 
 Lengths = npt.NDArray[np.int32]
 NO_ROWS: Rows = np.empty(0, np.int64)
+PAUSE_UNIT, PAUSE_LEAST = 64, 512
+"""With pages of one token: long prompts pause at a multiple of so many tokens, if so many were computed before. What
+follows a conversation often differs from it in its last few tokens: a template's opening of thoughts, or nothing."""
 
 
 class CachedRequest(Protocol):
@@ -121,6 +124,17 @@ class KVTable:
         """Make room for requests that grow from `old_lens` to `new_lens` tokens, and for `also` tokens of another."""
         page = self.page_size
         return self.ensure_free(self._new_pages(old_lens, new_lens) * page + (also + page if also else 0))
+
+    def pause(self, begin: int, end: int) -> int:
+        """How far a prompt of `end` tokens, of which `begin` are computed, is computed in its next step: to the end,
+        or, where a state would be kept only there, up to the last whole page before its last token. The rest is a step
+        of its own, with less than a page of it. Where every token is a page, the end of a prompt has a state anyway,
+        and only long computations are worth another one."""
+        if self.checkpoints is None or not self.checkpoints.size or not self.tree.enabled:
+            return end
+        unit, least = (self.page_size, 1) if self.page_size > 1 else (PAUSE_UNIT, PAUSE_LEAST)
+        last = (end - 1) // unit * unit
+        return last if last - begin >= least else end
 
     def leave_windows(self, slots: npt.NDArray[np.int64], lens: Lengths) -> None:
         """Free the pages that are out of every window of requests which have at least so many tokens computed."""

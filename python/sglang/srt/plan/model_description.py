@@ -14,12 +14,14 @@ from typing import Any
 from sglang.srt.configs.activation import FUNCTIONS
 from sglang.srt.configs.hf_config import ConfigReader, select_text_config
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig
+from sglang.srt.configs.quant_scheme import HEAD_SCHEMES
 from sglang.srt.errors import UserError
 from sglang.srt.plan.config_layers import block_kinds, read_layers
 from sglang.srt.plan.families import SERVED_ARCHITECTURES, UNREAD_LAYERS, family_of
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.feed_forward import MoE, why_apart
 from sglang.srt.plan.layer_spec import LayerSpec, Matrix
+from sglang.srt.plan.per_layer import PerLayerEmbedding
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.plan.weight_names import WeightMap
 
@@ -55,6 +57,12 @@ class ModelDescription:
         return next((layer.ffn for layer in self.layers if isinstance(layer.ffn, MoE)), None)
 
     @property
+    def per_layer_inputs(self) -> PerLayerEmbedding | None:
+        """What tokens add in every layer."""
+        inputs = self.layers[0].inputs
+        return inputs if isinstance(inputs, PerLayerEmbedding) else None
+
+    @property
     def expert_quant(self) -> ModuleQuant | None:
         """The scheme of the routed experts; None: 16 bits. Raises UserError where there are several."""
         quants = {
@@ -71,6 +79,19 @@ class ModelDescription:
                 f"{self.quantization.source}: experts that are quantized in several ways are not supported: {schemes}."
             )
         return next(iter(quants), None)
+
+    @property
+    def head_quant(self) -> ModuleQuant | None:
+        """How the checkpoint stores the output head; None: in 16 bits. Raises UserError for what no product reads."""
+        if self.quantization is None or self.tie_embeddings:
+            return None
+        quant = self.quantization.named(self.names.model["lm_head"])
+        if quant is not None and quant.scheme not in HEAD_SCHEMES:
+            raise UserError(
+                f"{self.quantization.source}: an output head in {quant.scheme} is not supported (has"
+                f" {', '.join(HEAD_SCHEMES)})."
+            )
+        return quant
 
     def quant_of(self, layer: int, matrix: Matrix) -> ModuleQuant | None:
         """How the checkpoint stores what a layer multiplies as one. Raises UserError when its modules differ."""
@@ -90,9 +111,7 @@ class ModelDescription:
     def matrices(self, ranks: RankLayout, expert_rows: int) -> Iterator[tuple[Matrix, ModuleQuant | None]]:
         """Of all layers, with the scheme of each."""
         for i, layer in enumerate(self.layers):
-            weights = layer.mixer.weights(self.hidden_size, ranks.tp_size)
-            weights += layer.ffn.weights(self.hidden_size, ranks, expert_rows)
-            for matrix in weights:
+            for matrix in layer.weights(self.hidden_size, ranks, expert_rows):
                 if isinstance(matrix, Matrix):
                     yield matrix, self.quant_of(i, matrix)
 
@@ -203,7 +222,7 @@ def with_fused_shared(model: ModelDescription, keep_apart: str = "") -> ModelDes
 
 
 def _why_apart(model: ModelDescription, layer: int, experts: MoE) -> str | None:
-    if experts.form or experts.bias:
+    if experts.form or experts.bias or experts.branches:
         return why_apart(experts, None, ())
     matrices = [part for part in experts.weights(model.hidden_size, ONE_RANK, 1) if isinstance(part, Matrix)]
     routed = next(model.quant_of(layer, matrix) for matrix in matrices if matrix.experts)
@@ -239,5 +258,7 @@ def _names(keys: ConfigReader, family: Family, prefix: str) -> WeightMap:
 def _prefix(quant: QuantConfig | None, multimodal: bool) -> str:
     if quant is None or not multimodal:
         return _PREFIXES[0]
-    said = " ".join(pattern.replace("\\", "") for rule in quant.rules for pattern in rule.patterns)
+    said = " ".join(
+        name.replace("\\", "") for rule in quant.rules for name in (*rule.patterns, *sorted(rule.modules)[:1])
+    )
     return next((prefix for prefix in _PREFIXES[1:] if prefix.removesuffix(".") in said), _PREFIXES[0])

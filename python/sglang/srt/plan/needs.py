@@ -17,7 +17,8 @@ def needs_of(model: ModelDescription, serving: Serving) -> tuple[Need, ...]:
     """
     dtype = serving.dtype
     quant = model.expert_quant
-    feed_forward = [need for layer in model.layers for need in layer.ffn.needs(serving)]
+    blocks = (block for layer in model.layers for block in layer.token_blocks)
+    feed_forward = [need for block in blocks for need in block.needs(serving)]
     return (
         Need("rmsnorm", q_dtype=dtype),
         *_merged(need for layer in model.layers for need in layer.residual.needs(serving)),
@@ -47,9 +48,10 @@ def _merged(needs: Iterable[Need]) -> Iterator[Need]:
 
 
 def _linears(model: ModelDescription, serving: Serving) -> Iterator[Need]:
-    """The 16-bit products (the output head always is one), and one need for each scheme of the others."""
+    """The 16-bit products, and one need for each scheme of the others."""
+    head = model.head_quant
     shapes: dict[str | None, set[tuple[int, int, bool]]] = {
-        None: {(-(-model.vocab_size // serving.tp_size), model.hidden_size, False)}
+        head.scheme if head else None: {(-(-model.vocab_size // serving.tp_size), model.hidden_size, False)}
     }
     for matrix, quant in model.matrices(serving.ranks, expert_rows(model, serving.ranks)):
         if not matrix.experts and matrix.dtype is None:

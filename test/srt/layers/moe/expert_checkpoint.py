@@ -25,7 +25,7 @@ from sglang.srt.layers.linear import Unquantized
 from sglang.srt.layers.moe.layer import MoELayer
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.quantization.dense import QuantizedMethod
-from sglang.srt.layers.quantization.layout import redundant_endings
+from sglang.srt.layers.quantization.layout import is_redundant
 from sglang.srt.layers.quantization.reference import Quantized, dequantize, quantize
 from sglang.srt.model_loader.loader import fill_random, load_checkpoint
 from sglang.srt.plan.feed_forward import MoE
@@ -135,6 +135,11 @@ def nvfp4_modelopt(weight: torch.Tensor, factor: float, input_factor: float) -> 
     }, exact
 
 
+def nvfp4_weight_only(weight: torch.Tensor, factor: float) -> Written:
+    """As exported beside modules of other schemes: with a scale of activations that are not quantized."""
+    return nvfp4_modelopt(weight, factor, 0.5)
+
+
 def mxfp4_exponents(weight: torch.Tensor) -> Written:
     """DeepSeek-V4's experts: scales as exponents of their own type."""
     made, exact = _quantized("mxfp4", weight)
@@ -220,6 +225,14 @@ FORMATS: dict[str, Format] = {
         lambda weight, expert, part: nvfp4_modelopt(weight, 2.0**-9 * (1 + expert), 0.01 * (1 + expert)),
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
     ),
+    "nvfp4_a16": Format(
+        lambda weight, expert, part: nvfp4_weight_only(weight, 2.0**-9 * (1 + expert)),
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {f"{LAYER}mlp.experts": {"quant_algo": "W4A16_NVFP4", "group_size": 16}},
+        },
+    ),
     "mxfp4_deepseek": Format(
         each(mxfp4_exponents),
         {"quant_method": "fp8", "weight_block_size": [128, 128]},
@@ -271,7 +284,7 @@ class Loaded:
         scope = Scope(plan, torch.device(arch.device), dtype, groups, quant, weights)
         self.elsewhere = scope.elsewhere
         self.weights = weights
-        self.redundant = redundant_endings(quantization)
+        self.quantization = quantization
         self.params, self.finish = scope.params, scope.finish
         self.layer = MoELayer(scope.sub("layers").sub(3).sub("moe"), hidden_size, described.layers[3].ffn)
 
@@ -291,7 +304,8 @@ class Loaded:
         return self.layer
 
     def ignored_weight(self, name: str) -> bool:
-        return name in self.elsewhere or name.endswith((*self.weights.ignore, *self.redundant))
+        other_rank = name in self.elsewhere
+        return other_rank or name.endswith(self.weights.ignore) or is_redundant(self.quantization, name)
 
 
 def _description(spec: MoE, hidden_size: int, names: WeightMap, quantization: QuantConfig | None) -> ModelDescription:

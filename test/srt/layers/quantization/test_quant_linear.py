@@ -65,8 +65,10 @@ def expected(x: torch.Tensor, weight: LinearWeight, held: PackedWeight, rounded:
     return reference.round_activation(x, scheme, scale) @ weight.dequantized().T
 
 
-def assert_close(actual: torch.Tensor, want: torch.Tensor, limit: float = 1e-2) -> None:
-    assert actual.shape == want.shape and actual.dtype == torch.bfloat16
+def assert_close(
+    actual: torch.Tensor, want: torch.Tensor, limit: float = 1e-2, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    assert actual.shape == want.shape and actual.dtype == dtype
     error = (actual.double() - want.double()).norm() / want.double().norm()
     assert error < limit, f"relative error {error:.2e}"
 
@@ -116,6 +118,17 @@ def test_split_columns_are_summed_in_order(name: str, monkeypatch: pytest.Monkey
     first = many_rows(x, held, tile=SMALL)
     assert_close(first, expected(x, weight, held, rounded=True))
     assert torch.equal(many_rows(x, held, tile=SMALL), first) and not held.arrivals.any()
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("rows", [1, 19])
+def test_logits_are_the_sums_as_they_are(rows: int) -> None:
+    """Rounded to bfloat16 they would differ by up to 2**-9."""
+    weight, x = weight_of("nvfp4_a16", (200,), 384), activations(rows, 384)
+    want = expected(x, weight, pack(copy_of(weight), NATIVE), rounded=False)
+    got = quantized_linear(copy_of(weight), NATIVE)(x, out_dtype=torch.float32)
+    assert_close(got, want, 1e-5 if rows == 1 else 2e-3, torch.float32)
+    assert not torch.equal(got.bfloat16().float(), got)
 
 
 @interpreter.kernel_test

@@ -16,7 +16,7 @@ from sglang.srt.configs.quant_scheme import Scheme
 from sglang.srt.errors import UserError
 from sglang.srt.layers.linear import Unquantized
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES
-from sglang.srt.layers.ops import QuantizedLinearOp
+from sglang.srt.layers.ops import QuantizedLinearOp, QuantizedProduct
 from sglang.srt.layers.parameter import FLOATS, Apply, Convert, Fill, Param, Part, Scope, Shard, constant, random_codes
 from sglang.srt.layers.quantization.layout import Leaf, layout_of
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
@@ -44,6 +44,12 @@ class QuantizedMethod:
             return Unquantized().create_weights(scope, shards, bias)
         return QuantizedLinear(scope, quant, _create(scope, shards, quant), bias)
 
+    def create_head(self, scope: Scope, shard: Shard) -> Apply | None:
+        quant = self.config.named(scope.module())
+        if quant is None:
+            return None
+        return QuantizedLinear(scope, quant, _create(scope, [shard], quant), None, torch.float32)
+
     def create_unpacked(self, scope: Scope, shard: Shard, take: Callable[[torch.Tensor], None]) -> None:
         quant = self.config.of_fused([scope.module(shard.part)])
         # Quantizing what is unpacked at once would only lose digits.
@@ -54,14 +60,22 @@ class QuantizedMethod:
 
 
 class QuantizedLinear:
-    """x [T, in] -> [T, out] (+ bias). The kernel takes the weight once it is loaded, and may arrange it its own way."""
+    """x [T, in] -> [T, out] (+ bias), of x's type or `out_dtype`. The kernel takes the weight once it is loaded, and
+    may arrange it its own way."""
 
-    def __init__(self, scope: Scope, quant: ModuleQuant, weight: LinearWeight, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        quant: ModuleQuant,
+        weight: LinearWeight,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
         self.bind: QuantizedLinearOp = scope.plan.entry(f"linear/{quant.scheme}")
         self.arch = scope.plan.arch
         self.weight: LinearWeight | None = weight
-        self.bias = bias
-        self.run: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] | None = None
+        self.bias, self.out_dtype = bias, out_dtype
+        self.run: QuantizedProduct | None = None
         scope.finish.append(self.finish)
 
     def finish(self) -> None:
@@ -73,7 +87,7 @@ class QuantizedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         assert self.run is not None, "the weights are not loaded"
-        return self.run(x, self.bias)
+        return self.run(x, self.bias, self.out_dtype)
 
 
 class UnpackedWeight:
@@ -146,12 +160,12 @@ class _Stack:
         return self.scope.param(leaf.name, (self.rows,), parts, fill, torch.float32)
 
     def by_part(self, leaf: Leaf, fill: Fill) -> torch.Tensor:
-        """A parameter [shards] fp32 of one number each."""
+        """A parameter [tensors] fp32 of one number each; several shards may be slices of one tensor."""
+        tensors = [shard for shard in self.shards if shard.piece == 0]
         parts = {
-            shard.key: Part((1,), (), (slice(i, i + 1),), leaf.dtypes, leaf.convert)
-            for i, shard in enumerate(self.shards)
+            shard.key: Part((1,), (), (slice(i, i + 1),), leaf.dtypes, leaf.convert) for i, shard in enumerate(tensors)
         }
-        return self.scope.param(leaf.name, (len(self.shards),), parts, fill, torch.float32)
+        return self.scope.param(leaf.name, (len(tensors),), parts, fill, torch.float32)
 
     def _check_split(self, shard: Shard, per: tuple[int, int]) -> None:
         """Raises UserError where a rank's share, or a module above another, ends within what has one scale or word."""

@@ -51,7 +51,8 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The tensors of one matrix [N, K]. `ignore`: names of tensors that repeat what is known otherwise.
+    """The tensors of one matrix [N, K]. `ignore`: names of tensors that repeat what is known otherwise, or that the
+    scheme does not read.
 
     Experts that are one tensor have forms of their own: `experts_fused`.
     """
@@ -110,6 +111,13 @@ LAYOUTS: Mapping[tuple[str, str], Layout] = {
     ("modelopt", "nvfp4"): Layout(
         replace(_FP4, dtypes=("U8",)), Leaf("weight_scale", ("F8_E4M3",)), Leaf("weight_scale_2"), _INPUT
     ),
+    # Of a calibration that served other schemes of the same export.
+    ("modelopt", "nvfp4_a16"): Layout(
+        replace(_FP4, dtypes=("U8",)),
+        Leaf("weight_scale", ("F8_E4M3",)),
+        Leaf("weight_scale_2"),
+        ignore=("input_scale",),
+    ),
     ("modelopt", "mxfp8"): Layout(_E4M3, _EXPONENTS),
     ("gptq", "int4_g32"): _GPTQ,
     ("gptq", "int4_g128"): _GPTQ,
@@ -126,8 +134,9 @@ def layout_of(quant: ModuleQuant) -> Layout:
     return layout if quant.static_input else replace(layout, input_scale=None)
 
 
-def redundant_endings(config: QuantConfig | None) -> tuple[str, ...]:
-    """Endings of the names of checkpoint tensors that repeat what is known otherwise."""
-    quants = [rule.quant for rule in config.rules if rule.quant is not None] if config is not None else []
-    layouts = (LAYOUTS.get((quant.storage, quant.scheme)) for quant in quants)
-    return tuple({f".{name}" for layout in layouts if layout is not None for name in layout.ignore})
+def is_redundant(config: QuantConfig | None, name: str) -> bool:
+    """Whether the checkpoint tensor `name` repeats what is known otherwise, or is not read by its module's scheme."""
+    module, _, leaf = name.rpartition(".")
+    quant = config.of(module) if config is not None else None
+    layout = LAYOUTS.get((quant.storage, quant.scheme)) if quant is not None else None
+    return layout is not None and leaf in layout.ignore

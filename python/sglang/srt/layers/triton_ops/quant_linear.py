@@ -37,7 +37,7 @@ from sglang.srt.layers.triton_ops.quantize import quantize_activation
 from sglang.srt.layers.triton_ops.scaled_dot import STRIP, ScaledProduct, multiply, product_of
 from sglang.srt.layers.triton_ops.streamed_dot import add_product, pair_launch, sum_rows
 
-Apply = Callable[[torch.Tensor, "torch.Tensor | None"], torch.Tensor]
+Apply = Callable[..., torch.Tensor]
 _values = operator.itemgetter(*TILE_KEYS)
 
 
@@ -231,23 +231,29 @@ def pack(weight: LinearWeight, arch: ArchTraits) -> PackedWeight:
 
 
 def quantized_linear(weight: LinearWeight, arch: ArchTraits) -> Apply:
-    """(x [..., K] in 16 bits, bias [N] or None) -> [..., N] in x's type. Safe in CUDA graphs.
+    """(x [..., K] in 16 bits, bias [N] or None) -> [..., N] in x's type, or another one. Safe in CUDA graphs.
 
     Takes the weight: its tensors may be reordered."""
     matrix = pack(weight, arch)
 
-    def run(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def run(x: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         flat = x.reshape(-1, matrix.cols)
-        out = few_rows(flat, matrix, bias) if len(flat) <= FEW_ROWS else many_rows(flat, matrix, bias)
+        products = few_rows if len(flat) <= FEW_ROWS else many_rows
+        out = products(flat, matrix, bias, out_dtype=out_dtype)
         return out.view(*x.shape[:-1], out.shape[-1])
 
     return run
 
 
-def few_rows(x: torch.Tensor, matrix: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+def few_rows(
+    x: torch.Tensor,
+    matrix: PackedWeight,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """x [T, K] -> [T, N]; the weight is read once for each row."""
     num_rows, num_cols = len(x), matrix.weight.data.shape[0]
-    out = torch.empty((num_rows, num_cols), dtype=x.dtype, device=x.device)
+    out = torch.empty((num_rows, num_cols), dtype=out_dtype or x.dtype, device=x.device)
     launch = few_launch(matrix.product, matrix.weight.scheme.bits, matrix.cols, num_cols)
     data = matrix.weight.data.view(torch.int32) if matrix.packed else matrix.weight.data
     factor = matrix.weight.row_factor
@@ -266,14 +272,19 @@ def few_launch(product: ScaledProduct, bits: int, cols: int, rows: int) -> dict[
 
 
 def many_rows(
-    x: torch.Tensor, matrix: PackedWeight, bias: torch.Tensor | None = None, tile: ScaledTile | None = None
+    x: torch.Tensor,
+    matrix: PackedWeight,
+    bias: torch.Tensor | None = None,
+    tile: ScaledTile | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """x [T, K] -> [T, N] by tiles. `tile` forces one, which then launches or raises OutOfResources."""
+    out = torch.empty((len(x), matrix.weight.data.shape[0]), dtype=out_dtype or x.dtype, device=x.device)
     if tile is not None:
-        return _tiled(x, matrix, bias, tile)
+        return _tiled(x, matrix, bias, tile, out)
     kind = matrix.product.kind
     first = tile_for(kind, len(x), matrix.arch.features)
-    return _ladder(matrix.weight.scheme.name, kind, _values(first)).run(lambda tile: _tiled(x, matrix, bias, tile))
+    return _ladder(matrix.weight.scheme.name, kind, _values(first)).run(lambda tile: _tiled(x, matrix, bias, tile, out))
 
 
 @functools.cache
@@ -283,7 +294,9 @@ def _ladder(scheme: str, kind: str, values: tuple[int, ...]) -> TileLadder[Scale
     return TileLadder(f"linear/{scheme}", (first, *smaller_tiles(first, kind)), __name__, scaled_dot.__name__)
 
 
-def _tiled(x: torch.Tensor, matrix: PackedWeight, bias: torch.Tensor | None, tile: ScaledTile) -> torch.Tensor:
+def _tiled(
+    x: torch.Tensor, matrix: PackedWeight, bias: torch.Tensor | None, tile: ScaledTile, out: torch.Tensor
+) -> torch.Tensor:
     weight, product = matrix.weight, matrix.product
     num_rows, num_cols = len(x), weight.data.shape[0]
     features = matrix.arch.features
@@ -294,7 +307,6 @@ def _tiled(x: torch.Tensor, matrix: PackedWeight, bias: torch.Tensor | None, til
     launch = tile_launch(product, tile, matrix.cols, splits, features)
     chunk, splits = launch.pop("chunk"), launch["SPLITS"]
     data, scale, scale_stride, factor = _operand(x, matrix)
-    out = torch.empty((num_rows, num_cols), dtype=x.dtype, device=x.device)
     parts = torch.empty((splits, num_rows, num_cols), device=x.device) if splits > 1 else out
     row_factor = weight.row_factor
     tiles_kernel[(num_tiles, splits)](

@@ -120,6 +120,8 @@ class PrefillBudget:
         self.chunk = chunk - used if chunk is not None else None
         self.alone = len(running) == 0
         self.first = True
+        self.short = False
+        """Whether the request that was looked at last got less than it could use."""
 
     def free(self) -> int:
         """Slots that may still be promised. Matched prefixes are locked first, so this shrinks as requests match."""
@@ -140,9 +142,12 @@ class PrefillBudget:
         elif take > self.tokens and not self.first:  # the first may exceed what it could never fit
             take = 0
         take = self._take_of_windows(req, take)
+        self.short = take < want
+        if take == want:
+            take = self.kv.pause(prefix_len, len(req.tokens)) - prefix_len
         if take > 0:
             self.alone = self.first = False
-            self.reserved += (want + output if take == want else want) + page
+            self.reserved += (want if self.short else want + output) + page
             self.tokens -= take
             if self.chunk is not None:
                 self.chunk -= take

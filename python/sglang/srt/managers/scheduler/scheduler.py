@@ -66,8 +66,8 @@ class Scheduler:
         self.steps_ahead = 0 if args.disable_overlap_schedule else STEPS_AHEAD
 
         self.waiting: deque[Req] = deque()
-        self.chunked: Req | None = None
-        """The request whose prompt is partly computed; it goes first in the next prefill."""
+        self.chunked: list[Req] = []
+        """Requests whose prompts are partly computed; they go first in the next prefill."""
         self.compiling: dict[str, tuple[Req, PendingGrammar]] = {}
         """Requests that wait for their grammar, by id in the order of arrival, outside the queue."""
         self.running = RunningBatch(runner.tokens_per_step)
@@ -115,7 +115,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Nothing will change until a message arrives."""
-        no_work = not self.waiting and self.chunked is None and not self.running.reqs
+        no_work = not self.waiting and not self.chunked and not self.running.reqs
         return not self.in_flight and (no_work or self.paused)
 
     def load(self) -> Load:
@@ -124,9 +124,9 @@ class Scheduler:
     # --- choosing ----------------------------------------------------------------------------------------------------
 
     def pick_prefill(self) -> ScheduleBatch | None:
-        if self.priorities is not None and self.waiting and self.chunked is None:
+        if self.priorities is not None and self.waiting and not self.chunked:
             self._preempt(self.priorities)
-        if self.chunked is None and (not self.waiting or not self.kv.num_free_rows()):
+        if not self.chunked and (not self.waiting or not self.kv.num_free_rows()):
             return None
         self.running.drop_finished()
         # Decode in the same step: what it costs to read the weights is paid once.
@@ -140,24 +140,25 @@ class Scheduler:
         self.stats.prefill_launched(chosen)
         for req, _ in chosen:
             self.kv.commit(req)
-        self.chunked = next((r for r, _ in chosen if r.kv_len < len(r.tokens)), None)
+        computed = {r for r, _ in chosen if r.kv_len == len(r.tokens)}
+        self.chunked = [r for r in dict.fromkeys([*(r for r, _ in chosen), *self.chunked]) if r not in computed]
         if mixed and self.running.most == 1:
             self.running.advance()
         else:
             for req in mixed:
                 req.launched(1)
-        self.running.add([r for r, _ in chosen if r is not self.chunked])
+        self.running.add([r for r, _ in chosen if r in computed])
         return batch
 
     def _admit(self, budget: PrefillBudget) -> list[tuple[Req, int]]:
         """Requests for a prefill step with the number of tokens that each computes. Admitted ones own a request slot
         and hold a lock on their cached prefix."""
         chosen: list[tuple[Req, int]] = []
-        if self.chunked is not None:
-            take = budget.take(self.chunked, self.chunked.kv_len)
+        for req in self.chunked:
+            take = budget.take(req, req.kv_len)
             if not take:
-                return []
-            chosen.append((self.chunked, take))
+                return chosen
+            chosen.append((req, take))
         starts: set[tuple[str | None, tuple[int, ...]]] = set()
         ordered = self.policy(list(self.waiting), self.kv)
         if self.priorities is not None:
@@ -178,7 +179,7 @@ class Scheduler:
             self._place(req, prefix.node)
             chosen.append((req, take))
             self.waiting.remove(req)
-            if take < len(req.tokens) - req.kv_len:
+            if budget.short:
                 break
         return chosen
 
@@ -309,8 +310,8 @@ class Scheduler:
         """End a request that is not in the queue."""
         req.finish = reason
         del self.reqs[req.rid]
-        if req is self.chunked:
-            self.chunked = None
+        if req in self.chunked:
+            self.chunked.remove(req)
         if req.slot:
             self._release(req, keep)
 
@@ -388,8 +389,8 @@ class Scheduler:
         elif mode == "retract":
             self.settle()
             self.running.drop_finished()
-            retracted = [*self.running.reqs, *([] if self.chunked is None else [self.chunked])]
-            self.running, self.chunked = RunningBatch(self.runner.tokens_per_step), None
+            retracted = [*self.running.reqs, *self.chunked]
+            self.running, self.chunked = RunningBatch(self.runner.tokens_per_step), []
             for req in reversed(retracted):
                 self._requeue(req)
 

@@ -1,0 +1,345 @@
+"""Quantized hybrids as they are published: tensor names, packing, scales and keys of the configs, each against
+transformers with the weights that the checkpoint stands for."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+import transformers
+from safetensors.torch import load_file, save_file
+
+from sglang.srt.distributed import parallel_state
+from sglang.srt.errors import UserError
+from sglang.srt.layers.quantization.dense import QuantizedLinear
+from sglang.srt.model_loader.loader import load_model
+from sglang.srt.plan.ranks import RankLayout
+
+from .harness import TinyRunner, hf_logits, plan_for, random_tokens, save_tiny
+from .quantized_checkpoints import Tensors, Write, nvfp4_modelopt, plain, static
+
+TOKENS = random_tokens(19, seed=1)
+TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
+
+
+def weight_only(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    tensors, stands_for = nvfp4_modelopt(weight)
+    del tensors["input_scale"]
+    return tensors, stands_for
+
+
+WRITERS: Mapping[str, Write] = {
+    "FP8": static(plain("fp8_tensor", "weight_scale")),
+    "W4A16_NVFP4": weight_only,
+    "NVFP4": nvfp4_modelopt,
+    "blocks": plain("fp8_block", "weight_scale_inv"),
+}
+RECURRENT = r".*\.linear_attn\.(in_proj_qkv|in_proj_z|out_proj)"
+ATTENTION = r".*\.self_attn\.[qkvo]_proj"
+EXPERTS = r".*\.mlp\.experts\.\d+\.(gate|up|down)_proj"
+SHARED = r".*\.mlp\.shared_expert\.(gate|up|down)_proj"
+
+
+@dataclass(frozen=True)
+class Published:
+    """`ways`: which modules are stored how, the first match counts. `config(modules)` is the quantization_config, or
+    with `own_file` the content of hf_quant_config.json, given how each module is stored. `wrapped`: the text half of a
+    multimodal checkpoint. `residual`: modules with a scale that their scheme does not read."""
+
+    model: str
+    ways: tuple[tuple[str, str], ...]
+    config: Callable[[dict[str, str]], dict[str, Any]]
+    own_file: bool = False
+    wrapped: bool = False
+    residual: str = ""
+    listed_as: tuple[str, str] = ("", "")
+
+
+def mixed(modules: dict[str, str]) -> dict[str, Any]:
+    """ModelOpt since 0.44: the table of modules decides, the groups beside it say it again."""
+    layers = {
+        name: {"quant_algo": way} | ({"group_size": 16} if "NVFP4" in way else {}) for name, way in modules.items()
+    }
+    eight = {"dynamic": False, "num_bits": 8, "type": "float"}
+    groups = {
+        "group_0": {"input_activations": eight, "weights": eight, "targets": []},
+        "group_1": {"weights": eight | {"num_bits": 4, "group_size": 16}, "targets": []},
+    }
+    return {
+        "config_groups": groups,
+        "quantized_layers": layers,
+        "ignore": ["mtp*", "mtp.layers.0*"],
+        "quant_algo": "MIXED_PRECISION",
+        "producer": {"name": "modelopt", "version": "0.45.0"},
+        "quant_method": "modelopt",
+    }
+
+
+def mixed_in_own_file(modules: dict[str, str]) -> dict[str, Any]:
+    inner = mixed(modules)
+    excluded = ["backbone.embeddings", "backbone.layers.0.mixer.conv1d", "backbone.layers.2.mixer.k_proj", "mtp*"]
+    inner = {key: inner[key] for key in ("quant_algo", "quantized_layers")} | {"exclude_modules": excluded}
+    return {"producer": {"name": "modelopt", "version": "0.44.0rc5"}, "quantization": inner}
+
+
+def nvfp4_of_experts(modules: dict[str, str]) -> dict[str, Any]:
+    """Qwen3.5-122B-A10B-NVFP4."""
+    four = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+    ignored = ["self_attn*", "linear_attn*", "mlp.shared_expert*", "mlp.shared_expert_gate", "mlp.gate"]
+    layers = [f"model.language_model.layers.{i}.{part}" for i in range(4) for part in ignored]
+    return {
+        "config_groups": {"group_0": {"input_activations": four, "weights": four, "targets": ["Linear"]}},
+        "ignore": ["lm_head", *layers, "model.visual*", "mtp.layers.0*", "mtp*"],
+        "quant_algo": "NVFP4",
+        "producer": {"name": "modelopt"},
+        "quant_method": "modelopt",
+    }
+
+
+def nvfp4_of_nemotron(modules: dict[str, str]) -> dict[str, Any]:
+    """Nemotron 3 Nano: everything but attention, some Mamba-2 layers, convolutions and the head."""
+    excluded = ["lm_head", *(f"backbone.layers.2.mixer.{part}_proj" for part in "qkvo")]
+    excluded += [f"backbone.layers.0.mixer.{part}" for part in ("in_proj", "out_proj", "conv1d")]
+    inner = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": excluded}
+    return {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": inner}
+
+
+def blocks(modules: dict[str, str]) -> dict[str, Any]:
+    kept = ["lm_head", "model.embed_tokens", "mlp.gate", "mlp.shared_expert_gate"]
+    kept += [f"linear_attn.{part}" for part in ("conv1d", "in_proj_a", "in_proj_b", "in_proj_ba")]
+    return {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": kept,
+    }
+
+
+NEMOTRON_EXPERTS = r"backbone\.layers\.\d+\.mixer\.(shared_experts|experts\.\d+)\.(up|down)_proj"
+NEMOTRON_MLP = r"backbone\.layers\.4\.mixer\.(up|down)_proj"
+PUBLISHED: Mapping[str, Published] = {
+    "Qwen3.6-27B-NVFP4": Published(
+        "qwen3_5",
+        ((RECURRENT, "FP8"), (ATTENTION, "FP8"), (r".*\.mlp\..*_proj|lm_head", "W4A16_NVFP4")),
+        mixed,
+        wrapped=True,
+    ),
+    "Qwen3.6-35B-A3B-NVFP4": Published(
+        "qwen3_5_moe",
+        ((RECURRENT, "FP8"), (ATTENTION, "FP8"), (f"{EXPERTS}|{SHARED}|lm_head", "W4A16_NVFP4")),
+        mixed,
+        wrapped=True,
+        residual=f"{EXPERTS}|{SHARED}|lm_head",
+        listed_as=(r"(\.mlp\.experts)\..*", r"\1"),
+    ),
+    "Nemotron-3.5-Lightning": Published(
+        "nemotron_h",
+        ((r".*\.mixer\.(in|out)_proj", "FP8"), (f"{NEMOTRON_EXPERTS}|lm_head", "W4A16_NVFP4")),
+        mixed_in_own_file,
+        own_file=True,
+    ),
+    "Qwen3.5-122B-A10B-NVFP4": Published("qwen3_5_moe", ((EXPERTS, "NVFP4"),), nvfp4_of_experts, wrapped=True),
+    "Nemotron-3-Nano-NVFP4": Published(
+        "nemotron_h",
+        ((f"{NEMOTRON_EXPERTS}|{NEMOTRON_MLP}|backbone.layers.3.mixer.(in|out)_proj", "NVFP4"),),
+        nvfp4_of_nemotron,
+        own_file=True,
+    ),
+    "Qwen3.5-35B-A3B-FP8": Published(
+        "qwen3_5_moe_wide", ((f"{RECURRENT}|{ATTENTION}|{EXPERTS}|{SHARED}", "blocks"),), blocks, wrapped=True
+    ),
+    "Qwen3-Next-80B-A3B-FP8": Published(
+        "qwen3_next_wide",
+        ((rf".*\.linear_attn\.(in_proj_qkvz|out_proj)|{ATTENTION}|{EXPERTS}|{SHARED}", "blocks"),),
+        blocks,
+    ),
+}
+
+
+def publish(made: Published, folder: Path) -> Path:
+    """Writes the checkpoint to `folder`/quantized; returns where the same model in fp32 is."""
+    save_tiny(made.model, folder / "reference")
+    tensors = load_file(folder / "reference" / "model.safetensors")
+    stored: Tensors = {}
+    modules: dict[str, str] = {}
+    for key, tensor in list(tensors.items()):
+        module, _, leaf = key.rpartition(".")
+        way = next((way for pattern, way in made.ways if re.fullmatch(pattern, module)), None)
+        module = module.replace("model.", "model.language_model.", 1) if made.wrapped else module
+        if leaf != "weight" or way is None:
+            stored[f"{module}.{leaf}" if module else leaf] = tensor
+            continue
+        written, tensors[key] = WRITERS[way](tensor)
+        if made.residual and re.fullmatch(made.residual, key.rpartition(".")[0]):
+            written["input_scale"] = torch.tensor(0.5)
+        stored |= {f"{module}.{part}": value.contiguous() for part, value in written.items()}
+        modules[re.sub(*made.listed_as, module)] = way
+    assert set(modules.values()) == {way for _, way in made.ways}, "a pattern matches nothing"
+    save_file(tensors, folder / "reference" / "model.safetensors", {"format": "pt"})
+    _write(folder / "quantized", stored, json.loads((folder / "reference" / "config.json").read_text()), made, modules)
+    return folder / "reference"
+
+
+def _write(folder: Path, stored: Tensors, config: dict[str, Any], made: Published, modules: dict[str, str]) -> None:
+    folder.mkdir()
+    if made.wrapped:
+        stored |= {"model.visual.patch_embed.weight": torch.zeros(2), "mtp.fc.weight": torch.zeros(2)}
+        architecture = config.pop("architectures")[0].replace("ForCausalLM", "ForConditionalGeneration")
+        config = {
+            "architectures": [architecture],
+            "model_type": config["model_type"].removesuffix("_text"),
+            "text_config": config,
+            "vision_config": {"hidden_size": 64, "num_heads": 4},
+        }
+    quantization = made.config(modules)
+    if made.own_file:
+        (folder / "hf_quant_config.json").write_text(json.dumps(quantization))
+    else:
+        config["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(stored, folder / "model.safetensors")
+
+
+def steps(runner: TinyRunner) -> torch.Tensor:
+    """Logits of TOKENS: a prompt in two chunks, then token by token."""
+    extended = [*runner.extend({2: TOKENS[:9]}), *runner.extend({2: TOKENS[9:16]})]
+    return torch.cat((*extended, *(runner.decode({2: token}) for token in TOKENS[16:])))
+
+
+def wanted(reference: Path) -> torch.Tensor:
+    return hf_logits(transformers.AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32), TOKENS)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_form_computes_what_it_stands_for(name: str, tmp_path: Path) -> None:
+    reference = publish(PUBLISHED[name], tmp_path)
+    plan = plan_for(tmp_path / "quantized")
+    runner, want = TinyRunner(plan), wanted(reference)
+    assert want.std() > 0.1
+    torch.testing.assert_close(steps(runner), want, **TOLERANCE)
+    held = sum(p.tensor.nbytes for p in runner.model.params.values())
+    assert held == plan.weight_bytes(), "the plan counts other bytes than are allocated"
+    head = runner.model.logits.product
+    in_table = any(re.fullmatch(pattern, "lm_head") for pattern, _ in PUBLISHED[name].ways)
+    assert isinstance(head, QuantizedLinear) == in_table
+
+
+def _rank(rank: int, size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    parallel_state.init(RankLayout(size), rank, "gloo", f"file://{folder}/rendezvous")
+    plan = plan_for(folder / "quantized", tp_size=size)
+    runner = TinyRunner(plan)
+    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
+    torch.save(steps(runner), folder / f"{rank}.pt")
+    parallel_state.shutdown()
+
+
+def test_two_ranks_share_heads_experts_and_the_quantized_vocabulary(tmp_path: Path) -> None:
+    publish(replace(PUBLISHED["Qwen3.6-35B-A3B-NVFP4"], model="qwen3_5_moe_wide"), tmp_path)
+    mp.spawn(_rank, (2, tmp_path), nprocs=2)
+    want = steps(TinyRunner(plan_for(tmp_path / "quantized")))
+    for rank in range(2):
+        torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), want, **TOLERANCE)
+
+
+# --- the KV cache, and what is refused --------------------------------------------------------------------------------
+
+
+def test_the_cache_that_only_modelopts_own_file_speaks_of(tmp_path: Path) -> None:
+    """Qwen3.6-35B-A3B-NVFP4: no word of it in config.json, and no scales."""
+    publish(PUBLISHED["Qwen3.6-35B-A3B-NVFP4"], tmp_path)
+    assert plan_for(tmp_path / "quantized").kv_cache_dtype == "float32"
+    inner = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8"}
+    (tmp_path / "quantized" / "hf_quant_config.json").write_text(json.dumps({"quantization": inner}))
+    plan = plan_for(tmp_path / "quantized")
+    assert plan.kv_cache_dtype == "fp8_e4m3" and plan.model.quantization is not None
+    assert "config.json quantization_config" in plan.model.quantization.source
+    assert plan_for(tmp_path / "quantized", kv_cache_dtype="bf16").kv_cache_dtype == "bfloat16"
+
+
+def _lacks(name: str) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.__delitem__(name)
+
+
+def _stored_as(name: str, dtype: torch.dtype) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.__setitem__(name, tensors[name].to(dtype))
+
+
+def _cut(name: str) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.__setitem__(name, tensors[name][:, 1:].contiguous())
+
+
+def _more(name: str) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.__setitem__(name, torch.ones(()))
+
+
+LAYER = "model.language_model.layers.1."
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("Qwen3.6-27B-NVFP4", _lacks("lm_head.weight_scale_2"), r"lacks weights of the model: lm_head.weight_scale_2"),
+        (
+            "Qwen3.6-27B-NVFP4",
+            _stored_as("lm_head.weight", torch.bfloat16),
+            r"lm_head.weight is stored as BF16, but .* calls for U8",
+        ),
+        (
+            "Qwen3.6-27B-NVFP4",
+            _stored_as(f"{LAYER}linear_attn.in_proj_z.weight", torch.bfloat16),
+            r"layers.1.linear_attn.in_proj_z.weight is stored as BF16, but .* calls for F8_E4M3",
+        ),
+        (
+            "Qwen3.6-27B-NVFP4",
+            _lacks(f"{LAYER}linear_attn.in_proj_qkv.input_scale"),
+            r"lacks weights of the model: .*layers.1.linear_attn.in_proj_qkv.input_scale",
+        ),
+        (
+            "Qwen3.6-27B-NVFP4",
+            _more(f"{LAYER}linear_attn.in_proj_a.weight_scale"),
+            r"has weights that the model does not have: .*layers.1.linear_attn.in_proj_a.weight_scale",
+        ),
+        (
+            "Qwen3.6-35B-A3B-NVFP4",
+            _cut(f"{LAYER}mlp.experts.3.down_proj.weight_scale"),
+            r"experts.3.down_proj.weight_scale has shape \[64, 1\], but config.json calls for \[64, 2\]",
+        ),
+        (
+            "Nemotron-3.5-Lightning",
+            _lacks("backbone.layers.1.mixer.experts.7.up_proj.weight_scale_2"),
+            r"lacks weights of the model: backbone.layers.1.mixer.experts.7.up_proj.weight_scale_2",
+        ),
+        (
+            "Qwen3.5-35B-A3B-FP8",
+            _cut("model.language_model.layers.0.linear_attn.out_proj.weight_scale_inv"),
+            r"out_proj.weight_scale_inv has shape \[1, 3\], but config.json calls for \[1, 4\]",
+        ),
+    ],
+)
+def test_wrong_tensors_are_named(name: str, change: Callable[[Tensors], None], message: str, tmp_path: Path) -> None:
+    publish(PUBLISHED[name], tmp_path)
+    tensors = load_file(tmp_path / "quantized" / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "quantized" / "model.safetensors")
+    with pytest.raises(UserError, match=message):
+        load_model(plan_for(tmp_path / "quantized"))
+
+
+def test_an_output_head_in_a_scheme_that_no_head_has(tmp_path: Path) -> None:
+    publish(PUBLISHED["Qwen3.6-27B-NVFP4"], tmp_path)
+    path = tmp_path / "quantized" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["quantized_layers"]["lm_head"] = {"quant_algo": "FP8"}
+    path.write_text(json.dumps(config))
+    plan = plan_for(tmp_path / "quantized")
+    with pytest.raises(UserError, match=r"an output head in fp8_tensor is not supported \(has nvfp4_a16\)"):
+        plan.weight_bytes()
