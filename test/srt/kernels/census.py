@@ -51,6 +51,7 @@ from sglang.srt.plan.layer_spec import Absent, AttentionShape, FeedForward, Laye
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.per_layer import PerLayerEmbedding
+from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 from sglang.srt.sampling.sampling_table import ROW_WIDTH
 
@@ -115,7 +116,7 @@ def _feed_forward(once: Callable[..., None], block: FeedForward, hidden: int, tp
 
 def _matrices(layer: LayerSpec, hidden: int, tp_size: int) -> list[Matrix]:
     """Of one rank, without experts: the shares of others do not depend on theirs."""
-    weights = layer.weights(hidden, tp_size, 1)
+    weights = layer.weights(hidden, RankLayout(tp_size), 1)
     return [part for part in weights if isinstance(part, Matrix) and not part.experts and part.dtype is None]
 
 

@@ -15,10 +15,11 @@ from typing import Any
 from sglang.srt.errors import UserError
 from sglang.srt.plan.layout import check_layout
 from sglang.srt.plan.model_description import ModelDescription, describe_model
+from sglang.srt.plan.ranks import RankLayout
 
 HERE = Path(__file__).parent
 LAYOUTS = range(1, 9)
-"""Tensor-parallel ranks of one host."""
+"""Tensor-parallel ranks of one host. What is launched with expert parallelism is launched with fewer of those too."""
 
 
 def config_files() -> dict[str, Path]:
@@ -68,7 +69,7 @@ def described(names: Sequence[str] = ()) -> Iterator[tuple[str, ModelDescription
 def accepted_layouts(model: ModelDescription, sizes: Sequence[int] = LAYOUTS) -> Iterator[int]:
     for tp_size in sizes:
         try:
-            check_layout(model, tp_size)
+            check_layout(model, RankLayout(tp_size))
         except UserError:
             continue
         yield tp_size

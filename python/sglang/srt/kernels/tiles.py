@@ -116,8 +116,11 @@ ROWS: tuple[TileRow, ...] = (
         (_split(16, 32, 4, 3, 2), _split(16, 16, 4, 2, 2)),
     ),
     TileRow("decode_attention", ((256, 256),), _HALF, (_split(16, 32, 4, 3, 2), _split(16, 16, 4, 2, 2))),
-    # Converted keys take registers: of 8 warps each has fewer.
-    TileRow("decode_attention", ((256, 256),), _FP8, (_split(16, 32, 8, 2, 2), _split(16, 16, 4, 2, 2))),
+    # Half as many float8 keys at a time and three programs an SM: spills nothing, and as many bytes are on their way.
+    TileRow(
+        "decode_attention", ((256, 256),), _FP8,
+        (_split(16, 16, 4, 3, 3), _split(16, 16, 4, 2, 2)), {"wgmma": (_split(16, 32, 4, 3, 2),)},
+    ),
     TileRow("decode_attention", ((512, 512),), _ANY, (_split(16, 16, 4, 3, 2), _split(16, 16, 4, 2, 2))),
     TileRow(
         "decode_attention", (MLA_LATENT,), _HALF,

@@ -9,6 +9,7 @@ from typing import Any
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.layer_spec import Matrix, Serving
 from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.weights import expert_rows
 
 
@@ -17,7 +18,7 @@ def needs_of(model: ModelDescription, serving: Serving) -> tuple[Need, ...]:
     several shapes has a need for each, told apart by `variant`. Raises UserError where the experts cannot be divided.
     """
     dtype = serving.dtype
-    experts = _experts(model, serving.tp_size)
+    experts = _experts(model, serving.ranks)
     blocks = (block for layer in model.layers for block in layer.token_blocks)
     feed_forward = [need for block in blocks for need in block.needs(serving)]
     return (
@@ -31,12 +32,12 @@ def needs_of(model: ModelDescription, serving: Serving) -> tuple[Need, ...]:
     )
 
 
-def _experts(model: ModelDescription, tp_size: int) -> dict[str, Any]:
+def _experts(model: ModelDescription, ranks: RankLayout) -> dict[str, Any]:
     """The scheme and the shapes of the routed experts, as fields of their need."""
     experts, quant = model.experts, model.expert_quant
     if experts is None:
         return {}
-    weights = experts.weights(model.hidden_size, tp_size, expert_rows(model, tp_size))
+    weights = experts.weights(model.hidden_size, ranks, expert_rows(model, ranks))
     products = (part for part in weights if isinstance(part, Matrix) and part.experts)
     shapes = tuple((product.rows, product.cols, product.bias) for product in products)
     return {"quant": quant.scheme if quant else None, "shapes": shapes}
