@@ -56,6 +56,7 @@ def filled_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> Causal
             load_checkpoint(model, plan.model.model_path)
         for step in model.finish:
             step()
+    parallel_state.meet()  # the collectives that follow have a time limit, and files come at different speeds
     num_bytes = sum(p.tensor.nbytes for p in model.params.values())
     logger.info(
         "Loaded %s (%s): %.2f GB of weights in %.1f s",
