@@ -7,9 +7,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
+from record import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +55,15 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
 
 
 async def ask(
-    url: str, requests: Sequence[Request], parallel: int, api_key: str | None = None, timeout_s: float = 600.0
+    url: str,
+    requests: Sequence[Request],
+    parallel: int,
+    api_key: str | None = None,
+    timeout_s: float = 3600.0,
+    record: Record | None = None,
 ) -> tuple[list[Answer], float]:
-    """The answers in order, and the seconds from the first request to the last answer. Raises ServerUnreachable."""
+    """The answers in order, and the seconds from the first request to the last answer. With a `record`, what it has is
+    not asked again, and the seconds are those of all runs. Raises ServerUnreachable."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     connector = aiohttp.TCPConnector(limit=parallel)
     timeout = aiohttp.ClientTimeout(total=timeout_s)
@@ -64,12 +72,20 @@ async def ask(
         slots = asyncio.Semaphore(parallel)
 
         async def one(request: Request) -> Answer:
+            body = {"model": model, **request.body}
+            key = Record.key(request.path, body)
+            known = record.get(key) if record is not None else None
+            if known is not None:
+                return Answer(known)
             async with slots:
-                return await _post(session, url + request.path, {"model": model, **request.body})
+                answer = await _post(session, url + request.path, body)
+            if record is not None and answer.body is not None:
+                record.add(key, answer.body)
+            return answer
 
         started = time.perf_counter()
         answers = await asyncio.gather(*(one(request) for request in requests))
-        return list(answers), time.perf_counter() - started
+        return list(answers), time.perf_counter() - started if record is None else record.seconds
 
 
 async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Answer:
@@ -85,10 +101,17 @@ async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) 
     return Answer(content)
 
 
-def run(url: str, requests: Sequence[Request], parallel: int, api_key: str | None) -> tuple[list[Answer], float]:
-    """`ask` for scripts: ends the program with a message if nobody answers."""
+def run(
+    url: str, requests: Sequence[Request], parallel: int, api_key: str | None, record: Path | None = None
+) -> tuple[list[Answer], float]:
+    """`ask` for scripts: ends the program with a message if nobody answers. Raises ValueError for a file that is no
+    record of answers."""
+    kept = None if record is None else Record(record)
     try:
-        return asyncio.run(ask(url, requests, parallel, api_key))
+        return asyncio.run(ask(url, requests, parallel, api_key, record=kept))
     except ServerUnreachable as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
+    finally:
+        if kept is not None:
+            kept.close()

@@ -5,7 +5,7 @@
 
 Reads any JSON-lines file in the form of GSM8K ({"question", "answer": "... #### 42"}); without --data-path, the
 synthetic problems beside this script. The first --num-shots lines are shown solved, the lines after them are asked. An
-answer counts by its last number.
+answer counts by its last number. With --record an interrupted run goes on where it was.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import argparse
 import json
 import re
 import sys
-import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -23,6 +23,7 @@ if str(HERE) not in sys.path:
     sys.path.insert(0, str(HERE))
 
 import api  # noqa: E402
+from score import Result, judge  # noqa: E402
 
 SYNTHETIC = HERE / "data" / "gsm8k_synthetic.jsonl"
 STOPS = ["Question", "Assistant:", "<|separator|>"]
@@ -41,26 +42,6 @@ class Example:
     @property
     def solved(self) -> str:
         return f"{self.asked} {self.answer}\n\n"
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """Shares of the questions, seconds, and tokens a second."""
-
-    accuracy: float
-    invalid: float
-    errors: int
-    latency: float
-    throughput: float
-
-    def rows(self) -> str:
-        lines = [
-            f"Accuracy: {self.accuracy:.3f}",
-            f"Invalid: {self.invalid:.3f}",
-            f"Latency: {self.latency:.3f} s",
-            f"Output throughput: {self.throughput:.3f} token/s",
-        ]
-        return "\n".join(lines)
 
 
 def last_number(text: str) -> float | None:
@@ -95,6 +76,7 @@ def evaluate(
     max_new_tokens: int = 512,
     temperature: float = 0.0,
     api_key: str | None = None,
+    record: Path | None = None,
 ) -> Result:
     """Raises ValueError if there are too few lines."""
     shots, asked = examples[:num_shots], examples[num_shots : num_shots + num_questions]
@@ -103,18 +85,14 @@ def evaluate(
     shown = "".join(example.solved for example in shots)
     limits = {"max_tokens": max_new_tokens, "temperature": temperature, "stop": STOPS}
     requests = [api.Request("/v1/completions", {"prompt": shown + e.asked, **limits}) for e in asked]
-    answers, seconds = api.run(url, requests, parallel, api_key)
-    right = invalid = errors = 0
-    for example, answer in zip(asked, answers, strict=True):
-        if answer.body is None:
-            errors += 1
-            print(f"error: {answer.error}", file=sys.stderr)
-            continue
-        got = last_number(str(answer.body["choices"][0].get("text") or ""))
-        invalid += got is None
-        right += got is not None and got == last_number(example.answer)
-    tokens = sum(answer.completion_tokens for answer in answers)
-    return Result(right / len(asked), invalid / len(asked), errors, seconds, tokens / seconds)
+    answers, seconds = api.run(url, requests, parallel, api_key, record)
+    return judge(answers, seconds, [partial(verdict, example) for example in asked])
+
+
+def verdict(example: Example, answer: api.Answer) -> bool | None:
+    assert answer.body is not None
+    got = last_number(str(answer.body["choices"][0].get("text") or ""))
+    return None if got is None else got == last_number(example.answer)
 
 
 def main() -> int:
@@ -128,6 +106,7 @@ def main() -> int:
     parser.add_argument("--host", default="http://127.0.0.1")
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--api-key")
+    parser.add_argument("--record", type=Path, help="answers are kept there, and not asked for again")
     parser.add_argument("--result-file", type=Path, help="a JSON line with the results is added to it")
     args = parser.parse_args()
     try:
@@ -140,25 +119,14 @@ def main() -> int:
             args.max_new_tokens,
             args.temperature,
             args.api_key,
+            args.record,
         )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(result.rows())
     if args.result_file:
-        row = {
-            "task": "gsm8k",
-            "backend": "openai",
-            "accuracy": round(result.accuracy, 3),
-            "invalid": round(result.invalid, 3),
-            "latency": round(result.latency, 3),
-            "throughput": round(result.throughput, 3),
-            "num_requests": args.num_questions,
-            "num_shots": args.num_shots,
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
-        }
-        with args.result_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        result.append_to(args.result_file, "gsm8k", num_shots=args.num_shots)
     return 1 if result.errors else 0
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +26,16 @@ PANELS: list[dict[str, Any]] = json.loads(DASHBOARD.read_text())["panels"]
 METRIC = re.compile(r"sglang:\w+")
 
 
-def words_of(environment: dict[str, str]) -> list[str]:
+SERVERS = ("server", "second")
+
+
+def words_of(environment: dict[str, str], service: str = "server") -> list[str]:
     """The server's command line, as compose puts the variables in."""
-    text: str = SERVICES["server"]["command"]
+    text: str = SERVICES[service]["command"]
     text = re.sub(
-        r"\$\{MODEL:\+([^$]*)\$\{MODEL\}\}",
-        lambda m: m[1] + environment["MODEL"] if "MODEL" in environment else "",
-        text,
+        r"\$\{(\w+):\+([^$]*)\$\{\1\}\}", lambda m: m[2] + environment[m[1]] if m[1] in environment else "", text
     )
-    text = re.sub(r"\$\{FLAGS:-\}", environment.get("FLAGS", ""), text)
+    text = re.sub(r"\$\{(\w+):-\}", lambda m: environment.get(m[1], ""), text)
     assert "$" not in text
     return text.split()
 
@@ -41,6 +46,54 @@ def test_the_server_is_started_with_flags_that_it_has() -> None:
     assert args.enable_metrics
     assert "--model-path" not in words_of({})
     assert SERVICES["server"]["entrypoint"] == ["sglang", "serve"]
+    second = {"SECOND_MODEL": "a/b", "SECOND_FLAGS": "--tp 2"}
+    assert words_of(second, "second") == words_of({"MODEL": "a/b", "FLAGS": "--tp 2"})
+
+
+def test_the_gateway_reaches_every_server() -> None:
+    text = (DOCKER / "gateway.conf").read_text()
+    assert set(re.findall(r"proxy_pass http://(\w+):30000/;", text)) == set(SERVERS)
+    assert "listen 8000;" in text and SERVICES["gateway"]["ports"] == ["127.0.0.1:${GATEWAY_PORT:-8000}:8000"]
+    assert SERVICES["second"]["profiles"] == SERVICES["gateway"]["profiles"] == ["models"]
+
+
+def test_compose_follows_its_schema() -> None:
+    words = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    done = subprocess.run([*words, str(DOCKER / "compose.yml")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="hadolint comes for x86-64")
+def test_the_dockerfile_has_no_lint() -> None:
+    hadolint = shutil.which("hadolint", path=str(Path(sys.executable).parent))
+    assert hadolint is not None
+    done = subprocess.run([hadolint, str(DOCKER / "Dockerfile")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_image_starts_the_server_that_compose_asks() -> None:
+    text = (DOCKER / "Dockerfile").read_text()
+    entrypoint = json.loads(re.findall(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)[0])
+    assert entrypoint[:2] == SERVICES["server"]["entrypoint"]
+    assert ServerArgs.from_cli([*entrypoint[2:], "--model-path", "a/b", "--tp", "8"]).host == "0.0.0.0"
+    assert re.findall(r"^EXPOSE (\d+)$", text, re.MULTILINE) == ["30000"]
+
+
+def test_the_image_is_made_of_what_the_build_may_see() -> None:
+    seen = [line[1:] for line in (DOCKER.parent / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    copied = re.findall(r"^COPY (.*) \S+$", (DOCKER / "Dockerfile").read_text(), re.MULTILINE)
+    sources = {source for words in copied for source in words.split()}
+    assert sources == set(seen) and all((DOCKER.parent / source).exists() for source in sources)
+
+
+def test_every_step_of_the_image_is_one_of_the_script() -> None:
+    script = (DOCKER / "install.sh").read_text()
+    steps = set(re.findall(r"^(\w+)\(\) \{$", script, re.MULTILINE))
+    used = set(re.findall(r"/opt/install.sh (\w+)", (DOCKER / "Dockerfile").read_text()))
+    assert used == steps - {"smoke"}
+    assert subprocess.run(["sh", "-n", str(DOCKER / "install.sh")]).returncode == 0
+    unknown = subprocess.run(["sh", str(DOCKER / "install.sh"), "nothing"], capture_output=True, text=True)
+    assert unknown.returncode == 2 and "unknown step nothing" in unknown.stderr
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -52,10 +105,10 @@ def test_what_a_service_mounts_exists(name: str) -> None:
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_ports_are_open_to_this_machine_only(name: str) -> None:
-    assert all(str(port).startswith("127.0.0.1:") for port in SERVICES[name]["ports"])
+    assert all(str(port).startswith("127.0.0.1:") for port in SERVICES[name].get("ports", ()))
 
 
-@pytest.mark.parametrize("name", sorted(set(SERVICES) - {"server"}))
+@pytest.mark.parametrize("name", sorted(set(SERVICES) - set(SERVERS)))
 def test_foreign_images_have_a_version(name: str) -> None:
     assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+", SERVICES[name]["image"])
 

@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 from live_server import live_server
+from srt.models import harness
+from srt.models.test_hybrid import multimodal
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.configs.hf_config import read_config
-from srt.models import harness
-from srt.models.test_hybrid import multimodal
 
 IMAGE = "data:image/png;base64,iVBORw0KGgo="
 

@@ -94,7 +94,7 @@ class DirectBatch:
         rows = np.array([i for i, _, _ in chosen])
         first = np.array([a for _, a, _ in chosen], np.int32)
         end = np.array([b for _, _, b in chosen], np.int32)
-        self.kv.leave_windows(self.slots[rows], first)
+        self.kv.leave_windows(self.slots, self.lens)  # also of prompts that are done: they decode later
         sampled = [row for row, (i, _, b) in enumerate(chosen) if b == goals[i]]
         step = StepInput(
             slots=self.slots[rows],

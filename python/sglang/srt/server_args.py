@@ -28,8 +28,8 @@ OBSERVE = "logging and metrics"
 _EFFECTIVE_IF_NONE = "Chosen at start-up if not given."
 
 _ATTENTION = {
-    "choices": tuple(kernel.name for kernel in EXTEND_ATTENTION if kernel.not_here is None),
-    "explained": tuple(kernel.name for kernel in EXTEND_ATTENTION if kernel.not_here is not None),
+    "choices": tuple(kernel.name for kernel in EXTEND_ATTENTION if kernel.not_here is None and not kernel.asked_as),
+    "explained": tuple(kernel.name for kernel in EXTEND_ATTENTION if kernel.not_here is not None or kernel.asked_as),
 }
 _EXPERTS = {
     "choices": ("auto", *(kernel.name for kernel in FUSED_MOE if kernel.not_here is None)),
@@ -133,7 +133,7 @@ class ServerArgs:
     preferred_sampling_params: str | None = option(
         None, SERVING, "JSON object of sampling parameters that requests leave out.", json=True, metavar="JSON"
     )
-    skip_server_warmup: bool = option(False, SERVING, "Do not send a first request at start-up.")
+    skip_server_warmup: bool = option(False, SERVING, "Start without a first prompt and a first request.")
     watchdog_timeout: float = option(300.0, SERVING, "Seconds after which a stuck step ends the server.", minimum=1)
 
     # --- parallelism
@@ -194,7 +194,9 @@ class ServerArgs:
     prefill_attention_backend: str | None = option(None, KERNELS, "As --attention-backend, for prefill.", **_ATTENTION)
     decode_attention_backend: str | None = option(None, KERNELS, "As --attention-backend, for decode.", **_ATTENTION)
     moe_runner_backend: str = option("auto", KERNELS, "Kernel of the experts.", "--moe-backend", **_EXPERTS)
-    grammar_backend: str | None = option(None, KERNELS, "Structured output.", choices=("xgrammar", "none"))
+    grammar_backend: str | None = option(
+        None, KERNELS, "Structured output.", choices=("xgrammar", "llguidance", "none")
+    )
     cuda_graph_max_bs: int | None = option(
         None, KERNELS, "Largest decode batch that runs from a CUDA graph.", minimum=1
     )

@@ -71,7 +71,8 @@ def test_command_line(tmp_path: Path) -> None:
         done = subprocess.run([*command, *where], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(
-        r"Accuracy: 1\.000\nInvalid: 0\.000\nLatency: \d+\.\d{3} s\nOutput throughput: \d+\.\d{3} token/s\n",
+        r"Accuracy: 1\.000\nInvalid: 0\.000\nLatency: \d+\.\d{3} s\nOutput throughput: \d+\.\d{3} token/s\n"
+        r"95% interval: 0\.839 to 1\.000 \(20 questions\)\n",
         done.stdout,
     )
     assert json.loads(results.read_text())["accuracy"] == 1.0

@@ -1,23 +1,20 @@
 """Every Triton launcher with the sizes of the published models, on meta tensors: what the server can ask Triton for.
 
-`Shape` is one rank's share of a model; `shapes()` gives those of `configs/census.json` (sizes from published
-config.json files) in every layout. `launch_all` runs the launchers; under `launch_form.recording` nothing is compiled.
+The sizes are those of the models' descriptions, which the server builds models of, on one rank of every layout that it
+accepts. `launch_all` runs the launchers; under `launch_form.recording` nothing is compiled.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
 
-from sglang.srt.configs.activation import GPT_OSS_SWIGLU, SILU
+from sglang.srt.configs.activation import GELU_TANH, Activation
 from sglang.srt.configs.quant_rules import ModuleQuant
-from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, SCHEMES, Scheme, expert_share
+from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, SCHEMES, Scheme, expert_share, wants_planes
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.tiles import attention_tiles
@@ -27,7 +24,7 @@ from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorksp
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
 from sglang.srt.layers.attention.triton_ops.prefill_attention import context_attention_fwd
 from sglang.srt.layers.moe import mixed_moe
-from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights, wants_planes
+from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights
 from sglang.srt.layers.moe.fused_moe_triton import fused_moe as moe
 from sglang.srt.layers.moe.fused_moe_triton.config_files import find
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, last_resort, tile_rows
@@ -47,12 +44,19 @@ from sglang.srt.layers.triton_ops import (
 )
 from sglang.srt.layers.triton_ops.scaled_dot import product_of
 from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
+from sglang.srt.plan.compressed import CompressedSparse
+from sglang.srt.plan.feed_forward import Dense, MoE, Router
+from sglang.srt.plan.layer_spec import Absent, AttentionShape, LayerSpec, Matrix
+from sglang.srt.plan.mixers import GQA, MLA
+from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 from sglang.srt.sampling.sampling_table import ROW_WIDTH
 
-CONFIGS = Path(__file__).parent / "configs" / "census.json"
-LAYOUTS = (1, 2, 4, 8)
+from .published import LAYOUTS, accepted_layouts, described
+
 BF16 = torch.bfloat16
 CACHES = ("bfloat16", "fp8_e4m3", "fp8_e5m2")
+OWN_FORMAT_OF_BIASES = "mxfp4"
 MANY = 4096
 """Tokens of one step: for the largest tiles, and for the way of grouping that takes several launches."""
 CONTEXT = 32_768
@@ -60,146 +64,113 @@ SLOTS = 65_536
 REQUESTS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What one rank holds of a model. Zero, empty and None: it has none of that."""
-
-    model: str
-    tp: int
-    hidden: int
-    vocab: int
-    heads: int
-    kv_heads: int
-    head_dims: tuple[int, int]
-    rotary: int = 0  # 0: the fused norm, rotation and store does not serve the model
-    interleaved: bool = False
-    qk_norm: bool = False
-    bias: bool = False
-    window: int = 0
-    cap: float = 0.0
-    sinks: bool = False
-    inter: int = 0
-    experts: int = 0
-    expert_inter: int = 0  # of the whole model: schemes differ in the shares
-    top_k: int = 0
-    score: str = "softmax"
-    groups: tuple[int, int] = (1, 1)
-    correction: bool = False
-    hashed: bool = False
-    shared: bool = False
-    expert_bias: bool = False
-    expert_scheme: str | None = None
-    prompt_heads: tuple[int, int] = (0, 0)  # of latent attention over uncompressed prompts
-    dense_heads: tuple[int, int] = (0, 0)  # of an image encoder
-    causal: bool = True  # of that
-    recurrent: tuple[int, int, int, int] = (0, 0, 0, 0)  # key and value heads, dims of a key and a value
-    delta: bool = True  # the gated delta rule; else Mamba-2
-
-
 def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def shapes(names: Sequence[str] = (), layouts: Sequence[int] = LAYOUTS) -> Iterator[Shape]:
-    """Every model (or those named) in every layout that divides its heads."""
-    for name, model in json.loads(CONFIGS.read_text()).items():
-        if names and name not in names:
-            continue
-        for tp in layouts:
-            heads, kv_heads = model["heads"], model["kv_heads"]
-            if heads % tp or (kv_heads % tp and tp % kv_heads) or model.get("inter", 0) % tp:
-                continue
-            tuples = ("head_dims", "groups", "prompt_heads", "dense_heads", "recurrent")
-            dims = {key: tuple(model[key]) for key in tuples if key in model}
-            whole = Shape(**{"model": name, "tp": tp} | model | dims)
-            yield replace(whole, heads=heads // tp, kv_heads=max(1, kv_heads // tp), inter=whole.inter // tp)
+def models(names: Sequence[str] = (), layouts: Sequence[int] = LAYOUTS) -> Iterator[tuple[ModelDescription, int]]:
+    """Every model (or those named) with every number of ranks that a server accepts for it in some number format."""
+    for _, model in described(names):
+        for tp_size in accepted_layouts(model, layouts):
+            yield model, tp_size
 
 
-def launch_all(shape: Shape, arch: ArchTraits, done: set[object]) -> None:
-    """Everything that a server of this shape can launch, with caches and weights of every format. `done`: what was
-    launched with the same sizes before, for other shapes; it is not launched again."""
+def launch_all(model: ModelDescription, tp_size: int, arch: ArchTraits, done: set[object]) -> None:
+    """Everything that a rank can launch, with caches and weights of every format. `done`: what was launched with the
+    same sizes before, for other models; it is not launched again."""
 
     def once(part: Callable[..., None], *sizes: object) -> None:
         if (part, sizes) not in done:
             done.add((part, sizes))
             part(*sizes)
 
-    once(_elementwise, shape.hidden, shape.inter)
-    fp32_norms = shape.delta and any(shape.recurrent)
-    if fp32_norms:
-        once(_fp32_norms, shape.hidden)
-    attention = (shape.heads, shape.kv_heads, shape.head_dims)
-    if shape.rotary:
-        once(_rope_store, *attention, shape.rotary, shape.qk_norm, shape.interleaved, fp32_norms)
-    once(_attention, *attention, shape.window, shape.cap, shape.sinks, arch)
-    if any(shape.prompt_heads):
-        once(_latent, shape.heads, shape.head_dims, shape.prompt_heads, arch)
-    once(_dense_attention, 16 if not shape.causal else shape.heads, shape.dense_heads, shape.causal, arch)
-    if any(shape.recurrent):
-        key_heads, value_heads, key_dim, value_dim = shape.recurrent
-        once(_recurrent, key_heads // shape.tp, value_heads // shape.tp, key_dim, value_dim, shape.delta)
-        if shape.delta:
-            once(_output_gate, shape.heads * shape.head_dims[1])
-    for rows, cols, bias in _unquantized(shape):
-        once(_gemv, rows, cols, bias)
-    once(_quantized_head, -(-shape.vocab // shape.tp), shape.hidden, arch)
-    for rows, cols, bias in _projections(shape):
+    once(_norms, model.hidden_size, model.zero_centred_norms)
+    for layer in dict.fromkeys(model.layers):
+        mixer, ffn = layer.mixer, layer.ffn
+        once(_MIXERS[type(mixer)], mixer, tp_size, arch)
+        if isinstance(ffn, Dense):
+            once(_gate, ffn.activation, ffn.intermediate_size // tp_size)
+        elif isinstance(ffn, MoE):
+            once(_routing, ffn.router, ffn.num_experts, ffn.fused_shared, ffn.vocab_size)
+            if ffn.shared is not None and not ffn.fused_shared:
+                once(_gate, ffn.activation, ffn.shared.intermediate_size // tp_size)
+            for sizes in _expert_layers(ffn, model.hidden_size, tp_size):
+                once(_experts, *sizes, ffn.activation, ffn.bias, arch)
+        whole, share = _matrices(layer, model.hidden_size, 1), _matrices(layer, model.hidden_size, tp_size)
+        for matrix, of_all in zip(share, whole, strict=True):
+            _dense_product(once, matrix, matrix.cols < of_all.cols, arch)
+    once(_gemv, -(-model.vocab_size // tp_size), model.hidden_size, False, torch.float32)
+    once(_quantized_head, -(-model.vocab_size // tp_size), model.hidden_size, arch)
+    once(_image_encoder, model.vision_head_dim, arch)
+    once(_sampling, model.vocab_size)
+
+
+def _matrices(layer: LayerSpec, hidden: int, tp_size: int) -> list[Matrix]:
+    """Of one rank, without experts: the shares of others do not depend on theirs."""
+    weights = (*layer.mixer.weights(hidden, tp_size), *layer.ffn.weights(hidden, tp_size, 1))
+    return [part for part in weights if isinstance(part, Matrix) and not part.experts and part.dtype is None]
+
+
+def _dense_product(once: Callable[..., None], matrix: Matrix, cut: bool, arch: ArchTraits) -> None:
+    """`cut`: ranks share its columns."""
+    once(_gemv, matrix.rows, matrix.cols, matrix.bias, None)
+    if matrix.name == "moe.router":
+        once(_gemv, matrix.rows, matrix.cols, matrix.bias, torch.float32)
+    if matrix.quantized:
         for scheme in SCHEMES.values():
+            if cut and scheme.group[1] and matrix.cols % scheme.group[1]:
+                continue  # refused: a rank would have a part of what has one scale
             for static in (False, True) if scheme.activation == "tensor" else (scheme.activation == "nvfp4",):
-                once(_products, rows, cols, bias, scheme, static, arch)
-    if shape.experts:
-        routing = (shape.experts, shape.top_k, shape.score, shape.groups, shape.correction, shape.shared)
-        once(_routing, *routing, shape.vocab if shape.hashed else 0)
-        for layer in _expert_layers(shape):
-            once(_experts, *layer, arch)
-    once(_sampling, shape.vocab)
+                once(_products, matrix.rows, matrix.cols, matrix.bias, scheme, static, arch)
 
 
-def _elementwise(hidden: int, inter: int) -> None:
-    weight = empty(hidden)
+def _norms(hidden: int, zero_centred: bool) -> None:
+    """Weights that checkpoints store minus 1 are kept in fp32."""
+    weight = empty(hidden, dtype=torch.float32 if zero_centred else BF16)
     for tokens in (1, 100):
         norm.rmsnorm(empty(tokens, hidden), weight, 1e-6)
         norm.fused_add_rmsnorm(empty(tokens, hidden), empty(tokens, hidden), weight, 1e-6)
-        if inter:
-            activation.silu_and_mul(empty(tokens, 2 * inter))
 
 
-def _fp32_norms(hidden: int) -> None:
-    """Norms whose weights checkpoints store minus 1."""
-    weight = empty(hidden, dtype=torch.float32)
-    norm.rmsnorm(empty(100, hidden), weight, 1e-6)
-    norm.fused_add_rmsnorm(empty(100, hidden), empty(100, hidden), weight, 1e-6)
+def _gate(function: Activation, inter: int) -> None:
+    kernel = GATES.get(function.op)
+    for tokens in (1, 100) if kernel else ():
+        kernel(empty(tokens, 2 * inter))
 
 
-def _rope_store(
-    heads: int, kv_heads: int, head_dims: tuple[int, int], rotary: int, qk_norm: bool, interleaved: bool, fp32: bool
-) -> None:
-    dim = head_dims[0]
-    weight = empty(dim, dtype=torch.float32 if fp32 else BF16) if qk_norm else None
+def _grouped_query(mixer: GQA, tp_size: int, arch: ArchTraits) -> None:
+    shape = mixer.attention_shape(tp_size)
+    _rope_store(shape, mixer)
+    _attention(shape, mixer.window, mixer.logit_cap, mixer.sinks, arch)
+    if mixer.output_gate:
+        width = shape.num_heads * shape.head_dim
+        gated_norm.attention_output_gate(empty(8, width), empty(8, 2 * width)[:, width:])
+
+
+def _rope_store(shape: AttentionShape, mixer: GQA) -> None:
+    heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    weight = empty(dim, dtype=torch.float32 if mixer.fp32_norms else BF16) if mixer.qk_norm == "head" else None
     for dtype in CACHES:
         k, v = (empty(SLOTS, kv_heads, dim, dtype=STORAGE_DTYPES[dtype]) for _ in "kv")
         for tokens in (1, 100, 300):
             rope_store.qk_norm_rope_store(
                 empty(tokens, (heads + 2 * kv_heads) * dim), empty(tokens, dtype=torch.int64),
-                empty(CONTEXT, rotary, dtype=torch.float32), weight, weight, 1e-6, heads, kv_heads, dim, k, v,
-                empty(tokens, dtype=torch.int64), 1.0, 1.0, interleaved,
+                empty(CONTEXT, mixer.rotary_dim, dtype=torch.float32), weight, weight, 1e-6, heads, kv_heads, dim, k, v,
+                empty(tokens, dtype=torch.int64),
             )  # fmt: skip
 
 
 def _attention(
-    heads: int,
-    kv_heads: int,
-    head_dims: tuple[int, int],
+    shape: AttentionShape,
     window: int,
     cap: float,
     sinks: bool,
     arch: ArchTraits,
 ) -> None:
-    dim, v_dim = head_dims
+    heads, kv_heads, dim, v_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.v_head_dim
     latent = dim != v_dim
-    # Models with a window have layers without one as well.
-    common = {"logit_cap": cap, "sinks": empty(heads, dtype=torch.float32) if sinks else None}
-    layers = [common | {"sliding_window": size} for size in sorted({0, window})]
+    sink = empty(heads, dtype=torch.float32) if sinks else None
+    layer = {"logit_cap": cap, "sinks": sink, "sliding_window": window}
     for dtype in CACHES:
         k_cache = empty(SLOTS, kv_heads, dim, dtype=STORAGE_DTYPES[dtype])
         v_cache = k_cache[..., :v_dim] if latent else empty(SLOTS, kv_heads, v_dim, dtype=STORAGE_DTYPES[dtype])
@@ -212,35 +183,41 @@ def _attention(
             q, k = empty(100, heads, dim), empty(100, kv_heads, dim)
             v = k[..., :v_dim]
         for tile in attention_tiles("extend_attention", dim, v_dim, dtype, arch.features):
-            for layer in layers:
-                for prefix in (True, False):
-                    extend_attention_fwd(
-                        q, k, v, empty(100, heads, v_dim), k_cache, v_cache, table, slots, lens,
-                        empty(9, dtype=torch.int32), scale=0.1, tile=tile, has_prefix=prefix, **layer,
-                    )  # fmt: skip
+            for prefix in (True, False):
+                extend_attention_fwd(
+                    q, k, v, empty(100, heads, v_dim), k_cache, v_cache, table, slots, lens,
+                    empty(9, dtype=torch.int32), scale=0.1, tile=tile, has_prefix=prefix, **layer,
+                )  # fmt: skip
         for tile in attention_tiles("decode_attention", dim, v_dim, dtype, arch.features):
             workspace = DecodeWorkspace.allocate(64, heads, kv_heads, v_dim, arch.num_sms, tile, "meta")
             plan_decode(lens, workspace, tile)
-            for layer in layers:
-                decode_attention_fwd(
-                    q[:8], empty(8, heads, v_dim), k_cache, v_cache, table, slots, lens, workspace,
-                    scale=0.1, tile=tile, **layer,
-                )  # fmt: skip
+            decode_attention_fwd(
+                q[:8], empty(8, heads, v_dim), k_cache, v_cache, table, slots, lens, workspace,
+                scale=0.1, tile=tile, **layer,
+            )  # fmt: skip
 
 
-def _latent(heads: int, latent: tuple[int, int], prompt: tuple[int, int], arch: ArchTraits) -> None:
-    """Beside absorbed attention: the store, and prompts over the prefixes of two requests in two chunks each."""
-    dim, rank = latent
-    rot, (head_dim, v_dim) = dim - rank, prompt
+def _latent(mixer: MLA, tp_size: int, arch: ArchTraits) -> None:
+    """Absorbed attention, the store, and prompts over the prefixes of two requests in two chunks each."""
+    shape = mixer.attention_shape(tp_size)
+    _attention(shape, 0, 0.0, False, arch)
+    heads, dim, rank, rot = shape.num_heads, mixer.latent_dim, mixer.kv_lora_rank, mixer.rope_dim
+    head_dim, v_dim = prompt = (mixer.qk_dim, mixer.v_dim)
+    # The latent is a part of the product that makes q's latent too, or queries.
+    before = mixer.q_lora_rank or heads * head_dim
+    if mixer.q_lora_rank:
+        for tokens in (1, 100):
+            norm.rmsnorm(empty(tokens, before + dim)[:, :before], empty(before), 1e-6)
     w_uk, w_uv = empty(heads, head_dim - rot, rank), empty(heads, rank, v_dim)
     cos_sin = empty(CONTEXT, rot, dtype=torch.float32)
     bounds = empty(3, dtype=torch.int32)
     for dtype, interleaved in itertools.product(CACHES, (True, False)):
         cache = empty(SLOTS, 1, dim, dtype=STORAGE_DTYPES[dtype])
         for tokens, absorbed in ((1, 1), (100, None), (300, 16)):
-            # The latent is a part of the product that makes q's latent too.
-            latents, positions = empty(tokens, 1536 + dim)[:, 1536:], empty(tokens, dtype=torch.int64)
+            latents, positions = empty(tokens, before + dim)[:, before:], empty(tokens, dtype=torch.int64)
             queries = empty(tokens, heads, head_dim)
+            if not mixer.q_lora_rank:
+                queries = empty(tokens, before + dim)[:, :before].unflatten(-1, (heads, head_dim))
             entries = latent_store.latent_norm_rope_store(
                 queries, latents, None if absorbed is None else empty(absorbed, heads, dim), positions, cos_sin,
                 empty(rank), 1e-6, cache, positions, 1.0, interleaved,
@@ -254,31 +231,50 @@ def _latent(heads: int, latent: tuple[int, int], prompt: tuple[int, int], arch: 
                 )
 
 
-def _dense_attention(heads: int, head_dims: tuple[int, int], causal: bool, arch: ArchTraits) -> None:
-    dim, v_dim = head_dims
-    for tile in attention_tiles("prefill_attention", dim, v_dim, "bfloat16", arch.features):
-        q, k, v, o = empty(100, heads, dim), empty(100, heads, dim), empty(100, heads, v_dim), empty(100, heads, v_dim)
-        context_attention_fwd(q, k, v, o, empty(9, dtype=torch.int32), is_causal=causal, tile=tile)
+def _compressed_sparse(mixer: CompressedSparse, tp_size: int, arch: ArchTraits) -> None:
+    """Its window; what is compressed has no kernel yet."""
+    _attention(mixer.attention_shape(tp_size), mixer.window, 0.0, True, arch)
 
 
-def _recurrent(key_heads: int, heads: int, key_dim: int, value_dim: int, delta: bool) -> None:
+def _image_encoder(dim: int, arch: ArchTraits) -> None:
+    for tile in attention_tiles("prefill_attention", dim, dim, "bfloat16", arch.features):
+        q, k, v, o = (empty(100, 16, dim) for _ in "qkvo")
+        context_attention_fwd(q, k, v, o, empty(9, dtype=torch.int32), is_causal=False, tile=tile)
+
+
+def _gated_delta(mixer: GatedDelta, tp_size: int, arch: ArchTraits) -> None:
+    heads = (mixer.key_heads // tp_size, mixer.value_heads // tp_size, mixer.key_dim, mixer.value_dim)
+    _recurrent(*heads, gated_delta_rule(mixer.key_dim), mixer.conv_kernel, False)
+
+
+def _mamba2(mixer: Mamba2, tp_size: int, arch: ArchTraits) -> None:
+    heads = (mixer.num_groups // tp_size, mixer.num_heads // tp_size, mixer.state_dim, mixer.head_dim)
+    _recurrent(*heads, Rule(delta=False), mixer.conv_kernel, mixer.conv_bias)
+
+
+def _recurrent(
+    key_heads: int, heads: int, key_dim: int, value_dim: int, rule: Rule, width: int, conv_bias: bool
+) -> None:
     """With states of both types; q, k and v are parts of what the convolution leaves, which is a part of a product."""
-    keys, values = key_heads * key_dim, heads * value_dim
+    keys, values, delta = key_heads * key_dim, heads * value_dim, rule.delta
     channels = 2 * keys + values
-    conv = (empty(channels, 4), None if delta else empty(channels), empty(REQUESTS + 1, 3, channels))
+    conv = (empty(channels, width), empty(channels) if conv_bias else None, empty(REQUESTS + 1, width - 1, channels))
     heads_with_norm = (2 * key_heads, key_dim) if delta else (0, 0)
-    rule = gated_delta_rule(key_dim) if delta else Rule(delta=False)
     per_head, skip = empty(heads, dtype=torch.float32), None if delta else empty(heads, dtype=torch.float32)
     slots = empty(8, dtype=torch.int64)
     ragged = (slots, slots, empty(8, dtype=torch.int32), empty(9, dtype=torch.int32))
     for tokens in (8, 2000):
-        x, out = empty(tokens, channels + values)[:, :channels], empty(tokens, channels)
+        if delta:
+            x, gate = empty(tokens, channels + values).split([channels, values], -1)
+            b, a = empty(tokens, 2 * heads).split([heads, heads], -1)
+        else:
+            (gate, x, a), b = empty(tokens, values + channels + heads).split([values, channels, heads], -1), None
+        out = empty(tokens, channels)
         causal_conv.causal_conv_extend(x, *conv, *ragged, out, *heads_with_norm)
-        q, k, v = (part.unflatten(-1, (-1, dim)) for part, dim in zip(
-            out.split([keys, keys, values], -1), (key_dim, key_dim, value_dim), strict=True
-        ))  # fmt: skip
-        a, b = empty(tokens, 2 * heads).split([heads, heads], -1)
-        given = (rule, q, k, v, a, b if delta else None, per_head, per_head, skip)
+        sizes = (key_dim, key_dim, value_dim)
+        parts = zip(out.split([keys, keys, values], -1), sizes, strict=True)
+        q, k, v = (part.unflatten(-1, (-1, dim)) for part, dim in parts)
+        given = (rule, q, k, v, a, b, per_head, per_head, skip)
         result = empty(tokens, heads, value_dim)
         for dtype in (torch.float32, BF16):
             states = empty(REQUESTS + 1, heads, key_dim, value_dim, dtype=dtype)
@@ -288,44 +284,36 @@ def _recurrent(key_heads: int, heads: int, key_dim: int, value_dim: int, delta: 
                 for num_sms in (1, 1000):
                     recurrence.recurrence_decode(*given, states, slots, result, num_sms)
         groups, weight = (heads, empty(value_dim)) if delta else (key_heads, empty(values))
-        normed = result.view(tokens, groups, -1)
-        gated_norm.gated_rmsnorm(normed, empty(tokens, values), weight, 1e-6, gate_first=not delta)
+        gated_norm.gated_rmsnorm(result.view(tokens, groups, -1), gate, weight, 1e-6, gate_first=not delta)
 
 
-def _output_gate(width: int) -> None:
-    gated_norm.attention_output_gate(empty(8, width), empty(8, 2 * width)[:, width:])
+def _absent(mixer: Absent, tp_size: int, arch: ArchTraits) -> None: ...
 
 
-def _projections(shape: Shape) -> Iterator[tuple[tuple[int, ...], int, bool]]:
-    """(rows of the stacked modules, columns, bias) of this rank's dense products."""
-    dim = shape.head_dims[0]
-    if shape.rotary:
-        yield (shape.heads * dim, shape.kv_heads * dim, shape.kv_heads * dim), shape.hidden, shape.bias
-        yield (shape.hidden,), shape.heads * dim, False
-    if shape.inter:
-        yield (shape.inter, shape.inter), shape.hidden, False
-        yield (shape.hidden,), shape.inter, False
+_MIXERS: dict[type, Callable[..., None]] = {
+    GQA: _grouped_query,
+    MLA: _latent,
+    CompressedSparse: _compressed_sparse,
+    GatedDelta: _gated_delta,
+    Mamba2: _mamba2,
+    Absent: _absent,
+}
+GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu_and_mul": activation.silu_and_mul}
+"""By op; the others are torch's."""
 
 
-def _unquantized(shape: Shape) -> Iterator[tuple[int, int, bool]]:
-    for rows, cols, bias in _projections(shape):
-        yield sum(rows), cols, bias
-    yield -(-shape.vocab // shape.tp), shape.hidden, False
-    if shape.experts:
-        yield shape.experts, shape.hidden, False
+def _gemv(rows: int, cols: int, bias: bool, out_dtype: torch.dtype | None) -> None:
+    x, weight = empty(1, cols), empty(rows, cols)
+    if gemv.supports(x, weight):  # else cuBLAS
+        gemv.linear(x, weight, empty(rows) if bias and out_dtype is None else None, out_dtype)
 
 
-def _gemv(rows: int, cols: int, bias: bool) -> None:
-    gemv.linear(empty(1, cols), empty(rows, cols), empty(rows) if bias else None)
-
-
-def linear_weight(rows: Sequence[int], cols: int, scheme: Scheme, static: bool) -> LinearWeight | None:
+def linear_weight(total: int, cols: int, scheme: Scheme, static: bool) -> LinearWeight | None:
     """As the loader leaves it, or None for what no checkpoint can hold."""
     held = held_scheme(ModuleQuant(scheme.name, "compressed-tensors", static))
     per_row, per_col = scheme.group
-    if (per_row > 1 and any(r % per_row for r in rows[:-1])) or (per_row == 1 and per_col and cols % per_col):
-        return None  # scales would be shared between modules, or a group be cut
-    total = sum(rows)
+    if per_row == 1 and per_col and cols % per_col:
+        return None  # a group would be cut
     packed = 2 if scheme.bits == 4 else 1
     return LinearWeight(
         empty(total, cols // packed, dtype=ELEMENT_DTYPES[scheme.element]),
@@ -339,11 +327,11 @@ def linear_weight(rows: Sequence[int], cols: int, scheme: Scheme, static: bool) 
 def _quantized_head(vocab: int, hidden: int, arch: ArchTraits) -> None:
     """Logits are fp32."""
     for name in HEAD_SCHEMES:
-        _products((vocab,), hidden, False, SCHEMES[name], False, arch, torch.float32)
+        _products(vocab, hidden, False, SCHEMES[name], False, arch, torch.float32)
 
 
 def _products(
-    rows: Sequence[int],
+    rows: int,
     cols: int,
     bias: bool,
     scheme: Scheme,
@@ -356,7 +344,7 @@ def _products(
     if weight is None:
         return
     held = quant_linear.pack(weight, arch)
-    own_bias = empty(sum(rows)) if bias else None
+    own_bias = empty(rows) if bias else None
     for tokens in (1, quant_linear.FEW_ROWS):
         quant_linear.few_rows(empty(tokens, cols), held, own_bias, out)
     kind = held.product.kind
@@ -366,47 +354,34 @@ def _products(
             quant_linear.many_rows(empty(num, cols), held, own_bias, tile, out)
 
 
-def _routing(
-    experts: int,
-    top_k: int,
-    score: str,
-    groups: tuple[int, int],
-    correction: bool,
-    shared: bool,
-    hashed_vocab: int,
-) -> None:
-    for valid, dtype, fused in itertools.product(
-        (None, empty(1, dtype=torch.int32)), (BF16, torch.float32), {False, shared}
-    ):
+def _routing(router: Router, experts: int, fused: bool, vocab: int) -> None:
+    top_k, groups = router.top_k, (router.num_groups, router.top_groups)
+    for valid, dtype in itertools.product((None, empty(1, dtype=torch.int32)), (BF16, torch.float32)):
         logits = empty(100, experts, dtype=dtype)
-        if hashed_vocab:
-            ids, table = empty(100, dtype=torch.int64), empty(hashed_vocab, top_k, dtype=torch.int32)
-            topk.topk_hash(logits, ids, table, score, 1.5, fused, valid)
-        if score == "softmax":
-            for renormalize in (True, False):
-                topk.topk_softmax(logits, top_k, renormalize, 1.0, fused, valid, groups)
+        if router.hash_table:
+            ids, table = empty(100, dtype=torch.int64), empty(vocab, top_k, dtype=torch.int32)
+            topk.topk_hash(logits, ids, table, router.score, router.scale, fused, valid)
+        elif router.score == "softmax":
+            topk.topk_softmax(logits, top_k, router.renormalize, router.scale, fused, valid, groups)
         else:
-            bias = empty(experts, dtype=torch.float32) if correction else None
-            route = getattr(topk, f"topk_{score}")
-            route(logits, bias, top_k, True, groups, 2.5, fused, valid)
+            bias = empty(experts, dtype=torch.float32) if router.correction else None
+            route = getattr(topk, f"topk_{router.score}")
+            route(logits, bias, top_k, router.renormalize, groups, router.scale, fused, valid)
 
 
-def _expert_layers(shape: Shape) -> Iterator[tuple[int, int, int, int, Scheme | None, bool, bool]]:
-    """(experts, choices, hidden, this rank's share of the intermediate size, scheme, static scales, GPT-OSS's form).
-    Biases come in the model's own format only (with activations of either precision); any other experts may be
-    quantized in every way."""
-    schemes = [None, *SCHEMES.values()]
-    if shape.expert_bias:
-        schemes = [scheme for scheme in schemes if scheme is None or scheme.name.startswith(shape.expert_scheme)]
-    for scheme in schemes:
+def _expert_layers(experts: MoE, hidden: int, tp_size: int) -> Iterator[tuple[int, int, int, int, Scheme | None, bool]]:
+    """(experts, choices, hidden, this rank's share of the intermediate size, scheme, static scales). Biases come in the
+    model's own format only (with activations of either precision); any other experts may be quantized in every way."""
+    for scheme in [None, *SCHEMES.values()]:
+        if experts.bias and scheme is not None and not scheme.name.startswith(OWN_FORMAT_OF_BIASES):
+            continue
         try:
-            inter = expert_share(shape.expert_inter, shape.tp, scheme)
+            inter = expert_share(experts.intermediate_size, tp_size, scheme)
         except UserError:
             continue  # such a layout is refused
-        for shared in {False, shape.shared}:
-            for static in (False, True) if scheme and scheme.activation in ("tensor", "nvfp4") else (False,):
-                sizes = (shape.experts + shared, shape.top_k + shared, shape.hidden, inter)
-                yield (*sizes, scheme, static, shape.expert_bias)
+        for static in (False, True) if scheme and scheme.activation in ("tensor", "nvfp4") else (False,):
+            choices, width = experts.top_k + experts.fused_shared, experts.latent_size or hidden
+            yield experts.held_experts, choices, width, inter, scheme, static
 
 
 def expert_weights(
@@ -438,13 +413,15 @@ def _experts(
     inter: int,
     scheme: Scheme | None,
     static: bool,
+    act: Activation,
     bias: bool,
     arch: ArchTraits,
 ) -> None:
     """Few pairs, and all tiles that many may get: of the table, of a tuning file, and what they step down to."""
+    if not act.gated or act.function == GELU_TANH or (act.limit is not None and not bias):
+        return  # torch's, or of no family that is served
     w13 = expert_weights(experts, 2 * inter, hidden, scheme, static, bias, arch)
     w2 = expert_weights(experts, hidden, inter, scheme, static, bias, arch)
-    act = GPT_OSS_SWIGLU if bias else SILU
     kind = product_of(scheme, arch.features).tile_kind
     rungs = [*tile_rows(kind, arch.features), last_resort(kind)]
     tuned = find(experts, inter, scheme.name if scheme else None, arch, hidden=hidden, bias=bias).tiles

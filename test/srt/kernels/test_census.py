@@ -42,8 +42,8 @@ def forms() -> dict[Form, int]:
     """Of every model in every layout, on an RTX PRO 6000."""
     done: set[object] = set()
     with recording("sm_120") as found:
-        for shape in census.shapes():
-            census.launch_all(shape, ARCH, done)
+        for model, tp_size in census.models():
+            census.launch_all(model, tp_size, ARCH, done)
     return found
 
 
@@ -296,6 +296,6 @@ def test_defect_a_feature_that_spills() -> None:
 
 def launches_of(model: str) -> dict[Form, int]:
     with recording("sm_120") as found:
-        for shape in census.shapes((model,), (1,)):
-            census.launch_all(shape, ARCH, set())
+        for described, tp_size in census.models((model,), (1,)):
+            census.launch_all(described, tp_size, ARCH, set())
     return found

@@ -18,6 +18,7 @@ AN_ULP = {"rtol": 0.0, "atol": 4e-4}  # of angles up to 4096 rad in fp32
 VARIANTS: list[dict[str, Any]] = [
     {"rope_type": "default"},
     {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "proportional", "partial_rotary_factor": 0.25},
     {"rope_type": "llama3", **LLAMA3},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 24, "beta_slow": 2},

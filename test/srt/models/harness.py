@@ -105,6 +105,18 @@ GPT_OSS_ROPE = {
     "original_max_position_embeddings": 64,
 }
 GEMMA_ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5}
+GEMMA4 = {
+    "num_hidden_layers": 4,
+    "sliding_window": 12,
+    "global_head_dim": 64,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 20.0,
+    "tie_word_embeddings": True,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 256,
+}
+GEMMA4_LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "full_attention"]
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 RECURRENT_OPS = {
     "causal_conv1d": "CAUSAL_CONV",
@@ -279,6 +291,34 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3TextConfig",
         {"num_hidden_layers": 6, "sliding_window": 12, "final_logit_softcapping": 5.0, "tie_word_embeddings": False},
     ),
+    "gemma4": ("Gemma4TextConfig", GEMMA4 | {"layer_types": GEMMA4_LAYERS}),
+    "gemma4_moe": (
+        "Gemma4TextConfig",
+        GEMMA4
+        | {"layer_types": GEMMA4_LAYERS, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+        | {"moe_intermediate_size": 32},
+    ),
+    "gemma4_small": (
+        "Gemma4TextConfig",
+        GEMMA4
+        | {"num_hidden_layers": 6, "layer_types": [*GEMMA4_LAYERS[:3], *GEMMA4_LAYERS[:3]], "num_kv_shared_layers": 2}
+        | {"hidden_size_per_layer_input": 16, "use_double_wide_mlp": True, "attention_k_eq_v": False},
+    ),
+    "gemma4_moe_wide": (
+        "Gemma4TextConfig",
+        WIDE
+        | GEMMA4
+        | {"layer_types": GEMMA4_LAYERS, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+        | {"moe_intermediate_size": 128, "head_dim": 64, "global_head_dim": 128},
+    ),
+    "gemma4_small_wide": (
+        "Gemma4TextConfig",
+        WIDE
+        | GEMMA4
+        | {"num_hidden_layers": 6, "layer_types": [*GEMMA4_LAYERS[:3], *GEMMA4_LAYERS[:3]], "num_kv_shared_layers": 2}
+        | {"hidden_size_per_layer_input": 64, "use_double_wide_mlp": True, "attention_k_eq_v": False}
+        | {"head_dim": 64, "global_head_dim": 128},
+    ),
     "llama_bias_llama3": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
 }
 
@@ -291,20 +331,26 @@ def hf_model(name: str, seed: int = 0) -> PreTrainedModel:
     config = getattr(transformers, class_name)(**(SIZES | changes))
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    randomize(model, name in ZERO_CENTRED)
+    return model
+
+
+def randomize(model: PreTrainedModel, zero_centred_norms: bool) -> None:
     with torch.no_grad():
         for key, param in model.named_parameters():
-            if "norm" in key:
+            if "norm" in key or key.endswith("scale"):
                 # Qwen's hybrids store weights of norms minus 1, but for those of the recurrent layers' outputs.
-                centre = 0.0 if name in ZERO_CENTRED and "linear_attn" not in key else 1.0
+                centre = 0.0 if zero_centred_norms and "linear_attn" not in key else 1.0
                 param.uniform_(centre - 0.5, centre + 0.5)
             else:
                 param.normal_(0.0, 0.15)
         for key, buffer in model.named_buffers():
             if "correction" in key:
                 buffer.uniform_(-0.2, 0.2)
+            if "layer_scalar" in key:
+                buffer.uniform_(0.6, 1.4)
         if model.config.tie_word_embeddings:  # or else the likeliest next token is the last one
             model.get_input_embeddings().weight.mul_(0.1)
-    return model
 
 
 def save_tiny(name: str, folder: Path) -> PreTrainedModel:
@@ -356,7 +402,7 @@ def plan_for(folder: Path, **args: Any) -> NativePlan:
 
 def blocks_of(layer: DecoderLayer) -> tuple[Any, Any]:
     """The mixer and the feed-forward block of a layer that has both."""
-    (_, mixer), (_, ffn) = layer.blocks
+    mixer, ffn, *_ = (block for _, block in layer.blocks)
     return mixer, ffn
 
 

@@ -184,11 +184,38 @@ FORMS: dict[str, Form] = {
 }
 
 
-def save_quantized(name: str, form: Form, folder: Path, keep: tuple[str, ...] = ()) -> Path:
+def split_experts(tensors: Tensors) -> None:
+    """Experts that are one tensor [E, rows, cols], gate's rows before up's, as one module each."""
+    for key in [key for key in tensors if key.endswith("experts.gate_up_proj")]:
+        prefix = key.removesuffix("gate_up_proj")
+        pairs = (tensors.pop(key).chunk(2, dim=1), (tensors.pop(f"{prefix}down_proj"),))
+        for name, experts in zip(("gate", "up", "down"), (*pairs[0], *pairs[1]), strict=True):
+            tensors |= {f"{prefix}{e}.{name}_proj.weight": weight.contiguous() for e, weight in enumerate(experts)}
+
+
+def join_experts(tensors: Tensors) -> None:
+    """What `split_experts` took apart."""
+    for key in [key for key in tensors if key.endswith("experts.0.gate_proj.weight")]:
+        prefix = key.removesuffix("0.gate_proj.weight")
+        count = sum(name.startswith(prefix) and name.endswith("gate_proj.weight") for name in tensors)
+
+        def stacked(part: str, prefix: str = prefix, count: int = count) -> torch.Tensor:
+            return torch.stack([tensors.pop(f"{prefix}{e}.{part}_proj.weight") for e in range(count)])
+
+        tensors[f"{prefix}gate_up_proj"] = torch.cat((stacked("gate"), stacked("up")), dim=1)
+        tensors[f"{prefix}down_proj"] = stacked("down")
+
+
+def save_quantized(
+    name: str, form: Form, folder: Path, keep: tuple[str, ...] = (), experts_apart: bool = False
+) -> Path:
     """The tiny model `name` in `form` in `folder`/quantized, and what it stands for in `folder`/reference, which is
-    returned. Modules whose names contain one of `keep` stay as they are."""
+    returned. Modules whose names contain one of `keep` stay as they are. `experts_apart`: they are one tensor in the
+    reference, and quantized one by one."""
     save_tiny(name, folder / "reference")
     tensors = load_file(folder / "reference" / "model.safetensors")
+    if experts_apart:
+        split_experts(tensors)
     stored: Tensors = {}
     for key, tensor in list(tensors.items()):
         module, _, leaf = key.rpartition(".")
@@ -198,6 +225,8 @@ def save_quantized(name: str, form: Form, folder: Path, keep: tuple[str, ...] = 
         made, stands_for = form.write(tensor)
         stored |= {f"{module}.{leaf}": value.contiguous() for leaf, value in made.items()}
         tensors[key] = stands_for
+    if experts_apart:
+        join_experts(tensors)
     save_file(tensors, folder / "reference" / "model.safetensors", {"format": "pt"})
     write_model(folder, stored, form)
     return folder / "reference"

@@ -1,4 +1,4 @@
-"""Two (or four) ranks over gloo compute what one rank computes."""
+"""Two and four ranks over gloo compute what one rank computes, for every family."""
 
 from __future__ import annotations
 
@@ -9,15 +9,23 @@ import torch
 import torch.multiprocessing as mp
 
 from sglang.srt.distributed import parallel_state
+from sglang.srt.errors import UserError
+from sglang.srt.plan.layout import check_layout
 
-from .harness import TinyRunner, plan_for, random_tokens, save_tiny
+from .harness import TINY, TinyRunner, plan_for, random_tokens, save_tiny
 
-TOKENS = random_tokens(20, seed=1)
+TOKENS = random_tokens(30, seed=1)
+NAMES = tuple(name for name in TINY if "wide" not in name)
+"""Of 4 heads and 2 kv heads: four ranks hold each kv head twice, and norms over all heads are sums over the ranks."""
+TWO_KEY_HEADS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+"""Whose recurrent layers two ranks share at most."""
 
 
 def _steps(runner: TinyRunner) -> torch.Tensor:
-    extended = runner.extend({2: TOKENS[:12], 1: TOKENS[5:9]})
-    return torch.cat((*extended, *(runner.decode({1: TOKENS[9], 2: token}) for token in TOKENS[12:])))
+    """Beyond the windows, a part of one prompt over its cache."""
+    first = runner.extend({2: TOKENS[:15], 1: TOKENS[5:9]})
+    second = runner.extend({2: TOKENS[15:24]})
+    return torch.cat((*first, *second, *(runner.decode({1: TOKENS[9], 2: token}) for token in TOKENS[24:])))
 
 
 def _rank(rank: int, size: int, folder: Path, names: tuple[str, ...]) -> None:
@@ -27,26 +35,36 @@ def _rank(rank: int, size: int, folder: Path, names: tuple[str, ...]) -> None:
         plan = plan_for(folder / name)
         runner = TinyRunner(plan, tp_size=size)
         held = sum(p.tensor.nbytes for p in runner.model.params.values())
-        assert held == plan.weight_bytes(size), "the plan counts other bytes than a rank allocates"
+        assert held == plan.weight_bytes(size), f"{name}: the plan counts other bytes than a rank allocates"
         torch.save(_steps(runner), folder / f"{name}{rank}.pt")
     parallel_state.shutdown()
 
 
-@pytest.mark.parametrize(
-    ("size", "names"),
-    [
-        (2, ("qwen3_moe_mixed", "llama_bias_llama3", "qwen3_tied_bias", "glm4_moe", "qwen2_moe", "gpt_oss")),
-        (2, ("deepseek_v2_lite", "deepseek_v3")),
-        (2, ("qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h", "nemotron_h_latent")),
-        # 2 kv heads are held twice, 251 tokens do not divide; norms are over what four ranks hold.
-        (4, ("qwen3_tied_bias", "minimax_m2", "glm4_moe", "mixtral")),
-    ],
-)
-def test_ranks_agree_with_one_rank(size: int, names: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """All of them on disk, and what one rank computes."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in NAMES:
+        save_tiny(name, folder / name)
+    return folder, {name: _steps(TinyRunner(plan_for(folder / name))) for name in NAMES}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_agree_with_one_rank(size: int, models: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    folder, wanted = models
+    names = tuple(name for name in NAMES if size == 2 or name not in TWO_KEY_HEADS)
     for name in names:
-        save_tiny(name, tmp_path / name)
+        (tmp_path / name).symlink_to(folder / name)
     mp.spawn(_rank, (size, tmp_path, names), nprocs=size)
     for name in names:
-        want = _steps(TinyRunner(plan_for(tmp_path / name)))
         for rank in range(size):
-            torch.testing.assert_close(torch.load(tmp_path / f"{name}{rank}.pt"), want, rtol=0.0, atol=1e-4)
+            got = torch.load(tmp_path / f"{name}{rank}.pt")
+            torch.testing.assert_close(
+                got, wanted[name], rtol=0.0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+@pytest.mark.parametrize("name", TWO_KEY_HEADS)
+def test_ranks_without_a_key_head_are_refused(name: str, models: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    with pytest.raises(UserError, match="2 key heads of gated delta nets; what works: --tp-size 1, 2"):
+        check_layout(plan_for(models[0] / name).description, 4)

@@ -115,6 +115,24 @@ def merge_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
     return result
 
 
+TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+}
+"""By the inner model_type, what published multimodal configs leave out because the class that wrote them has it as its
+default."""
+
+
 def select_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The language model's part of a multimodal config, with the outer keys that it does not repeat; else `config`."""
     inner = config.get("text_config")
@@ -122,4 +140,5 @@ def select_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
         return dict(config)
     outer = {key: value for key, value in config.items() if key not in ("text_config", "vision_config", "audio_config")}
     architectures = config.get("architectures") or inner.get("architectures")
-    return outer | dict(inner) | {"architectures": architectures}
+    defaults = TEXT_DEFAULTS.get(str(inner.get("model_type")), {})
+    return outer | {**defaults, **inner} | {"architectures": architectures}

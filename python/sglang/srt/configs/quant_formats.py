@@ -253,9 +253,11 @@ def _modelopt_quant(config: Config, source: str) -> ModuleQuant:
 
 def modelopt_cache(config: Config, source: str) -> str | None:
     """The type of the KV cache that the checkpoint was made for. Raises UserError for what is no cache here."""
-    algorithm = config.get("kv_cache_quant_algo")
+    algorithm, scheme = config.get("kv_cache_quant_algo"), config.get("kv_cache_scheme")
+    if isinstance(scheme, str):  # as some exports have it
+        algorithm = algorithm or scheme
     if not algorithm:
-        return _kv_of_compressed_tensors(config.get("kv_cache_scheme"), source)
+        return _kv_of_compressed_tensors(scheme, source)
     if str(algorithm).upper() != "FP8":
         raise unsupported(source, f"kv_cache_quant_algo {algorithm!r}")
     return FP8_KV

@@ -108,10 +108,10 @@ def _modelopt_cache(directory: Path) -> str | None:
 
 def _method(values: Config, source: str) -> str:
     method = values.get("quant_method")
+    if method is None and (values.get("quant_algo") or isinstance(values.get("quantization"), Mapping)):
+        return "modelopt"  # which writes config_groups too
     if method is None and "config_groups" in values:
         return "compressed-tensors"
-    if method is None and (values.get("quant_algo") or isinstance(values.get("quantization"), Mapping)):
-        return "modelopt"
     if not isinstance(method, str):
         raise UserError(f"{source}: quant_method must name a method; got {method!r}. Known: {', '.join(READERS)}.")
     return method.lower()

@@ -32,6 +32,8 @@ class RopeSpec:
     interleaved_sections: bool = False
 
 
+PROPORTIONAL = "proportional"
+"""`RopeSpec.kind` whose frequencies are those of the whole head, of which only the first share turns."""
 UNROTATED = "none"
 """`RopeSpec.kind` of heads that say nothing of positions."""
 
@@ -54,6 +56,7 @@ ROPE_SETTINGS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
     "linear": (frozenset({"factor"}), frozenset()),
     "dynamic": (frozenset({"factor"}), frozenset({"original_max_position_embeddings"})),
     "yarn": (frozenset({"factor"}), frozenset(_YARN_OPTIONS)),
+    PROPORTIONAL: (frozenset(), frozenset({"factor", "partial_rotary_factor"})),
     "llama3": (
         frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
         frozenset(),
@@ -67,7 +70,8 @@ def rope_spec(config: Mapping[str, Any], head_dim: int, layer_type: str = "") ->
     setting that we do not know."""
     settings = {key: value for key, value in rope_parameters(config, layer_type).items() if value is not None}
     kind, theta = settings.pop("rope_type"), settings.pop("rope_theta")
-    settings.pop("partial_rotary_factor", None)
+    if kind != PROPORTIONAL:
+        settings.pop("partial_rotary_factor", None)
     sections = _sections(settings.pop("mrope_section", ()), settings.pop("mrope_interleaved", False))
     if kind == "mrope":  # as older multimodal configs call the default with sections
         kind = "default"
@@ -132,12 +136,13 @@ def rotary_dim(config: Mapping[str, Any], head_dim: int, layer_type: str = "") -
     """How many leading dims of a head rotate: `rotary_dim`, or a share of the head, or all."""
     if config.get("rotary_dim"):
         return min(int(config["rotary_dim"]), head_dim)
-    share = rope_parameters(config, layer_type).get("partial_rotary_factor")
+    parameters = rope_parameters(config, layer_type)
+    share = parameters.get("partial_rotary_factor")
     if share is None:
         return head_dim
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
         raise UserError(f"config.json: 'partial_rotary_factor' must be a number up to 1; got {share!r}.")
-    return int(head_dim * share)
+    return head_dim if parameters["rope_type"] == PROPORTIONAL else int(head_dim * share)
 
 
 def scaled_context_length(max_position_embeddings: int, rope: Mapping[str, Any]) -> int:

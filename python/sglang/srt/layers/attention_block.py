@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +14,7 @@ from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.layernorm import norm_weight
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_of
-from sglang.srt.layers.ops import OutputGateOp, QKNormRopeStoreOp, QKWholeNormOp
+from sglang.srt.layers.ops import OutputGateOp, QKNormRopeStoreOp, QKWholeNormOp, ValueNormOp
 from sglang.srt.layers.parameter import Init, Part, Scope
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.weight_names import PartKey
@@ -67,7 +69,9 @@ class GQAttention:
         self.rotary = site.rotary.of(spec.rope)
         q_rows = (spec.num_heads * dim, slice(heads.start * dim, heads.stop * dim))
         kv_rows = (spec.num_kv_heads * dim, slice(kv_heads.start * dim, kv_heads.stop * dim))
-        projections = [("q", *q_rows), ("k", *kv_rows), ("v", *kv_rows)]
+        projections = [("q", *q_rows), ("k", *kv_rows)]
+        if not spec.values_from_keys:
+            projections.append(("v", *kv_rows))
         if spec.output_gate:
             projections = _with_gates(projections, heads, dim)
         self.qkv = ColumnParallelLinear(scope.sub("qkv"), hidden_size, projections, spec.qkv_bias)
@@ -80,8 +84,19 @@ class GQAttention:
             self.k_norm = norm_weight(scope.sub("k_norm"), dim, zero_centred)
         elif spec.qk_norm == "whole":
             self.whole_norm = WholeNorm(scope, q_rows, kv_rows, self.eps)
+        self.value_norm: Callable[[torch.Tensor], torch.Tensor] | None = None
+        if spec.value_norm:
+            value_norm: ValueNormOp = scope.plan.entry("value_norm")
+            self.value_norm = functools.partial(
+                value_norm,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=dim,
+                eps=self.eps,
+                from_keys=spec.values_from_keys,
+            )
         self.k_scale = self.v_scale = None
         self.cache = scope.cache(site.layer_id, "kv")
+        self.cache_shared = spec.cache_shared
         if scope.plan.kv_cache_dtype.startswith("fp8"):
             self.k_scale, self.v_scale = cache_scale(scope, "k_scale"), cache_scale(scope, "v_scale")
             scope.finish.append(self._take_cache_scales)
@@ -106,6 +121,8 @@ class GQAttention:
         qkv = gates = self.qkv(x)
         if self.whole_norm is not None:
             self.whole_norm(qkv)
+        if self.value_norm is not None:
+            qkv = self.value_norm(qkv)
         if self.output_gate is not None:
             width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
             qkv, gates = qkv[:, :width], qkv[:, width:]
@@ -125,6 +142,8 @@ class GQAttention:
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
         )
+        if self.cache_shared:
+            batch.shared_keys_values[cache.layer_id] = (k, v)
         out = self.attention(q, k, v, batch)
         if self.output_gate is not None:
             out = self.output_gate(out, gates)

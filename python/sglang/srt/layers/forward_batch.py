@@ -22,7 +22,7 @@ called inside the capture, with the host lengths of the widest case, and not bef
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
@@ -99,6 +99,12 @@ class ForwardBatch:
     extend_start_loc: torch.Tensor | None = None  # [B + 1] int32, first of T of each request, and the end
     extend_seq_lens_cpu: list[int] | None = None
     extend_prefix_lens_cpu: list[int] | None = None
+
+    shared_keys_values: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """By layer id, keys and values of the new tokens that later layers attend to as well."""
+
+    layer_inputs: torch.Tensor | None = None
+    """[T, layers, size]: what tokens add in every layer, in models that have it. The model makes it."""
 
     latent_prompts: LatentPrompts | None = None
     """How latent attention computes the prompts: its first layer decides, for all of the step."""

@@ -27,13 +27,13 @@ class GatedMLP:
         halves = dict.fromkeys(up_parts(spec.activation), (spec.intermediate_size, rows))
         self.gate_up = ColumnParallelLinear(scope.sub("gate_up"), hidden_size, halves, spec.bias)
         self.down = RowParallelLinear(scope.sub("down"), spec.intermediate_size, hidden_size, spec.bias, reduce)
-        self.activation = _gate(scope, spec.activation)
+        self.activation = gate_of(scope, spec.activation)
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         return self.down(self.activation(self.gate_up(x)))
 
 
-def _gate(scope: Scope, activation: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
+def gate_of(scope: Scope, activation: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
     """[T, 2I] -> [T, I], or without a gate [T, I] -> [T, I]."""
     if activation in (SILU, RELU2):
         gate: GateOp = scope.plan.entry(activation.op)

@@ -123,6 +123,29 @@ def qk_norm_rope_store(
     return q, k, v
 
 
+def q_norm_rope(
+    q: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Norm of each head of q, and rotary embedding, where another layer has the keys. q [T, Hq, D], positions [T],
+    cos_sin [max_pos, rot_dim] fp32, weight [D] -> [T, Hq, D]."""
+    cos, sin = cos_sin[positions].chunk(2, dim=-1)
+    return apply_rope(rmsnorm(q, weight, eps), cos, sin, False).to(q.dtype)
+
+
+def value_norm(
+    qkv: torch.Tensor, num_kv_heads: int, head_dim: int, eps: float, from_keys: bool = False
+) -> torch.Tensor:
+    """A norm without weights over each head of v. qkv [T, (Hq + 2 Hkv) D], rewritten -> itself; with `from_keys`
+    [T, (Hq + Hkv) D] -> [T, (Hq + 2 Hkv) D], whose values are the norms of the keys. Source: Gemma 4."""
+    width = num_kv_heads * head_dim
+    values = qkv[:, -width:].unflatten(-1, (num_kv_heads, head_dim)).float()
+    normed = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    if from_keys:
+        return torch.cat((qkv, normed.flatten(1).to(qkv.dtype)), dim=-1)
+    qkv[:, -width:] = normed.flatten(1)
+    return qkv
+
+
 def latent_norm_rope_store(
     q: torch.Tensor,
     latent: torch.Tensor,

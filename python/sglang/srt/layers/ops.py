@@ -134,6 +134,18 @@ class QKNormRopeStoreOp(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
+class QNormRopeOp(Protocol):
+    def __call__(
+        self, q: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor: ...
+
+
+class ValueNormOp(Protocol):
+    def __call__(
+        self, qkv: torch.Tensor, num_kv_heads: int, head_dim: int, eps: float, from_keys: bool = False
+    ) -> torch.Tensor: ...
+
+
 class QKWholeNormOp(Protocol):
     def __call__(
         self,
@@ -213,6 +225,8 @@ OPS: Mapping[str, type] = {
     "latent_prompt_attention": LatentPromptFactory,
     "qk_norm_rope_store": QKNormRopeStoreOp,
     "qk_whole_norm": QKWholeNormOp,
+    "q_norm_rope": QNormRopeOp,
+    "value_norm": ValueNormOp,
     "topk_softmax": SoftmaxRoutingOp,
     "topk_sigmoid": ScoreRoutingOp,
     "topk_sqrtsoftplus": ScoreRoutingOp,

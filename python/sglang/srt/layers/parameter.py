@@ -150,7 +150,11 @@ class Scope:
         return self.weights.checkpoint_name(f"{self.path}.weight", PartKey(part, expert)).removesuffix(".weight")
 
     def cache(self, layer_id: int, name: str) -> CacheStore:
-        """The store of a cache that the layer's description names; empty until the pools are allocated."""
+        """The store of a cache that the layer's description names; empty until the pools are allocated. A layer may ask
+        for that of an earlier one."""
+        for store in self.caches:
+            if (store.layer_id, store.name) == (layer_id, name):
+                return store
         store = CacheStore(layer_id, name)
         self.caches.append(store)
         return store

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import torch
 
 from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.parameter import Scope
+from sglang.srt.layers.parameter import Init, Scope
 from sglang.srt.plan.layer_spec import Sum
 from sglang.srt.plan.model_description import ModelDescription
 
-MIXER, FFN = "input_norm", "mlp_norm"
-"""The two blocks of a layer, by the name of the norm before them."""
+MIXER, FFN, INPUTS = "input_norm", "mlp_norm", "inputs"
+"""The blocks of a layer, by the name of the norm before them; there is none before INPUTS."""
 
 
 class Join(Protocol):
@@ -32,7 +32,7 @@ class Join(Protocol):
 
 class ResidualStream(Protocol):
     def join(self, scope: Scope, block: str) -> Join:
-        """Of a layer's block (MIXER or FFN); `scope` is the layer's."""
+        """Of a layer's block (MIXER, FFN or INPUTS); `scope` is the layer's."""
 
     def begin(self, embedded: torch.Tensor) -> Any:
         """The stream before the first layer, of embeddings [T, H]."""
@@ -53,15 +53,24 @@ class SumStream:
 
 
 class SumJoin:
-    def __init__(self, norm: RMSNorm, norm_after: RMSNorm | None) -> None:
-        self.norm, self.norm_after = norm, norm_after
+    """Without `norm` the block takes the stream as it is. `scale` [1] multiplies the stream behind the block."""
+
+    def __init__(self, norm: RMSNorm | None, norm_after: RMSNorm | None, scale: torch.Tensor | None = None) -> None:
+        self.norm, self.norm_after, self.scale = norm, norm_after, scale
 
     def before(self, stream: SumStream) -> torch.Tensor:
+        if self.norm is None:
+            stream.total = stream.added if stream.total is None else stream.total + stream.added
+            return stream.total
         normed, stream.total = self.norm(stream.added, stream.total)
         return normed
 
     def after(self, stream: SumStream, out: torch.Tensor) -> None:
         stream.added = out if self.norm_after is None else self.norm_after(out, None)[0]
+        if self.scale is not None:
+            assert stream.total is not None
+            stream.added = (stream.total + stream.added) * self.scale
+            stream.total = None
 
 
 class SumResidual:
@@ -74,8 +83,13 @@ class SumResidual:
         return RMSNorm(scope, model.hidden_size, model.norm_eps, model.zero_centred_norms)
 
     def join(self, scope: Scope, block: str) -> SumJoin:
-        after = self._norm(scope.sub(f"{block}_after")) if self.spec.norms_after else None
-        return SumJoin(self._norm(scope.sub(block)), after)
+        spec = self.spec
+        unnormed = block == INPUTS or (block == FFN and not spec.ffn_norms)
+        before = None if unnormed else self._norm(scope.sub(block))
+        after = self._norm(scope.sub(f"{block}_after")) if spec.norms_after else None
+        last = INPUTS if self.model.per_layer_inputs is not None else FFN
+        scaled = spec.layer_scale and block == last
+        return SumJoin(before, after, scope.sub("end").param("layer_scalar", (1,), init=Init.ONES) if scaled else None)
 
     def begin(self, embedded: torch.Tensor) -> SumStream:
         return SumStream(embedded)

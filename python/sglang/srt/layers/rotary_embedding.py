@@ -88,12 +88,22 @@ def _yarn_scale(params: dict[str, Any], factor: float) -> float:
     return mscale(1.0)
 
 
+def _proportional(spec: RopeSpec, num_positions: int) -> tuple[torch.Tensor, float]:
+    """Frequencies of the whole head, the slower ones zero: pairs stay half a head apart, whatever the share."""
+    params = dict(spec.params)
+    turning = int(params.get("partial_rotary_factor", 1.0) * spec.rot_dim // 2)
+    inv_freq = _plain(spec.rot_dim, spec.theta) / params.get("factor", 1.0)
+    inv_freq[turning:] = 0.0
+    return inv_freq, 1.0
+
+
 _FREQUENCIES: Mapping[str, Callable[[RopeSpec, int], tuple[torch.Tensor, float]]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,
     "yarn": _yarn,
     "llama3": _llama3,
+    "proportional": _proportional,
 }
 """(spec, num_positions) -> (inverse frequencies, scale of the table)."""
 assert _FREQUENCIES.keys() == ROPE_SETTINGS.keys()

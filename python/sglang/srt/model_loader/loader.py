@@ -48,6 +48,8 @@ def load_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> CausalLM
         for step in model.finish:
             step()
     num_bytes = sum(p.tensor.nbytes for p in model.params.values())
+    if plan.model.quantization is not None:
+        model.params.clear()  # kernels have copies of what they had to arrange anew: what it was stored as is freed
     logger.info(
         "Loaded %s (%s): %.2f GB of weights in %.1f s",
         plan.description.architecture,

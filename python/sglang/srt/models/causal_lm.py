@@ -16,17 +16,21 @@ from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
 from sglang.srt.layers.latent_attention import LatentAttention
 from sglang.srt.layers.linear import Unquantized
 from sglang.srt.layers.mlp import GatedMLP
+from sglang.srt.layers.moe.branches import ExpertBranches
 from sglang.srt.layers.moe.layer import MoELayer
 from sglang.srt.layers.parameter import Param, QuantMethod, Scope
+from sglang.srt.layers.per_layer_embedding import PerLayerBlock, PerLayerInputs
 from sglang.srt.layers.quantization.dense import QuantizedMethod
 from sglang.srt.layers.quantization.layout import is_redundant
 from sglang.srt.layers.recurrent.gated_delta_net import GatedDeltaNet
 from sglang.srt.layers.recurrent.mamba2 import Mamba2Mixer
-from sglang.srt.layers.residual import FFN, MIXER, ResidualStream, SumResidual
+from sglang.srt.layers.residual import FFN, INPUTS, MIXER, ResidualStream, SumResidual
 from sglang.srt.layers.rotary_embedding import RotaryTables
+from sglang.srt.layers.shared_cache_attention import SharedCacheAttention
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.layer_spec import ABSENT, LayerSpec, Sum
 from sglang.srt.plan.mixers import GQA, MLA
+from sglang.srt.plan.per_layer import PerLayerEmbedding
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 
 if TYPE_CHECKING:
@@ -46,26 +50,36 @@ class BlockKind:
     build: Callable[[Scope, Any, Site], Any]
 
 
+def _grouped_queries(scope: Scope, spec: GQA, site: Site) -> Block:
+    return (GQAttention if spec.caches_tokens else SharedCacheAttention)(scope, spec, site)
+
+
+def _experts(scope: Scope, spec: MoE, site: Site) -> Block:
+    return ExpertBranches(scope, spec, site) if spec.branches else MoELayer(scope, site.model.hidden_size, spec)
+
+
 BLOCKS: Mapping[type, BlockKind] = {
-    GQA: BlockKind("attn", GQAttention),
+    GQA: BlockKind("attn", _grouped_queries),
     MLA: BlockKind("attn", LatentAttention),
     GatedDelta: BlockKind("gdn", GatedDeltaNet),
     Mamba2: BlockKind("ssm", Mamba2Mixer),
     Dense: BlockKind("mlp", lambda scope, spec, site: GatedMLP(scope, site.model.hidden_size, spec)),
-    MoE: BlockKind("moe", lambda scope, spec, site: MoELayer(scope, site.model.hidden_size, spec)),
+    MoE: BlockKind("moe", _experts),
+    PerLayerEmbedding: BlockKind("inputs", PerLayerBlock),
 }
-"""By the type of a LayerSpec's mixer or ffn."""
+"""By the type of a LayerSpec's mixer, ffn or inputs."""
 RESIDUALS: Mapping[type, Callable[..., ResidualStream]] = {Sum: SumResidual}
 """By the type of a LayerSpec's residual: built with (scope of the model, ModelDescription, residual)."""
 
 
 class DecoderLayer:
-    """A mixer and a feed-forward block, or one of them, each joined to the residual stream."""
+    """A mixer and a feed-forward block, or one of them, and what tokens add in every layer, joined to the residual
+    stream."""
 
     def __init__(self, scope: Scope, spec: LayerSpec, site: Site, residual: ResidualStream) -> None:
         self.blocks = [
             (residual.join(scope, name), _block(scope, block, site))
-            for name, block in ((MIXER, spec.mixer), (FFN, spec.ffn))
+            for name, block in ((MIXER, spec.mixer), (FFN, spec.ffn), (INPUTS, spec.inputs))
             if block != ABSENT
         ]
 
@@ -110,6 +124,8 @@ class CausalLM:
         self.embed = VocabParallelEmbedding(
             scope.sub("embed"), model.vocab_size, model.hidden_size, model.embedding_scale
         )
+        inputs = model.per_layer_inputs
+        self.layer_inputs = None if inputs is None else PerLayerInputs(scope.sub("per_layer"), model, inputs)
         rotary = RotaryTables(plan.context_len, scope.device)
         kind = RESIDUALS.get(type(model.layers[0].residual))
         if kind is None:
@@ -133,6 +149,8 @@ class CausalLM:
         embedded = self.embed(batch.input_ids)
         if batch.embedding_rows is not None:
             embedded[batch.embedding_rows.index] = batch.embedding_rows.rows
+        if self.layer_inputs is not None:
+            batch.layer_inputs = self.layer_inputs(batch.input_ids, embedded)
         return embedded
 
     def ignored_weight(self, name: str) -> bool:

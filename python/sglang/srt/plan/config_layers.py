@@ -11,9 +11,16 @@ from sglang.srt.configs.hf_config import ConfigReader, bounded
 from sglang.srt.configs.rope import RopeSpec, by_layer_type, rope_spec, unrotated
 from sglang.srt.errors import UserError
 from sglang.srt.plan.compressed import CompressedSparse
+from sglang.srt.plan.config_sharing import (
+    Override,
+    layer_overrides,
+    per_layer_embedding,
+    widened,
+    with_shared_caches,
+)
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.feed_forward import Dense, MoE, Shared
-from sglang.srt.plan.layer_spec import ABSENT, HyperConnections, LayerSpec, Mixer, Residual
+from sglang.srt.plan.layer_spec import ABSENT, HyperConnections, LayerSpec, Mixer, Residual, Sum
 from sglang.srt.plan.mixers import GQA, MLA, Indexer
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 
@@ -25,7 +32,7 @@ def read_layers(keys: ConfigReader, family: Family, unsupported: list[str]) -> t
     if family.one_block_layers:
         return _one_block_layers(keys, family, unsupported)
     num_layers = keys.positive("num_hidden_layers")
-    num_experts = keys.count(*_EXPERT_KEYS) or (keys.positive("num_experts") if family.has_experts else 0)
+    num_experts = _num_experts(keys, family)
     sparse = sparse_layers(keys, num_layers, num_experts > 0)
     streams = keys.count("hc_mult")
     residual: Residual = HyperConnections(streams) if streams > 1 else family.residual
@@ -33,6 +40,7 @@ def read_layers(keys: ConfigReader, family: Family, unsupported: list[str]) -> t
     experts = _experts(keys, family, num_experts, unsupported) if any(sparse) else None
     mixers = _mixers(keys, family, num_layers, unsupported)
     hashed = keys.count("num_hash_layers")
+    inputs = per_layer_embedding(keys, num_layers, _activation(keys, family))
     layers = []
     for i, (mixer, has_experts) in enumerate(zip(mixers, sparse, strict=True)):
         ffn: Dense | MoE | None = experts if has_experts else dense
@@ -40,8 +48,18 @@ def read_layers(keys: ConfigReader, family: Family, unsupported: list[str]) -> t
         if isinstance(ffn, MoE) and i < hashed:
             router = replace(ffn.router, hash_table="tid2eid", correction="")
             ffn = replace(ffn, router=router, vocab_size=keys.positive("vocab_size"))
-        layers.append(LayerSpec(mixer, ffn, residual))
+        if isinstance(ffn, MoE) and ffn.branches and isinstance(residual, Sum):
+            residual = replace(residual, ffn_norms=False)
+        layer = LayerSpec(mixer, ffn, residual, inputs)
+        shares = isinstance(mixer, GQA) and not mixer.caches_tokens
+        layers.append(widened(layer) if shares and keys.default("use_double_wide_mlp", bool, False) else layer)
     return tuple(layers)
+
+
+def _num_experts(keys: ConfigReader, family: Family) -> int:
+    if not keys.default("enable_moe_block", bool, True):
+        return 0
+    return keys.count(*_EXPERT_KEYS) or (keys.positive("num_experts") if family.has_experts else 0)
 
 
 _BLOCKS = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
@@ -93,16 +111,20 @@ def _mixers(keys: ConfigReader, family: Family, num_layers: int, unsupported: li
         what = "use_sliding_window = True is not supported without layer_types, which say of which layers"
         unsupported.append(f"{keys.source}: {what}.")
     kinds = _layer_types(keys, family, num_layers)
-    makers: dict[str, Callable[[], Mixer]] = {
-        "full_attention": lambda: _grouped(keys, family, 0, rotation),
-        "sliding_attention": lambda: _grouped(keys, family, keys.positive("sliding_window"), rotation),
-        "linear_attention": lambda: _gated_delta(keys, family),
+    makers: dict[str, Callable[[ConfigReader], Mixer]] = {
+        "full_attention": lambda own: _grouped(own, family, 0, rotation),
+        "sliding_attention": lambda own: _grouped(own, family, own.positive("sliding_window"), rotation),
+        "linear_attention": lambda own: _gated_delta(own, family),
     }
     unknown = sorted({str(kind) for kind in kinds} - makers.keys())
     if unknown:
         raise UserError(f"{keys.source}: layer_types {', '.join(unknown)} are not described here yet.")
-    by_kind: dict[str, Mixer] = {kind: makers[kind]() for kind in dict.fromkeys(kinds)}
-    return [by_kind[kind] for kind in kinds]
+    written = list(zip(kinds, layer_overrides(keys, num_layers), strict=True))
+    made: dict[tuple[str, Override], Mixer] = {
+        (kind, override): makers[kind](ConfigReader({**keys.values, **dict(override)}, keys.source))
+        for kind, override in dict.fromkeys(written)
+    }
+    return with_shared_caches([made[key] for key in written], kinds, keys)
 
 
 def _layer_types(keys: ConfigReader, family: Family, num_layers: int) -> list[str]:
@@ -140,8 +162,10 @@ class _Rotation:
 def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotation) -> GQA:
     heads = keys.positive("num_attention_heads")
     default_dim = family.head_dim or max(1, keys.positive("hidden_size") // heads)
+    values_from_keys = not window and keys.default("attention_k_eq_v", bool, False)
     if not window and keys.count("global_head_dim"):
-        head_dim, kv_heads = keys.positive("global_head_dim"), keys.count("num_global_key_value_heads")
+        head_dim = keys.positive("global_head_dim")
+        kv_heads = keys.count("num_global_key_value_heads") if values_from_keys else 0
     else:
         head_dim, kv_heads = keys.positive("head_dim", default_dim), 0
     kv_heads = kv_heads or keys.positive("num_key_value_heads", family.num_kv_heads or heads)
@@ -159,7 +183,7 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
         head_dim=head_dim,
         v_head_dim=keys.positive("v_head_dim", head_dim),
         rope=rotation.of(head_dim, layer_type, **changes) if family.positions else unrotated(head_dim),
-        scale=scalar**-0.5 if scalar else 0.0,
+        scale=scalar**-0.5 if scalar else family.attention_scale,
         window=window,
         qk_norm=_qk_norm(keys, family),
         fp32_norms=family.zero_centred_norms,
@@ -169,6 +193,8 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
         sinks=family.sinks,
         logit_cap=keys.default("attn_logit_softcapping", float, 0.0),
         among_recurrent=family.among_recurrent,
+        value_norm=family.value_norm,
+        values_from_keys=values_from_keys,
     )
 
 
@@ -313,9 +339,10 @@ def _experts(keys: ConfigReader, family: Family, num_experts: int, unsupported: 
         router=router,
         activation=_activation(keys, family),
         bias=family.expert_bias,
-        shared=_shared(keys, size),
+        shared=Shared(keys.positive("intermediate_size")) if family.expert_branches else _shared(keys, size),
         form=family.expert_form,
         latent_size=keys.count("moe_latent_size"),
+        branches=family.expert_branches,
     )
 
 

@@ -70,7 +70,7 @@ def layer_products(model: ModelDescription) -> float:
     for layer in model.layers:
         rows = layer.ffn.intermediate_size if isinstance(layer.ffn, MoE) else 0
         columns = layer.ffn.top_k + layer.ffn.fused_shared if isinstance(layer.ffn, MoE) else 0
-        weights = layer.mixer.weights(model.hidden_size, 1) + layer.ffn.weights(model.hidden_size, 1, rows)
+        weights = layer.weights(model.hidden_size, 1, rows)
         matrices = [part for part in weights if isinstance(part, Matrix) and part.quantized]
         total += sum(part.rows * part.cols * (columns if part.experts else 1) for part in matrices)
     return total / len(model.layers)

@@ -112,6 +112,9 @@ class MoE:
     vocab_size: int = 0
     latent_size: int = 0  # the routed experts work on a projection of the hidden states to so many dims
     fused_shared: bool = False  # the shared expert is held as one more of the routed ones
+    branches: bool = False
+    """The shared expert and the routed ones are branches, each between norms of its own. The router norms the stream
+    too, and scales the weights of every expert by a number of its own (Gemma 4)."""
 
     @property
     def top_k(self) -> int:
@@ -147,13 +150,16 @@ class MoE:
         if self.shared is not None and not self.fused_shared:
             parts += _mlp("moe.shared", self.shared.intermediate_size // tp_size, hidden_size, False, self.activation)
         if self.shared is not None and self.shared.gated:
-            parts.append(Matrix("moe.shared_gate", ("",), 1, hidden_size))
+            parts.append(Matrix("moe.shared_gate", ("",), 1, hidden_size, quantized=False))
+        if self.branches:  # beside the norm that every block has
+            parts += (Elements(3 * hidden_size), Elements(hidden_size + self.num_experts, "float32"))
         return tuple(parts)
 
     def activation_elements(self, hidden_size: int, tp_size: int) -> int:
         columns = self.top_k + self.fused_shared
         shared = 0 if self.shared is None or self.fused_shared else 3 * self.shared.intermediate_size // tp_size
-        return columns * (3 * self.intermediate_size // tp_size + hidden_size) + shared
+        norms = 4 * hidden_size if self.branches else 0
+        return columns * (3 * self.intermediate_size // tp_size + hidden_size) + shared + norms
 
 
 def why_apart(experts: MoE, routed: ModuleQuant | None, shared: Sequence[ModuleQuant | None]) -> str | None:
@@ -164,6 +170,8 @@ def why_apart(experts: MoE, routed: ModuleQuant | None, shared: Sequence[ModuleQ
         return "there is none"
     if expert.gated:
         return "it has a gate of its own"
+    if experts.branches:
+        return "it has norms of its own"
     if expert.intermediate_size != experts.intermediate_size:
         return f"its intermediate size is {expert.intermediate_size}, theirs {experts.intermediate_size}"
     if experts.form or experts.bias:

@@ -4,7 +4,8 @@
 
     layer.mixer      how the tokens of a request see each other: GQA, MLA (`mixers`), CompressedSparse, GatedDelta
     layer.ffn        what each token goes through alone: Dense, MoE (`feed_forward`)
-    layer.residual   how the two add to the stream
+    layer.inputs     what a token itself adds in every layer: PerLayerEmbedding (`per_layer`), in few families
+    layer.residual   how they add to the stream
 """
 
 from __future__ import annotations
@@ -209,9 +210,13 @@ class FeedForward(Protocol):
 @dataclass(frozen=True, slots=True)
 class Sum:
     """The stream is one vector a token; blocks add to it. With `norms_after` what a block makes is normed before it is
-    added, beside the norm before the block."""
+    added, beside the norm before the block; `fp32_norms`: with weights in fp32. Without `ffn_norms` feed-forward blocks
+    take the stream as it is. With `layer_scale` the stream is multiplied by a number at the end of each layer."""
 
     norms_after: bool = False
+    fp32_norms: bool = False
+    ffn_norms: bool = True
+    layer_scale: bool = False
 
     @property
     def streams(self) -> int:
@@ -221,7 +226,8 @@ class Sum:
         yield Need("fused_add_rmsnorm", q_dtype=serving.dtype)
 
     def weights(self, hidden_size: int) -> Weights:
-        return (Elements(2 * hidden_size),) if self.norms_after else ()
+        norms = Elements(2 * hidden_size if self.norms_after else 0, "float32" if self.fp32_norms else None)
+        return (norms, Elements(int(self.layer_scale)))
 
     def head_weights(self, hidden_size: int) -> Weights:
         return ()
@@ -297,3 +303,14 @@ class LayerSpec:
     mixer: Mixer
     ffn: FeedForward
     residual: Residual = SUM
+    inputs: FeedForward = ABSENT
+
+    @property
+    def token_blocks(self) -> tuple[FeedForward, ...]:
+        """Blocks that a token goes through alone."""
+        return (self.ffn, self.inputs)
+
+    def weights(self, hidden_size: int, tp_size: int, expert_rows: int) -> Weights:
+        """Of its blocks."""
+        others = (part for block in self.token_blocks for part in block.weights(hidden_size, tp_size, expert_rows))
+        return (*self.mixer.weights(hidden_size, tp_size), *others)

@@ -91,10 +91,15 @@ def activation_bytes(model: ModelDescription, dtype: str, num_tokens: int, tp_si
     """The widest point of a layer for `num_tokens`: the residual stream plus attention or feed-forward buffers."""
     item, hidden = KV_DTYPE_BYTES[dtype], model.hidden_size
     widest = max(
-        max(layer.mixer.activation_elements(tp_size), layer.ffn.activation_elements(hidden, tp_size))
+        max(
+            layer.mixer.activation_elements(tp_size),
+            *(block.activation_elements(hidden, tp_size) for block in layer.token_blocks),
+        )
         + (2 + layer.residual.streams) * hidden
         for layer in dict.fromkeys(model.layers)
     )
+    if model.per_layer_inputs is not None:
+        widest += model.per_layer_inputs.stream_elements
     routing = 4 * model.experts.num_experts * 2 if model.experts else 0
     return int(num_tokens * (widest * item + routing) * _FRAGMENTATION)
 

@@ -36,7 +36,9 @@ class GQA:
 
     `window` 0: over the whole request. `scale` multiplies the products of q and k (0: head_dim ** -0.5); `logit_cap`
     > 0 bends them to within +-that. `qk_norm`: "head" for a norm over each head of q and k, "whole" for one over all of
-    q and one over all of k. With `output_gate` q_proj makes a gate for every head beside it.
+    q and one over all of k; `value_norm`: over each head of v too, without weights. With `values_from_keys` k_proj
+    makes both: v is k before its norm. With `output_gate` q_proj makes a gate for every head beside it. `cache_layer`
+    >= 0: the layer makes no keys and values and attends to those of that layer, which says `cache_shared`.
     """
 
     num_heads: int
@@ -54,6 +56,10 @@ class GQA:
     sinks: bool = False
     logit_cap: float = 0.0
     among_recurrent: bool = False  # other layers of the model have a recurrent state
+    value_norm: bool = False
+    values_from_keys: bool = False
+    cache_layer: int = -1
+    cache_shared: bool = False
 
     @property
     def value_dim(self) -> int:
@@ -67,13 +73,22 @@ class GQA:
     def softmax_scale(self) -> float:
         return self.scale or self.head_dim**-0.5
 
+    @property
+    def caches_tokens(self) -> bool:
+        return self.cache_layer < 0
+
     def needs(self, serving: Serving) -> Iterator[Need]:
         dims = (self.head_dim, self.v_head_dim)
         heads = (self.num_heads // serving.tp_size, rank_kv_heads(self.num_kv_heads, serving.tp_size))
         norms = ["head_norm"] if self.qk_norm == "head" else []
         if self.qk_norm == "whole":
             yield Need("qk_whole_norm", q_dtype=serving.dtype)
-        yield serving.need("qk_norm_rope_store", dims, norms, heads, self.rotary_dim)
+        if self.value_norm and self.caches_tokens:
+            yield Need("value_norm", q_dtype=serving.dtype)
+        if self.caches_tokens:
+            yield serving.need("qk_norm_rope_store", dims, norms, heads, self.rotary_dim)
+        else:
+            yield Need("q_norm_rope", q_dtype=serving.dtype)
         present = {
             "sliding_window": self.window > 0,
             "sinks": self.sinks,
@@ -87,6 +102,8 @@ class GQA:
             yield Need("attention_output_gate", q_dtype=serving.dtype)
 
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
+        if not self.caches_tokens:
+            return ()
         heads = rank_kv_heads(self.num_kv_heads, serving.tp_size)
         lifetime = Window(self.window) if self.window else FULL
         return (key_value_cache("kv", heads, self.head_dim, self.v_head_dim, serving.kv_dtype, lifetime),)
@@ -98,10 +115,14 @@ class GQA:
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         heads, kv_heads = self.num_heads // tp_size, rank_kv_heads(self.num_kv_heads, tp_size)
         q, k = heads * self.head_dim, kv_heads * self.head_dim
-        rows = q * (2 if self.output_gate else 1) + k + kv_heads * self.v_head_dim
+        parts = {"q": q * (2 if self.output_gate else 1), "k": k, "v": kv_heads * self.v_head_dim}
         norms = {"": 0, "head": 2 * self.head_dim, "whole": q + k}[self.qk_norm]
+        if not self.caches_tokens:
+            parts, norms = {"q": parts["q"]}, norms // 2  # of heads only
+        elif self.values_from_keys:
+            del parts["v"]
         return (
-            Matrix("attn.qkv", ("q", "k", "v"), rows, hidden_size, self.qkv_bias),
+            Matrix("attn.qkv", tuple(parts), sum(parts.values()), hidden_size, self.qkv_bias),
             Matrix("attn.o", ("",), hidden_size, heads * self.v_head_dim, self.o_bias),
             Elements(norms, "float32" if self.fp32_norms else None),
             Elements(heads if self.sinks else 0, "float32"),

@@ -21,6 +21,7 @@ from sglang.srt.plan.families import SERVED_ARCHITECTURES, UNREAD_LAYERS, family
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.feed_forward import MoE, why_apart
 from sglang.srt.plan.layer_spec import LayerSpec, Matrix
+from sglang.srt.plan.per_layer import PerLayerEmbedding
 from sglang.srt.plan.weight_names import WeightMap
 
 Config = Mapping[str, Any]
@@ -53,6 +54,12 @@ class ModelDescription:
     def experts(self) -> MoE | None:
         """The routed experts; layers that have them have the same."""
         return next((layer.ffn for layer in self.layers if isinstance(layer.ffn, MoE)), None)
+
+    @property
+    def per_layer_inputs(self) -> PerLayerEmbedding | None:
+        """What tokens add in every layer."""
+        inputs = self.layers[0].inputs
+        return inputs if isinstance(inputs, PerLayerEmbedding) else None
 
     @property
     def expert_quant(self) -> ModuleQuant | None:
@@ -103,9 +110,7 @@ class ModelDescription:
     def matrices(self, tp_size: int, expert_rows: int) -> Iterator[tuple[Matrix, ModuleQuant | None]]:
         """Of all layers, with the scheme of each."""
         for i, layer in enumerate(self.layers):
-            weights = layer.mixer.weights(self.hidden_size, tp_size)
-            weights += layer.ffn.weights(self.hidden_size, tp_size, expert_rows)
-            for matrix in weights:
+            for matrix in layer.weights(self.hidden_size, tp_size, expert_rows):
                 if isinstance(matrix, Matrix):
                     yield matrix, self.quant_of(i, matrix)
 
@@ -215,7 +220,7 @@ def with_fused_shared(model: ModelDescription, fuse: bool) -> ModelDescription:
 
 
 def _why_apart(model: ModelDescription, layer: int, experts: MoE) -> str | None:
-    if experts.form or experts.bias:
+    if experts.form or experts.bias or experts.branches:
         return why_apart(experts, None, ())
     matrices = [part for part in experts.weights(model.hidden_size, 1, 1) if isinstance(part, Matrix)]
     routed = next(model.quant_of(layer, matrix) for matrix in matrices if matrix.experts)

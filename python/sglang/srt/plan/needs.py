@@ -17,7 +17,8 @@ def needs_of(model: ModelDescription, serving: Serving) -> tuple[Need, ...]:
     """
     dtype = serving.dtype
     quant = model.expert_quant
-    feed_forward = [need for layer in model.layers for need in layer.ffn.needs(serving)]
+    blocks = (block for layer in model.layers for block in layer.token_blocks)
+    feed_forward = [need for block in blocks for need in block.needs(serving)]
     return (
         Need("rmsnorm", q_dtype=dtype),
         *_merged(need for layer in model.layers for need in layer.residual.needs(serving)),

@@ -275,7 +275,8 @@ def plan_capacity(
     available: int,
 ) -> Capacity:
     """For every model that can be described, also one without a model class. Raises UserError if it does not fit."""
-    weights = rank_weight_bytes(model, serving.dtype, serving.tp_size, serving.kv_dtype.startswith("fp8"))
+    fp8_cache, features = serving.kv_dtype.startswith("fp8"), arch.features if arch.device == "cuda" else None
+    weights = rank_weight_bytes(model, serving.dtype, serving.tp_size, fp8_cache, features)
     groups = cache_groups(model, serving)
     cost = cache_cost(groups)
     most = defaults.default_max_running_requests(arch.device, available, context_len)

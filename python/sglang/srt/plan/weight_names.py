@@ -21,6 +21,10 @@ class PartKey:
     """Of several slices of one tensor that lie apart in the parameter."""
 
 
+DECODERS = ("language_model.model.", "model.language_model.")
+"""Beginnings of the decoder's names in multimodal checkpoints: as they were, and as newer transformers write them."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightMap:
     """Names of modules in the checkpoint, keyed by ours. `{part}` and `{expert}` stand for the fields of a PartKey.
@@ -35,6 +39,8 @@ class WeightMap:
     ignore: tuple[str, ...] = ("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
     aliases: tuple[tuple[str, str], ...] = ((".k_proj.k_scale", ".k_scale"), (".v_proj.v_scale", ".v_scale"))
     """Endings of names in some checkpoints, and what they are in the others."""
+    decoder: str = "model."
+    """Where the decoder is; multimodal checkpoints have it at one of DECODERS."""
     parts: Mapping[str, str] = field(default_factory=dict)
     """What stands for `{part}` where it is not the part's own name (gate: w1)."""
     unread: tuple[str, ...] = ()
@@ -51,29 +57,32 @@ class WeightMap:
     def layer_module(self, layer: int, module: str, part: str = "", expert: int = 0) -> str:
         """What the checkpoint calls the module that holds this part of ours ("attn.qkv", "moe.w13") in a layer."""
         template = self.layer_prefix.format(layer=layer) + self.layer[module]
-        return template.format(part=self._part(part), expert=expert)
+        return template.format(part=self._part(part), expert=expert).removesuffix(".")
 
     def _part(self, part: str) -> str:
         return self.parts.get(part, part)
 
     def canonical(self, name: str) -> str:
         """The name of a checkpoint tensor without its variants."""
+        for place in DECODERS:
+            if self.decoder in DECODERS and name.startswith(place):
+                name = self.decoder + name.removeprefix(place)
         for ending, usual in self.aliases:
             if name.endswith(ending):
                 return name.removesuffix(ending) + usual
         return name
 
     def below(self, prefix: str) -> WeightMap:
-        """The same names in a checkpoint that has the decoder at `prefix` instead of "model."; what lies elsewhere
-        stays there."""
+        """The same names in a checkpoint that has the decoder at `prefix`; with "model." it is where it was. What lies
+        elsewhere stays there."""
+        if prefix == "model.":
+            return self
 
         def moved(name: str) -> str:
-            if not name.startswith("model.") or name.startswith(prefix):
-                return name
-            return prefix + name.removeprefix("model.")
+            return prefix + name.removeprefix(self.decoder) if name.startswith(self.decoder) else name
 
         model = {ours: moved(name) for ours, name in self.model.items()}
-        return replace(self, model=model, layer_prefix=moved(self.layer_prefix))
+        return replace(self, model=model, layer_prefix=moved(self.layer_prefix), decoder=prefix)
 
 
 MODEL_NAMES: Mapping[str, str] = {"embed": "model.embed_tokens", "norm": "model.norm", "lm_head": "lm_head"}

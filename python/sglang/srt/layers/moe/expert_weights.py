@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.configs.quant_scheme import Scheme
+from sglang.srt.configs.quant_scheme import PLANE_COLUMNS, Scheme, wants_planes
 from sglang.srt.errors import UserError
 from sglang.srt.layers.quantization.reference import Quantized, dequantize, pack_nibbles, unpack_nibbles
 
@@ -24,6 +24,7 @@ UNQUANTIZED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PLANE = 16
 """Columns of a plane of reordered four-bit weights, whose nibbles are at the same place of as many 32-bit words."""
 PLANES = 8
+assert PLANE * PLANES == PLANE_COLUMNS
 ZERO_BYTE = {"int4": 0x88, "e2m1": 0}
 """Two nibbles that stand for 0."""
 
@@ -128,7 +129,7 @@ def repack(weights: ExpertWeights, features: Collection[str]) -> ExpertWeights:
     if scheme is None or weights.plane_cols is not None or not wants_planes(scheme, features):
         return weights
     assert weights.scale is not None
-    padding = -weights.cols % (PLANE * PLANES)
+    padding = -weights.cols % PLANE_COLUMNS
     data, scale = weights.data, weights.scale
     if padding:
         data = F.pad(data, (0, padding // 2), value=ZERO_BYTE[scheme.element])
@@ -137,12 +138,6 @@ def repack(weights: ExpertWeights, features: Collection[str]) -> ExpertWeights:
     for expert in data:  # one at a time: all at once would need several times their memory
         expert.copy_(_to_planes(expert))
     return dataclasses.replace(weights, data=data.view(torch.int32), scale=scale, plane_cols=weights.cols)
-
-
-def wants_planes(scheme: Scheme, features: Collection[str]) -> bool:
-    """Whether weights of the scheme are widened to 16 bits in registers there, which takes them in planes."""
-    packed = scheme.element == "e2m1" and scheme.activation is not None and "block_scaled_mma" in features
-    return scheme.bits == 4 and not packed
 
 
 def _bytes_of(scale: torch.Tensor) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +11,7 @@ from sglang.srt.configs.activation import Activation
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import expert_share
 from sglang.srt.distributed import parallel_state
-from sglang.srt.layers.linear import ReplicatedLinear
+from sglang.srt.layers.linear import ReplicatedLinear, Unquantized
 from sglang.srt.layers.mlp import GatedMLP
 from sglang.srt.layers.moe.fused_moe_triton.config_files import TunedTiles, lookup
 from sglang.srt.layers.moe.topk import TopK
@@ -53,15 +54,19 @@ class MoELayer:
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         weights, ids = self.route(x, batch)
+        out = self.routed(x, weights, ids)
+        if self.shared is not None:
+            out = out + self.shared(x)
+        return parallel_state.all_reduce(out)
+
+    def routed(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The chosen experts' outputs by their weights [T, k]: this rank's summand of [T, H]."""
         w13, w2 = self.experts.w13, self.experts.w2
         tiles = self.tuned.for_launch(*ids.shape) if self.tuned is not None else None
         rows = x if self.latent is None else self.latent[0](x)
         out = self.products(rows, w13, w2, weights, ids, self.activation, tiles, self.features)
-        if self.latent is not None:  # linear: of each rank's summand
-            out = self.latent[1](out)
-        if self.shared is not None:
-            out = out + self.shared(x)
-        return parallel_state.all_reduce(out)
+        # What comes behind is linear: of each rank's summand.
+        return out if self.latent is None else self.latent[1](out)
 
 
 class SharedExpert:
@@ -70,7 +75,11 @@ class SharedExpert:
     def __init__(self, scope: Scope, hidden_size: int, spec: Shared, activation: Activation) -> None:
         dense = Dense(spec.intermediate_size, activation=activation)
         self.mlp = GatedMLP(scope.sub("shared"), hidden_size, dense, reduce=False)
-        self.gate = ReplicatedLinear(scope.sub("shared_gate"), hidden_size, 1) if spec.gated else None
+        self.gate: ReplicatedLinear | None = None
+        if spec.gated:
+            # One output is too little to quantize, whatever the checkpoint's rules say of the name.
+            in_16_bits = replace(scope.sub("shared_gate"), quant=Unquantized())
+            self.gate = ReplicatedLinear(in_16_bits, hidden_size, 1)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = self.mlp(x)

@@ -21,8 +21,12 @@ _SCALES = {"float32": "*fp32", "bfloat16": "*bf16", "e8m0": "*u8", "e4m3": "*fp8
 _X_SCALES = {"mxfp8": "*u8", "nvfp4": "*fp8e4nv"}
 _STRIDES = dict.fromkeys(("x_stride", "xs_stride", "w_stride", "ws_stride"), "i32")
 _ROWS = 1024
-ROW_SIZES = tuple(1 << power for power in range(6, 16))
+ROW_SIZES = tuple(1 << power for power in range(6, 17))
 """Of activations that are quantized row by row: from the smallest share of an expert on."""
+ODD = 1368
+"""Columns of a share that 16 does not divide: of DeepSeek-V2-Lite's and GLM-4.5-Air's MLP on eight ranks."""
+ODD_BYTES = 3696
+"""Columns of a share that 16 divides, and whose bytes of packed four-bit elements it does not: Qwen2.5-72B on eight."""
 COLUMNS = (1024, 1536, 768, 384, 192, 128, 96, 64, 11_552)
 """Columns of weights, by the largest power of two that divides them: what the tiles of few rows are cut by."""
 EVEN = 4096
@@ -46,7 +50,8 @@ FORM_RULES = {
         at_most=frozenset({"SPLITS", "HAS_BIAS"}),
         at_least=frozenset({"EVEN_K"}),
         counts=frozenset({"T", "K"}),
-        counts_where=LONE_SCALES,
+        # With the scales of "mx" the compiler also arranges what it stores by N's alignment, through shared memory.
+        counts_where={condition: (*names, "N") for condition, names in LONE_SCALES.items()},
         absent=PRODUCT_ABSENT | {"SPLITS": ("parts", "arrivals"), "HAS_X_FACTOR": ("x_factor",)},
     ),
     "quant_linear.few_rows_kernel": FormRule(
@@ -126,6 +131,10 @@ def _few(scheme: Scheme, product: ScaledProduct, tail: str, out: str, end: str) 
             name for name in _multiples(scheme, product, types, cols) if not (words and name == "w_stride")
         )
         yield describe("linear", key, quant_linear.few_rows_kernel, types, constants, tile, multiples)
+        if scheme.group[1] == 0 and not launch["EVEN_K"]:
+            odd = tuple(name for name in multiples if name not in ("x_stride", "w_stride"))
+            row = describe("linear", f"{key}/odd", quant_linear.few_rows_kernel, types, constants, tile, odd)
+            yield replace(row, form_only=True)
 
 
 def _tiles(
@@ -146,14 +155,26 @@ def _tiles(
     types |= {"x_factor": "*fp32" if factor else "*bf16", "parts": "*fp32" if splits > 1 else "*bf16"}
     types |= {"arrivals": "*i32", **dict.fromkeys(("T", "N", "K", "chunk"), "i32"), **_STRIDES}
     types |= _weight_types(scheme, product, False)
-    for cols in (EVEN, RAGGED) if product.kind == "mx" else (RAGGED,):
+    columns = [EVEN, RAGGED] if product.kind == "mx" else [RAGGED]
+    columns += [ODD] if scheme.group[1] == 0 else [ODD_BYTES] if product.activation == "nvfp4" else []
+    for cols in columns:
         launch = quant_linear.tile_launch(product, tile, cols, splits, features)
         constants = {name: value for name, value in launch.items() if name not in (*tile, "chunk")} | _flags(scheme)
         constants |= {"HAS_X_FACTOR": factor}
         key = f"tiles/{scheme.name}{tail}" + ("/split" if splits > 1 else "")
-        key += ("/even" if cols == EVEN else "") + end
+        odd = cols in (ODD, ODD_BYTES)
+        key += ("/even" if cols == EVEN else "/odd" if odd else "") + end
         multiples = _multiples(scheme, product, types, cols)
-        yield describe("linear", key, quant_linear.tiles_kernel, types, constants, tile, multiples)
+        if odd:
+            multiples = tuple(name for name in multiples if name not in ("x_stride", "w_stride"))
+        row = describe("linear", key, quant_linear.tiles_kernel, types, constants, tile, multiples)
+        yield replace(row, form_only=odd)
+        if product.kind == "mx" and cols == RAGGED:
+            # Rows of Nemotron-3-Nano on eight ranks: 16 does not divide them.
+            aligned = tuple(name for name in multiples if name != "N")
+            odd_rows = f"{key}/odd_rows"
+            row = describe("linear", odd_rows, quant_linear.tiles_kernel, types, constants, tile, aligned)
+            yield replace(row, form_only=True)
 
 
 def _weight_types(scheme: Scheme, product: ScaledProduct, words: bool) -> dict[str, str]:
@@ -185,11 +206,16 @@ def _quantize() -> Iterator[Variant]:
         for launch in {v["BLOCK"]: v for v in map(quantize.row_launch, ROW_SIZES)}.values():
             key = f"token/{element}/{launch['BLOCK']}"
             yield describe(op, key, quantize.row_kernel, types | {"data": data}, {}, launch, sizes)
+        launch = quantize.row_launch(ODD)
+        key = f"token/{element}/{launch['BLOCK']}/odd"
+        yield replace(describe(op, key, quantize.row_kernel, types | {"data": data}, {}, launch), form_only=True)
     tensor = types | {"data": "*fp8e4nv", "amax": "*fp32"}
     for dynamic in (False, True):
         key = "tensor/dynamic" if dynamic else "tensor/static"
         constants = {"DYNAMIC": dynamic}
         yield describe(op, key, quantize.tensor_kernel, tensor, constants, quantize.FLAT_LAUNCH, sizes)
+    odd = describe(op, "tensor/static/odd", quantize.tensor_kernel, tensor, {"DYNAMIC": False}, quantize.FLAT_LAUNCH)
+    yield replace(odd, form_only=True)
     amax = {name: kind for name, kind in tensor.items() if name in quantize.amax_kernel.arg_names}
     yield describe(op, "tensor/amax", quantize.amax_kernel, amax, {}, quantize.FLAT_LAUNCH, sizes)
     groups = {

@@ -26,23 +26,29 @@ OPS = (
     "linear",
 )
 
-HIDDEN_SIZES = (1024, 2048, 2880, 4096, 5120, 6144, 7168)
-FP32_NORM_SHAPE = (256, 64)
-"""Of models that store norms of heads minus 1: kept in fp32."""
+HIDDEN_SIZES = (1024, 2048, 2880, 4096, 5120, 6144, 7168, 16384)
+FP32_NORM_SHAPES = ((256, 64), (256, 256), (128, 128))
+"""Of models that store norms of heads minus 1: kept in fp32 (Qwen3-Next, Gemma 3)."""
 ROPE_SHAPES = ((64, 64), (128, 128), (128, 64), (256, 64), (256, 256))
 """(head dim, rotary dim)."""
 LATENT_SHAPE = (128, 512, 64)
 """Dims of a query head that do not rotate, of the latent, and of the rotary key."""
 CACHE_TYPES = {"bfloat16": ("*bf16", 0.0), "fp8_e4m3": ("*fp8e4nv", 448.0), "fp8_e5m2": ("*fp8e5", 57344.0)}
 ROUTINGS: Mapping[str, tuple[tuple[int, int, tuple[int, int]], ...]] = {
-    "softmax": ((64, 6, (1, 1)), (128, 8, (1, 1)), (160, 6, (8, 3)), (256, 8, (1, 1)), (512, 10, (1, 1))),
-    "sigmoid": ((64, 4, (1, 1)), (160, 8, (1, 1)), (384, 8, (1, 1)), (256, 8, (8, 4))),
-    "sqrtsoftplus": ((256, 6, (1, 1)),),
+    "softmax": (
+        *((8, 2, (1, 1)), (32, 4, (1, 1)), (60, 4, (1, 1)), (64, 6, (1, 1)), (128, 8, (1, 1))),
+        *((160, 6, (8, 3)), (256, 8, (1, 1)), (512, 10, (1, 1))),
+    ),
+    "sigmoid": (
+        *((64, 4, (1, 1)), (128, 8, (1, 1)), (160, 8, (1, 1)), (384, 8, (1, 1)), (512, 22, (1, 1))),
+        (256, 8, (8, 4)),
+    ),
+    "sqrtsoftplus": ((256, 6, (1, 1)), (384, 6, (1, 1))),
 }
 """Score -> (experts, choices, (groups, best groups))."""
 LAUNCH_ONLY = ("num_warps", "num_stages")
-SPLITS = 64
-"""Programs that share a row of logits, at most: of vocabularies up to 262,144."""
+SPLITS = 128
+"""Programs that share a row of logits, at most: of vocabularies up to 524,288."""
 
 _LOGITS_COUNTS = frozenset({"vocab_size", "mask_stride"})
 FORM_RULES = {
@@ -132,7 +138,11 @@ def _norms(op: str) -> Iterator[Variant]:
 def _activation() -> Iterator[Variant]:
     types = {"gate_up": "*bf16", "out": "*bf16", "row_stride": "i32", "size": "i32"}
     for name, launch in (("small", activation.SMALL_BLOCK), ("large", activation.LARGE_BLOCK)):
-        yield describe("silu_and_mul", name, activation.silu_and_mul_kernel, types, {}, launch, ("row_stride", "size"))
+        fn = activation.silu_and_mul_kernel
+        yield describe("silu_and_mul", name, fn, types, {}, launch, ("row_stride", "size"))
+        # Of shares that 16 does not divide; rows of two such halves it does.
+        odd = describe("silu_and_mul", f"{name}/odd", fn, types, {}, launch, ("row_stride",))
+        yield replace(odd, form_only=True)
 
 
 def _rope_store() -> Iterator[Variant]:
@@ -156,7 +166,7 @@ def _rope_store() -> Iterator[Variant]:
                     strides,
                 )
                 yield variant
-                if (dim, rot) == FP32_NORM_SHAPE:
+                if (dim, rot) in FP32_NORM_SHAPES:
                     signature = {**variant.signature, "q_weight": "*fp32", "k_weight": "*fp32"}
                     yield replace(variant, key=f"{variant.key}/fp32", signature=signature, form_only=True)
 
@@ -194,7 +204,8 @@ def _routing(score: str) -> Iterator[Variant]:
         key = f"{experts}k{k}" + (f"g{groups[0]}" if groups[0] > 1 else "") + f"/{logits}"
         key += "" if renormalize else "/raw"
         arguments = types | {"logits": f"*{logits}"}
-        yield describe(f"topk_{score}", key, topk.topk_kernel, arguments, constants, topk.LAUNCH, ("row_stride",))
+        strides = () if experts % 16 else ("row_stride",)
+        yield describe(f"topk_{score}", key, topk.topk_kernel, arguments, constants, topk.LAUNCH, strides)
 
 
 def _hash_routing() -> Iterator[Variant]:

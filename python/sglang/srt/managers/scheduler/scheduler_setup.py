@@ -42,10 +42,15 @@ def create_plan(args: ServerArgs, tp_rank: int = 0, rendezvous: str | None = Non
 
 
 def create_runner(args: ServerArgs, tp_rank: int = 0, rendezvous: str | None = None) -> ModelRunner:
-    """As create_plan, then weights, pools and graphs. Raises UserError."""
+    """As create_plan, then weights, pools and graphs, and a first look at what they compute. Raises UserError."""
     plan = create_plan(args, tp_rank, rendezvous)
     if tp_rank == 0:
         plan.log()
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    return ModelRunner(plan, args.load_format, args.random_seed or 0)
+    runner = ModelRunner(plan, args.load_format, args.random_seed or 0)
+    if not args.skip_server_warmup:
+        from sglang.srt.model_executor.canary import check_runner
+
+        check_runner(runner)
+    return runner

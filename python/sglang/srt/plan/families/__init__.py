@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from sglang.srt.plan.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K25
 from sglang.srt.plan.families.family import Family
-from sglang.srt.plan.families.gemma3 import GEMMA3
+from sglang.srt.plan.families.gemma3 import GEMMA3, GEMMA3_TEXT
+from sglang.srt.plan.families.gemma4 import GEMMA4, GEMMA4_TEXT
 from sglang.srt.plan.families.glm4_moe import GLM4_MOE
 from sglang.srt.plan.families.gpt_oss import GPT_OSS
 from sglang.srt.plan.families.llama import LLAMA
@@ -19,7 +20,8 @@ from sglang.srt.plan.families.qwen3 import QWEN3, QWEN3_MOE
 from sglang.srt.plan.families.qwen3_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT, QWEN3_NEXT
 
 FAMILIES: tuple[Family, ...] = (
-    *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, GLM4_MOE, MINIMAX_M2, GPT_OSS, GEMMA3),
+    *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, GLM4_MOE, MINIMAX_M2, GPT_OSS),
+    *(GEMMA3, GEMMA3_TEXT, GEMMA4, GEMMA4_TEXT),
     *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K25),
     *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT),
     NEMOTRON_H,

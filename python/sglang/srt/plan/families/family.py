@@ -36,6 +36,8 @@ class Family:
     # attention
     head_dim: int = 0
     num_kv_heads: int = 0
+    attention_scale: float = 0.0  # of the products of q and k; 0: head_dim ** -0.5
+    value_norm: bool = False  # as GQA.value_norm
     qk_norm: str = ""  # as GQA.qk_norm
     optional_qk_norm: bool = False  # `use_qk_norm` says whether there is one
     window_pattern: int = 0  # every so many layers one has no window, unless `layer_types` say of which
@@ -53,3 +55,4 @@ class Family:
     activation: Activation = SILU
     expert_bias: bool = False
     expert_form: str = ""  # as MoE.form
+    expert_branches: bool = False  # a dense MLP beside the experts, as MoE.branches

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.layer_spec import Sum
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, MLP_NAMES, MODEL_NAMES, QK_NORM_NAMES, WeightMap
@@ -21,8 +23,18 @@ GEMMA3 = Family(
     tie_embeddings=True,
     zero_centred_norms=True,
     scaled_embeddings=True,
-    residual=Sum(norms_after=True),
+    residual=Sum(norms_after=True, fp32_norms=True),
     head_dim=256,
     qk_norm="head",
     window_pattern=6,
 )
+GEMMA3_TEXT = replace(
+    GEMMA3,
+    model_types=(),
+    architectures=("Gemma3ForConditionalGeneration",),
+    names=replace(
+        GEMMA3.names.below("language_model.model."),
+        unread=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+    ),
+)
+"""The text half of a checkpoint with an image encoder."""

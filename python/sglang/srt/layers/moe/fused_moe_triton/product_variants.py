@@ -43,6 +43,11 @@ class ExpertLaunch:
     def name(self) -> str:
         return (self.scheme.name if self.scheme else "bf16") + self.tail
 
+    def is_odd(self, depth: int) -> bool:
+        """Whether rows of `depth` columns, as they lie in memory, do not have a multiple of 16 elements."""
+        packed = self.scheme is not None and self.scheme.bits == 4 and not self.in_planes
+        return (depth // 2 if packed else depth) % 16 != 0
+
     @property
     def in_planes(self) -> bool:
         return self.product.kind == "planes"
@@ -78,13 +83,14 @@ class ExpertLaunch:
     def multiples(self, depth: int) -> tuple[str, ...]:
         """The numbers that are multiples of 16 with weights of `depth` columns."""
         group = self.scheme.group[1] if self.scheme is not None else 0
+        odd = {"intermediate"} if self.intermediate % 16 else set()
+        odd |= {"x_stride", "w_stride"} if self.is_odd(depth) else set()
+        sizes = tuple(name for name in _MULTIPLES if name not in odd)
         if not group:  # scales of rows and tensors have strides of 1 and 0
-            odd = {"intermediate"} if self.intermediate % 16 else set()
-            odd |= {"x_stride", "w_stride"} if depth % 16 else set()
-            return tuple(name for name in _MULTIPLES if name not in odd)
+            return sizes
         rows_of_scales = self.product.kind == "mx"  # for the others it does not matter: LONE_SCALES
         unaligned = rows_of_scales and -(-depth // group) % 16 != 0
-        return (*_MULTIPLES, "ws_expert_stride", *(() if unaligned else ("ws_stride", "xs_stride")))
+        return (*sizes, "ws_expert_stride", *(() if unaligned else ("ws_stride", "xs_stride")))
 
 
 def product_variant(
@@ -118,7 +124,7 @@ def grouped(kind: str, experts: ExpertLaunch, tile: Tile, features: Collection[s
     constants = {name: value for name, value in launch.items() if name not in tile} | experts.flags
     if kind == "gate_up":
         constants |= gate_constants(experts.activation)
-    even = ("even" if launch["EVEN_K"] else "ragged") + ("/odd" if experts.intermediate % 16 else "")
+    even = ("even" if launch["EVEN_K"] else "ragged") + ("/odd" if experts.is_odd(experts.intermediate) else "")
     tail = "/bias" if experts.bias else ""
     key, multiples = f"{kind}/{experts.name}/{even}{tail}", experts.multiples(depth)
     return describe("fused_moe", key, fn, types, constants, tile, multiples)

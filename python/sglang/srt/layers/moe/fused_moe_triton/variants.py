@@ -42,6 +42,8 @@ from sglang.srt.layers.triton_ops.variants import describe
 
 OPS = ("fused_moe",)
 
+ODD_PACKED = 176
+"""Columns of a share whose bytes of packed four-bit elements 16 does not divide: of DeepSeek-V2-Lite on eight ranks."""
 MOST_EXPERTS = 512
 MOST_CHOICES = 12
 """Of a token, a shared expert among them."""
@@ -95,15 +97,18 @@ def _launches(op: str, features: tuple[str, ...]) -> Iterator[Variant]:
 
 def _of_scheme(experts: ExpertLaunch, features: Collection[str]) -> Iterator[Variant]:
     """Hidden sizes are multiples of what a block takes, but GPT-OSS's; a rank's share of an expert need not be."""
-    ragged = replace(experts, intermediate=RAGGED)
+    ragged, odd = (replace(experts, intermediate=share) for share in (RAGGED, ODD_PACKED))
     for row in tile_rows(experts.product.tile_kind, features):
         yield grouped("gate_up", experts, row.gate_up, features)
         yield grouped("down", experts, row.down, features)
         yield replace(grouped("down", ragged, row.down, features), form_only=True)
+        if experts.is_odd(ODD_PACKED):
+            yield replace(grouped("down", odd, row.down, features), form_only=True)
     yield from _last_resort(experts, features)
-    last = replace(grouped("down", ragged, last_resort(experts.product.tile_kind).down, features), default=False)
-    yield replace(last, form_only=True)
-    yield from _few(experts, (EVEN, 2816), COLUMNS)
+    for shares in (ragged, odd) if experts.is_odd(ODD_PACKED) else (ragged,):
+        last = grouped("down", shares, last_resort(experts.product.tile_kind).down, features)
+        yield replace(last, default=False, form_only=True)
+    yield from _few(experts, (EVEN, 2816, 3584), COLUMNS)
 
 
 def _last_resort(experts: ExpertLaunch, features: Collection[str]) -> Iterator[Variant]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import triton
@@ -81,7 +82,11 @@ def _convolutions() -> Iterator[Variant]:
         ("extend", causal_conv.conv_extend_kernel, causal_conv.EXTEND_TILE),
         ("decode", causal_conv.conv_decode_kernel, {"num_warps": causal_conv.DECODE_WARPS}),
     ):
-        yield _described("causal_conv1d", name, fn, data | numbers | _INDEX, constants, launch, aligned)
+        types = data | numbers | _INDEX
+        yield _described("causal_conv1d", name, fn, types, constants, launch, aligned)
+        # Of Nemotron-3-Nano on eight ranks: the projection's rows, with a time step a head, are no multiples of 16.
+        odd = _described("causal_conv1d", f"{name}/odd", fn, types, constants, launch, (*aligned[:1], *aligned[2:]))
+        yield replace(odd, form_only=True)
 
 
 def _recurrence(op: str, delta: bool, key_dim: int, value_dim: int) -> Iterator[Variant]:
@@ -111,11 +116,13 @@ def _norms() -> Iterator[Variant]:
         for many in (False, True):
             launch = gated_norm.norm_launch(1 << 20 if many else 1, size)
             for first in (False, True):
-                yield describe(
-                    "gated_rmsnorm", f"{size}/{'many' if many else 'few'}/{'gate_first' if first else 'gate_last'}",
-                    gated_norm.gated_rmsnorm_kernel, types, {"GATE_FIRST": first}, launch,
-                    ("size", "gate_stride", "weight_stride"),
-                )  # fmt: skip
+                key = f"{size}/{'many' if many else 'few'}/{'gate_first' if first else 'gate_last'}"
+                kernel, constants = gated_norm.gated_rmsnorm_kernel, {"GATE_FIRST": first}
+                aligned = ("size", "weight_stride")
+                yield describe("gated_rmsnorm", key, kernel, types, constants, launch, ("gate_stride", *aligned))
+                if first:  # a part of the same projection as of the convolution
+                    odd = describe("gated_rmsnorm", f"{key}/odd", kernel, types, constants, launch, aligned)
+                    yield replace(odd, form_only=True)
 
 
 def _described(

@@ -1,0 +1,60 @@
+"""A dense MLP and routed experts side by side, each between norms of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.distributed import parallel_state
+from sglang.srt.layers.block import Site
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.moe.layer import MoELayer
+from sglang.srt.layers.ops import RMSNormOp
+from sglang.srt.layers.parameter import Convert, Init, Part, Scope
+from sglang.srt.plan.feed_forward import MoE
+from sglang.srt.plan.weight_names import PartKey
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch import ForwardBatch
+
+
+class ExpertBranches:
+    """The stream [T, H] -> [T, H]: norm(MLP(norm x)) + norm(experts(norm x)). The router takes a norm of the stream
+    whose weight has the factor 1 / sqrt(H); each expert's weights are multiplied by a number of its own. Source:
+    Gemma 4.
+
+    Checkpoint names beside those of MoELayer: "moe.dense_norm" and "moe.dense_norm_after" of the MLP, which is the
+    shared expert, "moe.experts_norm", "moe.experts_norm_after", and "moe.router_scales" with the leaves scale and
+    per_expert_scale.
+    """
+
+    def __init__(self, scope: Scope, spec: MoE, site: Site) -> None:
+        hidden_size, self.eps = site.model.hidden_size, site.model.norm_eps
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(scope.sub(name), hidden_size, self.eps, site.model.zero_centred_norms)
+
+        self.dense_norm, self.dense_norm_after = norm("dense_norm"), norm("dense_norm_after")
+        self.experts_norm, self.experts_norm_after = norm("experts_norm"), norm("experts_norm_after")
+        self.moe = MoELayer(scope, hidden_size, spec)
+        scales = scope.sub("router_scales")
+        shrink = hidden_size**-0.5
+        self.router_weight = _fp32(scales, "scale", hidden_size, lambda stored: stored.float() * shrink)
+        self.expert_scale = _fp32(scales, "per_expert_scale", spec.num_experts)
+        self.router_norm: RMSNormOp = scope.plan.entry("rmsnorm")
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
+        assert self.moe.shared is not None
+        weights, ids = self.moe.route(self.router_norm(x, self.router_weight, self.eps), batch)
+        weights = weights * self.expert_scale[ids.long()]  # ids of padding are -1, their weights 0
+        branches = (
+            self.moe.shared(self.dense_norm(x, None)[0]),
+            self.moe.routed(self.experts_norm(x, None)[0], weights, ids),
+        )
+        dense, experts = parallel_state.all_reduce(torch.stack(branches)).unbind()
+        return self.dense_norm_after(dense, None)[0] + self.experts_norm_after(experts, None)[0]
+
+
+def _fp32(scope: Scope, leaf: str, size: int, convert: Convert | None = None) -> torch.Tensor:
+    return scope.param(leaf, (size,), {PartKey(): Part((size,), convert=convert)}, Init.ONES, torch.float32)

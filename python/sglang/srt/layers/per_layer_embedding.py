@@ -1,0 +1,54 @@
+"""What tokens add in every layer: looked up and projected once a step, gated into the stream at the end of a layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.layers.block import Site
+from sglang.srt.layers.embedding import VocabParallelEmbedding
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.linear import ReplicatedLinear
+from sglang.srt.layers.mlp import gate_of
+from sglang.srt.layers.ops import LinearOp
+from sglang.srt.layers.parameter import Scope
+from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.per_layer import PerLayerEmbedding
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch import ForwardBatch
+
+
+class PerLayerInputs:
+    """ids [T] and their embeddings [T, H] -> [T, layers, size]: the mean, times sqrt(2), of a row of a table and of the
+    normed projection. Source: Gemma 4."""
+
+    def __init__(self, scope: Scope, model: ModelDescription, spec: PerLayerEmbedding) -> None:
+        self.spec = spec
+        width = spec.num_layers * spec.size
+        self.table = VocabParallelEmbedding(scope.sub("table"), spec.vocab_size, width, spec.size**0.5)
+        self.projection = scope.sub("projection").param("weight", (width, model.hidden_size))
+        self.projection_scale = model.hidden_size**-0.5
+        self.norm = RMSNorm(scope.sub("norm"), spec.size, model.norm_eps, model.zero_centred_norms)
+        self.linear: LinearOp = scope.plan.entry("linear")
+
+    def __call__(self, ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        shape = (-1, self.spec.num_layers, self.spec.size)
+        projected = (self.linear(embedded, self.projection) * self.projection_scale).view(-1, self.spec.size)
+        return (self.norm(projected, None)[0].view(shape) + self.table(ids).view(shape)) * 2.0**-0.5
+
+
+class PerLayerBlock:
+    """The stream [T, H] -> [T, H]: a gate of it, times the layer's inputs, projected back."""
+
+    def __init__(self, scope: Scope, spec: PerLayerEmbedding, site: Site) -> None:
+        self.layer_id = site.layer_id
+        self.gate = ReplicatedLinear(scope.sub("gate"), site.model.hidden_size, spec.size)
+        self.projection = ReplicatedLinear(scope.sub("projection"), spec.size, site.model.hidden_size)
+        self.activation = gate_of(scope, spec.activation)
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        assert batch.layer_inputs is not None, "the model makes them before its first layer"
+        inputs = batch.layer_inputs[:, self.layer_id]
+        return self.projection(self.activation(torch.cat((self.gate(x), inputs), dim=-1)))

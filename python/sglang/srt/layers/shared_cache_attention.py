@@ -1,0 +1,52 @@
+"""Attention of a layer that makes queries only: the keys and values are those of an earlier layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.layers.attention.call_site import Attention
+from sglang.srt.layers.attention_block import kv_head_range
+from sglang.srt.layers.block import Site
+from sglang.srt.layers.layernorm import norm_weight
+from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_of
+from sglang.srt.layers.ops import QNormRopeOp
+from sglang.srt.layers.parameter import Scope
+from sglang.srt.plan.mixers import GQA
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch import ForwardBatch
+
+
+class SharedCacheAttention:
+    """[T, H] -> [T, H]. The layer `spec.cache_layer` comes earlier in a step and leaves what it made in the batch."""
+
+    def __init__(self, scope: Scope, spec: GQA, site: Site) -> None:
+        assert spec.rope is not None and spec.qk_norm == "head" and not (spec.output_gate or spec.sinks)
+        dim, hidden_size = spec.head_dim, site.model.hidden_size
+        heads = shard_of(spec.num_heads, scope.tp_rank, scope.tp_size, "number of attention heads")
+        kv_heads = kv_head_range(spec.num_kv_heads, scope.tp_rank, scope.tp_size)
+        rows = slice(heads.start * dim, heads.stop * dim)
+        self.source = spec.cache_layer
+        self.eps = site.model.norm_eps
+        self.rotary = site.rotary.of(spec.rope)
+        self.q = ColumnParallelLinear(scope.sub("qkv"), hidden_size, {"q": (spec.num_heads * dim, rows)}, spec.qkv_bias)
+        self.o = RowParallelLinear(scope.sub("o"), spec.num_heads * dim, hidden_size, spec.o_bias)
+        self.q_norm = norm_weight(scope.sub("q_norm"), dim, site.model.zero_centred_norms)
+        self.norm_rope: QNormRopeOp = scope.plan.entry("q_norm_rope")
+        self.attention = Attention(
+            scope.cache(spec.cache_layer, "kv"),
+            heads.stop - heads.start,
+            kv_heads.stop - kv_heads.start,
+            dim,
+            spec.softmax_scale,
+            sliding_window=spec.window,
+            logit_cap=spec.logit_cap,
+        )
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        positions, cos_sin = self.rotary.at(batch.positions)
+        heads = self.q(x).unflatten(-1, (-1, self.attention.head_dim))
+        q = self.norm_rope(heads, positions, cos_sin, self.q_norm, self.eps)
+        return self.o(self.attention(q, *batch.shared_keys_values[self.source], batch))

@@ -1,0 +1,45 @@
+"""Embeddings of a token that enter every layer anew, as a block of `layer_spec` (Gemma 4: per-layer inputs)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sglang.srt.configs.activation import Activation
+from sglang.srt.kernels.spec import Need
+from sglang.srt.plan.layer_spec import Elements, Matrix, Serving, Weights
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerEmbedding:
+    """A token has `size` numbers for each of `num_layers` layers: looked up in a table of `vocab_size` rows, plus a
+    projection of its embedding. At the end of a layer they are gated by the stream and projected into it."""
+
+    size: int
+    num_layers: int
+    vocab_size: int
+    activation: Activation
+
+    @property
+    def stream_elements(self) -> int:
+        """Of one token, from the first layer to the last; twice while they are made."""
+        return 2 * self.num_layers * self.size
+
+    def needs(self, serving: Serving) -> Iterator[Need]:
+        yield Need(self.activation.op, q_dtype=serving.dtype)
+
+    def weights(self, hidden_size: int, tp_size: int, expert_rows: int) -> Weights:
+        """Of a layer: every rank has all of it."""
+        return (
+            Matrix("inputs.gate", ("",), self.size, hidden_size),
+            Matrix("inputs.projection", ("",), hidden_size, self.size),
+            Elements(hidden_size),
+        )
+
+    def model_weights(self, hidden_size: int, tp_size: int) -> Weights:
+        """Of the model, once."""
+        width = self.num_layers * self.size
+        return Elements(-(-self.vocab_size // tp_size) * width), Elements(width * hidden_size), Elements(self.size)
+
+    def activation_elements(self, hidden_size: int, tp_size: int) -> int:
+        return 3 * self.size + hidden_size

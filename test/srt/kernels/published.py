@@ -1,0 +1,59 @@
+"""Published configs by name: directories with nothing but config.json and hf_quant_config.json, and the files of the
+golden outputs of `explain`.
+
+Numbers are as published; names and numbers of models whose directory is short come from their model cards.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.errors import UserError
+from sglang.srt.plan.layout import check_layout
+from sglang.srt.plan.model_description import ModelDescription, describe_model
+
+HERE = Path(__file__).parent
+LAYOUTS = range(1, 9)
+"""Tensor-parallel ranks of one host."""
+
+
+def model_dirs() -> dict[str, Path]:
+    return {path.parent.name: path.parent for path in sorted((HERE / "published").glob("*/config.json"))}
+
+
+def configs() -> dict[str, dict[str, Any]]:
+    """Of every model, without its quantization: any 16-bit checkpoint may be quantized by whoever serves it."""
+    files = {name: path / "config.json" for name, path in model_dirs().items()}
+    files |= {path.stem: path for path in sorted((HERE / "configs").glob("*.json")) if "hf_quant" not in path.name}
+    return {name: _in_16_bits(json.loads(path.read_text())) for name, path in files.items()}
+
+
+def _in_16_bits(config: dict[str, Any]) -> dict[str, Any]:
+    for part in (config, config.get("text_config", {})):
+        part.pop("quantization_config", None)
+    return config
+
+
+def described(names: Sequence[str] = ()) -> Iterator[tuple[str, ModelDescription]]:
+    """Those of known families (or those named), with the shared expert among the routed ones and beside them."""
+    for name, config in configs().items():
+        if names and name not in names:
+            continue
+        try:
+            fused, apart = (describe_model(config, None, fuse) for fuse in (True, False))
+        except UserError:
+            continue  # of layers that are not described
+        if fused.known:
+            yield from ((name, model) for model in ([fused] if fused == apart else [fused, apart]))
+
+
+def accepted_layouts(model: ModelDescription, sizes: Sequence[int] = LAYOUTS) -> Iterator[int]:
+    for tp_size in sizes:
+        try:
+            check_layout(model, tp_size)
+        except UserError:
+            continue
+        yield tp_size

@@ -1,0 +1,95 @@
+"""Every family in the scheduler, where memory is short: greedy tokens are those of transformers whether a request is
+alone or among others, computed in chunks, retracted and resumed, or continued from a prefix of which some was evicted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from sglang.srt.managers.scheduler.output import StopChecker
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler_setup import create_runner
+from sglang.srt.server_args import ServerArgs
+from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
+from srt.models.harness import TINY, VOCAB, save_tiny
+
+NEW_TOKENS = 32
+NAMES = [name for name in TINY if "wide" not in name]
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def scheduler(folder: Path, **options: Any) -> Scheduler:
+    args = ServerArgs.from_kwargs(
+        model_path=str(folder), device="cpu", skip_tokenizer_init=True, max_running_requests=8, **options
+    )
+    return Scheduler(args, create_runner(args), StopChecker(None))
+
+
+@torch.inference_mode()
+def greedy(model: PreTrainedModel, ids: list[int], output: list[int]) -> list[int]:
+    """What the model would have said where `output` stands: `output` itself, if it is the greedy continuation."""
+    logits = model(torch.tensor([ids + output])).logits[0]
+    return logits[len(ids) - 1 : -1].argmax(-1).tolist()
+
+
+def check(model: PreTrainedModel, scheduler: Scheduler, prompts: Sequence[list[int]]) -> None:
+    collector = Collector()
+    for i, ids in enumerate(prompts):
+        add(scheduler, request(f"r{i}", ids, NEW_TOKENS, temperature=0.0, ignore_eos=True))
+    run_to_end(scheduler, collector)
+    for i, ids in enumerate(prompts):
+        output = collector.tokens[f"r{i}"]
+        assert len(output) == NEW_TOKENS and output == greedy(model, ids, output), f"prompt {i}"
+    assert_clean(scheduler)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_alone_and_among_others_with_little_memory(name: str, tmp_path: Path) -> None:
+    model = save_tiny(name, tmp_path)
+    tight = scheduler(tmp_path, max_total_tokens=160, schedule_conservativeness=0.01, chunked_prefill_size=16)
+    evicted = 0
+    evict = tight.kv.tree.evict
+
+    def counted(num_tokens: int) -> int:
+        nonlocal evicted
+        freed = evict(num_tokens)
+        evicted += freed
+        return freed
+
+    tight.kv.tree.evict = counted  # type: ignore[method-assign]
+    prompts = [prompt(seed, 12 + 6 * seed) for seed in range(4)]
+    for alone in prompts[:2]:
+        check(model, tight, [alone])
+    assert tight.stats.num_retracted == 0
+    check(model, tight, prompts)
+    assert tight.stats.num_retracted > 0 and evicted > 0
+    before = tight.stats._cached
+    check(model, tight, [prompts[3]])
+    check(model, tight, [prompts[3] + [5]])
+    assert tight.stats._cached - before >= len(prompts[3]), "the second one goes on from the first one's prefix"
+
+
+WINDOWED = ("mistral_windows", "gpt_oss", "gemma3", "gemma4", "gemma4_small")
+"""Windows everywhere; with sinks; of every second layer or most; with caches that layers share."""
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.parametrize("window", [1, 3, 16, 40, 300])
+def test_windows_and_chunks_of_every_relative_size(name: str, window: int, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sliding_window": window}))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    prompts = [prompt(1, 61), prompt(2, 17), prompt(1, 61)[:48] + [3]]
+    for chunk, page in ((1, 1), (16, 4), (17, 1), (-1, 16)):
+        check(model, scheduler(tmp_path, max_total_tokens=1024, chunked_prefill_size=chunk, page_size=page), prompts)

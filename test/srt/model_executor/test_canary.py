@@ -1,0 +1,129 @@
+"""The start-up canary: quiet on sound runners, and each seeded defect is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.distributed import parallel_state
+from sglang.srt.errors import UserError
+from sglang.srt.managers.scheduler.scheduler_setup import create_runner
+from sglang.srt.model_executor.canary import check_runner
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.step import StepInput
+from sglang.srt.server_args import ServerArgs
+from srt.models.harness import save_tiny
+
+
+def runner_of(name: str, folder: Path, **options: Any) -> ModelRunner:
+    save_tiny(name, folder)
+    args = ServerArgs.from_kwargs(
+        model_path=str(folder), device="cpu", skip_tokenizer_init=True, max_total_tokens=512, max_running_requests=4,
+        skip_server_warmup=True, **options,
+    )  # fmt: skip
+    return create_runner(args)
+
+
+class EagerInPlaceOfGraphs:
+    """Replays are steps without a graph whose logits `spoil` changes."""
+
+    def __init__(self, runner: ModelRunner, spoil: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.runner, self.spoil = runner, spoil
+
+    def fits(self, _: object) -> bool:
+        return True
+
+    def replay(self, step: StepInput) -> Any:
+        self.runner.graphs = self.runner.extend_graphs = None
+        logits = self.spoil(self.runner.forward(step).logits)
+        self.runner.graphs = self.runner.extend_graphs = self  # type: ignore[assignment]
+        sent = torch.from_numpy(step.sampled_slots)
+        self.inputs = dict.fromkeys(("slots", "seq_lens", "sampled_slots", "sampled_lens", "last_rows"), sent)
+        return logits if step.extend is None else (logits, logits)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma3", "qwen3_next", "nemotron_h"])
+def test_nothing_is_found_in_a_sound_model(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    runner = runner_of(name, tmp_path)
+    with caplog.at_level("INFO"):
+        check_runner(runner)
+    assert "Start-up canary" in caplog.text
+    assert not runner.state.req_to_token.any() and not runner.state.next_tokens.any()
+
+
+@pytest.mark.parametrize("options", [{"page_size": 16}, {"context_length": 8}, {"max_total_tokens": 16}])
+def test_it_fits_into_small_pools(options: dict[str, int], tmp_path: Path) -> None:
+    save_tiny("qwen3", tmp_path)
+    args = ServerArgs.from_kwargs(model_path=str(tmp_path), device="cpu", skip_tokenizer_init=True, **options)
+    create_runner(args)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (lambda logits: logits.flip(-1), "the graph of a prompt gives other logits"),
+        (lambda logits: logits * float("nan"), "the graph of a prompt gives other logits"),
+        (
+            lambda logits: logits.flip(-1) if len(logits) == 1 else logits,
+            "the graph that decodes 1 request gives other",
+        ),
+        (lambda logits: logits, ""),
+    ],
+)
+def test_a_graph_that_computes_something_else_is_named(
+    spoil: Callable[[torch.Tensor], torch.Tensor], named: str, tmp_path: Path
+) -> None:
+    runner = runner_of("qwen3", tmp_path)
+    runner.graphs = runner.extend_graphs = EagerInPlaceOfGraphs(runner, spoil)  # type: ignore[assignment]
+    if named:
+        with pytest.raises(UserError, match=named):
+            check_runner(runner)
+    else:
+        check_runner(runner)
+
+
+def test_the_first_block_without_numbers_is_named(tmp_path: Path) -> None:
+    runner = runner_of("qwen3", tmp_path)
+    for layer in (1, 2):
+        join, block = runner.model.layers[layer].blocks[1]
+        runner.model.layers[layer].blocks[1] = (join, lambda x, batch, block=block: block(x, batch) / 0)
+    with pytest.raises(UserError, match="the output of layer 1 mlp is not finite"):
+        check_runner(runner)
+
+
+def test_a_block_that_decodes_otherwise_is_named(tmp_path: Path) -> None:
+    """As a decode kernel would that takes a cache's bytes for another type."""
+    runner = runner_of("qwen3", tmp_path)
+    join, block = runner.model.layers[1].blocks[0]
+
+    def wrong(x: torch.Tensor, batch: Any) -> torch.Tensor:
+        out: torch.Tensor = block(x, batch)
+        return out if batch.forward_mode.name == "EXTEND" else out.flip(-1) * 100
+
+    runner.model.layers[1].blocks[0] = (join, wrong)
+    with pytest.raises(UserError, match="layer 1 attn gives another output for a token that is decoded"):
+        check_runner(runner)
+
+
+def test_an_all_reduce_that_loses_a_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_of("qwen3", tmp_path)
+    monkeypatch.setattr(parallel_state, "tp_size", lambda: 2)
+    monkeypatch.setattr(parallel_state, "all_reduce", lambda x: x)
+    with pytest.raises(UserError, match=r"all_reduce: \d+ of 512 sums over 2 ranks are wrong"):
+        check_runner(runner)
+
+
+def test_a_start_runs_it_unless_it_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny("qwen3", tmp_path)
+    seen: list[object] = []
+    monkeypatch.setattr("sglang.srt.model_executor.canary.check_runner", seen.append)
+    common = SimpleNamespace(model_path=str(tmp_path), device="cpu", skip_tokenizer_init=True, max_total_tokens=256)
+    create_runner(ServerArgs.from_kwargs(**vars(common), skip_server_warmup=True))
+    assert not seen
+    create_runner(ServerArgs.from_kwargs(**vars(common)))
+    assert len(seen) == 1
