@@ -69,7 +69,9 @@ async def _on_bug(request: Request, error: Any) -> Response:
 
 def create_api(state: ServerState) -> FastAPI:
     """The routes alone, without key check and CORS."""
-    api = FastAPI(title="sm120-sglang", version=__version__, redoc_url=None)
+    api = FastAPI(
+        title="sm120-sglang", version=__version__, docs_url=None, redoc_url=None
+    )  # these pages load from elsewhere
     api.state.server = state
     api.state.created = int(time.time())
     for form in _FORMS:
