@@ -1,4 +1,4 @@
-"""What the kernels of sgl-kernel cost on sm_120 and sm_121, on record in kernels.lock.json.
+"""What the kernels of sgl-kernel cost, on record in kernels.lock.json.
 
     python sgl-kernel/record.py            compile, and compare with the record
     python sgl-kernel/record.py --update   compile, and write it
@@ -19,23 +19,92 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from nvcc_build import compile_library, find_nvcc
+from nvcc_build import SOURCES, compile_library, find_nvcc
 
 ROOT = Path(__file__).resolve().parent
 FILE = ROOT / "kernels.lock.json"
-TARGETS = ("120f", "121f")
+TARGETS = ("90a", "120f", "121f")
 """One sm_120f cubin runs on both; sm_121's own code is looked at as well."""
 SHARED_LIMIT = 101_376
 PRODUCT = "QMMA.SF.16832.F32.E4M3.E2M1.E8"
 SPREAD = "LDSM.U4x16P64TO8.M816.4"
-_OF_INTEREST = re.compile(r"\b((?:QMMA|OMMA|HMMA|IMMA|LDSM)\.[A-Za-z0-9_.]+)")
-_KERNEL = re.compile(r"mixed_moe_kernelINS_4TileILi(\d+)ELi(\d+)ELi\d+ELi\d+ELi(\d+)EEELb(\d)E")
+FENCE, FLUSH = "MEMBAR.ALL.SYS", "CCTL.IVALL"
+"""Before a flag is written, and after it was read."""
+FLAG_READ, FLAG_WRITTEN = "LDG.E.STRONG.SYS", "STG.E.STRONG.SYS"
+WORDS_READ, WORDS_WRITTEN = "LDG.E.128.STRONG.SYS", "STG.E.128.STRONG.SYS"
 
 Row = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Kernels of a file in csrc/. `kernel` finds one in a symbol, `name` says what it is called here, `instructions`
+    those to count."""
+
+    file: str
+    targets: tuple[str, ...]
+    kernel: re.Pattern[str]
+    name: Callable[[re.Match[str]], str]
+    instructions: re.Pattern[str]
+    shared: Callable[[ctypes.CDLL, re.Match[str]], int] | None = None  # where a launch asks for it
+
+
+def _product_name(kernel: re.Match[str]) -> str:
+    m, n, stages, gated = kernel.groups()
+    return f"{'gate_up' if gated == '1' else 'down'} {m}x{n}x128 {stages} stages"
+
+
+def _product_rules(name: str, instructions: Mapping[str, int]) -> Iterable[str]:
+    if not instructions.get(PRODUCT) or not instructions.get(SPREAD):
+        yield f"lacks {PRODUCT} or {SPREAD}: {instructions}"
+    others = [found for found in instructions if "MMA" in found and found != PRODUCT]
+    if others:
+        yield f"multiplies with {', '.join(others)} as well"
+
+
+def _reduce_name(kernel: re.Match[str]) -> str:
+    dtype, fused, algorithm = (int(number) for number in kernel.groups())
+    names = ("packed", "one_shot", "two_shot")[algorithm], ("bfloat16", "float16", "float32")[dtype]
+    return f"all_reduce {' '.join(names)}{' norm' * fused}"
+
+
+def _reduce_rules(name: str, instructions: Mapping[str, int]) -> Iterable[str]:
+    """What the memory model asks for is there, and what PCIe does not have is not."""
+    packed = name.split()[1] == "packed"
+    wanted = (WORDS_READ, WORDS_WRITTEN) if packed else (FENCE, FLUSH, FLAG_READ, FLAG_WRITTEN)
+    lacking = [each for each in wanted if not instructions.get(each)]
+    if lacking:
+        yield f"lacks {', '.join(lacking)}"
+    atomic = [each for each in instructions if each.startswith(("ATOM", "RED", "LDGMC", "MULTIMEM"))]
+    if atomic:
+        yield f"has {', '.join(atomic)}, which no PCIe link carries"
+
+
+SOURCE_FILES = (
+    Source(
+        "mixed_moe.cu",
+        ("120f", "121f"),
+        re.compile(r"mixed_moe_kernelINS_4TileILi(\d+)ELi(\d+)ELi\d+ELi\d+ELi(\d+)EEELb(\d)E"),
+        _product_name,
+        re.compile(r"\b((?:QMMA|OMMA|HMMA|IMMA|LDSM)\.[A-Za-z0-9_.]+)"),
+        lambda library, kernel: int(library.sgl_mixed_moe_shared_bytes(int(kernel[1]))),
+    ),
+    Source(
+        "all_reduce.cu",
+        TARGETS,
+        re.compile(r"all_reduce_kernelILi(\d)ELb(\d)ELi(\d)E"),
+        _reduce_name,
+        re.compile(
+            r"(?<![\w.])(MEMBAR\.[\w.]*SYS|CCTL\.IVALL|(?:LDG|STG)\.[\w.]*SYS|(?:ATOMG?|REDG?|LDGMC|MULTIMEM)\.[\w.]+)"
+        ),
+    ),
+)
 
 
 def sources_digest() -> str:
@@ -62,39 +131,48 @@ def cuobjdump() -> str | None:
 
 
 def compile_rows(dump: str, target: str) -> dict[str, Row]:
-    """Kernel -> what ptxas says of it, its shared memory, and its matrix instructions with how many there are."""
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder, "library.so")
-        printed = compile_library(library, target, options=("-Xptxas=-v",))
-        machine_code = subprocess.run([dump, "-sass", library], capture_output=True, text=True, check=True).stdout
-        shared = ctypes.CDLL(str(library)).sgl_mixed_moe_shared_bytes
-        rows = {
-            name: row | {"shared": shared(int(name.split()[1].split("x")[0]))}
-            for name, row in _of_ptxas(printed).items()
-        }
-        for function in machine_code.split("Function : ")[1:]:
-            if _KERNEL.search(function.split("\n", 1)[0]):
-                counts = Counter(_OF_INTEREST.findall(function))
-                rows[_name(function)]["instructions"] = dict(sorted(counts.items()))
+    """Kernel -> what ptxas says of it, its shared memory, and instructions of interest with how many there are."""
+    rows: dict[str, Row] = {}
+    for source in SOURCE_FILES:
+        if target in source.targets:
+            rows |= _rows_of(source, dump, target)
     return rows
 
 
-def _name(text: str) -> str:
-    found = _KERNEL.search(text)
-    assert found is not None, text[:200]
-    m, n, stages, gated = found.groups()
-    return f"{'gate_up' if gated == '1' else 'down'} {m}x{n}x128 {stages} stages"
+def _rows_of(source: Source, dump: str, target: str) -> dict[str, Row]:
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder, "library.so")
+        printed = compile_library(library, target, [SOURCES / source.file], ("-Xptxas=-v",))
+        machine_code = subprocess.run([dump, "-sass", library], capture_output=True, text=True, check=True).stdout
+        rows = _of_ptxas(source, printed)
+        for function in machine_code.split("Function : ")[1:]:
+            kernel = source.kernel.search(function.split("\n", 1)[0])
+            if kernel is None:
+                continue
+            row = rows[source.name(kernel)]
+            row["instructions"] = dict(sorted(Counter(source.instructions.findall(function)).items()))
+            if source.shared is not None:
+                row["shared"] = source.shared(ctypes.CDLL(str(library)), kernel)
+        return rows
 
 
-def _of_ptxas(text: str) -> dict[str, Row]:
+def _of_ptxas(source: Source, text: str) -> dict[str, Row]:
     rows: dict[str, Row] = {}
     for part in text.split("Compiling entry function")[1:]:
         numbers = [
             re.search(pattern, part)
-            for pattern in (r"Used (\d+) registers", r"(\d+) bytes stack frame", r"(\d+) bytes spill stores")
+            for pattern in (
+                r"Used (\d+) registers",
+                r"(\d+) bytes stack frame",
+                r"(\d+) bytes spill stores",
+                r"(\d+) bytes smem",
+            )
         ]
-        registers, stack, spills = (int(found[1]) if found else 0 for found in numbers)
-        rows[_name(part)] = {"registers": registers, "stack": stack, "spills": spills}
+        registers, stack, spills, shared = (int(found[1]) if found else 0 for found in numbers)
+        kernel = source.kernel.search(part)
+        assert kernel is not None, part[:200]
+        row: Row = {"registers": registers, "stack": stack, "spills": spills, "shared": shared}
+        rows[source.name(kernel)] = row
     return rows
 
 
@@ -106,13 +184,11 @@ def broken_rules(rows: dict[str, Row]) -> list[str]:
         assert isinstance(instructions, dict)
         if row["spills"] or row["stack"]:
             broken.append(f"{name}: {row['spills']} B spilled, a stack of {row['stack']} B")
-        if not 0 < int(str(row["shared"])) <= SHARED_LIMIT:
+        collective = name.startswith("all_reduce ")
+        if not (collective or 0 < int(str(row["shared"]))) or int(str(row["shared"])) > SHARED_LIMIT:
             broken.append(f"{name}: {row['shared']} B of shared memory, at most {SHARED_LIMIT}")
-        if not instructions.get(PRODUCT) or not instructions.get(SPREAD):
-            broken.append(f"{name}: lacks {PRODUCT} or {SPREAD}: {instructions}")
-        others = [found for found in instructions if "MMA" in found and found != PRODUCT]
-        if others:
-            broken.append(f"{name}: multiplies with {', '.join(others)} as well")
+        rules = _reduce_rules if collective else _product_rules
+        broken += [f"{name}: {text}" for text in rules(name, instructions)]
     return broken
 
 

@@ -54,6 +54,9 @@ __device__ __forceinline__ const uint8_t* of_lane(const uint8_t* value, int lane
   return reinterpret_cast<const uint8_t*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(value), lane));
 }
 
+__device__ __forceinline__ float float_of_bits(uint32_t bits) { return __uint_as_float(bits); }
+__device__ __forceinline__ uint32_t bits_of_float(float value) { return __float_as_uint(value); }
+
 // Bits of 16-bit floats.
 __device__ __forceinline__ float value_of_half(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
 __device__ __forceinline__ float value_of_bfloat16(uint16_t bits) { return __uint_as_float(uint32_t(bits) << 16); }

@@ -61,6 +61,4 @@ int sgl_mixed_moe_shared_bytes(int block_m) {
 
 // sizeof(MixedArguments): what a caller's declaration of it is held to.
 int sgl_mixed_moe_arguments_size() { return sizeof(sgl_kernel::MixedArguments); }
-
-const char* sgl_error_string(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
 }

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from srt.models.harness import save_tiny
 
 from sglang import bench_one_batch
 from sglang.bench.direct import DirectBatch, direct_table
@@ -44,6 +45,20 @@ def test_steps_do_not_change_the_outputs(runner: ModelRunner) -> None:
     assert generate(runner, PROMPTS, 8) == whole
     assert [generate(runner, [p], 1 << 20)[0] for p in PROMPTS] == whole
     assert len({tuple(o) for o in whole}) > 1
+
+
+def test_prompts_leave_windows_step_by_step(tmp_path: Path) -> None:
+    """The pool of windows has room for every request's window and one step's tokens, not for whole prompts."""
+    save_tiny("gpt_oss", tmp_path)
+    runner = create_runner(
+        ServerArgs.from_kwargs(
+            model_path=str(tmp_path), device="cpu", dtype="float32", skip_tokenizer_init=True, max_total_tokens=2048,
+            max_running_requests=8, chunked_prefill_size=64,
+        )
+    )  # fmt: skip
+    prompts = [[1 + (i * 7 + j) % 90 for j in range(40)] for i in range(8)]
+    assert sum(map(len, prompts)) > runner.plan.pool_sizes.windows[0].tokens
+    assert generate(runner, prompts, 64) == [generate(runner, [p], 64)[0] for p in prompts]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -20,6 +21,7 @@ def load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"uninstalled_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look
     spec.loader.exec_module(module)
     return module
 
@@ -27,6 +29,19 @@ def load_file(path: Path) -> ModuleType:
 @pytest.fixture(scope="session")
 def library_module() -> ModuleType:
     return load_file(PACKAGE / "sm120_sgl_kernel" / "library.py")
+
+
+@pytest.fixture(scope="session")
+def cpu_collectives(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The collectives compiled for the CPU: a rank is a process, each GPU thread a thread. Skips without a compiler."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    to = tmp_path_factory.mktemp("sgl_kernel") / "all_reduce_on_cpu.so"
+    options = ["-std=c++17", "-O1", "-Wall", "-Wno-unknown-pragmas", "-shared", "-fPIC", "-pthread"]
+    includes = [f"-I{PACKAGE / 'csrc'}", f"-I{ON_CPU / 'threads'}"]
+    subprocess.run([compiler, *options, *includes, str(ON_CPU / "all_reduce_library.cpp"), "-o", str(to)], check=True)
+    return to
 
 
 @pytest.fixture(scope="session")

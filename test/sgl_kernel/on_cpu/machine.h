@@ -13,6 +13,8 @@
 #include <functional>
 #include <vector>
 
+#include "floats.h"
+
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -169,33 +171,6 @@ inline uint32_t of_lane(uint32_t value, int lane) {
 
 inline const uint8_t* of_lane(const uint8_t* value, int lane) {
   return reinterpret_cast<const uint8_t*>(Block::current->exchange(reinterpret_cast<uint64_t>(value), lane));
-}
-
-inline float value_of_bfloat16(uint16_t bits) {
-  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-  float value;
-  memcpy(&value, &wide, 4);
-  return value;
-}
-
-inline uint16_t bfloat16_of(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, 4);
-  if (std::isnan(value)) return 0x7fff;
-  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-inline float value_of_half(uint16_t bits) {
-  _Float16 value;
-  memcpy(&value, &bits, 2);
-  return static_cast<float>(value);
-}
-
-inline uint16_t half_of(float value) {
-  const _Float16 rounded = static_cast<_Float16>(value);
-  uint16_t bits;
-  memcpy(&bits, &rounded, 2);
-  return bits;
 }
 
 template <class T>

@@ -103,6 +103,13 @@ def test_hybrid_models_may_use_triton_or_flashinfer_on_sm12x(gpu: str, name: str
     assert resolve(HYBRID, arch_by_name(gpu), FITS, BOTH, forced=name).name == name
 
 
+@pytest.mark.parametrize("gpu", SM12X)
+def test_hybrid_models_are_refused_others_on_sm12x(gpu: str) -> None:
+    with pytest.raises(NoKernel, match="hybrid gated-delta-net models take triton or flashinfer") as error:
+        resolve(HYBRID, arch_by_name(gpu), FITS, BOTH, forced="trtllm_mha")
+    assert set(error.value.would_work) == {"triton", "flashinfer", "torch_native"}
+
+
 @pytest.mark.parametrize("gpu", ["sm_100", "sm_103"])
 def test_hybrid_models_may_not_use_flashinfer_with_tcgen05(gpu: str) -> None:
     with pytest.raises(NoKernel, match="hybrid gated-delta-net models take triton or trtllm_mha") as error:
@@ -116,6 +123,19 @@ def test_mla_stays_with_kernels_that_serve_it(gpu: str) -> None:
     choice = resolve(MLA_DECODE, arch_by_name(gpu), FITS, BOTH)
     assert choice.name in ("triton", "flashinfer_mla")
     assert "latent" in reasons(choice)["flashinfer"]
+
+
+@pytest.mark.parametrize("gpu", SM12X)
+@pytest.mark.parametrize("name", ["flashinfer", "flashinfer_mla"])
+def test_flashinfer_means_its_latent_kernels_where_attention_is_latent(gpu: str, name: str) -> None:
+    arch = arch_by_name(gpu)
+    assert resolve(MLA_DECODE, arch, FITS, BOTH, forced=name).name == "flashinfer_mla"
+    with pytest.raises(NoKernel, match="no fp8_e4m3 cache"):
+        resolve(replace(MLA_DECODE, kv_dtype="fp8_e4m3"), arch, FITS, BOTH, forced=name)
+    with pytest.raises(NoKernel, match="flashinfer is not installed"):
+        resolve(MLA_DECODE, arch, FITS, frozenset({"triton"}), forced=name)
+    with pytest.raises(NoKernel, match=r"latents of 288 dims, 256 of them values \(has 576, 512\)"):
+        resolve(replace(MLA_DECODE, head_dim=288, v_head_dim=256), arch, FITS, BOTH, forced=name)
 
 
 def test_hierarchical_cache_decodes_with_flashinfer() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.errors import UserError
-from sglang.srt.model_loader.loader import load_model
+from sglang.srt.layers.parameter import Param
+from sglang.srt.model_loader import loader
+from sglang.srt.model_loader.loader import fill_random, load_model
+from sglang.srt.plan.layer_spec import Matrix
+from sglang.srt.plan.weights import matrix_bytes
 
 from ..models.harness import TinyRunner, hf_logits, plan_for, random_tokens, save_tiny
 
@@ -215,3 +221,26 @@ def test_a_dtype_that_is_too_narrow_is_named(copy: Path) -> None:
     load_model(plan_for(copy, dtype="bfloat16"))
     with pytest.raises(UserError, match=r"model\.norm\.weight.*--dtype"):
         load_model(plan_for(copy, dtype="float16"))
+
+
+def test_what_kernels_arrange_anew_is_held_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 64 four-bit weights are padded to planes of 128, in other memory."""
+    save_tiny("gpt_oss", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    stored: dict[str, weakref.ref[torch.Tensor]] = {}
+
+    def watch(params: dict[str, Param], seed: int) -> None:
+        stored.update({name: weakref.ref(param.tensor) for name, param in params.items()})
+        fill_random(params, seed)
+
+    monkeypatch.setattr(loader, "fill_random", watch)
+    model = load_model(plan_for(tmp_path), "dummy")
+    weights = model.layers[0].blocks[-1][1].experts.w13
+    assert weights.plane_cols == 64 and weights.data.shape[-1] == 128 // 8
+    gone = {name for name, tensor in stored.items() if tensor() is None}
+    assert {name.split(".", 2)[2] for name in gone} >= {"moe.w13.gate_up_proj_blocks", "moe.w2.down_proj_blocks"}
+    # and the memory plan knows it
+    matrix, quant = Matrix("moe.w2", ("down",), 96, 64, experts=4), ModuleQuant("mxfp4", "mxfp4")
+    assert matrix_bytes(matrix, quant, 2, {"block_scaled_mma"}) == 2 * matrix_bytes(matrix, quant, 2)

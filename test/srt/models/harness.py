@@ -24,6 +24,7 @@ from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
+from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.plan.weights import rank_weight_bytes
 from sglang.srt.server_args import ServerArgs
 
@@ -304,6 +305,21 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_hidden_layers": 6, "layer_types": [*GEMMA4_LAYERS[:3], *GEMMA4_LAYERS[:3]], "num_kv_shared_layers": 2}
         | {"hidden_size_per_layer_input": 16, "use_double_wide_mlp": True, "attention_k_eq_v": False},
     ),
+    "gemma4_moe_wide": (
+        "Gemma4TextConfig",
+        WIDE
+        | GEMMA4
+        | {"layer_types": GEMMA4_LAYERS, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+        | {"moe_intermediate_size": 128, "head_dim": 64, "global_head_dim": 128},
+    ),
+    "gemma4_small_wide": (
+        "Gemma4TextConfig",
+        WIDE
+        | GEMMA4
+        | {"num_hidden_layers": 6, "layer_types": [*GEMMA4_LAYERS[:3], *GEMMA4_LAYERS[:3]], "num_kv_shared_layers": 2}
+        | {"hidden_size_per_layer_input": 64, "use_double_wide_mlp": True, "attention_k_eq_v": False}
+        | {"head_dim": 64, "global_head_dim": 128},
+    ),
     "llama_bias_llama3": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
 }
 
@@ -353,7 +369,7 @@ class NativePlan:
     device: str = "cpu"
     arch: ArchTraits = CPU
     kv_cache_dtype: str = "float32"
-    fuse_shared_experts: bool = True
+    ranks: RankLayout = ONE_RANK
     tokens_per_step: int = 16
 
     @property
@@ -362,12 +378,13 @@ class NativePlan:
 
     @functools.cached_property
     def description(self) -> ModelDescription:
-        description = describe_model(self.model.hf_config, self.model.quantization, self.fuse_shared_experts)
+        apart = "--ep-size" if self.ranks.ep_size > 1 else ""
+        description = describe_model(self.model.hf_config, self.model.quantization, apart)
         description.require_served()
         return description
 
-    def weight_bytes(self, tp_size: int = 1) -> int:
-        return rank_weight_bytes(self.description, self.dtype, tp_size)
+    def weight_bytes(self) -> int:
+        return rank_weight_bytes(self.description, self.dtype, self.ranks)
 
     def entry(self, op: str) -> Callable[..., Any]:
         if op.startswith("linear/"):
@@ -382,7 +399,7 @@ def plan_for(folder: Path, **args: Any) -> NativePlan:
     server_args = ServerArgs(model_path=str(folder), **args)
     model = ModelConfig.from_server_args(server_args)
     cache = kv_cache_dtype(server_args.kv_cache_dtype, model.dtype, model.quantization)
-    return NativePlan(model, kv_cache_dtype=cache)
+    return NativePlan(model, kv_cache_dtype=cache, ranks=RankLayout(server_args.tp_size, server_args.ep_size))
 
 
 def blocks_of(layer: DecoderLayer) -> tuple[Any, Any]:
@@ -394,11 +411,9 @@ def blocks_of(layer: DecoderLayer) -> tuple[Any, Any]:
 class TinyRunner:
     """Steps a loaded model. Every token gets a random cache slot, so that nothing works by contiguity."""
 
-    def __init__(
-        self, plan: NativePlan, load_format: str = "auto", tp_size: int = 1, seed: int = 0, state_dtype: str = ""
-    ) -> None:
+    def __init__(self, plan: NativePlan, load_format: str = "auto", seed: int = 0, state_dtype: str = "") -> None:
         self.model = load_model(plan, load_format)
-        serving = Serving(plan.dtype, plan.kv_cache_dtype, tp_size=tp_size, state_dtype=state_dtype)
+        serving = Serving(plan.dtype, plan.kv_cache_dtype, tp_size=plan.ranks.tp_size, state_dtype=state_dtype)
         groups = cache_groups(plan.description, serving)
         windows = tuple(WindowSize(lifetime.tokens, 1023) for lifetime in row_tables(groups)[1:])
         pools = CachePools(groups, PoolSizes(1023, 1, 8, plan.context_len, windows), "cpu")

@@ -67,10 +67,20 @@ HEAD_SCHEMES = ("nvfp4_a16",)
 """What the weights of an output head may be quantized in."""
 
 
+PLANE_COLUMNS = 128
+"""Rows of weights in planes (see layers/moe/expert_weights.py) have zeros up to the next multiple."""
+
+
+def wants_planes(scheme: Scheme, features: Collection[str]) -> bool:
+    """Whether GPUs with these features (of ArchTraits) widen the scheme's weights to 16 bits in registers, which take
+    them in planes."""
+    return scheme.bits == 4 and (scheme.activation is None or "block_scaled_mma" not in features)
+
+
 def widening(scheme: Scheme, features: Collection[str]) -> str:
-    """What GPUs with these features (of ArchTraits) do to multiply the scheme with wider instructions than its own; ""
-    where they multiply it as it is."""
-    if scheme.bits == 4 and (scheme.activation is None or "block_scaled_mma" not in features):
+    """What GPUs with these features do to multiply the scheme with wider instructions than its own; "" where they
+    multiply it as it is."""
+    if wants_planes(scheme, features):
         return "weights widened to 16 bits in registers"
     if scheme.element == "e2m1" and scheme.activation == "mxfp8":
         return "weights widened to e4m3 in registers"

@@ -15,7 +15,7 @@ MAX_BODY_BYTES = 64 * 1024 * 1024
 _OPEN_PATHS = ("/health", "/ready", "/metrics", "/page/")
 """Prefixes that need no API key: probes and scrapers have none, and the page asks for it."""
 _ANY_TYPE_PATHS = ("/api/",)
-"""Prefixes of Ollama's routes, whose bodies are JSON whatever their type is said to be: `curl -d` says something else."""
+"""Prefixes of Ollama's routes, whose bodies are JSON whatever their type is said to be: `curl -d` says otherwise."""
 _UNAUTHORIZED = ApiError(401, "the API key is missing or wrong")
 _NOT_JSON = ApiError(415, "the body must be JSON: send it with the header Content-Type: application/json")
 

@@ -6,38 +6,46 @@ Counts what `models/` allocates; a test holds the two together for every archite
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from sglang.srt.configs.quant_rules import ModuleQuant
-from sglang.srt.configs.quant_scheme import SCALE_BYTES, expert_share
+from sglang.srt.configs.quant_scheme import PLANE_COLUMNS, SCALE_BYTES, expert_share, wants_planes
 from sglang.srt.plan.layer_spec import ABSENT, Matrix, Mixer, Weights
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.ranks import RankLayout
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}
 
 
-def rank_weight_bytes(model: ModelDescription, dtype: str, tp_size: int, fp8_cache: bool = False) -> int:
+def rank_weight_bytes(
+    model: ModelDescription,
+    dtype: str,
+    ranks: RankLayout,
+    fp8_cache: bool = False,
+    features: Collection[str] | None = None,
+) -> int:
     """Of one rank's parameters, exactly as they are allocated. An `fp8_cache` of keys and values has scales, which are
-    parameters.
+    parameters. `features` (of ArchTraits): of the GPU whose kernels arrange the weights; None: as they are stored.
 
     Raises UserError where the experts cannot be divided.
     """
     item, hidden = _DTYPE_BYTES[dtype], model.hidden_size
-    vocab_rows = -(-model.vocab_size // tp_size)
+    vocab_rows = -(-model.vocab_size // ranks.tp_size)
     total = vocab_rows * hidden * item
     if not model.tie_embeddings:
-        total += matrix_bytes(Matrix("lm_head", ("",), vocab_rows, hidden), model.head_quant, item)
+        total += matrix_bytes(Matrix("lm_head", ("",), vocab_rows, hidden), model.head_quant, item, features)
     norm = hidden * (4 if model.zero_centred_norms else item)  # before a block, and behind the last one
     total += norm
-    total += _bytes_of(model, 0, model.layers[-1].residual.head_weights(hidden), item)
-    rows = expert_rows(model, tp_size)
+    total += _bytes_of(model, 0, model.layers[-1].residual.head_weights(hidden), item, features)
+    rows = expert_rows(model, ranks)
     for i, layer in enumerate(model.layers):
-        weights = layer.weights(hidden, tp_size, rows)
+        weights = layer.weights(hidden, ranks, rows)
         total += norm * sum(block != ABSENT for block in (layer.mixer, layer.ffn))
-        total += _bytes_of(model, i, weights + layer.residual.weights(hidden), item)
+        total += _bytes_of(model, i, weights + layer.residual.weights(hidden), item, features)
         total += _cache_scale_bytes(layer.mixer) if fp8_cache else 0
     if model.per_layer_inputs is not None:
-        total += _bytes_of(model, 0, model.per_layer_inputs.model_weights(hidden, tp_size), item)
+        total += _bytes_of(model, 0, model.per_layer_inputs.model_weights(hidden, ranks.tp_size), item, features)
     return total
 
 
@@ -47,32 +55,36 @@ def _cache_scale_bytes(mixer: Mixer) -> int:
     return 4 if isinstance(mixer, MLA) else 0
 
 
-def expert_rows(model: ModelDescription, tp_size: int) -> int:
-    """Intermediate dims of a routed expert that a rank has room for; 0 without experts. Raises UserError."""
+def expert_rows(model: ModelDescription, ranks: RankLayout) -> int:
+    """Intermediate dims of each of its routed experts that a rank has room for; 0 without experts. Raises UserError."""
     if model.experts is None:
         return 0
     quant = model.expert_quant
-    return expert_share(model.experts.intermediate_size, tp_size, quant.format if quant else None)
+    return expert_share(model.experts.intermediate_size, ranks.expert_tp_size, quant.format if quant else None)
 
 
-def _bytes_of(model: ModelDescription, layer: int, weights: Weights, item: int) -> int:
+def _bytes_of(
+    model: ModelDescription, layer: int, weights: Weights, item: int, features: Collection[str] | None
+) -> int:
     total = 0
     for weight in weights:
         if isinstance(weight, Matrix):
             size = item if weight.dtype is None else _DTYPE_BYTES[weight.dtype]
-            total += matrix_bytes(weight, model.quant_of(layer, weight), size)
+            total += matrix_bytes(weight, model.quant_of(layer, weight), size, features)
             total += weight.rows * max(1, weight.experts) * size * weight.bias
         else:
             total += weight.count * (item if weight.dtype is None else _DTYPE_BYTES[weight.dtype])
     return total
 
 
-def matrix_bytes(matrix: Matrix, quant: ModuleQuant | None, item: int) -> int:
-    """Data and scales; `item`: bytes of an element that is not quantized."""
+def matrix_bytes(matrix: Matrix, quant: ModuleQuant | None, item: int, features: Collection[str] | None = None) -> int:
+    """Data and scales; `item`: bytes of an element that is not quantized; `features`: see `rank_weight_bytes`."""
     rows, cols, modules = matrix.rows, matrix.cols, len(matrix.parts)
     if quant is None:
         return max(1, matrix.experts) * rows * cols * item
     scheme = quant.format
+    if features is not None and wants_planes(scheme, features):
+        cols = -(-cols // PLANE_COLUMNS) * PLANE_COLUMNS
     if matrix.experts:
         scales = modules if scheme.group == (0, 0) else math.prod(scheme.scale_shape(rows, cols))
         singles = 4 * modules * (scheme.global_scale + quant.static_input)

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from sglang.srt.configs.quant_scheme import SCHEMES
+from sglang.srt.configs.quant_scheme import SCHEMES, wants_planes
 from sglang.srt.errors import UserError
-from sglang.srt.layers.moe.expert_weights import ExpertWeights, repack, wants_planes
+from sglang.srt.layers.moe.expert_weights import ExpertWeights, repack
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import product_for
 from sglang.srt.layers.quantization.reference import quantize, unpack_nibbles
 

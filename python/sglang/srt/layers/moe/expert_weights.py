@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.configs.quant_scheme import Scheme
+from sglang.srt.configs.quant_scheme import PLANE_COLUMNS, Scheme, wants_planes
 from sglang.srt.errors import UserError
 from sglang.srt.layers.quantization.reference import Quantized, dequantize, pack_nibbles, unpack_nibbles
 
@@ -24,6 +24,7 @@ UNQUANTIZED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PLANE = 16
 """Columns of a plane of reordered four-bit weights, whose nibbles are at the same place of as many 32-bit words."""
 PLANES = 8
+assert PLANE * PLANES == PLANE_COLUMNS
 ZERO_BYTE = {"int4": 0x88, "e2m1": 0}
 """Two nibbles that stand for 0."""
 
@@ -36,7 +37,8 @@ class ExpertWeights:
     after `repack`, int32 [E, N, K' / 8] with `plane_cols` = K, where K' is K padded with zeros to a multiple of 128:
     bits 4i to 4i + 3 of word j of each 16 words hold column 16 i + j of 128. `scale` [E, *scheme.scale_shape(N, K)] (K'
     once repacked) in the scheme's dtype (e8m0 as uint8); `global_scale` [E] fp32; `input_scale` [1] or [E] fp32, a
-    static scale of the activations; `bias` [E, N]. w13 has the gate's rows before up's.
+    static scale of the activations; `bias` [E, N]. w13 has the gate's rows before up's. Where `ep_size` groups of ranks
+    have experts of their own, about one of so many pairs names an expert of this one.
     Raises UserError when the tensors do not make up the scheme.
     """
 
@@ -47,6 +49,7 @@ class ExpertWeights:
     input_scale: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     plane_cols: int | None = None
+    ep_size: int = 1
 
     def __post_init__(self) -> None:
         for problem in self._problems():
@@ -56,6 +59,10 @@ class ExpertWeights:
     @property
     def num_experts(self) -> int:
         return self.data.shape[0]
+
+    def pairs_here(self, num_pairs: int) -> int:
+        """Of so many (token, expert) pairs of all ranks, those to expect here."""
+        return -(-num_pairs // self.ep_size)
 
     @property
     def rows(self) -> int:
@@ -128,7 +135,7 @@ def repack(weights: ExpertWeights, features: Collection[str]) -> ExpertWeights:
     if scheme is None or weights.plane_cols is not None or not wants_planes(scheme, features):
         return weights
     assert weights.scale is not None
-    padding = -weights.cols % (PLANE * PLANES)
+    padding = -weights.cols % PLANE_COLUMNS
     data, scale = weights.data, weights.scale
     if padding:
         data = F.pad(data, (0, padding // 2), value=ZERO_BYTE[scheme.element])
@@ -137,12 +144,6 @@ def repack(weights: ExpertWeights, features: Collection[str]) -> ExpertWeights:
     for expert in data:  # one at a time: all at once would need several times their memory
         expert.copy_(_to_planes(expert))
     return dataclasses.replace(weights, data=data.view(torch.int32), scale=scale, plane_cols=weights.cols)
-
-
-def wants_planes(scheme: Scheme, features: Collection[str]) -> bool:
-    """Whether weights of the scheme are widened to 16 bits in registers there, which takes them in planes."""
-    packed = scheme.element == "e2m1" and scheme.activation is not None and "block_scaled_mma" in features
-    return scheme.bits == 4 and not packed
 
 
 def _bytes_of(scale: torch.Tensor) -> torch.dtype:

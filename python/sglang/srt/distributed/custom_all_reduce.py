@@ -1,0 +1,241 @@
+"""All-reduce by writes into peers' memory, with sgl-kernel's collectives (sgl-kernel/csrc/all_reduce.cuh).
+
+A rank has one workspace that all peers of its group can write. It is allocated and opened once, before graphs are
+captured; inputs and outputs are any tensors. The number of a call is counted on the device, so that eager calls and
+replayed graphs may follow one another, but only one stream may use a group's workspaces.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+
+from sglang.srt.kernels.all_reduce_table import Band
+
+if TYPE_CHECKING:
+    from sm120_sgl_kernel import Collectives
+
+VECTOR_BYTES = 16
+
+
+class StalledPeer(RuntimeError):
+    """A rank did not come to an all-reduce in time. `missing` says which."""
+
+    def __init__(self, message: str, missing: int) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+class PeerMemoryError(RuntimeError):
+    """Some rank could not share memory with its peers."""
+
+
+class Workspaces(Protocol):
+    """Memory that all ranks of a group can write: as this rank addresses each rank's."""
+
+    rank: int
+    addresses: Sequence[int]
+    data_vectors: int
+
+    def close(self) -> None:
+        """Collective: no rank may use them any more."""
+
+
+def data_vectors_for(bands: Sequence[Band], ranks: int, row_vectors: int) -> int:
+    """Vectors of 16 bytes of a half of the data, so that the workspaces suffice for what `bands` say. `row_vectors`:
+    most of a row."""
+    needs = {
+        "packed": lambda vectors: 0,
+        "one_shot": lambda vectors: vectors * ranks,
+        "two_shot": lambda vectors: 2 * (vectors + ranks * row_vectors),  # whole rows for every rank, twice
+    }
+    return max((needs[band.algorithm](-(-band.most // VECTOR_BYTES)) for band in bands), default=0)
+
+
+def exchange(group: dist.ProcessGroup, data: bytes) -> list[bytes]:
+    """The ranks' bytes, in the order of the ranks. Collective; host memory only."""
+    size = torch.tensor([len(data)], dtype=torch.int64)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    most = max(int(each) for each in sizes)
+    if most == 0:
+        return [b""] * len(sizes)
+    padded = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8)
+    parts = [torch.empty(most, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return [part.numpy().tobytes()[: int(each)] for part, each in zip(parts, sizes, strict=True)]
+
+
+class IpcWorkspaces:
+    """In the memory of each rank's GPU, opened by its peers through CUDA IPC. Collective.
+
+    It is no memory of torch's allocator: with `expandable_segments` that cannot be shared so. Raises PeerMemoryError on
+    every rank if any of them fails."""
+
+    def __init__(self, library: Collectives, group: dist.ProcessGroup, device: int, data_vectors: int) -> None:
+        self.rank, self.data_vectors = dist.get_rank(group), data_vectors
+        self._library, self._group = library, group
+        self.addresses: list[int] = []
+        self._mine: int | None = None
+        handle, problem = b"", ""
+        try:
+            self._mine, handle = library.allocate(device, library.workspace_bytes(data_vectors))
+        except RuntimeError as error:
+            problem = str(error)
+        handles = self._agreed(problem, handle)
+        try:
+            for peer, theirs in enumerate(handles):
+                self.addresses.append(self._mine if peer == self.rank else library.open(device, theirs))  # type: ignore[arg-type]
+        except RuntimeError as error:
+            problem = f"memory of rank {len(self.addresses)}: {error}"
+        self._agreed(problem, b"")
+
+    def _agreed(self, problem: str, data: bytes) -> list[bytes]:
+        """The ranks' data, if none of them has a problem."""
+        answers = exchange(self._group, problem.encode() or b"\0" + data)
+        problems = [f"rank {rank}: {answer.decode()}" for rank, answer in enumerate(answers) if answer[:1] != b"\0"]
+        if problems:
+            self._release()
+            raise PeerMemoryError("; ".join(problems))
+        return [answer[1:] for answer in answers]
+
+    def _release(self) -> None:
+        for rank, address in enumerate(self.addresses):
+            if rank != self.rank:
+                self._library.close(address)
+        if self._mine is not None:
+            self._library.free(self._mine)
+        self.addresses, self._mine = [], None
+
+    def close(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        dist.barrier(group=self._group)
+        self._release()
+
+
+class CustomAllReduce:
+    """Sums over the ranks of a group. Every rank makes the same calls in the same order.
+
+    `bands` say which algorithm serves up to how many bytes; above the last there is none. A call that waits for a rank
+    for longer than `deadline` seconds ends with results that are no numbers, and `raise_if_stalled` names the rank."""
+
+    def __init__(
+        self, library: Collectives, workspaces: Workspaces, bands: Sequence[Band], deadline: float, max_blocks: int = 64
+    ) -> None:
+        self._library, self._workspaces, self._bands = library, workspaces, tuple(bands)
+        self.rank, self.ranks = workspaces.rank, len(workspaces.addresses)
+        assert 2 <= self.ranks <= library.MAX_RANKS
+        self._max_blocks = min(max_blocks, library.MAX_BLOCKS)
+        # Memory of the host, so that it can be read while a device waits.
+        pinned = torch.cuda.is_available()
+        self._stall_memory = torch.zeros(ctypes.sizeof(library.Stall), dtype=torch.uint8, pin_memory=pinned)
+        self._stall = library.Stall.from_address(self._stall_memory.data_ptr())
+        self._args = library.Arguments(
+            stall=self._stall_memory.data_ptr(), data_vectors=workspaces.data_vectors,
+            deadline=int(deadline * 1e9), rank=self.rank, ranks=self.ranks,
+        )  # fmt: skip
+        for rank, address in enumerate(workspaces.addresses):
+            self._args.workspaces[rank] = address
+
+    def algorithm_for(self, nbytes: int) -> str | None:
+        """What serves a message of so many bytes; None: nothing here."""
+        if nbytes <= 0 or nbytes % VECTOR_BYTES:
+            return None
+        return next((band.algorithm for band in self._bands if nbytes <= band.most), None)
+
+    def can_serve(self, nbytes: int) -> bool:
+        return self.algorithm_for(nbytes) is not None
+
+    def can_serve_tensor(self, x: torch.Tensor) -> bool:
+        """Whether `all_reduce` may be called with `x`; the same on every rank for the same shape and type."""
+        return (
+            self._dtype_name(x) in self._library.DTYPES
+            and x.is_contiguous()
+            and x.data_ptr() % VECTOR_BYTES == 0
+            and self.can_serve(x.nbytes)
+        )
+
+    def can_norm(self, x: torch.Tensor) -> bool:
+        """Whether `all_reduce_add_rms_norm` may be called with `x`."""
+        row_bytes = x.shape[-1] * x.element_size()
+        whole = row_bytes % VECTOR_BYTES == 0 and row_bytes <= self._library.ROW_VECTORS * VECTOR_BYTES
+        return x.dim() == 2 and whole and self.can_serve_tensor(x)
+
+    def all_reduce(self, x: torch.Tensor, algorithm: str | None = None) -> torch.Tensor:
+        """The sum over the ranks, in fp32 in their order and rounded once, written over `x` (contiguous)."""
+        algorithm = algorithm or self.algorithm_for(x.nbytes)
+        assert algorithm is not None
+        self._launch(x, x, algorithm, self._library.THREADS)
+        return x
+
+    def all_reduce_add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        algorithm: str | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, residual [T, H] -> (norm of the total, the total) [T, H]: the total is the sum of `x` over the ranks,
+        rounded, plus the residual, which every rank has alike. weight [H], fp32 or of x's type. The total is written
+        over the residual, or without one to new memory. The same values as `all_reduce` and `fused_add_rmsnorm`."""
+        algorithm = algorithm or self.algorithm_for(x.nbytes)
+        assert algorithm is not None and weight.is_contiguous() and weight.dtype in (x.dtype, torch.float32)
+        assert residual is None or (
+            residual.is_contiguous() and residual.shape == x.shape and residual.dtype == x.dtype
+        )
+        out = torch.empty_like(x)
+        total = torch.empty_like(x) if residual is None else residual
+        args = self._args
+        args.residual = 0 if residual is None else residual.data_ptr()
+        args.total, args.weight, args.eps = total.data_ptr(), weight.data_ptr(), eps
+        args.weight_is_float = weight.dtype == torch.float32
+        self._launch(x, out, algorithm, x.shape[-1] * x.element_size() // VECTOR_BYTES, fused=True)
+        return out, total
+
+    def _launch(
+        self, x: torch.Tensor, out: torch.Tensor, algorithm: str, row_vectors: int, fused: bool = False
+    ) -> None:
+        args = self._args
+        args.input, args.output = x.data_ptr(), out.data_ptr()
+        args.vectors, args.row_vectors = x.nbytes // VECTOR_BYTES, row_vectors
+        args.dtype = self._library.DTYPES.index(self._dtype_name(x))
+        args.blocks = self._blocks(args.vectors, row_vectors, algorithm)
+        self._library.all_reduce(args, algorithm, fused, _stream(x))
+
+    def _blocks(self, vectors: int, row_vectors: int, algorithm: str) -> int:
+        """A block for each row, or where any block may send a word, for as many words as it has threads."""
+        rows = -(-vectors // row_vectors)
+        if algorithm == "packed":
+            rows = max(rows, -(-vectors // self._library.THREADS))
+        elif algorithm == "two_shot":
+            rows = -(-rows // self.ranks)
+        return min(rows, self._max_blocks)
+
+    @staticmethod
+    def _dtype_name(x: torch.Tensor) -> str:
+        return str(x.dtype).removeprefix("torch.")
+
+    def raise_if_stalled(self) -> None:
+        """Raises StalledPeer if a call so far has ended at its deadline. Reads memory of the host only."""
+        stall = self._stall
+        if stall.missing:
+            raise StalledPeer(
+                f"rank {self.rank} waited for rank {stall.missing - 1} in an all-reduce (call {stall.epoch}, block "
+                f"{stall.block}) for {self._args.deadline / 1e9:.0f} s: that rank's process has died, is stuck, or its "
+                "writes no longer arrive; its own log comes first",
+                stall.missing - 1,
+            )
+
+    def close(self) -> None:
+        """Collective."""
+        self._workspaces.close()
+
+
+def _stream(x: torch.Tensor) -> int:
+    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0

@@ -1,0 +1,149 @@
+"""What a group's GPUs do with one another's memory, looked at before anything relies on it.
+
+Patterns that no other writer, reader or round has go through peers' memory, through each all-reduce of ours and through
+the library's. What comes out says what is wrong: values of the round before, values that the reader wrote itself,
+anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from sglang.srt.distributed.custom_all_reduce import StalledPeer
+
+ROUNDS = 4
+PATTERN_WORDS = 4096
+REDUCED_SIZES = (16, 4096, 32768)
+"""fp32 values: 64 B, 16 KiB, 128 KiB."""
+LIBRARY = "nccl"
+OTHERS = "the other ranks"
+"""What a rank waits for that has nothing to answer for itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`kind`: stale, own, wrong, hang, failed, library (its all-reduce), waited (for others). `pair`: ranks, of whom
+    the first writes; one rank alone where it is not known whom it waited for."""
+
+    kind: str
+    pair: tuple[int, ...]
+    detail: str
+
+
+class Links(Protocol):
+    """What joins the ranks of a group."""
+
+    ways: Sequence[str]
+    """Of `reduce`: ours, then the library's."""
+
+    def write(self, peer: int, words: torch.Tensor) -> None:
+        """int32 [PATTERN_WORDS] into the peer's memory, where this rank's place is. Returns when it has gone."""
+
+    def read(self, writer: int) -> torch.Tensor:
+        """What lies in this rank's memory at the place of `writer` (this rank's own: nobody writes there)."""
+
+    def reduce(self, way: str, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks of fp32 values. Raises StalledPeer."""
+
+    def barrier(self) -> None:
+        """Of the hosts: what all have written before is there for all behind it."""
+
+    def agree(self, ok: bool) -> bool:
+        """Whether all ranks say so."""
+
+
+def pattern(writer: int, reader: int, turn: int) -> torch.Tensor:
+    """int32 [PATTERN_WORDS], of one writer, reader and round only."""
+    word = torch.arange(PATTERN_WORDS, dtype=torch.int32)
+    return (word << 16) ^ (1 + writer + 16 * reader + 256 * turn)
+
+
+def check(links: Links, rank: int, ranks: int, say: Callable[[str, int | None], None]) -> Iterator[Finding]:
+    """What is wrong as this rank sees it. `say(what is done, peer)` comes before anything that may not return."""
+    good = True
+    for turn in range(1, ROUNDS + 1):
+        for finding in _memory(links, rank, ranks, turn, say):
+            good = False
+            yield finding
+            if finding.kind == "hang":
+                return  # nothing more can be asked of this GPU; the others notice that this rank has gone
+    for way in links.ways:
+        say(OTHERS, None)
+        good = links.agree(good)
+        if good or way == LIBRARY:
+            for finding in _reduce(links, way, rank, ranks, say):
+                good = False
+                yield finding
+
+
+def _memory(
+    links: Links, rank: int, ranks: int, turn: int, say: Callable[[str, int | None], None]
+) -> Iterator[Finding]:
+    for step in range(1, ranks):
+        peer = (rank + step) % ranks
+        say("a write to the memory of", peer)
+        try:
+            links.write(peer, pattern(rank, peer, turn))
+        except StalledPeer as stalled:
+            yield Finding("hang", (rank, peer), str(stalled))
+            return
+    say(OTHERS, None)
+    links.barrier()
+    for step in range(1, ranks):
+        writer = (rank + step) % ranks
+        say("a read of what was written by", writer)
+        words = links.read(writer)
+        if not torch.equal(words, pattern(writer, rank, turn)):
+            yield _diagnosis(words, writer, rank, ranks, turn)
+    if turn == 1 and bool(links.read(rank).any()):
+        yield _diagnosis(links.read(rank), rank, rank, ranks, turn)
+    say(OTHERS, None)
+    links.barrier()
+
+
+def _diagnosis(words: torch.Tensor, writer: int, reader: int, ranks: int, turn: int) -> Finding:
+    """Of words that lie where `writer` should have written."""
+    own = [peer for peer in range(ranks) if torch.equal(words, pattern(reader, peer, turn))]
+    if own:
+        return Finding("own", (reader, own[0]), f"what rank {reader} writes to rank {own[0]} lands in its own memory")
+    if torch.equal(words, pattern(writer, reader, turn - 1)) or not bool(words.any()):
+        return Finding("stale", (writer, reader), f"rank {reader} reads what was there before rank {writer} wrote")
+    count = int((words != pattern(writer, reader, turn)).sum())
+    return Finding("wrong", (writer, reader), f"{count} of {PATTERN_WORDS} words of rank {writer} arrive otherwise")
+
+
+def _reduce(links: Links, way: str, rank: int, ranks: int, say: Callable[[str, int | None], None]) -> Iterator[Finding]:
+    for turn in range(1, ROUNDS + 1):
+        for size in REDUCED_SIZES:
+            say(f"the all-reduce by {way}", None)
+            try:
+                total = links.reduce(way, summand(rank, size, turn))
+            except StalledPeer as stalled:
+                yield Finding("hang", (stalled.missing, rank), f"{way}: {stalled}")
+                return
+            wanted = torch.stack([summand(r, size, turn) for r in range(ranks)]).sum(0)
+            if not torch.equal(total, wanted):
+                yield _wrong_sum(way, total, rank, ranks, size, turn)
+                return
+
+
+def summand(rank: int, size: int, turn: int) -> torch.Tensor:
+    """fp32 [size]: a digit of base 8 for each rank, so that a sum below 2**24 shows what each rank has given."""
+    digit = (torch.arange(size) + 3 * turn + rank) % 7 + 1
+    return (digit * 8**rank).float()
+
+
+def _wrong_sum(way: str, total: torch.Tensor, rank: int, ranks: int, size: int, turn: int) -> Finding:
+    if way == LIBRARY:
+        return Finding("library", (rank,), f"its all-reduce gives rank {rank} wrong sums")
+    for writer in range(ranks):
+        given = (total.long() >> 3 * writer) % 8 if bool(total.isfinite().all()) else torch.zeros(size)
+        if not torch.equal(given, summand(writer, size, turn).long() >> 3 * writer):
+            before = bool((given == summand(writer, size, turn - 1).long() >> 3 * writer).all())
+            kind = "stale" if before else "wrong"
+            return Finding(kind, (writer, rank), f"{way}: rank {rank} does not add what rank {writer} gives")
+    return Finding("wrong", (rank,), f"{way}: sums of rank {rank} are no sums of the summands")

@@ -1,0 +1,158 @@
+"""The start-up probe of a group's links: in a process of its own for each rank, which may hang without harm.
+
+    problem = probe(group, device)      # None, or why the GPUs cannot write into one another's memory
+
+A GPU that hangs in a write takes its process with it. So every rank starts a child with another context, which goes
+through `peer_checks` and says on its standard output what it is about to do (lines of JSON). A child that does not end
+is killed, and the last line says where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from sglang.srt.distributed.custom_all_reduce import exchange
+from sglang.srt.distributed.peer_checks import LIBRARY, OTHERS, Finding, check
+from sglang.srt.errors import UserError
+
+LINKS = "sglang.srt.distributed.peer_links:GpuLinks"
+TIMEOUT_S = 120.0
+_SPARE_S = 10.0
+"""By which a child that waits for others gives up before it is killed: it is not the one that hangs."""
+
+CAUSES = (
+    "usual causes: an IOMMU that remaps the GPUs' writes (intel_iommu=off or iommu=pt), PCIe access control "
+    "(disable ACS on the bridges between the GPUs), a driver without peer-to-peer writes for this card, "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True with other software's CUDA IPC"
+)
+
+
+def probe(group: dist.ProcessGroup, device: int, links: str = LINKS, timeout: float = TIMEOUT_S) -> str | None:
+    """Why peers' memory must not be relied on, for a person; None: everything arrived. The same on every rank;
+    collective. Raises UserError if the library's own all-reduce is wrong or hangs."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    folder = tempfile.mkdtemp(prefix="sglang-probe-") if rank == 0 else ""
+    store = Path(exchange(group, folder.encode())[0].decode()) / "store"
+    findings = _of_child(rank, ranks, device, store, links, timeout)
+    answers = exchange(group, json.dumps([[f.kind, f.pair, f.detail] for f in findings]).encode())
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
+    return verdict(
+        [Finding(kind, tuple(pair), detail) for answer in answers for kind, pair, detail in json.loads(answer)]
+    )
+
+
+def verdict(findings: Sequence[Finding]) -> str | None:
+    """Raises UserError for what the library does."""
+    library = [finding for finding in findings if finding.kind == "library"]
+    if library:
+        raise UserError(
+            f"NCCL does not add up over these GPUs: {library[0].detail}; {CAUSES}. With NCCL_P2P_DISABLE=1 the GPUs "
+            "exchange data through the host's memory"
+        )
+    told: dict[tuple[str, tuple[int, ...]], Finding] = {}
+    for finding in [each for each in findings if each.kind != "waited"] or findings:
+        told.setdefault((finding.kind, tuple(sorted(finding.pair))), finding)
+    if not told:
+        return None
+    texts = [f"{_between(finding.pair)}: {finding.detail}" for finding in told.values()]
+    return f"{'; '.join(texts[:4])}{f'; {len(texts) - 4} more' if len(texts) > 4 else ''} ({CAUSES})"
+
+
+def _between(pair: tuple[int, ...]) -> str:
+    return f"ranks {pair[0]} and {pair[1]}" if len(set(pair)) > 1 else f"rank {pair[0]}"
+
+
+def _of_child(rank: int, ranks: int, device: int, store: Path, links: str, timeout: float) -> list[Finding]:
+    command = [sys.executable, "-m", __name__, str(rank), str(ranks), str(device), str(store), links, str(timeout)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    output, errors, returned = "", "", True
+    try:
+        output, errors = child.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        returned = False
+        child.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # in the driver no signal reaches it
+            output, errors = child.communicate(timeout=_SPARE_S)
+    return _read(output, errors.strip().splitlines()[-1] if returned and errors.strip() else "", rank)
+
+
+def _read(output: str, error: str, rank: int) -> list[Finding]:
+    """What a child's lines say. `error`: the last line of what it died of, where it was not killed."""
+    findings: list[Finding] = []
+    doing, peer = "its start", None
+    for line in output.splitlines():
+        try:
+            message = json.loads(line)
+        except ValueError:
+            continue  # a library's
+        if "doing" in message:
+            doing, peer = message["doing"], message["peer"]
+        elif "kind" in message:
+            findings.append(Finding(message["kind"], tuple(message["pair"]), message["detail"]))
+        elif "end" in message:
+            return findings
+    where = f"{doing} rank {peer}" if peer is not None else doing
+    what = f"{where} fails on rank {rank}: {error[:300]}" if error else f"{where} does not return on rank {rank}"
+    if findings and findings[-1].kind == "hang":
+        return findings  # that was its end
+    if doing == OTHERS:
+        kind = "waited"
+    elif doing == f"the all-reduce by {LIBRARY}":
+        kind = "library"
+    else:
+        kind = "failed" if error else "hang"
+    return [*findings, Finding(kind, (rank,) if peer is None else (rank, peer), what)]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The child."""
+    parser = argparse.ArgumentParser()
+    for name, kind in (
+        ("rank", int),
+        ("ranks", int),
+        ("device", int),
+        ("store", str),
+        ("links", str),
+        ("timeout", float),
+    ):
+        parser.add_argument(name, type=kind)
+    args = parser.parse_args(arguments)
+    signal.alarm(int(args.timeout + _SPARE_S))  # also without a parent
+    wait = timedelta(seconds=max(1.0, args.timeout - _SPARE_S))
+
+    def tell(**message: object) -> None:
+        print(json.dumps(message), flush=True)
+
+    tell(doing=OTHERS, peer=None)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{args.store}", rank=args.rank, world_size=args.ranks, timeout=wait
+    )
+    tell(doing="its start", peer=None)
+    module, _, name = args.links.partition(":")
+    links = getattr(importlib.import_module(module), name)(args.rank, args.ranks, args.device)
+    for finding in check(links, args.rank, args.ranks, lambda doing, peer: tell(doing=doing, peer=peer)):
+        tell(kind=finding.kind, pair=finding.pair, detail=finding.detail)
+    tell(end=True)
+    sys.stdout.flush()
+    os._exit(0)  # a destructor may wait for a GPU
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1:])

@@ -1,0 +1,83 @@
+"""Which all-reduce serves a message: by how the GPUs are connected, how many they are, and its size.
+
+One table, in order; the first row that covers a message decides, and behind the last one is NCCL. Sizes are bytes of a
+rank's message. Times "of a card" are those published for eight RTX PRO 6000 Server on PCIe 5 (NCCL 2.29.2; SGLang
+0.5.14's one shot, whose writes and waits are those of `one_shot`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+KIB, MIB = 1024, 1024**2
+
+
+class Topology(Enum):
+    """How a group of GPUs is connected, by its worst pair."""
+
+    NVLINK = "NVLink"
+    SWITCH = "one PCIe switch"
+    HOST_BRIDGE = "PCIe through one host bridge"
+    CROSS_NUMA = "PCIe across NUMA nodes"
+
+
+PCIE = frozenset({Topology.SWITCH, Topology.HOST_BRIDGE, Topology.CROSS_NUMA})
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """`algorithm` serves messages up to `most` bytes of groups of these sizes, connected in one of these ways."""
+
+    topologies: frozenset[Topology]
+    ranks: frozenset[int]
+    algorithm: str
+    most: int
+    reason: str
+
+
+def _ranks(first: int, last: int) -> frozenset[int]:
+    return frozenset(range(first, last + 1))
+
+
+_NVLINK = frozenset({Topology.NVLINK})
+_LOCAL = frozenset({Topology.SWITCH, Topology.HOST_BRIDGE})
+_CROSS = frozenset({Topology.CROSS_NUMA})
+_TWO_WAITS = "NCCL's bytes with two waits, where its ring has 2 (n - 1)"
+
+BANDS: tuple[Band, ...] = (
+    Band(_NVLINK, _ranks(2, 8), "packed", 32 * KIB, "one way across the link and no fence"),
+    Band(_NVLINK, _ranks(2, 2), "one_shot", 8 * MIB, "as many bytes as two shots, with one wait instead of two"),
+    Band(_NVLINK, _ranks(3, 8), "one_shot", 256 * KIB, "one wait instead of two"),
+    Band(_NVLINK, _ranks(3, 8), "two_shot", 8 * MIB, "2 (n - 1) / n of the bytes instead of n - 1"),
+    Band(PCIE, _ranks(2, 2), "packed", 32 * KIB, "one way across the link and no fence"),
+    Band(
+        PCIE, _ranks(2, 2), "one_shot", 8 * MIB,
+        "a card takes 55.9 us for 2 MiB and 207 us for 8 MiB, NCCL 72 and 244; level at 16 MiB",
+    ),
+    Band(_LOCAL, _ranks(3, 8), "packed", 16 * KIB, "predicted: twice the bytes cost less than a fence"),
+    Band(_LOCAL, _ranks(3, 4), "two_shot", 2 * MIB, f"predicted: {_TWO_WAITS}"),
+    Band(_LOCAL, _ranks(5, 8), "two_shot", 1 * MIB, f"predicted: {_TWO_WAITS}"),
+    Band(_CROSS, _ranks(3, 8), "packed", 16 * KIB, "others' one shot across nodes: 7.5 us for 1 KiB, NCCL 24.1"),
+    Band(_CROSS, _ranks(3, 8), "two_shot", 48 * KIB, "others' crossover across nodes, where a ring shares the link"),
+)  # fmt: skip
+LARGEST = max(band.most for band in BANDS)
+
+
+def bands_for(topology: Topology, ranks: int) -> tuple[Band, ...]:
+    """The rows that a group may come to, by rising size. Empty: NCCL serves everything."""
+    bands = [band for band in BANDS if topology in band.topologies and ranks in band.ranks]
+    return tuple(sorted(bands, key=lambda band: band.most))
+
+
+def describe(topology: Topology, ranks: int) -> str:
+    """For `explain`: what serves which sizes, and why."""
+    bands = bands_for(topology, ranks)
+    if not bands:
+        return f"no row for {ranks} ranks over {topology.value}"
+    served = "; ".join(f"{band.algorithm} up to {_size(band.most)} ({band.reason})" for band in bands)
+    return f"{ranks} ranks over {topology.value}: {served}; nccl above"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes // MIB} MiB" if nbytes % MIB == 0 else f"{nbytes // KIB} KiB"

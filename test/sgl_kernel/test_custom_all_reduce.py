@@ -1,0 +1,133 @@
+"""CustomAllReduce among processes, over the collectives compiled for the CPU and memory that the processes share."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from sgl_kernel.conftest import PACKAGE, load_file
+from sglang.srt.distributed.custom_all_reduce import (
+    CustomAllReduce,
+    IpcWorkspaces,
+    PeerMemoryError,
+    StalledPeer,
+    data_vectors_for,
+    exchange,
+)
+from sglang.srt.kernels.all_reduce_table import KIB, Band
+from sglang.srt.layers import native_ops
+
+BANDS = tuple(
+    Band(frozenset(), frozenset(), algorithm, most, "")
+    for algorithm, most in (("packed", 2 * KIB), ("one_shot", 8 * KIB), ("two_shot", 64 * KIB))
+)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def collectives(library: str):
+    return load_file(PACKAGE / "sm120_sgl_kernel" / "collectives.py").Collectives(Path(library))
+
+
+def joined(rank: int, ranks: int, folder: str) -> dist.ProcessGroup:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def values(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def summed(seed: int, ranks: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    total = torch.zeros(shape)
+    for rank in range(ranks):
+        total += values(seed + rank, shape, dtype).float()
+    return total.to(dtype)
+
+
+def serve(rank: int, ranks: int, folder: str, library: str) -> None:
+    group = joined(rank, ranks, folder)
+    assert exchange(group, bytes([rank]) * rank) == [bytes([r]) * r for r in range(ranks)]
+    loaded = collectives(library)
+    workspaces = IpcWorkspaces(loaded, group, rank, data_vectors_for(BANDS, ranks, loaded.ROW_VECTORS))
+    reduce = CustomAllReduce(loaded, workspaces, BANDS, deadline=60)
+    assert not reduce.can_serve(64 * KIB + 16) and not reduce.can_serve(0) and not reduce.can_serve(40)
+    assert reduce.algorithm_for(2 * KIB) == "packed" and reduce.algorithm_for(64 * KIB) == "two_shot"
+    rng = random.Random(3)
+    for number in range(24):
+        dtype, seed = rng.choice(DTYPES), 100 * number
+        shape = (rng.randrange(1, 6), 16 * rng.randrange(1, 60))
+        x = values(seed + rank, shape, dtype)
+        wanted = summed(seed, ranks, shape, dtype)
+        if rng.random() < 0.5:
+            assert reduce.can_serve_tensor(x) and reduce.all_reduce(x) is x
+            assert torch.equal(x, wanted)
+            continue
+        assert reduce.can_norm(x)
+        weight = values(seed + 50, shape[1:], rng.choice((dtype, torch.float32)))
+        residual = values(seed + 51, shape, dtype) if rng.random() < 0.7 else None
+        if residual is not None:
+            wanted = (wanted.float() + residual.float()).to(dtype)
+        normed, total = reduce.all_reduce_add_rms_norm(x, residual, weight, 1e-5)
+        assert torch.equal(total, wanted) and (residual is None or total is residual)
+        torch.testing.assert_close(normed, native_ops.rmsnorm(wanted, weight, 1e-5), rtol=1e-2, atol=1e-3)
+    refused = (x.new_zeros(4, 17), x.to(torch.float64), x.new_zeros(32, 32)[:, :16], x.new_zeros(1 << 20))
+    assert not any(reduce.can_serve_tensor(each) for each in refused)
+    assert not reduce.can_norm(x.new_zeros(64)) and not reduce.can_norm(torch.zeros(1, 16400, dtype=torch.bfloat16))
+    reduce.raise_if_stalled()
+    reduce.close()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums_and_norms(ranks: int, tmp_path: Path, cpu_collectives: Path) -> None:
+    before = set(Path("/dev/shm").glob("all_reduce_on_cpu*"))
+    mp.spawn(serve, (ranks, str(tmp_path), str(cpu_collectives)), nprocs=ranks)
+    assert set(Path("/dev/shm").glob("all_reduce_on_cpu*")) == before
+
+
+def stay_away(rank: int, ranks: int, folder: str, library: str) -> None:
+    group = joined(rank, ranks, folder)
+    loaded = collectives(library)
+    workspaces = IpcWorkspaces(loaded, group, rank, data_vectors_for(BANDS, ranks, loaded.ROW_VECTORS))
+    reduce = CustomAllReduce(loaded, workspaces, BANDS, deadline=0.2)
+    if rank != 1:
+        x = reduce.all_reduce(torch.ones(64))
+        assert x.isnan().all()
+        with pytest.raises(StalledPeer, match=f"rank {rank} waited for rank 1 in an all-reduce"):
+            reduce.raise_if_stalled()
+    dist.barrier()
+    reduce.close()
+
+
+def test_a_rank_that_stays_away_is_named(tmp_path: Path, cpu_collectives: Path) -> None:
+    mp.spawn(stay_away, (3, str(tmp_path), str(cpu_collectives)), nprocs=3)
+
+
+def refuse(rank: int, ranks: int, folder: str, library: str, what: str) -> None:
+    group = joined(rank, ranks, folder)
+    loaded = collectives(library)
+    if rank == 1:
+
+        def fail(*args: object) -> None:
+            raise RuntimeError("no peer access")
+
+        setattr(loaded, what, fail)
+    with pytest.raises(PeerMemoryError, match="rank 1: .*no peer access"):
+        IpcWorkspaces(loaded, group, rank, 64)
+    time.sleep(0.1)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("what", ["allocate", "open"])
+def test_all_ranks_learn_that_memory_cannot_be_shared(what: str, tmp_path: Path, cpu_collectives: Path) -> None:
+    before = set(Path("/dev/shm").glob("all_reduce_on_cpu*"))
+    mp.spawn(refuse, (2, str(tmp_path), str(cpu_collectives), what), nprocs=2)
+    assert set(Path("/dev/shm").glob("all_reduce_on_cpu*")) == before
