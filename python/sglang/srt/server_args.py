@@ -84,6 +84,17 @@ class ServerArgs:
         "Type of the states of recurrent layers. None: what the model's config says.",
         choices=("float32", "bfloat16"),
     )
+    max_mamba_cache_size: int | None = option(
+        None,
+        MEMORY,
+        "States of recurrent layers altogether: one a running request, the others are kept at the ends of prefixes.",
+        minimum=1,
+    )
+    mamba_full_memory_ratio: float | None = option(
+        None,
+        MEMORY,
+        "Memory of these states over that of the KV cache, instead of what half of the memory allows; above 0.",
+    )
     kv_cache_dtype: str = option(
         "auto", MODEL, "Type of the KV cache.", choices=("auto", "bf16", "fp8_e4m3", "fp8_e5m2")
     )
@@ -129,7 +140,14 @@ class ServerArgs:
     tp_size: int = option(1, PARALLEL, "GPUs that share every layer.", "--tp", "--tensor-parallel-size", minimum=1)
     pp_size: int = option(1, PARALLEL, "Pipeline stages.", "--pp", "--pipeline-parallel-size", minimum=1)
     dp_size: int = option(1, PARALLEL, "Replicas.", "--dp", "--data-parallel-size", minimum=1)
-    ep_size: int = option(1, PARALLEL, "GPUs that share the experts.", "--ep", "--expert-parallel-size", minimum=1)
+    ep_size: int = option(
+        1,
+        PARALLEL,
+        "Groups of the --tp-size GPUs that have whole experts each; 1: every GPU has a share of every expert.",
+        "--ep",
+        "--expert-parallel-size",
+        minimum=1,
+    )
     nnodes: int = option(1, PARALLEL, "Machines.", minimum=1)
     node_rank: int = option(0, PARALLEL, "Index of this machine.", minimum=0)
 
@@ -280,7 +298,6 @@ TABLE = OptionTable(ServerArgs)
 ONLY_ONE: Mapping[str, str] = {
     "pp_size": "split the model with --tp-size",
     "dp_size": "start one server for each replica behind a load balancer",
-    "ep_size": "experts are split with --tp-size",
     "nnodes": "use the GPUs of one machine with --tp-size",
 }
 """Fields that must be 1 until what they count exists, with what to do instead."""
@@ -302,6 +319,9 @@ def _contradictions(args: ServerArgs) -> Iterator[tuple[set[str], str]]:
     fraction, chunk, page = args.mem_fraction_static, args.chunked_prefill_size, args.page_size
     if fraction is not None and not 0 < fraction < 1:
         yield {"mem_fraction_static"}, f"--mem-fraction-static must be above 0 and below 1; got {fraction}."
+    ratio = args.mamba_full_memory_ratio
+    if ratio is not None and ratio <= 0:
+        yield {"mamba_full_memory_ratio"}, f"--mamba-full-memory-ratio must be above 0; got {ratio:g}."
     if chunk == 0:
         text = "--chunked-prefill-size must be positive, or -1 to compute whole prompts; got 0."
         yield {"chunked_prefill_size"}, text
