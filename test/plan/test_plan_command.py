@@ -46,11 +46,11 @@ def test_glm47_is_what_its_log_says(tmp_path: Path, capsys: pytest.CaptureFixtur
     """41.90 GiB of weights and 864,247 tokens on eight cards with 94.13 GiB free, of which 0.848 were used."""
     flags = ["--gpus", "8", "--gpu", "rtx-pro-6000", "--free-memory", "94.13", "--mem-fraction-static", "0.848"]
     result = planned(capsys, "--model-path", model_dir(tmp_path, "glm47"), *flags)
-    (layout,) = result["layouts"]
-    assert layout["layout"] == "TP 8" == result["recommended"]
+    layout = next(layout for layout in result["layouts"] if layout["layout"] == "TP 8")
+    assert {layout["tp_size"] for layout in result["layouts"]} == {8}
     assert layout["weights"] / GIB == pytest.approx(41.90, rel=0.01)
     assert layout["tokens"] == pytest.approx(864_247, rel=0.02)
-    assert "sms=188" in result["tuned_files"]["8"]
+    assert "sms=188" in result["tuned_files"]["TP 8"]
     assert layout["commands"] == [f"sglang serve --model-path {tmp_path} --mem-fraction-static 0.848 --tp 8"]
     assert {refused["layout"] for refused in result["refused"]} >= {"TP 4 x 2 servers", "TP 6"}
 

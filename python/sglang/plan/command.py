@@ -68,7 +68,7 @@ def to_json(result: Survey) -> dict[str, Any]:
         "concurrency": result.load.concurrency,
         "layouts": [_prospect_json(prospect) for prospect in result.prospects],
         "refused": [{"layout": str(layout), "reason": reason} for layout, reason in result.refused],
-        "tuned_files": {str(size): file for size, file in result.tuned_files},
+        "tuned_files": {str(layout): file for layout, file in result.tuned_files},
         "recommended": None if best is None else str(best.layout),
         "reasons": reasons(result),
     }
@@ -78,6 +78,7 @@ def _prospect_json(prospect: Prospect) -> dict[str, Any]:
     return {
         "layout": str(prospect.layout),
         "tp_size": prospect.layout.tp_size,
+        "ep_size": prospect.layout.ep_size,
         "servers": prospect.layout.servers,
         "weights": prospect.weights,
         "cache": prospect.cache,
@@ -130,7 +131,7 @@ def to_text(result: Survey) -> str:
         lines += ["", *(f"No recommendation: {reason}" for reason in reasons(result))]
     if result.tuned_files:
         lines += ["", "Tuned tiles of the experts:"]
-        lines += [f"  TP {size}: {file}" for size, file in result.tuned_files]
+        lines += [f"  {layout}: {file}" for layout, file in result.tuned_files]
     if result.refused:
         lines += ["", "Not possible:", *(f"  {layout}: {reason}" for layout, reason in result.refused)]
     return "\n".join(lines)
