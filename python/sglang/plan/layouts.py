@@ -99,8 +99,8 @@ class Survey:
     tuned_files: tuple[tuple[Layout, str], ...]
 
     def best(self) -> Prospect | None:
-        """The most tokens a second for the load; of those within 2%, one whose ranks all have the same work, and the one
-        that is fastest for one request."""
+        """The most tokens a second for the load; of those within 2%, one whose ranks have equal work, and the fastest
+        for one request."""
         able = [p for p in self.prospects if p.most_requests > 0]
         most = max((p.tokens_per_second for p in able), default=0.0)
         close = [p for p in able if p.tokens_per_second >= 0.98 * most]
