@@ -40,14 +40,14 @@ class ExpertBranches:
         scales = scope.sub("router_scales")
         shrink = hidden_size**-0.5
         self.router_weight = _fp32(scales, "scale", hidden_size, lambda stored: stored.float() * shrink)
-        # As ids count: those of the rank's own experts, in the tensor that the loader fills.
-        self.expert_scale = _fp32(scales, "per_expert_scale", spec.num_experts)[self.moe.local]
+        self.expert_scale = _fp32(scales, "per_expert_scale", spec.num_experts)
         self.router_norm: RMSNormOp = scope.plan.entry("rmsnorm")
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         assert self.moe.shared is not None
         weights, ids = self.moe.route(self.router_norm(x, self.router_weight, self.eps), batch)
-        weights = weights * self.expert_scale[ids.long()]  # -1 names no expert: any factor does
+        # Where the id is -1, any will do: such a choice adds nothing.
+        weights = weights * self.expert_scale[ids.long() + self.moe.first_expert]
         branches = (
             self.moe.shared(self.dense_norm(x, None)[0]),
             self.moe.routed(self.experts_norm(x, None)[0], weights, ids),
