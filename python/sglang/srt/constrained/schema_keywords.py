@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any
 
 Schema = dict[str, Any]
@@ -298,9 +299,13 @@ def repair_limited_texts(grammar: str) -> str:
     grammar = _LIMITED_TEXT.sub(lambda match: f"{match[1]} ::= (({_PLAIN}))", grammar)
     for name in names:
         texts = re.compile(_USE.format(name=name))
-        grammar = texts.sub(lambda use, name=name: _text(name, int(use[1]), int(use[2])), grammar)
+        grammar = texts.sub(partial(_sized_text, name), grammar)
         grammar += f'\n{name}_any ::= (({_PLAIN}) | ("\\\\" basic_escape))\n'
     return _SHORT_ESCAPE.sub(lambda match: match[1] or f"\\u00{match[2]}", grammar)
+
+
+def _sized_text(name: str, use: re.Match[str]) -> str:
+    return _text(name, int(use[1]), int(use[2]))
 
 
 def _text(name: str, least: int, most: int) -> str:
