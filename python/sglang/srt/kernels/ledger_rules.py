@@ -30,6 +30,7 @@ _FEW_REGISTERS = (
     "a few registers of 255 under one of the two Triton versions; the next tile down does half the work for each key"
     " that it loads"
 )
+_LONG_ROWS = "rows of 53,248 elements: the MLP of Llama 3.1 405B whole, on one rank, which has no room for it"
 _UNALIGNED_HEADS = "only image encoders, of which none is served yet, have heads of 72, whose rows are not aligned"
 _MASKS = "only with columns that no block divides, whose masks it keeps on the stack: with others it spills nothing"
 ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
@@ -40,6 +41,10 @@ ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
         120,
         "image encoders, the only ones with this head dim, are not causal; the tile is chosen for them",
     ),
+    AcceptedSpill("sm120", "quantize_activation", "token/e4m3/65536", 800, _LONG_ROWS),
+    AcceptedSpill("sm120", "quantize_activation", "token/int8/65536", 720, _LONG_ROWS),
+    AcceptedSpill("sm90", "quantize_activation", "token/e4m3/65536", 756, _LONG_ROWS),
+    AcceptedSpill("sm90", "quantize_activation", "token/int8/65536", 672, _LONG_ROWS),
     AcceptedSpill("sm120", "linear", "tiles/int4_g32/split", 16, _MASKS),
     AcceptedSpill("sm120", "linear", "tiles/mxfp4", 8, _MASKS),
     AcceptedSpill("sm120", "fused_moe", "down/mxfp4/ragged", 64, _MASKS),
