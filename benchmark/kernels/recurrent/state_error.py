@@ -11,9 +11,9 @@ import argparse
 from dataclasses import replace
 
 import torch
+from srt.layers.recurrent.problems import DELTA, SSD, Problem, judge, problem, relative
 
 from sglang.srt.layers.recurrent import native
-from srt.layers.recurrent.problems import DELTA, SSD, Problem, judge, problem, relative
 
 SHAPES = ((DELTA, (128, 128)), (SSD, (128, 64)))
 """Dims of a key and a value in Qwen3.5 and Nemotron 3; two heads of each."""
