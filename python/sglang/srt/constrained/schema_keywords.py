@@ -7,9 +7,9 @@ told otherwise, and refused nowhere.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any
 
 Schema = dict[str, Any]
@@ -299,14 +299,17 @@ def repair_limited_texts(grammar: str) -> str:
     grammar = _LIMITED_TEXT.sub(lambda match: f"{match[1]} ::= (({_PLAIN}))", grammar)
     for name in names:
         texts = re.compile(_USE.format(name=name))
-        grammar = texts.sub(functools.partial(_text, name), grammar)
+        grammar = texts.sub(partial(_sized_text, name), grammar)
         grammar += f'\n{name}_any ::= (({_PLAIN}) | ("\\\\" basic_escape))\n'
     return _SHORT_ESCAPE.sub(lambda match: match[1] or f"\\u00{match[2]}", grammar)
 
 
-def _text(name: str, use: re.Match[str]) -> str:
+def _sized_text(name: str, use: re.Match[str]) -> str:
+    return _text(name, int(use[1]), int(use[2]))
+
+
+def _text(name: str, least: int, most: int) -> str:
     """A text of `least` to `most` characters, -1: any number. Its first escape stands in the first half."""
-    least, most = int(use[1]), int(use[2])
     plain = f'"\\"" {name}{{{least}, {most}}} "\\""'
     if most == 0:
         return plain
