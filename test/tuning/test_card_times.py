@@ -32,7 +32,7 @@ RANKS = {"glm47": 8, "gpt_oss": 1, "kimi_k25": 8, "qwen35": 1, "qwen3": 1, "deep
 def model_of(name: str, tmp_path: Path) -> ModelDescription:
     config = json.loads((CONFIGS / f"{name}.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
-    return describe_model(config, quantization_of(config, tmp_path, None, "default"), True, name)
+    return describe_model(config, quantization_of(config, tmp_path, None, "default"), source=name)
 
 
 # --- grids ------------------------------------------------------------------------------------------------------------
