@@ -110,6 +110,7 @@ def test_any_shape_has_a_time_above_its_floor(shape: str) -> None:
         ("linear tokens=1 rows=2 cols=-3", "'cols=-3' is no size"),
         ("linear tokens=1 rows=2 cols=3 scheme=fp3", "'scheme=fp3' is no size"),
         ("linear tokens=1 rows=2 cols=9999999999999", "is no size"),
+        ("extend_attention batch=1 new=99999999 heads=1 kv_heads=1 head_dim=64", "'new=99999999' is no size"),
         ("decode_attention batch=1 context=9 heads=10 kv_heads=4 head_dim=64", "do not share 4 kv heads"),
         ("fused_moe tokens=1 num_experts=4 top_k=8 hidden=64 intermediate=64", "top_k 8 of 4"),
     ],
@@ -252,4 +253,6 @@ def test_the_command_predicts_steps(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "Predicted, not measured" in text and "decode 256 at 2048 tokens" in text
     assert explain.main([*argv, "--json", "--time-context", "512"]) == 0
     steps = json.loads(capsys.readouterr().out)["time"]
+    assert explain.main([*argv, "--time-context", "0"]) == 2
+    assert "--time-context 0" in capsys.readouterr().err
     assert steps["decode 1 at 512 tokens"]["low"] < steps["decode 1 at 512 tokens"]["seconds"]
