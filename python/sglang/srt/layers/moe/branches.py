@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.moe.layer import MoELayer
@@ -47,12 +46,13 @@ class ExpertBranches:
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         assert self.moe.shared is not None
         weights, ids = self.moe.route(self.router_norm(x, self.router_weight, self.eps), batch)
-        weights = weights * self.expert_scale[ids.long()]  # ids of padding are -1, their weights 0
+        # Where the id is -1, any will do: such a choice adds nothing.
+        weights = weights * self.expert_scale[ids.long() + self.moe.first_expert]
         branches = (
             self.moe.shared(self.dense_norm(x, None)[0]),
             self.moe.routed(self.experts_norm(x, None)[0], weights, ids),
         )
-        dense, experts = parallel_state.all_reduce(torch.stack(branches)).unbind()
+        dense, experts = self.moe.group.all_reduce(torch.stack(branches)).unbind()
         return self.dense_norm_after(dense, None)[0] + self.experts_norm_after(experts, None)[0]
 
 
