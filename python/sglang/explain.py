@@ -1,4 +1,5 @@
 """`python -m sglang.explain --arch sm_120 --model-path DIR [server flags] [--json]`: which kernels would run, and why.
+With `--time` how long steps would take there; `--shape` asks that of single ops, without a model.
 
 Works on any machine: nothing is asked of a device, nothing is compiled, the model's weights are not read.
 """
@@ -34,6 +35,7 @@ from sglang.srt.plan.plan import describe_capacity, forced_kernels, make_plan, p
 from sglang.srt.plan.pool_sizes import cache_cost
 from sglang.srt.plan.weights import expert_rows
 from sglang.srt.server_args import ServerArgs
+from sglang.tuning.report import CONTEXT, shape_json, shape_lines, time_json, time_lines
 
 USUAL_FREE_SHARE = 0.97
 """Of a GPU's memory, once the driver and a CUDA context have theirs."""
@@ -55,6 +57,7 @@ class Explanation:
     moe_tiles: str | None  # where the experts' tiles come from
     plan: dict[str, Any] | None  # sizes and memory
     notes: tuple[str, ...]
+    serving: Serving
 
     @property
     def missing(self) -> tuple[NoKernel, ...]:
@@ -76,7 +79,7 @@ def explain(args: ServerArgs, arch: ArchTraits, packages: frozenset[str], availa
     try:
         check_layout(model, serving.tp_size)
     except UserError as error:
-        return Explanation(arch, model, not_implemented, str(error), serving.kv_dtype, (), (), None, None, ())
+        return Explanation(arch, model, not_implemented, str(error), serving.kv_dtype, (), (), None, None, (), serving)
     forced = forced_kernels(args)
     outcomes = tuple(_outcome(need, arch, packages, forced.get(need.op)) for need in needs_of(model, serving))
     plan, notes = _plan(
@@ -92,7 +95,9 @@ def explain(args: ServerArgs, arch: ArchTraits, packages: frozenset[str], availa
     )
     tiles = _moe_tiles(arch, model, serving.tp_size)
     groups = cache_groups(model, serving)
-    return Explanation(arch, model, not_implemented, None, serving.kv_dtype, groups, outcomes, tiles, plan, notes)
+    return Explanation(
+        arch, model, not_implemented, None, serving.kv_dtype, groups, outcomes, tiles, plan, notes, serving
+    )
 
 
 def _moe_tiles(arch: ArchTraits, model: ModelDescription, tp_size: int) -> str | None:
@@ -279,15 +284,52 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", help="sm_120, ..., a product such as rtx-5090, or cpu; this machine's if not given")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--with-package", action="append", default=[], metavar="NAME", help="count on flashinfer, ...")
+    parser.add_argument("--time", action="store_true", help="predict the time of steps, op by op")
+    parser.add_argument("--time-context", type=int, default=CONTEXT, metavar="TOKENS", help="that requests have")
+    parser.add_argument(
+        "--shape",
+        action="append",
+        default=[],
+        metavar='"OP SIZE=N ..."',
+        help='predict one op, such as "linear tokens=64 rows=4096 cols=7168 scheme=fp8_block"; needs no model',
+    )
     options, rest = parser.parse_known_args(argv)
     try:
+        if options.shape:
+            return _print_shapes(options.shape, arch_by_name(options.arch or "sm_120"), options.json)
         args = ServerArgs.from_cli(rest, prog="python -m sglang.explain")
         arch = arch_by_name(options.arch) if options.arch else current_arch(device=args.device)
         explanation = explain(args, arch, frozenset({"triton", *options.with_package}))
+        text = _json_text(explanation, options) if options.json else _text(explanation, options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(to_json(explanation), indent=2) if options.json else to_text(explanation))
+    print(text)
+    return 0
+
+
+def _json_text(explanation: Explanation, options: argparse.Namespace) -> str:
+    found = to_json(explanation)
+    if options.time and explanation.refused is None:
+        found["time"] = time_json(explanation.model, explanation.serving, explanation.arch, options.time_context)
+    return json.dumps(found, indent=2)
+
+
+def _text(explanation: Explanation, options: argparse.Namespace) -> str:
+    if not options.time or explanation.refused is not None:
+        return to_text(explanation)
+    lines = [to_text(explanation).splitlines()[0]]
+    return "\n".join(
+        [*lines, *time_lines(explanation.model, explanation.serving, explanation.arch, options.time_context)]
+    )
+
+
+def _print_shapes(shapes: Sequence[str], arch: ArchTraits, as_json: bool) -> int:
+    """Raises UserError."""
+    if as_json:
+        print(json.dumps([shape_json(shape, arch) for shape in shapes], indent=2))
+    else:
+        print("\n".join(shape_lines(shapes, arch)))
     return 0
 
 

@@ -16,6 +16,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
+from srt.models.harness import save_tiny
 
 MODEL = ["--model-path", DEFAULT_MODEL_PATH, "--device", "cpu", "--dtype", "float32", "--log-level", "warning"]
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [300, 301, 302], [40] * 20]
@@ -44,6 +45,20 @@ def test_steps_do_not_change_the_outputs(runner: ModelRunner) -> None:
     assert generate(runner, PROMPTS, 8) == whole
     assert [generate(runner, [p], 1 << 20)[0] for p in PROMPTS] == whole
     assert len({tuple(o) for o in whole}) > 1
+
+
+def test_prompts_leave_windows_step_by_step(tmp_path: Path) -> None:
+    """The pool of windows has room for every request's window and one step's tokens, not for whole prompts."""
+    save_tiny("gpt_oss", tmp_path)
+    runner = create_runner(
+        ServerArgs.from_kwargs(
+            model_path=str(tmp_path), device="cpu", dtype="float32", skip_tokenizer_init=True, max_total_tokens=2048,
+            max_running_requests=8, chunked_prefill_size=64,
+        )
+    )  # fmt: skip
+    prompts = [[1 + (i * 7 + j) % 90 for j in range(40)] for i in range(8)]
+    assert sum(map(len, prompts)) > runner.plan.pool_sizes.windows[0].tokens
+    assert generate(runner, prompts, 64) == [generate(runner, [p], 64)[0] for p in prompts]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from pathlib import Path
 import fit_experts as fitting
 import pytest
 from measured_experts import MeasuredLayer
-from upstream_experts import LARGE, even_blocks
+
+from sglang.tuning.upstream_experts import LARGE, even_blocks
 
 ROWS = json.loads(Path(fitting.__file__).with_name("measured_sample.json").read_text())
 SAMPLE = [MeasuredLayer(*row) for row in ROWS]

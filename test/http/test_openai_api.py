@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from sglang.srt.constrained.grammar_backend import MAX_WHITESPACE
+from sglang.srt.constrained.grammar import MAX_WHITESPACE
 
 MODEL = "tiny"
 COUNT: list[Any] = [{"role": "user", "content": "Count from 10 to 21."}]

@@ -42,11 +42,10 @@ ADD = [{"role": "user", "content": "Use the tool to add 12 and 30."}]
 TIME = [{"role": "user", "content": "What time is it in Paris?"}]
 
 
-@pytest.fixture(scope="module")
-def parsing_server() -> Iterator[LiveServer]:
-    with live_server(
-        "--tool-call-parser", "auto", "--reasoning-parser", "auto", "--served-model-name", MODEL
-    ) as running:
+@pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
+def parsing_server(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
+    parsers = ("--tool-call-parser", "auto", "--reasoning-parser", "auto")
+    with live_server(*parsers, "--served-model-name", MODEL, "--grammar-backend", request.param) as running:
         yield running
 
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
 import numpy as np
 import pytest
-import torch
 import xgrammar
 from transformers import AutoTokenizer
 
 from sglang.embedded import DEFAULT_MODEL_PATH
-from sglang.srt.constrained.grammar import GrammarError, GrammarKey
-from sglang.srt.constrained.grammar_backend import COMPILE, GrammarBackend, write_vocabulary
+from sglang.srt.constrained.grammar import Grammar, GrammarError, GrammarKey
+from sglang.srt.constrained.grammar_backends import make_backend
+from sglang.srt.constrained.vocabulary import write_vocabulary
+from sglang.srt.constrained.xgrammar_backend import COMPILE, XGrammarBackend
 
 from .generator import LEVELS, Schema, schemas
 
@@ -31,48 +33,57 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="module")
-def backend(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> GrammarBackend:
+def vocabulary(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("vocabulary") / "vocabulary.json"
     write_vocabulary(path, tokenizer, VOCABULARY, [tokenizer.eos_token_id])
-    made = GrammarBackend(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def backend(vocabulary: Path) -> XGrammarBackend:
+    made = XGrammarBackend(vocabulary)
     made.load()
     return made
 
 
-def walk(compiled: xgrammar.CompiledGrammar, tokenizer: Any, rng: random.Random) -> str | None:
+def walk(grammar: Grammar, tokenizer: Any, rng: random.Random) -> str | None:
     """A text of tokens drawn from those allowed, which ends where it may; None if it is still going on at the limit."""
-    matcher, ids, end = xgrammar.GrammarMatcher(compiled), [], tokenizer.eos_token_id
-    mask: torch.Tensor = xgrammar.allocate_token_bitmask(1, VOCABULARY)
+    ids, end = [], tokenizer.eos_token_id
+    mask = np.zeros(VOCABULARY // 32, np.int32)
     for _ in range(MAX_TOKENS):
-        matcher.fill_next_token_bitmask(mask)
-        allowed = np.flatnonzero(np.unpackbits(mask.numpy().view(np.uint8), bitorder="little"))
+        grammar.fill_mask(mask)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         if end in allowed:
             return tokenizer.decode(ids)
         inked = [i for i in allowed if tokenizer.decode([i]).strip()]  # white space says nothing
         ids.append(int(rng.choice(inked or list(allowed))))
-        assert matcher.accept_token(ids[-1])
+        assert grammar.accept(ids[-1])
     return None
 
 
+@pytest.mark.parametrize("library", ["xgrammar", "llguidance"])
 @pytest.mark.parametrize("level", range(len(LEVELS)), ids=lambda level: LEVELS[level].__name__)
-def test_what_a_grammar_allows_is_valid(level: int, backend: GrammarBackend, tokenizer: Any) -> None:
+def test_what_a_grammar_allows_is_valid(level: int, library: str, vocabulary: Path, tokenizer: Any) -> None:
+    backend = make_backend(library, vocabulary)
+    backend.load()
     complete = 0
     for name, schema in schemas(4)[4 * level : 4 * level + 4]:
         try:
-            compiled = compile_schema(backend, schema)
+            start = backend.compile(GrammarKey("json_schema", json.dumps(schema)))
         except GrammarError as error:
-            assert level >= 8 and "cannot be enforced" in str(error), name
+            assert re.search("cannot be enforced|Unsatisfiable", str(error)), name
+            assert level >= 8 or (library == "llguidance" and "exclusive" in str(error)), name
             complete += 1
             continue
         for seed in range(WALKS):
-            text = walk(compiled, tokenizer, random.Random(seed))
+            text = walk(start.fresh(), tokenizer, random.Random(seed))
             if text is not None:
                 complete += 1
                 assert jsonschema_rs.is_valid(schema, json.loads(text)), (name, schema, text)
     assert complete >= 4
 
 
-def compile_schema(backend: GrammarBackend, schema: Schema) -> xgrammar.CompiledGrammar:
+def compile_schema(backend: XGrammarBackend, schema: Schema) -> xgrammar.CompiledGrammar:
     """As the server does it. Raises GrammarError."""
     key = GrammarKey("json_schema", json.dumps(schema))
     backend.compile(key)
@@ -110,7 +121,7 @@ REFUSED: dict[str, Schema] = {
 
 @pytest.mark.parametrize("wrap", [None, "properties", "items", "$defs", "anyOf"])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_enforced_is_refused_by_name(name: str, wrap: str | None, backend: GrammarBackend) -> None:
+def test_what_cannot_be_enforced_is_refused_by_name(name: str, wrap: str | None, backend: XGrammarBackend) -> None:
     schema = REFUSED[name]
     wrapped: dict[str | None, tuple[Schema, str]] = {
         None: (schema, "#"),
@@ -125,6 +136,52 @@ def test_what_cannot_be_enforced_is_refused_by_name(name: str, wrap: str | None,
     with pytest.raises(GrammarError) as error:
         compile_schema(backend, whole)
     assert name in str(error.value) and f" at {place} cannot be enforced" in str(error.value)
+
+
+EXACT_IN_LLGUIDANCE: dict[str, Schema] = {
+    "several allOf": {"allOf": [NUMBER_AT_MOST_9, {"minimum": 0}]},
+    "beside $ref": {"$defs": {"n": {"type": "integer", "minimum": 0}}, "$ref": "#/$defs/n", "maximum": 3},
+    "beside anyOf": {"minimum": 3, "maximum": 9, "anyOf": [{"type": "integer"}, {"type": "null"}]},
+    "beside enum": {"enum": [1, 20], "maximum": 5},
+    "multiples of a fraction": {"type": "number", "multipleOf": 0.5, "minimum": 0, "maximum": 3},
+    "a length beside a pattern": {"type": "string", "pattern": "^a+$", "maxLength": 3},
+    "no type": {"maximum": 9, "minimum": 0, "maxLength": 2, "maxItems": 1, "maxProperties": 1},
+    "names and patterns": {
+        "type": "object",
+        "properties": {"ab": {"type": "integer", "maximum": 9, "minimum": 0}},
+        "required": ["ab"],
+        "patternProperties": {"^b$": {"type": "string", "maxLength": 3}},
+        "additionalProperties": False,
+    },
+}
+
+
+@pytest.mark.parametrize("name", EXACT_IN_LLGUIDANCE)
+def test_llguidance_enforces_more(name: str, vocabulary: Path, tokenizer: Any) -> None:
+    backend, schema = make_backend("llguidance", vocabulary), EXACT_IN_LLGUIDANCE[name]
+    backend.load()
+    start = backend.compile(GrammarKey("json_schema", json.dumps(schema)))
+    texts = [walk(start.fresh(), tokenizer, random.Random(seed)) for seed in range(2 * WALKS)]
+    assert any(texts) and all(jsonschema_rs.is_valid(schema, json.loads(text)) for text in texts if text)
+
+
+@pytest.mark.parametrize("bounds", [(0, 0.5), (3, 3.5), (-0.5, 0)])
+def test_a_bound_that_llguidance_would_allow_is_refused(bounds: tuple[float, float], vocabulary: Path) -> None:
+    backend = make_backend("llguidance", vocabulary)
+    backend.load()
+    schema = {"type": "number", "exclusiveMinimum": bounds[0], "exclusiveMaximum": bounds[1]}
+    with pytest.raises(GrammarError, match="exclusiveM.* so near to the other bound at #/items cannot be enforced"):
+        backend.compile(GrammarKey("json_schema", json.dumps({"type": "array", "items": schema})))
+    whole = {"type": "integer", "exclusiveMinimum": 3, "exclusiveMaximum": 3.5, "maximum": 4}
+    with pytest.raises(GrammarError, match="Unsatisfiable"):
+        backend.compile(GrammarKey("json_schema", json.dumps(whole)))
+
+
+def test_what_is_too_much_for_llguidance_is_refused(vocabulary: Path) -> None:
+    backend = make_backend("llguidance", vocabulary)
+    backend.load()
+    with pytest.raises(GrammarError, match="too complex for llguidance; simplify it"):
+        backend.compile(GrammarKey("regex", "(a|b)*c?" * 2000))
 
 
 ALLOWED: dict[str, Schema] = {
@@ -157,7 +214,7 @@ ALLOWED: dict[str, Schema] = {
 
 
 @pytest.mark.parametrize("name", ALLOWED)
-def test_what_can_be_enforced_is_not_refused(name: str, backend: GrammarBackend) -> None:
+def test_what_can_be_enforced_is_not_refused(name: str, backend: XGrammarBackend) -> None:
     compile_schema(backend, ALLOWED[name])
 
 
@@ -179,7 +236,7 @@ LIMITED: Schema = {"type": "string", "maxLength": 6}
 )
 @pytest.mark.parametrize("kind", ["json_schema", "structural_tag"])
 def test_texts_of_limited_length_hold_what_json_allows(
-    text: str, allowed: bool, kind: Any, backend: GrammarBackend
+    text: str, allowed: bool, kind: Any, backend: XGrammarBackend
 ) -> None:
     """The name of the property is there because letters beyond ASCII must survive the repair."""
     schema = {"type": "object", "properties": {"größe": LIMITED}, "required": ["größe"], "additionalProperties": False}
@@ -189,7 +246,7 @@ def test_texts_of_limited_length_hold_what_json_allows(
     assert xgrammar.GrammarMatcher(compiled).accept_string(f'{{"größe": {text}}}') == allowed
 
 
-def test_calls_may_have_parameters_of_all_kinds(backend: GrammarBackend) -> None:
+def test_calls_may_have_parameters_of_all_kinds(backend: XGrammarBackend) -> None:
     """A function checks its arguments, and agents' tools use every keyword."""
     content = {"type": "json_schema", "json_schema": REFUSED['"uniqueItems"']}
     tag = {"begin": "<f>", "content": content, "end": "</f>"}

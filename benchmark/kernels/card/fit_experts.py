@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from measured_experts import MeasuredLayer, read
-from upstream_experts import SideKernels, predict
 
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.tuning.cost_model import DEFAULT, SM120, Constants
+from sglang.tuning.upstream_experts import SideKernels, predict
 
 ARCH = arch_by_name("rtx-pro-6000-server")
 FITTED = ("short_rows", "row_power", "matrix_share", "prologue")

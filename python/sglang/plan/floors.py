@@ -80,7 +80,8 @@ class StepFloors:
 
     def _floor(self, read: float, tokens: int, attention: float, logits: int) -> Floor:
         flops, seconds = attention, self._seconds_of(attention, HALF)
-        products = [("linear", 2.0 * self._head * logits)]
+        head = self.model.head_quant
+        products = [(f"linear/{head.scheme}" if head else "linear", 2.0 * self._head.rows * self._head.cols * logits)]
         products += [(key, 2.0 * elements * tokens) for key, elements in self._elements.items()]
         for key, work in products:
             flops += work
@@ -115,9 +116,10 @@ class StepFloors:
         return KV_DTYPE_BYTES[self.serving.dtype]
 
     @cached_property
-    def _head(self) -> int:
-        """Elements of the output head on this rank."""
-        return -(-self.model.vocab_size // self.serving.tp_size) * self.model.hidden_size
+    def _head(self) -> Matrix:
+        """The output head on this rank."""
+        rows = -(-self.model.vocab_size // self.serving.tp_size)
+        return Matrix("lm_head", ("",), rows, self.model.hidden_size)
 
     @cached_property
     def _elements(self) -> Mapping[str, float]:
@@ -136,7 +138,7 @@ class StepFloors:
 
     def _weight_bytes(self, num_tokens: int) -> float:
         """What a step reads of the weights: of the experts those that some token is expected to choose."""
-        total = float(self._head * self._item)
+        total = float(matrix_bytes(self._head, self.model.head_quant, self._item))
         for matrix, quant in self.model.matrices(self.serving.tp_size, self._rows):
             size = matrix_bytes(matrix, quant, self._item if matrix.dtype is None else KV_DTYPE_BYTES[matrix.dtype])
             total += size * self._share_read(matrix, num_tokens)

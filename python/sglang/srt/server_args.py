@@ -28,8 +28,8 @@ OBSERVE = "logging and metrics"
 _EFFECTIVE_IF_NONE = "Chosen at start-up if not given."
 
 _ATTENTION = {
-    "choices": tuple(kernel.name for kernel in EXTEND_ATTENTION if kernel.not_here is None),
-    "explained": tuple(kernel.name for kernel in EXTEND_ATTENTION if kernel.not_here is not None),
+    "choices": tuple(kernel.name for kernel in EXTEND_ATTENTION if kernel.not_here is None and not kernel.asked_as),
+    "explained": tuple(kernel.name for kernel in EXTEND_ATTENTION if kernel.not_here is not None or kernel.asked_as),
 }
 _EXPERTS = {
     "choices": ("auto", *(kernel.name for kernel in FUSED_MOE if kernel.not_here is None)),
@@ -183,7 +183,9 @@ class ServerArgs:
     prefill_attention_backend: str | None = option(None, KERNELS, "As --attention-backend, for prefill.", **_ATTENTION)
     decode_attention_backend: str | None = option(None, KERNELS, "As --attention-backend, for decode.", **_ATTENTION)
     moe_runner_backend: str = option("auto", KERNELS, "Kernel of the experts.", "--moe-backend", **_EXPERTS)
-    grammar_backend: str | None = option(None, KERNELS, "Structured output.", choices=("xgrammar", "none"))
+    grammar_backend: str | None = option(
+        None, KERNELS, "Structured output.", choices=("xgrammar", "llguidance", "none")
+    )
     cuda_graph_max_bs: int | None = option(
         None, KERNELS, "Largest decode batch that runs from a CUDA graph.", minimum=1
     )

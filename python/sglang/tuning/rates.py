@@ -80,6 +80,62 @@ RATES: Mapping[str, Rates] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """The best that anyone measured on a product, which data sheets promise more of: bytes read a second, operations a
+    second of large products by operand, and seconds of the fastest all-reduce of up to 16 KiB by ranks."""
+
+    read: float
+    products: Mapping[str, float]
+    all_reduce: Mapping[int, float]
+    source: str
+
+    def floor(self, num_bytes: float, operations: float = 0.0, operand: str = "half") -> float:
+        """Seconds that no kernel is known to undercut."""
+        rate = self.products.get(operand, self.products["half"])
+        return max(num_bytes / self.read, operations / rate)
+
+
+_SERVER_CEILINGS = Ceilings(
+    read=1.536e12,  # decode attention over caches beyond the L2; FP8 products with one row read 1.530
+    products={
+        "half": 458.8 * TERA,  # torch, 32768 x 65536 x 51200
+        "fp8": 864.1 * TERA,  # vLLM's CUTLASS, a scale a channel, 1024 x 65536 x 16384; blocks of 128 reach 632
+        "mxfp8": 864.1 * TERA,  # not measured: as fp8
+        "int8": 864.1 * TERA,  # likewise
+        "fp4": 1536.9 * TERA,  # NVFP4, TensorRT-LLM, 4096 x 65536 x 16384
+    },
+    all_reduce={2: 4.14e-6, 4: 12.5e-6, 8: 23.6e-6},  # vLLM's, TensorRT-LLM's and vLLM's kernels, 256 and 512 bytes
+    source="ai-dynamo/aiconfigurator, rtx_pro_6000_server, August 2026 (benchmark/kernels/card/ceilings.py finds them)",
+)
+CEILINGS: Mapping[str, Ceilings] = {
+    "rtx-pro-6000-server": _SERVER_CEILINGS,
+    "rtx-pro-6000-workstation": _SERVER_CEILINGS,
+    "h200": Ceilings(
+        read=4.48e12,
+        products={"half": 714 * TERA, "fp8": 1259 * TERA},
+        all_reduce={},
+        source="this project's benchmarks on one H200, docs/results/2026-11-21-attention-h200.md and -h200-moe.md",
+    ),
+}
+
+
+def ceilings_of(arch: ArchTraits) -> Ceilings:
+    """Raises UserError for a product on which nobody measured them."""
+    if arch.product is None or arch.product not in CEILINGS:
+        known = ", ".join(CEILINGS)
+        raise UserError(f"nobody measured what {arch.product or arch.name} reaches; known: {known} (tuning/rates.py)")
+    return CEILINGS[arch.product]
+
+
+def operand_of(element: str, activation: str | None) -> str:
+    """The operand of `Ceilings.products` for weights of `element` (of quant_scheme.Scheme) and activations that are
+    quantized so; widened weights are multiplied in 16 bits."""
+    if activation is None:
+        return "half"
+    return {"nvfp4": "fp4", "mxfp8": "mxfp8"}.get(activation, "int8" if element == "int8" else "fp8")
+
+
 def rates_of(arch: ArchTraits) -> Rates:
     """Raises UserError for a product that is not listed."""
     if arch.product is None or arch.product not in RATES:

@@ -16,7 +16,7 @@ from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.constrained.compile_client import CompileClient
 from sglang.srt.constrained.compile_process import MIB, CompileLimits, Setup, Verdict
 from sglang.srt.constrained.grammar import GrammarKey
-from sglang.srt.constrained.grammar_backend import write_vocabulary
+from sglang.srt.constrained.vocabulary import write_vocabulary
 from srt.constrained.byte_tokenizer import EOS, TOKENIZER, VOCAB_SIZE
 
 ANSWER_S = 60
@@ -183,4 +183,30 @@ def test_the_vocabulary_is_made_from_the_servers_tokenizer(tmp_path: Path) -> No
     client = CompileClient(Setup(str(vocabulary), 4096, [0], {"model_path": DEFAULT_MODEL_PATH}))
     verdict = ask(client, GOOD)
     assert verdict.error == "" and vocabulary.exists() and os.listdir(tmp_path) == ["vocabulary.json"]
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        (GOOD, "^$"),
+        (ENDLESS, "too complex|takes more than 1024 MiB|took more than 5 s"),
+        (GrammarKey("json_schema", '{"$ref": "#"}'), "No text satisfies the grammar: its rule '#' needs itself"),
+        (GrammarKey("ebnf", 'start: "a" start'), "No text satisfies the grammar: its rule 'start' needs itself"),
+        (GrammarKey("json_schema", '{"type": "array", "contains": {}}'), '"contains"'),
+        (GrammarKey("json_schema", '{"type":"array","items":' * 2000 + "{}" + "}" * 2000), "nests 2001 objects"),
+    ],
+)
+def test_the_other_library_has_the_same_limits(second_client: CompileClient, key: GrammarKey, message: str) -> None:
+    verdict = ask(second_client, key)
+    assert re.search(message, verdict.error, re.DOTALL), verdict
+    assert verdict.error or verdict.size_bytes > 0
+
+
+@pytest.fixture(scope="module")
+def second_client(vocabulary: Path) -> Iterator[CompileClient]:
+    setup = make_setup(vocabulary, seconds=5)
+    setup.backend = "llguidance"
+    client = CompileClient(setup)
+    yield client
     client.close()

@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.constrained.completion import unfinishable_rule
+from sglang.srt.constrained.completion import lark_rules, printed_rules, schema_rules, unfinishable_rule
 from sglang.srt.constrained.grammar import GrammarKey
-from sglang.srt.constrained.grammar_backend import GrammarBackend, write_vocabulary
+from sglang.srt.constrained.grammar_backends import GrammarBackend, make_backend
+from sglang.srt.constrained.vocabulary import write_vocabulary
 from srt.constrained.byte_tokenizer import EOS, TOKENIZER, VOCAB_SIZE
 
 
-@pytest.fixture(scope="module")
-def backend(tmp_path_factory: pytest.TempPathFactory) -> GrammarBackend:
+@pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
+def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> GrammarBackend:
     vocabulary: Path = tmp_path_factory.mktemp("grammar") / "vocabulary.json"
     write_vocabulary(vocabulary, TOKENIZER, VOCAB_SIZE, {EOS})
-    backend = GrammarBackend(vocabulary)
+    backend = make_backend(request.param, vocabulary)
     backend.load()
     return backend
 
@@ -57,7 +58,7 @@ TAG = {
 )
 def test_grammars_that_need_themselves(backend: GrammarBackend, kind: Any, source: Any) -> None:
     key = GrammarKey(kind, source if isinstance(source, str) else json.dumps(source))
-    assert unfinishable_rule(backend.compile(key).text) is not None
+    assert backend.compile(key).compiled.unfinishable_rule() is not None
 
 
 @pytest.mark.parametrize(
@@ -78,15 +79,39 @@ def test_grammars_that_need_themselves(backend: GrammarBackend, kind: Any, sourc
 )
 def test_grammars_that_can_end(backend: GrammarBackend, kind: Any, source: Any) -> None:
     key = GrammarKey(kind, source if isinstance(source, str) else json.dumps(source))
-    assert unfinishable_rule(backend.compile(key).text) is None
+    assert backend.compile(key).compiled.unfinishable_rule() is None
 
 
 def test_the_rule_is_named() -> None:
-    assert unfinishable_rule('root ::= (("a") | (b))\nb ::= (("b" b))\nc ::= ((c))\n') == "b"
-    assert unfinishable_rule('root ::= ((b)) (=(c))\nb ::= ("" | ("b" b))\n') is None
+    assert unfinishable_rule(printed_rules('root ::= (("a") | (b))\nb ::= (("b" b))\nc ::= ((c))\n'), "root") == "b"
+    assert unfinishable_rule(printed_rules('root ::= ((b)) (=(c))\nb ::= ("" | ("b" b))\n'), "root") is None
 
 
 def test_long_chains_are_followed_in_linear_time() -> None:
     rules = "".join(f"r{i} ::= ((r{i + 1}))\n" for i in range(20_000))
-    assert unfinishable_rule(f'root ::= ((r0))\n{rules}r20000 ::= (("x"))\n') is None
-    assert unfinishable_rule(f"root ::= ((r0))\n{rules}r20000 ::= ((r0))\n") == "root"
+    assert unfinishable_rule(printed_rules(f'root ::= ((r0))\n{rules}r20000 ::= (("x"))\n'), "root") is None
+    assert unfinishable_rule(printed_rules(f"root ::= ((r0))\n{rules}r20000 ::= ((r0))\n"), "root") == "root"
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("start: start", "start"),
+        ('?start: a | b start\na: "x" b // a\nb[lazy]: (a b)+', "start"),
+        ("start: a{2,5}\na: /x\\/y/ a", "start"),
+        ('start: [start] "a"', None),
+        ('start: a~0..2 "b"\na: "a"', None),
+        ('start: a | "b"\na: b{x,y}\nb{x,y}: a', "a"),
+        ('start: (%json {"a": {"b": [1]}} | start) <|end|>\n%ignore /[ ]/', None),
+        ('start: A+\nA.1: "a" | B\nB: B', "B"),
+    ],
+)
+def test_rules_in_lark(text: str, rule: str | None) -> None:
+    assert unfinishable_rule(lark_rules(text), "start") == rule
+
+
+def test_the_part_of_a_schema_is_named() -> None:
+    schema = {"$defs": {"a": required("b", {"$ref": "#/$defs/a"})}, **required("x/y", {"$ref": "#/$defs/a"})}
+    assert unfinishable_rule(schema_rules(schema, "#"), "#") == "#"
+    assert unfinishable_rule(schema_rules(schema, "#"), "#/properties/x/y") == "#/properties/x/y"
+    assert unfinishable_rule(schema_rules({"$ref": "#/$defs/none"}, "#"), "#") is None

@@ -12,8 +12,9 @@ from sglang.srt.constrained import grammar_manager
 from sglang.srt.constrained.compile_client import Check
 from sglang.srt.constrained.compile_process import Verdict
 from sglang.srt.constrained.grammar import Grammar, GrammarKey
-from sglang.srt.constrained.grammar_backend import GrammarBackend, write_vocabulary
 from sglang.srt.constrained.grammar_manager import WAIT_LIMIT_S, BuildState, GrammarManager, PendingGrammar
+from sglang.srt.constrained.vocabulary import write_vocabulary
+from sglang.srt.constrained.xgrammar_backend import XGrammarBackend
 from srt.constrained.byte_tokenizer import EOS, TOKENIZER, VOCAB_SIZE
 
 
@@ -42,7 +43,7 @@ class FakeVerifier:
 class SlowBackend:
     """Compiles when told to."""
 
-    def __init__(self, backend: GrammarBackend) -> None:
+    def __init__(self, backend: XGrammarBackend) -> None:
         self.backend = backend
         self.go = threading.Event()
         self.compiled: list[GrammarKey] = []
@@ -57,16 +58,16 @@ class SlowBackend:
 
 
 @pytest.fixture(scope="module")
-def backend(tmp_path_factory: pytest.TempPathFactory) -> GrammarBackend:
+def backend(tmp_path_factory: pytest.TempPathFactory) -> XGrammarBackend:
     vocabulary = tmp_path_factory.mktemp("grammar") / "vocabulary.json"
     write_vocabulary(vocabulary, TOKENIZER, VOCAB_SIZE, {EOS})
-    return GrammarBackend(vocabulary)
+    return XGrammarBackend(vocabulary)
 
 
 class Bench:
     """A leader's manager; `now` is its clock."""
 
-    def __init__(self, backend: GrammarBackend, max_cached: int = 4) -> None:
+    def __init__(self, backend: XGrammarBackend, max_cached: int = 4) -> None:
         self.now = 0.0
         self.verifier = FakeVerifier()
         self.backend = SlowBackend(backend)
@@ -84,7 +85,7 @@ class Bench:
 
 
 @pytest.fixture
-def bench(backend: GrammarBackend, request: pytest.FixtureRequest) -> Bench:
+def bench(backend: XGrammarBackend, request: pytest.FixtureRequest) -> Bench:
     bench = Bench(backend)
     request.addfinalizer(bench.backend.go.set)
     request.addfinalizer(bench.manager.shutdown)
@@ -125,7 +126,7 @@ def test_the_leaders_clock_ends_the_wait(bench: Bench) -> None:
     assert bench.manager.state(built) == BuildState.FAILED and "not ready" in bench.manager.failure(built).error
 
 
-def test_the_clock_of_another_rank_decides_nothing(backend: GrammarBackend) -> None:
+def test_the_clock_of_another_rank_decides_nothing(backend: XGrammarBackend) -> None:
     slow, now = SlowBackend(backend), [0.0]
     follower = GrammarManager(slow, None, clock=lambda: now[0])
     pending = follower.request(GrammarKey("regex", "a"))
@@ -175,7 +176,7 @@ def test_what_nobody_waits_for_is_cancelled(bench: Bench) -> None:
     assert dropped.build is None
 
 
-def test_slow_grammars_wait_for_each_other_only(backend: GrammarBackend, request: pytest.FixtureRequest) -> None:
+def test_slow_grammars_wait_for_each_other_only(backend: XGrammarBackend, request: pytest.FixtureRequest) -> None:
     go = threading.Event()
 
     class Selective(SlowBackend):

@@ -118,6 +118,19 @@ def test_mla_stays_with_kernels_that_serve_it(gpu: str) -> None:
     assert "latent" in reasons(choice)["flashinfer"]
 
 
+@pytest.mark.parametrize("gpu", SM12X)
+@pytest.mark.parametrize("name", ["flashinfer", "flashinfer_mla"])
+def test_flashinfer_means_its_latent_kernels_where_attention_is_latent(gpu: str, name: str) -> None:
+    arch = arch_by_name(gpu)
+    assert resolve(MLA_DECODE, arch, FITS, BOTH, forced=name).name == "flashinfer_mla"
+    with pytest.raises(NoKernel, match="no fp8_e4m3 cache"):
+        resolve(replace(MLA_DECODE, kv_dtype="fp8_e4m3"), arch, FITS, BOTH, forced=name)
+    with pytest.raises(NoKernel, match="flashinfer is not installed"):
+        resolve(MLA_DECODE, arch, FITS, frozenset({"triton"}), forced=name)
+    with pytest.raises(NoKernel, match=r"latents of 288 dims, 256 of them values \(has 576, 512\)"):
+        resolve(replace(MLA_DECODE, head_dim=288, v_head_dim=256), arch, FITS, BOTH, forced=name)
+
+
 def test_hierarchical_cache_decodes_with_flashinfer() -> None:
     need = Need("decode_attention", 128, 128, traits=frozenset({"hierarchical_cache"}))
     choice = resolve(need, arch_by_name("sm_120"), FITS, BOTH)

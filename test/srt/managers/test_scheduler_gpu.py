@@ -54,11 +54,17 @@ def path_logprobs(model: torch.nn.Module, prompt: list[int], output: tuple[int, 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
-    "name", ["qwen3_wide", "qwen3_moe_wide", "llama_wide", "deepseek_v3_wide", "qwen3_windows_wide"]
+    "name",
+    [
+        *("qwen3_wide", "qwen3_moe_wide", "llama_wide", "deepseek_v3_wide", "qwen3_windows_wide"),
+        *("gpt_oss_wide", "gemma4_moe_wide", "gemma4_small_wide"),
+    ],
 )
 def test_against_transformers(name: str, variant: str, tmp_path: Path) -> None:
-    if variant == "flashinfer" and ("deepseek" in name or "windows" in name):
-        pytest.skip("FlashInfer here has no latent attention, and no windows")
+    if variant == "flashinfer" and any(part in name for part in ("windows", "gemma", "gpt_oss")):
+        pytest.skip("FlashInfer here has no windows")
+    if variant == "fp8_kv" and "gemma4" in name:
+        pytest.skip("its products of q and k are not scaled down: what rounding keys costs has no such bound")
     if variant == "flashinfer" and importlib.util.find_spec("flashinfer") is None:
         pytest.skip("FlashInfer is not installed")
     reference = save_tiny(name, tmp_path).cuda()

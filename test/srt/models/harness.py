@@ -304,6 +304,21 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_hidden_layers": 6, "layer_types": [*GEMMA4_LAYERS[:3], *GEMMA4_LAYERS[:3]], "num_kv_shared_layers": 2}
         | {"hidden_size_per_layer_input": 16, "use_double_wide_mlp": True, "attention_k_eq_v": False},
     ),
+    "gemma4_moe_wide": (
+        "Gemma4TextConfig",
+        WIDE
+        | GEMMA4
+        | {"layer_types": GEMMA4_LAYERS, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+        | {"moe_intermediate_size": 128, "head_dim": 64, "global_head_dim": 128},
+    ),
+    "gemma4_small_wide": (
+        "Gemma4TextConfig",
+        WIDE
+        | GEMMA4
+        | {"num_hidden_layers": 6, "layer_types": [*GEMMA4_LAYERS[:3], *GEMMA4_LAYERS[:3]], "num_kv_shared_layers": 2}
+        | {"hidden_size_per_layer_input": 64, "use_double_wide_mlp": True, "attention_k_eq_v": False}
+        | {"head_dim": 64, "global_head_dim": 128},
+    ),
     "llama_bias_llama3": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
 }
 

@@ -72,6 +72,39 @@ def test_absorbed_and_expanded_prompts(
     assert set(prompts) == {"_expanded" if expand else "_absorbed"} and set(decodes) == {"_absorbed"}
 
 
+def logits_of_a_batch(runner: TinyRunner) -> torch.Tensor:
+    """Prompts of several lengths over cached prefixes, together."""
+    first = runner.extend({1: TOKENS[:7], 3: TOKENS[:1]})
+    second = runner.extend({3: TOKENS[1:20], 2: TOKENS, 1: TOKENS[7:9]})
+    return torch.cat((*first, *second))
+
+
+@torch.inference_mode()
+def test_the_two_ways_differ_by_rounding_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32 they agree. In bfloat16 one is as far from fp32 as the other, and so they differ, as outputs do where two
+    tokens are about equally likely: graphs always absorb, other steps may expand."""
+    save_tiny("deepseek_v3_wide", tmp_path)
+    logits: dict[tuple[str, bool], torch.Tensor] = {}
+    for dtype in ("float32", "bfloat16"):
+        for expand in (False, True):
+            monkeypatch.setattr(MLA, "expanding_pays", lambda *_, expand=expand: expand)
+            runner = TinyRunner(plan_for(tmp_path, dtype=dtype), load_format="dummy")
+            for param in runner.model.params.values():
+                param.tensor.copy_(param.tensor.bfloat16())  # fp32 has the weights of bfloat16
+            logits[dtype, expand] = logits_of_a_batch(runner)
+    exact = logits["float32", True]
+    torch.testing.assert_close(logits["float32", False], exact, rtol=0.0, atol=1e-5)
+
+    def error(got: torch.Tensor, want: torch.Tensor) -> float:
+        """Of the median token: of a few another expert is chosen."""
+        return float(((got - want).norm(dim=-1) / exact.norm(dim=-1)).median())
+
+    absorbed, expanded = (error(logits["bfloat16", expand], exact) for expand in (False, True))
+    between = error(logits["bfloat16", False], logits["bfloat16", True])
+    assert 1e-3 < absorbed < 2e-2 and 0.5 < absorbed / expanded < 2.0, (absorbed, expanded)
+    assert between < absorbed + expanded, (between, absorbed, expanded)
+
+
 def test_when_expanding_pays() -> None:
     deepseek = MLA(128, 1536, 512, 128, 64, 128)
     assert deepseek.expanding_pays([0], [1]) and deepseek.expanding_pays([0, 0], [3, 4000])

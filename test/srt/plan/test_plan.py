@@ -19,7 +19,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.spec import NoKernel
-from sglang.srt.plan.attention_memory import FLASHINFER_PLANS, FLASHINFER_WORKSPACE
+from sglang.srt.plan.attention_memory import FLASHINFER_MLA_WORKSPACE, FLASHINFER_PLANS, FLASHINFER_WORKSPACE
 from sglang.srt.plan.defaults import cuda_graph_batch_sizes, requests_by_state
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.memory import PREFILL_GRAPH_PROMPTS
@@ -279,6 +279,7 @@ SRT = Path(sglang.__file__).parent / "srt"
     [
         ("layers/attention/flashinfer_backend.py", "WORKSPACE_BYTES", FLASHINFER_WORKSPACE),
         ("layers/attention/flashinfer_backend.py", "PLAN_BYTES", FLASHINFER_PLANS),
+        ("layers/attention/flashinfer_mla_backend.py", "WORKSPACE_BYTES", FLASHINFER_MLA_WORKSPACE),
         ("model_executor/extend_graph_runner.py", "MAX_PROMPTS", PREFILL_GRAPH_PROMPTS),
     ],
 )

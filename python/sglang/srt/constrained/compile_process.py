@@ -31,10 +31,10 @@ from typing import Any
 
 import msgspec
 
-from sglang.srt.constrained.completion import unfinishable_rule
 from sglang.srt.constrained.grammar import GrammarError, GrammarKey, GrammarKind
-from sglang.srt.constrained.grammar_backend import GrammarBackend, write_vocabulary
+from sglang.srt.constrained.grammar_backends import DEFAULT_BACKEND, GrammarBackend, make_backend
 from sglang.srt.constrained.source_limits import check_source
+from sglang.srt.constrained.vocabulary import write_vocabulary
 
 MIB = 1 << 20
 _PR_SET_PDEATHSIG = 1
@@ -61,6 +61,7 @@ class Setup(msgspec.Struct):
     tokenizer: dict[str, Any]
     compile_threads: int = 1
     limits: CompileLimits = CompileLimits()
+    backend: str = DEFAULT_BACKEND
 
 
 class Job(msgspec.Struct, tag=True):
@@ -97,7 +98,7 @@ class CompileServer:
     def __init__(self, control: Connection, setup: Setup) -> None:
         self._control = control
         self._limits = setup.limits
-        self._backend = GrammarBackend(Path(setup.vocabulary), setup.compile_threads)
+        self._backend = make_backend(setup.backend, Path(setup.vocabulary), setup.compile_threads)
         self._unusable = ""
         self._waiting: deque[Job] = deque()
         self._children: dict[Connection, _Child] = {}
@@ -244,7 +245,7 @@ def _compile(backend: GrammarBackend, job: Job, limits: CompileLimits) -> bytes:
                 f"The compiled grammar takes {grammar.size_bytes / MIB:.0f} MiB, at most "
                 f"{limits.result_bytes / MIB:.0f} MiB are allowed; simplify it."
             )
-        elif rule := unfinishable_rule(grammar.text):
+        elif rule := grammar.compiled.unfinishable_rule():
             verdict.error = f"No text satisfies the grammar: its rule {rule!r} needs itself without end."
         elif grammar.is_stuck():
             verdict.error = "No text satisfies the grammar: no token of the vocabulary can be its first."

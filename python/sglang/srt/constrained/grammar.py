@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from sglang.srt.utils.allowance import Allowance
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    import xgrammar
 
     from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -19,6 +18,9 @@ KINDS: tuple[GrammarKind, ...] = ("json_schema", "regex", "ebnf", "structural_ta
 
 ANY_JSON = "$$ANY$$"
 """The `json_schema` of requests that want any JSON object (`response_format: json_object`)."""
+
+MAX_WHITESPACE = 64
+"""Characters between two elements of JSON: room for deep indentation, but a model cannot fill its answer with them."""
 
 FOLLOW_BURST_S = 0.25
 FOLLOW_REFILL_S = 0.005
@@ -53,16 +55,43 @@ def grammar_key(params: SamplingParams) -> GrammarKey | None:
     return given[0] if given else None
 
 
+class Matcher(Protocol):
+    """Where one output stands in its grammar; each library has one."""
+
+    def fill_mask(self, row: npt.NDArray[np.int32]) -> None:
+        """As Grammar.fill_mask; not called once the grammar has terminated."""
+
+    def accept(self, token_id: int) -> bool:
+        """Not called once the grammar has terminated."""
+
+    def is_terminated(self) -> bool: ...
+
+    def rollback(self, num_tokens: int) -> None: ...
+
+    def copy(self) -> Matcher: ...
+
+
+class CompiledGrammar(Protocol):
+    """What all outputs of one grammar share. size_bytes: its memory."""
+
+    vocab_size: int
+    size_bytes: int
+
+    def matcher(self) -> Matcher:
+        """At the grammar's start."""
+
+    def unfinishable_rule(self) -> str | None:
+        """Name of a rule that no finite text satisfies and that the grammar may come to."""
+
+
 class Grammar:
     """A matcher over a compiled grammar. End-of-sequence tokens are allowed where the grammar may end; taking one
     terminates it."""
 
-    def __init__(self, compiled: xgrammar.CompiledGrammar, matcher: xgrammar.GrammarMatcher | None = None) -> None:
-        import xgrammar
-
+    def __init__(self, compiled: CompiledGrammar, matcher: Matcher | None = None) -> None:
         self.allowance = Allowance(FOLLOW_BURST_S, FOLLOW_REFILL_S)
-        self._compiled = compiled
-        self._matcher = matcher if matcher is not None else xgrammar.GrammarMatcher(compiled)
+        self.compiled = compiled
+        self._matcher = compiled.matcher() if matcher is None else matcher
 
     def fill_mask(self, row: npt.NDArray[np.int32]) -> None:
         """Writes the tokens that may come next into row [ceil(vocab / 32)]: bit v % 32 of word v // 32 for token v. All
@@ -71,31 +100,21 @@ class Grammar:
             row.fill(-1)
         else:
             with self.allowance:
-                self._matcher.fill_next_token_bitmask(row.reshape(1, -1))
+                self._matcher.fill_mask(row)
 
     def accept(self, token_id: int) -> bool:
         """Advances by a token. False, and nothing changes, if the grammar forbids it or has terminated."""
         self.allowance.refill()
         with self.allowance:
-            return not self._matcher.is_terminated() and bool(self._matcher.accept_token(token_id))
-
-    @property
-    def compiled(self) -> xgrammar.CompiledGrammar:
-        """What all copies share."""
-        return self._compiled
+            return not self._matcher.is_terminated() and self._matcher.accept(token_id)
 
     @property
     def size_bytes(self) -> int:
         """Memory of the compiled grammar."""
-        return int(self._compiled.memory_size_bytes)
-
-    @property
-    def text(self) -> str:
-        """Its rules in the library's EBNF."""
-        return str(self._compiled.grammar)
+        return self.compiled.size_bytes
 
     def is_terminated(self) -> bool:
-        return bool(self._matcher.is_terminated())
+        return self._matcher.is_terminated()
 
     def is_stuck(self) -> bool:
         """Whether no token may come next, although the grammar has not terminated."""
@@ -103,8 +122,8 @@ class Grammar:
             return False
         import numpy as np  # the front needs this module's names only
 
-        row = np.zeros((1, -(-self._compiled.tokenizer_info.vocab_size // 32)), np.int32)
-        self._matcher.fill_next_token_bitmask(row)
+        row = np.zeros(-(-self.compiled.vocab_size // 32), np.int32)
+        self._matcher.fill_mask(row)
         return not row.any()
 
     def rollback(self, num_tokens: int) -> None:
@@ -114,8 +133,8 @@ class Grammar:
 
     def copy(self) -> Grammar:
         """An independent grammar in the same state."""
-        return Grammar(self._compiled, self._matcher.fork())
+        return Grammar(self.compiled, self._matcher.copy())
 
     def fresh(self) -> Grammar:
         """The same grammar at its start."""
-        return Grammar(self._compiled)
+        return Grammar(self.compiled)

@@ -22,6 +22,7 @@ from typing import Protocol
 from sglang.srt.constrained.compile_client import Check
 from sglang.srt.constrained.compile_process import MIB, Verdict
 from sglang.srt.constrained.grammar import Grammar, GrammarKey
+from sglang.srt.constrained.grammar_backends import GrammarBackend
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +46,6 @@ _TOO_LATE = Verdict(
 _TOO_MANY = Verdict(error="Too many grammars wait to be compiled; send the request again later.", status_code=503)
 _NOT_BUILT = Verdict(error="The grammar could not be built; the log of the server says why.", status_code=500)
 _TOO_MUCH = Verdict(error="The grammars in use fill their memory; send the request again later.", status_code=503)
-
-
-class Backend(Protocol):
-    def load(self) -> None: ...
-
-    def compile(self, key: GrammarKey) -> Grammar: ...
 
 
 class Verifier(Protocol):
@@ -88,7 +83,7 @@ class GrammarManager:
 
     def __init__(
         self,
-        backend: Backend | None,
+        backend: GrammarBackend | None,
         verifier: Verifier | None = None,
         max_cached: int = MAX_CACHED,
         clock: Callable[[], float] = time.monotonic,

@@ -1,13 +1,14 @@
-"""Refuses JSON schemas of which xgrammar would leave out a part, as an answer then need not be valid.
+"""Refuses JSON schemas of which a library would leave out a part, as an answer then need not be valid.
 
-The library passes over what it cannot express. What is listed here was found by comparing its grammars with a validator
-(`test/schemas`). `format` is an annotation unless a validator is told otherwise, and refused nowhere.
+xgrammar passes over what it cannot express; llguidance says so itself, but for one mistake. What is listed here was
+found by comparing their grammars with a validator (`test/schemas`). `format` is an annotation unless a validator is
+told otherwise, and refused nowhere.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 Schema = dict[str, Any]
@@ -38,13 +39,14 @@ class InexpressibleSchema(ValueError):
     """The message names the keyword and its place."""
 
 
-def check_keywords(schema: Any) -> None:
-    """Raises InexpressibleSchema. Nesting and size of `schema` have been limited before."""
+def check_keywords(schema: Any, reasons: Callable[[Schema], Iterator[str]] | None = None) -> None:
+    """Raises InexpressibleSchema. Nesting and size of `schema` have been limited before. reasons: what is wrong with
+    one part; by default, what xgrammar would leave out."""
     pending: list[tuple[str, Any]] = [("#", schema)]
     while pending:
         place, entry = pending.pop()
         if isinstance(entry, dict):
-            reason = next(_reasons(entry), None)
+            reason = next((reasons or _reasons)(entry), None)
             if reason is not None:
                 raise InexpressibleSchema(
                     f"{reason} at {place} cannot be enforced; leave it out and check the answer, or say it otherwise"
@@ -87,6 +89,17 @@ def _reasons(schema: Schema) -> Iterator[str]:
         yield '"allOf" of several schemas'
     if "oneOf" in schema and not _exclusive(schema["oneOf"]):
         yield '"oneOf" whose schemas are not told apart by their types or a required constant ("anyOf" can)'
+
+
+def near_exclusive_bounds(schema: Schema) -> Iterator[str]:
+    """Where llguidance allows the bound itself: a whole number that is excluded, less than one from the other bound."""
+    low = [schema[name] for name in ("minimum", "exclusiveMinimum") if isinstance(schema.get(name), int | float)]
+    high = [schema[name] for name in ("maximum", "exclusiveMaximum") if isinstance(schema.get(name), int | float)]
+    if not (low and high and min(high) - max(low) < 1) or _types(schema) == ["integer"]:
+        return
+    for name in ("exclusiveMinimum", "exclusiveMaximum"):
+        if isinstance(schema.get(name), int | float) and float(schema[name]).is_integer():
+            yield f'"{name}" {schema[name]} so near to the other bound'
 
 
 def _constraints(schema: Schema) -> set[str]:
@@ -190,6 +203,65 @@ def _constants(schema: Any) -> set[str] | None:
     if "const" in schema:
         return {repr(schema["const"])}
     return {repr(value) for value in schema["enum"]} if isinstance(schema.get("enum"), list) else None
+
+
+def for_llguidance(schema: Schema, formats: Collection[str]) -> Schema:
+    """A copy of `schema` that asks of it what xgrammar does: texts have `formats` only, as it refuses others, and
+    objects only the properties that are named, unless the schema says more of them or schemas are joined. Nesting and
+    size have been limited before."""
+    copied: Schema = {"#": schema}
+    closes = not any(_is_joined(part) for part in _all_parts(schema))
+    pending: list[tuple[Any, Any]] = [(copied, "#")]
+    while pending:
+        parent, key = pending.pop()
+        part = parent[key]
+        if not isinstance(part, dict):
+            continue
+        part = parent[key] = {
+            name: value for name, value in part.items() if name != "format" or value in formats or not value
+        }
+        if closes and _names_all(part):
+            part["additionalProperties"] = False
+        pending += [(part, name) for name in _SUBSCHEMAS if name in part]
+        for name in (*_LISTS_OF_SCHEMAS, *_MAPS_OF_SCHEMAS):
+            if isinstance(part.get(name), list):
+                part[name] = list(part[name])
+                pending += [(part[name], i) for i in range(len(part[name]))]
+            elif isinstance(part.get(name), dict):
+                part[name] = dict(part[name])
+                pending += [(part[name], entry) for entry in part[name]]
+    result: Schema = copied["#"]
+    return result
+
+
+def _all_parts(schema: Any) -> Iterator[Schema]:
+    pending = [schema]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, dict):
+            yield part
+            pending += [entry for _, entry in _parts("#", part)]
+
+
+def _is_joined(part: Schema) -> bool:
+    """Whether one object must satisfy several schemas, which may name other properties each."""
+    return next(_company(part), None) is not None or len(part.get("allOf") or ()) > 1
+
+
+def _names_all(part: Schema) -> bool:
+    """Whether the schema names properties, all that it requires, and says nothing of others."""
+    if not isinstance(part.get("properties"), dict) or any(name in part for name in _OTHER_PROPERTIES):
+        return False
+    return all(name in part["properties"] for name in part.get("required") or ())
+
+
+_OTHER_PROPERTIES = (
+    "additionalProperties",
+    "patternProperties",
+    "propertyNames",
+    "unevaluatedProperties",
+    "minProperties",
+)
 
 
 def answer_schemas(tag: Any) -> Iterator[Any]:

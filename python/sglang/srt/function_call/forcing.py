@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sglang.srt.constrained.grammar import MAX_WHITESPACE
 from sglang.srt.function_call.harmony import ANALYSIS, CHANNEL, CONSTRAIN, END, FINAL, MESSAGE, START, Harmony
 from sglang.srt.function_call.reasoning import ReasoningFormat
 
 Format = dict[str, Any]
 """A part of a structural tag."""
-
-MAX_WHITESPACE = 64
-"""Characters between two elements of JSON: room for deep indentation, but a model cannot fill its answer with them."""
 
 _NAME = "NAME"
 

@@ -51,13 +51,15 @@ def _resolve_forced(
 ) -> Choice:
     fits = {spec.name: _fit(spec, need, arch, ledger, packages) for spec in candidates}
     works = tuple(name for name, fit in fits.items() if not isinstance(fit, Rejection))
-    if forced not in fits:
+    named = [spec for spec in candidates if forced in (spec.name, spec.asked_as)]
+    if not named:
         reason = f"there is no such kernel; known: {', '.join(fits)}"
         raise NoKernel(need, arch, (Rejection(forced, (reason,)),), forced, works)
-    fit = fits[forced]
+    spec = next((spec for spec in named if spec.name in works), named[0])
+    fit = fits[spec.name]
     if isinstance(fit, Rejection):
-        raise NoKernel(need, arch, (fit,), forced, works)
-    spec = next(s for s in candidates if s.name == forced)
+        refused = tuple(fit for fit in (fits[spec.name] for spec in named) if isinstance(fit, Rejection))
+        raise NoKernel(need, arch, refused, forced, works)
     others = tuple(_passed_over(s, spec, need, arch, packages) for s in candidates if s is not spec)
     return _choice(need, spec, fit, ledger, arch, others, "asked for")
 

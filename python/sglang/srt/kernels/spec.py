@@ -105,6 +105,7 @@ class KernelSpec:
     graph_safe: bool = True  # may run inside a CUDA graph
     graph_prefill: bool = False  # attention: prefill too, because it takes nothing but shapes from the host
     not_here: str | None = None  # exists elsewhere; why it is not part of this server
+    asked_as: str = ""  # another name of it in flags; of several kernels with one name the one that can serves
     remark: Remark = nothing_unusual
 
     def why_not(self, need: Need, arch: ArchTraits, packages: frozenset[str]) -> list[str]:

@@ -14,6 +14,7 @@ from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.hardware.topology import Topology
 from sglang.srt.kernels.all_reduce_table import algorithms, bands_for
 from sglang.srt.kernels.spec import KernelSpec, Need, Refuse
+from sglang.srt.kernels.tiles import MLA_LATENT
 
 _ATTENTION = "sglang.srt.layers.attention"
 _NATIVE = "sglang.srt.layers.native_ops"
@@ -69,6 +70,16 @@ def flashinfer_head_dims(need: Need, arch: ArchTraits) -> list[str]:
     if need.head_dim != need.v_head_dim:
         return [f"head dims {need.head_dim}/{need.v_head_dim} differ"]
     return [] if need.head_dim in (64, 128, 256) else [f"head dim {need.head_dim} (has 64, 128, 256)"]
+
+
+def flashinfer_latents(need: Need, arch: ArchTraits) -> list[str]:
+    """What FA2's latent kernels are made for."""
+    latent = (need.head_dim, need.v_head_dim)
+    return [] if latent == MLA_LATENT else [f"latents of {latent[0]} dims, {latent[1]} of them values (has 576, 512)"]
+
+
+def only_16_bit_cache(need: Need, arch: ArchTraits) -> list[str]:
+    return [] if need.kv_dtype in ("bfloat16", "float16") else [f"no {need.kv_dtype} cache (has 16 bits)"]
 
 
 def only_equal_head_dims(need: Need, arch: ArchTraits) -> list[str]:
@@ -169,7 +180,14 @@ def _attention(op: str) -> tuple[KernelSpec, ...]:
             refuse=lacks("custom_mask", "sparse"),
             graph_safe=False,
         ),
-        KernelSpec("flashinfer_mla", requires=CP_ASYNC, refuse=only_latent, not_here=NOT_YET),
+        KernelSpec(
+            "flashinfer_mla",
+            f"{_ATTENTION}.flashinfer_mla_backend:FlashInferMLABackend",
+            CP_ASYNC,
+            "flashinfer",
+            refuse=all_of(only_latent, flashinfer_latents, _HALF, only_16_bit_cache, lacks("sparse", "custom_mask")),
+            asked_as="flashinfer",
+        ),
         KernelSpec("trtllm_mha", requires=TCGEN05, refuse=only_full_heads, not_here=NOT_PART),
         KernelSpec("trtllm_mla", requires=TCGEN05, refuse=only_latent, not_here=NOT_PART),
         KernelSpec("cutlass_mla", requires=TCGEN05, refuse=only_latent, not_here=NOT_PART),

@@ -9,6 +9,7 @@ from sglang.srt.kernels.spec import Choice
 
 MIB = 1024**2
 FLASHINFER_WORKSPACE = 256 * MIB
+FLASHINFER_MLA_WORKSPACE = 128 * MIB
 FLASHINFER_PLANS = 8 * MIB
 """Of the lists that a planner makes: one buffer for prefill and one for decoding, which the wrappers of all captured
 batch sizes share. A test holds both sizes to the backend's."""
@@ -40,9 +41,10 @@ def attention_bytes(choices: Mapping[str, Choice], sizes: AttentionSizes) -> int
 def _flashinfer(choice: Choice, sizes: AttentionSizes) -> int:
     """Workspace and plans, a third buffer of plans while a wrapper is made, and page lists: one for captured batches,
     sized for requests of the full length, and one that a step gathers."""
+    workspace = FLASHINFER_MLA_WORKSPACE if choice.name == "flashinfer_mla" else FLASHINFER_WORKSPACE
     largest = max(sizes.graph_batch_sizes, default=0)
-    captured = 4 * largest * (sizes.pages_per_request + 2)
-    return FLASHINFER_WORKSPACE + 3 * FLASHINFER_PLANS + captured + sizes.max_pages * LIST_BYTES_PER_PAGE
+    captured = 4 * largest * (sizes.pages_per_request + 3)
+    return workspace + 3 * FLASHINFER_PLANS + captured + sizes.max_pages * LIST_BYTES_PER_PAGE
 
 
 def _triton(choice: Choice, sizes: AttentionSizes) -> int:
@@ -54,4 +56,8 @@ def _triton(choice: Choice, sizes: AttentionSizes) -> int:
     return rows * (sizes.num_heads * (sizes.v_head_dim + 1) * 4 + 24)
 
 
-_BY_KERNEL: Mapping[str, Callable[[Choice, AttentionSizes], int]] = {"flashinfer": _flashinfer, "triton": _triton}
+_BY_KERNEL: Mapping[str, Callable[[Choice, AttentionSizes], int]] = {
+    "flashinfer": _flashinfer,
+    "flashinfer_mla": _flashinfer,
+    "triton": _triton,
+}

@@ -35,6 +35,7 @@ class FakePlan:
     device: str = "cpu"
     arch: FakeArch = field(default_factory=FakeArch)
     choices: dict[str, Any] = field(default_factory=dict)
+    description: Any = None
 
     def ladder(self, op: str) -> TileLadder:
         tiles = attention_tiles(op, self.shape.head_dim, self.shape.v_head_dim, "bfloat16", ())

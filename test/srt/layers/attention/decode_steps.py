@@ -15,7 +15,7 @@ from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.device_state import DeviceState
 from sglang.srt.model_executor.step import StepInput
 from sglang.srt.plan.caches import group_caches
-from sglang.srt.plan.layer_spec import key_value_cache
+from sglang.srt.plan.layer_spec import key_value_cache, latent_cache
 from sglang.srt.plan.pool_sizes import PoolSizes
 from sglang.srt.utils.device_arrays import send, to_device
 from srt.layers.attention.backend_harness import FakePlan
@@ -30,18 +30,24 @@ DIM = 64
 class OneLayer:
     """Queries, keys and values are rows of random tables, by token id."""
 
-    def __init__(self, heads: tuple[int, int], dim: int, device: str) -> None:
+    def __init__(self, heads: tuple[int, int], dim: int, device: str, latent: int = 0) -> None:
+        """With `latent` values are so many of the keys' first dims."""
         generator = torch.Generator().manual_seed(0)
         num_heads, num_kv_heads = heads
         shapes = ((VOCAB, n, dim) for n in (num_heads, num_kv_heads, num_kv_heads))
         self.q, self.k, self.v = (torch.randn(s, generator=generator).bfloat16().to(device) for s in shapes)
-        self.cache = CacheStore(0, "kv")
-        self.layer = Attention(self.cache, num_heads, num_kv_heads, dim, dim**-0.5)
+        if latent:
+            self.v = self.k[..., :latent]
+        self.cache = CacheStore(0, "latent" if latent else "kv")
+        self.layer = Attention(self.cache, num_heads, num_kv_heads, dim, dim**-0.5, latent)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         ids, loc = batch.input_ids, batch.slots_of(self.cache).out_cache_loc
-        self.cache.k[loc], self.cache.v[loc] = self.k[ids], self.v[ids]
+        self.store(loc, ids)
         return self.layer(self.q[ids], self.k[ids], self.v[ids], batch)
+
+    def store(self, loc: torch.Tensor, ids: torch.Tensor) -> None:
+        self.cache.k[loc], self.cache.v[loc] = self.k[ids], self.v[ids]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
@@ -50,14 +56,20 @@ class OneLayer:
 class DecodeSteps:
     """Requests that grow by one token a step. Pages are handed out in random order, a new one as a page fills."""
 
-    def __init__(self, backend: Any, lens: list[int], page_size: int, device: str, heads: tuple[int, int]) -> None:
-        self.model = OneLayer(heads, DIM, device)
+    def __init__(
+        self, backend: Any, lens: list[int], page_size: int, device: str, heads: tuple[int, int], latent: int = 0,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        """`options`: of the plan."""
+        self.model = OneLayer(heads, DIM, device, latent)
         self.plan = FakePlan(
             self.model.layer.shape, max_running_requests=len(lens), page_size=page_size, context_len=CONTEXT,
-            device=device,
+            device=device, **options,
         )  # fmt: skip
         self.device, self.page_size = device, page_size
         kv = key_value_cache("kv", heads[1], DIM, DIM, "bfloat16")
+        if latent:
+            kv = latent_cache("latent", DIM, latent, "bfloat16")
         sizes = PoolSizes(NUM_SLOTS - page_size, page_size, len(lens), CONTEXT)
         cache = self.model.cache
         CachePools(group_caches([(kv,)]), sizes, device).bind([cache])
@@ -75,7 +87,7 @@ class DecodeSteps:
             for _ in range(length):
                 self._grow(i)
             ids, loc = (torch.tensor(x[i], device=device, dtype=torch.int64) for x in (self.tokens, self.locs))
-            cache.k[loc], cache.v[loc] = self.model.k[ids], self.model.v[ids]
+            self.model.store(loc, ids)
             self.state.req_to_token[0, i + 1, :length] = loc.int()
 
     def capture(self, batch_sizes: tuple[int, ...]) -> None:

@@ -47,8 +47,8 @@ class PlannedWrapper:
         if self._copied is not None:
             self._copied.record()
 
-    def run(self, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], **options: Any) -> None:
-        self._wrapper.run(q, cache, **options)
+    def run(self, *args: Any, **options: Any) -> None:
+        self._wrapper.run(*args, **options)
 
 
 class FlashInferAttnBackend:

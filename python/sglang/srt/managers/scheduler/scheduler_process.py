@@ -20,7 +20,7 @@ import msgspec
 
 from sglang.srt.constrained.compile_client import CompileClient
 from sglang.srt.constrained.compile_process import Setup
-from sglang.srt.constrained.grammar_backend import GrammarBackend
+from sglang.srt.constrained.grammar_backends import DEFAULT_BACKEND, make_backend
 from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.distributed import parallel_state
 from sglang.srt.environ import envs
@@ -93,8 +93,10 @@ class SchedulerProcess:
             sorted(self.model.eos_token_ids),
             {name: getattr(args, name) for name in TOKENIZER_ARGS},
             threads,
+            backend=args.grammar_backend or DEFAULT_BACKEND,
         )
-        return GrammarManager(GrammarBackend(vocabulary, threads), CompileClient(setup) if self.leader else None)
+        backend = make_backend(setup.backend, vocabulary, threads)
+        return GrammarManager(backend, CompileClient(setup) if self.leader else None)
 
     def run_forever(self) -> None:
         """One step after the other; blocks in `receive` while there is nothing to do."""

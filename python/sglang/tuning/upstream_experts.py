@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-from measured_experts import MeasuredLayer
+from typing import Protocol
 
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import TileRecord
 from sglang.srt.layers.moe.fused_moe_triton.tiles import GroupedTile, tile
+from sglang.tuning.attention_model import from_memory_share, largest
 from sglang.tuning.cost_model import Constants, GroupedProduct, estimate_blocks
 
 _BF16, _FP8 = ("m16n8k16 bf16",), ("m16n8k32 e4m3",)
@@ -28,6 +28,25 @@ COSTS = {
 }
 
 
+class ExpertLayer(Protocol):
+    """Experts of one rank and tokens that are shared out evenly. `scheme`: "bf16" or "fp8_block"."""
+
+    @property
+    def scheme(self) -> str: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def intermediate(self) -> int: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def pairs(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class SideKernels:
     """Everything but the two products: seconds of all launches, and bytes a second of what they read and write."""
@@ -36,7 +55,7 @@ class SideKernels:
     launches_fp8: float = 18e-6
     rate: float = 1.9e12
 
-    def seconds(self, layer: MeasuredLayer) -> float:
+    def seconds(self, layer: ExpertLayer) -> float:
         pairs, hidden, inter = layer.pairs, layer.hidden, layer.intermediate
         moved = pairs * 2 * inter * 2 + pairs * inter * 2 + pairs * hidden * 2 + layer.num_tokens * hidden * 2
         if layer.scheme == "bf16":
@@ -44,12 +63,21 @@ class SideKernels:
         return self.launches_fp8 + (moved + 3 * (layer.num_tokens * hidden + pairs * inter)) / self.rate
 
 
-def predict(layer: MeasuredLayer, arch: ArchTraits, constants: Constants, side: SideKernels) -> float:
-    """Seconds."""
-    return side.seconds(layer) + sum(_product(layer, kind, arch, constants) for kind in ("gate_up", "down"))
+def predict(
+    layer: ExpertLayer, arch: ArchTraits, constants: Constants, side: SideKernels, replayed: bool = False
+) -> float:
+    """Seconds. `replayed`: again and again with the same weights and routing, so that small weights are in the L2."""
+    cold = from_memory_share(weight_bytes(layer)) if replayed else 1.0
+    return side.seconds(layer) + sum(_product(layer, kind, arch, constants, cold) for kind in ("gate_up", "down"))
 
 
-def _product(layer: MeasuredLayer, kind: str, arch: ArchTraits, constants: Constants) -> float:
+def weight_bytes(layer: ExpertLayer) -> int:
+    """Of the experts that were chosen."""
+    item = 2 if layer.scheme == "bf16" else 1
+    return min(layer.num_experts, layer.pairs) * 3 * layer.intermediate * layer.hidden * item
+
+
+def _product(layer: ExpertLayer, kind: str, arch: ArchTraits, constants: Constants, cold: float) -> float:
     name = layer.scheme if layer.scheme != "bf16" else "small" if layer.num_tokens <= layer.num_experts else "large"
     choice, record = COSTS[name, kind]
     item = 2.0 if layer.scheme == "bf16" else 1.0
@@ -67,12 +95,14 @@ def _product(layer: MeasuredLayer, kind: str, arch: ArchTraits, constants: Const
         gathers_tokens=gate_up,
     )
     experts, blocks = even_blocks(layer, choice)
-    found = estimate_blocks(product, layer.num_tokens, choice, record, arch, experts, blocks, constants)
-    assert found is not None, "this tile ran on the card"
-    return found.total
+    estimate = estimate_blocks(product, layer.num_tokens, choice, record, arch, experts, blocks, constants)
+    assert estimate is not None, "this tile ran on the card"
+    if cold == 1.0:
+        return estimate.total
+    return constants.launch + largest(estimate.chain, estimate.memory * cold, estimate.l2)
 
 
-def even_blocks(layer: MeasuredLayer, choice: GroupedTile) -> tuple[float, float]:
+def even_blocks(layer: ExpertLayer, choice: GroupedTile) -> tuple[float, float]:
     """Experts with a token, and blocks of BLOCK_M rows, when tokens are shared out evenly."""
     few, more = divmod(layer.pairs, layer.num_experts)
     m = choice["BLOCK_M"]

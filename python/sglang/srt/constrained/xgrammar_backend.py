@@ -3,42 +3,65 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from sglang.srt.constrained.grammar import ANY_JSON, Grammar, GrammarError, GrammarKey, GrammarKind
+from sglang.srt.constrained.completion import printed_rules, unfinishable_rule
+from sglang.srt.constrained.grammar import ANY_JSON, MAX_WHITESPACE, Grammar, GrammarError, GrammarKey, GrammarKind
 from sglang.srt.constrained.schema_keywords import answer_schemas, check_keywords, repair_limited_texts
+from sglang.srt.constrained.structural_tags import as_format
+from sglang.srt.constrained.vocabulary import read_vocabulary
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import xgrammar
-    from transformers import PreTrainedTokenizerBase
 
 LIBRARY_PREFIX = re.compile(r"^\[[\d:]+\] \S+:\d+: (?:Check failed: .*? is false: )?")
 
 
-MAX_WHITESPACE = 64
-"""Characters between two elements of JSON: room for deep indentation, but a model cannot fill its answer with them."""
+class XGrammar:
+    """A compiled grammar."""
+
+    def __init__(self, compiled: xgrammar.CompiledGrammar) -> None:
+        self._compiled = compiled
+        self.vocab_size: int = compiled.tokenizer_info.vocab_size
+        self.size_bytes = int(compiled.memory_size_bytes)
+
+    def matcher(self) -> XGrammarMatcher:
+        import xgrammar
+
+        return XGrammarMatcher(xgrammar.GrammarMatcher(self._compiled))
+
+    def unfinishable_rule(self) -> str | None:
+        return unfinishable_rule(printed_rules(str(self._compiled.grammar)), "root")
 
 
-def write_vocabulary(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: Collection[int]) -> None:
-    """Writes what grammars need of a tokenizer; the file appears when it is complete.
+class XGrammarMatcher:
+    """Where one output stands."""
 
-    vocab_size: columns of the logits, which may be more than the tokenizer has. eos_ids: tokens that end the output
-    where the grammar is complete.
-    """
-    import xgrammar
+    def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
+        self._matcher = matcher
 
-    stop_ids = sorted(i for i in eos_ids if i < vocab_size)
-    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=stop_ids)
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(info.serialize_json())
-    partial.rename(path)
+    def fill_mask(self, row: npt.NDArray[np.int32]) -> None:
+        self._matcher.fill_next_token_bitmask(row.reshape(1, -1))
+
+    def accept(self, token_id: int) -> bool:
+        return bool(self._matcher.accept_token(token_id))
+
+    def is_terminated(self) -> bool:
+        return bool(self._matcher.is_terminated())
+
+    def rollback(self, num_tokens: int) -> None:
+        self._matcher.rollback(num_tokens)
+
+    def copy(self) -> XGrammarMatcher:
+        return XGrammarMatcher(self._matcher.fork())
 
 
-class GrammarBackend:
+class XGrammarBackend:
     """Compiles for the vocabulary in a file that `write_vocabulary` made. The file is read with the first grammar: most
     servers never see one."""
 
@@ -52,7 +75,7 @@ class GrammarBackend:
         import xgrammar
 
         if self._compiler is None:
-            info = xgrammar.TokenizerInfo.deserialize_json(self._vocabulary.read_text())
+            info = read_vocabulary(self._vocabulary)
             self._compiler = xgrammar.GrammarCompiler(info, max_threads=self._compile_threads, cache_enabled=False)
 
     def compile(self, key: GrammarKey) -> Grammar:
@@ -60,7 +83,7 @@ class GrammarBackend:
         the grammar is not valid, MemoryError if there is not enough."""
         assert self._compiler is not None, "load() comes first"
         try:
-            return Grammar(COMPILE[key.kind](self._compiler, key.source))
+            return Grammar(XGrammar(COMPILE[key.kind](self._compiler, key.source)))
         except (RuntimeError, ValueError, TypeError) as error:  # what the library raises for bad input
             if "bad_alloc" in str(error):
                 raise MemoryError from error
@@ -86,10 +109,7 @@ def _repaired(grammar: xgrammar.Grammar) -> str | None:
 
 
 def _compile_structural_tag(compiler: xgrammar.GrammarCompiler, source: str) -> xgrammar.CompiledGrammar:
-    tag = json.loads(source)
-    if not isinstance(tag, dict):
-        raise ValueError("expected a JSON object")
-    tag = _as_format(tag) if "structures" in tag else tag
+    tag = as_format(source)
     for schema in answer_schemas(tag):
         check_keywords(schema)
     import xgrammar
@@ -99,24 +119,6 @@ def _compile_structural_tag(compiler: xgrammar.GrammarCompiler, source: str) -> 
     except RuntimeError:  # tokens are named, which only the compiler knows, or something is wrong, which it says
         repaired = None
     return compiler.compile_structural_tag(tag) if repaired is None else compiler.compile_grammar(repaired)
-
-
-def _as_format(tag: dict[str, Any]) -> dict[str, Any]:
-    """The older form, `structures` and `triggers`, in terms of the present one."""
-    try:
-        tags = [
-            {
-                "type": "tag",
-                "begin": s["begin"],
-                "content": {"type": "json_schema", "json_schema": s["schema"]},
-                "end": s["end"],
-            }
-            for s in tag["structures"]
-        ]
-        triggers = tag["triggers"]
-    except KeyError as error:
-        raise ValueError(f"missing key {error}") from None
-    return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": triggers, "tags": tags}}
 
 
 COMPILE: dict[GrammarKind, Callable[[xgrammar.GrammarCompiler, str], xgrammar.CompiledGrammar]] = {

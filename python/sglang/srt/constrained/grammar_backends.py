@@ -1,0 +1,25 @@
+"""The libraries that compile grammars, by their names in --grammar-backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from sglang.srt.constrained.grammar import Grammar, GrammarKey
+from sglang.srt.constrained.llguidance_backend import LLGuidanceBackend
+from sglang.srt.constrained.xgrammar_backend import XGrammarBackend
+
+DEFAULT_BACKEND = "xgrammar"
+
+
+class GrammarBackend(Protocol):
+    def load(self) -> None: ...
+
+    def compile(self, key: GrammarKey) -> Grammar: ...
+
+
+def make_backend(name: str, vocabulary: Path, compile_threads: int = 1) -> GrammarBackend:
+    """Neither library is imported before the backend loads."""
+    if name == "llguidance":
+        return LLGuidanceBackend(vocabulary)
+    return XGrammarBackend(vocabulary, compile_threads)

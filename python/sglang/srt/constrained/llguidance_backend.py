@@ -1,0 +1,236 @@
+"""Compiles grammars with llguidance."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.constrained.completion import lark_rules, schema_rules, unfinishable_rule
+from sglang.srt.constrained.grammar import ANY_JSON, MAX_WHITESPACE, Grammar, GrammarError, GrammarKey, GrammarKind
+from sglang.srt.constrained.llguidance_tags import Subgrammar, TagWriter, regex_literal
+from sglang.srt.constrained.schema_keywords import check_keywords, for_llguidance, near_exclusive_bounds
+from sglang.srt.constrained.structural_tags import as_format
+from sglang.srt.constrained.vocabulary import read_vocabulary
+
+if TYPE_CHECKING:
+    import llguidance
+    import numpy as np
+    import numpy.typing as npt
+    import xgrammar
+
+FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
+"""Of texts, which the library enforces. It refuses others, although a format is an annotation: those are left out."""
+MAX_LEXER_STATES = 10_000
+"""Of one output, about 2 KiB each: the library makes them as it goes, and ends the output beyond that."""
+_BASE_BYTES, _BYTES_A_CHARACTER = 128 << 10, 64
+"""An estimate of a grammar's memory, by measuring some: the library does not tell."""
+_SCHEMA_OPTIONS = {
+    "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}",
+    "item_separator": ",",
+    "key_separator": ":",
+    "coerce_one_of": False,
+}
+"""Not for the client to choose, who may write `x-guidance` into a schema."""
+_INEXPRESSIBLE = re.compile(r"^(Unimplemented keys: |oneOf constraints )")
+
+
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+"""Of the whole: every token that fits is allowed, also where the text is certain. The library would allow those of its
+own choice only, and ask the tokenizer for them."""
+
+
+class _Tokens:
+    """What the library asks of a tokenizer."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, vocabulary: xgrammar.TokenizerInfo) -> None:
+        self.tokens: list[bytes] = vocabulary.decoded_vocab
+        self.eos_token_id: int = vocabulary.stop_token_ids[0]
+        self.special_token_ids: list[int] = sorted({*vocabulary.special_token_ids, *vocabulary.stop_token_ids})
+
+    def __call__(self, text: str) -> list[int]:
+        raise NotImplementedError
+
+
+class LLGuidance:
+    """A compiled grammar. Its matcher stays at the start; outputs follow copies."""
+
+    def __init__(self, start: llguidance.LLMatcher, backend: LLGuidanceBackend, size_bytes: int, dead_rule: str | None):
+        self._start = start
+        self._dead_rule = dead_rule
+        self._eos_ids = backend.eos_ids
+        self.vocab_size = backend.vocab_size
+        self.size_bytes = size_bytes
+
+    def matcher(self) -> LLGuidanceMatcher:
+        return LLGuidanceMatcher(self._start.deep_copy(), self._eos_ids)
+
+    def unfinishable_rule(self) -> str | None:
+        return self._dead_rule
+
+
+class LLGuidanceMatcher:
+    """Where one output stands. The library takes the end as a token of the output only where more could follow: here
+    it is always one."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, eos_ids: frozenset[int], ended: bool = False) -> None:
+        self._matcher = matcher
+        self._eos_ids = eos_ids
+        self._ended = ended
+
+    def fill_mask(self, row: npt.NDArray[np.int32]) -> None:
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if self._matcher.is_stopped() and not self._matcher.is_accepting():
+            row.fill(0)  # a dead end or one of the library's limits, where it offers the end of the output
+
+    def accept(self, token_id: int) -> bool:
+        if token_id in self._eos_ids:
+            self._ended = self._matcher.is_accepting()
+            return self._ended
+        return self._matcher.try_consume_tokens([token_id]) == 1
+
+    def is_terminated(self) -> bool:
+        return self._ended
+
+    def rollback(self, num_tokens: int) -> None:
+        num_tokens -= self._ended
+        self._ended = False
+        if num_tokens:
+            self._matcher.rollback(num_tokens)
+
+    def copy(self) -> LLGuidanceMatcher:
+        return LLGuidanceMatcher(self._matcher.deep_copy(), self._eos_ids, self._ended)
+
+
+class LLGuidanceBackend:
+    """Compiles for the vocabulary in a file that `write_vocabulary` made. The file is read with the first grammar."""
+
+    def __init__(self, vocabulary: Path, compile_threads: int = 1) -> None:
+        """compile_threads: not used, the library compiles in microseconds to milliseconds."""
+        self._vocabulary = vocabulary
+        self._tokenizer: llguidance.LLTokenizer | None = None
+        self.eos_ids: frozenset[int] = frozenset()
+        self.vocab_size = 0
+
+    def load(self) -> None:
+        """Reads the vocabulary. Called before compile, from one thread at a time."""
+        import llguidance
+
+        if self._tokenizer is None:
+            vocabulary = read_vocabulary(self._vocabulary)
+            self.eos_ids, self.vocab_size = frozenset(vocabulary.stop_token_ids), vocabulary.vocab_size
+            self._tokenizer = llguidance.LLTokenizer(
+                _Tokens(vocabulary),  # type: ignore[arg-type]  # the library's wrapper adds nothing that it needs
+                n_vocab=self.vocab_size,
+                eos_token=sorted(self.eos_ids),
+            )
+
+    def compile(self, key: GrammarKey) -> Grammar:
+        """A grammar at its start. GrammarError if the grammar is not valid. Any thread."""
+        import llguidance
+        from llguidance import LLParserLimits
+
+        assert self._tokenizer is not None, "load() comes first"
+        try:
+            whole, named, dead_rule = _GRAMMARS[key.kind](key.source)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise _refusal(key.kind, str(error)) from error
+        serialized = json.dumps({"grammars": [{"lark_grammar": _OPTIONS + whole}, *named]})
+        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        start = llguidance.LLMatcher(self._tokenizer, serialized, log_level=0, limits=limits)
+        if start.is_error():
+            raise _refusal(key.kind, start.get_error())
+        size_bytes = _BASE_BYTES + _BYTES_A_CHARACTER * len(serialized)
+        return Grammar(LLGuidance(start, self, size_bytes, dead_rule))
+
+
+def _refusal(kind: str, reason: str) -> GrammarError:
+    reason = reason.strip() or "it is not valid"
+    if _INEXPRESSIBLE.match(reason):
+        reason += " (cannot be enforced; leave it out and check the answer, or say it otherwise)"
+    if "limits." in reason:  # names of the library's settings
+        reason = "it is too complex for llguidance; simplify it"
+    return GrammarError(f"invalid {kind}: {reason}")
+
+
+_Grammars = tuple[str, list[Subgrammar], "str | None"]
+"""The whole in Lark, what it names, and a rule that no text satisfies."""
+
+
+def _schema(source: str) -> _Grammars:
+    if source == ANY_JSON:
+        return "start: @g0", [{"name": "g0", **_json_grammar({"type": "object"})}], None
+    schema = json.loads(source)
+    return "start: @g0", [{"name": "g0", **_json_grammar(schema)}], unfinishable_rule(schema_rules(schema, "#"), "#")
+
+
+def _json_grammar(schema: Any, pass_over: bool = False) -> Subgrammar:
+    """pass_over: what cannot be enforced, instead of refusing it."""
+    import llguidance
+
+    if schema is False:
+        raise ValueError("Unsatisfiable schema: false allows no value")
+    schema = {} if schema is True else schema
+    if not isinstance(schema, dict):
+        raise ValueError(f"a schema must be an object or a boolean, got {json.dumps(schema):.100}")
+    if not pass_over:
+        check_keywords(schema, near_exclusive_bounds)
+    options: Any = {**_SCHEMA_OPTIONS, "lenient": pass_over, "coerce_one_of": pass_over}
+    written = llguidance.LLMatcher.grammar_from_json_schema(for_llguidance(schema, FORMATS), overrides=options)
+    grammar: Subgrammar = json.loads(written)["grammars"][0]
+    return {"json_schema": grammar["json_schema"]}
+
+
+def _regex(source: str) -> _Grammars:
+    return f"start: {regex_literal(source)}", [], None
+
+
+def _ebnf(source: str) -> _Grammars:
+    """Lark, or the notation of rules with `::=`."""
+    grammar = _lark_grammar(source)
+    return grammar["lark_grammar"], [], unfinishable_rule(lark_rules(grammar["lark_grammar"]), "start")
+
+
+def _lark_grammar(source: Any) -> Subgrammar:
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if not isinstance(source, str):
+        raise ValueError("a grammar must be a string")
+    try:
+        return {"lark_grammar": any_to_lark(source)}
+    except Exception as error:  # what the library raises for some mistakes
+        raise ValueError(str(error)) from None
+
+
+def _structural_tag(source: str) -> _Grammars:
+    tag = as_format(source)
+    if "format" not in tag:
+        raise ValueError("missing key 'format'")
+    dead_rules: list[str | None] = []
+
+    def schema(value: Any, in_call: bool) -> Subgrammar:
+        dead_rules.append(unfinishable_rule(schema_rules(value, "#"), "#"))
+        return _json_grammar(value, pass_over=in_call)
+
+    def lark(value: str) -> Subgrammar:
+        grammar = _lark_grammar(value)
+        dead_rules.append(unfinishable_rule(lark_rules(grammar["lark_grammar"]), "start"))
+        return grammar
+
+    writer = TagWriter(schema, lark)
+    writer.start(tag["format"])
+    dead_rule = next((rule for rule in dead_rules if rule is not None), None)
+    return "\n".join(writer.rules), writer.subgrammars, dead_rule
+
+
+_GRAMMARS: dict[GrammarKind, Callable[[str], _Grammars]] = {
+    "json_schema": _schema,
+    "regex": _regex,
+    "ebnf": _ebnf,
+    "structural_tag": _structural_tag,
+}

@@ -1,0 +1,191 @@
+"""Structural tags as grammars of llguidance: one in Lark, and others that it names for schemas and grammars in tags."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Format = dict[str, Any]
+Subgrammar = dict[str, Any]
+
+_ANY_TEXT = "/(?s:.*)/"
+_OTHER_LIBRARY = "llguidance cannot express; start the server with --grammar-backend xgrammar, or leave it out"
+
+
+class TagWriter:
+    """Collects rules while it walks through a tag. `schema` and `lark` make a subgrammar of a JSON schema (and of
+    whether what cannot be enforced is passed over), and of a grammar in any syntax."""
+
+    def __init__(self, schema: Callable[[Any, bool], Subgrammar], lark: Callable[[str], Subgrammar]) -> None:
+        self._schema, self._lark = schema, lark
+        self.rules: list[str] = []
+        self.subgrammars: list[Subgrammar] = []
+
+    def start(self, form: Any) -> None:
+        """Writes the rule `start`. Raises ValueError with a name for what is not supported."""
+        body = self._part(form, last=True, in_call=False)
+        self.rules.insert(0, f"start: {body}")
+
+    def _part(self, form: Any, last: bool, in_call: bool) -> str:
+        """An expression in Lark. last: nothing follows it, so that free text needs no end of its own. in_call: it is
+        part of a tag that is one of several, which is how calls of functions are written."""
+        if not isinstance(form, dict) or not isinstance(form.get("type"), str):
+            raise ValueError(f"expected an object with a type, got {json.dumps(form):.100}")
+        kind = form["type"]
+        if kind not in _WRITERS:
+            raise ValueError(f"{kind!r} is a part that {_OTHER_LIBRARY}")
+        keys, write = _WRITERS[kind]
+        for key, value in form.items():
+            if key not in keys and key != "type" and value not in (None, [], False):
+                raise ValueError(f"{key!r} of {kind!r} is what {_OTHER_LIBRARY}")
+        try:
+            return write(self, form, last, in_call)
+        except KeyError as error:
+            raise ValueError(f"{kind!r} is missing its key {error}") from None
+
+    def _rule(self, body: str, attributes: str = "") -> str:
+        name = f"r{len(self.rules)}"
+        self.rules.append(f"{name}{attributes}: {body}")
+        return name
+
+    def _subgrammar(self, grammar: Subgrammar) -> str:
+        name = f"g{len(self.subgrammars)}"
+        self.subgrammars.append({**grammar, "name": name})
+        return f"@{name}"
+
+    def _text(self, form: Format, last: bool, in_call: bool) -> str:
+        if not last:
+            raise ValueError(f"text of any kind before another part, without a tag around it, is what {_OTHER_LIBRARY}")
+        return _ANY_TEXT
+
+    def _constant(self, form: Format, last: bool, in_call: bool) -> str:
+        return _literal(form["value"])
+
+    def _json(self, form: Format, last: bool, in_call: bool) -> str:
+        style = form.get("style", "json")
+        if style != "json":
+            raise ValueError(f"arguments in the style {style!r} are what {_OTHER_LIBRARY}")
+        return self._subgrammar(self._schema(form["json_schema"], in_call))
+
+    def _regex(self, form: Format, last: bool, in_call: bool) -> str:
+        return regex_literal(form["pattern"])
+
+    def _grammar(self, form: Format, last: bool, in_call: bool) -> str:
+        return self._subgrammar(self._lark(form["grammar"]))
+
+    def _sequence(self, form: Format, last: bool, in_call: bool) -> str:
+        elements = _parts(form, "elements")
+        return " ".join(self._part(part, last and i == len(elements) - 1, in_call) for i, part in enumerate(elements))
+
+    def _or(self, form: Format, last: bool, in_call: bool) -> str:
+        return _alternatives([self._part(part, last, in_call) for part in _parts(form, "elements")])
+
+    def _optional(self, form: Format, last: bool, in_call: bool) -> str:
+        return f"({self._part(form['content'], last, in_call)})?"
+
+    def _star(self, form: Format, last: bool, in_call: bool) -> str:
+        return f"({self._part(form['content'], False, in_call)})*"
+
+    def _plus(self, form: Format, last: bool, in_call: bool) -> str:
+        return f"({self._part(form['content'], False, in_call)})+"
+
+    def _tag(self, form: Format, last: bool, in_call: bool, after: str = "") -> str:
+        """after: how much of `begin` has been read."""
+        begin, ends, content = form["begin"], form["end"], form["content"]
+        ends = ends if isinstance(ends, list) else [ends]
+        if not (isinstance(begin, str) and ends and all(isinstance(end, str) for end in ends)):
+            raise ValueError(f"tags that begin or end with a token are what {_OTHER_LIBRARY}")
+        opening = _literal(begin.removeprefix(after))
+        closing = _alternatives([_literal(end) for end in ends])
+        is_text = isinstance(content, dict) and content.get("type") == "any_text"
+        if is_text and all(ends):
+            self._part(content, True, in_call)  # for what it says about keys
+            terminal = f"E{len(self.rules)}"
+            self.rules.append(f"{terminal}: {closing}")
+            return f"{opening} {self._rule(_ANY_TEXT, f'[suffix={terminal}]')}"
+        return f"{opening} {self._part(content, last and not any(ends), in_call)} {closing}"
+
+    def _triggered(self, form: Format, last: bool, in_call: bool) -> str:
+        """Text up to a trigger is read as little of as can be, so that no trigger can stand in it unnoticed."""
+        tags, triggers = _parts(form, "tags"), _parts(form, "triggers")
+        once, needed = form.get("stop_after_first", False), form.get("at_least_one", False)
+        if not (last or (needed and once)):
+            raise ValueError(f"'triggered_tags' before another part are what {_OTHER_LIBRARY}")
+        bodies: dict[str, list[str]] = {trigger: [] for trigger in triggers}
+        for tag in tags:
+            matching = [trigger for trigger in triggers if isinstance(tag, dict) and _begins(tag, trigger)]
+            if len(matching) != 1 or not matching[0]:
+                raise ValueError("every tag of 'triggered_tags' must begin with exactly one of the triggers")
+            bodies[matching[0]].append(self._tag(tag, last=False, in_call=True, after=matching[0]))
+        rest = {trigger: _alternatives(body) for trigger, body in bodies.items() if body}
+        first = _alternatives([f"{_literal(trigger)} {body}" for trigger, body in rest.items()])
+        later = []
+        for trigger, body in rest.items():
+            text = self._rule(_ANY_TEXT, f"[suffix={_literal(trigger)}]")
+            later.append(f"{text} {body}")
+        loop = self._rule(_alternatives(later))
+        if once:
+            return first if needed else f"({loop} | {_ANY_TEXT})"
+        return f"{first if needed else ''} {loop}* {_ANY_TEXT}"
+
+    def _row(self, form: Format, last: bool, in_call: bool) -> str:
+        tag = self._rule(_alternatives([self._tag(tag, False, True) for tag in _parts(form, "tags")]))
+        row = tag if form.get("stop_after_first", False) else f"{tag} ({_literal(form['separator'])} {tag})*"
+        return row if form.get("at_least_one", False) else f"({row})?"
+
+
+_Writer = Callable[[TagWriter, Format, bool, bool], str]
+_WRITERS: Mapping[str, tuple[frozenset[str], _Writer]] = {
+    "any_text": (frozenset(), TagWriter._text),
+    "const_string": (frozenset(("value",)), TagWriter._constant),
+    "grammar": (frozenset(("grammar",)), TagWriter._grammar),
+    "json_schema": (frozenset(("json_schema", "style", "max_whitespace_cnt")), TagWriter._json),
+    "optional": (frozenset(("content",)), TagWriter._optional),
+    "or": (frozenset(("elements",)), TagWriter._or),
+    "plus": (frozenset(("content",)), TagWriter._plus),
+    "regex": (frozenset(("pattern",)), TagWriter._regex),
+    "sequence": (frozenset(("elements",)), TagWriter._sequence),
+    "star": (frozenset(("content",)), TagWriter._star),
+    "tag": (frozenset(("begin", "content", "end")), TagWriter._tag),
+    "tags_with_separator": (
+        frozenset(("tags", "separator", "at_least_one", "stop_after_first")),
+        TagWriter._row,
+    ),
+    "triggered_tags": (
+        frozenset(("tags", "triggers", "at_least_one", "stop_after_first")),
+        TagWriter._triggered,
+    ),
+}
+"""For every type of part its keys, and what writes it. Keys that are left out here change what is allowed."""
+
+
+def regex_literal(pattern: Any) -> str:
+    """A regular expression in Lark, whose classes (\\d, \\w, \\s) hold ASCII only, as in JSON schemas."""
+    if not isinstance(pattern, str):
+        raise ValueError("a regular expression must be a string")
+    from llguidance import regex_to_lark
+
+    return f"/{regex_to_lark(pattern, 'dws')}/" if pattern else '""'
+
+
+def _literal(text: Any) -> str:
+    if not isinstance(text, str):
+        raise ValueError(f"expected a text, got {json.dumps(text):.100}")
+    return json.dumps(text)
+
+
+def _alternatives(bodies: list[str]) -> str:
+    return bodies[0] if len(bodies) == 1 else f"({' | '.join(bodies)})"
+
+
+def _parts(form: Format, key: str) -> list[Any]:
+    parts = form[key]
+    if not isinstance(parts, list) or not parts:
+        raise ValueError(f"{key!r} of {form['type']!r} must be a list that is not empty")
+    return parts
+
+
+def _begins(tag: Format, trigger: Any) -> bool:
+    begin = tag.get("begin")
+    return isinstance(begin, str) and isinstance(trigger, str) and begin.startswith(trigger)

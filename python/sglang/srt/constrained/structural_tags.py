@@ -1,0 +1,29 @@
+"""Structural tags as clients send them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def as_format(source: str) -> dict[str, Any]:
+    """The tag, its older form (`structures` and `triggers`) in terms of the present one. Raises ValueError."""
+    tag = json.loads(source)
+    if not isinstance(tag, dict):
+        raise ValueError("expected a JSON object")
+    if "structures" not in tag:
+        return tag
+    try:
+        tags = [
+            {
+                "type": "tag",
+                "begin": s["begin"],
+                "content": {"type": "json_schema", "json_schema": s["schema"]},
+                "end": s["end"],
+            }
+            for s in tag["structures"]
+        ]
+        triggers = tag["triggers"]
+    except KeyError as error:
+        raise ValueError(f"missing key {error}") from None
+    return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": triggers, "tags": tags}}

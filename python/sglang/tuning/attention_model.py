@@ -1,0 +1,249 @@
+"""How long attention kernels take on an SM120 card: an estimate without a GPU. Times in microseconds inside, seconds
+from the public functions.
+
+Decoding: programs walk over the keys of their piece in steps that depend on each other. A step of a lonely program
+takes `step`, and `cold` more when keys come from memory and not from the L2; on a full SM it takes `busy` for each
+program. All programs that are launched, also those without a piece, take the card's dispatcher its time. What the
+memory and the L2 deliver bounds it from below. Prompts: programs of BLOCK_M queries walk over the keys before them.
+
+The constants of SGLang's Triton kernels are fitted on times measured on an RTX PRO 6000 Server
+(benchmark/kernels/card/fit_attention.py); those of this project's kernels follow from them and from the ledger's
+records, and no card has confirmed them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+NUM_SMS = 188
+_SHARPNESS = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What one step of a layer attends to: `batch` requests with `context` keys each, `heads` query heads and
+    `kv_heads` of keys and values on a rank. `latent`: values are the first columns of the keys (MLA)."""
+
+    batch: int
+    context: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    item: int = 2  # bytes of a cached element
+    latent: bool = False
+
+    @property
+    def row(self) -> int:
+        """Cached elements of a token and kv head."""
+        return self.head_dim if self.latent else self.head_dim + self.v_head_dim
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.batch * self.kv_heads * self.context * self.row * self.item
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A launch of a decode kernel: `programs` with `steps` of `block_n` keys each, `occupancy` of them on an SM;
+    `launched` counts those without work, `combined` the pieces of a request that a second kernel looks at."""
+
+    programs: float
+    steps: float
+    block_n: int
+    occupancy: int
+    launched: float
+    combined: float
+    parts: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Of one compiled decode kernel, microseconds; `base`: both launches, when there is nothing to do."""
+
+    step: float
+    cold: float
+    busy: float
+    base: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeShared:
+    """What all decode kernels share. `dispatch`: nanoseconds of a launched program; rates in TB/s; keys of up to
+    `warm_mb` are in the L2 when a graph is replayed, and hardly any beyond exp(`warm_width`) times that."""
+
+    dispatch: float = 1.0
+    l2: float = 9.5
+    bandwidth: float = 1.47
+    warm_mb: float = 102.0
+    warm_width: float = 0.4
+    reread: float = 0.67  # of what tiles of latent heads read once more, and not from the L2
+    combine: float = 0.0715  # nanoseconds of the second kernel for a head and piece
+    part: float = 0.238  # of the second kernel for a piece more
+
+
+SHARED = DecodeShared()
+
+
+def decode_seconds(
+    keys: Keys, pieces: Pieces, times: StepTimes, shared: DecodeShared = SHARED, cold: bool = False
+) -> float:
+    """`cold`: nothing is in the L2, as in a model whose other layers have passed through it."""
+    size = keys.cache_bytes
+    missed = 1.0 if cold else from_memory_share(size, shared)
+    sharing = min(float(pieces.occupancy), max(1.0, pieces.programs / NUM_SMS))
+    step = largest(times.step + times.cold * missed, sharing * times.busy)
+    chain = _waves(pieces.programs / (NUM_SMS * sharing)) * pieces.steps * step
+    loaded = pieces.programs * pieces.steps * pieces.block_n * keys.row * keys.item
+    again = max(0.0, loaded / size - 1.0) * shared.reread * missed if keys.latent else 0.0
+    memory = size * (1.0 + again) * missed / shared.bandwidth * 1e-6
+    work = largest(chain, loaded / shared.l2 * 1e-6, memory)
+    combining = keys.batch * keys.heads * pieces.combined * shared.combine * 1e-3 + pieces.parts * shared.part
+    return (times.base + work + pieces.launched * shared.dispatch * 1e-3 + combining) * 1e-6
+
+
+def from_memory_share(num_bytes: float, shared: DecodeShared = SHARED) -> float:
+    """Of operands that a replay uses again: what comes from memory, and not from the L2."""
+    return min(1.0, max(0.0, math.log(max(1.0, num_bytes) / (shared.warm_mb * 1e6)) / shared.warm_width))
+
+
+def _waves(waves: float) -> float:
+    """Programs of different waves overlap: the more waves, the less the last one stands alone."""
+    return 1.0 if waves <= 1.0 else waves + 0.5 * (math.ceil(waves) - waves) / (1.0 + math.floor(waves))
+
+
+def largest(*times: float) -> float:
+    """Their maximum, rounded off where two are close."""
+    most = max(times)
+    return most * math.pow(math.fsum(math.pow(time / most, _SHARPNESS) for time in times), 1.0 / _SHARPNESS)
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """`batch` requests with `new` tokens each over `prefix` cached ones. `window` 0: all keys before."""
+
+    batch: int
+    new: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    prefix: int = 0
+    window: int = 0
+    item: int = 2
+
+    @property
+    def pairs(self) -> float:
+        """Of a query and a key, of all heads."""
+        if self.window and self.window < self.prefix + self.new:
+            return float(self.batch * self.heads * self.new * min(self.window, self.prefix + self.new))
+        return self.batch * self.heads * self.new * (self.prefix + (self.new + 1) / 2)
+
+    @property
+    def operations(self) -> float:
+        return 2.0 * self.pairs * (self.head_dim + self.v_head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTimes:
+    """Of one compiled kernel, microseconds: a step of a lonely program, of each program on a full SM, what a program
+    takes besides, a step that a window masks out, and the launch."""
+
+    step: float
+    busy: float
+    program: float
+    masked: float
+    base: float
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTile:
+    block_m: int
+    block_n: int
+    occupancy: int
+    skips: bool = False  # begins where the window does
+
+
+def prompt_seconds(prompt: Prompt, tile: PromptTile, times: PromptTimes) -> float:
+    blocks, steps, masked, longest, longest_masked = _walk(prompt.new, prompt.prefix, prompt.window, tile)
+    streams = prompt.batch * prompt.heads
+    sharing = min(float(tile.occupancy), max(1.0, streams * blocks / NUM_SMS))
+    step = largest(times.step, sharing * times.busy)
+    work = streams * (steps * step + masked * times.masked + blocks * times.program) / (NUM_SMS * sharing)
+    alone = longest * step + longest_masked * times.masked + times.program
+    return (times.base + math.pow(work**3 + alone**3, 1.0 / 3.0)) * 1e-6
+
+
+@functools.lru_cache(maxsize=65536)
+def _walk(new: int, prefix: int, window: int, tile: PromptTile) -> tuple[int, float, float, float, float]:
+    """Blocks of queries of one head; steps of all of them, with and without unmasked keys; those of the last block."""
+    m, n = tile.block_m, tile.block_n
+    blocks = -(-new // m)
+    steps = masked = last = last_masked = 0.0
+    for i in range(blocks):
+        end = prefix + min((i + 1) * m, new)
+        before = max(0, prefix + i * m - window + 1) // n if window else 0
+        last, last_masked = float(-(-end // n) - before), float(0 if tile.skips else before)
+        steps, masked = steps + last, masked + last_masked
+    return blocks, steps, masked, last, last_masked
+
+
+# --- kernels of this project ------------------------------------------------------------------------------------------
+
+SHORT_PIECE = 512
+"""As decode_attention's; a test holds the two together."""
+
+
+def planned_pieces(keys: Keys, tile: Mapping[str, int], occupancy: int, num_sms: int = NUM_SMS) -> Pieces:
+    """As `plan_kernel` cuts requests of equal length."""
+    tiles = keys.kv_heads * -(-keys.group // tile["BLOCK_H"])
+    slots = max(1, num_sms * tile["ctas_per_sm"] // tiles)
+    n = tile["BLOCK_N"]
+    of_request = -(-keys.context // n)
+    total = keys.batch * of_request
+    length = max(-(-total // (slots * tile["waves"])), min(-(-total // slots), SHORT_PIECE // n), 1)
+    count = -(-of_request // length)
+    programs = keys.batch * count * tiles
+    launched = (keys.batch + slots * tile["waves"]) * tiles
+    parts = 0.0 if count == 1 else float(count) / 16
+    return Pieces(programs, -(-of_request // count), n, occupancy, launched, 1.0, parts)
+
+
+LONELY, PER_ELEMENTS, COLD = 0.6, 0.33, 0.95
+"""Microseconds of a step of a lonely program, for each 4,096 cached elements of it, and when they come from memory:
+what the fits on SGLang's kernels have in common (within a third)."""
+ARITHMETIC = 1.5
+"""A full SM's step over that of its matrix products, as in the fits."""
+LAUNCHES = 5.0
+"""Of the two launches, in a graph with programmatic launches; SGLang's take 4.3 to 12."""
+OPERATIONS_PER_US = 504e6 * 0.85 / NUM_SMS
+"""Of an SM, in 16 bits."""
+PROMPT_SHARE = 0.55
+"""Of the matrix rate that prompts reach with two programs on an SM: SGLang's kernel with head dim 64."""
+
+
+def carried_step_times(keys: Keys, tile: Mapping[str, int]) -> StepTimes:
+    elements = tile["BLOCK_N"] * keys.row
+    on_their_way = max(1, tile["num_stages"] - 1)
+    operations = 2.0 * max(16, tile["BLOCK_H"]) * tile["BLOCK_N"] * (keys.head_dim + keys.v_head_dim)
+    busy = operations / OPERATIONS_PER_US * ARITHMETIC
+    step = LONELY + PER_ELEMENTS * elements / 4096 / on_their_way
+    return StepTimes(step, COLD / on_their_way, busy, LAUNCHES)
+
+
+def carried_prompt_times(prompt: Prompt, tile: Mapping[str, int], occupancy: int) -> tuple[PromptTile, PromptTimes]:
+    m, n = tile["BLOCK_M"], tile["BLOCK_N"]
+    operations = 2.0 * m * n * (prompt.head_dim + prompt.v_head_dim)
+    busy = operations / (OPERATIONS_PER_US / 0.85 * PROMPT_SHARE)
+    times = PromptTimes(step=1.2 * busy + 0.5, busy=busy, program=3.0, masked=0.1, base=4.0)
+    return PromptTile(m, n, max(1, occupancy), skips=True), times

@@ -1,0 +1,34 @@
+"""Times that others measured on a card, as small grids: `tables/PRODUCT.json`, which a script writes
+(benchmark/kernels/card/derive_tables.py). The file names its source. Weights and caches below about 100 MB were in the
+L2 when they were measured, which they are not when a model is served: `op_times` counts reading them besides."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.tuning.grid import Grid
+
+TABLES = Path(__file__).parent / "tables"
+SAME_CARD = {"rtx-pro-6000-workstation": "rtx-pro-6000-server"}
+"""Editions that differ in cooling only."""
+
+
+def table_path(product: str) -> Path:
+    return TABLES / f"{product}.json"
+
+
+@functools.cache
+def measured_times(product: str | None) -> Mapping[str, Grid]:
+    """Table name ("product/bf16/best") -> its grid; empty for a product that nobody has timed."""
+    path = table_path(SAME_CARD.get(product or "", product or ""))
+    if not path.is_file():
+        return {}
+    return {name: Grid.of_json(table) for name, table in json.loads(path.read_text())["tables"].items()}
+
+
+def tables_of(arch: ArchTraits) -> Mapping[str, Grid]:
+    return measured_times(arch.product)

@@ -1,0 +1,313 @@
+"""The ops of a step with their sizes on one rank: what they read, write and multiply. No torch.
+
+    Linear(tokens=64, rows=4096, cols=7168, scheme="fp8_block").floor(ceilings)     # seconds
+
+Sizes may come from text: `parse_shape("linear tokens=64 rows=4096 cols=7168 scheme=fp8_block")`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from sglang.srt.configs.quant_scheme import SCHEMES
+from sglang.srt.errors import UserError
+from sglang.tuning.attention_model import Keys, Prompt
+from sglang.tuning.cost_model import used_blocks
+from sglang.tuning.rates import Ceilings, operand_of
+
+
+class Op(Protocol):
+    kind: ClassVar[str]
+
+    @property
+    def num_bytes(self) -> float:
+        """That must come from or go to memory."""
+
+    @property
+    def operations(self) -> float: ...
+
+    @property
+    def operand(self) -> str:
+        """What is multiplied, as in `rates.Ceilings.products`."""
+
+
+def floor(op: Op, ceilings: Ceilings) -> float:
+    """Seconds that no kernel is known to undercut."""
+    return ceilings.floor(op.num_bytes, op.operations, op.operand)
+
+
+def weight_bytes(scheme: str | None) -> float:
+    return SCHEMES[scheme].bytes_per_weight() if scheme else 2.0
+
+
+def _operand(scheme: str | None) -> str:
+    return operand_of(SCHEMES[scheme].element, SCHEMES[scheme].activation) if scheme else "half"
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """x [tokens, cols] @ w [rows, cols]^T. `scheme`: a name of SCHEMES; None: 16 bits."""
+
+    tokens: int
+    rows: int
+    cols: int
+    scheme: str | None = None
+    kind: ClassVar[str] = "linear"
+
+    @property
+    def weights(self) -> float:
+        return self.rows * self.cols * weight_bytes(self.scheme)
+
+    @property
+    def num_bytes(self) -> float:
+        return self.weights + 2.0 * self.tokens * (self.rows + self.cols)
+
+    @property
+    def operations(self) -> float:
+        return 2.0 * self.tokens * self.rows * self.cols
+
+    @property
+    def operand(self) -> str:
+        return _operand(self.scheme)
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A layer's routed experts without the router, on one rank: tokens choose evenly."""
+
+    tokens: int
+    num_experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    scheme: str | None = None
+    bias: bool = False
+    kind: ClassVar[str] = "fused_moe"
+
+    @property
+    def pairs(self) -> int:
+        return self.tokens * self.top_k
+
+    @property
+    def weights(self) -> float:
+        """Bytes of the experts that are expected to be chosen."""
+        used, _ = used_blocks(self.tokens, self.num_experts, self.top_k, 16)
+        return used * 3 * self.intermediate * self.hidden * weight_bytes(self.scheme)
+
+    @property
+    def num_bytes(self) -> float:
+        return self.weights + 4.0 * self.tokens * self.hidden
+
+    @property
+    def operations(self) -> float:
+        return 6.0 * self.pairs * self.hidden * self.intermediate
+
+    @property
+    def operand(self) -> str:
+        return _operand(self.scheme)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeAttention:
+    """One new token of each request over its cache."""
+
+    keys: Keys
+    kind: ClassVar[str] = "decode_attention"
+    operand: ClassVar[str] = "half"
+
+    @property
+    def num_bytes(self) -> float:
+        keys = self.keys
+        return keys.cache_bytes + 2.0 * keys.batch * keys.heads * (keys.head_dim + keys.v_head_dim)
+
+    @property
+    def operations(self) -> float:
+        keys = self.keys
+        return 2.0 * keys.batch * keys.heads * keys.context * (keys.head_dim + keys.v_head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendAttention:
+    """New tokens of prompts over themselves and what is cached."""
+
+    prompt: Prompt
+    kind: ClassVar[str] = "extend_attention"
+    operand: ClassVar[str] = "half"
+
+    @property
+    def num_bytes(self) -> float:
+        p = self.prompt
+        dims = p.head_dim + p.v_head_dim
+        return p.batch * (2.0 * p.new * p.heads * dims + (p.prefix + p.new) * p.kv_heads * dims * p.item)
+
+    @property
+    def operations(self) -> float:
+        return self.prompt.operations
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAbsorb:
+    """A product with W_UK or W_UV, head by head: [tokens, heads, cols] times [heads, cols, rows], in 16 bits."""
+
+    tokens: int
+    heads: int
+    rows: int
+    cols: int
+    kind: ClassVar[str] = "latent_absorb"
+    operand: ClassVar[str] = "half"
+
+    @property
+    def num_bytes(self) -> float:
+        return 2.0 * self.heads * (self.rows * self.cols + self.tokens * (self.rows + self.cols))
+
+    @property
+    def operations(self) -> float:
+        return 2.0 * self.tokens * self.heads * self.rows * self.cols
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaRule:
+    """`batch` requests with `tokens` new tokens each: a state [key_dim, value_dim] a value head."""
+
+    batch: int
+    tokens: int
+    heads: int
+    key_heads: int
+    key_dim: int = 128
+    value_dim: int = 128
+    state_item: int = 4
+    kind: ClassVar[str] = "gated_delta_rule"
+    operand: ClassVar[str] = "half"
+
+    @property
+    def num_bytes(self) -> float:
+        states = 2.0 * self.batch * self.heads * self.key_dim * self.value_dim * self.state_item
+        rows = 2.0 * self.batch * self.tokens * (2 * self.key_heads * self.key_dim + 2 * self.heads * self.value_dim)
+        return states + rows
+
+    @property
+    def operations(self) -> float:
+        return 6.0 * self.batch * self.tokens * self.heads * self.key_dim * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce:
+    """A sum over ranks of a tensor of so many bytes."""
+
+    size: int
+    ranks: int
+    kind: ClassVar[str] = "all_reduce"
+    operand: ClassVar[str] = "half"
+    operations: ClassVar[float] = 0.0
+
+    @property
+    def num_bytes(self) -> float:
+        return 2.0 * self.size
+
+
+@dataclass(frozen=True, slots=True)
+class AllGather(AllReduce):
+    """Every rank gets the parts of all: `size` bytes together."""
+
+    kind: ClassVar[str] = "all_gather"
+
+
+@dataclass(frozen=True, slots=True)
+class HyperConnection:
+    """Mixing of `streams` residual streams, before and after one block."""
+
+    tokens: int
+    hidden: int
+    streams: int = 4
+    kind: ClassVar[str] = "hyper_connection"
+    operand: ClassVar[str] = "half"
+
+    @property
+    def num_bytes(self) -> float:
+        return 2.0 * self.tokens * self.hidden * (3 * self.streams + 2)
+
+    @property
+    def operations(self) -> float:
+        return 2.0 * self.tokens * (2 + self.streams) * self.streams * self.streams * self.hidden
+
+
+@dataclass(frozen=True, slots=True)
+class Elementwise:
+    """Everything else: so many bytes through so many launches. `name`: the op in the plan's tables."""
+
+    name: str
+    size: float
+    launches: int = 1
+    kind: ClassVar[str] = "elementwise"
+    operand: ClassVar[str] = "half"
+    operations: ClassVar[float] = 0.0
+
+    @property
+    def num_bytes(self) -> float:
+        return self.size
+
+
+_FORMS = {
+    "linear": Linear, "fused_moe": Experts, "latent_absorb": LatentAbsorb, "gated_delta_rule": GatedDeltaRule,
+    "all_reduce": AllReduce, "all_gather": AllGather, "hyper_connection": HyperConnection,
+    "decode_attention": Keys, "extend_attention": Prompt,
+}  # fmt: skip
+_KV_ITEMS = {"bf16": 2, "fp8": 1}
+
+
+def parse_shape(text: str) -> Op:
+    """ "decode_attention batch=16 context=4096 heads=32 kv_heads=8 head_dim=128 kv=bf16" and the like: the op and the
+    fields of its class. Raises UserError that says which there are."""
+    name, *pairs = text.replace(",", " ").split() or [""]
+    if name not in _FORMS:
+        raise UserError(f"--shape {text!r}: the first word names an op; there are {', '.join(_FORMS)}.")
+    fields = {field.name: field for field in dataclasses.fields(_FORMS[name])}
+    values: dict[str, object] = {}
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        if key == "kv" and "item" in fields and value in _KV_ITEMS:
+            values["item"] = _KV_ITEMS[value]
+        elif key == "scheme" and key in fields and value in ("", "bf16", *SCHEMES):
+            values[key] = value if value in SCHEMES else None
+        elif key in fields and key != "scheme" and value.isascii() and value.isdecimal() and len(value) <= 12:
+            values[key] = bool(int(value)) if key in ("bias", "latent") else int(value)
+        else:
+            known = ", ".join("kv=bf16|fp8" if f == "item" else f for f in fields)
+            raise UserError(f"--shape {text!r}: {pair!r} is no size of {name}; it has {known}, each as name=number.")
+    if "v_head_dim" in fields and "head_dim" in values:
+        values.setdefault("v_head_dim", values["head_dim"])
+    required = {f.name for f in fields.values() if f.default is dataclasses.MISSING}
+    missing = sorted(required - values.keys())
+    zero = sorted(key for key in required & values.keys() if values[key] == 0)
+    if missing or zero:
+        raise UserError(f"--shape {text!r}: {name} needs {', '.join(missing or zero)}{' above 0' if zero else ''}.")
+    return _made(name, values)
+
+
+def _made(name: str, values: Mapping[str, object]) -> Op:
+    sizes = _FORMS[name](**values)  # type: ignore[arg-type]
+    if isinstance(sizes, Keys | Prompt) and sizes.heads % sizes.kv_heads:
+        raise UserError(f"{name}: {sizes.heads} heads do not share {sizes.kv_heads} kv heads evenly.")
+    if isinstance(sizes, Experts) and sizes.top_k > sizes.num_experts:
+        raise UserError(f"{name}: top_k {sizes.top_k} of {sizes.num_experts} experts.")
+    if isinstance(sizes, Keys):
+        return DecodeAttention(sizes)
+    return ExtendAttention(sizes) if isinstance(sizes, Prompt) else sizes
+
+
+def describe(op: Op) -> str:
+    """One line, which `parse_shape` reads."""
+    inner = op.keys if isinstance(op, DecodeAttention) else op.prompt if isinstance(op, ExtendAttention) else op
+    name = op.name if isinstance(op, Elementwise) else op.kind
+    parts = [name]
+    for field in dataclasses.fields(inner):  # type: ignore[arg-type]
+        value = getattr(inner, field.name)
+        if field.name in ("name", "size") and isinstance(op, Elementwise):
+            continue
+        if value != field.default and value is not None:
+            shown = int(value) if isinstance(value, bool) else value
+            parts.append(f"kv={'fp8' if value == 1 else 'bf16'}" if field.name == "item" else f"{field.name}={shown}")
+    return " ".join(parts)

@@ -1,0 +1,312 @@
+"""How long this project's kernels are predicted to take on a card, op by op, and how far off that may be.
+
+Kernels of ours follow the cost models and the records of their compiled tiles; where a library serves (16-bit products
+of several tokens, NCCL) the times that others measured stand in. Weights and caches come from memory, as they do when a
+model is served. On cards without such tables libraries count by the ceilings that were measured there.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.configs.quant_scheme import SCHEMES
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.kernels.ledger_file import Ledger, tile_key
+from sglang.srt.kernels.spec import Need, Tile, TileRecord
+from sglang.srt.kernels.tiles import attention_tiles
+from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
+from sglang.srt.layers.moe.fused_moe_triton.config_files import find
+from sglang.srt.layers.moe.fused_moe_triton.tiles import few_pairs, tiles_for
+from sglang.srt.layers.triton_ops.linear_tiles import FEW_ROWS, num_splits, tile_for
+from sglang.tuning.attention_model import (
+    SHARED,
+    Keys,
+    Prompt,
+    carried_prompt_times,
+    carried_step_times,
+    decode_seconds,
+    planned_pieces,
+    prompt_seconds,
+)
+from sglang.tuning.cost_model import GroupedProduct, blocks_per_sm, estimate_blocks
+from sglang.tuning.measured import tables_of
+from sglang.tuning.ops import (
+    AllReduce,
+    DecodeAttention,
+    Elementwise,
+    Experts,
+    ExtendAttention,
+    GatedDeltaRule,
+    HyperConnection,
+    LatentAbsorb,
+    Linear,
+    Op,
+)
+from sglang.tuning.predict import predict
+from sglang.tuning.rates import ceilings_of, rates_of
+from sglang.tuning.search_space import KINDS, MoeShape
+
+STREAMED = 0.92
+"""Of the best read that kernels reach which only stream weights, by the H200's: 4.1 of 4.48 TB/s."""
+LAUNCH = 2.0e-6
+"""Of a small kernel in a CUDA graph."""
+SIDE_LAUNCHES, SIDE_RATE = 8e-6, 1.9e12
+"""Of grouping, quantization and the last sum of experts, as fitted for SGLang's (fit_experts.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """`error`: one standard deviation, relative. `how`: what the figure rests on."""
+
+    seconds: float
+    error: float
+    how: str
+
+
+def predicted(op: Op, arch: ArchTraits) -> Predicted | None:
+    """None: nothing here computes the op. Raises UserError for a product whose ceilings nobody measured."""
+    return _PREDICTORS[op.kind](op, arch)
+
+
+def beyond_cache(seconds: float, num_bytes: float, arch: ArchTraits) -> float:
+    """What was measured in replays, where operands came from the L2, with reading them from memory."""
+    return max(seconds, num_bytes / ceilings_of(arch).read)
+
+
+def _read(num_bytes: float, arch: ArchTraits) -> float:
+    return num_bytes / (ceilings_of(arch).read * STREAMED)
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+def _linear(op: Linear, arch: ArchTraits) -> Predicted:
+    if op.scheme is None:
+        return _plain_linear(op, arch)
+    if op.tokens <= FEW_ROWS:
+        return Predicted(LAUNCH + _read(op.num_bytes, arch), 0.15, "weights streamed once")
+    kind = kind_of(op.scheme, arch)
+    tile = tile_for(kind, op.tokens, arch.features)
+    record = _linear_record(op.scheme, tile, arch)
+    if record is None:
+        return Predicted(beyond_cache(LAUNCH, op.num_bytes, arch), 0.5, "no record of the tile: the floor")
+    blocks = -(-op.tokens // tile["BLOCK_M"])
+    splits = num_splits(op.tokens, blocks * -(-op.rows // tile["BLOCK_N"]), op.cols, arch.num_sms)
+    product = _as_grouped(op, splits, record)
+    shared = estimate_blocks(product, op.tokens, tile, record, arch, float(splits), float(blocks * splits))
+    assert shared is not None, "the ledger holds no tile that does not fit"
+    quantizing = LAUNCH + op.tokens * op.cols * 3 / SIDE_RATE if SCHEMES[op.scheme].activation else 0.0
+    return Predicted(shared.total + quantizing, 0.2, "cost model of experts, one expert")
+
+
+def _plain_linear(op: Linear, arch: ArchTraits) -> Predicted:
+    if op.tokens == 1:
+        return Predicted(LAUNCH + _read(op.num_bytes, arch), 0.1, "weights streamed once")
+    table = tables_of(arch).get("product/bf16/sglang")
+    if table is None:
+        ceiling = ceilings_of(arch)
+        return Predicted(LAUNCH + 1.1 * ceiling.floor(op.num_bytes, op.operations), 0.2, "cuBLAS by the ceilings")
+    return Predicted(
+        beyond_cache(table.seconds(op.tokens, op.rows, op.cols), op.weights, arch), 0.1, "cuBLAS as measured"
+    )
+
+
+def kind_of(scheme: str, arch: ArchTraits) -> str:
+    """As `scaled_dot.product_of` says, without importing it."""
+    form, packed = SCHEMES[scheme], "block_scaled_mma" in arch.features
+    if form.activation in ("mxfp8", "nvfp4") and packed:
+        return "mx"
+    if form.bits == 4:
+        return "planes"
+    if form.activation == "mxfp8":
+        return "mx"
+    return "group128" if form.group[1] == 128 else "scaled"
+
+
+def _linear_record(scheme: str, tile: Tile, arch: ArchTraits) -> TileRecord | None:
+    return _linear_records(scheme, arch.name).get(tile_key(tile))
+
+
+@functools.cache
+def _linear_records(scheme: str, arch_name: str) -> Mapping[str, TileRecord]:
+    """By tile, of the newest Triton on record."""
+    choice: dict[str, TileRecord] = {}
+    for (op, key, tile), row in Ledger.load().rows.items():
+        if op == "linear" and key.split("/")[:2] == ["tiles", scheme] and "widened" not in key:
+            for target in sorted(row.by_target):
+                if target.endswith("/" + arch_name):
+                    choice[tile] = TileRecord(*row.by_target[target])
+    return choice
+
+
+def _as_grouped(op: Linear, splits: int, record: TileRecord) -> GroupedProduct:
+    """Parts of K as experts that every token goes to."""
+    assert op.scheme is not None
+    scheme = SCHEMES[op.scheme]
+    widened = all(name.split()[-1] in ("bf16", "f16") for name in record.mma)
+    return GroupedProduct(
+        num_experts=splits,
+        top_k=splits,
+        columns=op.rows,
+        depth=-(-op.cols // splits),
+        width=1,
+        x_bytes=2.0 if widened else 0.5625 if scheme.activation == "nvfp4" else 1.0,
+        w_bytes=scheme.bytes_per_weight(),
+        out_bytes=8.0 if splits > 1 else 2.0,
+        converted=widened,
+        scaled_every=128 if op.scheme == "fp8_block" else 0,
+    )
+
+
+def _absorb(op: LatentAbsorb, arch: ArchTraits) -> Predicted:
+    tables, ceiling = tables_of(arch), ceilings_of(arch)
+    part = "mla_gen_pre" if op.rows >= op.cols else "mla_gen_post"
+    table = tables.get(f"latent_absorb/{part}")
+    if table is None:
+        return Predicted(LAUNCH + 1.2 * ceiling.floor(op.num_bytes, op.operations), 0.3, "cuBLAS by the ceilings")
+    seconds = table.seconds(op.heads, op.tokens) * op.rows * op.cols / (512 * 128)
+    return Predicted(beyond_cache(seconds, op.num_bytes, arch), 0.15, "torch.bmm as measured")
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+
+def _experts(op: Experts, arch: ArchTraits) -> Predicted:
+    if few_pairs(op.pairs, op.num_experts):
+        return Predicted(2 * LAUNCH + _read(op.num_bytes, arch), 0.2, "chosen experts streamed, pair by pair")
+    shape = MoeShape(op.num_experts, op.intermediate, op.hidden, op.top_k, op.scheme, op.bias)
+    tiles = _expert_tiles(shape, op.tokens, arch)
+    seconds, known = 0.0, True
+    for kind, tile in zip(KINDS, tiles, strict=True):
+        record = recorded_cost(shape.product_tile(kind, tile), arch)
+        if isinstance(record, TileRecord):
+            seconds += predict(shape, kind, tile, record, op.tokens, arch)
+        else:
+            known = False
+    moved = op.pairs * (op.intermediate * 4 + op.hidden * 2) + 2 * op.tokens * op.hidden
+    if not known or math.isinf(seconds):
+        floor = ceilings_of(arch).floor(op.num_bytes, op.operations, op.operand)
+        return Predicted(SIDE_LAUNCHES + 1.3 * floor, 0.4, "no record of the tiles: the floor and a third")
+    four_bits = op.scheme is not None and SCHEMES[op.scheme].bits == 4
+    return Predicted(
+        seconds + SIDE_LAUNCHES + moved / SIDE_RATE, 0.3 if four_bits else 0.1, "cost model with the tiles' records"
+    )
+
+
+@functools.cache
+def _tuned(shape: MoeShape, arch: ArchTraits) -> Any:
+    return find(
+        shape.num_experts,
+        shape.intermediate,
+        shape.scheme,
+        arch,
+        hidden=shape.hidden,
+        bias=shape.bias,
+        cost=recorded_cost,
+    ).tiles
+
+
+def _expert_tiles(shape: MoeShape, tokens: int, arch: ArchTraits) -> tuple[dict[str, int], dict[str, int]]:
+    tuned = _tuned(shape, arch)
+    if tuned is not None:
+        pair = tuned.at(tokens)
+        return pair.gate_up, pair.down
+    kind = "plain" if shape.scheme is None else kind_of(shape.scheme, arch)
+    if kind == "mx" and shape.scheme == "nvfp4":
+        kind = "mx4"
+    rows = tiles_for(tokens * shape.top_k, shape.num_experts, kind, arch.features)
+    return rows.gate_up, rows.down
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def _dtype(item: int) -> str:
+    return "bfloat16" if item == 2 else "fp8_e4m3"
+
+
+@functools.cache
+def _attention_tile(
+    op: str, dims: tuple[int, int], item: int, arch: ArchTraits
+) -> tuple[Mapping[str, int], TileRecord] | None:
+    need = Need(op, dims[0], dims[1], "bfloat16", _dtype(item))
+    for tile in attention_tiles(op, dims[0], dims[1], _dtype(item), arch.features):
+        record = Ledger.load().record(need, tile, arch)
+        if record is not None and record.smem <= arch.smem_per_block:
+            return {name: int(value) for name, value in tile.items()}, record
+    return None
+
+
+def _decode(op: DecodeAttention, arch: ArchTraits) -> Predicted | None:
+    keys: Keys = op.keys
+    choice = _attention_tile("decode_attention", (keys.head_dim, keys.v_head_dim), keys.item, arch)
+    if choice is None:
+        return None
+    tile, record = choice
+    if "wgmma" in arch.features:
+        return Predicted(3 * LAUNCH + _read(op.num_bytes, arch), 0.3, "read at 0.92 of the best")
+    occupancy = blocks_per_sm(record, tile["num_warps"], arch, rates_of(arch))
+    pieces = planned_pieces(keys, tile, occupancy, arch.num_sms)
+    seconds = decode_seconds(keys, pieces, carried_step_times(keys, tile), SHARED, cold=True)
+    return Predicted(seconds, 0.2, "attention model, steps carried over from SGLang's kernels")
+
+
+def _extend(op: ExtendAttention, arch: ArchTraits) -> Predicted | None:
+    prompt: Prompt = op.prompt
+    latent = (prompt.head_dim, prompt.v_head_dim) == (192, 128) and prompt.heads == prompt.kv_heads
+    name = "latent_prompt_attention" if latent else "extend_attention"
+    choice = _attention_tile(name, (prompt.head_dim, prompt.v_head_dim), prompt.item, arch)
+    if choice is None:
+        return None
+    tile, record = choice
+    if "wgmma" in arch.features:
+        return Predicted(3 * LAUNCH + op.operations / 316e12, 0.4, "316 to 467 TFLOP/s measured")
+    occupancy = blocks_per_sm(record, tile["num_warps"], arch, rates_of(arch))
+    shape, times = carried_prompt_times(prompt, tile, occupancy)
+    return Predicted(
+        prompt_seconds(prompt, shape, times), 0.3, "attention model, share of SGLang's kernel at head dim 64"
+    )
+
+
+# --- the rest ---------------------------------------------------------------------------------------------------------
+
+
+def _gated_delta(op: GatedDeltaRule, arch: ArchTraits) -> Predicted:
+    table = tables_of(arch).get("gated_delta_rule/prompt")
+    if op.tokens == 1 or table is None:
+        return Predicted(LAUNCH + _read(op.num_bytes, arch), 0.3, "states read and written once")
+    seconds = table.seconds(op.heads, op.batch * op.tokens)
+    return Predicted(beyond_cache(seconds, op.num_bytes, arch), 0.4, "the best chunked kernel measured stands in")
+
+
+def _all_reduce(op: AllReduce, arch: ArchTraits) -> Predicted:
+    table = tables_of(arch).get(f"{op.kind}/nccl")
+    if table is None or op.ranks not in (2, 4, 8):
+        return Predicted(20e-6 + 2 * op.size / 200e9, 1.0, "a guess: nothing measured")
+    return Predicted(table.seconds(op.ranks, max(512, op.size)), 0.1, "NCCL as measured")
+
+
+def _elementwise(op: Elementwise, arch: ArchTraits) -> Predicted:
+    return Predicted(op.launches * LAUNCH + _read(op.size, arch), 0.3, "launches and bytes")
+
+
+def _none(op: HyperConnection, arch: ArchTraits) -> None:
+    return None
+
+
+_PREDICTORS: Mapping[str, Callable[[Any, ArchTraits], Predicted | None]] = {
+    "linear": _linear,
+    "latent_absorb": _absorb,
+    "fused_moe": _experts,
+    "decode_attention": _decode,
+    "extend_attention": _extend,
+    "gated_delta_rule": _gated_delta,
+    "all_reduce": _all_reduce,
+    "all_gather": _all_reduce,
+    "hyper_connection": _none,
+    "elementwise": _elementwise,
+}

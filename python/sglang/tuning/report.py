@@ -1,0 +1,153 @@
+"""Predicted times as text and JSON: a model's steps op by op, and single ops of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.model_description import ModelDescription
+from sglang.tuning.best_times import best, of_sglang
+from sglang.tuning.ops import describe, floor, parse_shape
+from sglang.tuning.predicted_times import predicted
+from sglang.tuning.rates import ceilings_of
+from sglang.tuning.steps import Step, StepTime, TimedOp, decode_step, prefill_step, time_step, total
+
+BATCHES, PREFILL, CONTEXT = (1, 16, 64, 256), 8192, 2048
+HEAD = (
+    "Predicted, not measured: nothing of this server has run on this card. 'ours': microseconds of one op that reads\n"
+    "from memory, with its error; 'best': the best anyone measured, small operands read from memory (~: between\n"
+    "measured sizes); 'floor': bytes or operations over the best rates that were measured."
+)
+
+
+def steps_of(context: int = CONTEXT) -> tuple[Step, ...]:
+    return (*(decode_step(batch, context) for batch in BATCHES), prefill_step(PREFILL))
+
+
+def time_lines(
+    model: ModelDescription, serving: Serving, arch: ArchTraits, context: int = CONTEXT, details: bool = True
+) -> Iterator[str]:
+    """A summary of the steps, and each of them op by op. Raises UserError for a card that nobody measured."""
+    timed = [(step, time_step(model, serving, step, arch)) for step in steps_of(context)]
+    yield HEAD
+    yield ""
+    yield from _table(SUMMARY, [_summary(step, total(rows)) for step, rows in timed])
+    missing = total(timed[0][1]).missing
+    if missing:
+        yield f"No kernel here computes {', '.join(missing)}: counted as the best measured, or the floor."
+    for step, rows in timed if details else ():
+        yield ""
+        yield f"{step}:"
+        yield from _table(DETAILS, [_details(row) for row in sorted(rows, key=lambda row: -row.seconds)])
+
+
+SUMMARY = ("step", "ours, ms", "range", "tok/s", "best ops, ms", "floor, ms")
+DETAILS = ("op", "times", "ours", "+-", "best", "floor", "ms of the step", "rests on")
+
+
+def _summary(step: Step, time: StepTime) -> tuple[str, ...]:
+    return (
+        str(step),
+        f"{time.seconds * 1e3:.2f}",
+        f"{time.low * 1e3:.2f} - {time.high * 1e3:.2f}",
+        f"{step.tokens / time.seconds:,.0f}",
+        f"{time.best * 1e3:.2f}",
+        f"{time.floor * 1e3:.2f}",
+    )
+
+
+def _details(row: TimedOp) -> tuple[str, ...]:
+    ours, found = row.ours, row.best
+    return (
+        row.name,
+        str(row.count),
+        _us(ours.seconds) if ours else "none",
+        f"{ours.error:.0%}" if ours else "",
+        ("" if found.exact else "~") + _us(found.served) if found else "",
+        _us(row.floor),
+        f"{row.seconds * 1e3:.2f}",
+        ours.how if ours else "",
+    )
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    for row in (head, *rows):
+        cells = (
+            cell.ljust(w) if i in (0, len(head) - 1) else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        yield "  ".join(cells).rstrip()
+
+
+def shape_lines(shapes: Sequence[str], arch: ArchTraits) -> Iterator[str]:
+    """A line for each op named by `--shape`. Raises UserError."""
+    rows = [shape_json(shape, arch) for shape in shapes]
+    names = ("ours_us", "error", "sglang_us", "best_us", "floor_us")
+    head = ("shape", "ours", "+-", "sglang", "best measured", "floor", "rests on")
+    cells = []
+    for row in rows:
+        figures = [
+            "" if row[name] is None else f"{row[name]:.0%}" if name == "error" else f"{row[name]:.1f}" for name in names
+        ]
+        if row["best_us"] is not None and not row["best_exact"]:
+            figures[3] = "~" + figures[3]
+        known = [text for text in (row["ours_how"], row["sglang_how"] and f"sglang: {row['sglang_how']}") if text]
+        cells.append((row["shape"], *figures, "; ".join(known)))
+    yield "Predicted microseconds. 'ours' reads from memory; 'sglang' (release 0.5.14) and 'best' as in replays, in"
+    yield "which weights and caches below some 100 MB are in the L2. ~: between measured sizes."
+    yield ""
+    yield from _table(head, cells)
+
+
+def shape_json(shape: str, arch: ArchTraits) -> dict[str, Any]:
+    """Microseconds, None where nothing is known. Raises UserError."""
+    op = parse_shape(shape)
+    ours, found, theirs = predicted(op, arch), best(op, arch), of_sglang(op, arch)
+    return {
+        "shape": describe(op),
+        "ours_us": ours and ours.seconds * 1e6,
+        "error": ours and ours.error,
+        "ours_how": ours and ours.how,
+        "sglang_us": theirs and theirs[0] * 1e6,
+        "sglang_how": theirs and theirs[1],
+        "best_us": found and found.measured * 1e6,
+        "best_exact": bool(found and found.exact),
+        "best_table": found and found.table,
+        "floor_us": floor(op, ceilings_of(arch)) * 1e6,
+    }
+
+
+def time_json(model: ModelDescription, serving: Serving, arch: ArchTraits, context: int = CONTEXT) -> dict[str, Any]:
+    """Of each step: seconds, and its ops. Raises UserError."""
+    found = {}
+    for step in steps_of(context):
+        rows = time_step(model, serving, step, arch)
+        time = total(rows)
+        found[str(step)] = {
+            "seconds": time.seconds,
+            "low": time.low,
+            "high": time.high,
+            "best": time.best,
+            "floor": time.floor,
+            "missing": list(time.missing),
+            "ops": [
+                {
+                    "name": row.name,
+                    "op": describe(row.op),
+                    "count": row.count,
+                    "seconds": row.ours and row.ours.seconds,
+                    "error": row.ours and row.ours.error,
+                    "best": row.best and row.best.served,
+                    "floor": row.floor,
+                }
+                for row in rows
+            ],
+        }
+    return found

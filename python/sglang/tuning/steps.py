@@ -1,0 +1,268 @@
+"""A step of a model on one rank, op by op, with predicted times, the best measured ones, and floors.
+
+rows = time_step(model, serving, decode_step(batch=16, context=4096), arch)
+total(rows).seconds
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.plan.compressed import CompressedSparse
+from sglang.srt.plan.feed_forward import Dense, MoE
+from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
+from sglang.srt.plan.layer_spec import HyperConnections, LayerSpec, Matrix, Serving
+from sglang.srt.plan.mixers import GQA, MLA, rank_kv_heads
+from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.recurrent import GatedDelta, Mamba2
+from sglang.srt.plan.weights import expert_rows
+from sglang.tuning.attention_model import Keys, Prompt
+from sglang.tuning.best_times import Best, best
+from sglang.tuning.ops import (
+    AllGather,
+    AllReduce,
+    DecodeAttention,
+    Elementwise,
+    Experts,
+    ExtendAttention,
+    GatedDeltaRule,
+    HyperConnection,
+    LatentAbsorb,
+    Linear,
+    Op,
+    floor,
+)
+from sglang.tuning.predicted_times import Predicted, predicted
+from sglang.tuning.rates import ceilings_of
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """`batch` requests; decoding: one new token each, `context` cached ones with it. A prompt: `new` tokens each."""
+
+    batch: int
+    new: int
+    context: int
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.new
+
+    @property
+    def decodes(self) -> bool:
+        return self.new == 1
+
+    def __str__(self) -> str:
+        if self.decodes:
+            return f"decode {self.batch} at {self.context} tokens"
+        return f"prefill of {self.tokens} tokens"
+
+
+def decode_step(batch: int, context: int = 2048) -> Step:
+    return Step(batch, 1, context)
+
+
+def prefill_step(tokens: int) -> Step:
+    return Step(1, tokens, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class TimedOp:
+    """`count` equal ops of a step, and the times of one. `own` None: nothing here computes it."""
+
+    name: str
+    op: Op
+    count: int
+    ours: Predicted | None
+    best: Best | None
+    floor: float
+
+    @property
+    def seconds(self) -> float:
+        """Of all; where nothing here computes it, what others need, or the floor."""
+        one = self.ours.seconds if self.ours else self.best.served if self.best else self.floor
+        return self.count * one
+
+    @property
+    def lost(self) -> float:
+        """Seconds that the best measured kernels would save."""
+        return self.count * (self.ours.seconds - self.best.served) if self.ours and self.best else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds. `low` and `high`: all predictions off by their error at once. `best`: with the best measured op in each
+    place where there is one. `missing`: ops that nothing here computes, counted as what others need."""
+
+    seconds: float
+    low: float
+    high: float
+    best: float
+    floor: float
+    missing: tuple[str, ...]
+
+
+def time_step(model: ModelDescription, serving: Serving, step: Step, arch: ArchTraits) -> list[TimedOp]:
+    """Raises UserError where experts cannot be divided, or for a card that nobody measured."""
+    counts: dict[tuple[str, Op], int] = {}
+    for name, op in ops_of(model, serving, step):
+        counts[name, op] = counts.get((name, op), 0) + 1
+    ceilings = ceilings_of(arch)
+    return [
+        TimedOp(name, op, count, predicted(op, arch), best(op, arch), floor(op, ceilings))
+        for (name, op), count in counts.items()
+    ]
+
+
+def total(rows: list[TimedOp]) -> StepTime:
+    seconds = sum(row.seconds for row in rows)
+    off = sum(row.seconds * (row.ours.error if row.ours else 0.3) for row in rows)
+    # Errors of different ops partly cancel; those of one kind do not.
+    off *= 0.7
+    fastest = sum(
+        row.count * min(row.seconds / row.count, row.best.served if row.best else float("inf")) for row in rows
+    )
+    missing = tuple(dict.fromkeys(row.name for row in rows if row.ours is None))
+    return StepTime(seconds, seconds - off, seconds + off, fastest, sum(row.count * row.floor for row in rows), missing)
+
+
+def ops_of(model: ModelDescription, serving: Serving, step: Step) -> Iterator[tuple[str, Op]]:
+    """In the order of a step."""
+    tokens, hidden = step.tokens, model.hidden_size
+    rows = expert_rows(model, serving.tp_size)
+    yield "embedding", Elementwise("embedding", 4.0 * tokens * hidden)
+    for i, layer in enumerate(model.layers):
+        yield from _layer(model, i, layer, serving, step, rows)
+    vocab = -(-model.vocab_size // serving.tp_size)
+    yield "lm_head", Linear(step.batch, vocab, hidden)
+    if serving.tp_size > 1:
+        yield "all_gather of logits", AllGather(4 * step.batch * model.vocab_size, serving.tp_size)
+    yield "sampling", Elementwise("sampling", 4.0 * 3 * step.batch * model.vocab_size, 3)
+
+
+def _layer(
+    model: ModelDescription, index: int, layer: LayerSpec, serving: Serving, step: Step, rows: int
+) -> Iterator[tuple[str, Op]]:
+    tokens, hidden = step.tokens, model.hidden_size
+    weights = {
+        "mixer": layer.mixer.weights(hidden, serving.tp_size),
+        "ffn": layer.ffn.weights(hidden, serving.tp_size, rows),
+    }
+    for block, parts in weights.items():
+        matrices = [part for part in parts if isinstance(part, Matrix)]
+        if not parts:
+            continue
+        yield from _residual(layer, tokens, hidden)
+        for matrix in matrices:
+            if not matrix.experts:
+                quant = model.quant_of(index, matrix)
+                yield matrix.name, Linear(tokens, matrix.rows, matrix.cols, quant.scheme if quant else None)
+        yield from (
+            _mixer(layer, serving, step) if block == "mixer" else _feed_forward(model, layer, serving, tokens, rows)
+        )
+        if serving.tp_size > 1:
+            yield "all_reduce", AllReduce(2 * tokens * hidden, serving.tp_size)
+
+
+def _residual(layer: LayerSpec, tokens: int, hidden: int) -> Iterator[tuple[str, Op]]:
+    if isinstance(layer.residual, HyperConnections):
+        yield "hyper_connection", HyperConnection(tokens, hidden, layer.residual.streams)
+    yield "fused_add_rmsnorm", Elementwise("fused_add_rmsnorm", 8.0 * tokens * hidden)
+
+
+def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str, Op]]:
+    mixer, tp = layer.mixer, serving.tp_size
+    item = KV_DTYPE_BYTES[serving.kv_dtype]
+    if isinstance(mixer, GQA):
+        heads, kv = mixer.num_heads // tp, rank_kv_heads(mixer.num_kv_heads, tp)
+        dims = (mixer.head_dim, mixer.v_head_dim)
+        size = step.tokens * (2 * heads + 3 * kv) * mixer.head_dim * 2.0
+        yield "qk_norm_rope_store", Elementwise("qk_norm_rope_store", size)
+        if mixer.output_gate:
+            yield "attention_output_gate", Elementwise("attention_output_gate", 6.0 * step.tokens * heads * dims[1])
+        yield _attention(step, heads, kv, dims, item, mixer.window)
+    elif isinstance(mixer, MLA):
+        yield from _latent(mixer, step, mixer.num_heads // tp, item)
+    elif isinstance(mixer, GatedDelta):
+        heads, keys = mixer.value_heads // tp, mixer.key_heads // tp
+        channels = 2 * keys * mixer.key_dim + heads * mixer.value_dim
+        yield "causal_conv1d", Elementwise("causal_conv1d", step.tokens * channels * 4.0)
+        state = KV_DTYPE_BYTES.get(serving.state_dtype or mixer.state_dtype, 4)
+        rule = GatedDeltaRule(step.batch, step.new, heads, keys, mixer.key_dim, mixer.value_dim, state)
+        yield "gated_delta_rule", rule
+        yield "gated_rmsnorm", Elementwise("gated_rmsnorm", 6.0 * step.tokens * heads * mixer.value_dim)
+    elif isinstance(mixer, Mamba2):
+        heads = mixer.num_heads // tp
+        states = 2.0 * step.batch * heads * mixer.head_dim * mixer.state_dim * 4
+        yield (
+            "state_space_duality",
+            Elementwise("state_space_duality", states + 8.0 * step.tokens * heads * mixer.head_dim, 2),
+        )
+        yield "causal_conv1d", Elementwise("causal_conv1d", 8.0 * step.tokens * heads * mixer.head_dim)
+    elif isinstance(mixer, CompressedSparse):
+        yield from _compressed(mixer, step, mixer.num_heads // tp, item)
+
+
+def _attention(step: Step, heads: int, kv: int, dims: tuple[int, int], item: int, window: int = 0) -> tuple[str, Op]:
+    name = " in a window" if window else ""
+    if step.decodes:
+        context = min(step.context, window) if window else step.context
+        return "decode_attention" + name, DecodeAttention(Keys(step.batch, context, heads, kv, *dims, item))
+    prefix = step.context - step.new
+    return "extend_attention" + name, ExtendAttention(
+        Prompt(step.batch, step.new, heads, kv, *dims, prefix, window, item)
+    )
+
+
+def _latent(mixer: MLA, step: Step, heads: int, item: int) -> Iterator[tuple[str, Op]]:
+    """Absorbed where a step decodes; prompts over keys and values that are made of latents."""
+    tokens, lora = step.tokens, mixer.kv_lora_rank
+    size = tokens * (heads * mixer.qk_dim * 2 + mixer.latent_dim * 2) * 2.0
+    yield "latent_norm_rope_store", Elementwise("latent_norm_rope_store", size)
+    if mixer.indexer is not None:
+        keys = step.batch * step.context * mixer.indexer.head_dim * item
+        yield "sparse_indexer", Elementwise("sparse_indexer", float(keys), 4)
+    if step.decodes:
+        seen = min(step.context, mixer.indexer.top_k) if mixer.indexer is not None else step.context
+        yield "latent_absorb", LatentAbsorb(tokens, heads, lora, mixer.nope_dim)
+        keys_of = Keys(step.batch, seen, heads, 1, mixer.latent_dim, lora, item, True)
+        yield "decode_attention", DecodeAttention(keys_of)
+        yield "latent_absorb", LatentAbsorb(tokens, heads, mixer.v_dim, lora)
+    else:
+        yield "kv_b", Linear(tokens, heads * (mixer.nope_dim + mixer.v_dim), lora)
+        yield (
+            "extend_attention",
+            ExtendAttention(
+                Prompt(step.batch, step.new, heads, heads, mixer.qk_dim, mixer.v_dim, step.context - step.new)
+            ),
+        )
+
+
+def _compressed(mixer: CompressedSparse, step: Step, heads: int, item: int) -> Iterator[tuple[str, Op]]:
+    """What it reads: nothing here computes it, and others measured it with its products only."""
+    seen = min(step.context, mixer.window)
+    if mixer.rate:
+        entries = step.context // mixer.rate
+        seen += min(entries, mixer.indexer.top_k) if mixer.indexer is not None else entries
+    size = step.batch * seen * mixer.head_dim * item * max(1, step.new // 64)
+    yield "compressed attention (bytes only)", Elementwise("compressed_attention", float(size), 6)
+
+
+def _feed_forward(
+    model: ModelDescription, layer: LayerSpec, serving: Serving, tokens: int, rows: int
+) -> Iterator[tuple[str, Op]]:
+    ffn, tp = layer.ffn, serving.tp_size
+    if isinstance(ffn, Dense):
+        yield ffn.activation.op, Elementwise(ffn.activation.op, 6.0 * tokens * ffn.intermediate_size // tp)
+    elif isinstance(ffn, MoE):
+        quant = model.expert_quant
+        yield ffn.router.op, Elementwise(ffn.router.op, 4.0 * tokens * ffn.num_experts)
+        hidden = ffn.latent_size or model.hidden_size
+        top_k = ffn.top_k + ffn.fused_shared
+        scheme = quant.scheme if quant else None
+        yield "fused_moe", Experts(tokens, ffn.held_experts, top_k, hidden, rows, scheme, ffn.bias)
+        if ffn.shared is not None and not ffn.fused_shared:
+            size = 6.0 * tokens * ffn.shared.intermediate_size // tp
+            yield ffn.activation.op, Elementwise(ffn.activation.op, size)

@@ -1,0 +1,80 @@
+"""The model of attention and the shipped tables against a sample of the published rows."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import fit_attention as fitting
+from measured_attention import MeasuredDecode, MeasuredPrompt
+
+from sglang.tuning import upstream_attention as upstream
+from sglang.tuning.attention_model import SHARED, Keys, Prompt
+from sglang.tuning.measured import measured_times
+from sglang.tuning.rates import CEILINGS
+
+ROWS = json.loads(Path(fitting.__file__).with_name("measured_rows.json").read_text())
+TABLES = measured_times("rtx-pro-6000-server")
+KINDS = {"bfloat16": "bf16", "fp8": "fp8", "nvfp4": "nvfp4"}
+
+
+def rms(errors: Sequence[float]) -> float:
+    return math.sqrt(math.fsum(error**2 for error in errors) / len(errors))
+
+
+def test_decode_attention_is_known_within_a_tenth_or_so() -> None:
+    rows = [MeasuredDecode(Keys(*row[:-1]), row[-1]) for row in ROWS["decode"]]
+    errors = [fitting.error_of_decode(row, SHARED, upstream.DECODE_TIMES) for row in rows]
+    assert len(rows) >= 150 and rms(errors) < 0.14
+    assert abs(math.fsum(errors) / len(errors)) < 0.03
+    few = [error for row, error in zip(rows, errors, strict=True) if row.keys.batch <= 4]
+    many = [error for row, error in zip(rows, errors, strict=True) if row.keys.batch >= 256]
+    assert abs(math.fsum(few) / len(few) - math.fsum(many) / len(many)) < 0.08, "a trend over requests"
+
+
+def test_prompts_are_known_within_a_tenth_or_so() -> None:
+    rows = [MeasuredPrompt(Prompt(*row[:-2]), row[-2], row[-1]) for row in ROWS["prompts"]]
+    errors = [fitting.error_of_prompt(row, upstream.PROMPT_TIMES) for row in rows]
+    assert len(rows) >= 120 and rms(errors) < 0.13
+
+
+def product_errors(name: str) -> list[float]:
+    return [
+        math.log(TABLES[f"product/{KINDS[kind]}/sglang"].seconds(m, n, k) / seconds)
+        for kind, m, n, k, seconds in ROWS[name]
+    ]
+
+
+def test_rows_on_the_grid_are_as_published() -> None:
+    errors = product_errors("products on the grid")
+    assert len(errors) >= 60 and max(map(abs, errors)) < 0.01
+
+
+def test_rows_between_are_known_within_a_sixth() -> None:
+    errors = product_errors("products between")
+    assert len(errors) >= 100 and rms(errors) < 0.17
+    assert abs(math.fsum(errors) / len(errors)) < 0.06
+
+
+def test_all_reduces_are_no_slower_than_one_framework() -> None:
+    table, size = TABLES["all_reduce/best"], 0
+    for cards, elements, seconds in ROWS["all-reduce elements"]:
+        if 2 * elements in table.axes[1]:
+            size += 1
+            assert table.seconds(cards, 2 * elements) <= 1.01 * seconds
+    assert size >= 12
+
+
+def test_no_sampled_row_beats_the_ceilings() -> None:
+    ceilings, found = CEILINGS["rtx-pro-6000-server"], 0
+    operands = {"bfloat16": "half", "fp8": "fp8", "nvfp4": "fp4"}
+    for kind, m, n, k, seconds in [*ROWS["products on the grid"], *ROWS["products between"]]:
+        found += 1
+        assert 2.0 * m * n * k / seconds <= ceilings.products[operands[kind]] * 1.001
+    for row in ROWS["decode"]:
+        keys = Keys(*row[:-1])
+        if keys.cache_bytes > 384e6:
+            assert keys.cache_bytes / row[-1] <= ceilings.read * 1.02
+    assert found >= 160

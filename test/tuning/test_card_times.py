@@ -1,0 +1,215 @@
+"""Predicted times of ops and steps, and the tables of measured ones that ship."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from sglang import explain
+from sglang.srt.configs.quantization import quantization_of
+from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import arch_by_name
+from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.model_description import ModelDescription, describe_model
+from sglang.tuning import attention_model, measured
+from sglang.tuning.best_times import best, of_sglang
+from sglang.tuning.grid import STEPS, Grid, code_of
+from sglang.tuning.ops import DecodeAttention, Experts, Linear, describe, floor, parse_shape
+from sglang.tuning.predicted_times import predicted
+from sglang.tuning.rates import ceilings_of
+from sglang.tuning.steps import decode_step, ops_of, prefill_step, time_step, total
+
+CARD, H200 = arch_by_name("rtx-pro-6000-server"), arch_by_name("h200")
+CONFIGS = Path(__file__).parents[1] / "srt" / "kernels" / "configs"
+RANKS = {"glm47": 8, "gpt_oss": 1, "kimi_k25": 8, "qwen35": 1, "qwen3": 1, "deepseek_v4": 4, "glm5": 16}
+
+
+def model_of(name: str, tmp_path: Path) -> ModelDescription:
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return describe_model(config, quantization_of(config, tmp_path, None, "default"), True, name)
+
+
+# --- grids ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_grid_gives_its_entries_back_and_lies_between_them() -> None:
+    codes = tuple(code_of(10.0 * m * n) for m, n in itertools.product((1, 4), (1, 16)))
+    grid = Grid(("m", "n"), ((1, 4), (1, 16)), codes)
+    assert grid.seconds(4, 16) == pytest.approx(640e-6, rel=0.01)
+    assert grid.seconds(2, 4) == pytest.approx(80e-6, rel=0.02), "straight lines in logarithms"
+    assert grid.seconds(8, 32) == pytest.approx(4 * 640e-6, rel=0.01), "beyond the end in proportion"
+    assert grid.seconds(0.5, 0.1) == pytest.approx(10e-6, rel=0.01), "before the start as there"
+    assert grid.holds(4, 1) and not grid.holds(2, 1)
+
+
+def test_a_grid_of_the_wrong_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="3 times for 2 x 2"):
+        Grid.of_json({"axes": {"m": [1, 2], "n": [1, 2]}, "codes": [1, 2, 3]})
+
+
+def test_the_shipped_tables_are_small_sourced_and_whole() -> None:
+    path = measured.table_path("rtx-pro-6000-server")
+    content = json.loads(path.read_text())
+    assert "aiconfigurator" in content["source"] and "derive_tables.py" in content["made by"]
+    assert path.stat().st_size < 200_000
+    for name, grid in measured.measured_times("rtx-pro-6000-server").items():
+        assert all(list(axis) == sorted(set(axis)) for axis in grid.axes), name
+        assert all(0 < code < STEPS * 24 for code in grid.codes), f"{name}: beyond 1 us to 16 s"
+
+
+def test_nobody_timed_other_cards() -> None:
+    assert measured.measured_times("rtx-5090") == {}
+    assert measured.measured_times("rtx-pro-6000-workstation") == measured.measured_times("rtx-pro-6000-server")
+    with pytest.raises(UserError, match="nobody measured"):
+        ceilings_of(arch_by_name("rtx-5090"))
+
+
+# --- ops --------------------------------------------------------------------------------------------------------------
+
+SHAPES = (
+    "linear tokens=64 rows=4096 cols=7168 scheme=fp8_block",
+    "linear tokens=1 rows=5000 cols=7168",
+    "linear tokens=300 rows=5000 cols=7168 scheme=int4_g32",
+    "linear tokens=16 rows=7168 cols=2048 scheme=nvfp4",
+    "fused_moe tokens=64 num_experts=160 top_k=8 hidden=5120 intermediate=192 scheme=fp8_channel",
+    "fused_moe tokens=2 num_experts=384 top_k=8 hidden=7168 intermediate=256 scheme=int4_g32",
+    "decode_attention batch=16 context=4096 heads=40 kv_heads=8 head_dim=128",
+    "decode_attention batch=3 context=777 heads=16 kv_heads=1 head_dim=576 v_head_dim=512 latent=1",
+    "extend_attention batch=2 new=1000 heads=64 kv_heads=8 head_dim=64 kv=fp8",
+    "extend_attention batch=1 new=512 heads=12 kv_heads=1 head_dim=128 prefix=8192",
+    "latent_absorb tokens=7 heads=8 rows=512 cols=128",
+    "gated_delta_rule batch=16 tokens=1 heads=32 key_heads=16",
+    "all_reduce size=65536 ranks=4",
+    "all_gather size=65536 ranks=8",
+)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_any_shape_has_a_time_above_its_floor(shape: str) -> None:
+    op = parse_shape(shape)
+    assert parse_shape(describe(op)) == op
+    own = predicted(op, CARD)
+    assert own is not None and 0 < own.error <= 0.5
+    assert own.seconds > 0.97 * floor(op, ceilings_of(CARD)), "faster than anything measured"
+    assert own.seconds < 300 * floor(op, ceilings_of(CARD)) + 200e-6
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ("", "the first word names an op"),
+        ("conv tokens=1", "linear, fused_moe"),
+        ("linear tokens=1 rows=2", "needs cols"),
+        ("linear tokens=0 rows=2 cols=2", "needs tokens above 0"),
+        ("linear tokens=1 rows=2 cols=-3", "'cols=-3' is no size"),
+        ("linear tokens=1 rows=2 cols=3 scheme=fp3", "'scheme=fp3' is no size"),
+        ("linear tokens=1 rows=2 cols=9999999999999", "is no size"),
+        ("decode_attention batch=1 context=9 heads=10 kv_heads=4 head_dim=64", "do not share 4 kv heads"),
+        ("fused_moe tokens=1 num_experts=4 top_k=8 hidden=64 intermediate=64", "top_k 8 of 4"),
+    ],
+)
+def test_a_shape_that_is_none_says_what_there_is(shape: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_shape(shape)
+
+
+def test_more_work_takes_no_less_time() -> None:
+    def seconds(**sizes: int) -> float:
+        keys = {"batch": 16, "context": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128} | sizes
+        found = predicted(DecodeAttention(attention_model.Keys(**keys)), CARD)
+        assert found is not None
+        return found.seconds
+
+    assert seconds(batch=1) < seconds(batch=16) < seconds(batch=64)
+    assert seconds(context=512) < seconds() < seconds(context=32768)
+    for scheme in (None, "fp8_block", "nvfp4"):
+        times = [predicted(Linear(m, 4096, 7168, scheme), CARD) for m in (4, 64, 1024, 8192)]
+        found = [time.seconds for time in times if time is not None]
+        assert found == sorted(found) and len(found) == 4
+        times = [predicted(Experts(m, 128, 8, 2048, 768, scheme), CARD) for m in (1, 16, 256, 4096)]
+        found = [time.seconds for time in times if time is not None]
+        assert found == sorted(found) and len(found) == 4
+
+
+def test_exact_rows_say_so() -> None:
+    exact, between = best(Linear(64, 4096, 7168), CARD), best(Linear(60, 4096, 7168), CARD)
+    assert exact is not None and exact.exact
+    assert between is not None and not between.exact
+    assert best(Linear(64, 4096, 7168), H200) is None
+    assert of_sglang(Linear(64, 4096, 7168), H200) is None
+
+
+def test_pieces_are_cut_as_the_kernel_cuts_them() -> None:
+    pytest.importorskip("triton")
+    from sglang.srt.layers.attention.triton_ops.decode_attention import SHORT_PIECE
+
+    assert SHORT_PIECE == attention_model.SHORT_PIECE
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_steps_of_models(name: str, tmp_path: Path) -> None:
+    model = model_of(name, tmp_path)
+    serving = Serving("bfloat16", "bfloat16", 1, RANKS[name])
+    last = 0.0
+    for step in (decode_step(1), decode_step(16), decode_step(64), decode_step(256), prefill_step(8192)):
+        time = total(time_step(model, serving, step, CARD))
+        assert time.floor < time.seconds and time.low < time.seconds < time.high
+        assert time.best <= time.seconds
+        assert time.seconds > last
+        last = time.seconds
+
+
+def test_a_decode_step_reads_every_weight_of_a_dense_model_once(tmp_path: Path) -> None:
+    """The op list misses nothing that is large: Qwen3-8B in 16 bits has 8.19e9 parameters, 0.62e9 of them in the
+    embedding, which is not multiplied."""
+    model = model_of("qwen3", tmp_path)
+    ops = [op for _, op in ops_of(model, Serving("bfloat16", "bfloat16"), decode_step(1, 1))]
+    weights = sum(op.rows * op.cols for op in ops if isinstance(op, Linear))
+    embedding = model.vocab_size * model.hidden_size
+    dense = sum(m.rows * m.cols for m, _ in model.matrices(1, 0))
+    assert weights == dense + embedding
+
+
+def test_ranks_share_the_work(tmp_path: Path) -> None:
+    model = model_of("glm47", tmp_path)
+    one, eight = (
+        total(time_step(model, Serving("bfloat16", "bfloat16", 1, tp), decode_step(64), CARD)).floor for tp in (1, 8)
+    )
+    assert one / 8.5 < eight < one / 5
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_predicts_shapes_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain.main(["--arch", "rtx-pro-6000-server", "--shape", SHAPES[0], "--shape", SHAPES[6]]) == 0
+    text = capsys.readouterr().out
+    assert "Predicted microseconds" in text and SHAPES[0] in text
+    assert explain.main(["--arch", "rtx-pro-6000-server", "--shape", SHAPES[0], "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["ours_us"] > row["floor_us"] and row["best_exact"]
+
+
+def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain.main(["--arch", "rtx-pro-6000-server", "--shape", "linear rows=1"]) == 2
+    assert "needs cols, tokens" in capsys.readouterr().err
+    assert explain.main(["--arch", "rtx-5090", "--shape", SHAPES[0]]) == 2
+    assert "nobody measured" in capsys.readouterr().err
+
+
+def test_the_command_predicts_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text((CONFIGS / "gpt_oss.json").read_text())
+    argv = ["--arch", "rtx-pro-6000-server", "--model-path", str(tmp_path), "--time"]
+    assert explain.main(argv) == 0
+    text = capsys.readouterr().out
+    assert "Predicted, not measured" in text and "decode 256 at 2048 tokens" in text
+    assert explain.main([*argv, "--json", "--time-context", "512"]) == 0
+    steps = json.loads(capsys.readouterr().out)["time"]
+    assert steps["decode 1 at 512 tokens"]["low"] < steps["decode 1 at 512 tokens"]["seconds"]
