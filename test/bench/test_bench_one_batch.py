@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from srt.models.harness import save_tiny
 
 from sglang import bench_one_batch
 from sglang.bench.direct import DirectBatch, direct_table
@@ -16,7 +17,6 @@ from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
-from srt.models.harness import save_tiny
 
 MODEL = ["--model-path", DEFAULT_MODEL_PATH, "--device", "cpu", "--dtype", "float32", "--log-level", "warning"]
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [300, 301, 302], [40] * 20]

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from sgl_kernel.conftest import PACKAGE, load_file
 
+from sgl_kernel.conftest import PACKAGE, load_file
 from sglang.srt.distributed.custom_all_reduce import (
     CustomAllReduce,
     IpcWorkspaces,
