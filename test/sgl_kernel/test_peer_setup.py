@@ -1,4 +1,4 @@
-"""What a server does with its GPUs' links: processes of a CPU, links with a defect, collectives compiled for the CPU."""
+"""What a server does with its GPUs' links: CPU processes, links with a defect, collectives for a CPU."""
 
 from __future__ import annotations
 
