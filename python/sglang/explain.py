@@ -31,8 +31,16 @@ from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.layout import check_layout
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
-from sglang.srt.plan.plan import describe_capacity, forced_kernels, make_plan, plan_capacity, serving_of
+from sglang.srt.plan.plan import (
+    describe_capacity,
+    forced_kernels,
+    make_plan,
+    plan_capacity,
+    serving_of,
+    why_shared_apart,
+)
 from sglang.srt.plan.pool_sizes import cache_cost
+from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.weights import expert_rows
 from sglang.srt.server_args import ServerArgs
 from sglang.tuning.report import CONTEXT, shape_json, shape_lines, time_json, time_lines
@@ -71,13 +79,12 @@ def explain(args: ServerArgs, arch: ArchTraits, packages: frozenset[str], availa
     directory = resolve_model_path(args.model_path, args.revision, args.download_dir, False)
     config = merge_overrides(read_config(directory), args.model_overrides())
     quantization = quantization_of(config, directory, args.quantization, args.flashinfer_mxfp4_moe_precision)
-    fuse, source = not args.disable_shared_experts_fusion, str(directory / "config.json")
-    model = describe_model(config, quantization, fuse, source)
+    model = describe_model(config, quantization, why_shared_apart(args), str(directory / "config.json"))
     serving = serving_of(args, model.dtype if args.dtype == "auto" else args.dtype, quantization)
     not_implemented = "\n".join(model.unsupported) or None
     served = None if not_implemented else ModelConfig.from_server_args(args)
     try:
-        check_layout(model, serving.tp_size)
+        check_layout(model, serving.ranks)
     except UserError as error:
         return Explanation(arch, model, not_implemented, str(error), serving.kv_dtype, (), (), None, None, (), serving)
     forced = forced_kernels(args)
@@ -93,22 +100,28 @@ def explain(args: ServerArgs, arch: ArchTraits, packages: frozenset[str], availa
         packages,
         int(arch.memory * USUAL_FREE_SHARE) if available is None else available,
     )
-    tiles = _moe_tiles(arch, model, serving.tp_size)
+    tiles = _moe_tiles(arch, model, serving.ranks)
     groups = cache_groups(model, serving)
     return Explanation(
         arch, model, not_implemented, None, serving.kv_dtype, groups, outcomes, tiles, plan, notes, serving
     )
 
 
-def _moe_tiles(arch: ArchTraits, model: ModelDescription, tp_size: int) -> str | None:
+def _moe_tiles(arch: ArchTraits, model: ModelDescription, ranks: RankLayout) -> str | None:
     """The tuning file that the experts' layers will find, the user's before ours, and those that they will reject."""
     experts = model.experts
     if experts is None or arch.capability is None:
         return None
-    quant, rows = model.expert_quant, expert_rows(model, tp_size)
+    quant, rows = model.expert_quant, expert_rows(model, ranks)
     scheme = quant.scheme if quant else None
     choice = find(
-        experts.held_experts, rows, scheme, arch, hidden=model.hidden_size, bias=experts.bias, cost=recorded_cost
+        ranks.expert_room(experts.num_experts) + experts.fused_shared,
+        rows,
+        scheme,
+        arch,
+        hidden=model.hidden_size,
+        bias=experts.bias,
+        cost=recorded_cost,
     )
     return choice.describe()
 

@@ -159,7 +159,6 @@ def test_spellings(words: str, field: str, value: Any) -> None:
         ("stray", "Unrecognized arguments: stray"),
         ("--pp 2", "--pp-size 2 is not implemented in sm120-sglang"),
         ("--dp-size 2", "--dp-size 2 is not implemented"),
-        ("--ep 4", "--ep-size 4 is not implemented"),
         ("--nnodes 2", "--nnodes 2 is not implemented"),
         ("--tool-call-parser qwen9", "--tool-call-parser: must be one of"),
         ("--reasoning-parser qwen9", "--reasoning-parser: must be one of"),

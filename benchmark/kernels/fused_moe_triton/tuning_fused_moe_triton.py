@@ -36,6 +36,7 @@ from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
 from sglang.srt.layers.moe.fused_moe_triton.config_format import TilePair
 from sglang.srt.layers.moe.fused_moe_triton.config_names import directory_name, upstream_name
 from sglang.srt.plan.model_description import describe_model
+from sglang.srt.plan.ranks import RankLayout
 from sglang.tuning import predict
 from sglang.tuning.search_space import (
     BATCH_SIZES,
@@ -120,20 +121,19 @@ def read_shape(args: argparse.Namespace) -> MoeShape:
     directory = resolve_model_path(args.model, None, None, False)
     config = read_config(directory)
     quantization = detect(config, directory)
-    model = describe_model(config, quantization, not args.disable_shared_experts_fusion)
+    apart = "--ep-size" if args.ep_size > 1 else "flag" if args.disable_shared_experts_fusion else ""
+    model = describe_model(config, quantization, apart)
     experts = model.experts
     if experts is None:
         raise UserError(f"{args.model}: {model.architecture} has no experts; there is nothing to tune.")
     if args.tp_size % args.ep_size:
         raise UserError(f"--ep-size {args.ep_size} does not divide --tp-size {args.tp_size}.")
-    share = args.tp_size // args.ep_size
-    if experts.num_experts % args.ep_size:
-        raise UserError(f"--ep-size {args.ep_size} does not divide the model's {experts.num_experts} experts.")
+    ranks = RankLayout(args.tp_size, args.ep_size)
     quant = model.expert_quant
     scheme = scheme_of(args.dtype, args.per_channel_quant, quant.scheme if quant else None)
     return MoeShape(
-        num_experts=experts.num_experts // args.ep_size + experts.fused_shared,
-        intermediate=expert_share(experts.intermediate_size, share, SCHEMES[scheme] if scheme else None),
+        num_experts=ranks.expert_room(experts.num_experts) + experts.fused_shared,
+        intermediate=expert_share(experts.intermediate_size, ranks.expert_tp_size, SCHEMES[scheme] if scheme else None),
         hidden=model.hidden_size,
         top_k=experts.top_k + experts.fused_shared,
         scheme=scheme,

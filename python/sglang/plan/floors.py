@@ -109,7 +109,7 @@ class StepFloors:
 
     @cached_property
     def _rows(self) -> int:
-        return expert_rows(self.model, self.serving.tp_size)
+        return expert_rows(self.model, self.serving.ranks)
 
     @cached_property
     def _item(self) -> int:
@@ -125,21 +125,22 @@ class StepFloors:
     def _elements(self) -> Mapping[str, float]:
         """Key of the need -> elements of its weights that every token is multiplied with, without the output head."""
         totals: dict[str, float] = {}
-        for matrix, quant in self.model.matrices(self.serving.tp_size, self._rows):
+        for matrix, quant in self.model.matrices(self.serving.ranks, self._rows):
             key = "fused_moe" if matrix.experts else f"linear/{quant.scheme}" if quant else "linear"
             times = self._chosen_experts if matrix.experts else 1
             totals[key] = totals.get(key, 0.0) + float(matrix.rows * matrix.cols * times)
         return totals
 
     @cached_property
-    def _chosen_experts(self) -> int:
+    def _chosen_experts(self) -> float:
+        """Of a token, on this rank on average."""
         experts = self.model.experts
-        return 0 if experts is None else experts.top_k + experts.fused_shared
+        return 0 if experts is None else experts.top_k / self.serving.ep_size + experts.fused_shared
 
     def _weight_bytes(self, num_tokens: int) -> float:
         """What a step reads of the weights: of the experts those that some token is expected to choose."""
         total = float(matrix_bytes(self._head, self.model.head_quant, self._item))
-        for matrix, quant in self.model.matrices(self.serving.tp_size, self._rows):
+        for matrix, quant in self.model.matrices(self.serving.ranks, self._rows):
             size = matrix_bytes(matrix, quant, self._item if matrix.dtype is None else KV_DTYPE_BYTES[matrix.dtype])
             total += size * self._share_read(matrix, num_tokens)
         return total
@@ -149,7 +150,7 @@ class StepFloors:
         if not matrix.experts or experts is None:
             return 1.0
         used, _ = used_blocks(num_tokens, experts.num_experts, experts.top_k, 16)
-        return (used + experts.fused_shared) / matrix.experts
+        return (used / self.serving.ep_size + experts.fused_shared) / matrix.experts
 
     def _cache_bytes(self, length: int) -> float:
         caches = (cache for layer in self.model.layers for cache in layer.mixer.caches(self.serving))

@@ -129,7 +129,14 @@ class ServerArgs:
     tp_size: int = option(1, PARALLEL, "GPUs that share every layer.", "--tp", "--tensor-parallel-size", minimum=1)
     pp_size: int = option(1, PARALLEL, "Pipeline stages.", "--pp", "--pipeline-parallel-size", minimum=1)
     dp_size: int = option(1, PARALLEL, "Replicas.", "--dp", "--data-parallel-size", minimum=1)
-    ep_size: int = option(1, PARALLEL, "GPUs that share the experts.", "--ep", "--expert-parallel-size", minimum=1)
+    ep_size: int = option(
+        1,
+        PARALLEL,
+        "Groups of the --tp-size GPUs that have whole experts each; 1: every GPU has a share of every expert.",
+        "--ep",
+        "--expert-parallel-size",
+        minimum=1,
+    )
     nnodes: int = option(1, PARALLEL, "Machines.", minimum=1)
     node_rank: int = option(0, PARALLEL, "Index of this machine.", minimum=0)
 
@@ -280,7 +287,6 @@ TABLE = OptionTable(ServerArgs)
 ONLY_ONE: Mapping[str, str] = {
     "pp_size": "split the model with --tp-size",
     "dp_size": "start one server for each replica behind a load balancer",
-    "ep_size": "experts are split with --tp-size",
     "nnodes": "use the GPUs of one machine with --tp-size",
 }
 """Fields that must be 1 until what they count exists, with what to do instead."""

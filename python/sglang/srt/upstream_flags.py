@@ -238,7 +238,7 @@ REFUSED: tuple[FlagGroup, ...] = (
     ),
     FlagGroup(
         "Expert parallelism",
-        "experts are split with --tp-size; remove the flag",
+        "whole experts a GPU are asked for with --ep-size; remove the flag",
         """
         deepep-config deepep-dispatcher-output-dtype deepep-mode deepep-v2-mode dwdp-size=1 elastic-ep-backend=none
         elastic-ep-initial-size elastic-ep-join-mode elastic-ep-join-rank-offset elastic-ep-rejoin

@@ -131,7 +131,7 @@ def total(rows: list[TimedOp]) -> StepTime:
 def ops_of(model: ModelDescription, serving: Serving, step: Step) -> Iterator[tuple[str, Op]]:
     """In the order of a step."""
     tokens, hidden = step.tokens, model.hidden_size
-    rows = expert_rows(model, serving.tp_size)
+    rows = expert_rows(model, serving.ranks)
     yield "embedding", Elementwise("embedding", 4.0 * tokens * hidden)
     for i, layer in enumerate(model.layers):
         yield from _layer(model, i, layer, serving, step, rows)
@@ -148,7 +148,7 @@ def _layer(
     tokens, hidden = step.tokens, model.hidden_size
     weights = {
         "mixer": layer.mixer.weights(hidden, serving.tp_size),
-        "ffn": layer.ffn.weights(hidden, serving.tp_size, rows),
+        "ffn": layer.ffn.weights(hidden, serving.ranks, rows),
     }
     for block, parts in weights.items():
         matrices = [part for part in parts if isinstance(part, Matrix)]

@@ -8,25 +8,34 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.parallel_state import groups_of
+from sglang.srt.plan.ranks import RankLayout, even_slice
 
 PAYLOADS = [b"", b"x", bytes(range(256)) * 1000]
 
 
 def _rank(rank: int, size: int, folder: str) -> None:
     torch.set_num_threads(1)
-    parallel_state.init(rank, size, "gloo", f"file://{folder}/rendezvous")
+    groups = parallel_state.init(RankLayout(size), rank, "gloo", f"file://{folder}/rendezvous")
+    assert groups is parallel_state.groups()
     assert (parallel_state.tp_rank(), parallel_state.tp_size()) == (rank, size)
     with pytest.raises(RuntimeError, match="initialized already"):
-        parallel_state.init(rank, size, "gloo", f"file://{folder}/rendezvous")
+        parallel_state.init(RankLayout(size), rank, "gloo", f"file://{folder}/rendezvous")
 
-    x = torch.full((3, 2), float(rank + 1))
-    assert torch.equal(parallel_state.all_reduce(x), torch.full((3, 2), float(sum(range(1, size + 1)))))
+    for group in (groups.tp, groups.attention, groups.experts):
+        x = torch.full((3, 2), float(rank + 1))
+        assert torch.equal(group.all_reduce(x), torch.full((3, 2), float(sum(range(1, size + 1)))))
 
     mine = torch.arange(6.0).view(2, 3) + 10 * rank
     every = [torch.arange(6.0).view(2, 3) + 10 * r for r in range(size)]
     for dim in (0, 1, -1):
-        assert torch.equal(parallel_state.all_gather(mine, dim), torch.cat(every, dim))
-    assert torch.equal(parallel_state.all_gather(mine.T, 0), torch.cat([t.T for t in every], 0))
+        assert torch.equal(groups.tp.all_gather(mine, dim), torch.cat(every, dim))
+    assert torch.equal(groups.tp.all_gather(mine.T, 0), torch.cat([t.T for t in every], 0))
+    assert torch.equal(groups.tp.reduce_scatter(mine), torch.stack(every).sum(0)[rank : rank + 1])
+    assert torch.equal(mine, every[rank]), "what is scattered stays as it is"
+
+    groups.experts.reduce_with(lambda x: x * 100)
+    assert groups.tp.all_reduce(torch.ones(1)).item() == 100, "one group by another name"
 
     for data in PAYLOADS:
         assert parallel_state.broadcast_bytes(data if rank == 0 else None) == data
@@ -42,17 +51,19 @@ def test_collectives(tmp_path: Path) -> None:
 
 def _nccl_rank(rank: int, size: int, folder: str) -> None:
     torch.cuda.set_device(rank)
-    parallel_state.init(rank, size, "nccl", f"file://{folder}/rendezvous")
+    group = parallel_state.init(RankLayout(size), rank, "nccl", f"file://{folder}/rendezvous").tp
     x = torch.zeros(1024, device="cuda", dtype=torch.bfloat16)
-    out = parallel_state.all_reduce(x + 1)  # the first call of a communicator may not be captured
+    out = group.all_reduce(x + 1)  # the first call of a communicator may not be captured
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = parallel_state.all_reduce(x + rank)
-        gathered = parallel_state.all_gather(x[:4].view(2, 2) + rank)
+        out = group.all_reduce(x + rank)
+        gathered = group.all_gather(x[:4].view(2, 2) + rank)
+        scattered = group.reduce_scatter(x + rank)
     for step in (1.0, 2.0):
         x.fill_(step)
         graph.replay()
         assert (out == size * step + sum(range(size))).all()
+        assert (scattered == size * step + sum(range(size))).all() and len(scattered) == 1024 // size
         assert gathered[0].tolist() == [step + r for r in range(size) for _ in range(2)]
     assert parallel_state.broadcast_bytes(b"host" if rank == 0 else None) == b"host"
     del graph
@@ -66,15 +77,32 @@ def test_collectives_in_a_cuda_graph(tmp_path: Path) -> None:
 
 
 def test_one_rank_creates_no_group_and_copies_nothing() -> None:
-    parallel_state.init(0, 1, "nccl", "tcp://nowhere:1")
+    groups = parallel_state.init(RankLayout(), 0, "nccl", "tcp://nowhere:1")
     assert not dist.is_initialized()
     x = torch.ones(2)
-    assert parallel_state.all_reduce(x) is x
-    assert parallel_state.all_gather(x) is x
+    assert groups.tp.all_reduce(x) is x
+    assert groups.tp.all_gather(x) is x
+    assert groups.tp.reduce_scatter(x) is x
     assert parallel_state.broadcast_bytes(b"abc") == b"abc"
     parallel_state.shutdown()
 
 
 def test_a_rank_outside_the_group_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"tp_rank 2 is not in 0\.\.1"):
-        parallel_state.init(2, 2, "gloo", "tcp://127.0.0.1:1")
+    with pytest.raises(ValueError, match=r"rank 2 is not in 0\.\.1"):
+        parallel_state.init(RankLayout(2), 2, "gloo", "tcp://127.0.0.1:1")
+
+
+def test_neighbours_share_the_dims_of_their_experts() -> None:
+    groups = [groups_of(RankLayout(8, 4), rank) for rank in range(8)]
+    assert [(g.ep.rank, g.expert_tp.rank) for g in groups] == [(r // 2, r % 2) for r in range(8)]
+    assert {(g.ep.size, g.expert_tp.size, g.tp.size) for g in groups} == {(4, 2, 8)}
+    assert all(g.experts is g.tp and g.attention is g.tp and g.tp.rank == r for r, g in enumerate(groups))
+
+
+def test_runs_that_do_not_divide_cover_everything_once() -> None:
+    for total in (1, 5, 8, 160):
+        for size in (1, 2, 3, 6):
+            runs = [even_slice(total, rank, size) for rank in range(size)]
+            assert [i for run in runs for i in range(run.start, run.stop)] == list(range(total))
+            lengths = {run.stop - run.start for run in runs}
+            assert max(lengths) == RankLayout(size, size).expert_room(total) and max(lengths) - min(lengths) <= 1

@@ -4,7 +4,6 @@ ledger. Nothing is computed: the tensors have no memory, and the recorder stands
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,9 +81,10 @@ def test_every_launch_of_a_step_is_on_record(
     )
     arch = arch_by_name("rtx-pro-6000-server")
     plan = make_plan(args, ModelConfig.from_server_args(args), arch, 90 << 30, frozenset({"triton"}))
-    monkeypatch.setattr(parallel_state, "tp_size", lambda: 8)
-    same: Callable[[torch.Tensor], torch.Tensor] = lambda x: x  # noqa: E731
-    monkeypatch.setattr(parallel_state, "all_reduce", same)
+    groups = parallel_state.groups_of(plan.ranks, 0)
+    groups.tp.reduce_with(lambda x: x)
+    monkeypatch.setattr(parallel_state, "groups", lambda: groups)
+    monkeypatch.setattr(groups.tp, "all_gather", lambda x: x)
     ways: dict[str, object] = {}
     forms: dict[Form, int]
     with torch.inference_mode(), recording("sm_120") as forms:

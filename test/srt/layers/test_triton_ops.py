@@ -179,6 +179,30 @@ def test_topk_softmax_among_the_best_groups(num_experts: int, top_k: int, groups
 
 
 @interpreter.kernel_test
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "hash"])
+def test_experts_are_renamed_to_those_of_the_rank(score: str) -> None:
+    """Experts 5 to 9 of 16; weights stay those of all experts, and padding stays padding."""
+    logits = randn(7, 16, scale=3.0)
+    expert_map = torch.full((16,), -1, dtype=torch.int32, device=DEVICE)
+    expert_map[5:10] = torch.arange(5, dtype=torch.int32, device=DEVICE)
+    num_valid = torch.tensor([6], dtype=torch.int32, device=DEVICE)
+    table = torch.stack([torch.randperm(16)[:4] for _ in range(20)]).int().to(DEVICE)
+    args = {
+        "softmax": (logits, 4, True),
+        "sigmoid": (logits, None, 4, True),
+        "hash": (logits, torch.arange(7, device=DEVICE), table, "sigmoid"),
+    }[score]
+    for ops in (topk, native_ops):
+        route = getattr(ops, f"topk_{score}")
+        weights, ids = route(*args, num_valid=num_valid)
+        same_weights, local = route(*args, num_valid=num_valid, expert_map=expert_map)
+        assert torch.equal(weights, same_weights) and local.dtype == torch.int32
+        want = [[e - 5 if 5 <= e < 10 else -1 for e in row] for row in ids.tolist()]
+        assert local.tolist() == want and any(e >= 0 for row in want for e in row)
+        assert want[6] == [-1] * 4
+
+
+@interpreter.kernel_test
 def test_topk_softmax_of_equal_logits_names_distinct_experts() -> None:
     _, ids = topk.topk_softmax(torch.zeros(3, 16, device=DEVICE), 4, True)
     assert ids.tolist() == [[0, 1, 2, 3]] * 3

@@ -24,6 +24,7 @@ from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
+from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.plan.weights import rank_weight_bytes
 from sglang.srt.server_args import ServerArgs
 
@@ -368,7 +369,7 @@ class NativePlan:
     device: str = "cpu"
     arch: ArchTraits = CPU
     kv_cache_dtype: str = "float32"
-    fuse_shared_experts: bool = True
+    ranks: RankLayout = ONE_RANK
     tokens_per_step: int = 16
 
     @property
@@ -377,12 +378,13 @@ class NativePlan:
 
     @functools.cached_property
     def description(self) -> ModelDescription:
-        description = describe_model(self.model.hf_config, self.model.quantization, self.fuse_shared_experts)
+        apart = "--ep-size" if self.ranks.ep_size > 1 else ""
+        description = describe_model(self.model.hf_config, self.model.quantization, apart)
         description.require_served()
         return description
 
-    def weight_bytes(self, tp_size: int = 1) -> int:
-        return rank_weight_bytes(self.description, self.dtype, tp_size)
+    def weight_bytes(self) -> int:
+        return rank_weight_bytes(self.description, self.dtype, self.ranks)
 
     def entry(self, op: str) -> Callable[..., Any]:
         if op.startswith("linear/"):
@@ -397,7 +399,7 @@ def plan_for(folder: Path, **args: Any) -> NativePlan:
     server_args = ServerArgs(model_path=str(folder), **args)
     model = ModelConfig.from_server_args(server_args)
     cache = kv_cache_dtype(server_args.kv_cache_dtype, model.dtype, model.quantization)
-    return NativePlan(model, kv_cache_dtype=cache)
+    return NativePlan(model, kv_cache_dtype=cache, ranks=RankLayout(server_args.tp_size, server_args.ep_size))
 
 
 def blocks_of(layer: DecoderLayer) -> tuple[Any, Any]:
@@ -409,11 +411,9 @@ def blocks_of(layer: DecoderLayer) -> tuple[Any, Any]:
 class TinyRunner:
     """Steps a loaded model. Every token gets a random cache slot, so that nothing works by contiguity."""
 
-    def __init__(
-        self, plan: NativePlan, load_format: str = "auto", tp_size: int = 1, seed: int = 0, state_dtype: str = ""
-    ) -> None:
+    def __init__(self, plan: NativePlan, load_format: str = "auto", seed: int = 0, state_dtype: str = "") -> None:
         self.model = load_model(plan, load_format)
-        serving = Serving(plan.dtype, plan.kv_cache_dtype, tp_size=tp_size, state_dtype=state_dtype)
+        serving = Serving(plan.dtype, plan.kv_cache_dtype, tp_size=plan.ranks.tp_size, state_dtype=state_dtype)
         groups = cache_groups(plan.description, serving)
         windows = tuple(WindowSize(lifetime.tokens, 1023) for lifetime in row_tables(groups)[1:])
         pools = CachePools(groups, PoolSizes(1023, 1, 8, plan.context_len, windows), "cpu")

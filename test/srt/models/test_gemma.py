@@ -285,7 +285,7 @@ def test_nvfp4_as_published(name: str, keep: tuple[str, ...], tmp_path: Path) ->
     plan = plan_for(tmp_path / "quantized", kv_cache_dtype="float32")
     runner = TinyRunner(plan)
     torch.testing.assert_close(steps(runner), want, **TOLERANCE)
-    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes(1)
+    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
     mixer, ffn = blocks_of(runner.model.layers[0])
     assert not isinstance(mixer.qkv.apply, QuantizedLinear)
     if name == "gemma4":

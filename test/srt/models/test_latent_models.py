@@ -20,6 +20,7 @@ from sglang.srt.layers.latent_attention import LatentAttention
 from sglang.srt.layers.quantization.dense import QuantizedLinear
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.plan.mixers import MLA
+from sglang.srt.plan.ranks import RankLayout
 
 from .harness import NativePlan, TinyRunner, hf_logits, plan_for, random_tokens, save_tiny
 from .quantized_checkpoints import FORMS, Tensors, save_quantized
@@ -159,7 +160,7 @@ def check(folder: Path, **options: Any) -> TinyRunner:
     assert want.std() > 0.1
     torch.testing.assert_close(steps(runner), want, **WIDE_TOLERANCE)
     allocated = sum(p.tensor.nbytes for p in runner.model.params.values())
-    assert allocated == plan.weight_bytes(1), "the plan counts other bytes than are allocated"
+    assert allocated == plan.weight_bytes(), "the plan counts other bytes than are allocated"
     return runner
 
 
@@ -184,11 +185,11 @@ SPLIT = ("fp8_block", "modelopt_nvfp4", "compressed_int4_g32")
 
 def _rank(rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    parallel_state.init(rank, size, "gloo", f"file://{folder}/rendezvous")
+    parallel_state.init(RankLayout(size), rank, "gloo", f"file://{folder}/rendezvous")
     for form in SPLIT:
-        plan = plan_for(folder / form / "quantized")
-        runner = TinyRunner(plan, tp_size=size)
-        assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes(size)
+        plan = plan_for(folder / form / "quantized", tp_size=size)
+        runner = TinyRunner(plan)
+        assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
         assert blocks(runner, 0)[0].w_uk.shape == (2, 128, 512), "heads are shared out"
         torch.save(steps(runner), folder / f"{form}{rank}.pt")
     parallel_state.shutdown()

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.model_loader.loader import load_model
+from sglang.srt.plan.ranks import RankLayout
 
 from .harness import TinyRunner, blocks_of, plan_for
 from .quantized_checkpoints import FORMS, save_gpt_oss, save_quantized
@@ -32,7 +33,7 @@ def test_every_form_computes_what_it_stands_for(form: str, tmp_path: Path) -> No
         experts = blocks_of(layer)[1].experts
         assert experts.w13.scheme is not None and experts.w2.scheme is not None
     held = sum(p.tensor.nbytes for p in runner.model.params.values())
-    assert held == plan.weight_bytes(1), "the plan counts other bytes than are allocated"
+    assert held == plan.weight_bytes(), "the plan counts other bytes than are allocated"
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ def test_families_in_the_forms_they_are_published_in(name: str, form: str, tmp_p
     torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
     experts = blocks_of(runner.model.layers[-1])[1].experts.w13
     assert experts.scheme is not None and experts.num_experts == 4 + ("glm" in name), "the shared expert is one more"
-    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes(1)
+    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
 
 
 def test_gpt_oss_as_published(tmp_path: Path) -> None:
@@ -60,7 +61,7 @@ def test_gpt_oss_as_published(tmp_path: Path) -> None:
     torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
     weights = blocks_of(runner.model.layers[0])[1].experts.w13
     assert weights.scheme is not None and weights.scheme.name == "mxfp4"
-    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes(1)
+    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
 
 
 def test_layers_that_only_drafts_use_are_left_unread(tmp_path: Path) -> None:
@@ -85,7 +86,7 @@ def test_routed_experts_alone_may_be_quantized(tmp_path: Path) -> None:
     plan = plan_for(tmp_path / "quantized")
     runner = TinyRunner(plan)
     torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
-    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes(1)
+    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
 
 
 def test_16_bit_experts_quantized_while_loading(tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_16_bit_experts_quantized_while_loading(tmp_path: Path) -> None:
     plan = plan_for(tmp_path / "original" / "reference", quantization="fp8")
     runner = TinyRunner(plan)
     torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
-    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes(1)
+    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
 
 
 def test_a_checkpoint_that_is_in_16_bits_after_all(tmp_path: Path) -> None:
@@ -107,12 +108,12 @@ def test_a_checkpoint_that_is_in_16_bits_after_all(tmp_path: Path) -> None:
 
 def _rank(rank: int, folder: Path, forms: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
-    parallel_state.init(rank, 2, "gloo", f"file://{folder}/rendezvous")
+    parallel_state.init(RankLayout(2), rank, "gloo", f"file://{folder}/rendezvous")
     for form in forms:
-        plan = plan_for(folder / form / "quantized")
-        runner = TinyRunner(plan, tp_size=2)
+        plan = plan_for(folder / form / "quantized", tp_size=2)
+        runner = TinyRunner(plan)
         held = sum(p.tensor.nbytes for p in runner.model.params.values())
-        assert held == plan.weight_bytes(2), "the plan counts other bytes than a rank allocates"
+        assert held == plan.weight_bytes(), "the plan counts other bytes than a rank allocates"
         torch.save(steps(runner), folder / f"{form}{rank}.pt")
     parallel_state.shutdown()
 
@@ -131,4 +132,4 @@ def test_more_ranks_than_groups_is_a_start_up_error(tmp_path: Path) -> None:
     save_quantized("qwen3_moe_wide", FORMS["fp8_block"], tmp_path)
     plan = plan_for(tmp_path / "quantized")
     with pytest.raises(UserError, match="size 128 in groups of 128 that share .* too few for 2 .*hold none of 1"):
-        plan.weight_bytes(2)
+        plan.weight_bytes()

@@ -21,6 +21,7 @@ from sglang.srt.layers.quantization.dense import QuantizedLinear
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.plan import make_plan
+from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.server_args import ServerArgs
 
 from .harness import TinyRunner, blocks_of, hf_logits, plan_for, random_tokens
@@ -52,7 +53,7 @@ def test_every_form_computes_what_it_stands_for(form: str, tmp_path: Path) -> No
     mixer, ffn = blocks_of(layer)
     assert isinstance(mixer.qkv.apply, QuantizedLinear) and isinstance(ffn.down.apply, QuantizedLinear)
     held = sum(p.tensor.nbytes for p in runner.model.params.values())
-    assert held == plan.weight_bytes(1), "the plan counts other bytes than are allocated"
+    assert held == plan.weight_bytes(), "the plan counts other bytes than are allocated"
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -62,7 +63,7 @@ def test_every_form_with_experts(form: str, tmp_path: Path) -> None:
     runner = TinyRunner(plan)
     torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
     held = sum(p.tensor.nbytes for p in runner.model.params.values())
-    assert held == plan.weight_bytes(1), "the plan counts other bytes than are allocated"
+    assert held == plan.weight_bytes(), "the plan counts other bytes than are allocated"
 
 
 def test_a_planned_server_runs_it(tmp_path: Path) -> None:
@@ -110,7 +111,7 @@ def test_16_bit_weights_quantized_while_loading(tmp_path: Path) -> None:
     plan = plan_for(original / "reference", quantization="fp8")
     runner = TinyRunner(plan)
     torch.testing.assert_close(steps(runner), wanted(reference), **TOLERANCE)
-    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes(1)
+    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -147,11 +148,11 @@ SPLIT = (
 
 def _rank(rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    parallel_state.init(rank, size, "gloo", f"file://{folder}/rendezvous")
+    parallel_state.init(RankLayout(size), rank, "gloo", f"file://{folder}/rendezvous")
     for form in SPLIT:
-        plan = plan_for(folder / form / "quantized")
-        runner = TinyRunner(plan, tp_size=size)
-        assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes(size)
+        plan = plan_for(folder / form / "quantized", tp_size=size)
+        runner = TinyRunner(plan)
+        assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
         torch.save(steps(runner), folder / f"{form}{rank}.pt")
     parallel_state.shutdown()
 
@@ -170,8 +171,8 @@ def test_two_ranks_hold_halves_of_weights_and_scales(tmp_path: Path) -> None:
 
 def test_a_share_that_cuts_a_block_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_quantized("qwen3_wide", FORMS["fp8_block"], tmp_path)
-    monkeypatch.setattr(parallel_state, "tp_size", lambda: 8)
-    monkeypatch.setattr(parallel_state, "tp_rank", lambda: 1)
+    groups = parallel_state.groups_of(RankLayout(8), 1)
+    monkeypatch.setattr(parallel_state, "groups", lambda: groups)
     plan = plan_for(tmp_path / "quantized")
     with pytest.raises(
         UserError, match=r"gate_proj: 128 rows have one scale or word, but with --tp-size 8 a rank holds rows 64"

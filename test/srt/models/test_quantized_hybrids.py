@@ -20,6 +20,7 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.layers.quantization.dense import QuantizedLinear
 from sglang.srt.model_loader.loader import load_model
+from sglang.srt.plan.ranks import RankLayout
 
 from .harness import TinyRunner, hf_logits, plan_for, random_tokens, save_tiny
 from .quantized_checkpoints import Tensors, Write, nvfp4_modelopt, plain, static
@@ -225,7 +226,7 @@ def test_a_published_form_computes_what_it_stands_for(name: str, tmp_path: Path)
     assert want.std() > 0.1
     torch.testing.assert_close(steps(runner), want, **TOLERANCE)
     held = sum(p.tensor.nbytes for p in runner.model.params.values())
-    assert held == plan.weight_bytes(1), "the plan counts other bytes than are allocated"
+    assert held == plan.weight_bytes(), "the plan counts other bytes than are allocated"
     head = runner.model.logits.product
     in_table = any(re.fullmatch(pattern, "lm_head") for pattern, _ in PUBLISHED[name].ways)
     assert isinstance(head, QuantizedLinear) == in_table
@@ -233,10 +234,10 @@ def test_a_published_form_computes_what_it_stands_for(name: str, tmp_path: Path)
 
 def _rank(rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    parallel_state.init(rank, size, "gloo", f"file://{folder}/rendezvous")
-    plan = plan_for(folder / "quantized")
-    runner = TinyRunner(plan, tp_size=size)
-    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes(size)
+    parallel_state.init(RankLayout(size), rank, "gloo", f"file://{folder}/rendezvous")
+    plan = plan_for(folder / "quantized", tp_size=size)
+    runner = TinyRunner(plan)
+    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
     torch.save(steps(runner), folder / f"{rank}.pt")
     parallel_state.shutdown()
 
@@ -341,4 +342,4 @@ def test_an_output_head_in_a_scheme_that_no_head_has(tmp_path: Path) -> None:
     path.write_text(json.dumps(config))
     plan = plan_for(tmp_path / "quantized")
     with pytest.raises(UserError, match=r"an output head in fp8_tensor is not supported \(has nvfp4_a16\)"):
-        plan.weight_bytes(1)
+        plan.weight_bytes()

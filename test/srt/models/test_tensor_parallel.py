@@ -1,4 +1,4 @@
-"""Two and four ranks over gloo compute what one rank computes, for every family."""
+"""Several ranks over gloo compute what one rank computes, for every family, whatever they share."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ import torch.multiprocessing as mp
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.plan.layout import check_layout
+from sglang.srt.plan.ranks import RankLayout
 
 from .harness import TINY, TinyRunner, plan_for, random_tokens, save_tiny
 
 TOKENS = random_tokens(30, seed=1)
+EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 NAMES = tuple(name for name in TINY if "wide" not in name)
 """Of 4 heads and 2 kv heads: four ranks hold each kv head twice, and norms over all heads are sums over the ranks."""
+WITH_EXPERTS = tuple(name for name in NAMES if any(key in str(TINY[name][1]) for key in EXPERT_KEYS))
 TWO_KEY_HEADS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 """Whose recurrent layers two ranks share at most."""
 
@@ -28,14 +31,14 @@ def _steps(runner: TinyRunner) -> torch.Tensor:
     return torch.cat((*first, *second, *(runner.decode({1: TOKENS[9], 2: token}) for token in TOKENS[24:])))
 
 
-def _rank(rank: int, size: int, folder: Path, names: tuple[str, ...]) -> None:
+def _rank(rank: int, ranks: RankLayout, folder: Path, names: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
-    parallel_state.init(rank, size, "gloo", f"file://{folder}/rendezvous")
+    parallel_state.init(ranks, rank, "gloo", f"file://{folder}/rendezvous")
     for name in names:
-        plan = plan_for(folder / name)
-        runner = TinyRunner(plan, tp_size=size)
+        plan = plan_for(folder / name, tp_size=ranks.tp_size, ep_size=ranks.ep_size)
+        runner = TinyRunner(plan)
         held = sum(p.tensor.nbytes for p in runner.model.params.values())
-        assert held == plan.weight_bytes(size), f"{name}: the plan counts other bytes than a rank allocates"
+        assert held == plan.weight_bytes(), f"{name}: the plan counts other bytes than a rank allocates"
         torch.save(_steps(runner), folder / f"{name}{rank}.pt")
     parallel_state.shutdown()
 
@@ -49,15 +52,25 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, to
     return folder, {name: _steps(TinyRunner(plan_for(folder / name))) for name in NAMES}
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_agree_with_one_rank(size: int, models: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        (RankLayout(2), NAMES),
+        (RankLayout(4), tuple(name for name in NAMES if name not in TWO_KEY_HEADS)),
+        (RankLayout(2, 2), WITH_EXPERTS),
+        (RankLayout(4, 2), ("glm4_moe", "deepseek_v3", "minimax_m2", "gpt_oss")),
+    ],
+    ids=["TP2", "TP4", "EP2", "EP2 x TP2"],
+)
+def test_ranks_agree_with_one_rank(
+    ranks: RankLayout, names: tuple[str, ...], models: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
     folder, wanted = models
-    names = tuple(name for name in NAMES if size == 2 or name not in TWO_KEY_HEADS)
     for name in names:
         (tmp_path / name).symlink_to(folder / name)
-    mp.spawn(_rank, (size, tmp_path, names), nprocs=size)
+    mp.spawn(_rank, (ranks, tmp_path, names), nprocs=ranks.tp_size)
     for name in names:
-        for rank in range(size):
+        for rank in range(ranks.tp_size):
             got = torch.load(tmp_path / f"{name}{rank}.pt")
             torch.testing.assert_close(
                 got, wanted[name], rtol=0.0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
@@ -67,4 +80,4 @@ def test_ranks_agree_with_one_rank(size: int, models: tuple[Path, dict[str, torc
 @pytest.mark.parametrize("name", TWO_KEY_HEADS)
 def test_ranks_without_a_key_head_are_refused(name: str, models: tuple[Path, dict[str, torch.Tensor]]) -> None:
     with pytest.raises(UserError, match="2 key heads of gated delta nets; what works: --tp-size 1, 2"):
-        check_layout(plan_for(models[0] / name).description, 4)
+        check_layout(plan_for(models[0] / name).description, RankLayout(4))

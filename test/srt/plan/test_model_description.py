@@ -13,6 +13,7 @@ import torch
 
 from sglang.srt.configs.hf_config import select_text_config
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.quantization import detect
 from sglang.srt.errors import UserError
 from sglang.srt.plan.caches import CacheGroup, cache_groups
 from sglang.srt.plan.feed_forward import Dense, MoE
@@ -22,6 +23,7 @@ from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.plan import describe_served_model
 from sglang.srt.plan.pool_sizes import cache_cost
+from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.server_args import ServerArgs
 
 CONFIGS = Path(__file__).parents[1] / "kernels" / "configs"
@@ -80,7 +82,9 @@ def described_parameters(model: ModelDescription) -> int:
     total += elements(model.layers[-1].residual.head_weights(hidden))
     for layer in model.layers:
         rows = layer.ffn.intermediate_size if isinstance(layer.ffn, MoE) else 0
-        total += 2 * hidden + elements(layer.mixer.weights(hidden, 1)) + elements(layer.ffn.weights(hidden, 1, rows))
+        total += (
+            2 * hidden + elements(layer.mixer.weights(hidden, 1)) + elements(layer.ffn.weights(hidden, ONE_RANK, rows))
+        )
         total += elements(layer.residual.weights(hidden))
     return total
 
@@ -266,11 +270,58 @@ def test_layers_that_nobody_describes_are_refused(changes: dict[str, Any], messa
 def test_refused_layouts_name_those_that_work(name: str, tp_size: int, problem: str, works: str) -> None:
     model = describe(name, **({"num_attention_heads": 32} if name == "qwen35" else {}))
     with pytest.raises(UserError) as error:
-        check_layout(model, tp_size)
+        check_layout(model, RankLayout(tp_size))
     assert str(error.value) == f"{problem}{' of gated delta nets' * (name == 'qwen35')}; what works: --tp-size {works}"
     for size in map(int, works.split(", ")):
-        check_layout(model, size)
+        check_layout(model, RankLayout(size))
+
+
+def test_whole_experts_where_scales_forbid_shares() -> None:
+    """Qwen3-30B-A3B's experts are six blocks of 128 wide."""
+    config = published("qwen3_moe")
+    quant = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    config |= {"quantization_config": quant}
+    model = describe_model(config, detect(config, Path()))
+    with pytest.raises(UserError) as error:
+        check_layout(model, RankLayout(4))
+    assert str(error.value) == (
+        "expert intermediate size 768 in groups of 128 that share scales (fp8_block) is too few for 4 tensor-parallel"
+        " ranks: one would hold none of 6; what works: --tp-size 4 --ep-size 2 or --tp-size 4 --ep-size 4 or"
+        " --tp-size 1, 2"
+    )
+    for ranks in (RankLayout(4, 2), RankLayout(4, 4), RankLayout(1), RankLayout(2)):
+        check_layout(model, ranks)
+    assert next_layout(model, RankLayout(2)) == RankLayout(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "tp_size", "ep_size", "message"),
+    [
+        ("qwen3", 2, 2, "--ep-size 2 shares out experts, and the model has none; what works: --tp-size 1, 2, 4"),
+        (
+            "qwen3_moe",
+            4,
+            3,
+            "--ep-size 3 does not divide --tp-size 4, whose ranks share the experts; what works: "
+            "--tp-size 4 --ep-size 2 or --tp-size 4 --ep-size 4 or --tp-size 1, 2, 4, 8",
+        ),
+        (
+            "qwen3_moe",
+            1,
+            2,
+            "--ep-size 2 does not divide --tp-size 1, whose ranks share the experts; what works: "
+            "--tp-size 2 --ep-size 2 or --tp-size 1, 2",
+        ),
+        ("mixtral", 16, 16, "--ep-size 16 is more than the model's 8 experts; what works: "),
+    ],
+)
+def test_refused_ways_to_share_experts(name: str, tp_size: int, ep_size: int, message: str) -> None:
+    model = describe("qwen3_moe", num_experts=8) if name == "mixtral" else describe(name)
+    with pytest.raises(UserError) as error:
+        check_layout(model, RankLayout(tp_size, ep_size))
+    assert str(error.value).startswith(message)
 
 
 def test_the_next_layout_is_one_that_works() -> None:
-    assert next_layout(describe("glm47"), 4) == 8 and next_layout(describe("qwen3"), 32) is None
+    assert next_layout(describe("glm47"), RankLayout(4)) == RankLayout(8)
+    assert next_layout(describe("qwen3"), RankLayout(32)) is None

@@ -1,87 +1,184 @@
-"""Tensor parallelism of this process: who it is, and the collectives that layers need.
+"""The ranks that share a model: which groups this process belongs to, and the collectives that layers need.
 
-One process group of the accelerator carries tensors; a gloo group carries bytes between the hosts of the ranks, so that
-scheduling never waits for the device. With one rank nothing is created and every collective returns its input.
+Groups are asked for by what they share (`Groups`); which ranks these are follows from the layout alone. One process
+group of the accelerator carries tensors; a gloo group carries bytes between the hosts of the ranks, so that scheduling
+never waits for the device. With one rank nothing is created and every collective returns its input.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from sglang.srt.plan.ranks import ONE_RANK, RankLayout
+
+AllReduce = Callable[[torch.Tensor], torch.Tensor]
+"""x -> the sum of the ranks' x. May reuse the storage of x."""
+DEFAULT_TIMEOUT_S = 300.0
+"""Of a collective whose ranks have work: as --watchdog-timeout."""
+JOIN_TIMEOUT_S = 120.0
+"""The least time that ranks have to meet: they start at different speeds."""
 # Ranks without work wait in `broadcast_bytes` for as long as nobody sends a request: that is no failure.
 _IDLE_TIMEOUT = timedelta(days=3650)
 
 
+class Group:
+    """Ranks that share something. `rank`: this process's place among its `size`."""
+
+    def __init__(self, rank: int = 0, size: int = 1, process_group: dist.ProcessGroup | None = None) -> None:
+        self.rank, self.size = rank, size
+        self._process_group = process_group
+        self._all_reduce: AllReduce = self.library_all_reduce
+
+    def __repr__(self) -> str:
+        return f"Group({self.rank} of {self.size})"
+
+    def reduce_with(self, implementation: AllReduce) -> None:
+        """Use another all-reduce than the library's from now on; before the first graph is captured."""
+        self._all_reduce = implementation
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks. May reuse the storage of `x`; use the result only."""
+        return x if self.size == 1 else self._all_reduce(x)
+
+    def library_all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """As `all_reduce`, by NCCL or gloo."""
+        dist.all_reduce(x, group=self._communicator())
+        return x
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """Concatenate the ranks' tensors, which have one shape, along `dim` in the order of the ranks."""
+        if self.size == 1:
+            return x
+        dim %= x.dim()
+        gathered = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=self._communicator())
+        if dim == 0:
+            return gathered
+        by_rank = gathered.view(self.size, *x.shape).movedim(0, dim)
+        return by_rank.reshape(*x.shape[:dim], self.size * x.shape[dim], *x.shape[dim + 1 :])
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """x [size * n, ...] -> [n, ...]: this rank's rows of the sum over the ranks."""
+        if self.size == 1:
+            return x
+        rows, rest = divmod(x.shape[0], self.size)
+        assert not rest, f"{x.shape[0]} rows do not divide over {self.size} ranks"
+        out = x.new_empty((rows, *x.shape[1:]))
+        if x.device.type == "cpu":  # gloo has none
+            return out.copy_(self.library_all_reduce(x.clone())[self.rank * rows :][:rows])
+        dist.reduce_scatter_tensor(out, x.contiguous(), group=self._communicator())
+        return out
+
+    def _communicator(self) -> dist.ProcessGroup:
+        assert self._process_group is not None, f"no tensors travel in {self}"
+        return self._process_group
+
+
+ALONE = Group()
+
+
 @dataclass(frozen=True, slots=True)
-class _TensorParallel:
-    rank: int
-    size: int
-    device_group: dist.ProcessGroup | None
-    cpu_group: dist.ProcessGroup | None
+class Groups:
+    """By what their ranks share. Layers get them from their scope.
+
+    `experts`: those whose experts' outputs add up to the layer's, which are all. `ep` and `expert_tp` divide the
+    weights of experts and exchange nothing themselves. Of `pp` and `dp` there is one each today.
+    """
+
+    tp: Group = ALONE  # dense layers and the vocabulary
+    attention: Group = ALONE  # heads
+    experts: Group = ALONE
+    ep: Group = ALONE  # whole experts
+    expert_tp: Group = ALONE  # intermediate dims of each expert
+    pp: Group = ALONE  # layers
+    dp: Group = ALONE  # requests
 
 
-_ALONE = _TensorParallel(0, 1, None, None)
-_state = _ALONE
-
-
-def init(tp_rank: int, tp_size: int, backend: str, init_method: str) -> None:
-    """Join the other ranks; collective. `backend`: nccl (the current CUDA device is this rank's) or gloo; `init_method`
-    as in torch.distributed, e.g. tcp://127.0.0.1:29500. Does nothing when `tp_size` is 1."""
-    global _state
-    if not 0 <= tp_rank < tp_size:
-        raise ValueError(f"tp_rank {tp_rank} is not in 0..{tp_size - 1}")
-    if _state is not _ALONE:
-        raise RuntimeError("tensor parallelism is initialized already; call shutdown() first")
-    if tp_size == 1:
-        return
-    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
-    dist.init_process_group(
-        backend, init_method=init_method, rank=tp_rank, world_size=tp_size, timeout=_IDLE_TIMEOUT, device_id=device
+def groups_of(ranks: RankLayout, rank: int, process_group: dist.ProcessGroup | None = None) -> Groups:
+    """The groups of one rank. `process_group`: of all ranks; without it nothing can be sent."""
+    everyone = Group(rank, ranks.tp_size, process_group)
+    return Groups(
+        tp=everyone,
+        attention=everyone,
+        experts=everyone,
+        ep=Group(ranks.ep_rank(rank), ranks.ep_size),
+        expert_tp=Group(ranks.expert_tp_rank(rank), ranks.expert_tp_size),
     )
-    world = dist.group.WORLD
-    cpu_group = world if backend == "gloo" else dist.new_group(backend="gloo", timeout=_IDLE_TIMEOUT)
-    _state = _TensorParallel(tp_rank, tp_size, world, cpu_group)
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    groups: Groups
+    host_group: dist.ProcessGroup | None
+
+
+_ONE_PROCESS = _State(Groups(), None)
+_state = _ONE_PROCESS
+
+
+def init(ranks: RankLayout, rank: int, backend: str, init_method: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> Groups:
+    """Join the other ranks; collective. `backend`: nccl (the current CUDA device is this rank's) or gloo; `init_method`
+    as in torch.distributed, e.g. tcp://127.0.0.1:29500. Does nothing for one rank.
+
+    `timeout_s`: of collectives over tensors. Raises what torch.distributed raises when a rank does not come."""
+    global _state
+    if not 0 <= rank < ranks.tp_size:
+        raise ValueError(f"rank {rank} is not in 0..{ranks.tp_size - 1}")
+    if _state is not _ONE_PROCESS:
+        raise RuntimeError("the groups are initialized already; call shutdown() first")
+    if ranks == ONE_RANK:
+        return _state.groups
+    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
+    join_limit, limit = timedelta(seconds=max(timeout_s, JOIN_TIMEOUT_S)), timedelta(seconds=timeout_s)
+    dist.init_process_group(
+        backend, init_method=init_method, rank=rank, world_size=ranks.tp_size, timeout=join_limit, device_id=device
+    )
+    tensors = dist.group.WORLD if join_limit == limit else dist.new_group(backend=backend, timeout=limit)
+    host_group = dist.new_group(backend="gloo", timeout=_IDLE_TIMEOUT)
+    _state = _State(groups_of(ranks, rank, tensors), host_group)
+    return _state.groups
 
 
 def shutdown() -> None:
-    """Leave the group. Harmless when there is none."""
+    """Leave the groups. Harmless when there are none."""
     global _state
-    if _state is not _ALONE:
+    if _state is not _ONE_PROCESS:
         dist.destroy_process_group()
-        _state = _ALONE
+        _state = _ONE_PROCESS
+
+
+def groups() -> Groups:
+    """Of this process."""
+    return _state.groups
+
+
+def host_group() -> dist.ProcessGroup:
+    """All ranks, for what stays in host memory: gloo, without a time limit. There is none for one rank."""
+    assert _state.host_group is not None, "one rank has nobody to talk to"
+    return _state.host_group
 
 
 def tp_rank() -> int:
-    return _state.rank
+    return _state.groups.tp.rank
 
 
 def tp_size() -> int:
-    return _state.size
+    return _state.groups.tp.size
 
 
 def all_reduce(x: torch.Tensor) -> torch.Tensor:
-    """Sum over the ranks. May reuse the storage of `x`; use the result only."""
-    if _state.size > 1:
-        dist.all_reduce(x, group=_state.device_group)
-    return x
+    """Over all ranks, by NCCL or gloo."""
+    return _state.groups.tp.library_all_reduce(x)
 
 
-def all_gather(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """Concatenate the ranks' tensors, which have one shape, along `dim` in the order of the ranks."""
-    if _state.size == 1:
-        return x
-    dim %= x.dim()
-    gathered = x.new_empty((_state.size * x.shape[0], *x.shape[1:]))
-    dist.all_gather_into_tensor(gathered, x.contiguous(), group=_state.device_group)
-    if dim == 0:
-        return gathered
-    by_rank = gathered.view(_state.size, *x.shape).movedim(0, dim)
-    return by_rank.reshape(*x.shape[:dim], _state.size * x.shape[dim], *x.shape[dim + 1 :])
+def meet() -> None:
+    """Wait for the other ranks without a time limit: behind what takes each its own time."""
+    least(0)
 
 
 def least(value: int) -> int:
@@ -91,27 +188,27 @@ def least(value: int) -> int:
 
 def least_each(values: Sequence[int]) -> list[int]:
     """The smallest of the ranks' values at each position; all ranks give the same number of them. Host memory only."""
-    if _state.size == 1 or not values:
+    if tp_size() == 1 or not values:
         return list(values)
     smallest = torch.tensor(values, dtype=torch.int64)
-    dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=_state.cpu_group)
+    dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=_state.host_group)
     return [int(value) for value in smallest.tolist()]
 
 
 def broadcast_bytes(data: bytes | None) -> bytes:
     """Rank 0's `data` on every rank; the other ranks pass None. Host memory only. Blocks until rank 0 calls."""
-    if _state.size == 1:
+    if tp_size() == 1:
         assert data is not None
         return data
     header = torch.tensor([0 if data is None else len(data)], dtype=torch.int64)
-    dist.broadcast(header, src=0, group=_state.cpu_group)
+    dist.broadcast(header, src=0, group=_state.host_group)
     size = int(header.item())
     if size == 0:
         return b""
-    if _state.rank == 0:
+    if tp_rank() == 0:
         assert data is not None
         payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     else:
         payload = torch.empty(size, dtype=torch.uint8)
-    dist.broadcast(payload, src=0, group=_state.cpu_group)
+    dist.broadcast(payload, src=0, group=_state.host_group)
     return payload.numpy().tobytes()

@@ -7,6 +7,7 @@ import importlib.metadata
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from sglang.srt.environ import envs
 from sglang.srt.errors import UserError
@@ -166,6 +167,18 @@ def device_name(device_index: int = 0) -> str:
     import torch
 
     return torch.cuda.get_device_name(device_index)
+
+
+def pci_address(device_index: int) -> str | None:
+    """Of a CUDA device, as sysfs writes it: "0000:c1:00.0". None: this torch does not say."""
+    import torch
+
+    properties: Any = torch.cuda.get_device_properties(device_index)
+    try:
+        domain, bus, device = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+    except AttributeError:
+        return None
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
 def device_count() -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.errors import UserError
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.block import Site
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
 
 
-def kv_head_range(num_kv_heads: int, tp_rank: int, tp_size: int) -> slice:
+def kv_head_range(num_kv_heads: int, group: Group) -> slice:
     """The kv heads of a rank; with more ranks than kv heads, neighbouring ranks hold the same head."""
-    if tp_size <= num_kv_heads:
-        return shard_of(num_kv_heads, tp_rank, tp_size, "number of kv heads")
-    if tp_size % num_kv_heads:
-        raise ValueError(f"{num_kv_heads} kv heads cannot be replicated over {tp_size} tensor-parallel ranks evenly")
-    head = tp_rank * num_kv_heads // tp_size
+    if group.size <= num_kv_heads:
+        return shard_of(num_kv_heads, group, "number of kv heads")
+    if group.size % num_kv_heads:
+        raise ValueError(f"{num_kv_heads} kv heads cannot be replicated over {group.size} tensor-parallel ranks evenly")
+    head = group.rank * num_kv_heads // group.size
     return slice(head, head + 1)
 
 
@@ -43,9 +43,10 @@ class WholeNorm:
             for name, (total, rows) in (("q_norm", q_rows), ("k_norm", k_rows))
         )
         self.totals = (q_rows[0], k_rows[0])
-        self.k_copies = scope.tp_size * self.k_weight.shape[0] // k_rows[0]
+        group = scope.groups.attention
+        self.k_copies = group.size * self.k_weight.shape[0] // k_rows[0]
         self.eps = eps
-        self.reduce = parallel_state.all_reduce if scope.tp_size > 1 else None
+        self.reduce = group.all_reduce if group.size > 1 else None
         self.norm: QKWholeNormOp = scope.plan.entry("qk_whole_norm")
 
     def __call__(self, qkv: torch.Tensor) -> None:
@@ -60,8 +61,8 @@ class GQAttention:
     def __init__(self, scope: Scope, spec: GQA, site: Site) -> None:
         assert spec.rope is not None and spec.v_head_dim == spec.head_dim
         dim, hidden_size = spec.head_dim, site.model.hidden_size
-        heads = shard_of(spec.num_heads, scope.tp_rank, scope.tp_size, "number of attention heads")
-        kv_heads = kv_head_range(spec.num_kv_heads, scope.tp_rank, scope.tp_size)
+        heads = shard_of(spec.num_heads, scope.groups.attention, "number of attention heads")
+        kv_heads = kv_head_range(spec.num_kv_heads, scope.groups.attention)
         self.num_heads = heads.stop - heads.start
         self.num_kv_heads = kv_heads.stop - kv_heads.start
         self.head_dim = dim
@@ -75,7 +76,9 @@ class GQAttention:
         if spec.output_gate:
             projections = _with_gates(projections, heads, dim)
         self.qkv = ColumnParallelLinear(scope.sub("qkv"), hidden_size, projections, spec.qkv_bias)
-        self.o = RowParallelLinear(scope.sub("o"), spec.num_heads * dim, hidden_size, spec.o_bias)
+        self.o = RowParallelLinear(
+            scope.sub("o"), spec.num_heads * dim, hidden_size, spec.o_bias, group=scope.groups.attention
+        )
         self.q_norm = self.k_norm = None
         self.whole_norm: WholeNorm | None = None
         if spec.qk_norm == "head":

@@ -5,22 +5,22 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.ops import LinearOp
 from sglang.srt.layers.parameter import Part, Scope, Shard
 from sglang.srt.plan.weight_names import PartKey
 
 
-def _vocab_rows(scope: Scope, vocab_size: int) -> tuple[int, slice]:
+def _vocab_rows(group: Group, vocab_size: int) -> tuple[int, slice]:
     """How many rows a rank has room for, and which of the vocabulary it holds: the last ranks may hold fewer."""
-    rows = -(-vocab_size // scope.tp_size)
-    first = min(scope.tp_rank * rows, vocab_size)
+    rows = -(-vocab_size // group.size)
+    first = min(group.rank * rows, vocab_size)
     return rows, slice(first, min(first + rows, vocab_size))
 
 
 def _vocab_weight(scope: Scope, vocab_size: int, hidden_size: int) -> torch.Tensor:
     """This rank's rows [ceil(V / tp), H]. Rows past the vocabulary (of the last ranks) stay zero."""
-    rows, rank_rows = _vocab_rows(scope, vocab_size)
+    rows, rank_rows = _vocab_rows(scope.groups.tp, vocab_size)
     part = Part((vocab_size, hidden_size), (rank_rows,), (slice(0, rank_rows.stop - rank_rows.start),))
     weight = scope.param("weight", (rows, hidden_size), {PartKey(): part})
     if not weight.is_meta:
@@ -33,21 +33,21 @@ class VocabParallelEmbedding:
 
     def __init__(self, scope: Scope, vocab_size: int, hidden_size: int, scale: float = 1.0) -> None:
         self.scale = float(torch.tensor(scale, dtype=scope.dtype))
+        self.group = scope.groups.tp
         self.weight = _vocab_weight(scope, vocab_size, hidden_size)
-        self.multi_rank = scope.tp_size > 1
-        self.first = scope.tp_rank * self.weight.shape[0]
+        self.first = self.group.rank * self.weight.shape[0]
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         out = self._rows(ids)
         return out if self.scale == 1.0 else out * self.scale
 
     def _rows(self, ids: torch.Tensor) -> torch.Tensor:
-        if not self.multi_rank:
+        if self.group.size == 1:
             return F.embedding(ids, self.weight)
         local = ids - self.first
         mine = (local >= 0) & (local < self.weight.shape[0])
         out = F.embedding(torch.where(mine, local, 0), self.weight)
-        return parallel_state.all_reduce(out * mine[:, None])
+        return self.group.all_reduce(out * mine[:, None])
 
 
 class LMHead:
@@ -64,8 +64,8 @@ class LMHead:
     ) -> None:
         self.vocab_size = vocab_size
         self.cap = cap
-        self.multi_rank = scope.tp_size > 1
-        self.rows, rank_rows = _vocab_rows(scope, vocab_size)
+        self.group = scope.groups.tp
+        self.rows, rank_rows = _vocab_rows(self.group, vocab_size)
         shard = Shard("", vocab_size, hidden_size, rank_rows, slice(0, hidden_size))
         # The sums as they are: rounded to bf16, logits of 16 to 32 would lie on a grid of 0.125.
         self.product = scope.quant.create_head(scope, shard) if tied_to is None else None
@@ -77,8 +77,8 @@ class LMHead:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         assert self.product is not None
         logits = self.product(hidden)
-        if self.multi_rank:
+        if self.group.size > 1:
             missing = self.rows - logits.shape[-1]
             logits = F.pad(logits, (0, missing)) if missing else logits
-            logits = parallel_state.all_gather(logits)[:, : self.vocab_size]
+            logits = self.group.all_gather(logits)[:, : self.vocab_size]
         return logits if self.cap == 0.0 else torch.tanh(logits / self.cap) * self.cap

@@ -39,7 +39,7 @@ class LatentAttention:
     def __init__(self, scope: Scope, spec: MLA, site: Site) -> None:
         assert spec.rope is not None and not spec.sparse
         self.spec = spec
-        heads = shard_of(spec.num_heads, scope.tp_rank, scope.tp_size, "number of attention heads")
+        heads = shard_of(spec.num_heads, scope.groups.attention, "number of attention heads")
         self.num_heads = heads.stop - heads.start
         self._build_projections(scope, site.model.hidden_size, heads)
         self.cache = scope.cache(site.layer_id, "latent")
@@ -71,7 +71,9 @@ class LatentAttention:
         up_rows = _rows_of_heads(spec.num_heads, spec.nope_dim + spec.v_dim, heads)
         shard = Shard("", up_rows[0], rank, up_rows[1], slice(0, rank))
         scope.quant.create_unpacked(scope.sub("kv_b"), shard, self._take_up)
-        self.o = RowParallelLinear(scope.sub("o"), spec.num_heads * spec.v_dim, hidden_size)
+        self.o = RowParallelLinear(
+            scope.sub("o"), spec.num_heads * spec.v_dim, hidden_size, group=scope.groups.attention
+        )
 
     def _take_up(self, weight: torch.Tensor) -> None:
         """weight [heads * (nope + v), rank]: views of it, so that it is held once."""

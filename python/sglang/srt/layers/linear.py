@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.ops import LinearOp
 from sglang.srt.layers.parameter import Apply, Init, Part, Scope, Shard
 from sglang.srt.plan.weight_names import PartKey
@@ -42,14 +42,14 @@ class Unquantized:
         return scope.param("weight", (end, shards[0].cols.stop - shards[0].cols.start), parts)
 
 
-def shard_of(total: int, rank: int, size: int, what: str) -> slice:
+def shard_of(total: int, group: Group, what: str) -> slice:
     """This rank's equal share of `total`."""
-    if total % size:
+    if total % group.size:
         raise ValueError(
-            f"{what} {total} cannot be divided over {size} tensor-parallel ranks; choose another --tp-size"
+            f"{what} {total} cannot be divided over {group.size} tensor-parallel ranks; choose another --tp-size"
         )
-    share = total // size
-    return slice(rank * share, (rank + 1) * share)
+    share = total // group.size
+    return slice(group.rank * share, (group.rank + 1) * share)
 
 
 class ColumnParallelLinear:
@@ -80,17 +80,24 @@ class ColumnParallelLinear:
 
 
 class RowParallelLinear:
-    """Sharded by input, summed over the ranks: x [T, in / tp] -> [T, out]. Without `reduce` the caller sums, and there
-    is no bias."""
+    """Sharded by input over `group` (all ranks if None), summed over it: x [T, in / size] -> [T, out]. Without `reduce`
+    the caller sums, and there is no bias."""
 
     def __init__(
-        self, scope: Scope, in_features: int, out_features: int, bias: bool = False, reduce: bool = True
+        self,
+        scope: Scope,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        reduce: bool = True,
+        group: Group | None = None,
     ) -> None:
         assert reduce or not bias
-        cols = shard_of(in_features, scope.tp_rank, scope.tp_size, f"input features of {scope.path}:")
+        self.group = group or scope.groups.tp
+        cols = shard_of(in_features, self.group, f"input features of {scope.path}:")
         shard = Shard("", out_features, in_features, slice(0, out_features), cols)
         self.bias = scope.param("bias", (out_features,), init=Init.ZEROS) if bias else None
-        self.multi_rank = scope.tp_size > 1 and reduce
+        self.multi_rank = self.group.size > 1 and reduce
         # The bias belongs to the sum, so that with several ranks it is added once, after the all-reduce.
         self.apply = scope.quant.create_weights(scope, [shard], None if self.multi_rank else self.bias)
 
@@ -98,7 +105,7 @@ class RowParallelLinear:
         out = self.apply(x)
         if not self.multi_rank:
             return out
-        out = parallel_state.all_reduce(out)
+        out = self.group.all_reduce(out)
         return out if self.bias is None else out + self.bias
 
 

@@ -23,7 +23,7 @@ class GatedMLP:
     """down(f(gate x) * up x), or down(f(up x)): [T, H] -> [T, H]. Without `reduce` it is this rank's summand."""
 
     def __init__(self, scope: Scope, hidden_size: int, spec: Dense, reduce: bool = True) -> None:
-        rows = shard_of(spec.intermediate_size, scope.tp_rank, scope.tp_size, "intermediate size")
+        rows = shard_of(spec.intermediate_size, scope.groups.tp, "intermediate size")
         halves = dict.fromkeys(up_parts(spec.activation), (spec.intermediate_size, rows))
         self.gate_up = ColumnParallelLinear(scope.sub("gate_up"), hidden_size, halves, spec.bias)
         self.down = RowParallelLinear(scope.sub("down"), spec.intermediate_size, hidden_size, spec.bias, reduce)

@@ -276,6 +276,7 @@ def topk_softmax(
     with_shared: bool = False,
     num_valid: torch.Tensor | None = None,
     groups: tuple[int, int] = (1, 1),
+    expert_map: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """router_logits [T, E] -> weights [T, k] fp32 (of the softmax over all experts; summing to 1 if `renormalize`) and
     expert ids [T, k] int32, largest first. `renormalize` is also the softmax over the chosen logits (GPT-OSS). With
@@ -293,7 +294,7 @@ def topk_softmax(
         taken = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter_(1, best, True)
         scores = by_group.masked_fill(~taken[..., None], -torch.inf).flatten(1)
     weights, ids = scores.topk(top_k, dim=-1)
-    return _routed(weights, ids, renormalize, scale, router_logits.shape[1], with_shared, num_valid)
+    return _routed(weights, ids, renormalize, scale, router_logits.shape[1], with_shared, num_valid, expert_map)
 
 
 def topk_sigmoid(
@@ -305,6 +306,7 @@ def topk_sigmoid(
     scale: float = 1.0,
     with_shared: bool = False,
     num_valid: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """router_logits [T, E], bias [E] -> weights [T, k] fp32: the sigmoids of the experts whose sigmoid plus bias is
     largest, among the best `groups[1]` of `groups[0]` groups of neighbours; ids [T, k] int32, in the order of choice.
@@ -312,7 +314,7 @@ def topk_sigmoid(
     A group's score is the sum of its two largest. Source: DeepSeek-V3 technical report, section 2.1.2.
     """
     scores = router_logits.float().sigmoid()
-    return _choose(scores, bias, top_k, renormalize, groups, scale, with_shared, num_valid)
+    return _choose(scores, bias, top_k, renormalize, groups, scale, with_shared, num_valid, expert_map)
 
 
 def topk_sqrtsoftplus(
@@ -324,10 +326,11 @@ def topk_sqrtsoftplus(
     scale: float = 1.0,
     with_shared: bool = False,
     num_valid: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `topk_sigmoid`, with scores sqrt(softplus(logits)) (DeepSeek-V4)."""
     scores = F.softplus(router_logits.float()).sqrt()
-    return _choose(scores, bias, top_k, renormalize, groups, scale, with_shared, num_valid)
+    return _choose(scores, bias, top_k, renormalize, groups, scale, with_shared, num_valid, expert_map)
 
 
 def topk_hash(
@@ -338,6 +341,7 @@ def topk_hash(
     scale: float = 1.0,
     with_shared: bool = False,
     num_valid: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """router_logits [T, E], token_ids [T], table [V, k] int32 -> weights [T, k] fp32, ids [T, k] int32: the experts
     that the table names for each token, weighted by their scores ("sigmoid" or "sqrtsoftplus"), which are normalized.
@@ -345,7 +349,7 @@ def topk_hash(
     logits = router_logits.float()
     scores = logits.sigmoid() if score == "sigmoid" else F.softplus(logits).sqrt()
     ids = table[token_ids].long()
-    return _routed(scores.gather(1, ids), ids, True, scale, router_logits.shape[1], with_shared, num_valid)
+    return _routed(scores.gather(1, ids), ids, True, scale, router_logits.shape[1], with_shared, num_valid, expert_map)
 
 
 def _choose(
@@ -357,6 +361,7 @@ def _choose(
     scale: float,
     with_shared: bool,
     num_valid: torch.Tensor | None,
+    expert_map: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     choice = scores if bias is None else scores + bias.float()
     num_groups, top_groups = groups
@@ -366,7 +371,7 @@ def _choose(
         taken = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter_(1, best, True)
         choice = by_group.masked_fill(~taken[..., None], -torch.inf).flatten(1)
     ids = choice.topk(top_k, dim=-1).indices
-    return _routed(scores.gather(1, ids), ids, renormalize, scale, scores.shape[1], with_shared, num_valid)
+    return _routed(scores.gather(1, ids), ids, renormalize, scale, scores.shape[1], with_shared, num_valid, expert_map)
 
 
 def _routed(
@@ -377,10 +382,11 @@ def _routed(
     num_experts: int,
     with_shared: bool,
     num_valid: torch.Tensor | None,
+    expert_map: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    weights, ids = weights * scale, ids.to(torch.int32)
+    weights, ids = weights * scale, ids.to(torch.int32) if expert_map is None else expert_map[ids]
     if with_shared:
         weights, ids = F.pad(weights, (0, 1), value=1.0), F.pad(ids, (0, 1), value=num_experts)
     if num_valid is not None:

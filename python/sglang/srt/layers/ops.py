@@ -169,6 +169,7 @@ class SoftmaxRoutingOp(Protocol):
         with_shared: bool = False,
         num_valid: torch.Tensor | None = None,
         groups: tuple[int, int] = (1, 1),
+        expert_map: torch.Tensor | None = None,
     ) -> Routing: ...
 
 
@@ -183,6 +184,7 @@ class ScoreRoutingOp(Protocol):
         scale: float = 1.0,
         with_shared: bool = False,
         num_valid: torch.Tensor | None = None,
+        expert_map: torch.Tensor | None = None,
     ) -> Routing: ...
 
 
@@ -196,6 +198,7 @@ class HashRoutingOp(Protocol):
         scale: float = 1.0,
         with_shared: bool = False,
         num_valid: torch.Tensor | None = None,
+        expert_map: torch.Tensor | None = None,
     ) -> Routing: ...
 
 

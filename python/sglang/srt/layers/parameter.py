@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
+from sglang.srt.distributed.parallel_state import Groups
 from sglang.srt.mem_cache.memory_pool import CacheStore
 from sglang.srt.plan.weight_names import PartKey, WeightMap
 
@@ -122,21 +123,22 @@ class QuantMethod(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What layers are built in: the plan, the place of the weights, and a path that names them.
+    """What layers are built in: the plan, the groups of ranks, the place of the weights, and a path that names them.
 
-    `caches` collects the stores that blocks ask for, `finish` what is left to do once the parameters are filled (scales
+    `elsewhere` collects the names of checkpoint tensors that other ranks hold, `caches` the stores that blocks ask for,
+    `finish` what is left to do once the parameters are filled (scales
     folded, weights repacked).
     """
 
     plan: Plan
     device: torch.device
     dtype: torch.dtype
-    tp_rank: int
-    tp_size: int
+    groups: Groups
     quant: QuantMethod
     weights: WeightMap
     path: str = ""
     params: dict[str, Param] = field(default_factory=dict)
+    elsewhere: set[str] = field(default_factory=set)
     caches: list[CacheStore] = field(default_factory=list)
     finish: list[Callable[[], None]] = field(default_factory=list)
 

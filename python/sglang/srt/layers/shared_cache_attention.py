@@ -25,8 +25,8 @@ class SharedCacheAttention:
     def __init__(self, scope: Scope, spec: GQA, site: Site) -> None:
         assert spec.rope is not None and spec.qk_norm == "head" and not (spec.output_gate or spec.sinks)
         dim, hidden_size = spec.head_dim, site.model.hidden_size
-        heads = shard_of(spec.num_heads, scope.tp_rank, scope.tp_size, "number of attention heads")
-        kv_heads = kv_head_range(spec.num_kv_heads, scope.tp_rank, scope.tp_size)
+        heads = shard_of(spec.num_heads, scope.groups.attention, "number of attention heads")
+        kv_heads = kv_head_range(spec.num_kv_heads, scope.groups.attention)
         rows = slice(heads.start * dim, heads.stop * dim)
         self.source = spec.cache_layer
         self.eps = site.model.norm_eps

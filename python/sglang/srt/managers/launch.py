@@ -8,13 +8,16 @@
 Each child holds one end of a pipe. It says `ready` through it, or why it failed; and since the pipe breaks when the
 parent is gone, however that ended, a child never outlives its parent. Children ignore SIGINT and SIGTERM, which reach
 a whole process group: the parent decides when they go.
+
+Once it is ready, a child also gives signs of life: one that is stopped, or holds the interpreter for good, has no way
+to say so itself. When a rank ends, the others fail too, wherever they wait for it: what they say is collected for a
+moment, so that the first cause is named, and those that are still there print their stacks.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -22,20 +25,20 @@ import os
 import signal
 import threading
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
+from sglang.srt.managers.child import ALIVE, ERROR, READY, STOP, USER_ERROR, child_main
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.watchdog import beat_seconds
 from sglang.srt.managers.wire.ipc import Ports
 from sglang.srt.plan.plan import describe_served_model
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
-from sglang.srt.utils.log import configure_logging
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +46,12 @@ SCHEDULER_ENTRY = "sglang.srt.managers.scheduler.scheduler_process:run_scheduler
 """`module:function(args, ports, tp_rank, start_pipe)`; imported by the child only."""
 DETOKENIZER_ENTRY = "sglang.srt.managers.detokenizer.detokenizer_manager:run_detokenizer"
 
-READY = b"ready"
-_STOP = b"stop"
-_ERROR = b"error:"
-_USER_ERROR = b"user-error:"
 _EXIT_GRACE_S = 1.0
-"""Time for a dying child's last words to arrive."""
+"""Time for a dying child's last words to arrive, and those of the ranks that wait for it."""
+_STACKS_S = 0.3
+"""Time for the others to print their stacks."""
+_MISSED_BEATS = 2.5
+"""Signs of life that did not come, when another rank has failed already."""
 
 
 class EngineError(RuntimeError):
@@ -65,6 +68,11 @@ class _Child:
     process: BaseProcess
     pipe: Connection
     ready: bool = False
+    last_heard: float = 0.0
+
+    def silent_for(self, seconds: float) -> bool:
+        """Whether it was ready and has given no sign of life for so long."""
+        return self.ready and time.monotonic() - self.last_heard > seconds
 
 
 class EngineHandle:
@@ -72,6 +80,7 @@ class EngineHandle:
 
     def __init__(self, args: ServerArgs, model_config: ModelConfig) -> None:
         self._ports = Ports.create()
+        self._limit_s = args.watchdog_timeout
         self._children: list[_Child] = []
         self._settled = threading.Event()
         """Set when all children are ready or one has failed."""
@@ -133,7 +142,7 @@ class EngineHandle:
     def _spawn(self, name: str, entry: str, call: tuple[ServerArgs, Ports, int]) -> None:
         ours, theirs = multiprocessing.Pipe(duplex=True)
         context = multiprocessing.get_context("spawn")
-        process = context.Process(target=_child_main, args=(name, entry, call, theirs), name=name, daemon=True)
+        process = context.Process(target=child_main, args=(name, entry, call, theirs), name=name, daemon=True)
         process.start()
         theirs.close()
         self._children.append(_Child(name, process, ours))
@@ -143,7 +152,7 @@ class EngineHandle:
         for child in self._children:
             # A message, because closing would not break the pipe while the monitor thread waits on it.
             with contextlib.suppress(OSError):  # already gone
-                child.pipe.send_bytes(_STOP)
+                child.pipe.send_bytes(STOP)
         end = time.monotonic() + limit_s
         for child in self._children:
             child.process.join(max(0.0, end - time.monotonic()))
@@ -157,29 +166,76 @@ class EngineHandle:
         by_pipe = {child.pipe: child for child in self._children}
         while not self._closing:
             try:
-                signalled = multiprocessing.connection.wait(list(by_pipe))
-                for pipe in signalled:
-                    failure = self._read(by_pipe[pipe])  # type: ignore[index]
-                    if failure is not None:
-                        self._fail(failure)
-                        return
+                failures = self._listen(by_pipe, beat_seconds(self._limit_s))
+                silent = [child for child in self._children if child.silent_for(self._limit_s)]
+                cause = self._cause(by_pipe, failures) if failures or silent else None
+                if cause is not None:
+                    self._fail(cause)
+                    return
             except (OSError, ValueError):  # the pipes were closed by shutdown
                 return
             if all(child.ready for child in self._children):
                 self._settled.set()  # and watch on
 
+    def _listen(self, by_pipe: dict[Connection, _Child], timeout_s: float) -> list[UserError | EngineError]:
+        """What has arrived, the ends of processes without a word first."""
+        failures: list[UserError | EngineError] = []
+        for pipe in multiprocessing.connection.wait(list(by_pipe), timeout_s):
+            failure = self._read(by_pipe[pipe])  # type: ignore[index]
+            if failure is not None:
+                del by_pipe[pipe]  # type: ignore[arg-type]
+                worded = isinstance(failure, UserError) or failure.details
+                failures.insert(len(failures) if worded else 0, failure)
+        return failures
+
+    def _cause(
+        self, by_pipe: dict[Connection, _Child], failures: list[UserError | EngineError]
+    ) -> UserError | EngineError | None:
+        """Of the processes that have failed or are silent, the one that began it: the others may only have waited for
+        it. None: what was silent speaks again. Logs what the others say. `by_pipe`: those that have not failed."""
+        end = time.monotonic() + _EXIT_GRACE_S
+        while len(by_pipe) > 1 and (left := end - time.monotonic()) > 0:  # the detokenizer waits for nobody
+            failures += self._listen(by_pipe, left)
+        limit_s = _MISSED_BEATS * beat_seconds(self._limit_s)
+        silent = [child for child in by_pipe.values() if child.silent_for(limit_s)]
+        causes: list[UserError | EngineError] = [
+            EngineError(f"the {child.name} process does not answer (--watchdog-timeout {self._limit_s:g})")
+            for child in silent
+        ]
+        named = [*causes, *failures]
+        for failure in named[1:]:
+            if isinstance(failure, EngineError):
+                logger.error("Then %s", f"{failure}\n{failure.details}".rstrip())
+        if not named:
+            return None
+        if isinstance(named[0], EngineError) and self._settled.is_set():
+            self._print_stacks(by_pipe.values())
+        return named[0]
+
+    def _print_stacks(self, children: Iterable[_Child]) -> None:
+        """Of the ranks that are still there, to their stderr."""
+        ranks = [child for child in children if child.name.startswith("scheduler ")]
+        for child in ranks:
+            logger.error("Where %s is:", child.name)
+            with contextlib.suppress(OSError):
+                os.kill(child.process.pid or 0, signal.SIGUSR1)
+            time.sleep(_STACKS_S)
+
     def _read(self, child: _Child) -> UserError | EngineError | None:
+        child.last_heard = time.monotonic()
         try:
             message = child.pipe.recv_bytes()
         except (EOFError, ConnectionError):
             child.process.join(_EXIT_GRACE_S)
             return EngineError(f"the {child.name} process died ({_exit_reason(child.process.exitcode)})")
+        if message == ALIVE:
+            return None
         if message == READY:
             child.ready = True
             return None
-        if message.startswith(_USER_ERROR):
-            return UserError(message.removeprefix(_USER_ERROR).decode())
-        details = message.removeprefix(_ERROR).decode(errors="replace").rstrip()
+        if message.startswith(USER_ERROR):
+            return UserError(message.removeprefix(USER_ERROR).decode())
+        details = message.removeprefix(ERROR).decode(errors="replace").rstrip()
         return EngineError(f"the {child.name} process failed: {details.splitlines()[-1]}", details)
 
     def _fail(self, failure: UserError | EngineError) -> None:
@@ -208,41 +264,3 @@ def _exit_reason(code: int | None) -> str:
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exit status {code}"
-
-
-# --- in the child -----------------------------------------------------------------------------------------------------
-
-
-def _child_main(name: str, entry: str, call: tuple[ServerArgs, Ports, int], pipe: Connection) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    args = call[0]
-    threading.Thread(target=_exit_with_parent, args=(pipe, call[1]), name="parent-watch", daemon=True).start()
-    configure_logging(args.log_level, name.removeprefix("scheduler ") if " " in name else "")
-    try:
-        module, function = entry.split(":")
-        getattr(importlib.import_module(module), function)(*call, pipe)
-    except UserError as error:
-        _last_words(pipe, _USER_ERROR + str(error).encode(), 2)
-    except BaseException:
-        _last_words(pipe, _ERROR + traceback.format_exc().encode(), 1)
-
-
-def _last_words(pipe: Connection, message: bytes, status: int) -> None:
-    """Report and end at once: threads and libraries of a broken process may not come to an end by themselves."""
-    try:
-        pipe.send_bytes(message)
-    except OSError:
-        pass  # the parent is gone, nobody to tell
-    finally:
-        os._exit(status)
-
-
-def _exit_with_parent(pipe: Connection, ports: Ports) -> None:
-    """Ends the process when the parent says so, or has died."""
-    try:
-        pipe.recv_bytes()
-    except (EOFError, OSError):
-        ports.remove()  # the parent had no time to
-    finally:
-        os._exit(0)

@@ -14,6 +14,11 @@ logger = logging.getLogger(__name__)
 EXIT_CODE = 3
 
 
+def beat_seconds(limit_s: float) -> float:
+    """How often to look, and to give a sign of life, where nothing may be stuck for `limit_s`."""
+    return min(limit_s / 4, 5.0)
+
+
 class Watchdog:
     """Between `busy()` and `idle()` no more than `limit_s` seconds may pass without another call of either."""
 
@@ -30,7 +35,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while True:
-            time.sleep(min(self.limit_s / 4, 5.0))
+            time.sleep(beat_seconds(self.limit_s))
             since = self._busy_since
             if since is not None and time.monotonic() - since > self.limit_s:
                 logger.error("A step has not ended for %g seconds (--watchdog-timeout); giving up.", self.limit_s)

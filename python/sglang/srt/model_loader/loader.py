@@ -47,6 +47,7 @@ def load_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> CausalLM
             load_checkpoint(model, plan.model.model_path)
         for step in model.finish:
             step()
+    parallel_state.meet()  # the collectives that follow have a time limit, and files come at different speeds
     num_bytes = sum(p.tensor.nbytes for p in model.params.values())
     if plan.model.quantization is not None:
         model.params.clear()  # kernels have copies of what they had to arrange anew: what it was stored as is freed

@@ -112,13 +112,13 @@ class CausalLM:
             plan=plan,
             device=torch.device(device or plan.device),
             dtype=getattr(torch, plan.dtype),
-            tp_rank=parallel_state.tp_rank(),
-            tp_size=parallel_state.tp_size(),
+            groups=parallel_state.groups(),
             quant=quant,
             weights=model.names,
         )
         self.weights = model.names
         self.params: dict[str, Param] = scope.params
+        self.elsewhere = scope.elsewhere
         self.finish = scope.finish
         self.caches: list[CacheStore] = scope.caches
         self.embed = VocabParallelEmbedding(
@@ -154,8 +154,9 @@ class CausalLM:
         return embedded
 
     def ignored_weight(self, name: str) -> bool:
-        """Whether a checkpoint tensor holds nothing that we need."""
-        if self.description.tie_embeddings and name == self.weights.model["lm_head"] + ".weight":
+        """Whether a checkpoint tensor holds nothing that this rank needs."""
+        tied_head = self.description.tie_embeddings and name == self.weights.model["lm_head"] + ".weight"
+        if tied_head or name in self.elsewhere:
             return True
         if name.startswith(self.weights.unread) or name.endswith(self.weights.ignore):
             return True

@@ -6,6 +6,7 @@ from sglang.srt.plan.feed_forward import MoE
 from sglang.srt.plan.layer_spec import Matrix
 from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.ranks import ONE_RANK
 from sglang.srt.server_args import ServerArgs
 
 GIB = 1024**3
@@ -70,7 +71,7 @@ def layer_products(model: ModelDescription) -> float:
     for layer in model.layers:
         rows = layer.ffn.intermediate_size if isinstance(layer.ffn, MoE) else 0
         columns = layer.ffn.top_k + layer.ffn.fused_shared if isinstance(layer.ffn, MoE) else 0
-        weights = layer.weights(model.hidden_size, 1, rows)
+        weights = layer.weights(model.hidden_size, ONE_RANK, rows)
         matrices = [part for part in weights if isinstance(part, Matrix) and part.quantized]
         total += sum(part.rows * part.cols * (columns if part.experts else 1) for part in matrices)
     return total / len(model.layers)

@@ -9,6 +9,7 @@ from sglang.srt.configs.activation import SILU, Activation
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.layer_spec import Elements, Matrix, Serving, Weights
+from sglang.srt.plan.ranks import RankLayout
 
 
 def _mlp(prefix: str, size: int, hidden_size: int, bias: bool, activation: Activation) -> Weights:
@@ -36,11 +37,11 @@ class Dense:
     def needs(self, serving: Serving) -> Iterator[Need]:
         yield Need(self.activation.op, q_dtype=serving.dtype)
 
-    def weights(self, hidden_size: int, tp_size: int, expert_rows: int) -> Weights:
-        return _mlp("mlp", self.intermediate_size // tp_size, hidden_size, self.bias, self.activation)
+    def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
+        return _mlp("mlp", self.intermediate_size // ranks.tp_size, hidden_size, self.bias, self.activation)
 
-    def activation_elements(self, hidden_size: int, tp_size: int) -> int:
-        return 3 * self.intermediate_size // tp_size
+    def activation_elements(self, hidden_size: int, ranks: RankLayout) -> int:
+        return 3 * self.intermediate_size // ranks.tp_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +132,8 @@ class MoE:
         if self.shared is not None and not self.fused_shared:
             yield Need(self.activation.op, q_dtype=serving.dtype)
 
-    def weights(self, hidden_size: int, tp_size: int, expert_rows: int) -> Weights:
-        experts, rows, router = self.held_experts, expert_rows, self.router
+    def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
+        experts, rows, router = ranks.expert_room(self.num_experts) + self.fused_shared, expert_rows, self.router
         dtype = "float32" if router.float32 else None
         up, width = up_parts(self.activation), self.latent_size or hidden_size
         parts: list[Matrix | Elements] = [
@@ -148,18 +149,21 @@ class MoE:
         if router.hash_table:
             parts.append(Elements(self.vocab_size * router.top_k, "int32"))
         if self.shared is not None and not self.fused_shared:
-            parts += _mlp("moe.shared", self.shared.intermediate_size // tp_size, hidden_size, False, self.activation)
+            parts += _mlp(
+                "moe.shared", self.shared.intermediate_size // ranks.tp_size, hidden_size, False, self.activation
+            )
         if self.shared is not None and self.shared.gated:
             parts.append(Matrix("moe.shared_gate", ("",), 1, hidden_size, quantized=False))
         if self.branches:  # beside the norm that every block has
             parts += (Elements(3 * hidden_size), Elements(hidden_size + self.num_experts, "float32"))
         return tuple(parts)
 
-    def activation_elements(self, hidden_size: int, tp_size: int) -> int:
+    def activation_elements(self, hidden_size: int, ranks: RankLayout) -> int:
         columns = self.top_k + self.fused_shared
-        shared = 0 if self.shared is None or self.fused_shared else 3 * self.shared.intermediate_size // tp_size
+        shared = 0 if self.shared is None or self.fused_shared else 3 * self.shared.intermediate_size // ranks.tp_size
         norms = 4 * hidden_size if self.branches else 0
-        return columns * (3 * self.intermediate_size // tp_size + hidden_size) + shared + norms
+        # All of a token's experts may be on one rank.
+        return columns * (3 * self.intermediate_size // ranks.expert_tp_size + hidden_size) + shared + norms
 
 
 def why_apart(experts: MoE, routed: ModuleQuant | None, shared: Sequence[ModuleQuant | None]) -> str | None:

@@ -19,6 +19,7 @@ from typing import Protocol
 from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
+from sglang.srt.plan.ranks import RankLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +145,11 @@ class Serving:
     page_size: int = 1
     tp_size: int = 1
     state_dtype: str = ""  # of recurrent states; empty: as the model says
+    ep_size: int = 1
+
+    @property
+    def ranks(self) -> RankLayout:
+        return RankLayout(self.tp_size, self.ep_size)
 
     def need(
         self,
@@ -201,10 +207,10 @@ class FeedForward(Protocol):
 
     def needs(self, serving: Serving) -> Iterator[Need]: ...
 
-    def weights(self, hidden_size: int, tp_size: int, expert_rows: int) -> Weights:
-        """`expert_rows`: intermediate dims of every routed expert that the rank has room for (`expert_share`)."""
+    def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
+        """`expert_rows`: intermediate dims of its routed experts that the rank has room for (`expert_share`)."""
 
-    def activation_elements(self, hidden_size: int, tp_size: int) -> int: ...
+    def activation_elements(self, hidden_size: int, ranks: RankLayout) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,10 +294,10 @@ class Absent:
     def attention_shape(self, tp_size: int) -> None:
         return None
 
-    def weights(self, *sizes: int) -> Weights:
+    def weights(self, *sizes: object) -> Weights:
         return ()
 
-    def activation_elements(self, *sizes: int) -> int:
+    def activation_elements(self, *sizes: object) -> int:
         return 0
 
 
@@ -310,7 +316,7 @@ class LayerSpec:
         """Blocks that a token goes through alone."""
         return (self.ffn, self.inputs)
 
-    def weights(self, hidden_size: int, tp_size: int, expert_rows: int) -> Weights:
+    def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
         """Of its blocks."""
-        others = (part for block in self.token_blocks for part in block.weights(hidden_size, tp_size, expert_rows))
-        return (*self.mixer.weights(hidden_size, tp_size), *others)
+        others = (part for block in self.token_blocks for part in block.weights(hidden_size, ranks, expert_rows))
+        return (*self.mixer.weights(hidden_size, ranks.tp_size), *others)

@@ -14,6 +14,7 @@ from sglang.srt.plan.defaults import mixed_decode_sizes
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_sizes import CacheCost, Pools, plan_pools
+from sglang.srt.plan.ranks import RankLayout
 
 MIB = 1024**2
 GIB = 1024**3
@@ -44,7 +45,7 @@ class Sizes:
     tokens_per_step: int
     graph_batch_sizes: tuple[int, ...]
     page_size: int
-    tp_size: int
+    ranks: RankLayout
     prefill_graph_tokens: tuple[int, ...] = ()
     row_tables: int = 1
     checkpoints: int = 0
@@ -87,13 +88,13 @@ class MemoryPlan:
         return f"Memory plan of {self.available / GIB:.2f} GiB available: {parts} GiB"
 
 
-def activation_bytes(model: ModelDescription, dtype: str, num_tokens: int, tp_size: int) -> int:
+def activation_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks: RankLayout) -> int:
     """The widest point of a layer for `num_tokens`: the residual stream plus attention or feed-forward buffers."""
     item, hidden = KV_DTYPE_BYTES[dtype], model.hidden_size
     widest = max(
         max(
-            layer.mixer.activation_elements(tp_size),
-            *(block.activation_elements(hidden, tp_size) for block in layer.token_blocks),
+            layer.mixer.activation_elements(ranks.tp_size),
+            *(block.activation_elements(hidden, ranks) for block in layer.token_blocks),
         )
         + (2 + layer.residual.streams) * hidden
         for layer in dict.fromkeys(model.layers)
@@ -142,7 +143,7 @@ def graph_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
     if prefill:
         rows += PREFILL_GRAPH_PROMPTS + max(decodes for _, decodes in mixed)
     results = 2 * (rows * model.vocab_size * 4 + tokens * model.hidden_size * KV_DTYPE_BYTES[dtype])
-    return records + results + activation_bytes(model, dtype, decode[-1] + tokens, sizes.tp_size)
+    return records + results + activation_bytes(model, dtype, decode[-1] + tokens, sizes.ranks)
 
 
 def plan_gpu_memory(
@@ -156,19 +157,19 @@ def plan_gpu_memory(
     num_sms: int,
     fraction: float | None,
     most_tokens: int,
-    more_ranks: int | None = None,
+    more_ranks: RankLayout | None = None,
 ) -> tuple[MemoryPlan, Pools]:
     """Caches get what everything else leaves, or with `fraction` (--mem-fraction-static) what that leaves, for at most
     `most_tokens`.
 
-    `more_ranks`: the next --tp-size that the model can be divided over, for advice. Raises UserError if the weights do
+    `more_ranks`: the next layout that the model can be divided over, for advice. Raises UserError if the weights do
     not fit.
     """
     tables = table_bytes(sizes)
-    activations = activation_bytes(model, dtype, sizes.tokens_per_step, sizes.tp_size)
+    activations = activation_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks)
     logits = logits_bytes(model, sizes.max_running_requests)
     graphs = graph_bytes(model, dtype, sizes)
-    reserve = _LIBRARY_RESERVE + available // 100 + (_COLLECTIVE_RESERVE if sizes.tp_size > 1 else 0)
+    reserve = _LIBRARY_RESERVE + available // 100 + (_COLLECTIVE_RESERVE if sizes.ranks.tp_size > 1 else 0)
     rotary, penalties = rotary_bytes(model, sizes.context_len), penalty_bytes(model, sizes)
     attention = attention_bytes(choices, _attention_sizes(model, sizes, num_sms, (available - weights), cost))
     states = (sizes.max_running_requests + 1 + sizes.checkpoints) * cost.state_bytes
@@ -204,7 +205,7 @@ def _attention_sizes(
     in_pool = cost.tokens_in(max(0, pool_limit)) // sizes.page_size
     mixers = [layer.mixer for layer in model.layers]
     return AttentionSizes(
-        num_heads=max(mixer.num_heads for mixer in mixers) // sizes.tp_size,
+        num_heads=max(mixer.num_heads for mixer in mixers) // sizes.ranks.tp_size,
         v_head_dim=max(mixer.value_dim for mixer in mixers),
         num_sms=num_sms,
         max_running_requests=sizes.max_running_requests,
@@ -251,7 +252,7 @@ def plan_cpu_memory(
         weights,
         split.token_bytes,
         tables,
-        activation_bytes(model, dtype, sizes.tokens_per_step, sizes.tp_size),
+        activation_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks),
         logits_bytes(model, sizes.max_running_requests),
         0,
         0,
@@ -264,7 +265,7 @@ def plan_cpu_memory(
 
 
 def _do_not_fit(
-    weights: int, states: int, available: int, others: int, fraction: float | None, more_ranks: int | None
+    weights: int, states: int, available: int, others: int, fraction: float | None, more_ranks: RankLayout | None
 ) -> str:
     what = f"the weights take {weights / GIB:.2f} GiB"
     if states:
@@ -273,7 +274,7 @@ def _do_not_fit(
     if fraction is not None and weights + states < available - others:
         lowest = (weights + states) / available
         return f"{head} with --mem-fraction-static {fraction}; it must be well above {lowest:.3f}"
-    gpus = f"more GPUs (--tp-size {more_ranks}), " if more_ranks else ""
+    gpus = f"more GPUs ({more_ranks.flags}), " if more_ranks else ""
     return (
         f"{head} after {others / GIB:.2f} GiB for activations, logits, graphs and reserve; use {gpus}"
         "--cuda-graph-max-bs 16, a smaller --chunked-prefill-size or --max-running-requests, or a quantized checkpoint"

@@ -22,6 +22,7 @@ from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.feed_forward import MoE, why_apart
 from sglang.srt.plan.layer_spec import LayerSpec, Matrix
 from sglang.srt.plan.per_layer import PerLayerEmbedding
+from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.plan.weight_names import WeightMap
 
 Config = Mapping[str, Any]
@@ -68,7 +69,7 @@ class ModelDescription:
             self.quant_of(i, matrix)
             for i, layer in enumerate(self.layers)
             if isinstance(layer.ffn, MoE)
-            for matrix in layer.ffn.weights(self.hidden_size, 1, layer.ffn.intermediate_size)
+            for matrix in layer.ffn.weights(self.hidden_size, ONE_RANK, layer.ffn.intermediate_size)
             if isinstance(matrix, Matrix) and matrix.experts
         }
         if len(quants) > 1:
@@ -107,10 +108,10 @@ class ModelDescription:
         ends = (0, matrix.experts - 1) if matrix.experts > 1 else (0,)
         return [names.layer_module(layer, matrix.name, part, expert) for part in matrix.parts for expert in ends]
 
-    def matrices(self, tp_size: int, expert_rows: int) -> Iterator[tuple[Matrix, ModuleQuant | None]]:
+    def matrices(self, ranks: RankLayout, expert_rows: int) -> Iterator[tuple[Matrix, ModuleQuant | None]]:
         """Of all layers, with the scheme of each."""
         for i, layer in enumerate(self.layers):
-            for matrix in layer.weights(self.hidden_size, tp_size, expert_rows):
+            for matrix in layer.weights(self.hidden_size, ranks, expert_rows):
                 if isinstance(matrix, Matrix):
                     yield matrix, self.quant_of(i, matrix)
 
@@ -124,10 +125,11 @@ class ModelDescription:
 
 
 def describe_model(
-    config: Config, quantization: QuantConfig | None, fuse_shared_experts: bool = True, source: str = "config.json"
+    config: Config, quantization: QuantConfig | None, keep_shared_apart: str = "", source: str = "config.json"
 ) -> ModelDescription:
     """Of a config.json (multimodal wrappers included) and the quantization that was detected for it.
 
+    `keep_shared_apart`: what of the user's choices keeps shared experts out of the routed ones.
     Raises UserError naming a key that is missing, out of bounds, or of layers that are not described here. Values that
     are described and not computed are in `unsupported`.
     """
@@ -165,7 +167,7 @@ def describe_model(
         names=_names(keys, family, _prefix(quantization, multimodal)),
         quantization=quantization,
     )
-    return with_fused_shared(model, fuse_shared_experts)
+    return with_fused_shared(model, keep_shared_apart)
 
 
 def _unsupported(keys: ConfigReader, family: Family, architecture: str) -> Iterator[str]:
@@ -206,13 +208,13 @@ def _dtype(values: Config) -> str:
     return str(values.get("dtype") or values.get("torch_dtype") or "bfloat16").removeprefix("torch.")
 
 
-def with_fused_shared(model: ModelDescription, fuse: bool) -> ModelDescription:
-    """With a shared expert that can be one more of the routed ones held as such."""
+def with_fused_shared(model: ModelDescription, keep_apart: str = "") -> ModelDescription:
+    """With a shared expert that can be one more of the routed ones held as such, unless `keep_apart` says why not."""
     layers, reasons = [], []
     for i, layer in enumerate(model.layers):
         experts = layer.ffn
         if isinstance(experts, MoE) and experts.shared is not None:
-            apart = _why_apart(model, i, experts) if fuse else "--disable-shared-experts-fusion"
+            apart = keep_apart or _why_apart(model, i, experts)
             layer = replace(layer, ffn=replace(experts, fused_shared=apart is None))
             reasons.append(apart)
         layers.append(layer)
@@ -222,7 +224,7 @@ def with_fused_shared(model: ModelDescription, fuse: bool) -> ModelDescription:
 def _why_apart(model: ModelDescription, layer: int, experts: MoE) -> str | None:
     if experts.form or experts.bias or experts.branches:
         return why_apart(experts, None, ())
-    matrices = [part for part in experts.weights(model.hidden_size, 1, 1) if isinstance(part, Matrix)]
+    matrices = [part for part in experts.weights(model.hidden_size, ONE_RANK, 1) if isinstance(part, Matrix)]
     routed = next(model.quant_of(layer, matrix) for matrix in matrices if matrix.experts)
     shared = [model.quant_of(layer, matrix) for matrix in matrices if matrix.name.startswith("moe.shared.")]
     return why_apart(experts, routed, shared)

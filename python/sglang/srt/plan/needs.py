@@ -53,7 +53,7 @@ def _linears(model: ModelDescription, serving: Serving) -> Iterator[Need]:
     shapes: dict[str | None, set[tuple[int, int, bool]]] = {
         head.scheme if head else None: {(-(-model.vocab_size // serving.tp_size), model.hidden_size, False)}
     }
-    for matrix, quant in model.matrices(serving.tp_size, expert_rows(model, serving.tp_size)):
+    for matrix, quant in model.matrices(serving.ranks, expert_rows(model, serving.ranks)):
         if not matrix.experts and matrix.dtype is None:
             shapes.setdefault(quant.scheme if quant else None, set()).add((matrix.rows, matrix.cols, matrix.bias))
     for scheme in sorted(shapes, key=lambda scheme: scheme or ""):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from sglang.srt.configs.activation import Activation
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.layer_spec import Elements, Matrix, Serving, Weights
+from sglang.srt.plan.ranks import RankLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class PerLayerEmbedding:
     def needs(self, serving: Serving) -> Iterator[Need]:
         yield Need(self.activation.op, q_dtype=serving.dtype)
 
-    def weights(self, hidden_size: int, tp_size: int, expert_rows: int) -> Weights:
+    def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
         """Of a layer: every rank has all of it."""
         return (
             Matrix("inputs.gate", ("",), self.size, hidden_size),
@@ -41,5 +42,5 @@ class PerLayerEmbedding:
         width = self.num_layers * self.size
         return Elements(-(-self.vocab_size // tp_size) * width), Elements(width * hidden_size), Elements(self.size)
 
-    def activation_elements(self, hidden_size: int, tp_size: int) -> int:
+    def activation_elements(self, hidden_size: int, ranks: RankLayout) -> int:
         return 3 * self.size + hidden_size

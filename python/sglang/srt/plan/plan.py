@@ -26,6 +26,7 @@ from sglang.srt.plan.memory import GIB, MIN_POOL_TOKENS, MemoryPlan, Sizes, plan
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.pool_sizes import FREE_TOKENS, PoolSizes, WindowSize, cache_cost, sized_cost
+from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.weights import rank_weight_bytes
 from sglang.srt.server_args import ServerArgs
 
@@ -44,7 +45,7 @@ class Plan:
     dtype: str
     kv_cache_dtype: str
     device: str
-    tp_size: int
+    ranks: RankLayout
     choices: Mapping[str, Choice]
     memory: MemoryPlan
     max_total_num_tokens: int
@@ -119,7 +120,8 @@ class Plan:
             "dtype": self.dtype,
             "kv_cache_dtype": self.kv_cache_dtype,
             "quantization": None if self.model.quantization is None else self.model.quantization.describe(),
-            "tp_size": self.tp_size,
+            "tp_size": self.ranks.tp_size,
+            "ep_size": self.ranks.ep_size,
             "page_size": self.page_size,
             **self._sizes(),
             "cuda_graph_bs": list(self.cuda_graph_bs),
@@ -178,7 +180,6 @@ def make_plan(
     Raises UserError: a kernel that was asked for cannot run, heads do not divide, weights do not fit.
     """
     description = describe_served_model(args, model)
-    check_layout(description, args.tp_size)
     serving = serving_of(args, model.dtype, model.quantization)
     choices = choose(args, needs_of(description, serving), arch, installed_packages() if packages is None else packages)
     _check_servable(description, serving)
@@ -193,7 +194,7 @@ def make_plan(
         dtype=model.dtype,
         kv_cache_dtype=serving.kv_dtype,
         device=arch.device,
-        tp_size=args.tp_size,
+        ranks=serving.ranks,
         choices=choices,
         memory=capacity.memory,
         max_total_num_tokens=tokens,
@@ -212,18 +213,25 @@ def make_plan(
 
 
 def describe_served_model(args: ServerArgs, model: ModelConfig) -> ModelDescription:
-    """Raises UserError for what is malformed, and for what is not computed here."""
+    """Raises UserError for what is malformed, for what is not computed here, and for layouts that do not divide it."""
     source = str(Path(model.model_path) / "config.json")
-    fuse = not args.disable_shared_experts_fusion
-    description = describe_model(model.hf_config, model.quantization, fuse, source)
+    description = describe_model(model.hf_config, model.quantization, why_shared_apart(args), source)
     description.require_served()
+    check_layout(description, RankLayout(args.tp_size, args.ep_size))
     return description
+
+
+def why_shared_apart(args: ServerArgs) -> str:
+    """Which flag keeps shared experts out of the routed ones; "" if none does."""
+    if args.disable_shared_experts_fusion:
+        return "--disable-shared-experts-fusion"
+    return f"with --ep-size {args.ep_size} all ranks share it" if args.ep_size > 1 else ""
 
 
 def serving_of(args: ServerArgs, dtype: str, quantization: QuantConfig | None) -> Serving:
     """What the layers' ops depend on. Raises UserError for a cache dtype that is not known."""
     kv_dtype = kv_cache_dtype(args.kv_cache_dtype, dtype, quantization)
-    return Serving(dtype, kv_dtype, args.page_size or 1, args.tp_size, args.mamba_ssm_dtype or "")
+    return Serving(dtype, kv_dtype, args.page_size or 1, args.tp_size, args.mamba_ssm_dtype or "", args.ep_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +283,7 @@ def plan_capacity(
 ) -> Capacity:
     """For every model that can be described, also one without a model class. Raises UserError if it does not fit."""
     fp8_cache, features = serving.kv_dtype.startswith("fp8"), arch.features if arch.device == "cuda" else None
-    weights = rank_weight_bytes(model, serving.dtype, serving.tp_size, fp8_cache, features)
+    weights = rank_weight_bytes(model, serving.dtype, serving.ranks, fp8_cache, features)
     groups = cache_groups(model, serving)
     cost = cache_cost(groups)
     most = defaults.default_max_running_requests(arch.device, available, context_len)
@@ -304,7 +312,7 @@ def plan_capacity(
             arch.num_sms,
             args.mem_fraction_static,
             most_tokens,
-            next_layout(model, serving.tp_size),
+            next_layout(model, serving.ranks),
         )
     return Capacity(sizes, groups, memory, pools.tokens - serving.page_size, pools.windows, notes)  # page 0 is padding
 
@@ -374,7 +382,7 @@ def _sizes(
     extend = choices.get("extend_attention")
     if graphs and extend is not None and extend.spec.graph_prefill:
         prefill_graphs = defaults.cuda_graph_prefill_tokens(model, serving.tp_size, tokens)
-    sizes = Sizes(running, context_len, tokens, graphs, serving.page_size, serving.tp_size, prefill_graphs)
+    sizes = Sizes(running, context_len, tokens, graphs, serving.page_size, serving.ranks, prefill_graphs)
     return sizes, notes
 
 

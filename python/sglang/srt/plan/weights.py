@@ -13,6 +13,7 @@ from sglang.srt.configs.quant_scheme import PLANE_COLUMNS, SCALE_BYTES, expert_s
 from sglang.srt.plan.layer_spec import ABSENT, Matrix, Mixer, Weights
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.ranks import RankLayout
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}
 
@@ -20,7 +21,7 @@ _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}
 def rank_weight_bytes(
     model: ModelDescription,
     dtype: str,
-    tp_size: int,
+    ranks: RankLayout,
     fp8_cache: bool = False,
     features: Collection[str] | None = None,
 ) -> int:
@@ -30,21 +31,21 @@ def rank_weight_bytes(
     Raises UserError where the experts cannot be divided.
     """
     item, hidden = _DTYPE_BYTES[dtype], model.hidden_size
-    vocab_rows = -(-model.vocab_size // tp_size)
+    vocab_rows = -(-model.vocab_size // ranks.tp_size)
     total = vocab_rows * hidden * item
     if not model.tie_embeddings:
         total += matrix_bytes(Matrix("lm_head", ("",), vocab_rows, hidden), model.head_quant, item, features)
     norm = hidden * (4 if model.zero_centred_norms else item)  # before a block, and behind the last one
     total += norm
     total += _bytes_of(model, 0, model.layers[-1].residual.head_weights(hidden), item, features)
-    rows = expert_rows(model, tp_size)
+    rows = expert_rows(model, ranks)
     for i, layer in enumerate(model.layers):
-        weights = layer.weights(hidden, tp_size, rows)
+        weights = layer.weights(hidden, ranks, rows)
         total += norm * sum(block != ABSENT for block in (layer.mixer, layer.ffn))
         total += _bytes_of(model, i, weights + layer.residual.weights(hidden), item, features)
         total += _cache_scale_bytes(layer.mixer) if fp8_cache else 0
     if model.per_layer_inputs is not None:
-        total += _bytes_of(model, 0, model.per_layer_inputs.model_weights(hidden, tp_size), item, features)
+        total += _bytes_of(model, 0, model.per_layer_inputs.model_weights(hidden, ranks.tp_size), item, features)
     return total
 
 
@@ -54,12 +55,12 @@ def _cache_scale_bytes(mixer: Mixer) -> int:
     return 4 if isinstance(mixer, MLA) else 0
 
 
-def expert_rows(model: ModelDescription, tp_size: int) -> int:
-    """Intermediate dims of a routed expert that a rank has room for; 0 without experts. Raises UserError."""
+def expert_rows(model: ModelDescription, ranks: RankLayout) -> int:
+    """Intermediate dims of each of its routed experts that a rank has room for; 0 without experts. Raises UserError."""
     if model.experts is None:
         return 0
     quant = model.expert_quant
-    return expert_share(model.experts.intermediate_size, tp_size, quant.format if quant else None)
+    return expert_share(model.experts.intermediate_size, ranks.expert_tp_size, quant.format if quant else None)
 
 
 def _bytes_of(

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from sglang.srt.configs.quant_rules import QuantConfig
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.configs.quantization import quantization_of
+from sglang.srt.distributed.parallel_state import groups_of
 from sglang.srt.hardware.arch import CPU, ArchTraits
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.linear import Unquantized
@@ -31,6 +32,7 @@ from sglang.srt.plan.feed_forward import MoE
 from sglang.srt.plan.layer_spec import LayerSpec
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.model_description import ModelDescription, with_fused_shared
+from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.plan.weight_names import WeightMap
 
 Tensors = dict[str, torch.Tensor]
@@ -257,7 +259,7 @@ class Loaded:
         weights: WeightMap = WEIGHTS,
         *,
         rank: int = 0,
-        tp_size: int = 1,
+        ranks: RankLayout = ONE_RANK,
         fuse: bool = True,
         flag: str | None = None,
         precision: str = "default",
@@ -273,9 +275,14 @@ class Loaded:
             ),
             entry=lambda op: native_ops.quantized_linear if op.startswith("linear/") else getattr(ops, op),
         )
-        self.described = described = with_fused_shared(_description(spec, hidden_size, weights, quantization), fuse)
+        self.described = described = with_fused_shared(
+            _description(spec, hidden_size, weights, quantization), "" if fuse else "--disable-shared-experts-fusion"
+        )
         quant = Unquantized() if quantization is None else QuantizedMethod(quantization)
-        scope = Scope(plan, torch.device(arch.device), dtype, rank, tp_size, quant, weights)
+        groups = groups_of(ranks, rank)
+        groups.tp.reduce_with(lambda x: x)  # the test sums what the ranks make
+        scope = Scope(plan, torch.device(arch.device), dtype, groups, quant, weights)
+        self.elsewhere = scope.elsewhere
         self.weights = weights
         self.quantization = quantization
         self.params, self.finish = scope.params, scope.finish
@@ -297,7 +304,8 @@ class Loaded:
         return self.layer
 
     def ignored_weight(self, name: str) -> bool:
-        return name.endswith(self.weights.ignore) or is_redundant(self.quantization, name)
+        other_rank = name in self.elsewhere
+        return other_rank or name.endswith(self.weights.ignore) or is_redundant(self.quantization, name)
 
 
 def _description(spec: MoE, hidden_size: int, names: WeightMap, quantization: QuantConfig | None) -> ModelDescription:

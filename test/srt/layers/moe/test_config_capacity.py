@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sglang.srt.configs.quant_rules import ModuleQuant
+from sglang.srt.distributed.parallel_state import ALONE, groups_of
 from sglang.srt.hardware.arch import CPU, arch_by_name
 from sglang.srt.kernels.ledger_file import Ledger, Row, tile_key
 from sglang.srt.kernels.spec import TileRecord
@@ -20,6 +21,7 @@ from sglang.srt.layers.moe.fused_moe_triton.capacity import ProductTile, cost_of
 from sglang.srt.layers.moe.fused_moe_triton.config_files import find
 from sglang.srt.layers.moe.fused_moe_triton.tiles import tile
 from sglang.srt.layers.quantization.experts import ExpertSizes
+from sglang.srt.plan.ranks import RankLayout
 
 SM120, H200 = arch_by_name("rtx-pro-6000-server"), arch_by_name("h200")
 PUBLISHED = tile(64, 64, 128, 8, 4, 4)
@@ -106,7 +108,7 @@ def test_what_nobody_knows_is_said(record: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def scope(arch: Any, tp_size: int = 1) -> Any:
-    return SimpleNamespace(plan=SimpleNamespace(arch=arch), tp_size=tp_size)
+    return SimpleNamespace(plan=SimpleNamespace(arch=arch), groups=groups_of(RankLayout(tp_size), 0))
 
 
 @pytest.fixture
@@ -142,7 +144,7 @@ def test_the_layer_launches_with_them(monkeypatch: pytest.MonkeyPatch, tmp_path:
     layer.products = lambda *args: launched.append(args[6]) or args[0]
     layer.activation, layer.features, layer.shared, layer.tuned = None, SM120.features, None, tuned  # type: ignore
     layer.latent = None  # type: ignore[assignment]
-    monkeypatch.setattr(layer_module.parallel_state, "all_reduce", lambda x: x)
+    layer.group, layer.ep_size = ALONE, 1
     for num_tokens in (1, 3, 50):
         layer(torch.zeros((num_tokens, 4)))
     assert launched[0] is None

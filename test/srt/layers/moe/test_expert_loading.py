@@ -17,6 +17,7 @@ from sglang.srt.hardware.arch import CPU
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.quantization.reference import dequantize, quantize
 from sglang.srt.plan.feed_forward import MoE, Router, Shared
+from sglang.srt.plan.ranks import RankLayout
 
 from .expert_checkpoint import FORMATS, FUSED_ONLY, LAYER, Format, Loaded, Tensors, fp8_tensor, save
 
@@ -60,12 +61,19 @@ def expected(x: torch.Tensor, tensors: Tensors, exact: Exact, activation: Activa
 
 
 def sum_of_ranks(
-    form: Format, folder: Path, x: torch.Tensor, tp_size: int = 1, inter: int = INTER, spec: MoE | None = None
+    form: Format,
+    folder: Path,
+    x: torch.Tensor,
+    tp_size: int = 1,
+    inter: int = INTER,
+    spec: MoE | None = None,
+    ep_size: int = 1,
 ) -> torch.Tensor:
     spec = spec or MoE(NUM_EXPERTS, inter, ROUTER)
     total = torch.zeros_like(x)
     for rank in range(tp_size):
-        loaded = Loaded(spec, HIDDEN, config_of(form), folder, form.weights, rank=rank, tp_size=tp_size, flag=form.flag)
+        ranks = RankLayout(tp_size, ep_size)
+        loaded = Loaded(spec, HIDDEN, config_of(form), folder, form.weights, rank=rank, ranks=ranks, flag=form.flag)
         total += loaded.load(folder)(x)
     return total
 
@@ -85,6 +93,30 @@ def test_published_formats(name: str, tp_size: int, tmp_path: Path) -> None:
     assert_close(sum_of_ranks(form, tmp_path, x, tp_size), expected(x, tensors, exact))
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_whole_experts_a_rank(name: str, tmp_path: Path) -> None:
+    """Two ranks, two groups of two, and more ranks than divide the experts: some have room that nothing fills."""
+    form = FORMATS[name]
+    tensors, exact = write_experts(form)
+    save(tmp_path, tensors)
+    x = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(1))
+    want = expected(x, tensors, exact)
+    for tp_size, ep_size in ((2, 2), (4, 2), (NUM_EXPERTS - 1, NUM_EXPERTS - 1)):
+        assert_close(sum_of_ranks(form, tmp_path, x, tp_size, ep_size=ep_size), want)
+
+
+def test_a_tensor_that_no_rank_has_is_still_unknown(tmp_path: Path) -> None:
+    form = FORMATS["bf16"]
+    tensors, _ = write_experts(form)
+    stray = f"{module_name(form, NUM_EXPERTS, 'up')}.weight"
+    save(tmp_path, tensors | {stray: torch.zeros(INTER, HIDDEN)})
+    spec = MoE(NUM_EXPERTS, INTER, ROUTER)
+    for rank in range(2):
+        loaded = Loaded(spec, HIDDEN, {}, tmp_path, form.weights, rank=rank, ranks=RankLayout(2, 2))
+        with pytest.raises(UserError, match=rf"weights that the model does not have: {re.escape(stray)}$"):
+            loaded.load(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "inter", "tp_size", "share"),
     [("int4_g32", 352, 2, 192), ("nvfp4_modelopt", 400, 4, 128), ("mxfp8", 352, 3, 128), ("fp8_block", 320, 1, 384)],
@@ -95,7 +127,9 @@ def test_a_share_that_would_cut_a_group_is_padded(
     form = FORMATS[name]
     tensors, exact = write_experts(form, inter)
     save(tmp_path, tensors)
-    loaded = Loaded(MoE(NUM_EXPERTS, inter, ROUTER), HIDDEN, config_of(form), tmp_path, form.weights, tp_size=tp_size)
+    loaded = Loaded(
+        MoE(NUM_EXPERTS, inter, ROUTER), HIDDEN, config_of(form), tmp_path, form.weights, ranks=RankLayout(tp_size)
+    )
     layer = loaded.load(tmp_path)
     assert layer.experts.w13.rows == 2 * share and layer.experts.w2.cols == share
     x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
@@ -318,6 +352,8 @@ def test_gpt_oss(quantized: bool, inter: int, tp_size: int, tmp_path: Path) -> N
             inner = (up + 1) * gate * torch.sigmoid(1.702 * gate)
             want[t] += weight * (exact[e, "down"] @ inner + biases[e, "down"])
     assert_close(sum_of_ranks(form, tmp_path, x, tp_size, inter, spec), want)
+    if inter == 384:
+        assert_close(sum_of_ranks(form, tmp_path, x, 2 * tp_size, inter, spec, ep_size=2), want)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -330,7 +366,9 @@ def test_experts_in_one_tensor(tp_size: int, tmp_path: Path) -> None:
     save(tmp_path, tensors)
     x = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(1))
     spec = MoE(NUM_EXPERTS, INTER, ROUTER, form="stacked")
-    assert_close(sum_of_ranks(FORMATS["bf16"], tmp_path, x, tp_size, spec=spec), expected(x, tensors, exact))
+    want = expected(x, tensors, exact)
+    assert_close(sum_of_ranks(FORMATS["bf16"], tmp_path, x, tp_size, spec=spec), want)
+    assert_close(sum_of_ranks(FORMATS["bf16"], tmp_path, x, 2 * tp_size, spec=spec, ep_size=2), want)
 
 
 @pytest.mark.parametrize("name", [*FORMATS, "static"])
@@ -456,7 +494,9 @@ def test_the_shared_expert_is_loaded_behind_the_routed_ones(
     total = torch.zeros_like(x)
     for rank in range(2 if tp_size == 2 and name != "fp8_block" else 1):
         size = tp_size if name != "fp8_block" else 1  # three blocks: dense layers have no padding
-        loaded = Loaded(spec, HIDDEN, config_of(form), tmp_path, form.weights, rank=rank, tp_size=size, fuse=fuse)
+        loaded = Loaded(
+            spec, HIDDEN, config_of(form), tmp_path, form.weights, rank=rank, ranks=RankLayout(size), fuse=fuse
+        )
         layer = loaded.load(tmp_path)
         assert (layer.shared is None) == fuse
         assert layer.experts.w13.num_experts == NUM_EXPERTS + fuse

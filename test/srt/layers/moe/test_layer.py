@@ -13,6 +13,7 @@ import torch
 from sglang.srt.configs.activation import GPT_OSS_SWIGLU, Activation
 from sglang.srt.errors import UserError
 from sglang.srt.plan.feed_forward import MoE, Router, Shared
+from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.weight_names import WeightMap
 
 from .expert_checkpoint import FUSED_ONLY, LAYER, W123, WEIGHTS, Loaded, Tensors, save
@@ -62,7 +63,7 @@ def run(
     batch = options.pop("batch", None)
     total = torch.zeros_like(x)
     for rank in range(ranks):
-        layer = Loaded(spec, HIDDEN, {"vocab_size": 90}, folder, weights, rank=rank, tp_size=ranks, **options)
+        layer = Loaded(spec, HIDDEN, {"vocab_size": 90}, folder, weights, rank=rank, ranks=RankLayout(ranks), **options)
         total += layer.load(folder)(x, batch)
     return total
 

@@ -37,7 +37,8 @@ class ExpertWeights:
     after `repack`, int32 [E, N, K' / 8] with `plane_cols` = K, where K' is K padded with zeros to a multiple of 128:
     bits 4i to 4i + 3 of word j of each 16 words hold column 16 i + j of 128. `scale` [E, *scheme.scale_shape(N, K)] (K'
     once repacked) in the scheme's dtype (e8m0 as uint8); `global_scale` [E] fp32; `input_scale` [1] or [E] fp32, a
-    static scale of the activations; `bias` [E, N]. w13 has the gate's rows before up's.
+    static scale of the activations; `bias` [E, N]. w13 has the gate's rows before up's. Where `ep_size` groups of ranks
+    have experts of their own, about one of so many pairs names an expert of this one.
     Raises UserError when the tensors do not make up the scheme.
     """
 
@@ -48,6 +49,7 @@ class ExpertWeights:
     input_scale: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     plane_cols: int | None = None
+    ep_size: int = 1
 
     def __post_init__(self) -> None:
         for problem in self._problems():
@@ -57,6 +59,10 @@ class ExpertWeights:
     @property
     def num_experts(self) -> int:
         return self.data.shape[0]
+
+    def pairs_here(self, num_pairs: int) -> int:
+        """Of so many (token, expert) pairs of all ranks, those to expect here."""
+        return -(-num_pairs // self.ep_size)
 
     @property
     def rows(self) -> int:

@@ -1,4 +1,9 @@
-"""The mixture-of-experts block: each token goes to its top experts, which share the ranks by intermediate dims."""
+"""The mixture-of-experts block: each token goes to its top experts.
+
+A rank has whole experts, or a share of the intermediate dims of each, or both (`plan/ranks`). Attention leaves every
+token on every rank, so a rank computes what it can of each and the results are summed: the bytes of gathering tokens
+and scattering sums, in half as many collectives (docs/parallelism.md).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,6 @@ import torch
 from sglang.srt.configs.activation import Activation
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import expert_share
-from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.linear import ReplicatedLinear, Unquantized
 from sglang.srt.layers.mlp import GatedMLP
 from sglang.srt.layers.moe.fused_moe_triton.config_files import TunedTiles, lookup
@@ -36,8 +40,20 @@ class MoELayer:
         self.activation = spec.activation
         fused = spec.fused_shared
         width, parts = spec.latent_size or hidden_size, up_parts(spec.activation)
-        sizes = ExpertSizes(spec.num_experts, width, spec.intermediate_size, spec.bias, fused, spec.form, parts)
-        self.route = TopK(scope, hidden_size, spec.num_experts, spec.router, with_shared=fused)
+        groups = scope.groups
+        self.group, self.ep_size = groups.experts, groups.ep.size
+        sizes = ExpertSizes(
+            spec.num_experts,
+            width,
+            spec.intermediate_size,
+            spec.bias,
+            fused,
+            spec.form,
+            parts,
+            groups.ep.rank,
+            groups.ep.size,
+        )
+        self.route = TopK(scope, hidden_size, spec.num_experts, spec.router, with_shared=fused, local=sizes.local)
         self.experts = Experts(scope, sizes, spec.activation.linear_in_up)
         self.products: FusedMoEOp = scope.plan.entry("fused_moe")
         self.features = scope.plan.arch.features
@@ -57,12 +73,14 @@ class MoELayer:
         out = self.routed(x, weights, ids)
         if self.shared is not None:
             out = out + self.shared(x)
-        return parallel_state.all_reduce(out)
+        return self.group.all_reduce(out)
 
     def routed(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The chosen experts' outputs by their weights [T, k]: this rank's summand of [T, H]."""
         w13, w2 = self.experts.w13, self.experts.w2
-        tiles = self.tuned.for_launch(*ids.shape) if self.tuned is not None else None
+        tiles = None
+        if self.tuned is not None:
+            tiles = self.tuned.for_launch(-(-ids.shape[0] // self.ep_size), ids.shape[1])
         rows = x if self.latent is None else self.latent[0](x)
         out = self.products(rows, w13, w2, weights, ids, self.activation, tiles, self.features)
         # What comes behind is linear: of each rank's summand.
@@ -91,6 +109,6 @@ def _tuned_tiles(scope: Scope, sizes: ExpertSizes, quant: ModuleQuant | None) ->
     arch = scope.plan.arch
     if arch.capability is None:
         return None
-    share = expert_share(sizes.intermediate_size, scope.tp_size, quant.format if quant else None)
+    share = expert_share(sizes.intermediate_size, scope.groups.expert_tp.size, quant.format if quant else None)
     scheme = quant.scheme if quant else None
-    return lookup(sizes.held_experts, share, scheme, arch, hidden=sizes.hidden_size, bias=sizes.bias)
+    return lookup(sizes.room, share, scheme, arch, hidden=sizes.hidden_size, bias=sizes.bias)

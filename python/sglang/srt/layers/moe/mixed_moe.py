@@ -45,7 +45,7 @@ def fused_moe(
 ) -> torch.Tensor:
     """As `fused_moe_triton.fused_moe`, of weights with the scheme mxfp4_mxfp8 as published. `tiles` and `features` are
     for the batches that are left to Triton."""
-    block_m = block_rows(topk_ids.numel(), w13.num_experts)
+    block_m = block_rows(w13.pairs_here(topk_ids.numel()), w13.num_experts)
     if block_m is None:
         return streamed.fused_moe(x, w13, w2, topk_weights, topk_ids, activation, tiles, features)
     (num_tokens, top_k), intermediate = topk_ids.shape, w13.rows // 2

@@ -21,10 +21,14 @@ if TYPE_CHECKING:
 class TopK:
     """x [T, H] -> weights [T, k] fp32 and expert ids [T, k] int32; with the shared expert behind them if `with_shared`.
 
+    Where `local` is not all experts, ids count from its first, and those of other ranks' experts are -1.
+
     `scope` names the linear layer; the correction bias and the hash table are its neighbours `correction` and `hash`.
     """
 
-    def __init__(self, scope: Scope, hidden_size: int, num_experts: int, spec: Router, with_shared: bool) -> None:
+    def __init__(
+        self, scope: Scope, hidden_size: int, num_experts: int, spec: Router, with_shared: bool, local: slice
+    ) -> None:
         self.spec, self.with_shared = spec, with_shared
         router = scope.sub("router")
         dtype = torch.float32 if spec.float32 else None
@@ -33,6 +37,7 @@ class TopK:
         # Kernels for 16-bit products do not take fp32.
         self.linear: Callable[..., torch.Tensor] = F.linear if spec.float32 else scope.plan.entry("linear")
         self.route: Any = scope.plan.entry(spec.op)  # as OPS[spec.op]
+        self.expert_map = _expert_map(scope, num_experts, local)
         self.correction: torch.Tensor | None = None
         self.table: torch.Tensor | None = None
         if spec.correction:
@@ -60,12 +65,20 @@ class TopK:
                 scale=spec.scale,
                 with_shared=self.with_shared,
                 num_valid=valid,
+                expert_map=self.expert_map,
             )
         groups = (spec.num_groups, spec.top_groups)
         if spec.score == "softmax":
             by_softmax: SoftmaxRoutingOp = self.route
             return by_softmax(
-                logits, spec.top_k, spec.renormalize, spec.scale, self.with_shared, num_valid=valid, groups=groups
+                logits,
+                spec.top_k,
+                spec.renormalize,
+                spec.scale,
+                self.with_shared,
+                num_valid=valid,
+                groups=groups,
+                expert_map=self.expert_map,
             )
         by_score: ScoreRoutingOp = self.route
         return by_score(
@@ -77,7 +90,16 @@ class TopK:
             scale=spec.scale,
             with_shared=self.with_shared,
             num_valid=valid,
+            expert_map=self.expert_map,
         )
+
+
+def _expert_map(scope: Scope, num_experts: int, local: slice) -> torch.Tensor | None:
+    """[E] int32: the number of each expert among those of this rank, -1 for others; None where it has all."""
+    if local == slice(0, num_experts):
+        return None
+    numbers = torch.arange(num_experts, dtype=torch.int32, device=scope.device)
+    return torch.where((numbers >= local.start) & (numbers < local.stop), numbers - local.start, -1)
 
 
 def _hash_table(scope: Scope, spec: Router, num_experts: int) -> torch.Tensor:

@@ -169,7 +169,7 @@ class _Stack:
 
     def _check_split(self, shard: Shard, per: tuple[int, int]) -> None:
         """Raises UserError where a rank's share, or a module above another, ends within what has one scale or word."""
-        name, size = self.scope.module(shard.part), self.scope.tp_size
+        name, size = self.scope.module(shard.part), self.scope.groups.tp.size
         for what, part, total, step in (
             ("rows", shard.rows, shard.out_features, per[0]),
             ("columns", shard.cols, shard.in_features, per[1]),

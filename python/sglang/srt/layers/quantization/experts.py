@@ -1,19 +1,21 @@
 """The weights of a layer's experts: how they get from a checkpoint of any published form into what the products take.
 
-Each rank holds a share of every expert's intermediate dims. Where scales cover groups, shares are whole groups: the
-last rank may hold fewer dims, and zeros behind them, which add nothing (`expert_share`).
+A rank holds a run of the experts, and of each a share of the intermediate dims (`plan/ranks`). Where scales cover
+groups, shares are whole groups: the last rank may hold fewer dims, and zeros behind them, which add nothing
+(`expert_share`). Where experts do not divide, some ranks have room for one more than they hold.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import Scheme, expert_share
+from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.errors import UserError
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights, repack
 from sglang.srt.layers.parameter import FLOATS, Fill, Init, Part, Scope, Shard, constant, random_codes
@@ -28,13 +30,15 @@ from sglang.srt.layers.quantization.stored import (
     matrix_part,
     quantize_into,
 )
+from sglang.srt.plan.ranks import even_slice
 from sglang.srt.plan.weight_names import PartKey
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSizes:
     """Of the whole layer. `shared`: one more expert behind the routed ones, read from the layer's shared expert.
-    `form` names how a 16-bit checkpoint keeps the experts: "" one by one, or one of `experts_fused.FUSED`."""
+    `form` names how a 16-bit checkpoint keeps the experts: "" one by one, or one of `experts_fused.FUSED`. The routed
+    experts are cut into `ep_size` runs, of which this rank has number `ep_rank`."""
 
     num_experts: int
     hidden_size: int
@@ -43,10 +47,25 @@ class ExpertSizes:
     shared: bool = False
     form: str = ""
     up_parts: tuple[str, ...] = ("gate", "up")
+    ep_rank: int = 0
+    ep_size: int = 1
+
+    def __post_init__(self) -> None:
+        assert not (self.shared and self.ep_size > 1), "all ranks share the shared expert"
 
     @property
-    def held_experts(self) -> int:
-        return self.num_experts + self.shared
+    def local(self) -> slice:
+        """The routed experts of this rank."""
+        return even_slice(self.num_experts, self.ep_rank, self.ep_size)
+
+    @property
+    def num_local(self) -> int:
+        return length(self.local)
+
+    @property
+    def room(self) -> int:
+        """Experts in each tensor, which are as many on every rank."""
+        return -(-self.num_experts // self.ep_size) + self.shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +93,8 @@ class Experts:
     def __init__(self, scope: Scope, sizes: ExpertSizes, linear_in_up: bool) -> None:
         self.quant = quant = expert_quant(scope, sizes)
         self.linear_in_up = linear_in_up
-        up, down = _products(sizes, quant.format if quant else None, scope.tp_rank, scope.tp_size)
+        self.ep_size = sizes.ep_size
+        up, down = _products(sizes, quant.format if quant else None, scope.groups.expert_tp)
         self.features = scope.plan.arch.features
         self.products = [_create(scope.sub(product.name), product, sizes, quant) for product in (up, down)]
         scope.finish.append(self.finish)
@@ -84,6 +104,7 @@ class Experts:
         if isinstance(up, StoredProduct) and isinstance(down, StoredProduct):
             up, down = finish_pair(up, down, self.linear_in_up)
         assert isinstance(up, ExpertWeights) and isinstance(down, ExpertWeights)
+        up, down = replace(up, ep_size=self.ep_size), replace(down, ep_size=self.ep_size)
         self.w13, self.w2 = repack(up, self.features), repack(down, self.features)
         self.products.clear()
 
@@ -105,14 +126,12 @@ def _in_layer(scope: Scope) -> str:
     return scope.path.split(".", 2)[2]
 
 
-def _products(
-    sizes: ExpertSizes, scheme: Scheme | None, rank: int, tp_size: int
-) -> tuple[ExpertProduct, ExpertProduct]:
+def _products(sizes: ExpertSizes, scheme: Scheme | None, group: Group) -> tuple[ExpertProduct, ExpertProduct]:
     inter, hidden = sizes.intermediate_size, sizes.hidden_size
     if scheme is not None and scheme.group[0] == 1 and scheme.group[1] and hidden % scheme.group[1]:
         raise UserError(f"hidden size {hidden} does not divide into {scheme.name} groups of {scheme.group[1]}")
-    share = expert_share(inter, tp_size, scheme)
-    rank_inter = slice(min(rank * share, inter), min((rank + 1) * share, inter))
+    share = expert_share(inter, group.size, scheme)
+    rank_inter = slice(min(group.rank * share, inter), min((group.rank + 1) * share, inter))
     whole = slice(0, hidden)
     up = tuple(Shard(part, inter, hidden, rank_inter, whole) for part in sizes.up_parts)
     down = (Shard("down", hidden, inter, whole, rank_inter),)
@@ -158,12 +177,20 @@ def _as_stored(
 
 
 def _each(scope: Scope, product: ExpertProduct, sizes: ExpertSizes) -> Iterator[tuple[PartKey, int, int, Shard]]:
-    """(key, expert, matrix, shard) of every checkpoint matrix of the product."""
+    """(key, place of the expert on this rank, matrix, shard) of every checkpoint matrix of the product held here."""
     for i, shard in enumerate(product.shards):
-        for e in range(sizes.num_experts):
-            yield PartKey(shard.part, e), e, i, shard
+        for place, e in enumerate(range(sizes.local.start, sizes.local.stop)):
+            yield PartKey(shard.part, e), place, i, shard
         if sizes.shared:
             yield PartKey(shard.part, module=shared_module(scope, product.name)), sizes.num_experts, i, shard
+
+
+def _note_elsewhere(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf: str) -> None:
+    """Names the tensors of the experts that other ranks hold."""
+    names, path = scope.weights, f"{scope.path}.{leaf}"
+    others = [*range(sizes.local.start), *range(sizes.local.stop, sizes.num_experts)]
+    parts = {shard.part for shard in product.shards}
+    scope.elsewhere.update(names.checkpoint_name(path, PartKey(part, e)) for part in parts for e in others)
 
 
 def shared_module(scope: Scope, product: str) -> str:
@@ -180,10 +207,11 @@ def _data_param(
     for key, e, i, shard in _each(scope, product, sizes):
         rows = slice(product.at[i], product.at[i] + length(shard.rows))
         parts[key] = matrix_part(leaf, shard, (1, leaf.columns), (e, rows, slice(0, length(shard.cols) // per_byte)))
-    shape = (sizes.held_experts, product.rows, product.cols // per_byte)
+    shape = (sizes.room, product.rows, product.cols // per_byte)
     fill: Init | Fill = Init.NORMAL if scheme is None else random_codes
     dtype = None if scheme is None else ELEMENT_DTYPES[scheme.element]
-    return _zeroed(product, scope.param(leaf.name, shape, parts, fill, dtype))
+    _note_elsewhere(scope, product, sizes, leaf.name)
+    return _zeroed(product, sizes, scope.param(leaf.name, shape, parts, fill, dtype))
 
 
 def _scale_param(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf: Leaf, scheme: Scheme) -> torch.Tensor:
@@ -197,28 +225,32 @@ def _scale_param(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf:
             parts[key] = matrix_part(leaf, shard, scheme.group, (e, rows, slice(0, -(-length(shard.cols) // per_col))))
         else:
             parts[key] = Part((shard.out_features,), (shard.rows,), (e, rows), leaf.dtypes, leaf.convert)
-    shape = (sizes.held_experts, *scheme.scale_shape(product.rows, product.cols))
-    return _zeroed(product, scope.param(leaf.name, shape, parts, dummy_scale(scheme), SCALE_DTYPES[scheme.scale]))
+    shape = (sizes.room, *scheme.scale_shape(product.rows, product.cols))
+    _note_elsewhere(scope, product, sizes, leaf.name)
+    tensor = scope.param(leaf.name, shape, parts, dummy_scale(scheme), SCALE_DTYPES[scheme.scale])
+    return _zeroed(product, sizes, tensor)
 
 
 def _singles(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf: Leaf, dummy: float) -> torch.Tensor:
     """[E, matrices] fp32: one number a matrix."""
     parts = {key: Part((), (), (e, i), leaf.dtypes, leaf.convert) for key, e, i, _ in _each(scope, product, sizes)}
-    shape = (sizes.held_experts, len(product.shards))
-    return scope.param(leaf.name, shape, parts, constant(dummy), torch.float32)
+    shape = (sizes.room, len(product.shards))
+    _note_elsewhere(scope, product, sizes, leaf.name)
+    return _zeroed(product, sizes, scope.param(leaf.name, shape, parts, constant(dummy), torch.float32))
 
 
 def _while_loading(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, scheme: Scheme) -> ExpertWeights:
     """16-bit tensors that are quantized as they arrive: a scale a row, over the columns that this rank holds."""
-    shape = (sizes.held_experts, product.rows)
+    shape = (sizes.room, product.rows)
     scale = scope.param("weight_scale", shape, {}, dummy_scale(scheme), torch.float32)
     parts: dict[PartKey, Part] = {}
     for key, e, i, shard in _each(scope, product, sizes):
         rows = slice(product.at[i], product.at[i] + length(shard.rows))
         convert = quantize_into(scale[e, rows], scheme)
         parts[key] = Part((shard.out_features, shard.in_features), (shard.rows, shard.cols), (e, rows), FLOATS, convert)
+    _note_elsewhere(scope, product, sizes, "weight")
     data = scope.param("weight", (*shape, product.cols), parts, random_codes, ELEMENT_DTYPES[scheme.element])
-    return ExpertWeights(data, scheme, scale)
+    return ExpertWeights(_zeroed(product, sizes, data), scheme, _zeroed(product, sizes, scale))
 
 
 # --- one tensor for all experts ---------------------------------------------------------------------------------------
@@ -234,12 +266,14 @@ def _fused(
     keys = [PartKey(shard.part, module=module) for shard in product.shards]
 
     def param(leaf: FusedLeaf, shape: tuple[int, ...], fill: Init | Fill, dtype: torch.dtype | None) -> torch.Tensor:
-        parts = form.cuts(product.shards, product.at, leaf, sizes.num_experts, share)
+        parts = form.cuts(product.shards, product.at, leaf, sizes.num_experts, sizes.local, share)
         return _zeroed(
-            product, scope.param(leaf.name(product.name), shape, dict(zip(keys, parts, strict=False)), fill, dtype)
+            product,
+            sizes,
+            scope.param(leaf.name(product.name), shape, dict(zip(keys, parts, strict=False)), fill, dtype),
         )
 
-    rows, cols, num = product.rows, product.cols, sizes.num_experts
+    rows, cols, num = product.rows, product.cols, sizes.room
     bias = param(form.bias, (num, rows), Init.ZEROS, None) if sizes.bias else None
     if scheme is None or form.scale is None:
         data, scale = param(form.data, (num, rows, cols), Init.NORMAL, None), None
@@ -247,7 +281,7 @@ def _fused(
         data = param(form.data, (num, rows, cols * scheme.bits // 8), random_codes, ELEMENT_DTYPES[scheme.element])
         shape = (num, *scheme.scale_shape(rows, cols))
         scale = param(form.scale, shape, dummy_scale(scheme), SCALE_DTYPES[scheme.scale])
-    if bias is not None and product.name == "w2" and scope.tp_rank > 0:
+    if bias is not None and product.name == "w2" and scope.groups.expert_tp.rank > 0:
         scope.finish.append(functools.partial(_clear, bias))  # the ranks' results are summed
     return ExpertWeights(data, scheme, scale, bias=bias)
 
@@ -255,9 +289,9 @@ def _fused(
 # --- common -----------------------------------------------------------------------------------------------------------
 
 
-def _zeroed(product: ExpertProduct, tensor: torch.Tensor) -> torch.Tensor:
+def _zeroed(product: ExpertProduct, sizes: ExpertSizes, tensor: torch.Tensor) -> torch.Tensor:
     """What no checkpoint tensor fills must be zero."""
-    if product.padded and not tensor.is_meta:
+    if (product.padded or sizes.num_local + sizes.shared < sizes.room) and not tensor.is_meta:
         tensor.zero_()
     return tensor
 

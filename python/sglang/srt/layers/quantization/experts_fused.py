@@ -39,32 +39,36 @@ class FusedForm:
     alternating: bool
 
     def cuts(
-        self, shards: Sequence[Shard], at: Sequence[int], leaf: FusedLeaf, num_experts: int, share: int
+        self, shards: Sequence[Shard], at: Sequence[int], leaf: FusedLeaf, num_experts: int, local: slice, share: int
     ) -> list[Part]:
         """Parts of the parameter of one leaf, one a shard, or one for all where the rows of several alternate.
 
-        `share`: rows that each of two matrices has room for."""
+        `local`: the experts of this rank. `share`: rows that each of two matrices has room for."""
         first = shards[0]
         if len(shards) == 2 and self.alternating:
             rows = slice(2 * first.rows.start, 2 * first.rows.stop)
             both = replace(first, out_features=2 * first.out_features, rows=rows)
-            return [_cut(both, leaf, num_experts, None, _then(leaf.convert, _in_halves(share)))]
+            return [_cut(both, leaf, num_experts, local, None, _then(leaf.convert, _in_halves(share)))]
         out = len(shards) * first.out_features
         cuts = []
         for i, shard in enumerate(shards):
             begin = i * first.out_features
             rows = slice(begin + shard.rows.start, begin + shard.rows.stop)
-            cuts.append(_cut(replace(shard, out_features=out, rows=rows), leaf, num_experts, at[i], leaf.convert))
+            cuts.append(
+                _cut(replace(shard, out_features=out, rows=rows), leaf, num_experts, local, at[i], leaf.convert)
+            )
         return cuts
 
 
-def _cut(shard: Shard, leaf: FusedLeaf, num_experts: int, at: int | None, convert: Convert | None) -> Part:
-    """One slice of all experts, to rows `at` and following of the parameter; all of it without `at`."""
-    every = slice(0, num_experts)
+def _cut(
+    shard: Shard, leaf: FusedLeaf, num_experts: int, local: slice, at: int | None, convert: Convert | None
+) -> Part:
+    """One slice of each local expert, to rows `at` and following of the parameter; to all of them without `at`."""
+    every = slice(0, local.stop - local.start)
     shape = (num_experts, *leaf.shape(shard.out_features, shard.in_features))
-    source = (every, *leaf.source(shard.rows, shard.cols))
+    source = (local, *leaf.source(shard.rows, shard.cols))
     if at is None:
-        return Part(shape, source, (), leaf.dtypes, convert)
+        return Part(shape, source, (every,), leaf.dtypes, convert)
     rows = slice(at, at + shard.rows.stop - shard.rows.start)
     if leaf.columns == 0:  # no columns: a bias
         return Part(shape, source, (every, rows), leaf.dtypes, convert)

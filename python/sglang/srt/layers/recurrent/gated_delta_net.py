@@ -28,8 +28,8 @@ class GatedDeltaNet:
 
     def __init__(self, scope: Scope, spec: GatedDelta, site: Site) -> None:
         hidden_size = site.model.hidden_size
-        key_heads = shard_of(spec.key_heads, scope.tp_rank, scope.tp_size, "number of key heads")
-        value_heads = shard_of(spec.value_heads, scope.tp_rank, scope.tp_size, "number of value heads")
+        key_heads = shard_of(spec.key_heads, scope.groups.attention, "number of key heads")
+        value_heads = shard_of(spec.value_heads, scope.groups.attention, "number of value heads")
         rows = _Rows(spec, key_heads, value_heads)
         self.heads = Heads(
             key_heads.stop - key_heads.start, value_heads.stop - value_heads.start, spec.key_dim, spec.value_dim
@@ -48,7 +48,9 @@ class GatedDeltaNet:
         self.norm: GatedRMSNormOp = scope.plan.entry("gated_rmsnorm")
         cache = scope.cache(site.layer_id, "state")
         self.core = RecurrentCore(scope, cache, "gated_delta_rule", gated_delta_rule(spec.key_dim), self.heads)
-        self.out = RowParallelLinear(scope.sub("out"), spec.value_heads * spec.value_dim, hidden_size)
+        self.out = RowParallelLinear(
+            scope.sub("out"), spec.value_heads * spec.value_dim, hidden_size, group=scope.groups.attention
+        )
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         mixed, z = self.in_proj(x).split([self.heads.channels, self.heads.values], dim=-1)

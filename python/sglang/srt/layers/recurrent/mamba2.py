@@ -26,8 +26,8 @@ class Mamba2Mixer:
 
     def __init__(self, scope: Scope, spec: Mamba2, site: Site) -> None:
         hidden_size, values = site.model.hidden_size, spec.num_heads * spec.head_dim
-        heads = shard_of(spec.num_heads, scope.tp_rank, scope.tp_size, "number of Mamba-2 heads")
-        groups = shard_of(spec.num_groups, scope.tp_rank, scope.tp_size, "number of Mamba-2 groups")
+        heads = shard_of(spec.num_heads, scope.groups.attention, "number of Mamba-2 heads")
+        groups = shard_of(spec.num_groups, scope.groups.attention, "number of Mamba-2 groups")
         num_heads, self.num_groups = heads.stop - heads.start, groups.stop - groups.start
         self.heads = Heads(self.num_groups, num_heads, spec.state_dim, spec.head_dim, values_first=True)
         self.eps = site.model.norm_eps
@@ -47,7 +47,9 @@ class Mamba2Mixer:
         self.norm: GatedRMSNormOp = scope.plan.entry("gated_rmsnorm")
         rule = Rule(delta=False, dt_min=spec.dt_min, dt_max=spec.dt_max)
         self.core = RecurrentCore(scope, scope.cache(site.layer_id, "state"), "state_space_duality", rule, self.heads)
-        self.out = RowParallelLinear(scope.sub("out"), values, hidden_size, spec.proj_bias)
+        self.out = RowParallelLinear(
+            scope.sub("out"), values, hidden_size, spec.proj_bias, group=scope.groups.attention
+        )
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         gate, mixed, step = self.in_proj(x).split(self.sizes, dim=-1)

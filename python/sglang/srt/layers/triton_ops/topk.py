@@ -3,7 +3,8 @@ the same names.
 
 Common to all: `scale` multiplies the weights. `with_shared` appends one more choice, expert number E with weight 1: a
 shared expert that is kept behind the routed ones. `num_valid` [1] int32 is how many of the tokens are no padding (of a
-CUDA graph); the others get ids of -1, which name no expert, and weights 0.
+CUDA graph); the others get ids of -1, which name no expert, and weights 0. `expert_map` [E] int32 renames the chosen
+experts: to their numbers on this rank, or -1.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ def topk_kernel(
     weights,  # [T, COLUMNS] fp32
     ids,  # [T, COLUMNS] int32
     num_valid,  # [1] int32 or None
+    expert_map,  # [E] int32 or None
     num_tokens,
     row_stride,
     scale,
@@ -139,6 +141,8 @@ def topk_kernel(
         chosen_weights = chosen_weights / (tl.sum(chosen_weights, axis=1) + 1e-20)[:, None]
     elif SCORE == "softmax":
         chosen_weights = chosen_weights / total[:, None]
+    if expert_map is not None:
+        chosen_ids = tl.load(expert_map + chosen_ids)
     valid = inside
     if num_valid is not None:
         valid = row < tl.load(num_valid)
@@ -155,6 +159,7 @@ def topk_hash_kernel(
     weights,  # [T, COLUMNS] fp32
     ids,  # [T, COLUMNS] int32
     num_valid,  # [1] int32 or None
+    expert_map,  # [E] int32 or None
     num_tokens,
     row_stride,
     num_experts,
@@ -175,6 +180,8 @@ def topk_hash_kernel(
     x = tl.load(logits + row[:, None] * row_stride + expert, mask=wanted, other=0.0).to(tl.float32)
     score = tl.where(column < K, _score(x, SCORE), 0.0)
     chosen = score / (tl.sum(score, axis=1) + 1e-20)[:, None] * scale
+    if expert_map is not None:
+        expert = tl.load(expert_map + expert, mask=wanted, other=-1)
     valid = inside
     if num_valid is not None:
         valid = row < tl.load(num_valid)
@@ -189,10 +196,11 @@ def topk_softmax(
     with_shared: bool = False,
     num_valid: torch.Tensor | None = None,
     groups: tuple[int, int] = (1, 1),
+    expert_map: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """router_logits [T, E] -> weights [T, k] fp32, expert ids [T, k] int32, largest first. A group's score is that of
     its best expert."""
-    return _topk("softmax", router_logits, None, top_k, renormalize, groups, scale, with_shared, num_valid)
+    return _topk("softmax", router_logits, None, top_k, renormalize, groups, scale, with_shared, num_valid, expert_map)
 
 
 def topk_sigmoid(
@@ -204,10 +212,11 @@ def topk_sigmoid(
     scale: float = 1.0,
     with_shared: bool = False,
     num_valid: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """router_logits [T, E], bias [E] -> weights [T, k] fp32, ids [T, k] int32: the largest sigmoid plus bias among the
     best `groups[1]` of `groups[0]` groups."""
-    return _topk("sigmoid", router_logits, bias, top_k, renormalize, groups, scale, with_shared, num_valid)
+    return _topk("sigmoid", router_logits, bias, top_k, renormalize, groups, scale, with_shared, num_valid, expert_map)
 
 
 def topk_sqrtsoftplus(
@@ -219,9 +228,12 @@ def topk_sqrtsoftplus(
     scale: float = 1.0,
     with_shared: bool = False,
     num_valid: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `topk_sigmoid`, of sqrt(softplus(logits)) (DeepSeek-V4)."""
-    return _topk("sqrtsoftplus", router_logits, bias, top_k, renormalize, groups, scale, with_shared, num_valid)
+    return _topk(
+        "sqrtsoftplus", router_logits, bias, top_k, renormalize, groups, scale, with_shared, num_valid, expert_map
+    )
 
 
 def topk_hash(
@@ -232,6 +244,7 @@ def topk_hash(
     scale: float = 1.0,
     with_shared: bool = False,
     num_valid: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """router_logits [T, E], token_ids [T] int64, table [V, k] int32 contiguous -> weights [T, k] fp32 (scores "sigmoid"
     or "sqrtsoftplus" of the named experts, summing to `scale`), ids [T, k] int32 in the table's order."""
@@ -240,7 +253,7 @@ def topk_hash(
     weights, ids = _outputs(router_logits, top_k + with_shared)
     if num_tokens:
         topk_hash_kernel[(triton.cdiv(num_tokens, HASH_LAUNCH["ROWS"]),)](
-            router_logits, token_ids, table, weights, ids, num_valid,
+            router_logits, token_ids, table, weights, ids, num_valid, expert_map,
             num_tokens, router_logits.stride(0), num_experts, scale,
             SCORE=score, **choice_constants(top_k, with_shared), **HASH_LAUNCH,
         )  # fmt: skip
@@ -257,12 +270,13 @@ def _topk(
     scale: float,
     with_shared: bool,
     num_valid: torch.Tensor | None,
+    expert_map: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_tokens, num_experts = router_logits.shape
     weights, ids = _outputs(router_logits, top_k + with_shared)
     if num_tokens:
         topk_kernel[(triton.cdiv(num_tokens, LAUNCH["ROWS"]),)](
-            router_logits, bias, weights, ids, num_valid, num_tokens, router_logits.stride(0), scale,
+            router_logits, bias, weights, ids, num_valid, expert_map, num_tokens, router_logits.stride(0), scale,
             SCORE=score, RENORMALIZE=renormalize, **topk_constants(num_experts, top_k, groups, with_shared), **LAUNCH,
         )  # fmt: skip
     return weights, ids

@@ -65,13 +65,13 @@ FORM_RULES = {
     "topk.topk_kernel": FormRule(
         free=frozenset({"K", "COLUMNS", "MEMBERS"}),
         at_most=frozenset({"K_BLOCK"}),
-        optional=frozenset({"bias", "num_valid"}),
+        optional=frozenset({"bias", "num_valid", "expert_map"}),
     ),
     "topk.topk_hash_kernel": FormRule(
         free=frozenset({"K", "COLUMNS"}),
         at_most=frozenset({"K_BLOCK"}),
         counts=frozenset({"num_experts"}),
-        optional=frozenset({"num_valid"}),
+        optional=frozenset({"num_valid", "expert_map"}),
     ),
     "sampling.draw_tokens_kernel": FormRule(
         at_most=frozenset({"WRITE_NEXT", "MAX_SPLITS"}),
@@ -193,9 +193,9 @@ def _latent_store() -> Iterator[Variant]:
 
 
 def _routing(score: str) -> Iterator[Variant]:
-    """The widest form: with bias, shared expert and padding."""
+    """The widest form: with bias, shared expert, padding and a map of experts."""
     types = {"weights": "*fp32", "ids": "*i32", "num_valid": "*i32", "num_tokens": "i32", "row_stride": "i32"}
-    types |= {"scale": "fp32"} | ({} if score == "softmax" else {"bias": "*fp32"})
+    types |= {"scale": "fp32", "expert_map": "*i32"} | ({} if score == "softmax" else {"bias": "*fp32"})
     for (experts, k, groups), logits, renormalize in itertools.product(
         ROUTINGS[score], ("bf16", "fp32"), (True, False) if score == "softmax" else (True,)
     ):
@@ -210,7 +210,7 @@ def _routing(score: str) -> Iterator[Variant]:
 
 def _hash_routing() -> Iterator[Variant]:
     types = {"token_ids": "*i64", "table": "*i32", "weights": "*fp32", "ids": "*i32", "num_valid": "*i32"}
-    types |= {"num_tokens": "i32", "row_stride": "i32", "num_experts": "i32", "scale": "fp32"}
+    types |= {"num_tokens": "i32", "row_stride": "i32", "num_experts": "i32", "scale": "fp32", "expert_map": "*i32"}
     constants = {"SCORE": "sqrtsoftplus"} | topk.choice_constants(6, True)
     for logits in ("bf16", "fp32"):
         arguments = types | {"logits": f"*{logits}"}

@@ -6,8 +6,7 @@ beginning of a stop string. The state of a sequence lives from its first message
 
 from __future__ import annotations
 
-from multiprocessing.connection import Connection
-
+from sglang.srt.managers.child import READY, ChildPipe
 from sglang.srt.managers.wire import ipc
 from sglang.srt.managers.wire.io_struct import (
     BatchStrOut,
@@ -115,13 +114,13 @@ class Detokenizer:
         return texts
 
 
-def run_detokenizer(args: ServerArgs, ports: ipc.Ports, rank: int, start_pipe: Connection) -> None:
+def run_detokenizer(args: ServerArgs, ports: ipc.Ports, rank: int, start_pipe: ChildPipe) -> None:
     """Main of the detokenizer process."""
     from sglang.srt.utils.hf_tokenizer import load_tokenizer
 
     inbox, outbox = ipc.detokenizer_inbox(ports), ipc.detokenizer_outbox(ports)
     tokenizer = load_tokenizer(args)
     detokenizer = Detokenizer(None if tokenizer is None else tokenizer.text_decoder())
-    start_pipe.send_bytes(b"ready")
+    start_pipe.send_bytes(READY)
     while True:
         outbox.send(detokenizer.handle(inbox.recv()))

@@ -12,7 +12,6 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,6 +24,7 @@ from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.distributed import parallel_state
 from sglang.srt.environ import envs
 from sglang.srt.kernels.launch import step_downs
+from sglang.srt.managers.child import READY, ChildPipe
 from sglang.srt.managers.scheduler.grammar_queue import GrammarQueue
 from sglang.srt.managers.scheduler.leader import EndReq, GrammarVerified, LeaderDecision
 from sglang.srt.managers.scheduler.output import StopChecker
@@ -249,11 +249,11 @@ class SchedulerProcess:
     }
 
 
-def run_scheduler(args: ServerArgs, ports: ipc.Ports, tp_rank: int, start_pipe: Connection) -> None:
+def run_scheduler(args: ServerArgs, ports: ipc.Ports, tp_rank: int, start_pipe: ChildPipe) -> None:
     """Main of a scheduler process; `start_pipe` belongs to the launcher, which guards and reports failures."""
     runner = create_runner(args, tp_rank, f"file://{ports.directory}/rendezvous")
     process = SchedulerProcess(args, runner, load_tokenizer(args), ports)
     process.tell(SchedulerReady(info=runner.plan.describe()))
     gc.freeze()  # what start-up made stays: a collection must not look at all of it in the middle of a step
-    start_pipe.send_bytes(b"ready")
+    start_pipe.send_bytes(READY)
     process.run_forever()

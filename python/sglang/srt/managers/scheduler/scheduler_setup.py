@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
-from sglang.srt.hardware.arch import current_arch, device_count, free_memory_bytes
-from sglang.srt.plan.plan import Plan, make_plan
+from sglang.srt.hardware.arch import current_arch, device_count, free_memory_bytes, pci_address
+from sglang.srt.hardware.numa import stay_near
+from sglang.srt.plan.plan import Plan, describe_served_model, make_plan
+from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.server_args import ServerArgs
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ def create_plan(args: ServerArgs, tp_rank: int = 0, rendezvous: str | None = Non
 
     Raises UserError."""
     model = ModelConfig.from_server_args(args)
+    describe_served_model(args, model)  # a layout that does not divide it is refused before the ranks meet
     arch = current_arch(tp_rank, args.device)
     on_gpu = arch.device == "cuda"
     if not on_gpu and args.dtype == "auto":
@@ -34,9 +37,12 @@ def create_plan(args: ServerArgs, tp_rank: int = 0, rendezvous: str | None = Non
         if args.tp_size > device_count():
             raise UserError(f"--tp-size {args.tp_size}, but torch sees {device_count()} CUDA devices")
         torch.cuda.set_device(tp_rank)
+        if (address := pci_address(tp_rank)) is not None:
+            stay_near(address)  # before NCCL starts its threads
     if args.tp_size > 1:
         assert rendezvous is not None
-        parallel_state.init(tp_rank, args.tp_size, "nccl" if on_gpu else "gloo", rendezvous)
+        ranks = RankLayout(args.tp_size, args.ep_size)
+        parallel_state.init(ranks, tp_rank, "nccl" if on_gpu else "gloo", rendezvous, args.watchdog_timeout)
     available = parallel_state.least(free_memory_bytes(tp_rank if on_gpu else None))
     return make_plan(args, model, arch, available)
 

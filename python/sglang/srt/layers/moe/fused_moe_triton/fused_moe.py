@@ -61,7 +61,7 @@ def fused_moe(
     nothing. `tiles` forces the grouped kernels; where they do not launch, smaller ones take over. `features` (of
     ArchTraits) may allow larger tiles than every GPU has room for.
     """
-    num_pairs, num_experts = topk_ids.numel(), w13.num_experts
+    num_pairs, num_experts = w13.pairs_here(topk_ids.numel()), w13.num_experts
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if num_pairs == 0:
         return out

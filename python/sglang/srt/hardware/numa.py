@@ -1,0 +1,65 @@
+"""Which CPUs are near a GPU, by sysfs, and how a rank's process stays on them.
+
+Pages are allocated on the node whose CPU touches them first, so pinned buffers of a process that stays near its GPU
+are near it, too; across sockets every copy would take the link between them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+SYSFS = Path("/sys")
+
+
+def node_of(pci_address: str, sysfs: Path = SYSFS) -> int | None:
+    """The NUMA node of a PCI device ("0000:c1:00.0"). None: there is one only, or the firmware does not say."""
+    try:
+        node = int((sysfs / "bus/pci/devices" / pci_address.lower() / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    nodes = list((sysfs / "devices/system/node").glob("node[0-9]*"))
+    return node if node >= 0 and len(nodes) > 1 else None
+
+
+def cpus_of(node: int, sysfs: Path = SYSFS) -> frozenset[int]:
+    """The CPUs of a node; none if sysfs does not say."""
+    try:
+        return parse_cpu_list((sysfs / f"devices/system/node/node{node}/cpulist").read_text())
+    except (OSError, ValueError):
+        return frozenset()
+
+
+def parse_cpu_list(text: str) -> frozenset[int]:
+    """ "0-3,8" -> {0, 1, 2, 3, 8}. Raises ValueError."""
+    cpus: set[int] = set()
+    for piece in text.strip().split(","):
+        if piece:
+            first, _, last = piece.partition("-")
+            cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)
+
+
+def stay_near(pci_address: str, sysfs: Path = SYSFS) -> int | None:
+    """Keep this process, and the threads and processes that it starts from now on, on the CPUs of the device's node;
+    returns the node. CPUs that it may not use stay so: where none of the node's are left, nothing changes."""
+    node = node_of(pci_address, sysfs)
+    if node is None:
+        return None
+    allowed = os.sched_getaffinity(0)
+    near = cpus_of(node, sysfs) & allowed
+    if not near:
+        logger.warning(
+            "The GPU at %s lies on NUMA node %d, none of whose CPUs this process may use: copies cross the link between"
+            " the sockets. Do not pin the server to one node (numactl, cpuset of the container).",
+            pci_address,
+            node,
+        )
+        return None
+    if near != allowed:
+        os.sched_setaffinity(0, near)
+        logger.info("On the %d CPUs of NUMA node %d, where the GPU at %s lies", len(near), node, pci_address)
+    return node

@@ -1,0 +1,87 @@
+"""What every child process of an engine does beside its work: say how it is, and go when the parent is gone.
+
+A child holds one end of a pipe (`ChildPipe`). It says READY through it, or why it failed, and from time to time ALIVE.
+SIGUSR1 makes it print the stacks of all threads, however stuck it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import os
+import signal
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+
+from sglang.srt.errors import UserError
+from sglang.srt.managers.watchdog import beat_seconds
+from sglang.srt.managers.wire.ipc import Ports
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.log import configure_logging
+
+READY = b"ready"
+ALIVE = b"alive"
+STOP = b"stop"
+ERROR = b"error:"
+USER_ERROR = b"user-error:"
+
+
+class ChildPipe:
+    """A child's end, which several threads write to."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe, self._lock = pipe, threading.Lock()
+
+    def send_bytes(self, message: bytes) -> None:
+        with self._lock:
+            self._pipe.send_bytes(message)
+
+    def recv_bytes(self) -> bytes:
+        return self._pipe.recv_bytes()
+
+
+def child_main(name: str, entry: str, call: tuple[ServerArgs, Ports, int], connection: Connection) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    args, pipe = call[0], ChildPipe(connection)
+    threading.Thread(target=_exit_with_parent, args=(pipe, call[1]), name="parent-watch", daemon=True).start()
+    threading.Thread(target=_give_signs_of_life, args=(pipe, args), name="signs-of-life", daemon=True).start()
+    configure_logging(args.log_level, name.removeprefix("scheduler ") if " " in name else "")
+    try:
+        module, function = entry.split(":")
+        getattr(importlib.import_module(module), function)(*call, pipe)
+    except UserError as error:
+        _last_words(pipe, USER_ERROR + str(error).encode(), 2)
+    except BaseException:
+        _last_words(pipe, ERROR + traceback.format_exc().encode(), 1)
+
+
+def _give_signs_of_life(pipe: ChildPipe, args: ServerArgs) -> None:
+    with contextlib.suppress(OSError):  # the parent is gone
+        while True:
+            time.sleep(beat_seconds(args.watchdog_timeout))
+            pipe.send_bytes(ALIVE)
+
+
+def _last_words(pipe: ChildPipe, message: bytes, status: int) -> None:
+    """Report and end at once: threads and libraries of a broken process may not come to an end by themselves."""
+    try:
+        pipe.send_bytes(message)
+    except OSError:
+        pass  # the parent is gone, nobody to tell
+    finally:
+        os._exit(status)
+
+
+def _exit_with_parent(pipe: ChildPipe, ports: Ports) -> None:
+    """Ends the process when the parent says so, or has died."""
+    try:
+        pipe.recv_bytes()
+    except (EOFError, OSError):
+        ports.remove()  # the parent had no time to
+    finally:
+        os._exit(0)

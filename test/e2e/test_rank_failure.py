@@ -1,0 +1,122 @@
+"""A process of a server of two ranks that dies or stops takes all down: non-zero, named, without orphans."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from sglang.embedded import DEFAULT_MODEL_PATH
+
+START_LIMIT_S = 240
+END_LIMIT_S = 60
+CHILDREN = ("TP0", "TP1", "detokenizer")
+"""In the order in which the server starts them."""
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+    children: dict[str, int]
+
+    def generate_forever(self) -> None:
+        """A request that runs for longer than the test."""
+        params = {"max_new_tokens": 3000, "ignore_eos": True, "temperature": 0.0}
+        body = json.dumps({"text": "One, two,", "sampling_params": params}).encode()
+        url = f"http://127.0.0.1:{self.port}/generate"
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+
+        def post() -> None:
+            with suppress(OSError):
+                urllib.request.urlopen(request, timeout=END_LIMIT_S).read()
+
+        threading.Thread(target=post, daemon=True).start()
+        wait_until(lambda: b"Decode batch" in self.log.read_bytes(), END_LIMIT_S)
+
+
+def wait_until(condition: object, limit_s: float) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.05)
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below one, oldest first."""
+    children: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        children += map(int, (task / "children").read_text().split())
+    children.sort(key=lambda child: int(Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[19]))
+    return [*children, *(below for child in children for below in descendants(child))]
+
+
+def running(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    return False
+
+
+@contextmanager
+def server(folder: Path) -> Iterator[Server]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    log = folder / "log"
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", DEFAULT_MODEL_PATH, "--device", "cpu"]
+    command += ["--tp-size", "2", "--max-total-tokens", "4096", "--port", str(port), "--watchdog-timeout", "4"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        wait_until(lambda: b"ready to roll" in log.read_bytes() or process.poll() is not None, START_LIMIT_S)
+        assert process.poll() is None, log.read_text()
+        spawned = [
+            pid for pid in descendants(process.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        yield Server(process, port, log, dict(zip(CHILDREN, spawned, strict=False)))
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("name", "sent", "busy", "said"),
+    [
+        ("TP0", signal.SIGKILL, False, "the scheduler TP0 process died (killed by SIGKILL)"),
+        ("TP1", signal.SIGKILL, True, "the scheduler TP1 process died (killed by SIGKILL)"),
+        ("detokenizer", signal.SIGKILL, True, "the detokenizer process died (killed by SIGKILL)"),
+        ("TP0", signal.SIGSTOP, False, "the scheduler TP0 process does not answer (--watchdog-timeout 4)"),
+        ("TP1", signal.SIGSTOP, True, "the scheduler TP1 process does not answer (--watchdog-timeout 4)"),
+        ("server", signal.SIGKILL, True, ""),
+    ],
+    ids=lambda value: {signal.SIGKILL: "killed", signal.SIGSTOP: "stopped"}.get(value, value),
+)
+def test_all_end_with_one(name: str, sent: signal.Signals, busy: bool, said: str, tmp_path: Path) -> None:
+    before = set(SHARED_MEMORY.iterdir())
+    with server(tmp_path) as run:
+        if busy:
+            run.generate_forever()
+        everyone = [run.process.pid, *descendants(run.process.pid)]
+        os.kill(run.children.get(name, run.process.pid), sent)
+        status = run.process.wait(END_LIMIT_S)
+        assert status == (-signal.SIGKILL if name == "server" else 1)
+        wait_until(lambda: not any(map(running, everyone)), END_LIMIT_S)
+        text = run.log.read_text()
+        first = [line for line in text.splitlines() if "process died" in line or "does not answer" in line]
+        assert not said or said in first[-1], text
+        if name == "TP1" and sent == signal.SIGSTOP:
+            assert "scheduler_process.py" in text, "where the other rank waits"
+        wait_until(lambda: not set(SHARED_MEMORY.iterdir()) - before, END_LIMIT_S)

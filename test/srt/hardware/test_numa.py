@@ -1,0 +1,71 @@
+"""A process moves to the CPUs near its GPU, by a faked sysfs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from sglang.srt.hardware import numa
+
+GPU = "0000:C1:00.0"
+
+
+def fake_sysfs(root: Path, gpu_node: str, nodes: dict[int, str]) -> Path:
+    device = root / "bus/pci/devices/0000:c1:00.0"
+    device.mkdir(parents=True)
+    (device / "numa_node").write_text(gpu_node)
+    for node, cpus in nodes.items():
+        folder = root / f"devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cpus)
+    return root
+
+
+@pytest.fixture
+def affinity(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
+    """What the process may use, the latest last; CPUs 0 to 7 and 16 to 23 at first."""
+    masks: list[set[int]] = [{*range(8), *range(16, 24)}]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: masks[-1])
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: masks.append(set(cpus)))
+    return masks
+
+
+def test_two_sockets(tmp_path: Path, affinity: list[set[int]]) -> None:
+    sysfs = fake_sysfs(tmp_path, "1\n", {0: "0-3,16-19\n", 1: "4-15,20-23\n"})
+    assert numa.stay_near(GPU, sysfs) == 1
+    assert affinity[1:] == [{4, 5, 6, 7, 20, 21, 22, 23}], "only what it may use"
+    assert numa.stay_near(GPU, sysfs) == 1 and len(affinity) == 2, "it is there already"
+
+
+@pytest.mark.parametrize(
+    ("gpu_node", "nodes"),
+    [
+        ("-1\n", {0: "0-7\n", 1: "16-23\n"}),
+        ("0\n", {0: "0-23\n"}),
+        ("x", {0: "0-3\n", 1: "4-7\n"}),
+        ("1\n", {0: "0", 2: "1"}),
+    ],
+    ids=["firmware does not say", "one node", "unreadable", "node without CPUs"],
+)
+def test_nothing_changes(gpu_node: str, nodes: dict[int, str], tmp_path: Path, affinity: list[set[int]]) -> None:
+    assert numa.stay_near(GPU, fake_sysfs(tmp_path, gpu_node, nodes)) is None
+    assert len(affinity) == 1
+
+
+def test_a_container_without_the_nodes_cpus_is_told(
+    tmp_path: Path, affinity: list[set[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert numa.stay_near(GPU, fake_sysfs(tmp_path, "1", {0: "0-23", 1: "24-47"})) is None
+    assert len(affinity) == 1 and "none of whose CPUs this process may use" in caplog.text
+
+
+def test_a_machine_without_the_device(tmp_path: Path) -> None:
+    assert numa.stay_near(GPU, tmp_path) is None
+
+
+def test_this_machines_sysfs_can_be_read() -> None:
+    for node in numa.SYSFS.glob("devices/system/node/node[0-9]*"):
+        assert numa.cpus_of(int(node.name[4:])), "a node without CPUs"
+    assert numa.parse_cpu_list("") == frozenset() and numa.parse_cpu_list("0-2,5\n") == {0, 1, 2, 5}
