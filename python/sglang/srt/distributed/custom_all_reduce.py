@@ -38,8 +38,10 @@ class Workspaces(Protocol):
     """Memory that all ranks of a group can write: as this rank addresses each rank's."""
 
     rank: int
-    addresses: Sequence[int]
     data_vectors: int
+
+    @property
+    def addresses(self) -> Sequence[int]: ...
 
     def close(self) -> None:
         """Collective: no rank may use them any more."""

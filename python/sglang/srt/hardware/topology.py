@@ -24,14 +24,16 @@ class Topology(Enum):
 _DISTANCES = tuple(Topology)
 
 
-def pci_topology(addresses: Sequence[str], sysfs: Path = Path("/sys")) -> Topology:
-    """Of GPUs at these PCI addresses ("0000:c1:00.0"), two or more, without NVLink. What /sys does not say counts as
+def pci_topology(addresses: Sequence[str | None], sysfs: Path = Path("/sys")) -> Topology:
+    """Of GPUs at these PCI addresses ("0000:c1:00.0"), two or more, without NVLink. What is not known counts as
     connected through the host's bridges."""
     pairs = itertools.combinations(addresses, 2)
     return max((_between(first, second, sysfs) for first, second in pairs), key=_DISTANCES.index)
 
 
-def _between(first: str, second: str, sysfs: Path) -> Topology:
+def _between(first: str | None, second: str | None, sysfs: Path) -> Topology:
+    if first is None or second is None:
+        return Topology.HOST_BRIDGE
     nodes = {_numa_node(address, sysfs) for address in (first, second)}
     if None not in nodes and len(nodes) == 2:
         return Topology.CROSS_NUMA
@@ -55,11 +57,3 @@ def _bridges(address: str, sysfs: Path) -> list[str]:
     """The PCI bridges between a device and its root."""
     parts = Path(os.path.realpath(_device(address, sysfs))).parts
     return [part for part in parts[:-1] if _PCI_FUNCTION.fullmatch(part)]
-
-
-def gpu_addresses(devices: Sequence[int]) -> list[str]:
-    """PCI addresses of CUDA devices, by torch's numbers."""
-    import torch
-
-    properties = [torch.cuda.get_device_properties(device) for device in devices]
-    return [f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0" for p in properties]  # type: ignore[attr-defined]
