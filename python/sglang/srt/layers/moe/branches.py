@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.layernorm import RMSNorm
@@ -56,7 +55,7 @@ class ExpertBranches:
             self.moe.shared(self.dense_norm(x, None)[0]),
             self.moe.routed(self.experts_norm(x, None)[0], weights, ids),
         )
-        dense, experts = parallel_state.all_reduce(torch.stack(branches)).unbind()
+        dense, experts = self.moe.group.all_reduce(torch.stack(branches)).unbind()
         return self.dense_norm_after(dense, None)[0] + self.experts_norm_after(experts, None)[0]
 
 
