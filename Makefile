@@ -4,8 +4,10 @@
 # make page    what people do with the page at /, in headless Chromium; SCREENSHOTS=DIR keeps pictures
 # make clients langchain-openai and litellm against a server
 # make schemas 300 JSON schemas, each answered by the embedded model
+# make schedules 1,000 random schedules over hybrid models, about half an hour
 # make upstream UPSTREAM=newest|0.5.23|DIR|GIT-URL@REF   carry our changes onto that SGLang, verify its kernels, compare interfaces
 # make ledger  TRITON=3.6.0   compile every row of the kernel ledger with that Triton and compare
+# make site    the documents as a site, in build/site
 # make gpu     the tests that need a GPU, with its own kernels and with SM120's
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -22,7 +24,7 @@ TRITON ?= 3.9.0
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help serve test fuzz page clients schemas ledger gpu install check lint types imports unit format clean
+.PHONY: help serve test fuzz page site clients schemas schedules ledger gpu install check lint types imports unit format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -39,12 +41,18 @@ page: install
 	$(BIN)/python -m pip install --quiet -c .venv/constraints.txt -e '.[browser]'
 	$(BIN)/pytest -m browser test/page $(ARGS)
 
+site: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 clients: install
 	$(BIN)/python -m pip install --quiet -c .venv/constraints.txt -e '.[clients]'
 	$(BIN)/pytest -m clients test/clients $(ARGS)
 
 schemas: install
 	$(BIN)/pytest -m schemas test/schemas -s $(ARGS)
+
+schedules: install
+	$(BIN)/pytest -m schedules test/srt/managers -s $(ARGS)
 
 gpu: install
 	$(BIN)/python scripts/gpu_checks.py $(ARGS)

@@ -36,20 +36,23 @@ PEER_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
     "FLASHINFER_DISABLE_VERSION_CHECK": "1",
 }
+PEER_PROCESS = [str(Path(__file__).parent / "peer_process.py"), "--stub", "cutlass", "--stub", "quack"]
 
 
 class Side:
     """One of the two servers: how its processes are started."""
 
     def __init__(self, name: str, pythonpath: str, env: dict[str, str], flags: list[str], log_dir: Path) -> None:
-        self.name = name
+        self.name, self.is_peer = name, bool(env)
         self.env = {**os.environ, **env, "PYTHONPATH": pythonpath, "PYTHONUNBUFFERED": "1"}
         self.flags = flags
         self.log = log_dir / f"{name}.log"
 
     def command(self, module: str, model: str, *more: str) -> list[str]:
+        # A server's processes are new interpreters, which nothing can be told before.
+        started_by = PEER_PROCESS if self.is_peer and module == "bench_one_batch" else ["-m"]
         return [
-            *(sys.executable, "-W", "ignore", "-m", f"sglang.{module}"),
+            *(sys.executable, "-W", "ignore", *started_by, f"sglang.{module}"),
             *("--model-path", model, "--load-format", "dummy", *self.flags, *more),
         ]
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sglang.bench.command import run_bench
 from sglang.doctor.command import run_doctor
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.launch_server import report_user_errors, serve
@@ -21,6 +22,7 @@ usage: sglang COMMAND [options]
   serve      start a server; without --model-path it serves the small model that ships with the package
   generate   print a model's answer to one prompt
   plan       print what a model would take and could reach on some GPUs, layout by layout; needs no GPU
+  bench      benchmarks: serving, one-batch, offline, sweep, report
   doctor     look for what makes a server on this machine hang, crawl or not start
   version    print the version
 
@@ -94,6 +96,7 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int | None]] = {
     "generate": run_generate,
     "plan": run_plan,
     "doctor": run_doctor,
+    "bench": run_bench,
     "version": run_version,
 }
 

@@ -12,7 +12,10 @@ from sglang.bench.datasets import DATASETS, DatasetArgs
 def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
     data = parser.add_argument_group("dataset")
     data.add_argument("--dataset-name", choices=list(DATASETS), default="sharegpt")
-    data.add_argument("--dataset-path", help="A ShareGPT JSON file (sharegpt; optional for random).")
+    data.add_argument(
+        "--dataset-path",
+        help="A ShareGPT JSON file, or JSON lines of conversations or of question and answer (optional for random).",
+    )
     data.add_argument("--num-prompts", type=int, default=1000)
     data.add_argument("--seed", type=int, default=1)
     data.add_argument("--random-input-len", "--random-input", type=int, default=1024)

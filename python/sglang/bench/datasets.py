@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -139,16 +139,28 @@ def _sharegpt(args: DatasetArgs, tokenizer: BenchTokenizer, rng: np.random.Gener
 
 
 def _conversations(path: str) -> list[tuple[str, str]]:
-    """(first question, first answer) of each conversation with at least two turns."""
+    """(first question, first answer) of each conversation with at least two turns. Raises DatasetError.
+
+    JSON as ShareGPT has it, or JSON lines: of such conversations, or of questions with answers as those of
+    benchmark/evals and GSM8K (`question`, `answer`)."""
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-        turns = [d.get("conversations") or d.get("conversation") or [] for d in data]
-        conversations = [(str(t[0]["value"]), str(t[1]["value"])) for t in turns if len(t) >= 2]
+        text = Path(path).read_text(encoding="utf-8")
+        lines = text.lstrip().startswith("{")
+        rows = [json.loads(line) for line in text.splitlines() if line.strip()] if lines else json.loads(text)
+        pairs = [_pair(row) for row in rows]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DatasetError(f"{path} is not a ShareGPT file: {error!r}") from None
+        raise DatasetError(f"{path} is not a ShareGPT file, nor JSON lines of questions: {error!r}") from None
+    conversations = [pair for pair in pairs if pair is not None]
     if not conversations:
         raise DatasetError(f"{path} has no conversation with two turns")
     return conversations
+
+
+def _pair(row: dict[str, Any]) -> tuple[str, str] | None:
+    if "question" in row:
+        return str(row["question"]), str(row["answer"])
+    turns = row.get("conversations") or row.get("conversation") or []
+    return (str(turns[0]["value"]), str(turns[1]["value"])) if len(turns) >= 2 else None
 
 
 def _shared_prefix(args: DatasetArgs, tokenizer: BenchTokenizer, rng: np.random.Generator) -> list[Prompt]:

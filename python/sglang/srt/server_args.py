@@ -84,6 +84,17 @@ class ServerArgs:
         "Type of the states of recurrent layers. None: what the model's config says.",
         choices=("float32", "bfloat16"),
     )
+    max_mamba_cache_size: int | None = option(
+        None,
+        MEMORY,
+        "States of recurrent layers altogether: one a running request, the others are kept at the ends of prefixes.",
+        minimum=1,
+    )
+    mamba_full_memory_ratio: float | None = option(
+        None,
+        MEMORY,
+        "Memory of these states over that of the KV cache, instead of what half of the memory allows; above 0.",
+    )
     kv_cache_dtype: str = option(
         "auto", MODEL, "Type of the KV cache.", choices=("auto", "bf16", "fp8_e4m3", "fp8_e5m2")
     )
@@ -309,6 +320,9 @@ def _contradictions(args: ServerArgs) -> Iterator[tuple[set[str], str]]:
     fraction, chunk, page = args.mem_fraction_static, args.chunked_prefill_size, args.page_size
     if fraction is not None and not 0 < fraction < 1:
         yield {"mem_fraction_static"}, f"--mem-fraction-static must be above 0 and below 1; got {fraction}."
+    ratio = args.mamba_full_memory_ratio
+    if ratio is not None and ratio <= 0:
+        yield {"mamba_full_memory_ratio"}, f"--mamba-full-memory-ratio must be above 0; got {ratio:g}."
     if chunk == 0:
         text = "--chunked-prefill-size must be positive, or -1 to compute whole prompts; got 0."
         yield {"chunked_prefill_size"}, text

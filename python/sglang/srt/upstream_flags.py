@@ -103,8 +103,14 @@ ACCEPTED: tuple[FlagGroup, ...] = (
         disable-hybrid-swa-memory swa-full-tokens-ratio= swa-prefix-tails= hybrid-kvcache-ratio=...
         enable-encoder-swa-bounded-replay enable-decoder-swa-bounded-replay no-enable-decoder-swa-bounded-replay
         enable-page-major-kv-layout enable-unified-memory c128-page-size=
-        mamba-full-memory-ratio= mamba-max-states-per-path= mamba-radix-cache-strategy= mamba-scheduler-strategy=
-        mamba-track-interval= max-mamba-cache-size=
+        """,
+    ),
+    FlagGroup(
+        "States of hybrid models",
+        "states at the ends of chunks, prompts and requests are copied while steps overlap, and the least recently used"
+        " copies go first",
+        """
+        mamba-scheduler-strategy= mamba-radix-cache-strategy= mamba-track-interval= mamba-max-states-per-path=
         """,
     ),
     FlagGroup(
@@ -280,7 +286,7 @@ REFUSED: tuple[FlagGroup, ...] = (
     ),
     FlagGroup(
         "Hybrid models",
-        "hybrid models are not supported yet; remove the flag",
+        "recurrent states are kept as they are computed, in the type of --mamba-ssm-dtype; remove the flag",
         """
         enable-int8-mamba-checkpoint enable-mamba-cache-stochastic-rounding int8-mamba-ckpt-size
         mamba-cache-philox-rounds=0

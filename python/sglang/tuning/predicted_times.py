@@ -111,7 +111,7 @@ def _plain_linear(op: Linear, arch: ArchTraits) -> Predicted:
         ceiling = ceilings_of(arch)
         return Predicted(LAUNCH + 1.1 * ceiling.floor(op.num_bytes, op.operations), 0.2, "cuBLAS by the ceilings")
     return Predicted(
-        beyond_cache(table.seconds(op.tokens, op.rows, op.cols), op.weights, arch), 0.1, "cuBLAS as measured"
+        beyond_cache(table.seconds(op.tokens, op.rows, op.cols), op.num_bytes, arch), 0.1, "cuBLAS as measured"
     )
 
 

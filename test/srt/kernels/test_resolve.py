@@ -103,6 +103,13 @@ def test_hybrid_models_may_use_triton_or_flashinfer_on_sm12x(gpu: str, name: str
     assert resolve(HYBRID, arch_by_name(gpu), FITS, BOTH, forced=name).name == name
 
 
+@pytest.mark.parametrize("gpu", SM12X)
+def test_hybrid_models_are_refused_others_on_sm12x(gpu: str) -> None:
+    with pytest.raises(NoKernel, match="hybrid gated-delta-net models take triton or flashinfer") as error:
+        resolve(HYBRID, arch_by_name(gpu), FITS, BOTH, forced="trtllm_mha")
+    assert set(error.value.would_work) == {"triton", "flashinfer", "torch_native"}
+
+
 @pytest.mark.parametrize("gpu", ["sm_100", "sm_103"])
 def test_hybrid_models_may_not_use_flashinfer_with_tcgen05(gpu: str) -> None:
     with pytest.raises(NoKernel, match="hybrid gated-delta-net models take triton or trtllm_mha") as error:

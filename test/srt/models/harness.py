@@ -17,7 +17,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.forward_batch import ForwardBatch, ForwardMode, TokenSlots
 from sglang.srt.layers.recurrent import native as recurrent_ops
 from sglang.srt.mem_cache.memory_pool import CachePools
-from sglang.srt.model_loader.loader import load_model
+from sglang.srt.model_loader.loader import filled_model
 from sglang.srt.models.causal_lm import DecoderLayer
 from sglang.srt.plan.caches import cache_groups, row_tables
 from sglang.srt.plan.kv_spec import kv_cache_dtype
@@ -412,7 +412,7 @@ class TinyRunner:
     """Steps a loaded model. Every token gets a random cache slot, so that nothing works by contiguity."""
 
     def __init__(self, plan: NativePlan, load_format: str = "auto", seed: int = 0, state_dtype: str = "") -> None:
-        self.model = load_model(plan, load_format)
+        self.model = filled_model(plan, load_format)
         serving = Serving(plan.dtype, plan.kv_cache_dtype, tp_size=plan.ranks.tp_size, state_dtype=state_dtype)
         groups = cache_groups(plan.description, serving)
         windows = tuple(WindowSize(lifetime.tokens, 1023) for lifetime in row_tables(groups)[1:])

@@ -148,7 +148,13 @@ _STATIC_FP8 = {
     "producer": {"name": "modelopt", "version": "0.31.0"},
 }
 
+_IN_16_BITS = ("",)
+
 PUBLISHED: dict[str, Published] = {
+    "GLM-4.7-Flash": Published(
+        "glm4_moe_lite", "fp8_block", keep=_IN_16_BITS, changes={"num_nextn_predict_layers": 1}, drafts=1
+    ),
+    "Mixtral-8x22B-v0.1": Published("mixtral", "fp8_block", keep=_IN_16_BITS),
     "GLM-4.7-FP8": Published(
         "glm4_moe_wide", "compressed_fp8_channel", _GLM47_FP8, changes={"num_nextn_predict_layers": 1}, drafts=1
     ),

@@ -49,8 +49,19 @@ def test_it_computes_what_it_stands_for(checkpoint: tuple[str, Path]) -> None:
         assert 0 < (rounded.extend({1: TOKENS})[0] - want).norm() < 0.3 * want.norm()
 
 
-def scale_of_the_last_layer(names: list[str]) -> str:
-    return next(name for name in sorted(names) if ".layers.2." in name and name.endswith(SCALES))
+def of_the_last_layer(names: list[str]) -> str:
+    """A scale where there is one; otherwise a weight of an expert."""
+    mine = [name for name in sorted(names) if ".layers.2." in name]
+    return next(
+        name for name in sorted(mine, key=lambda name: not name.endswith(SCALES)) if "mlp" in name or "moe" in name
+    )
+
+
+def test_experts_are_called_as_mistral_calls_them(tmp_path: Path) -> None:
+    write_published(PUBLISHED["Mixtral-8x22B-v0.1"], tmp_path)
+    assert {f"model.layers.0.block_sparse_moe.experts.3.w{i}.weight" for i in (1, 2, 3)} < read_shards(
+        tmp_path / "quantized"
+    ).keys()
 
 
 @pytest.mark.parametrize("fault", ["missing", "extra", "misshapen"])
@@ -59,7 +70,7 @@ def test_a_tensor_that_does_not_fit_is_named(checkpoint: tuple[str, Path], fault
     for path in (folder / "quantized").glob("*.json"):
         (tmp_path / path.name).write_text(path.read_text())
     tensors = read_shards(folder / "quantized")
-    name = scale_of_the_last_layer(list(tensors))
+    name = of_the_last_layer(list(tensors))
     if fault == "missing":
         del tensors[name]
         message = f"lacks weights of the model: {name}"

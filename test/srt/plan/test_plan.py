@@ -20,7 +20,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.spec import NoKernel
 from sglang.srt.plan.attention_memory import FLASHINFER_MLA_WORKSPACE, FLASHINFER_PLANS, FLASHINFER_WORKSPACE
-from sglang.srt.plan.defaults import cuda_graph_batch_sizes, requests_by_state
+from sglang.srt.plan.defaults import cuda_graph_batch_sizes
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.memory import PREFILL_GRAPH_PROMPTS
 from sglang.srt.plan.model_description import describe_model
@@ -288,11 +288,6 @@ def test_planned_sizes_are_the_codes(file: str, name: str, planned: int) -> None
     tree = ast.parse((SRT / file).read_text())
     assigned = [n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == name]
     assert eval(compile(ast.Expression(assigned[0].value), file, "eval")) == planned
-
-
-def test_states_leave_half_of_the_memory_to_tokens() -> None:
-    assert requests_by_state(1024, 90, 30, 0) == 1024 and requests_by_state(1024, 9000, 1000, 10) == 400
-    assert requests_by_state(1024, 90, 30, 30) == 8
 
 
 def test_main_memory_holds_the_tables_too(build: Any) -> None:

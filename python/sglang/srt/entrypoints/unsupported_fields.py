@@ -32,7 +32,7 @@ def _all(reason: str, *names: str, neutral: tuple[Any, ...] = ()) -> dict[str, U
 
 _SESSIONS = "sessions belong to /generate; send the whole conversation, whose beginning is cached"
 _INTERNALS = "this server does not return it"
-_MEDIA = "this model reads text only (it has no vision or audio input)"
+_MEDIA = "this model is served for text only (no vision or audio input)"
 
 COMMON: Mapping[str, Unsupported] = {
     **_all("this server has no LoRA adapters loaded", "lora_path", "lora_id"),

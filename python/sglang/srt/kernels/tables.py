@@ -86,10 +86,34 @@ def only_equal_head_dims(need: Need, arch: ArchTraits) -> list[str]:
     return [] if need.head_dim == need.v_head_dim else [f"head dims {need.head_dim}/{need.v_head_dim} differ"]
 
 
-def no_hybrid_with_tcgen05(need: Need, arch: ArchTraits) -> list[str]:
-    if "hybrid_gdn" in need.traits and "tcgen05" in arch.features:
-        return ["hybrid gated-delta-net models take triton or trtllm_mha on GPUs with tcgen05"]
-    return []
+HYBRID_LINEAR_ATTN_BACKENDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("tcgen05", ("triton", "trtllm_mha"), "hybrid gated-delta-net models take triton or trtllm_mha"),
+    ("mma_sync_block_scale", ("triton", "flashinfer"), "hybrid gated-delta-net models take triton or flashinfer"),
+)
+"""Of GPUs with a feature: what computes the full-attention layers of models whose other layers are gated delta nets, in
+words too. The first row counts; other GPUs take what every model may have. torch_native serves everywhere."""
+
+
+def hybrid_linear_attn_backend(need: Need, arch: ArchTraits) -> tuple[tuple[str, ...], str] | None:
+    """The names that the need may have, and why; None: any."""
+    if "hybrid_gdn" not in need.traits:
+        return None
+    rows = (row for row in HYBRID_LINEAR_ATTN_BACKENDS if row[0] in arch.features)
+    row = next(rows, None)
+    return None if row is None else ((*row[1], "torch_native"), f"{row[2]} on GPUs with {row[0]}")
+
+
+def not_for_hybrids(name: str) -> Refuse:
+    def refuse(need: Need, arch: ArchTraits) -> list[str]:
+        allowed = hybrid_linear_attn_backend(need, arch)
+        return [] if allowed is None or name in allowed[0] else [allowed[1]]
+
+    return refuse
+
+
+def hybrid_choice(need: Need, arch: ArchTraits) -> str:
+    allowed = hybrid_linear_attn_backend(need, arch)
+    return "" if allowed is None else allowed[1]
 
 
 def no_e4m3_conversion(need: Need, arch: ArchTraits) -> list[str]:
@@ -153,7 +177,7 @@ _HALF = only_dtypes("bfloat16", "float16")
 
 def _attention(op: str) -> tuple[KernelSpec, ...]:
     flashinfer_refuses = all_of(
-        only_full_heads, flashinfer_head_dims, _HALF, no_hybrid_with_tcgen05,
+        only_full_heads, flashinfer_head_dims, _HALF, not_for_hybrids("flashinfer"),
         lacks("sinks", "sparse", "sliding_window", "logit_cap", "custom_mask"),
     )  # fmt: skip
     return (
@@ -166,6 +190,7 @@ def _attention(op: str) -> tuple[KernelSpec, ...]:
             kernel_module=f"{_ATTENTION}.triton_ops.{op}",
             refuse=all_of(_HALF, no_e4m3_conversion, lacks("sparse")),
             graph_prefill=True,
+            remark=hybrid_choice,
         ),
         KernelSpec(
             "flashinfer",
@@ -173,6 +198,7 @@ def _attention(op: str) -> tuple[KernelSpec, ...]:
             CP_ASYNC,
             "flashinfer",
             refuse=flashinfer_refuses,
+            remark=hybrid_choice,
         ),
         KernelSpec(
             "torch_native",
@@ -188,7 +214,12 @@ def _attention(op: str) -> tuple[KernelSpec, ...]:
             refuse=all_of(only_latent, flashinfer_latents, _HALF, only_16_bit_cache, lacks("sparse", "custom_mask")),
             asked_as="flashinfer",
         ),
-        KernelSpec("trtllm_mha", requires=TCGEN05, refuse=only_full_heads, not_here=NOT_PART),
+        KernelSpec(
+            "trtllm_mha",
+            requires=TCGEN05,
+            refuse=all_of(only_full_heads, not_for_hybrids("trtllm_mha")),
+            not_here=NOT_PART,
+        ),
         KernelSpec("trtllm_mla", requires=TCGEN05, refuse=only_latent, not_here=NOT_PART),
         KernelSpec("cutlass_mla", requires=TCGEN05, refuse=only_latent, not_here=NOT_PART),
         KernelSpec("fa3", requires=WGMMA, not_here=NOT_PART),
@@ -307,7 +338,7 @@ def _recurrent(triton_entry: str, native_entry: str) -> tuple[KernelSpec, ...]:
 _RECURRENCE = _recurrent("recurrence:RECURRENCE", "RECURRENCE")
 GATED_DELTA_RULE = (
     *_RECURRENCE,
-    KernelSpec("flashinfer", requires=CP_ASYNC, refuse=no_hybrid_with_tcgen05, not_here=NOT_YET),
+    KernelSpec("flashinfer", requires=CP_ASYNC, refuse=not_for_hybrids("flashinfer"), not_here=NOT_YET),
 )
 SPARSE_INDEXER = (
     KernelSpec("triton", requires=CP_ASYNC, not_here=NOT_YET),

@@ -31,6 +31,15 @@ BASE_PREFIX = "model."
 
 
 def load_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> CausalLM:
+    """As `filled_model`. Kernels have copies of quantized weights that they had to arrange anew: what those were stored
+    as is freed, and the model's `params` are then empty."""
+    model = filled_model(plan, load_format, seed)
+    if plan.model.quantization is not None:
+        model.params.clear()
+    return model
+
+
+def filled_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> CausalLM:
     """The planned model with its weights on the plan's device; this rank's share of them.
 
     `load_format`: auto and safetensors read the model directory; dummy fills with random numbers from `seed`. Raises
@@ -49,8 +58,6 @@ def load_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> CausalLM
             step()
     parallel_state.meet()  # the collectives that follow have a time limit, and files come at different speeds
     num_bytes = sum(p.tensor.nbytes for p in model.params.values())
-    if plan.model.quantization is not None:
-        model.params.clear()  # kernels have copies of what they had to arrange anew: what it was stored as is freed
     logger.info(
         "Loaded %s (%s): %.2f GB of weights in %.1f s",
         plan.description.architecture,

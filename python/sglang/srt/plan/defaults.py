@@ -99,17 +99,3 @@ def mixed_decode_sizes(graph_batch_sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Ascending, from 0 to the largest decode graph."""
     largest = graph_batch_sizes[-1]
     return (0, *(size for size in MIXED_DECODES if size < largest), largest)
-
-
-def checkpoints_by_state(running: int, available: int, weights: int, bytes_per_request: int) -> int:
-    """One for each running request, or as many as their states leave of half of what the weights leave."""
-    if not bytes_per_request:
-        return 0
-    return max(0, min(running, (available - weights) // 2 // bytes_per_request - running))
-
-
-def requests_by_state(running: int, available: int, weights: int, bytes_per_request: int) -> int:
-    """Of `running` requests as many as leave half of what the weights leave to the tokens' caches, but at least 8."""
-    if not bytes_per_request:
-        return running
-    return max(8, min(running, (available - weights) // 2 // bytes_per_request))

@@ -27,6 +27,7 @@ from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.pool_sizes import FREE_TOKENS, PoolSizes, WindowSize, cache_cost, sized_cost
 from sglang.srt.plan.ranks import RankLayout
+from sglang.srt.plan.state_rows import state_rows
 from sglang.srt.plan.weights import rank_weight_bytes
 from sglang.srt.server_args import ServerArgs
 
@@ -291,11 +292,11 @@ def plan_capacity(
     groups = cache_groups(model, serving)
     cost = cache_cost(groups)
     most = defaults.default_max_running_requests(arch.device, available, context_len)
-    most = args.max_running_requests or defaults.requests_by_state(most, available, weights, 2 * cost.state_bytes)
-    checkpoints = defaults.checkpoints_by_state(most, available, weights, cost.state_bytes)
+    states = state_rows(args, most, available, weights, cost.state_bytes)
+    most = states.running
     sizes, notes = _sizes(args, model, serving, context_len, arch, choices, available, most)
-    checkpoints = 0 if args.disable_radix_cache else checkpoints
-    sizes = replace(sizes, row_tables=len(row_tables(groups)), checkpoints=checkpoints)
+    notes += [states.note] if states.note else []
+    sizes = replace(sizes, row_tables=len(row_tables(groups)), checkpoints=states.checkpoints)
     cost = sized_cost(groups, serving.page_size, most, context_len, sizes.tokens_per_step)
     most_tokens = args.max_total_tokens or available  # a token takes at least a byte, or else
     if not cost.bytes_per_token:

@@ -168,8 +168,8 @@ def _joined_text(content: str | list[dict[str, Any]] | None) -> str:
     for part in content:
         if part["type"] != "text":
             raise bad_request(
-                f"message content of type {part['type'][:64]!r} is not supported: this model reads text only (it has "
-                "no vision or audio input)",
+                f"message content of type {part['type'][:64]!r} is not supported: this model is served for text "
+                "only (no vision or audio input)",
                 param="messages",
             )
         if part.get("text") is None:

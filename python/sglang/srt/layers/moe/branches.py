@@ -50,7 +50,8 @@ class ExpertBranches:
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         assert self.moe.shared is not None
         weights, ids = self.moe.route(self.router_norm(x, self.router_weight, self.eps), batch)
-        weights = weights * self.expert_scale[ids.long()]  # ids of padding are -1, their weights 0
+        # Where the id is -1, any will do: such a choice adds nothing.
+        weights = weights * self.expert_scale[ids.long() + self.moe.first_expert]
         branches = (
             self.moe.shared(self.dense_norm(x, None)[0]),
             self.moe.routed(self.experts_norm(x, None)[0], weights, ids),

@@ -55,6 +55,7 @@ class MoELayer:
             groups.ep.rank,
             groups.ep.size,
         )
+        self.first_expert = sizes.local.start
         self.route = TopK(scope, hidden_size, spec.num_experts, spec.router, with_shared=fused, local=sizes.local)
         self.experts = Experts(scope, sizes, spec.activation.linear_in_up)
         self.products: FusedMoEOp = scope.plan.entry("fused_moe")

@@ -1,0 +1,239 @@
+"""`python -m sglang.bench.card [--out FILE]`: this server's kernels on this card, beside what was predicted for it and
+the best that anyone measured.
+
+Takes about ten minutes on a free GPU and needs no model. The file that it writes is made to be sent in: it holds the
+card's name, versions and times, nothing else. `--shape` measures other sizes (see `python -m sglang.explain --shape`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import ArchTraits, arch_by_name, current_arch
+from sglang.tuning.best_times import best
+from sglang.tuning.ops import Op, describe, floor, parse_shape
+from sglang.tuning.predicted_times import predicted
+from sglang.tuning.rates import CEILINGS, ceilings_of
+from sglang.version import __version__
+
+BUDGET_S = 600
+TOKENS = (1, 16, 64, 256, 8192)
+LINEARS = (
+    "rows=1792 cols=5120 scheme=fp8_channel",  # GLM-4.7, 8 cards: q, k, v
+    "rows=5120 cols=1536 scheme=fp8_channel",
+    "rows=2112 cols=7168",  # Kimi-K2.5: latents
+    "rows=7168 cols=1024",
+    "rows=24576 cols=4096",  # Qwen3-8B: gate and up
+    "rows=2112 cols=7168 scheme=fp8_block",  # DeepSeek-V3.2
+    "rows=5120 cols=2880",  # GPT-OSS
+    "rows=4096 cols=7168 scheme=nvfp4",
+)
+EXPERTS = (
+    "num_experts=160 top_k=8 hidden=5120 intermediate=192 scheme=fp8_channel",  # GLM-4.7, 8 cards
+    "num_experts=384 top_k=8 hidden=7168 intermediate=256 scheme=int4_g32",  # Kimi-K2.5, 8 cards
+    "num_experts=384 top_k=8 hidden=7168 intermediate=256 scheme=nvfp4",
+    "num_experts=256 top_k=8 hidden=7168 intermediate=256 scheme=fp8_block",  # DeepSeek-V3.2, 8 cards
+    "num_experts=128 top_k=4 hidden=2880 intermediate=2880 scheme=mxfp4 bias=1",  # GPT-OSS-120B
+    "num_experts=128 top_k=4 hidden=2880 intermediate=2880 scheme=mxfp4_mxfp8 bias=1",
+    "num_experts=256 top_k=8 hidden=2048 intermediate=512",  # Qwen3.5-35B-A3B
+)
+HEADS = (
+    "heads=12 kv_heads=1 head_dim=128",  # GLM-4.7, 8 cards
+    "heads=32 kv_heads=8 head_dim=128",
+    "heads=64 kv_heads=8 head_dim=64",  # GPT-OSS
+    "heads=16 kv_heads=2 head_dim=256",  # Qwen3.5-35B-A3B
+)
+LATENT = "heads=8 kv_heads=1 head_dim=576 v_head_dim=512 latent=1"
+CONTEXTS = ((1, 2048), (1, 32768), (16, 2048), (64, 2048), (256, 2048))
+
+
+def shapes() -> Iterator[str]:
+    """What is measured, as `parse_shape` reads it; short ones first."""
+    for tokens in TOKENS:
+        yield from (f"linear tokens={tokens} {sizes}" for sizes in LINEARS)
+        yield from (f"fused_moe tokens={tokens} {sizes}" for sizes in EXPERTS)
+    for batch, context in CONTEXTS:
+        for heads in (*HEADS, LATENT):
+            yield f"decode_attention batch={batch} context={context} {heads}"
+    for heads in HEADS:
+        yield f"extend_attention batch=1 new=8192 {heads}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Microseconds; None where nothing is known. `problem`: why it was not measured."""
+
+    shape: str
+    predicted: float | None
+    error: float | None
+    measured: float | None
+    best: float | None
+    best_exact: bool
+    floor: float | None
+    problem: str = ""
+
+
+Measure = Callable[[Op, ArchTraits], "float | None"]
+"""Seconds on the device; None for an op that the kit does not launch."""
+
+
+def measure_here(op: Op, arch: ArchTraits) -> float | None:
+    import torch
+
+    from sglang.bench.device_calls import calls_of
+    from sglang.bench.device_time import seconds_a_call
+    from sglang.srt.layers.triton_ops import pdl
+
+    pdl.enable("pdl" in arch.features)
+    try:
+        calls = calls_of(op, arch, "cuda")
+        return None if calls is None else seconds_a_call(calls)
+    finally:
+        pdl.enable(False)
+        calls = None
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def row_of(shape: str, arch: ArchTraits, measure: Measure) -> Row:
+    """A kernel that fails is a row with a problem, and not the end of the run."""
+    op = parse_shape(shape)
+    known = (arch.product or "") in CEILINGS
+    forecast = predicted(op, arch) if known else None
+    quickest = best(op, arch)
+    seconds, problem = None, ""
+    try:
+        seconds = measure(op, arch)
+        problem = "" if seconds is not None else "not launched by this kit"
+    except Exception as error:  # whatever a compiler or a driver raises
+        problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+    return Row(
+        describe(op),
+        None if forecast is None else forecast.seconds * 1e6,
+        None if forecast is None else forecast.error,
+        None if seconds is None else seconds * 1e6,
+        None if quickest is None else quickest.served * 1e6,
+        bool(quickest and quickest.exact),
+        floor(op, ceilings_of(arch)) * 1e6 if known else None,
+        problem,
+    )
+
+
+def measured_rows(
+    wanted: Sequence[str], arch: ArchTraits, measure: Measure, budget_s: float, clock: Callable[[], float]
+) -> Iterator[Row]:
+    """Until the budget is spent."""
+    end = clock() + budget_s
+    for i, shape in enumerate(wanted):
+        if clock() > end:
+            print(f"{len(wanted) - i} shapes left out: {budget_s:.0f} s are over (--budget)", file=sys.stderr)
+            return
+        yield row_of(shape, arch, measure)
+
+
+HEAD = ("shape", "predicted", "measured", "best known", "floor", "measured / predicted")
+
+
+def line(row: Row, width: int) -> str:
+    """`~`: the best known time is between measured sizes."""
+    ratio = f"{row.measured / row.predicted:.2f}" if row.measured and row.predicted else ""
+    cells = (
+        _cell(row.predicted),
+        row.problem or _cell(row.measured),
+        ("" if row.best_exact or row.best is None else "~") + _cell(row.best),
+        _cell(row.floor),
+        ratio,
+    )
+    return row.shape.ljust(width) + "".join(f"  {cell:>10}" for cell in cells)
+
+
+def _cell(microseconds: float | None) -> str:
+    return "" if microseconds is None else f"{microseconds:.1f}"
+
+
+def summary(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """By op: how many rows, the geometric mean of measured over predicted, and the spread (rms of the logarithm)."""
+    by_op: dict[str, list[float]] = {}
+    for row in rows:
+        if row.measured and row.predicted:
+            by_op.setdefault(row.shape.split()[0], []).append(math.log(row.measured / row.predicted))
+    return {
+        op: {
+            "rows": len(logs),
+            "measured_over_predicted": math.exp(math.fsum(logs) / len(logs)),
+            "rms": math.sqrt(math.fsum(log**2 for log in logs) / len(logs)),
+        }
+        for op, logs in by_op.items()
+    }
+
+
+def card_facts(arch: ArchTraits) -> dict[str, Any]:
+    """Of the card and the software, for who reads the file."""
+    facts: dict[str, Any] = {
+        "arch": arch.name,
+        "product": arch.product,
+        "num_sms": arch.num_sms,
+        "version": __version__,
+    }
+    import torch
+    import triton
+
+    facts |= {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
+    if torch.cuda.is_available():
+        facts |= {"device": torch.cuda.get_device_name(), "memory": torch.cuda.get_device_properties(0).total_memory}
+    return facts
+
+
+def main(
+    argv: Sequence[str] | None = None, measure: Measure = measure_here, clock: Callable[[], float] = time.monotonic
+) -> int:
+    parser = argparse.ArgumentParser(prog="python -m sglang.bench.card", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("card-times.json"), help="the file to write")
+    parser.add_argument("--shape", action="append", default=[], metavar='"OP SIZE=N ..."', help="instead of the list")
+    parser.add_argument("--only", default="", help="shapes of the list whose text contains this")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds")
+    parser.add_argument("--arch", help="predict for this product; this machine's if not given")
+    return _run(parser.parse_args(argv), measure, clock)
+
+
+def _run(options: argparse.Namespace, measure: Measure, clock: Callable[[], float]) -> int:
+    try:
+        arch = arch_by_name(options.arch) if options.arch else current_arch(device="cuda")
+        wanted = [describe(parse_shape(shape)) for shape in options.shape or shapes() if options.only in shape]
+        if not wanted:
+            raise UserError(f"--only {options.only!r} leaves no shape.")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    width = max(map(len, wanted))
+    print(
+        "Microseconds, operands read from memory."
+        + ("" if arch.product in CEILINGS else " Nobody measured this card: nothing is predicted.")
+    )
+    print(HEAD[0].ljust(width) + "".join(f"  {name:>10}" for name in HEAD[1:]))
+    rows = []
+    for row in measured_rows(wanted, arch, measure, options.budget, clock):
+        print(line(row, width), flush=True)
+        rows.append(row)
+    by_op = summary(rows)
+    report = {"card": card_facts(arch), "summary": by_op, "rows": [asdict(row) for row in rows]}
+    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    for op, figures in by_op.items():
+        ratio = f"measured / predicted {figures['measured_over_predicted']:.2f}, rms {figures['rms']:.2f}"
+        print(f"{op}: {ratio}, {figures['rows']} shapes")
+    print(f"Written to {options.out}. Please send it in: the predictions for your card rest on others' kernels so far.")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

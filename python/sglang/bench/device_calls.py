@@ -1,0 +1,198 @@
+"""Launches of this server's kernels for one op of `sglang.tuning.ops`, with random data in rotating buffers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from sglang.bench.device_time import Call
+from sglang.srt.configs.activation import GPT_OSS_SWIGLU, SILU
+from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.kernels.tiles import attention_tiles
+from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights, repack
+from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
+from sglang.srt.layers.moe.fused_moe_triton.config_files import find
+from sglang.srt.layers.quantization.linear_weight import LinearWeight
+from sglang.tuning.ops import DecodeAttention, Experts, ExtendAttention, Linear, Op
+
+COLD_BYTES = 512 << 20
+"""Rotating buffers together exceed every cache."""
+MOST_COPIES, MOST_ROUTINGS = 64, 8
+RUN = 64  # tokens that lie next to each other in the cache
+
+
+def calls_of(op: Op, arch: ArchTraits, device: str) -> list[Call] | None:
+    """None for an op that takes several cards, or that this kit does not launch."""
+    maker = _MAKERS.get(op.kind)
+    return None if maker is None else maker(op, arch, device)
+
+
+def _copies(num_bytes: float) -> int:
+    return max(2, min(MOST_COPIES, int(COLD_BYTES // max(1.0, num_bytes)) + 1))
+
+
+def _half(*shape: int, device: str) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_()
+
+
+def _linear(op: Linear, arch: ArchTraits, device: str) -> list[Call]:
+    from sglang.srt.layers.triton_ops import gemv, quant_linear
+
+    x = _half(op.tokens, op.cols, device=device)
+    count = _copies(op.weights)
+    if op.scheme is None:
+        linear: Callable[..., torch.Tensor] = gemv.linear if op.tokens == 1 else F.linear
+        weights = [_half(op.rows, op.cols, device=device) for _ in range(count)]
+        return [lambda w=w: linear(x, w) for w in weights]  # type: ignore[misc]
+    products = [
+        quant_linear.quantized_linear(_linear_weight(SCHEMES[op.scheme], op, device), arch) for _ in range(count)
+    ]
+    return [lambda product=product: product(x) for product in products]  # type: ignore[misc]
+
+
+def _linear_weight(scheme: Scheme, op: Linear, device: str) -> LinearWeight:
+    if scheme.group == (0, 0):  # held with a scale for each row
+        scheme = SCHEMES["fp8_channel"]
+    data, scale = _codes(scheme, (op.rows, op.cols), device)
+    factor = torch.ones(op.rows, device=device) if scheme.global_scale else None
+    needs_scale = scheme.activation in ("tensor", "nvfp4")
+    return LinearWeight(data, scheme, scale, factor, torch.ones(1, device=device) if needs_scale else None)
+
+
+def _codes(scheme: Scheme, shape: tuple[int, ...], device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random weights [..., N, K] without NaN, and scales of about one."""
+    rows, cols = shape[-2:]
+    data = torch.randint(0, 255, (*shape[:-1], cols * scheme.bits // 8), dtype=torch.uint8, device=device)
+    if scheme.element == "e4m3":
+        data &= 0xF7
+    scale = torch.ones((*shape[:-2], *scheme.scale_shape(rows, cols)), device=device)
+    if scheme.scale == "e8m0":
+        return data.view(ELEMENT_DTYPES[scheme.element]), torch.full_like(scale, 120, dtype=torch.uint8)
+    return data.view(ELEMENT_DTYPES[scheme.element]), scale.to(SCALE_DTYPES[scheme.scale])
+
+
+def _experts(op: Experts, arch: ArchTraits, device: str) -> list[Call]:
+    from sglang.srt.layers.moe.fused_moe_triton.fused_moe import fused_moe
+
+    w13 = _expert_weights(op, 2 * op.intermediate, op.hidden, arch, device)
+    w2 = _expert_weights(op, op.hidden, op.intermediate, arch, device)
+    tuned = find(
+        op.num_experts, op.intermediate, op.scheme, arch, hidden=op.hidden, bias=op.bias, cost=recorded_cost
+    ).tiles
+    tiles = tuned.for_launch(op.tokens, op.top_k) if tuned else None
+    x = _half(op.tokens, op.hidden, device=device)
+    weights = torch.full((op.tokens, op.top_k), 1.0 / op.top_k, device=device)
+    routings = [
+        torch.rand((op.tokens, op.num_experts), device=device).topk(op.top_k).indices.int()
+        for _ in range(MOST_ROUTINGS)
+    ]
+    activation = GPT_OSS_SWIGLU if op.bias else SILU
+
+    def call(ids: torch.Tensor) -> torch.Tensor:
+        return fused_moe(x, w13, w2, weights, ids, activation, tiles, arch.features)
+
+    return [lambda ids=ids: call(ids) for ids in routings]  # type: ignore[misc]
+
+
+def _expert_weights(op: Experts, rows: int, cols: int, arch: ArchTraits, device: str) -> ExpertWeights:
+    bias = _half(op.num_experts, rows, device=device) if op.bias else None
+    if op.scheme is None:
+        return ExpertWeights(_half(op.num_experts, rows, cols, device=device) * cols**-0.5, bias=bias)
+    scheme = SCHEMES[op.scheme]
+    data, scale = _codes(scheme, (op.num_experts, rows, cols), device)
+    factor = torch.ones(op.num_experts, device=device) if scheme.global_scale else None
+    input_scale = torch.ones(1, device=device) if scheme.activation in ("tensor", "nvfp4") else None
+    return repack(ExpertWeights(data, scheme, scale, factor, input_scale, bias), arch.features)
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+class _Caches:
+    """Keys and values of `batch` requests with `context` tokens each, in disjoint parts that exceed the caches."""
+
+    def __init__(
+        self, batch: int, context: int, kv_heads: int, dims: tuple[int, int], item: int, latent: bool, device: str
+    ) -> None:
+        row = kv_heads * (dims[0] if latent else sum(dims)) * item
+        runs_each = max(1, math.ceil(context / RUN))
+        self.parts = min(8, _copies(batch * max(1, context) * row))
+        runs = self.parts * batch * runs_each
+        dtype = torch.bfloat16 if item == 2 else torch.float8_e4m3fn
+        slots = (runs + 1) * RUN
+        self.k = torch.empty((slots, kv_heads, dims[0]), dtype=torch.bfloat16, device=device).normal_().to(dtype)
+        values = torch.empty((slots, kv_heads, dims[1]), dtype=torch.bfloat16, device=device).normal_().to(dtype)
+        self.v = self.k[..., : dims[1]] if latent else values
+        order = torch.randperm(runs, device=device) + 1
+        table = (order[:, None] * RUN + torch.arange(RUN, device=device)).int()
+        self.tables = table.view(self.parts, batch, runs_each * RUN)
+        self.rows = torch.arange(batch, device=device)
+
+
+def _tile(op: str, dims: tuple[int, int], item: int, arch: ArchTraits) -> dict[str, int]:
+    tiles = attention_tiles(op, *dims, "bfloat16" if item == 2 else "fp8_e4m3", arch.features)
+    return dict(tiles[0])
+
+
+def _decode(op: DecodeAttention, arch: ArchTraits, device: str) -> list[Call]:
+    from sglang.srt.layers.attention.triton_ops.decode_attention import (
+        DecodeWorkspace,
+        decode_attention_fwd,
+        plan_decode,
+    )
+
+    keys = op.keys
+    dims = (keys.head_dim, keys.v_head_dim)
+    caches = _Caches(keys.batch, keys.context, keys.kv_heads, dims, keys.item, keys.latent, device)
+    tile = _tile("decode_attention", dims, keys.item, arch)
+    q = _half(keys.batch, keys.heads, keys.head_dim, device=device)
+    out = _half(keys.batch, keys.heads, keys.v_head_dim, device=device)
+    seq_lens = torch.full((keys.batch,), keys.context, dtype=torch.int32, device=device)
+    workspace = DecodeWorkspace.allocate(
+        keys.batch, keys.heads, keys.kv_heads, keys.v_head_dim, max(1, arch.num_sms), tile, device
+    )
+    plan_decode(seq_lens, workspace, tile)  # once a step, for all layers: not timed
+
+    def call(part: int) -> None:
+        decode_attention_fwd(
+            q, out, caches.k, caches.v, caches.tables[part], caches.rows, seq_lens, workspace,
+            scale=keys.head_dim**-0.5, tile=tile,
+        )  # fmt: skip
+
+    return [lambda part=part: call(part) for part in range(caches.parts)]  # type: ignore[misc]
+
+
+def _extend(op: ExtendAttention, arch: ArchTraits, device: str) -> list[Call]:
+    from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
+
+    prompt = op.prompt
+    dims = (prompt.head_dim, prompt.v_head_dim)
+    caches = _Caches(prompt.batch, max(1, prompt.prefix), prompt.kv_heads, dims, prompt.item, False, device)
+    tile = _tile("extend_attention", dims, prompt.item, arch)
+    tokens = prompt.batch * prompt.new
+    q = _half(tokens, prompt.heads, dims[0], device=device)
+    k, v = (_half(tokens, prompt.kv_heads, dim, device=device) for dim in dims)
+    out = _half(tokens, prompt.heads, dims[1], device=device)
+    prefix = torch.full((prompt.batch,), prompt.prefix, dtype=torch.int32, device=device)
+    start = torch.arange(0, tokens + 1, prompt.new, dtype=torch.int32, device=device)
+
+    def call(part: int) -> None:
+        extend_attention_fwd(
+            q, k, v, out, caches.k, caches.v, caches.tables[part], caches.rows, prefix, start,
+            scale=dims[0] ** -0.5, tile=tile, sliding_window=prompt.window, has_prefix=prompt.prefix > 0,
+        )  # fmt: skip
+
+    return [lambda part=part: call(part) for part in range(caches.parts)]  # type: ignore[misc]
+
+
+_MAKERS: Mapping[str, Callable[[Any, ArchTraits, str], list[Call]]] = {
+    "linear": _linear,
+    "fused_moe": _experts,
+    "decode_attention": _decode,
+    "extend_attention": _extend,
+}

@@ -1,0 +1,214 @@
+"""Every command of the documents: run, or checked without being run where that would take a GPU, hours or the network.
+
+What cannot run here is marked on the page with `# GPU`, or listed in NOT_RUN with the reason; its words are checked.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+from live_server import PYTHON_ROOT, LiveServer
+
+from docs.commands import ROOT, Command, commands
+from sglang.cli import COMMANDS, with_model
+from sglang.plan.layouts import GIB
+from sglang.srt.errors import UserError
+from sglang.srt.plan.families import SERVED_ARCHITECTURES
+from sglang.srt.server_args import ServerArgs
+
+CONFIGS = ROOT / "test" / "srt" / "kernels" / "configs"
+ALL = commands()
+HERE = [command for command in ALL if not command.needs_gpu]
+
+NOT_RUN = {
+    "make": "targets are looked up in the Makefile",
+    "pip": "installs; extras are looked up in pyproject.toml",
+    "apt": "installs",
+    "docker": "needs the docker daemon; flags after the image are parsed, files looked up",
+    "sglang serve": "its flags are parsed; the server is started once for all pages",
+    "sglang bench serving": "its flags are parsed; sweep runs it",
+    "python -m sglang.quantize": "writes a checkpoint; its flags are looked up",
+    "python -m sglang.launch_server": "as sglang serve",
+    "python -m sglang.srt.kernels.ledger": "compiles for minutes; its words are looked up",
+    "python scripts/": "its flags are looked up",
+    "python benchmark/": "its flags are looked up; tests of their own run them",
+    "python test/": "its words are looked up",
+}
+RUN = (
+    "curl",
+    "sglang version",
+    "sglang doctor",
+    "sglang plan",
+    "sglang generate",
+    "sglang bench",
+    "python -m sglang.explain",
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    live = LiveServer("--tool-call-parser", "auto", "--reasoning-parser", "auto", "--served-model-name", "tiny")
+    yield live.wait_up()
+    live.end()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where commands run; "model" is a directory with a config.json."""
+    path = tmp_path_factory.mktemp("documents")
+    (path / "model").mkdir()
+    shutil.copy(CONFIGS / "qwen3.json", path / "model" / "config.json")
+    return path
+
+
+def runs(command: Command) -> bool:
+    return " ".join(command.words).startswith(RUN) and "bench serving" not in command.text
+
+
+def test_every_command_is_run_or_has_a_reason() -> None:
+    unknown = [str(c) for c in HERE if not runs(c) and not " ".join(c.words).startswith(tuple(NOT_RUN))]
+    assert unknown == []
+    assert sum(map(runs, HERE)) >= 10 and any(command.needs_gpu for command in ALL)
+
+
+@pytest.mark.parametrize("command", [c for c in HERE if runs(c)], ids=str)
+def test_a_command_runs(command: Command, server: LiveServer, folder: Path) -> None:
+    words = [word.replace("http://127.0.0.1:30000", server.url) for word in command.words]
+    if "generate" in words:
+        words = [word for word in words if word not in ("--model-path", "DIR")] + ["--device", "cpu"]
+        words += ["--max-new-tokens", "4"]
+    words = [
+        "model" if word == "DIR" else word for word in words if word not in ("and", "any", "other", "server", "flag")
+    ]
+    words = [sys.executable, "-m", "sglang.cli", *words[1:]] if words[0] == "sglang" else words
+    words[0] = sys.executable if words[0] == "python" else words[0]
+    environment = os.environ | {"PYTHONPATH": PYTHON_ROOT, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
+    allowed = (0, 1) if "doctor" in words else (0,)  # 1: something is wrong with this machine
+    assert done.returncode in allowed, done.stderr[-2000:]
+    if words[0] == "curl" and done.stdout:
+        assert "error" not in json.loads(done.stdout)
+
+
+def flags_of(words: list[str]) -> list[str]:
+    return [word.partition("=")[0] for word in words if word.startswith("--")]
+
+
+@pytest.mark.parametrize(
+    "command", [c for c in ALL if "serve" in c.words[:2] or "sm120-sglang:latest" in c.text], ids=str
+)
+def test_flags_of_the_server_exist(command: Command) -> None:
+    words = command.words
+    if words[0] == "docker":
+        words = words[words.index("sm120-sglang:latest") + 1 :]
+    else:
+        words = words[2:]
+    try:
+        ServerArgs.from_cli(with_model(words))
+    except UserError as error:
+        pytest.fail(str(error))
+
+
+@pytest.mark.parametrize("command", [c for c in ALL if c.words[0] == "make"], ids=str)
+def test_targets_exist(command: Command) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in (word for word in command.words[1:] if "=" not in word):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+@pytest.mark.parametrize("command", [c for c in ALL if c.words[0] == "pip"], ids=str)
+def test_what_is_installed_exists(command: Command) -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    for extra in re.findall(r"\.\[(\w+)\]", command.text):
+        assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
+    for path in re.findall(r"(?<!\S)\./\S+", command.text):
+        assert (ROOT / path).exists()
+
+
+@pytest.mark.parametrize("command", [c for c in ALL if c.words[0] == "docker"], ids=str)
+def test_files_of_docker_exist(command: Command) -> None:
+    words = command.words
+    for flag, path in pairwise(words):
+        assert flag != "-f" or (ROOT / path).exists(), path
+        if flag == "--profile":
+            services = yaml.safe_load((ROOT / "docker/compose.yml").read_text())["services"]
+            assert any(path in service.get("profiles", ()) for service in services.values())
+
+
+@pytest.mark.parametrize("command", [c for c in HERE if c.words[0] == "python" and not runs(c)], ids=str)
+def test_flags_of_scripts_exist(command: Command) -> None:
+    """Looked up in the sources: starting each takes seconds, and some need packages that are not here."""
+    words = command.words[1:]
+    if words[0] == "-m":
+        spec = importlib.util.find_spec(words[1])
+        assert spec is not None and spec.origin is not None
+        if words[1] == "sglang.launch_server":
+            return
+        sources = Path(spec.origin).parent if spec.origin.endswith("__init__.py") else Path(spec.origin)
+    else:
+        sources = ROOT / words[0]
+        assert sources.exists()
+        sources = sources if sources.is_dir() else sources.parent
+    files = [sources] if sources.is_file() else [*sources.rglob("*.py"), *sources.parent.glob("upstream/*.py")]
+    text = "\n".join(path.read_text() for path in files)
+    for flag in flags_of(words):
+        assert f'"{flag}"' in text, flag
+
+
+def test_commands_of_the_usage_are_those_that_there_are() -> None:
+    from sglang.cli import USAGE
+
+    assert set(re.findall(r"^  (\w+) ", USAGE, re.MULTILINE)) == set(COMMANDS)
+
+
+# --- recipes and troubleshooting --------------------------------------------------------------------------------------
+
+RECIPES = (ROOT / "docs" / "recipes.md").read_text()
+RECIPE_CONFIGS = {
+    "GLM-4.7-FP8": "glm47",
+    "Kimi-K2.5 (INT4, text)": "kimi_k25",
+    "Kimi-K2-Thinking-NVFP4": "kimi_k2_thinking",
+    "GPT-OSS-120B": "gpt_oss",
+    "Qwen3.5-35B-A3B (text)": "qwen35",
+    "MiniMax-M2.5 (FP8)": "minimax_m2",
+    "DeepSeek-V3.2": "deepseek_v32",
+    "DeepSeek-V4-Flash": "deepseek_v4",
+}
+
+
+@pytest.mark.parametrize(("model", "name"), RECIPE_CONFIGS.items())
+def test_a_recipe_says_what_the_plan_says(
+    model: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sglang.cli import main
+
+    (row,) = [line for line in RECIPES.splitlines() if line.startswith(f"| {model} |")]
+    _, _, cards, weights, _, proven, _ = (cell.strip() for cell in row.split("|"))
+    shutil.copy(CONFIGS / f"{name}.json", tmp_path / "config.json")
+    words = ["--model-path", str(tmp_path), "--gpus", cards, "--gpu", "rtx-pro-6000", "--json"]
+    assert main(["plan", *words]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    (layout,) = [layout for layout in planned["layouts"] if layout["tp_size"] == int(cards)]
+    assert layout["weights"] / GIB == pytest.approx(float(weights), rel=0.02)
+    assert ("planned" == proven) == (planned["model"] not in SERVED_ARCHITECTURES)
+
+
+def test_our_messages_are_in_the_source() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text().split("## Errors of other programs")[0]
+    source = "".join(path.read_text() for path in (ROOT / "python" / "sglang").rglob("*.py"))
+    joined = re.sub(r'"\s*\n\s*f?"', "", source)
+    texts = [text for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for text in re.findall(r"`([^`]+)`", row)]
+    assert len(texts) >= 14
+    for text in texts:
+        assert text in joined, text

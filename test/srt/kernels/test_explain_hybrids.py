@@ -1,0 +1,125 @@
+"""`python -m sglang.explain` for every published Qwen3.5, Qwen3.6 and Nemotron 3, on GPUs of SM120."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang import explain
+
+CONFIGS = json.loads((Path(__file__).parent / "configs" / "hybrids.json").read_text())
+"""As published. Lists of modules are templates: [name with {} for numbers, layers, how many experts]."""
+GPUS = ("sm_120", "sm_121", "rtx-5090")
+LAYOUTS = {
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (1, 1, 4),
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4": (1, 1, 1),
+    "NVIDIA-Nemotron-3-Super-120B-A12B-FP8": (2, 2, 8),
+    "NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4": (1, 1, 4),
+    "NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": (16, 16, 64),
+    "NVIDIA-Nemotron-3-Ultra-550B-A55B-FP8": (8, 8, 32),
+    "NVIDIA-Nemotron-3-Ultra-550B-A55B-NVFP4": (4, 4, 16),
+    "NVIDIA-Nemotron-3.5-Lightning-30B-A3B-NVFP4": (1, 1, 1),
+    "Qwen3.5-122B-A10B": (4, 4, 16),
+    "Qwen3.5-122B-A10B-NVFP4": (1, 1, 4),
+    "Qwen3.5-27B": (1, 1, 4),
+    "Qwen3.5-35B-A3B": (1, 1, 4),
+    "Qwen3.5-397B-A17B": (16, 16, None),
+    "Qwen3.5-397B-A17B-NVFP4": (4, 4, 16),
+    "Qwen3.6-27B-NVFP4": (1, 1, 1),
+    "Qwen3.6-35B-A3B-NVFP4": (1, 1, 1),
+}
+"""GPUs of each kind over which a model is divided. None: not over as many as its weights need, which are more than key
+heads to share out."""
+
+
+def module_names(templates: list[str | list[Any]]) -> list[str]:
+    names: list[str] = []
+    for entry in templates:
+        if isinstance(entry, str):
+            names.append(entry)
+            continue
+        template, layers, experts = entry
+        names += [template.format(layer, e) for layer in layers for e in range(max(1, experts))]
+    return names
+
+
+def in_full(quantization: dict[str, Any]) -> dict[str, Any]:
+    written = dict(quantization)
+    for key in written.keys() & {"ignore", "exclude_modules"}:
+        written[key] = module_names(written[key])
+    if "quantized_layers" in written:
+        written["quantized_layers"] = {
+            name: quant for quant, templates in written["quantized_layers"] for name in module_names(templates)
+        }
+    for group in written.get("config_groups", {}).values():
+        group["targets"] = module_names(group["targets"])
+    return written
+
+
+@pytest.fixture
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """With the files that say what the model is."""
+    files = json.loads(json.dumps(CONFIGS[request.param]))
+    if "quantization_config" in files["config"]:
+        files["config"]["quantization_config"] = in_full(files["config"]["quantization_config"])
+    (tmp_path / "config.json").write_text(json.dumps(files["config"]))
+    if "hf_quant_config" in files:
+        files["hf_quant_config"]["quantization"] = in_full(files["hf_quant_config"]["quantization"])
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(files["hf_quant_config"]))
+    return str(tmp_path)
+
+
+def explained(capsys: pytest.CaptureFixture[str], directory: str, *argv: str) -> dict[str, Any]:
+    assert explain.main(["--model-path", directory, *argv, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("directory", "gpu", "tp"),
+    [(name, gpu, tp) for name, sizes in LAYOUTS.items() for gpu, tp in zip(GPUS, sizes, strict=True) if tp],
+    indirect=["directory"],
+)
+def test_every_op_has_a_kernel_and_every_cache_room(
+    directory: str, gpu: str, tp: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = explained(capsys, directory, "--arch", gpu, "--tp", str(tp))
+    assert [op for op, choice in found["ops"].items() if choice["kernel"] is None] == []
+    assert found["not_implemented"] is None and not found["missing"] and found["refused"] is None
+    plan = found["plan"]
+    assert plan["max_total_num_tokens"] > 100_000 and plan["state_checkpoints"] == plan["max_running_requests"] > 8
+    assert not plan.get("estimate", False)
+
+
+def test_every_published_config_has_a_layout() -> None:
+    assert CONFIGS.keys() == LAYOUTS.keys()
+
+
+@pytest.mark.parametrize("directory", ["Qwen3.5-397B-A17B"], indirect=True)
+def test_what_does_not_fit_says_what_would(directory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for tp, message in ((16, "or a quantized checkpoint"), (32, "what works: --tp-size 1, 2, 4, 8, 16")):
+        found = explained(capsys, directory, "--arch", "rtx-5090", "--tp", str(tp))
+        assert found["plan"] is None and message in " ".join([found["refused"] or "", *found["notes"]])
+
+
+@pytest.mark.parametrize(
+    ("directory", "gpu"),
+    [(name, gpu) for name in LAYOUTS if name.startswith("Qwen") for gpu in ("sm_120", "sm_121")],
+    indirect=["directory"],
+)
+def test_full_attention_takes_triton_or_flashinfer(
+    directory: str, gpu: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ("--arch", gpu, "--tp", "8", "--with-package", "flashinfer", "--kv-cache-dtype", "bf16")
+    why = "hybrid gated-delta-net models take triton or flashinfer on GPUs with mma_sync_block_scale"
+    for op in ("extend_attention", "decode_attention"):
+        chosen = explained(capsys, directory, *argv)["ops"][op]
+        assert (chosen["kernel"], chosen["remark"]) == ("triton", why)
+        asked = explained(capsys, directory, *argv, "--attention-backend", "flashinfer")["ops"][op]
+        assert (asked["kernel"], asked["remark"], asked["note"]) == ("flashinfer", why, "asked for")
+        refused = explained(capsys, directory, *argv, "--attention-backend", "trtllm_mha")["ops"][op]
+        reasons = json.dumps(refused["not_chosen"])
+        assert refused["kernel"] is None and why in reasons and "needs tcgen05" in reasons
