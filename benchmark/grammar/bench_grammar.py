@@ -1,14 +1,19 @@
-"""Throughput of many requests at once with a grammar each, beside the same without.
+"""What grammars cost: throughput with one in every request, and the pauses of plain requests beside hostile ones.
 
     python benchmark/grammar/bench_grammar.py [--concurrency 32] [--rounds 5] [--model-path DIR] [server flags]
 
-Every request generates the same number of tokens. The two kinds take turns; printed are the best rounds.
+Every request generates the same number of tokens. Runs with a grammar and runs without take turns; a share is the
+median over the rounds of what a run with one reaches of the plain run before it. Pauses are the times between two
+pieces of a stream of plain requests, alone and while grammars are sent that take long to compile or to follow.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import itertools
 import json
+import statistics
 import time
 from typing import Any
 
@@ -25,11 +30,31 @@ RECORD = {
     },
     "required": ["name", "number", "tags"],
 }
-KINDS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "json schema": {"json_schema": json.dumps({"type": "array", "items": RECORD, "minItems": 100})},
-    "regex": {"regex": "([a-z]+[ ,.])+"},
+RECORDS = {"type": "array", "items": RECORD, "minItems": 100}
+AFTER_THOUGHTS = {
+    "type": "structural_tag",
+    "format": {
+        "type": "sequence",
+        "elements": [
+            {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "</think>"},
+            {"type": "json_schema", "json_schema": RECORDS},
+        ],
+    },
 }
+KINDS: dict[str, dict[str, Any]] = {
+    "json schema": {"json_schema": json.dumps(RECORDS)},
+    "regex": {"regex": "([a-z]+[ ,.])+THE END"},
+    "thoughts, json": {"structural_tag": json.dumps(AFTER_THOUGHTS)},
+}
+"""None ends within a run: a request that ends early would leave the others more of the machine."""
+
+NUM_STREAMS = 8
+SLOW_TO_FOLLOW = 'root ::= root root | "a" | "b"'
+
+
+def slow_to_compile(number: int) -> str:
+    """Another one each time, as verdicts are remembered."""
+    return "(a|b)*c?" * 6_000 + "x" * number
 
 
 def tokens_per_s(engine: sglang.Engine, params: dict[str, Any], concurrency: int, num_tokens: int) -> float:
@@ -38,7 +63,84 @@ def tokens_per_s(engine: sglang.Engine, params: dict[str, Any], concurrency: int
     start = time.perf_counter()
     results = engine.generate(prompts, [{**sampling, "sampling_seed": i} for i in range(concurrency)])
     seconds = time.perf_counter() - start
-    return sum(r["meta_info"]["completion_tokens"] for r in results) / seconds
+    counts = {result["meta_info"]["completion_tokens"] for result in results}
+    assert counts == {num_tokens}, f"requests ended early, after {sorted(counts)} tokens"
+    return concurrency * num_tokens / seconds
+
+
+async def pauses(engine: sglang.Engine, num_tokens: int) -> list[float]:
+    """Seconds between the pieces of plain streams."""
+    gaps: list[float] = []
+
+    async def follow(number: int) -> None:
+        params = {"temperature": 0.8, "max_new_tokens": num_tokens, "ignore_eos": True, "sampling_seed": number}
+        last = None
+        async for _ in await engine.async_generate(f"A long story, number {number}:", params, stream=True):
+            now = time.perf_counter()
+            if last is not None:
+                gaps.append(now - last)
+            last = now
+
+    await asyncio.gather(*map(follow, range(NUM_STREAMS)))
+    return gaps
+
+
+async def hostile(engine: sglang.Engine, numbers: itertools.count[int]) -> None:
+    """Until it is cancelled: one grammar that compiles long and one that is ambiguous, always on the way."""
+
+    async def send(grammar: str) -> None:
+        while True:
+            number = next(numbers)
+            source = slow_to_compile(number) if grammar == "regex" else f"{SLOW_TO_FOLLOW} # {number}"
+            params = {"max_new_tokens": 400, grammar: source}
+            try:
+                await engine.async_generate("Go on:", params)
+            except ValueError:  # refused, or ended: what is expected of it
+                pass
+
+    await asyncio.gather(send("regex"), send("ebnf"))
+
+
+async def pauses_beside_hostile(engine: sglang.Engine, num_tokens: int, numbers: itertools.count[int]) -> list[float]:
+    task = asyncio.create_task(hostile(engine, numbers))
+    try:
+        return await pauses(engine, num_tokens)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def percentile(values: list[float], percent: int) -> float:
+    return sorted(values)[min(len(values) - 1, len(values) * percent // 100)]
+
+
+def print_throughput(engine: sglang.Engine, rounds: int, concurrency: int, num_tokens: int) -> None:
+    rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    shares: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    plain: list[float] = []
+    for params in ({}, *KINDS.values()):  # compiled and warm
+        tokens_per_s(engine, params, 2, 4)
+    for _ in range(rounds):
+        for kind, params in KINDS.items():
+            plain.append(tokens_per_s(engine, {}, concurrency, num_tokens))
+            rates[kind].append(tokens_per_s(engine, params, concurrency, num_tokens))
+            shares[kind].append(rates[kind][-1] / plain[-1])
+    print(f"{'plain':<16} {statistics.median(plain):>8.0f} tokens/s")
+    for kind in KINDS:
+        rate, share = statistics.median(rates[kind]), statistics.median(shares[kind])
+        print(f"{kind:<16} {rate:>8.0f} tokens/s {share:>8.1%} of plain")
+
+
+def print_pauses(engine: sglang.Engine, rounds: int, num_tokens: int) -> None:
+    numbers = itertools.count()
+    alone: list[list[float]] = []
+    beside: list[list[float]] = []
+    for _ in range(rounds):
+        alone.append(asyncio.run(pauses(engine, num_tokens)))
+        beside.append(asyncio.run(pauses_beside_hostile(engine, num_tokens, numbers)))
+    for name, runs in (("alone", alone), ("beside hostile", beside)):
+        p50, p99 = (statistics.median(percentile(run, percent) for run in runs) for percent in (50, 99))
+        print(f"{name:<16} p50 {p50 * 1e3:>7.1f} ms   p99 {p99 * 1e3:>7.1f} ms between tokens")
 
 
 def main() -> None:
@@ -48,16 +150,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     own, rest = parser.parse_known_args()
     flags = rest if "--model-path" in rest else ["--model-path", DEFAULT_MODEL_PATH, *rest]
-    args = ServerArgs.from_cli([*flags, "--log-level", "error"], "bench_grammar")
-    best = dict.fromkeys(KINDS, 0.0)
+    args = ServerArgs.from_cli([*flags, "--log-level", "critical"], "bench_grammar")
     with sglang.Engine(server_args=args) as engine:
-        for params in KINDS.values():  # compiled and warm
-            tokens_per_s(engine, params, 2, 4)
-        for _ in range(own.rounds):
-            for kind, params in KINDS.items():
-                best[kind] = max(best[kind], tokens_per_s(engine, params, own.concurrency, own.num_tokens))
-    for kind, rate in best.items():
-        print(f"{kind:<12} {rate:>10.0f} tokens/s {rate / best['plain']:>8.1%}")
+        print_throughput(engine, own.rounds, own.concurrency, own.num_tokens)
+        print_pauses(engine, own.rounds, own.num_tokens)
 
 
 if __name__ == "__main__":

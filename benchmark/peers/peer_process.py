@@ -4,7 +4,7 @@
 
 Upstream's random weights are within 0.001 of zero, norms and routers' biases included. What a norm lets through is then
 so small that a router's bias alone decides: every token has the same experts, and the GPU reads a tenth of the weights
-that real tokens need. Here norms are 1 and routers' biases 0, as in our own random weights: each token chooses for itself.
+that real tokens need. Here norms are 1 and routers' biases 0, as in our own random weights: tokens choose themselves.
 
 `--stub NAME`, before the module: packages that the peer's own modules import, but never call here, because the
 folder was packed without them.

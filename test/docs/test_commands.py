@@ -199,7 +199,7 @@ def test_a_recipe_says_what_the_plan_says(
     words = ["--model-path", str(tmp_path), "--gpus", cards, "--gpu", "rtx-pro-6000", "--json"]
     assert main(["plan", *words]) == 0
     planned = json.loads(capsys.readouterr().out)
-    (layout,) = [layout for layout in planned["layouts"] if layout["tp_size"] == int(cards)]
+    (layout,) = [layout for layout in planned["layouts"] if (layout["tp_size"], layout["ep_size"]) == (int(cards), 1)]
     assert layout["weights"] / GIB == pytest.approx(float(weights), rel=0.02)
     assert ("planned" == proven) == (planned["model"] not in SERVED_ARCHITECTURES)
 

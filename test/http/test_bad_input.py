@@ -60,6 +60,22 @@ def test_other_content_types(http: httpx.Client, path: str, kind: str) -> None:
     assert "application/json" in refused(http.post(path, content=body, headers={"content-type": kind}), 415)
 
 
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain"])
+def test_ollamas_bodies_are_json_whatever_their_type(http: httpx.Client, kind: str) -> None:
+    """`curl -d` says that it sends a form."""
+    body = json.dumps({"model": "tiny", "prompt": "x", "stream": False, "options": {"num_predict": 2}})
+    answer = http.post("/api/generate", content=body, headers={"content-type": kind})
+    assert answer.status_code == 200 and answer.json()["done"]
+    form = http.post("/api/chat", content="model=tiny&stream=false", headers={"content-type": kind})
+    assert form.status_code == 400
+
+
+def test_no_page_of_the_api_loads_from_elsewhere(http: httpx.Client) -> None:
+    assert http.get("/openapi.json").status_code == 200
+    for path in ("/docs", "/redoc"):
+        assert http.get(path).status_code == 404
+
+
 @pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "Application/JSON", "application/hal+json", None])
 def test_json_content_types(http: httpx.Client, kind: str | None) -> None:
     body = json.dumps({"prompt": "x", "max_tokens": 1})

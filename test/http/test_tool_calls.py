@@ -327,6 +327,15 @@ def test_a_thinking_budget(client: openai.OpenAI, constrained: bool, stream: boo
             assert set(json.loads(content)) == {"answer"}
 
 
+@pytest.mark.parametrize("name", ["max_thinking_tokens", "thinking_token_budget"])
+def test_other_names_of_the_thinking_budget(client: openai.OpenAI, name: str) -> None:
+    limited = ask(client, APPLES, extra_body={"thinking_budget": 4}).choices[0].message
+    assert ask(client, APPLES, extra_body={name: 4}).choices[0].message == limited
+    assert ask(client, APPLES, extra_body={name: 4, "thinking_budget": 4}).choices[0].message == limited
+    with pytest.raises(openai.BadRequestError, match="several names, with different values"):
+        ask(client, APPLES, extra_body={name: 4, "thinking_budget": 5})
+
+
 def test_a_thinking_budget_needs_a_reasoning_parser() -> None:
     with live_server("--served-model-name", MODEL) as server, connect(server) as client:
         refused = pytest.raises(openai.BadRequestError, match="thinking_budget needs --reasoning-parser")

@@ -46,13 +46,25 @@ def test_glm47_is_what_its_log_says(tmp_path: Path, capsys: pytest.CaptureFixtur
     """41.90 GiB of weights and 864,247 tokens on eight cards with 94.13 GiB free, of which 0.848 were used."""
     flags = ["--gpus", "8", "--gpu", "rtx-pro-6000", "--free-memory", "94.13", "--mem-fraction-static", "0.848"]
     result = planned(capsys, "--model-path", model_dir(tmp_path, "glm47"), *flags)
-    (layout,) = result["layouts"]
-    assert layout["layout"] == "TP 8" == result["recommended"]
+    layout = next(layout for layout in result["layouts"] if layout["layout"] == "TP 8")
+    assert {layout["tp_size"] for layout in result["layouts"]} == {8}
     assert layout["weights"] / GIB == pytest.approx(41.90, rel=0.01)
     assert layout["tokens"] == pytest.approx(864_247, rel=0.02)
-    assert "sms=188" in result["tuned_files"]["8"]
+    assert "sms=188" in result["tuned_files"]["TP 8"]
     assert layout["commands"] == [f"sglang serve --model-path {tmp_path} --mem-fraction-static 0.848 --tp 8"]
     assert {refused["layout"] for refused in result["refused"]} >= {"TP 4 x 2 servers", "TP 6"}
+
+
+def test_whole_experts_on_each_rank_are_a_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Blocks of 128 do not divide MiniMax's experts by eight."""
+    words = ["--model-path", model_dir(tmp_path, "minimax_m2"), "--gpus", "8", "--gpu", "rtx-pro-6000"]
+    result = planned(capsys, *words)
+    names = {layout["layout"] for layout in result["layouts"]}
+    assert "TP 8 EP 8" in names and "TP 8" not in names
+    assert "TP 8" in {refused["layout"] for refused in result["refused"]}
+    whole = next(layout for layout in result["layouts"] if layout["layout"] == "TP 8 EP 8")
+    assert whole["commands"][0].endswith("--tp 8 --ep 8")
+    assert " EP " not in planned(capsys, "--model-path", model_dir(tmp_path, "glm47"), *words[2:])["recommended"]
 
 
 def test_a_dense_step_reads_its_weights_and_its_cache(tmp_path: Path) -> None:

@@ -149,6 +149,7 @@ def test_spellings(words: str, field: str, value: Any) -> None:
         ("--attention-backend nsa", "--attention-backend: must be one of triton, flashinfer, torch_native; got 'nsa'"),
         ("--decode-attention-backend trition", "--decode-attention-backend: must be one of triton, flashinfer"),
         ("--moe-runner-backend trition", "--moe-runner-backend: must be one of auto, sgl_kernel, triton, torch_native"),
+        ("--retraction-policy priority", "needs --enable-priority-scheduling"),
         ("--grammar-backend outlines", "--grammar-backend: must be one of xgrammar"),
         ("--quantization fp4", "--quantization: must be one of fp8, w8a8_fp8"),
         ("--schedule-policy best", "--schedule-policy: must be one of fcfs"),

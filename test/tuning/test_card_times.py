@@ -9,18 +9,19 @@ from pathlib import Path
 import pytest
 
 from sglang import explain
+from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.configs.quantization import quantization_of
 from sglang.srt.errors import UserError
-from sglang.srt.hardware.arch import arch_by_name
+from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.tuning import attention_model, measured
 from sglang.tuning.best_times import best, of_sglang
 from sglang.tuning.grid import STEPS, Grid, code_of
 from sglang.tuning.ops import DecodeAttention, Experts, Linear, describe, floor, parse_shape
-from sglang.tuning.predicted_times import predicted
+from sglang.tuning.predicted_times import kind_of, predicted
 from sglang.tuning.rates import ceilings_of
-from sglang.tuning.steps import decode_step, ops_of, prefill_step, time_step, total
+from sglang.tuning.steps import decode_step, ops_of, prefill_step, time_step, total, unserved_ops
 
 CARD, H200 = arch_by_name("rtx-pro-6000-server"), arch_by_name("h200")
 CONFIGS = Path(__file__).parents[1] / "srt" / "kernels" / "configs"
@@ -150,6 +151,17 @@ def test_pieces_are_cut_as_the_kernel_cuts_them() -> None:
     assert SHORT_PIECE == attention_model.SHORT_PIECE
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("arch", [CARD, H200], ids=["sm_120", "h200"])
+def test_schemes_are_multiplied_as_the_kernels_do(scheme: str, arch: ArchTraits) -> None:
+    pytest.importorskip("triton")
+    from sglang.srt.layers.triton_ops.scaled_dot import product_of
+
+    assert kind_of(scheme, arch) == product_of(SCHEMES[scheme], arch.features).kind
+    rests_on = [predicted(Linear(tokens, 4096, 4096, scheme), arch) for tokens in (16, 32, 128, 512, 4096)]
+    assert all(time is not None and "no record" not in time.how for time in rests_on)
+
+
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 
@@ -175,6 +187,19 @@ def test_a_decode_step_reads_every_weight_of_a_dense_model_once(tmp_path: Path) 
     embedding = model.vocab_size * model.hidden_size
     dense = sum(m.rows * m.cols for m, _ in model.matrices(1, 0))
     assert weights == dense + embedding
+
+
+def test_what_nothing_computes_is_no_prediction(tmp_path: Path) -> None:
+    """Hyper-connections and sparse attention have no kernel: others' times or bytes stand in, and are said to."""
+    model, serving = model_of("deepseek_v4", tmp_path), Serving("bfloat16", "bfloat16", 4, 4)
+    rows = time_step(model, serving, decode_step(16), CARD)
+    missing = total(rows).missing
+    unserved = unserved_ops(model, serving, CARD)
+    assert {name.partition(" ")[0] for name in missing} <= unserved | {"hyper_connection"}
+    for row in rows:
+        assert (row.ours is None) == (row.name in missing)
+    served = model_of("qwen3", tmp_path)
+    assert unserved_ops(served, Serving("bfloat16", "bfloat16"), CARD) == frozenset()
 
 
 def test_ranks_share_the_work(tmp_path: Path) -> None:

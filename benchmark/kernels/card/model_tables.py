@@ -12,7 +12,7 @@ import argparse
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from sglang.srt.configs.hf_config import read_config
@@ -169,7 +169,7 @@ def details(timed: Timed) -> Iterator[str]:
 def _merged(rows: Sequence[TimedOp]) -> list[TimedOp]:
     """Without what takes less than a thousandth of the step."""
     whole = total(list(rows)).seconds
-    return [replace(row) for row in rows if row.seconds > 0.001 * whole]
+    return [row for row in rows if row.seconds > 0.001 * whole]
 
 
 def _cell(row: TimedOp) -> str:

@@ -68,7 +68,7 @@ def to_json(result: Survey) -> dict[str, Any]:
         "concurrency": result.load.concurrency,
         "layouts": [_prospect_json(prospect) for prospect in result.prospects],
         "refused": [{"layout": str(layout), "reason": reason} for layout, reason in result.refused],
-        "tuned_files": {str(size): file for size, file in result.tuned_files},
+        "tuned_files": {str(layout): file for layout, file in result.tuned_files},
         "recommended": None if best is None else str(best.layout),
         "reasons": reasons(result),
     }
@@ -78,6 +78,7 @@ def _prospect_json(prospect: Prospect) -> dict[str, Any]:
     return {
         "layout": str(prospect.layout),
         "tp_size": prospect.layout.tp_size,
+        "ep_size": prospect.layout.ep_size,
         "servers": prospect.layout.servers,
         "weights": prospect.weights,
         "cache": prospect.cache,
@@ -113,6 +114,8 @@ def to_text(result: Survey) -> str:
         f" {load.concurrency} requests of {load.length:,} tokens",
         *textwrap.wrap(CAVEAT, 116),
     ]
+    if any(prospect.layout.ep_size > 1 for prospect in result.prospects):
+        lines.append("EP: whole experts on each rank; the average rank is counted, the busiest one has more to do.")
     if result.explanation.not_implemented:
         lines.append(f"This model is not implemented yet, sizes are estimates: {result.explanation.not_implemented}")
     if result.explanation.missing:
@@ -130,7 +133,7 @@ def to_text(result: Survey) -> str:
         lines += ["", *(f"No recommendation: {reason}" for reason in reasons(result))]
     if result.tuned_files:
         lines += ["", "Tuned tiles of the experts:"]
-        lines += [f"  TP {size}: {file}" for size, file in result.tuned_files]
+        lines += [f"  {layout}: {file}" for layout, file in result.tuned_files]
     if result.refused:
         lines += ["", "Not possible:", *(f"  {layout}: {reason}" for layout, reason in result.refused)]
     return "\n".join(lines)
@@ -188,7 +191,7 @@ def reasons(result: Survey) -> list[str]:
     others = [p for p in result.prospects if p is not best and p.most_requests > 0]
     texts = [
         f"at most {best.tokens_per_second:,.0f} tok/s with {result.load.concurrency} requests at once"
-        + (f", the next is {_next(others)}" if others else ", and no other layout holds the model")
+        + (f"; {_next(others)}" if others else ", and no other layout holds the model")
     ]
     at_once = best.requests_per_server * best.layout.servers
     if at_once < result.load.concurrency:
@@ -209,4 +212,4 @@ def reasons(result: Survey) -> list[str]:
 
 def _next(others: Sequence[Prospect]) -> str:
     second = max(others, key=lambda p: p.tokens_per_second)
-    return f"{second.layout} with {second.tokens_per_second:,.0f}"
+    return f"{second.layout}: {second.tokens_per_second:,.0f}"

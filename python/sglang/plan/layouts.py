@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,23 +20,30 @@ GIB = 1024**3
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`servers` servers of `tp_size` GPUs each."""
+    """`servers` servers of `tp_size` GPUs each, of which `ep_size` groups have whole experts each."""
 
     tp_size: int
     servers: int
+    ep_size: int = 1
+
+    @property
+    def flags(self) -> list[str]:
+        experts = ["--ep", str(self.ep_size)] if self.ep_size > 1 else []
+        return ["--tp", str(self.tp_size), *experts]
 
     @property
     def gpus(self) -> int:
         return self.tp_size * self.servers
 
     def __str__(self) -> str:
-        return f"TP {self.tp_size}" + (f" x {self.servers} servers" if self.servers > 1 else "")
+        experts = f" EP {self.ep_size}" if self.ep_size > 1 else ""
+        return f"TP {self.tp_size}{experts}" + (f" x {self.servers} servers" if self.servers > 1 else "")
 
     def commands(self, words: Sequence[str]) -> list[str]:
         """What starts each server."""
         lines = []
         for i in range(self.servers):
-            line = ["sglang", "serve", *words, "--tp", str(self.tp_size)]
+            line = ["sglang", "serve", *words, *self.flags]
             if self.servers == 1:
                 return [shlex.join(line)]
             gpus = ",".join(str(i * self.tp_size + j) for j in range(self.tp_size))
@@ -89,14 +96,15 @@ class Survey:
     load: Load
     prospects: tuple[Prospect, ...]
     refused: tuple[tuple[Layout, str], ...]
-    tuned_files: tuple[tuple[int, str], ...]  # by tensor parallel size
+    tuned_files: tuple[tuple[Layout, str], ...]
 
     def best(self) -> Prospect | None:
-        """The most tokens a second for the load; of those within 2%, the one that is fastest for one request."""
+        """The most tokens a second for the load; of those within 2%, one whose ranks have equal work, and the fastest
+        for one request."""
         able = [p for p in self.prospects if p.most_requests > 0]
         most = max((p.tokens_per_second for p in able), default=0.0)
         close = [p for p in able if p.tokens_per_second >= 0.98 * most]
-        return max(close, key=lambda p: p.one_request_per_second, default=None)
+        return max(close, key=lambda p: (p.layout.ep_size == 1, p.one_request_per_second), default=None)
 
     def fastest_alone(self) -> Prospect | None:
         able = [p for p in self.prospects if p.most_requests > 0]
@@ -108,9 +116,10 @@ def survey(words: Sequence[str], gpus: int, arch: ArchTraits, load: Load, free_m
     loaded. Raises UserError for a model or flags that cannot be read."""
     prospects, refused, tuned = [], [], []
     first: Explanation | None = None
-    for tp_size in range(1, gpus + 1):
-        layout = Layout(tp_size, gpus // tp_size)
-        args = ServerArgs.from_cli([*words, "--tp-size", str(tp_size)], prog="sglang plan")
+    for layout in _layouts(gpus):
+        if layout.ep_size > 1 and (first is None or first.model.experts is None):
+            continue
+        args = ServerArgs.from_cli([*words, *layout.flags], prog="sglang plan")
         explained = explain(args, arch, frozenset({"triton"}), free_memory)
         first = first or explained
         problem = explained.refused or _unfit(explained)
@@ -119,9 +128,17 @@ def survey(words: Sequence[str], gpus: int, arch: ArchTraits, load: Load, free_m
             continue
         prospects.append(_prospect(args, words, layout, explained, load))
         if explained.moe_tiles:
-            tuned.append((tp_size, explained.moe_tiles))
+            tuned.append((layout, explained.moe_tiles))
     assert first is not None
     return Survey(first, gpus, load, tuple(prospects), tuple(refused), tuple(tuned))
+
+
+def _layouts(gpus: int) -> Iterator[Layout]:
+    """With every number of GPUs a server, whose experts are shared by their dims, or whole."""
+    for tp_size in range(1, gpus + 1):
+        yield Layout(tp_size, gpus // tp_size)
+        if tp_size > 1:
+            yield Layout(tp_size, gpus // tp_size, tp_size)
 
 
 def _unfit(explained: Explanation) -> str | None:

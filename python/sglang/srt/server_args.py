@@ -187,6 +187,13 @@ class ServerArgs:
     )
     disable_priority_preemption: bool = option(False, MEMORY, "Priorities order the queue only.")
     default_priority_value: int = option(0, MEMORY, "Priority of requests that give none.")
+    retraction_policy: str | None = option(
+        None,
+        MEMORY,
+        "Who goes back to the queue when memory runs out: who has the shortest output, or of the lowest priority the "
+        "one with it (the default with --enable-priority-scheduling).",
+        choices=("length", "priority"),
+    )
     abort_on_priority_when_disabled: bool = option(
         False, MEMORY, "Refuse requests with a priority unless --enable-priority-scheduling."
     )
@@ -332,6 +339,9 @@ def _contradictions(args: ServerArgs) -> Iterator[tuple[set[str], str]]:
     if page is not None and args.max_total_tokens is not None and args.max_total_tokens < page:
         text = f"--max-total-tokens {args.max_total_tokens} is less than one page of {page} tokens."
         yield {"max_total_tokens", "page_size"}, text
+    if args.retraction_policy == "priority" and not args.enable_priority_scheduling:
+        text = "--retraction-policy priority needs --enable-priority-scheduling."
+        yield {"retraction_policy", "enable_priority_scheduling"}, text
     if args.node_rank >= args.nnodes:
         yield {"node_rank", "nnodes"}, f"--node-rank must be below --nnodes {args.nnodes}; got {args.node_rank}."
     if args.disable_cuda_graph and args.cuda_graph_bs is not None:

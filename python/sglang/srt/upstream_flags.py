@@ -386,11 +386,6 @@ REFUSED: tuple[FlagGroup, ...] = (
         "enable-session-radix-cache enable-streaming-session",
     ),
     FlagGroup("Tools of the server", "call tools from the client", "tool-server"),
-    FlagGroup(
-        "Retraction",
-        "requests that lose least go back to the queue; remove the flag",
-        "retraction-policy=length",
-    ),
     FlagGroup("Administrators", "use --api-key", "admin-api-key"),
     FlagGroup(
         "TLS",

@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits
-from sglang.srt.kernels.ledger_file import Ledger, tile_key
+from sglang.srt.kernels.ledger_file import WIDENED_TAIL, Ledger, tile_key
 from sglang.srt.kernels.spec import Need, Tile, TileRecord
 from sglang.srt.kernels.tiles import attention_tiles
 from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
@@ -128,15 +128,19 @@ def kind_of(scheme: str, arch: ArchTraits) -> str:
 
 
 def _linear_record(scheme: str, tile: Tile, arch: ArchTraits) -> TileRecord | None:
-    return _linear_records(scheme, arch.name).get(tile_key(tile))
+    name = tile_key(tile)
+    native = _linear_records(scheme, arch.name, False).get(name)
+    if "block_scaled_mma" in arch.features:
+        return native
+    return _linear_records(scheme, arch.name, True).get(name) or native
 
 
 @functools.cache
-def _linear_records(scheme: str, arch_name: str) -> Mapping[str, TileRecord]:
-    """By tile, of the newest Triton on record."""
+def _linear_records(scheme: str, arch_name: str, widened: bool) -> Mapping[str, TileRecord]:
+    """By tile, of the newest Triton on record; `widened`: as GPUs compute it that do not multiply with block scales."""
     choice: dict[str, TileRecord] = {}
     for (op, key, tile), row in Ledger.load().rows.items():
-        if op == "linear" and key.split("/")[:2] == ["tiles", scheme] and "widened" not in key:
+        if op == "linear" and key.split("/")[:2] == ["tiles", scheme] and (WIDENED_TAIL in key) == widened:
             for target in sorted(row.by_target):
                 if target.endswith("/" + arch_name):
                     choice[tile] = TileRecord(*row.by_target[target])

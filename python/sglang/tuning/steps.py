@@ -10,12 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.kernels.ledger_file import Ledger
+from sglang.srt.kernels.resolve import resolve
+from sglang.srt.kernels.spec import NoKernel
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.layer_spec import HyperConnections, LayerSpec, Matrix, Serving
 from sglang.srt.plan.mixers import GQA, MLA, rank_kv_heads
 from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 from sglang.srt.plan.weights import expert_rows
 from sglang.tuning.attention_model import Keys, Prompt
@@ -104,14 +108,33 @@ class StepTime:
     missing: tuple[str, ...]
 
 
+def unserved_ops(model: ModelDescription, serving: Serving, arch: ArchTraits) -> frozenset[str]:
+    """Ops of the model that no kernel of this server computes there, as `explain` finds them. Raises UserError."""
+    unserved = set()
+    for need in needs_of(model, serving):
+        try:
+            resolve(need, arch, Ledger.load(), frozenset({"triton"}))
+        except NoKernel:
+            unserved.add(need.op)
+    return frozenset(unserved)
+
+
 def time_step(model: ModelDescription, serving: Serving, step: Step, arch: ArchTraits) -> list[TimedOp]:
     """Raises UserError where experts cannot be divided, or for a card that nobody measured."""
+    unserved = unserved_ops(model, serving, arch)
     counts: dict[tuple[str, Op], int] = {}
     for name, op in ops_of(model, serving, step):
         counts[name, op] = counts.get((name, op), 0) + 1
     ceilings = ceilings_of(arch)
     return [
-        TimedOp(name, op, count, predicted(op, arch), best(op, arch), floor(op, ceilings))
+        TimedOp(
+            name,
+            op,
+            count,
+            None if name.partition(" ")[0] in unserved else predicted(op, arch),
+            best(op, arch),
+            floor(op, ceilings),
+        )
         for (name, op), count in counts.items()
     ]
 
@@ -247,7 +270,8 @@ def _compressed(mixer: CompressedSparse, step: Step, heads: int, item: int) -> I
         entries = step.context // mixer.rate
         seen += min(entries, mixer.indexer.top_k) if mixer.indexer is not None else entries
     size = step.batch * seen * mixer.head_dim * item * max(1, step.new // 64)
-    yield "compressed attention (bytes only)", Elementwise("compressed_attention", float(size), 6)
+    name = "decode_attention" if step.decodes else "extend_attention"
+    yield f"{name} compressed, bytes only", Elementwise("compressed_attention", float(size), 6)
 
 
 def _feed_forward(

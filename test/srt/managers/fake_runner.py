@@ -186,6 +186,7 @@ def make_scheduler(runner: FakeRunner, **options: object) -> Scheduler:
         schedule_low_priority_values_first=False,
         priority_scheduling_preemption_threshold=10,
         disable_priority_preemption=False,
+        retraction_policy=None,
     )
     vars(args).update(options)
     return Scheduler(args, runner, StopChecker(None))

@@ -486,6 +486,26 @@ def test_an_important_request_takes_the_place_of_another(
     assert_clean(scheduler)
 
 
+@pytest.mark.parametrize(("policy", "victim"), [(None, "long"), ("priority", "long"), ("length", "short")])
+def test_who_goes_back_when_memory_runs_out(policy: str | None, victim: str) -> None:
+    scheduler = make_scheduler(
+        FakeRunner(100, 1, 99, 8, 64), enable_priority_scheduling=True, retraction_policy=policy,
+        schedule_conservativeness=0.01,
+    )  # fmt: skip
+    add(scheduler, request("long", prompt(10), 80, ignore_eos=True))
+    for _ in range(10):
+        scheduler.step()
+    important = request("short", prompt(10, 2), 80, ignore_eos=True)
+    important.priority = 5
+    add(scheduler, important)
+    reqs = dict(scheduler.reqs)
+    while not scheduler.stats.num_retracted:
+        scheduler.step()
+    assert [rid for rid, req in reqs.items() if req.num_retractions] == [victim]
+    run_to_end(scheduler, Collector())
+    assert_clean(scheduler)
+
+
 workload = st.lists(
     st.tuples(
         st.integers(0, 3),  # which shared prefix

@@ -69,7 +69,8 @@ async def _on_bug(request: Request, error: Any) -> Response:
 
 def create_api(state: ServerState) -> FastAPI:
     """The routes alone, without key check and CORS."""
-    api = FastAPI(title="sm120-sglang", version=__version__, redoc_url=None)
+    no_pages: dict[str, Any] = {"docs_url": None, "redoc_url": None}  # they load their scripts from elsewhere
+    api = FastAPI(title="sm120-sglang", version=__version__, **no_pages)
     api.state.server = state
     api.state.created = int(time.time())
     for form in _FORMS:

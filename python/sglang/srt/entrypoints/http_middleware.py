@@ -14,6 +14,8 @@ MAX_BODY_BYTES = 64 * 1024 * 1024
 
 _OPEN_PATHS = ("/health", "/ready", "/metrics", "/page/")
 """Prefixes that need no API key: probes and scrapers have none, and the page asks for it."""
+_ANY_TYPE_PATHS = ("/api/",)
+"""Prefixes of Ollama's routes, whose bodies are JSON whatever their type is said to be: `curl -d` says otherwise."""
 _UNAUTHORIZED = ApiError(401, "the API key is missing or wrong")
 _NOT_JSON = ApiError(415, "the body must be JSON: send it with the header Content-Type: application/json")
 
@@ -43,7 +45,7 @@ class RequestGate:
         if length.isdigit() and int(length) > self._max_body_bytes:
             await error_response(scope["path"], self._too_large())(scope, receive, send)
             return
-        if scope["method"] in ("POST", "PUT") and not _is_json(headers):
+        if scope["method"] in ("POST", "PUT") and not _is_json(scope["path"], headers):
             await error_response(scope["path"], _NOT_JSON)(scope, receive, send)
             return
         scope[DIRECT_SEND] = send
@@ -75,10 +77,10 @@ class RequestGate:
         return bounded
 
 
-def _is_json(headers: dict[bytes, bytes]) -> bool:
+def _is_json(path: str, headers: dict[bytes, bytes]) -> bool:
     """Whether the body is JSON, or there is none; one of no declared type is taken for it."""
     media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if not media_type or media_type == b"application/json":
+    if not media_type or media_type == b"application/json" or path.startswith(_ANY_TYPE_PATHS):
         return True
     if media_type.startswith(b"application/") and media_type.endswith(b"+json"):
         return True

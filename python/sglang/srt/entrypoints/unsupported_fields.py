@@ -53,11 +53,13 @@ COMMON: Mapping[str, Unsupported] = {
         "prefill and decode run in one server", "bootstrap_host", "bootstrap_port", "bootstrap_room",
         "bootstrap_pair_key", "decode_tp_size", "disagg_prefill_dp_rank",
     ),
-    **_all("thinking_budget of a chat request limits the thoughts", "max_thinking_tokens"),
 }  # fmt: skip
+
+_BUDGETS = ("thinking_budget", "max_thinking_tokens", "thinking_token_budget")
 
 NATIVE: Mapping[str, Unsupported] = {
     **COMMON,
+    **_all("only a chat request has thoughts to limit", *_BUDGETS),
     **_all("use session_params", "session_id"),
     **_all("send text or input_ids", "input_embeds", "positional_embed_overrides"),
     **_all(_MEDIA, "modalities", neutral=(["text"],)),
@@ -82,6 +84,11 @@ OPENAI: Mapping[str, Unsupported] = {
     **_all("beam search is not supported", "use_beam_search"),
     **_all("start the server with --allow-auto-truncate", "truncate_prompt_tokens"),
 }  # fmt: skip
+
+COMPLETIONS: Mapping[str, Unsupported] = {
+    **OPENAI,
+    **_all("only a chat request has thoughts to limit", *_BUDGETS),
+}
 
 CHAT: Mapping[str, Unsupported] = {
     **OPENAI,

@@ -12,7 +12,7 @@ from msgspec import UNSET, Meta
 
 from sglang.srt.entrypoints.http_body import Body
 from sglang.srt.entrypoints.http_errors import bad_request, from_decode_error
-from sglang.srt.entrypoints.unsupported_fields import CHAT, OPENAI
+from sglang.srt.entrypoints.unsupported_fields import CHAT, COMPLETIONS
 
 MAX_MESSAGES = 16_384
 MAX_TOOLS = 4_096
@@ -106,7 +106,7 @@ class SamplingFields(Body, kw_only=True):
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
-    unsupported: ClassVar = OPENAI
+    unsupported: ClassVar = COMPLETIONS
 
     prompt: str | list[str | Int | list[Int]]
     """A text, a list of texts, a list of token ids, or a list of such lists."""
@@ -175,7 +175,9 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
 
     reasoning_effort: str | None = None
     thinking_budget: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
-    """Tokens after which thoughts are ended."""
+    """Tokens after which thoughts are ended. Other servers' names for it: the next two."""
+    max_thinking_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = False
     add_generation_prompt: bool = True
@@ -196,6 +198,10 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
             )
         if self.top_logprobs and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", param="top_logprobs")
+        budgets = {self.thinking_budget, self.max_thinking_tokens, self.thinking_token_budget} - {None}
+        if len(budgets) > 1:
+            raise bad_request("thinking_budget is given by several names, with different values")
+        self.thinking_budget = next(iter(budgets), None)
 
 
 def _check(name: str, entries: list[dict[str, Any]], kind: Any) -> None:

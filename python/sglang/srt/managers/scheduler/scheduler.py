@@ -242,7 +242,8 @@ class Scheduler:
     def _retract_until_it_fits(self) -> None:
         """Send the requests that lose least back to the queue. Their tokens stay, and with luck so does their KV."""
         while self.running.reqs and not self._can_grow():
-            rank = (lambda req: 0) if self.priorities is None else self.priorities.rank
+            priorities = None if self.args.retraction_policy == "length" else self.priorities
+            rank = (lambda req: 0) if priorities is None else priorities.rank
             victim = min(self.running.reqs, key=lambda r: (-rank(r), r.output_len, -r.prompt_len))
             self.running.remove(victim)
             self._requeue(victim)
