@@ -1,6 +1,8 @@
-"""Two scheduler processes behind one engine: every rank takes the same decisions, and the answers are those of one."""
+"""Several scheduler processes behind one engine: they take the same decisions, and the answers are those of one."""
 
 from __future__ import annotations
+
+import functools
 
 import pytest
 
@@ -11,6 +13,7 @@ from sglang.srt.managers.front.generate_request import RequestError
 PROMPTS = ["The capital of France is", "One, two, three,", "Dear reader"]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
 SEEDED = {"temperature": 0.9, "max_new_tokens": 12, "ignore_eos": True, "sampling_seed": 7}
+PENALIZED = {**GREEDY, "frequency_penalty": 1.5, "repetition_penalty": 1.2}
 GRAMMAR = {"temperature": 0.0, "max_new_tokens": 8, "regex": "(yes|no)"}
 STOPPED = [
     {**GREEDY, "max_new_tokens": 200, "stop_regex": "[a-z]{4} "},
@@ -21,9 +24,12 @@ STOPPED = [
 REFUSED = [{**GREEDY, "regex": "("}, {**GREEDY, "json_schema": '{"$ref": "#"}'}]
 
 
-def answers(tp_size: int) -> list[object]:
-    with sglang.Engine(model_path=DEFAULT_MODEL_PATH, max_total_tokens=4096, tp_size=tp_size) as engine:
-        results = [engine.generate(PROMPTS, params) for params in (GREEDY, SEEDED, GREEDY)]
+@functools.cache
+def answers(tp_size: int, ep_size: int = 1) -> list[object]:
+    with sglang.Engine(
+        model_path=DEFAULT_MODEL_PATH, max_total_tokens=4096, chunked_prefill_size=4, tp_size=tp_size, ep_size=ep_size
+    ) as engine:
+        results = [engine.generate(PROMPTS, params) for params in (GREEDY, SEEDED, GREEDY, PENALIZED)]
         results.append(engine.generate(PROMPTS[:1], GRAMMAR))
         results.append(engine.generate(PROMPTS, STOPPED))
         for params in REFUSED:
@@ -35,5 +41,6 @@ def answers(tp_size: int) -> list[object]:
     return [[answer["output_ids"] for answer in result] for result in results]
 
 
-def test_two_ranks_answer_like_one() -> None:
-    assert answers(2) == answers(1)
+@pytest.mark.parametrize(("tp_size", "ep_size"), [(2, 1), (2, 2)])
+def test_ranks_answer_like_one(tp_size: int, ep_size: int) -> None:
+    assert answers(tp_size, ep_size) == answers(1)

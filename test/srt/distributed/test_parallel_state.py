@@ -11,7 +11,7 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.parallel_state import groups_of
 from sglang.srt.plan.ranks import RankLayout, even_slice
 
-PAYLOADS = [b"", b"x", bytes(range(256)) * 1000]
+PAYLOADS = [b"", b"x", *((bytes(range(256)) * 4)[: 1015 + i] for i in range(3)), bytes(range(256)) * 1000]
 
 
 class _OfVectors:
@@ -48,8 +48,13 @@ def _rank(rank: int, size: int, folder: str) -> None:
     assert groups.tp.all_reduce(torch.ones(4)).tolist() == [100] * 4, "one group by another name"
     assert groups.tp.all_reduce(torch.ones(3)).tolist() == [size] * 3, "what it does not serve is the library's"
 
+    sent: list[int] = []
+    broadcast = dist.broadcast
+    dist.broadcast = lambda tensor, **more: (sent.append(tensor.numel()), broadcast(tensor, **more))
     for data in PAYLOADS:
         assert parallel_state.broadcast_bytes(data if rank == 0 else None) == data
+    dist.broadcast = broadcast
+    assert sent == [1024, 1024, 1024, 1024, 1024, 1, 1024, 256_000 - 1016], "what is short is one message"
     assert parallel_state.least(5 - rank) == 5 - (size - 1)
     assert parallel_state.least_each([rank, -rank, 7]) == [0, 1 - size, 7] and parallel_state.least_each([]) == []
     parallel_state.shutdown()

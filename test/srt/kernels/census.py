@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-from sglang.srt.configs.activation import GELU_TANH, Activation
+from sglang.srt.configs.activation import GELU, RELU2, SILU, Activation
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, SCHEMES, Scheme, expert_share, wants_planes
 from sglang.srt.errors import UserError
@@ -41,14 +41,17 @@ from sglang.srt.layers.triton_ops import (
     rope_store,
     sampling,
     topk,
+    whole_norm,
 )
 from sglang.srt.layers.triton_ops.scaled_dot import product_of
 from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.feed_forward import Dense, MoE, Router
-from sglang.srt.plan.layer_spec import Absent, AttentionShape, LayerSpec, Matrix
+from sglang.srt.plan.layer_spec import Absent, AttentionShape, FeedForward, LayerSpec, Matrix
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.per_layer import PerLayerEmbedding
+from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 from sglang.srt.sampling.sampling_table import ROW_WIDTH
 
@@ -86,16 +89,9 @@ def launch_all(model: ModelDescription, tp_size: int, arch: ArchTraits, done: se
 
     once(_norms, model.hidden_size, model.zero_centred_norms)
     for layer in dict.fromkeys(model.layers):
-        mixer, ffn = layer.mixer, layer.ffn
-        once(_MIXERS[type(mixer)], mixer, tp_size, arch)
-        if isinstance(ffn, Dense):
-            once(_gate, ffn.activation, ffn.intermediate_size // tp_size)
-        elif isinstance(ffn, MoE):
-            once(_routing, ffn.router, ffn.num_experts, ffn.fused_shared, ffn.vocab_size)
-            if ffn.shared is not None and not ffn.fused_shared:
-                once(_gate, ffn.activation, ffn.shared.intermediate_size // tp_size)
-            for sizes in _expert_layers(ffn, model.hidden_size, tp_size):
-                once(_experts, *sizes, ffn.activation, ffn.bias, arch)
+        once(_MIXERS[type(layer.mixer)], layer.mixer, tp_size, arch)
+        for block in layer.token_blocks:
+            _feed_forward(once, block, model.hidden_size, tp_size, arch)
         whole, share = _matrices(layer, model.hidden_size, 1), _matrices(layer, model.hidden_size, tp_size)
         for matrix, of_all in zip(share, whole, strict=True):
             _dense_product(once, matrix, matrix.cols < of_all.cols, arch)
@@ -105,9 +101,22 @@ def launch_all(model: ModelDescription, tp_size: int, arch: ArchTraits, done: se
     once(_sampling, model.vocab_size)
 
 
+def _feed_forward(once: Callable[..., None], block: FeedForward, hidden: int, tp_size: int, arch: ArchTraits) -> None:
+    if isinstance(block, Dense):
+        once(_gate, block.activation, block.intermediate_size // tp_size)
+    elif isinstance(block, PerLayerEmbedding):
+        once(_gate, block.activation, block.size)
+    elif isinstance(block, MoE):
+        once(_routing, block.router, block.num_experts, block.fused_shared, block.vocab_size)
+        if block.shared is not None and not block.fused_shared:
+            once(_gate, block.activation, block.shared.intermediate_size // tp_size)
+        for sizes in _expert_layers(block, hidden, tp_size):
+            once(_experts, *sizes, block.activation, block.bias, arch)
+
+
 def _matrices(layer: LayerSpec, hidden: int, tp_size: int) -> list[Matrix]:
     """Of one rank, without experts: the shares of others do not depend on theirs."""
-    weights = (*layer.mixer.weights(hidden, tp_size), *layer.ffn.weights(hidden, tp_size, 1))
+    weights = layer.weights(hidden, RankLayout(tp_size), 1)
     return [part for part in weights if isinstance(part, Matrix) and not part.experts and part.dtype is None]
 
 
@@ -133,18 +142,27 @@ def _norms(hidden: int, zero_centred: bool) -> None:
 
 
 def _gate(function: Activation, inter: int) -> None:
-    kernel = GATES.get(function.op)
+    kernel = GATES.get(function)
     for tokens in (1, 100) if kernel else ():
-        kernel(empty(tokens, 2 * inter))
+        kernel(empty(tokens, (1 + function.gated) * inter))
 
 
 def _grouped_query(mixer: GQA, tp_size: int, arch: ArchTraits) -> None:
     shape = mixer.attention_shape(tp_size)
-    _rope_store(shape, mixer)
+    if mixer.caches_tokens:
+        _rope_store(shape, mixer)
+    if mixer.qk_norm == "whole":
+        _whole_norm(shape)
     _attention(shape, mixer.window, mixer.logit_cap, mixer.sinks, arch)
     if mixer.output_gate:
         width = shape.num_heads * shape.head_dim
         gated_norm.attention_output_gate(empty(8, width), empty(8, 2 * width)[:, width:])
+
+
+def _whole_norm(shape: AttentionShape) -> None:
+    q, k = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    for reduce in (None, lambda sums: sums):
+        whole_norm.qk_whole_norm(empty(8, q + 2 * k), empty(q), empty(k), 1e-6, (q, k), 1, reduce)
 
 
 def _rope_store(shape: AttentionShape, mixer: GQA) -> None:
@@ -298,8 +316,12 @@ _MIXERS: dict[type, Callable[..., None]] = {
     Mamba2: _mamba2,
     Absent: _absent,
 }
-GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu_and_mul": activation.silu_and_mul}
-"""By op; the others are torch's."""
+GATES: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    SILU: activation.silu_and_mul,
+    GELU: activation.gelu_and_mul,
+    RELU2: activation.relu2,
+}
+"""The others are torch's."""
 
 
 def _gemv(rows: int, cols: int, bias: bool, out_dtype: torch.dtype | None) -> None:
@@ -418,9 +440,7 @@ def _experts(
     arch: ArchTraits,
 ) -> None:
     """Few pairs, and all tiles that many may get: of the table, of a tuning file, and what they step down to."""
-    if not act.gated or act.function == GELU_TANH or (act.limit is not None and not bias):
-        return  # torch's, or of no family that is served
-    w13 = expert_weights(experts, 2 * inter, hidden, scheme, static, bias, arch)
+    w13 = expert_weights(experts, (1 + act.gated) * inter, hidden, scheme, static, bias, arch)
     w2 = expert_weights(experts, hidden, inter, scheme, static, bias, arch)
     kind = product_of(scheme, arch.features).tile_kind
     rungs = [*tile_rows(kind, arch.features), last_resort(kind)]
@@ -430,7 +450,8 @@ def _experts(
     for tokens, rung in [(1, None), (MANY, rungs[0]), *((16, rung) for rung in rungs)]:
         x, weights = empty(tokens, hidden), empty(tokens, top_k, dtype=torch.float32)
         moe.fused_moe(x, w13, w2, weights, empty(tokens, top_k, dtype=torch.int32), act, rung, arch.features)
-    if scheme is SCHEMES["mxfp4_mxfp8"] and "mma_sync_block_scale" in arch.features:
+    own_kernel = "mma_sync_block_scale" in arch.features and act.trait in ("", "clamped_gate")
+    if scheme is SCHEMES["mxfp4_mxfp8"] and own_kernel:
         with patch.multiple(mixed_moe, _library=NoLibrary, _stream=lambda x: 0):
             for pairs_an_expert in (mixed_moe.LEAST_ROWS, mixed_moe.TALL_ROWS):
                 tokens = -(-pairs_an_expert * experts // top_k)

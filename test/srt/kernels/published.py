@@ -7,6 +7,7 @@ Numbers are as published; names and numbers of models whose directory is short c
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,21 +15,36 @@ from typing import Any
 from sglang.srt.errors import UserError
 from sglang.srt.plan.layout import check_layout
 from sglang.srt.plan.model_description import ModelDescription, describe_model
+from sglang.srt.plan.ranks import RankLayout
 
 HERE = Path(__file__).parent
 LAYOUTS = range(1, 9)
-"""Tensor-parallel ranks of one host."""
+"""Tensor-parallel ranks of one host. What is launched with expert parallelism is launched with fewer of those too."""
 
 
-def model_dirs() -> dict[str, Path]:
-    return {path.parent.name: path.parent for path in sorted((HERE / "published").glob("*/config.json"))}
+def config_files() -> dict[str, Path]:
+    """The config.json of every model."""
+    files = {path.parent.name: path for path in sorted((HERE / "published").glob("*/config.json"))}
+    return files | {
+        path.stem: path for path in sorted((HERE / "configs").glob("*.json")) if "hf_quant" not in path.name
+    }
+
+
+def checkpoint(name: str, folder: Path) -> Path:
+    """A directory as published, but for its weights; made in `folder` where there is none."""
+    config = config_files()[name]
+    if config.name == "config.json":
+        return config.parent
+    shutil.copy(config, folder / "config.json")
+    modelopt = config.with_name(f"{name}.hf_quant_config.json")
+    if modelopt.exists():
+        shutil.copy(modelopt, folder / "hf_quant_config.json")
+    return folder
 
 
 def configs() -> dict[str, dict[str, Any]]:
     """Of every model, without its quantization: any 16-bit checkpoint may be quantized by whoever serves it."""
-    files = {name: path / "config.json" for name, path in model_dirs().items()}
-    files |= {path.stem: path for path in sorted((HERE / "configs").glob("*.json")) if "hf_quant" not in path.name}
-    return {name: _in_16_bits(json.loads(path.read_text())) for name, path in files.items()}
+    return {name: _in_16_bits(json.loads(path.read_text())) for name, path in config_files().items()}
 
 
 def _in_16_bits(config: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +69,7 @@ def described(names: Sequence[str] = ()) -> Iterator[tuple[str, ModelDescription
 def accepted_layouts(model: ModelDescription, sizes: Sequence[int] = LAYOUTS) -> Iterator[int]:
     for tp_size in sizes:
         try:
-            check_layout(model, tp_size)
+            check_layout(model, RankLayout(tp_size))
         except UserError:
             continue
         yield tp_size

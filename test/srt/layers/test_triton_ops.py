@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sglang.srt.layers import native_ops
-from sglang.srt.layers.triton_ops import activation, norm, rope_store, topk
+from sglang.srt.layers.triton_ops import activation, norm, rope_store, topk, whole_norm
 
 DEVICE = interpreter.DEVICE
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -62,6 +62,32 @@ def test_fused_add_rmsnorm(num_tokens: int, size: int, dtype: torch.dtype) -> No
 def test_silu_and_mul(num_tokens: int, size: int, dtype: torch.dtype) -> None:
     gate_up = randn(num_tokens, 2 * size, dtype=dtype, scale=4.0)
     assert_close(activation.silu_and_mul(gate_up), native_ops.silu_and_mul(gate_up))
+    assert_close(activation.gelu_and_mul(gate_up), native_ops.gelu_and_mul(gate_up))
+    assert_close(activation.relu2(gate_up), native_ops.relu2(gate_up))
+
+
+@interpreter.kernel_test
+def test_activations_of_what_is_very_large() -> None:
+    """No NaN where a cube or an exponential overflows."""
+    gate_up = torch.tensor([[1e30, -1e30, 300.0, -300.0, 0.0, 2.0, 2.0, 2.0, 2.0, 2.0]], device=DEVICE)
+    assert torch.equal(activation.gelu_and_mul(gate_up), native_ops.gelu_and_mul(gate_up))
+    assert torch.equal(activation.silu_and_mul(gate_up), native_ops.silu_and_mul(gate_up))
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_q", "num_k"), [(6144, 1024), (768, 128), (1500, 1100), (16, 48)])
+def test_qk_whole_norm(num_q: int, num_k: int, dtype: torch.dtype) -> None:
+    """MiniMax-M2 on one rank, on eight, and sizes that no block divides. `reduce` stands for a second rank."""
+    qkv, q_weight, k_weight = (randn(*shape, dtype=dtype) for shape in ((5, num_q + 2 * num_k), (num_q,), (num_k,)))
+    for ranks, reduce in ((1, None), (2, lambda sums: 2.0 * sums)):
+        given = (q_weight, k_weight, 1e-6, (ranks * num_q, num_k), ranks, reduce)
+        own, expected = qkv.clone(), qkv.clone()
+        whole_norm.qk_whole_norm(own, *given)
+        native_ops.qk_whole_norm(expected, *given)
+        assert_close(own, expected)
+        assert torch.equal(own[:, num_q + num_k :], qkv[:, num_q + num_k :])
+    whole_norm.qk_whole_norm(qkv[:0], q_weight, k_weight, 1e-6, (num_q, num_k))
 
 
 @interpreter.kernel_test

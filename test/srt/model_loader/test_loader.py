@@ -7,17 +7,20 @@ import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from sglang.srt.configs.quant_rules import ModuleQuant
+from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.layers.parameter import Param
 from sglang.srt.model_loader import loader
 from sglang.srt.model_loader.loader import fill_random, load_model
 from sglang.srt.plan.layer_spec import Matrix
+from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.weights import matrix_bytes
 
 from ..models.harness import TinyRunner, hf_logits, plan_for, random_tokens, save_tiny
@@ -244,3 +247,23 @@ def test_what_kernels_arrange_anew_is_held_once(tmp_path: Path, monkeypatch: pyt
     # and the memory plan knows it
     matrix, quant = Matrix("moe.w2", ("down",), 96, 64, experts=4), ModuleQuant("mxfp4", "mxfp4")
     assert matrix_bytes(matrix, quant, 2, {"block_scaled_mma"}) == 2 * matrix_bytes(matrix, quant, 2)
+
+
+@pytest.mark.parametrize("ranks", [RankLayout(2), RankLayout(2, 2)], ids=["shares", "whole experts"])
+def test_a_rank_reads_only_what_it_holds(ranks: RankLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny("qwen3_moe", tmp_path)
+    fill, read = loader._fill, []
+
+    def watched(*args: Any) -> int:
+        read.append(fill(*args))
+        return read[-1]
+
+    monkeypatch.setattr(loader, "_fill", watched)
+    whole = (tmp_path / "model.safetensors").stat().st_size
+    for rank in range(2):
+        groups = parallel_state.groups_of(ranks, rank)
+        monkeypatch.setattr(parallel_state, "groups", lambda groups=groups: groups)
+        read.clear()
+        plan = plan_for(tmp_path, tp_size=2, ep_size=ranks.ep_size)
+        model = load_model(plan)
+        assert sum(read) == sum(p.tensor.nbytes for p in model.params.values()) == plan.weight_bytes() < 0.6 * whole

@@ -324,12 +324,12 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def hf_model(name: str, seed: int = 0) -> PreTrainedModel:
+def hf_model(name: str, seed: int = 0, **more: Any) -> PreTrainedModel:
     """A tiny fp32 model in which every parameter is random (norms and biases too) and attention is far from uniform."""
     import transformers  # slow, and the ranks of a tensor-parallel test do not need it
 
     class_name, changes = TINY[name]
-    config = getattr(transformers, class_name)(**(SIZES | changes))
+    config = getattr(transformers, class_name)(**(SIZES | changes | more))
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     randomize(model, name in ZERO_CENTRED)
@@ -354,8 +354,9 @@ def randomize(model: PreTrainedModel, zero_centred_norms: bool) -> None:
             model.get_input_embeddings().weight.mul_(0.1)
 
 
-def save_tiny(name: str, folder: Path) -> PreTrainedModel:
-    model = hf_model(name)
+def save_tiny(name: str, folder: Path, **more: Any) -> PreTrainedModel:
+    """`more`: config keys beside those of TINY."""
+    model = hf_model(name, **more)
     model.save_pretrained(folder)
     return model
 

@@ -46,5 +46,6 @@ class Activation:
 
 
 SILU = Activation()
+GELU = Activation(function=GELU_TANH)
 RELU2 = Activation(function=RELU2_FUNCTION)
 GPT_OSS_SWIGLU = Activation(alpha=1.702, up_offset=1.0, limit=7.0)

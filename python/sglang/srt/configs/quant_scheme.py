@@ -89,24 +89,31 @@ def widening(scheme: Scheme, features: Collection[str]) -> str:
     return ""
 
 
+ALIGNED = 16
+"""Elements of a row in memory: so many (or a multiple) lie so that kernels load them in whole vectors."""
+
+
 def expert_share(intermediate_size: int, tp_size: int, scheme: Scheme | None) -> int:
     """Intermediate dims of every expert that a tensor-parallel rank has room for.
 
-    The even share if it cuts no group of scales, or else whole groups: the last rank then holds fewer, and zeros behind
-    them. Raises UserError where a rank would hold none, or where there are no groups and the share is uneven.
+    The even share if it cuts no group of scales and its rows can be loaded in whole vectors (ALIGNED elements), or else
+    whole groups and vectors: the last rank then holds fewer, and zeros behind them. Raises UserError where a rank would
+    hold none, or where there are no groups and the share is uneven.
     """
-    unit = 1 if scheme is None else max(1, *scheme.group)
+    packed = scheme is not None and scheme.bits == 4
+    group = 1 if scheme is None else max(1, *scheme.group)
+    unit = max(group, 2 * ALIGNED if packed else ALIGNED)
     if intermediate_size % (tp_size * unit) == 0:
         return intermediate_size // tp_size
     what = f"expert intermediate size {intermediate_size}"
-    if unit == 1 or scheme is None:
+    if group == 1 and intermediate_size % tp_size:
         raise UserError(f"{what} cannot be divided over {tp_size} tensor-parallel ranks")
     # Kernels take packed rows in larger pieces anyway.
-    unit = max(unit, 64) if scheme.bits == 4 else unit
+    unit = max(unit, 64) if packed else unit
     units = -(-intermediate_size // unit)
     if (tp_size - 1) * -(-units // tp_size) >= units:
+        why = f"groups of {unit} that share scales ({scheme.name})" if scheme and group > 1 else f"vectors of {unit}"
         raise UserError(
-            f"{what} in groups of {unit} that share scales ({scheme.name}) is too few for {tp_size} tensor-parallel"
-            f" ranks: one would hold none of {units}"
+            f"{what} in {why} is too few for {tp_size} tensor-parallel ranks: one would hold none of {units}"
         )
     return -(-units // tp_size) * unit

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -41,6 +42,7 @@ DEFAULT_TIMEOUT_S = 300.0
 """Of a collective whose ranks have work: as --watchdog-timeout."""
 JOIN_TIMEOUT_S = 120.0
 """The least time that ranks have to meet: they start at different speeds."""
+_LENGTH_BYTES, _HEAD_BYTES = 8, 1024
 # Ranks without work wait in `broadcast_bytes` for as long as nobody sends a request: that is no failure.
 _IDLE_TIMEOUT = timedelta(days=3650)
 
@@ -233,19 +235,22 @@ def least_each(values: Sequence[int]) -> list[int]:
 
 
 def broadcast_bytes(data: bytes | None) -> bytes:
-    """Rank 0's `data` on every rank; the other ranks pass None. Host memory only. Blocks until rank 0 calls."""
+    """Rank 0's `data` on every rank; the other ranks pass None. Host memory only. Blocks until rank 0 calls.
+
+    What is short travels with its length, in one message: every step waits for this."""
     if tp_size() == 1:
         assert data is not None
         return data
-    header = torch.tensor([0 if data is None else len(data)], dtype=torch.int64)
-    dist.broadcast(header, src=0, group=_state.host_group)
-    size = int(header.item())
-    if size == 0:
-        return b""
-    if tp_rank() == 0:
-        assert data is not None
-        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    else:
-        payload = torch.empty(size, dtype=torch.uint8)
-    dist.broadcast(payload, src=0, group=_state.host_group)
-    return payload.numpy().tobytes()
+    head = np.zeros(_HEAD_BYTES, np.uint8)
+    if data is not None:
+        head[:_LENGTH_BYTES] = np.frombuffer(len(data).to_bytes(_LENGTH_BYTES, "little"), np.uint8)
+        first = np.frombuffer(data[: _HEAD_BYTES - _LENGTH_BYTES], np.uint8)
+        head[_LENGTH_BYTES : _LENGTH_BYTES + len(first)] = first
+    dist.broadcast(torch.from_numpy(head), src=0, group=host_group())
+    size = int.from_bytes(head[:_LENGTH_BYTES].tobytes(), "little")
+    begin = head[_LENGTH_BYTES : _LENGTH_BYTES + size].tobytes()
+    if size == len(begin):
+        return begin
+    rest = np.empty(size - len(begin), np.uint8) if data is None else np.frombuffer(data, np.uint8)[len(begin) :].copy()
+    dist.broadcast(torch.from_numpy(rest), src=0, group=host_group())
+    return begin + rest.tobytes()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -162,6 +162,31 @@ def _worst_of(measurements: list[Measurement]) -> TileRecord | None:
     )
 
 
+_BLOCK_COLS = {"linear": 128, "fused_moe": 256}
+"""Columns of weights that every block of the op divides."""
+
+
+def _launches(need: Need, pieces: Sequence[str]) -> bool:
+    """Whether weights of the need's shapes can be launched as a row with these pieces of a key describes: with columns
+    that no block divides ("ragged"), or rows and columns that 16 does not ("odd", "odd_rows"), and with its biases."""
+    shapes, product = need.shapes, pieces[0]
+    if not shapes:
+        return True
+    if need.op == "fused_moe":
+        if product not in _FIRST_PRODUCTS | _SECOND_PRODUCTS:
+            return True
+        if ("bias" in pieces) != ("expert_bias" in need.traits):
+            return False
+        shapes = shapes[:1] if product in _FIRST_PRODUCTS else shapes[1:]
+    steps = {"ragged": _BLOCK_COLS.get(need.op, 1), "odd": 32}
+    uncut = any(all(cols % step == 0 for _, cols, _ in shapes) for name, step in steps.items() if name in pieces)
+    return not uncut and ("odd_rows" not in pieces or any(rows % 16 for rows, _, _ in shapes))
+
+
+_FIRST_PRODUCTS = frozenset({"gate_up", "gate_up_pairs"})
+_SECOND_PRODUCTS = frozenset({"down", "down_sum"})
+
+
 class Ledger:
     """What the resolver asks the lock files."""
 
@@ -196,14 +221,15 @@ class Ledger:
             measurements = list(self.measurements(replace(need, kv_dtype="fp8_e4m3"), tile, arch))
         return _worst_of(measurements)
 
-    def worst(self, op: str, arch: ArchTraits, quant: str | None = None) -> TileRecord | None:
-        """The worst case over the rows of an op that picks its launch by size itself: those whose keys have the scheme
-        `quant` as a piece, or that have none."""
-        target = "/" + judged_as(arch)
+    def worst(self, need: Need, arch: ArchTraits) -> TileRecord | None:
+        """The worst case over the rows of an op that picks its launch by size itself: those whose keys have the need's
+        scheme as a piece, or that have none, and that stand for launches of its shapes."""
+        target, quant = "/" + judged_as(arch), need.quant
         wanted = set() if quant is None else {SAME_LAUNCHES.get(quant, quant)}
         by_widening: dict[bool, list[Measurement]] = {False: [], True: []}
         for (row_op, key, _), row in self.rows.items():
-            if row_op == op and SCHEMES.keys() & key.split("/") == wanted:
+            pieces = key.split("/")
+            if row_op == need.op and SCHEMES.keys() & set(pieces) == wanted and _launches(need, pieces):
                 measured = [m for name, m in row.by_target.items() if name.endswith(target)]
                 by_widening[WIDENED_TAIL in key] += measured
         widened = "block_scaled_mma" not in arch.features or quant in SAME_LAUNCHES

@@ -44,18 +44,7 @@ ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
     AcceptedSpill("sm120", "linear", "tiles/mxfp4", 8, _MASKS),
     AcceptedSpill("sm120", "fused_moe", "down/mxfp4/ragged", 64, _MASKS),
     AcceptedSpill("sm120", "fused_moe", "down/mxfp4_mxfp8/widened/ragged", 64, _MASKS),
-    AcceptedSpill(
-        "sm120",
-        "fused_moe",
-        "down/bf16/ragged/odd/",
-        804,
-        "GPT-OSS in 16 bits on eight ranks, whose shares of 360 columns are no multiples of 16; it is published with"
-        " four-bit experts",
-    ),
     AcceptedSpill("sm120", "decode_attention", "192x192/", 8, _FEW_REGISTERS),
-    AcceptedSpill("sm120", "decode_attention", "128x128/bfloat16/fp8_e5m2/", 24, _FEW_REGISTERS),
-    AcceptedSpill("sm120", "decode_attention", "256x256/bfloat16/fp8_e5m2/", 16, _FEW_REGISTERS),
-    AcceptedSpill("sm120", "decode_attention", "64x64/bfloat16/bfloat16/cap_sinks", 8, _FEW_REGISTERS),
     AcceptedSpill("sm120", "linear", "few/fp8_block/ragged", 12, _MASKS),
     AcceptedSpill(
         "sm120",

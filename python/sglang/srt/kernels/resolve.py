@@ -106,6 +106,6 @@ def _choice(
 ) -> Choice:
     remark = spec.remark(need, arch)
     if not tiles:
-        record = ledger.worst(need.op, arch, need.quant) if spec.package == "triton" else None
+        record = ledger.worst(need, arch) if spec.package == "triton" else None
         return Choice(need, spec, record=record, rejected=rejected, note=note, remark=remark)
     return Choice(need, spec, tiles[0], ledger.record(need, tiles[0], arch), tiles[1:], rejected, note, remark)

@@ -90,8 +90,17 @@ def _extend_rows(op: str, kv_bytes: tuple[int, ...]) -> tuple[TileRow, ...]:
 ROWS: tuple[TileRow, ...] = (
     *_extend_rows("extend_attention", _ANY),
     *_extend_rows("prefill_attention", _HALF),
+    # Two stages hold as much as three there, and spill nothing.
     TileRow(
-        "decode_attention", ((64, 64), *_NARROW, (192, 128)), _ANY,
+        "decode_attention", ((64, 64),), _HALF,
+        (_split(16, 64, 4, 2, 2), _split(16, 32, 4, 3, 4)), {"wgmma": (_split(16, 64, 4, 3, 4),)},
+    ),
+    TileRow(
+        "decode_attention", ((64, 64),), _FP8,
+        (_split(16, 64, 4, 3, 2), _split(16, 32, 4, 3, 4)), {"wgmma": (_split(16, 64, 4, 3, 4),)},
+    ),
+    TileRow(
+        "decode_attention", (*_NARROW, (192, 128)), _ANY,
         (_split(16, 64, 4, 3, 2), _split(16, 32, 4, 3, 4)), {"wgmma": (_split(16, 64, 4, 3, 4),)},
     ),
     TileRow(
@@ -100,9 +109,18 @@ ROWS: tuple[TileRow, ...] = (
     ),
     TileRow(
         "decode_attention", ((128, 128),), _FP8,
-        (_split(16, 64, 4, 3, 2), _split(16, 32, 4, 3, 4)), {"wgmma": (_split(16, 64, 4, 3, 4),)},
+        (_split(16, 64, 4, 2, 2), _split(16, 32, 4, 3, 4)), {"wgmma": (_split(16, 64, 4, 3, 4),)},
     ),
-    TileRow("decode_attention", (*_WIDE, *_WIDEST), _ANY, (_split(16, 32, 4, 3, 2), _split(16, 16, 4, 2, 2))),
+    TileRow(
+        "decode_attention", ((160, 160), (192, 192), *_WIDEST), _ANY,
+        (_split(16, 32, 4, 3, 2), _split(16, 16, 4, 2, 2)),
+    ),
+    TileRow("decode_attention", ((256, 256),), _HALF, (_split(16, 32, 4, 3, 2), _split(16, 16, 4, 2, 2))),
+    # Half as many float8 keys at a time and three programs an SM: spills nothing, and as many bytes are on their way.
+    TileRow(
+        "decode_attention", ((256, 256),), _FP8,
+        (_split(16, 16, 4, 3, 3), _split(16, 16, 4, 2, 2)), {"wgmma": (_split(16, 32, 4, 3, 2),)},
+    ),
     TileRow("decode_attention", ((512, 512),), _ANY, (_split(16, 16, 4, 3, 2), _split(16, 16, 4, 2, 2))),
     TileRow(
         "decode_attention", (MLA_LATENT,), _HALF,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.configs.activation import RELU2, SILU, Activation
+from sglang.srt.configs.activation import GELU, RELU2, SILU, Activation
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_of
@@ -39,7 +39,7 @@ class GatedMLP:
 
 def gate_of(scope: Scope, activation: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
     """[T, 2I] -> [T, I], or without a gate [T, I] -> [T, I]."""
-    if activation in (SILU, RELU2):
+    if activation in (SILU, GELU, RELU2):
         gate: GateOp = scope.plan.entry(activation.op)
         return gate
     return functools.partial(native_ops.gated, activation=activation)

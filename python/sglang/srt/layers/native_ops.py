@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.configs.activation import GELU_TANH, SILU, Activation
+from sglang.srt.configs.activation import GELU, GELU_TANH, SILU, Activation
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
 
 if TYPE_CHECKING:
@@ -69,6 +69,11 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [..., 2I] -> silu(first half) * second half [..., I]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
+
+
+def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [..., 2I] -> the tanh form of gelu(first half) * second half [..., I]."""
+    return gated(gate_up, GELU)
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:

@@ -220,6 +220,8 @@ OPS: Mapping[str, type] = {
     "rmsnorm": RMSNormOp,
     "fused_add_rmsnorm": AddRMSNormOp,
     "silu_and_mul": GateOp,
+    "gelu_and_mul": GateOp,
+    "relu2": GateOp,
     "linear": LinearOp,
     "gated_rmsnorm": GatedRMSNormOp,
     "attention_output_gate": OutputGateOp,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.layer_spec import Matrix, Serving
 from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.weights import expert_rows
 
 
@@ -16,7 +18,7 @@ def needs_of(model: ModelDescription, serving: Serving) -> tuple[Need, ...]:
     several shapes has a need for each, told apart by `variant`. Raises UserError where the experts cannot be divided.
     """
     dtype = serving.dtype
-    quant = model.expert_quant
+    experts = _experts(model, serving.ranks)
     blocks = (block for layer in model.layers for block in layer.token_blocks)
     feed_forward = [need for block in blocks for need in block.needs(serving)]
     return (
@@ -25,13 +27,20 @@ def needs_of(model: ModelDescription, serving: Serving) -> tuple[Need, ...]:
         *_linears(model, serving),
         *_merged(need for layer in model.layers for need in layer.mixer.needs(serving)),
         *_vision(model, dtype),
-        *_merged(_with_scheme(need, quant.scheme if quant else None) for need in feed_forward),
+        *_merged(replace(need, **experts) if need.op == "fused_moe" else need for need in feed_forward),
         *([Need("all_reduce", q_dtype=dtype, ranks=serving.tp_size)] if serving.tp_size > 1 else []),
     )
 
 
-def _with_scheme(need: Need, scheme: str | None) -> Need:
-    return replace(need, quant=scheme) if need.op == "fused_moe" else need
+def _experts(model: ModelDescription, ranks: RankLayout) -> dict[str, Any]:
+    """The scheme and the shapes of the routed experts, as fields of their need."""
+    experts, quant = model.experts, model.expert_quant
+    if experts is None:
+        return {}
+    weights = experts.weights(model.hidden_size, ranks, expert_rows(model, ranks))
+    products = (part for part in weights if isinstance(part, Matrix) and part.experts)
+    shapes = tuple((product.rows, product.cols, product.bias) for product in products)
+    return {"quant": quant.scheme if quant else None, "shapes": shapes}
 
 
 def _merged(needs: Iterable[Need]) -> Iterator[Need]:

@@ -169,6 +169,21 @@ def test_window_and_sinks(window: int, with_sinks: bool) -> None:
 
 
 @interpreter.kernel_test
+@pytest.mark.parametrize("window", [1, 20, 45])
+def test_what_lies_before_a_window_does_not_matter(window: int) -> None:
+    """Slots behind a window are handed on while the request runs: they may hold anything, another request's NaN too."""
+    for problem, run, reference in (
+        (extend_problem(), run_extend, reference_extend),
+        (decode_problem(), run_decode, reference_decode),
+    ):
+        expected = reference(problem, 64**-0.5, window=window)
+        for i, prefix in enumerate(problem.prefix_lens):
+            stale = problem.req_to_token[problem.req_pool_indices[i], : max(0, prefix - window + 1)].long()
+            problem.k_cache[stale] = problem.v_cache[stale] = float("nan")
+        assert relative_error(run(problem, sliding_window=window), expected) < BF16_BOUND
+
+
+@interpreter.kernel_test
 @pytest.mark.parametrize("cap", [1.0, 30.0])
 def test_logit_cap(cap: float) -> None:
     p = extend_problem()

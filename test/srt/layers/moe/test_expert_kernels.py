@@ -9,7 +9,7 @@ import interpreter
 import pytest
 import torch
 
-from sglang.srt.configs.activation import GPT_OSS_SWIGLU
+from sglang.srt.configs.activation import GELU, GPT_OSS_SWIGLU, RELU2, Activation
 from sglang.srt.hardware.arch import current_arch
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
@@ -95,6 +95,22 @@ def test_few_pairs(name: str, tmp_path: Path) -> None:
     x = inputs(1)
     assert few_pairs(1, NUM_EXPERTS)
     assert_close(layer(x).float(), reference(layer, x, pairs=True), 1e-2)
+
+
+@interpreter.kernel_test
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["bf16", "fp8_channel", "int4_g32", "nvfp4_modelopt"])
+@pytest.mark.parametrize(("activation", "num_tokens"), [(GELU, 1), (GELU, 12), (RELU2, 1), (RELU2, 12)])
+def test_activations(name: str, activation: Activation, num_tokens: int, tmp_path: Path) -> None:
+    """Gemma 4's experts, and those of Nemotron-H, which have no gate: few pairs, and grouped ones."""
+    form = FORMATS[name]
+    tensors, _ = write_experts(form)
+    save(tmp_path, {key: tensor for key, tensor in tensors.items() if activation.gated or ".gate_proj." not in key})
+    layer = load(form, MoE(NUM_EXPERTS, INTER, Router(top_k=1 if num_tokens == 1 else 2), activation), tmp_path)
+    assert layer.experts.w13.rows == (1 + activation.gated) * INTER
+    x = inputs(num_tokens)
+    pairs = num_tokens == 1
+    assert_close(layer(x).float(), reference(layer, x, pairs=pairs), 1e-2 if pairs else bound(layer))
 
 
 @interpreter.kernel_test

@@ -148,6 +148,11 @@ def test_a_share_that_would_cut_a_group_is_padded(
         (2880, 8, "mxfp4", 384),
         (768, 4, "fp8_block", 256),  # Qwen3-30B: the last rank would hold nothing
         (768, 4, None, 192),
+        (1856, 8, None, 240),  # Nemotron-3-Nano: 232 elements are no whole vectors
+        (1856, 8, "fp8_tensor", 240),
+        (2880, 8, None, 368),
+        (1408, 8, "nvfp4", 192),  # DeepSeek-V2-Lite: 88 bytes are none
+        (1408, 8, "fp8_channel", 176),
     ],
 )
 def test_shares_of_published_models(inter: int, tp_size: int, scheme: str | None, share: int) -> None:

@@ -1,4 +1,4 @@
-"""SiLU gate. Reference: `native_ops.silu_and_mul`."""
+"""What stands between the two products of a feed-forward block. References of the same names: `native_ops`."""
 
 from __future__ import annotations
 
@@ -6,35 +6,94 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.configs.activation import GELU, GELU_TANH, RELU2, SILU, Activation
 from sglang.srt.layers.triton_ops import pdl
 
 SMALL_BATCH = 64
 SMALL_BLOCK = {"BLOCK": 1024, "num_warps": 4}
 LARGE_BLOCK = {"BLOCK": 2048, "num_warps": 4}
+GELU_SLOPE = 2.0 * (2.0 / 3.141592653589793) ** 0.5
+GELU_CUBIC = 0.044715 * GELU_SLOPE
+"""The tanh form of GELU is gate * sigmoid(GELU_SLOPE * gate + GELU_CUBIC * gate ** 3), because 1 + tanh(x) is
+2 * sigmoid(2 * x)."""
+
+
+def gate_constants(activation: Activation) -> dict[str, float | bool]:
+    """What kernels that have an activation inside are specialized for."""
+    tanh = activation.function == GELU_TANH
+    return {
+        "ALPHA": GELU_SLOPE if tanh else activation.alpha,
+        "CUBIC": GELU_CUBIC if tanh else 0.0,
+        "OFFSET": activation.up_offset,
+        "LIMIT": 0.0 if activation.limit is None else activation.limit,
+        "HAS_GATE": activation.gated,
+    }
 
 
 @triton.jit
-def silu_and_mul_kernel(gate_up, out, row_stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """gate_up [T, 2I] -> out [T, I] contiguous; one program a row and block of columns."""
+def activated(
+    gate, up, ALPHA: tl.constexpr, CUBIC: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+):  # fmt: skip
+    """`Activation` of fp32 values; LIMIT 0 clamps nothing. Without a gate `gate` is what is squared."""
+    if not HAS_GATE:
+        positive = tl.maximum(gate, 0.0)
+        return positive * positive
+    else:
+        if LIMIT > 0:
+            gate = tl.minimum(gate, LIMIT)
+            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        slope = ALPHA * gate
+        if CUBIC > 0:
+            slope = gate * (ALPHA + CUBIC * gate * gate)
+        return (up + OFFSET) * (gate / (1.0 + tl.exp(-slope)))
+
+
+@triton.jit
+def activation_kernel(
+    x, out, row_stride, size, BLOCK: tl.constexpr, ALPHA: tl.constexpr, CUBIC: tl.constexpr, OFFSET: tl.constexpr,
+    LIMIT: tl.constexpr, HAS_GATE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """x [T, 2I] (gate, up), or without a gate [T, I] -> out [T, I] contiguous; one program a row and block of
+    columns."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < size
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    gate = tl.load(gate_up + row * row_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * row_stride + size + cols, mask=inside, other=0.0).to(tl.float32)
-    result = gate / (1.0 + tl.exp(-gate)) * up
+    gate = tl.load(x + row * row_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    up = gate
+    if HAS_GATE:
+        up = tl.load(x + row * row_stride + size + cols, mask=inside, other=0.0).to(tl.float32)
+    result = activated(gate, up, ALPHA, CUBIC, OFFSET, LIMIT, HAS_GATE)
     tl.store(out + row * size + cols, result.to(out.dtype.element_ty), mask=inside)
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up [..., 2I] (last dim contiguous) -> silu(first half) * second half [..., I]."""
-    rows = gate_up.reshape(-1, gate_up.shape[-1])
-    size = rows.shape[1] // 2
-    out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
+def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """x [..., 2I], or without a gate [..., I] (last dim contiguous) -> [..., I]."""
+    rows = x.reshape(-1, x.shape[-1])
+    size = rows.shape[1] // (2 if activation.gated else 1)
+    out = torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device)
     launch = SMALL_BLOCK if rows.shape[0] <= SMALL_BATCH else LARGE_BLOCK
     if rows.shape[0]:
         grid = (rows.shape[0], triton.cdiv(size, launch["BLOCK"]))
-        silu_and_mul_kernel[grid](rows, out, rows.stride(0), size, **launch, **pdl.options())
+        activation_kernel[grid](
+            rows, out, rows.stride(0), size, **launch, **gate_constants(activation), **pdl.options()
+        )
     return out
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """[..., 2I] -> silu(first half) * second half [..., I]."""
+    return activate(gate_up, SILU)
+
+
+def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """[..., 2I] -> the tanh form of gelu(first half) * second half [..., I]."""
+    return activate(gate_up, GELU)
+
+
+def relu2(up: torch.Tensor) -> torch.Tensor:
+    """[..., I] -> the square of what is positive [..., I]."""
+    return activate(up, RELU2)

@@ -25,6 +25,8 @@ ROW_SIZES = tuple(1 << power for power in range(6, 17))
 """Of activations that are quantized row by row: from the smallest share of an expert on."""
 ODD = 1368
 """Columns of a share that 16 does not divide: of DeepSeek-V2-Lite's and GLM-4.5-Air's MLP on eight ranks."""
+ODD_SHARES = (ODD, 264)
+"""And of Gemma 4's of 26 billion parameters."""
 ODD_BYTES = 3696
 """Columns of a share that 16 divides, and whose bytes of packed four-bit elements it does not: Qwen2.5-72B on eight."""
 COLUMNS = (1024, 1536, 768, 384, 192, 128, 96, 64, 11_552)
@@ -206,9 +208,9 @@ def _quantize() -> Iterator[Variant]:
         for launch in {v["BLOCK"]: v for v in map(quantize.row_launch, ROW_SIZES)}.values():
             key = f"token/{element}/{launch['BLOCK']}"
             yield describe(op, key, quantize.row_kernel, types | {"data": data}, {}, launch, sizes)
-        launch = quantize.row_launch(ODD)
-        key = f"token/{element}/{launch['BLOCK']}/odd"
-        yield replace(describe(op, key, quantize.row_kernel, types | {"data": data}, {}, launch), form_only=True)
+        for launch in map(quantize.row_launch, ODD_SHARES):
+            key = f"token/{element}/{launch['BLOCK']}/odd"
+            yield replace(describe(op, key, quantize.row_kernel, types | {"data": data}, {}, launch), form_only=True)
     tensor = types | {"data": "*fp8e4nv", "amax": "*fp32"}
     for dynamic in (False, True):
         key = "tensor/dynamic" if dynamic else "tensor/static"

@@ -7,13 +7,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from sglang.srt.configs.activation import GELU, RELU2, SILU, Activation
 from sglang.srt.kernels.variant import FormRule, Variant
-from sglang.srt.layers.triton_ops import activation, gemv, latent_store, norm, rope_store, sampling, topk
+from sglang.srt.layers.triton_ops import activation, gemv, latent_store, norm, rope_store, sampling, topk, whole_norm
 
 OPS = (
     "rmsnorm",
     "fused_add_rmsnorm",
     "silu_and_mul",
+    "gelu_and_mul",
+    "relu2",
+    "qk_whole_norm",
     "qk_norm_rope_store",
     "latent_norm_rope_store",
     "topk_softmax",
@@ -29,7 +33,7 @@ OPS = (
 HIDDEN_SIZES = (1024, 2048, 2880, 4096, 5120, 6144, 7168, 16384)
 FP32_NORM_SHAPES = ((256, 64), (256, 256), (128, 128))
 """Of models that store norms of heads minus 1: kept in fp32 (Qwen3-Next, Gemma 3)."""
-ROPE_SHAPES = ((64, 64), (128, 128), (128, 64), (256, 64), (256, 256))
+ROPE_SHAPES = ((64, 64), (128, 128), (128, 64), (256, 64), (256, 256), (512, 512))
 """(head dim, rotary dim)."""
 LATENT_SHAPE = (128, 512, 64)
 """Dims of a query head that do not rotate, of the latent, and of the rotary key."""
@@ -135,14 +139,26 @@ def _norms(op: str) -> Iterator[Variant]:
         yield replace(form, form_only=True)
 
 
-def _activation() -> Iterator[Variant]:
-    types = {"gate_up": "*bf16", "out": "*bf16", "row_stride": "i32", "size": "i32"}
+def _activation(own: Activation) -> Iterator[Variant]:
+    types = {"x": "*bf16", "out": "*bf16", "row_stride": "i32", "size": "i32"}
+    fn, constants = activation.activation_kernel, activation.gate_constants(own)
     for name, launch in (("small", activation.SMALL_BLOCK), ("large", activation.LARGE_BLOCK)):
-        fn = activation.silu_and_mul_kernel
-        yield describe("silu_and_mul", name, fn, types, {}, launch, ("row_stride", "size"))
+        yield describe(own.op, name, fn, types, constants, launch, ("row_stride", "size"))
         # Of shares that 16 does not divide; rows of two such halves it does.
-        odd = describe("silu_and_mul", f"{name}/odd", fn, types, {}, launch, ("row_stride",))
-        yield replace(odd, form_only=True)
+        strides = ("row_stride",) if own.gated else ()
+        yield replace(describe(own.op, f"{name}/odd", fn, types, constants, launch, strides), form_only=True)
+
+
+def _whole_norm() -> Iterator[Variant]:
+    op, sizes = "qk_whole_norm", ("row_stride", "num_q", "num_k")
+    types = {"qkv": "*bf16", "sums": "*fp32", "q_weight": "*bf16", "k_weight": "*bf16", "eps": "fp32"}
+    types |= dict.fromkeys(sizes, "i32") | dict.fromkeys(("q_share", "k_share"), "fp32")
+    own = {name: kind for name, kind in types.items() if name in whole_norm.whole_sums_kernel.arg_names}
+    yield describe(op, "sums", whole_norm.whole_sums_kernel, own, {}, whole_norm.LAUNCH, sizes)
+    for name, from_sums in (("norm", False), ("norm_of_ranks", True)):
+        own = types | ({} if from_sums else {"sums": "*bf16"})
+        constants = {"FROM_SUMS": from_sums}
+        yield describe(op, name, whole_norm.whole_norm_kernel, own, constants, whole_norm.LAUNCH, sizes)
 
 
 def _rope_store() -> Iterator[Variant]:
@@ -252,7 +268,10 @@ def _gemv() -> Iterator[Variant]:
 _VARIANTS = {
     "rmsnorm": lambda: _norms("rmsnorm"),
     "fused_add_rmsnorm": lambda: _norms("fused_add_rmsnorm"),
-    "silu_and_mul": _activation,
+    "silu_and_mul": lambda: _activation(SILU),
+    "gelu_and_mul": lambda: _activation(GELU),
+    "relu2": lambda: _activation(RELU2),
+    "qk_whole_norm": _whole_norm,
     "qk_norm_rope_store": _rope_store,
     "latent_norm_rope_store": _latent_store,
     "topk_softmax": lambda: _routing("softmax"),

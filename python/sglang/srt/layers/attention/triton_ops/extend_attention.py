@@ -26,13 +26,17 @@ from sglang.srt.layers.attention.triton_ops.common import LOG2E, accumulate, cap
 
 @triton.jit
 def _attend(
-    acc, row_max, row_sum, q, q_pe, k_base, v_base, slots, k_stride, v_stride, kv_pos, kv_end, q_pos, scale, cap,
-    window, mask_base, mask_rows, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DPE:
-    tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_MASK: tl.constexpr, V_IN_K: tl.constexpr,
+    acc, row_max, row_sum, q, q_pe, k_base, v_base, slots, k_stride, v_stride, kv_pos, kv_begin, kv_end, q_pos, scale,
+    cap, window, mask_base, mask_rows, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DPE: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_MASK: tl.constexpr, V_IN_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: rows `slots` [N] of the cache or of the new tokens, at absolute positions kv_pos [N]."""
+    """One tile of keys: rows `slots` [N] of the cache or of the new tokens, at absolute positions kv_pos [N]. Those
+    from kv_end on, and with a window those before kv_begin, which no row sees, are not read."""
     in_range = kv_pos < kv_end
+    if HAS_WINDOW:
+        # A weight of 0 would not do: slots behind a window may be another request's by now, whose NaN would spread.
+        in_range = in_range & (kv_pos >= kv_begin)
     k_rows = slots.to(tl.int64) * k_stride
     k = load_rows(k_base, k_rows, in_range, 0, BLOCK_D, HEAD_DIM, MASKED).to(q.dtype)
     scores = tl.dot(q, tl.trans(k))
@@ -140,16 +144,16 @@ def extend_kernel(
                 pos = n + offs_n
                 acc, row_max, row_sum = _attend(
                     acc, row_max, row_sum, q, q_pe, k_base, v_base, tl.load(slot_ptr + pos), stride_kcs, stride_vcs,
-                    pos, prefix_len, q_pos, prefix_scale, cap, window, mask_base, mask_rows, HEAD_DIM, V_HEAD_DIM,
+                    pos, 0, prefix_len, q_pos, prefix_scale, cap, window, mask_base, mask_rows, HEAD_DIM, V_HEAD_DIM,
                     BLOCK_D, BLOCK_DPE, BLOCK_DV, False, False, False, HAS_CAP, False, V_IN_K,
                 )  # fmt: skip
         for n in range(start, prefix_len, BLOCK_N):
             pos = n + offs_n
             acc, row_max, row_sum = _attend(
                 acc, row_max, row_sum, q, q_pe, k_base, v_base, tl.load(slot_ptr + pos, mask=pos < prefix_len,
-                other=0), stride_kcs, stride_vcs, pos, prefix_len, q_pos, prefix_scale, cap, window, mask_base,
-                mask_rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, True, False, HAS_WINDOW, HAS_CAP,
-                HAS_MASK, V_IN_K,
+                other=0), stride_kcs, stride_vcs, pos, first_visible, prefix_len, q_pos, prefix_scale, cap, window,
+                mask_base, mask_rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, True, False, HAS_WINDOW,
+                HAS_CAP, HAS_MASK, V_IN_K,
             )  # fmt: skip
         acc = acc * v_scale
 
@@ -168,16 +172,16 @@ def extend_kernel(
         for n in range(0, start, BLOCK_N):
             pos = n + offs_n
             acc, row_max, row_sum = _attend(
-                acc, row_max, row_sum, q, q_pe, k_base, v_base, pos, stride_kt, stride_vt, prefix_len + pos, kv_end,
+                acc, row_max, row_sum, q, q_pe, k_base, v_base, pos, stride_kt, stride_vt, prefix_len + pos, 0, kv_end,
                 q_pos, scale, cap, window, mask_base, mask_rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV,
                 False, False, False, HAS_CAP, False, V_IN_K,
             )  # fmt: skip
     for n in range(start, end, BLOCK_N):
         pos = n + offs_n
         acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, q, q_pe, k_base, v_base, pos, stride_kt, stride_vt, prefix_len + pos, kv_end,
-            q_pos, scale, cap, window, mask_base, mask_rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV, True,
-            CAUSAL, HAS_WINDOW, HAS_CAP, HAS_MASK, V_IN_K,
+            acc, row_max, row_sum, q, q_pe, k_base, v_base, pos, stride_kt, stride_vt, prefix_len + pos, first_visible,
+            kv_end, q_pos, scale, cap, window, mask_base, mask_rows, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DPE, BLOCK_DV,
+            True, CAUSAL, HAS_WINDOW, HAS_CAP, HAS_MASK, V_IN_K,
         )  # fmt: skip
 
     if ALWAYS_MASK:

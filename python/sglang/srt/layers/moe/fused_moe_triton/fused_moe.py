@@ -35,6 +35,7 @@ from sglang.srt.layers.moe.fused_moe_triton.tiles import (
     tiles_for,
 )
 from sglang.srt.layers.triton_ops import pdl, scaled_dot
+from sglang.srt.layers.triton_ops.activation import gate_constants
 from sglang.srt.layers.triton_ops.quantize import quantize_activation
 from sglang.srt.layers.triton_ops.scaled_dot import STRIP, ScaledProduct, product_of
 from sglang.srt.layers.triton_ops.streamed_dot import pair_launch
@@ -57,9 +58,9 @@ def fused_moe(
 ) -> torch.Tensor:
     """x [T, H] (rows contiguous, bfloat16 or float16), topk_weights [T, k] fp32, topk_ids [T, k] int32 -> [T, H].
 
-    w13 [E, 2I, H] and w2 [E, H, I] of one scheme, after `expert_weights.repack`. An id of -1 names no expert and adds
-    nothing. `tiles` forces the grouped kernels; where they do not launch, smaller ones take over. `features` (of
-    ArchTraits) may allow larger tiles than every GPU has room for.
+    w13 [E, 2I, H], or [E, I, H] without a gate, and w2 [E, H, I] of one scheme, after `expert_weights.repack`. An id
+    of -1 names no expert and adds nothing. `tiles` forces the grouped kernels; where they do not launch, smaller ones
+    take over. `features` (of ArchTraits) may allow larger tiles than every GPU has room for.
     """
     num_pairs, num_experts = w13.pairs_here(topk_ids.numel()), w13.num_experts
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -130,11 +131,6 @@ def matrix_of(weights: ExpertWeights, words: bool = False) -> Matrix:
     )
 
 
-def gate_constants(activation: Activation) -> dict[str, float]:
-    limit = 0.0 if activation.limit is None else activation.limit
-    return {"ALPHA": activation.alpha, "OFFSET": activation.up_offset, "LIMIT": limit}
-
-
 def _pair_by_pair(
     x: torch.Tensor,
     w13: ExpertWeights,
@@ -174,7 +170,7 @@ def _gate_up(
 ) -> tuple[torch.Tensor, ExpertBlocks]:
     """[T * k, I], whose rows for choices of -1 are not written, and the grouping of the pairs."""
     num_pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
-    hidden, intermediate, tile = w13.cols, w13.rows // 2, tiles.gate_up
+    hidden, intermediate, tile = w13.cols, w13.rows // (1 + activation.gated), tiles.gate_up
     assert tile["BLOCK_M"] == tiles.down["BLOCK_M"], "both products share one grouping"
     blocks = align(topk_ids, w13.num_experts, tile["BLOCK_M"])
     # What is made of a whole tensor must not see rows that were not written.
@@ -185,7 +181,7 @@ def _gate_up(
         a.data, a.scale, w.data, w.scale, w.factor, a.factor, w.bias, inter,
         blocks.sorted_pairs, blocks.block_expert, blocks.num_blocks,
         num_pairs, top_k, hidden, intermediate, a.data.stride(0), a.scale_stride, *w.strides,
-        **grouped_launch(product_for(w13), tile, hidden, intermediate, features), **w.flags,
+        **grouped_launch(product_for(w13), tile, hidden, intermediate if activation.gated else 0, features), **w.flags,
         **gate_constants(activation), **pdl.options(),
     )  # fmt: skip
     return inter, blocks

@@ -1,7 +1,7 @@
 """Products of tokens with their experts' weights, tokens of one expert together. Reference: `native_ops.fused_moe`.
 
-w13 [E, 2I, H] holds the gate rows, then the up rows, of each expert; w2 [E, H, I]; see ExpertWeights for how they are
-stored. A pair is one (token, choice): number token * k + choice.
+w13 [E, 2I, H] holds the gate rows, then the up rows, of each expert, or [E, I, H] the up rows alone (HAS_GATE False);
+w2 [E, H, I]; see ExpertWeights for how they are stored. A pair is one (token, choice): number token * k + choice.
 """
 
 from __future__ import annotations
@@ -9,16 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.triton_ops.activation import activated
 from sglang.srt.layers.triton_ops.scaled_dot import multiply
-
-
-@triton.jit
-def gated(gate, up, ALPHA: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr):
-    """`Activation` of fp32 values; LIMIT 0 clamps nothing."""
-    if LIMIT > 0:
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-    return (up + OFFSET) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
 
 
 @triton.jit
@@ -67,11 +59,14 @@ def gate_up_kernel(
     X_FACTOR: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ALPHA: tl.constexpr,
+    CUBIC: tl.constexpr,
     OFFSET: tl.constexpr,
     LIMIT: tl.constexpr,
+    HAS_GATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """inter[pair] = gated(x[token] @ gate^T, x[token] @ up^T) for BLOCK_M pairs of one expert, BLOCK_N columns."""
+    """inter[pair] = activated(x[token] @ gate^T, x[token] @ up^T) for BLOCK_M pairs of one expert, BLOCK_N columns.
+    Without a gate the only product takes its place."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -89,7 +84,7 @@ def gate_up_kernel(
             x, x_scale, (pairs // top_k).to(tl.int64), there, x_stride, xs_stride,
             w13 + expert * w_expert_stride, w_scale + expert * ws_expert_stride, rows, w_stride, ws_stride,
             intermediate.to(tl.int64), hidden,
-            True, KIND, ELEMENT, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SWAP, ONE_SCALE,
+            HAS_GATE, KIND, ELEMENT, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SWAP, ONE_SCALE,
         )  # fmt: skip
         if SWAP:
             gate, up = tl.trans(gate), tl.trans(up)
@@ -99,12 +94,14 @@ def gate_up_kernel(
                 factor *= tl.load(x_factor)
             gate, up = gate * factor, up * factor
         if HAS_BIAS:
-            bias_at = bias + expert * (2 * intermediate) + rows
+            bias_at = bias + expert * (intermediate + HAS_GATE * intermediate) + rows
             gate += tl.load(bias_at)[None, :].to(tl.float32)
-            up += tl.load(bias_at + intermediate)[None, :].to(tl.float32)
+            if HAS_GATE:
+                up += tl.load(bias_at + intermediate)[None, :].to(tl.float32)
         dtype = inter.dtype.element_ty
         # Rounded where the separate steps would round.
-        result = gated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ALPHA, OFFSET, LIMIT).to(dtype)
+        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+        result = activated(gate, up, ALPHA, CUBIC, OFFSET, LIMIT, HAS_GATE).to(dtype)
         out_at = inter + pairs.to(tl.int64)[:, None] * intermediate + cols[None, :]
         tl.store(out_at, result, mask=there[:, None] & (cols < intermediate)[None, :])
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.moe.fused_moe_triton.kernels import gated
+from sglang.srt.layers.triton_ops.activation import activated
 from sglang.srt.layers.triton_ops.streamed_dot import add_product, sum_rows
 
 
@@ -40,11 +40,13 @@ def gate_up_pairs_kernel(
     HAS_FACTOR: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ALPHA: tl.constexpr,
+    CUBIC: tl.constexpr,
     OFFSET: tl.constexpr,
     LIMIT: tl.constexpr,
+    HAS_GATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (column block, pair)."""
+    """Program (column block, pair). Without a gate the only product takes its place."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -67,24 +69,27 @@ def gate_up_pairs_kernel(
                 gate, x, 1.0, there, w, scales, rows, first, w_stride, ws_stride, hidden, start,
                 KIND, ELEMENT, GROUP, PACKED, C, W, EVEN_K,
             )  # fmt: skip
-            up = add_product(
-                up, x, 1.0, there, w, scales, up_rows, first + intermediate, w_stride, ws_stride, hidden, start,
-                KIND, ELEMENT, GROUP, PACKED, C, W, EVEN_K,
-            )  # fmt: skip
+            if HAS_GATE:
+                up = add_product(
+                    up, x, 1.0, there, w, scales, up_rows, first + intermediate, w_stride, ws_stride, hidden, start,
+                    KIND, ELEMENT, GROUP, PACKED, C, W, EVEN_K,
+                )  # fmt: skip
         gate_sum, up_sum = sum_rows(gate), sum_rows(up)
         if KIND == "scaled":
             gate_sum *= tl.load(scales + rows * ws_stride)
-            up_sum *= tl.load(scales + up_rows * ws_stride)
+            if HAS_GATE:
+                up_sum *= tl.load(scales + up_rows * ws_stride)
         if HAS_FACTOR:
             factor = tl.load(w_factor + expert)
             gate_sum, up_sum = gate_sum * factor, up_sum * factor
         if HAS_BIAS:
-            bias_at = bias + expert * (2 * intermediate)
+            bias_at = bias + expert * (intermediate + HAS_GATE * intermediate)
             gate_sum += tl.load(bias_at + rows).to(tl.float32)
-            up_sum += tl.load(bias_at + up_rows).to(tl.float32)
+            if HAS_GATE:
+                up_sum += tl.load(bias_at + up_rows).to(tl.float32)
         dtype = inter.dtype.element_ty
         gate_sum, up_sum = gate_sum.to(dtype).to(tl.float32), up_sum.to(dtype).to(tl.float32)
-        result = gated(gate_sum, up_sum, ALPHA, OFFSET, LIMIT).to(dtype)
+        result = activated(gate_sum, up_sum, ALPHA, CUBIC, OFFSET, LIMIT, HAS_GATE).to(dtype)
         tl.store(inter + pair * intermediate + cols, result, mask=cols < intermediate)
 
 

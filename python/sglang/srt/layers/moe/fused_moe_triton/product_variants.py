@@ -11,7 +11,8 @@ from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
 from sglang.srt.kernels.spec import Tile
 from sglang.srt.kernels.variant import Variant
 from sglang.srt.layers.moe.fused_moe_triton import kernels
-from sglang.srt.layers.moe.fused_moe_triton.fused_moe import gate_constants, grouped_launch
+from sglang.srt.layers.moe.fused_moe_triton.fused_moe import grouped_launch
+from sglang.srt.layers.triton_ops.activation import gate_constants
 from sglang.srt.layers.triton_ops.scaled_dot import ScaledProduct, product_of
 from sglang.srt.layers.triton_ops.variants import describe
 
@@ -42,11 +43,6 @@ class ExpertLaunch:
     @property
     def name(self) -> str:
         return (self.scheme.name if self.scheme else "bf16") + self.tail
-
-    def is_odd(self, depth: int) -> bool:
-        """Whether rows of `depth` columns, as they lie in memory, do not have a multiple of 16 elements."""
-        packed = self.scheme is not None and self.scheme.bits == 4 and not self.in_planes
-        return (depth // 2 if packed else depth) % 16 != 0
 
     @property
     def in_planes(self) -> bool:
@@ -83,14 +79,11 @@ class ExpertLaunch:
     def multiples(self, depth: int) -> tuple[str, ...]:
         """The numbers that are multiples of 16 with weights of `depth` columns."""
         group = self.scheme.group[1] if self.scheme is not None else 0
-        odd = {"intermediate"} if self.intermediate % 16 else set()
-        odd |= {"x_stride", "w_stride"} if self.is_odd(depth) else set()
-        sizes = tuple(name for name in _MULTIPLES if name not in odd)
         if not group:  # scales of rows and tensors have strides of 1 and 0
-            return sizes
+            return _MULTIPLES
         rows_of_scales = self.product.kind == "mx"  # for the others it does not matter: LONE_SCALES
         unaligned = rows_of_scales and -(-depth // group) % 16 != 0
-        return (*sizes, "ws_expert_stride", *(() if unaligned else ("ws_stride", "xs_stride")))
+        return (*_MULTIPLES, "ws_expert_stride", *(() if unaligned else ("ws_stride", "xs_stride")))
 
 
 def product_variant(
@@ -124,7 +117,7 @@ def grouped(kind: str, experts: ExpertLaunch, tile: Tile, features: Collection[s
     constants = {name: value for name, value in launch.items() if name not in tile} | experts.flags
     if kind == "gate_up":
         constants |= gate_constants(experts.activation)
-    even = ("even" if launch["EVEN_K"] else "ragged") + ("/odd" if experts.is_odd(experts.intermediate) else "")
+    even = "even" if launch["EVEN_K"] else "ragged"
     tail = "/bias" if experts.bias else ""
     key, multiples = f"{kind}/{experts.name}/{even}{tail}", experts.multiples(depth)
     return describe("fused_moe", key, fn, types, constants, tile, multiples)

@@ -16,7 +16,7 @@ from sglang.srt.kernels.variant import FormRule, Variant
 from sglang.srt.layers.moe.fused_moe_triton import align, kernels, kernels_few
 from sglang.srt.layers.moe.fused_moe_triton.capacity import product_variant_of
 from sglang.srt.layers.moe.fused_moe_triton.config_files import shipped_products
-from sglang.srt.layers.moe.fused_moe_triton.fused_moe import COMBINE_BLOCK, gate_constants
+from sglang.srt.layers.moe.fused_moe_triton.fused_moe import COMBINE_BLOCK
 from sglang.srt.layers.moe.fused_moe_triton.product_variants import (
     GROUPING,
     ROUTING,
@@ -26,6 +26,7 @@ from sglang.srt.layers.moe.fused_moe_triton.product_variants import (
     grouped,
 )
 from sglang.srt.layers.moe.fused_moe_triton.tiles import PAIR_TILES, last_resort, tile_rows
+from sglang.srt.layers.triton_ops.activation import gate_constants
 from sglang.srt.layers.triton_ops.quant_variants import (
     COLUMNS,
     EVEN,
@@ -42,22 +43,23 @@ from sglang.srt.layers.triton_ops.variants import describe
 
 OPS = ("fused_moe",)
 
-ODD_PACKED = 176
-"""Columns of a share whose bytes of packed four-bit elements 16 does not divide: of DeepSeek-V2-Lite on eight ranks."""
 MOST_EXPERTS = 512
-MOST_CHOICES = 12
+MOST_CHOICES = 24
 """Of a token, a shared expert among them."""
 
+GATE_NUMBERS = ("ALPHA", "CUBIC", "OFFSET", "LIMIT")
 _GROUPED = FormRule(
-    # GROUP_M orders programs.
-    free=frozenset({"GROUP_M"}),
+    # GROUP_M orders programs. What an activation computes it does when the operands of the products are no longer held.
+    free=frozenset({"GROUP_M", *GATE_NUMBERS}),
+    at_most=frozenset({"HAS_GATE"}),
     at_least=frozenset({"EVEN_K"}),
     counts=frozenset({"num_pairs", "top_k"}),
     counts_where=LONE_SCALES,
     absent=PRODUCT_ABSENT | {"X_FACTOR": ("x_factor",)},
 )
 _PAIRS = FormRule(
-    free=frozenset({"TOP_K", "STEPS"}),
+    free=frozenset({"TOP_K", "STEPS", *GATE_NUMBERS}),
+    at_most=frozenset({"HAS_GATE"}),
     counts=frozenset({"top_k", *SCALE_STRIDES}),
     absent=PRODUCT_ABSENT,
 )
@@ -97,18 +99,26 @@ def _launches(op: str, features: tuple[str, ...]) -> Iterator[Variant]:
 
 def _of_scheme(experts: ExpertLaunch, features: Collection[str]) -> Iterator[Variant]:
     """Hidden sizes are multiples of what a block takes, but GPT-OSS's; a rank's share of an expert need not be."""
-    ragged, odd = (replace(experts, intermediate=share) for share in (RAGGED, ODD_PACKED))
+    ragged = replace(experts, intermediate=RAGGED)
     for row in tile_rows(experts.product.tile_kind, features):
         yield grouped("gate_up", experts, row.gate_up, features)
         yield grouped("down", experts, row.down, features)
         yield replace(grouped("down", ragged, row.down, features), form_only=True)
-        if experts.is_odd(ODD_PACKED):
-            yield replace(grouped("down", odd, row.down, features), form_only=True)
     yield from _last_resort(experts, features)
-    for shares in (ragged, odd) if experts.is_odd(ODD_PACKED) else (ragged,):
-        last = grouped("down", shares, last_resort(experts.product.tile_kind).down, features)
-        yield replace(last, default=False, form_only=True)
-    yield from _few(experts, (EVEN, 2816, 3584), COLUMNS)
+    last = replace(grouped("down", ragged, last_resort(experts.product.tile_kind).down, features), default=False)
+    yield replace(last, form_only=True)
+    if experts.product.kind == "mx":
+        yield from _odd_scales(experts, features)
+    yield from _few(experts, (EVEN, 2688, 2816, 3584), COLUMNS)
+
+
+def _odd_scales(experts: ExpertLaunch, features: Collection[str]) -> Iterator[Variant]:
+    """Of hidden sizes whose rows of scales do not lie in multiples of 16: Nemotron-3-Nano's, and Gemma 4's for most."""
+    own = replace(experts, hidden=2688, tail=f"{experts.tail}/odd_scales")
+    for row in tile_rows(experts.product.tile_kind, features):
+        yield replace(grouped("gate_up", own, row.gate_up, features), form_only=True)
+    last = grouped("gate_up", own, last_resort(experts.product.tile_kind).gate_up, features)
+    yield replace(last, default=False, form_only=True)
 
 
 def _last_resort(experts: ExpertLaunch, features: Collection[str]) -> Iterator[Variant]:
@@ -128,15 +138,10 @@ def _gpt_oss(features: Collection[str]) -> Iterator[Variant]:
             yield grouped("down", experts, row.down, features)
         yield from (replace(variant, form_only=True) for variant in _last_resort(experts, features))
         yield from _few(experts, (2880,), (2880, 768, 384))
-    # Shares of 16-bit experts: of two ranks, which no block divides, and of eight, which is no multiple of 16.
-    plain = product_of(None, features)
-    half, odd = (ExpertLaunch(None, plain, 2880, n, 4, GPT_OSS_SWIGLU, bias=True) for n in (1440, 360))
+    # Shares of 16-bit experts, which no block divides.
+    half = ExpertLaunch(None, product_of(None, features), 2880, 1440, 4, GPT_OSS_SWIGLU, bias=True)
     for row in tile_rows("plain", features):
         yield replace(grouped("down", half, row.down, features), form_only=True)
-        yield replace(grouped("gate_up", odd, row.gate_up, features), form_only=True)
-        yield replace(grouped("down", odd, row.down, features), form_only=True)
-    yield from (replace(variant, form_only=True) for variant in _last_resort(odd, features))
-    yield from (replace(variant, form_only=True) for variant in _few(odd, (2880,), (360,)))
 
 
 def _few(experts: ExpertLaunch, hidden_sizes: Collection[int], shares: Collection[int]) -> Iterator[Variant]:
@@ -174,7 +179,7 @@ def _of_pairs(
     words = experts.product.pair_kind == "packed" and depth % 128 != 0
     multiples = (name for name in experts.multiples(depth) if name in fn.arg_names)
     key = f"{kernel}/{experts.name}" + ("" if launch["EVEN_K"] else "/ragged") + ("/words" if words else "")
-    key += ("/odd" if experts.intermediate % 16 else "") + ("/bias" if experts.bias else "")
+    key += "/bias" if experts.bias else ""
     aligned = tuple(name for name in multiples if not (words and name == "w_stride"))
     return describe("fused_moe", key, fn, arguments, constants, tile, aligned)
 

@@ -1,0 +1,85 @@
+"""`explain` of every published config that is served: every op has a kernel, every tile is on record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sglang import explain
+from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import arch_by_name
+from sglang.srt.kernels.ledger_file import Ledger
+from sglang.srt.kernels.spec import Choice, NoKernel
+from sglang.srt.server_args import ServerArgs
+
+from . import published
+
+PACKAGES = frozenset({"triton"})
+NATIVE = {
+    "all_reduce": {"nccl"},
+    "latent_absorb": {"cublas"},
+    # Small next to what they stand beside, and safe in CUDA graphs.
+    "clamped_swiglu": {"torch_native"},
+    "q_norm_rope": {"torch_native"},
+    "value_norm": {"torch_native"},
+}
+"""Ops that Triton does not serve, and what does."""
+RECIPES = (
+    ("glm47", 8, "rtx-pro-6000-server"),
+    ("glm47", 4, "rtx-pro-6000-server"),
+    ("kimi_k25", 8, "rtx-pro-6000-server"),
+    ("kimi_k26_nvfp4", 8, "rtx-pro-6000-server"),
+    ("gpt_oss", 1, "rtx-pro-6000-server"),
+    ("deepseek_v3", 8, "rtx-pro-6000-server"),
+    ("deepseek_v31_nvfp4", 8, "rtx-pro-6000-server"),
+    ("MiniMax-M2.7-NVFP4", 2, "rtx-pro-6000-server"),
+    ("Gemma-4-31B-IT-NVFP4", 1, "rtx-5090"),
+)
+"""Layouts that people publish."""
+
+
+def explained(path: str, tp_size: int, product: str, **flags: object) -> explain.Explanation | None:
+    """None: such a model is not served, or not on so many ranks."""
+    args = ServerArgs.from_kwargs(model_path=path, load_format="dummy", tp_size=tp_size, **flags)
+    try:
+        found = explain.explain(args, arch_by_name(product), PACKAGES)
+    except UserError:
+        return None
+    return None if found.not_implemented or found.refused else found
+
+
+def check(found: explain.Explanation, product: str) -> None:
+    arch, ledger = arch_by_name(product), Ledger.load()
+    assert not found.missing, [str(outcome) for outcome in found.missing]
+    for outcome in found.outcomes:
+        assert isinstance(outcome, Choice) and not isinstance(outcome, NoKernel)
+        need = outcome.need
+        assert outcome.name.startswith("triton") or outcome.name in NATIVE.get(need.op, ()), (need.op, outcome.name)
+        if outcome.tile is not None:
+            assert ledger.record(need, outcome.tile, arch) == outcome.record, need.op
+        if outcome.name.startswith("triton"):
+            assert outcome.record is not None and outcome.record.smem <= arch.smem_per_block, need.op
+            latent_or_256 = need.head_dim in (256, 576) and need.op.endswith("_attention")
+            if latent_or_256 or need.op in ("fused_moe", "linear"):
+                assert outcome.record.spills == 0, (need.op, need.describe())
+
+
+@pytest.mark.parametrize("name", sorted(published.config_files()))
+def test_every_op_of_a_published_model_has_a_kernel(name: str, tmp_path: Path) -> None:
+    """On one rank and on eight, where it is served there."""
+    path = str(published.checkpoint(name, tmp_path))
+    for tp_size in (1, 8):
+        found = explained(path, tp_size, "rtx-pro-6000-server")
+        if found is not None:
+            check(found, "rtx-pro-6000-server")
+
+
+@pytest.mark.parametrize(("name", "tp_size", "product"), RECIPES)
+def test_published_recipes_have_room(name: str, tp_size: int, product: str, tmp_path: Path) -> None:
+    path = str(published.checkpoint(name, tmp_path))
+    for cache in ("auto", "fp8_e4m3"):
+        found = explained(path, tp_size, product, kv_cache_dtype=cache)
+        assert found is not None and found.plan is not None, "not served"
+        assert found.plan["max_total_num_tokens"] > 4_096
+        check(found, product)

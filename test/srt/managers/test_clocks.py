@@ -1,0 +1,40 @@
+"""With several ranks, what a clock decides rank 0 decides and sends (`scheduler/leader`). Each place in a scheduler's
+process that reads one is on this list, with why the ranks stay together."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import sglang.srt
+
+ROOT = Path(sglang.srt.__file__).parent
+READ_CLOCKS = {
+    "managers/scheduler/request_timeouts.py": "rank 0 alone asks it, and sends aborts",
+    "managers/scheduler/profiler.py": "names a file",
+    "managers/scheduler/scheduler.py": "marks requests for rank 0's time-outs",
+    "managers/scheduler/schedule_batch.py": "marks requests for rank 0's time-outs",
+    "managers/scheduler/scheduler_stats.py": "measures",
+    "constrained/compile_process.py": "in the child that verifies for rank 0",
+    "constrained/grammar_manager.py": "deadlines count where there is a verifier, which is rank 0's",
+}
+DIRECTORIES = ("managers/scheduler", "constrained", "sampling", "mem_cache")
+CLOCKS = {"monotonic", "perf_counter", "time", "time_ns", "process_time"}
+
+
+def reads_clock(path: Path) -> bool:
+    return any(
+        isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "time"
+        and node.attr in CLOCKS
+        for node in ast.walk(ast.parse(path.read_text()))
+    )  # fmt: skip
+
+
+def test_every_reader_of_a_clock_is_known() -> None:
+    readers = {
+        str(path.relative_to(ROOT))
+        for directory in DIRECTORIES
+        for path in (ROOT / directory).rglob("*.py")
+        if reads_clock(path)
+    }
+    assert readers == set(READ_CLOCKS), "who else reads a clock, and who decides by it?"

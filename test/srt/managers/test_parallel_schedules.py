@@ -1,0 +1,133 @@
+"""Ranks that share a model in every way take the decisions of one process and give its tokens: requests with common
+prefixes, prompts in chunks beside decoding, penalties, seeds, an abort, and a pool so small that some go back to the
+queue."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.srt.distributed import parallel_state
+from sglang.srt.managers.scheduler.output import StopChecker
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler_setup import create_runner
+from sglang.srt.managers.wire.io_struct import AbortReq
+from sglang.srt.plan.ranks import ONE_RANK, RankLayout
+from sglang.srt.server_args import ServerArgs
+from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
+from srt.models.harness import VOCAB, save_tiny
+
+NEW_TOKENS, POOL, CHUNK = 32, 150, 16
+ABORT_AT, SECOND_WAVE_AT = 12, 20
+THIRDS = {"num_attention_heads": 6, "num_key_value_heads": 3}
+TINY_MODELS = {
+    "dense": ("qwen3", {}),
+    "dense of 6 heads": ("qwen3", THIRDS),
+    "experts": ("qwen3_moe", {}),
+    "experts of 6 heads": ("qwen3_moe", THIRDS),
+    "latent": ("deepseek_v3", {}),
+}
+LAYOUTS = {
+    "TP2": (RankLayout(2), ("dense", "experts", "latent", "embedded")),
+    "TP3": (RankLayout(3), ("dense of 6 heads",)),
+    "TP4": (RankLayout(4), ("dense", "latent", "embedded")),
+    "EP2": (RankLayout(2, 2), ("experts", "latent", "embedded")),
+    "EP3 of 4 experts": (RankLayout(3, 3), ("experts of 6 heads",)),
+    "EP2 x TP2": (RankLayout(4, 2), ("experts", "latent", "embedded")),
+}
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@dataclass
+class Outcome:
+    tokens: dict[str, list[int]]
+    finishes: dict[str, str]
+    num_steps: int
+    num_retracted: int
+    num_cached: int
+
+
+def play(scheduler: Scheduler) -> Outcome:
+    """The schedule, by numbers of steps: every rank acts at the same ones."""
+    collector, trunk = Collector(), prompt(1, 30)
+    first = {
+        "plain": (trunk + [7, 8], {"temperature": 0.0}),
+        "aborted": (prompt(2, 21), {"temperature": 0.0}),
+        "penalized": (prompt(3, 9), {"temperature": 0.0, "frequency_penalty": 1.5, "repetition_penalty": 1.3}),
+        "sampled": (prompt(4, 40), {"temperature": 0.9, "top_p": 0.8, "top_k": 20}),
+    }
+    second = {
+        "same prefix": (trunk + [9], {"temperature": 0.0}),
+        "same prompt": (trunk + [7, 8], {"temperature": 0.0}),
+        "biased": (prompt(5, 12), {"temperature": 0.0, "logit_bias": {"11": 4.0}, "presence_penalty": 2.0}),
+    }
+    for wave in (first, second):
+        for rid, (ids, params) in wave.items():
+            add(scheduler, request(rid, ids, NEW_TOKENS, ignore_eos=True, **params))
+        for step in range(SECOND_WAVE_AT):
+            if wave is first and step == ABORT_AT:
+                scheduler.abort(AbortReq(["aborted"]))
+            scheduler.step()
+            collector.take(scheduler)
+    run_to_end(scheduler, collector)
+    assert_clean(scheduler)
+    finishes = {rid: reason.type for rid, reason in collector.finish.items()}
+    stats = scheduler.stats
+    return Outcome(collector.tokens, finishes, stats.decode_steps, stats.num_retracted, stats._cached)
+
+
+def outcome(folder: str, ranks: RankLayout, rank: int, rendezvous: str | None) -> Outcome:
+    args = ServerArgs.from_kwargs(
+        model_path=folder, device="cpu", skip_tokenizer_init=True, skip_server_warmup=True, max_total_tokens=POOL,
+        max_running_requests=4, chunked_prefill_size=CHUNK, schedule_conservativeness=0.01, random_seed=3,
+        tp_size=ranks.tp_size, ep_size=ranks.ep_size,
+    )  # fmt: skip
+    return play(Scheduler(args, create_runner(args, rank, rendezvous), StopChecker(None)))
+
+
+def _rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path) -> None:
+    torch.set_num_threads(1)
+    for i, (name, folder) in enumerate(folders.items()):
+        result = outcome(folder, ranks, rank, f"file://{out}/rendezvous{i}")
+        (out / f"{name}.{rank}.json").write_text(json.dumps(result.__dict__))
+        parallel_state.shutdown()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Outcome]]:
+    """Where each is, and what one process makes of the schedule."""
+    folders = {"embedded": str(DEFAULT_MODEL_PATH)}
+    for name, (tiny, changes) in TINY_MODELS.items():
+        folder = tmp_path_factory.mktemp(tiny)
+        save_tiny(tiny, folder, **changes)
+        folders[name] = str(folder)
+    return {name: (folder, outcome(folder, ONE_RANK, 0, None)) for name, folder in folders.items()}
+
+
+def test_the_schedule_has_what_it_is_for(models: dict[str, tuple[str, Outcome]]) -> None:
+    for name, (_, one) in models.items():
+        assert one.num_retracted > 0 and one.num_cached > 0, name
+        assert one.finishes["aborted"] == "abort" and 0 < len(one.tokens["aborted"]) < NEW_TOKENS, name
+        assert {len(ids) for rid, ids in one.tokens.items() if rid != "aborted"} == {NEW_TOKENS}
+        assert one.tokens["plain"] == one.tokens["same prompt"], name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_give_the_tokens_of_one_process(
+    layout: str, models: dict[str, tuple[str, Outcome]], tmp_path: Path
+) -> None:
+    ranks, names = LAYOUTS[layout]
+    mp.spawn(_rank, (ranks, {name: models[name][0] for name in names}, tmp_path), nprocs=ranks.tp_size)
+    for name in names:
+        for rank in range(ranks.tp_size):
+            got = Outcome(**json.loads((tmp_path / f"{name}.{rank}.json").read_text()))
+            assert got == models[name][1], f"{name}, rank {rank}"
