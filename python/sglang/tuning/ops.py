@@ -277,7 +277,8 @@ def parse_shape(text: str) -> Op:
         else:
             known = ", ".join("kv=bf16|fp8" if f == "item" else f for f in fields)
             raise UserError(
-                f"--shape {text!r}: {pair!r} is no size of {name}; it has {known}, each as name=number of at most {MOST:,}."
+                f"--shape {text!r}: {pair!r} is no size of {name}; it has {known},"
+                f" each as name=number of at most {MOST:,}."
             )
     if "v_head_dim" in fields and "head_dim" in values:
         values.setdefault("v_head_dim", values["head_dim"])
