@@ -227,12 +227,19 @@ def test_windows_hold_no_more_than_they_need(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page_size", [4, 16])
 @pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h"])
-def test_prompts_that_end_within_a_page_pause_at_the_last_whole_one(name: str, page_size: int, tmp_path: Path) -> None:
-    """Several in one step, and the next turns go on from there."""
+def test_prompts_that_end_within_a_page_pause_at_the_last_whole_one(
+    name: str, page_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All in one step, and their ends in the next; the next turns go on from there."""
     reference = Reference(name, tmp_path)
     scheduler = reference.scheduler(page_size=page_size, max_running_requests=16)  # and as many checkpoints
     prompts = [prompt(1, 70), prompt(2, 33), prompt(3, 64), prompt(4, page_size)]
+    forward, prefills = scheduler.runner.forward, []
+    monkeypatch.setattr(
+        scheduler.runner, "forward", lambda step: (prefills.append(step.extend is not None), forward(step))[1]
+    )
     check(reference, scheduler, prompts)
+    assert sum(prefills) == 2
     turns = [ids + reference.greedy(ids)[:-1] + [5, 6] for ids in prompts]
     before = scheduler.stats._cached
     check(reference, scheduler, turns)

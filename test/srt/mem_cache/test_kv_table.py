@@ -95,3 +95,28 @@ def test_what_failed_is_not_kept() -> None:
     kv.commit(seq)
     kv.release(seq, keep=False)
     assert kv.usage() == {"free": 64, "cached": 0, "total": 64} and kv.num_free_rows() == 3
+
+
+def test_where_prompts_pause_for_a_state() -> None:
+    """At the last whole page before the last token; with pages of one token where much was computed before."""
+
+    def table(page: int, checkpoints: int = 4, cached: bool = True, states: bool = True) -> KVTable:
+        sizes = PoolSizes(4096, page, 4, 4096, has_states=states, checkpoints=checkpoints)
+        return KVTable(sizes, prefix_caching=cached)
+
+    pages = table(16)
+    ends = {(0, 70): 64, (64, 70): 70, (0, 64): 48, (48, 64): 64, (0, 16): 16, (0, 17): 16, (32, 50): 48}
+    assert {span: pages.pause(*span) for span in ends} == ends
+    tokens = table(1)
+    ends = {
+        (0, 700): 640,
+        (640, 700): 700,
+        (0, 500): 500,
+        (0, 576): 512,
+        (200, 700): 700,
+        (188, 702): 702,
+        (128, 702): 640,
+    }
+    assert {span: tokens.pause(*span) for span in ends} == ends
+    for other in (table(16, checkpoints=0), table(16, cached=False), table(16, 0, states=False)):
+        assert other.pause(0, 70) == 70
