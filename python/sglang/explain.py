@@ -43,6 +43,7 @@ from sglang.srt.plan.pool_sizes import cache_cost
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.weights import expert_rows
 from sglang.srt.server_args import ServerArgs
+from sglang.tuning.ops import MOST
 from sglang.tuning.report import CONTEXT, shape_json, shape_lines, time_json, time_lines
 
 USUAL_FREE_SHARE = 0.97
@@ -313,6 +314,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = ServerArgs.from_cli(rest, prog="python -m sglang.explain")
         arch = arch_by_name(options.arch) if options.arch else current_arch(device=args.device)
         explanation = explain(args, arch, frozenset({"triton", *options.with_package}))
+        if not 1 <= options.time_context <= MOST:
+            raise UserError(f"--time-context {options.time_context}: must be 1 to {MOST:,} tokens.")
         text = _json_text(explanation, options) if options.json else _text(explanation, options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

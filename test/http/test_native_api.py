@@ -18,6 +18,24 @@ PROMPT = "Question: Tom has 12 apples. He buys 30 more and then gives 5 away. Ho
 """The embedded model writes its sums in two dozen tokens: more than any test asks for."""
 
 
+@pytest.mark.parametrize(
+    ("path", "instead"),
+    [
+        ("/release_memory_occupation", "--mem-fraction-static"),
+        ("/resume_memory_occupation", "--mem-fraction-static"),
+        ("/update_weights_from_disk", "--model-path"),
+        ("/load_lora_adapter", "merge the adapter"),
+        ("/unload_lora_adapter", "merge the adapter"),
+    ],
+)
+def test_what_is_not_there_says_what_to_do_instead(http: httpx.Client, path: str, instead: str) -> None:
+    answer = http.post(path, json={"model_path": "x", "lora_name": "x", "lora_path": "y"})
+    said = answer.json()
+    assert answer.status_code == 400 and said["success"] is False
+    assert f"{path} is not implemented" in said["message"] and instead in said["error"]["message"]
+    assert path not in http.get("/openapi.json").json()["paths"]
+
+
 def url_of(http: httpx.Client) -> str:
     return str(http.base_url).rstrip("/")
 

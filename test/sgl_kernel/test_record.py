@@ -78,3 +78,11 @@ def test_compiles_to_what_is_on_record(record: ModuleType) -> None:
     recorded = json.loads(record.FILE.read_text())
     assert record.broken_rules(rows) == []
     assert record.differences(recorded, "120f", rows, record.nvcc_version(compiler)) == []
+
+
+def test_documentation_has_the_registers_of_the_record(record: ModuleType) -> None:
+    rows = json.loads(record.FILE.read_text())["rows"]["120f"]
+    text = (record.ROOT.parent / "docs" / "kernels.md").read_text()
+    for way, most in (("packed", "at most {}"), ("one_shot", "at most {}"), ("two_shot", "{}")):
+        registers = max(row["registers"] for name, row in rows.items() if name.startswith(f"all_reduce {way} "))
+        assert f"| `{way}` | {most.format(registers)} |" in text

@@ -98,7 +98,7 @@ def described(configs: Path, config: str, cards: int) -> tuple[ModelDescription,
             shutil.copy(modelopt, Path(directory) / "hf_quant_config.json")
         values = read_config(Path(directory))
         quantization = quantization_of(values, Path(directory), None, "default")
-    model = describe_model(values, quantization, True, config)
+    model = describe_model(values, quantization, source=config)
     return model, Serving(model.dtype, kv_cache_dtype("auto", model.dtype, quantization), 1, cards)
 
 

@@ -16,6 +16,8 @@ from sglang.srt.plan.plan import serving_of
 from sglang.srt.server_args import ServerArgs
 
 GIB = 1024**3
+UNEVEN = 0.9
+"""What the average rank's rate counts for where each has whole experts: a guess; they must be clearly better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,11 @@ class Prospect:
         return self.layout.servers * self.requests_per_server / self.loaded.seconds_with_nccl
 
     @property
+    def rating(self) -> float:
+        """Tokens a second; less where they are those of the average rank, and the busiest one holds up the others."""
+        return self.tokens_per_second * (UNEVEN if self.layout.ep_size > 1 else 1.0)
+
+    @property
     def one_request_per_second(self) -> float:
         return 1 / self.one.seconds_with_nccl
 
@@ -99,12 +106,11 @@ class Survey:
     tuned_files: tuple[tuple[Layout, str], ...]
 
     def best(self) -> Prospect | None:
-        """The most tokens a second for the load; of those within 2%, one whose ranks have equal work, and the fastest
-        for one request."""
+        """The most tokens a second for the load; of those within 2%, the fastest for one request."""
         able = [p for p in self.prospects if p.most_requests > 0]
-        most = max((p.tokens_per_second for p in able), default=0.0)
-        close = [p for p in able if p.tokens_per_second >= 0.98 * most]
-        return max(close, key=lambda p: (p.layout.ep_size == 1, p.one_request_per_second), default=None)
+        most = max((p.rating for p in able), default=0.0)
+        close = [p for p in able if p.rating >= 0.98 * most]
+        return max(close, key=lambda p: p.one_request_per_second, default=None)
 
     def fastest_alone(self) -> Prospect | None:
         able = [p for p in self.prospects if p.most_requests > 0]

@@ -148,6 +148,7 @@ class ServerArgs:
         "--expert-parallel-size",
         minimum=1,
     )
+    disable_custom_all_reduce: bool = option(False, PARALLEL, "Let the GPUs exchange data through NCCL alone.")
     nnodes: int = option(1, PARALLEL, "Machines.", minimum=1)
     node_rank: int = option(0, PARALLEL, "Index of this machine.", minimum=0)
 

@@ -272,11 +272,14 @@ def parse_shape(text: str) -> Op:
             values["item"] = _KV_ITEMS[value]
         elif key == "scheme" and key in fields and value in ("", "bf16", *SCHEMES):
             values[key] = value if value in SCHEMES else None
-        elif key in fields and key != "scheme" and value.isascii() and value.isdecimal() and len(value) <= 12:
+        elif key in fields and key != "scheme" and _is_size(key, value):
             values[key] = bool(int(value)) if key in ("bias", "latent") else int(value)
         else:
             known = ", ".join("kv=bf16|fp8" if f == "item" else f for f in fields)
-            raise UserError(f"--shape {text!r}: {pair!r} is no size of {name}; it has {known}, each as name=number.")
+            raise UserError(
+                f"--shape {text!r}: {pair!r} is no size of {name}; it has {known},"
+                f" each as name=number of at most {MOST:,}."
+            )
     if "v_head_dim" in fields and "head_dim" in values:
         values.setdefault("v_head_dim", values["head_dim"])
     required = {f.name for f in fields.values() if f.default is dataclasses.MISSING}
@@ -285,6 +288,15 @@ def parse_shape(text: str) -> Op:
     if missing or zero:
         raise UserError(f"--shape {text!r}: {name} needs {', '.join(missing or zero)}{' above 0' if zero else ''}.")
     return _made(name, values)
+
+
+MOST = 1 << 24
+"""Of any size but bytes: the models count programs one by one."""
+
+
+def _is_size(key: str, value: str) -> bool:
+    decimal = value.isascii() and value.isdecimal() and len(value) <= 12
+    return decimal and (key == "size" or int(value) <= MOST)
 
 
 def _made(name: str, values: Mapping[str, object]) -> Op:

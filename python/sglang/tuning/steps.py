@@ -16,7 +16,7 @@ from sglang.srt.kernels.spec import NoKernel
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
-from sglang.srt.plan.layer_spec import HyperConnections, LayerSpec, Matrix, Serving
+from sglang.srt.plan.layer_spec import FeedForward, HyperConnections, LayerSpec, Matrix, Serving
 from sglang.srt.plan.mixers import GQA, MLA, rank_kv_heads
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.needs import needs_of
@@ -159,7 +159,8 @@ def ops_of(model: ModelDescription, serving: Serving, step: Step) -> Iterator[tu
     for i, layer in enumerate(model.layers):
         yield from _layer(model, i, layer, serving, step, rows)
     vocab = -(-model.vocab_size // serving.tp_size)
-    yield "lm_head", Linear(step.batch, vocab, hidden)
+    head = model.head_quant
+    yield "lm_head", Linear(step.batch, vocab, hidden, head.scheme if head else None)
     if serving.tp_size > 1:
         yield "all_gather of logits", AllGather(4 * step.batch * model.vocab_size, serving.tp_size)
     yield "sampling", Elementwise("sampling", 4.0 * 3 * step.batch * model.vocab_size, 3)
@@ -169,11 +170,12 @@ def _layer(
     model: ModelDescription, index: int, layer: LayerSpec, serving: Serving, step: Step, rows: int
 ) -> Iterator[tuple[str, Op]]:
     tokens, hidden = step.tokens, model.hidden_size
-    weights = {
-        "mixer": layer.mixer.weights(hidden, serving.tp_size),
-        "ffn": layer.ffn.weights(hidden, serving.ranks, rows),
-    }
-    for block, parts in weights.items():
+    blocks = [(layer.mixer.weights(hidden, serving.tp_size), _mixer(layer, serving, step))]
+    blocks += (
+        (block.weights(hidden, serving.ranks, rows), _feed_forward(model, block, serving, tokens, rows))
+        for block in layer.token_blocks
+    )
+    for parts, ops in blocks:
         matrices = [part for part in parts if isinstance(part, Matrix)]
         if not parts:
             continue
@@ -182,9 +184,7 @@ def _layer(
             if not matrix.experts:
                 quant = model.quant_of(index, matrix)
                 yield matrix.name, Linear(tokens, matrix.rows, matrix.cols, quant.scheme if quant else None)
-        yield from (
-            _mixer(layer, serving, step) if block == "mixer" else _feed_forward(model, layer, serving, tokens, rows)
-        )
+        yield from ops
         if serving.tp_size > 1:
             yield "all_reduce", AllReduce(2 * tokens * hidden, serving.tp_size)
 
@@ -275,9 +275,10 @@ def _compressed(mixer: CompressedSparse, step: Step, heads: int, item: int) -> I
 
 
 def _feed_forward(
-    model: ModelDescription, layer: LayerSpec, serving: Serving, tokens: int, rows: int
+    model: ModelDescription, ffn: FeedForward, serving: Serving, tokens: int, rows: int
 ) -> Iterator[tuple[str, Op]]:
-    ffn, tp = layer.ffn, serving.tp_size
+    """With experts by rank each has its share of the pairs, as if of fewer tokens that all choose here."""
+    tp = serving.tp_size
     if isinstance(ffn, Dense):
         yield ffn.activation.op, Elementwise(ffn.activation.op, 6.0 * tokens * ffn.intermediate_size // tp)
     elif isinstance(ffn, MoE):
@@ -286,7 +287,9 @@ def _feed_forward(
         hidden = ffn.latent_size or model.hidden_size
         top_k = ffn.top_k + ffn.fused_shared
         scheme = quant.scheme if quant else None
-        yield "fused_moe", Experts(tokens, ffn.held_experts, top_k, hidden, rows, scheme, ffn.bias)
+        room = serving.ranks.expert_room(ffn.num_experts) + ffn.fused_shared
+        share = -(-tokens // serving.ranks.ep_size)
+        yield "fused_moe", Experts(share, room, min(top_k, room), hidden, rows, scheme, ffn.bias)
         if ffn.shared is not None and not ffn.fused_shared:
             size = 6.0 * tokens * ffn.shared.intermediate_size // tp
             yield ffn.activation.op, Elementwise(ffn.activation.op, size)

@@ -43,6 +43,13 @@ def test_dense(tmp_path: Path) -> None:
     assert config.default_sampling == {"temperature": 0.6, "top_k": 20}
 
 
+def test_a_multimodal_model_stops_at_what_either_part_names(tmp_path: Path) -> None:
+    """Gemma 4: the text part ends texts (1), the whole model turns too (106)."""
+    config = {"architectures": ["Gemma4ForConditionalGeneration"], "eos_token_id": [1, 106]}
+    assert read(tmp_path, config | {"text_config": QWEN3 | {"eos_token_id": 1}}).eos_token_ids == {1, 106}
+    assert read(tmp_path, config | {"text_config": QWEN3}).eos_token_ids == {1, 106, 151645}
+
+
 @pytest.mark.parametrize(
     ("rope", "expected"),
     [

@@ -14,6 +14,16 @@ from sglang.srt.plan.ranks import RankLayout, even_slice
 PAYLOADS = [b"", b"x", *((bytes(range(256)) * 4)[: 1015 + i] for i in range(3)), bytes(range(256)) * 1000]
 
 
+class _OfVectors:
+    """Serves four values."""
+
+    def can_serve_tensor(self, x: torch.Tensor) -> bool:
+        return x.numel() == 4
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 100
+
+
 def _rank(rank: int, size: int, folder: str) -> None:
     torch.set_num_threads(1)
     groups = parallel_state.init(RankLayout(size), rank, "gloo", f"file://{folder}/rendezvous")
@@ -34,8 +44,9 @@ def _rank(rank: int, size: int, folder: str) -> None:
     assert torch.equal(groups.tp.reduce_scatter(mine), torch.stack(every).sum(0)[rank : rank + 1])
     assert torch.equal(mine, every[rank]), "what is scattered stays as it is"
 
-    groups.experts.reduce_with(lambda x: x * 100)
-    assert groups.tp.all_reduce(torch.ones(1)).item() == 100, "one group by another name"
+    groups.experts.reduce_with(_OfVectors())
+    assert groups.tp.all_reduce(torch.ones(4)).tolist() == [100] * 4, "one group by another name"
+    assert groups.tp.all_reduce(torch.ones(3)).tolist() == [size] * 3, "what it does not serve is the library's"
 
     sent: list[int] = []
     broadcast = dist.broadcast

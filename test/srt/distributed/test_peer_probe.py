@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -72,3 +73,10 @@ def test_a_pair_is_told_once() -> None:
     assert "rank 2" not in text
     assert "rank 2" in (peer_probe.verdict(findings[2:]) or "")
     assert peer_probe.verdict([]) is None
+
+
+def test_a_library_that_cannot_start_is_no_wrong_sum() -> None:
+    """The server's own start says more of it."""
+    doing = json.dumps({"doing": "the all-reduce by nccl", "peer": None})
+    assert [finding.kind for finding in peer_probe._read(doing, "", 0)] == ["library"]
+    assert [finding.kind for finding in peer_probe._read(doing, "DistBackendError: no socket", 0)] == ["failed"]

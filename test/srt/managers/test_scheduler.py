@@ -489,18 +489,20 @@ def test_an_important_request_takes_the_place_of_another(
 @pytest.mark.parametrize(("policy", "victim"), [(None, "long"), ("priority", "long"), ("length", "short")])
 def test_who_goes_back_when_memory_runs_out(policy: str | None, victim: str) -> None:
     scheduler = make_scheduler(
-        FakeRunner(100, 1, 99, 8, 64), enable_priority_scheduling=True, retraction_policy=policy,
+        FakeRunner(120, 1, 119, 8, 64), enable_priority_scheduling=True, retraction_policy=policy,
         schedule_conservativeness=0.01,
     )  # fmt: skip
     add(scheduler, request("long", prompt(10), 80, ignore_eos=True))
-    for _ in range(10):
+    for _ in range(5):
         scheduler.step()
     important = request("short", prompt(10, 2), 80, ignore_eos=True)
     important.priority = 5
     add(scheduler, important)
     reqs = dict(scheduler.reqs)
-    while not scheduler.stats.num_retracted:
+    for _ in range(100):
         scheduler.step()
+        if scheduler.stats.num_retracted:
+            break
     assert [rid for rid, req in reqs.items() if req.num_retractions] == [victim]
     run_to_end(scheduler, Collector())
     assert_clean(scheduler)

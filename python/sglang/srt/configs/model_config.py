@@ -70,7 +70,7 @@ class ModelConfig:
             context_len=context_length(hf_config, args.context_length, reader.source),
             dtype=_dtype(reader, args.dtype),
             quantization=quantization_of(config, directory, args.quantization, args.flashinfer_mxfp4_moe_precision),
-            eos_token_ids=_eos_token_ids(hf_config, generation),
+            eos_token_ids=_eos_token_ids(config, hf_config, generation),
             default_sampling={key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None},
         )
 
@@ -113,9 +113,10 @@ def _dtype(reader: ConfigReader, requested: str) -> str:
     return name
 
 
-def _eos_token_ids(hf_config: Mapping[str, Any], generation: Mapping[str, Any]) -> frozenset[int]:
+def _eos_token_ids(*sources: Mapping[str, Any]) -> frozenset[int]:
+    """What any of them names: config.json, its text part, which may name fewer, and generation_config.json."""
     token_ids: set[int] = set()
-    for source in (hf_config, generation):
+    for source in sources:
         value = source.get("eos_token_id")
         for token in value if isinstance(value, list) else [] if value is None else [value]:
             if isinstance(token, bool) or not isinstance(token, int) or token < 0:

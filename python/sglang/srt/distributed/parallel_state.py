@@ -7,9 +7,10 @@ never waits for the device. With one rank nothing is created and every collectiv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,8 +18,26 @@ import torch.distributed as dist
 
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 
-AllReduce = Callable[[torch.Tensor], torch.Tensor]
-"""x -> the sum of the ranks' x. May reuse the storage of x."""
+
+class Reducer(Protocol):
+    """An all-reduce for some of the tensors: alike on all ranks."""
+
+    def can_serve_tensor(self, x: torch.Tensor) -> bool: ...
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks. May reuse the storage of x."""
+
+    def can_norm(self, x: torch.Tensor) -> bool: ...
+
+    def all_reduce_add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of the total, the total) of the sum and the residual, which may be written over."""
+
+    def raise_if_stalled(self) -> None:
+        """Raises where a rank has not come to a sum in time."""
+
+
 DEFAULT_TIMEOUT_S = 300.0
 """Of a collective whose ranks have work: as --watchdog-timeout."""
 JOIN_TIMEOUT_S = 120.0
@@ -34,18 +53,36 @@ class Group:
     def __init__(self, rank: int = 0, size: int = 1, process_group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.size = rank, size
         self._process_group = process_group
-        self._all_reduce: AllReduce = self.library_all_reduce
+        self._reducer: Reducer | None = None
 
     def __repr__(self) -> str:
         return f"Group({self.rank} of {self.size})"
 
-    def reduce_with(self, implementation: AllReduce) -> None:
-        """Use another all-reduce than the library's from now on; before the first graph is captured."""
-        self._all_reduce = implementation
+    def reduce_with(self, reducer: Reducer) -> None:
+        """Use this before the library's all-reduce from now on; before the first graph is captured."""
+        self._reducer = reducer
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks. May reuse the storage of `x`; use the result only."""
-        return x if self.size == 1 else self._all_reduce(x)
+        if self.size == 1:
+            return x
+        if self._reducer is not None and self._reducer.can_serve_tensor(x):
+            return self._reducer.all_reduce(x)
+        return self.library_all_reduce(x)
+
+    def all_reduce_add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """As Reducer's, where there is one that serves `x`; None: nothing was done."""
+        reducer = self._reducer
+        if reducer is None or not reducer.can_norm(x) or not (residual is None or residual.is_contiguous()):
+            return None
+        return reducer.all_reduce_add_rms_norm(x, residual, weight, eps)
+
+    def raise_if_stalled(self) -> None:
+        """Raises where a sum so far ended because a rank did not come. Waits for nothing."""
+        if self._reducer is not None:
+            self._reducer.raise_if_stalled()
 
     def library_all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """As `all_reduce`, by NCCL or gloo."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -32,6 +33,7 @@ from sglang.srt.errors import UserError
 
 LINKS = "sglang.srt.distributed.peer_links:GpuLinks"
 TIMEOUT_S = 120.0
+_PR_SET_PDEATHSIG = 1
 _SPARE_S = 10.0
 """By which a child that waits for others gives up before it is killed: it is not the one that hangs."""
 
@@ -113,7 +115,7 @@ def _read(output: str, error: str, rank: int) -> list[Finding]:
         return findings  # that was its end
     if doing == OTHERS:
         kind = "waited"
-    elif doing == f"the all-reduce by {LIBRARY}":
+    elif doing == f"the all-reduce by {LIBRARY}" and not error:
         kind = "library"
     else:
         kind = "failed" if error else "hang"
@@ -123,17 +125,12 @@ def _read(output: str, error: str, rank: int) -> list[Finding]:
 def main(arguments: Sequence[str]) -> None:
     """The child."""
     parser = argparse.ArgumentParser()
-    for name, kind in (
-        ("rank", int),
-        ("ranks", int),
-        ("device", int),
-        ("store", str),
-        ("links", str),
-        ("timeout", float),
-    ):
-        parser.add_argument(name, type=kind)
+    kinds = {"rank": int, "ranks": int, "device": int, "store": str, "links": str, "timeout": float}
+    for argument, kind in kinds.items():
+        parser.add_argument(argument, type=kind)
     args = parser.parse_args(arguments)
-    signal.alarm(int(args.timeout + _SPARE_S))  # also without a parent
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no longer than its parent, and
+    signal.alarm(int(args.timeout + _SPARE_S))  # no longer than it may take
     wait = timedelta(seconds=max(1.0, args.timeout - _SPARE_S))
 
     def tell(**message: object) -> None:

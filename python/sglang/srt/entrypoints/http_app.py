@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from sglang.srt.entrypoints import http_native, http_sessions
+from sglang.srt.entrypoints import http_native, http_refused, http_sessions
 from sglang.srt.entrypoints.anthropic import routes as anthropic_routes
 from sglang.srt.entrypoints.embeddings import routes as embeddings_routes
 from sglang.srt.entrypoints.http_errors import ApiError, error_response
@@ -76,6 +76,7 @@ def create_api(state: ServerState) -> FastAPI:
     for form in _FORMS:
         api.include_router(form.router)
     api.include_router(page_routes.router)
+    api.include_router(http_refused.router)
     api.add_exception_handler(ApiError, _on_api_error)
     api.add_exception_handler(RequestError, _on_request_error)
     api.add_exception_handler(HTTPException, _on_http_exception)

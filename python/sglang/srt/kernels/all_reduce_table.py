@@ -8,18 +8,10 @@ rank's message. Times "of a card" are those published for eight RTX PRO 6000 Ser
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+
+from sglang.srt.hardware.topology import Topology
 
 KIB, MIB = 1024, 1024**2
-
-
-class Topology(Enum):
-    """How a group of GPUs is connected, by its worst pair."""
-
-    NVLINK = "NVLink"
-    SWITCH = "one PCIe switch"
-    HOST_BRIDGE = "PCIe through one host bridge"
-    CROSS_NUMA = "PCIe across NUMA nodes"
 
 
 PCIE = frozenset({Topology.SWITCH, Topology.HOST_BRIDGE, Topology.CROSS_NUMA})
@@ -70,11 +62,9 @@ def bands_for(topology: Topology, ranks: int) -> tuple[Band, ...]:
     return tuple(sorted(bands, key=lambda band: band.most))
 
 
-def describe(topology: Topology, ranks: int) -> str:
+def algorithms(topology: Topology, ranks: int) -> str:
     """For `explain`: what serves which sizes, and why."""
     bands = bands_for(topology, ranks)
-    if not bands:
-        return f"no row for {ranks} ranks over {topology.value}"
     served = "; ".join(f"{band.algorithm} up to {_size(band.most)} ({band.reason})" for band in bands)
     return f"{ranks} ranks over {topology.value}: {served}; nccl above"
 

@@ -9,9 +9,18 @@ from typing import Any
 
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.hardware.topology import Topology
 
 Tile = Mapping[str, int]
 """Launch parameters of a tiled kernel: BLOCK_M, ..., num_warps, num_stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLinks:
+    """What was seen of the links of a group's GPUs. `problem`: why no rank may write into another's memory, or none."""
+
+    topology: Topology
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +30,9 @@ class Need:
     `traits` are properties that not every kernel supports: "sliding_window", "sinks", "logit_cap", "custom_mask",
     "mla", "shared_kv", "sparse", "hybrid_gdn", "hierarchical_cache", "bidirectional", "head_norm",
     "expert_bias", "clamped_gate", "gelu_gate". `heads`: (query, kv) heads of a rank; `rotary_dim`: dims of a head that
-    rotate; `shapes`: (rows, cols, whether there is a bias) of a rank's weights: of linear
-    layers, and of the first and the second product of experts. `variant` tells two
-    needs of one op apart.
+    rotate; `shapes`: (rows, cols, whether there is a bias) of a rank's weights: of linear layers, and of the first and
+    the second product of experts. `variant` tells two needs of one op apart. `ranks` and `links`: of an all-reduce, how
+    many take part and what joins their GPUs (None: nobody has looked).
     """
 
     op: str
@@ -38,6 +47,8 @@ class Need:
     rotary_dim: int = 0
     shapes: tuple[tuple[int, int, bool], ...] = ()
     variant: str = ""
+    ranks: int = 1
+    links: PeerLinks | None = None
 
     @property
     def key(self) -> str:
@@ -55,6 +66,8 @@ class Need:
             parts.append(f"{self.kv_dtype} KV")
         if any(self.heads):
             parts.append("{} / {} heads".format(*self.heads))
+        if self.ranks > 1:
+            parts.append(f"{self.ranks} ranks")
         if self.rotary_dim:
             parts.append(f"{self.rotary_dim} dims rotate")
         if self.quant:

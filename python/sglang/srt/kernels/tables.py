@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from sglang.srt.configs.quant_scheme import SCHEMES, widening
 from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.hardware.topology import Topology
+from sglang.srt.kernels.all_reduce_table import algorithms, bands_for
 from sglang.srt.kernels.spec import KernelSpec, Need, Refuse
 from sglang.srt.kernels.tiles import MLA_LATENT
 
@@ -342,10 +344,43 @@ SPARSE_INDEXER = (
     KernelSpec("triton", requires=CP_ASYNC, not_here=NOT_YET),
     KernelSpec("deep_gemm", requires=WGMMA, not_here=NOT_PART),
 )
+MOST_RANKS = 8
+"""Of sgl-kernel's all-reduce; a test holds it to the library's number."""
+
+
+def no_way_to_peers(need: Need, arch: ArchTraits) -> list[str]:
+    if need.links is not None and need.links.problem:
+        return [need.links.problem]
+    if not bands_for(topology_of(need, arch), need.ranks):
+        return [f"no row for {need.ranks} ranks over {topology_of(need, arch).value} (has 2 to {MOST_RANKS} ranks)"]
+    return []
+
+
+def topology_of(need: Need, arch: ArchTraits) -> Topology:
+    """How the GPUs of an all-reduce are connected. Where nobody has looked: as machines of so many such cards are."""
+    if need.links is not None:
+        return need.links.topology
+    if "nvlink" in arch.features:
+        return Topology.NVLINK
+    return Topology.HOST_BRIDGE if need.ranks <= 4 else Topology.CROSS_NUMA
+
+
+def algorithms_by_size(need: Need, arch: ArchTraits) -> str:
+    assumed = " (assumed)" if need.links is None else ""
+    return algorithms(topology_of(need, arch), need.ranks) + assumed
+
+
 ALL_REDUCE = (
+    KernelSpec(
+        "sgl_kernel",
+        "sglang.srt.distributed.custom_all_reduce:CustomAllReduce",
+        CP_ASYNC,
+        "sm120_sgl_kernel",
+        refuse=all_of(only_dtypes("bfloat16", "float16", "float32"), no_way_to_peers),
+        remark=algorithms_by_size,
+    ),
     KernelSpec("nccl", "sglang.srt.distributed.parallel_state:all_reduce", CP_ASYNC),
     KernelSpec("gloo", "sglang.srt.distributed.parallel_state:all_reduce"),
-    KernelSpec("oneshot", requires=CP_ASYNC, not_here=NOT_YET),
     KernelSpec("nvls", requires=NVLINK, not_here=NOT_PART),
 )
 

@@ -118,6 +118,9 @@ class GQAttention:
             sinks=_sinks(scope, spec.num_heads, heads) if spec.sinks else None,
         )
 
+    def leave_sum(self) -> Group | None:
+        return self.o.leave_sum()
+
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         cache = self.cache
         positions, cos_sin = self.rotary.at(batch.positions)

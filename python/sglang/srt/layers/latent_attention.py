@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.attention.latent_chunks import LatentChunk, LatentPrompts, cut_prefixes
 from sglang.srt.layers.attention_block import cache_scale, cache_scale_value
@@ -86,6 +87,9 @@ class LatentAttention:
 
         Raises UserError for a scale that cannot be one."""
         self.cache.k_scale = self.cache.v_scale = cache_scale_value(self.scale)
+
+    def leave_sum(self) -> Group | None:
+        return self.o.leave_sum()
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         spec, cache = self.spec, self.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.ops import AddRMSNormOp, RMSNormOp
 from sglang.srt.layers.parameter import Init, Part, Scope
 from sglang.srt.plan.weight_names import PartKey
@@ -33,3 +34,10 @@ class RMSNorm:
             return self._norm(x, self.weight, self.eps), x
         normed, total = self._add_norm(x, residual, self.weight, self.eps)
         return normed, total
+
+    def of_summands(
+        self, x: torch.Tensor, residual: torch.Tensor | None, group: Group
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As a call, of the sum over the group's ranks of `x`: in one kernel where the group has one for it."""
+        at_once = group.all_reduce_add_rms_norm(x, residual, self.weight, self.eps)
+        return self(group.all_reduce(x), residual) if at_once is None else at_once

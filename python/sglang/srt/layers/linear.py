@@ -101,6 +101,14 @@ class RowParallelLinear:
         # The bias belongs to the sum, so that with several ranks it is added once, after the all-reduce.
         self.apply = scope.quant.create_weights(scope, [shard], None if self.multi_rank else self.bias)
 
+    def leave_sum(self) -> Group | None:
+        """From now on give this rank's summand; returns the group to sum over. None: there is nothing to leave, or a
+        bias belongs to the sum."""
+        if not self.multi_rank or self.bias is not None:
+            return None
+        self.multi_rank = False
+        return self.group
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = self.apply(x)
         if not self.multi_rank:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.configs.activation import GELU, RELU2, SILU, Activation
+from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_of
 from sglang.srt.layers.ops import GateOp
@@ -28,6 +29,9 @@ class GatedMLP:
         self.gate_up = ColumnParallelLinear(scope.sub("gate_up"), hidden_size, halves, spec.bias)
         self.down = RowParallelLinear(scope.sub("down"), spec.intermediate_size, hidden_size, spec.bias, reduce)
         self.activation = gate_of(scope, spec.activation)
+
+    def leave_sum(self) -> Group | None:
+        return self.down.leave_sum()
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         return self.down(self.activation(self.gate_up(x)))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.embedding import VocabParallelEmbedding
 from sglang.srt.layers.layernorm import RMSNorm
@@ -47,6 +48,9 @@ class PerLayerBlock:
         self.gate = ReplicatedLinear(scope.sub("gate"), site.model.hidden_size, spec.size)
         self.projection = ReplicatedLinear(scope.sub("projection"), spec.size, site.model.hidden_size)
         self.activation = gate_of(scope, spec.activation)
+
+    def leave_sum(self) -> Group | None:
+        return None  # every rank computes all of it
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         assert batch.layer_inputs is not None, "the model makes them before its first layer"

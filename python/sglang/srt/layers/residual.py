@@ -7,21 +7,37 @@ by `finish`.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.parameter import Init, Scope
 from sglang.srt.plan.layer_spec import Sum
 from sglang.srt.plan.model_description import ModelDescription
 
+if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch import ForwardBatch
+
 MIXER, FFN, INPUTS = "input_norm", "mlp_norm", "inputs"
 """The blocks of a layer, by the name of the norm before them; there is none before INPUTS."""
 
 
+class Block(Protocol):
+    """x [T, H], batch -> [T, H]."""
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor: ...
+
+    def leave_sum(self) -> Group | None:
+        """From now on give this rank's summand; returns the group to sum over. None: the block goes on summing."""
+
+
 class Join(Protocol):
     """Where one block takes its input from the stream and gives its output to it."""
+
+    def sum_over(self, block: Block) -> None:
+        """Take over the sum over the ranks at the end of the block, if that can wait for the next norm."""
 
     def before(self, stream: Any) -> torch.Tensor:
         """The block's input [T, H]."""
@@ -43,29 +59,50 @@ class ResidualStream(Protocol):
 
 class SumStream:
     """`added` [T, H] is what the last block made, `total` the sum before it (None: there is none): the norm that comes
-    next adds them."""
+    next adds them. With `group` the block made a summand of each rank, and the norm sums these too."""
 
-    __slots__ = ("added", "total")
+    __slots__ = ("added", "group", "total")
 
     def __init__(self, embedded: torch.Tensor) -> None:
         self.added = embedded
         self.total: torch.Tensor | None = None
+        self.group: Group | None = None
+
+    def normed(self, norm: RMSNorm) -> torch.Tensor:
+        """Adds up what there is, and norms it."""
+        if self.group is None:
+            normed, self.total = norm(self.added, self.total)
+        else:
+            normed, self.total = norm.of_summands(self.added, self.total, self.group)
+            self.group = None
+        return normed
+
+    def summed(self) -> torch.Tensor:
+        """Adds up what there is."""
+        added = self.added if self.group is None else self.group.all_reduce(self.added)
+        self.group = None
+        self.total = added if self.total is None else self.total + added
+        return self.total
 
 
 class SumJoin:
-    """Without `norm` the block takes the stream as it is. `scale` [1] multiplies the stream behind the block."""
+    """Without `norm` the block takes the stream as it is. `scale` [1] multiplies the stream behind the block. With
+    `group` (by `sum_over`) the block gives a summand of each rank of it."""
 
     def __init__(self, norm: RMSNorm | None, norm_after: RMSNorm | None, scale: torch.Tensor | None = None) -> None:
         self.norm, self.norm_after, self.scale = norm, norm_after, scale
+        self.group: Group | None = None
+
+    def sum_over(self, block: Block) -> None:
+        # What comes between the sum and the next norm needs the sum.
+        if self.norm_after is None and self.scale is None:
+            self.group = block.leave_sum()
 
     def before(self, stream: SumStream) -> torch.Tensor:
-        if self.norm is None:
-            stream.total = stream.added if stream.total is None else stream.total + stream.added
-            return stream.total
-        normed, stream.total = self.norm(stream.added, stream.total)
-        return normed
+        return stream.summed() if self.norm is None else stream.normed(self.norm)
 
     def after(self, stream: SumStream, out: torch.Tensor) -> None:
+        stream.group = self.group
         stream.added = out if self.norm_after is None else self.norm_after(out, None)[0]
         if self.scale is not None:
             assert stream.total is not None
@@ -95,4 +132,4 @@ class SumResidual:
         return SumStream(embedded)
 
     def finish(self, stream: SumStream) -> torch.Tensor:
-        return self.norm(stream.added, stream.total)[0]
+        return stream.normed(self.norm)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.attention_block import kv_head_range
 from sglang.srt.layers.block import Site
@@ -44,6 +45,9 @@ class SharedCacheAttention:
             sliding_window=spec.window,
             logit_cap=spec.logit_cap,
         )
+
+    def leave_sum(self) -> Group | None:
+        return self.o.leave_sum()
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         positions, cos_sin = self.rotary.at(batch.positions)

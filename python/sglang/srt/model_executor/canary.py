@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 PROMPT_TOKENS = 24
 REQUESTS = 3
 LEAST_AGREEMENT = 0.8
-"""Cosine of two rows of logits. Rounding in other orders, and experts that are chosen otherwise for it, leave more than
-0.98 of it; a wrong cache slot, position or scale leaves about 0."""
+"""Cosine of two rows of logits. 40 to 60 layers of experts with random weights leave more than 0.999 of it in bf16 on
+a CPU, coarser types of weights and caches less; a wrong cache slot, position or scale leaves about 0."""
 REDUCED = (1 << 9, 1 << 20)
 """Elements of the all-reduces: of a small and of a large message, which other kernels may serve."""
 

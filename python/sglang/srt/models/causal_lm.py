@@ -82,6 +82,8 @@ class DecoderLayer:
             for name, block in ((MIXER, spec.mixer), (FFN, spec.ffn), (INPUTS, spec.inputs))
             if block != ABSENT
         ]
+        for join, block in self.blocks:
+            join.sum_over(block)
 
     def __call__(self, stream: Any, batch: ForwardBatch) -> None:
         # Feed-forward blocks get the batch too: routing may look at the token ids, and at which rows are padding.

@@ -28,7 +28,7 @@ def needs_of(model: ModelDescription, serving: Serving) -> tuple[Need, ...]:
         *_merged(need for layer in model.layers for need in layer.mixer.needs(serving)),
         *_vision(model, dtype),
         *_merged(replace(need, **experts) if need.op == "fused_moe" else need for need in feed_forward),
-        *([Need("all_reduce", q_dtype=dtype)] if serving.tp_size > 1 else []),
+        *([Need("all_reduce", q_dtype=dtype, ranks=serving.tp_size)] if serving.tp_size > 1 else []),
     )
 
 

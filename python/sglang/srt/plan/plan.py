@@ -16,7 +16,7 @@ from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.launch import TileLadder
 from sglang.srt.kernels.ledger_file import Ledger, tile_key
 from sglang.srt.kernels.resolve import installed_packages, resolve
-from sglang.srt.kernels.spec import Choice, Need, Tile
+from sglang.srt.kernels.spec import Choice, Need, PeerLinks, Tile
 from sglang.srt.plan import defaults
 from sglang.srt.plan.caches import CacheGroup, cache_groups, row_tables
 from sglang.srt.plan.kv_spec import kv_cache_dtype
@@ -174,15 +174,19 @@ def make_plan(
     arch: ArchTraits,
     available_bytes: int,
     packages: frozenset[str] | None = None,
+    links: PeerLinks | None = None,
 ) -> Plan:
     """`available_bytes`: free on the device before anything is allocated, the least over the ranks. `packages`: the
-    optional ones to count on (those installed here if None).
+    optional ones to count on (those installed here if None). `links`: what was seen of those between the ranks' GPUs.
 
     Raises UserError: a kernel that was asked for cannot run, heads do not divide, weights do not fit.
     """
     description = describe_served_model(args, model)
     serving = serving_of(args, model.dtype, model.quantization)
-    choices = choose(args, needs_of(description, serving), arch, installed_packages() if packages is None else packages)
+    needs = tuple(
+        replace(need, links=links) if need.op == "all_reduce" else need for need in needs_of(description, serving)
+    )
+    choices = choose(args, needs, arch, installed_packages() if packages is None else packages)
     _check_servable(description, serving)
     capacity = plan_capacity(args, description, serving, model.context_len, arch, choices, available_bytes)
     sizes, tokens = capacity.sizes, capacity.max_total_num_tokens

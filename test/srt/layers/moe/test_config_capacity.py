@@ -144,7 +144,7 @@ def test_the_layer_launches_with_them(monkeypatch: pytest.MonkeyPatch, tmp_path:
     layer.products = lambda *args: launched.append(args[6]) or args[0]
     layer.activation, layer.features, layer.shared, layer.tuned = None, SM120.features, None, tuned  # type: ignore
     layer.latent = None  # type: ignore[assignment]
-    layer.group, layer.ep_size = ALONE, 1
+    layer.group, layer.ep_size, layer.reduce = ALONE, 1, False
     for num_tokens in (1, 3, 50):
         layer(torch.zeros((num_tokens, 4)))
     assert launched[0] is None

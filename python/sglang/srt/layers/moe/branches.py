@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.moe.layer import MoELayer
@@ -42,6 +43,9 @@ class ExpertBranches:
         self.router_weight = _fp32(scales, "scale", hidden_size, lambda stored: stored.float() * shrink)
         self.expert_scale = _fp32(scales, "per_expert_scale", spec.num_experts)
         self.router_norm: RMSNormOp = scope.plan.entry("rmsnorm")
+
+    def leave_sum(self) -> Group | None:
+        return None  # the branches are normed behind their sums
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         assert self.moe.shared is not None

@@ -15,6 +15,7 @@ import torch
 from sglang.srt.configs.activation import Activation
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import expert_share
+from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.linear import ReplicatedLinear, Unquantized
 from sglang.srt.layers.mlp import GatedMLP
 from sglang.srt.layers.moe.fused_moe_triton.config_files import TunedTiles, lookup
@@ -42,6 +43,7 @@ class MoELayer:
         width, parts = spec.latent_size or hidden_size, up_parts(spec.activation)
         groups = scope.groups
         self.group, self.ep_size = groups.experts, groups.ep.size
+        self.reduce = self.group.size > 1
         sizes = ExpertSizes(
             spec.num_experts,
             width,
@@ -74,7 +76,14 @@ class MoELayer:
         out = self.routed(x, weights, ids)
         if self.shared is not None:
             out = out + self.shared(x)
-        return self.group.all_reduce(out)
+        return self.group.all_reduce(out) if self.reduce else out
+
+    def leave_sum(self) -> Group | None:
+        """From now on give this rank's summand; returns the group to sum over."""
+        if not self.reduce:
+            return None
+        self.reduce = False
+        return self.group
 
     def routed(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The chosen experts' outputs by their weights [T, k]: this rank's summand of [T, H]."""

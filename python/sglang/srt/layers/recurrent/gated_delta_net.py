@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, Unquantized, shard_of
 from sglang.srt.layers.ops import GatedRMSNormOp
@@ -51,6 +52,9 @@ class GatedDeltaNet:
         self.out = RowParallelLinear(
             scope.sub("out"), spec.value_heads * spec.value_dim, hidden_size, group=scope.groups.attention
         )
+
+    def leave_sum(self) -> Group | None:
+        return self.out.leave_sum()
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         mixed, z = self.in_proj(x).split([self.heads.channels, self.heads.values], dim=-1)

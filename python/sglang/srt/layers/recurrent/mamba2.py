@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_of
 from sglang.srt.layers.ops import GatedRMSNormOp
@@ -50,6 +51,9 @@ class Mamba2Mixer:
         self.out = RowParallelLinear(
             scope.sub("out"), values, hidden_size, spec.proj_bias, group=scope.groups.attention
         )
+
+    def leave_sum(self) -> Group | None:
+        return self.out.leave_sum()
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         gate, mixed, step = self.in_proj(x).split(self.sizes, dim=-1)

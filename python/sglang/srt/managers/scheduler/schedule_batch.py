@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.wire.io_struct import FinishReason, TokenizedGenerateReq
 from sglang.srt.mem_cache.radix_node import Node
 from sglang.srt.model_executor.step import StepInput, StepResult
@@ -242,6 +243,7 @@ class ScheduleBatch:
         """Waits for the device, files prompts' log probabilities and embeddings, and settles the lengths."""
         assert self.result is not None
         self.result.wait()
+        parallel_state.groups().tp.raise_if_stalled()
         if self.result.embeddings is not None:
             embedded = [req for req in self.sampled if req.embed]
             for req, row in zip(embedded, self.result.embeddings.numpy(), strict=True):

@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
-from sglang.srt.hardware.arch import current_arch, device_count, free_memory_bytes, pci_address
+from sglang.srt.hardware.arch import ArchTraits, current_arch, device_count, free_memory_bytes, pci_address
 from sglang.srt.hardware.numa import stay_near
+from sglang.srt.hardware.topology import Topology, pci_topology
+from sglang.srt.kernels.all_reduce_table import bands_for
+from sglang.srt.kernels.resolve import installed_packages
+from sglang.srt.kernels.spec import PeerLinks
 from sglang.srt.plan.plan import Plan, describe_served_model, make_plan
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.server_args import ServerArgs
@@ -43,8 +47,30 @@ def create_plan(args: ServerArgs, tp_rank: int = 0, rendezvous: str | None = Non
         assert rendezvous is not None
         ranks = RankLayout(args.tp_size, args.ep_size)
         parallel_state.init(ranks, tp_rank, "nccl" if on_gpu else "gloo", rendezvous, args.watchdog_timeout)
+    links = _connect_gpus(args, arch, tp_rank) if on_gpu and args.tp_size > 1 else None
     available = parallel_state.least(free_memory_bytes(tp_rank if on_gpu else None))
-    return make_plan(args, model, arch, available)
+    return make_plan(args, model, arch, available, links=links)
+
+
+def _connect_gpus(args: ServerArgs, arch: ArchTraits, tp_rank: int) -> PeerLinks:
+    """Let the ranks add up in one another's memory, where that works. Its workspaces are allocated before free memory
+    is measured.
+
+    Raises UserError where NCCL cannot be trusted either."""
+    if "nvlink" in arch.features:
+        topology = Topology.NVLINK
+    else:
+        topology = pci_topology([pci_address(device) for device in range(args.tp_size)])
+    if args.disable_custom_all_reduce:
+        return PeerLinks(topology, "--disable-custom-all-reduce")
+    if "sm120_sgl_kernel" not in installed_packages() or not bands_for(topology, args.tp_size):
+        return PeerLinks(topology)
+    from sglang.srt.distributed.peer_setup import connect
+
+    links, reducer = connect(parallel_state.host_group(), tp_rank, topology, args.watchdog_timeout)
+    if reducer is not None:
+        parallel_state.groups().tp.reduce_with(reducer)
+    return links
 
 
 def create_runner(args: ServerArgs, tp_rank: int = 0, rendezvous: str | None = None) -> ModelRunner:

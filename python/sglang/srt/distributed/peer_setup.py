@@ -1,0 +1,73 @@
+"""From a group of ranks to an all-reduce over their GPUs' memory, if the links between them can be trusted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from sglang.srt.distributed.custom_all_reduce import (
+    CustomAllReduce,
+    IpcWorkspaces,
+    PeerMemoryError,
+    data_vectors_for,
+    exchange,
+)
+from sglang.srt.distributed.peer_probe import LINKS, probe
+from sglang.srt.hardware.topology import Topology
+from sglang.srt.kernels.all_reduce_table import bands_for
+from sglang.srt.kernels.spec import PeerLinks
+
+if TYPE_CHECKING:
+    from sm120_sgl_kernel import Collectives
+
+logger = logging.getLogger(__name__)
+
+
+def _installed() -> Collectives:
+    from sm120_sgl_kernel import installed_collectives
+
+    return installed_collectives()
+
+
+def connect(
+    group: dist.ProcessGroup,
+    device: int,
+    topology: Topology,
+    deadline_s: float,
+    load_library: Callable[[], Collectives] = _installed,
+    links: str = LINKS,
+) -> tuple[PeerLinks, CustomAllReduce | None]:
+    """Probes the links of a group, then opens its workspaces. `group`: of the hosts; `deadline_s`: of a rank that is
+    waited for. Without an all-reduce the links say why, alike on every rank, and rank 0 logs it. Collective.
+
+    Raises UserError where NCCL itself cannot be trusted."""
+    problem, reducer = _library_problem(group, load_library), None
+    if not problem:
+        problem = probe(group, device, links) or ""
+    if not problem:
+        library, bands, ranks = (
+            load_library(),
+            bands_for(topology, dist.get_world_size(group)),
+            dist.get_world_size(group),
+        )
+        try:
+            needed = data_vectors_for(bands, ranks, library.ROW_VECTORS)
+            reducer = CustomAllReduce(library, IpcWorkspaces(library, group, device, needed), bands, deadline_s)
+        except PeerMemoryError as error:
+            problem = f"the GPUs' memory cannot be shared: {error}"
+    if problem and dist.get_rank(group) == 0:
+        logger.warning("The ranks exchange data through NCCL alone, which is slower for small messages: %s", problem)
+    return PeerLinks(topology, problem), reducer
+
+
+def _library_problem(group: dist.ProcessGroup, load_library: Callable[[], Collectives]) -> str:
+    """Why some rank cannot load the library."""
+    problem = ""
+    try:
+        load_library()
+    except (OSError, RuntimeError) as error:
+        problem = f"sgl-kernel: {error}"
+    return next((answer.decode() for answer in exchange(group, problem.encode()) if answer), "")

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sglang.srt.hardware.arch import ArchTraits, arch_by_name
+from sglang.srt.hardware.topology import Topology
+from sglang.srt.kernels import tables
+from sglang.srt.kernels.all_reduce_table import BANDS, KIB, LARGEST, algorithms, bands_for
+from sglang.srt.kernels.ledger_file import Ledger
+from sglang.srt.kernels.resolve import resolve
+from sglang.srt.kernels.spec import Choice, Need, PeerLinks
+
+NEED = Need("all_reduce", ranks=8)
+INSTALLED = frozenset({"sm120_sgl_kernel", "triton"})
+COLLECTIVES = Path(__file__).resolve().parents[3] / "sgl-kernel" / "sm120_sgl_kernel" / "collectives.py"
+
+
+def chosen(need: Need, arch: ArchTraits, packages: frozenset[str] = INSTALLED) -> Choice:
+    return resolve(need, arch, Ledger.load(), packages)
+
+
+def reason(choice: Choice, kernel: str) -> str:
+    return next("; ".join(each.reasons) for each in choice.rejected if each.kernel == kernel)
+
+
+@pytest.mark.parametrize("topology", Topology)
+@pytest.mark.parametrize("ranks", range(2, tables.MOST_RANKS + 1))
+def test_bands_rise_and_say_why(topology: Topology, ranks: int) -> None:
+    """No band is hidden by one before it, and none is larger than what its algorithm takes."""
+    bands = bands_for(topology, ranks)
+    sizes = [band.most for band in bands]
+    assert sizes and sizes == sorted(set(sizes)) and sizes[-1] <= LARGEST
+    packed_bytes = int(eval(re.search(r"PACKED_BYTES = (.+)", COLLECTIVES.read_text())[1]))  # type: ignore[index]
+    for band in bands:
+        assert band.reason and band.most % 16 == 0
+        assert band.algorithm != "packed" or band.most <= packed_bytes
+        assert band.algorithm in algorithms(topology, ranks) and band.reason in algorithms(topology, ranks)
+    assert algorithms(topology, ranks).endswith("nccl above")
+
+
+def test_every_row_serves_somebody() -> None:
+    served = {band for topology in Topology for ranks in range(2, 9) for band in bands_for(topology, ranks)}
+    assert served == set(BANDS)
+
+
+def test_most_ranks_is_the_library_s() -> None:
+    assert f"MAX_RANKS = {tables.MOST_RANKS}\n" in COLLECTIVES.read_text()
+
+
+def test_chosen_where_it_is_installed() -> None:
+    card, h200 = arch_by_name("sm_120"), arch_by_name("h200")
+    choice = chosen(NEED, card)
+    assert choice.name == "sgl_kernel" and "across NUMA nodes" in choice.remark and "assumed" in choice.remark
+    assert "NVLink" in chosen(NEED, h200).remark
+    seen = replace(NEED, ranks=2, links=PeerLinks(Topology.SWITCH))
+    assert chosen(seen, card).remark.startswith("2 ranks over one PCIe switch: packed up to 32 KiB")
+    assert "assumed" not in chosen(seen, card).remark
+
+
+def test_refused_with_the_reason() -> None:
+    card = arch_by_name("sm_120")
+    choice = chosen(NEED, card, frozenset())
+    assert choice.name == "nccl" and reason(choice, "sgl_kernel") == "sm120_sgl_kernel is not installed"
+    problem = "ranks 0 and 1: rank 1 reads what was there before rank 0 wrote"
+    choice = chosen(replace(NEED, links=PeerLinks(Topology.SWITCH, problem)), card)
+    assert choice.name == "nccl" and reason(choice, "sgl_kernel") == problem
+    choice = chosen(replace(NEED, ranks=16), card)
+    assert choice.name == "nccl" and "no row for 16 ranks" in reason(choice, "sgl_kernel")
+    choice = chosen(NEED, arch_by_name("cpu"))
+    assert choice.name == "gloo" and "cp_async" in reason(choice, "sgl_kernel")
+
+
+def test_bands_are_in_bytes() -> None:
+    assert min(band.most for band in BANDS) >= 16 * KIB
