@@ -25,6 +25,11 @@ def is_open(path: str) -> bool:
     return path == "/" or path.startswith(_OPEN_PATHS)
 
 
+def takes_any_type(path: str) -> bool:
+    """Whether a body is read as JSON whatever its type is said to be."""
+    return path.startswith(_ANY_TYPE_PATHS)
+
+
 class RequestGate:
     """Checks the API key, and the type and size of request bodies."""
 
@@ -80,7 +85,7 @@ class RequestGate:
 def _is_json(path: str, headers: dict[bytes, bytes]) -> bool:
     """Whether the body is JSON, or there is none; one of no declared type is taken for it."""
     media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if not media_type or media_type == b"application/json" or path.startswith(_ANY_TYPE_PATHS):
+    if not media_type or media_type == b"application/json" or takes_any_type(path):
         return True
     if media_type.startswith(b"application/") and media_type.endswith(b"+json"):
         return True

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from sglang.srt.entrypoints.http_answers import answer_schema
 from sglang.srt.entrypoints.http_body import body_definitions
 from sglang.srt.entrypoints.http_errors import error_schema_name
-from sglang.srt.entrypoints.http_middleware import is_open
+from sglang.srt.entrypoints.http_middleware import is_open, takes_any_type
 
 _STREAMING = ("/generate", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 _LINES = ("/api/chat", "/api/generate")
@@ -131,7 +131,7 @@ def _statuses(path: str, method: str, has_body: bool) -> set[int]:
     if not is_open(path):
         statuses.add(401)
     if method in ("post", "put"):
-        statuses |= {413, 415}
+        statuses |= {413} if takes_any_type(path) else {413, 415}
     if has_body or path in _REFUSING:
         statuses.add(400)
     if path in _NOT_FOUND:

@@ -28,9 +28,10 @@ logger = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 24
 REQUESTS = 3
-LEAST_AGREEMENT = 0.8
-"""Cosine of two rows of logits. 40 to 60 layers of experts with random weights leave more than 0.999 of it in bf16 on
-a CPU, coarser types of weights and caches less; a wrong cache slot, position or scale leaves about 0."""
+LEAST_AGREEMENT = 0.5
+"""Cosine of two rows of logits. On an H200, random weights leave 0.84 (GPT-OSS-20B), 0.94 (Qwen3.5-35B-A3B), 0.98 (nine
+layers of GLM-4.7-FP8) of it: roundings differ, and routers near a tie choose other experts. A wrong cache slot,
+position or scale leaves about 0."""
 REDUCED = (1 << 9, 1 << 20)
 """Elements of the all-reduces: of a small and of a large message, which other kernels may serve."""
 
