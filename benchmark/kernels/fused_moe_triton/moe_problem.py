@@ -36,13 +36,13 @@ from sglang.srt.layers.moe.fused_moe_triton.fused_moe import (
     Operand,
     _operand,
     fused_moe,
-    gate_constants,
     grouped_launch,
     matrix_of,
     product_for,
 )
 from sglang.srt.layers.moe.fused_moe_triton.tiles import GroupedTile, MoeTiles
 from sglang.srt.layers.triton_ops import pdl
+from sglang.srt.layers.triton_ops.activation import gate_constants
 from sglang.tuning.search_space import KINDS, TUNED_GROUP_M, MoeShape
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -130,7 +130,13 @@ def _dense_product(once: Callable[..., None], matrix: Matrix, cut: bool, arch: A
             if cut and scheme.group[1] and matrix.cols % scheme.group[1]:
                 continue  # refused: a rank would have a part of what has one scale
             for static in (False, True) if scheme.activation == "tensor" else (scheme.activation == "nvfp4",):
-                once(_products, matrix.rows, matrix.cols, matrix.bias, scheme, static, arch)
+                once(_products, _coarse(matrix.rows), matrix.cols, matrix.bias, scheme, static, arch)
+
+
+def _coarse(rows: int) -> int:
+    """With three leading bits, and what 16 leaves of it: launches of products depend on no more of their rows."""
+    low = max(4, rows.bit_length() - 3)
+    return (rows >> low << low) + rows % 16
 
 
 def _norms(hidden: int, zero_centred: bool) -> None:

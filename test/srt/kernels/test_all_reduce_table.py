@@ -9,7 +9,15 @@ import pytest
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.hardware.topology import Topology
 from sglang.srt.kernels import tables
-from sglang.srt.kernels.all_reduce_table import BANDS, KIB, LARGEST, algorithms, bands_for
+from sglang.srt.kernels.all_reduce_table import (
+    BANDS,
+    KIB,
+    LARGEST,
+    NORMED_ROW_BYTES,
+    NORMED_ROWS,
+    algorithms,
+    bands_for,
+)
 from sglang.srt.kernels.ledger_file import Ledger
 from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import Choice, Need, PeerLinks
@@ -72,6 +80,11 @@ def test_refused_with_the_reason() -> None:
     assert choice.name == "nccl" and "no row for 16 ranks" in reason(choice, "sgl_kernel")
     choice = chosen(NEED, arch_by_name("cpu"))
     assert choice.name == "gloo" and "cp_async" in reason(choice, "sgl_kernel")
+
+
+def test_rows_that_are_normed_fit_a_block() -> None:
+    row_vectors = int(re.search(r"ROW_VECTORS = (.+)", COLLECTIVES.read_text())[1])  # type: ignore[index]
+    assert NORMED_ROW_BYTES <= 16 * row_vectors and NORMED_ROWS * NORMED_ROW_BYTES <= LARGEST
 
 
 def test_bands_are_in_bytes() -> None:

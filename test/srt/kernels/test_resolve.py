@@ -248,7 +248,7 @@ def test_norms_over_all_heads_are_an_op_of_their_own() -> None:
     arch = arch_by_name("sm_120")
     rotation = Need("qk_norm_rope_store", 128, 128, traits=frozenset({"head_norm"}), heads=(6, 1), rotary_dim=64)
     assert resolve(rotation, arch, FITS, BOTH).name == "triton"
-    assert resolve(Need("qk_whole_norm"), arch, FITS, BOTH).name == "torch_native"
+    assert resolve(Need("qk_whole_norm"), arch, FITS, BOTH).name == "triton"
 
 
 def test_products_of_16_bit_weights_say_what_serves_them() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
-from sglang.srt.kernels.all_reduce_table import Band
+from sglang.srt.kernels.all_reduce_table import NORMED_ROW_BYTES, NORMED_ROWS, Band
 
 if TYPE_CHECKING:
     from sm120_sgl_kernel import Collectives
@@ -163,10 +163,10 @@ class CustomAllReduce:
         )
 
     def can_norm(self, x: torch.Tensor) -> bool:
-        """Whether `all_reduce_add_rms_norm` may be called with `x`."""
+        """Whether `all_reduce_add_rms_norm` may be called with `x`, and is worth it."""
         row_bytes = x.shape[-1] * x.element_size()
-        whole = row_bytes % VECTOR_BYTES == 0 and row_bytes <= self._library.ROW_VECTORS * VECTOR_BYTES
-        return x.dim() == 2 and whole and self.can_serve_tensor(x)
+        worth_it = x.dim() == 2 and len(x) <= NORMED_ROWS and row_bytes <= NORMED_ROW_BYTES
+        return worth_it and row_bytes % VECTOR_BYTES == 0 and self.can_serve_tensor(x)
 
     def all_reduce(self, x: torch.Tensor, algorithm: str | None = None) -> torch.Tensor:
         """The sum over the ranks, in fp32 in their order and rounded once, written over `x` (contiguous)."""

@@ -30,6 +30,11 @@ _FEW_REGISTERS = (
     "a few registers of 255 under one of the two Triton versions; the next tile down does half the work for each key"
     " that it loads"
 )
+_IN_PIECES = (
+    "only with shares that 16 does not divide, or whose bytes it does not, so that they are loaded in pieces: the dense"
+    " layers of DeepSeek-V2-Lite and GLM-4.5-Air, and Qwen2.5-72B and Nemotron-3-Nano, on eight ranks"
+)
+_LONG_ROWS = "rows of 53,248 elements: the MLP of Llama 3.1 405B whole, on one rank, which has no room for it"
 _UNALIGNED_HEADS = "only image encoders, of which none is served yet, have heads of 72, whose rows are not aligned"
 _MASKS = "only with columns that no block divides, whose masks it keeps on the stack: with others it spills nothing"
 ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
@@ -39,6 +44,22 @@ ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
         "72x72/bfloat16/bfloat16/causal",
         120,
         "image encoders, the only ones with this head dim, are not causal; the tile is chosen for them",
+    ),
+    AcceptedSpill("sm120", "quantize_activation", "token/e4m3/65536", 800, _LONG_ROWS),
+    AcceptedSpill("sm120", "quantize_activation", "token/int8/65536", 720, _LONG_ROWS),
+    AcceptedSpill("sm90", "quantize_activation", "token/e4m3/65536", 756, _LONG_ROWS),
+    AcceptedSpill("sm90", "quantize_activation", "token/int8/65536", 672, _LONG_ROWS),
+    *(
+        AcceptedSpill("sm120", "linear", f"tiles/{scheme}{split}/odd", 1912, _IN_PIECES)
+        for scheme in ("fp8_tensor", "fp8_channel", "int8_channel")
+        for split in ("", "/split")
+    ),
+    AcceptedSpill("sm120", "linear", "tiles/nvfp4/odd", 384, _IN_PIECES),
+    AcceptedSpill("sm120", "linear", "tiles/nvfp4/split/odd_rows", 16, _IN_PIECES),
+    AcceptedSpill("sm120", "linear", "tiles/mxfp8/split/odd_rows", 508, _IN_PIECES),
+    AcceptedSpill("sm120", "linear", "tiles/mxfp4_mxfp8/split/odd_rows", 128, _IN_PIECES),
+    AcceptedSpill(
+        "sm120", "linear", "tiles/nvfp4/widened/split/fp32", 24, "quantized output heads, under one of the two versions"
     ),
     AcceptedSpill("sm120", "linear", "tiles/int4_g32/split", 16, _MASKS),
     AcceptedSpill("sm120", "linear", "tiles/mxfp4", 8, _MASKS),

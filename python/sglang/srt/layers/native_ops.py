@@ -65,15 +65,15 @@ def fused_add_rmsnorm(
     return rmsnorm(residual, weight, eps), residual
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up [..., 2I] -> silu(first half) * second half [..., I]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """x [..., 2I] -> silu(first half) * second half [..., I]."""
+    gate, up = x.chunk(2, dim=-1)
+    return (F.silu(gate.float()) * up.float()).to(x.dtype)
 
 
-def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up [..., 2I] -> the tanh form of gelu(first half) * second half [..., I]."""
-    return gated(gate_up, GELU)
+def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """x [..., 2I] -> the tanh form of gelu(first half) * second half [..., I]."""
+    return gated(x, GELU)
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -400,9 +400,9 @@ def _routed(
     return weights, ids
 
 
-def relu2(up: torch.Tensor) -> torch.Tensor:
-    """up [..., I] -> the square of what is positive [..., I]."""
-    return F.relu(up).square()
+def relu2(x: torch.Tensor) -> torch.Tensor:
+    """x [..., I] -> the square of what is positive [..., I]."""
+    return F.relu(x).square()
 
 
 def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:

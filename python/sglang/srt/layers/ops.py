@@ -36,7 +36,7 @@ class AddRMSNormOp(Protocol):
 
 
 class GateOp(Protocol):
-    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
 class LinearOp(Protocol):

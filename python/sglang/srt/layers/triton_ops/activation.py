@@ -84,16 +84,16 @@ def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     return out
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """[..., 2I] -> silu(first half) * second half [..., I]."""
-    return activate(gate_up, SILU)
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """x [..., 2I] -> silu(first half) * second half [..., I]."""
+    return activate(x, SILU)
 
 
-def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """[..., 2I] -> the tanh form of gelu(first half) * second half [..., I]."""
-    return activate(gate_up, GELU)
+def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """x [..., 2I] -> the tanh form of gelu(first half) * second half [..., I]."""
+    return activate(x, GELU)
 
 
-def relu2(up: torch.Tensor) -> torch.Tensor:
-    """[..., I] -> the square of what is positive [..., I]."""
-    return activate(up, RELU2)
+def relu2(x: torch.Tensor) -> torch.Tensor:
+    """x [..., I] -> the square of what is positive [..., I]."""
+    return activate(x, RELU2)
