@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.errors import UserError
-from sglang.srt.hardware.arch import ArchTraits, arch_by_name, current_arch
+from sglang.srt.hardware.arch import (
+    ArchTraits,
+    arch_by_name,
+    cuda_available,
+    current_arch,
+    device_name,
+    free_memory_bytes,
+)
 from sglang.tuning.best_times import best
 from sglang.tuning.ops import Op, describe, floor, parse_shape
 from sglang.tuning.predicted_times import predicted
@@ -189,8 +196,8 @@ def card_facts(arch: ArchTraits) -> dict[str, Any]:
     import triton
 
     facts |= {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
-    if torch.cuda.is_available():
-        facts |= {"device": torch.cuda.get_device_name(), "memory": torch.cuda.get_device_properties(0).total_memory}
+    if cuda_available():
+        facts |= {"device": device_name(), "free_memory": free_memory_bytes()}
     return facts
 
 
