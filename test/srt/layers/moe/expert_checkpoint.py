@@ -34,6 +34,7 @@ from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.model_description import ModelDescription, with_fused_shared
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.plan.weight_names import WeightMap
+from srt.distributed.summands import Summands
 
 Tensors = dict[str, torch.Tensor]
 Written = tuple[Tensors, torch.Tensor]
@@ -280,7 +281,7 @@ class Loaded:
         )
         quant = Unquantized() if quantization is None else QuantizedMethod(quantization)
         groups = groups_of(ranks, rank)
-        groups.tp.reduce_with(lambda x: x)  # the test sums what the ranks make
+        groups.tp.reduce_with(Summands())  # the test sums what the ranks make
         scope = Scope(plan, torch.device(arch.device), dtype, groups, quant, weights)
         self.elsewhere = scope.elsewhere
         self.weights = weights
