@@ -197,8 +197,8 @@ def rounded(x: torch.Tensor, weight: LinearWeight | ExpertWeights) -> torch.Tens
 
 
 def rounding_linear(weight: LinearWeight, arch: object) -> Callable[..., torch.Tensor]:
-    def run(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return F.linear(rounded(x, weight), weight.dequantized(), bias)
+    def run(x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        return F.linear(rounded(x, weight), weight.dequantized(), bias).to(out_dtype or x.dtype)
 
     return run
 

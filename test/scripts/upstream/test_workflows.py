@@ -38,8 +38,11 @@ def recipe(target: str, *variables: str) -> str:
 
 
 def check_command(line: str) -> None:
-    """Fails unless the repository has what the line runs."""
+    """Fails unless the repository has what the line runs; "useradd ... && su USER -c SCRIPT" runs it as a plain user."""
     words = shlex.split(line)
+    if words[0] == "useradd":
+        assert words[-3] != "su" and words[-2] == "-c", line
+        words = shlex.split(words[-1])
     if words[0] == "make":
         targets = [word for word in words[1:] if "=" not in word]
         assert targets and set(targets) <= makefile_targets(), line

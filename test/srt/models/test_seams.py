@@ -14,6 +14,7 @@ from sglang.srt.kernels.spec import Need
 from sglang.srt.layers.forward_batch import EmbeddingRows
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.parameter import Scope
+from sglang.srt.layers.residual import Block
 from sglang.srt.models import causal_lm
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.layer_spec import Serving, Weights
@@ -44,6 +45,9 @@ class Copies:
 class CopiesJoin:
     def __init__(self, norm: RMSNorm) -> None:
         self.norm = norm
+
+    def sum_over(self, block: Block) -> None:
+        """Blocks sum by themselves."""
 
     def before(self, stream: torch.Tensor) -> torch.Tensor:
         return self.norm(stream.sum(1), None)[0]

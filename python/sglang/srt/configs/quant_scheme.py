@@ -112,8 +112,10 @@ def expert_share(intermediate_size: int, tp_size: int, scheme: Scheme | None) ->
     unit = max(unit, 64) if packed else unit
     units = -(-intermediate_size // unit)
     if (tp_size - 1) * -(-units // tp_size) >= units:
-        why = f"groups of {unit} that share scales ({scheme.name})" if scheme and group > 1 else f"vectors of {unit}"
+        if scheme is None or group == 1:
+            return intermediate_size // tp_size  # less than a vector each, as no published model has it
         raise UserError(
-            f"{what} in {why} is too few for {tp_size} tensor-parallel ranks: one would hold none of {units}"
+            f"{what} in groups of {unit} that share scales ({scheme.name}) is too few for {tp_size} tensor-parallel"
+            f" ranks: one would hold none of {units}"
         )
     return -(-units // tp_size) * unit
