@@ -38,7 +38,7 @@ def recipe(target: str, *variables: str) -> str:
 
 
 def check_command(line: str) -> None:
-    """Fails unless the repository has what the line runs; "useradd ... && su USER -c SCRIPT" runs it as a plain user."""
+    """Fails unless the repository has what the line runs, "useradd ... && su USER -c SCRIPT" as a plain user."""
     words = shlex.split(line)
     if words[0] == "useradd":
         assert words[-3] != "su" and words[-2] == "-c", line
