@@ -325,10 +325,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _json_text(explanation: Explanation, options: argparse.Namespace) -> str:
-    found = to_json(explanation)
+    content = to_json(explanation)
     if options.time and explanation.refused is None:
-        found["time"] = time_json(explanation.model, explanation.serving, explanation.arch, options.time_context)
-    return json.dumps(found, indent=2)
+        content["time"] = time_json(explanation.model, explanation.serving, explanation.arch, options.time_context)
+    return json.dumps(content, indent=2)
 
 
 def _text(explanation: Explanation, options: argparse.Namespace) -> str:

@@ -161,17 +161,17 @@ def page(files: Sequence[Path], title: str) -> str:
         import plotly  # noqa: F401
     except ImportError:
         raise UserError("the report needs plotly: pip install 'sm120-sglang[report]'") from None
-    found, parts = curves(files), []
+    all_curves, parts = curves(files), []
     script = True
-    for lengths in dict.fromkeys(curve.lengths for curve in found):
-        selected = [curve for curve in found if curve.lengths == lengths]
+    for lengths in dict.fromkeys(curve.lengths for curve in all_curves):
+        selected = [curve for curve in all_curves if curve.lengths == lengths]
         parts.append(f"<h2>{lengths[0]:,} tokens in, {lengths[1]:,} out</h2>")
         charts = []
         for chart in CHARTS:
             charts.append(_chart(chart, selected, script))
             script = False
         parts.append(f'<div class="charts">{"".join(charts)}</div>{_table(selected)}')
-    parts += ["<h2>What was measured</h2>", *_facts(found), "<h2>Commands</h2>", _commands(found)]
+    parts += ["<h2>What was measured</h2>", *_facts(all_curves), "<h2>Commands</h2>", _commands(all_curves)]
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -192,17 +192,17 @@ def _table(selected: Sequence[Curve]) -> str:
     return f'<div class="scroll"><table><tr>{heads}</tr>{"".join(lines)}</table></div>'
 
 
-def _facts(found: Sequence[Curve]) -> Iterator[str]:
-    for name in dict.fromkeys(curve.name for curve in found):
-        rows = [row for curve in found if curve.name == name for repetitions in curve.rows for row in repetitions]
+def _facts(all_curves: Sequence[Curve]) -> Iterator[str]:
+    for name in dict.fromkeys(curve.name for curve in all_curves):
+        rows = [row for curve in all_curves if curve.name == name for repetitions in curve.rows for row in repetitions]
         times = [row["time"] for row in rows]
         facts = dict(rows[-1]["facts"]) | {"client": rows[-1]["client"], "measured": f"{min(times)} to {max(times)}"}
         items = "".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(str(v))}</dd>" for k, v in facts.items())
         yield f"<h3>{html.escape(name)}</h3><dl>{items}</dl>"
 
 
-def _commands(found: Sequence[Curve]) -> str:
-    commands = [row["command"] for curve in found for repetitions in curve.rows for row in repetitions]
+def _commands(all_curves: Sequence[Curve]) -> str:
+    commands = [row["command"] for curve in all_curves for repetitions in curve.rows for row in repetitions]
     return f"<pre>{html.escape(chr(10).join(dict.fromkeys(commands)))}</pre>"
 
 

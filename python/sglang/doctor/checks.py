@@ -351,5 +351,5 @@ CHECKS: tuple[Check, ...] = (
 
 def examine(machine: Machine) -> list[Finding]:
     """Errors first."""
-    findings = [Finding(check.__name__, *found) for check in CHECKS for found in check(machine)]
+    findings = [Finding(check.__name__, *result) for check in CHECKS for result in check(machine)]
     return sorted(findings, key=lambda finding: finding.severity != ERROR)

@@ -59,13 +59,13 @@ def _summary(step: Step, time: StepTime) -> tuple[str, ...]:
 
 
 def _details(row: TimedOp) -> tuple[str, ...]:
-    ours, found = row.ours, row.best
+    ours, best_known = row.ours, row.best
     return (
         row.name,
         str(row.count),
         _us(ours.seconds) if ours else "none",
         f"{ours.error:.0%}" if ours else "",
-        ("" if found.exact else "~") + _us(found.served) if found else "",
+        ("" if best_known.exact else "~") + _us(best_known.served) if best_known else "",
         _us(row.floor),
         f"{row.seconds * 1e3:.2f}",
         ours.how if ours else "",
@@ -109,7 +109,7 @@ def shape_lines(shapes: Sequence[str], arch: ArchTraits) -> Iterator[str]:
 def shape_json(shape: str, arch: ArchTraits) -> dict[str, Any]:
     """Microseconds, None where nothing is known. Raises UserError."""
     op = parse_shape(shape)
-    ours, found, theirs = predicted(op, arch), best(op, arch), of_sglang(op, arch)
+    ours, best_known, theirs = predicted(op, arch), best(op, arch), of_sglang(op, arch)
     return {
         "shape": describe(op),
         "ours_us": ours and ours.seconds * 1e6,
@@ -117,20 +117,20 @@ def shape_json(shape: str, arch: ArchTraits) -> dict[str, Any]:
         "ours_how": ours and ours.how,
         "sglang_us": theirs and theirs[0] * 1e6,
         "sglang_how": theirs and theirs[1],
-        "best_us": found and found.measured * 1e6,
-        "best_exact": bool(found and found.exact),
-        "best_table": found and found.table,
+        "best_us": best_known and best_known.measured * 1e6,
+        "best_exact": bool(best_known and best_known.exact),
+        "best_table": best_known and best_known.table,
         "floor_us": floor(op, ceilings_of(arch)) * 1e6,
     }
 
 
 def time_json(model: ModelDescription, serving: Serving, arch: ArchTraits, context: int = CONTEXT) -> dict[str, Any]:
     """Of each step: seconds, and its ops. Raises UserError."""
-    found = {}
+    steps = {}
     for step in steps_of(context):
         rows = time_step(model, serving, step, arch)
         time = total(rows)
-        found[str(step)] = {
+        steps[str(step)] = {
             "seconds": time.seconds,
             "low": time.low,
             "high": time.high,
@@ -150,4 +150,4 @@ def time_json(model: ModelDescription, serving: Serving, arch: ArchTraits, conte
                 for row in rows
             ],
         }
-    return found
+    return steps

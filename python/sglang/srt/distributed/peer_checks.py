@@ -107,9 +107,11 @@ def _memory(
 
 def _diagnosis(words: torch.Tensor, writer: int, reader: int, ranks: int, turn: int) -> Finding:
     """Of words that lie where `writer` should have written."""
-    own = [peer for peer in range(ranks) if torch.equal(words, pattern(reader, peer, turn))]
-    if own:
-        return Finding("own", (reader, own[0]), f"what rank {reader} writes to rank {own[0]} lands in its own memory")
+    misplaced = [peer for peer in range(ranks) if torch.equal(words, pattern(reader, peer, turn))]
+    if misplaced:
+        return Finding(
+            "own", (reader, misplaced[0]), f"what rank {reader} writes to rank {misplaced[0]} lands in its own memory"
+        )
     if torch.equal(words, pattern(writer, reader, turn - 1)) or not bool(words.any()):
         return Finding("stale", (writer, reader), f"rank {reader} reads what was there before rank {writer} wrote")
     count = int((words != pattern(writer, reader, turn)).sum())

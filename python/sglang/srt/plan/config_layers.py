@@ -112,19 +112,19 @@ def _mixers(keys: ConfigReader, family: Family, num_layers: int, unsupported: li
         unsupported.append(f"{keys.source}: {what}.")
     kinds = _layer_types(keys, family, num_layers)
     makers: dict[str, Callable[[ConfigReader], Mixer]] = {
-        "full_attention": lambda own: _grouped(own, family, 0, rotation),
-        "sliding_attention": lambda own: _grouped(own, family, own.positive("sliding_window"), rotation),
-        "linear_attention": lambda own: _gated_delta(own, family),
+        "full_attention": lambda reader: _grouped(reader, family, 0, rotation),
+        "sliding_attention": lambda reader: _grouped(reader, family, reader.positive("sliding_window"), rotation),
+        "linear_attention": lambda reader: _gated_delta(reader, family),
     }
     unknown = sorted({str(kind) for kind in kinds} - makers.keys())
     if unknown:
         raise UserError(f"{keys.source}: layer_types {', '.join(unknown)} are not described here yet.")
     written = list(zip(kinds, layer_overrides(keys, num_layers), strict=True))
-    made: dict[tuple[str, Override], Mixer] = {
+    mixers: dict[tuple[str, Override], Mixer] = {
         (kind, override): makers[kind](ConfigReader({**keys.values, **dict(override)}, keys.source))
         for kind, override in dict.fromkeys(written)
     }
-    return with_shared_caches([made[key] for key in written], kinds, keys)
+    return with_shared_caches([mixers[key] for key in written], kinds, keys)
 
 
 def _layer_types(keys: ConfigReader, family: Family, num_layers: int) -> list[str]:

@@ -139,26 +139,26 @@ def _norms(op: str) -> Iterator[Variant]:
         yield replace(form, form_only=True)
 
 
-def _activation(own: Activation) -> Iterator[Variant]:
+def _activation(gate: Activation) -> Iterator[Variant]:
     types = {"x": "*bf16", "out": "*bf16", "row_stride": "i32", "size": "i32"}
-    fn, constants = activation.activation_kernel, activation.gate_constants(own)
+    fn, constants = activation.activation_kernel, activation.gate_constants(gate)
     for name, launch in (("small", activation.SMALL_BLOCK), ("large", activation.LARGE_BLOCK)):
-        yield describe(own.op, name, fn, types, constants, launch, ("row_stride", "size"))
+        yield describe(gate.op, name, fn, types, constants, launch, ("row_stride", "size"))
         # Of shares that 16 does not divide; rows of two such halves it does.
-        strides = ("row_stride",) if own.gated else ()
-        yield replace(describe(own.op, f"{name}/odd", fn, types, constants, launch, strides), form_only=True)
+        strides = ("row_stride",) if gate.gated else ()
+        yield replace(describe(gate.op, f"{name}/odd", fn, types, constants, launch, strides), form_only=True)
 
 
 def _whole_norm() -> Iterator[Variant]:
     op, sizes = "qk_whole_norm", ("row_stride", "num_q", "num_k")
     types = {"qkv": "*bf16", "sums": "*fp32", "q_weight": "*bf16", "k_weight": "*bf16", "eps": "fp32"}
     types |= dict.fromkeys(sizes, "i32") | dict.fromkeys(("q_share", "k_share"), "fp32")
-    own = {name: kind for name, kind in types.items() if name in whole_norm.whole_sums_kernel.arg_names}
-    yield describe(op, "sums", whole_norm.whole_sums_kernel, own, {}, whole_norm.LAUNCH, sizes)
+    arguments = {name: kind for name, kind in types.items() if name in whole_norm.whole_sums_kernel.arg_names}
+    yield describe(op, "sums", whole_norm.whole_sums_kernel, arguments, {}, whole_norm.LAUNCH, sizes)
     for name, from_sums in (("norm", False), ("norm_of_ranks", True)):
-        own = types | ({} if from_sums else {"sums": "*bf16"})
+        arguments = types | ({} if from_sums else {"sums": "*bf16"})
         constants = {"FROM_SUMS": from_sums}
-        yield describe(op, name, whole_norm.whole_norm_kernel, own, constants, whole_norm.LAUNCH, sizes)
+        yield describe(op, name, whole_norm.whole_norm_kernel, arguments, constants, whole_norm.LAUNCH, sizes)
 
 
 def _rope_store() -> Iterator[Variant]:

@@ -80,9 +80,11 @@ def qk_whole_norm(
         return
     sums = qkv
     if reduce is not None:
-        own = torch.empty((num_tokens, 2), dtype=torch.float32, device=qkv.device)
-        whole_sums_kernel[(num_tokens,)](qkv, own, qkv.stride(0), *sizes, 1.0 / k_copies, **LAUNCH, **pdl.options())
-        sums = reduce(own)
+        rank_sums = torch.empty((num_tokens, 2), dtype=torch.float32, device=qkv.device)
+        whole_sums_kernel[(num_tokens,)](
+            qkv, rank_sums, qkv.stride(0), *sizes, 1.0 / k_copies, **LAUNCH, **pdl.options()
+        )
+        sums = reduce(rank_sums)
     whole_norm_kernel[(num_tokens, 2)](
         qkv, sums, q_weight, k_weight, qkv.stride(0), *sizes, 1.0 / totals[0], 1.0 / totals[1], eps,
         FROM_SUMS=reduce is not None, **LAUNCH, **pdl.options(),

@@ -114,10 +114,10 @@ def _of_scheme(experts: ExpertLaunch, features: Collection[str]) -> Iterator[Var
 
 def _odd_scales(experts: ExpertLaunch, features: Collection[str]) -> Iterator[Variant]:
     """Of hidden sizes whose rows of scales do not lie in multiples of 16: Nemotron-3-Nano's, and Gemma 4's for most."""
-    own = replace(experts, hidden=2688, tail=f"{experts.tail}/odd_scales")
+    nemotron = replace(experts, hidden=2688, tail=f"{experts.tail}/odd_scales")
     for row in tile_rows(experts.product.tile_kind, features):
-        yield replace(grouped("gate_up", own, row.gate_up, features), form_only=True)
-    last = grouped("gate_up", own, last_resort(experts.product.tile_kind).gate_up, features)
+        yield replace(grouped("gate_up", nemotron, row.gate_up, features), form_only=True)
+    last = grouped("gate_up", nemotron, last_resort(experts.product.tile_kind).gate_up, features)
     yield replace(last, default=False, form_only=True)
 
 
