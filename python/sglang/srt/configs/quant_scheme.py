@@ -97,8 +97,8 @@ def expert_share(intermediate_size: int, tp_size: int, scheme: Scheme | None) ->
     """Intermediate dims of every expert that a tensor-parallel rank has room for.
 
     The even share if it cuts no group of scales and its rows can be loaded in whole vectors (ALIGNED elements), or else
-    whole groups and vectors: the last rank then holds fewer, and zeros behind them. Raises UserError where a rank would
-    hold none, or where there are no groups and the share is uneven.
+    whole groups and vectors: the last rank then holds fewer, and zeros behind them. Where that would leave a rank without
+    any, the even share if no group is cut. Raises UserError where there is none.
     """
     packed = scheme is not None and scheme.bits == 4
     group = 1 if scheme is None else max(1, *scheme.group)
@@ -113,7 +113,7 @@ def expert_share(intermediate_size: int, tp_size: int, scheme: Scheme | None) ->
     units = -(-intermediate_size // unit)
     if (tp_size - 1) * -(-units // tp_size) >= units:
         if scheme is None or group == 1:
-            return intermediate_size // tp_size  # less than a vector each, as no published model has it
+            return intermediate_size // tp_size  # about a vector each: tiny models
         raise UserError(
             f"{what} in groups of {unit} that share scales ({scheme.name}) is too few for {tp_size} tensor-parallel"
             f" ranks: one would hold none of {units}"
