@@ -97,7 +97,7 @@ def expert_share(intermediate_size: int, tp_size: int, scheme: Scheme | None) ->
     """Intermediate dims of every expert that a tensor-parallel rank has room for.
 
     The even share if it cuts no group of scales and its rows can be loaded in whole vectors (ALIGNED elements), or else
-    whole groups and vectors: the last rank then holds fewer, and zeros behind them. Where that would leave a rank without
+    whole groups and vectors: the last rank then holds fewer, and zeros behind them. Where a rank would then be without
     any, the even share if no group is cut. Raises UserError where there is none.
     """
     packed = scheme is not None and scheme.bits == 4
