@@ -101,8 +101,7 @@ class SharedExpert:
     """[T, H] -> this rank's summand of [T, H]."""
 
     def __init__(self, scope: Scope, hidden_size: int, spec: Shared, activation: Activation) -> None:
-        dense = Dense(spec.intermediate_size, activation=activation)
-        self.mlp = GatedMLP(scope.sub("shared"), hidden_size, dense, reduce=False)
+        self.mlp = GatedMLP(scope.sub("shared"), hidden_size, spec.dense(activation), reduce=False)
         self.gate: ReplicatedLinear | None = None
         if spec.gated:
             # One output is too little to quantize, whatever the checkpoint's rules say of the name.
