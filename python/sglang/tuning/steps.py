@@ -280,7 +280,7 @@ def _feed_forward(
     """With experts by rank each has its share of the pairs, as if of fewer tokens that all choose here."""
     tp = serving.tp_size
     if isinstance(ffn, Dense):
-        yield ffn.activation.op, Elementwise(ffn.activation.op, 6.0 * tokens * ffn.share(tp))
+        yield ffn.activation.op, Elementwise(ffn.activation.op, 6.0 * tokens * ffn.room(tp))
     elif isinstance(ffn, MoE):
         quant = model.expert_quant
         yield ffn.router.op, Elementwise(ffn.router.op, 4.0 * tokens * ffn.num_experts)
@@ -291,5 +291,5 @@ def _feed_forward(
         share = -(-tokens // serving.ranks.ep_size)
         yield "fused_moe", Experts(share, room, min(top_k, room), hidden, rows, scheme, ffn.bias)
         if ffn.shared is not None and not ffn.fused_shared:
-            size = 6.0 * tokens * ffn.shared.dense(ffn.activation).share(tp)
+            size = 6.0 * tokens * ffn.shared.dense(ffn.activation).room(tp)
             yield ffn.activation.op, Elementwise(ffn.activation.op, size)

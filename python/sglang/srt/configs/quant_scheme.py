@@ -111,8 +111,9 @@ def expert_share(intermediate_size: int, tp_size: int, scheme: Scheme | None) ->
     unit = max(unit, 64) if packed else unit
     units = -(-intermediate_size // unit)
     if (tp_size - 1) * -(-units // tp_size) >= units:
-        if (scheme is None or group == 1) and tp_size <= intermediate_size:
-            return -(-intermediate_size // tp_size)  # about a vector each: tiny models
+        even = -(-intermediate_size // tp_size)
+        if group == 1 and (tp_size - 1) * even < intermediate_size:
+            return even  # about a vector each: tiny models
         scales = f" that share scales ({scheme.name})" if scheme is not None else ""
         raise UserError(
             f"{what} in groups of {unit}{scales} is too few for {tp_size} tensor-parallel ranks: one would hold none of"
@@ -121,19 +122,18 @@ def expert_share(intermediate_size: int, tp_size: int, scheme: Scheme | None) ->
     return -(-units // tp_size) * unit
 
 
-def dense_share(intermediate_size: int, tp_size: int, scale_group: int) -> int:
-    """Intermediate dims of an MLP that a tensor-parallel rank has room for; `scale_group` of them have one scale.
+def dense_unit(intermediate_size: int, tp_size: int, scale_group: int) -> int:
+    """Intermediate dims of an MLP that stay on one tensor-parallel rank; `scale_group` of them have one scale.
 
-    The even share if there is one that cuts no group, or else whole groups, of whole lines of memory where that leaves
-    no rank without any: the last rank then holds fewer. Raises UserError where one would hold none.
+    The even share if there is one that cuts no group, or else whole groups, of whole lines of memory where every rank
+    gets some. Raises UserError where one would hold none.
     """
     if intermediate_size % (tp_size * scale_group) == 0:
         return intermediate_size // tp_size
     for line in (4 * ALIGNED, ALIGNED, 1):
         unit = math.lcm(scale_group, line)
-        share = -(-intermediate_size // (unit * tp_size)) * unit
-        if (tp_size - 1) * share < intermediate_size:
-            return share
+        if -(-intermediate_size // unit) >= tp_size:
+            return unit
     raise UserError(
         f"intermediate size {intermediate_size} in groups of {scale_group} that share scales is too few for {tp_size}"
         " tensor-parallel ranks: one would hold none"

@@ -15,7 +15,6 @@ from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.ops import GateOp
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.plan.feed_forward import Dense, up_parts
-from sglang.srt.plan.ranks import share_in_rooms
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
@@ -26,7 +25,7 @@ class GatedMLP:
 
     def __init__(self, scope: Scope, hidden_size: int, spec: Dense, reduce: bool = True) -> None:
         tp = scope.groups.tp
-        share = share_in_rooms(spec.intermediate_size, spec.share(tp.size), tp.rank)
+        share = spec.share(tp.rank, tp.size)
         halves = dict.fromkeys(up_parts(spec.activation), share)
         self.gate_up = ColumnParallelLinear(scope.sub("gate_up"), hidden_size, halves, spec.bias)
         self.down = RowParallelLinear(scope.sub("down"), share, hidden_size, spec.bias, reduce)

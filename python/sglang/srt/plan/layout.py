@@ -21,9 +21,20 @@ def check_layout(model: ModelDescription, ranks: RankLayout) -> None:
         return
     working = [layout for layout in _layouts_like(ranks) if next(_problems(model, layout), None) is None]
     ways = [layout.flags for layout in working if layout.ep_size > 1]
-    sizes = [str(layout.tp_size) for layout in working if layout.ep_size == 1]
-    ways += [f"--tp-size {', '.join(sizes)}"] if sizes else []
+    sizes = [layout.tp_size for layout in working if layout.ep_size == 1]
+    ways += [f"--tp-size {_numbers(sizes)}"] if sizes else []
     raise UserError(f"{problem}; what works: {' or '.join(ways) or 'another checkpoint'}")
+
+
+def _numbers(numbers: list[int]) -> str:
+    """Ascending ones: "1 to 4, 6, 8"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
 def next_layout(model: ModelDescription, ranks: RankLayout) -> RankLayout | None:
@@ -42,7 +53,8 @@ def uneven_heads(model: ModelDescription, tp_size: int) -> str | None:
             most, heads = shares.room, mixer.num_heads
             if most * tp_size != heads:
                 whole = f", with whole KV heads ({shares.num_kv_heads})" if isinstance(mixer, GQA) else ""
-                return f"{heads} attention heads over {tp_size} ranks{whole}: the busiest has {most}, the average {heads / tp_size:.1f}"
+                shared = f"{heads} attention heads over {tp_size} ranks{whole}"
+                return f"{shared}: the busiest has {most}, the average {heads / tp_size:.1f}"
     return None
 
 
@@ -111,8 +123,8 @@ def _dense_problems(ffn: FeedForward, tp_size: int) -> Iterator[str]:
     """Of a block that all ranks share by its intermediate dims."""
     try:
         if isinstance(ffn, Dense):
-            ffn.share(tp_size)
+            ffn.room(tp_size)
         elif isinstance(ffn, MoE) and ffn.shared is not None and not ffn.fused_shared:
-            ffn.shared.dense(ffn.activation).share(tp_size)
+            ffn.shared.dense(ffn.activation).room(tp_size)
     except UserError as error:
         yield str(error)

@@ -81,6 +81,13 @@ def share_in_rooms(total: int, room: int, rank: int) -> Share:
     return Share(total, slice(min(rank * room, total), min((rank + 1) * room, total)), room)
 
 
+def share_of_units(total: int, unit: int, rank: int, size: int) -> Share:
+    """Whole units, of which the last may be shorter; where they do not divide, the first ranks have one more."""
+    units = -(-total // unit)
+    run = even_slice(units, rank, size)
+    return Share(total, slice(min(run.start * unit, total), min(run.stop * unit, total)), -(-units // size) * unit)
+
+
 @dataclass(frozen=True, slots=True)
 class HeadShares:
     """Heads of attention over `tp_size` ranks, of which each has some.
