@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.ops import LinearOp
 from sglang.srt.layers.parameter import Part, Scope, Shard
-from sglang.srt.plan.ranks import Share, piece, share_in_rooms, whole
+from sglang.srt.plan.ranks import Share, exact_share, share_in_rooms, whole
 from sglang.srt.plan.weight_names import PartKey
 
 
@@ -66,7 +66,7 @@ class LMHead:
         self.group = scope.groups.tp
         rows = _vocab_rows(self.group, vocab_size)
         self.rows = rows.room
-        shard = Shard("", piece(vocab_size, rows.run), whole(hidden_size))
+        shard = Shard("", exact_share(vocab_size, rows.run), whole(hidden_size))
         # The sums as they are: rounded to bf16, logits of 16 to 32 would lie on a grid of 0.125.
         self.product = scope.quant.create_head(scope, shard) if tied_to is None else None
         if self.product is None:

@@ -38,7 +38,7 @@ def _numbers(numbers: list[int]) -> str:
 
 
 def next_layout(model: ModelDescription, ranks: RankLayout) -> RankLayout | None:
-    """The smallest one with more ranks whose heads divide, up to four times as many, or else whose heads do not; None if
+    """The smallest one with more ranks whose heads divide, up to four times as many, or else whose heads do not. None:
     there is none. Shares of experts' dims come before whole experts."""
     more = [layout for size in range(ranks.tp_size + 1, 4 * ranks.tp_size + 1) for layout in _with_experts(size)]
     more.sort(key=lambda layout: uneven_heads(model, layout.tp_size) is not None)  # stable

@@ -71,7 +71,7 @@ def whole(total: int) -> Share:
     return Share(total, slice(0, total), total)
 
 
-def piece(total: int, run: slice) -> Share:
+def exact_share(total: int, run: slice) -> Share:
     """A run of which no rank has more."""
     return Share(total, run, run.stop - run.start)
 

@@ -23,7 +23,7 @@ from sglang.srt.layers.moe.topk import TopK
 from sglang.srt.layers.ops import FusedMoEOp
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.quantization.experts import Experts, ExpertSizes
-from sglang.srt.plan.feed_forward import Dense, MoE, Shared, up_parts
+from sglang.srt.plan.feed_forward import MoE, Shared, up_parts
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch

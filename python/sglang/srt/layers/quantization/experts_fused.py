@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from sglang.srt.layers.parameter import FLOATS, Convert, Part, Shard
-from sglang.srt.plan.ranks import piece
+from sglang.srt.plan.ranks import exact_share
 
 PROJECTIONS = {"w13": "gate_up_proj", "w2": "down_proj"}
 
@@ -54,10 +54,8 @@ class FusedForm:
         cuts = []
         for i, shard in enumerate(shards):
             begin = i * first.rows.total
-            rows = piece(out, slice(begin + shard.rows.run.start, begin + shard.rows.run.stop))
-            cuts.append(
-                _cut(replace(shard, rows=rows), leaf, num_experts, local, at[i], leaf.convert)
-            )
+            rows = exact_share(out, slice(begin + shard.rows.run.start, begin + shard.rows.run.stop))
+            cuts.append(_cut(replace(shard, rows=rows), leaf, num_experts, local, at[i], leaf.convert))
         return cuts
 
 

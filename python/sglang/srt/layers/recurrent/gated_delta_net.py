@@ -14,7 +14,7 @@ from sglang.srt.layers.ops import GatedRMSNormOp
 from sglang.srt.layers.parameter import Init, Part, Scope
 from sglang.srt.layers.recurrent.mixer import Convolution, Gates, Heads, RecurrentCore
 from sglang.srt.layers.recurrent.rule import gated_delta_rule
-from sglang.srt.plan.ranks import Share, piece
+from sglang.srt.plan.ranks import Share, exact_share
 from sglang.srt.plan.recurrent import GatedDelta
 from sglang.srt.plan.weight_names import PartKey
 
@@ -86,8 +86,8 @@ class _Rows:
         values = spec.value_heads * spec.value_dim
         if not spec.by_key_head:
             channels = 2 * spec.key_heads * spec.key_dim + values
-            pieces: RowPieces = [("qkv", piece(channels, rows)) for rows in self.of_channels()]
-            return [*pieces, ("z", piece(values, _scaled(self.value_heads, spec.value_dim)))]
+            pieces: RowPieces = [("qkv", exact_share(channels, rows)) for rows in self.of_channels()]
+            return [*pieces, ("z", exact_share(values, _scaled(self.value_heads, spec.value_dim)))]
         group = spec.value_heads // spec.key_heads * spec.value_dim
         return self._by_key_head("qkvz", [spec.key_dim, spec.key_dim, group, group])
 
@@ -95,7 +95,7 @@ class _Rows:
         """b of all heads, then a."""
         spec = self.spec
         if not spec.by_key_head:
-            return [(part, piece(spec.value_heads, self.value_heads)) for part in ("b", "a")]
+            return [(part, exact_share(spec.value_heads, self.value_heads)) for part in ("b", "a")]
         group = spec.value_heads // spec.key_heads
         return self._by_key_head("ba", [group, group])
 
@@ -107,7 +107,7 @@ class _Rows:
         for i, size in enumerate(sizes):
             for head in range(self.key_heads.start, self.key_heads.stop):
                 begin = head * stride + sum(sizes[:i])
-                pieces.append((part, piece(total, slice(begin, begin + size))))
+                pieces.append((part, exact_share(total, slice(begin, begin + size))))
         return pieces
 
 

@@ -13,7 +13,7 @@ from sglang.srt.layers.ops import GatedRMSNormOp
 from sglang.srt.layers.parameter import Init, Part, Scope
 from sglang.srt.layers.recurrent.mixer import Convolution, Gates, Heads, RecurrentCore
 from sglang.srt.layers.recurrent.rule import Rule
-from sglang.srt.plan.ranks import piece
+from sglang.srt.plan.ranks import exact_share
 from sglang.srt.plan.recurrent import Mamba2
 from sglang.srt.plan.weight_names import PartKey
 
@@ -39,7 +39,7 @@ class Mamba2Mixer:
         inner = slice(heads.start * spec.head_dim, heads.stop * spec.head_dim)
         rows = [inner, *(_moved(part, values) for part in channels), _moved(heads, total - spec.num_heads)]
         self.in_proj = ColumnParallelLinear(
-            scope.sub("in"), hidden_size, [("", piece(total, part)) for part in rows], spec.proj_bias
+            scope.sub("in"), hidden_size, [("", exact_share(total, part)) for part in rows], spec.proj_bias
         )
         self.sizes = [self.heads.values, self.heads.channels, num_heads]
         self.conv = _convolution(scope.sub("conv"), spec, channels)
