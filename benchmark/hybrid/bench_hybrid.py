@@ -88,9 +88,12 @@ def turns(name: str, model: str, engine: dict[str, Any], options: argparse.Names
         command += compare.PEER_PROCESS[1:]
         env |= compare.PEER_ENV | {"PYTHONPATH": peer_site}
     log = Path(os.environ.get("OUT") or tempfile.gettempdir()) / f"turns_{name}.log"
-    with log.open("w") as stderr, subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
-    ) as process:
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
+        ) as process,
+    ):
         try:
             printed, _ = process.communicate(timeout=options.limit)
         except subprocess.TimeoutExpired:
@@ -104,7 +107,8 @@ def turns(name: str, model: str, engine: dict[str, Any], options: argparse.Names
     for row in result["rows"]:
         print(f"| {name} | {row['turn']} | {row['tokens']} | {row['cached']} | {row['ttft_ms']:.1f} |")
     _, second, cold = (row["ttft_ms"] for row in result["rows"])
-    print(f"\n{name}: a hit costs {second / cold:.3f} of the whole prompt; up after {result['start_s']:.0f} s\n", flush=True)
+    share, start = second / cold, result["start_s"]
+    print(f"\n{name}: a hit costs {share:.3f} of the whole prompt; up after {start:.0f} s\n", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

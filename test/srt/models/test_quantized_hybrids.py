@@ -167,7 +167,7 @@ PUBLISHED: Mapping[str, Published] = {
 
 
 def publish(made: Published, folder: Path, device: str = "cpu") -> Path:
-    """Writes the checkpoint to `folder`/quantized; returns where the same model in fp32 is. `device`: what quantizes."""
+    """Writes the checkpoint to `folder`/quantized; returns where the same model in fp32 is. `device` quantizes."""
     save_tiny(made.model, folder / "reference", **made.more)
     tensors = load_file(folder / "reference" / "model.safetensors")
     stored: Tensors = {}

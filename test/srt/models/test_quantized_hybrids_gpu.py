@@ -1,5 +1,5 @@
-"""Quantized hybrids as they are published, served on a GPU in bf16 with graphs, chunks and a prefix cache, against
-transformers in fp32 with the weights that the checkpoint stands for: tiny ones, and some layers of the published dims."""
+"""Quantized hybrids as they are published, served on a GPU in bf16 with graphs and chunks, against transformers in fp32
+with the weights that the checkpoint stands for: tiny ones, and some layers of the published dims."""
 
 from __future__ import annotations
 
