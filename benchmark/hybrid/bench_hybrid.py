@@ -85,8 +85,7 @@ def turns(name: str, model: str, engine: dict[str, Any], options: argparse.Names
     command += ["--turn", str(options.turn), "--more", str(options.more), "--repeats", str(options.repeats)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])}
     if peer_site:
-        command += compare.PEER_PROCESS[1:]
-        env |= compare.PEER_ENV | {"PYTHONPATH": peer_site}
+        env |= compare.PEER_ENV | {"PYTHONPATH": compare.peer_path(peer_site)}
     log = Path(os.environ.get("OUT") or tempfile.gettempdir()) / f"turns_{name}.log"
     with (
         log.open("w") as stderr,

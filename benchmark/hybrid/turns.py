@@ -3,8 +3,7 @@
     python benchmark/hybrid/turns.py --model-path DIR --turn 16384 --more 200 --repeats 5 --engine '{"device": "cuda"}'
 
 DIR needs a config.json only: weights are random. Measures whichever `sglang` is on PYTHONPATH, upstream's too: both
-have an `Engine`. Prints one JSON object: `rows`, each with the median over the repeats. `--stub NAME`: as in
-`benchmark/peers/peer_process.py`, for this process and those that it starts.
+have an `Engine`. Prints one JSON object: `rows`, each with the median over the repeats.
 """
 
 from __future__ import annotations
@@ -13,12 +12,10 @@ import argparse
 import json
 import random
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).resolve().parent
 TOKEN_LIMIT = 10_000
 """Token ids of prompts lie below."""
 OUTPUT = 64
@@ -32,7 +29,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--more", type=int, default=200, help="Tokens that the second turn adds to prompt and output.")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--engine", type=json.loads, default={}, help="Options of the engine, as JSON.")
-    parser.add_argument("--stub", action="append", default=[])
     return parser.parse_args()
 
 
@@ -94,13 +90,6 @@ def main() -> None:
         engine.shutdown()
     print("\n" + json.dumps({"start_s": ready, "rows": rows}), flush=True)
 
-
-if __name__ in ("__main__", "__mp_main__") and "--stub" in sys.argv:
-    # Here, and not in main: processes that the engine spawns import this file as their main module.
-    sys.path.append(str(FOLDER.parent / "peers"))
-    import peer_process
-
-    peer_process.stub_packages(arguments().stub)
 
 if __name__ == "__main__":
     main()
