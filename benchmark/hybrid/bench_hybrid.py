@@ -99,10 +99,11 @@ def turns(name: str, model: str, engine: dict[str, Any], options: argparse.Names
             os.killpg(process.pid, signal.SIGKILL)
             print(f"{name}: stopped after {options.limit} s; see {log}", flush=True)
             return
-    if process.returncode:
+    results = [line for line in printed.splitlines() if line.startswith('{"start_s"')]
+    if not results:
         print(f"{name}: ended with {process.returncode}; see {log}\n{log.read_text()[-1500:]}", flush=True)
         return
-    result = json.loads(printed.splitlines()[-1])
+    result = json.loads(results[0])
     for row in result["rows"]:
         print(f"| {name} | {row['turn']} | {row['tokens']} | {row['cached']} | {row['ttft_ms']:.1f} |")
     _, second, cold = (row["ttft_ms"] for row in result["rows"])

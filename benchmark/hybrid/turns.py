@@ -86,9 +86,9 @@ def main() -> None:
     ready = time.perf_counter() - started
     try:
         rows = turns(engine, limit, options.turn, options.more, options.repeats)
+        print("\n" + json.dumps({"start_s": ready, "rows": rows}), flush=True)
     finally:
         engine.shutdown()
-    print("\n" + json.dumps({"start_s": ready, "rows": rows}), flush=True)
 
 
 if __name__ == "__main__":
