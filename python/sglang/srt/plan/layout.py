@@ -73,8 +73,9 @@ def _layouts_like(ranks: RankLayout) -> Iterator[RankLayout]:
         yield RankLayout(-(-ranks.tp_size // ranks.ep_size) * ranks.ep_size, ranks.ep_size, stages)
     yield from (replace(layout, pp_size=stages) for layout in _with_experts(ranks.tp_size) if layout.ep_size > 1)
     if ranks.ep_size == 1:
-        sizes = [size for size in range(1, ranks.tp_size) if ranks.tp_size % size == 0]
-        yield from (RankLayout(size, pp_size=stages * ranks.tp_size // size) for size in reversed(sizes))
+        sizes = [size for size in range(1, ranks.world_size + 1) if ranks.world_size % size == 0]
+        cuts = [RankLayout(size, pp_size=ranks.world_size // size) for size in reversed(sizes)]
+        yield from (layout for layout in cuts if layout != ranks)
     yield from (RankLayout(size, pp_size=stages) for size in range(1, 2 * ranks.tp_size + 1))
 
 
