@@ -41,6 +41,11 @@ PEER_ENV = {
 }
 
 
+def peer_path(site: str) -> str:
+    """PYTHONPATH of the peer's processes."""
+    return os.pathsep.join((str(Path(__file__).parent / "site"), site))
+
+
 class Side:
     """One of the two servers: how its processes are started."""
 
@@ -207,9 +212,8 @@ def main() -> None:
     sides = [ours]
     if args.peer_site:
         flags = ["--sampling-backend", "pytorch", *shlex.split(args.peer_flags)]
-        peer_path = os.pathsep.join((str(Path(__file__).parent / "site"), args.peer_site))
         sides += [
-            Side(f"peer_{b}", peer_path, PEER_ENV, [*flags, "--attention-backend", b], log_dir)
+            Side(f"peer_{b}", peer_path(args.peer_site), PEER_ENV, [*flags, "--attention-backend", b], log_dir)
             for b in args.peer_backends.split(",")
         ]
     results: dict[str, Any] = {}

@@ -25,7 +25,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from compare import PEER_ENV, ROOT, Side
+from compare import PEER_ENV, ROOT, Side, peer_path
 
 PORTS = {"sm120-sglang": 31000, "SGLang 0.5.15": 31001}
 KV_TOKENS = 131_072
@@ -100,7 +100,7 @@ def main() -> int:
     logs = args.results.parent
     sides = [Side("sm120-sglang", our_path, {}, [], logs)]
     if args.peer_site:
-        sides.append(Side("SGLang 0.5.15", args.peer_site, PEER_ENV, [*PEER_FLAGS, args.peer_backend], logs))
+        sides.append(Side("SGLang 0.5.15", peer_path(args.peer_site), PEER_ENV, [*PEER_FLAGS, args.peer_backend], logs))
     processes: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory() as folder:
         model = with_tokenizer(args.model, Path(folder))
