@@ -55,7 +55,9 @@ def test_glm47_is_what_its_log_says(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert names >= {"TP 6", "TP 8", "TP 4 x PP 2"} and result["recommended"] == "TP 8"
     assert {refused["layout"] for refused in result["refused"]} >= {"TP 4 x 2 servers"}
     stages = next(layout for layout in result["layouts"] if layout["layout"] == "TP 4 x PP 2")
-    assert stages["weights"] / layout["weights"] == pytest.approx(1.0, abs=0.03), "half of the layers, twice as much of each"
+    assert stages["weights"] / layout["weights"] == pytest.approx(1.0, abs=0.03), (
+        "half of the layers, twice as much of each"
+    )
     assert stages["commands"][0].endswith("--tp 4 --pp 2")
 
 

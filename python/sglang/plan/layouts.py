@@ -22,7 +22,7 @@ UNEVEN = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`servers` servers of `pp_size` stages of `tp_size` GPUs each, of which `ep_size` groups have whole experts each."""
+    """`servers` servers of `pp_size` stages of `tp_size` GPUs, of which `ep_size` groups have whole experts each."""
 
     tp_size: int
     servers: int
@@ -148,8 +148,8 @@ def survey(words: Sequence[str], gpus: int, arch: ArchTraits, load: Load, free_m
 
 
 def _layouts(gpus: int) -> Iterator[Layout]:
-    """With every number of GPUs a server, whose experts are shared by their dims, or whole; and one server of all GPUs in
-    stages, for models that fewer GPUs have no room for."""
+    """With every number of GPUs a server, whose experts are shared by their dims, or whole; and one server of all GPUs
+    in stages, for models that fewer GPUs have no room for."""
     for tp_size in range(1, gpus + 1):
         yield Layout(tp_size, gpus // tp_size)
         if tp_size > 1:

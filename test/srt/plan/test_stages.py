@@ -21,7 +21,7 @@ from srt.models.harness import plan_for, save_tiny
 
 
 def test_runs_are_balanced_and_whole() -> None:
-    assert balanced_runs([5, 1, 1, 1, 5], 3) == [range(0, 1), range(1, 4), range(4, 5)]
+    assert balanced_runs([5, 1, 1, 1, 5], 3) == [range(1), range(1, 4), range(4, 5)]
     for weights, count in itertools.product(([1] * 7, [9, 1, 1, 1, 1, 1], [1, 2, 3, 4, 5], [0, 0, 8]), (1, 2, 3)):
         runs = balanced_runs(weights, count)
         assert [i for run in runs for i in run] == list(range(len(weights))) and all(runs) and len(runs) == count
@@ -71,8 +71,12 @@ def test_a_stage_allocates_what_it_counts(
 @pytest.mark.parametrize(
     ("name", "pp_size", "message"),
     [
-        ("qwen3", 4, "--pp-size 4 is more than the model's 3 layers; what works: --tp-size 4 or --tp-size 2 --pp-size 2"),
-        ("gemma4_small_wide", 2, "layers attend to the keys and values of earlier ones, which other stages would have"),
+        (
+            "qwen3",
+            4,
+            "--pp-size 4 is more than the model's 3 layers; what works: --tp-size 4 or --tp-size 2 --pp-size 2",
+        ),
+        ("gemma4_small_wide", 2, "layers attend to keys and values of earlier ones, which other stages would have"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(name: str, pp_size: int, message: str, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def uneven_heads(model: ModelDescription, tp_size: int) -> str | None:
 
 
 def _layouts_like(ranks: RankLayout) -> Iterator[RankLayout]:
-    """Other ways to share the experts, stages of as many ranks in all, and other numbers of ranks, up to twice as many."""
+    """Other ways to share the experts, stages of as many ranks in all, and other numbers of ranks, up to twice that."""
     stages = ranks.pp_size
     if ranks.tp_size % ranks.ep_size:
         yield RankLayout(-(-ranks.tp_size // ranks.ep_size) * ranks.ep_size, ranks.ep_size, stages)
@@ -90,7 +90,7 @@ def _stage_problems(model: ModelDescription, pp_size: int) -> Iterator[str]:
     if pp_size > len(model.layers):
         yield f"--pp-size {pp_size} is more than the model's {len(model.layers)} layers"
     if any(isinstance(layer.mixer, GQA) and not layer.mixer.caches_tokens for layer in model.layers):
-        yield f"--pp-size {pp_size}: layers attend to the keys and values of earlier ones, which other stages would have"
+        yield f"--pp-size {pp_size}: layers attend to keys and values of earlier ones, which other stages would have"
     if model.per_layer_inputs is not None:
         yield f"--pp-size {pp_size}: tokens add inputs to every layer, and only the first stage embeds them"
 

@@ -33,7 +33,11 @@ class Stage:
 
 
 def cut_stages(
-    model: ModelDescription, dtype: str, ranks: RankLayout, fp8_cache: bool = False, features: frozenset[str] | None = None
+    model: ModelDescription,
+    dtype: str,
+    ranks: RankLayout,
+    fp8_cache: bool = False,
+    features: frozenset[str] | None = None,
 ) -> tuple[Stage, ...]:
     """Stages whose fullest one has as few bytes of weights as can be; arguments as of `rank_weight_bytes`. There are at
     least as many layers as stages. Raises UserError where a layer cannot be divided over the ranks of a stage."""
@@ -96,7 +100,7 @@ def balanced_runs(weights: Sequence[int], count: int) -> list[range]:
 
 
 def caches_of_stage(groups: Sequence[CacheGroup], layers: range) -> tuple[CacheGroup, ...]:
-    """The caches of these layers. Groups that have none of them stay: what the scheduler knows is alike on all ranks."""
+    """The caches of these layers. Groups that have none of them stay: every rank's scheduler knows the same."""
     return tuple(
         replace(group, members=tuple(member for member in group.members if member.layer_id in layers))
         for group in groups

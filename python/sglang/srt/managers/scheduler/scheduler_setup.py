@@ -30,7 +30,7 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
 
     Raises UserError."""
     model = ModelConfig.from_server_args(args)
-    describe_served_model(args, model)  # a layout that does not divide it is refused before the ranks meet
+    description = describe_served_model(args, model)  # what does not divide it is refused before the ranks meet
     arch, ranks = current_arch(rank, args.device), asked_layout(args)
     on_gpu = arch.device == "cuda"
     if not on_gpu and args.dtype == "auto":
@@ -46,12 +46,14 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
     if ranks.world_size > 1:
         assert rendezvous is not None
         parallel_state.init(ranks, rank, "nccl" if on_gpu else "gloo", rendezvous, args.watchdog_timeout)
-    links = _connect_gpus(args, arch, rank) if on_gpu and args.tp_size > 1 else None
+    links = None
+    if on_gpu and args.tp_size > 1:
+        links = _connect_gpus(args, model, description.hidden_size, arch, rank)
     available = parallel_state.least(free_memory_bytes(rank if on_gpu else None))
     return make_plan(args, model, arch, available, links=links, rank=rank)
 
 
-def _connect_gpus(args: ServerArgs, arch: ArchTraits, rank: int) -> PeerLinks:
+def _connect_gpus(args: ServerArgs, model: ModelConfig, hidden_size: int, arch: ArchTraits, rank: int) -> PeerLinks:
     """Let the ranks add up in one another's memory, where that works. Its workspaces are allocated before free memory
     is measured.
 
@@ -60,17 +62,29 @@ def _connect_gpus(args: ServerArgs, arch: ArchTraits, rank: int) -> PeerLinks:
         topology = Topology.NVLINK
     else:
         topology = pci_topology([pci_address(device) for device in range(args.tp_size * args.pp_size)])
-    if args.disable_custom_all_reduce:
-        return PeerLinks(topology, "--disable-custom-all-reduce")
     if args.pp_size > 1:
-        return PeerLinks(topology, "--pp-size: the ranks of a stage add up through NCCL")
+        reason = "--pp-size: the ranks of a stage add up through NCCL"
+        return PeerLinks(topology, reason, reason)
+    fuse, disabled = args.enable_flashinfer_allreduce_fusion, args.disable_custom_all_reduce
+    reason = "--disable-custom-all-reduce" if disabled else ""
+    if disabled and not fuse:
+        return PeerLinks(topology, reason)
     if "sm120_sgl_kernel" not in installed_packages() or not bands_for(topology, args.tp_size):
-        return PeerLinks(topology)
-    from sglang.srt.distributed.peer_setup import connect
+        return PeerLinks(topology, reason, "the start-up probe of the links needs sgl-kernel, up to 8 ranks")
+    from sglang.srt.distributed.peer_setup import connect, fused_by_flashinfer
 
     links, reducer = connect(parallel_state.host_group(), rank, topology, args.watchdog_timeout)
+    if disabled and reducer is not None:
+        reducer.close()
+        links, reducer = PeerLinks(topology, reason), None
+    elif links.problem:
+        return replace(links, fusion_problem=links.problem)
+    group = parallel_state.groups().tp
     if reducer is not None:
-        parallel_state.groups().tp.reduce_with(reducer)
+        group.reduce_with(reducer)
+    if fuse:
+        problem = fused_by_flashinfer(group, parallel_state.host_group(), hidden_size, model.dtype, reducer)
+        links = replace(links, fusion_problem=problem)
     return links
 
 
