@@ -18,11 +18,15 @@ import triton.language as tl
 
 from sglang.srt.layers.triton_ops.scaled_dot import (
     E2M1_SHIFT,
+    PAIR_PLANE,
+    PAIR_PLANES,
     PLANE,
     PLANES,
     STRIP,
     ScaledProduct,
+    code_pairs,
     decode_scale,
+    halves,
     nibbles,
 )
 
@@ -58,6 +62,10 @@ def add_product(
     """total + factor * x * w[rows] for the columns from `start` on that a tile covers."""
     if PACKED:
         return _add_packed(total, x, factor, there, w, w_scale, rows, w_stride, ws_stride, K, start, GROUP, C, EVEN_K)
+    elif KIND == "planes" and ELEMENT == "e2m1" and GROUP == PAIR_PLANE:
+        return _add_planes_of_pairs(
+            total, x, factor, there, w, w_scale, rows, w_stride, ws_stride, K, start, C, W, EVEN_K
+        )
     elif KIND == "planes":
         return _add_planes(
             total, x, factor, there, w, w_scale, rows, w_stride, ws_stride, K, start, ELEMENT, GROUP, C, W, EVEN_K
@@ -105,6 +113,32 @@ def _add_planes(
             total += (value * scale + scale * -136.0) * a
         else:
             total += value * E2M1_SHIFT * scale * a
+    return total
+
+
+@triton.jit
+def _add_planes_of_pairs(
+    total, x, factor, there, w, w_scale, rows, w_stride, ws_stride, K, start,
+    C: tl.constexpr, W: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    row, c, j = rows[:, None, None], tl.arange(0, C)[None, :, None], tl.arange(0, W)[None, None, :]
+    inside = there
+    if not EVEN_K:
+        inside = there & (start + c * STRIP < K)  # strips are stored whole, and so are the scales of one: a word
+    words = tl.load(w + row * w_stride + start // PLANES + c * W + j, mask=inside, other=0, eviction_policy="evict_first")
+    scales_at = w_scale.to(tl.pointer_type(tl.int32)) + row * (ws_stride // 4) + start // STRIP + c
+    scales = tl.load(scales_at, mask=inside, other=0)
+    columns = x.to(tl.pointer_type(tl.int32))  # two in a word, as of w
+    for plane in tl.static_range(PAIR_PLANES):
+        column = start + c * STRIP + plane * PAIR_PLANE + 2 * j
+        x_inside = there
+        if not EVEN_K:
+            x_inside = there & (column < K)
+        a, b = halves(tl.load(columns + column // 2, mask=x_inside, other=0), x.dtype.element_ty)
+        low, high = halves(code_pairs(words, plane), tl.bfloat16)
+        part = low.to(tl.float32) * (a.to(tl.float32) * (factor * HALF_SHIFT))
+        part += high.to(tl.float32) * (b.to(tl.float32) * (factor * HALF_SHIFT))
+        total += part * (decode_scale((scales >> (8 * plane)).to(tl.uint8)) * (E2M1_SHIFT / HALF_SHIFT))
     return total
 
 
