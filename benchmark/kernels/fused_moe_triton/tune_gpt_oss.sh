@@ -3,9 +3,9 @@
 #   sh benchmark/kernels/fused_moe_triton/tune_gpt_oss.sh OUT [numbers of tokens]
 # About two minutes with 16 processors. Tuning files are written under OUT/configs.
 set -e
-out=$1; shift
+mkdir -p "$1"; out=$(cd "$1" && pwd); shift
 sizes=${*:-1 4 16 64 256 1024 8192}
-here=$(dirname "$0"); root=$here/../../..
+here=$(cd "$(dirname "$0")" && pwd); root=$here/../../..
 mkdir -p "$out/model"
 cat > "$out/model/config.json" <<'J'
 {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880,
@@ -27,3 +27,5 @@ $tuner
 echo "--- the best tiles"
 $tuner --tune --processes 16 --output-dir "$out/configs" 2>/dev/null
 SGLANG_MOE_CONFIG_DIR=$out $tuner
+echo "--- few tokens"
+(cd "$here" && python bench_pair_tiles.py 32,2880,2880,4,mxfp4)

@@ -56,6 +56,11 @@ class ScaledProduct:
         return {"KIND": self.kind, "ELEMENT": self.element, "GROUP": self.group}
 
     @property
+    def in_pairs(self) -> bool:
+        """Whether planes hold pairs of columns (see ExpertWeights)."""
+        return self.kind == "planes" and self.element == "e2m1" and self.group == PAIR_PLANE.value
+
+    @property
     def tile_kind(self) -> str:
         """What tiles are chosen by."""
         return "mx4" if self.kind == "mx" and self.group == 16 else self.kind
@@ -66,7 +71,7 @@ class ScaledProduct:
         if self.kind == "mx":
             return "packed" if self.element == "e2m1" else "mxfp8"
         if self.kind == "planes":
-            return "planes"
+            return "pairs" if self.in_pairs else "planes"
         return self.element or "16-bit"
 
 
@@ -378,11 +383,22 @@ def halves(pairs, dtype: tl.constexpr):
 
 
 @triton.jit
+def wide_halves(pairs, dtype: tl.constexpr):
+    """The same as fp32."""
+    if dtype == tl.bfloat16:
+        return (pairs << 16).to(tl.float32, bitcast=True), (pairs & HIGH_HALF).to(tl.float32, bitcast=True)
+    else:
+        low, high = halves(pairs, dtype)
+        return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
 def _times(pairs, scales):
     """Products of two bfloat16 by two, in the halves of int32."""
     if INTERPRETED:
-        low = (pairs << 16).to(tl.float32, bitcast=True) * (scales << 16).to(tl.float32, bitcast=True)
-        high = (pairs & HIGH_HALF).to(tl.float32, bitcast=True) * (scales & HIGH_HALF).to(tl.float32, bitcast=True)
+        a, b = wide_halves(pairs, tl.bfloat16)
+        c, d = wide_halves(scales, tl.bfloat16)
+        low, high = a * c, b * d
         return ((low.to(tl.int32, bitcast=True) >> 16) & 0xFFFF) | (high.to(tl.int32, bitcast=True) & HIGH_HALF)
     else:
         # Compilers multiply the halves one by one, and move them for it. Minus zero is added: that changes nothing.
@@ -393,17 +409,22 @@ def _times(pairs, scales):
 
 
 @triton.jit
+def lifted_pairs(words, scales, plane: tl.constexpr):
+    """The values of a plane, two of each word as bfloat16 divided by LIFT in the halves of an int32. scales: words of four
+    e8m0 each, broadcasting over words."""
+    exponent = ((scales + LIFTED_SCALES) >> (8 * plane)) & 0xFF
+    return _times(code_pairs(words, plane), tl.broadcast_to(exponent * 0x800080, words.shape))
+
+
+@triton.jit
 def _widened_plane(words, scales, plane: tl.constexpr, dtype: tl.constexpr):
     """words [N, 16], scales [N] of four e8m0 each -> [N, 32]; in bfloat16 divided by LIFT."""
-    pairs = code_pairs(words, plane)
     if dtype == tl.bfloat16:
-        exponent = ((scales + LIFTED_SCALES) >> (8 * plane)) & 0xFF
-        low, high = halves(_times(pairs, tl.broadcast_to((exponent * 0x800080)[:, None], pairs.shape)), tl.bfloat16)
+        low, high = halves(lifted_pairs(words, scales[:, None], plane), tl.bfloat16)
     else:
         scale = decode_scale((scales >> (8 * plane)).to(tl.uint8))[:, None]
-        low, high = halves(pairs, tl.bfloat16)
-        low = (low.to(tl.float32) * E2M1_SHIFT * scale).to(dtype)
-        high = (high.to(tl.float32) * E2M1_SHIFT * scale).to(dtype)
+        low, high = wide_halves(code_pairs(words, plane), tl.bfloat16)
+        low, high = (low * E2M1_SHIFT * scale).to(dtype), (high * E2M1_SHIFT * scale).to(dtype)
     return tl.reshape(tl.join(low, high), (words.shape[0], words.shape[1] * 2))
 
 

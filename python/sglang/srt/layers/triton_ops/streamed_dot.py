@@ -18,16 +18,17 @@ import triton.language as tl
 
 from sglang.srt.layers.triton_ops.scaled_dot import (
     E2M1_SHIFT,
+    LIFT,
     PAIR_PLANE,
     PAIR_PLANES,
     PLANE,
     PLANES,
     STRIP,
     ScaledProduct,
-    code_pairs,
     decode_scale,
-    halves,
+    lifted_pairs,
     nibbles,
+    wide_halves,
 )
 
 HALF_SHIFT: tl.constexpr = tl.constexpr(2.0**64)
@@ -63,9 +64,7 @@ def add_product(
     if PACKED:
         return _add_packed(total, x, factor, there, w, w_scale, rows, w_stride, ws_stride, K, start, GROUP, C, EVEN_K)
     elif KIND == "planes" and ELEMENT == "e2m1" and GROUP == PAIR_PLANE:
-        return _add_planes_of_pairs(
-            total, x, factor, there, w, w_scale, rows, w_stride, ws_stride, K, start, C, W, EVEN_K
-        )
+        return _add_pairs(total, x, factor, there, w, w_scale, rows, w_stride, ws_stride, K, start, C, W, EVEN_K)
     elif KIND == "planes":
         return _add_planes(
             total, x, factor, there, w, w_scale, rows, w_stride, ws_stride, K, start, ELEMENT, GROUP, C, W, EVEN_K
@@ -117,29 +116,35 @@ def _add_planes(
 
 
 @triton.jit
-def _add_planes_of_pairs(
+def _add_pairs(
     total, x, factor, there, w, w_scale, rows, w_stride, ws_stride, K, start,
     C: tl.constexpr, W: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    row, c, j = rows[:, None, None], tl.arange(0, C)[None, :, None], tl.arange(0, W)[None, None, :]
+    """e2m1 in planes of pairs. W words of a strip to a thread, with the strip's scales, which are a word, and as many
+    words of x, in which columns lie in pairs as well."""
+    row, c, q = rows[:, None, None], tl.arange(0, C)[None, :, None], tl.arange(0, W)[None, None, :]
+    word = start // PLANES + c * W
+    strip, j = word // PLANE, word % PLANE
     inside = there
     if not EVEN_K:
-        inside = there & (start + c * STRIP < K)  # strips are stored whole, and so are the scales of one: a word
-    words = tl.load(w + row * w_stride + start // PLANES + c * W + j, mask=inside, other=0, eviction_policy="evict_first")
-    scales_at = w_scale.to(tl.pointer_type(tl.int32)) + row * (ws_stride // 4) + start // STRIP + c
+        inside = there & (strip * STRIP < K)  # strips are stored whole
+    at = tl.max_contiguous(tl.multiple_of(w + row * w_stride + word + q, [1, 1, 4 * W]), [1, 1, W])
+    words = tl.load(at, mask=inside, other=0, eviction_policy="evict_first")
+    scales_at = w_scale.to(tl.pointer_type(tl.int32)) + row * (ws_stride // 4) + strip
     scales = tl.load(scales_at, mask=inside, other=0)
-    columns = x.to(tl.pointer_type(tl.int32))  # two in a word, as of w
+    part = tl.zeros_like(total)
     for plane in tl.static_range(PAIR_PLANES):
-        column = start + c * STRIP + plane * PAIR_PLANE + 2 * j
+        pair = strip * (STRIP // 2) + plane * PLANE + j
         x_inside = there
         if not EVEN_K:
-            x_inside = there & (column < K)
-        a, b = halves(tl.load(columns + column // 2, mask=x_inside, other=0), x.dtype.element_ty)
-        low, high = halves(code_pairs(words, plane), tl.bfloat16)
-        part = low.to(tl.float32) * (a.to(tl.float32) * (factor * HALF_SHIFT))
-        part += high.to(tl.float32) * (b.to(tl.float32) * (factor * HALF_SHIFT))
-        total += part * (decode_scale((scales >> (8 * plane)).to(tl.uint8)) * (E2M1_SHIFT / HALF_SHIFT))
-    return total
+            x_inside = there & (pair + q < K // 2)
+        pair_at = x.to(tl.pointer_type(tl.int32)) + pair + q
+        pair_at = tl.max_contiguous(tl.multiple_of(pair_at, [1, 1, 4 * W]), [1, 1, W])
+        a, b = wide_halves(tl.load(pair_at, mask=x_inside, other=0), x.dtype.element_ty)
+        low, high = wide_halves(lifted_pairs(words, scales, plane), tl.bfloat16)
+        part += low * a
+        part += high * b
+    return total + part * (factor * LIFT)
 
 
 @triton.jit
@@ -197,7 +202,7 @@ def pair_launch(product: ScaledProduct, pair_tile: PairTile, cols: int, rows: in
             tile["BLOCK_N"] //= 2
     step = tile["COLS"]
     if four_bit:
-        width = 1 if packed else PLANE.value
+        width = 1 if packed else 4 if product.in_pairs else PLANE.value
         depth = step // (width * PLANES.value)
     else:
         width = product.group if product.kind in ("mx", "group128") else step
