@@ -15,9 +15,9 @@ from sglang.srt.layers.moe.fused_moe_triton import tiles
 from sglang.srt.layers.moe.fused_moe_triton.tiles import PairTile
 from sglang.tuning.search_space import MoeShape
 
-UNROLLS = (1, 2, 3)
-ROWS = (1,)
-WARPS = (1, 2)
+UNROLLS = (1, 2)
+ROWS = (1, 2, 4)
+WARPS = (1,)
 
 
 def main() -> None:

@@ -121,8 +121,8 @@ def _add_pairs(
     C: tl.constexpr, W: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """e2m1 in planes of pairs. W words of a strip to a thread, with the strip's scales, which are a word, and as many
-    words of x, in which columns lie in pairs as well."""
-    row, c, q = rows[:, None, None], tl.arange(0, C)[None, :, None], tl.arange(0, W)[None, None, :]
+    words of x, in which columns lie in pairs as well. K goes first, for threads to lie along it."""
+    row, c, q = rows[None, :, None], tl.arange(0, C)[:, None, None], tl.arange(0, W)[None, None, :]
     word = start // PLANES + c * W
     strip, j = word // PLANE, word % PLANE
     inside = there
@@ -132,7 +132,7 @@ def _add_pairs(
     words = tl.load(at, mask=inside, other=0, eviction_policy="evict_first")
     scales_at = w_scale.to(tl.pointer_type(tl.int32)) + row * (ws_stride // 4) + strip
     scales = tl.load(scales_at, mask=inside, other=0)
-    part = tl.zeros_like(total)
+    part = tl.zeros_like(words).to(tl.float32)
     for plane in tl.static_range(PAIR_PLANES):
         pair = strip * (STRIP // 2) + plane * PLANE + j
         x_inside = there
@@ -144,7 +144,7 @@ def _add_pairs(
         low, high = wide_halves(lifted_pairs(words, scales, plane), tl.bfloat16)
         part += low * a
         part += high * b
-    return total + part * (factor * LIFT)
+    return total + tl.permute(part * (factor * LIFT), (1, 0, 2))
 
 
 @triton.jit

@@ -130,7 +130,7 @@ PAIR_TILES: Mapping[str, tuple[PairTile, PairTile]] = {
     "int8": (PairTile(256, 256, 4, 1), PairTile(512, 256, 8, 1)),
     "mxfp8": (PairTile(256, 256, 4, 1), PairTile(512, 256, 8, 1)),
     "planes": (PairTile(1024, 1024, 1, 1), PairTile(2048, 256, 4, 4)),
-    "pairs": (PairTile(1024, 1024, 1, 1, 1024), PairTile(1024, 1024, 2, 1, 1024)),
+    "pairs": (PairTile(2048, 1024, 1, 1, 1024), PairTile(4096, 1024, 1, 1, 1024)),
     "packed": (PairTile(512, 512, 4, 1), PairTile(512, 256, 4, 1)),
 }
 """(gate and up, down); "packed": two e2m1 to a byte as published.
