@@ -268,7 +268,8 @@ def few_rows(
 
 def few_launch(product: ScaledProduct, bits: int, cols: int, rows: int) -> dict[str, Any]:
     """Constants of `few_rows_kernel` for a weight [rows, cols]."""
-    return pair_launch(product, FEW_TILES[product.kind, bits], cols, rows)
+    kind = "pairs" if product.in_pairs else product.kind
+    return pair_launch(product, FEW_TILES[kind, bits], cols, rows)
 
 
 def many_rows(

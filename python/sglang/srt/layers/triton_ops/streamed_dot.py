@@ -120,27 +120,25 @@ def _add_pairs(
     total, x, factor, there, w, w_scale, rows, w_stride, ws_stride, K, start,
     C: tl.constexpr, W: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """e2m1 in planes of pairs. W words of a strip to a thread, with the strip's scales, which are a word, and as many
-    words of x, in which columns lie in pairs as well. K goes first, for threads to lie along it."""
+    """e2m1 in planes of pairs. W words of a strip to a thread, with the strip's scales, which are a word, and their
+    columns of x by one load for each plane. K goes first, for threads to lie along it."""
     row, c, q = rows[None, :, None], tl.arange(0, C)[:, None, None], tl.arange(0, W)[None, None, :]
-    word = start // PLANES + c * W
-    strip, j = word // PLANE, word % PLANE
+    strip, j = start // STRIP + c // (PLANE // W), c % (PLANE // W) * W
     inside = there
     if not EVEN_K:
         inside = there & (strip * STRIP < K)  # strips are stored whole
-    at = tl.max_contiguous(tl.multiple_of(w + row * w_stride + word + q, [1, 1, 4 * W]), [1, 1, W])
+    at = w + row * w_stride + strip * PLANE + j + q
     words = tl.load(at, mask=inside, other=0, eviction_policy="evict_first")
     scales_at = w_scale.to(tl.pointer_type(tl.int32)) + row * (ws_stride // 4) + strip
     scales = tl.load(scales_at, mask=inside, other=0)
     part = tl.zeros_like(words).to(tl.float32)
     for plane in tl.static_range(PAIR_PLANES):
-        pair = strip * (STRIP // 2) + plane * PLANE + j
+        column = strip * STRIP + plane * PAIR_PLANE + 2 * j + tl.arange(0, 2 * W)[None, None, :]
         x_inside = there
         if not EVEN_K:
-            x_inside = there & (pair + q < K // 2)
-        pair_at = x.to(tl.pointer_type(tl.int32)) + pair + q
-        pair_at = tl.max_contiguous(tl.multiple_of(pair_at, [1, 1, 4 * W]), [1, 1, W])
-        a, b = wide_halves(tl.load(pair_at, mask=x_inside, other=0), x.dtype.element_ty)
+            x_inside = there & (column < K)
+        columns = tl.load(x + column, mask=x_inside, other=0.0)
+        a, b = tl.split(tl.reshape(columns.to(tl.float32), (C, 1, W, 2)))
         low, high = wide_halves(lifted_pairs(words, scales, plane), tl.bfloat16)
         part += low * a
         part += high * b
