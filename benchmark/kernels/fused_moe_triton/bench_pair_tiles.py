@@ -1,6 +1,6 @@
 """Times of a layer's experts with few tokens for several tiles of PAIR_TILES, beside the grouped products.
 
-    python bench_pair_tiles.py 32,2880,2880,4,mxfp4 [numbers of tokens]
+python bench_pair_tiles.py 32,2880,2880,4,mxfp4 [numbers of tokens]
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ PLANES = 8
 assert PLANE * PLANES == PLANE_COLUMNS
 PAIR_PLANES = 4
 PAIR_BITS = ((9, 2, 1, 0), (13, 6, 5, 4), (3, 12, 11, 10), (15, 8, 7, 14))
-"""Of an e2m1 code in a plane of pairs: where its sign, two exponent bits and mantissa bit lie in a half of the word. One
-shift (of plane 2 a rotation, for which the halves exchange their signs) takes them to those of two bfloat16."""
+"""Of an e2m1 code in a plane of pairs: where its sign, two exponent bits and mantissa bit lie in a half of the word.
+One shift (of plane 2 a rotation, for which the halves exchange their signs) takes them to those of two bfloat16."""
 EXCHANGED_SIGNS = 2
 ZERO_BYTE = {"int4": 0x88, "e2m1": 0}
 """Two nibbles that stand for 0."""

@@ -5,7 +5,8 @@
   "plain"     16-bit floats as they are
   "scaled"    e4m3 or int8 on both sides; one scale a row of x and one a row of w (or one of all, stride 0)
   "group128"  e4m3; one scale per 128 columns of a row of x and per 128x128 of w
-  "planes"    four-bit w in planes of 16 columns, or of 16 pairs of columns (e2m1 in groups of 32), widened to x's type in registers
+  "planes"    four-bit w in planes of 16 columns, or of 16 pairs of columns (e2m1 in groups of 32), widened to x's type
+              in registers
   "mx"        block-scaled matrix instructions on packed operands, where the GPU has them
 
 Reference: `quantization.reference.dequantize` and `round_activation`.
@@ -410,8 +411,8 @@ def _times(pairs, scales):
 
 @triton.jit
 def lifted_pairs(words, scales, plane: tl.constexpr):
-    """The values of a plane, two of each word as bfloat16 divided by LIFT in the halves of an int32. scales: words of four
-    e8m0 each, broadcasting over words."""
+    """The values of a plane, two of each word as bfloat16 divided by LIFT in the halves of an int32. scales: words of
+    four e8m0 each, broadcasting over words."""
     exponent = ((scales + LIFTED_SCALES) >> (8 * plane)) & 0xFF
     return _times(code_pairs(words, plane), tl.broadcast_to(exponent * 0x800080, words.shape))
 
