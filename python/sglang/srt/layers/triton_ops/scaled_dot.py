@@ -443,7 +443,10 @@ def _planes_of_pairs(
     x, x_rows, there, x_stride, w, w_scale, w_rows, w_stride, ws_stride, second, K,
     TWO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
 ):  # fmt: skip
-    x_at = x + x_rows[:, None] * x_stride + tl.arange(0, STRIP)[None, :]
+    # A whole strip at once where registers are left: wgmma takes it from them, and small blocks have few sums.
+    WHOLE: tl.constexpr = SWAP or BLOCK_M == 16
+    COLUMNS: tl.constexpr = STRIP if WHOLE else PAIR_PLANE
+    x_at = x + x_rows[:, None] * x_stride + tl.arange(0, COLUMNS)[None, :]
     w_at = w + w_rows[:, None] * w_stride + tl.arange(0, PLANE)[None, :]
     second_at = w_at + second * w_stride
     # The scales of a strip are a word: small loads would not be on their way while others are multiplied.
@@ -453,14 +456,23 @@ def _planes_of_pairs(
     first = zeros(BLOCK_M, BLOCK_N, tl.float32, SWAP)
     other = first
     for start in range(0, K, STRIP):
-        a = load_rows_there(x_at + start, there, K - start, STRIP, EVEN_K)
         words = tl.load(w_at + start // PLANES)
         scales = tl.load(ws_at + start // STRIP)
         if TWO:
             second_words = tl.load(second_at + start // PLANES)
             second_scales = tl.load(second_ws_at + start // STRIP)
-            other = dot(a, _widened_strip(second_words, second_scales, dtype), other, SWAP)
-        first = dot(a, _widened_strip(words, scales, dtype), first, SWAP)
+        if WHOLE:
+            a = load_rows_there(x_at + start, there, K - start, STRIP, EVEN_K)
+            if TWO:
+                other = dot(a, _widened_strip(second_words, second_scales, dtype), other, SWAP)
+            first = dot(a, _widened_strip(words, scales, dtype), first, SWAP)
+        else:
+            for plane in tl.static_range(PAIR_PLANES):
+                column = start + plane * PAIR_PLANE
+                a = load_rows_there(x_at + column, there, K - column, PAIR_PLANE, EVEN_K)
+                if TWO:
+                    other = dot(a, _widened_plane(second_words, second_scales, plane, dtype), other, SWAP)
+                first = dot(a, _widened_plane(words, scales, plane, dtype), first, SWAP)
     if dtype == tl.bfloat16:
         first, other = first * LIFT, other * LIFT
     return first, other
