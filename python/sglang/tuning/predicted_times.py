@@ -92,12 +92,15 @@ def _linear(op: Linear, arch: ArchTraits) -> Predicted:
     if op.tokens <= FEW_ROWS:
         return Predicted(LAUNCH + _read(op.num_bytes, arch), 0.15, "weights streamed once")
     kind = kind_of(op.scheme, arch)
-    tile = tile_for(kind, op.tokens, arch.features)
+    tile = tile_for(kind, op.tokens, arch.features, op.rows, arch.num_sms)
     record = _linear_record(op, tile, arch)
     if record is None:
         return Predicted(beyond_cache(LAUNCH, op.num_bytes, arch), 0.5, "no record of the tile: the floor")
     blocks = -(-op.tokens // tile["BLOCK_M"])
-    splits = num_splits(op.tokens, blocks * -(-op.rows // tile["BLOCK_N"]), op.cols, arch.num_sms)
+    tiles = blocks * -(-op.rows // tile["BLOCK_N"])
+    splits = 1
+    if tiles <= -(-op.rows // 16):  # as many as `PackedWeight.arrivals` counts
+        splits = num_splits(op.tokens, tiles, op.cols, arch.num_sms, arch.features)
     product = _as_grouped(op, splits, record)
     shared = estimate_blocks(product, op.tokens, tile, record, arch, float(splits), float(blocks * splits))
     assert shared is not None, "the ledger holds no tile that does not fit"
