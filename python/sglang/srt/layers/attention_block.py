@@ -16,6 +16,7 @@ from sglang.srt.layers.layernorm import norm_weight
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_of
 from sglang.srt.layers.ops import OutputGateOp, QKNormRopeStoreOp, QKWholeNormOp, ValueNormOp
 from sglang.srt.layers.parameter import Init, Part, Scope
+from sglang.srt.layers.quantization.quantized_rows import Rows
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.weight_names import PartKey
 
@@ -76,6 +77,7 @@ class GQAttention:
         if spec.output_gate:
             projections = _with_gates(projections, heads, dim)
         self.qkv = ColumnParallelLinear(scope.sub("qkv"), hidden_size, projections, spec.qkv_bias)
+        self.row_form = self.qkv.row_form
         self.o = RowParallelLinear(
             scope.sub("o"), spec.num_heads * dim, hidden_size, spec.o_bias, group=scope.groups.attention
         )
@@ -121,7 +123,7 @@ class GQAttention:
     def leave_sum(self) -> Group | None:
         return self.o.leave_sum()
 
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def __call__(self, x: Rows, batch: ForwardBatch) -> torch.Tensor:
         cache = self.cache
         positions, cos_sin = self.rotary.at(batch.positions)
         qkv = gates = self.qkv(x)

@@ -14,6 +14,7 @@ import torch
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.ops import LinearOp
 from sglang.srt.layers.parameter import Apply, Init, Part, Scope, Shard
+from sglang.srt.layers.quantization.quantized_rows import RowForm, Rows, values_of
 from sglang.srt.plan.weight_names import PartKey
 
 
@@ -23,7 +24,7 @@ class Unquantized:
     def create_weights(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
         weight = self._stacked(scope, shards)
         linear: LinearOp = scope.plan.entry("linear")
-        return lambda x: linear(x, weight, bias)
+        return lambda x: linear(values_of(x), weight, bias)
 
     def create_head(self, scope: Scope, shard: Shard) -> Apply | None:
         return None
@@ -74,8 +75,9 @@ class ColumnParallelLinear:
             shards.append(Shard(part, out, in_features, rows, whole, pieces[part]))
             pieces[part] += 1
         self.apply = scope.quant.create_weights(scope, shards, _stacked_bias(scope, shards) if bias else None)
+        self.row_form: RowForm | None = getattr(self.apply, "row_form", None)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Rows) -> torch.Tensor:
         return self.apply(x)
 
 

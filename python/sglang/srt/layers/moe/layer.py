@@ -23,6 +23,7 @@ from sglang.srt.layers.moe.topk import TopK
 from sglang.srt.layers.ops import FusedMoEOp
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.quantization.experts import Experts, ExpertSizes
+from sglang.srt.layers.quantization.quantized_rows import RowForm, Rows, row_form, values_of
 from sglang.srt.plan.feed_forward import Dense, MoE, Shared, up_parts
 
 if TYPE_CHECKING:
@@ -60,6 +61,10 @@ class MoELayer:
         self.experts = Experts(scope, sizes, spec.activation.linear_in_up)
         self.products: FusedMoEOp = scope.plan.entry("fused_moe")
         self.features = scope.plan.arch.features
+        self.row_form: RowForm | None = None
+        if self.experts.quant is not None and not spec.latent_size:
+            choice = scope.plan.choices["fused_moe"]
+            self.row_form = row_form(choice, self.experts.quant.format, scope.plan.arch)
         self.tuned = _tuned_tiles(scope, sizes, self.experts.quant)
         self.latent: tuple[ReplicatedLinear, ReplicatedLinear] | None = None
         if spec.latent_size:
@@ -71,8 +76,8 @@ class MoELayer:
         if spec.shared is not None and not fused:
             self.shared = SharedExpert(scope, hidden_size, spec.shared, spec.activation)
 
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
-        weights, ids = self.route(x, batch)
+    def __call__(self, x: Rows, batch: ForwardBatch | None = None) -> torch.Tensor:
+        weights, ids = self.route(values_of(x), batch)
         out = self.routed(x, weights, ids)
         if self.shared is not None:
             out = out + self.shared(x)
@@ -85,13 +90,13 @@ class MoELayer:
         self.reduce = False
         return self.group
 
-    def routed(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def routed(self, x: Rows, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The chosen experts' outputs by their weights [T, k]: this rank's summand of [T, H]."""
         w13, w2 = self.experts.w13, self.experts.w2
         tiles = None
         if self.tuned is not None:
             tiles = self.tuned.for_launch(-(-ids.shape[0] // self.ep_size), ids.shape[1])
-        rows = x if self.latent is None else self.latent[0](x)
+        rows = x if self.latent is None else self.latent[0](values_of(x))
         out = self.products(rows, w13, w2, weights, ids, self.activation, tiles, self.features)
         # What comes behind is linear: of each rank's summand.
         return out if self.latent is None else self.latent[1](out)
@@ -109,9 +114,9 @@ class SharedExpert:
             in_16_bits = replace(scope.sub("shared_gate"), quant=Unquantized())
             self.gate = ReplicatedLinear(in_16_bits, hidden_size, 1)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Rows) -> torch.Tensor:
         out = self.mlp(x)
-        return out if self.gate is None else out * self.gate(x).sigmoid()
+        return out if self.gate is None else out * self.gate(values_of(x)).sigmoid()
 
 
 def _tuned_tiles(scope: Scope, sizes: ExpertSizes, quant: ModuleQuant | None) -> TunedTiles | None:

@@ -20,6 +20,7 @@ from sglang.srt.layers.ops import QuantizedLinearOp, QuantizedProduct
 from sglang.srt.layers.parameter import FLOATS, Apply, Convert, Fill, Param, Part, Scope, Shard, constant, random_codes
 from sglang.srt.layers.quantization.layout import Leaf, layout_of
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
+from sglang.srt.layers.quantization.quantized_rows import Rows, row_form
 from sglang.srt.layers.quantization.stored import (
     DUMMY_INPUT_SCALE,
     dummy_scale,
@@ -73,6 +74,7 @@ class QuantizedLinear:
     ) -> None:
         self.bind: QuantizedLinearOp = scope.plan.entry(f"linear/{quant.scheme}")
         self.arch = scope.plan.arch
+        self.row_form = row_form(scope.plan.choices[f"linear/{quant.scheme}"], weight.scheme, self.arch)
         self.weight: LinearWeight | None = weight
         self.bias, self.out_dtype = bias, out_dtype
         self.run: QuantizedProduct | None = None
@@ -85,7 +87,7 @@ class QuantizedLinear:
         self.run = self.bind(self.weight, self.arch)
         self.weight = None  # the kernel's now
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Rows) -> torch.Tensor:
         assert self.run is not None, "the weights are not loaded"
         return self.run(x, self.bias, self.out_dtype)
 
