@@ -93,7 +93,7 @@ class ServerArgs:
     mamba_full_memory_ratio: float | None = option(
         None,
         MEMORY,
-        "Memory of these states over that of the KV cache, instead of what half of the memory allows; above 0.",
+        "Memory of these states over that of the KV cache; above 0. None: states for conversations of 4,096 tokens.",
     )
     kv_cache_dtype: str = option(
         "auto", MODEL, "Type of the KV cache.", choices=("auto", "bf16", "fp8_e4m3", "fp8_e5m2")
