@@ -64,7 +64,7 @@ class GQAttention:
         if spec.output_gate:
             projections = _with_gates(projections, heads, dim)
         self.qkv = ColumnParallelLinear(scope.sub("qkv"), hidden_size, projections, spec.qkv_bias)
-        self.row_form = self.qkv.row_form
+        self.row_format = self.qkv.row_format
         self.o = RowParallelLinear(scope.sub("o"), q_rows, hidden_size, spec.o_bias, group=group)
         self.q_norm = self.k_norm = None
         self.whole_norm: WholeNorm | None = None

@@ -14,7 +14,7 @@ import torch
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.ops import LinearOp
 from sglang.srt.layers.parameter import Apply, Init, Part, Scope, Shard, zeroed_behind
-from sglang.srt.layers.quantization.quantized_rows import RowForm, Rows, values_of
+from sglang.srt.layers.quantization.quantized_rows import RowFormat, Rows, values_of
 from sglang.srt.plan.ranks import Share, share_in_rooms, whole
 from sglang.srt.plan.weight_names import PartKey
 
@@ -72,7 +72,7 @@ class ColumnParallelLinear:
             shards.append(Shard(part, rows, whole(in_features), pieces[part]))
             pieces[part] += 1
         self.apply = scope.quant.create_weights(scope, shards, _stacked_bias(scope, shards) if bias else None)
-        self.row_form: RowForm | None = getattr(self.apply, "row_form", None)
+        self.row_format: RowFormat | None = getattr(self.apply, "row_format", None)
 
     def __call__(self, x: Rows) -> torch.Tensor:
         return self.apply(x)

@@ -31,7 +31,7 @@ class GatedMLP:
         self.gate_up = ColumnParallelLinear(scope.sub("gate_up"), hidden_size, halves, spec.bias)
         self.down = RowParallelLinear(scope.sub("down"), share, hidden_size, spec.bias, reduce)
         self.activation = gate_of(scope, spec.activation)
-        self.row_form = self.gate_up.row_form
+        self.row_format = self.gate_up.row_format
 
     def leave_sum(self) -> Group | None:
         return self.down.leave_sum()

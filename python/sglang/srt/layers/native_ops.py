@@ -45,9 +45,9 @@ def quantized_linear(weight: LinearWeight, arch: ArchTraits | None = None) -> Qu
     """(x [..., K], bias [N] or None) -> [..., N], with the weight [N, K] dequantized for each product. Activations stay
     as they are: their quantization serves matrix units that a CPU does not have."""
 
-    def run(rows: Rows, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-        x = values_of(rows)
-        return linear(x, weight.dequantized().to(x.dtype), bias, out_dtype)
+    def run(x: Rows, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        values = values_of(x)
+        return linear(values, weight.dequantized().to(values.dtype), bias, out_dtype)
 
     return run
 

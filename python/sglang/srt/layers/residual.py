@@ -14,7 +14,7 @@ import torch
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.parameter import Init, Scope
-from sglang.srt.layers.quantization.quantized_rows import RowForm, Rows, values_of
+from sglang.srt.layers.quantization.quantized_rows import RowFormat, Rows, values_of
 from sglang.srt.plan.layer_spec import Sum
 from sglang.srt.plan.model_description import ModelDescription
 
@@ -26,7 +26,7 @@ MIXER, FFN, INPUTS = "input_norm", "mlp_norm", "inputs"
 
 
 class Block(Protocol):
-    """x [T, H], batch -> [T, H]. A block whose `row_form` is not None also takes x with that quantized form."""
+    """x [T, H], batch -> [T, H]. A block whose `row_format` is not None also takes x so."""
 
     def __call__(self, x: Rows, batch: ForwardBatch) -> torch.Tensor: ...
 
@@ -70,9 +70,9 @@ class SumStream:
         self.total: torch.Tensor | None = None
         self.group: Group | None = None
 
-    def normed(self, norm: RMSNorm, form: RowForm | None = None) -> Rows:
-        """Adds up what there is, and norms it; rows that are many also come quantized as `form` says."""
-        normed, self.total = norm.quantized(self.added, self.total, form, self.group)
+    def normed(self, norm: RMSNorm, wanted: RowFormat | None = None) -> Rows:
+        """Adds up what there is, and norms it; rows that are many also come as `wanted` says."""
+        normed, self.total = norm.quantized(self.added, self.total, wanted, self.group)
         self.group = None
         return normed
 
@@ -86,21 +86,21 @@ class SumStream:
 
 class SumJoin:
     """Without `norm` the block takes the stream as it is. `scale` [1] multiplies the stream behind the block. By
-    `attach`: with `group` the block gives a summand of each rank of it, and it takes rows quantized as `form` says."""
+    `attach`: with `group` the block gives a summand of each rank of it, and it takes rows in `row_format`."""
 
     def __init__(self, norm: RMSNorm | None, norm_after: RMSNorm | None, scale: torch.Tensor | None = None) -> None:
         self.norm, self.norm_after, self.scale = norm, norm_after, scale
         self.group: Group | None = None
-        self.form: RowForm | None = None
+        self.row_format: RowFormat | None = None
 
     def attach(self, block: Block) -> None:
-        self.form = getattr(block, "row_form", None)
+        self.row_format = getattr(block, "row_format", None)
         # What comes between the sum and the next norm needs the sum.
         if self.norm_after is None and self.scale is None:
             self.group = block.leave_sum()
 
     def before(self, stream: SumStream) -> Rows:
-        return stream.summed() if self.norm is None else stream.normed(self.norm, self.form)
+        return stream.summed() if self.norm is None else stream.normed(self.norm, self.row_format)
 
     def after(self, stream: SumStream, out: torch.Tensor) -> None:
         stream.group = self.group

@@ -18,7 +18,7 @@ from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import fused_moe
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, tile
 from sglang.srt.layers.quantization import quantized_rows
-from sglang.srt.layers.quantization.quantized_rows import QuantizedRows, RowForm
+from sglang.srt.layers.quantization.quantized_rows import QuantizedRows, RowForm, RowFormat
 from sglang.srt.layers.residual import SumJoin, SumStream
 from sglang.srt.layers.triton_ops import linear_tiles, norm, quant_linear
 from sglang.srt.layers.triton_ops.norm_quantize import add_rmsnorm_quantize
@@ -87,7 +87,7 @@ class Block:
     """Looks at its input."""
 
     def __init__(self, form: RowForm | None) -> None:
-        self.row_form = form
+        self.row_format = None if form is None else RowFormat(form)
 
     def leave_sum(self) -> None:
         return None

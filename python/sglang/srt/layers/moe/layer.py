@@ -8,6 +8,7 @@ and scattering sums, in half as many collectives (docs/parallelism.md).
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,11 +20,12 @@ from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.linear import ReplicatedLinear, Unquantized
 from sglang.srt.layers.mlp import GatedMLP
 from sglang.srt.layers.moe.fused_moe_triton.config_files import TunedTiles, lookup
+from sglang.srt.layers.moe.fused_moe_triton.tiles import few_pairs
 from sglang.srt.layers.moe.topk import TopK
 from sglang.srt.layers.ops import FusedMoEOp
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.quantization.experts import Experts, ExpertSizes
-from sglang.srt.layers.quantization.quantized_rows import RowForm, Rows, row_form, values_of
+from sglang.srt.layers.quantization.quantized_rows import LEAST_ROWS, RowFormat, Rows, row_format, values_of
 from sglang.srt.plan.feed_forward import MoE, Shared, up_parts
 
 if TYPE_CHECKING:
@@ -61,10 +63,7 @@ class MoELayer:
         self.experts = Experts(scope, sizes, spec.activation.linear_in_up)
         self.products: FusedMoEOp = scope.plan.entry("fused_moe")
         self.features = scope.plan.arch.features
-        self.row_form: RowForm | None = None
-        if self.experts.quant is not None and not spec.latent_size:
-            choice = scope.plan.choices["fused_moe"]
-            self.row_form = row_form(choice, self.experts.quant.format, scope.plan.arch)
+        self.row_format = None if spec.latent_size else self._row_format(scope, spec)
         self.tuned = _tuned_tiles(scope, sizes, self.experts.quant)
         self.latent: tuple[ReplicatedLinear, ReplicatedLinear] | None = None
         if spec.latent_size:
@@ -75,6 +74,15 @@ class MoELayer:
         self.shared: SharedExpert | None = None
         if spec.shared is not None and not fused:
             self.shared = SharedExpert(scope, hidden_size, spec.shared, spec.activation)
+
+    def _row_format(self, scope: Scope, spec: MoE) -> RowFormat | None:
+        """Rows whose experts are computed pair by pair stay in 16 bits."""
+        quant, extra = self.experts.quant, spec.fused_shared
+        found = quant and row_format(scope.plan.choices["fused_moe"], quant.format, scope.plan.arch)
+        if not found:
+            return None
+        pairs, experts = spec.top_k + extra, spec.num_experts + extra
+        return replace(found, least=next(t for t in count(LEAST_ROWS) if not few_pairs(t * pairs, experts)))
 
     def __call__(self, x: Rows, batch: ForwardBatch | None = None) -> torch.Tensor:
         weights, ids = self.route(values_of(x), batch)

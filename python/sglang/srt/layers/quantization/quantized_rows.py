@@ -14,10 +14,18 @@ from sglang.srt.kernels.spec import Choice
 if TYPE_CHECKING:
     from sglang.srt.hardware.arch import ArchTraits
 
-LEAST_ROWS = 3
-"""Fewer are multiplied in 16 bits."""
 RowForm = Literal["token", "group128"]
 """e4m3 with one scale a row, or one for 128 columns of a row; as `Scheme.activation`."""
+LEAST_ROWS = 3
+"""Fewer are multiplied in 16 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """What products take x in, from `least` rows on; fewer they take in 16 bits."""
+
+    form: RowForm
+    least: int = LEAST_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +47,11 @@ def values_of(x: Rows) -> torch.Tensor:
     return x.values if isinstance(x, QuantizedRows) else x
 
 
-def row_form(choice: Choice, scheme: Scheme | None, arch: ArchTraits) -> RowForm | None:
+def row_format(choice: Choice, scheme: Scheme | None, arch: ArchTraits) -> RowFormat | None:
     """What the chosen kernel takes many rows in, if a norm can make it. `scheme`: of its weights in memory."""
     if choice.spec.package != "triton" or scheme is None or scheme.element != "e4m3":
         return None
     from sglang.srt.layers.triton_ops.scaled_dot import product_of
 
     activation = product_of(scheme, arch.features).activation
-    return activation if activation in ("token", "group128") else None  # type: ignore[return-value]
+    return RowFormat(activation) if activation in ("token", "group128") else None  # type: ignore[arg-type]
