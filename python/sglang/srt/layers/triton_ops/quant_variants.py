@@ -248,3 +248,6 @@ def _norm_quantize() -> Iterator[Variant]:
             key = f"norm/{form}/{launch['BLOCK']}"
             kernel = norm_quantize.add_rmsnorm_quantize_kernel
             yield describe("quantize_activation", key, kernel, types, {}, launch, sizes)
+            widened = types | {"weight": "*fp32"}
+            row = describe("quantize_activation", f"{key}/fp32", kernel, widened, {}, launch, sizes)
+            yield replace(row, form_only=True)
