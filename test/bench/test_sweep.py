@@ -127,7 +127,7 @@ def test_the_page_holds_everything_it_needs(measured: list[argparse.Namespace], 
     assert loaded == [] and text.count("Plotly.newPlot(") >= 2 * len(report.CHARTS)
     for title, *_ in report.CHARTS:
         assert text.count(f'"text":"{title}"') == 2, "a chart for each pair of lengths"
-    assert "10 tokens in, 2 out" in text and "11.5 (11.0 to 12.0)" in text
+    assert "10 tokens in, 2 out" in text and "11.5 <span>(11.0 to 12.0)</span>" in text
     assert text.count("sglang bench serving") == 16
 
 

@@ -149,6 +149,9 @@ class ServerArgs:
         minimum=1,
     )
     disable_custom_all_reduce: bool = option(False, PARALLEL, "Let the GPUs exchange data through NCCL alone.")
+    enable_flashinfer_allreduce_fusion: bool = option(
+        False, PARALLEL, "Add up, where a norm follows, with FlashInfer's kernel, if it is installed and can."
+    )
     nnodes: int = option(1, PARALLEL, "Machines.", minimum=1)
     node_rank: int = option(0, PARALLEL, "Index of this machine.", minimum=0)
 

@@ -251,7 +251,7 @@ def _attention_sizes(
     in_pool = cost.tokens_in(max(0, pool_limit)) // sizes.page_size
     mixers = [layer.mixer for layer in model.layers]
     return AttentionSizes(
-        num_heads=max(mixer.num_heads for mixer in mixers) // sizes.ranks.tp_size,
+        num_heads=-(-max(mixer.num_heads for mixer in mixers) // sizes.ranks.tp_size),
         v_head_dim=max(mixer.value_dim for mixer in mixers),
         num_sms=num_sms,
         max_running_requests=sizes.max_running_requests,

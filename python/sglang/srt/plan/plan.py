@@ -17,6 +17,7 @@ from sglang.srt.kernels.launch import TileLadder
 from sglang.srt.kernels.ledger_file import Ledger, tile_key
 from sglang.srt.kernels.resolve import installed_packages, resolve
 from sglang.srt.kernels.spec import Choice, Need, PeerLinks, Tile
+from sglang.srt.kernels.tables import FLASHINFER_FUSION
 from sglang.srt.plan import defaults
 from sglang.srt.plan.caches import CacheGroup, cache_groups, row_tables
 from sglang.srt.plan.kv_spec import kv_cache_dtype
@@ -196,7 +197,7 @@ def make_plan(
     description = describe_served_model(args, model)
     serving = serving_of(args, model.dtype, model.quantization)
     needs = tuple(
-        replace(need, links=links) if need.op == "all_reduce" else need for need in needs_of(description, serving)
+        _with_links(args, need, links) if need.op == "all_reduce" else need for need in needs_of(description, serving)
     )
     choices = choose(args, needs, arch, installed_packages() if packages is None else packages)
     _check_servable(description, serving)
@@ -228,6 +229,11 @@ def make_plan(
         warnings=tuple(capacity.notes + _token_notes(args, tokens)),
         errors=_check_pool(args, capacity, model.context_len, arch.device != "cpu"),
     )
+
+
+def _with_links(args: ServerArgs, need: Need, links: PeerLinks | None) -> Need:
+    asked = {FLASHINFER_FUSION} if args.enable_flashinfer_allreduce_fusion else set()
+    return replace(need, links=links, traits=need.traits | asked)
 
 
 def describe_served_model(args: ServerArgs, model: ModelConfig) -> ModelDescription:
