@@ -3,8 +3,9 @@
     python benchmark/grammar/bench_grammar.py [--concurrency 32] [--rounds 5] [--model-path DIR] [server flags]
 
 Every request generates the same number of tokens. Runs with a grammar and runs without take turns; a share is the
-median over the rounds of what a run with one reaches of the plain runs before and after it. Pauses are the times between two
-pieces of a stream of plain requests, alone and while grammars are sent that take long to compile or to follow.
+median over the rounds of what a run with one reaches of the plain runs before and after it. Pauses are the times
+between two pieces of a stream of plain requests, alone and while grammars are sent that take long to compile or to
+follow.
 """
 
 from __future__ import annotations
