@@ -103,13 +103,13 @@ def launch_all(model: ModelDescription, tp_size: int, arch: ArchTraits, done: se
 
 def _feed_forward(once: Callable[..., None], block: FeedForward, hidden: int, tp_size: int, arch: ArchTraits) -> None:
     if isinstance(block, Dense):
-        once(_gate, block.activation, block.intermediate_size // tp_size)
+        once(_gate, block.activation, block.room(tp_size))
     elif isinstance(block, PerLayerEmbedding):
         once(_gate, block.activation, block.size)
     elif isinstance(block, MoE):
         once(_routing, block.router, block.num_experts, block.fused_shared, block.vocab_size)
         if block.shared is not None and not block.fused_shared:
-            once(_gate, block.activation, block.shared.intermediate_size // tp_size)
+            once(_gate, block.activation, block.shared.dense(block.activation).room(tp_size))
         for sizes in _expert_layers(block, hidden, tp_size):
             once(_experts, *sizes, block.activation, block.bias, arch)
 

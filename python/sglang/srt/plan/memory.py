@@ -50,6 +50,11 @@ class Sizes:
     row_tables: int = 1
     checkpoints: int = 0
 
+    @property
+    def state_rows(self) -> int:
+        """One a request slot, of which 0 is padding, and the checkpoints."""
+        return self.max_running_requests + 1 + self.checkpoints
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
@@ -146,7 +151,25 @@ def graph_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
     return records + results + activation_bytes(model, dtype, decode[-1] + tokens, sizes.ranks)
 
 
-def plan_gpu_memory(
+@dataclass(frozen=True, slots=True)
+class FixedMemory:
+    """What a rank needs beside weights and caches."""
+
+    tables: int
+    activations: int
+    logits: int
+    graphs: int
+    reserve: int
+    rotary: int
+    penalties: int
+    attention: int
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+
+def fixed_memory(
     model: ModelDescription,
     dtype: str,
     weights: int,
@@ -155,43 +178,66 @@ def plan_gpu_memory(
     cost: CacheCost,
     choices: Mapping[str, Choice],
     num_sms: int,
+) -> FixedMemory:
+    """On a GPU."""
+    return FixedMemory(
+        tables=table_bytes(sizes),
+        activations=activation_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks),
+        logits=logits_bytes(model, sizes.max_running_requests),
+        graphs=graph_bytes(model, dtype, sizes),
+        reserve=_LIBRARY_RESERVE + available // 100 + (_COLLECTIVE_RESERVE if sizes.ranks.tp_size > 1 else 0),
+        rotary=rotary_bytes(model, sizes.context_len),
+        penalties=penalty_bytes(model, sizes),
+        attention=attention_bytes(choices, _attention_sizes(model, sizes, num_sms, available - weights, cost)),
+    )
+
+
+def cache_room(weights: int, available: int, fixed: FixedMemory, fraction: float | None) -> int:
+    """Bytes of all caches, states included: what everything else leaves, or with `fraction` (--mem-fraction-static)
+    what that leaves. Below 0 where even the weights do not fit."""
+    if fraction is None:
+        return available - fixed.total - weights
+    allocated_first = fixed.tables + fixed.rotary + fixed.attention
+    return min(int(available * fraction), available - allocated_first) - weights
+
+
+def cpu_cache_room(weights: int, available: int) -> int:
+    """The same in main memory, where caches are modest."""
+    return int((available - weights) * CPU_KV_SHARE)
+
+
+def plan_gpu_memory(
+    weights: int,
+    available: int,
+    sizes: Sizes,
+    cost: CacheCost,
+    fixed: FixedMemory,
     fraction: float | None,
     most_tokens: int,
     more_ranks: RankLayout | None = None,
 ) -> tuple[MemoryPlan, Pools]:
-    """Caches get what everything else leaves, or with `fraction` (--mem-fraction-static) what that leaves, for at most
-    `most_tokens`.
+    """Pools of tokens get what states leave of the room for caches, for at most `most_tokens`.
 
     `more_ranks`: the next layout that the model can be divided over, for advice. Raises UserError if the weights do
     not fit.
     """
-    tables = table_bytes(sizes)
-    activations = activation_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks)
-    logits = logits_bytes(model, sizes.max_running_requests)
-    graphs = graph_bytes(model, dtype, sizes)
-    reserve = _LIBRARY_RESERVE + available // 100 + (_COLLECTIVE_RESERVE if sizes.ranks.tp_size > 1 else 0)
-    rotary, penalties = rotary_bytes(model, sizes.context_len), penalty_bytes(model, sizes)
-    attention = attention_bytes(choices, _attention_sizes(model, sizes, num_sms, (available - weights), cost))
-    states = (sizes.max_running_requests + 1 + sizes.checkpoints) * cost.state_bytes
-    others = tables + activations + logits + graphs + reserve + rotary + penalties + attention
-    static = available - others if fraction is None else int(available * fraction)
-    pools = static - weights - states
+    states = sizes.state_rows * cost.state_bytes
+    pools = cache_room(weights, available, fixed, fraction) - states
     if pools <= 0:
-        raise UserError(_do_not_fit(weights, states, available, others, fraction, more_ranks))
-    pools = min(pools, available - weights - states - tables - rotary - attention)
+        raise UserError(_do_not_fit(weights, states, available, fixed.total, fraction, more_ranks))
     split = plan_pools(cost, pools, sizes.page_size, most_tokens)
     memory = MemoryPlan(
         available,
         weights,
         split.token_bytes,
-        tables,
-        activations,
-        logits,
-        graphs,
-        reserve,
-        rotary=rotary,
-        penalties=penalties,
-        attention=attention,
+        fixed.tables,
+        fixed.activations,
+        fixed.logits,
+        fixed.graphs,
+        fixed.reserve,
+        rotary=fixed.rotary,
+        penalties=fixed.penalties,
+        attention=fixed.attention,
         states=states,
         windows=split.window_bytes,
     )
@@ -205,7 +251,7 @@ def _attention_sizes(
     in_pool = cost.tokens_in(max(0, pool_limit)) // sizes.page_size
     mixers = [layer.mixer for layer in model.layers]
     return AttentionSizes(
-        num_heads=max(mixer.num_heads for mixer in mixers) // sizes.ranks.tp_size,
+        num_heads=-(-max(mixer.num_heads for mixer in mixers) // sizes.ranks.tp_size),
         v_head_dim=max(mixer.value_dim for mixer in mixers),
         num_sms=num_sms,
         max_running_requests=sizes.max_running_requests,
@@ -227,7 +273,7 @@ def plan_cpu_memory(
 ) -> tuple[MemoryPlan, Pools]:
     """A modest share of main memory, unless --max-total-tokens asks for another size. Raises UserError."""
     tables, rotary = table_bytes(sizes), rotary_bytes(model, sizes.context_len)
-    states = (sizes.max_running_requests + 1 + sizes.checkpoints) * cost.state_bytes
+    states = sizes.state_rows * cost.state_bytes
     fixed = weights + tables + rotary + states
     if fixed >= available:
         raise UserError(

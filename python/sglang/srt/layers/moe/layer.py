@@ -23,7 +23,7 @@ from sglang.srt.layers.moe.topk import TopK
 from sglang.srt.layers.ops import FusedMoEOp
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.quantization.experts import Experts, ExpertSizes
-from sglang.srt.plan.feed_forward import Dense, MoE, Shared, up_parts
+from sglang.srt.plan.feed_forward import MoE, Shared, up_parts
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
@@ -101,8 +101,7 @@ class SharedExpert:
     """[T, H] -> this rank's summand of [T, H]."""
 
     def __init__(self, scope: Scope, hidden_size: int, spec: Shared, activation: Activation) -> None:
-        dense = Dense(spec.intermediate_size, activation=activation)
-        self.mlp = GatedMLP(scope.sub("shared"), hidden_size, dense, reduce=False)
+        self.mlp = GatedMLP(scope.sub("shared"), hidden_size, spec.dense(activation), reduce=False)
         self.gate: ReplicatedLinear | None = None
         if spec.gated:
             # One output is too little to quantize, whatever the checkpoint's rules say of the name.
