@@ -22,8 +22,8 @@ from sglang.embedded import DEFAULT_MODEL_PATH
 
 START_LIMIT_S = 240
 END_LIMIT_S = 60
-CHILDREN = ("TP0", "TP1", "detokenizer")
-"""In the order in which the server starts them."""
+CHILDREN = {"--tp-size": ("TP0", "TP1", "detokenizer"), "--pp-size": ("PP0 TP0", "PP1 TP0", "detokenizer")}
+"""Of two ranks, in the order in which the server starts them."""
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -72,12 +72,12 @@ def running(pid: int) -> bool:
 
 
 @contextmanager
-def server(folder: Path) -> Iterator[Server]:
+def server(folder: Path, shared: str = "--tp-size") -> Iterator[Server]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     log = folder / "log"
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", DEFAULT_MODEL_PATH, "--device", "cpu"]
-    command += ["--tp-size", "2", "--max-total-tokens", "4096", "--port", str(port), "--watchdog-timeout", "4"]
+    command += [shared, "2", "--max-total-tokens", "4096", "--port", str(port), "--watchdog-timeout", "4"]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:
@@ -86,7 +86,7 @@ def server(folder: Path) -> Iterator[Server]:
         spawned = [
             pid for pid in descendants(process.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]
-        yield Server(process, port, log, dict(zip(CHILDREN, spawned, strict=False)))
+        yield Server(process, port, log, dict(zip(CHILDREN[shared], spawned, strict=False)))
     finally:
         process.kill()
         process.wait()
@@ -97,6 +97,7 @@ def server(folder: Path) -> Iterator[Server]:
     [
         ("TP0", signal.SIGKILL, False, "the scheduler TP0 process died (killed by SIGKILL)"),
         ("TP1", signal.SIGKILL, True, "the scheduler TP1 process died (killed by SIGKILL)"),
+        ("PP0 TP0", signal.SIGKILL, True, "the scheduler PP0 TP0 process died (killed by SIGKILL)"),
         ("detokenizer", signal.SIGKILL, True, "the detokenizer process died (killed by SIGKILL)"),
         ("TP0", signal.SIGSTOP, False, "the scheduler TP0 process does not answer (--watchdog-timeout 4)"),
         ("TP1", signal.SIGSTOP, True, "the scheduler TP1 process does not answer (--watchdog-timeout 4)"),
@@ -106,7 +107,7 @@ def server(folder: Path) -> Iterator[Server]:
 )
 def test_all_end_with_one(name: str, sent: signal.Signals, busy: bool, said: str, tmp_path: Path) -> None:
     before = set(SHARED_MEMORY.iterdir())
-    with server(tmp_path) as run:
+    with server(tmp_path, "--pp-size" if "PP" in name else "--tp-size") as run:
         if busy:
             run.generate_forever()
         everyone = [run.process.pid, *descendants(run.process.pid)]

@@ -115,6 +115,36 @@ def test_neighbours_share_the_dims_of_their_experts() -> None:
     assert all(g.experts is g.tp and g.attention is g.tp and g.tp.rank == r for r, g in enumerate(groups))
 
 
+def test_stages_have_groups_of_their_own() -> None:
+    """TP 2 x PP 3: ranks 0 and 1 are the first stage; rank 4, the first of the last one, answers."""
+    layout = RankLayout(2, 2, 3)
+    groups = [groups_of(layout, rank) for rank in range(layout.world_size)]
+    assert [(g.tp.rank, g.tp.size, g.pp.rank, g.pp.size) for g in groups] == [(r % 2, 2, r // 2, 3) for r in range(6)]
+    assert [(g.ep.rank, g.expert_tp.size) for g in groups] == [(r % 2, 1) for r in range(6)]
+    assert layout.leader == 4 and layout.name(4) == "PP2 TP0" and RankLayout(2).name(1) == "TP1"
+
+
+def _stage_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    layout = RankLayout(pp_size=3)
+    pp = parallel_state.init(layout, rank, "gloo", f"file://{folder}/rendezvous").pp
+    assert parallel_state.is_leader() == (rank == 2) and (parallel_state.tp_size(), parallel_state.num_ranks()) == (
+        1,
+        3,
+    )
+    x = torch.full((2, 3), 1.0) if pp.rank == 0 else pp.receive_from_previous(torch.empty(2, 3))
+    if pp.rank < 2:
+        pp.send_to_next(x + 1)
+    assert pp.from_last(x).tolist() == [[3.0] * 3] * 2
+    assert parallel_state.broadcast_bytes(b"said" if rank == 2 else None) == b"said", "by the leader"
+    assert parallel_state.least(5 - rank) == 3
+    parallel_state.shutdown()
+
+
+def test_what_is_handed_from_stage_to_stage(tmp_path: Path) -> None:
+    mp.spawn(_stage_rank, (str(tmp_path),), nprocs=3)
+
+
 def test_runs_that_do_not_divide_cover_everything_once() -> None:
     for total in (1, 5, 8, 160):
         for size in (1, 2, 3, 6):
