@@ -1,5 +1,5 @@
-"""Decode, prefill and mixed steps through the padded static inputs of the graphs, against the same steps launched as they are.
-A graph is replaced by its step here, so that a CPU can tell whether the padding changes a token."""
+"""Decode, prefill and mixed steps through the padded static inputs of the graphs, against the same steps launched as
+they are. A graph is replaced by its step here, so that a CPU can tell whether the padding changes a token."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class WatchedRunner:
             changed |= set(step.table_update.state_targets.tolist())
         for old, new in zip(before, self.states, strict=True):
             others = [row for row in range(new.shape[1]) if row not in changed]
-            assert torch.equal(old[:, others], new[:, others]), "a step changed the state of a request that is not in it"
+            assert torch.equal(old[:, others], new[:, others]), "a step changed a state of another request"
             self.padded_steps += not torch.equal(old[:, 0], new[:, 0])
         return launched
 
