@@ -88,7 +88,9 @@ class WatchedRunner:
             changed |= set(step.table_update.state_targets.tolist())
         for old, new in zip(before, self.states, strict=True):
             others = [row for row in range(new.shape[1]) if row not in changed]
-            assert torch.equal(old[:, others], new[:, others]), "a step changed a state of another request"
+            assert torch.equal(old[:, others], new[:, others]), (
+                "a step changed the state of a request that is not in it"
+            )
             self.padded_steps += not torch.equal(old[:, 0], new[:, 0])
         return launched
 
