@@ -90,8 +90,10 @@ FEW_TILES: Mapping[tuple[str, int], PairTile] = {
     ("mx", 8): PairTile(256, 256, 8, 1),
     ("mx", 4): PairTile(1024, 512, 4, 1),
     ("planes", 4): PairTile(1024, 1024, 4, 1),
+    ("pairs", 4): PairTile(2048, 1024, 2, 1, 1024),
 }
-"""By kind and bits of a weight, without matrix instructions. Small, as those of few pairs of experts, and why."""
+"""By kind ("pairs": planes of pairs of columns) and bits of a weight, without matrix instructions. Small, as those of
+few pairs of experts, and why."""
 FEW_ROWS = 2
 """Up to so many rows are multiplied without matrix instructions, each for itself, and x stays in 16 bits."""
 SPLIT_ROWS = 64
