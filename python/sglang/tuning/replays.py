@@ -25,8 +25,8 @@ def replayed(num_bytes: float, operations: float = 0.0, rate: float = MATRIX["bf
 
 
 def product(form: str, m: float, n: float, k: float) -> float:
-    """x [m, k] times weights [n, k], which come from memory: products were timed over weights that exceed the L2. Blocks
-    of the result are computed whole, 16 rows at least."""
+    """x [m, k] times weights [n, k], which come from memory: products were timed over weights that exceed the L2.
+    Blocks of the result are computed whole, 16 rows at least."""
     num_bytes = FORM_BYTES[form] * n * k + 2.0 * m * (n + k)
     return LAUNCH + largest(2.0 * max(16.0, m) * n * k / MATRIX[form], num_bytes / READ)
 
