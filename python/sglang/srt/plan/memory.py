@@ -221,7 +221,7 @@ def plan_gpu_memory(
     `more_ranks`: the next layout that the model can be divided over, for advice. Raises UserError if the weights do
     not fit.
     """
-    states = sizes.state_rows * cost.state_bytes
+    states = cost.states_bytes(sizes.state_rows)
     pools = cache_room(weights, available, fixed, fraction) - states
     if pools <= 0:
         raise UserError(_do_not_fit(weights, states, available, fixed.total, fraction, more_ranks))
@@ -273,7 +273,7 @@ def plan_cpu_memory(
 ) -> tuple[MemoryPlan, Pools]:
     """A modest share of main memory, unless --max-total-tokens asks for another size. Raises UserError."""
     tables, rotary = table_bytes(sizes), rotary_bytes(model, sizes.context_len)
-    states = sizes.state_rows * cost.state_bytes
+    states = cost.states_bytes(sizes.state_rows)
     fixed = weights + tables + rotary + states
     if fixed >= available:
         raise UserError(

@@ -273,7 +273,8 @@ def few_rows(
 
 def few_launch(product: ScaledProduct, bits: int, cols: int, rows: int) -> dict[str, Any]:
     """Constants of `few_rows_kernel` for a weight [rows, cols]."""
-    return pair_launch(product, FEW_TILES[product.kind, bits], cols, rows)
+    kind = "pairs" if product.in_pairs else product.kind
+    return pair_launch(product, FEW_TILES[kind, bits], cols, rows)
 
 
 def many_rows(
@@ -289,7 +290,7 @@ def many_rows(
     if tile is not None:
         return _tiled(x, matrix, bias, tile, out)
     kind = matrix.product.kind
-    first = tile_for(kind, len(values), matrix.arch.features)
+    first = tile_for(kind, len(values), matrix.arch.features, out.shape[1], matrix.arch.num_sms)
     return _ladder(matrix.weight.scheme.name, kind, _values(first)).run(lambda tile: _tiled(x, matrix, bias, tile, out))
 
 
@@ -307,9 +308,9 @@ def _tiled(
     num_rows, num_cols = out.shape
     features = matrix.arch.features
     num_tiles = triton.cdiv(num_rows, tile["BLOCK_M"]) * triton.cdiv(num_cols, tile["BLOCK_N"])
-    splits = (
-        num_splits(num_rows, num_tiles, matrix.cols, matrix.arch.num_sms) if num_tiles <= len(matrix.arrivals) else 1
-    )
+    splits = 1
+    if num_tiles <= len(matrix.arrivals):
+        splits = num_splits(num_rows, num_tiles, matrix.cols, matrix.arch.num_sms, features)
     launch = tile_launch(product, tile, matrix.cols, splits, features)
     chunk, splits = launch.pop("chunk"), launch["SPLITS"]
     data, scale, scale_stride, factor = _operand(x, matrix)
