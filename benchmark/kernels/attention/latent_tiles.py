@@ -3,8 +3,8 @@
 
     python latent_tiles.py [--processes 12] [--out DIR]        # about two minutes
 
-Every tile is compiled in a process of its own first. Prints the best tiles by cache type, heads and load, beside the
-kernel that other head dims have, and every time goes to DIR/latent_tiles.json.
+Every tile is compiled in a process of its own first. Prints the best tiles by cache type, heads and load; every time
+goes to DIR/latent_tiles.json.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from timing import read_ceiling, time_calls
 
 from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, decode_attention_fwd, plan_decode
-from sglang.srt.layers.attention.triton_ops.latent_decode import latent_decode_attention_fwd
 
 RANK, DIM = 512, 576
 SCALE = 192**-0.5
@@ -45,8 +44,6 @@ TILES = {
     ),
 }  # fmt: skip
 """(BLOCK_H, BLOCK_N, warps, stages)."""
-BEFORE = {"bfloat16": (64, 32, 8, 2), "fp8_e4m3": (32, 32, 8, 2)}
-"""Of the kernel that other head dims have, which latents had too."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ def named(tile: tuple[int, ...], ctas: int = 1, waves: int = 2) -> dict[str, int
     return dict(zip(names, tile, strict=True)) | {"ctas_per_sm": ctas, "waves": waves}
 
 
-def calls(load: Load, heads: int, tile: dict[str, int], old: bool = False) -> list[Callable[[], None]]:
+def calls(load: Load, heads: int, tile: dict[str, int]) -> list[Callable[[], None]]:
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     workspace = DecodeWorkspace.allocate(load.batch, heads, 1, RANK, sms, tile, "cuda")
     plan_decode(load.lens, workspace, tile)
@@ -84,14 +81,9 @@ def calls(load: Load, heads: int, tile: dict[str, int], old: bool = False) -> li
     rows = torch.arange(load.batch, device="cuda")
 
     def call(cache: torch.Tensor) -> None:
-        if old:
-            decode_attention_fwd(
-                q, o, cache, cache[..., :RANK], load.table, rows, load.lens, workspace, scale=SCALE, tile=tile
-            )
-        else:
-            latent_decode_attention_fwd(
-                q, o, cache, load.table, rows, load.lens, workspace, scale=SCALE, tile=tile
-            )  # fmt: skip
+        decode_attention_fwd(
+            q, o, cache, cache[..., :RANK], load.table, rows, load.lens, workspace, scale=SCALE, tile=tile
+        )  # fmt: skip
 
     return [lambda cache=cache: call(cache) for cache in load.caches]
 
@@ -109,7 +101,9 @@ def error(cache_name: str, tile: dict[str, int], heads: int = 20) -> float:
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     workspace = DecodeWorkspace.allocate(batch, heads, 1, RANK, sms, tile, "cuda")
     plan_decode(lens, workspace, tile)
-    latent_decode_attention_fwd(q, o, cache, table, rows, lens, workspace, scale=SCALE, tile=tile, cache_scale=0.5)
+    decode_attention_fwd(
+        q, o, cache, cache[..., :RANK], table, rows, lens, workspace, scale=SCALE, tile=tile, k_scale=0.5, v_scale=0.5
+    )  # fmt: skip
     wanted = torch.empty(batch, heads, RANK, device="cuda")
     for i, n in enumerate(lens.tolist()):
         keys = cache[table[i, :n].long(), 0].float() * 0.5
@@ -157,7 +151,6 @@ def main() -> None:
             load = load_of(cache, batch, context)
             size = batch * context * DIM * CACHES[cache].itemsize
             for heads in all_heads:
-                before = time_calls(calls(load, heads, named(BEFORE[cache]), old=True), least=2, budget_s=0.01)
                 timed: list[tuple[float, dict[str, int]]] = []
                 for tile in tiles:
                     # Blocks of twice the heads are half idle; a group of blocks shares what it reads.
@@ -180,8 +173,8 @@ def main() -> None:
                     *tile_numbers, ctas, waves = choice.values()
                     best.setdefault("x".join(map(str, tile_numbers)), f"{seconds * 1e6:.0f} ({ctas} {waves})")
                 print(
-                    f"{batch:2}x{context} {cache:8} {heads:3} heads | before {before * 1e6:6.1f} us |"
-                    f" {size / timed[0][0] / read:4.0%} of read | us (programs an SM, waves) | "
+                    f"{batch:2}x{context} {cache:8} {heads:3} heads"
+                    f" | {size / timed[0][0] / read:4.0%} of read | us (programs an SM, waves) | "
                     + "; ".join(f"{name} {value}" for name, value in best.items()),
                     flush=True,
                 )

@@ -10,11 +10,13 @@ from sglang.srt.configs.rope import UNROTATED
 from sglang.srt.errors import UserError
 from sglang.srt.kernels.spec import Choice
 from sglang.srt.plan.attention_memory import AttentionSizes, attention_bytes
-from sglang.srt.plan.defaults import mixed_decode_sizes
+from sglang.srt.plan.attention_sites import attention_sites
+from sglang.srt.plan.defaults import SMALLEST, mixed_decode_sizes
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_sizes import CacheCost, Pools, plan_pools
 from sglang.srt.plan.ranks import RankLayout
+from sglang.srt.plan.weights import wide_bytes
 
 MIB = 1024**2
 GIB = 1024**3
@@ -75,9 +77,13 @@ class MemoryPlan:
     windows: int = 0
 
     @property
+    def caches(self) -> int:
+        return self.kv_cache + self.windows + self.states
+
+    @property
     def mem_fraction_static(self) -> float:
         """Share of `available` for weights and caches, as --mem-fraction-static means it."""
-        return (self.weights + self.kv_cache + self.windows + self.states) / self.available if self.available else 0.0
+        return (self.weights + self.caches) / self.available if self.available else 0.0
 
     def describe(self) -> dict[str, Any]:
         return asdict(self) | {"mem_fraction_static": round(self.mem_fraction_static, 4)}
@@ -177,7 +183,7 @@ def plan_gpu_memory(
     static = available - others if fraction is None else int(available * fraction)
     pools = static - weights - states
     if pools <= 0:
-        raise UserError(_do_not_fit(weights, states, available, others, fraction, more_ranks))
+        raise UserError(_do_not_fit(model, dtype, sizes, (weights, states, others), available, fraction, more_ranks))
     pools = min(pools, available - weights - states - tables - rotary - attention)
     split = plan_pools(cost, pools, sizes.page_size, most_tokens)
     memory = MemoryPlan(
@@ -212,6 +218,10 @@ def _attention_sizes(
         graph_batch_sizes=sizes.graph_batch_sizes,
         pages_per_request=pages_each,
         max_pages=min(in_pool, pages_each * sizes.max_running_requests),
+        windows=tuple(
+            -(-(site.window + sizes.page_size - 1) // sizes.page_size) if site.window else 0
+            for site in attention_sites(model, sizes.ranks.tp_size)
+        ),
     )
 
 
@@ -265,8 +275,16 @@ def plan_cpu_memory(
 
 
 def _do_not_fit(
-    weights: int, states: int, available: int, others: int, fraction: float | None, more_ranks: RankLayout | None
+    model: ModelDescription,
+    dtype: str,
+    sizes: Sizes,
+    taken: tuple[int, int, int],
+    available: int,
+    fraction: float | None,
+    more_ranks: RankLayout | None,
 ) -> str:
+    """`taken`: by weights, by states of requests, by all else but the caches."""
+    weights, states, others = taken
     what = f"the weights take {weights / GIB:.2f} GiB"
     if states:
         what += f" and the states of the running requests {states / GIB:.2f} GiB"
@@ -274,8 +292,17 @@ def _do_not_fit(
     if fraction is not None and weights + states < available - others:
         lowest = (weights + states) / available
         return f"{head} with --mem-fraction-static {fraction}; it must be well above {lowest:.3f}"
-    gpus = f"more GPUs ({more_ranks.flags}), " if more_ranks else ""
+    wide = [(name, size) for name, size in wide_bytes(model, dtype, sizes.ranks).items() if size > weights // 20]
+    kept = ", ".join(f"{size / GIB:.2f} GiB of {name}" for name, size in wide)
+    remedies = [f"more GPUs ({more_ranks.flags})"] if more_ranks else []
+    if (
+        sizes.max_running_requests > SMALLEST.max_running_requests
+        or sizes.tokens_per_step > SMALLEST.chunked_prefill_size
+    ):
+        remedies.append("--cuda-graph-max-bs 16, a smaller --chunked-prefill-size or --max-running-requests")
+    remedies.append("a checkpoint that quantizes these too" if kept else "a quantized checkpoint")
     return (
-        f"{head} after {others / GIB:.2f} GiB for activations, logits, graphs and reserve; use {gpus}"
-        "--cuda-graph-max-bs 16, a smaller --chunked-prefill-size or --max-running-requests, or a quantized checkpoint"
+        f"{head} after {others / GIB:.2f} GiB for activations, logits, graphs and reserve;"
+        + (f" the checkpoint keeps {kept} in 16 bits;" if kept else "")
+        + f" use {', or '.join(remedies)}"
     )

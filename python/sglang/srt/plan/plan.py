@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from sglang.srt.kernels.ledger_file import Ledger, tile_key
 from sglang.srt.kernels.resolve import installed_packages, resolve
 from sglang.srt.kernels.spec import Choice, Need, PeerLinks, Tile
 from sglang.srt.plan import defaults
+from sglang.srt.plan.attention_sites import attention_sites
 from sglang.srt.plan.caches import CacheGroup, cache_groups, row_tables
 from sglang.srt.plan.kv_spec import kv_cache_dtype
-from sglang.srt.plan.layer_spec import PER_REQUEST, AttentionShape, Serving
+from sglang.srt.plan.layer_spec import PER_REQUEST, AttentionShape, AttentionSite, Serving
 from sglang.srt.plan.layout import check_layout, next_layout
 from sglang.srt.plan.memory import GIB, MIN_POOL_TOKENS, MemoryPlan, Sizes, plan_cpu_memory, plan_gpu_memory
 from sglang.srt.plan.model_description import ModelDescription, describe_model
@@ -42,7 +43,7 @@ class Plan:
     model: ModelConfig
     description: ModelDescription
     caches: tuple[CacheGroup, ...]
-    attention_shapes: tuple[AttentionShape, ...]
+    attention_sites: tuple[AttentionSite, ...]
     dtype: str
     kv_cache_dtype: str
     device: str
@@ -83,6 +84,11 @@ class Plan:
             self.has_states,
             self.state_checkpoints,
         )
+
+    @property
+    def attention_shapes(self) -> tuple[AttentionShape, ...]:
+        """Of all call sites, each once, in the order of the layers."""
+        return tuple(dict.fromkeys(site.shape for site in self.attention_sites))
 
     def attention_op(self, op: str, shape: AttentionShape) -> str:
         """The key of the choice for an op that attends with heads of this shape."""
@@ -195,7 +201,7 @@ def make_plan(
         model=model,
         description=description,
         caches=capacity.groups,
-        attention_shapes=attention_shapes(description, args.tp_size),
+        attention_sites=attention_sites(description, args.tp_size),
         dtype=model.dtype,
         kv_cache_dtype=serving.kv_dtype,
         device=arch.device,
@@ -208,7 +214,7 @@ def make_plan(
         page_size=serving.page_size,
         max_running_requests=sizes.max_running_requests,
         context_len=model.context_len,
-        chunked_prefill_size=_chunk(args, arch, available_bytes, serving.page_size),
+        chunked_prefill_size=capacity.chunk,
         max_prefill_tokens=args.max_prefill_tokens,
         cuda_graph_bs=sizes.graph_batch_sizes,
         cuda_graph_prefill_tokens=sizes.prefill_graph_tokens,
@@ -248,6 +254,7 @@ class Capacity:
     memory: MemoryPlan
     max_total_num_tokens: int
     windows: tuple[WindowSize, ...]
+    chunk: int  # -1: whole prompts
     notes: list[str]
 
 
@@ -286,15 +293,74 @@ def plan_capacity(
     choices: Mapping[str, Choice],
     available: int,
 ) -> Capacity:
-    """For every model that can be described, also one without a model class. Raises UserError if it does not fit."""
+    """For every model that can be described, also one without a model class. What the user did not say is as large as
+    leaves the caches their share (`defaults.CACHE_SHARE`). Raises UserError if it does not fit."""
     fp8_cache, features = serving.kv_dtype.startswith("fp8"), arch.features if arch.device == "cuda" else None
     weights = rank_weight_bytes(model, serving.dtype, serving.ranks, fp8_cache, features)
+    wanted, *smaller = defaults.default_sizes(arch.device, available, context_len)
+
+    def capacity_with(size: defaults.DefaultSizes) -> Capacity:
+        return _capacity(args, model, serving, context_len, arch, choices, available, weights, size)
+
+    first, refusal = _unless_refused(capacity_with, wanted)
+    best = first
+    if args.mem_fraction_static is None:  # which says what the caches get, whatever else there is
+        for size in smaller:
+            if best is not None and _has_its_share(args, best):
+                break
+            capacity, refusal = _unless_refused(capacity_with, size)
+            if capacity is not None and (best is None or capacity.memory.caches > best.memory.caches):
+                best = capacity
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    if best is not first:
+        best.notes.append(_smaller_sizes(best, weights, available))
+    return best
+
+
+def _unless_refused(
+    make: Callable[[defaults.DefaultSizes], Capacity], size: defaults.DefaultSizes
+) -> tuple[Capacity | None, UserError | None]:
+    try:
+        return make(size), None
+    except UserError as error:
+        return None, error
+
+
+def _has_its_share(args: ServerArgs, capacity: Capacity) -> bool:
+    if args.max_total_tokens is not None and capacity.max_total_num_tokens >= args.max_total_tokens:
+        return True
+    memory = capacity.memory
+    return memory.caches >= defaults.CACHE_SHARE * (memory.available - memory.weights)
+
+
+def _smaller_sizes(capacity: Capacity, weights: int, available: int) -> str:
+    sizes = capacity.sizes
+    return (
+        f"the weights leave {(available - weights) / GIB:.2f} GiB a GPU: so that the caches get their share, steps are"
+        f" at most --chunked-prefill-size {capacity.chunk}, --max-running-requests {sizes.max_running_requests} and"
+        f" --cuda-graph-max-bs {max(sizes.graph_batch_sizes, default=0)}, unless flags say otherwise"
+    )
+
+
+def _capacity(
+    args: ServerArgs,
+    model: ModelDescription,
+    serving: Serving,
+    context_len: int,
+    arch: ArchTraits,
+    choices: Mapping[str, Choice],
+    available: int,
+    weights: int,
+    size: defaults.DefaultSizes,
+) -> Capacity:
     groups = cache_groups(model, serving)
     cost = cache_cost(groups)
-    most = defaults.default_max_running_requests(arch.device, available, context_len)
-    states = state_rows(args, most, available, weights, cost.state_bytes)
+    states = state_rows(args, size.max_running_requests, available, weights, cost.state_bytes)
     most = states.running
-    sizes, notes = _sizes(args, model, serving, context_len, arch, choices, available, most)
+    chunk = _chunk(args, size, serving.page_size)
+    sizes, notes = _sizes(args, model, serving, context_len, arch, choices, chunk, most, size.cuda_graph_max_bs)
     notes += [states.note] if states.note else []
     sizes = replace(sizes, row_tables=len(row_tables(groups)), checkpoints=states.checkpoints)
     cost = sized_cost(groups, serving.page_size, most, context_len, sizes.tokens_per_step)
@@ -319,7 +385,8 @@ def plan_capacity(
             most_tokens,
             next_layout(model, serving.ranks),
         )
-    return Capacity(sizes, groups, memory, pools.tokens - serving.page_size, pools.windows, notes)  # page 0 is padding
+    tokens = pools.tokens - serving.page_size  # page 0 is padding
+    return Capacity(sizes, groups, memory, tokens, pools.windows, chunk, notes)
 
 
 def choose(args: ServerArgs, needs: tuple[Need, ...], arch: ArchTraits, packages: frozenset[str]) -> dict[str, Choice]:
@@ -350,16 +417,8 @@ def _check_servable(model: ModelDescription, serving: Serving) -> None:
         )
 
 
-def attention_shapes(model: ModelDescription, tp_size: int) -> tuple[AttentionShape, ...]:
-    """Of all call sites, each once, in the order of the layers."""
-    shapes = (layer.mixer.attention_shape(tp_size) for layer in model.layers)
-    return tuple(dict.fromkeys(shape for shape in shapes if shape is not None))
-
-
-def _chunk(args: ServerArgs, arch: ArchTraits, available: int, page_size: int) -> int:
-    chunk = args.chunked_prefill_size
-    if chunk is None:
-        chunk = defaults.default_chunked_prefill_size(arch.device, available)
+def _chunk(args: ServerArgs, size: defaults.DefaultSizes, page_size: int) -> int:
+    chunk = size.chunked_prefill_size if args.chunked_prefill_size is None else args.chunked_prefill_size
     return chunk if chunk == -1 else max(page_size, chunk // page_size * page_size)
 
 
@@ -370,18 +429,18 @@ def _sizes(
     context_len: int,
     arch: ArchTraits,
     choices: Mapping[str, Choice],
-    available: int,
+    chunk: int,
     running: int,
+    largest_graph: int,
 ) -> tuple[Sizes, list[str]]:
     notes: list[str] = []
     graphs: tuple[int, ...] = ()
     if arch.device != "cpu":
-        graphs = defaults.cuda_graph_batch_sizes(args, available, running)
+        graphs = defaults.cuda_graph_batch_sizes(args, largest_graph, running)
         unsafe = sorted({c.name for op, c in choices.items() if op != "extend_attention" and not c.spec.graph_safe})
         if graphs and unsafe:
             notes.append(f"CUDA graphs are off: {', '.join(unsafe)} cannot run inside one")
             graphs = ()
-    chunk = _chunk(args, arch, available, serving.page_size)
     tokens = max(args.max_prefill_tokens, context_len) if chunk == -1 else chunk
     prefill_graphs: tuple[int, ...] = ()
     extend = choices.get("extend_attention")

@@ -16,9 +16,8 @@ from sglang.srt.kernels.tiles import AttentionTile, attention_tiles
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.attention.latent_chunks import cut_prefixes
 from sglang.srt.layers.attention.triton_ops import latent_prompt
-from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, plan_decode
+from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, decode_attention_fwd, plan_decode
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
-from sglang.srt.layers.attention.triton_ops.latent_decode import latent_decode_attention_fwd
 from sglang.srt.layers.triton_ops import latent_store
 from srt.layers.attention.reference import relative_error
 
@@ -210,15 +209,17 @@ def test_absorbed_prompts_equal_uncompressed_ones(cache_dtype: torch.dtype) -> N
     assert relative_error(problem.values_of(out), problem.reference()) < BF16_BOUND
 
 
-def decode(problem: Latents, q: torch.Tensor, tile: AttentionTile, num_sms: int = 8) -> torch.Tensor:
+def decode(
+    problem: Latents, q: torch.Tensor, tile: AttentionTile, num_sms: int = 8, **features: object
+) -> torch.Tensor:
     """Of the last token of each prompt: q [B, heads, rank + rope] -> [B, heads, rank]."""
     seq_lens = problem.prefix_lens + torch.tensor(NEW_LENS, dtype=torch.int32, device=DEVICE)
     workspace = DecodeWorkspace.allocate(len(q), q.shape[1], 1, RANK, num_sms, tile, DEVICE)
     out = torch.empty(len(q), q.shape[1], RANK, dtype=q.dtype, device=DEVICE)
     plan_decode(seq_lens, workspace, tile)
-    latent_decode_attention_fwd(
-        q, out, problem.cache, problem.table, problem.rows, seq_lens, workspace, scale=problem.softmax_scale,
-        cache_scale=problem.scale, tile=tile,
+    decode_attention_fwd(
+        q, out, problem.cache, problem.cache[..., :RANK], problem.table, problem.rows, seq_lens, workspace,
+        scale=problem.softmax_scale, k_scale=problem.scale, v_scale=problem.scale, tile=tile, **features,
     )  # fmt: skip
     return out
 
@@ -263,16 +264,16 @@ def test_queries_beyond_what_float16_holds_meet_float8_latents(size: float) -> N
 
 
 @interpreter.kernel_test
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16])
-def test_latents_of_another_type_than_the_queries_are_refused(dtype: torch.dtype) -> None:
-    problem = Latents(128, 128, torch.bfloat16, 1.0)
-    problem.cache = problem.cache.to(dtype)
-    q = problem.absorbed_queries()[:1]
-    with pytest.raises(TypeError, match=f"latents are {dtype}"):
-        latent_decode_attention_fwd(
-            q, q[..., :RANK].clone(), problem.cache, problem.table, problem.rows[:1], problem.prefix_lens[:1],
-            DecodeWorkspace.allocate(1, HEADS, 1, RANK, 1, decode_tile(q), DEVICE), scale=1.0, tile=decode_tile(q),
-        )  # fmt: skip
+def test_what_decoding_over_latents_cannot_do_is_refused() -> None:
+    problem = Latents(128, 128)
+    last = (problem.start_loc[1:] - 1).long()
+    q, tile = problem.absorbed_queries()[last], decode_tile(problem.cache)
+    for feature in ({"sliding_window": 8}, {"logit_cap": 3.0}, {"sinks": q[0, :, 0].float()}):
+        with pytest.raises(ValueError, match="latents has neither a sliding window"):
+            decode(problem, q, tile, **feature)
+    problem.cache = problem.cache.half()
+    with pytest.raises(TypeError, match="latents are torch.float16: neither float8 nor the queries' torch.bfloat16"):
+        decode(problem, q, tile)
 
 
 # --- what needs no kernel ---------------------------------------------------------------------------------------------

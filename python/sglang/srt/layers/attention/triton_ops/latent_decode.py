@@ -1,15 +1,15 @@
 """Decoding over latents (MLA): one key head for all query heads, whose first columns are the values.
 
-The work is cut as in `decode_attention`, which also puts the pieces of a sequence together. A program computes BLOCK_H
-heads over one piece, with each tile of latents read once, into shared memory, and used from there twice: as keys and,
+`decode_attention` cuts the work and puts the pieces of a sequence together. A program computes BLOCK_H heads over one
+piece, with each tile of latents read once, into shared memory, and used from there twice: as keys and,
 transposed on the way to registers, as values. What decides the speed:
 
 - Cache slots of the next tile are loaded a tile ahead. A load whose address is loaded in the same iteration is not
   overlapped with the products: Triton gives each level of indirection a stage of its own.
 - float8 latents are read as pairs of bytes, because the instruction that transposes moves 16 bits. A pair becomes two
   float16 numbers in registers, so that no wider copy of the tile is ever stored; even and odd columns are multiplied
-  apart. float16 holds every float8 number exactly, and the softmax's weights more exactly than bfloat16. Queries are
-  divided by a power of two first, so that the largest of a program is in [1, 2).
+  apart. float16 holds every float8 number exactly, and the softmax's weights more exactly than bfloat16. Queries in
+  bfloat16 are multiplied by a power of two first, so that the largest of a program is in [1, 2).
 
 Reference: `reference_decode` in test/srt/layers/attention/reference.py.
 """
@@ -17,18 +17,16 @@ Reference: `reference_decode` in test/srt/layers/attention/reference.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
 from sglang.srt.layers.attention.triton_ops.common import LOG2E, load_rows
-from sglang.srt.layers.attention.triton_ops.decode_attention import (
-    DecodeWorkspace,
-    combine_constants,
-    combine_kernel,
-    head_tiles,
-)
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace
 
 
 @triton.jit
@@ -49,10 +47,8 @@ def _split_columns(x, ROWS: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _exponent(x):
-    """[R, C] -> the largest power of two that is at most the largest |x|; 1 if all are zero."""
-    peak = tl.max(tl.max(tl.abs(x.to(tl.float32)), 1), 0)
-    return tl.exp2(tl.floor(tl.log2(tl.where(peak > 0.0, peak, 1.0))))
+def _peak(x):
+    return tl.max(tl.max(tl.abs(x), 1), 0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize_on_alignment=["req_pool_indices_ptr"])
@@ -82,10 +78,16 @@ def latent_decode_kernel(
     if FP8:
         q = load_rows(q_ptr, q_rows, head_ok, 0, RANK, RANK, True)
         q_pe = load_rows(q_ptr, q_rows, head_ok, RANK, ROPE, RANK + ROPE, True)
-        unit = tl.maximum(_exponent(q), _exponent(q_pe))
-        scale *= unit
-        q0, q1 = _split_columns(q / unit, BLOCK_H, HALF)
-        q_pe0, q_pe1 = _split_columns(q_pe / unit, BLOCK_H, ROPE // 2)
+        if q.dtype != tl.float16:
+            # The product with a power of two is exact.
+            peak = tl.maximum(_peak(q), _peak(q_pe))
+            exponent = tl.floor(tl.log2(tl.where(peak > 0.0, peak, 1.0)))
+            scale *= tl.exp2(exponent)
+            shrink = tl.exp2(-exponent).to(q.dtype)
+            q *= shrink
+            q_pe *= shrink
+        q0, q1 = _split_columns(q, BLOCK_H, HALF)
+        q_pe0, q_pe1 = _split_columns(q_pe, BLOCK_H, ROPE // 2)
     else:
         q0 = load_rows(q_ptr, q_rows, head_ok, 0, HALF, RANK, True)
         q1 = load_rows(q_ptr, q_rows, head_ok, HALF, HALF, RANK, True)
@@ -153,39 +155,32 @@ def latent_decode_kernel(
         tl.store(part_lse_ptr + part, row_max + tl.log2(row_sum), mask=head_ok)
 
 
-def latent_decode_attention_fwd(
+def launch_latent_decode(
     q: torch.Tensor,
     o: torch.Tensor,
     latents: torch.Tensor,
     req_to_token: torch.Tensor,
     req_pool_indices: torch.Tensor,
-    seq_lens: torch.Tensor,
     workspace: DecodeWorkspace,
+    tiles: int,
     *,
     scale: float,
+    k_scale: float,
+    v_scale: float,
     tile: Mapping[str, int],
-    cache_scale: float = 1.0,
 ) -> None:
-    """Fill o [B, H, rank] with the attention of q [B, H, rank + rope] (bf16/fp16) over latents [S, 1, rank + rope].
-
-    The latents are in q's dtype or float8 (a uint8 pool must be viewed by the caller), real value = stored value *
-    cache_scale; rank and rope are powers of two. The rest is as for `decode_attention_fwd`.
-    """
+    """The pieces of `decode_attention_fwd` for q [B, H, rank + rope], o [B, H, rank] and latents [S, 1, rank + rope] in
+    q's dtype or float8. rank and rope are powers of two; `tiles` blocks of heads."""
     num_seqs, num_heads, head_dim = q.shape
     rank = o.shape[2]
     fp8 = latents.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
     if not fp8 and latents.dtype != q.dtype:
         raise TypeError(f"latents are {latents.dtype}: neither float8 nor the queries' {q.dtype}; view them first")
     entries = latents.view(torch.int16) if fp8 else latents
-    tiles = head_tiles(num_heads, 1, tile["BLOCK_H"])
     latent_decode_kernel[(workspace.num_pieces(num_seqs) * tiles,)](
         q, o, entries, req_to_token, req_pool_indices, workspace.work, workspace.part_o, workspace.part_lse, tiles,
-        num_heads, scale * cache_scale * LOG2E, float(cache_scale), q.stride(0), q.stride(1), o.stride(0), o.stride(1),
+        num_heads, scale * k_scale * LOG2E, float(v_scale), q.stride(0), q.stride(1), o.stride(0), o.stride(1),
         entries.stride(0), req_to_token.stride(0), RANK=rank, ROPE=head_dim - rank, BLOCK_H=tile["BLOCK_H"],
         BLOCK_N=tile["BLOCK_N"], FP8=fp8, E5M2=latents.dtype == torch.float8_e5m2, num_warps=tile["num_warps"],
         num_stages=tile["num_stages"],
-    )  # fmt: skip
-    combine_kernel[(num_heads, num_seqs)](
-        o, workspace.pieces, seq_lens, workspace.part_o, workspace.part_lse, num_heads, o.stride(0), o.stride(1),
-        HAS_SINKS=False, **combine_constants(rank),
     )  # fmt: skip
