@@ -42,7 +42,7 @@ page: install
 	$(BIN)/pytest -m browser test/page $(ARGS)
 
 site: install
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clients: install
 	$(BIN)/python -m pip install --quiet -c .venv/constraints.txt -e '.[clients]'

@@ -1,12 +1,16 @@
-"""Holds sgl-kernel's all-reduce to fp32 sums on this machine's GPUs, and times it. Needs nvcc and two GPUs or more;
-takes about three minutes.
+"""Holds sgl-kernel's all-reduce to fp32 sums on this machine's GPUs, and times it. Needs nvcc and a GPU; takes about
+three minutes.
 
-    python scripts/all_reduce_on_gpu.py [--rounds 10000] [--ranks 2]
+    python scripts/all_reduce_on_gpu.py [--rounds 10000] [--ranks 2] [--no-times]
 
 Random calls (sizes from 1 KiB to 16 MiB, types, algorithms, with the norm or without, eager and in replayed graphs) are
 compared bit by bit with sums in fp32 in the order of the ranks. Then the same with workspaces in memory of the host, so
 that everything goes over PCIe also where there is NVLink. Then a rank stays away, and the others must say which.
 Prints a line for each check and a table of times; exits with 1 if a check fails.
+
+More ranks than GPUs share them in turns: the driver takes a GPU from one process for the next every few milliseconds,
+also in the middle of a kernel that waits, and what peers write arrives meanwhile. Sums must be as right as ever, but
+take long: such a run has no times, and calls of up to 2 MiB.
 """
 
 from __future__ import annotations
@@ -124,13 +128,14 @@ class Rank:
 
     def __init__(self, rank: int, ranks: int, store: str, library: Path) -> None:
         self.rank, self.ranks = rank, ranks
-        torch.cuda.set_device(rank)
-        device = torch.device("cuda", rank)
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
         self.group = dist.group.WORLD
-        self.nccl = dist.new_group(backend="nccl", device_id=device)
+        self.nccl: dist.ProcessGroup | None = None  # which refuses ranks that share a GPU
+        if ranks <= torch.cuda.device_count():
+            self.nccl = dist.new_group(backend="nccl", device_id=device)
         self.library = Collectives(library)
-        self.copy = ctypes.CDLL(str(library)).peer_copy
         self.pools: dict[torch.dtype, list[torch.Tensor]] = {}
         for dtype in DTYPES:
             generator = torch.Generator(device=device).manual_seed(7)
@@ -276,14 +281,10 @@ class Rank:
             x = torch.zeros(kib * KIB // 2, dtype=torch.bfloat16, device="cuda")
             room = 16 * workspaces.data_vectors - 4 * MIB
             copy = (
-                self.microseconds(
-                    lambda x=x: self.copy(
-                        ctypes.c_void_p(peer), ctypes.c_void_p(x.data_ptr()), ctypes.c_longlong(x.nbytes),
-                        ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
-                    )
-                )
-                if x.nbytes <= room else float("nan")
-            )  # fmt: skip
+                self.microseconds(lambda x=x: self.library.copy(peer, x.data_ptr(), x.nbytes, stream()))
+                if x.nbytes <= room
+                else float("nan")
+            )
             found = {
                 name: self.microseconds(lambda x=x, name=name: reduce.all_reduce(x, name))
                 for name in ALGORITHMS
@@ -316,6 +317,10 @@ class Rank:
             yield f"{tokens:>5} x {hidden:<4}{best[0]:>10.1f}{best[1]:>11.1f}{self.microseconds(nccl):>12.1f}"
 
 
+def stream() -> int:
+    return int(torch.cuda.current_stream().cuda_stream)
+
+
 def worker(args: argparse.Namespace, rank_number: int) -> int:
     rank = Rank(rank_number, args.ranks, args.store, args.library)
     failed = 0
@@ -338,11 +343,12 @@ def worker(args: argparse.Namespace, rank_number: int) -> int:
         reduce = rank.all_reduce_over(workspaces)
         check(f"{kind}, eager", lambda: rank.eager(reduce, rounds, largest, 1), rounds)
         check(f"{kind}, graphs", lambda: rank.graphs(reduce, rounds, largest, 2), rounds)
-        for line in rank.times(reduce, workspaces, largest):
-            say(line)
-        if kind == "device memory":
-            for line in rank.norm_times(reduce):
+        if rank.nccl is not None and not args.no_times:
+            for line in rank.times(reduce, workspaces, largest):
                 say(line)
+            if kind == "device memory":
+                for line in rank.norm_times(reduce):
+                    say(line)
         impatient = rank.all_reduce_over(workspaces, deadline=0.5)
         problem = rank.stall(impatient)
         failed += bool(problem)
@@ -350,15 +356,23 @@ def worker(args: argparse.Namespace, rank_number: int) -> int:
             print(f"{'FAILED' if problem else 'ok':<7}{kind}, a rank stays away: {problem or 'named'}", flush=True)
         workspaces.close()
 
+    largest = LARGEST if rank.nccl is not None else HOST_LARGEST
+    device = torch.cuda.current_device()
     over(
-        "device memory", IpcWorkspaces(rank.library, rank.group, rank_number, rank.data_vectors(LARGEST)),
-        args.rounds, LARGEST,
+        "device memory", IpcWorkspaces(rank.library, rank.group, device, rank.data_vectors(largest)),
+        args.rounds, largest,
     )  # fmt: skip
     folder = Path(args.store).parent
+    if args.no_host_memory:
+        return finish(failed)
     over(
         "host memory", HostWorkspaces(rank.library, rank.group, folder, rank.data_vectors(HOST_LARGEST)),
         args.rounds // 10, HOST_LARGEST,
     )  # fmt: skip
+    return finish(failed)
+
+
+def finish(failed: int) -> int:
     dist.destroy_process_group()
     return 1 if failed else 0
 
@@ -366,25 +380,30 @@ def worker(args: argparse.Namespace, rank_number: int) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10_000)
-    parser.add_argument("--ranks", type=int, default=0, help="GPUs to use; all of them by default")
+    parser.add_argument("--ranks", type=int, default=0, help="as many as there are GPUs by default")
+    parser.add_argument("--no-host-memory", action="store_true", help="through the GPUs' memory only")
+    parser.add_argument("--no-times", action="store_true", help="right or wrong only")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
-    parser.add_argument("--library", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--library", type=Path, help="that sgl-kernel was compiled to, instead of compiling it")
     args = parser.parse_args()
     if args.worker is not None:
         return worker(args, args.worker)
     ranks = args.ranks or min(8, torch.cuda.device_count())
-    if ranks < 2:
-        raise SystemExit("needs two GPUs")
+    if not 2 <= ranks <= Collectives.MAX_RANKS:
+        raise SystemExit(f"needs 2 to {Collectives.MAX_RANKS} ranks, not {ranks}; with one GPU say --ranks 2")
     major, minor = torch.cuda.get_device_capability()
     arch = "120f" if major == 12 else f"{major}{minor}{'a' if major >= 9 else ''}"
-    print(f"{ranks} x {torch.cuda.get_device_name()}, sm_{arch}", flush=True)
+    gpus = min(ranks, torch.cuda.device_count())
+    print(f"{ranks} ranks on {gpus} x {torch.cuda.get_device_name()}, sm_{arch}", flush=True)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        library = Path(folder, "kernels.so")
-        sources = [SOURCES / "all_reduce.cu", SOURCES / "errors.cu", ROOT / "test/sgl_kernel/on_gpu/peer_copy.cu"]
-        compile_library(library, arch, sources)
+        library = args.library
+        if library is None:
+            library = Path(folder, "kernels.so")
+            compile_library(library, arch, [SOURCES / f"{name}.cu" for name in ("all_reduce", "errors", "peer_copy")])
         command = [sys.executable, __file__, "--rounds", str(args.rounds), "--ranks", str(ranks)]
-        command += ["--store", f"{folder}/store", "--library", str(library)]
+        command += ["--store", f"{folder}/store", "--library", str(library), *["--no-times"] * args.no_times]
+        command += ["--no-host-memory"] * args.no_host_memory
         workers = [subprocess.Popen([*command, "--worker", str(rank)]) for rank in range(ranks)]
         deadline = time.monotonic() + LIMIT_SECONDS
         try:

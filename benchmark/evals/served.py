@@ -29,6 +29,7 @@ class ServerFailed(Exception):
 class Server:
     url: str
     start_seconds: float
+    pid: int
 
     def info(self) -> dict[str, Any]:
         with urllib.request.urlopen(f"{self.url}/server_info", timeout=60) as reply:
@@ -43,20 +44,24 @@ def checkout_env(**more: str) -> dict[str, str]:
 
 
 @contextmanager
-def served(model: Path, log: Path, flags: Sequence[str] = ()) -> Iterator[Server]:
-    """Raises ServerFailed, with the end of `log`, if the server does not come up."""
+def served(
+    model: Path, log: Path, flags: Sequence[str] = (), limit_s: float = START_LIMIT_S, **environment: str
+) -> Iterator[Server]:
+    """Raises ServerFailed, with the end of `log`, if the server does not come up within `limit_s`."""
     port = _free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port), *flags]
     started = time.monotonic()
     with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, env=checkout_env(), start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=file, stderr=file, env=checkout_env(**environment), start_new_session=True
+        )
     try:
         while not _healthy(url):
-            if process.poll() is not None or time.monotonic() - started > START_LIMIT_S:
+            if process.poll() is not None or time.monotonic() - started > limit_s:
                 raise ServerFailed(f"the server of {model} did not come up; {log} ends with\n{_end(log)}")
             time.sleep(0.2)
-        yield Server(url, time.monotonic() - started)
+        yield Server(url, time.monotonic() - started, process.pid)
     finally:
         _stop(process)
 

@@ -3,8 +3,9 @@
     python benchmark/grammar/bench_grammar.py [--concurrency 32] [--rounds 5] [--model-path DIR] [server flags]
 
 Every request generates the same number of tokens. Runs with a grammar and runs without take turns; a share is the
-median over the rounds of what a run with one reaches of the plain run before it. Pauses are the times between two
-pieces of a stream of plain requests, alone and while grammars are sent that take long to compile or to follow.
+median over the rounds of what a run with one reaches of the plain runs before and after it. Pauses are the times
+between two pieces of a stream of plain requests, alone and while grammars are sent that take long to compile or to
+follow.
 """
 
 from __future__ import annotations
@@ -120,11 +121,11 @@ def print_throughput(engine: sglang.Engine, rounds: int, concurrency: int, num_t
     plain: list[float] = []
     for params in ({}, *KINDS.values()):  # compiled and warm
         tokens_per_s(engine, params, 2, 4)
-    for _ in range(rounds):
-        for kind, params in KINDS.items():
-            plain.append(tokens_per_s(engine, {}, concurrency, num_tokens))
-            rates[kind].append(tokens_per_s(engine, params, concurrency, num_tokens))
-            shares[kind].append(rates[kind][-1] / plain[-1])
+    plain.append(tokens_per_s(engine, {}, concurrency, num_tokens))
+    for kind, params in [*KINDS.items()] * rounds:
+        rates[kind].append(tokens_per_s(engine, params, concurrency, num_tokens))
+        plain.append(tokens_per_s(engine, {}, concurrency, num_tokens))
+        shares[kind].append(rates[kind][-1] / statistics.mean(plain[-2:]))
     print(f"{'plain':<16} {statistics.median(plain):>8.0f} tokens/s")
     for kind in KINDS:
         rate, share = statistics.median(rates[kind]), statistics.median(shares[kind])

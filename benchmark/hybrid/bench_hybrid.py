@@ -4,29 +4,35 @@
 
 DIR needs a config.json only (default: Qwen3.5-35B-A3B's). Prints what a decode step must read and how long that takes
 at the memory's bandwidth, then the measured steps beside it (`sglang.bench_one_batch`), then the time to the first
-token of a first turn, of a second one that extends it by `--more` tokens, and of that one without the prefix cache.
+token of a first turn, of a second one that extends it by `--more` tokens, and of that one without the prefix cache;
+with `--peer-site` (see `benchmark/peers/compare.py`) also upstream's.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
+import os
 import shutil
-import statistics
+import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-CONFIG = Path(__file__).parents[2] / "test" / "srt" / "kernels" / "configs" / "qwen35.json"
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "benchmark" / "peers"))
+import compare  # noqa: E402
+
+CONFIG = ROOT / "test" / "srt" / "kernels" / "configs" / "qwen35.json"
+TURNS = Path(__file__).with_name("turns.py")
 BATCHES = (1, 16, 64)
 INPUT_LEN, OUTPUT_LEN = 1024, 33
-TOKEN_LIMIT = 10_000
-"""Token ids of prompts lie below."""
+ONE_REQUEST = {"max_running_requests": 8, "cuda_graph_max_bs": 4}
+"""Of turns, which come one after the other: fewer graphs."""
+PEER_OPTIONS = {"attention_backend": "triton", "sampling_backend": "pytorch", "grammar_backend": "none"}
 
 
 def floors(flags: Sequence[str]) -> dict[int, float]:
@@ -73,42 +79,36 @@ def steps(flags: Sequence[str], least: dict[int, float], folder: Path) -> None:
         )
 
 
-def turns(flags: dict[str, Any], first: int, more: int, repeats: int) -> None:
-    from sglang import Engine
-
-    rng, config = random.Random(0), json.loads((Path(flags["model_path"]) / "config.json").read_text())
-    limit = min(TOKEN_LIMIT, config.get("text_config", config)["vocab_size"])
-    print("| | tokens | cached | TTFT ms |\n|---|---|---|---|")
-    with Engine(**flags) as engine:
-
-        def turn(ids: list[int], output: int) -> tuple[float, int, list[int]]:
-            """Seconds to the first token, cached tokens, and the output."""
-            ttft, last = 0.0, {}
-            sampling = {"temperature": 0.0, "max_new_tokens": output, "ignore_eos": True}
-            start = time.perf_counter()
-            for result in engine.generate(input_ids=ids, sampling_params=sampling, stream=True):
-                ttft, last = ttft or time.perf_counter() - start, result
-            return ttft, last["meta_info"]["cached_tokens"], last["output_ids"]
-
-        def tokens(count: int) -> list[int]:
-            return [rng.randrange(1, limit) for _ in range(count)]
-
-        rows: dict[str, list[tuple[int, int, float]]] = {"first turn": [], "second turn": [], "second, not cached": []}
-        for attempt in range(repeats + 1):
-            engine.flush_cache()
-            prompt = tokens(first)
-            ttft, cached, output = turn(prompt, 64)
-            longer = prompt + output + tokens(more)
-            again, hit, _ = turn(longer, 8)
-            engine.flush_cache()
-            cold, nothing, _ = turn(longer, 8)
-            if attempt:  # the first one warms up
-                rows["first turn"].append((first, cached, ttft))
-                rows["second turn"].append((len(longer), hit, again))
-                rows["second, not cached"].append((len(longer), nothing, cold))
-        for name, values in rows.items():
-            count, cached, _ = values[0]
-            print(f"| {name} | {count} | {cached} | {1e3 * statistics.median(v[2] for v in values):.1f} |", flush=True)
+def turns(name: str, model: str, engine: dict[str, Any], options: argparse.Namespace, peer_site: str = "") -> None:
+    """A side's rows of the table: of this server, or with `peer_site` of upstream."""
+    command = [sys.executable, "-W", "ignore", str(TURNS), "--model-path", model, "--engine", json.dumps(engine)]
+    command += ["--turn", str(options.turn), "--more", str(options.more), "--repeats", str(options.repeats)]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])}
+    if peer_site:
+        env |= compare.PEER_ENV | {"PYTHONPATH": compare.peer_path(peer_site)}
+    log = Path(os.environ.get("OUT") or tempfile.gettempdir()) / f"turns_{name}.log"
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
+        ) as process,
+    ):
+        try:
+            printed, _ = process.communicate(timeout=options.limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            print(f"{name}: stopped after {options.limit} s; see {log}", flush=True)
+            return
+    results = [line for line in printed.splitlines() if line.startswith('{"start_s"')]
+    if not results:
+        print(f"{name}: ended with {process.returncode}; see {log}\n{log.read_text()[-1500:]}", flush=True)
+        return
+    result = json.loads(results[0])
+    for row in result["rows"]:
+        print(f"| {name} | {row['turn']} | {row['tokens']} | {row['cached']} | {row['ttft_ms']:.1f} |")
+    _, second, cold = (row["ttft_ms"] for row in result["rows"])
+    share, start = second / cold, result["start_s"]
+    print(f"\n{name}: a hit costs {share:.3f} of the whole prompt; up after {start:.0f} s\n", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,6 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--turn", type=int, default=16_384, help="Tokens of the first turn.")
     parser.add_argument("--more", type=int, default=200, help="Tokens that the second turn adds to prompt and output.")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--peer-site", default="", help="A folder with upstream and its dependencies.")
+    parser.add_argument("--limit", type=float, default=180.0, help="Seconds that a side's turns may take.")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--page-size", type=int, default=1)
     parser.add_argument("--only", choices=("steps", "turns"))
@@ -137,7 +139,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.only != "turns":
             steps(flags, floors(flags), folder)
         if options.only != "steps":
-            turns(common | {"skip_tokenizer_init": True}, options.turn, options.more, options.repeats)
+            engine = {"device": options.device, "page_size": options.page_size} | ONE_REQUEST
+            print("| | turn | tokens | cached | TTFT ms |\n|---|---|---|---|---|")
+            turns("ours", model, engine, options)
+            if options.peer_site:
+                turns("peer", model, PEER_OPTIONS | ONE_REQUEST, options, options.peer_site)
     return 0
 
 

@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -35,31 +36,36 @@ PEER_ENV = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "FLASHINFER_DISABLE_VERSION_CHECK": "1",
+    "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
+    "PEER_STUBS": "cutlass,quack",
 }
-PEER_PROCESS = [str(Path(__file__).parent / "peer_process.py"), "--stub", "cutlass", "--stub", "quack"]
+
+
+def peer_path(site: str) -> str:
+    """PYTHONPATH of the peer's processes."""
+    return os.pathsep.join((str(Path(__file__).parent / "site"), site))
 
 
 class Side:
     """One of the two servers: how its processes are started."""
 
     def __init__(self, name: str, pythonpath: str, env: dict[str, str], flags: list[str], log_dir: Path) -> None:
-        self.name, self.is_peer = name, bool(env)
+        self.name = name
         self.env = {**os.environ, **env, "PYTHONPATH": pythonpath, "PYTHONUNBUFFERED": "1"}
         self.flags = flags
         self.log = log_dir / f"{name}.log"
 
     def command(self, module: str, model: str, *more: str) -> list[str]:
-        # A server's processes are new interpreters, which nothing can be told before.
-        started_by = PEER_PROCESS if self.is_peer and module == "bench_one_batch" else ["-m"]
         return [
-            *(sys.executable, "-W", "ignore", *started_by, f"sglang.{module}"),
+            *(sys.executable, "-W", "ignore", "-m", f"sglang.{module}"),
             *("--model-path", model, "--load-format", "dummy", *self.flags, *more),
         ]
 
 
 def latency(side: Side, model: str) -> list[dict[str, float]]:
-    """One row a batch size, from the benchmark's printed medians (the first rows belong to its warm-up)."""
-    sizes = [str(b) for b in BATCH_SIZES]
+    """One row a batch size, from the benchmark's printed medians. Each size runs twice and the second run counts: in
+    the first one a side may compile kernels."""
+    sizes = [str(b) for b in BATCH_SIZES * 2]
     done = subprocess.run(
         side.command(
             *("bench_one_batch", model, "--batch-size", *sizes, "--cuda-graph-max-bs", "128"),
@@ -73,7 +79,7 @@ def latency(side: Side, model: str) -> list[dict[str, float]]:
         log.write(done.stdout + done.stderr)
     prefill = [float(x) for x in re.findall(r"Prefill\. latency: *([\d.]+) s", done.stdout)]
     decode = [float(x) for x in re.findall(r"Decode\. +median latency: *([\d.]+) s", done.stdout)]
-    if done.returncode or len(decode) < len(BATCH_SIZES):
+    if done.returncode or len(decode) < len(sizes):
         raise RuntimeError(
             f"{side.name} bench_one_batch failed ({done.returncode}); see {side.log}\n{done.stderr[-2000:]}"
         )
@@ -196,6 +202,7 @@ def main() -> None:
     parser.add_argument("--stages", default="latency,server")
     parser.add_argument("--peer-backends", default="triton,flashinfer")
     parser.add_argument("--peer-server-backend", default="flashinfer")
+    parser.add_argument("--peer-flags", default="", help="More flags of the peer, in one argument.")
     parser.add_argument("--concurrency", default="64,256")
     args = parser.parse_args()
     log_dir = args.out.parent
@@ -204,9 +211,9 @@ def main() -> None:
     ours = Side("ours", our_path, {}, [], log_dir)
     sides = [ours]
     if args.peer_site:
-        flags = ["--sampling-backend", "pytorch"]
+        flags = ["--sampling-backend", "pytorch", *shlex.split(args.peer_flags)]
         sides += [
-            Side(f"peer_{b}", args.peer_site, PEER_ENV, [*flags, "--attention-backend", b], log_dir)
+            Side(f"peer_{b}", peer_path(args.peer_site), PEER_ENV, [*flags, "--attention-backend", b], log_dir)
             for b in args.peer_backends.split(",")
         ]
     results: dict[str, Any] = {}

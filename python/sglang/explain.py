@@ -28,7 +28,7 @@ from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
 from sglang.srt.layers.moe.fused_moe_triton.config_files import find
 from sglang.srt.plan.caches import CacheGroup, cache_groups
 from sglang.srt.plan.layer_spec import Serving
-from sglang.srt.plan.layout import check_layout
+from sglang.srt.plan.layout import check_layout, uneven_heads
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.plan import (
@@ -101,6 +101,8 @@ def explain(args: ServerArgs, arch: ArchTraits, packages: frozenset[str], availa
         packages,
         int(arch.memory * USUAL_FREE_SHARE) if available is None else available,
     )
+    uneven = uneven_heads(model, args.tp_size)
+    notes = (*notes, uneven) if uneven else notes
     tiles = _moe_tiles(arch, model, serving.ranks)
     groups = cache_groups(model, serving)
     return Explanation(

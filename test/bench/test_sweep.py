@@ -53,6 +53,7 @@ def test_every_point_is_measured_once(measured: list[argparse.Namespace], tmp_pa
     assert (first.base_url, first.random_input_len, first.random_output_len) == ("http://h:1", 10, 2)
     assert (first.max_concurrency, first.num_prompts, first.random_range_ratio, first.flush_cache) == (1, 16, 1.0, True)
     assert measured[1].num_prompts == 32
+    assert [call.warmup_requests for call in measured[:2]] == [1, 8], "as many as the point keeps in flight"
     with results.open("a") as file:
         file.write('{"format": 1, "point"')
     assert main(["bench", "sweep", *WORDS, "--results", str(results), "--repeats", "2"]) == 0
@@ -126,7 +127,7 @@ def test_the_page_holds_everything_it_needs(measured: list[argparse.Namespace], 
     assert loaded == [] and text.count("Plotly.newPlot(") >= 2 * len(report.CHARTS)
     for title, *_ in report.CHARTS:
         assert text.count(f'"text":"{title}"') == 2, "a chart for each pair of lengths"
-    assert "10 tokens in, 2 out" in text and "11.5 (11.0 to 12.0)" in text
+    assert "10 tokens in, 2 out" in text and "11.5 <span>(11.0 to 12.0)</span>" in text
     assert text.count("sglang bench serving") == 16
 
 
@@ -162,7 +163,12 @@ def test_a_server_is_swept(tmp_path: Path) -> None:
     finally:
         server.end()
     assert row["numbers"]["total_output_tokens"] == 16 and row["facts"]["tp_size"] == 1
-    assert row["facts"]["max_total_num_tokens"] > 0
+    assert row["facts"]["max_total_num_tokens"] > 0 and row["facts"]["gpus"] and row["facts"]["cpu"]
+
+
+def test_the_machine_is_that_of_a_server_here_only() -> None:
+    assert sweep.is_here("http://127.0.0.1:1") and sweep.is_here("http://[::1]:1/v1")
+    assert not sweep.is_here("http://10.0.0.1:1") and not sweep.is_here("https://localhost.example.org")
 
 
 def test_json_lines_are_prompts(tmp_path: Path) -> None:

@@ -34,6 +34,15 @@ def chat(content: Any = "hi", **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}], "max_tokens": 2, **fields}
 
 
+def items(count: int, text: str) -> list[Any]:
+    return [{"role": "user", "content": text}] * count
+
+
+def marked(text: str) -> dict[str, Any]:
+    tool = {"type": "function", "function": {"name": "f"}}
+    return {"text": text, "tools": [tool], "tool_call_parser": "gpt-oss"}
+
+
 # --- lists ------------------------------------------------------------------------------------------------------------
 
 MANY = 300_000
@@ -86,6 +95,21 @@ LARGE: dict[str, tuple[str, Callable[[], Any]]] = {
     "5 MB of one letter to tokenize": ("/tokenize", lambda: {"prompt": "a" * 5_000_000}),
     "100,000 texts to tokenize": ("/tokenize", lambda: {"prompt": ["a b c"] * 100_000}),
     "2,000,000 ids to detokenize": ("/detokenize", lambda: {"tokens": [5] * 2_000_000}),
+    "3 MB of messages to count": ("/v1/messages/count_tokens", lambda: chat("word " * 600_000)),
+    "3 MB of items to cut": ("/v1/responses", lambda: {"input": items(300, "word " * 2_000), "truncation": "auto"}),
+    "a call's marker 50,000 times": ("/parse_function_call", lambda: marked("<|channel|>" * 50_000)),
+    "a query of 1 MB for 2,048 items": (
+        "/v1/score",
+        lambda: {"query": "word " * 200_000, "items": ["a"] * 2_048, "label_token_ids": [5]},
+    ),
+    "a query of 1 MB for 2,048 documents": (
+        "/v1/rerank",
+        lambda: {"query": "word " * 200_000, "documents": ["a"] * 2_048},
+    ),
+    "17 MB of tools for later": (
+        "/v1/responses",
+        lambda: {"input": "a", "background": True, "tools": [{"type": "function", "name": "f" * 17_000_000}]},
+    ),
     "log probabilities of 200,000 tokens": (
         GENERATE,
         lambda: {**generate(), "return_logprob": True, "token_ids_logprob": [5] * 200_000},

@@ -305,6 +305,12 @@ def test_failure_in_the_background(client: openai.OpenAI) -> None:
     assert ended.status == "failed" and "context length" in ended.error.message
 
 
+def test_what_cannot_be_kept_is_not_begun_in_the_background(server: LiveServer) -> None:
+    tool = {"type": "function", "name": "f", "description": "d" * (9 << 20)}
+    reply = post(server, background=True, tools=[tool], tool_choice="none")
+    assert reply.status_code == 413 and reply.json()["object"] == "error"
+
+
 def test_truncation(client: openai.OpenAI) -> None:
     turns: Any = [
         {"role": role, "content": f"{number}: " + "one two three four five six seven " * 40}

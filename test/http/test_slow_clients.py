@@ -20,11 +20,12 @@ PATIENCE_S = 30.0
 class HurriedProtocol(HttpProtocol):
     head_limit_s = 0.3
     body_limit_s = 0.3
+    unread_limit_s = 0.3
     max_head_bytes = 20_000
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
-    """Answers `slow` in two pieces, which take longer together than a request may."""
+    """Answers `slow` in two pieces, which take longer together than a request may, and `more` without an end."""
     body, more = b"", True
     while more:
         message = await receive()
@@ -36,6 +37,12 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
     if body == b"slow":
         await send({"type": "http.response.body", "body": b"one", "more_body": True})
         await asyncio.sleep(4 * HurriedProtocol.head_limit_s)
+    if body == b"more":
+        left = asyncio.ensure_future(receive())
+        while not left.done():
+            await send({"type": "http.response.body", "body": b"x" * (1 << 16), "more_body": True})
+            await asyncio.sleep(0)
+        return
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
@@ -126,5 +133,25 @@ def test_requests_behind_a_long_answer_wait() -> None:
         assert b"slow" in await reader.readuntil(b"0\r\n\r\n")
         writer.write(b"st")
         assert b"fast" in await reader.readuntil(b"0\r\n\r\n")
+
+    served(client)
+
+
+def test_an_answer_that_nobody_reads_is_given_up() -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + b"more")
+        while not writer.is_closing():  # the next requests wait behind the answer, and fail with the connection
+            writer.write(HEAD + b"fast")
+            await asyncio.sleep(0.05)
+
+    served(client)
+
+
+def test_an_answer_that_is_read_slowly_goes_on() -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + b"more")
+        for _ in range(8):
+            assert len(await reader.readexactly(1 << 20)) == 1 << 20
+            await asyncio.sleep(HurriedProtocol.unread_limit_s / 3)
 
     served(client)

@@ -19,6 +19,8 @@ from sglang.bench.sweep import point_of, read_results
 from sglang.srt.errors import UserError
 
 PDF_SECONDS = 120
+PDF_WINDOW = (1036, 900)
+"""Pixels. Charts keep the size that they have in the window: this one is as wide as what a printed page shows."""
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "chrome")
 COLOURS = ("#3366cc", "#dc3912", "#109618", "#ff9900", "#990099", "#0099c6", "#8c6d31", "#dd4477")
 
@@ -147,11 +149,19 @@ h1 { font-size: 1.6rem } h2 { margin-top: 2.5rem; font-size: 1.25rem }
 table { border-collapse: collapse; font-size: .85rem; width: 100% }
 th, td { padding: .25rem .6rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap }
 th:first-child, td:first-child { text-align: left }
+td span { white-space: nowrap }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; font-size: .9rem }
 dt { color: #555 } dd { margin: 0; overflow-wrap: anywhere }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .75rem; background: #f6f6f6; padding: .6rem }
 @media (max-width: 50rem) { .charts { grid-template-columns: minmax(0, 1fr) } dl { grid-template-columns: 1fr } }
-@media print { body { max-width: none } pre { font-size: .6rem } }
+@page { size: A4; margin: 12mm }
+@media print {
+  body { max-width: none; padding: 0; zoom: .7 }
+  .charts { grid-template-columns: repeat(2, minmax(0, 1fr)) } dl { grid-template-columns: max-content 1fr }
+  .scroll { overflow: visible } table { font-size: .75rem }
+  th, td:not(:first-child) { white-space: normal }
+  h2, h3 { break-after: avoid } tr, dl { break-inside: avoid }
+}
 """
 
 
@@ -188,8 +198,14 @@ def _table(selected: Sequence[Curve]) -> str:
         columns = [curve.values(number) for number, _ in TABLE]
         for i, count in enumerate(curve.concurrency):
             cells = [curve.name, str(count), str(len(curve.rows[i])), *(str(column[i]) for column in columns)]
-            lines.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
+            lines.append("<tr>" + "".join(f"<td>{_cell(cell)}</td>" for cell in cells) + "</tr>")
     return f'<div class="scroll"><table><tr>{heads}</tr>{"".join(lines)}</table></div>'
+
+
+def _cell(text: str) -> str:
+    """A line may end before a range, not in it."""
+    value, bracket, spread = html.escape(text).partition(" (")
+    return f"{value} <span>({spread}</span>" if bracket else value
 
 
 def _facts(all_curves: Sequence[Curve]) -> Iterator[str]:
@@ -217,6 +233,7 @@ def print_pdf(page_path: Path, pdf: Path) -> None:
             "--no-sandbox",
             "--disable-gpu",
             f"--user-data-dir={profile}",
+            f"--window-size={PDF_WINDOW[0]},{PDF_WINDOW[1]}",
             "--no-pdf-header-footer",
         ]
         words = [

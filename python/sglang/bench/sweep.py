@@ -10,21 +10,27 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import platform
+import re
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
+from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 from tqdm import tqdm
 
 from sglang.bench.http_client import HttpError
 from sglang.bench_serving import BenchError, build_parser, run_benchmark
+from sglang.doctor.reading import Sources, read_smi
 from sglang.srt.errors import UserError
 from sglang.version import __version__
 
@@ -104,6 +110,7 @@ def point_command(point: Point, args: argparse.Namespace) -> list[str]:
         "--random-range-ratio": 1.0,
         "--num-prompts": max(args.requests, args.requests_per_slot * point.concurrency),
         "--max-concurrency": point.concurrency,
+        "--warmup-requests": point.concurrency,
         "--seed": 1 + point.repeat,
     }
     words = [word for name, value in flags.items() for word in (name, str(value))]
@@ -124,8 +131,8 @@ def measure(point: Point, args: argparse.Namespace) -> dict[str, Any]:
         "point": {name: getattr(point, name) for name in Point.__slots__},
         "command": shlex.join(["sglang", "bench", "serving", *words]),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
-        "client": f"sm120-sglang {__version__}, {platform.processor() or platform.machine()}",
-        "facts": server_facts(point.url),
+        "client": f"sm120-sglang {__version__}",
+        "facts": server_facts(point.url) | (machine_facts() if is_here(point.url) else {}),
         "numbers": {name: value for name, value in record.items() if name not in DETAILS},
     }
 
@@ -139,6 +146,29 @@ def server_facts(url: str) -> dict[str, Any]:
         return {}
     flat = dict(_flat(info)) if isinstance(info, dict) else {}
     return {name: flat[name] for name in FACTS if flat.get(name) is not None}
+
+
+def is_here(url: str) -> bool:
+    """Whether a server runs on this machine, as far as its URL says."""
+    return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
+
+
+@cache
+def machine_facts() -> dict[str, str]:
+    """Of this machine: GPUs, driver, CPU, operating system."""
+    gpus, driver, _ = read_smi(Sources())
+    kinds = Counter(f"{gpu.name}, {gpu.memory or 0:,.0f} MiB" for gpu in gpus)
+    facts = {"gpus": "; ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "none"}
+    facts |= {"driver": driver} if driver else {}
+    cpu = re.search(r"^model name\s*:\s*(.+)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
+    return facts | {"cpu": f"{os.cpu_count()} x {cpu[1] if cpu else platform.machine()}", "system": platform.platform()}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def _flat(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -78,7 +78,7 @@ def run_program(words: Sequence[str], seconds: float) -> tuple[int, str] | None:
 
 def read_machine(sources: Sources, with_copies: bool = True) -> Machine:
     unread: list[str] = []
-    gpus, driver, smi_problem = _read_smi(sources)
+    gpus, driver, smi_problem = read_smi(sources)
     gpus = tuple(_with_pci(gpu, sources.root) for gpu in gpus)
     if any(gpu.redirecting_bridges is None for gpu in gpus):
         unread.append("ACS of the PCI bridges: reading it needs root")
@@ -116,7 +116,7 @@ def read_machine(sources: Sources, with_copies: bool = True) -> Machine:
 # --- nvidia-smi -------------------------------------------------------------------------------------------------------
 
 
-def _read_smi(sources: Sources) -> tuple[tuple[Gpu, ...], str | None, str]:
+def read_smi(sources: Sources) -> tuple[tuple[Gpu, ...], str | None, str]:
     """GPUs, the driver's version, and what went wrong. Fields that an older nvidia-smi does not know are left out."""
     fields = ["driver_version", *_SMI_FIELDS]
     while fields:

@@ -9,6 +9,7 @@ from typing import Any
 
 from sglang.explain import Explanation, explain
 from sglang.plan.floors import Floor, StepFloors
+from sglang.plan.predictions import Prediction, predict
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
@@ -76,6 +77,7 @@ class Prospect:
     prefill: Floor
     commands: tuple[str, ...]
     notes: tuple[str, ...]
+    predicted: Prediction | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -85,13 +87,27 @@ class Prospect:
         return self.layout.servers * self.requests_per_server / self.loaded.seconds_with_nccl
 
     @property
+    def predicted_tokens_per_second(self) -> tuple[float, float, float] | None:
+        """Of all servers with the load: the figure, and the range that its error leaves."""
+        if self.predicted is None:
+            return None
+        time, requests = self.predicted.loaded, self.layout.servers * self.requests_per_server
+        if not self.most_requests:
+            return 0.0, 0.0, 0.0
+        return requests / time.seconds, requests / time.high, requests / time.low
+
+    @property
     def rating(self) -> float:
-        """Tokens a second; less where they are those of the average rank, and the busiest one holds up the others."""
-        return self.tokens_per_second * (UNEVEN if self.layout.ep_size > 1 else 1.0)
+        """Tokens a second, predicted if they can be; less where they are those of the average rank, and the busiest one
+        holds up the others."""
+        figures = self.predicted_tokens_per_second
+        speed = self.tokens_per_second if figures is None else figures[0]
+        return speed * (UNEVEN if self.layout.ep_size > 1 else 1.0)
 
     @property
     def one_request_per_second(self) -> float:
-        return 1 / self.one.seconds_with_nccl
+        """Predicted if it can be, else at most."""
+        return 1 / (self.one.seconds_with_nccl if self.predicted is None else self.predicted.one.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +122,8 @@ class Survey:
     tuned_files: tuple[tuple[Layout, str], ...]
 
     def best(self) -> Prospect | None:
-        """The most tokens a second for the load; of those within 2%, the fastest for one request."""
+        """The most tokens a second for the load; of those within 2%, the fastest for one request. By predictions where
+        the card was timed, else by floors."""
         able = [p for p in self.prospects if p.most_requests > 0]
         most = max((p.rating for p in able), default=0.0)
         close = [p for p in able if p.rating >= 0.98 * most]
@@ -172,6 +189,7 @@ def _prospect(args: ServerArgs, words: Sequence[str], layout: Layout, explained:
         prefill=floors.prefill(load.length),
         commands=tuple(layout.commands(words)),
         notes=explained.notes,
+        predicted=predict(model, serving, explained.arch, each, load.length),
     )
 
 

@@ -93,7 +93,7 @@ class ServerArgs:
     mamba_full_memory_ratio: float | None = option(
         None,
         MEMORY,
-        "Memory of these states over that of the KV cache, instead of what half of the memory allows; above 0.",
+        "Memory of these states over that of the KV cache; above 0. None: states for conversations of 4,096 tokens.",
     )
     kv_cache_dtype: str = option(
         "auto", MODEL, "Type of the KV cache.", choices=("auto", "bf16", "fp8_e4m3", "fp8_e5m2")
@@ -149,6 +149,9 @@ class ServerArgs:
         minimum=1,
     )
     disable_custom_all_reduce: bool = option(False, PARALLEL, "Let the GPUs exchange data through NCCL alone.")
+    enable_flashinfer_allreduce_fusion: bool = option(
+        False, PARALLEL, "Add up, where a norm follows, with FlashInfer's kernel, if it is installed and can."
+    )
     nnodes: int = option(1, PARALLEL, "Machines.", minimum=1)
     node_rank: int = option(0, PARALLEL, "Index of this machine.", minimum=0)
 

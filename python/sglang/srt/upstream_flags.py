@@ -63,7 +63,7 @@ ACCEPTED: tuple[FlagGroup, ...] = (
         "Collectives",
         "the plan chooses how ranks exchange data; see `python -m sglang.explain`",
         """
-        enable-flashinfer-allreduce-fusion enforce-disable-flashinfer-allreduce-fusion
+        enforce-disable-flashinfer-allreduce-fusion
         flashinfer-allreduce-fusion-backend= enable-aiter-allreduce-fusion disable-aiter-allreduce-fusion-in-decode
         disable-aiter-allreduce-fusion-in-prefill disable-flashinfer-cutlass-moe-fp4-allgather boundary-reduction=
         enable-mscclpp enable-nccl-nvls enable-p2p-check enable-scattered-sconv enable-symm-mem enable-torch-symm-mem

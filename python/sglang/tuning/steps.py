@@ -17,7 +17,7 @@ from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.layer_spec import FeedForward, HyperConnections, LayerSpec, Matrix, Serving
-from sglang.srt.plan.mixers import GQA, MLA, rank_kv_heads
+from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
@@ -199,7 +199,7 @@ def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str
     mixer, tp = layer.mixer, serving.tp_size
     item = KV_DTYPE_BYTES[serving.kv_dtype]
     if isinstance(mixer, GQA):
-        heads, kv = mixer.num_heads // tp, rank_kv_heads(mixer.num_kv_heads, tp)
+        heads, kv = mixer.shares(tp).room, mixer.shares(tp).kv_room
         dims = (mixer.head_dim, mixer.v_head_dim)
         size = step.tokens * (2 * heads + 3 * kv) * mixer.head_dim * 2.0
         yield "qk_norm_rope_store", Elementwise("qk_norm_rope_store", size)
@@ -207,7 +207,7 @@ def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str
             yield "attention_output_gate", Elementwise("attention_output_gate", 6.0 * step.tokens * heads * dims[1])
         yield _attention(step, heads, kv, dims, item, mixer.window)
     elif isinstance(mixer, MLA):
-        yield from _latent(mixer, step, mixer.num_heads // tp, item)
+        yield from _latent(mixer, step, mixer.shares(tp).room, item)
     elif isinstance(mixer, GatedDelta):
         heads, keys = mixer.value_heads // tp, mixer.key_heads // tp
         channels = 2 * keys * mixer.key_dim + heads * mixer.value_dim
@@ -280,7 +280,7 @@ def _feed_forward(
     """With experts by rank each has its share of the pairs, as if of fewer tokens that all choose here."""
     tp = serving.tp_size
     if isinstance(ffn, Dense):
-        yield ffn.activation.op, Elementwise(ffn.activation.op, 6.0 * tokens * ffn.intermediate_size // tp)
+        yield ffn.activation.op, Elementwise(ffn.activation.op, 6.0 * tokens * ffn.room(tp))
     elif isinstance(ffn, MoE):
         quant = model.expert_quant
         yield ffn.router.op, Elementwise(ffn.router.op, 4.0 * tokens * ffn.num_experts)
@@ -291,5 +291,5 @@ def _feed_forward(
         share = -(-tokens // serving.ranks.ep_size)
         yield "fused_moe", Experts(share, room, min(top_k, room), hidden, rows, scheme, ffn.bias)
         if ffn.shared is not None and not ffn.fused_shared:
-            size = 6.0 * tokens * ffn.shared.intermediate_size // tp
+            size = 6.0 * tokens * ffn.shared.dense(ffn.activation).room(tp)
             yield ffn.activation.op, Elementwise(ffn.activation.op, size)

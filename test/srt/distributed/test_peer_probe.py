@@ -1,10 +1,12 @@
-"""The start-up probe among processes of a CPU, with links that have a defect each."""
+"""The start-up probe among ranks of a CPU, with links that have a defect each: what is found among threads, and among
+processes, which may die or hang."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
+import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,54 +14,84 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from sglang.srt.distributed import peer_probe
-from sglang.srt.distributed.peer_checks import Finding
+from sglang.srt.distributed import peer_links, peer_probe
+from sglang.srt.distributed.peer_checks import Finding, check
 from sglang.srt.errors import UserError
+from srt.distributed.fake_links import FakeLinks, Meeting
 
 LINKS = "srt.distributed.fake_links:links"
 TESTS = Path(__file__).resolve().parents[2]
+LIMITS = peer_probe.Limits(total=100.0, step=2.0)
 
-QUICK = {
+FOUND = {
     "": None,
     "stale memory": "ranks 0 and 1: rank 1 reads what was there before rank 0 wrote",
     "own buffer": "ranks 0 and 1: what rank 0 writes to rank 1 lands in its own memory",
     "torn memory": "ranks 0 and 1: 1 of 4096 words of rank 0 arrive otherwise",
     "copy that does not end": "ranks 0 and 1: a copy has not ended",
     "stale sum": "two_shot: rank [0-2] does not add what rank 0 gives",
-    "refused": r"rank 1: its start fails on rank 1: .*RuntimeError: peer access is not supported",
 }
-HANGING = {
+OF_PROCESSES = {
     "hanging write": "ranks 0 and 1: a write to the memory of rank 1 does not return on rank 0",
     "hanging sum": "rank 0: the all-reduce by two_shot does not return on rank 0",
+    "refused": r"rank 1: its start fails on rank 1: .*RuntimeError: peer access is not supported",
 }
+"""Processes take seconds to start. Links that are right, and some that read their own, are in test_peer_setup."""
 
 
-def probe(rank: int, ranks: int, folder: str, defects: dict[str, str | None], timeout: float) -> None:
+def holds(defect: str, problem: str | None, expected: str | None) -> None:
+    if expected is None:
+        assert problem is None, (defect, problem)
+        return
+    assert problem is not None and re.search(expected, problem), (defect, problem)
+    assert "IOMMU" in problem and "ACS" in problem and "expandable_segments" in problem and "driver" in problem
+
+
+def findings_among_threads(ranks: int, defect: str) -> list[Finding]:
+    meeting, findings = Meeting(ranks), [list[Finding]() for _ in range(ranks)]
+
+    def run(rank: int) -> None:
+        links = FakeLinks(rank, ranks, defect, partial(meeting.exchange, rank))
+        try:
+            findings[rank].extend(check(links, rank, ranks, lambda doing, peer: None))
+        except threading.BrokenBarrierError:
+            pass  # another rank has gone
+        finally:
+            if findings[rank] and findings[rank][-1].kind == "hang":
+                meeting.leave()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [finding for each in findings for finding in each]
+
+
+@pytest.mark.parametrize("defect", FOUND)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_defects_are_named(ranks: int, defect: str) -> None:
+    holds(defect, peer_probe.verdict(findings_among_threads(ranks, defect)), FOUND[defect])
+
+
+def test_a_library_that_adds_wrongly_stops_the_start() -> None:
+    findings = findings_among_threads(2, "wrong library")
+    with pytest.raises(UserError, match=r"NCCL does not add up over these GPUs: .*NCCL_P2P_DISABLE=1"):
+        peer_probe.verdict(findings)
+
+
+def probe(rank: int, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    for defect, expected in defects.items():
+    for defect, expected in OF_PROCESSES.items():
         os.environ["FAKE_DEFECT"] = defect
-        problem = peer_probe.probe(dist.group.WORLD, 0, LINKS, timeout)
-        if expected is None:
-            assert problem is None, problem
-            continue
-        assert problem is not None and re.search(expected, problem), (defect, problem)
-        assert "IOMMU" in problem and "ACS" in problem and "expandable_segments" in problem and "driver" in problem
-    os.environ["FAKE_DEFECT"] = "wrong library"
-    if timeout > 60:
-        with pytest.raises(UserError, match="NCCL does not add up over these GPUs: .*NCCL_P2P_DISABLE=1"):
-            peer_probe.probe(dist.group.WORLD, 0, LINKS, timeout)
+        holds(defect, peer_probe.probe(dist.group.WORLD, 0, LINKS, LIMITS), expected)
 
 
 @pytest.mark.slow
-def test_defects_are_named(tmp_path: Path) -> None:
-    mp.spawn(probe, (2, str(tmp_path), QUICK, 100.0), nprocs=2)
-
-
-@pytest.mark.slow
-def test_hanging_links_are_named_and_do_not_hang_the_server(tmp_path: Path) -> None:
-    mp.spawn(probe, (3, str(tmp_path), HANGING, 45.0), nprocs=3)
+def test_processes_that_die_or_hang_are_named_and_do_not_hang_the_server(tmp_path: Path) -> None:
+    mp.spawn(probe, (2, str(tmp_path)), nprocs=2)
 
 
 def test_a_pair_is_told_once() -> None:
@@ -77,6 +109,13 @@ def test_a_pair_is_told_once() -> None:
 
 def test_a_library_that_cannot_start_is_no_wrong_sum() -> None:
     """The server's own start says more of it."""
-    doing = json.dumps({"doing": "the all-reduce by nccl", "peer": None})
-    assert [finding.kind for finding in peer_probe._read(doing, "", 0)] == ["library"]
-    assert [finding.kind for finding in peer_probe._read(doing, "DistBackendError: no socket", 0)] == ["failed"]
+    messages = [{"doing": "the all-reduce by nccl", "peer": None}]
+    assert [finding.kind for finding in peer_probe._read(messages, "", 0)] == ["library"]
+    assert [finding.kind for finding in peer_probe._read(messages, "DistBackendError: no socket", 0)] == ["failed"]
+
+
+def test_only_what_ends_by_itself_has_the_short_limit() -> None:
+    limits = peer_probe.Limits()
+    assert limits.of_step("a write to the memory of") == limits.of_step("the all-reduce by packed") == limits.step
+    assert limits.of_step("the other ranks") == limits.of_step("the all-reduce by nccl") == limits.total
+    assert peer_links.DEADLINE_S < limits.step < limits.total

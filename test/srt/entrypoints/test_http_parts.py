@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 from starlette.requests import Request
 
+from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.http_middleware import RequestGate
+from sglang.srt.entrypoints.http_server import MAX_OPEN_FILES
 from sglang.srt.entrypoints.http_stream import ClientDisconnected, EventStream, until_disconnect
 from sglang.srt.managers.front.generate_request import RequestError
 
@@ -118,6 +121,42 @@ def test_unannounced_body_too_large() -> None:
     with pytest.raises(ApiError) as refused:
         through_gate(scope(), Exchange(*parts), max_body_bytes=10)
     assert refused.value.status == 413
+
+
+def test_bodies_of_all_requests_together_are_bounded() -> None:
+    half = {"type": "http.request", "body": b"x" * 6, "more_body": True}
+    end = {"type": "http.request", "body": b"x" * 4}
+    gate = RequestGate(read_all, None, max_body_bytes=20, max_bodies_bytes=20)
+
+    async def request(exchange: Exchange) -> Exchange:
+        await gate(scope(), exchange.receive, exchange.send)
+        return exchange
+
+    async def work() -> None:
+        first = Exchange(half)
+        answer = asyncio.create_task(request(first))
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError) as refused:
+            await request(Exchange(half, half, half))
+        assert refused.value.status == 503
+        assert (await request(Exchange(half, end))).status == 200
+        first.inbox.put_nowait(end)
+        assert (await answer).status == 200
+        assert (await request(Exchange(half, half, end))).status == 200
+
+    asyncio.run(work())
+
+
+def test_connections_are_not_bounded_by_the_usual_limit_of_a_shell() -> None:
+    """A file beside them, such as the page's, can still be opened."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+        http_server._allow_open_files()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert hard == before[1] and soft == (MAX_OPEN_FILES if hard < 0 else min(hard, MAX_OPEN_FILES))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 class Source:

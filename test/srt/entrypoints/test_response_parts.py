@@ -35,6 +35,15 @@ def test_store_is_bounded_in_bytes() -> None:
     assert store.discard("other") and not store.discard("other")
 
 
+def test_what_a_task_holds_counts() -> None:
+    store = ResponseStore(max_bytes=100, max_entry_bytes=60)
+    for name in ("first", "second"):
+        store.put(name, StoredResponse(b"x", num_waiting_bytes=50))
+    assert len(store) == 1 and store.get("second") is not None
+    store.put("second", StoredResponse(b"x" * 61))
+    assert len(store) == 0
+
+
 def test_what_is_dropped_does_not_go_on() -> None:
     async def work() -> None:
         store = ResponseStore(max_responses=1)

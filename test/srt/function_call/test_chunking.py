@@ -12,10 +12,13 @@ import pytest
 from sglang.srt.function_call.call_format import CallFormat
 from sglang.srt.function_call.events import ArgumentsDelta, CallEnd, Event, ReasoningDelta, TextDelta
 from sglang.srt.function_call.parser import OutputParser
+from sglang.srt.function_call.reader import Markers
 from sglang.srt.function_call.registry import REASONING_FORMATS, TOOL_CALL_FORMATS
 from srt.function_call.outputs import TOOLS, WRITERS, random_call, random_output, random_text
 
 OUTPUTS_PER_FORMAT = 500
+SHORT_TEXT = 2048
+"""Characters: several times what a call's header may have."""
 _DELTAS = (TextDelta, ReasoningDelta, ArgumentsDelta)
 
 
@@ -150,6 +153,30 @@ def test_nothing_is_lost(name: str) -> None:
         )
         silent = ("]", "<|python_end|>", "<|python_start|>", "[TOOL_CALLS]", ",", ";", end)
         assert _without(kept, silent) == _without(output, silent)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_the_work_grows_with_the_text_and_not_faster(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of texts that begin calls again and again and never end one: how many characters are searched for markers."""
+    searched = 0
+
+    def counted(self: Markers, text: str, start: int, *end: int) -> re.Match[str] | None:
+        nonlocal searched
+        match = search(self, text, start, *end)
+        searched += (min((len(text), *end)) if match is None else match.end()) - start
+        return match
+
+    search = Markers.search
+    monkeypatch.setattr(Markers, "search", counted)
+    call = WRITERS[name].calls([("get_weather", {"city": "a"})])
+    for part in (*WRITERS[name].markers, *(call[:end] for end in range(10, len(call), 16))):
+        amounts = []
+        for length in (SHORT_TEXT, 4 * SHORT_TEXT):
+            searched = 0
+            text = (part * (length // len(part) + 1))[:length]
+            run(new_parser(name), [text])
+            amounts.append(searched)
+        assert amounts[1] <= 6 * max(amounts[0], SHORT_TEXT), part
 
 
 def _without(text: str, parts: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.ranks import RankLayout
 
 HERE = Path(__file__).parent
-LAYOUTS = range(1, 9)
+LAYOUTS = (1, 2, 3, 4, 6, 8)
 """Tensor-parallel ranks of one host. What is launched with expert parallelism is launched with fewer of those too."""
 
 

@@ -89,3 +89,21 @@ def test_rows_that_are_normed_fit_a_block() -> None:
 
 def test_bands_are_in_bytes() -> None:
     assert min(band.most for band in BANDS) >= 16 * KIB
+
+
+@pytest.mark.parametrize("name", ["sm_120", "h200"])
+def test_flashinfer_adds_up_only_where_it_was_asked_for(name: str) -> None:
+    arch, installed = arch_by_name(name), INSTALLED | {"flashinfer"}
+    asked = replace(NEED, traits=frozenset({tables.FLASHINFER_FUSION}))
+    choice = chosen(NEED, arch, installed)
+    assert choice.name == "sgl_kernel"
+    assert "only with --enable-flashinfer-allreduce-fusion" in reason(choice, "flashinfer")
+    assert chosen(asked, arch, installed).name == "flashinfer"
+    choice = chosen(asked, arch)
+    assert choice.name == "sgl_kernel" and reason(choice, "flashinfer") == "flashinfer is not installed"
+    seen = replace(asked, links=PeerLinks(Topology.SWITCH, fusion_problem="no workspace"))
+    choice = chosen(seen, arch, installed)
+    assert choice.name == "sgl_kernel" and reason(choice, "flashinfer") == "no workspace"
+    off = replace(asked, links=PeerLinks(Topology.SWITCH, "--disable-custom-all-reduce"))
+    assert chosen(off, arch, installed).name == "flashinfer"
+    assert chosen(replace(asked, q_dtype="float32"), arch, installed).name == "sgl_kernel"

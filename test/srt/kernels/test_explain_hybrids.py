@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sglang import explain
+from sglang.srt.plan.state_rows import CONVERSATION_TOKENS, LEAST_REQUESTS
 
 CONFIGS = json.loads((Path(__file__).parent / "configs" / "hybrids.json").read_text())
 """As published. Lists of modules are templates: [name with {} for numbers, layers, how many experts]."""
@@ -90,7 +91,10 @@ def test_every_op_has_a_kernel_and_every_cache_room(
     assert [op for op, choice in found["ops"].items() if choice["kernel"] is None] == []
     assert found["not_implemented"] is None and not found["missing"] and found["refused"] is None
     plan = found["plan"]
-    assert plan["max_total_num_tokens"] > 100_000 and plan["state_checkpoints"] == plan["max_running_requests"] > 8
+    tokens, running = plan["max_total_num_tokens"], plan["max_running_requests"]
+    assert tokens > 100_000 and plan["state_checkpoints"] >= running >= LEAST_REQUESTS
+    assert tokens > 0.98 * CONVERSATION_TOKENS * running and (tokens > plan["context_len"] or running == LEAST_REQUESTS)
+    assert plan["states"].startswith(f"{running:,} requests and {plan['state_checkpoints']:,} checkpoints of ")
     assert not plan.get("estimate", False)
 
 

@@ -25,20 +25,19 @@ from srt.models.harness import VOCAB, save_tiny
 
 NEW_TOKENS, POOL, CHUNK = 32, 150, 16
 ABORT_AT, SECOND_WAVE_AT = 12, 20
-THIRDS = {"num_attention_heads": 6, "num_key_value_heads": 3}
+THIRDS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 TINY_MODELS = {
     "dense": ("qwen3", {}),
-    "dense of 6 heads": ("qwen3", THIRDS),
     "experts": ("qwen3_moe", {}),
-    "experts of 6 heads": ("qwen3_moe", THIRDS),
+    "experts of 8 heads": ("qwen3_moe", THIRDS),
     "latent": ("deepseek_v3", {}),
 }
 LAYOUTS = {
     "TP2": (RankLayout(2), ("dense", "experts", "latent", "embedded")),
-    "TP3": (RankLayout(3), ("dense of 6 heads",)),
+    "TP3": (RankLayout(3), ("dense", "experts of 8 heads", "embedded")),
     "TP4": (RankLayout(4), ("dense", "latent", "embedded")),
     "EP2": (RankLayout(2, 2), ("experts", "latent", "embedded")),
-    "EP3 of 4 experts": (RankLayout(3, 3), ("experts of 6 heads",)),
+    "EP3 of 4 experts": (RankLayout(3, 3), ("experts of 8 heads",)),
     "EP2 x TP2": (RankLayout(4, 2), ("experts", "latent", "embedded")),
 }
 

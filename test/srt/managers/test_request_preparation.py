@@ -208,3 +208,26 @@ def test_a_text_that_cannot_fit_is_not_tokenized_as_a_whole(monkeypatch: pytest.
         with pytest.raises(RequestError, match="10000 characters is longer than the model's context length"):
             asyncio.run(work)
     assert max(lengths) == 200
+
+
+def test_log_probabilities_of_a_call_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of prompts and outputs, for every prompt and sample. A length that nobody asked for shrinks to what may be."""
+    monkeypatch.setattr(request_preparation, "MAX_LOGPROBS", 60)
+    prompt = {"input_ids": [1, 2, 3, 4], "return_logprob": True}
+    assert prepare(**prompt, sampling_params={"max_new_tokens": 28}).requests[0].sampling_params.max_new_tokens == 28
+    wanted = {**prompt, "top_logprobs_num": 1, "token_ids_logprob": [5], "logprob_start_len": 0}
+    for given in (None, {"max_new_tokens": None}, {"min_new_tokens": 20}):
+        (request,) = prepare(**wanted, sampling_params=given).requests
+        assert request.sampling_params.max_new_tokens == 16 and request.sampling_params.min_new_tokens <= 16
+    prepare(**wanted, sampling_params={"max_new_tokens": 16})
+    (request,) = prepare(**{**wanted, "return_logprob": False}).requests
+    assert request.sampling_params.max_new_tokens == 28
+    for fields in (
+        {"sampling_params": {"max_new_tokens": 17}},
+        {"sampling_params": {"max_new_tokens": 7, "n": 2}},
+        {"input_ids": [[1] * 4, [1] * 4], "sampling_params": {"max_new_tokens": 7}},
+        {"sampling_params": {"n": 6}},
+        {"input_ids": [1] * 20},
+    ):
+        with pytest.raises(RequestError, match="ask for fewer"):
+            prepare(**{**wanted, **fields})

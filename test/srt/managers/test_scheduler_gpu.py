@@ -1,13 +1,7 @@
-"""Scheduler, graphs and kernels on a GPU, in bf16, against transformers in fp32.
-
-Greedy tokens of a bf16 model may differ where two logits are close, and a router may pick another expert. So our tokens
-are fed to the reference, and the log probabilities that we reported are compared with the reference's on the same path:
-their mean error must not exceed that of transformers' own bf16 model by more than the factor of the variant.
-"""
+"""Scheduler, graphs and kernels on a GPU, in bf16, against transformers in fp32 (`gpu_parity`)."""
 
 from __future__ import annotations
 
-import copy
 import gc
 import importlib.util
 from collections.abc import Iterator
@@ -22,11 +16,11 @@ from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, request, run_to_end
+from srt.managers.gpu_parity import error_over_bf16, gpu_scheduler
 from srt.models.harness import VOCAB, save_tiny
 
 pytestmark = pytest.mark.gpu
 
-NEW_TOKENS = 24
 # name -> (server options, mean error over that of transformers in bf16)
 VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
     "graphs": ({}, 1.5),
@@ -46,18 +40,12 @@ def no_garbage() -> Iterator[None]:
     gc.collect()
 
 
-def path_logprobs(model: torch.nn.Module, prompt: list[int], output: tuple[int, ...]) -> torch.Tensor:
-    with torch.inference_mode():
-        logits = model(torch.tensor([prompt + list(output)]).cuda()).logits[0].float()
-    return logits.log_softmax(-1)[len(prompt) - 1 : -1].cpu()
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     "name",
     [
         *("qwen3_wide", "qwen3_moe_wide", "llama_wide", "deepseek_v3_wide", "qwen3_windows_wide"),
-        *("gpt_oss_wide", "gemma4_moe_wide", "gemma4_small_wide"),
+        *("gpt_oss_wide", "gemma4_moe_wide", "gemma4_small_wide", "qwen3_5_moe_wide", "nemotron_h_wide"),
     ],
 )
 def test_against_transformers(name: str, variant: str, tmp_path: Path) -> None:
@@ -69,40 +57,10 @@ def test_against_transformers(name: str, variant: str, tmp_path: Path) -> None:
         pytest.skip("FlashInfer is not installed")
     reference = save_tiny(name, tmp_path).cuda()
     options, factor = VARIANTS[variant]
-    options = {"max_total_tokens": 4096, "max_running_requests": 16, "cuda_graph_max_bs": 8, **options}
-    args = ServerArgs.from_kwargs(
-        model_path=str(tmp_path), device="cuda", dtype="bfloat16", skip_tokenizer_init=True, mem_fraction_static=0.2,
-        **options,
-    )  # fmt: skip
-    scheduler = Scheduler(args, create_runner(args), StopChecker(None))
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(1, VOCAB, (10 + 17 * i,), generator=generator).tolist() for i in range(6)]
-    for i, ids in enumerate(prompts):
-        msg = request(f"r{i}", ids, NEW_TOKENS, temperature=0.0, ignore_eos=True)
-        msg.return_logprob = True
-        add(scheduler, msg)
-    chosen: dict[str, list[tuple[float, int]]] = {}
-    while not scheduler.idle:
-        scheduler.step()
-        for message in scheduler.outbox:
-            for rid, logprobs in zip(message.rids, message.logprobs, strict=True):
-                assert logprobs is not None
-                chosen.setdefault(rid, []).extend(logprobs.output)
-        scheduler.outbox.clear()
-    half = copy.deepcopy(reference).bfloat16()
-    ours, theirs = [], []
-    for i, ids in enumerate(prompts):
-        values, tokens = zip(*chosen[f"r{i}"], strict=True)
-        assert len(tokens) == NEW_TOKENS
-        at = torch.tensor(tokens)[:, None]
-        expected = path_logprobs(reference, ids, tokens).gather(1, at)[:, 0]
-        ours.append((torch.tensor(values) - expected).abs())
-        theirs.append((path_logprobs(half, ids, tokens).gather(1, at)[:, 0] - expected).abs())
-    assert torch.cat(ours).mean() < factor * torch.cat(theirs).mean()
+    scheduler = gpu_scheduler(tmp_path, **options)
+    assert error_over_bf16(scheduler, reference) < factor
     if variant == "retraction":
         assert scheduler.stats.num_retracted > 0
-    scheduler.kv.check()
-    assert scheduler.check_memory()["held"] == 0
 
 
 @pytest.mark.parametrize("name", ["qwen3_wide", "qwen3_moe_wide"])

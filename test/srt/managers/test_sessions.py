@@ -48,3 +48,29 @@ def test_what_runs_is_named_when_it_is_dropped() -> None:
         store.begin("a", turn(rid, 1, parent))
     assert store.drop("a", "1") == ["2", "3"]
     assert store.drop("a", None) == ["1"] and store.num_tokens == 0
+
+
+def test_a_long_conversation_is_dropped_whole() -> None:
+    store = SessionStore()
+    store.open(1000, "a")
+    for number in range(3000):
+        store.begin("a", turn(str(number), 1, str(number - 1) if number else None))
+    assert len(store.drop("a", "0")) == 2999 and store.num_tokens == 1
+
+
+@pytest.mark.parametrize("bounds", [{"max_turns": 4}, {"max_tokens": 40}])
+def test_one_session_does_not_grow_without_end(bounds: dict[str, int]) -> None:
+    store = SessionStore(**bounds)
+    store.open(1000, "a")
+    for number in range(4):
+        store.begin("a", turn(str(number), 10))
+    with pytest.raises(RequestError, match="replace"):
+        store.begin("a", turn("4", 10))
+    with pytest.raises(RequestError, match="no request"):
+        store.turn("a", "4")
+    store.drop("a", "none")
+    assert store.num_tokens == 40
+    store.drop("a", None)
+    store.begin("a", turn("4", 10))
+    store.close("a")
+    assert store.num_tokens == 0

@@ -13,7 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.managers.front import tokenizer_manager
+from sglang.srt.entrypoints import output_formats
+from sglang.srt.entrypoints.openai.protocol import ParseCallsRequest
+from sglang.srt.function_call.model_formats import ModelFormats
+from sglang.srt.managers.front import request_preparation, tokenizer_manager
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
 from sglang.srt.managers.front.native_output import native_results, native_stream
 from sglang.srt.managers.front.tokenizer_manager import ServerStatus, TokenizerManager
@@ -578,3 +581,47 @@ def test_the_log_has_what_was_asked_and_answered(caplog: pytest.LogCaptureFixtur
     lines = [record.getMessage() for record in caplog.records if record.name.endswith("request_log")]
     assert "'prompt': 'What is 15+27?'" in lines[0]
     assert lines[1].startswith("Finished: rid=r, ") and lines[1].endswith("reason=length, output='It is 42.'")
+
+
+def test_long_texts_are_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that another client's text is tokenized between them; and no more of them than is enough."""
+    bench = Bench()
+    lengths: list[int] = []
+    encode = bench.manager.encode
+
+    async def counted(text: str, add_special_tokens: bool = True) -> list[int]:
+        lengths.append(len(text))
+        return await encode(text, add_special_tokens)
+
+    monkeypatch.setattr(bench.manager, "encode", counted)
+    text = "one two three " * 1000
+    exact = asyncio.run(bench.manager.count_tokens(text))
+    assert lengths == [len(text)]
+    monkeypatch.setattr(tokenizer_manager, "EXACT_COUNT_CHARS", 1000)
+    monkeypatch.setattr(request_preparation, "PIECE_CHARS", 1400)
+    assert abs(asyncio.run(bench.manager.count_tokens(text)) - exact) <= 10
+    assert lengths[1:] == [1400] * 10
+    assert asyncio.run(bench.manager.count_tokens(text, enough=exact // 2)) > exact // 2
+    assert len(lengths) <= 1 + 10 + 6
+    bench.manager.close()
+
+
+def test_whole_outputs_are_parsed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    tool = {"type": "function", "function": {"name": "f"}}
+    body = ParseCallsRequest(text=f"so: {call * 50} done", tools=[tool], tool_call_parser="hermes")
+    whole = asyncio.run(output_formats.parse_calls(bench.manager, ModelFormats(), body))
+    assert len(whole["calls"]) == 50 and whole["normal_text"] == "so: done"
+    monkeypatch.setattr(output_formats, "PARSED_PIECE", 17)
+    pieces = []
+    in_thread = bench.manager.in_thread
+
+    async def counted(function: Any, text: str) -> Any:
+        pieces.append(text)
+        return await in_thread(function, text)
+
+    monkeypatch.setattr(bench.manager, "in_thread", counted)
+    assert asyncio.run(output_formats.parse_calls(bench.manager, ModelFormats(), body)) == whole
+    assert len(pieces) == -(-len(body.text) // 17)
+    bench.manager.close()

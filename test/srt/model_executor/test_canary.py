@@ -47,6 +47,21 @@ class EagerInPlaceOfGraphs:
         return logits if step.extend is None else (logits, logits)
 
 
+def test_a_warm_up_launches_what_long_prompts_do(tmp_path: Path) -> None:
+    """Were its prompts replayed from a graph, the kernels of longer ones would be compiled when the first one comes."""
+    runner = runner_of("qwen3", tmp_path)
+    replayed: list[int] = []
+    graphs = EagerInPlaceOfGraphs(runner, lambda logits: (replayed.append(len(logits)), logits)[1])
+    runner.graphs = runner.extend_graphs = graphs  # type: ignore[assignment]
+    launched: list[bool] = []
+    model = runner.model
+    runner.model = lambda batch: (launched.append(any(batch.extend_prefix_lens_cpu)), model(batch))[1]  # type: ignore[assignment]
+    runner.model.logits = model.logits
+    runner._warm_up_extend()
+    assert replayed == [] and launched == [False, True]
+    assert runner.graphs is graphs and runner.extend_graphs is graphs
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma3", "qwen3_next", "nemotron_h"])
 def test_nothing_is_found_in_a_sound_model(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     runner = runner_of(name, tmp_path)

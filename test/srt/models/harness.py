@@ -167,8 +167,21 @@ NEMOTRON = {
     "moe_shared_expert_intermediate_size": 48,
     "routed_scaling_factor": 1.5,
 }
+NEMOTRON_WIDE = {
+    "hidden_size": 128,
+    "num_attention_heads": 2,
+    "head_dim": 128,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 64,
+    "n_groups": 2,
+    "ssm_state_size": 128,
+    "moe_intermediate_size": 128,
+    "moe_shared_expert_intermediate_size": 256,
+    "intermediate_size": 256,
+}
 ZERO_CENTRED = frozenset(
-    {"gemma3", "gemma3_capped", "qwen3_next", "qwen3_next_wide", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_wide"}
+    {"gemma3", "gemma3_capped", "qwen3_next", "qwen3_next_wide", "qwen3_5", "qwen3_5_wide", "qwen3_5_moe"}
+    | {"qwen3_5_moe_wide"}
 )
 SHARED_EXPERT = EXPERTS | {"shared_expert_intermediate_size": 48}
 SECTIONS = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
@@ -260,6 +273,13 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         HYBRID | SHARED_EXPERT | {"rope_parameters": HYBRID["rope_parameters"] | SECTIONS},
     ),
     "qwen3_next_wide": ("Qwen3NextConfig", HYBRID | HYBRID_WIDE | {"decoder_sparse_step": 1}),
+    "qwen3_5_wide": (
+        "Qwen3_5TextConfig",
+        HYBRID
+        | {key: value for key, value in HYBRID_WIDE.items() if "expert" not in key and "moe" not in key}
+        | {"intermediate_size": 256}
+        | {"rope_parameters": HYBRID["rope_parameters"] | {"mrope_section": [6, 5, 5]}},
+    ),
     "qwen3_5_moe_wide": (
         "Qwen3_5MoeTextConfig",
         HYBRID | HYBRID_WIDE | {"rope_parameters": HYBRID["rope_parameters"] | {"mrope_section": [6, 5, 5]}},
@@ -278,6 +298,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": GPT_OSS_ROPE},
     ),
     "nemotron_h": ("NemotronHConfig", NEMOTRON),
+    "nemotron_h_wide": ("NemotronHConfig", NEMOTRON | NEMOTRON_WIDE),
     "nemotron_h_latent": (
         "NemotronHConfig",
         NEMOTRON | {"moe_latent_size": 24, "use_bias": True, "n_group": 4, "topk_group": 2},
@@ -337,6 +358,7 @@ def hf_model(name: str, seed: int = 0, **more: Any) -> PreTrainedModel:
 
 
 def randomize(model: PreTrainedModel, zero_centred_norms: bool) -> None:
+    spread = 0.15 if model.config.hidden_size < 1024 else 0.03  # sums of 64 and of 2,048 products are about as large
     with torch.no_grad():
         for key, param in model.named_parameters():
             if "norm" in key or key.endswith("scale"):
@@ -344,7 +366,7 @@ def randomize(model: PreTrainedModel, zero_centred_norms: bool) -> None:
                 centre = 0.0 if zero_centred_norms and "linear_attn" not in key else 1.0
                 param.uniform_(centre - 0.5, centre + 0.5)
             else:
-                param.normal_(0.0, 0.15)
+                param.normal_(0.0, spread)
         for key, buffer in model.named_buffers():
             if "correction" in key:
                 buffer.uniform_(-0.2, 0.2)

@@ -157,25 +157,27 @@ def _rank(rank: int, size: int, folder: Path) -> None:
     parallel_state.shutdown()
 
 
-def test_two_ranks_hold_halves_of_weights_and_scales(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_hold_parts_of_weights_and_scales(size: int, tmp_path: Path) -> None:
+    """Of three ranks two share a kv head, and of four blocks of intermediate dims the first has two."""
     for form in SPLIT:
         (tmp_path / form).mkdir()
         save_quantized("qwen3_wide", FORMS[form], tmp_path / form)
-    mp.spawn(_rank, (2, tmp_path), nprocs=2)
+    mp.spawn(_rank, (size, tmp_path), nprocs=size)
     for form in SPLIT:
         want = steps(TinyRunner(plan_for(tmp_path / form / "quantized")))
-        for rank in range(2):
+        for rank in range(size):
             got = torch.load(tmp_path / f"{form}{rank}.pt")
             torch.testing.assert_close(got, want, **TOLERANCE, msg=lambda text, form=form: f"{form}: {text}")
 
 
 def test_a_share_that_cuts_a_block_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_quantized("qwen3_wide", FORMS["fp8_block"], tmp_path)
+    save_quantized("llama_wide", FORMS["fp8_block"], tmp_path)
     groups = parallel_state.groups_of(RankLayout(8), 1)
     monkeypatch.setattr(parallel_state, "groups", lambda: groups)
     plan = plan_for(tmp_path / "quantized")
     with pytest.raises(
-        UserError, match=r"gate_proj: 128 rows have one scale or word, but with --tp-size 8 a rank holds rows 64"
+        UserError, match=r"q_proj: 128 rows have one scale or word, but with --tp-size 8 a rank holds rows 64"
     ):
         CausalLM(plan, device="meta")
 

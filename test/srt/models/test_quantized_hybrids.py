@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,8 @@ SHARED = r".*\.mlp\.shared_expert\.(gate|up|down)_proj"
 class Published:
     """`ways`: which modules are stored how, the first match counts. `config(modules)` is the quantization_config, or
     with `own_file` the content of hf_quant_config.json, given how each module is stored. `wrapped`: the text half of a
-    multimodal checkpoint. `residual`: modules with a scale that their scheme does not read."""
+    multimodal checkpoint. `residual`: modules with a scale that their scheme does not read. `more`: keys of the config
+    beside the tiny model's."""
 
     model: str
     ways: tuple[tuple[str, str], ...]
@@ -60,6 +61,7 @@ class Published:
     wrapped: bool = False
     residual: str = ""
     listed_as: tuple[str, str] = ("", "")
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 def mixed(modules: dict[str, str]) -> dict[str, Any]:
@@ -164,9 +166,9 @@ PUBLISHED: Mapping[str, Published] = {
 }
 
 
-def publish(made: Published, folder: Path) -> Path:
-    """Writes the checkpoint to `folder`/quantized; returns where the same model in fp32 is."""
-    save_tiny(made.model, folder / "reference")
+def publish(made: Published, folder: Path, device: str = "cpu") -> Path:
+    """Writes the checkpoint to `folder`/quantized; returns where the same model in fp32 is. `device` quantizes."""
+    save_tiny(made.model, folder / "reference", **made.more)
     tensors = load_file(folder / "reference" / "model.safetensors")
     stored: Tensors = {}
     modules: dict[str, str] = {}
@@ -177,7 +179,8 @@ def publish(made: Published, folder: Path) -> Path:
         if leaf != "weight" or way is None:
             stored[f"{module}.{leaf}" if module else leaf] = tensor
             continue
-        written, tensors[key] = WRITERS[way](tensor)
+        written, stands_for = WRITERS[way](tensor.to(device))
+        written, tensors[key] = {part: value.cpu() for part, value in written.items()}, stands_for.cpu()
         if made.residual and re.fullmatch(made.residual, key.rpartition(".")[0]):
             written["input_scale"] = torch.tensor(0.5)
         stored |= {f"{module}.{part}": value.contiguous() for part, value in written.items()}

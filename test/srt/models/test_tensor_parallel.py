@@ -20,6 +20,12 @@ EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 NAMES = tuple(name for name in TINY if "wide" not in name)
 """Of 4 heads and 2 kv heads: four ranks hold each kv head twice, and norms over all heads are sums over the ranks."""
 WITH_EXPERTS = tuple(name for name in NAMES if any(key in str(TINY[name][1]) for key in EXPERT_KEYS))
+UNEVEN = {
+    "kv_heads": ("glm4_moe", {"num_attention_heads": 8, "num_key_value_heads": 4, "moe_intermediate_size": 40}),
+    "whole_norm": ("minimax_m2", {"num_attention_heads": 8, "num_key_value_heads": 4}),
+    "gates": ("qwen3_next", {"num_key_value_heads": 4, "linear_num_key_heads": 3, "linear_num_value_heads": 6}),
+}
+"""Of heads and dims that three ranks have in runs of two lengths: the families, and what of them is changed."""
 TWO_KEY_HEADS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 """Whose recurrent layers two ranks share at most."""
 
@@ -49,18 +55,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, to
     folder = tmp_path_factory.mktemp("models")
     for name in NAMES:
         save_tiny(name, folder / name)
-    return folder, {name: _steps(TinyRunner(plan_for(folder / name))) for name in NAMES}
+    for name, (family, changes) in UNEVEN.items():
+        save_tiny(family, folder / name, **changes)
+    return folder, {name: _steps(TinyRunner(plan_for(folder / name))) for name in (*NAMES, *UNEVEN)}
 
 
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
         (RankLayout(2), NAMES),
+        (RankLayout(3), ("qwen3_tied_bias", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma4_moe", *UNEVEN)),
         (RankLayout(4), tuple(name for name in NAMES if name not in TWO_KEY_HEADS)),
         (RankLayout(2, 2), WITH_EXPERTS),
         (RankLayout(4, 2), ("glm4_moe", "deepseek_v3", "minimax_m2", "gpt_oss")),
     ],
-    ids=["TP2", "TP4", "EP2", "EP2 x TP2"],
+    ids=["TP2", "TP3", "TP4", "EP2", "EP2 x TP2"],
 )
 def test_ranks_agree_with_one_rank(
     ranks: RankLayout, names: tuple[str, ...], models: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path

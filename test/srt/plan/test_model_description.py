@@ -18,12 +18,12 @@ from sglang.srt.errors import UserError
 from sglang.srt.plan.caches import CacheGroup, cache_groups
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.layer_spec import Elements, Serving, Weights, Window
-from sglang.srt.plan.layout import check_layout, next_layout
+from sglang.srt.plan.layout import check_layout, next_layout, uneven_heads
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.plan import describe_served_model
 from sglang.srt.plan.pool_sizes import cache_cost
-from sglang.srt.plan.ranks import ONE_RANK, RankLayout
+from sglang.srt.plan.ranks import ONE_RANK, HeadShares, RankLayout
 from sglang.srt.server_args import ServerArgs
 
 CONFIGS = Path(__file__).parents[1] / "kernels" / "configs"
@@ -262,8 +262,13 @@ def test_layers_that_nobody_describes_are_refused(changes: dict[str, Any], messa
 @pytest.mark.parametrize(
     ("name", "tp_size", "problem", "works"),
     [
-        ("glm47", 7, "--tp-size 7 does not divide the model's 96 attention heads", "1, 2, 4, 8"),
-        ("qwen3", 3, "--tp-size 3 does not divide the model's 32 attention heads", "1, 2, 4"),
+        ("qwen3", 40, "--tp-size 40 is more than the model's 32 attention heads", "1 to 32"),
+        (
+            "minimax_m2",
+            12,
+            "--tp-size 12 is no multiple of the model's 8 KV heads, over all of which keys are normed",
+            "1 to 8, 16, 24",
+        ),
         ("qwen35", 32, "--tp-size 32 does not divide the model's 16 key heads", "1, 2, 4, 8, 16"),
     ],
 )
@@ -272,8 +277,69 @@ def test_refused_layouts_name_those_that_work(name: str, tp_size: int, problem: 
     with pytest.raises(UserError) as error:
         check_layout(model, RankLayout(tp_size))
     assert str(error.value) == f"{problem}{' of gated delta nets' * (name == 'qwen35')}; what works: --tp-size {works}"
-    for size in map(int, works.split(", ")):
-        check_layout(model, RankLayout(size))
+    for run in works.split(", "):
+        first, _, last = run.partition(" to ")
+        for size in range(int(first), int(last or first) + 1):
+            check_layout(model, RankLayout(size))
+
+
+@pytest.mark.parametrize("tp_size", [3, 6])
+def test_heads_that_do_not_divide_are_shared_out_whole(tp_size: int) -> None:
+    """GLM-4.7: 96 query heads and 8 kv heads; intermediate sizes of 12,288 and 1,536."""
+    model, ranks = describe("glm47"), RankLayout(tp_size)
+    check_layout(model, ranks)
+    shares = model.layers[0].mixer.shares(tp_size)  # type: ignore[attr-defined]
+    kv_heads = [shares.kv_heads(rank).run for rank in range(tp_size)]
+    assert [head for run in kv_heads for head in range(run.start, run.stop)] == list(range(8))
+    for rank, kv in enumerate(kv_heads):
+        heads = shares.heads(rank)
+        assert (heads.run.start, heads.run.stop) == (12 * kv.start, 12 * kv.stop) and heads.count <= heads.room
+    most = {3: 36, 6: 24}[tp_size]
+    assert uneven_heads(model, tp_size) == (
+        f"96 attention heads over {tp_size} ranks, with whole KV heads (8): the busiest has {most}, the average"
+        f" {96 / tp_size:.1f}"
+    )
+    assert uneven_heads(model, 4) is None
+
+
+@pytest.mark.parametrize("tp_size", range(1, 33))
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(32, 4), (32, 1), (32, 32), (36, 12)])
+def test_every_head_is_on_one_rank_with_its_kv_head(num_heads: int, num_kv_heads: int, tp_size: int) -> None:
+    shares = HeadShares(num_heads, num_kv_heads, tp_size)
+    heads = [shares.heads(rank) for rank in range(tp_size)]
+    assert [head for share in heads for head in range(share.run.start, share.run.stop)] == list(range(num_heads))
+    for rank, share in enumerate(heads):
+        kv, room = shares.kv_heads(rank), share.room // shares.kv_room
+        assert 0 < share.count <= share.room == shares.room and 0 < kv.count <= kv.room == shares.kv_room
+        # The kernels take query head i of a rank to attend with its kv head i // room.
+        local = [(head - share.run.start) // room + kv.run.start for head in range(share.run.start, share.run.stop)]
+        assert local == [head // shares.group for head in range(share.run.start, share.run.stop)]
+
+
+@pytest.mark.parametrize(
+    ("size", "tp_size", "group", "share"),
+    [
+        (12288, 3, 128, 4096),
+        (12288, 6, 1, 2048),
+        (11008, 3, 1, 3712),
+        (11008, 6, 128, 1920),  # 86 blocks over six ranks: 15 or 14 each
+        (10944, 8, 1, 1368),  # an even share, if of no whole vectors
+        (10944, 8, 128, 1408),  # the last block is half of one
+        (512, 3, 128, 256),
+        (34, 5, 1, 7),  # no whole vectors for all
+    ],
+)
+def test_shares_of_intermediate_dims(size: int, tp_size: int, group: int, share: int) -> None:
+    mlp = Dense(size, scale_group=group)
+    shares = [mlp.share(rank, tp_size) for rank in range(tp_size)]
+    dims = [dim for s in shares for dim in range(s.run.start, s.run.stop)]
+    assert dims == list(range(size)) and {s.room for s in shares} == {share}
+    assert all(0 < s.count <= share and s.run.start % group == 0 for s in shares)
+
+
+def test_too_few_groups_of_dims_are_refused() -> None:
+    with pytest.raises(UserError, match="size 384 in groups of 128 that share scales is too few for 4 tensor-parallel"):
+        Dense(384, scale_group=128).room(4)
 
 
 def test_whole_experts_where_scales_forbid_shares() -> None:
@@ -287,7 +353,7 @@ def test_whole_experts_where_scales_forbid_shares() -> None:
     assert str(error.value) == (
         "expert intermediate size 768 in groups of 128 that share scales (fp8_block) is too few for 4 tensor-parallel"
         " ranks: one would hold none of 6; what works: --tp-size 4 --ep-size 2 or --tp-size 4 --ep-size 4 or"
-        " --tp-size 1, 2"
+        " --tp-size 1 to 3, 6"
     )
     for ranks in (RankLayout(4, 2), RankLayout(4, 4), RankLayout(1), RankLayout(2)):
         check_layout(model, ranks)
@@ -297,13 +363,13 @@ def test_whole_experts_where_scales_forbid_shares() -> None:
 @pytest.mark.parametrize(
     ("name", "tp_size", "ep_size", "message"),
     [
-        ("qwen3", 2, 2, "--ep-size 2 shares out experts, and the model has none; what works: --tp-size 1, 2, 4"),
+        ("qwen3", 2, 2, "--ep-size 2 shares out experts, and the model has none; what works: --tp-size 1 to 4"),
         (
             "qwen3_moe",
             4,
             3,
             "--ep-size 3 does not divide --tp-size 4, whose ranks share the experts; what works: "
-            "--tp-size 4 --ep-size 2 or --tp-size 4 --ep-size 4 or --tp-size 1, 2, 4, 8",
+            "--tp-size 6 --ep-size 3 or --tp-size 4 --ep-size 2 or --tp-size 4 --ep-size 4 or --tp-size 1 to 8",
         ),
         (
             "qwen3_moe",

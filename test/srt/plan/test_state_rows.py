@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -11,41 +13,81 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.plan.plan import Plan, make_plan
-from sglang.srt.plan.state_rows import StateRows, state_rows
+from sglang.srt.plan.pool_sizes import CacheCost
+from sglang.srt.plan.state_rows import CONVERSATION_TOKENS, StateRows, state_rows
 from sglang.srt.server_args import ServerArgs
 
 CONFIGS = Path(__file__).parents[1] / "kernels" / "configs"
 GIB = 1024**3
 
 
-def rows(most: int, available: int, weights: int, state: int, **flags: Any) -> StateRows:
-    return state_rows(ServerArgs(model_path="", **flags), most, available, weights, state)
+STATE, TOKEN = 1000, 1
+CONTEXT = 10_000
 
 
-def test_states_and_checkpoints_leave_half_of_the_memory_to_tokens() -> None:
-    assert rows(1024, 90, 30, 0) == StateRows(1024, 0)
-    assert rows(1024, 9000, 1000, 10) == StateRows(200, 200)
-    assert rows(1024, 90, 30, 30) == StateRows(8, 0), "a server runs that many, if only without prefixes"
-    assert rows(1024, 9000, 1000, 10, max_running_requests=300) == StateRows(300, 100)
-    assert rows(1024, 9000, 1000, 10, disable_radix_cache=True).checkpoints == 0
+def rows(most: int, caches: int, each: int = 0, **flags: Any) -> StateRows:
+    """States of 1,000 bytes and tokens of one; `caches` bytes of both beside row 0, and for each request that may run
+    `each` less."""
+    args, cost = ServerArgs(model_path="", **flags), CacheCost(Fraction(TOKEN), state_bytes=STATE)
+    return state_rows(args, most, CONTEXT, cost, lambda running: caches + cost.states_bytes(1) - each * running)
+
+
+def numbers(found: StateRows) -> tuple[int, int]:
+    return found.running, found.checkpoints
+
+
+def test_a_running_conversation_has_a_state_and_a_checkpoint() -> None:
+    one = 2 * STATE + CONVERSATION_TOKENS * TOKEN
+    assert numbers(rows(1024, 100 * one)) == (100, 100)
+    assert numbers(rows(1024, 100 * one, disable_radix_cache=True)) == (119, 0)
+
+
+def test_what_running_requests_take_elsewhere_counts() -> None:
+    """Graphs, logits, tables: the more run at once, the less is left for caches."""
+    one = 2 * STATE + CONVERSATION_TOKENS * TOKEN
+    assert numbers(rows(1024, 100 * (one + 5000), each=5000)) == (100, 100)
+
+
+def test_a_conversation_that_waits_has_a_checkpoint() -> None:
+    one, waiting = 2 * STATE + CONVERSATION_TOKENS * TOKEN, STATE + CONVERSATION_TOKENS * TOKEN
+    assert numbers(rows(1024, 16 * one + 70 * waiting, max_running_requests=16)) == (16, 86)
+    assert numbers(rows(20, 9000 * one)) == (20, 20), "no more rows than twice the most requests"
+
+
+@pytest.mark.parametrize(("left", "expected"), [(26_000, 4), (90_000, 8), (140_000, 20), (200_000, 32)])
+def test_one_request_of_the_full_context_comes_before_the_ninth(left: int, expected: int) -> None:
+    """Of 100,000 tokens. Conversations alone would get 4, 14, 22 and 32."""
+    cost = CacheCost(Fraction(TOKEN), state_bytes=STATE)
+    found = state_rows(ServerArgs(model_path=""), 1024, 100_000, cost, lambda _: left + cost.states_bytes(1))
+    assert numbers(found) == (expected, expected)
+
+
+def test_more_requests_than_there_is_room_for_checkpoints() -> None:
+    found = rows(1024, 50 * (STATE + CONVERSATION_TOKENS), max_running_requests=50)
+    assert numbers(found) == (50, 0) and found.note is not None and "leave no room for checkpoints" in found.note
+    assert (
+        rows(1024, 50 * (STATE + CONVERSATION_TOKENS), max_running_requests=50, disable_radix_cache=True).note is None
+    )
 
 
 def test_a_number_of_states() -> None:
-    assert rows(1024, 9000, 1000, 10, max_mamba_cache_size=60) == StateRows(30, 30)
-    assert rows(20, 9000, 1000, 10, max_mamba_cache_size=60) == StateRows(20, 40)
-    assert rows(1024, 9000, 1000, 10, max_mamba_cache_size=60, max_running_requests=8) == StateRows(8, 52)
-    assert rows(1024, 9000, 1000, 10, max_mamba_cache_size=60, disable_radix_cache=True) == StateRows(60, 0)
+    assert numbers(rows(1024, 8000, max_mamba_cache_size=60)) == (30, 30)
+    assert numbers(rows(20, 8000, max_mamba_cache_size=60)) == (20, 40)
+    assert numbers(rows(1024, 8000, max_mamba_cache_size=60, max_running_requests=8)) == (8, 52)
+    assert numbers(rows(1024, 8000, max_mamba_cache_size=60, disable_radix_cache=True)) == (60, 0)
     with pytest.raises(UserError, match="-size 60 leaves room for 60 states .* --max-running-requests needs 61"):
-        rows(1024, 9000, 1000, 10, max_mamba_cache_size=60, max_running_requests=61)
+        rows(1024, 8000, max_mamba_cache_size=60, max_running_requests=61)
 
 
 def test_a_share_of_the_memory() -> None:
-    """Of 8,000 bytes: a third beside two thirds."""
-    assert rows(1024, 9000, 1000, 10, mamba_full_memory_ratio=0.5) == StateRows(133, 133)
-    assert rows(1024, 9000, 1000, 10, mamba_full_memory_ratio=0.5, max_running_requests=16) == StateRows(16, 250)
-    assert rows(1024, 9000, 1000, 10, mamba_full_memory_ratio=0.5, max_mamba_cache_size=60) == StateRows(30, 30)
-    with pytest.raises(UserError, match="--mamba-full-memory-ratio 0.001 leaves room for 0 states of 10 B"):
-        rows(1024, 9000, 1000, 10, mamba_full_memory_ratio=0.001)
+    """A third beside two thirds, of what is left when so many run."""
+    room = 800 * STATE
+    assert numbers(rows(1024, room, mamba_full_memory_ratio=0.5)) == (133, 133)
+    assert numbers(rows(1024, room, each=3 * STATE, mamba_full_memory_ratio=0.5)) == (88, 90)
+    assert numbers(rows(1024, room, mamba_full_memory_ratio=0.5, max_running_requests=16)) == (16, 250)
+    assert numbers(rows(1024, room, mamba_full_memory_ratio=0.5, max_mamba_cache_size=60)) == (30, 30)
+    with pytest.raises(UserError, match="--mamba-full-memory-ratio 0.001 leaves room for 0 states of 1,000 B"):
+        rows(1024, room, mamba_full_memory_ratio=0.001)
 
 
 @pytest.mark.parametrize("ratio", [0.0, -1.0])
@@ -67,9 +109,22 @@ def test_the_plan_follows_the_flags(tmp_path: Path) -> None:
     assert (few.max_running_requests, few.state_checkpoints) == (16, 16)
     assert few.max_total_num_tokens > plain.max_total_num_tokens
     less = plan("qwen35.json", tmp_path, mamba_full_memory_ratio=0.25)
-    left = less.memory.available - less.memory.weights
-    assert 0.19 < less.memory.states / left < 0.21, "one part in five of what the weights leave"
+    assert 0.24 < less.memory.states / less.memory.kv_cache < 0.26
     assert few.warnings == plain.warnings == ()
+    assert few.states == "16 requests and 16 checkpoints of 64.4 MB, by --max-mamba-cache-size 32"
+
+
+def test_states_tokens_and_graphs_are_planned_together(tmp_path: Path) -> None:
+    """Nothing is left over, and tokens are there for what states are for."""
+    for flags in ({}, {"mem_fraction_static": 0.85}, {"max_running_requests": 24}, {"cuda_graph_max_bs": 16}):
+        made = plan("qwen35.json", tmp_path, **flags)
+        per_request = made.max_total_num_tokens / made.max_running_requests
+        assert per_request > 0.98 * CONVERSATION_TOKENS and made.state_checkpoints >= made.max_running_requests
+        memory = made.memory
+        taken = sum(value for name, value in asdict(memory).items() if name != "available")
+        assert memory.available * (0.84 if flags.get("mem_fraction_static") else 0.999) < taken <= memory.available
+        if not flags:
+            assert per_request < 1.05 * CONVERSATION_TOKENS
 
 
 def test_models_without_states_say_that_the_flags_do_nothing(tmp_path: Path) -> None:

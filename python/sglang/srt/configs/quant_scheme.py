@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -98,7 +99,7 @@ def expert_share(intermediate_size: int, tp_size: int, scheme: Scheme | None) ->
 
     The even share if it cuts no group of scales and its rows can be loaded in whole vectors (ALIGNED elements), or else
     whole groups and vectors: the last rank then holds fewer, and zeros behind them. Where a rank would then be without
-    any, the even share if no group is cut. Raises UserError where there is none.
+    any, shares are as even as they can be if no group is cut. Raises UserError where there are none.
     """
     packed = scheme is not None and scheme.bits == 4
     group = 1 if scheme is None else max(1, *scheme.group)
@@ -106,16 +107,34 @@ def expert_share(intermediate_size: int, tp_size: int, scheme: Scheme | None) ->
     if intermediate_size % (tp_size * unit) == 0:
         return intermediate_size // tp_size
     what = f"expert intermediate size {intermediate_size}"
-    if group == 1 and intermediate_size % tp_size:
-        raise UserError(f"{what} cannot be divided over {tp_size} tensor-parallel ranks")
     # Kernels take packed rows in larger pieces anyway.
     unit = max(unit, 64) if packed else unit
     units = -(-intermediate_size // unit)
     if (tp_size - 1) * -(-units // tp_size) >= units:
-        if scheme is None or group == 1:
-            return intermediate_size // tp_size  # about a vector each: tiny models
+        even = -(-intermediate_size // tp_size)
+        if group == 1 and (tp_size - 1) * even < intermediate_size:
+            return even  # about a vector each: tiny models
+        scales = f" that share scales ({scheme.name})" if scheme is not None else ""
         raise UserError(
-            f"{what} in groups of {unit} that share scales ({scheme.name}) is too few for {tp_size} tensor-parallel"
-            f" ranks: one would hold none of {units}"
+            f"{what} in groups of {unit}{scales} is too few for {tp_size} tensor-parallel ranks: one would hold none of"
+            f" {units}"
         )
     return -(-units // tp_size) * unit
+
+
+def dense_unit(intermediate_size: int, tp_size: int, scale_group: int) -> int:
+    """Intermediate dims of an MLP that stay on one tensor-parallel rank; `scale_group` of them have one scale.
+
+    The even share if there is one that cuts no group, or else whole groups, of whole lines of memory where every rank
+    gets some. Raises UserError where one would hold none.
+    """
+    if intermediate_size % (tp_size * scale_group) == 0:
+        return intermediate_size // tp_size
+    for line in (4 * ALIGNED, ALIGNED, 1):
+        unit = math.lcm(scale_group, line)
+        if -(-intermediate_size // unit) >= tp_size:
+            return unit
+    raise UserError(
+        f"intermediate size {intermediate_size} in groups of {scale_group} that share scales is too few for {tp_size}"
+        " tensor-parallel ranks: one would hold none"
+    )

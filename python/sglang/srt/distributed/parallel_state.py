@@ -31,8 +31,9 @@ class Reducer(Protocol):
 
     def all_reduce_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm of the total, the total) of the sum and the residual, which may be written over."""
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(norm of the total, the total) of the sum and the residual, which may be written over. None: nothing was
+        done."""
 
     def raise_if_stalled(self) -> None:
         """Raises where a rank has not come to a sum in time."""
@@ -86,7 +87,7 @@ class Group:
 
     def library_all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """As `all_reduce`, by NCCL or gloo."""
-        dist.all_reduce(x, group=self._communicator())
+        dist.all_reduce(x, group=self.communicator())
         return x
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -95,7 +96,7 @@ class Group:
             return x
         dim %= x.dim()
         gathered = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        dist.all_gather_into_tensor(gathered, x.contiguous(), group=self._communicator())
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=self.communicator())
         if dim == 0:
             return gathered
         by_rank = gathered.view(self.size, *x.shape).movedim(0, dim)
@@ -110,10 +111,11 @@ class Group:
         out = x.new_empty((rows, *x.shape[1:]))
         if x.device.type == "cpu":  # gloo has none
             return out.copy_(self.library_all_reduce(x.clone())[self.rank * rows :][:rows])
-        dist.reduce_scatter_tensor(out, x.contiguous(), group=self._communicator())
+        dist.reduce_scatter_tensor(out, x.contiguous(), group=self.communicator())
         return out
 
-    def _communicator(self) -> dist.ProcessGroup:
+    def communicator(self) -> dist.ProcessGroup:
+        """The library's, of this group."""
         assert self._process_group is not None, f"no tensors travel in {self}"
         return self._process_group
 

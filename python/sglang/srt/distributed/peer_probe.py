@@ -3,8 +3,8 @@
     problem = probe(group, device)      # None, or why the GPUs cannot write into one another's memory
 
 A GPU that hangs in a write takes its process with it. So every rank starts a child with another context, which goes
-through `peer_checks` and says on its standard output what it is about to do (lines of JSON). A child that does not end
-is killed, and the last line says where it was.
+through `peer_checks` and says on its standard output what it is about to do (lines of JSON). A child that does not go
+on is killed, and the last line says where it was.
 """
 
 from __future__ import annotations
@@ -15,14 +15,19 @@ import ctypes
 import importlib
 import json
 import os
+import queue
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,10 +37,24 @@ from sglang.srt.distributed.peer_checks import LIBRARY, OTHERS, Finding, check
 from sglang.srt.errors import UserError
 
 LINKS = "sglang.srt.distributed.peer_links:GpuLinks"
-TIMEOUT_S = 120.0
 _PR_SET_PDEATHSIG = 1
 _SPARE_S = 10.0
 """By which a child that waits for others gives up before it is killed: it is not the one that hangs."""
+
+_START = "its start"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds. `total`: of a child; `step`: of a write or a sum of ours, which takes milliseconds and ends its waits by
+    itself before. A start and the library's first sum may take long, and waiting for others as long as these."""
+
+    total: float = 120.0
+    step: float = 30.0
+
+    def of_step(self, doing: str) -> float:
+        return self.total if doing in (OTHERS, _START, f"the all-reduce by {LIBRARY}") else self.step
+
 
 CAUSES = (
     "usual causes: an IOMMU that remaps the GPUs' writes (intel_iommu=off or iommu=pt), PCIe access control "
@@ -44,13 +63,13 @@ CAUSES = (
 )
 
 
-def probe(group: dist.ProcessGroup, device: int, links: str = LINKS, timeout: float = TIMEOUT_S) -> str | None:
+def probe(group: dist.ProcessGroup, device: int, links: str = LINKS, limits: Limits | None = None) -> str | None:
     """Why peers' memory must not be relied on, for a person; None: everything arrived. The same on every rank;
     collective. Raises UserError if the library's own all-reduce is wrong or hangs."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     folder = tempfile.mkdtemp(prefix="sglang-probe-") if rank == 0 else ""
     store = Path(exchange(group, folder.encode())[0].decode()) / "store"
-    findings = _of_child(rank, ranks, device, store, links, timeout)
+    findings = _of_child(rank, ranks, device, store, links, limits or Limits())
     answers = exchange(group, json.dumps([[f.kind, f.pair, f.detail] for f in findings]).encode())
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
@@ -80,29 +99,48 @@ def _between(pair: tuple[int, ...]) -> str:
     return f"ranks {pair[0]} and {pair[1]}" if len(set(pair)) > 1 else f"rank {pair[0]}"
 
 
-def _of_child(rank: int, ranks: int, device: int, store: Path, links: str, timeout: float) -> list[Finding]:
-    command = [sys.executable, "-m", __name__, str(rank), str(ranks), str(device), str(store), links, str(timeout)]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    output, errors, returned = "", "", True
+def _of_child(rank: int, ranks: int, device: int, store: Path, links: str, limits: Limits) -> list[Finding]:
+    command = [sys.executable, "-m", __name__, str(rank), str(ranks), str(device), str(store), links, str(limits.total)]
+    with tempfile.TemporaryFile("w+") as errors:
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        messages, returned = _messages(child, limits)
+        errors.seek(0)
+        lines = errors.read().strip().splitlines()
+    return _read(messages, lines[-1] if returned and lines else "", rank)
+
+
+def _messages(child: subprocess.Popen[str], limits: Limits) -> tuple[list[dict[str, Any]], bool]:
+    """What the child says, and whether it has ended by itself. It ends here in any case."""
+    arrived: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        assert child.stdout is not None
+        for line in child.stdout:
+            arrived.put(line)
+        arrived.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    messages: list[dict[str, Any]] = []
+    end, doing, returned = time.monotonic() + limits.total, _START, True
     try:
-        output, errors = child.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
+        while (line := arrived.get(timeout=max(0.0, min(limits.of_step(doing), end - time.monotonic())))) is not None:
+            with contextlib.suppress(ValueError):  # a library's
+                messages.append(json.loads(line))
+                doing = messages[-1].get("doing", doing)
+        child.wait(_SPARE_S)
+    except (queue.Empty, subprocess.TimeoutExpired):
         returned = False
         child.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # in the driver no signal reaches it
-            output, errors = child.communicate(timeout=_SPARE_S)
-    return _read(output, errors.strip().splitlines()[-1] if returned and errors.strip() else "", rank)
+            child.wait(_SPARE_S)
+    return messages, returned
 
 
-def _read(output: str, error: str, rank: int) -> list[Finding]:
-    """What a child's lines say. `error`: the last line of what it died of, where it was not killed."""
+def _read(messages: Sequence[dict[str, Any]], error: str, rank: int) -> list[Finding]:
+    """What a child has found. `error`: the last line of what it died of, where it was not killed."""
     findings: list[Finding] = []
-    doing, peer = "its start", None
-    for line in output.splitlines():
-        try:
-            message = json.loads(line)
-        except ValueError:
-            continue  # a library's
+    doing, peer = _START, None
+    for message in messages:
         if "doing" in message:
             doing, peer = message["doing"], message["peer"]
         elif "kind" in message:
@@ -140,7 +178,7 @@ def main(arguments: Sequence[str]) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{args.store}", rank=args.rank, world_size=args.ranks, timeout=wait
     )
-    tell(doing="its start", peer=None)
+    tell(doing=_START, peer=None)
     module, _, name = args.links.partition(":")
     links = getattr(importlib.import_module(module), name)(args.rank, args.ranks, args.device)
     for finding in check(links, args.rank, args.ranks, lambda doing, peer: tell(doing=doing, peer=peer)):

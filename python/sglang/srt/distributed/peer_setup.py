@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from sglang.srt.distributed.custom_all_reduce import (
@@ -15,6 +16,8 @@ from sglang.srt.distributed.custom_all_reduce import (
     data_vectors_for,
     exchange,
 )
+from sglang.srt.distributed.flashinfer_fusion import create_fusion
+from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.distributed.peer_probe import LINKS, probe
 from sglang.srt.hardware.topology import Topology
 from sglang.srt.kernels.all_reduce_table import bands_for
@@ -71,3 +74,16 @@ def _library_problem(group: dist.ProcessGroup, load_library: Callable[[], Collec
     except (OSError, RuntimeError) as error:
         problem = f"sgl-kernel: {error}"
     return next((answer.decode() for answer in exchange(group, problem.encode()) if answer), "")
+
+
+def fused_by_flashinfer(
+    group: Group, host_group: dist.ProcessGroup, hidden_size: int, dtype: str, others: CustomAllReduce | None
+) -> str:
+    """Let FlashInfer add up where a norm follows, over links that were probed, and `others` elsewhere. Returns why not,
+    alike on every rank, or "". Collective."""
+    fusion, problem = create_fusion(group.communicator(), host_group, hidden_size, getattr(torch, dtype), others)
+    if fusion is not None:
+        group.reduce_with(fusion)
+    elif host_group.rank() == 0:
+        logger.warning("--enable-flashinfer-allreduce-fusion: %s", problem)
+    return problem

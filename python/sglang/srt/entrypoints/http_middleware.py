@@ -11,6 +11,8 @@ from sglang.srt.entrypoints.http_stream import DIRECT_SEND
 from sglang.srt.managers.front.request_trace import trace_headers
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
+MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES
+"""Of the bodies of all requests that have not been answered, complete or not."""
 
 _OPEN_PATHS = ("/health", "/ready", "/metrics", "/page/")
 """Prefixes that need no API key: probes and scrapers have none, and the page asks for it."""
@@ -33,10 +35,19 @@ def takes_any_type(path: str) -> bool:
 class RequestGate:
     """Checks the API key, and the type and size of request bodies."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        api_key: str | None,
+        max_body_bytes: int = MAX_BODY_BYTES,
+        max_bodies_bytes: int = MAX_BODIES_BYTES,
+    ) -> None:
         self._app = app
         self._expected = None if api_key is None else api_key.encode()
         self._max_body_bytes = max_body_bytes
+        self._max_bodies_bytes = max_bodies_bytes
+        self._num_bytes = 0
+        """Of all bodies."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -54,7 +65,11 @@ class RequestGate:
             await error_response(scope["path"], _NOT_JSON)(scope, receive, send)
             return
         scope[DIRECT_SEND] = send
-        await self._app(scope, self._bounded(receive), send)
+        body = _BoundedBody(self, receive)
+        try:
+            await self._app(scope, body.receive, send)
+        finally:
+            self._num_bytes -= body.num_bytes
 
     def _authorized(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
         if self._expected is None or scope["method"] == "OPTIONS" or is_open(scope["path"]):
@@ -67,19 +82,29 @@ class RequestGate:
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the request body is larger than {self._max_body_bytes} bytes")
 
-    def _bounded(self, receive: Receive) -> Receive:
-        """`receive` for bodies of unannounced length (chunked transfer)."""
-        seen = 0
+    def admit(self, num_new: int, num_bytes: int) -> None:
+        """Counts the next `num_new` bytes of a body that has `num_bytes` with them. Raises ApiError."""
+        self._num_bytes += num_new
+        if num_bytes > self._max_body_bytes:
+            raise self._too_large()
+        if num_new and self._num_bytes > self._max_bodies_bytes:
+            raise ApiError(503, "the bodies of the requests under way fill their memory; send this one again later")
 
-        async def bounded() -> Message:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self._max_body_bytes:
-                raise self._too_large()
-            return message
 
-        return bounded
+class _BoundedBody:
+    """`receive`, also for bodies of unannounced length (chunked transfer)."""
+
+    def __init__(self, gate: RequestGate, receive: Receive) -> None:
+        self._gate = gate
+        self._receive = receive
+        self.num_bytes = 0
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        num_new = len(message.get("body", b""))
+        self.num_bytes += num_new
+        self._gate.admit(num_new, self.num_bytes)
+        return message
 
 
 def _is_json(path: str, headers: dict[bytes, bytes]) -> bool:

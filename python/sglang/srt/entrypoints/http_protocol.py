@@ -13,8 +13,8 @@ _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """Limits the time in which a request must have come and the size of its head, and tells every unanswered request of
-    a connection that the client is gone.
+    """Limits the time in which a request must have come, the size of its head and the time in which a client reads
+    nothing of its answer, and tells every unanswered request of a connection that the client is gone.
 
     uvicorn waits for ever for the rest of a request, and tells the latest request only. When requests are pipelined
     that is one that has not begun; the one that runs would go on for nobody, and fail when it writes.
@@ -22,6 +22,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     head_limit_s: ClassVar[float] = 30.0
     body_limit_s: ClassVar[float] = 300.0
+    unread_limit_s: ClassVar[float] = 300.0
     max_head_bytes: ClassVar[int] = 1 << 18
     """Request line and headers, and what comes with their end."""
 
@@ -30,6 +31,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._in_head = True
         self._head_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
+        self._unread_deadline: asyncio.TimerHandle | None = None
         super().connection_made(transport)
         self._arm(self.head_limit_s)
 
@@ -56,8 +58,18 @@ class HttpProtocol(HttpToolsProtocol):
         self._disarm()
         super().on_message_complete()
 
+    def pause_writing(self) -> None:
+        """The client does not take what is sent; a stream waits here, however long."""
+        self._unread_deadline = self.loop.call_later(self.unread_limit_s, self.transport.abort)
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._disarm_unread()
+        super().resume_writing()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        self._disarm_unread()
         for cycle in self._unanswered:
             if not cycle.response_complete:
                 cycle.disconnected = True
@@ -73,6 +85,11 @@ class HttpProtocol(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+    def _disarm_unread(self) -> None:
+        if self._unread_deadline is not None:
+            self._unread_deadline.cancel()
+            self._unread_deadline = None
 
     def _late(self) -> None:
         """The request has not come in time. While an earlier one is answered nothing more is read of the next."""

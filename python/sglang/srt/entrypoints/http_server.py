@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -43,12 +44,15 @@ FAILURE_GRACE_S = 1.0
 CLOSE_LIMIT_S = 5
 KEEP_ALIVE_S = 60
 LISTEN_BACKLOG = 2048
+MAX_OPEN_FILES = 1 << 16
+"""Connections, above all. A shell's usual limit of 1,024 is soft, and a few clients reach it."""
 
 
 def launch_server(args: ServerArgs) -> None:
     """Serve until told to stop. Returns after an orderly end; raises UserError, or SystemExit if the engine died."""
     logging.getLogger("uvicorn").setLevel((args.log_level_http or "warning").upper())
     logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    _allow_open_files()
     listener = bind(args.host, args.port)
     with contextlib.closing(listener):
         _use_uvloop()
@@ -77,6 +81,14 @@ def bind(host: str, port: int) -> socket.socket:
         ) from error
     listener.setblocking(False)
     return listener
+
+
+def _allow_open_files() -> None:
+    """As many as the process may allow itself, up to MAX_OPEN_FILES."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _use_uvloop() -> None:

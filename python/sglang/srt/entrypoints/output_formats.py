@@ -12,9 +12,10 @@ from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.entrypoints.openai.protocol import ParseCallsRequest, SeparateReasoningRequest
 from sglang.srt.function_call.detection import reasoning_format, tool_call_format
+from sglang.srt.function_call.events import Event, ParsedOutput, collect
 from sglang.srt.function_call.harmony import Harmony
 from sglang.srt.function_call.model_formats import ModelFormats, has_hidden, tool_schemas
-from sglang.srt.function_call.parser import OutputParser, parse
+from sglang.srt.function_call.parser import OutputParser
 from sglang.srt.function_call.registry import REASONING_FORMATS, TOOL_CALL_FORMATS
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs
@@ -49,10 +50,15 @@ def _report(flag: str, name: str | None) -> None:
         logger.info("%s auto: %s", flag, name)
 
 
-def parse_calls(formats: ModelFormats, body: ParseCallsRequest) -> dict[str, Any]:
+PARSED_PIECE = 1 << 15
+"""Characters that are parsed before another client's text may be tokenized."""
+
+
+async def parse_calls(manager: TokenizerManager, formats: ModelFormats, body: ParseCallsRequest) -> dict[str, Any]:
     """The answer of `/parse_function_call`. Raises ApiError 400 for a format that is not known."""
     name = _name("tool_call_parser", body.tool_call_parser, formats.calls_name, TOOL_CALL_FORMATS)
-    parsed = parse(OutputParser(calls=TOOL_CALL_FORMATS[name], tools=tool_schemas(body.tools)), body.text)
+    parser = OutputParser(calls=TOOL_CALL_FORMATS[name], tools=tool_schemas(body.tools))
+    parsed = await _parse(manager, parser, body.text)
     calls = [
         {"tool_index": number, "name": call.name, "parameters": call.arguments}
         for number, call in enumerate(parsed.calls)
@@ -60,13 +66,22 @@ def parse_calls(formats: ModelFormats, body: ParseCallsRequest) -> dict[str, Any
     return {"normal_text": parsed.text, "calls": calls}
 
 
-def separate_reasoning(formats: ModelFormats, body: SeparateReasoningRequest) -> dict[str, Any]:
+async def separate_reasoning(
+    manager: TokenizerManager, formats: ModelFormats, body: SeparateReasoningRequest
+) -> dict[str, Any]:
     """The answer of `/separate_reasoning`. Raises ApiError 400 for a format that is not known."""
     name = _name("reasoning_parser", body.reasoning_parser, formats.reasoning_name, REASONING_FORMATS)
     form = REASONING_FORMATS[name]
     inside = not isinstance(form, Harmony) and form.inside
-    parsed = parse(OutputParser(reasoning=form, inside=inside), body.text)
+    parsed = await _parse(manager, OutputParser(reasoning=form, inside=inside), body.text)
     return {"reasoning_text": parsed.reasoning, "text": parsed.text}
+
+
+async def _parse(manager: TokenizerManager, parser: OutputParser, text: str) -> ParsedOutput:
+    events: list[Event] = []
+    for start in range(0, len(text), PARSED_PIECE):
+        events += await manager.in_thread(parser.push, text[start : start + PARSED_PIECE])
+    return collect([*events, *parser.finish()])
 
 
 def _name(field: str, given: str | None, default: str | None, known: Iterable[str]) -> str:

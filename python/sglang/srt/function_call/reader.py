@@ -7,6 +7,7 @@ consumes and passes on depends on the text alone, never on where the pieces were
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
@@ -30,10 +31,11 @@ class Markers:
         beginnings = {text[:length] for text in texts for length in range(1, len(text))}
         self._beginnings = frozenset(beginnings)
         self._longest = max(map(len, beginnings), default=0)
+        self.longest = max(map(len, texts), default=0)
         self._firsts = frozenset(text[0] for text in texts)
 
-    def search(self, text: str, start: int) -> re.Match[str] | None:
-        return self._pattern.search(text, start) if self._pattern is not None else None
+    def search(self, text: str, start: int, end: int = sys.maxsize) -> re.Match[str] | None:
+        return self._pattern.search(text, start, end) if self._pattern is not None else None
 
     def match(self, text: str, start: int) -> re.Match[str] | None:
         return self._pattern.match(text, start) if self._pattern is not None else None
@@ -152,16 +154,16 @@ class Reader:
 
     def word(self, markers: Markers, limit: int) -> Steps[str | None]:
         """Consumes and returns the text before the next marker, which stays. None, and nothing is consumed, if it is
-        longer than `limit` or the text ends."""
+        longer than `limit` or the text ends. Looks no further than that: many attempts in one text cost no more than a
+        multiple of its length."""
         while True:
-            match = markers.search(self._text, self._position)
+            start = self._position
+            end = start + limit + markers.longest
+            match = markers.search(self._text, start, end)
             if match is not None:
-                start = self._position
-                if match.start() - start > limit:
-                    return None
                 self._position = match.start()
                 return self._text[start : match.start()]
-            if self._ended or markers.certain_end(self._text, self._position) - self._position > limit:
+            if self._ended or len(self._text) >= end:
                 return None
             yield
 

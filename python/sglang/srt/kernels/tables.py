@@ -344,6 +344,7 @@ SPARSE_INDEXER = (
     KernelSpec("triton", requires=CP_ASYNC, not_here=NOT_YET),
     KernelSpec("deep_gemm", requires=WGMMA, not_here=NOT_PART),
 )
+FLASHINFER_FUSION = "flashinfer_fusion"
 MOST_RANKS = 8
 """Of sgl-kernel's all-reduce; a test holds it to the library's number."""
 
@@ -370,7 +371,22 @@ def algorithms_by_size(need: Need, arch: ArchTraits) -> str:
     return algorithms(topology_of(need, arch), need.ranks) + assumed
 
 
+def flashinfer_fuses(need: Need, arch: ArchTraits) -> list[str]:
+    """Reasons against FlashInfer's sums."""
+    if FLASHINFER_FUSION not in need.traits:
+        return ["only with --enable-flashinfer-allreduce-fusion (over PCIe not measured to win)"]
+    return [need.links.fusion_problem] if need.links is not None and need.links.fusion_problem else []
+
+
 ALL_REDUCE = (
+    KernelSpec(
+        "flashinfer",
+        "sglang.srt.distributed.flashinfer_fusion:FlashInferFusion",
+        CP_ASYNC,
+        "flashinfer",
+        refuse=all_of(_HALF, flashinfer_fuses),
+        remark=lambda need, arch: "sums that a residual and a norm follow, in one launch; the others as without it",
+    ),
     KernelSpec(
         "sgl_kernel",
         "sglang.srt.distributed.custom_all_reduce:CustomAllReduce",

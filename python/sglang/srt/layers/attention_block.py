@@ -13,38 +13,27 @@ from sglang.srt.errors import UserError
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.layernorm import norm_weight
-from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_of
+from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.ops import OutputGateOp, QKNormRopeStoreOp, QKWholeNormOp, ValueNormOp
-from sglang.srt.layers.parameter import Init, Part, Scope
+from sglang.srt.layers.parameter import Init, Part, Scope, share_param
+from sglang.srt.layers.quantization.quantized_rows import Rows
 from sglang.srt.plan.mixers import GQA
+from sglang.srt.plan.ranks import Share
 from sglang.srt.plan.weight_names import PartKey
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
 
 
-def kv_head_range(num_kv_heads: int, group: Group) -> slice:
-    """The kv heads of a rank; with more ranks than kv heads, neighbouring ranks hold the same head."""
-    if group.size <= num_kv_heads:
-        return shard_of(num_kv_heads, group, "number of kv heads")
-    if group.size % num_kv_heads:
-        raise ValueError(f"{num_kv_heads} kv heads cannot be replicated over {group.size} tensor-parallel ranks evenly")
-    head = group.rank * num_kv_heads // group.size
-    return slice(head, head + 1)
-
-
 class WholeNorm:
-    """RMSNorm over all of q and over all of k, whose heads the ranks share. `q_rows` and `k_rows`: (of all ranks, those
-    of this one)."""
+    """RMSNorm over all of q and over all of k, whose heads the ranks share; `k_copies` ranks hold the same kv head."""
 
-    def __init__(self, scope: Scope, q_rows: tuple[int, slice], k_rows: tuple[int, slice], eps: float) -> None:
-        self.q_weight, self.k_weight = (
-            scope.sub(name).param("weight", (rows.stop - rows.start,), {PartKey(): Part((total,), (rows,))}, Init.ONES)
-            for name, (total, rows) in (("q_norm", q_rows), ("k_norm", k_rows))
-        )
-        self.totals = (q_rows[0], k_rows[0])
+    def __init__(self, scope: Scope, q_rows: Share, k_rows: Share, k_copies: int, eps: float) -> None:
+        self.q_weight = share_param(scope.sub("q_norm"), "weight", q_rows, Init.ONES)
+        self.k_weight = share_param(scope.sub("k_norm"), "weight", k_rows, Init.ONES)
+        self.totals = (q_rows.total, k_rows.total)
         group = scope.groups.attention
-        self.k_copies = group.size * self.k_weight.shape[0] // k_rows[0]
+        self.k_copies = k_copies
         self.eps = eps
         self.reduce = group.all_reduce if group.size > 1 else None
         self.norm: QKWholeNormOp = scope.plan.entry("qk_whole_norm")
@@ -61,24 +50,22 @@ class GQAttention:
     def __init__(self, scope: Scope, spec: GQA, site: Site) -> None:
         assert spec.rope is not None and spec.v_head_dim == spec.head_dim
         dim, hidden_size = spec.head_dim, site.model.hidden_size
-        heads = shard_of(spec.num_heads, scope.groups.attention, "number of attention heads")
-        kv_heads = kv_head_range(spec.num_kv_heads, scope.groups.attention)
-        self.num_heads = heads.stop - heads.start
-        self.num_kv_heads = kv_heads.stop - kv_heads.start
+        group = scope.groups.attention
+        shares = spec.shares(group.size)
+        heads, kv_heads = shares.heads(group.rank), shares.kv_heads(group.rank)
+        self.num_heads, self.num_kv_heads = shares.room, shares.kv_room
         self.head_dim = dim
         self.eps = site.model.norm_eps
         self.rotary = site.rotary.of(spec.rope)
-        q_rows = (spec.num_heads * dim, slice(heads.start * dim, heads.stop * dim))
-        kv_rows = (spec.num_kv_heads * dim, slice(kv_heads.start * dim, kv_heads.stop * dim))
-        projections = [("q", *q_rows), ("k", *kv_rows)]
+        q_rows, kv_rows = heads.of_dims(dim), kv_heads.of_dims(dim)
+        projections = [("q", q_rows), ("k", kv_rows)]
         if not spec.values_from_keys:
-            projections.append(("v", *kv_rows))
+            projections.append(("v", kv_rows))
         if spec.output_gate:
             projections = _with_gates(projections, heads, dim)
         self.qkv = ColumnParallelLinear(scope.sub("qkv"), hidden_size, projections, spec.qkv_bias)
-        self.o = RowParallelLinear(
-            scope.sub("o"), spec.num_heads * dim, hidden_size, spec.o_bias, group=scope.groups.attention
-        )
+        self.row_format = self.qkv.row_format
+        self.o = RowParallelLinear(scope.sub("o"), q_rows, hidden_size, spec.o_bias, group=group)
         self.q_norm = self.k_norm = None
         self.whole_norm: WholeNorm | None = None
         if spec.qk_norm == "head":
@@ -86,7 +73,8 @@ class GQAttention:
             self.q_norm = norm_weight(scope.sub("q_norm"), dim, zero_centred)
             self.k_norm = norm_weight(scope.sub("k_norm"), dim, zero_centred)
         elif spec.qk_norm == "whole":
-            self.whole_norm = WholeNorm(scope, q_rows, kv_rows, self.eps)
+            assert shares.kv_copies is not None, "such layouts are refused"
+            self.whole_norm = WholeNorm(scope, q_rows, kv_rows, shares.kv_copies, self.eps)
         self.value_norm: Callable[[torch.Tensor], torch.Tensor] | None = None
         if spec.value_norm:
             value_norm: ValueNormOp = scope.plan.entry("value_norm")
@@ -115,13 +103,13 @@ class GQAttention:
             spec.softmax_scale,
             sliding_window=spec.window,
             logit_cap=spec.logit_cap,
-            sinks=_sinks(scope, spec.num_heads, heads) if spec.sinks else None,
+            sinks=share_param(scope, "sinks", heads, Init.ZEROS, torch.float32) if spec.sinks else None,
         )
 
     def leave_sum(self) -> Group | None:
         return self.o.leave_sum()
 
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def __call__(self, x: Rows, batch: ForwardBatch) -> torch.Tensor:
         cache = self.cache
         positions, cos_sin = self.rotary.at(batch.positions)
         qkv = gates = self.qkv(x)
@@ -162,19 +150,17 @@ class GQAttention:
         self.cache.k_scale, self.cache.v_scale = cache_scale_value(self.k_scale), cache_scale_value(self.v_scale)
 
 
-def _with_gates(projections: list[tuple[str, int, slice]], heads: slice, dim: int) -> list[tuple[str, int, slice]]:
+def _with_gates(projections: list[tuple[str, Share]], heads: Share, dim: int) -> list[tuple[str, Share]]:
     """q_proj has a gate behind every head of q: the gates of this rank's heads go behind q, k and v."""
-    (part, rows, _), *others = projections
-    at = [2 * head * dim for head in range(heads.start, heads.stop)]
-    queries = [(part, 2 * rows, slice(begin, begin + dim)) for begin in at]
-    gates = [(part, 2 * rows, slice(begin + dim, begin + 2 * dim)) for begin in at]
-    return [*queries, *others, *gates]
+    (part, rows), *others = projections
 
+    def pieces(behind: int) -> list[tuple[str, Share]]:
+        begins = [2 * head * dim + behind for head in range(heads.run.start, heads.run.stop)]
+        rooms = [dim] * (heads.count - 1) + [dim * (1 + heads.room - heads.count)]
+        runs = [slice(begin, begin + dim) for begin in begins]
+        return [(part, Share(2 * rows.total, run, room)) for run, room in zip(runs, rooms, strict=True)]
 
-def _sinks(scope: Scope, num_heads: int, heads: slice) -> torch.Tensor:
-    """[heads of this rank] fp32."""
-    part = Part((num_heads,), (heads,))
-    return scope.param("sinks", (heads.stop - heads.start,), {PartKey(): part}, Init.ZEROS, torch.float32)
+    return [*pieces(0), *others, *pieces(dim)]
 
 
 def cache_scale(scope: Scope, leaf: str) -> torch.Tensor:

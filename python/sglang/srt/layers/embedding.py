@@ -8,23 +8,23 @@ import torch.nn.functional as F
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.ops import LinearOp
 from sglang.srt.layers.parameter import Part, Scope, Shard
+from sglang.srt.layers.quantization.quantized_rows import values_of
+from sglang.srt.plan.ranks import Share, exact_share, share_in_rooms, whole
 from sglang.srt.plan.weight_names import PartKey
 
 
-def _vocab_rows(group: Group, vocab_size: int) -> tuple[int, slice]:
-    """How many rows a rank has room for, and which of the vocabulary it holds: the last ranks may hold fewer."""
-    rows = -(-vocab_size // group.size)
-    first = min(group.rank * rows, vocab_size)
-    return rows, slice(first, min(first + rows, vocab_size))
+def _vocab_rows(group: Group, vocab_size: int) -> Share:
+    """The rows of the vocabulary that a rank holds: the last ranks may hold fewer."""
+    return share_in_rooms(vocab_size, -(-vocab_size // group.size), group.rank)
 
 
 def _vocab_weight(scope: Scope, vocab_size: int, hidden_size: int) -> torch.Tensor:
     """This rank's rows [ceil(V / tp), H]. Rows past the vocabulary (of the last ranks) stay zero."""
-    rows, rank_rows = _vocab_rows(scope.groups.tp, vocab_size)
-    part = Part((vocab_size, hidden_size), (rank_rows,), (slice(0, rank_rows.stop - rank_rows.start),))
-    weight = scope.param("weight", (rows, hidden_size), {PartKey(): part})
+    rows = _vocab_rows(scope.groups.tp, vocab_size)
+    part = Part((vocab_size, hidden_size), (rows.run,), (slice(0, rows.count),))
+    weight = scope.param("weight", (rows.room, hidden_size), {PartKey(): part})
     if not weight.is_meta:
-        weight[rank_rows.stop - rank_rows.start :].zero_()
+        weight[rows.count :].zero_()
     return weight
 
 
@@ -65,14 +65,15 @@ class LMHead:
         self.vocab_size = vocab_size
         self.cap = cap
         self.group = scope.groups.tp
-        self.rows, rank_rows = _vocab_rows(self.group, vocab_size)
-        shard = Shard("", vocab_size, hidden_size, rank_rows, slice(0, hidden_size))
+        rows = _vocab_rows(self.group, vocab_size)
+        self.rows = rows.room
+        shard = Shard("", exact_share(vocab_size, rows.run), whole(hidden_size))
         # The sums as they are: rounded to bf16, logits of 16 to 32 would lie on a grid of 0.125.
         self.product = scope.quant.create_head(scope, shard) if tied_to is None else None
         if self.product is None:
             weight = _vocab_weight(scope, vocab_size, hidden_size) if tied_to is None else tied_to.weight
             linear: LinearOp = scope.plan.entry("linear")
-            self.product = lambda hidden: linear(hidden, weight, out_dtype=torch.float32)
+            self.product = lambda hidden: linear(values_of(hidden), weight, out_dtype=torch.float32)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         assert self.product is not None

@@ -22,10 +22,11 @@ from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.attention.latent_chunks import LatentChunk, LatentPrompts, cut_prefixes
 from sglang.srt.layers.attention_block import cache_scale, cache_scale_value
 from sglang.srt.layers.block import Site
-from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_of
+from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.ops import LatentAbsorbOp, LatentPromptFactory, LatentPromptOp, LatentStoreOp, RMSNormOp
 from sglang.srt.layers.parameter import Init, Scope, Shard
 from sglang.srt.plan.mixers import MLA
+from sglang.srt.plan.ranks import Share, whole
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
@@ -40,9 +41,9 @@ class LatentAttention:
     def __init__(self, scope: Scope, spec: MLA, site: Site) -> None:
         assert spec.rope is not None and not spec.sparse
         self.spec = spec
-        heads = shard_of(spec.num_heads, scope.groups.attention, "number of attention heads")
-        self.num_heads = heads.stop - heads.start
-        self._build_projections(scope, site.model.hidden_size, heads)
+        shares = spec.shares(scope.groups.attention.size)
+        self.num_heads = shares.room
+        self._build_projections(scope, site.model.hidden_size, shares.heads(scope.groups.attention.rank))
         self.cache = scope.cache(site.layer_id, "latent")
         self.scale = cache_scale(scope, "k_scale") if scope.plan.kv_cache_dtype.startswith("fp8") else None
         scope.finish.append(self._take_cache_scale)
@@ -57,24 +58,22 @@ class LatentAttention:
         self.attend_expanded: LatentPromptOp = prompts(scope.plan)
         self.chunk_tokens = scope.plan.tokens_per_step
 
-    def _build_projections(self, scope: Scope, hidden_size: int, heads: slice) -> None:
+    def _build_projections(self, scope: Scope, hidden_size: int, heads: Share) -> None:
         spec, rank = self.spec, self.spec.kv_lora_rank
-        q_rows = _rows_of_heads(spec.num_heads, spec.qk_dim, heads)
+        q_rows = heads.of_dims(spec.qk_dim)
         # What every rank computes whole stands beside the queries, which it shares out if they are not compressed.
-        queries = {"q_a_proj": _whole(spec.q_lora_rank)} if spec.q_lora_rank else {"q_proj": q_rows}
-        projections = {**queries, "kv_a_proj_with_mqa": _whole(spec.latent_dim)}
+        queries = {"q_a_proj": whole(spec.q_lora_rank)} if spec.q_lora_rank else {"q_proj": q_rows}
+        projections = {**queries, "kv_a_proj_with_mqa": whole(spec.latent_dim)}
         self.qkv_a = ColumnParallelLinear(scope.sub("qkv_a"), hidden_size, projections)
-        self.qkv_sizes = [rows.stop - rows.start for _, rows in projections.values()]
+        self.qkv_sizes = [rows.room for rows in projections.values()]
         if spec.q_lora_rank:
             self.q_norm = scope.sub("q_a_norm").param("weight", (spec.q_lora_rank,), init=Init.ONES)
             self.q_b = ColumnParallelLinear(scope.sub("q_b"), spec.q_lora_rank, {"": q_rows})
         self.kv_norm = scope.sub("kv_a_norm").param("weight", (rank,), init=Init.ONES)
-        up_rows = _rows_of_heads(spec.num_heads, spec.nope_dim + spec.v_dim, heads)
-        shard = Shard("", up_rows[0], rank, up_rows[1], slice(0, rank))
+        shard = Shard("", heads.of_dims(spec.nope_dim + spec.v_dim), whole(rank))
         scope.quant.create_unpacked(scope.sub("kv_b"), shard, self._take_up)
-        self.o = RowParallelLinear(
-            scope.sub("o"), spec.num_heads * spec.v_dim, hidden_size, group=scope.groups.attention
-        )
+        values = heads.of_dims(spec.v_dim)
+        self.o = RowParallelLinear(scope.sub("o"), values, hidden_size, group=scope.groups.attention)
 
     def _take_up(self, weight: torch.Tensor) -> None:
         """weight [heads * (nope + v), rank]: views of it, so that it is held once."""
@@ -175,12 +174,3 @@ class LatentAttention:
             return None
         slots = batch.slots_of(self.cache)
         return cut_prefixes(slots.req_to_token, batch.req_pool_indices, prefix_lens, self.chunk_tokens)
-
-
-def _whole(rows: int) -> tuple[int, slice]:
-    return rows, slice(0, rows)
-
-
-def _rows_of_heads(num_heads: int, dim: int, heads: slice) -> tuple[int, slice]:
-    """(of all heads, of this rank's)."""
-    return num_heads * dim, slice(heads.start * dim, heads.stop * dim)

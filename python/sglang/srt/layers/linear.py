@@ -13,7 +13,9 @@ import torch
 
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.ops import LinearOp
-from sglang.srt.layers.parameter import Apply, Init, Part, Scope, Shard
+from sglang.srt.layers.parameter import Apply, Init, Part, Scope, Shard, zeroed_behind
+from sglang.srt.layers.quantization.quantized_rows import RowFormat, Rows, values_of
+from sglang.srt.plan.ranks import Share, share_in_rooms, whole
 from sglang.srt.plan.weight_names import PartKey
 
 
@@ -23,7 +25,7 @@ class Unquantized:
     def create_weights(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
         weight = self._stacked(scope, shards)
         linear: LinearOp = scope.plan.entry("linear")
-        return lambda x: linear(x, weight, bias)
+        return lambda x: linear(values_of(x), weight, bias)
 
     def create_head(self, scope: Scope, shard: Shard) -> Apply | None:
         return None
@@ -33,60 +35,57 @@ class Unquantized:
 
     def _stacked(self, scope: Scope, shards: list[Shard]) -> torch.Tensor:
         parts: dict[PartKey, Part] = {}
-        end = 0
+        begin, cols = 0, shards[0].cols
         for shard in shards:
-            begin, end = end, end + shard.rows.stop - shard.rows.start
-            parts[shard.key] = Part(
-                (shard.out_features, shard.in_features), (shard.rows, shard.cols), (slice(begin, end),)
-            )
-        return scope.param("weight", (end, shards[0].cols.stop - shards[0].cols.start), parts)
+            dest = (slice(begin, begin + shard.rows.count), slice(0, cols.count))
+            parts[shard.key] = Part((shard.rows.total, cols.total), (shard.rows.run, cols.run), dest)
+            begin += shard.rows.room
+        return zeroed_behind(shards, scope.param("weight", (begin, cols.room), parts))
 
 
-def shard_of(total: int, group: Group, what: str) -> slice:
-    """This rank's equal share of `total`."""
+def even_share(total: int, group: Group, what: str) -> Share:
+    """This rank's of shares that are all equal."""
     if total % group.size:
         raise ValueError(
             f"{what} {total} cannot be divided over {group.size} tensor-parallel ranks; choose another --tp-size"
         )
-    share = total // group.size
-    return slice(group.rank * share, (group.rank + 1) * share)
+    return share_in_rooms(total, total // group.size, group.rank)
 
 
 class ColumnParallelLinear:
     """Several projections of one input, side by side, each sharded by output: x [T, in] -> [T, sum of shares].
 
-    `projections` maps the checkpoint's part to (its output features, the rows that this rank holds). Where several
-    slices of one part lie apart it is a list of (part, output features, rows).
+    `projections` maps the checkpoint's part to this rank's share of its output features. Where several slices of one
+    part lie apart it is a list of both.
     """
 
     def __init__(
         self,
         scope: Scope,
         in_features: int,
-        projections: Mapping[str, tuple[int, slice]] | Sequence[tuple[str, int, slice]],
+        projections: Mapping[str, Share] | Sequence[tuple[str, Share]],
         bias: bool = False,
     ) -> None:
-        if isinstance(projections, Mapping):
-            projections = [(part, out, rows) for part, (out, rows) in projections.items()]
-        whole, pieces = slice(0, in_features), Counter[str]()
+        pieces = Counter[str]()
         shards = []
-        for part, out, rows in projections:
-            shards.append(Shard(part, out, in_features, rows, whole, pieces[part]))
+        for part, rows in projections.items() if isinstance(projections, Mapping) else projections:
+            shards.append(Shard(part, rows, whole(in_features), pieces[part]))
             pieces[part] += 1
         self.apply = scope.quant.create_weights(scope, shards, _stacked_bias(scope, shards) if bias else None)
+        self.row_format: RowFormat | None = getattr(self.apply, "row_format", None)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Rows) -> torch.Tensor:
         return self.apply(x)
 
 
 class RowParallelLinear:
-    """Sharded by input over `group` (all ranks if None), summed over it: x [T, in / size] -> [T, out]. Without `reduce`
-    the caller sums, and there is no bias."""
+    """Sharded by input over `group` (all ranks if None), summed over it: x [T, room for `cols`] -> [T, out]. Without
+    `reduce` the caller sums, and there is no bias."""
 
     def __init__(
         self,
         scope: Scope,
-        in_features: int,
+        cols: Share,
         out_features: int,
         bias: bool = False,
         reduce: bool = True,
@@ -94,8 +93,7 @@ class RowParallelLinear:
     ) -> None:
         assert reduce or not bias
         self.group = group or scope.groups.tp
-        cols = shard_of(in_features, self.group, f"input features of {scope.path}:")
-        shard = Shard("", out_features, in_features, slice(0, out_features), cols)
+        shard = Shard("", whole(out_features), cols)
         self.bias = scope.param("bias", (out_features,), init=Init.ZEROS) if bias else None
         self.multi_rank = self.group.size > 1 and reduce
         # The bias belongs to the sum, so that with several ranks it is added once, after the all-reduce.
@@ -121,7 +119,7 @@ class ReplicatedLinear:
     """Every rank holds and computes all of it: x [T, in] -> [T, out]."""
 
     def __init__(self, scope: Scope, in_features: int, out_features: int, bias: bool = False) -> None:
-        shards = [Shard("", out_features, in_features, slice(0, out_features), slice(0, in_features))]
+        shards = [Shard("", whole(out_features), whole(in_features))]
         self.apply = scope.quant.create_weights(scope, shards, _stacked_bias(scope, shards) if bias else None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -130,8 +128,9 @@ class ReplicatedLinear:
 
 def _stacked_bias(scope: Scope, shards: list[Shard]) -> torch.Tensor:
     parts: dict[PartKey, Part] = {}
-    end = 0
+    begin = 0
     for shard in shards:
-        begin, end = end, end + shard.rows.stop - shard.rows.start
-        parts[shard.key] = Part((shard.out_features,), (shard.rows,), (slice(begin, end),))
-    return scope.param("bias", (end,), parts, init=Init.ZEROS)
+        rows = shard.rows
+        parts[shard.key] = Part((rows.total,), (rows.run,), (slice(begin, begin + rows.count),))
+        begin += rows.room
+    return zeroed_behind(shards, scope.param("bias", (begin,), parts, init=Init.ZEROS))

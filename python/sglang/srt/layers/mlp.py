@@ -11,9 +11,10 @@ import torch
 from sglang.srt.configs.activation import GELU, RELU2, SILU, Activation
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers import native_ops
-from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_of
+from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.ops import GateOp
 from sglang.srt.layers.parameter import Scope
+from sglang.srt.layers.quantization.quantized_rows import Rows
 from sglang.srt.plan.feed_forward import Dense, up_parts
 
 if TYPE_CHECKING:
@@ -24,16 +25,18 @@ class GatedMLP:
     """down(f(gate x) * up x), or down(f(up x)): [T, H] -> [T, H]. Without `reduce` it is this rank's summand."""
 
     def __init__(self, scope: Scope, hidden_size: int, spec: Dense, reduce: bool = True) -> None:
-        rows = shard_of(spec.intermediate_size, scope.groups.tp, "intermediate size")
-        halves = dict.fromkeys(up_parts(spec.activation), (spec.intermediate_size, rows))
+        tp = scope.groups.tp
+        share = spec.share(tp.rank, tp.size)
+        halves = dict.fromkeys(up_parts(spec.activation), share)
         self.gate_up = ColumnParallelLinear(scope.sub("gate_up"), hidden_size, halves, spec.bias)
-        self.down = RowParallelLinear(scope.sub("down"), spec.intermediate_size, hidden_size, spec.bias, reduce)
+        self.down = RowParallelLinear(scope.sub("down"), share, hidden_size, spec.bias, reduce)
         self.activation = gate_of(scope, spec.activation)
+        self.row_format = self.gate_up.row_format
 
     def leave_sum(self) -> Group | None:
         return self.down.leave_sum()
 
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
+    def __call__(self, x: Rows, batch: ForwardBatch | None = None) -> torch.Tensor:
         return self.down(self.activation(self.gate_up(x)))
 
 

@@ -8,7 +8,7 @@ makes the parameters: the seam where quantization formats enter.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import torch
 
 from sglang.srt.distributed.parallel_state import Groups
+from sglang.srt.layers.quantization.quantized_rows import Rows
 from sglang.srt.mem_cache.memory_pool import CacheStore
+from sglang.srt.plan.ranks import Share
 from sglang.srt.plan.weight_names import PartKey, WeightMap
 
 if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan
 
 Index: TypeAlias = tuple[int | slice, ...]
-Apply: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+Apply: TypeAlias = Callable[[Rows], torch.Tensor]
 Convert: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 Fill: TypeAlias = Callable[[torch.Tensor, torch.Generator], None]
 
@@ -92,19 +94,39 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Of the checkpoint weight `part` [out_features, in_features], this rank's [rows, cols]; `piece` numbers several
+    """Of the checkpoint weight `part` [out features, in features], this rank's [rows, cols]; `piece` numbers several
     of one weight."""
 
     part: str
-    out_features: int
-    in_features: int
-    rows: slice
-    cols: slice
+    rows: Share
+    cols: Share
     piece: int = 0
+
+    @property
+    def padded(self) -> bool:
+        return self.rows.padded or self.cols.padded
 
     @property
     def key(self) -> PartKey:
         return PartKey(self.part, piece=self.piece)
+
+
+def zeroed_behind(shards: Iterable[Shard], tensor: torch.Tensor) -> torch.Tensor:
+    """Where shares have more room than this rank holds, no checkpoint tensor fills all of it."""
+    if any(shard.padded for shard in shards) and not tensor.is_meta:
+        tensor.zero_()
+    return tensor
+
+
+def share_param(
+    scope: Scope, leaf: str, share: Share, init: Init = Init.NORMAL, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """A parameter [room of the share] of a checkpoint's vector; zeros behind what this rank holds."""
+    part = Part((share.total,), (share.run,), (slice(0, share.count),))
+    tensor = scope.param(leaf, (share.room,), {PartKey(): part}, init, dtype)
+    if not tensor.is_meta:
+        tensor[share.count :].zero_()
+    return tensor
 
 
 class QuantMethod(Protocol):

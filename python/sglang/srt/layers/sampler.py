@@ -13,6 +13,7 @@ stays on the device takes token 0 instead, so that every index is within bounds 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,11 +106,18 @@ def _add_sparse(logits: torch.Tensor, packed: torch.Tensor, positions: torch.Ten
 
 def apply_vocab_mask(logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
     """Set the tokens whose bit is 0 to -inf, in place; shapes as in `Sampler.__call__`."""
-    # A byte at a time: shifting every word by every bit takes a CPU longer than a small model's layer.
-    byte = torch.arange(256, device=logits.device)
-    forbidden_bits = ((byte[:, None] >> torch.arange(8, device=logits.device)) & 1) == 0
-    forbidden = forbidden_bits[vocab_mask.contiguous().view(torch.uint8).int()].flatten(1)
-    logits.masked_fill_(forbidden[:, : logits.shape[1]], -torch.inf)
+    octets = vocab_mask.contiguous().view(torch.uint8).flatten().int()
+    bias = _octet_bias(logits.device).index_select(0, octets).view(len(logits), -1)
+    logits.add_(bias[:, : logits.shape[1]])
+
+
+@functools.cache
+def _octet_bias(device: torch.device) -> torch.Tensor:
+    """[256, 8] fp32: what is added to the logits of eight tokens. A look-up and a sum take a CPU a fifth of the time of
+    a selection by bits, or by flags."""
+    octet = torch.arange(256, device=device)
+    allowed = (octet[:, None] >> torch.arange(8, device=device)) & 1
+    return torch.where(allowed == 1, 0.0, -torch.inf)
 
 
 def filter_thresholds(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor) -> torch.Tensor:

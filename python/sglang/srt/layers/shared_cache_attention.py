@@ -8,10 +8,9 @@ import torch
 
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.attention.call_site import Attention
-from sglang.srt.layers.attention_block import kv_head_range
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.layernorm import norm_weight
-from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_of
+from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.ops import QNormRopeOp
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.plan.mixers import GQA
@@ -26,20 +25,20 @@ class SharedCacheAttention:
     def __init__(self, scope: Scope, spec: GQA, site: Site) -> None:
         assert spec.rope is not None and spec.qk_norm == "head" and not (spec.output_gate or spec.sinks)
         dim, hidden_size = spec.head_dim, site.model.hidden_size
-        heads = shard_of(spec.num_heads, scope.groups.attention, "number of attention heads")
-        kv_heads = kv_head_range(spec.num_kv_heads, scope.groups.attention)
-        rows = slice(heads.start * dim, heads.stop * dim)
+        group = scope.groups.attention
+        shares = spec.shares(group.size)
+        rows = shares.heads(group.rank).of_dims(dim)
         self.source = spec.cache_layer
         self.eps = site.model.norm_eps
         self.rotary = site.rotary.of(spec.rope)
-        self.q = ColumnParallelLinear(scope.sub("qkv"), hidden_size, {"q": (spec.num_heads * dim, rows)}, spec.qkv_bias)
-        self.o = RowParallelLinear(scope.sub("o"), spec.num_heads * dim, hidden_size, spec.o_bias)
+        self.q = ColumnParallelLinear(scope.sub("qkv"), hidden_size, {"q": rows}, spec.qkv_bias)
+        self.o = RowParallelLinear(scope.sub("o"), rows, hidden_size, spec.o_bias, group=group)
         self.q_norm = norm_weight(scope.sub("q_norm"), dim, site.model.zero_centred_norms)
         self.norm_rope: QNormRopeOp = scope.plan.entry("q_norm_rope")
         self.attention = Attention(
             scope.cache(spec.cache_layer, "kv"),
-            heads.stop - heads.start,
-            kv_heads.stop - kv_heads.start,
+            shares.room,
+            shares.kv_room,
             dim,
             spec.softmax_scale,
             sliding_window=spec.window,

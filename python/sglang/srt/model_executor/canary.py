@@ -89,7 +89,7 @@ class _Canary:
 
     def _agreements(self) -> Iterator[float]:
         runner, whole = self.runner, self._prompts(self.length)
-        with _without_graphs(runner):
+        with runner.without_graphs():
             reference = self._logits(whole)
             if not bool(reference.isfinite().all()):
                 raise _failure(self._first_without_numbers(whole) + " is not finite", "check the checkpoint's files")
@@ -97,7 +97,7 @@ class _Canary:
             yield self._compared("the graph of a prompt", self._logits(whole), reference)
         if runner.state.drafter is not None or self.length < 2:
             return
-        with _without_graphs(runner):
+        with runner.without_graphs():
             decoded = self._decoded(self.count)
             if _cosine(decoded, reference) < LEAST_AGREEMENT:
                 raise _failure(self._first_that_differs(), "the attention backend or the cache's type may be at fault")
@@ -159,16 +159,6 @@ class _Canary:
         with _recorded(self.runner.model, outputs):
             self._logits(step)
         return outputs
-
-
-@contextmanager
-def _without_graphs(runner: ModelRunner) -> Iterator[None]:
-    graphs, extend_graphs = runner.graphs, runner.extend_graphs
-    runner.graphs = runner.extend_graphs = None
-    try:
-        yield
-    finally:
-        runner.graphs, runner.extend_graphs = graphs, extend_graphs
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -79,13 +81,24 @@ class ModelRunner:
         graphs = self.graphs or self.verify_graphs
         return graphs is not None and graphs.fits(num_reqs)
 
+    @contextmanager
+    def without_graphs(self) -> Iterator[None]:
+        """Inside the block every kernel of a step is launched by itself."""
+        graphs = self.graphs, self.extend_graphs, self.verify_graphs
+        self.graphs = self.extend_graphs = self.verify_graphs = None
+        try:
+            yield
+        finally:
+            self.graphs, self.extend_graphs, self.verify_graphs = graphs
+
     def _warm_up_extend(self) -> None:
-        """Compile what prefill needs, with and without a cached prefix, on the padding slots."""
+        """Compile what prompts too long for a graph need, with and without a cached prefix, on the padding slots."""
         num = 16
-        for prefix in (0, 1):
-            lens, zero = np.array([num], np.int32), np.zeros(1, np.int64)
-            extend = ExtendInput(np.zeros(num, np.int64), np.array([prefix], np.int32), lens, zero)
-            self.run(StepInput(zero, lens + prefix, np.zeros(num, np.int32), extend)).wait()
+        with self.without_graphs():
+            for prefix in (0, 1):
+                lens, zero = np.array([num], np.int32), np.zeros(1, np.int64)
+                extend = ExtendInput(np.zeros(num, np.int64), np.array([prefix], np.int32), lens, zero)
+                self.run(StepInput(zero, lens + prefix, np.zeros(num, np.int32), extend)).wait()
         self.state.lens[0] = 0  # of the padding slot, over which nothing is to be attended
 
     def run(self, step: StepInput) -> StepResult:

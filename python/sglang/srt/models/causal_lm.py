@@ -83,7 +83,7 @@ class DecoderLayer:
             if block != ABSENT
         ]
         for join, block in self.blocks:
-            join.sum_over(block)
+            join.attach(block)
 
     def __call__(self, stream: Any, batch: ForwardBatch) -> None:
         # Feed-forward blocks get the batch too: routing may look at the token ids, and at which rows are padding.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
+from sglang.srt.errors import UserError
 from sglang.srt.plan.feed_forward import MoE
 from sglang.srt.plan.layer_spec import Matrix
 from sglang.srt.plan.mixers import MLA
@@ -12,6 +15,7 @@ from sglang.srt.plan.ranks import ONE_RANK
 from sglang.srt.server_args import ServerArgs
 
 GIB = 1024**3
+Made = TypeVar("Made")
 TABLE_SHARE = 32
 """req_to_token takes at most 1/32 of the available memory; long contexts lower the number of requests."""
 
@@ -45,6 +49,29 @@ def default_sizes(device: str, available: int, context_len: int) -> tuple[Defaul
     by_table = max(8, available // TABLE_SHARE // (context_len * 4))
     sizes = [*(sizes for least, sizes in _BY_MEMORY if available >= least), *_SMALLER]
     return tuple(replace(size, max_running_requests=min(size.max_running_requests, by_table)) for size in sizes)
+
+
+def with_share(
+    steps: Sequence[DefaultSizes], make: Callable[[DefaultSizes], Made], share: Callable[[Made], float]
+) -> tuple[DefaultSizes, Made]:
+    """The first of `steps` whose caches have their share of what the weights leave, or that with the most. `make`
+    raises UserError where nothing is left; so does this if it always does, with the last words."""
+    refusal: UserError | None = None
+    best: tuple[float, DefaultSizes, Made] | None = None
+    for size in steps:
+        try:
+            made = make(size)
+        except UserError as error:
+            refusal = error
+            continue
+        if best is None or share(made) > best[0]:
+            best = share(made), size, made
+        if best[0] >= CACHE_SHARE:
+            break
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    return best[1], best[2]
 
 
 def cuda_graph_batch_sizes(args: ServerArgs, default_max: int, max_running_requests: int) -> tuple[int, ...]:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from sglang.srt.configs.activation import SILU, Activation
 from sglang.srt.configs.quant_rules import ModuleQuant
+from sglang.srt.configs.quant_scheme import dense_unit
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.layer_spec import Elements, Matrix, Serving, Weights
-from sglang.srt.plan.ranks import RankLayout
+from sglang.srt.plan.ranks import RankLayout, Share, share_of_units
 
 
 def _mlp(prefix: str, size: int, hidden_size: int, bias: bool, activation: Activation) -> Weights:
@@ -28,20 +29,30 @@ def up_parts(activation: Activation) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """An MLP."""
+    """An MLP. `scale_group`: neighbouring intermediate dims that share scales in the checkpoint."""
 
     intermediate_size: int
     bias: bool = False
     activation: Activation = SILU
+    scale_group: int = 1
+
+    def share(self, rank: int, tp_size: int) -> Share:
+        """Intermediate dims of a rank. Raises UserError."""
+        unit = dense_unit(self.intermediate_size, tp_size, self.scale_group)
+        return share_of_units(self.intermediate_size, unit, rank, tp_size)
+
+    def room(self, tp_size: int) -> int:
+        """Intermediate dims of a rank, at most. Raises UserError."""
+        return self.share(0, tp_size).room
 
     def needs(self, serving: Serving) -> Iterator[Need]:
         yield Need(self.activation.op, q_dtype=serving.dtype)
 
     def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
-        return _mlp("mlp", self.intermediate_size // ranks.tp_size, hidden_size, self.bias, self.activation)
+        return _mlp("mlp", self.room(ranks.tp_size), hidden_size, self.bias, self.activation)
 
     def activation_elements(self, hidden_size: int, ranks: RankLayout) -> int:
-        return 3 * self.intermediate_size // ranks.tp_size
+        return 3 * self.room(ranks.tp_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +102,16 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """An expert that every token goes to; `gated`: weighted by the sigmoid of a linear layer's one output."""
+    """An expert that every token goes to; `gated`: weighted by the sigmoid of a linear layer's one output.
+    `scale_group`: as of Dense."""
 
     intermediate_size: int
     gated: bool = False
+    scale_group: int = 1
+
+    def dense(self, activation: Activation) -> Dense:
+        """The MLP that it is, where it is computed apart from the routed ones."""
+        return Dense(self.intermediate_size, activation=activation, scale_group=self.scale_group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +150,13 @@ class MoE:
             yield Need(self.activation.op, q_dtype=serving.dtype)
 
     def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
-        experts, rows, router = ranks.expert_room(self.num_experts) + self.fused_shared, expert_rows, self.router
+        experts, router = ranks.expert_room(self.num_experts) + self.fused_shared, self.router
         dtype = "float32" if router.float32 else None
         up, width = up_parts(self.activation), self.latent_size or hidden_size
         parts: list[Matrix | Elements] = [
             Matrix("moe.router", ("",), self.num_experts, hidden_size, router.bias, quantized=False, dtype=dtype),
-            Matrix("moe.w13", up, len(up) * rows, width, self.bias, experts=experts),
-            Matrix("moe.w2", ("down",), width, rows, self.bias, experts=experts),
+            Matrix("moe.w13", up, len(up) * expert_rows, width, self.bias, experts=experts),
+            Matrix("moe.w2", ("down",), width, expert_rows, self.bias, experts=experts),
         ]
         if self.latent_size:
             parts.append(Matrix("moe.latent_in", ("",), width, hidden_size))
@@ -149,9 +166,8 @@ class MoE:
         if router.hash_table:
             parts.append(Elements(self.vocab_size * router.top_k, "int32"))
         if self.shared is not None and not self.fused_shared:
-            parts += _mlp(
-                "moe.shared", self.shared.intermediate_size // ranks.tp_size, hidden_size, False, self.activation
-            )
+            rows = self.shared.dense(self.activation).room(ranks.tp_size)
+            parts += _mlp("moe.shared", rows, hidden_size, False, self.activation)
         if self.shared is not None and self.shared.gated:
             parts.append(Matrix("moe.shared_gate", ("",), 1, hidden_size, quantized=False))
         if self.branches:  # beside the norm that every block has
@@ -160,10 +176,13 @@ class MoE:
 
     def activation_elements(self, hidden_size: int, ranks: RankLayout) -> int:
         columns = self.top_k + self.fused_shared
-        shared = 0 if self.shared is None or self.fused_shared else 3 * self.shared.intermediate_size // ranks.tp_size
+        shared = 0
+        if self.shared is not None and not self.fused_shared:
+            shared = 3 * self.shared.dense(self.activation).room(ranks.tp_size)
         norms = 4 * hidden_size if self.branches else 0
         # All of a token's experts may be on one rank.
-        return columns * (3 * self.intermediate_size // ranks.expert_tp_size + hidden_size) + shared + norms
+        dims = 3 * -(-self.intermediate_size // ranks.expert_tp_size)
+        return columns * (dims + hidden_size) + shared + norms
 
 
 def why_apart(experts: MoE, routed: ModuleQuant | None, shared: Sequence[ModuleQuant | None]) -> str | None:

@@ -16,7 +16,6 @@ from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_sizes import CacheCost, Pools, plan_pools
 from sglang.srt.plan.ranks import RankLayout
-from sglang.srt.plan.weights import wide_bytes
 
 MIB = 1024**2
 GIB = 1024**3
@@ -51,6 +50,11 @@ class Sizes:
     prefill_graph_tokens: tuple[int, ...] = ()
     row_tables: int = 1
     checkpoints: int = 0
+
+    @property
+    def state_rows(self) -> int:
+        """One a request slot, of which 0 is padding, and the checkpoints."""
+        return self.max_running_requests + 1 + self.checkpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +156,25 @@ def graph_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
     return records + results + activation_bytes(model, dtype, decode[-1] + tokens, sizes.ranks)
 
 
-def plan_gpu_memory(
+@dataclass(frozen=True, slots=True)
+class FixedMemory:
+    """What a rank needs beside weights and caches."""
+
+    tables: int
+    activations: int
+    logits: int
+    graphs: int
+    reserve: int
+    rotary: int
+    penalties: int
+    attention: int
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+
+def fixed_memory(
     model: ModelDescription,
     dtype: str,
     weights: int,
@@ -161,43 +183,68 @@ def plan_gpu_memory(
     cost: CacheCost,
     choices: Mapping[str, Choice],
     num_sms: int,
+) -> FixedMemory:
+    """On a GPU."""
+    return FixedMemory(
+        tables=table_bytes(sizes),
+        activations=activation_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks),
+        logits=logits_bytes(model, sizes.max_running_requests),
+        graphs=graph_bytes(model, dtype, sizes),
+        reserve=_LIBRARY_RESERVE + available // 100 + (_COLLECTIVE_RESERVE if sizes.ranks.tp_size > 1 else 0),
+        rotary=rotary_bytes(model, sizes.context_len),
+        penalties=penalty_bytes(model, sizes),
+        attention=attention_bytes(choices, _attention_sizes(model, sizes, num_sms, available - weights, cost)),
+    )
+
+
+def cache_room(weights: int, available: int, fixed: FixedMemory, fraction: float | None) -> int:
+    """Bytes of all caches, states included: what everything else leaves, or with `fraction` (--mem-fraction-static)
+    what that leaves. Below 0 where even the weights do not fit."""
+    if fraction is None:
+        return available - fixed.total - weights
+    allocated_first = fixed.tables + fixed.rotary + fixed.attention
+    return min(int(available * fraction), available - allocated_first) - weights
+
+
+def cpu_cache_room(weights: int, available: int) -> int:
+    """The same in main memory, where caches are modest."""
+    return int((available - weights) * CPU_KV_SHARE)
+
+
+def plan_gpu_memory(
+    weights: int,
+    available: int,
+    sizes: Sizes,
+    cost: CacheCost,
+    fixed: FixedMemory,
     fraction: float | None,
     most_tokens: int,
     more_ranks: RankLayout | None = None,
+    wide: Mapping[str, int] | None = None,
 ) -> tuple[MemoryPlan, Pools]:
-    """Caches get what everything else leaves, or with `fraction` (--mem-fraction-static) what that leaves, for at most
-    `most_tokens`.
+    """Pools of tokens get what states leave of the room for caches, for at most `most_tokens`.
 
-    `more_ranks`: the next layout that the model can be divided over, for advice. Raises UserError if the weights do
-    not fit.
+    `more_ranks`: the next layout that the model can be divided over, and `wide`: what a quantized checkpoint keeps in
+    16 bits (`wide_bytes`), for advice. Raises UserError if the weights do not fit.
     """
-    tables = table_bytes(sizes)
-    activations = activation_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks)
-    logits = logits_bytes(model, sizes.max_running_requests)
-    graphs = graph_bytes(model, dtype, sizes)
-    reserve = _LIBRARY_RESERVE + available // 100 + (_COLLECTIVE_RESERVE if sizes.ranks.tp_size > 1 else 0)
-    rotary, penalties = rotary_bytes(model, sizes.context_len), penalty_bytes(model, sizes)
-    attention = attention_bytes(choices, _attention_sizes(model, sizes, num_sms, (available - weights), cost))
-    states = (sizes.max_running_requests + 1 + sizes.checkpoints) * cost.state_bytes
-    others = tables + activations + logits + graphs + reserve + rotary + penalties + attention
-    static = available - others if fraction is None else int(available * fraction)
-    pools = static - weights - states
+    states = cost.states_bytes(sizes.state_rows)
+    pools = cache_room(weights, available, fixed, fraction) - states
     if pools <= 0:
-        raise UserError(_do_not_fit(model, dtype, sizes, (weights, states, others), available, fraction, more_ranks))
-    pools = min(pools, available - weights - states - tables - rotary - attention)
+        taken = weights, states, fixed.total
+        raise UserError(_do_not_fit(sizes, taken, available, fraction, more_ranks, wide or {}))
     split = plan_pools(cost, pools, sizes.page_size, most_tokens)
     memory = MemoryPlan(
         available,
         weights,
         split.token_bytes,
-        tables,
-        activations,
-        logits,
-        graphs,
-        reserve,
-        rotary=rotary,
-        penalties=penalties,
-        attention=attention,
+        fixed.tables,
+        fixed.activations,
+        fixed.logits,
+        fixed.graphs,
+        fixed.reserve,
+        rotary=fixed.rotary,
+        penalties=fixed.penalties,
+        attention=fixed.attention,
         states=states,
         windows=split.window_bytes,
     )
@@ -211,7 +258,7 @@ def _attention_sizes(
     in_pool = cost.tokens_in(max(0, pool_limit)) // sizes.page_size
     mixers = [layer.mixer for layer in model.layers]
     return AttentionSizes(
-        num_heads=max(mixer.num_heads for mixer in mixers) // sizes.ranks.tp_size,
+        num_heads=-(-max(mixer.num_heads for mixer in mixers) // sizes.ranks.tp_size),
         v_head_dim=max(mixer.value_dim for mixer in mixers),
         num_sms=num_sms,
         max_running_requests=sizes.max_running_requests,
@@ -237,7 +284,7 @@ def plan_cpu_memory(
 ) -> tuple[MemoryPlan, Pools]:
     """A modest share of main memory, unless --max-total-tokens asks for another size. Raises UserError."""
     tables, rotary = table_bytes(sizes), rotary_bytes(model, sizes.context_len)
-    states = (sizes.max_running_requests + 1 + sizes.checkpoints) * cost.state_bytes
+    states = cost.states_bytes(sizes.state_rows)
     fixed = weights + tables + rotary + states
     if fixed >= available:
         raise UserError(
@@ -275,13 +322,12 @@ def plan_cpu_memory(
 
 
 def _do_not_fit(
-    model: ModelDescription,
-    dtype: str,
     sizes: Sizes,
     taken: tuple[int, int, int],
     available: int,
     fraction: float | None,
     more_ranks: RankLayout | None,
+    wide: Mapping[str, int],
 ) -> str:
     """`taken`: by weights, by states of requests, by all else but the caches."""
     weights, states, others = taken
@@ -292,8 +338,7 @@ def _do_not_fit(
     if fraction is not None and weights + states < available - others:
         lowest = (weights + states) / available
         return f"{head} with --mem-fraction-static {fraction}; it must be well above {lowest:.3f}"
-    wide = [(name, size) for name, size in wide_bytes(model, dtype, sizes.ranks).items() if size > weights // 20]
-    kept = ", ".join(f"{size / GIB:.2f} GiB of {name}" for name, size in wide)
+    kept = ", ".join(f"{size / GIB:.2f} GiB of {name}" for name, size in wide.items() if size > weights // 20)
     remedies = [f"more GPUs ({more_ranks.flags})"] if more_ranks else []
     if (
         sizes.max_running_requests > SMALLEST.max_running_requests

@@ -23,11 +23,7 @@ from sglang.srt.plan.layer_spec import (
     key_value_cache,
     latent_cache,
 )
-
-
-def rank_kv_heads(num_kv_heads: int, tp_size: int) -> int:
-    """KV heads of a rank: ranks beyond their number hold copies."""
-    return max(1, num_kv_heads // tp_size)
+from sglang.srt.plan.ranks import HeadShares
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +73,13 @@ class GQA:
     def caches_tokens(self) -> bool:
         return self.cache_layer < 0
 
+    def shares(self, tp_size: int) -> HeadShares:
+        return HeadShares(self.num_heads, self.num_kv_heads, tp_size)
+
     def needs(self, serving: Serving) -> Iterator[Need]:
         dims = (self.head_dim, self.v_head_dim)
-        heads = (self.num_heads // serving.tp_size, rank_kv_heads(self.num_kv_heads, serving.tp_size))
+        shares = self.shares(serving.tp_size)
+        heads = (shares.room, shares.kv_room)
         norms = ["head_norm"] if self.qk_norm == "head" else []
         if self.qk_norm == "whole":
             yield Need("qk_whole_norm", q_dtype=serving.dtype)
@@ -104,16 +104,16 @@ class GQA:
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
         if not self.caches_tokens:
             return ()
-        heads = rank_kv_heads(self.num_kv_heads, serving.tp_size)
+        heads = self.shares(serving.tp_size).kv_room
         lifetime = Window(self.window) if self.window else FULL
         return (key_value_cache("kv", heads, self.head_dim, self.v_head_dim, serving.kv_dtype, lifetime),)
 
     def attention_shape(self, tp_size: int) -> AttentionShape:
-        heads = rank_kv_heads(self.num_kv_heads, tp_size)
-        return AttentionShape(self.num_heads // tp_size, heads, self.head_dim, self.v_head_dim)
+        shares = self.shares(tp_size)
+        return AttentionShape(shares.room, shares.kv_room, self.head_dim, self.v_head_dim)
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
-        heads, kv_heads = self.num_heads // tp_size, rank_kv_heads(self.num_kv_heads, tp_size)
+        heads, kv_heads = self.shares(tp_size).room, self.shares(tp_size).kv_room
         q, k = heads * self.head_dim, kv_heads * self.head_dim
         parts = {"q": q * (2 if self.output_gate else 1), "k": k, "v": kv_heads * self.v_head_dim}
         norms = {"": 0, "head": 2 * self.head_dim, "whole": q + k}[self.qk_norm]
@@ -129,7 +129,8 @@ class GQA:
         )
 
     def activation_elements(self, tp_size: int) -> int:
-        return (3 * self.num_heads // tp_size + 2 * rank_kv_heads(self.num_kv_heads, tp_size)) * self.head_dim
+        shares = self.shares(tp_size)
+        return (3 * shares.room + 2 * shares.kv_room) * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,12 +201,16 @@ class MLA:
         saved = self.latent_dim + self.kv_lora_rank - self.qk_dim - self.v_dim
         return pairs * saved > sum(prefix_lens) * self.kv_lora_rank * (self.nope_dim + self.v_dim)
 
+    def shares(self, tp_size: int) -> HeadShares:
+        """Of heads that share nothing but the latent, which every rank has."""
+        return HeadShares(self.num_heads, self.num_heads, tp_size)
+
     @property
     def latent_dim(self) -> int:
         return self.kv_lora_rank + self.rope_dim
 
     def needs(self, serving: Serving) -> Iterator[Need]:
-        latent, heads = (self.latent_dim, self.kv_lora_rank), (self.num_heads // serving.tp_size, 1)
+        latent, heads = (self.latent_dim, self.kv_lora_rank), (self.shares(serving.tp_size).room, 1)
         traits = ["mla", "sparse"] if self.sparse else ["mla"]
         yield serving.need("latent_norm_rope_store", latent, ["mla"], heads, self.rope_dim)
         if self.indexer is not None:
@@ -223,10 +228,10 @@ class MLA:
         return (latent,) if self.indexer is None else (latent, self.indexer.cache(serving))
 
     def attention_shape(self, tp_size: int) -> AttentionShape:
-        return AttentionShape(self.num_heads // tp_size, 1, self.latent_dim, self.kv_lora_rank)
+        return AttentionShape(self.shares(tp_size).room, 1, self.latent_dim, self.kv_lora_rank)
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
-        heads = self.num_heads // tp_size
+        heads = self.shares(tp_size).room
         q_rows, q_cols = heads * self.qk_dim, self.q_lora_rank or hidden_size
         first, rows = ("q_a_proj", self.q_lora_rank) if self.q_lora_rank else ("q_proj", q_rows)
         parts: list[Matrix | Elements] = [
@@ -253,5 +258,5 @@ class MLA:
         in fp32 too, and keys and values of a chunk with as many tokens as a step."""
         absorbed = 2 * self.latent_dim + self.qk_dim + self.v_dim
         expanded = 3 * self.qk_dim + 5 * self.v_dim
-        heads = self.num_heads // tp_size
+        heads = self.shares(tp_size).room
         return heads * max(absorbed, expanded) + self.kv_lora_rank + self.q_lora_rank

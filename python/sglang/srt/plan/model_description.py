@@ -7,6 +7,7 @@ model is not computed here is said in `unsupported`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.plan.config_layers import block_kinds, read_layers
 from sglang.srt.plan.families import SERVED_ARCHITECTURES, UNREAD_LAYERS, family_of
 from sglang.srt.plan.families.family import Family
-from sglang.srt.plan.feed_forward import MoE, why_apart
+from sglang.srt.plan.feed_forward import Dense, MoE, up_parts, why_apart
 from sglang.srt.plan.layer_spec import LayerSpec, Matrix
 from sglang.srt.plan.per_layer import PerLayerEmbedding
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
@@ -167,7 +168,7 @@ def describe_model(
         names=_names(keys, family, _prefix(quantization, multimodal)),
         quantization=quantization,
     )
-    return with_fused_shared(model, keep_shared_apart)
+    return with_fused_shared(_with_scale_groups(model), keep_shared_apart)
 
 
 def _unsupported(keys: ConfigReader, family: Family, architecture: str) -> Iterator[str]:
@@ -219,6 +220,30 @@ def with_fused_shared(model: ModelDescription, keep_apart: str = "") -> ModelDes
             reasons.append(apart)
         layers.append(layer)
     return replace(model, layers=tuple(layers), shared_apart=next((why for why in reasons if why), None))
+
+
+def _with_scale_groups(model: ModelDescription) -> ModelDescription:
+    """With the groups of dims that scales of the checkpoint keep together in every MLP and shared expert."""
+    if model.quantization is None:
+        return model
+    layers = []
+    for i, layer in enumerate(model.layers):
+        ffn = layer.ffn
+        if isinstance(ffn, Dense):
+            ffn = replace(ffn, scale_group=_scale_group(model, i, "mlp", ffn))
+        elif isinstance(ffn, MoE) and ffn.shared is not None:
+            group = _scale_group(model, i, "moe.shared", ffn.shared.dense(ffn.activation))
+            ffn = replace(ffn, shared=replace(ffn.shared, scale_group=group))
+        layers.append(replace(layer, ffn=ffn))
+    return replace(model, layers=tuple(layers))
+
+
+def _scale_group(model: ModelDescription, layer: int, prefix: str, mlp: Dense) -> int:
+    """Intermediate dims that share scales, as rows of the first product or as columns of the second."""
+    up = model.quant_of(layer, Matrix(f"{prefix}.gate_up", up_parts(mlp.activation), 0, 0))
+    down = model.quant_of(layer, Matrix(f"{prefix}.down", ("down",), 0, 0))
+    rows, columns = (up.format.group[0] if up else 1), (down.format.group[1] if down else 1)
+    return math.lcm(max(rows, 1), max(columns, 1))
 
 
 def _why_apart(model: ModelDescription, layer: int, experts: MoE) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,31 @@ from sglang.srt.kernels.launch import TileLadder
 from sglang.srt.kernels.ledger_file import Ledger, tile_key
 from sglang.srt.kernels.resolve import installed_packages, resolve
 from sglang.srt.kernels.spec import Choice, Need, PeerLinks, Tile
+from sglang.srt.kernels.tables import FLASHINFER_FUSION
 from sglang.srt.plan import defaults
 from sglang.srt.plan.attention_sites import attention_sites
 from sglang.srt.plan.caches import CacheGroup, cache_groups, row_tables
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import PER_REQUEST, AttentionShape, AttentionSite, Serving
 from sglang.srt.plan.layout import check_layout, next_layout
-from sglang.srt.plan.memory import GIB, MIN_POOL_TOKENS, MemoryPlan, Sizes, plan_cpu_memory, plan_gpu_memory
+from sglang.srt.plan.memory import (
+    GIB,
+    MIN_POOL_TOKENS,
+    FixedMemory,
+    MemoryPlan,
+    Sizes,
+    cache_room,
+    cpu_cache_room,
+    fixed_memory,
+    plan_cpu_memory,
+    plan_gpu_memory,
+)
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
-from sglang.srt.plan.pool_sizes import FREE_TOKENS, PoolSizes, WindowSize, cache_cost, sized_cost
+from sglang.srt.plan.pool_sizes import FREE_TOKENS, CacheCost, PoolSizes, WindowSize, cache_cost, sized_cost
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.state_rows import state_rows
-from sglang.srt.plan.weights import rank_weight_bytes
+from sglang.srt.plan.weights import rank_weight_bytes, wide_bytes
 from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -53,6 +65,7 @@ class Plan:
     max_total_num_tokens: int
     windows: tuple[WindowSize, ...]
     state_checkpoints: int
+    states: str  # how many requests and checkpoints they are for, and why
     page_size: int
     max_running_requests: int
     context_len: int
@@ -149,7 +162,7 @@ class Plan:
     def _sizes(self) -> dict[str, Any]:
         return {
             "max_total_num_tokens": self.max_total_num_tokens,
-            **describe_pools(self.windows, self.state_checkpoints),
+            **describe_pools(self.windows, self.state_checkpoints, self.states),
             "chunked_prefill_size": self.chunked_prefill_size,
             "max_prefill_tokens": self.max_prefill_tokens,
             "max_running_requests": self.max_running_requests,
@@ -190,7 +203,7 @@ def make_plan(
     description = describe_served_model(args, model)
     serving = serving_of(args, model.dtype, model.quantization)
     needs = tuple(
-        replace(need, links=links) if need.op == "all_reduce" else need for need in needs_of(description, serving)
+        _with_links(args, need, links) if need.op == "all_reduce" else need for need in needs_of(description, serving)
     )
     choices = choose(args, needs, arch, installed_packages() if packages is None else packages)
     _check_servable(description, serving)
@@ -211,6 +224,7 @@ def make_plan(
         max_total_num_tokens=tokens,
         windows=capacity.windows,
         state_checkpoints=sizes.checkpoints,
+        states=capacity.states,
         page_size=serving.page_size,
         max_running_requests=sizes.max_running_requests,
         context_len=model.context_len,
@@ -221,6 +235,11 @@ def make_plan(
         warnings=tuple(capacity.notes + _token_notes(args, tokens)),
         errors=_check_pool(args, capacity, model.context_len, arch.device != "cpu"),
     )
+
+
+def _with_links(args: ServerArgs, need: Need, links: PeerLinks | None) -> Need:
+    asked = {FLASHINFER_FUSION} if args.enable_flashinfer_allreduce_fusion else set()
+    return replace(need, links=links, traits=need.traits | asked)
 
 
 def describe_served_model(args: ServerArgs, model: ModelConfig) -> ModelDescription:
@@ -253,8 +272,9 @@ class Capacity:
     groups: tuple[CacheGroup, ...]
     memory: MemoryPlan
     max_total_num_tokens: int
-    windows: tuple[WindowSize, ...]
+    windows: tuple[WindowSize, ...]  # page 0 of a pool is padding, and is not counted
     chunk: int  # -1: whole prompts
+    states: str
     notes: list[str]
 
 
@@ -263,7 +283,7 @@ def describe_capacity(capacity: Capacity) -> dict[str, Any]:
     sizes = capacity.sizes
     return {
         "max_total_num_tokens": capacity.max_total_num_tokens,
-        **describe_pools(capacity.windows, sizes.checkpoints),
+        **describe_pools(capacity.windows, sizes.checkpoints, capacity.states),
         "tokens_per_step": sizes.tokens_per_step,
         "max_running_requests": sizes.max_running_requests,
         "context_len": sizes.context_len,
@@ -274,13 +294,13 @@ def describe_capacity(capacity: Capacity) -> dict[str, Any]:
     }
 
 
-def describe_pools(windows: Sequence[WindowSize], checkpoints: int) -> dict[str, Any]:
-    """Tokens of the pools of each window, and rows for copies of states, where there are any."""
+def describe_pools(windows: Sequence[WindowSize], checkpoints: int, states: str) -> dict[str, Any]:
+    """Tokens of the pools of each window; rows for copies of states and why so many, where there are states."""
     pools: dict[str, Any] = {}
     if windows:
         pools["window_tokens"] = {str(size.window): size.tokens for size in windows}
-    if checkpoints:
-        pools["state_checkpoints"] = checkpoints
+    if states:
+        pools |= {"state_checkpoints": checkpoints, "states": states}
     return pools
 
 
@@ -297,42 +317,23 @@ def plan_capacity(
     leaves the caches their share (`defaults.CACHE_SHARE`). Raises UserError if it does not fit."""
     fp8_cache, features = serving.kv_dtype.startswith("fp8"), arch.features if arch.device == "cuda" else None
     weights = rank_weight_bytes(model, serving.dtype, serving.ranks, fp8_cache, features)
-    wanted, *smaller = defaults.default_sizes(arch.device, available, context_len)
+    wide = wide_bytes(model, serving.dtype, serving.ranks)
+    steps = defaults.default_sizes(arch.device, available, context_len)
+    if args.mem_fraction_static is not None:  # which says what the caches get, whatever else there is
+        steps = steps[:1]
 
-    def capacity_with(size: defaults.DefaultSizes) -> Capacity:
-        return _capacity(args, model, serving, context_len, arch, choices, available, weights, size)
+    def capacity(size: defaults.DefaultSizes) -> Capacity:
+        return _capacity(args, model, serving, context_len, arch, choices, available, weights, wide, size)
 
-    first, refusal = _unless_refused(capacity_with, wanted)
-    best = first
-    if args.mem_fraction_static is None:  # which says what the caches get, whatever else there is
-        for size in smaller:
-            if best is not None and _has_its_share(args, best):
-                break
-            capacity, refusal = _unless_refused(capacity_with, size)
-            if capacity is not None and (best is None or capacity.memory.caches > best.memory.caches):
-                best = capacity
-    if best is None:
-        assert refusal is not None
-        raise refusal
-    if best is not first:
+    def share(found: Capacity) -> float:
+        if args.max_total_tokens is not None and found.max_total_num_tokens >= args.max_total_tokens:
+            return 1.0
+        return found.memory.caches / (available - weights)
+
+    chosen, best = defaults.with_share(steps, capacity, share)
+    if chosen != steps[0]:
         best.notes.append(_smaller_sizes(best, weights, available))
     return best
-
-
-def _unless_refused(
-    make: Callable[[defaults.DefaultSizes], Capacity], size: defaults.DefaultSizes
-) -> tuple[Capacity | None, UserError | None]:
-    try:
-        return make(size), None
-    except UserError as error:
-        return None, error
-
-
-def _has_its_share(args: ServerArgs, capacity: Capacity) -> bool:
-    if args.max_total_tokens is not None and capacity.max_total_num_tokens >= args.max_total_tokens:
-        return True
-    memory = capacity.memory
-    return memory.caches >= defaults.CACHE_SHARE * (memory.available - memory.weights)
 
 
 def _smaller_sizes(capacity: Capacity, weights: int, available: int) -> str:
@@ -353,40 +354,45 @@ def _capacity(
     choices: Mapping[str, Choice],
     available: int,
     weights: int,
+    wide: Mapping[str, int],
     size: defaults.DefaultSizes,
 ) -> Capacity:
     groups = cache_groups(model, serving)
-    cost = cache_cost(groups)
-    states = state_rows(args, size.max_running_requests, available, weights, cost.state_bytes)
-    most = states.running
+    on_cpu, fraction = arch.device == "cpu", args.mem_fraction_static
     chunk = _chunk(args, size, serving.page_size)
-    sizes, notes = _sizes(args, model, serving, context_len, arch, choices, chunk, most, size.cuda_graph_max_bs)
+
+    def sized(running: int) -> tuple[Sizes, CacheCost, list[str]]:
+        largest_graph = size.cuda_graph_max_bs
+        sizes, notes = _sizes(args, model, serving, context_len, arch, choices, chunk, running, largest_graph)
+        sizes = replace(sizes, row_tables=len(row_tables(groups)))
+        return sizes, sized_cost(groups, serving.page_size, running, context_len, sizes.tokens_per_step), notes
+
+    def fixed(sizes: Sizes, cost: CacheCost) -> FixedMemory:
+        return fixed_memory(model, serving.dtype, weights, available, sizes, cost, choices, arch.num_sms)
+
+    def room(running: int) -> int:
+        if on_cpu:
+            return cpu_cache_room(weights, available)
+        return cache_room(weights, available, fixed(*sized(running)[:2]), fraction)
+
+    states = state_rows(args, size.max_running_requests, context_len, cache_cost(groups), room)
+    sizes, cost, notes = sized(states.running)
+    sizes = replace(sizes, checkpoints=states.checkpoints)
     notes += [states.note] if states.note else []
-    sizes = replace(sizes, row_tables=len(row_tables(groups)), checkpoints=states.checkpoints)
-    cost = sized_cost(groups, serving.page_size, most, context_len, sizes.tokens_per_step)
     most_tokens = args.max_total_tokens or available  # a token takes at least a byte, or else
     if not cost.bytes_per_token:
-        most_tokens = min(most_tokens, FREE_TOKENS, most * context_len)
-    if arch.device == "cpu":
+        most_tokens = min(most_tokens, FREE_TOKENS, states.running * context_len)
+    if on_cpu:
         memory, pools = plan_cpu_memory(
             model, serving.dtype, weights, available, sizes, cost, most_tokens, args.max_total_tokens
         )
     else:
+        more = next_layout(model, serving.ranks)
         memory, pools = plan_gpu_memory(
-            model,
-            serving.dtype,
-            weights,
-            available,
-            sizes,
-            cost,
-            choices,
-            arch.num_sms,
-            args.mem_fraction_static,
-            most_tokens,
-            next_layout(model, serving.ranks),
+            weights, available, sizes, cost, fixed(sizes, cost), fraction, most_tokens, more, wide
         )
     tokens = pools.tokens - serving.page_size  # page 0 is padding
-    return Capacity(sizes, groups, memory, tokens, pools.windows, chunk, notes)
+    return Capacity(sizes, groups, memory, tokens, pools.windows, chunk, states.reason, notes)
 
 
 def choose(args: ServerArgs, needs: tuple[Need, ...], arch: ArchTraits, packages: frozenset[str]) -> dict[str, Choice]:

@@ -44,6 +44,105 @@ class RankLayout:
 ONE_RANK = RankLayout()
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One rank's run of `total` things that the ranks share out, and the room for them, which is alike on all ranks:
+    behind a shorter run lie zeros, which add nothing."""
+
+    total: int
+    run: slice
+    room: int
+
+    @property
+    def count(self) -> int:
+        return int(self.run.stop - self.run.start)
+
+    @property
+    def padded(self) -> bool:
+        return self.count < self.room
+
+    def of_dims(self, dims: int) -> Share:
+        """Where each thing has so many dims."""
+        return Share(self.total * dims, slice(self.run.start * dims, self.run.stop * dims), self.room * dims)
+
+
+def whole(total: int) -> Share:
+    """What every rank has all of."""
+    return Share(total, slice(0, total), total)
+
+
+def exact_share(total: int, run: slice) -> Share:
+    """A run of which no rank has more."""
+    return Share(total, run, run.stop - run.start)
+
+
+def share_in_rooms(total: int, room: int, rank: int) -> Share:
+    """The first ranks have all that they have room for."""
+    return Share(total, slice(min(rank * room, total), min((rank + 1) * room, total)), room)
+
+
+def share_of_units(total: int, unit: int, rank: int, size: int) -> Share:
+    """Whole units, of which the last may be shorter; where they do not divide, the first ranks have one more."""
+    units = -(-total // unit)
+    run = even_slice(units, rank, size)
+    return Share(total, slice(min(run.start * unit, total), min(run.stop * unit, total)), -(-units // size) * unit)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShares:
+    """Heads of attention over `tp_size` ranks, of which each has some.
+
+    A kv head goes with the query heads that attend to it; where they do not divide, the first ranks have one more. Of
+    fewer kv heads than ranks each is on several ranks, which share its query heads.
+
+    Example: 64 query heads and 8 kv heads over 3 ranks are 24, 24 and 16 with 3, 3 and 2; 32 and 4 over 6 ranks are 4,
+    4, 8, 4, 4 and 8 with one each.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    tp_size: int
+
+    @property
+    def group(self) -> int:
+        """Query heads of a kv head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def kv_room(self) -> int:
+        """KV heads of a rank, at most."""
+        return max(1, -(-self.num_kv_heads // self.tp_size))
+
+    @property
+    def room(self) -> int:
+        """Query heads of a rank, at most."""
+        return self.kv_room * -(-self.group // max(1, self.tp_size // self.num_kv_heads))
+
+    @property
+    def kv_copies(self) -> int | None:
+        """Ranks that hold the same kv head; None: not as many of each."""
+        if self.tp_size <= self.num_kv_heads:
+            return 1
+        return None if self.tp_size % self.num_kv_heads else self.tp_size // self.num_kv_heads
+
+    def kv_heads(self, rank: int) -> Share:
+        if self.tp_size <= self.num_kv_heads:
+            run = even_slice(self.num_kv_heads, rank, self.tp_size)
+        else:
+            head = rank * self.num_kv_heads // self.tp_size
+            run = slice(head, head + 1)
+        return Share(self.num_kv_heads, run, self.kv_room)
+
+    def heads(self, rank: int) -> Share:
+        kv, group = self.kv_heads(rank).run, self.group
+        run = slice(kv.start * group, kv.stop * group)
+        if self.tp_size > self.num_kv_heads:
+            first, end = (-(-head * self.tp_size // self.num_kv_heads) for head in (kv.start, kv.stop))
+            part = even_slice(group, rank - first, end - first)
+            run = slice(run.start + part.start, run.start + part.stop)
+        return Share(self.num_heads, run, self.room)
+
+
 def even_slice(total: int, rank: int, size: int) -> slice:
     """This rank's run of `total` things; of sizes that do not divide the first ranks have one more."""
     share, more = divmod(total, size)

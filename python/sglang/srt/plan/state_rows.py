@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sglang.srt.errors import UserError
+from sglang.srt.plan.pool_sizes import CacheCost
 from sglang.srt.server_args import ServerArgs
+
+CONVERSATION_TOKENS = 4096
+"""What states are shared out by: a conversation of so many tokens has a state and a checkpoint while it runs, and a
+checkpoint while it waits for its next turn. More of them would have no tokens to stand for, fewer would leave tokens
+that nobody can go on from."""
+LEAST_REQUESTS = 8
+"""With so many requests and as many checkpoints, tokens for one request of the full context length come first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,30 +23,99 @@ class StateRows:
 
     running: int
     checkpoints: int
+    reason: str = ""
+    """How many of what size, and why."""
     note: str | None = None
-    """What of the user's wishes has no effect."""
+    """What the user should know."""
 
 
-def state_rows(args: ServerArgs, most: int, available: int, weights: int, bytes_per_request: int) -> StateRows:
-    """For `most` requests, unless --max-running-requests says otherwise. States and checkpoints take half of what the
-    weights leave, or as --max-mamba-cache-size and --mamba-full-memory-ratio say, all of that. Raises UserError."""
-    flag = _flag(args)
-    if not bytes_per_request:
+def state_rows(args: ServerArgs, most: int, context_len: int, cost: CacheCost, room: Callable[[int], int]) -> StateRows:
+    """For at most `most` requests, unless --max-running-requests says otherwise. `room(running)`: bytes of all caches
+    if so many requests run at once; the more they are, the less. Raises UserError."""
+    flag, caching = _flag(args), not args.disable_radix_cache
+    if not cost.state_bytes:
         note = f"{flag} has no effect: the model has no recurrent states" if flag else None
-        return StateRows(args.max_running_requests or most, 0, note)
-    caching = not args.disable_radix_cache
-    rows = _rows(args, available - weights, bytes_per_request)
-    if rows is None:
-        running = args.max_running_requests or requests_by_state(most, available, weights, 2 * bytes_per_request)
-        checkpoints = checkpoints_by_state(running, available, weights, bytes_per_request)
-        return StateRows(running, checkpoints if caching else 0)
-    running = args.max_running_requests or max(1, min(most, rows // 2 if caching else rows))
-    if running > rows:
+        return StateRows(args.max_running_requests or most, 0, note=note)
+
+    def need(running: int) -> _Need:
+        left = room(running) - cost.states_bytes(1)  # row 0 is padding
+        return _Need(left, running, most, context_len, cost)
+
+    def checkpoints(running: int) -> int:
+        """Below 0: there is not even room for their states."""
+        if flag:
+            return _rows_by_flag(args, need(running).left, cost.state_bytes) - running
+        return need(running).checkpoints
+
+    def fits(running: int) -> bool:
+        wanted = running if caching else 0
+        beside_context = running <= LEAST_REQUESTS or flag is not None or need(running).beside_context >= wanted
+        return beside_context and checkpoints(running) >= wanted
+
+    running = args.max_running_requests or _largest(most, fits)
+    number = checkpoints(running)
+    if flag and number < 0:
         raise UserError(
-            f"{flag} leaves room for {max(0, rows)} states of {bytes_per_request:,} B, and"
+            f"{flag} leaves room for {max(0, running + number)} states of {cost.state_bytes:,} B, and"
             f" {'--max-running-requests' if args.max_running_requests else 'a server'} needs {running}: one a request."
         )
-    return StateRows(running, rows - running if caching else 0)
+    note = None
+    if caching and number <= 0:
+        note = (
+            f"the states of {running} requests leave no room for checkpoints: no request goes on from what another one"
+            " computed. What helps: a smaller --max-running-requests, or --max-mamba-cache-size above it"
+        )
+    number = max(0, number) if caching else 0
+    reason = (
+        f"{running:,} requests and {number:,} checkpoints of {cost.state_bytes / 1e6:.1f} MB,"
+        f" by {flag or f'conversations of {CONVERSATION_TOKENS:,} tokens'}"
+    )
+    return StateRows(running, number, reason, note)
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """Of `left` bytes of all caches, if `running` requests run."""
+
+    left: int
+    running: int
+    most: int
+    context_len: int
+    cost: CacheCost
+
+    @property
+    def beside_context(self) -> int:
+        """Checkpoints that leave tokens for one request of the full context length."""
+        tokens = int(self.context_len * self.cost.bytes_per_token)
+        return (self.left - tokens) // self.cost.state_bytes - self.running
+
+    @property
+    def checkpoints(self) -> int:
+        state, running = self.cost.state_bytes, self.running
+        tokens = int(CONVERSATION_TOKENS * self.cost.bytes_per_token)
+        spare = self.left - running * (state + tokens)
+        of_running = min(running, spare // state)
+        of_waiting = max(0, (spare - running * state) // (state + tokens))
+        of_use = min(of_running + of_waiting, 2 * max(running, self.most) - running)
+        return min(of_use, max(self.beside_context, LEAST_REQUESTS))
+
+
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest count up to `most` that fits, if all smaller ones do; at least 1."""
+    low, high = 1, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _rows_by_flag(args: ServerArgs, left: int, state_bytes: int) -> int:
+    """Of states altogether."""
+    if args.max_mamba_cache_size is not None:
+        return args.max_mamba_cache_size
+    assert args.mamba_full_memory_ratio is not None
+    ratio = args.mamba_full_memory_ratio
+    return max(0, int(left * ratio / (1 + ratio)) // state_bytes)
 
 
 def _flag(args: ServerArgs) -> str | None:
@@ -46,21 +124,3 @@ def _flag(args: ServerArgs) -> str | None:
     if args.mamba_full_memory_ratio is not None:
         return f"--mamba-full-memory-ratio {args.mamba_full_memory_ratio:g}"
     return None
-
-
-def _rows(args: ServerArgs, left: int, bytes_per_request: int) -> int | None:
-    """Of states altogether; None: nobody said. `left`: bytes that the weights leave."""
-    if args.max_mamba_cache_size is not None:
-        return args.max_mamba_cache_size
-    ratio = args.mamba_full_memory_ratio
-    return None if ratio is None else int(left * ratio / (1 + ratio)) // bytes_per_request
-
-
-def checkpoints_by_state(running: int, available: int, weights: int, bytes_per_request: int) -> int:
-    """One for each running request, or as many as their states leave of half of what the weights leave."""
-    return max(0, min(running, (available - weights) // 2 // bytes_per_request - running))
-
-
-def requests_by_state(running: int, available: int, weights: int, bytes_per_request: int) -> int:
-    """Of `running` requests as many as leave half of what the weights leave to the tokens' caches, but at least 8."""
-    return max(8, min(running, (available - weights) // 2 // bytes_per_request))

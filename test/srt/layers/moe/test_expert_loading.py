@@ -164,9 +164,11 @@ def test_shares_of_published_models(inter: int, tp_size: int, scheme: str | None
     assert expert_share(inter, tp_size, SCHEMES[scheme] if scheme else None) == share
 
 
-def test_an_uneven_share_without_groups_is_refused() -> None:
-    with pytest.raises(UserError, match="expert intermediate size 770 cannot be divided over 4 "):
-        expert_share(770, 4, SCHEMES["fp8_channel"])
+def test_dims_fewer_than_ranks_are_refused() -> None:
+    assert expert_share(770, 4, SCHEMES["fp8_channel"]) == 208, "whole vectors, and the last rank holds 146"
+    assert expert_share(34, 4, None) == 9, "no whole vectors for all"
+    with pytest.raises(UserError, match="expert intermediate size 3 in groups of 16 is too few for 4 tensor-parallel"):
+        expert_share(3, 4, None)
 
 
 # --- scales of gate and up --------------------------------------------------------------------------------------------

@@ -144,7 +144,22 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
 
     assert num_splits(8, 32, 4096, 188) == 8 and num_splits(8, 512, 4096, 188) == 1
     assert num_splits(8, 32, 1024, 188) == 2, "a part has 512 columns at least"
-    assert num_splits(100, 4, 8192, 188) == 1, "many rows"
+    assert num_splits(600, 4, 8192, 188) == 1, "many rows"
+
+
+def test_products_of_few_columns_leave_no_sm_idle() -> None:
+    """65 to 512 rows: tiles of fewer columns, and K in parts, until each SM has a program; H200s' stay as measured."""
+    from sglang.srt.layers.triton_ops.linear_tiles import num_splits, tile_for
+
+    assert num_splits(128, 56, 5120, 188) == 4 and num_splits(256, 112, 5120, 188) == 2
+    assert num_splits(256, 160, 5120, 188) == 1, "two for some SMs would wait for one"
+    assert num_splits(128, 56, 1536, 188) == 1, "a part has 1,024 columns at least"
+    assert num_splits(128, 56, 5120, 132, {"wgmma"}) == 1
+    wide, narrow = tile_for("scaled", 256), tile_for("scaled", 256, (), 1792, 188)
+    assert (wide["BLOCK_N"], narrow["BLOCK_N"]) == (128, 64)
+    assert tile_for("scaled", 256, (), 8192, 188) == wide, "256 tiles"
+    assert tile_for("scaled", 256, {"wgmma"}, 1792, 132)["BLOCK_N"] == 128
+    assert tile_for("planes", 256, (), 1792, 188)["BLOCK_N"] == 128, "whose narrow tile widens weights twice"
 
 
 def test_in_interpreter() -> None:

@@ -50,12 +50,10 @@ class Problem:
         return out, states
 
     def exact(self) -> Problem:
-        """The same numbers in fp64 on the CPU."""
+        """The same numbers in fp64."""
 
         def wide(x: torch.Tensor | None) -> torch.Tensor | None:
-            if x is None:
-                return None
-            return x.cpu().double() if x.is_floating_point() else x.cpu()
+            return x.double() if x is not None and x.is_floating_point() else x
 
         return replace(
             self, **{name: wide(getattr(self, name)) for name in self.__dataclass_fields__ if name != "rule"}
@@ -121,5 +119,5 @@ def judge(given: Problem) -> tuple[torch.Tensor, torch.Tensor]:
 
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The error's norm over the norm of what is right."""
-    difference = (actual.cpu().double() - expected).norm()
+    difference = (actual.double() - expected).norm()
     return float(difference / expected.norm().clamp_min(1e-30))

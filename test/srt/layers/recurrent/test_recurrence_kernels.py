@@ -108,7 +108,7 @@ def test_decode(kind: str, num_sms: int, state_dtype: torch.dtype) -> None:
     given = problem(kind, (1,) * 4, (9,) * 4, (2, 4), (24, 40), torch.bfloat16, state_dtype, device=DEVICE)
     slots = torch.tensor([4, 0, 2, 0], device=DEVICE)
     out, states = given.decode(recurrence.recurrence_decode, slots, num_sms=num_sms)
-    expected_out, expected_states = given.exact().decode(native.recurrence_decode, slots.cpu())
+    expected_out, expected_states = given.exact().decode(native.recurrence_decode, slots)
     assert relative(out, expected_out) < TOLERANCE[torch.bfloat16]
     assert relative(states, expected_states) < (1e-6 if state_dtype is torch.float32 else 1e-2)
     untouched = [0, 1, 3, 5, 6]
@@ -126,8 +126,8 @@ def test_decode_continues_a_prompt(kind: str) -> None:
     parts = {name: getattr(given, name)[65:] for name in ("q", "k", "v", "a", "out")}
     last = replace(given, states=states, b=None if given.b is None else given.b[65:], **parts)
     out, states = last.decode(recurrence.recurrence_decode, given.slots)
-    assert relative(out, expected_out[65:].cpu().double()) < TOLERANCE[torch.float32]
-    assert relative(states, expected_states.cpu().double()) < TOLERANCE[torch.float32]
+    assert relative(out, expected_out[65:].double()) < TOLERANCE[torch.float32]
+    assert relative(states, expected_states.double()) < TOLERANCE[torch.float32]
 
 
 @interpreter.kernel_test

@@ -56,5 +56,4 @@ def _content(formats: ChatFormats, choice: ChoiceOutput, output: GenerateOutput)
 
 async def count_tokens(service: OpenAIService, body: CountTokensRequest, request: Request) -> Response:
     prompt = await rendered_prompt(service, chat_request(body), len(await request.body()))
-    ids = await service.manager.encode(prompt, add_special_tokens=False)
-    return json_response({"input_tokens": len(ids)})
+    return json_response({"input_tokens": await service.manager.count_tokens(prompt)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,16 +28,33 @@ _JUDGE = (
 _INSTRUCT = "Given a web search query, retrieve relevant passages that answer the query"
 _ANSWERS = ("yes", "no")
 
+MAX_PROMPT_LENGTHS = 1 << 26
+"""Characters, or tokens, of all prompts of a call together. Each has the query: what a client sends once would be
+copied thousands of times."""
+
 
 async def score(service: OpenAIService, body: ScoreRequest, request: Request) -> Response:
+    items = body.item_list()
+    _refuse_many_long(len(body.query), items)
     prompts: list[Any] = [
         item + body.query if body.item_first else body.query + item  # type: ignore[operator]
-        for item in body.item_list()
+        for item in items
     ]
     _, outputs = await _next_tokens(service, request, prompts, body.label_token_ids)
     scores = [_probabilities(output, bool(body.apply_softmax)) for output in outputs]
     model = body.model or service.model_name
     return json_response({"object": "scoring", "scores": scores, "model": model, "usage": usage(outputs)})
+
+
+def _refuse_many_long(repeated: int, parts: Sequence[str | list[int]]) -> None:
+    """Before the prompts are made. `repeated`: the length of what each begins or ends with. Raises ApiError 400."""
+    length = repeated * len(parts) + sum(map(len, parts))
+    if length > MAX_PROMPT_LENGTHS:
+        raise bad_request(
+            f"the {len(parts)} prompts, each of which has the query, are {length} characters or tokens long, at most "
+            f"{MAX_PROMPT_LENGTHS} are allowed; send several calls",
+            param="query",
+        )
 
 
 async def _next_tokens(
@@ -97,6 +115,7 @@ async def _similarities(service: OpenAIService, body: RerankRequest, request: Re
 
 async def _judgements(service: OpenAIService, body: RerankRequest, request: Request) -> list[dict[str, Any]]:
     """How probable yes is, of yes and no."""
+    _refuse_many_long(len(body.query) + len(body.instruct or _INSTRUCT), body.documents)
     prompts = await service.manager.in_thread(lambda: [_question(service, body, text) for text in body.documents])
     stream, outputs = await _next_tokens(service, request, prompts, _answer_ids(service), rendered=True)
     return [

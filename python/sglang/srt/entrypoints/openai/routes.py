@@ -119,11 +119,11 @@ async def post_detokenize(request: Request) -> Response:
 async def post_parse_function_call(request: Request) -> Response:
     engine = engine_of(request)
     body = await read_body(request, ParseCallsRequest)
-    return json_response(await engine.manager.in_thread(parse_calls, engine.formats, body))
+    return json_response(await parse_calls(engine.manager, engine.formats, body))
 
 
 @router.post("/separate_reasoning", openapi_extra=body_schema(SeparateReasoningRequest))
 async def post_separate_reasoning(request: Request) -> Response:
     engine = engine_of(request)
     body = await read_body(request, SeparateReasoningRequest)
-    return json_response(await engine.manager.in_thread(separate_reasoning, engine.formats, body))
+    return json_response(await separate_reasoning(engine.manager, engine.formats, body))

@@ -12,6 +12,8 @@ import msgspec
 MAX_RESPONSES = 1024
 MAX_BYTES = 64 << 20
 """Of responses and their conversations, as JSON."""
+MAX_ENTRY_BYTES = 16 << 20
+"""Of one response and its conversation, which a short request can have read again."""
 
 
 @dataclass(slots=True)
@@ -24,10 +26,12 @@ class StoredResponse:
     num_inputs: int = 0
     task: asyncio.Task[None] | None = None
     """What computes the answer in the background."""
+    num_waiting_bytes: int = 0
+    """About the size of the conversation that the task holds."""
 
     @property
     def num_bytes(self) -> int:
-        return len(self.response) + len(self.conversation)
+        return len(self.response) + len(self.conversation) + self.num_waiting_bytes
 
     @property
     def is_running(self) -> bool:
@@ -47,9 +51,15 @@ class StoredResponse:
 class ResponseStore:
     """By id, the least recently written first."""
 
-    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self,
+        max_responses: int = MAX_RESPONSES,
+        max_bytes: int = MAX_BYTES,
+        max_entry_bytes: int = MAX_ENTRY_BYTES,
+    ) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
+        self._max_entry_bytes = min(max_bytes, max_entry_bytes)
         self._num_bytes = 0
         self._entries: OrderedDict[str, StoredResponse] = OrderedDict()
 
@@ -64,9 +74,9 @@ class ResponseStore:
         return self._entries.get(response_id)
 
     def put(self, response_id: str, entry: StoredResponse) -> None:
-        """Replaces what has this id. What is larger than the whole store is not kept."""
+        """Replaces what has this id. What is too large is not kept."""
         self._remove(response_id)
-        if entry.num_bytes > self._max_bytes:
+        if entry.num_bytes > self._max_entry_bytes:
             return
         self._entries[response_id] = entry
         self._num_bytes += entry.num_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from sglang.srt.entrypoints.responses import response_object as parts
 from sglang.srt.entrypoints.responses.conversation import chat_request
 from sglang.srt.entrypoints.responses.protocol import ResponseContext, ResponsesRequest, read_items
 from sglang.srt.entrypoints.responses.response_object import ResponseHead
-from sglang.srt.entrypoints.responses.response_store import ResponseStore, StoredResponse
+from sglang.srt.entrypoints.responses.response_store import MAX_ENTRY_BYTES, ResponseStore, StoredResponse
 from sglang.srt.entrypoints.responses.response_stream import ResponseStream
 from sglang.srt.entrypoints.responses.truncation import fit_context
 from sglang.srt.function_call.events import collect as collect_events
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BACKGROUND = 256
 """Answers that are computed in the background at once."""
+MAX_BACKGROUND_BYTES = MAX_ENTRY_BYTES // 2
+"""Of a conversation with its request: the response that is kept meanwhile repeats much of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,8 @@ class _Answer:
     """The conversation up to the answer."""
     call: GenerateRequest
     formats: ChatFormats
+    num_bytes: int
+    """About the size of the conversation."""
 
     def keep(self, response: dict[str, Any]) -> None:
         """Stores the response as it ended, unless the client does not want that."""
@@ -92,23 +97,27 @@ async def count_tokens(
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
-async def _count(service: OpenAIService, request: ChatCompletionRequest, num_bytes: int) -> int:
+async def _count(
+    service: OpenAIService, request: ChatCompletionRequest, num_bytes: int, enough: float = math.inf
+) -> int:
     prompt = await rendered_prompt(service, request, num_bytes)
-    return len(await service.manager.encode(prompt, add_special_tokens=False))
+    return await service.manager.count_tokens(prompt, enough)
 
 
 async def _new_answer(service: OpenAIService, store: ResponseStore, body: ResponsesRequest, num_bytes: int) -> _Answer:
     """Raises ApiError."""
     items, num_bytes = _conversation(store, body, num_bytes)
+    if body.background and num_bytes > MAX_BACKGROUND_BYTES:
+        raise ApiError(413, f"a conversation answered in the background may have {MAX_BACKGROUND_BYTES} bytes")
     request = chat_request(body, read_items(items))
     if body.truncation == "auto":
         context_len = service.manager.model_config.context_len
-        await fit_context(request, context_len, lambda shorter: _count(service, shorter, num_bytes))
+        await fit_context(request, context_len, lambda shorter: _count(service, shorter, num_bytes, context_len))
     rid = uuid.uuid4().hex
     call, formats = await chat_call(service, request, num_bytes, rid)
     model = body.model or service.model_name
     head = ResponseHead(f"resp_{rid}", int(time.time()), model, body, service.report_cached_tokens)
-    return _Answer(service, store, head, items, call, formats)
+    return _Answer(service, store, head, items, call, formats, num_bytes)
 
 
 def _conversation(store: ResponseStore, body: ResponseContext, num_bytes: int) -> tuple[list[dict[str, Any]], int]:
@@ -135,7 +144,7 @@ def _start(answer: _Answer) -> dict[str, Any]:
     if answer.store.num_running >= MAX_BACKGROUND:
         raise ApiError(503, f"{MAX_BACKGROUND} responses are computed in the background; try again later")
     response = answer.head.state("queued")
-    entry = StoredResponse(msgspec.json.encode(answer.head.state("in_progress")))
+    entry = StoredResponse(msgspec.json.encode(answer.head.state("in_progress")), num_waiting_bytes=answer.num_bytes)
     entry.task = asyncio.create_task(_compute(answer))
     answer.store.put(answer.head.id, entry)
     return response

@@ -17,13 +17,25 @@ from sglang.srt.errors import UserError
 from sglang.srt.layers.linear import Unquantized
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES
 from sglang.srt.layers.ops import QuantizedLinearOp, QuantizedProduct
-from sglang.srt.layers.parameter import FLOATS, Apply, Convert, Fill, Param, Part, Scope, Shard, constant, random_codes
+from sglang.srt.layers.parameter import (
+    FLOATS,
+    Apply,
+    Convert,
+    Fill,
+    Param,
+    Part,
+    Scope,
+    Shard,
+    constant,
+    random_codes,
+    zeroed_behind,
+)
 from sglang.srt.layers.quantization.layout import Leaf, layout_of
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
+from sglang.srt.layers.quantization.quantized_rows import Rows, row_format
 from sglang.srt.layers.quantization.stored import (
     DUMMY_INPUT_SCALE,
     dummy_scale,
-    length,
     matrix_part,
     quantize_into,
 )
@@ -73,6 +85,7 @@ class QuantizedLinear:
     ) -> None:
         self.bind: QuantizedLinearOp = scope.plan.entry(f"linear/{quant.scheme}")
         self.arch = scope.plan.arch
+        self.row_format = row_format(scope.plan.choices[f"linear/{quant.scheme}"], weight.scheme, self.arch)
         self.weight: LinearWeight | None = weight
         self.bias, self.out_dtype = bias, out_dtype
         self.run: QuantizedProduct | None = None
@@ -85,7 +98,7 @@ class QuantizedLinear:
         self.run = self.bind(self.weight, self.arch)
         self.weight = None  # the kernel's now
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Rows) -> torch.Tensor:
         assert self.run is not None, "the weights are not loaded"
         return self.run(x, self.bias, self.out_dtype)
 
@@ -123,11 +136,11 @@ class _Stack:
 
     @property
     def rows(self) -> int:
-        return sum(length(shard.rows) for shard in self.shards)
+        return sum(shard.rows.room for shard in self.shards)
 
     @property
     def cols(self) -> int:
-        return length(self.shards[0].cols)
+        return self.shards[0].cols.room
 
     def matrix(
         self,
@@ -142,22 +155,23 @@ class _Stack:
         begin = 0
         for shard in self.shards:
             self._check_split(shard, per)
-            end = begin + -(-length(shard.rows) // per[0])
-            parts[shard.key] = matrix_part(leaf, shard, per, (slice(begin, end),))
-            begin = end
-        return self.scope.param(leaf.name, shape, parts, fill, dtype)
+            width = -(-shard.cols.count * shape[1] // shard.cols.room)
+            dest = (slice(begin, begin - (-shard.rows.count // per[0])), slice(0, width))
+            parts[shard.key] = matrix_part(leaf, shard, per, dest)
+            begin -= -shard.rows.room // per[0]
+        return zeroed_behind(self.shards, self.scope.param(leaf.name, shape, parts, fill, dtype))
 
     def by_row(self, leaf: Leaf, single: bool, fill: Fill) -> torch.Tensor:
         """A parameter [rows] fp32 of one number a row, or (`single`) a matrix, which is repeated for its rows."""
         parts: dict[PartKey, Part] = {}
         begin = 0
         for shard in self.shards:
-            end = begin + length(shard.rows)
-            shape, source = ((1,), ()) if single else ((shard.out_features,), (shard.rows,))
-            convert = _repeated(leaf.convert, end - begin) if single else leaf.convert
-            parts[shard.key] = Part(shape, source, (slice(begin, end),), leaf.dtypes, convert)
-            begin = end
-        return self.scope.param(leaf.name, (self.rows,), parts, fill, torch.float32)
+            rows = shard.rows
+            shape, source = ((1,), ()) if single else ((rows.total,), (rows.run,))
+            convert = _repeated(leaf.convert, rows.count) if single else leaf.convert
+            parts[shard.key] = Part(shape, source, (slice(begin, begin + rows.count),), leaf.dtypes, convert)
+            begin += rows.room
+        return zeroed_behind(self.shards, self.scope.param(leaf.name, (self.rows,), parts, fill, torch.float32))
 
     def by_part(self, leaf: Leaf, fill: Fill) -> torch.Tensor:
         """A parameter [tensors] fp32 of one number each; several shards may be slices of one tensor."""
@@ -170,19 +184,17 @@ class _Stack:
     def _check_split(self, shard: Shard, per: tuple[int, int]) -> None:
         """Raises UserError where a rank's share, or a module above another, ends within what has one scale or word."""
         name, size = self.scope.module(shard.part), self.scope.groups.tp.size
-        for what, part, total, step in (
-            ("rows", shard.rows, shard.out_features, per[0]),
-            ("columns", shard.cols, shard.in_features, per[1]),
-        ):
-            if part.start % step or (part.stop != total and part.stop % step):
+        for what, share, step in (("rows", shard.rows, per[0]), ("columns", shard.cols, per[1])):
+            run = share.run
+            if run.start % step or (run.stop != share.total and run.stop % step):
                 raise UserError(
                     f"{name}: {step} {what} have one scale or word, but with --tp-size {size} a rank holds {what}"
-                    f" {part.start} to {part.stop} of {total}; choose a smaller --tp-size"
+                    f" {run.start} to {run.stop} of {share.total}; choose a smaller --tp-size"
                 )
-        if length(shard.rows) % per[0] and shard is not self.shards[-1]:
-            raise UserError(f"{name}: {length(shard.rows)} rows do not divide into groups of {per[0]} with one scale")
-        if per[0] == 1 and shard.in_features % per[1]:
-            raise UserError(f"{name}: {shard.in_features} columns do not divide into groups of {per[1]}")
+        if shard.rows.room % per[0] and shard is not self.shards[-1]:
+            raise UserError(f"{name}: {shard.rows.room} rows do not divide into groups of {per[0]} with one scale")
+        if per[0] == 1 and shard.cols.total % per[1]:
+            raise UserError(f"{name}: {shard.cols.total} columns do not divide into groups of {per[1]}")
 
 
 def _as_stored(scope: Scope, shards: list[Shard], quant: ModuleQuant) -> LinearWeight:
@@ -215,13 +227,13 @@ def _quantized_while_loading(scope: Scope, shards: list[Shard], quant: ModuleQua
     parts: dict[PartKey, Part] = {}
     begin = 0
     for shard in shards:
-        end = begin + length(shard.rows)
-        convert = quantize_into(scale[begin:end], scheme)
-        shape = (shard.out_features, shard.in_features)
-        parts[shard.key] = Part(shape, (shard.rows, shard.cols), (slice(begin, end),), FLOATS, convert)
-        begin = end
+        rows, cols = shard.rows, shard.cols
+        dest = (slice(begin, begin + rows.count), slice(0, cols.count))
+        convert = quantize_into(scale[dest[0]], scheme)
+        parts[shard.key] = Part((rows.total, cols.total), (rows.run, cols.run), dest, FLOATS, convert)
+        begin += rows.room
     data = scope.param("weight", (stack.rows, stack.cols), parts, random_codes, ELEMENT_DTYPES[scheme.element])
-    return LinearWeight(data, scheme, scale)
+    return LinearWeight(zeroed_behind(shards, data), scheme, zeroed_behind(shards, scale))
 
 
 def _repeated(convert: Convert | None, times: int) -> Convert:

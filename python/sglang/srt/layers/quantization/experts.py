@@ -30,7 +30,7 @@ from sglang.srt.layers.quantization.stored import (
     matrix_part,
     quantize_into,
 )
-from sglang.srt.plan.ranks import even_slice
+from sglang.srt.plan.ranks import even_slice, share_in_rooms, whole
 from sglang.srt.plan.weight_names import PartKey
 
 
@@ -81,7 +81,7 @@ class ExpertProduct:
 
     @property
     def padded(self) -> bool:
-        return sum(length(s.rows) for s in self.shards) < self.rows or length(self.shards[0].cols) < self.cols
+        return sum(s.rows.count for s in self.shards) < self.rows or self.shards[0].cols.count < self.cols
 
 
 class Experts:
@@ -131,10 +131,9 @@ def _products(sizes: ExpertSizes, scheme: Scheme | None, group: Group) -> tuple[
     if scheme is not None and scheme.group[0] == 1 and scheme.group[1] and hidden % scheme.group[1]:
         raise UserError(f"hidden size {hidden} does not divide into {scheme.name} groups of {scheme.group[1]}")
     share = expert_share(inter, group.size, scheme)
-    rank_inter = slice(min(group.rank * share, inter), min((group.rank + 1) * share, inter))
-    whole = slice(0, hidden)
-    up = tuple(Shard(part, inter, hidden, rank_inter, whole) for part in sizes.up_parts)
-    down = (Shard("down", hidden, inter, whole, rank_inter),)
+    dims = share_in_rooms(inter, share, group.rank)
+    up = tuple(Shard(part, dims, whole(hidden)) for part in sizes.up_parts)
+    down = (Shard("down", whole(hidden), dims),)
     at = tuple(i * share for i in range(len(up)))
     return ExpertProduct("w13", up, at, len(up) * share, hidden), ExpertProduct("w2", down, (0,), hidden, share)
 
@@ -205,8 +204,8 @@ def _data_param(
     per_byte = 2 if scheme is not None and scheme.bits == 4 else 1
     parts: dict[PartKey, Part] = {}
     for key, e, i, shard in _each(scope, product, sizes):
-        rows = slice(product.at[i], product.at[i] + length(shard.rows))
-        parts[key] = matrix_part(leaf, shard, (1, leaf.columns), (e, rows, slice(0, length(shard.cols) // per_byte)))
+        rows = slice(product.at[i], product.at[i] + shard.rows.count)
+        parts[key] = matrix_part(leaf, shard, (1, leaf.columns), (e, rows, slice(0, shard.cols.count // per_byte)))
     shape = (sizes.room, product.rows, product.cols // per_byte)
     fill: Init | Fill = Init.NORMAL if scheme is None else random_codes
     dtype = None if scheme is None else ELEMENT_DTYPES[scheme.element]
@@ -220,11 +219,11 @@ def _scale_param(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf:
     parts: dict[PartKey, Part] = {}
     for key, e, i, shard in _each(scope, product, sizes):
         begin = product.at[i] // per_row
-        rows = slice(begin, begin - (-length(shard.rows) // per_row))
+        rows = slice(begin, begin - (-shard.rows.count // per_row))
         if per_col:
-            parts[key] = matrix_part(leaf, shard, scheme.group, (e, rows, slice(0, -(-length(shard.cols) // per_col))))
+            parts[key] = matrix_part(leaf, shard, scheme.group, (e, rows, slice(0, -(-shard.cols.count // per_col))))
         else:
-            parts[key] = Part((shard.out_features,), (shard.rows,), (e, rows), leaf.dtypes, leaf.convert)
+            parts[key] = Part((shard.rows.total,), (shard.rows.run,), (e, rows), leaf.dtypes, leaf.convert)
     shape = (sizes.room, *scheme.scale_shape(product.rows, product.cols))
     _note_elsewhere(scope, product, sizes, leaf.name)
     tensor = scope.param(leaf.name, shape, parts, dummy_scale(scheme), SCALE_DTYPES[scheme.scale])
@@ -245,9 +244,10 @@ def _while_loading(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, sch
     scale = scope.param("weight_scale", shape, {}, dummy_scale(scheme), torch.float32)
     parts: dict[PartKey, Part] = {}
     for key, e, i, shard in _each(scope, product, sizes):
-        rows = slice(product.at[i], product.at[i] + length(shard.rows))
-        convert = quantize_into(scale[e, rows], scheme)
-        parts[key] = Part((shard.out_features, shard.in_features), (shard.rows, shard.cols), (e, rows), FLOATS, convert)
+        rows, cols = shard.rows, shard.cols
+        dest = (e, slice(product.at[i], product.at[i] + rows.count), slice(0, cols.count))
+        convert = quantize_into(scale[dest[:2]], scheme)
+        parts[key] = Part((rows.total, cols.total), (rows.run, cols.run), dest, FLOATS, convert)
     _note_elsewhere(scope, product, sizes, "weight")
     data = scope.param("weight", (*shape, product.cols), parts, random_codes, ELEMENT_DTYPES[scheme.element])
     return ExpertWeights(_zeroed(product, sizes, data), scheme, _zeroed(product, sizes, scale))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from sglang.srt.layers.parameter import FLOATS, Convert, Part, Shard
+from sglang.srt.plan.ranks import exact_share
 
 PROJECTIONS = {"w13": "gate_up_proj", "w2": "down_proj"}
 
@@ -46,17 +47,15 @@ class FusedForm:
         `local`: the experts of this rank. `share`: rows that each of two matrices has room for."""
         first = shards[0]
         if len(shards) == 2 and self.alternating:
-            rows = slice(2 * first.rows.start, 2 * first.rows.stop)
-            both = replace(first, out_features=2 * first.out_features, rows=rows)
+            rows = first.rows.of_dims(2)
+            both = replace(first, rows=rows)
             return [_cut(both, leaf, num_experts, local, None, _then(leaf.convert, _in_halves(share)))]
-        out = len(shards) * first.out_features
+        out = len(shards) * first.rows.total
         cuts = []
         for i, shard in enumerate(shards):
-            begin = i * first.out_features
-            rows = slice(begin + shard.rows.start, begin + shard.rows.stop)
-            cuts.append(
-                _cut(replace(shard, out_features=out, rows=rows), leaf, num_experts, local, at[i], leaf.convert)
-            )
+            begin = i * first.rows.total
+            rows = exact_share(out, slice(begin + shard.rows.run.start, begin + shard.rows.run.stop))
+            cuts.append(_cut(replace(shard, rows=rows), leaf, num_experts, local, at[i], leaf.convert))
         return cuts
 
 
@@ -65,14 +64,14 @@ def _cut(
 ) -> Part:
     """One slice of each local expert, to rows `at` and following of the parameter; to all of them without `at`."""
     every = slice(0, local.stop - local.start)
-    shape = (num_experts, *leaf.shape(shard.out_features, shard.in_features))
-    source = (local, *leaf.source(shard.rows, shard.cols))
+    shape = (num_experts, *leaf.shape(shard.rows.total, shard.cols.total))
+    source = (local, *leaf.source(shard.rows.run, shard.cols.run))
     if at is None:
         return Part(shape, source, (every,), leaf.dtypes, convert)
-    rows = slice(at, at + shard.rows.stop - shard.rows.start)
+    rows = slice(at, at + shard.rows.count)
     if leaf.columns == 0:  # no columns: a bias
         return Part(shape, source, (every, rows), leaf.dtypes, convert)
-    cols = -(-(shard.cols.stop - shard.cols.start) // leaf.columns)
+    cols = -(-shard.cols.count // leaf.columns)
     return Part(shape, source, (every, rows, slice(0, cols)), leaf.dtypes, convert)
 
 

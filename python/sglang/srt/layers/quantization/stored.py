@@ -34,8 +34,8 @@ def groups_of(part: slice, per: int) -> slice:
 
 def matrix_part(leaf: Leaf, shard: Shard, per: tuple[int, int], dest: Index) -> Part:
     """A shard's part of a tensor with one element for `per` = (rows, columns)."""
-    shape = (-(-shard.out_features // per[0]), -(-shard.in_features // per[1]))
-    source = (groups_of(shard.rows, per[0]), groups_of(shard.cols, per[1]))
+    shape = (-(-shard.rows.total // per[0]), -(-shard.cols.total // per[1]))
+    source = (groups_of(shard.rows.run, per[0]), groups_of(shard.cols.run, per[1]))
     if leaf.transposed:
         shape, source = shape[::-1], source[::-1]
     return Part(shape, source, dest, leaf.dtypes, leaf.convert)

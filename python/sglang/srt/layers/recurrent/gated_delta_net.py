@@ -9,18 +9,19 @@ import torch
 
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.block import Site
-from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, Unquantized, shard_of
+from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, Unquantized, even_share
 from sglang.srt.layers.ops import GatedRMSNormOp
 from sglang.srt.layers.parameter import Init, Part, Scope
 from sglang.srt.layers.recurrent.mixer import Convolution, Gates, Heads, RecurrentCore
 from sglang.srt.layers.recurrent.rule import gated_delta_rule
+from sglang.srt.plan.ranks import Share, exact_share
 from sglang.srt.plan.recurrent import GatedDelta
 from sglang.srt.plan.weight_names import PartKey
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
 
-RowPieces = list[tuple[str, int, slice]]
+RowPieces = list[tuple[str, Share]]
 
 
 class GatedDeltaNet:
@@ -29,8 +30,10 @@ class GatedDeltaNet:
 
     def __init__(self, scope: Scope, spec: GatedDelta, site: Site) -> None:
         hidden_size = site.model.hidden_size
-        key_heads = shard_of(spec.key_heads, scope.groups.attention, "number of key heads")
-        value_heads = shard_of(spec.value_heads, scope.groups.attention, "number of value heads")
+        group = scope.groups.attention
+        key_heads = even_share(spec.key_heads, group, "number of key heads").run
+        value_share = even_share(spec.value_heads, group, "number of value heads")
+        value_heads = value_share.run
         rows = _Rows(spec, key_heads, value_heads)
         self.heads = Heads(
             key_heads.stop - key_heads.start, value_heads.stop - value_heads.start, spec.key_dim, spec.value_dim
@@ -49,9 +52,7 @@ class GatedDeltaNet:
         self.norm: GatedRMSNormOp = scope.plan.entry("gated_rmsnorm")
         cache = scope.cache(site.layer_id, "state")
         self.core = RecurrentCore(scope, cache, "gated_delta_rule", gated_delta_rule(spec.key_dim), self.heads)
-        self.out = RowParallelLinear(
-            scope.sub("out"), spec.value_heads * spec.value_dim, hidden_size, group=scope.groups.attention
-        )
+        self.out = RowParallelLinear(scope.sub("out"), value_share.of_dims(spec.value_dim), hidden_size, group=group)
 
     def leave_sum(self) -> Group | None:
         return self.out.leave_sum()
@@ -85,8 +86,8 @@ class _Rows:
         values = spec.value_heads * spec.value_dim
         if not spec.by_key_head:
             channels = 2 * spec.key_heads * spec.key_dim + values
-            pieces: RowPieces = [("qkv", channels, rows) for rows in self.of_channels()]
-            return [*pieces, ("z", values, _scaled(self.value_heads, spec.value_dim))]
+            pieces: RowPieces = [("qkv", exact_share(channels, rows)) for rows in self.of_channels()]
+            return [*pieces, ("z", exact_share(values, _scaled(self.value_heads, spec.value_dim)))]
         group = spec.value_heads // spec.key_heads * spec.value_dim
         return self._by_key_head("qkvz", [spec.key_dim, spec.key_dim, group, group])
 
@@ -94,7 +95,7 @@ class _Rows:
         """b of all heads, then a."""
         spec = self.spec
         if not spec.by_key_head:
-            return [("b", spec.value_heads, self.value_heads), ("a", spec.value_heads, self.value_heads)]
+            return [(part, exact_share(spec.value_heads, self.value_heads)) for part in ("b", "a")]
         group = spec.value_heads // spec.key_heads
         return self._by_key_head("ba", [group, group])
 
@@ -106,7 +107,7 @@ class _Rows:
         for i, size in enumerate(sizes):
             for head in range(self.key_heads.start, self.key_heads.stop):
                 begin = head * stride + sum(sizes[:i])
-                pieces.append((part, total, slice(begin, begin + size)))
+                pieces.append((part, exact_share(total, slice(begin, begin + size))))
         return pieces
 
 

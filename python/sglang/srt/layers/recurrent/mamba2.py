@@ -8,11 +8,12 @@ import torch
 
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.block import Site
-from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, shard_of
+from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, even_share
 from sglang.srt.layers.ops import GatedRMSNormOp
 from sglang.srt.layers.parameter import Init, Part, Scope
 from sglang.srt.layers.recurrent.mixer import Convolution, Gates, Heads, RecurrentCore
 from sglang.srt.layers.recurrent.rule import Rule
+from sglang.srt.plan.ranks import exact_share
 from sglang.srt.plan.recurrent import Mamba2
 from sglang.srt.plan.weight_names import PartKey
 
@@ -27,8 +28,9 @@ class Mamba2Mixer:
 
     def __init__(self, scope: Scope, spec: Mamba2, site: Site) -> None:
         hidden_size, values = site.model.hidden_size, spec.num_heads * spec.head_dim
-        heads = shard_of(spec.num_heads, scope.groups.attention, "number of Mamba-2 heads")
-        groups = shard_of(spec.num_groups, scope.groups.attention, "number of Mamba-2 groups")
+        head_share = even_share(spec.num_heads, scope.groups.attention, "number of Mamba-2 heads")
+        heads = head_share.run
+        groups = even_share(spec.num_groups, scope.groups.attention, "number of Mamba-2 groups").run
         num_heads, self.num_groups = heads.stop - heads.start, groups.stop - groups.start
         self.heads = Heads(self.num_groups, num_heads, spec.state_dim, spec.head_dim, values_first=True)
         self.eps = site.model.norm_eps
@@ -37,7 +39,7 @@ class Mamba2Mixer:
         inner = slice(heads.start * spec.head_dim, heads.stop * spec.head_dim)
         rows = [inner, *(_moved(part, values) for part in channels), _moved(heads, total - spec.num_heads)]
         self.in_proj = ColumnParallelLinear(
-            scope.sub("in"), hidden_size, [("", total, part) for part in rows], spec.proj_bias
+            scope.sub("in"), hidden_size, [("", exact_share(total, part)) for part in rows], spec.proj_bias
         )
         self.sizes = [self.heads.values, self.heads.channels, num_heads]
         self.conv = _convolution(scope.sub("conv"), spec, channels)
@@ -48,8 +50,9 @@ class Mamba2Mixer:
         self.norm: GatedRMSNormOp = scope.plan.entry("gated_rmsnorm")
         rule = Rule(delta=False, dt_min=spec.dt_min, dt_max=spec.dt_max)
         self.core = RecurrentCore(scope, scope.cache(site.layer_id, "state"), "state_space_duality", rule, self.heads)
+        inputs = head_share.of_dims(spec.head_dim)
         self.out = RowParallelLinear(
-            scope.sub("out"), values, hidden_size, spec.proj_bias, group=scope.groups.attention
+            scope.sub("out"), inputs, hidden_size, spec.proj_bias, group=scope.groups.attention
         )
 
     def leave_sum(self) -> Group | None:

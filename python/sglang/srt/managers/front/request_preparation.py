@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,6 +28,8 @@ MAX_RID_LENGTH = 256
 MAX_CACHE_KEY = 1024
 MAX_TOP_LOGPROBS = 1024
 MAX_TOKEN_IDS_LOGPROB = 4096
+MAX_LOGPROBS = 1 << 24
+"""Log probabilities of one call, of its prompts and outputs: about a hundred bytes each in three processes."""
 MAX_PRIORITY = 1 << 31
 LONG_TEXT_CHARS_PER_TOKEN = 8
 MAX_UNCHECKED_CHARS = 1 << 22
@@ -99,7 +101,7 @@ class RequestPreparer:
             strict=True,
         )
         requests: list[TokenizedGenerateReq] = []
-        num_tokens = num_chars = 0
+        num_tokens = num_chars = num_logprobs = 0
         for prompt, rid, (p, explicit_length), wanted in zip(prompts, rids, params, options, strict=True):
             num_chars += len(prompt)
             if num_chars >= YIELD_CHARS:
@@ -128,6 +130,8 @@ class RequestPreparer:
                 cache_namespace=_namespace(wanted[4], wanted[5]),
             )
             self._check_logprobs(request)
+            room = MAX_LOGPROBS - num_logprobs
+            num_logprobs += num_samples * self._bound_logprobs(request, explicit_length, room // num_samples)
             requests.extend(_samples(request))
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
         return PreparedCall(rids, requests, texts, num_samples)
@@ -197,12 +201,13 @@ class RequestPreparer:
 
     async def _bounded(self, encode: Encode, text: str) -> str:
         """`text`, or with truncation as much of it as the context may hold. Raises RequestError for more tokens."""
-        num_tokens = 0
-        for end in range(PIECE_CHARS, len(text) + PIECE_CHARS, PIECE_CHARS):
-            num_tokens += len(await encode(text[end - PIECE_CHARS : end], False)) - PIECE_SLACK
+        num_chars = num_tokens = 0
+        for piece in pieces(text):
+            num_chars += len(piece)
+            num_tokens += len(await encode(piece, False)) - PIECE_SLACK
             if num_tokens > self._context_len:
                 if self._allow_truncate:
-                    return text[:end]
+                    return text[:num_chars]
                 raise RequestError(
                     f"The prompt of {len(text)} characters is longer than the model's context length of "
                     f"{self._context_len} tokens."
@@ -239,6 +244,33 @@ class RequestPreparer:
         bad = next((i for i in wanted if not 0 <= i < self._vocab_size), None)
         if bad is not None:
             raise RequestError(f"token_ids_logprob must hold token ids in [0, {self._vocab_size - 1}], got {bad}.")
+
+    def _bound_logprobs(self, request: TokenizedGenerateReq, explicit_length: bool, room: int) -> int:
+        """How many log probabilities a sample may bring. A default output length shrinks until they are no more than
+        `room`."""
+        if not request.return_logprob:
+            return 0
+        width = 1 + request.top_logprobs_num + len(request.token_ids_logprob or ())
+        num_inputs = 0 if request.logprob_start_len < 0 else len(request.input_ids) - request.logprob_start_len
+        params = request.sampling_params
+        length = self._context_len - len(request.input_ids)
+        length = length if params.max_new_tokens is None else min(length, params.max_new_tokens)
+        most = room // width - num_inputs
+        if length > most and not explicit_length and most > 0:
+            length = most
+            shorter = {"max_new_tokens": most, "min_new_tokens": min(most, params.min_new_tokens)}
+            request.sampling_params = msgspec.structs.replace(params, **shorter)
+        if length > most:
+            raise RequestError(
+                f"{num_inputs} tokens of the prompt and {length} of the output with {width} log probabilities each are "
+                f"more than a call may have, {MAX_LOGPROBS} for all its prompts and samples; ask for fewer."
+            )
+        return (num_inputs + length) * width
+
+
+def pieces(text: str) -> Iterator[str]:
+    """For tokenizing one by one, so that other texts need not wait for all of it."""
+    return (text[start : start + PIECE_CHARS] for start in range(0, len(text), PIECE_CHARS))
 
 
 def _prompts(req: GenerateRequest) -> Sequence[str | list[int]]:

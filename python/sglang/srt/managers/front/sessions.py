@@ -7,7 +7,7 @@ them. In memory, bounded in number and tokens: the session that was used least r
 from __future__ import annotations
 
 import uuid
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,8 @@ from sglang.srt.managers.front.generate_request import RequestError
 MAX_SESSIONS = 1024
 MAX_TOKENS = 1 << 24
 """Of all sessions together, 4 bytes each."""
+MAX_TURNS = 1 << 16
+"""Of all sessions together."""
 MAX_ID_LENGTH = 256
 
 
@@ -39,16 +41,25 @@ class Session:
     turns: dict[str, Turn] = field(default_factory=dict)
 
     def branch(self, rid: str) -> list[str]:
-        """All turns that go on from this one."""
-        children = [turn.rid for turn in self.turns.values() if turn.parent == rid]
-        return children + [later for child in children for later in self.branch(child)]
+        """All turns that go on from this one, or from one that does."""
+        children: defaultdict[str | None, list[str]] = defaultdict(list)
+        for turn in self.turns.values():
+            children[turn.parent].append(turn.rid)
+        later = list(children[rid])
+        for child in later:  # grows meanwhile
+            later += children[child]
+        return later
 
 
 class SessionStore:
-    def __init__(self, max_sessions: int = MAX_SESSIONS, max_tokens: int = MAX_TOKENS) -> None:
+    def __init__(
+        self, max_sessions: int = MAX_SESSIONS, max_tokens: int = MAX_TOKENS, max_turns: int = MAX_TURNS
+    ) -> None:
         self._max_sessions = max_sessions
         self._max_tokens = max_tokens
+        self._max_turns = max_turns
         self._num_tokens = 0
+        self._num_turns = 0
         self._sessions: OrderedDict[str, Session] = OrderedDict()
 
     def __len__(self) -> int:
@@ -71,8 +82,8 @@ class SessionStore:
 
     def close(self, session_id: str) -> None:
         """Raises RequestError if there is none."""
-        for turn in self._session(session_id).turns.values():
-            self._num_tokens -= len(turn.tokens)
+        for rid in list(self._session(session_id).turns):
+            self.forget(session_id, rid)
         del self._sessions[session_id]
 
     def turn(self, session_id: str, rid: str | None) -> Turn | None:
@@ -95,7 +106,8 @@ class SessionStore:
         return running
 
     def begin(self, session_id: str, turn: Turn) -> None:
-        """Raises RequestError for a sequence that is too long, or a rid that the session has."""
+        """Raises RequestError for a sequence that is too long, a rid that the session has, and a session that alone has
+        all that may be kept."""
         session = self._session(session_id)
         if turn.rid in session.turns:
             raise RequestError(f"The session {session_id!r} has a request {turn.rid!r} already.")
@@ -106,7 +118,14 @@ class SessionStore:
             )
         session.turns[turn.rid] = turn
         self._num_tokens += len(turn.tokens)
+        self._num_turns += 1
         self._make_room(session_id)
+        if self._is_full:
+            self.forget(session_id, turn.rid)
+            raise RequestError(
+                f"The session {session_id!r} holds {self._num_turns} requests with {self._num_tokens} tokens, and more "
+                'are not kept; go on with "replace": true, or open another one.'
+            )
 
     def end(self, session_id: str, turn: Turn, output_ids: list[int]) -> None:
         """Adds the output, unless the session or the turn is gone."""
@@ -123,6 +142,11 @@ class SessionStore:
         turn = None if session is None else session.turns.pop(rid, None)
         if turn is not None:
             self._num_tokens -= len(turn.tokens)
+            self._num_turns -= 1
+
+    @property
+    def _is_full(self) -> bool:
+        return self._num_tokens > self._max_tokens or self._num_turns > self._max_turns
 
     def _session(self, session_id: str) -> Session:
         if session_id not in self._sessions:
@@ -131,7 +155,7 @@ class SessionStore:
 
     def _make_room(self, kept: str) -> None:
         """Closes the sessions that were used least recently, but not `kept`."""
-        while len(self._sessions) > self._max_sessions or self._num_tokens > self._max_tokens:
+        while len(self._sessions) > self._max_sessions or self._is_full:
             oldest = next((session_id for session_id in self._sessions if session_id != kept), None)
             if oldest is None:
                 break

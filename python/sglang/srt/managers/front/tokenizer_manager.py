@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -25,7 +26,7 @@ from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateR
 from sglang.srt.managers.front.generation_stream import CLIENT_CLOSED_REQUEST, GenerationStream
 from sglang.srt.managers.front.metrics import Metrics
 from sglang.srt.managers.front.request_log import RequestLog
-from sglang.srt.managers.front.request_preparation import PreparedCall, RequestPreparer
+from sglang.srt.managers.front.request_preparation import PreparedCall, RequestPreparer, pieces
 from sglang.srt.managers.front.request_record import EndedRequest
 from sglang.srt.managers.front.request_trace import RequestTracer
 from sglang.srt.managers.wire import ipc
@@ -47,6 +48,8 @@ T = TypeVar("T")
 
 LONG_TEXT = 4096
 """Characters from which a text is tokenized in a thread, so that the event loop goes on."""
+EXACT_COUNT_CHARS = 1 << 21
+"""Characters of a text that is tokenized in one go to count its tokens."""
 SEND_BATCH_TOKENS = 1 << 18
 """Prompt tokens that are encoded and sent before the event loop gets to run other callbacks."""
 ABORT_RETRY_S = 0.05
@@ -225,6 +228,18 @@ class TokenizerManager:
             return await self.in_thread(self.tokenizer.encode, text, add_special_tokens)
         except (UnicodeEncodeError, TypeError):
             raise RequestError("The text holds half of a surrogate pair, which is no character.") from None
+
+    async def count_tokens(self, text: str, enough: float = math.inf) -> int:
+        """Tokens of a text without special ones. Exact up to EXACT_COUNT_CHARS, else up to a few for each piece that is
+        tokenized by itself, and no more of them than it takes to have `enough`. Raises RequestError as `encode`."""
+        if len(text) <= EXACT_COUNT_CHARS:
+            return len(await self.encode(text, add_special_tokens=False))
+        count = 0
+        for piece in pieces(text):
+            count += len(await self.encode(piece, add_special_tokens=False))
+            if count > enough:
+                break
+        return count
 
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Call `function` beside the event loop, after earlier calls of this kind."""

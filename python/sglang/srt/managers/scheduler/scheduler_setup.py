@@ -30,7 +30,7 @@ def create_plan(args: ServerArgs, tp_rank: int = 0, rendezvous: str | None = Non
 
     Raises UserError."""
     model = ModelConfig.from_server_args(args)
-    describe_served_model(args, model)  # a layout that does not divide it is refused before the ranks meet
+    description = describe_served_model(args, model)  # what does not divide it is refused before the ranks meet
     arch = current_arch(tp_rank, args.device)
     on_gpu = arch.device == "cuda"
     if not on_gpu and args.dtype == "auto":
@@ -47,12 +47,14 @@ def create_plan(args: ServerArgs, tp_rank: int = 0, rendezvous: str | None = Non
         assert rendezvous is not None
         ranks = RankLayout(args.tp_size, args.ep_size)
         parallel_state.init(ranks, tp_rank, "nccl" if on_gpu else "gloo", rendezvous, args.watchdog_timeout)
-    links = _connect_gpus(args, arch, tp_rank) if on_gpu and args.tp_size > 1 else None
+    links = None
+    if on_gpu and args.tp_size > 1:
+        links = _connect_gpus(args, model, description.hidden_size, arch, tp_rank)
     available = parallel_state.least(free_memory_bytes(tp_rank if on_gpu else None))
     return make_plan(args, model, arch, available, links=links)
 
 
-def _connect_gpus(args: ServerArgs, arch: ArchTraits, tp_rank: int) -> PeerLinks:
+def _connect_gpus(args: ServerArgs, model: ModelConfig, hidden_size: int, arch: ArchTraits, tp_rank: int) -> PeerLinks:
     """Let the ranks add up in one another's memory, where that works. Its workspaces are allocated before free memory
     is measured.
 
@@ -61,15 +63,26 @@ def _connect_gpus(args: ServerArgs, arch: ArchTraits, tp_rank: int) -> PeerLinks
         topology = Topology.NVLINK
     else:
         topology = pci_topology([pci_address(device) for device in range(args.tp_size)])
-    if args.disable_custom_all_reduce:
-        return PeerLinks(topology, "--disable-custom-all-reduce")
+    fuse, disabled = args.enable_flashinfer_allreduce_fusion, args.disable_custom_all_reduce
+    reason = "--disable-custom-all-reduce" if disabled else ""
+    if disabled and not fuse:
+        return PeerLinks(topology, reason)
     if "sm120_sgl_kernel" not in installed_packages() or not bands_for(topology, args.tp_size):
-        return PeerLinks(topology)
-    from sglang.srt.distributed.peer_setup import connect
+        return PeerLinks(topology, reason, "the start-up probe of the links needs sgl-kernel, up to 8 ranks")
+    from sglang.srt.distributed.peer_setup import connect, fused_by_flashinfer
 
     links, reducer = connect(parallel_state.host_group(), tp_rank, topology, args.watchdog_timeout)
+    if disabled and reducer is not None:
+        reducer.close()
+        links, reducer = PeerLinks(topology, reason), None
+    elif links.problem:
+        return replace(links, fusion_problem=links.problem)
+    group = parallel_state.groups().tp
     if reducer is not None:
-        parallel_state.groups().tp.reduce_with(reducer)
+        group.reduce_with(reducer)
+    if fuse:
+        problem = fused_by_flashinfer(group, parallel_state.host_group(), hidden_size, model.dtype, reducer)
+        links = replace(links, fusion_problem=problem)
     return links
 
 

@@ -1,25 +1,28 @@
-"""A module of upstream SGLang with random weights that make an honest comparison.
+"""Imported by every interpreter of a peer (upstream SGLang), a server's child processes too: random weights that make
+an honest comparison, and stand-ins for packages that the peer was packed without.
 
-    PYTHONPATH=PEER_SITE python benchmark/peers/peer_process.py sglang.bench_one_batch --load-format dummy ...
+    PYTHONPATH=benchmark/peers/site:PEER_SITE PEER_STUBS=cutlass,quack python -m sglang.bench_one_batch ...
 
-Upstream's random weights are within 0.001 of zero, norms and routers' biases included. What a norm lets through is then
-so small that a router's bias alone decides: every token has the same experts, and the GPU reads a tenth of the weights
-that real tokens need. Here norms are 1 and routers' biases 0, as in our own random weights: tokens choose themselves.
+Upstream's random weights are within 0.001 of zero, norms and routers' biases included; weights that are stored as
+bytes are left as the memory was. What a norm lets through is then so small that a router's bias alone decides: every
+token has the same experts, and the GPU reads a tenth of the weights that real tokens need. Here norms are 1, routers'
+biases 0 and bytes random, as in our own random weights: tokens choose themselves.
 
-`--stub NAME`, before the module: packages that the peer's own modules import, but never call here, because the
-folder was packed without them.
+`PEER_STUBS`: packages that the peer's own modules import, but never call here.
 """
 
 from __future__ import annotations
 
-import argparse
 import builtins
-import runpy
+import os
 import sys
 import types
 from typing import Any
 
 ROUTER_BIASES = ("e_score_correction_bias", "router.bias", "gate.bias")
+LOADER = "sglang.srt.model_loader.loader"
+MXFP4_SCALE = 120
+"""2**-7 as E8M0: products of random elements keep the size of their inputs, roughly."""
 
 
 class _Anything(type):
@@ -61,25 +64,29 @@ class _Stub(types.ModuleType):
         return Anything
 
 
-def stub_packages(names: list[str]) -> None:
-    """For imports from the peer's own modules only: its dependencies look whether a package is there."""
+def watch_imports(stubs: list[str]) -> None:
+    """Stands in for packages where the peer's own modules import them (its dependencies look whether a package is
+    there), and repairs the random weights as soon as the loader is there."""
     original = builtins.__import__
 
     def import_or_stub(name: str, variables: Any = None, *rest: Any, **options: Any) -> Any:
         top, importer = name.partition(".")[0], str((variables or {}).get("__name__", ""))
-        if top in names and importer.startswith("sglang"):
+        if top in stubs and importer.startswith("sglang"):
             wants_parts = (rest[1] if len(rest) > 1 else options.get("fromlist")) or ()
             return _Stub(name if wants_parts else top)
-        return original(name, variables, *rest, **options)
+        module = original(name, variables, *rest, **options)
+        let_tokens_choose()
+        return module
 
     builtins.__import__ = import_or_stub
 
 
 def let_tokens_choose() -> None:
-    """Patches the peer's loader of random weights."""
-    from sglang.srt.model_loader import loader  # the peer's
-
-    fill = loader.initialize_dummy_weights
+    """Patches the peer's loader of random weights, once it is imported."""
+    loader: Any = sys.modules.get(LOADER)
+    fill = getattr(loader, "initialize_dummy_weights", None)
+    if fill is None or fill.__name__ == "fill_and_settle":
+        return
 
     def fill_and_settle(model: Any, *args: Any, **options: Any) -> None:
         fill(model, *args, **options)
@@ -88,20 +95,10 @@ def let_tokens_choose() -> None:
                 weight.data.fill_(1)
             elif name.endswith(ROUTER_BIASES):
                 weight.data.zero_()
+            elif str(weight.dtype) == "torch.uint8":
+                weight.data.fill_(MXFP4_SCALE) if "scale" in name else weight.data.random_(256)
 
     loader.initialize_dummy_weights = fill_and_settle
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stub", action="append", default=[])
-    parser.add_argument("module")
-    options, rest = parser.parse_known_args()
-    stub_packages(options.stub)
-    let_tokens_choose()
-    sys.argv = [options.module, *rest]
-    runpy.run_module(options.module, run_name="__main__", alter_sys=True)
-
-
-if __name__ == "__main__":
-    main()
+watch_imports(list(filter(None, os.environ.get("PEER_STUBS", "").split(","))))

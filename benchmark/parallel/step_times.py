@@ -1,0 +1,203 @@
+#!/usr/bin/env python3
+"""Times of one model's steps for each way in which its ranks add up: in the norm's kernel, before it, by NCCL.
+
+    python benchmark/parallel/step_times.py --output rows.json [--turn FILE] --model-path DIR --tp 2 --load-format dummy
+
+Other options are the server's. Weights are loaded once; graphs are captured again for each way. With --turn it says
+FILE.ready when it could begin, and begins when there is a FILE: several of these can start side by side and be measured
+one after the other. The output has a row for each way and batch size, and the kernels that take longest in a prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang import bench_one_batch
+from sglang.bench.direct import DirectBatch, direct_table
+from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.parallel_state import Reducer
+from sglang.srt.environ import adopt_environment
+from sglang.srt.managers.scheduler.scheduler_setup import create_runner
+from sglang.srt.mem_cache.kv_table import KVTable
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
+from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.log import configure_logging
+
+BATCH_SIZES = (1, 16, 64)
+INPUT_LEN, OUTPUT_LEN = 1024, 64
+PROMPTS = 7
+"""Times that one prompt is computed; the median counts."""
+KERNELS, LONGEST = 9, "kernels of a prompt"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a rank's process is told."""
+
+    args: ServerArgs
+    output: Path
+    turn: Path | None
+    profile: bool
+
+
+class BeforeTheNorm:
+    """A reducer that leaves the norm to its own kernel."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+
+    def can_norm(self, x: torch.Tensor) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+
+class NoReducer:
+    def can_serve_tensor(self, x: torch.Tensor) -> bool:
+        return False
+
+    def can_norm(self, x: torch.Tensor) -> bool:
+        return False
+
+    def raise_if_stalled(self) -> None:
+        pass
+
+
+def ways() -> dict[str, Any]:
+    """Name -> reducer, in the order in which they are measured; the first is what the server has chosen."""
+    group = parallel_state.groups().tp
+    if group.size == 1:
+        return {"one rank": None}
+    if group._reducer is None:
+        return {"nccl": None}
+    return {"in the norm": group._reducer, "before it": BeforeTheNorm(group._reducer), "nccl": NoReducer()}
+
+
+def switch_to(runner: ModelRunner, reducer: Reducer) -> None:
+    """Captures again what is measured here, and no more."""
+    parallel_state.groups().tp.reduce_with(reducer)
+    runner.graphs = runner.extend_graphs = None
+    torch.cuda.empty_cache()
+    with torch.inference_mode():
+        runner.graphs = CudaGraphRunner(runner.state, runner.plan.cuda_graph_bs)
+        if runner.plan.cuda_graph_prefill_tokens:
+            largest = max(size for size in runner.plan.cuda_graph_prefill_tokens if size <= INPUT_LEN)
+            runner.extend_graphs = ExtendGraphRunner(runner.state, (largest,), (0, 1))
+
+
+def one_prompt(runner: ModelRunner, kv: KVTable) -> Callable[[], None]:
+    ids = min(10_000, runner.plan.model.vocab_size)
+    tokens = np.random.default_rng(1).integers(0, ids, INPUT_LEN).tolist()
+
+    def compute() -> None:
+        batch = DirectBatch(runner, kv, [tokens], 1)
+        batch.prefill(INPUT_LEN)
+        batch.close()
+
+    return compute
+
+
+def seconds(run: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def longest_kernels(run: Callable[[], None]) -> list[tuple[str, int, float]]:
+    """(name, launches, milliseconds) of the kernels of `run`, the longest first."""
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CUDA if torch.cuda.is_available() else activity.CPU]) as profile:
+        run()
+    rows = [(event.key[:60], event.count, event.device_time_total / 1000) for event in profile.key_averages()]
+    return sorted(rows, key=lambda row: -row[2])[:KERNELS]
+
+
+def measure(runner: ModelRunner, kv: KVTable, order: Order, rank: int) -> None:
+    """Writes what it has after each way."""
+    bench, _ = bench_one_batch.BenchArgs.parse(["--model-path", "-", "--result-filename", ""])
+    compute, found = one_prompt(runner, kv), dict[str, Any]()
+    choices = ways()
+    for number, (name, reducer) in enumerate(choices.items()):
+        if number:
+            switch_to(runner, reducer)
+        rows = [bench_one_batch.measure(runner, kv, (size, INPUT_LEN, OUTPUT_LEN), bench, rank) for size in BATCH_SIZES]
+        found[name] = {
+            "decode_ms": [row["median_decode_latency"] * 1e3 for row in rows],
+            "prefill_ms": [row["prefill_latency"] * 1e3 for row in rows],
+            "prompt_ms": float(np.median([seconds(compute) for _ in range(PROMPTS)])) * 1e3,
+        }
+        if rank == 0:
+            order.output.write_text(json.dumps(found, indent=1))
+    if order.profile:
+        if len(choices) > 1:
+            switch_to(runner, next(iter(choices.values())))
+        compute()
+        if rank == 0:
+            found[LONGEST] = longest_kernels(compute)
+            order.output.write_text(json.dumps(found, indent=1))
+        else:
+            compute()
+
+
+def wait_for_turn(turn: Path, rank: int) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    parallel_state.meet()
+    if rank == 0:
+        Path(f"{turn}.ready").touch()
+    while not turn.exists():
+        time.sleep(0.02)
+
+
+def run_rank(order: Order, rank: int, rendezvous: str | None) -> None:
+    configure_logging(order.args.log_level, f"TP{rank}" if order.args.tp_size > 1 else "")
+    runner = create_runner(order.args, rank, rendezvous)
+    kv = direct_table(runner)
+    if order.turn is not None:
+        wait_for_turn(order.turn, rank)
+    measure(runner, kv, order, rank)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--turn", type=Path)
+    parser.add_argument("--profile", action="store_true", help="Say which kernels a prompt takes longest in.")
+    options, rest = parser.parse_known_args()
+    adopt_environment()
+    args = ServerArgs.from_cli(rest, "step_times.py")
+    if args.max_running_requests is None:
+        args.max_running_requests = max(BATCH_SIZES)
+    args.cuda_graph_bs = list(BATCH_SIZES)
+    order = Order(args, options.output, options.turn, options.profile)
+    if args.tp_size == 1:
+        run_rank(order, 0, None)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="sglang-bench-") as directory:
+        context = multiprocessing.get_context("spawn")
+        meeting = f"file://{directory}/rendezvous"
+        ranks = [context.Process(target=run_rank, args=(order, rank, meeting)) for rank in range(args.tp_size)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+    return 1 if any(process.exitcode for process in ranks) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
