@@ -40,8 +40,9 @@ def build(tmp_path: Path) -> Any:
     def make(config: dict[str, Any] = QWEN3_8B, arch: str = "sm_120", free: float = 94 * GIB, **flags: Any) -> Plan:
         (tmp_path / "config.json").write_text(json.dumps(config))
         packages = flags.pop("packages", PACKAGES)
+        rank = flags.pop("rank", 0)
         args = ServerArgs.from_kwargs(model_path=str(tmp_path), load_format="dummy", **flags)
-        return make_plan(args, ModelConfig.from_server_args(args), arch_by_name(arch), int(free), packages)
+        return make_plan(args, ModelConfig.from_server_args(args), arch_by_name(arch), int(free), packages, rank=rank)
 
     return make
 
@@ -96,6 +97,25 @@ def test_tensor_parallel_shares(build: Any) -> None:
     assert four.memory.weights < one.memory.weights / 3.5
     assert four.choices["all_reduce"].name == "nccl" and "all_reduce" not in one.choices
     assert build(tp_size=16).attention_shapes[0].num_kv_heads == 1, "KV heads are replicated beyond their number"
+
+
+def test_stages_have_room_for_as_many_tokens(build: Any) -> None:
+    one, *stages = build(), *(build(tp_size=2, pp_size=3, rank=rank) for rank in (0, 2, 5))
+    assert len({(plan.pool_sizes, plan.memory, plan.stages) for plan in stages}) == 1, (
+        "what the scheduler knows is alike"
+    )
+    layers = [[i for i, layer in enumerate(plan.description.layers) if not layer.elsewhere] for plan in stages]
+    assert [i for part in layers for i in part] == list(range(len(one.description.layers)))
+    assert [plan.caches[0].num_caches for plan in stages] == list(map(len, layers))
+    assert stages[0].max_total_num_tokens > 3 * one.max_total_num_tokens
+    assert not stages[0].cuda_graph_bs and "a step passes all stages" in stages[0].warnings[0]
+    assert (
+        stages[0].describe()["pp_size"] == len(stages[0].describe()["stages"]) == 3 and "stages" not in one.describe()
+    )
+
+
+def test_a_pipeline_without_tensor_shares_reserves_memory_for_its_collectives(build: Any) -> None:
+    assert build(pp_size=2).memory.reserve == build(tp_size=2).memory.reserve > build().memory.reserve
 
 
 @pytest.mark.parametrize(("tp_size", "what"), [(33, "32 attention heads"), (64, "32 attention heads")])
