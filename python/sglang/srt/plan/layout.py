@@ -11,7 +11,7 @@ from sglang.srt.plan.layer_spec import FeedForward, Matrix, Mixer
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.ranks import RankLayout
-from sglang.srt.plan.recurrent import GatedDelta, Mamba2
+from sglang.srt.plan.recurrent import GatedDelta
 from sglang.srt.plan.weights import expert_rows
 from sglang.srt.server_args import ServerArgs
 
@@ -121,8 +121,6 @@ def _mixer_problems(model: ModelDescription, layer: int, mixer: Mixer, tp_size: 
         yield from _head_problems(model, layer, mixer, tp_size)
     elif isinstance(mixer, GatedDelta) and (mixer.key_heads % tp_size or mixer.value_heads % tp_size):
         yield f"--tp-size {tp_size} does not divide the model's {mixer.key_heads} key heads of gated delta nets"
-    elif isinstance(mixer, Mamba2) and (mixer.num_heads % tp_size or mixer.num_groups % tp_size):
-        yield f"--tp-size {tp_size} does not divide the model's {mixer.num_groups} groups of Mamba-2 heads"
     elif not isinstance(mixer, MLA) and mixer.num_heads % tp_size:
         yield f"--tp-size {tp_size} does not divide the model's {mixer.num_heads} attention heads"
 
