@@ -1,5 +1,5 @@
-"""Decode, prefill and mixed steps through the padded static inputs of the graphs, against the same steps launched as they are.
-A graph is replaced by its step here, so that a CPU can tell whether the padding changes a token."""
+"""Decode, prefill and mixed steps through the padded static inputs of the graphs, against the same steps launched as
+they are. A graph is replaced by its step here, so that a CPU can tell whether the padding changes a token."""
 
 from __future__ import annotations
 
