@@ -137,3 +137,13 @@ def test_columns_that_16_divides_are_not_predicted_as_those_that_are_loaded_in_p
     )
     assert aligned is not None and pieces is not None
     assert pieces.seconds > 1.5 * aligned.seconds
+
+
+def test_windows_are_not_what_flashinfer_takes() -> None:
+    """With windows SGLang has its own kernel, which takes several times as long at head dim 256, cut off or not."""
+    sizes = "extend_attention batch=8 new=512 heads=16 kv_heads=8 head_dim=256"
+    whole, windowed = (of_sglang(parse_shape(sizes + window), CARD) for window in ("", " window=1024"))
+    assert whole is not None and windowed is not None
+    assert windowed[0] > 3 * whole[0] and "Triton" in windowed[1]
+    narrow = "extend_attention batch=8 new=512 heads=20 kv_heads=4 head_dim=128"
+    assert of_sglang(parse_shape(narrow + " window=8192"), CARD) == of_sglang(parse_shape(narrow), CARD)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from derive_tables import read
+from cells import Source
 
 COLD = 384e6
 
@@ -33,7 +33,7 @@ Found = Iterator[tuple[str, float, str]]
 
 def products(tables: Path) -> Found:
     """TFLOP/s."""
-    rows = read(tables, "gemm/*/*/gemm_perf.parquet")
+    rows = Source(tables).rows("gemm/*/*/gemm_perf.parquet")
     rows["rate"] = 2e-9 * rows.m * rows.n * rows.k / rows.latency
     for kind, of_kind in rows.groupby("gemm_dtype"):
         best = of_kind.loc[of_kind.rate.idxmax()]
@@ -46,7 +46,7 @@ def products(tables: Path) -> Found:
 
 def reads(tables: Path) -> Found:
     """TB/s, of attention whose keys and values are equally wide, and of FP8 weights."""
-    rows = read(tables, "attention/*/*/generation_attention_perf.parquet")
+    rows = Source(tables).rows("attention/*/*/generation_attention_perf.parquet")
     rows = rows[(rows.window_size == 0) & (rows.head_dim != 192)]
     item = rows.kv_cache_dtype.map({"bfloat16": 2, "fp8": 1})
     yield _read(
@@ -54,7 +54,7 @@ def reads(tables: Path) -> Found:
         rows,
         rows.batch_size * (rows.step + 1) * rows.num_key_value_heads * rows.head_dim * 2 * item,
     )
-    rows = read(tables, "gemm/*/*/gemm_perf.parquet")
+    rows = Source(tables).rows("gemm/*/*/gemm_perf.parquet")
     rows = rows[(rows.m <= 16) & (rows.gemm_dtype == "fp8")]
     yield _read("fp8 weights, TB/s", rows, rows.n * rows.k)
 
@@ -68,7 +68,7 @@ def _read(name: str, rows: Any, size: Any) -> tuple[str, float, str]:
 
 def all_reduces(tables: Path) -> Found:
     """Microseconds, up to 16 KiB."""
-    rows = read(tables, "comm/*/*/custom_allreduce_perf.parquet")
+    rows = Source(tables).rows("comm/*/*/custom_allreduce_perf.parquet")
     rows = rows[rows.message_size * 2 <= 16384]
     for cards, of_count in rows.groupby("num_gpus"):
         best = of_count.loc[of_count.latency.idxmin()]

@@ -11,10 +11,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import model_tables
 
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.kernels.spec import TileRecord
 from sglang.srt.layers.triton_ops import linear_tiles
 from sglang.tuning import predicted_times
 from sglang.tuning.best_times import best
@@ -48,10 +51,9 @@ def products() -> Iterator[str]:
         cells = []
         for tokens in ROWS:
             op = Linear(tokens, rows, cols, scheme)
-            before, after, other = _before(op), predicted_times.predicted(op, CARD), best(op, CARD)
-            assert after is not None
+            before, after, other = _before(op), _seconds(op), best(op, CARD)
             known = f"{other.served * 1e6:.0f}" if other and scheme != "mxfp8" else "-"
-            cells.append(f"{tokens}: {before * 1e6:.0f} / {after.seconds * 1e6:.0f} / {known}")
+            cells.append(f"{tokens}: {before * 1e6:.0f} / {after * 1e6:.0f} / {known}")
         yield f"| {name}, {scheme} | " + " | ".join(cells) + " |"
 
 
@@ -78,16 +80,22 @@ def _before(op: Linear) -> float:
         tile = linear_tiles.tile_for(kind, num_rows, features)
         return tile | {"num_stages": 2} if kind == "mx" and num_rows > 128 else tile
 
-    def num_splits(num_rows: int, *sizes: object) -> int:
-        return linear_tiles.num_splits(num_rows, *sizes) if num_rows <= linear_tiles.SPLIT_ROWS else 1  # type: ignore[arg-type]
+    def num_splits(num_rows: int, *sizes: Any) -> int:
+        return linear_tiles.num_splits(num_rows, *sizes) if num_rows <= linear_tiles.SPLIT_ROWS else 1
 
-    def record(op: Linear, tile: linear_tiles.ScaledTile, arch: object) -> object:
-        """Two stages take as many registers as three, and less shared memory, which does not bound these tiles."""
-        return found(op, tile, arch) or found(op, tile | {"num_stages": 3}, arch)  # type: ignore[arg-type]
+    return _seconds(op, tile_for=tile_for, num_splits=num_splits)
 
+
+def _seconds(op: Linear, **changed: object) -> float:
+    """With the records of the tile with two stages or three, whichever there are: registers are the same, and shared
+    memory does not bound these tiles."""
     found = predicted_times._linear_record
-    changed = {"tile_for": tile_for, "num_splits": num_splits, "_linear_record": record}
-    with mock.patch.multiple(predicted_times, **changed):
+
+    def record(op: Linear, tile: linear_tiles.ScaledTile, arch: ArchTraits) -> TileRecord | None:
+        records = (found(op, tile | {"num_stages": stages}, arch) for stages in (tile["num_stages"], 2, 3))
+        return next((known for known in records if known is not None), None)
+
+    with mock.patch.multiple(predicted_times, _linear_record=record, **changed):
         time = predicted_times.predicted(op, CARD)
     assert time is not None
     return time.seconds

@@ -166,11 +166,12 @@ def _theirs(rows: Sequence[TimedOp], step: Step, entry: Published) -> tuple[str,
     if entry.arch != CARD:
         return "", ""
     seconds, reduces, reducing = 0.0, 0, 0.0
+    most = max((row.op.num_bytes for row in rows if _COMPRESSED in row.name), default=0.0)
     for row in rows:
         if row.name == "all_reduce":
             reduces, reducing = row.count, row.seconds
             continue
-        known = of_sglang(_timed_op(row, step, entry.cards), CARD)
+        known = of_sglang(_timed_op(row, step, entry.cards, most), CARD)
         one = beyond_cache(known[0], row.op.num_bytes, CARD) if known else row.seconds / row.count
         seconds += row.count * one
     whole = step.tokens / entry.tokens_per_second
@@ -181,11 +182,16 @@ def _theirs(rows: Sequence[TimedOp], step: Step, entry: Published) -> tuple[str,
     )
 
 
-def _timed_op(row: TimedOp, step: Step, cards: int) -> Op:
-    """DeepSeek-V4's attention as one op, as SGLang's was timed: layers without compression read their window only."""
-    if "compressed, bytes only" not in row.name:
+_COMPRESSED = "compressed, bytes only"
+
+
+def _timed_op(row: TimedOp, step: Step, cards: int, most: float) -> Op:
+    """DeepSeek-V4's attention as one op with its projections, as SGLang's was timed: of rate 4 in layers that read the
+    most, of 128 in the others."""
+    if _COMPRESSED not in row.name:
         return row.op
-    return CompressedAttention(step.batch, step.context, 64 // cards, 128, step.new, "fp8_block")
+    rate = 4 if row.op.num_bytes == most else 128
+    return CompressedAttention(step.batch, step.context, 64 // cards, rate, step.new, "fp8_block")
 
 
 def details(timed: Timed) -> Iterator[str]:

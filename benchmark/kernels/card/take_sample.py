@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
 
-from derive_tables import ROWS, SIDES, read
+from cells import Source
+from derive_tables import ROWS, SIDES
 from measured_attention import read_decode, read_prompts, sample
 
 OUT = Path(__file__).with_name("measured_rows.json")
@@ -22,10 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", type=Path, required=True)
     tables = parser.parse_args(argv).tables
-    products = read(tables, "gemm/sglang/*/gemm_perf.parquet")
+    products = Source(tables).rows("gemm/sglang/*/gemm_perf.parquet")
     on_grid = products.m.isin(ROWS) & products.n.isin(SIDES) & products.k.isin(SIDES)
     large = (products.n >= 128) & (products.k >= 128) & (products.n <= 65536) & (products.k <= 65536)
-    reduces = read(tables, "comm/vllm/*/custom_allreduce_perf.parquet")
+    reduces = Source(tables).rows("comm/vllm/*/custom_allreduce_perf.parquet")
     reduces = reduces[reduces.backend == "vllm_graph"]
     columns = ["gemm_dtype", "m", "n", "k", "latency"]
     parts = {

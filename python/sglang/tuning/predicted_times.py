@@ -95,7 +95,8 @@ def _linear(op: Linear, arch: ArchTraits) -> Predicted:
     tile = tile_for(kind, op.tokens, arch.features, op.rows, arch.num_sms)
     record = _linear_record(op, tile, arch)
     if record is None:
-        return Predicted(beyond_cache(LAUNCH, op.num_bytes, arch), 0.5, "no record of the tile: the floor")
+        floor = ceilings_of(arch).floor(op.num_bytes, op.operations, op.operand)
+        return Predicted(2 * LAUNCH + 1.3 * floor, 0.5, "no record of the tile: the floor and a third")
     blocks = -(-op.tokens // tile["BLOCK_M"])
     tiles = blocks * -(-op.rows // tile["BLOCK_N"])
     splits = 1

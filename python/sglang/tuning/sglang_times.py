@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang.srt.configs.quant_scheme import SCHEMES
@@ -90,7 +90,7 @@ def _experts(op: Experts, tables: Tables, arch: ArchTraits) -> Known:
     form = expert_form(op.scheme)
     table = tables.get(f"experts/{form}/{op.hidden}x{op.num_experts}x{op.top_k}/sglang")
     if table is not None:
-        return _layer(table, form, op), TIMED
+        return _layer(table, form, op), TIMED if form != "fp8" or op.scheme == "fp8_block" else f"{TIMED}, FP8 blocks"
     if op.scheme in (None, "fp8_block"):
         layer = EvenExperts(op)
         return predict_replayed(layer, arch, constants_of(arch), SideKernels()), "its Triton kernels, predicted"
@@ -193,12 +193,14 @@ def _extend(op: ExtendAttention, tables: Tables, arch: ArchTraits) -> Known:
         return None
     group = prompt.heads // prompt.kv_heads
     table = _flashinfer("extend_attention", (prompt.head_dim, prompt.v_head_dim), group, prompt.item, tables)
-    if table is not None and (not prompt.window or prompt.window >= prompt.new):
+    if table is not None and not prompt.window:
 
         def base(shared: float, streams: float, new: float) -> float:
             return replays.prompt(streams, new, prompt.head_dim + prompt.v_head_dim)
 
         return table.seconds(group, prompt.batch * prompt.heads, prompt.new, base=base), TIMED
+    if prompt.window >= prompt.new and upstream.prompt_key(prompt) not in upstream.PROMPT_TIMES:
+        prompt = replace(prompt, window=0)  # with windows it takes its own kernel, whether they cut anything off or not
     if upstream.prompt_key(prompt) not in upstream.PROMPT_TIMES:
         return None
     times = upstream.PROMPT_TIMES[upstream.prompt_key(prompt)]

@@ -154,10 +154,11 @@ def total(rows: list[TimedOp]) -> StepTime:
 def ops_of(model: ModelDescription, serving: Serving, step: Step) -> Iterator[tuple[str, Op]]:
     """In the order of a step."""
     tokens, hidden = step.tokens, model.hidden_size
-    rows = expert_rows(model, serving.ranks)
+    rows, quant = expert_rows(model, serving.ranks), model.expert_quant
+    scheme = quant.scheme if quant else None
     yield "embedding", Elementwise("embedding", 4.0 * tokens * hidden)
     for i, layer in enumerate(model.layers):
-        yield from _layer(model, i, layer, serving, step, rows)
+        yield from _layer(model, i, layer, serving, step, rows, scheme)
     vocab = -(-model.vocab_size // serving.tp_size)
     head = model.head_quant
     yield "lm_head", Linear(step.batch, vocab, hidden, head.scheme if head else None)
@@ -167,12 +168,18 @@ def ops_of(model: ModelDescription, serving: Serving, step: Step) -> Iterator[tu
 
 
 def _layer(
-    model: ModelDescription, index: int, layer: LayerSpec, serving: Serving, step: Step, rows: int
+    model: ModelDescription,
+    index: int,
+    layer: LayerSpec,
+    serving: Serving,
+    step: Step,
+    rows: int,
+    expert_scheme: str | None,
 ) -> Iterator[tuple[str, Op]]:
     tokens, hidden = step.tokens, model.hidden_size
     blocks = [(layer.mixer.weights(hidden, serving.tp_size), _mixer(layer, serving, step))]
     blocks += (
-        (block.weights(hidden, serving.ranks, rows), _feed_forward(model, block, serving, tokens, rows))
+        (block.weights(hidden, serving.ranks, rows), _feed_forward(model, block, serving, tokens, rows, expert_scheme))
         for block in layer.token_blocks
     )
     for parts, ops in blocks:
@@ -275,21 +282,19 @@ def _compressed(mixer: CompressedSparse, step: Step, heads: int, item: int) -> I
 
 
 def _feed_forward(
-    model: ModelDescription, ffn: FeedForward, serving: Serving, tokens: int, rows: int
+    model: ModelDescription, ffn: FeedForward, serving: Serving, tokens: int, rows: int, expert_scheme: str | None
 ) -> Iterator[tuple[str, Op]]:
     """With experts by rank each has its share of the pairs, as if of fewer tokens that all choose here."""
     tp = serving.tp_size
     if isinstance(ffn, Dense):
         yield ffn.activation.op, Elementwise(ffn.activation.op, 6.0 * tokens * ffn.room(tp))
     elif isinstance(ffn, MoE):
-        quant = model.expert_quant
         yield ffn.router.op, Elementwise(ffn.router.op, 4.0 * tokens * ffn.num_experts)
         hidden = ffn.latent_size or model.hidden_size
         top_k = ffn.top_k + ffn.fused_shared
-        scheme = quant.scheme if quant else None
         room = serving.ranks.expert_room(ffn.num_experts) + ffn.fused_shared
         share = -(-tokens // serving.ranks.ep_size)
-        yield "fused_moe", Experts(share, room, min(top_k, room), hidden, rows, scheme, ffn.bias)
+        yield "fused_moe", Experts(share, room, min(top_k, room), hidden, rows, expert_scheme, ffn.bias)
         if ffn.shared is not None and not ffn.fused_shared:
             size = 6.0 * tokens * ffn.shared.dense(ffn.activation).room(tp)
             yield ffn.activation.op, Elementwise(ffn.activation.op, size)
