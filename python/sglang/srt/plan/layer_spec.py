@@ -146,10 +146,11 @@ class Serving:
     tp_size: int = 1
     state_dtype: str = ""  # of recurrent states; empty: as the model says
     ep_size: int = 1
+    pp_size: int = 1
 
     @property
     def ranks(self) -> RankLayout:
-        return RankLayout(self.tp_size, self.ep_size)
+        return RankLayout(self.tp_size, self.ep_size, self.pp_size)
 
     def need(
         self,
@@ -310,6 +311,11 @@ class LayerSpec:
     ffn: FeedForward
     residual: Residual = SUM
     inputs: FeedForward = ABSENT
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether another stage of a pipeline has the layer."""
+        return self.mixer == ABSENT and self.ffn == ABSENT
 
     @property
     def token_blocks(self) -> tuple[FeedForward, ...]:

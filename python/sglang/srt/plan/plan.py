@@ -22,7 +22,7 @@ from sglang.srt.plan import defaults
 from sglang.srt.plan.caches import CacheGroup, cache_groups, row_tables
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import PER_REQUEST, AttentionShape, Serving
-from sglang.srt.plan.layout import check_layout, next_layout
+from sglang.srt.plan.layout import asked_layout, check_layout, next_layout
 from sglang.srt.plan.memory import (
     GIB,
     MIN_POOL_TOKENS,
@@ -39,8 +39,8 @@ from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.pool_sizes import FREE_TOKENS, CacheCost, PoolSizes, WindowSize, cache_cost, sized_cost
 from sglang.srt.plan.ranks import RankLayout
+from sglang.srt.plan.stages import Stage, caches_of_stage, cut_stages, fullest_caches
 from sglang.srt.plan.state_rows import state_rows
-from sglang.srt.plan.weights import rank_weight_bytes
 from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Plan:
-    """Read-only after `make_plan`. Sizes are those of one rank; the ranks of a group have equal plans."""
+    """Read-only after `make_plan`. Sizes are those of one rank; the ranks of a stage have equal plans, and those of
+    other stages differ in `description`, the layers that they have, and in `caches`."""
 
     arch: ArchTraits
     model: ModelConfig
@@ -72,6 +73,7 @@ class Plan:
     max_prefill_tokens: int
     cuda_graph_bs: tuple[int, ...]  # empty: no graphs
     cuda_graph_prefill_tokens: tuple[int, ...] = ()
+    stages: tuple[str, ...] = ()  # what each stage of a pipeline has, where there are several
     warnings: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()  # the server works, but not as the user will want it
 
@@ -136,6 +138,7 @@ class Plan:
             "quantization": None if self.model.quantization is None else self.model.quantization.describe(),
             "tp_size": self.ranks.tp_size,
             "ep_size": self.ranks.ep_size,
+            **({"pp_size": self.ranks.pp_size, "stages": list(self.stages)} if self.stages else {}),
             "page_size": self.page_size,
             **self._sizes(),
             "cuda_graph_bs": list(self.cuda_graph_bs),
@@ -173,6 +176,8 @@ class Plan:
             logger.info("%s: %s%s%s", op, choice.name, tile, remark)
         if self.description.shared_apart is not None:
             logger.info("The shared expert is computed apart from the routed ones: %s", self.description.shared_apart)
+        for number, stage in enumerate(self.stages):
+            logger.info("Stage %d: %s", number, stage)
         logger.info(self.memory.log_line())
         logger.info(", ".join(f"{name}={value}" for name, value in self._sizes().items()))
         for message in self.warnings:
@@ -188,9 +193,11 @@ def make_plan(
     available_bytes: int,
     packages: frozenset[str] | None = None,
     links: PeerLinks | None = None,
+    rank: int = 0,
 ) -> Plan:
     """`available_bytes`: free on the device before anything is allocated, the least over the ranks. `packages`: the
     optional ones to count on (those installed here if None). `links`: what was seen of those between the ranks' GPUs.
+    `rank`: whose plan; only the stages of a pipeline differ.
 
     Raises UserError: a kernel that was asked for cannot run, heads do not divide, weights do not fit.
     """
@@ -202,12 +209,13 @@ def make_plan(
     choices = choose(args, needs, arch, installed_packages() if packages is None else packages)
     _check_servable(description, serving)
     capacity = plan_capacity(args, description, serving, model.context_len, arch, choices, available_bytes)
-    sizes, tokens = capacity.sizes, capacity.max_total_num_tokens
+    sizes, tokens, stages = capacity.sizes, capacity.max_total_num_tokens, capacity.stages
+    stage = stages[serving.ranks.stage(rank)]
     return Plan(
         arch=arch,
         model=model,
-        description=description,
-        caches=capacity.groups,
+        description=stage.model,
+        caches=caches_of_stage(cache_groups(description, serving), stage.layers),
         attention_shapes=attention_shapes(description, args.tp_size),
         dtype=model.dtype,
         kv_cache_dtype=serving.kv_dtype,
@@ -226,6 +234,7 @@ def make_plan(
         max_prefill_tokens=args.max_prefill_tokens,
         cuda_graph_bs=sizes.graph_batch_sizes,
         cuda_graph_prefill_tokens=sizes.prefill_graph_tokens,
+        stages=tuple(map(str, stages)) if len(stages) > 1 else (),
         warnings=tuple(capacity.notes + _token_notes(args, tokens)),
         errors=_check_pool(args, capacity, model.context_len, arch.device != "cpu"),
     )
@@ -241,7 +250,7 @@ def describe_served_model(args: ServerArgs, model: ModelConfig) -> ModelDescript
     source = str(Path(model.model_path) / "config.json")
     description = describe_model(model.hf_config, model.quantization, why_shared_apart(args), source)
     description.require_served()
-    check_layout(description, RankLayout(args.tp_size, args.ep_size))
+    check_layout(description, asked_layout(args))
     return description
 
 
@@ -255,15 +264,18 @@ def why_shared_apart(args: ServerArgs) -> str:
 def serving_of(args: ServerArgs, dtype: str, quantization: QuantConfig | None) -> Serving:
     """What the layers' ops depend on. Raises UserError for a cache dtype that is not known."""
     kv_dtype = kv_cache_dtype(args.kv_cache_dtype, dtype, quantization)
-    return Serving(dtype, kv_dtype, args.page_size or 1, args.tp_size, args.mamba_ssm_dtype or "", args.ep_size)
+    ranks, state_dtype = asked_layout(args), args.mamba_ssm_dtype or ""
+    return Serving(dtype, kv_dtype, args.page_size or 1, ranks.tp_size, state_dtype, ranks.ep_size, ranks.pp_size)
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What fits in a rank's memory."""
+    """What fits in a rank's memory. With several stages `groups` and `memory` are those of a rank that has the most of
+    everything that some stage has: all have as many tokens."""
 
     sizes: Sizes
     groups: tuple[CacheGroup, ...]
+    stages: tuple[Stage, ...]
     memory: MemoryPlan
     max_total_num_tokens: int
     windows: tuple[WindowSize, ...]  # page 0 of a pool is padding, and is not counted
@@ -308,8 +320,9 @@ def plan_capacity(
 ) -> Capacity:
     """For every model that can be described, also one without a model class. Raises UserError if it does not fit."""
     fp8_cache, features = serving.kv_dtype.startswith("fp8"), arch.features if arch.device == "cuda" else None
-    weights = rank_weight_bytes(model, serving.dtype, serving.ranks, fp8_cache, features)
-    groups = cache_groups(model, serving)
+    stages = cut_stages(model, serving.dtype, serving.ranks, fp8_cache, features)
+    weights = max(stage.weight_bytes for stage in stages)
+    groups = fullest_caches(cache_groups(model, serving), stages)
     on_cpu, fraction = arch.device == "cpu", args.mem_fraction_static
 
     def sized(running: int) -> tuple[Sizes, CacheCost, list[str]]:
@@ -342,7 +355,9 @@ def plan_capacity(
         memory, pools = plan_gpu_memory(
             weights, available, sizes, cost, fixed(sizes, cost), fraction, most_tokens, more
         )
-    return Capacity(sizes, groups, memory, pools.tokens - serving.page_size, pools.windows, states.reason, notes)
+    return Capacity(
+        sizes, groups, stages, memory, pools.tokens - serving.page_size, pools.windows, states.reason, notes
+    )
 
 
 def choose(args: ServerArgs, needs: tuple[Need, ...], arch: ArchTraits, packages: frozenset[str]) -> dict[str, Choice]:
@@ -401,6 +416,9 @@ def _sizes(
     if arch.device != "cpu":
         graphs = defaults.cuda_graph_batch_sizes(args, available, running)
         unsafe = sorted({c.name for op, c in choices.items() if op != "extend_attention" and not c.spec.graph_safe})
+        if graphs and serving.pp_size > 1:
+            notes.append("CUDA graphs are off: the stages of a pipeline launch their kernels one by one")
+            graphs = ()
         if graphs and unsafe:
             notes.append(f"CUDA graphs are off: {', '.join(unsafe)} cannot run inside one")
             graphs = ()

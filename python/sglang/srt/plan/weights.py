@@ -32,14 +32,16 @@ def rank_weight_bytes(
     """
     item, hidden = _DTYPE_BYTES[dtype], model.hidden_size
     vocab_rows = -(-model.vocab_size // ranks.tp_size)
-    total = vocab_rows * hidden * item
-    if not model.tie_embeddings:
-        total += matrix_bytes(Matrix("lm_head", ("",), vocab_rows, hidden), model.head_quant, item, features)
+    total = vocab_rows * hidden * item if model.has_embedding else 0
     norm = hidden * (4 if model.zero_centred_norms else item)  # before a block, and behind the last one
-    total += norm
-    total += _bytes_of(model, 0, model.layers[-1].residual.head_weights(hidden), item, features)
+    if model.last_stage:
+        if not model.tie_embeddings:
+            total += matrix_bytes(Matrix("lm_head", ("",), vocab_rows, hidden), model.head_quant, item, features)
+        total += norm + _bytes_of(model, 0, model.layers[-1].residual.head_weights(hidden), item, features)
     rows = expert_rows(model, ranks)
     for i, layer in enumerate(model.layers):
+        if layer.elsewhere:
+            continue
         weights = layer.weights(hidden, ranks, rows)
         total += norm * sum(block != ABSENT for block in (layer.mixer, layer.ffn))
         total += _bytes_of(model, i, weights + layer.residual.weights(hidden), item, features)
