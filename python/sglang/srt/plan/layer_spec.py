@@ -107,6 +107,19 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionSite:
+    """What call sites must have in common for one plan of a step to serve them. `window` 0: all tokens."""
+
+    shape: AttentionShape
+    window: int = 0
+
+    @property
+    def lifetime(self) -> Full | Window:
+        """Of what it reads."""
+        return Window(self.window) if self.window else FULL
+
+
+@dataclass(frozen=True, slots=True)
 class Matrix:
     """Weights [rows, cols] of one rank that one product takes.
 

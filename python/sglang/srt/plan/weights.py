@@ -51,6 +51,23 @@ def rank_weight_bytes(
     return total
 
 
+def wide_bytes(model: ModelDescription, dtype: str, ranks: RankLayout) -> dict[str, int]:
+    """Of a quantized checkpoint: what it keeps in `dtype`, on one rank, by block ("attn", "mlp", ...) and "embeddings",
+    the most first; empty if nothing is quantized."""
+    item, rows = _DTYPE_BYTES[dtype], expert_rows(model, ranks)
+    sizes = {"embeddings": -(-model.vocab_size // ranks.tp_size) * model.hidden_size * item}
+    quantized = False
+    for i, layer in enumerate(model.layers):
+        for weight in layer.weights(model.hidden_size, ranks, rows):
+            if isinstance(weight, Matrix) and weight.dtype is None:
+                if model.quant_of(i, weight) is not None:
+                    quantized = True
+                else:
+                    block = weight.name.partition(".")[0]
+                    sizes[block] = sizes.get(block, 0) + matrix_bytes(weight, None, item)
+    return dict(sorted(sizes.items(), key=lambda size: -size[1])) if quantized else {}
+
+
 def _cache_scale_bytes(mixer: Mixer) -> int:
     if isinstance(mixer, GQA):
         return 8 if mixer.caches_tokens else 0
