@@ -25,7 +25,7 @@ def test_nothing_waits_behind_the_end(tmp_path: Path) -> None:
     window = two_gpus.Window(tmp_path, -1.0)
     with window.part("load"):
         subprocess.run([sys.executable, "-c", "import time; time.sleep(60)"], timeout=window.left(60.0), check=False)
-    assert len(window.failures) == 1 and "timed out after 1.0 seconds" in window.failures[0]
+    assert len(window.failures) == 1 and "TimeoutExpired" in window.failures[0]
 
 
 @pytest.mark.parametrize("code", ["pass", "import time; time.sleep(60)"])
