@@ -1,9 +1,9 @@
-"""The scripts of a folder of benchmark/kernels import each other by name, as when one of them is run."""
+"""The scripts of a folder of benchmark/ import each other by name, as when one of them is run."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-KERNELS = Path(__file__).parents[2] / "benchmark" / "kernels"
-sys.path[:0] = [str(KERNELS / "fused_moe_triton"), str(KERNELS / "card")]
+BENCHMARK = Path(__file__).parents[2] / "benchmark"
+sys.path[:0] = [str(BENCHMARK / name) for name in ("kernels/fused_moe_triton", "kernels/card", "parallel")]

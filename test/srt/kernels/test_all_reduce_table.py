@@ -88,7 +88,7 @@ def test_rows_that_are_normed_fit_a_block() -> None:
 
 
 def test_bands_are_in_bytes() -> None:
-    assert min(band.most for band in BANDS) >= 16 * KIB
+    assert min(band.most for band in BANDS) >= 8 * KIB
 
 
 @pytest.mark.parametrize("name", ["sm_120", "h200"])
