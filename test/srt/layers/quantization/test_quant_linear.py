@@ -80,11 +80,12 @@ def assert_close(
 def test_every_scheme(name: str, arch: ArchTraits, rows: int) -> None:
     if not runs_here(arch):
         pytest.skip("this GPU has no block-scaled products")
-    weight = weight_of(name, (128, 128), 384)
-    x = activations(rows, 384)
-    bias = torch.randn(256, generator=torch.Generator().manual_seed(3)).bfloat16().to(DEVICE)
-    held = pack(copy_of(weight), arch)
     few = rows <= quant_linear.FEW_ROWS
+    # The interpreter takes as long for each row of the kernel of few rows as for a block of the other one.
+    weight = weight_of(name, (32, 32) if few and name != "fp8_block" else (128, 128), 384)
+    x = activations(rows, 384)
+    bias = torch.randn(len(weight.data), generator=torch.Generator().manual_seed(3)).bfloat16().to(DEVICE)
+    held = pack(copy_of(weight), arch)
     want = expected(x, weight, held, rounded=not few) + bias.float()
     assert_close(quantized_linear(copy_of(weight), arch)(x, bias), want)
     # In 16 bits the result is the weight's own, and the activations' rounding is all that tells the two apart.
@@ -95,7 +96,7 @@ def test_every_scheme(name: str, arch: ArchTraits, rows: int) -> None:
 
 @interpreter.kernel_test
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("parts", "cols", "rows"), [((72,), 416, 1), ((72,), 416, 18), ((24, 48, 40), 672, 3)])
+@pytest.mark.parametrize(("parts", "cols", "rows"), [((40,), 416, 1), ((40,), 416, 18), ((8, 8, 8), 672, 3)])
 def test_sizes_that_no_block_divides(name: str, parts: tuple[int, ...], cols: int, rows: int) -> None:
     if name == "int4_g128":
         cols = cols // 128 * 128
