@@ -85,7 +85,7 @@ class Schedule:
         page = PAGES[seed % len(PAGES)]
         args, runner = world.runner(page)
         self.scheduler = Scheduler(args, runner, StopChecker(None))
-        self.scheduler.steps_ahead = self.random.randrange(2)
+        self.scheduler.steps_ahead = self.random.randrange(4)
         for cache in runner.model.caches:
             for name in ("state", "conv") if cache.name == "state" else ("k", "v"):
                 cache[name].fill_(GARBAGE)
