@@ -92,6 +92,21 @@ def test_the_budget_ends_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "shapes left out" in capsys.readouterr().err
 
 
+def test_a_run_that_is_stopped_keeps_what_it_has(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def stops(op: Op, arch: ArchTraits) -> float:
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        seen.append(op.kind)
+        return 1e-6
+
+    out = tmp_path / "times.json"
+    with pytest.raises(KeyboardInterrupt):
+        card.main(["--arch", "rtx-pro-6000-server", "--out", str(out)], measure=stops)
+    assert len(json.loads(out.read_text())["rows"]) == 2
+
+
 @pytest.mark.parametrize(
     "argv", [["--shape", "linear rows=3"], ["--only", "nothing like this"], ["--budget", "0"], ["--budget", "nan"]]
 )

@@ -47,12 +47,18 @@ def test_glm47_is_what_its_log_says(tmp_path: Path, capsys: pytest.CaptureFixtur
     flags = ["--gpus", "8", "--gpu", "rtx-pro-6000", "--free-memory", "94.13", "--mem-fraction-static", "0.848"]
     result = planned(capsys, "--model-path", model_dir(tmp_path, "glm47"), *flags)
     layout = next(layout for layout in result["layouts"] if layout["layout"] == "TP 8")
-    assert {layout["tp_size"] for layout in result["layouts"]} == {8}
     assert layout["weights"] / GIB == pytest.approx(41.90, rel=0.01)
     assert layout["tokens"] == pytest.approx(864_247, rel=0.02)
     assert "sms=188" in result["tuned_files"]["TP 8"]
     assert layout["commands"] == [f"sglang serve --model-path {tmp_path} --mem-fraction-static 0.848 --tp 8"]
-    assert {refused["layout"] for refused in result["refused"]} >= {"TP 4 x 2 servers", "TP 6"}
+    names = {layout["layout"] for layout in result["layouts"]}
+    assert names >= {"TP 6", "TP 8", "TP 4 x PP 2"} and result["recommended"] == "TP 8"
+    assert {refused["layout"] for refused in result["refused"]} >= {"TP 4 x 2 servers"}
+    stages = next(layout for layout in result["layouts"] if layout["layout"] == "TP 4 x PP 2")
+    assert stages["weights"] / layout["weights"] == pytest.approx(1.0, abs=0.03), (
+        "half of the layers, twice as much of each"
+    )
+    assert stages["commands"][0].endswith("--tp 4 --pp 2")
 
 
 def test_whole_experts_on_each_rank_are_a_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

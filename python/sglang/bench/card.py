@@ -246,14 +246,15 @@ def _run(options: argparse.Namespace, measure: Measure, clock: Callable[[], floa
         + ("" if arch.product in CEILINGS else " Nobody measured this card: nothing is predicted.")
     )
     print(HEAD[0].ljust(width) + "".join(f"  {name:>10}" for name in HEAD[1:]))
-    rows = []
+    rows: list[Row] = []
+    facts = card_facts(arch)
     for row in measured_rows(wanted, arch, measure, options.budget, clock):
         print(line(row, width), flush=True)
         rows.append(row)
-    by_op = summary(rows)
-    report = {"card": card_facts(arch), "summary": by_op, "rows": [asdict(row) for row in rows]}
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
-    for op, figures in by_op.items():
+        # After each row, so that a run that is stopped keeps what it has.
+        report = {"card": facts, "summary": summary(rows), "rows": [asdict(row) for row in rows]}
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    for op, figures in summary(rows).items():
         ratio = f"measured / predicted {figures['measured_over_predicted']:.2f}, rms {figures['rms']:.2f}"
         print(f"{op}: {ratio}, {figures['rows']} shapes")
     print(f"Written to {options.out}. Please send it in: the predictions for your card rest on others' kernels so far.")

@@ -134,8 +134,8 @@ class _Caches:
         self.rows = torch.arange(batch, device=device)
 
 
-def _tile(op: str, dims: tuple[int, int], item: int, arch: ArchTraits) -> dict[str, int]:
-    tiles = attention_tiles(op, *dims, "bfloat16" if item == 2 else "fp8_e4m3", arch.features)
+def _tile(op: str, dims: tuple[int, int], item: int, arch: ArchTraits, group: int = 0) -> dict[str, int]:
+    tiles = attention_tiles(op, *dims, "bfloat16" if item == 2 else "fp8_e4m3", arch.features, group)
     return dict(tiles[0])
 
 
@@ -149,7 +149,7 @@ def _decode(op: DecodeAttention, arch: ArchTraits, device: str) -> list[Call]:
     keys = op.keys
     dims = (keys.head_dim, keys.v_head_dim)
     caches = _Caches(keys.batch, keys.context, keys.kv_heads, dims, keys.item, keys.latent, device)
-    tile = _tile("decode_attention", dims, keys.item, arch)
+    tile = _tile("decode_attention", dims, keys.item, arch, keys.group)
     q = _half(keys.batch, keys.heads, keys.head_dim, device=device)
     out = _half(keys.batch, keys.heads, keys.v_head_dim, device=device)
     seq_lens = torch.full((keys.batch,), keys.context, dtype=torch.int32, device=device)

@@ -86,6 +86,7 @@ def _prospect_json(prospect: Prospect) -> dict[str, Any]:
         "layout": str(prospect.layout),
         "tp_size": prospect.layout.tp_size,
         "ep_size": prospect.layout.ep_size,
+        "pp_size": prospect.layout.pp_size,
         "servers": prospect.layout.servers,
         "weights": prospect.weights,
         "cache": prospect.cache,

@@ -23,24 +23,32 @@ UNEVEN = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`servers` servers of `tp_size` GPUs each, of which `ep_size` groups have whole experts each."""
+    """`servers` servers of `pp_size` stages of `tp_size` GPUs, of which `ep_size` groups have whole experts each."""
 
     tp_size: int
     servers: int
     ep_size: int = 1
+    pp_size: int = 1
 
     @property
     def flags(self) -> list[str]:
         experts = ["--ep", str(self.ep_size)] if self.ep_size > 1 else []
-        return ["--tp", str(self.tp_size), *experts]
+        stages = ["--pp", str(self.pp_size)] if self.pp_size > 1 else []
+        return ["--tp", str(self.tp_size), *experts, *stages]
+
+    @property
+    def gpus_each(self) -> int:
+        """Of a server."""
+        return self.tp_size * self.pp_size
 
     @property
     def gpus(self) -> int:
-        return self.tp_size * self.servers
+        return self.gpus_each * self.servers
 
     def __str__(self) -> str:
         experts = f" EP {self.ep_size}" if self.ep_size > 1 else ""
-        return f"TP {self.tp_size}{experts}" + (f" x {self.servers} servers" if self.servers > 1 else "")
+        stages = f" x PP {self.pp_size}" if self.pp_size > 1 else ""
+        return f"TP {self.tp_size}{experts}{stages}" + (f" x {self.servers} servers" if self.servers > 1 else "")
 
     def commands(self, words: Sequence[str]) -> list[str]:
         """What starts each server."""
@@ -49,7 +57,7 @@ class Layout:
             line = ["sglang", "serve", *words, *self.flags]
             if self.servers == 1:
                 return [shlex.join(line)]
-            gpus = ",".join(str(i * self.tp_size + j) for j in range(self.tp_size))
+            gpus = ",".join(str(i * self.gpus_each + j) for j in range(self.gpus_each))
             lines.append(f"CUDA_VISIBLE_DEVICES={gpus} " + shlex.join([*line, "--port", str(30000 + i)]))
         return lines
 
@@ -157,11 +165,14 @@ def survey(words: Sequence[str], gpus: int, arch: ArchTraits, load: Load, free_m
 
 
 def _layouts(gpus: int) -> Iterator[Layout]:
-    """With every number of GPUs a server, whose experts are shared by their dims, or whole."""
+    """With every number of GPUs a server, whose experts are shared by their dims, or whole; and one server of all GPUs
+    in stages, for models that fewer GPUs have no room for."""
     for tp_size in range(1, gpus + 1):
         yield Layout(tp_size, gpus // tp_size)
         if tp_size > 1:
             yield Layout(tp_size, gpus // tp_size, tp_size)
+        if gpus % tp_size == 0 and tp_size < gpus:
+            yield Layout(tp_size, 1, pp_size=gpus // tp_size)
 
 
 def _unfit(explained: Explanation) -> str | None:

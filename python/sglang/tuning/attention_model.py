@@ -218,6 +218,9 @@ def planned_pieces(keys: Keys, tile: Mapping[str, int], occupancy: int, num_sms:
     of_request = -(-keys.context // n)
     total = keys.batch * of_request
     length = max(-(-total // (slots * tile["waves"])), min(-(-total // slots), SHORT_PIECE // n), 1)
+    if tile["waves"] <= 2:
+        longer = [length + i * -(-length // 8) for i in range(16)]
+        length = min(longer, key=lambda n: (math.ceil(keys.batch * math.ceil(of_request / n) / slots) * n, -n))
     count = -(-of_request // length)
     programs = keys.batch * count * tiles
     launched = (keys.batch + slots * tile["waves"]) * tiles

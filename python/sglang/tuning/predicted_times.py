@@ -250,10 +250,10 @@ def _dtype(item: int) -> str:
 
 @functools.cache
 def _attention_tile(
-    op: str, dims: tuple[int, int], item: int, arch: ArchTraits
+    op: str, dims: tuple[int, int], item: int, arch: ArchTraits, group: int = 0
 ) -> tuple[Mapping[str, int], TileRecord] | None:
     need = Need(op, dims[0], dims[1], "bfloat16", _dtype(item))
-    for tile in attention_tiles(op, dims[0], dims[1], _dtype(item), arch.features):
+    for tile in attention_tiles(op, dims[0], dims[1], _dtype(item), arch.features, group):
         record = Ledger.load().record(need, tile, arch)
         if record is not None and record.smem <= arch.smem_per_block:
             return {name: int(value) for name, value in tile.items()}, record
@@ -262,7 +262,7 @@ def _attention_tile(
 
 def _decode(op: DecodeAttention, arch: ArchTraits) -> Predicted | None:
     keys: Keys = op.keys
-    choice = _attention_tile("decode_attention", (keys.head_dim, keys.v_head_dim), keys.item, arch)
+    choice = _attention_tile("decode_attention", (keys.head_dim, keys.v_head_dim), keys.item, arch, keys.group)
     if choice is None:
         return None
     tile, record = choice

@@ -55,6 +55,9 @@ class ResidualStream(Protocol):
     def begin(self, embedded: torch.Tensor) -> Any:
         """The stream before the first layer, of embeddings [T, H]."""
 
+    def hand_on(self, stream: Any) -> torch.Tensor:
+        """[T, H], of which `begin` of a pipeline's next stage makes the same stream."""
+
     def finish(self, stream: Any) -> torch.Tensor:
         """Hidden states [T, H] behind the final norm."""
 
@@ -114,7 +117,7 @@ class SumJoin:
 class SumResidual:
     def __init__(self, scope: Scope, model: ModelDescription, spec: Sum) -> None:
         self.model, self.spec = model, spec
-        self.norm = self._norm(scope.sub("norm"))
+        self.norm = self._norm(scope.sub("norm")) if model.last_stage else None
 
     def _norm(self, scope: Scope) -> RMSNorm:
         model = self.model
@@ -132,5 +135,9 @@ class SumResidual:
     def begin(self, embedded: torch.Tensor) -> SumStream:
         return SumStream(embedded)
 
+    def hand_on(self, stream: SumStream) -> torch.Tensor:
+        return stream.summed()
+
     def finish(self, stream: SumStream) -> torch.Tensor:
+        assert self.norm is not None, "the last stage has it"
         return values_of(stream.normed(self.norm))

@@ -117,6 +117,7 @@ class CachePools:
         return sum(
             group.bytes_per_entry * len(next(iter(caches[0].values())))
             for group, caches in zip(self.groups, self.tensors, strict=True)
+            if caches
         )
 
 

@@ -63,6 +63,16 @@ def test_one_shift_of_a_word_gives_a_pair_of_bfloat16() -> None:
             assert torch.equal(floats, columns)
 
 
+def test_a_scale_that_nobody_reads_does_not_touch_its_neighbours() -> None:
+    before = weights("mxfp4")
+    wanted = before.dequantized(1)
+    before.scale[1, 3, 2] = 255
+    after = repack(before, frozenset())
+    lifted = after.scale[1, 3, :4].view(torch.int32).item() + 0x66666666
+    assert lifted >> 24 & 0xFF == after.scale[1, 3, 3] + 102
+    assert torch.equal(after.dequantized(1)[:, 96:128], wanted[:, 96:128])
+
+
 def decoded(scale: torch.Tensor) -> torch.Tensor:
     return torch.exp2(scale.float() - 127)
 

@@ -30,6 +30,9 @@ PAIR_BITS = ((9, 2, 1, 0), (13, 6, 5, 4), (3, 12, 11, 10), (15, 8, 7, 14))
 """Of an e2m1 code in a plane of pairs: where its sign, two exponent bits and mantissa bit lie in a half of the word.
 One shift (of plane 2 a rotation, for which the halves exchange their signs) takes them to those of two bfloat16."""
 EXCHANGED_SIGNS = 2
+MOST_EXPONENT = 152
+"""Of e8m0 scales in planes of pairs, 2**25: kernels add to the exponents of four at once (`scaled_dot.LIFTED_SCALES`),
+which must not touch one another. No weight is so large; what nobody stored and nobody reads may be anything."""
 ZERO_BYTE = {"int4": 0x88, "e2m1": 0}
 """Two nibbles that stand for 0."""
 
@@ -143,6 +146,8 @@ def repack(weights: ExpertWeights, features: Collection[str]) -> ExpertWeights:
     assert weights.scale is not None
     padding = -weights.cols % PLANE_COLUMNS
     data, scale = weights.data, weights.scale
+    if _in_pairs(scheme):
+        scale.clamp_(max=MOST_EXPONENT)
     if padding:
         data = F.pad(data, (0, padding // 2), value=ZERO_BYTE[scheme.element])
         groups = scheme.scale_shape(weights.rows, weights.cols + padding)[1]
