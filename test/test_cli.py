@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from sglang.cli import main, with_model
@@ -36,6 +39,17 @@ def test_user_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert report_user_errors(fail) == 2
     assert capsys.readouterr().err == "error: the value 3 is wrong\n"
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sglang.cli", "version"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    said = process.stderr.read()
+    process.stderr.close()
+    assert process.wait() == 141 and said == ""
 
 
 def test_other_errors_pass() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -12,16 +13,24 @@ from sglang.srt.utils.log import configure_logging
 
 USER_ERROR = 2
 """Exit status for something that the user can correct."""
+BROKEN_PIPE = 128 + 13
+"""What a shell says of a process that SIGPIPE ended."""
 
 
 def report_user_errors(run: Callable[[], int | None]) -> int:
-    """Runs it; what it returns is the exit status. A UserError becomes one line on standard error and exit status 2.
-    Other exceptions pass."""
+    """Runs it; what it returns is the exit status. A UserError becomes one line on standard error and exit status 2; a
+    reader of the output that leaves (`| head`) ends it with the status of SIGPIPE. Other exceptions pass."""
     try:
-        return run() or 0
+        status = run() or 0
+        sys.stdout.flush()
+        return status
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
+    except BrokenPipeError:
+        # What is still buffered goes nowhere when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
 
 
 def serve(argv: Sequence[str] | None, prog: str) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import platform
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +80,28 @@ def test_the_image_starts_the_server_that_compose_asks() -> None:
     assert entrypoint[:2] == SERVICES["server"]["entrypoint"]
     assert ServerArgs.from_cli([*entrypoint[2:], "--model-path", "a/b", "--tp", "8"]).host == "0.0.0.0"
     assert re.findall(r"^EXPOSE (\d+)$", text, re.MULTILINE) == ["30000"]
+
+
+@pytest.mark.parametrize("words", [[], ["--port", "PORT"], ["--port", "1", "--tp", "2", "--port=PORT"]])
+def test_health_is_asked_at_the_port_of_the_server(words: list[str], tmp_path: Path) -> None:
+    """A container whose server listens elsewhere than on 30000 must not count as sick."""
+
+    class Healthy(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/health" else 404)
+            self.end_headers()
+
+    health = runpy.run_path(str(DOCKER / "health.py"))
+    with http.server.HTTPServer(("127.0.0.1", 0), Healthy) as server:
+        port = str(server.server_port)
+        given = [word.replace("PORT", port) for word in words]
+        assert health["port_of"](["sglang", "serve", *given]) == (port if words else "30000")
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        (tmp_path / "cmdline").write_bytes("\0".join(["sglang", "serve", "--port", port]).encode())
+        command = [sys.executable, str(DOCKER / "health.py"), str(tmp_path / "cmdline")]
+        assert subprocess.run(command).returncode == 0
+        server.shutdown()
+    assert subprocess.run(command, capture_output=True).returncode == 1
 
 
 def test_the_image_is_made_of_what_the_build_may_see() -> None:
