@@ -136,7 +136,6 @@ class Rank:
         if ranks <= torch.cuda.device_count():
             self.nccl = dist.new_group(backend="nccl", device_id=device)
         self.library = Collectives(library)
-        self.copy = ctypes.CDLL(str(library)).peer_copy
         self.pools: dict[torch.dtype, list[torch.Tensor]] = {}
         for dtype in DTYPES:
             generator = torch.Generator(device=device).manual_seed(7)
@@ -282,14 +281,10 @@ class Rank:
             x = torch.zeros(kib * KIB // 2, dtype=torch.bfloat16, device="cuda")
             room = 16 * workspaces.data_vectors - 4 * MIB
             copy = (
-                self.microseconds(
-                    lambda x=x: self.copy(
-                        ctypes.c_void_p(peer), ctypes.c_void_p(x.data_ptr()), ctypes.c_longlong(x.nbytes),
-                        ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
-                    )
-                )
-                if x.nbytes <= room else float("nan")
-            )  # fmt: skip
+                self.microseconds(lambda x=x: self.library.copy(peer, x.data_ptr(), x.nbytes, stream()))
+                if x.nbytes <= room
+                else float("nan")
+            )
             found = {
                 name: self.microseconds(lambda x=x, name=name: reduce.all_reduce(x, name))
                 for name in ALGORITHMS
@@ -320,6 +315,10 @@ class Rank:
 
             best = [min(self.microseconds(partial(run, name)) for name in names) for run in (fused, apart)]
             yield f"{tokens:>5} x {hidden:<4}{best[0]:>10.1f}{best[1]:>11.1f}{self.microseconds(nccl):>12.1f}"
+
+
+def stream() -> int:
+    return int(torch.cuda.current_stream().cuda_stream)
 
 
 def worker(args: argparse.Namespace, rank_number: int) -> int:
@@ -364,10 +363,16 @@ def worker(args: argparse.Namespace, rank_number: int) -> int:
         args.rounds, largest,
     )  # fmt: skip
     folder = Path(args.store).parent
+    if args.no_host_memory:
+        return finish(failed)
     over(
         "host memory", HostWorkspaces(rank.library, rank.group, folder, rank.data_vectors(HOST_LARGEST)),
         args.rounds // 10, HOST_LARGEST,
     )  # fmt: skip
+    return finish(failed)
+
+
+def finish(failed: int) -> int:
     dist.destroy_process_group()
     return 1 if failed else 0
 
@@ -376,10 +381,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10_000)
     parser.add_argument("--ranks", type=int, default=0, help="as many as there are GPUs by default")
+    parser.add_argument("--no-host-memory", action="store_true", help="through the GPUs' memory only")
     parser.add_argument("--no-times", action="store_true", help="right or wrong only")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
-    parser.add_argument("--library", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--library", type=Path, help="that sgl-kernel was compiled to, instead of compiling it")
     args = parser.parse_args()
     if args.worker is not None:
         return worker(args, args.worker)
@@ -391,11 +397,13 @@ def main() -> int:
     gpus = min(ranks, torch.cuda.device_count())
     print(f"{ranks} ranks on {gpus} x {torch.cuda.get_device_name()}, sm_{arch}", flush=True)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        library = Path(folder, "kernels.so")
-        sources = [SOURCES / "all_reduce.cu", SOURCES / "errors.cu", ROOT / "test/sgl_kernel/on_gpu/peer_copy.cu"]
-        compile_library(library, arch, sources)
+        library = args.library
+        if library is None:
+            library = Path(folder, "kernels.so")
+            compile_library(library, arch, [SOURCES / f"{name}.cu" for name in ("all_reduce", "errors", "peer_copy")])
         command = [sys.executable, __file__, "--rounds", str(args.rounds), "--ranks", str(ranks)]
         command += ["--store", f"{folder}/store", "--library", str(library), *["--no-times"] * args.no_times]
+        command += ["--no-host-memory"] * args.no_host_memory
         workers = [subprocess.Popen([*command, "--worker", str(rank)]) for rank in range(ranks)]
         deadline = time.monotonic() + LIMIT_SECONDS
         try:

@@ -75,11 +75,15 @@ class Window:
 
 
 def install_kernels(window: Window) -> None:
+    """Into a folder of the window, where an earlier run may have left it."""
     import torch
 
     major, minor = torch.cuda.get_device_capability()
     arch = "120f" if major == 12 else f"{major}{minor}{'a' if major >= 9 else ''}"
     site, started = window.out / "site", time.monotonic()
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
+    if site.exists():
+        return
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(site)]
     done = subprocess.run(
         [*command, str(ROOT / "sgl-kernel")], env={**os.environ, "SGL_KERNEL_ARCHS": arch},
@@ -87,7 +91,6 @@ def install_kernels(window: Window) -> None:
     )  # fmt: skip
     if done.returncode:
         raise RuntimeError(done.stderr)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
     window.say(f"sgl-kernel for {arch} installed in {time.monotonic() - started:.0f} s")
 
 
@@ -189,7 +192,7 @@ def same_answers(window: Window, servers: dict[str, Server]) -> None:
             window.fail(f"{name}: {score.errors} requests failed")
     one, two = answers.values()
     same = sum(a == b for a, b in zip(map(_text, one), map(_text, two), strict=True))
-    window.say(f"embedded model: {same} of {len(one)} answers have the same text with one rank and with two")
+    window.say(f"embedded model: {same} of {len(one)} answers have the same text with one rank and with several")
 
 
 def _text(choices: str) -> str:
@@ -270,10 +273,12 @@ def _alive(pid: int) -> bool:
 # --- the all-reduce alone --------------------------------------------------------------------------------------------
 
 
-def rounds(window: Window, count: int, ranks: int, limit: float) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "all_reduce_on_gpu.py"), "--no-times"]
+def rounds(window: Window, count: int, ranks: int, limit: float, *flags: str, lines: int = 8) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "all_reduce_on_gpu.py"), *(flags or ("--no-times",))]
     command += ["--rounds", str(count), "--ranks", str(ranks)]
-    log = window.out / f"rounds_{ranks}.log"
+    if (library := window.out / "site" / "sm120_sgl_kernel" / "libsm120_sgl_kernel.so").exists():
+        command += ["--library", str(library)]
+    log = window.out / f"rounds_{ranks}_{count}.log"
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
@@ -281,8 +286,8 @@ def rounds(window: Window, count: int, ranks: int, limit: float) -> None:
         except subprocess.TimeoutExpired:
             status = f"not done after {limit:.0f} s"
             os.killpg(process.pid, signal.SIGKILL)
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    for line in lines[-8:]:
+    said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    for line in said[-lines:]:
         window.say(f"  {ranks} ranks: {line[:150]}")
     if status != 0:
         window.fail(f"all-reduce of {ranks} ranks: {status}")

@@ -25,6 +25,7 @@ import numpy as np
 
 from sglang.srt.environ import adopt_environment
 from sglang.srt.errors import UserError
+from sglang.srt.plan.layout import asked_layout
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.log import configure_logging
 
@@ -182,8 +183,9 @@ def check_outputs(runner: ModelRunner, kv: KVTable, args: ServerArgs, bench: Ben
 
 
 def run_rank(args: ServerArgs, bench: BenchArgs, rank: int, rendezvous: str | None) -> None:
-    """Everything that one tensor-parallel rank does. Raises UserError."""
-    configure_logging(args.log_level, f"TP{rank}" if args.tp_size > 1 else "")
+    """Everything that one rank does. Raises UserError."""
+    ranks = asked_layout(args)
+    configure_logging(args.log_level, ranks.name(rank) if ranks.world_size > 1 else "")
     from sglang.bench.direct import direct_table
     from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 
@@ -207,13 +209,14 @@ def run_rank(args: ServerArgs, bench: BenchArgs, rank: int, rendezvous: str | No
 def run(args: ServerArgs, bench: BenchArgs) -> None:
     """In this process, or with one process a rank. Raises UserError."""
     _fit_server_args(args, bench)
-    if args.tp_size == 1:
+    num_ranks = asked_layout(args).world_size
+    if num_ranks == 1:
         run_rank(args, bench, 0, None)
         return
     with tempfile.TemporaryDirectory(prefix="sglang-bench-") as directory:
         rendezvous = f"file://{directory}/rendezvous"
         context = multiprocessing.get_context("spawn")
-        ranks = [context.Process(target=run_rank, args=(args, bench, rank, rendezvous)) for rank in range(args.tp_size)]
+        ranks = [context.Process(target=run_rank, args=(args, bench, rank, rendezvous)) for rank in range(num_ranks)]
         for process in ranks:
             process.start()
         for process in ranks:

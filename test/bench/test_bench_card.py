@@ -25,8 +25,10 @@ def test_the_list_is_what_models_run_and_parses() -> None:
     shapes = list(card.shapes())
     assert len(shapes) == len(set(shapes)) >= 90
     assert {parse_shape(shape).kind for shape in shapes} == {
-        "linear", "fused_moe", "decode_attention", "extend_attention",
+        "linear", "fused_moe", "decode_attention", "extend_attention", "gated_delta_rule", "latent_absorb",
     }  # fmt: skip
+    first = [parse_shape(shape).kind for shape in shapes[:6]]
+    assert len(set(first)) == 6, "a budget leaves out no op"
 
 
 def test_the_file_has_predicted_measured_and_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,7 +37,7 @@ def test_the_file_has_predicted_measured_and_best(tmp_path: Path, capsys: pytest
     assert card.main(argv, measure=twice_as_long) == 0
     report = json.loads(out.read_text())
     assert report["card"]["product"] == "rtx-pro-6000-server" and report["card"]["torch"]
-    assert len(report["rows"]) == len([shape for shape in card.shapes() if "tokens=64" in shape]) == 15
+    assert len(report["rows"]) == len([shape for shape in card.shapes() if "tokens=64" in shape]) == 16
     for row in report["rows"]:
         assert row["measured"] == pytest.approx(2 * row["predicted"])
         assert row["floor"] <= row["predicted"] * 1.03
@@ -90,7 +92,24 @@ def test_the_budget_ends_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "shapes left out" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["--shape", "linear rows=3"], ["--only", "nothing like this"]])
+def test_a_run_that_is_stopped_keeps_what_it_has(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def stops(op: Op, arch: ArchTraits) -> float:
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        seen.append(op.kind)
+        return 1e-6
+
+    out = tmp_path / "times.json"
+    with pytest.raises(KeyboardInterrupt):
+        card.main(["--arch", "rtx-pro-6000-server", "--out", str(out)], measure=stops)
+    assert len(json.loads(out.read_text())["rows"]) == 2
+
+
+@pytest.mark.parametrize(
+    "argv", [["--shape", "linear rows=3"], ["--only", "nothing like this"], ["--budget", "0"], ["--budget", "nan"]]
+)
 def test_a_bad_request_says_what_to_do(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert card.main(["--arch", "rtx-pro-6000-server", *argv], measure=twice_as_long) == 2
     assert capsys.readouterr().err.startswith("error: ")

@@ -27,6 +27,9 @@ CARD = arch_by_name("rtx-pro-6000-server") if interpreter.INTERPRETED else curre
         "decode_attention batch=2 context=70 heads=4 kv_heads=1 head_dim=64",
         "decode_attention batch=1 context=40 heads=2 kv_heads=1 head_dim=576 v_head_dim=512 latent=1",
         "extend_attention batch=1 new=5 heads=2 kv_heads=1 head_dim=64 prefix=7",
+        "latent_absorb tokens=3 heads=2 rows=64 cols=32",
+        "gated_delta_rule batch=2 tokens=1 heads=2 key_heads=1 key_dim=16 value_dim=16",
+        "gated_delta_rule batch=1 tokens=5 heads=2 key_heads=1 key_dim=16 value_dim=16",
     ],
 )
 def test_what_is_timed_computes_something(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:

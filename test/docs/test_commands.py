@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import yaml
 from live_server import PYTHON_ROOT, LiveServer
+from srt.kernels.published import checkpoint
 
 from docs.commands import ROOT, Command, commands
 from sglang.cli import COMMANDS, with_model
@@ -177,14 +178,38 @@ def test_commands_of_the_usage_are_those_that_there_are() -> None:
 RECIPES = (ROOT / "docs" / "recipes.md").read_text()
 RECIPE_CONFIGS = {
     "GLM-4.7-FP8": "glm47",
+    "GLM-4.7-Flash": "GLM-4.7-Flash",
     "Kimi-K2.5 (INT4, text)": "kimi_k25",
+    "Kimi-K2.6-NVFP4 (text)": "kimi_k26_nvfp4",
     "Kimi-K2-Thinking-NVFP4": "kimi_k2_thinking",
+    "DeepSeek-V3, R1 (FP8)": "DeepSeek-R1",
+    "DeepSeek-V3.1-NVFP4": "deepseek_v31_nvfp4",
     "GPT-OSS-120B": "gpt_oss",
     "Qwen3.5-35B-A3B (text)": "qwen35",
+    "Qwen3.5-122B-A10B-NVFP4 (text)": "Qwen3.5-122B-A10B-NVFP4",
+    "Qwen3.5-397B-A17B-NVFP4 (text)": "Qwen3.5-397B-A17B-NVFP4",
+    "Qwen3-0.6B": "Qwen3-0.6B",
+    "Qwen3-8B": "Qwen3-8B",
+    "Qwen3-30B-A3B": "Qwen3-30B-A3B",
     "MiniMax-M2.5 (FP8)": "minimax_m2",
+    "MiniMax-M2.5-NVFP4": "MiniMax-M2.5-NVFP4",
+    "Gemma-4-31B-IT-NVFP4 (text)": "Gemma-4-31B-IT-NVFP4",
+    "Gemma-4-26B-A4B-NVFP4 (text)": "Gemma-4-26B-A4B-NVFP4",
+    "Nemotron-3-Nano-30B-A3B-NVFP4": "NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4",
+    "Nemotron-3-Super-120B-A12B-NVFP4": "NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4",
     "DeepSeek-V3.2": "deepseek_v32",
     "DeepSeek-V4-Flash": "deepseek_v4",
+    "GLM-5-NVFP4": "GLM-5-NVFP4",
 }
+RECIPE_ROWS = {
+    cells[1]: cells
+    for line in RECIPES.splitlines()
+    if len(cells := [cell.strip() for cell in line.split("|")]) == 7 and cells[2].isdigit()
+}
+
+
+def test_every_recipe_is_compared() -> None:
+    assert set(RECIPE_ROWS) == set(RECIPE_CONFIGS)
 
 
 @pytest.mark.parametrize(("model", "name"), RECIPE_CONFIGS.items())
@@ -193,14 +218,14 @@ def test_a_recipe_says_what_the_plan_says(
 ) -> None:
     from sglang.cli import main
 
-    (row,) = [line for line in RECIPES.splitlines() if line.startswith(f"| {model} |")]
-    _, _, cards, weights, _, proven, _ = (cell.strip() for cell in row.split("|"))
-    shutil.copy(CONFIGS / f"{name}.json", tmp_path / "config.json")
-    words = ["--model-path", str(tmp_path), "--gpus", cards, "--gpu", "rtx-pro-6000", "--json"]
+    _, _, cards, weights, tokens, proven, _ = RECIPE_ROWS[model]
+    words = ["--model-path", str(checkpoint(name, tmp_path)), "--gpus", cards, "--gpu", "rtx-pro-6000", "--json"]
     assert main(["plan", *words]) == 0
     planned = json.loads(capsys.readouterr().out)
     (layout,) = [layout for layout in planned["layouts"] if (layout["tp_size"], layout["ep_size"]) == (int(cards), 1)]
-    assert layout["weights"] / GIB == pytest.approx(float(weights), rel=0.02)
+    assert layout["weights"] / GIB == pytest.approx(float(weights), rel=0.01)
+    unit = {"k": 1e3, "M": 1e6}[tokens[-1]]
+    assert layout["tokens"] == pytest.approx(float(tokens[:-1]) * unit, rel=0.05)
     assert ("planned" == proven) == (planned["model"] not in SERVED_ARCHITECTURES)
 
 

@@ -25,9 +25,14 @@ REFUSED = [{**GREEDY, "regex": "("}, {**GREEDY, "json_schema": '{"$ref": "#"}'}]
 
 
 @functools.cache
-def answers(tp_size: int, ep_size: int = 1) -> list[object]:
+def answers(tp_size: int, ep_size: int = 1, pp_size: int = 1) -> list[object]:
     with sglang.Engine(
-        model_path=DEFAULT_MODEL_PATH, max_total_tokens=4096, chunked_prefill_size=4, tp_size=tp_size, ep_size=ep_size
+        model_path=DEFAULT_MODEL_PATH,
+        max_total_tokens=4096,
+        chunked_prefill_size=4,
+        tp_size=tp_size,
+        ep_size=ep_size,
+        pp_size=pp_size,
     ) as engine:
         results = [engine.generate(PROMPTS, params) for params in (GREEDY, SEEDED, GREEDY, PENALIZED)]
         results.append(engine.generate(PROMPTS[:1], GRAMMAR))
@@ -38,9 +43,12 @@ def answers(tp_size: int, ep_size: int = 1) -> list[object]:
         (state,) = engine.get_server_info()["internal_states"]
         memory = state["memory_usage"]
         assert memory["free"] + memory["cached"] == memory["total"]
-    return [[answer["output_ids"] for answer in result] for result in results]
+        scored = engine.generate(PROMPTS[:1], GREEDY, return_logprob=True, logprob_start_len=0, top_logprobs_num=2)
+        logprobs = [scored[0]["meta_info"][f"{part}_token_logprobs"] for part in ("input", "output")]
+    tokens = [[answer["output_ids"] for answer in result] for result in results]
+    return [*tokens, [[None if p is None else round(p, 4) for p, *_ in part] for part in logprobs]]
 
 
-@pytest.mark.parametrize(("tp_size", "ep_size"), [(2, 1), (2, 2)])
-def test_ranks_answer_like_one(tp_size: int, ep_size: int) -> None:
-    assert answers(tp_size, ep_size) == answers(1)
+@pytest.mark.parametrize(("tp_size", "ep_size", "pp_size"), [(2, 1, 1), (2, 2, 1), (1, 1, 2)])
+def test_ranks_answer_like_one(tp_size: int, ep_size: int, pp_size: int) -> None:
+    assert answers(tp_size, ep_size, pp_size) == answers(1)

@@ -158,7 +158,7 @@ def test_spellings(words: str, field: str, value: Any) -> None:
         ("--cuda-graph-bs 1 0", "--cuda-graph-bs: must be at least 1"),
         ("--cuda-graph-bs 1 --disable-cuda-graph", "contradict"),
         ("stray", "Unrecognized arguments: stray"),
-        ("--pp 2", "--pp-size 2 is not implemented in sm120-sglang"),
+        ("--dp 2", "--dp-size 2 is not implemented in sm120-sglang"),
         ("--dp-size 2", "--dp-size 2 is not implemented"),
         ("--nnodes 2", "--nnodes 2 is not implemented"),
         ("--tool-call-parser qwen9", "--tool-call-parser: must be one of"),
@@ -176,7 +176,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     config.write_text("port: x\nnot-a-flag: 1\nenable-lora: true\n")
     words = (
         f"--config {config} --page-sise 3 --dtype int8 --page-size 0 --chunked-prefill-size 100 --speculative-algo "
-        "EAGLE --pp 2 --speculative-num-steps 3 --mem-fraction-static 2 --tool-call-parser glm9 --enable-metrics 1 "
+        "EAGLE --dp 2 --speculative-num-steps 3 --mem-fraction-static 2 --tool-call-parser glm9 --enable-metrics 1 "
         "--attention-backend trition --node-rank 3"
     )
     with pytest.raises(UserError) as caught:
@@ -196,7 +196,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
         "--mem-fraction-static must be above 0 and below 1",
         "--node-rank must be below",
         "--speculative-algorithm, --speculative-num-steps are not implemented",
-        "--pp-size 2 is not implemented",
+        "--dp-size 2 is not implemented",
         "--tool-call-parser: must be one of",
     ]
     for pattern in expected:

@@ -44,13 +44,13 @@ def scattered(batch: int, context: int) -> torch.Tensor:
     return (runs[:, None] * 64 + torch.arange(64, device="cuda")).view(batch, context).int()
 
 
-def tile(op: str, dims: tuple[int, int], cache: str = "bfloat16") -> dict[str, int]:
-    return dict(attention_tiles(op, *dims, cache, current_arch().features)[0])
+def tile(op: str, dims: tuple[int, int], cache: str = "bfloat16", heads: int = 0) -> dict[str, int]:
+    return dict(attention_tiles(op, *dims, cache, current_arch().features, heads)[0])
 
 
 def decode_call(heads: int, batch: int, context: int, cache_name: str) -> Callable[[], None]:
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    chosen = tile("decode_attention", (DIM, RANK), cache_name)
+    chosen = tile("decode_attention", (DIM, RANK), cache_name, heads)
     workspace = DecodeWorkspace.allocate(batch, heads, 1, RANK, num_sms, chosen, "cuda")
     lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
     plan_decode(lens, workspace, chosen)

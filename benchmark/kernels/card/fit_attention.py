@@ -32,10 +32,10 @@ from sglang.tuning.attention_model import (
 )
 
 FOLDS = 5
-OF_KERNEL, OF_ALL = 160, 700
+OF_KERNEL, OF_ALL = 400, 1500
 """Rows that a fit looks at."""
 LONG = 20e-6
-START_DECODE, START_PROMPT = StepTimes(1.2, 0.7, 0.15, 6.0), PromptTimes(2.0, 1.5, 2.0, 0.3, 5.0)
+START_DECODE, START_PROMPT = StepTimes(1.2, 0.7, 0.15, 6.0, 0.5), PromptTimes(2.0, 1.5, 2.0, 0.3, 5.0, 1.0)
 SHARED_FITTED = ("dispatch", "l2", "bandwidth", "reread", "combine", "part")
 """`warm_mb` and `warm_width` were found by eye: the step from the L2 to memory at 100 to 150 MB."""
 
@@ -159,12 +159,25 @@ def left_out(rows: Sequence[Any], fit: Callable[..., tuple[Any, ...]], error: Ca
 
 def axes_of_decode(row: MeasuredDecode) -> tuple[str, ...]:
     keys = row.keys
-    return f"kernel {upstream.decode_key(keys)}", f"requests {keys.batch}", f"context {keys.context}"
+    return (
+        f"kernel {upstream.decode_key(keys)}",
+        f"requests {keys.batch}",
+        f"context {keys.context}",
+        f"head dim {keys.head_dim}",
+        f"heads {keys.heads}",
+        f"query heads to a kv head {keys.group}",
+    )
 
 
 def axes_of_prompt(row: MeasuredPrompt) -> tuple[str, ...]:
     prompt = row.prompt
-    return f"kernel {upstream.prompt_key(prompt, row.q_item)}", f"requests {prompt.batch}", f"tokens {prompt.new}"
+    return (
+        f"kernel {upstream.prompt_key(prompt, row.q_item)}",
+        f"requests {prompt.batch}",
+        f"tokens {prompt.new}",
+        f"head dim {prompt.head_dim}",
+        f"heads {prompt.heads}",
+    )
 
 
 def judge(rows: Sequence[Any], errors: Sequence[float], axes: Callable[[Any], tuple[str, ...]]) -> dict[str, Any]:

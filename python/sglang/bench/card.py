@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import math
 import sys
@@ -64,16 +65,29 @@ LATENT = "heads=8 kv_heads=1 head_dim=576 v_head_dim=512 latent=1"
 CONTEXTS = ((1, 2048), (1, 32768), (16, 2048), (64, 2048), (256, 2048))
 
 
+HEADS_OF_STATES = "heads=32 key_heads=16"  # Qwen3.5-35B-A3B
+
+
 def shapes() -> Iterator[str]:
-    """What is measured, as `parse_shape` reads it; short ones first."""
-    for tokens in TOKENS:
-        yield from (f"linear tokens={tokens} {sizes}" for sizes in LINEARS)
-        yield from (f"fused_moe tokens={tokens} {sizes}" for sizes in EXPERTS)
-    for batch, context in CONTEXTS:
-        for heads in (*HEADS, LATENT):
-            yield f"decode_attention batch={batch} context={context} {heads}"
-    for heads in HEADS:
-        yield f"extend_attention batch=1 new=8192 {heads}"
+    """What is measured, as `parse_shape` reads it: op after op in turn, short ones first, so that a budget that is too
+    small leaves out large sizes and no op."""
+    lists = (
+        [f"linear tokens={tokens} {sizes}" for tokens in TOKENS for sizes in LINEARS],
+        [f"fused_moe tokens={tokens} {sizes}" for tokens in TOKENS for sizes in EXPERTS],
+        [
+            f"decode_attention batch={batch} context={context} {heads}"
+            for batch, context in CONTEXTS
+            for heads in (*HEADS, LATENT)
+        ],
+        [f"extend_attention batch=1 new=8192 {heads}" for heads in HEADS],
+        [
+            *(f"gated_delta_rule batch={batch} tokens=1 {HEADS_OF_STATES}" for batch in (1, 16, 64, 256)),
+            f"gated_delta_rule batch=1 tokens=8192 {HEADS_OF_STATES}",
+        ],
+        [f"latent_absorb tokens={tokens} heads=8 rows=512 cols=128" for tokens in (1, 16, 64, 256)],
+    )
+    for turn in itertools.zip_longest(*lists):
+        yield from filter(None, turn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +222,9 @@ def main(
     parser.add_argument("--out", type=Path, default=Path("card-times.json"), help="the file to write")
     parser.add_argument("--shape", action="append", default=[], metavar='"OP SIZE=N ..."', help="instead of the list")
     parser.add_argument("--only", default="", help="shapes of the list whose text contains this")
-    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds")
+    parser.add_argument(
+        "--budget", type=float, default=BUDGET_S, help=f"seconds, after which no shape is begun; {BUDGET_S}"
+    )
     parser.add_argument("--arch", help="predict for this product; this machine's if not given")
     return _run(parser.parse_args(argv), measure, clock)
 
@@ -217,6 +233,8 @@ def _run(options: argparse.Namespace, measure: Measure, clock: Callable[[], floa
     try:
         arch = arch_by_name(options.arch) if options.arch else current_arch(device="cuda")
         wanted = [describe(parse_shape(shape)) for shape in options.shape or shapes() if options.only in shape]
+        if not options.budget > 0:
+            raise UserError(f"--budget {options.budget:g}: must be seconds above 0.")
         if not wanted:
             raise UserError(f"--only {options.only!r} leaves no shape.")
     except UserError as error:
@@ -228,14 +246,15 @@ def _run(options: argparse.Namespace, measure: Measure, clock: Callable[[], floa
         + ("" if arch.product in CEILINGS else " Nobody measured this card: nothing is predicted.")
     )
     print(HEAD[0].ljust(width) + "".join(f"  {name:>10}" for name in HEAD[1:]))
-    rows = []
+    rows: list[Row] = []
+    facts = card_facts(arch)
     for row in measured_rows(wanted, arch, measure, options.budget, clock):
         print(line(row, width), flush=True)
         rows.append(row)
-    by_op = summary(rows)
-    report = {"card": card_facts(arch), "summary": by_op, "rows": [asdict(row) for row in rows]}
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
-    for op, figures in by_op.items():
+        # After each row, so that a run that is stopped keeps what it has.
+        report = {"card": facts, "summary": summary(rows), "rows": [asdict(row) for row in rows]}
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    for op, figures in summary(rows).items():
         ratio = f"measured / predicted {figures['measured_over_predicted']:.2f}, rms {figures['rms']:.2f}"
         print(f"{op}: {ratio}, {figures['rows']} shapes")
     print(f"Written to {options.out}. Please send it in: the predictions for your card rest on others' kernels so far.")

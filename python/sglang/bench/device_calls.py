@@ -18,7 +18,7 @@ from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, E
 from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
 from sglang.srt.layers.moe.fused_moe_triton.config_files import find
 from sglang.srt.layers.quantization.linear_weight import LinearWeight
-from sglang.tuning.ops import DecodeAttention, Experts, ExtendAttention, Linear, Op
+from sglang.tuning.ops import DecodeAttention, Experts, ExtendAttention, GatedDeltaRule, LatentAbsorb, Linear, Op
 
 COLD_BYTES = 512 << 20
 """Rotating buffers together exceed every cache."""
@@ -134,8 +134,8 @@ class _Caches:
         self.rows = torch.arange(batch, device=device)
 
 
-def _tile(op: str, dims: tuple[int, int], item: int, arch: ArchTraits) -> dict[str, int]:
-    tiles = attention_tiles(op, *dims, "bfloat16" if item == 2 else "fp8_e4m3", arch.features)
+def _tile(op: str, dims: tuple[int, int], item: int, arch: ArchTraits, group: int = 0) -> dict[str, int]:
+    tiles = attention_tiles(op, *dims, "bfloat16" if item == 2 else "fp8_e4m3", arch.features, group)
     return dict(tiles[0])
 
 
@@ -149,7 +149,7 @@ def _decode(op: DecodeAttention, arch: ArchTraits, device: str) -> list[Call]:
     keys = op.keys
     dims = (keys.head_dim, keys.v_head_dim)
     caches = _Caches(keys.batch, keys.context, keys.kv_heads, dims, keys.item, keys.latent, device)
-    tile = _tile("decode_attention", dims, keys.item, arch)
+    tile = _tile("decode_attention", dims, keys.item, arch, keys.group)
     q = _half(keys.batch, keys.heads, keys.head_dim, device=device)
     out = _half(keys.batch, keys.heads, keys.v_head_dim, device=device)
     seq_lens = torch.full((keys.batch,), keys.context, dtype=torch.int32, device=device)
@@ -190,9 +190,52 @@ def _extend(op: ExtendAttention, arch: ArchTraits, device: str) -> list[Call]:
     return [lambda part=part: call(part) for part in range(caches.parts)]  # type: ignore[misc]
 
 
+# --- the rest ---------------------------------------------------------------------------------------------------------
+
+
+def _absorb(op: LatentAbsorb, arch: ArchTraits, device: str) -> list[Call]:
+    x = _half(op.heads, op.tokens, op.cols, device=device)
+    weights = [_half(op.heads, op.cols, op.rows, device=device) for _ in range(_copies(op.num_bytes))]
+    return [lambda w=w: torch.bmm(x, w) for w in weights]  # type: ignore[misc]
+
+
+def _gated_delta(op: GatedDeltaRule, arch: ArchTraits, device: str) -> list[Call]:
+    """Of heads whose gates are random; queries and keys of length 1."""
+    from sglang.srt.layers.recurrent.rule import gated_delta_rule
+    from sglang.srt.layers.recurrent.triton_ops import recurrence
+
+    rule, tokens, keys = gated_delta_rule(op.key_dim), op.batch * op.tokens, op.key_heads * op.key_dim
+    rows = _half(tokens, 2 * keys + op.heads * op.value_dim, device=device)
+    rows[:, : 2 * keys] *= op.key_dim**-0.5
+    parts = rows.split([keys, keys, op.heads * op.value_dim], dim=-1)
+    q, k, v = (
+        part.unflatten(-1, (-1, d)) for part, d in zip(parts, (op.key_dim, op.key_dim, op.value_dim), strict=True)
+    )
+    a, b = _half(tokens, 2 * op.heads, device=device).split([op.heads, op.heads], dim=-1)
+    a_log, dt_bias = torch.randn(2, op.heads, device=device).unbind()
+    out = _half(tokens, op.heads, op.value_dim, device=device)
+    parts_of_pool = min(8, _copies(2.0 * op.batch * op.heads * op.key_dim * op.value_dim * op.state_item))
+    dtype = torch.float32 if op.state_item == 4 else torch.bfloat16
+    pool = torch.zeros((parts_of_pool * op.batch + 1, op.heads, op.key_dim, op.value_dim), dtype=dtype, device=device)
+    all_slots = 1 + torch.arange(parts_of_pool * op.batch, device=device).view(parts_of_pool, op.batch)
+    prefix = torch.zeros(op.batch, dtype=torch.int32, device=device)
+    start = torch.arange(op.batch + 1, dtype=torch.int32, device=device) * op.tokens
+
+    def call(slots: torch.Tensor) -> None:
+        given = (rule, q, k, v, a, b, a_log, dt_bias, None, pool)
+        if op.tokens == 1:
+            recurrence.recurrence_decode(*given, slots, out, max(1, arch.num_sms))
+        else:
+            recurrence.recurrence_extend(*given, slots, slots, prefix, start, out)
+
+    return [lambda slots=slots: call(slots) for slots in all_slots.unbind()]  # type: ignore[misc]
+
+
 _MAKERS: Mapping[str, Callable[[Any, ArchTraits, str], list[Call]]] = {
     "linear": _linear,
     "fused_moe": _experts,
     "decode_attention": _decode,
     "extend_attention": _extend,
+    "latent_absorb": _absorb,
+    "gated_delta_rule": _gated_delta,
 }

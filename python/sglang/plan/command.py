@@ -11,11 +11,18 @@ from typing import Any
 from sglang.plan.floors import Floor
 from sglang.plan.layouts import GIB, Load, Prospect, Survey, check_counts, survey
 from sglang.srt.hardware.arch import arch_by_name, current_arch
+from sglang.tuning.steps import StepTime
 
 CAVEAT = (
     "Floors are no promise: they count the bytes and multiplications that a step cannot do without, at the card's full"
     ' rates. A real step takes longer. "with NCCL" adds all-reduces as they were measured on eight RTX PRO 6000'
     " Server cards."
+)
+PREDICTED = (
+    "Predicted, not measured: no card of this kind has run this server. Device time of a step (low - high: what the"
+    " errors of the predictions of its ops leave), without the host, from what others timed on an RTX PRO 6000 Server"
+    " or this project on an H200: docs/results/2026-11-22-card-models.md says how far off they are. The recommendation"
+    " rests on these figures."
 )
 COLUMNS = (
     ("layout", "servers and GPUs of each"),
@@ -79,6 +86,7 @@ def _prospect_json(prospect: Prospect) -> dict[str, Any]:
         "layout": str(prospect.layout),
         "tp_size": prospect.layout.tp_size,
         "ep_size": prospect.layout.ep_size,
+        "pp_size": prospect.layout.pp_size,
         "servers": prospect.layout.servers,
         "weights": prospect.weights,
         "cache": prospect.cache,
@@ -88,8 +96,27 @@ def _prospect_json(prospect: Prospect) -> dict[str, Any]:
         "decode_load": _floor_json(prospect.loaded) | {"requests_per_server": prospect.requests_per_server},
         "tokens_per_second_at_most": prospect.tokens_per_second,
         "prefill": _floor_json(prospect.prefill),
+        "predicted": _predicted_json(prospect),
         "commands": list(prospect.commands),
         "notes": list(prospect.notes),
+    }
+
+
+def _predicted_json(prospect: Prospect) -> dict[str, Any] | None:
+    """Seconds with their range, and what no kernel of this server computes; None for a card that nobody timed."""
+    prediction, speeds = prospect.predicted, prospect.predicted_tokens_per_second
+    if prediction is None or speeds is None:
+        return None
+
+    def times(time: StepTime) -> dict[str, float]:
+        return {"seconds": time.seconds, "low": time.low, "high": time.high, "best_measured_ops": time.best}
+
+    return {
+        "decode_one": times(prediction.one),
+        "decode_load": times(prediction.loaded),
+        "prefill": times(prediction.prefill),
+        "tokens_per_second": dict(zip(("predicted", "low", "high"), speeds, strict=True)),
+        "missing": list(dict.fromkeys((*prediction.one.missing, *prediction.prefill.missing))),
     }
 
 
@@ -123,7 +150,7 @@ def to_text(result: Survey) -> str:
         lines.append(f"No kernel here serves {names}.")
     lines += ["", *_table(result), ""]
     lines += [f"{name}: {meaning}" for name, meaning in dict(COLUMNS).items() if name != "layout"]
-    lines += ["", *_traffic(result)]
+    lines += ["", *_traffic(result), *_predictions(result)]
     best = result.best()
     if best is not None:
         lines += ["", f"Recommended: {best.layout}", *(f"  - {reason}" for reason in reasons(result))]
@@ -141,7 +168,11 @@ def to_text(result: Survey) -> str:
 
 def _table(result: Survey) -> list[str]:
     rows = [tuple(name for name, _ in COLUMNS), *(_row(prospect) for prospect in result.prospects)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    return _aligned(rows)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
         for row in rows
@@ -181,6 +212,42 @@ def _traffic(result: Survey) -> list[str]:
     return lines
 
 
+def _predictions(result: Survey) -> list[str]:
+    """The table of predicted steps; nothing for a card that nobody timed."""
+    head = (
+        "layout",
+        "1 req ms",
+        "low - high",
+        "load ms",
+        "low - high",
+        "tok/s",
+        "low - high",
+        "prefill ms",
+        "low - high",
+    )
+    rows: list[tuple[str, ...]] = [head]
+    for prospect in result.prospects:
+        if prospect.predicted is None or prospect.predicted_tokens_per_second is None:
+            continue
+        cells = [str(prospect.layout)]
+        for time, digits in ((prospect.predicted.one, 2), (prospect.predicted.loaded, 2)):
+            cells += [f"{time.seconds * 1e3:.{digits}f}", f"{time.low * 1e3:.{digits}f} - {time.high * 1e3:.{digits}f}"]
+        speed, low, high = prospect.predicted_tokens_per_second
+        prefill = prospect.predicted.prefill
+        cells += [f"{speed:,.0f}", f"{low:,.0f} - {high:,.0f}"]
+        cells += [f"{prefill.seconds * 1e3:,.0f}", f"{prefill.low * 1e3:,.0f} - {prefill.high * 1e3:,.0f}"]
+        rows.append(tuple(cells))
+    if len(rows) == 1:
+        return []
+    missing = dict.fromkeys(name for p in result.prospects if p.predicted for name in p.predicted.one.missing)
+    lines = ["", *textwrap.wrap(PREDICTED, 116), "", *_aligned(rows)]
+    if missing:
+        lines.append(
+            f"No kernel here computes {', '.join(missing)}: counted as the best that others measured, or as bytes."
+        )
+    return lines
+
+
 def reasons(result: Survey) -> list[str]:
     """Why the recommended layout, or why none."""
     best = result.best()
@@ -189,8 +256,15 @@ def reasons(result: Survey) -> list[str]:
             return [f"no layout holds a request of {result.load.length:,} tokens; a shorter --length fits more"]
         return ["the weights fit in no layout; more GPUs or a quantized checkpoint"]
     others = [p for p in result.prospects if p is not best and p.most_requests > 0]
+    figures = best.predicted_tokens_per_second
+    speed = (
+        f"at most {best.tokens_per_second:,.0f} tok/s"
+        if figures is None
+        else f"predicted {figures[0]:,.0f} tok/s ({figures[1]:,.0f} - {figures[2]:,.0f}; at most"
+        f" {best.tokens_per_second:,.0f})"
+    )
     texts = [
-        f"at most {best.tokens_per_second:,.0f} tok/s with {result.load.concurrency} requests at once"
+        f"{speed} with {result.load.concurrency} requests at once"
         + (f"; {_next(others)}" if others else ", and no other layout holds the model")
     ]
     at_once = best.requests_per_server * best.layout.servers
@@ -200,8 +274,9 @@ def reasons(result: Survey) -> list[str]:
         texts.append(f"its cache holds {best.most_requests:,} requests of {result.load.length:,} tokens at once")
     alone = result.fastest_alone()
     if alone is not None and alone is not best:
+        how = "at most" if alone.predicted is None else "predicted"
         texts.append(
-            f"for one request at a time {alone.layout} is faster: {alone.one_request_per_second:,.0f} tok/s at most,"
+            f"for one request at a time {alone.layout} is faster: {alone.one_request_per_second:,.0f} tok/s {how},"
             f" {best.one_request_per_second:,.0f} here"
         )
     idle = result.gpus - best.layout.gpus
@@ -211,5 +286,6 @@ def reasons(result: Survey) -> list[str]:
 
 
 def _next(others: Sequence[Prospect]) -> str:
-    second = max(others, key=lambda p: p.tokens_per_second)
-    return f"{second.layout}: {second.tokens_per_second:,.0f}"
+    second = max(others, key=lambda p: p.rating)
+    figures = second.predicted_tokens_per_second
+    return f"{second.layout}: {second.tokens_per_second if figures is None else figures[0]:,.0f}"

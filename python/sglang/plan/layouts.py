@@ -9,6 +9,7 @@ from typing import Any
 
 from sglang.explain import Explanation, explain
 from sglang.plan.floors import Floor, StepFloors
+from sglang.plan.predictions import Prediction, predict
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
@@ -22,24 +23,32 @@ UNEVEN = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`servers` servers of `tp_size` GPUs each, of which `ep_size` groups have whole experts each."""
+    """`servers` servers of `pp_size` stages of `tp_size` GPUs, of which `ep_size` groups have whole experts each."""
 
     tp_size: int
     servers: int
     ep_size: int = 1
+    pp_size: int = 1
 
     @property
     def flags(self) -> list[str]:
         experts = ["--ep", str(self.ep_size)] if self.ep_size > 1 else []
-        return ["--tp", str(self.tp_size), *experts]
+        stages = ["--pp", str(self.pp_size)] if self.pp_size > 1 else []
+        return ["--tp", str(self.tp_size), *experts, *stages]
+
+    @property
+    def gpus_each(self) -> int:
+        """Of a server."""
+        return self.tp_size * self.pp_size
 
     @property
     def gpus(self) -> int:
-        return self.tp_size * self.servers
+        return self.gpus_each * self.servers
 
     def __str__(self) -> str:
         experts = f" EP {self.ep_size}" if self.ep_size > 1 else ""
-        return f"TP {self.tp_size}{experts}" + (f" x {self.servers} servers" if self.servers > 1 else "")
+        stages = f" x PP {self.pp_size}" if self.pp_size > 1 else ""
+        return f"TP {self.tp_size}{experts}{stages}" + (f" x {self.servers} servers" if self.servers > 1 else "")
 
     def commands(self, words: Sequence[str]) -> list[str]:
         """What starts each server."""
@@ -48,7 +57,7 @@ class Layout:
             line = ["sglang", "serve", *words, *self.flags]
             if self.servers == 1:
                 return [shlex.join(line)]
-            gpus = ",".join(str(i * self.tp_size + j) for j in range(self.tp_size))
+            gpus = ",".join(str(i * self.gpus_each + j) for j in range(self.gpus_each))
             lines.append(f"CUDA_VISIBLE_DEVICES={gpus} " + shlex.join([*line, "--port", str(30000 + i)]))
         return lines
 
@@ -76,6 +85,7 @@ class Prospect:
     prefill: Floor
     commands: tuple[str, ...]
     notes: tuple[str, ...]
+    predicted: Prediction | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -85,13 +95,27 @@ class Prospect:
         return self.layout.servers * self.requests_per_server / self.loaded.seconds_with_nccl
 
     @property
+    def predicted_tokens_per_second(self) -> tuple[float, float, float] | None:
+        """Of all servers with the load: the figure, and the range that its error leaves."""
+        if self.predicted is None:
+            return None
+        time, requests = self.predicted.loaded, self.layout.servers * self.requests_per_server
+        if not self.most_requests:
+            return 0.0, 0.0, 0.0
+        return requests / time.seconds, requests / time.high, requests / time.low
+
+    @property
     def rating(self) -> float:
-        """Tokens a second; less where they are those of the average rank, and the busiest one holds up the others."""
-        return self.tokens_per_second * (UNEVEN if self.layout.ep_size > 1 else 1.0)
+        """Tokens a second, predicted if they can be; less where they are those of the average rank, and the busiest one
+        holds up the others."""
+        figures = self.predicted_tokens_per_second
+        speed = self.tokens_per_second if figures is None else figures[0]
+        return speed * (UNEVEN if self.layout.ep_size > 1 else 1.0)
 
     @property
     def one_request_per_second(self) -> float:
-        return 1 / self.one.seconds_with_nccl
+        """Predicted if it can be, else at most."""
+        return 1 / (self.one.seconds_with_nccl if self.predicted is None else self.predicted.one.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +130,8 @@ class Survey:
     tuned_files: tuple[tuple[Layout, str], ...]
 
     def best(self) -> Prospect | None:
-        """The most tokens a second for the load; of those within 2%, the fastest for one request."""
+        """The most tokens a second for the load; of those within 2%, the fastest for one request. By predictions where
+        the card was timed, else by floors."""
         able = [p for p in self.prospects if p.most_requests > 0]
         most = max((p.rating for p in able), default=0.0)
         close = [p for p in able if p.rating >= 0.98 * most]
@@ -140,11 +165,14 @@ def survey(words: Sequence[str], gpus: int, arch: ArchTraits, load: Load, free_m
 
 
 def _layouts(gpus: int) -> Iterator[Layout]:
-    """With every number of GPUs a server, whose experts are shared by their dims, or whole."""
+    """With every number of GPUs a server, whose experts are shared by their dims, or whole; and one server of all GPUs
+    in stages, for models that fewer GPUs have no room for."""
     for tp_size in range(1, gpus + 1):
         yield Layout(tp_size, gpus // tp_size)
         if tp_size > 1:
             yield Layout(tp_size, gpus // tp_size, tp_size)
+        if gpus % tp_size == 0 and tp_size < gpus:
+            yield Layout(tp_size, 1, pp_size=gpus // tp_size)
 
 
 def _unfit(explained: Explanation) -> str | None:
@@ -172,6 +200,7 @@ def _prospect(args: ServerArgs, words: Sequence[str], layout: Layout, explained:
         prefill=floors.prefill(load.length),
         commands=tuple(layout.commands(words)),
         notes=explained.notes,
+        predicted=predict(model, serving, explained.arch, each, load.length),
     )
 
 

@@ -138,7 +138,14 @@ class ServerArgs:
 
     # --- parallelism
     tp_size: int = option(1, PARALLEL, "GPUs that share every layer.", "--tp", "--tensor-parallel-size", minimum=1)
-    pp_size: int = option(1, PARALLEL, "Pipeline stages.", "--pp", "--pipeline-parallel-size", minimum=1)
+    pp_size: int = option(
+        1,
+        PARALLEL,
+        "Stages of --tp-size GPUs each, which have layers that follow one another.",
+        "--pp",
+        "--pipeline-parallel-size",
+        minimum=1,
+    )
     dp_size: int = option(1, PARALLEL, "Replicas.", "--dp", "--data-parallel-size", minimum=1)
     ep_size: int = option(
         1,
@@ -307,7 +314,6 @@ TABLE = OptionTable(ServerArgs)
 
 
 ONLY_ONE: Mapping[str, str] = {
-    "pp_size": "split the model with --tp-size",
     "dp_size": "start one server for each replica behind a load balancer",
     "nnodes": "use the GPUs of one machine with --tp-size",
 }

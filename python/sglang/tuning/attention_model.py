@@ -3,8 +3,9 @@ from the public functions.
 
 Decoding: programs walk over the keys of their piece in steps that depend on each other. A step of a lonely program
 takes `step`, and `cold` more when keys come from memory and not from the L2; on a full SM it takes `busy` for each
-program. All programs that are launched, also those without a piece, take the card's dispatcher its time. What the
-memory and the L2 deliver bounds it from below. Prompts: programs of BLOCK_M queries walk over the keys before them.
+program. Before and after its steps a program takes `program`. All programs that are launched, also those without a
+piece, take the card's dispatcher its time. What the memory and the L2 deliver bounds it from below. Prompts: programs
+of BLOCK_M queries walk over the keys before them, and the longest one is waited for.
 
 The constants of SGLang's Triton kernels are fitted on times measured on an RTX PRO 6000 Server
 (benchmark/kernels/card/fit_attention.py); those of this project's kernels follow from them and from the ledger's
@@ -66,12 +67,14 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Of one compiled decode kernel, microseconds; `base`: both launches, when there is nothing to do."""
+    """Of one compiled decode kernel, microseconds; `base`: both launches, when there is nothing to do; `program`: what
+    a program takes besides its steps."""
 
     step: float
     cold: float
     busy: float
     base: float
+    program: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +82,14 @@ class DecodeShared:
     """What all decode kernels share. `dispatch`: nanoseconds of a launched program; rates in TB/s; keys of up to
     `warm_mb` are in the L2 when a graph is replayed, and hardly any beyond exp(`warm_width`) times that."""
 
-    dispatch: float = 1.0
-    l2: float = 9.5
-    bandwidth: float = 1.47
+    dispatch: float = 0.975
+    l2: float = 7.1
+    bandwidth: float = 1.44
     warm_mb: float = 102.0
     warm_width: float = 0.4
-    reread: float = 0.67  # of what tiles of latent heads read once more, and not from the L2
-    combine: float = 0.0715  # nanoseconds of the second kernel for a head and piece
-    part: float = 0.238  # of the second kernel for a piece more
+    reread: float = 0.476  # of what tiles of latent heads read once more, and not from the L2
+    combine: float = 0.0616  # nanoseconds of the second kernel for a head and piece
+    part: float = 0.241  # of the second kernel for a piece more
 
 
 SHARED = DecodeShared()
@@ -100,7 +103,7 @@ def decode_seconds(
     missed = 1.0 if cold else from_memory_share(size, shared)
     sharing = min(float(pieces.occupancy), max(1.0, pieces.programs / NUM_SMS))
     step = largest(times.step + times.cold * missed, sharing * times.busy)
-    chain = _waves(pieces.programs / (NUM_SMS * sharing)) * pieces.steps * step
+    chain = _waves(pieces.programs / (NUM_SMS * sharing)) * (pieces.steps * step + times.program)
     loaded = pieces.programs * pieces.steps * pieces.block_n * keys.row * keys.item
     again = max(0.0, loaded / size - 1.0) * shared.reread * missed if keys.latent else 0.0
     memory = size * (1.0 + again) * missed / shared.bandwidth * 1e-6
@@ -156,14 +159,16 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptTimes:
-    """Of one compiled kernel, microseconds: a step of a lonely program, of each program on a full SM, what a program
-    takes besides, a step that a window masks out, and the launch."""
+    """Of one compiled kernel, microseconds: a step of a lonely program, of each program where all SMs compute, what a
+    program takes besides, a step that a window masks out, the launch, and what a program with all of its rows takes
+    more than one without any."""
 
     step: float
     busy: float
     program: float
     masked: float
     base: float
+    rows: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +182,12 @@ class PromptTile:
 def prompt_seconds(prompt: Prompt, tile: PromptTile, times: PromptTimes) -> float:
     blocks, steps, masked, longest, longest_masked = _walk(prompt.new, prompt.prefix, prompt.window, tile)
     streams = prompt.batch * prompt.heads
-    sharing = min(float(tile.occupancy), max(1.0, streams * blocks / NUM_SMS))
-    step = largest(times.step, sharing * times.busy)
-    work = streams * (steps * step + masked * times.masked + blocks * times.program) / (NUM_SMS * sharing)
-    alone = longest * step + longest_masked * times.masked + times.program
-    return (times.base + math.pow(work**3 + alone**3, 1.0 / 3.0)) * 1e-6
+    on_sm = min(float(tile.occupancy), streams * blocks / NUM_SMS)
+    step = largest(times.step, on_sm * times.busy)
+    program = times.program + times.rows * min(1.0, prompt.new / tile.block_m)
+    work = streams * (steps * step + masked * times.masked + blocks * program) / (NUM_SMS * max(1.0, on_sm))
+    alone = longest * step + longest_masked * times.masked + program
+    return (times.base + math.hypot(work, alone)) * 1e-6
 
 
 @functools.lru_cache(maxsize=65536)
@@ -212,6 +218,9 @@ def planned_pieces(keys: Keys, tile: Mapping[str, int], occupancy: int, num_sms:
     of_request = -(-keys.context // n)
     total = keys.batch * of_request
     length = max(-(-total // (slots * tile["waves"])), min(-(-total // slots), SHORT_PIECE // n), 1)
+    if tile["waves"] <= 2:
+        longer = [length + i * -(-length // 8) for i in range(16)]
+        length = min(longer, key=lambda n: (math.ceil(keys.batch * math.ceil(of_request / n) / slots) * n, -n))
     count = -(-of_request // length)
     programs = keys.batch * count * tiles
     launched = (keys.batch + slots * tile["waves"]) * tiles
@@ -245,5 +254,5 @@ def carried_prompt_times(prompt: Prompt, tile: Mapping[str, int], occupancy: int
     m, n = tile["BLOCK_M"], tile["BLOCK_N"]
     operations = 2.0 * m * n * (prompt.head_dim + prompt.v_head_dim)
     busy = operations / (OPERATIONS_PER_US / 0.85 * PROMPT_SHARE)
-    times = PromptTimes(step=1.2 * busy + 0.5, busy=busy, program=3.0, masked=0.1, base=4.0)
+    times = PromptTimes(step=1.2 * busy + 0.5, busy=busy, program=1.0, masked=0.1, base=4.0, rows=2.0)
     return PromptTile(m, n, max(1, occupancy), skips=True), times

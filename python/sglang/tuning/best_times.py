@@ -1,4 +1,4 @@
-"""The best time that anyone measured for an op on a card, and what SGLang's own Triton kernel would take there."""
+"""The best time that anyone measured for an op on a card."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits
-from sglang.tuning import upstream_attention as upstream
-from sglang.tuning.attention_model import Keys, Prompt, decode_seconds, prompt_seconds
-from sglang.tuning.cost_model import constants_of
-from sglang.tuning.grid import Grid
-from sglang.tuning.measured import SAME_CARD, tables_of
+from sglang.tuning import replays
+from sglang.tuning.grid import Base, Grid
+from sglang.tuning.measured import tables_of
 from sglang.tuning.ops import (
     AllReduce,
     DecodeAttention,
@@ -25,8 +22,7 @@ from sglang.tuning.ops import (
     Op,
 )
 from sglang.tuning.predicted_times import beyond_cache
-from sglang.tuning.upstream_experts import SideKernels
-from sglang.tuning.upstream_experts import predict as predict_experts
+from sglang.tuning.sglang_times import expert_form, product_form, product_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,61 +51,64 @@ _Row = tuple[float, bool, str] | None
 _Tables = Mapping[str, Grid]
 
 
-def _at(tables: _Tables, name: str, *sizes: float) -> _Row:
+def _at(tables: _Tables, name: str, *sizes: float, base: Base | None = None) -> _Row:
     grid = tables.get(name)
-    return None if grid is None else (grid.seconds(*sizes), grid.holds(*sizes), name)
-
-
-def _least(*rows: _Row) -> _Row:
-    return min((row for row in rows if row is not None), default=None)
-
-
-def _form(scheme: str | None) -> tuple[str, ...]:
-    """Tables whose kernels multiply the same numbers; weights of four bits that are widened compare with 16 bits."""
-    if scheme is None:
-        return ("bf16",)
-    form = SCHEMES[scheme]
-    if form.activation == "nvfp4":
-        return ("nvfp4",)
-    if scheme == "fp8_block":
-        return ("fp8_block",)
-    return ("fp8",) if form.element in ("e4m3", "int8") else ("bf16",)
+    if grid is None or not grid.covers(*sizes):
+        return None
+    return grid.seconds(*sizes, base=base), grid.holds(*sizes), name
 
 
 def _linear(op: Linear, tables: _Tables) -> _Row:
-    return _least(*(_at(tables, f"product/{form}/best", op.tokens, op.rows, op.cols) for form in _form(op.scheme)))
+    name = f"product/{product_form(op.scheme)[0]}/best"
+    seconds = product_seconds(tables, name, op)
+    return None if seconds is None else (seconds, tables[name].holds(op.tokens, op.rows, op.cols), name)
 
 
 def _experts(op: Experts, tables: _Tables) -> _Row:
-    if op.scheme is None:
-        form = "bf16"
-    else:
-        scheme = SCHEMES[op.scheme]
-        four = "nvfp4" if scheme.scale == "e4m3" else "int4" if scheme.element == "int4" else "mxfp4"
-        form = four if scheme.bits == 4 else "fp8"
+    form = expert_form(op.scheme)
+    forms = ("fp8_block", "fp8") if op.scheme == "fp8_block" else (form,)
     # A fused shared expert is one more of the table's, which every token chooses.
     for count, top_k in ((op.num_experts, op.top_k), (op.num_experts - 1, op.top_k - 1)):
-        row = _at(tables, f"experts/{form}/{op.hidden}x{count}x{top_k}", op.intermediate, op.tokens)
-        if row is not None:
-            return row[0], row[1] and count == op.num_experts, row[2]
+
+        def base(inter: float, tokens: float, count: int = count, top_k: int = top_k) -> float:
+            return replays.expert_layer(form, tokens, count, top_k, op.hidden, inter)
+
+        for name in (f"experts/{of}/{op.hidden}x{count}x{top_k}" for of in forms):
+            row = _at(tables, name, op.intermediate, op.tokens, base=base)
+            if row is not None:
+                return row[0], row[1] and count == op.num_experts, row[2]
     return None
 
 
 def _decode(op: DecodeAttention, tables: _Tables) -> _Row:
     keys, short = op.keys, "fp8" if op.keys.item == 1 else "bf16"
+    row = keys.row * keys.item
+
+    def latent(heads: float, batch: float, context: float) -> float:
+        return replays.decode(batch, context, heads, row)
+
+    def shared(streams: float, context: float) -> float:
+        return replays.decode(streams, context, keys.group, row)
+
     if keys.latent:
-        return _at(tables, f"decode_attention/latent/{short}", keys.heads, keys.batch, keys.context)
-    return _at(tables, f"decode_attention/{keys.head_dim}/{short}", keys.batch * keys.kv_heads, keys.context)
+        sizes = (keys.heads, keys.batch, keys.context)
+        return _at(tables, f"decode_attention/latent/{short}", *sizes, base=latent)
+    sizes_of = (keys.batch * keys.kv_heads, keys.context)
+    return _at(tables, f"decode_attention/{keys.head_dim}/{short}", *sizes_of, base=shared)
 
 
 def _extend(op: ExtendAttention, tables: _Tables) -> _Row:
     prompt = op.prompt
     streams, short = prompt.batch * prompt.heads, "fp8" if prompt.item == 1 else "bf16"
+
+    def base(streams: float, new: float) -> float:
+        return replays.prompt(streams, new, prompt.head_dim + prompt.v_head_dim)
+
     if prompt.prefix or prompt.window:
         return None
     if prompt.head_dim == 192 and prompt.heads == prompt.kv_heads:
-        return _at(tables, "extend_attention/latent/bf16", streams, prompt.new)
-    return _at(tables, f"extend_attention/{prompt.head_dim}/{short}", streams, prompt.new)
+        return _at(tables, "extend_attention/latent/bf16", streams, prompt.new, base=base)
+    return _at(tables, f"extend_attention/{prompt.head_dim}/{short}", streams, prompt.new, base=base)
 
 
 def _absorb(op: LatentAbsorb, tables: _Tables) -> _Row:
@@ -150,92 +149,3 @@ _FINDERS: Mapping[str, Callable[[Any, _Tables], _Row]] = {
     "all_gather": _all_reduce,
     "hyper_connection": _hyper,
 }
-
-
-def of_sglang(op: Op, arch: ArchTraits) -> tuple[float, str] | None:
-    """Seconds that release 0.5.14 takes in a replay, and how that is known; None where it is not."""
-    if SAME_CARD.get(arch.product or "", arch.product) != "rtx-pro-6000-server":
-        return None
-    tables = tables_of(arch)
-    if isinstance(op, Linear):
-        return _interpolated(tables, f"product/{_form(op.scheme)[0]}/sglang", op.tokens, op.rows, op.cols)
-    if isinstance(op, DecodeAttention):
-        return _sglang_decode(op.keys, tables)
-    if isinstance(op, ExtendAttention) and not op.prompt.prefix:
-        return _sglang_prompt(op.prompt, tables)
-    if isinstance(op, Experts) and op.scheme in (None, "fp8_block") and not op.bias:
-        layer = EvenExperts(op)
-        return predict_experts(layer, arch, constants_of(arch), SideKernels(), True), "its Triton kernels, predicted"
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class EvenExperts:
-    """An op as `upstream_experts` takes it."""
-
-    op: Experts
-
-    @property
-    def scheme(self) -> str:
-        return self.op.scheme or "bf16"
-
-    @property
-    def num_tokens(self) -> int:
-        return self.op.tokens
-
-    @property
-    def hidden(self) -> int:
-        return self.op.hidden
-
-    @property
-    def intermediate(self) -> int:
-        return self.op.intermediate
-
-    @property
-    def num_experts(self) -> int:
-        return self.op.num_experts
-
-    @property
-    def top_k(self) -> int:
-        return self.op.top_k
-
-    @property
-    def pairs(self) -> int:
-        return self.op.pairs
-
-
-def _interpolated(tables: _Tables, name: str, *sizes: float) -> tuple[float, str] | None:
-    row = _at(tables, name, *sizes)
-    return None if row is None else (row[0], "interpolated")
-
-
-_TRITON_GROUP = 5
-"""Query heads to a kv head with which SGLang took its own kernel at head dim 128."""
-
-
-def _flashinfer(op: str, dims: tuple[int, int], group: int, item: int) -> str | None:
-    """The table, where SGLang takes FlashInfer."""
-    if dims not in ((128, 128), (256, 256)) or (dims[0] == 128 and group == _TRITON_GROUP):
-        return None
-    return f"{op}/{dims[0]}/{'fp8' if item == 1 else 'bf16'}/sglang/{'alone' if group == 1 else 'shared'}"
-
-
-def _sglang_decode(keys: Keys, tables: _Tables) -> tuple[float, str] | None:
-    table = _flashinfer("decode_attention", (keys.head_dim, keys.v_head_dim), keys.group, keys.item)
-    if table is not None:
-        return _interpolated(tables, table, keys.batch * keys.kv_heads, keys.context)
-    if upstream.decode_key(keys) not in upstream.DECODE_TIMES:
-        return None
-    times = upstream.DECODE_TIMES[upstream.decode_key(keys)]
-    return decode_seconds(keys, upstream.decode_pieces(keys), times), "its Triton kernel, predicted"
-
-
-def _sglang_prompt(prompt: Prompt, tables: _Tables) -> tuple[float, str] | None:
-    group = prompt.heads // prompt.kv_heads
-    table = _flashinfer("extend_attention", (prompt.head_dim, prompt.v_head_dim), group, prompt.item)
-    if table is not None and not prompt.window:
-        return _interpolated(tables, table, prompt.batch * prompt.heads, prompt.new)
-    if upstream.prompt_key(prompt) not in upstream.PROMPT_TIMES:
-        return None
-    times = upstream.PROMPT_TIMES[upstream.prompt_key(prompt)]
-    return prompt_seconds(prompt, upstream.prompt_tile(prompt), times), "its Triton kernel, predicted"

@@ -5,12 +5,18 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 STEPS = 40
 """A table holds round(STEPS * log2(microseconds)): 1.7% a step."""
+_DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz+-"
+"""Of the two characters of a code, in base 64; a code is at least 0: a microsecond."""
+_VALUES = {digit: value for value, digit in enumerate(_DIGITS)}
+_TOP = len(_DIGITS) ** 2 - 1
+Base = Callable[..., float]
+"""Sizes, one for each axis -> seconds that a time goes along with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,25 +30,34 @@ class Grid:
     @staticmethod
     def of_json(table: Mapping[str, Any]) -> Grid:
         axes = tuple(tuple(axis) for axis in table["axes"].values())
-        codes = tuple(int(code) for code in table["codes"])
+        codes = decoded(table["codes"])
         if len(codes) != math.prod(map(len, axes)):
             raise ValueError(f"{len(codes)} times for {' x '.join(str(len(axis)) for axis in axes)} sizes")
         return Grid(tuple(table["axes"]), axes, codes)
 
-    def seconds(self, *sizes: float) -> float:
-        """At these sizes, one for each axis. Beyond the end of an axis times grow in proportion; before its start they
+    def seconds(self, *sizes: float, base: Base | None = None) -> float:
+        """At these sizes, one for each axis. With `base` what lies between are multiples of it, and beyond the ends of
+        the axes times grow as it does. Without one they grow in proportion beyond the end, and before the start they
         stay, because a launch takes its time however little there is to do."""
         places = [_place(axis, size) for axis, size in zip(self.axes, sizes, strict=True)]
         log = 0.0
         for corner in itertools.product((0, 1), repeat=len(places)):
-            weight, index = 1.0, 0
+            weight, index, at = 1.0, 0, []
             for (low, share), high, axis in zip(places, corner, self.axes, strict=True):
                 weight *= share if high else 1.0 - share
-                index = index * len(axis) + min(low + high, len(axis) - 1)
+                entry = min(low + high, len(axis) - 1)
+                index = index * len(axis) + entry
+                at.append(axis[entry])
             if weight:
-                log += weight * self.codes[index]
+                log += weight * (self.codes[index] / STEPS - (math.log2(base(*at) * 1e6) if base else 0.0))
+        if base is not None:
+            return math.pow(2.0, log) * base(*sizes)
         beyond = math.prod(max(1.0, size / axis[-1]) for axis, size in zip(self.axes, sizes, strict=True))
-        return math.pow(2.0, log / STEPS) * 1e-6 * beyond
+        return math.pow(2.0, log) * 1e-6 * beyond
+
+    def covers(self, *sizes: float) -> bool:
+        """Whether the table says anything of these sizes: an axis with one size is of that size only."""
+        return all(len(axis) > 1 or size == axis[0] for axis, size in zip(self.axes, sizes, strict=True))
 
     def holds(self, *sizes: float) -> bool:
         """Whether a time of exactly these sizes is in the table."""
@@ -58,4 +73,16 @@ def _place(axis: Sequence[int], size: float) -> tuple[int, float]:
 
 
 def code_of(microseconds: float) -> int:
-    return round(STEPS * math.log2(microseconds))
+    return min(_TOP, max(0, round(STEPS * math.log2(microseconds))))
+
+
+def encoded(codes: Sequence[int]) -> str:
+    """Two characters a code."""
+    return "".join(_DIGITS[code // 64] + _DIGITS[code % 64] for code in codes)
+
+
+def decoded(text: str) -> tuple[int, ...]:
+    """Raises ValueError for text that `encoded` does not write."""
+    if len(text) % 2 or not set(text) <= _VALUES.keys():
+        raise ValueError("codes are pairs of the digits of base 64")
+    return tuple(64 * _VALUES[text[i]] + _VALUES[text[i + 1]] for i in range(0, len(text), 2))

@@ -235,6 +235,46 @@ class HyperConnection:
 
 
 @dataclass(frozen=True, slots=True)
+class CompressedAttention:
+    """DeepSeek-V4's attention of one layer with its projections: `new` tokens of each request, `context` with them, of
+    which every `rate`th is kept. `scheme`: of the projections. The sizes of Flash: hidden 4,096, head dim 512."""
+
+    batch: int
+    context: int
+    heads: int
+    rate: int
+    new: int = 1
+    scheme: str | None = None
+    kind: ClassVar[str] = "compressed_attention"
+    CHUNK: ClassVar[int] = 8192  # keys that SGLang's prompts take at a time
+
+    @property
+    def entries(self) -> int:
+        """That a token attends to: a window, and of the kept ones at most 512 where an indexer chooses."""
+        kept = self.context // self.rate
+        return min(self.context, 128) + (min(kept, 512) if self.rate == 4 else kept)
+
+    @property
+    def _projections(self) -> float:
+        """Weights: of latents, of queries, of grouped outputs."""
+        return 4096.0 * (1024 + 512) + 1024.0 * self.heads * 512 + self.heads * 512.0 * 1024 + 8 * 1024.0 * 4096
+
+    @property
+    def num_bytes(self) -> float:
+        keys = self.batch * self.entries * 512.0 + (self.batch * self.context / 4 * 128 if self.rate == 4 else 0)
+        return self._projections * weight_bytes(self.scheme) + keys + 4.0 * self.batch * self.new * 4096
+
+    @property
+    def operations(self) -> float:
+        tokens = self.batch * self.new
+        return 2.0 * tokens * (self._projections + self.heads * self.entries * 1024)
+
+    @property
+    def operand(self) -> str:
+        return _operand(self.scheme)
+
+
+@dataclass(frozen=True, slots=True)
 class Elementwise:
     """Everything else: so many bytes through so many launches. `name`: the op in the plan's tables."""
 
@@ -253,7 +293,7 @@ class Elementwise:
 _FORMS = {
     "linear": Linear, "fused_moe": Experts, "latent_absorb": LatentAbsorb, "gated_delta_rule": GatedDeltaRule,
     "all_reduce": AllReduce, "all_gather": AllGather, "hyper_connection": HyperConnection,
-    "decode_attention": Keys, "extend_attention": Prompt,
+    "decode_attention": Keys, "extend_attention": Prompt, "compressed_attention": CompressedAttention,
 }  # fmt: skip
 _KV_ITEMS = {"bf16": 2, "fp8": 1}
 
@@ -268,6 +308,8 @@ def parse_shape(text: str) -> Op:
     values: dict[str, object] = {}
     for pair in pairs:
         key, _, value = pair.partition("=")
+        if ("item" if key == "kv" else key) in values:
+            raise UserError(f"--shape {text!r}: {pair!r} comes twice.")
         if key == "kv" and "item" in fields and value in _KV_ITEMS:
             values["item"] = _KV_ITEMS[value]
         elif key == "scheme" and key in fields and value in ("", "bf16", *SCHEMES):
@@ -284,7 +326,8 @@ def parse_shape(text: str) -> Op:
         values.setdefault("v_head_dim", values["head_dim"])
     required = {f.name for f in fields.values() if f.default is dataclasses.MISSING}
     missing = sorted(required - values.keys())
-    zero = sorted(key for key in required & values.keys() if values[key] == 0)
+    positive = required | {"v_head_dim", "key_dim", "value_dim", "streams", "state_item"}
+    zero = sorted(key for key in positive & values.keys() if values[key] == 0)
     if missing or zero:
         raise UserError(f"--shape {text!r}: {name} needs {', '.join(missing or zero)}{' above 0' if zero else ''}.")
     return _made(name, values)
@@ -296,6 +339,8 @@ MOST = 1 << 24
 
 def _is_size(key: str, value: str) -> bool:
     decimal = value.isascii() and value.isdecimal() and len(value) <= 12
+    if key in ("bias", "latent"):
+        return value in ("0", "1")
     return decimal and (key == "size" or int(value) <= MOST)
 
 
@@ -305,6 +350,15 @@ def _made(name: str, values: Mapping[str, object]) -> Op:
         raise UserError(f"{name}: {sizes.heads} heads do not share {sizes.kv_heads} kv heads evenly.")
     if isinstance(sizes, Experts) and sizes.top_k > sizes.num_experts:
         raise UserError(f"{name}: top_k {sizes.top_k} of {sizes.num_experts} experts.")
+    if isinstance(sizes, GatedDeltaRule) and sizes.heads % sizes.key_heads:
+        raise UserError(f"{name}: {sizes.heads} heads do not share {sizes.key_heads} key heads evenly.")
+    if isinstance(sizes, AllReduce) and sizes.ranks < 2:
+        raise UserError(f"{name}: needs 2 ranks or more.")
+    if isinstance(sizes, CompressedAttention):
+        if sizes.rate not in (4, 128):
+            raise UserError(f"{name}: rate {sizes.rate}; DeepSeek-V4 has 4 and 128.")
+        if not 1 <= sizes.new <= sizes.context:
+            raise UserError(f"{name}: new {sizes.new} of context {sizes.context}, which counts them.")
     if isinstance(sizes, Keys):
         return DecodeAttention(sizes)
     return ExtendAttention(sizes) if isinstance(sizes, Prompt) else sizes

@@ -36,6 +36,7 @@ from sglang.tuning.cost_model import GroupedProduct, blocks_per_sm, estimate_blo
 from sglang.tuning.measured import tables_of
 from sglang.tuning.ops import (
     AllReduce,
+    CompressedAttention,
     DecodeAttention,
     Elementwise,
     Experts,
@@ -49,6 +50,7 @@ from sglang.tuning.ops import (
 from sglang.tuning.predict import predict
 from sglang.tuning.rates import ceilings_of, rates_of
 from sglang.tuning.search_space import KINDS, MoeShape
+from sglang.tuning.sglang_times import product_seconds
 
 STREAMED = 0.92
 """Of the best read that kernels reach which only stream weights, by the H200's: 4.1 of 4.48 TB/s."""
@@ -90,12 +92,15 @@ def _linear(op: Linear, arch: ArchTraits) -> Predicted:
     if op.tokens <= FEW_ROWS:
         return Predicted(LAUNCH + _read(op.num_bytes, arch), 0.15, "weights streamed once")
     kind = kind_of(op.scheme, arch)
-    tile = tile_for(kind, op.tokens, arch.features)
-    record = _linear_record(op.scheme, tile, arch)
+    tile = tile_for(kind, op.tokens, arch.features, op.rows, arch.num_sms)
+    record = _linear_record(op, tile, arch)
     if record is None:
         return Predicted(beyond_cache(LAUNCH, op.num_bytes, arch), 0.5, "no record of the tile: the floor")
     blocks = -(-op.tokens // tile["BLOCK_M"])
-    splits = num_splits(op.tokens, blocks * -(-op.rows // tile["BLOCK_N"]), op.cols, arch.num_sms)
+    tiles = blocks * -(-op.rows // tile["BLOCK_N"])
+    splits = 1
+    if tiles <= -(-op.rows // 16):  # as many as `PackedWeight.arrivals` counts
+        splits = num_splits(op.tokens, tiles, op.cols, arch.num_sms, arch.features)
     product = _as_grouped(op, splits, record)
     shared = estimate_blocks(product, op.tokens, tile, record, arch, float(splits), float(blocks * splits))
     assert shared is not None, "the ledger holds no tile that does not fit"
@@ -106,13 +111,11 @@ def _linear(op: Linear, arch: ArchTraits) -> Predicted:
 def _plain_linear(op: Linear, arch: ArchTraits) -> Predicted:
     if op.tokens == 1:
         return Predicted(LAUNCH + _read(op.num_bytes, arch), 0.1, "weights streamed once")
-    table = tables_of(arch).get("product/bf16/sglang")
-    if table is None:
+    seconds = product_seconds(tables_of(arch), "product/bf16/sglang", op)
+    if seconds is None:
         ceiling = ceilings_of(arch)
         return Predicted(LAUNCH + 1.1 * ceiling.floor(op.num_bytes, op.operations), 0.2, "cuBLAS by the ceilings")
-    return Predicted(
-        beyond_cache(table.seconds(op.tokens, op.rows, op.cols), op.num_bytes, arch), 0.1, "cuBLAS as measured"
-    )
+    return Predicted(beyond_cache(seconds, op.num_bytes, arch), 0.1, "cuBLAS as measured")
 
 
 def kind_of(scheme: str, arch: ArchTraits) -> str:
@@ -127,20 +130,32 @@ def kind_of(scheme: str, arch: ArchTraits) -> str:
     return "group128" if form.group[1] == 128 else "scaled"
 
 
-def _linear_record(scheme: str, tile: Tile, arch: ArchTraits) -> TileRecord | None:
+def _linear_record(op: Linear, tile: Tile, arch: ArchTraits) -> TileRecord | None:
+    """Of the variant that serves columns which 16 divides, or of one that loads them in pieces."""
+    assert op.scheme is not None
     name = tile_key(tile)
-    native = _linear_records(scheme, arch.name, False).get(name)
-    if "block_scaled_mma" in arch.features:
-        return native
-    return _linear_records(scheme, arch.name, True).get(name) or native
+    pieces = op.cols % 16 != 0
+    packed = "block_scaled_mma" in arch.features
+    for widened, in_pieces in ((False, pieces), (False, False)) if packed else ((True, False), (False, pieces)):
+        record = _linear_records(op.scheme, arch.name, widened, in_pieces).get(name)
+        if record is not None:
+            return record
+    return None
+
+
+IN_PIECES = frozenset({"odd", "odd_rows"})
+"""Ends of keys of variants for rows or columns that 16 does not divide."""
 
 
 @functools.cache
-def _linear_records(scheme: str, arch_name: str, widened: bool) -> Mapping[str, TileRecord]:
+def _linear_records(scheme: str, arch_name: str, widened: bool, in_pieces: bool) -> Mapping[str, TileRecord]:
     """By tile, of the newest Triton on record; `widened`: as GPUs compute it that do not multiply with block scales."""
     choice: dict[str, TileRecord] = {}
     for (op, key, tile), row in Ledger.load().rows.items():
-        if op == "linear" and key.split("/")[:2] == ["tiles", scheme] and (WIDENED_TAIL in key) == widened:
+        parts = key.split("/")
+        if op != "linear" or parts[:2] != ["tiles", scheme] or "fp32" in parts:
+            continue
+        if (WIDENED_TAIL in key) == widened and bool(IN_PIECES & set(parts)) == in_pieces:
             for target in sorted(row.by_target):
                 if target.endswith("/" + arch_name):
                     choice[tile] = TileRecord(*row.by_target[target])
@@ -235,10 +250,10 @@ def _dtype(item: int) -> str:
 
 @functools.cache
 def _attention_tile(
-    op: str, dims: tuple[int, int], item: int, arch: ArchTraits
+    op: str, dims: tuple[int, int], item: int, arch: ArchTraits, group: int = 0
 ) -> tuple[Mapping[str, int], TileRecord] | None:
     need = Need(op, dims[0], dims[1], "bfloat16", _dtype(item))
-    for tile in attention_tiles(op, dims[0], dims[1], _dtype(item), arch.features):
+    for tile in attention_tiles(op, dims[0], dims[1], _dtype(item), arch.features, group):
         record = Ledger.load().record(need, tile, arch)
         if record is not None and record.smem <= arch.smem_per_block:
             return {name: int(value) for name, value in tile.items()}, record
@@ -247,7 +262,7 @@ def _attention_tile(
 
 def _decode(op: DecodeAttention, arch: ArchTraits) -> Predicted | None:
     keys: Keys = op.keys
-    choice = _attention_tile("decode_attention", (keys.head_dim, keys.v_head_dim), keys.item, arch)
+    choice = _attention_tile("decode_attention", (keys.head_dim, keys.v_head_dim), keys.item, arch, keys.group)
     if choice is None:
         return None
     tile, record = choice
@@ -289,7 +304,7 @@ def _gated_delta(op: GatedDeltaRule, arch: ArchTraits) -> Predicted:
 
 def _all_reduce(op: AllReduce, arch: ArchTraits) -> Predicted:
     table = tables_of(arch).get(f"{op.kind}/nccl")
-    if table is None or op.ranks not in (2, 4, 8):
+    if table is None or op.ranks not in table.axes[0]:
         return Predicted(20e-6 + 2 * op.size / 200e9, 1.0, "a guess: nothing measured")
     return Predicted(table.seconds(op.ranks, max(512, op.size)), 0.1, "NCCL as measured")
 
@@ -298,7 +313,7 @@ def _elementwise(op: Elementwise, arch: ArchTraits) -> Predicted:
     return Predicted(op.launches * LAUNCH + _read(op.size, arch), 0.3, "launches and bytes")
 
 
-def _none(op: HyperConnection, arch: ArchTraits) -> None:
+def _none(op: HyperConnection | CompressedAttention, arch: ArchTraits) -> None:
     return None
 
 
@@ -312,5 +327,6 @@ _PREDICTORS: Mapping[str, Callable[[Any, ArchTraits], Predicted | None]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_reduce,
     "hyper_connection": _none,
+    "compressed_attention": _none,
     "elementwise": _elementwise,
 }

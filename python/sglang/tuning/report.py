@@ -8,10 +8,11 @@ from typing import Any
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.model_description import ModelDescription
-from sglang.tuning.best_times import best, of_sglang
+from sglang.tuning.best_times import best
 from sglang.tuning.ops import describe, floor, parse_shape
 from sglang.tuning.predicted_times import predicted
 from sglang.tuning.rates import ceilings_of
+from sglang.tuning.sglang_times import of_sglang
 from sglang.tuning.steps import Step, StepTime, TimedOp, decode_step, prefill_step, time_step, total
 
 BATCHES, PREFILL, CONTEXT = (1, 16, 64, 256), 8192, 2048

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import get_args
 from unittest.mock import patch
 
 import torch
@@ -29,6 +30,7 @@ from sglang.srt.layers.moe.fused_moe_triton import fused_moe as moe
 from sglang.srt.layers.moe.fused_moe_triton.config_files import find
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, last_resort, tile_rows
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
+from sglang.srt.layers.quantization.quantized_rows import RowForm
 from sglang.srt.layers.recurrent.rule import Rule, gated_delta_rule
 from sglang.srt.layers.recurrent.triton_ops import causal_conv, gated_norm, recurrence
 from sglang.srt.layers.triton_ops import (
@@ -37,6 +39,7 @@ from sglang.srt.layers.triton_ops import (
     latent_store,
     linear_tiles,
     norm,
+    norm_quantize,
     quant_linear,
     rope_store,
     sampling,
@@ -145,6 +148,8 @@ def _norms(hidden: int, zero_centred: bool) -> None:
     for tokens in (1, 100):
         norm.rmsnorm(empty(tokens, hidden), weight, 1e-6)
         norm.fused_add_rmsnorm(empty(tokens, hidden), empty(tokens, hidden), weight, 1e-6)
+    for form in get_args(RowForm):
+        norm_quantize.add_rmsnorm_quantize(empty(100, hidden), empty(100, hidden), weight, 1e-6, form)
 
 
 def _gate(function: Activation, inter: int) -> None:

@@ -19,7 +19,8 @@ from sglang.srt.plan.ranks import RankLayout
 
 HERE = Path(__file__).parent
 LAYOUTS = (1, 2, 3, 4, 6, 8)
-"""Tensor-parallel ranks of one host. What is launched with expert parallelism is launched with fewer of those too."""
+"""Tensor-parallel ranks of one host, as hosts have GPUs. What is launched with expert parallelism is launched with
+fewer of those too."""
 
 
 def config_files() -> dict[str, Path]:

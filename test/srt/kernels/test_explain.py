@@ -112,6 +112,27 @@ def test_gpt_oss_keeps_its_sinks(model_dir: str, capsys: pytest.CaptureFixture[s
     assert found["topk_softmax"]["kernel"] == "triton"
 
 
+@pytest.mark.parametrize(("name", "windows"), [("Gemma-3-12B", {}), ("Mistral-7B", {"sliding_window": 4096})])
+def test_flashinfer_serves_windows(
+    name: str, windows: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((HERE / "published" / name / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | windows))
+    argv = ("--arch", "sm_120", "--model-path", str(tmp_path), "--with-package", "flashinfer")
+    found = ops(capsys, *argv, "--attention-backend", "flashinfer")
+    assert found["extend_attention"]["kernel"] == found["decode_attention"]["kernel"] == "flashinfer"
+    assert "sliding_window" in str(found["decode_attention"])
+
+
+@pytest.mark.parametrize("model_dir", ["gpt_oss"], indirect=True)
+def test_flashinfer_is_refused_for_sinks_and_not_for_windows(
+    model_dir: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ("--arch", "sm_120", "--model-path", model_dir, "--with-package", "flashinfer")
+    found = ops(capsys, *argv, "--attention-backend", "flashinfer")["decode_attention"]
+    assert found["kernel"] is None and "no support for sinks" in str(found) and "sliding window" not in str(found)
+
+
 @pytest.mark.parametrize("model_dir", ["qwen35"], indirect=True)
 def test_hybrid_models_by_architecture(model_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("--model-path", model_dir, "--with-package", "flashinfer", "--attention-backend", "flashinfer")

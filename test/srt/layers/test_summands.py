@@ -70,7 +70,7 @@ def stream_after(x: torch.Tensor, group: Group, waits: bool, joins: list[tuple[b
     for before, after in joins:
         block, join = Block(group), SumJoin(norm(size) if before else None, norm(size) if after else None)
         if waits:
-            join.sum_over(block)
+            join.attach(block)
             assert block.sums == after
         join.after(stream, block(join.before(stream)))
     return stream.normed(norm(size))

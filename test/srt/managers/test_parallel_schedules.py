@@ -31,6 +31,9 @@ TINY_MODELS = {
     "experts": ("qwen3_moe", {}),
     "experts of 8 heads": ("qwen3_moe", THIRDS),
     "latent": ("deepseek_v3", {}),
+    "tied": ("qwen3_tied_bias", {"num_hidden_layers": 5}),
+    "windows": ("qwen3_windows", {}),
+    "states": ("qwen3_next", {"tie_word_embeddings": True}),
 }
 LAYOUTS = {
     "TP2": (RankLayout(2), ("dense", "experts", "latent", "embedded")),
@@ -39,6 +42,9 @@ LAYOUTS = {
     "EP2": (RankLayout(2, 2), ("experts", "latent", "embedded")),
     "EP3 of 4 experts": (RankLayout(3, 3), ("experts of 8 heads",)),
     "EP2 x TP2": (RankLayout(4, 2), ("experts", "latent", "embedded")),
+    "PP2": (RankLayout(pp_size=2), ("dense", "latent", "embedded")),
+    "PP3": (RankLayout(pp_size=3), ("tied", "windows", "states")),
+    "TP2 x PP2": (RankLayout(2, pp_size=2), ("experts", "embedded")),
 }
 
 
@@ -88,7 +94,7 @@ def outcome(folder: str, ranks: RankLayout, rank: int, rendezvous: str | None) -
     args = ServerArgs.from_kwargs(
         model_path=folder, device="cpu", skip_tokenizer_init=True, skip_server_warmup=True, max_total_tokens=POOL,
         max_running_requests=4, chunked_prefill_size=CHUNK, schedule_conservativeness=0.01, random_seed=3,
-        tp_size=ranks.tp_size, ep_size=ranks.ep_size,
+        tp_size=ranks.tp_size, ep_size=ranks.ep_size, pp_size=ranks.pp_size,
     )  # fmt: skip
     return play(Scheduler(args, create_runner(args, rank, rendezvous), StopChecker(None)))
 
@@ -125,8 +131,8 @@ def test_ranks_give_the_tokens_of_one_process(
     layout: str, models: dict[str, tuple[str, Outcome]], tmp_path: Path
 ) -> None:
     ranks, names = LAYOUTS[layout]
-    mp.spawn(_rank, (ranks, {name: models[name][0] for name in names}, tmp_path), nprocs=ranks.tp_size)
+    mp.spawn(_rank, (ranks, {name: models[name][0] for name in names}, tmp_path), nprocs=ranks.world_size)
     for name in names:
-        for rank in range(ranks.tp_size):
+        for rank in range(ranks.world_size):
             got = Outcome(**json.loads((tmp_path / f"{name}.{rank}.json").read_text()))
             assert got == models[name][1], f"{name}, rank {rank}"

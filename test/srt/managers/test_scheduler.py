@@ -581,19 +581,45 @@ def test_any_workload(
     assert_clean(scheduler)
 
 
-def test_a_second_turn_goes_on_from_the_state_of_the_first() -> None:
-    scheduler = make_scheduler(FakeRunner(2048, 1, 512, 4, 32, checkpoints=4))
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("page", [1, 4, 16])
+def test_a_second_turn_goes_on_from_the_state_of_the_first(page: int, overlap: bool) -> None:
+    """With larger pages from the last whole one, which the first turn's answer filled."""
+    scheduler = make_scheduler(FakeRunner(2048, page, 512, 4, 32, checkpoints=4), disable_overlap_schedule=not overlap)
     collector = Collector()
     conversation = prompt(70)
     for turn in range(3):
         rid = f"turn{turn}"
-        add(scheduler, request(rid, conversation, 9, ignore_eos=True))
+        add(scheduler, request(rid, conversation, 29, ignore_eos=True))
         req = scheduler.reqs[rid]
         run_to_end(scheduler, collector)
-        assert collector.tokens[rid] == expected_output(conversation, 9, ignore_eos=True)
+        assert collector.tokens[rid] == expected_output(conversation, 29, ignore_eos=True)
         # The state is that after the last token that was computed: the one sampled last was not.
-        assert req.hit_len == (0 if turn == 0 else len(conversation) - 4)
+        assert req.hit_len == (0 if turn == 0 else (len(conversation) - 4) // page * page)
         conversation = conversation + collector.tokens[rid] + prompt(3, turn)
+    assert_clean(scheduler)
+
+
+def test_what_requests_keep_while_they_decode_leaves_half_of_the_checkpoints() -> None:
+    """A prefix that all of them share stays, however many pages they fill."""
+    scheduler = make_scheduler(FakeRunner(4096, 4, 512, 8, 64, checkpoints=4))
+    collector = Collector()
+    shared = prompt(64)
+    add(scheduler, request("shared", shared + [1], 1))
+    run_to_end(scheduler, collector)
+    for i in range(6):
+        add(scheduler, request(f"r{i}", [*shared, 2, 3 + i], 60, ignore_eos=True))
+    held = 0
+    while not scheduler.idle:
+        scheduler.step()
+        collector.take(scheduler)
+        held = max(held, scheduler.check_memory()["checkpoints"]["held"])
+        scheduler.kv.check(scheduler.reqs.values())
+    assert held == 2
+    add(scheduler, request("last", [*shared, 90], 1))
+    req = scheduler.reqs["last"]
+    run_to_end(scheduler, collector)
+    assert req.hit_len == 64
     assert_clean(scheduler)
 
 

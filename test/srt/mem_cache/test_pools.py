@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.memory_pool import CachePools, CacheStore, storage_dtype
 from sglang.srt.plan.caches import group_caches
-from sglang.srt.plan.layer_spec import key_value_cache, latent_cache
+from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, key_value_cache, latent_cache
 from sglang.srt.plan.pool_sizes import PoolSizes
 
 SIZES = PoolSizes(tokens=20, page_size=4, max_requests=3, context_len=16)
@@ -45,6 +49,42 @@ def test_stores_of_one_cache_share_it() -> None:
 def test_entries_that_cost_nothing_are_views() -> None:
     spec = latent_cache("latent", 576, 512, "bfloat16")
     assert spec.entry_bytes == 1152 and spec.entries_per_token == Fraction(1)
+
+
+class LargestOutput(TorchDispatchMode):
+    """Bytes of the largest tensor that an operation makes anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.index.Tensor:
+            self.bytes = max(self.bytes, result.nbytes)
+        return result
+
+
+def test_copies_of_states_take_little_memory_however_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows 1 to 3 move on by one at once, and row 4 is copied twice."""
+    monkeypatch.setattr(memory_pool, "STATE_COPY_BYTES", 1000)
+    shape = CacheTensor("state", (2, 5, 8), "float32")
+    state = CacheSpec("state", (shape, CacheTensor("conv", (3, 4), "bfloat16")), lifetime=PER_REQUEST)
+    sizes = PoolSizes(20, 4, max_requests=3, context_len=16, has_states=True, checkpoints=4)
+    pools = CachePools(group_caches([(state,), (), (state,)]), sizes, "cpu")
+    stores = [CacheStore(0, "state"), CacheStore(2, "state")]
+    pools.bind(stores)
+    for store in stores:
+        for name in ("state", "conv"):
+            store[name].copy_(torch.randn(store[name].shape))
+    before = [{name: store[name].clone() for name in ("state", "conv")} for store in stores]
+    sources, targets = torch.tensor([1, 2, 3, 4, 4]), torch.tensor([2, 3, 4, 5, 6])
+    with LargestOutput() as largest:
+        pools.copy_states(sources, targets)
+    assert 0 < largest.bytes <= 1000
+    for store, old in zip(stores, before, strict=True):
+        for name in ("state", "conv"):
+            assert torch.equal(store[name], old[name][[0, 1, 1, 2, 3, 4, 4, 7]])
 
 
 def test_unknown_cache_dtype_is_named() -> None:

@@ -1,5 +1,5 @@
-"""Prefill and mixed steps through the padded static inputs of the graphs, against the same steps launched as they are.
-A graph is replaced by its step here, so that a CPU can tell whether the padding changes a token."""
+"""Decode, prefill and mixed steps through the padded static inputs of the graphs, against the same steps launched as
+they are. A graph is replaced by its step here, so that a CPU can tell whether the padding changes a token."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
-from sglang.srt.model_executor import extend_graph_runner
+from sglang.srt.model_executor import cuda_graph_runner, extend_graph_runner
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.extend_graph_runner import MAX_PROMPTS, ExtendGraphRunner
-from sglang.srt.model_executor.step import StepInput
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.step import LaunchedForward, StepInput
 from sglang.srt.plan.defaults import mixed_decode_sizes
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
@@ -40,6 +42,12 @@ class DeviceLengths(TorchNativeAttnBackend):
     """The CPU's attention with lengths read from the device's tensors, as kernels do in a graph."""
 
     def init_forward_metadata_capture(self, batch: ForwardBatch) -> None:
+        pass
+
+    def init_cuda_graph_state(self, batch_sizes: tuple[int, ...]) -> None:
+        pass
+
+    def init_forward_metadata_replay(self, batch: ForwardBatch, num_reqs: int) -> None:
         pass
 
     def forward_decode(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, out: torch.Tensor) -> None:
@@ -65,10 +73,33 @@ def test_sizes_of_the_decoding_part() -> None:
     assert mixed_decode_sizes((1, 512)) == (0, 64, 256, 512)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3"])
+class WatchedRunner:
+    """A runner's steps, each of which may change states of its own requests only, and those that it is told to copy."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.forward, self.states = runner.forward, runner.pools._states
+        self.padded_steps = 0
+
+    def __call__(self, step: StepInput) -> LaunchedForward:
+        before = [states.clone() for states in self.states]
+        launched = self.forward(step)
+        changed = {0, *step.slots.tolist()}
+        if step.table_update is not None:
+            changed |= set(step.table_update.state_targets.tolist())
+        for old, new in zip(before, self.states, strict=True):
+            others = [row for row in range(new.shape[1]) if row not in changed]
+            assert torch.equal(old[:, others], new[:, others]), (
+                "a step changed the state of a request that is not in it"
+            )
+            self.padded_steps += not torch.equal(old[:, 0], new[:, 0])
+        return launched
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3", "qwen3_5", "nemotron_h"])
 def test_padding_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny(name, tmp_path)
     monkeypatch.setattr(extend_graph_runner, "capture", StepInPlaceOfGraph)
+    monkeypatch.setattr(cuda_graph_runner, "capture", StepInPlaceOfGraph)
     outputs, replays = [], []
     for in_graphs in (True, False):
         args = ServerArgs.from_kwargs(
@@ -80,6 +111,9 @@ def test_padding_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.
             runner.state.attn_backend = DeviceLengths(runner.plan, "cpu")
             with torch.inference_mode():
                 graphs = runner.extend_graphs = ExtendGraphRunner(runner.state, (16, 32, 80), (0, 4, 20))
+                runner.graphs = CudaGraphRunner(runner.state, (1, 6, 24))
+            watched = WatchedRunner(runner)
+            monkeypatch.setattr(runner, "forward", watched)
             original = graphs.replay
 
             def replay(step: StepInput, original: Any = original) -> Any:
@@ -103,6 +137,7 @@ def test_padding_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.
         assert_clean(scheduler)
         outputs.append(collector.tokens)
     assert outputs[0] == outputs[1]
+    assert watched.padded_steps or not watched.states, "no step had padding"
     assert any(decodes == 0 for decodes, _, _ in replays) and any(decodes > 4 for decodes, _, _ in replays)
     assert any(prompts > 1 and decodes for decodes, prompts, _ in replays)
     assert all(prompts <= MAX_PROMPTS for _, prompts, _ in replays)

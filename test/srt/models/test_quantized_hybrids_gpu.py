@@ -19,8 +19,9 @@ from srt.models.test_quantized_hybrids import PUBLISHED, publish
 
 pytestmark = pytest.mark.gpu
 
-WEIGHT_ONLY, EIGHT_BITS, FOUR_BITS = 2.0, 20.0, 100.0
-"""Mean error over that of bf16: e4m3 keeps 4 of its 8 bits, e2m1 two. A wrong scale is off by a few hundred."""
+WEIGHT_ONLY, EIGHT_BITS, FOUR_BITS = 2.0, 15.0, 100.0
+"""Mean error over that of bf16, by what inputs of products are rounded to: e4m3 keeps 4 of its 8 bits, e2m1 two. On an
+H200, where e2m1 is not multiplied, 0.8 to 1.0 and 3.3 to 8.5 were seen. A wrong scale is off by a few hundred."""
 ALLOWED: Mapping[str, float] = {
     "Qwen3.6-27B-NVFP4": EIGHT_BITS,
     "Qwen3.6-35B-A3B-NVFP4": EIGHT_BITS,
@@ -89,4 +90,6 @@ def test_a_published_form_on_a_gpu(name: str, dims: dict[str, Any], tmp_path: Pa
     scheduler = gpu_scheduler(tmp_path / "quantized", chunked_prefill_size=64, cuda_graph_max_bs=4)
     error = error_over_bf16(scheduler, reference)
     print(f"{name}: {error:.2f} times the error of bf16")
-    assert error < ALLOWED[name]
+    multiplies_four_bits = "mma_sync_block_scale" in scheduler.plan.arch.features
+    allowed = ALLOWED[name]
+    assert error < (WEIGHT_ONLY if allowed == FOUR_BITS and not multiplies_four_bits else allowed)

@@ -46,7 +46,7 @@ class CopiesJoin:
     def __init__(self, norm: RMSNorm) -> None:
         self.norm = norm
 
-    def sum_over(self, block: Block) -> None:
+    def attach(self, block: Block) -> None:
         """Blocks sum by themselves."""
 
     def before(self, stream: torch.Tensor) -> torch.Tensor:

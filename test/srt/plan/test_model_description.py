@@ -260,23 +260,35 @@ def test_layers_that_nobody_describes_are_refused(changes: dict[str, Any], messa
 
 
 @pytest.mark.parametrize(
-    ("name", "tp_size", "problem", "works"),
+    ("name", "tp_size", "problem", "works", "staged"),
     [
-        ("qwen3", 40, "--tp-size 40 is more than the model's 32 attention heads", "1 to 32"),
+        ("qwen3", 40, "--tp-size 40 is more than the model's 32 attention heads", "1 to 32", (20, 10, 8, 5, 4, 2)),
         (
             "minimax_m2",
             12,
             "--tp-size 12 is no multiple of the model's 8 KV heads, over all of which keys are normed",
             "1 to 8, 16, 24",
+            (6, 4, 3, 2, 1),
         ),
-        ("qwen35", 32, "--tp-size 32 does not divide the model's 16 key heads", "1, 2, 4, 8, 16"),
+        (
+            "qwen35",
+            32,
+            "--tp-size 32 does not divide the model's 16 key heads of gated delta nets",
+            "1, 2, 4, 8, 16",
+            (16, 8, 4, 2, 1),
+        ),
     ],
 )
-def test_refused_layouts_name_those_that_work(name: str, tp_size: int, problem: str, works: str) -> None:
+def test_refused_layouts_name_those_that_work(
+    name: str, tp_size: int, problem: str, works: str, staged: tuple[int, ...]
+) -> None:
     model = describe(name, **({"num_attention_heads": 32} if name == "qwen35" else {}))
     with pytest.raises(UserError) as error:
         check_layout(model, RankLayout(tp_size))
-    assert str(error.value) == f"{problem}{' of gated delta nets' * (name == 'qwen35')}; what works: --tp-size {works}"
+    stages = "".join(f"{RankLayout(size, pp_size=tp_size // size).flags} or " for size in staged)
+    assert str(error.value) == f"{problem}; what works: {stages}--tp-size {works}"
+    for size in staged:
+        check_layout(model, RankLayout(size, pp_size=tp_size // size))
     for run in works.split(", "):
         first, _, last = run.partition(" to ")
         for size in range(int(first), int(last or first) + 1):
@@ -353,7 +365,7 @@ def test_whole_experts_where_scales_forbid_shares() -> None:
     assert str(error.value) == (
         "expert intermediate size 768 in groups of 128 that share scales (fp8_block) is too few for 4 tensor-parallel"
         " ranks: one would hold none of 6; what works: --tp-size 4 --ep-size 2 or --tp-size 4 --ep-size 4 or"
-        " --tp-size 1 to 3, 6"
+        " --tp-size 2 --pp-size 2 or --tp-size 1 --pp-size 4 or --tp-size 1 to 3, 6"
     )
     for ranks in (RankLayout(4, 2), RankLayout(4, 4), RankLayout(1), RankLayout(2)):
         check_layout(model, ranks)

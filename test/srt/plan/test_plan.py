@@ -101,7 +101,7 @@ def test_tensor_parallel_shares(build: Any) -> None:
 @pytest.mark.parametrize(("tp_size", "what"), [(33, "32 attention heads"), (64, "32 attention heads")])
 def test_every_rank_has_heads(build: Any, tp_size: int, what: str) -> None:
     with pytest.raises(
-        UserError, match=f"--tp-size {tp_size} is more than the model's {what}; what works: --tp-size 1 "
+        UserError, match=f"--tp-size {tp_size} is more than the model's {what}; what works: .*--tp-size 1 to"
     ):
         build(tp_size=tp_size)
 
@@ -210,7 +210,7 @@ def test_kernels_of_the_plan(build: Any) -> None:
 @given(limit=st.integers(1, 2000), running=st.integers(1, 2000))
 def test_graph_sizes(limit: int, running: int) -> None:
     args = ServerArgs.from_kwargs(model_path="x", cuda_graph_max_bs=limit)
-    sizes = cuda_graph_batch_sizes(args, 100 * GIB, running)
+    sizes = cuda_graph_batch_sizes(args, 512, running)
     assert list(sizes) == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == min(limit, running)
     assert all(b - a <= max(8, b // 6) for a, b in itertools.pairwise(sizes))
 
@@ -266,6 +266,17 @@ def test_flashinfers_buffers_are_planned(build: Any, page_size: int) -> None:
     assert spent(plan) <= plan.memory.available
 
 
+def test_flashinfers_buffers_are_planned_for_layers_with_and_without_a_window(build: Any) -> None:
+    both = frozenset({"triton", "flashinfer"})
+    layers = ["sliding_attention", "full_attention"] * 18
+    windows = QWEN3_8B | {"use_sliding_window": True, "sliding_window": 1024, "layer_types": layers}
+    alone, plan = (build(config, attention_backend="flashinfer", packages=both) for config in (QWEN3_8B, windows))
+    assert [site.window for site in plan.attention_sites] == [1024, 0] and len(plan.attention_shapes) == 1
+    pages = 4 * 512 * (1024 + 3) + 40 * min(plan.max_total_num_tokens, 512 * 40960)
+    assert plan.memory.attention - alone.memory.attention > 2 * FLASHINFER_PLANS + pages
+    assert spent(plan) <= plan.memory.available
+
+
 def test_the_decode_kernels_partial_results_are_planned(build: Any) -> None:
     plan = build()
     tile, (heads, dim) = plan.tile("decode_attention"), (32, 128)
@@ -301,8 +312,47 @@ def test_advice_names_a_layout_that_works(build: Any) -> None:
     with pytest.raises(UserError, match=r"use more GPUs \(--tp-size 2\)"):
         build(free=15.5 * GIB)
     heads = {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 128}
-    with pytest.raises(UserError, match="reserve; use --cuda-graph-max-bs 16"):
-        build(QWEN3_8B | heads | {"intermediate_size": 12288 * 5}, free=11 * GIB, tp_size=5)
+    five = {"config": QWEN3_8B | heads | {"intermediate_size": 12288 * 5}, "free": 11 * GIB, "tp_size": 5}
+    with pytest.raises(UserError, match="reserve; use --cuda-graph-max-bs 16, .* or a quantized checkpoint"):
+        build(**five, max_running_requests=64)
+    with pytest.raises(UserError, match="reserve; use a quantized checkpoint"):
+        build(**five)
+
+
+GLM47 = json.loads((Path(__file__).parents[1] / "kernels" / "configs" / "glm47.json").read_text())
+
+
+def test_a_model_that_just_fits_gets_smaller_sizes_and_a_cache(build: Any) -> None:
+    """GLM-4.7-FP8 on four cards: with the sizes that their memory stands for nothing would be left."""
+    roomy, plan = (build(GLM47, "rtx-pro-6000-server", 92.72 * GIB, tp_size=tp) for tp in (8, 4))
+    assert (roomy.chunked_prefill_size, roomy.max_running_requests, roomy.warnings) == (8192, 1024, ())
+    assert plan.max_total_num_tokens > 55_000 and spent(plan) <= plan.memory.available
+    assert (plan.chunked_prefill_size, plan.max_running_requests, plan.cuda_graph_bs[-1]) == (2048, 64, 64)
+    assert "the weights leave 9.6" in plan.warnings[0] and "--chunked-prefill-size 2048" in plan.warnings[0]
+    large = {"chunked_prefill_size": 8192, "max_running_requests": 1024, "cuda_graph_max_bs": 512}
+    with pytest.raises(UserError, match="a smaller --chunked-prefill-size or --max-running-requests"):
+        build(GLM47, "rtx-pro-6000-server", 92.72 * GIB, tp_size=4, **large)
+
+
+def test_sizes_that_the_user_gave_stay(build: Any) -> None:
+    given = {"chunked_prefill_size": 4096, "max_running_requests": 24, "cuda_graph_max_bs": 16}
+    plan = build(GLM47, "rtx-pro-6000-server", 92.72 * GIB, tp_size=4, **given)
+    assert (plan.chunked_prefill_size, plan.max_running_requests, plan.cuda_graph_bs[-1]) == (4096, 24, 16)
+    share = build(GLM47, "rtx-pro-6000-server", 92.72 * GIB, tp_size=4, mem_fraction_static=0.97)
+    assert share.chunked_prefill_size == 8192, "the share says what the caches get, whatever the rest needs"
+    few = build(free=31 * GIB, max_total_tokens=1000)
+    assert few.chunked_prefill_size == 2048 and few.max_running_requests == 256 and few.warnings == ()
+
+
+def test_what_a_checkpoint_keeps_in_16_bits_is_said(build: Any) -> None:
+    with pytest.raises(UserError, match=r"the checkpoint keeps [\d.]+ GiB of attn in 16 bits; .* quantizes these too"):
+        build(
+            GLM47 | {"quantization_config": _without_attention(GLM47["quantization_config"])}, free=30 * GIB, tp_size=8
+        )
+
+
+def _without_attention(quantization: dict[str, Any]) -> dict[str, Any]:
+    return quantization | {"ignore": [*quantization["ignore"], "re:.*self_attn.*"]}
 
 
 def test_kv_spec() -> None:

@@ -29,7 +29,7 @@ def rows(most: int, caches: int, each: int = 0, **flags: Any) -> StateRows:
     """States of 1,000 bytes and tokens of one; `caches` bytes of both beside row 0, and for each request that may run
     `each` less."""
     args, cost = ServerArgs(model_path="", **flags), CacheCost(Fraction(TOKEN), state_bytes=STATE)
-    return state_rows(args, most, CONTEXT, cost, lambda running: caches + STATE - each * running)
+    return state_rows(args, most, CONTEXT, cost, lambda running: caches + cost.states_bytes(1) - each * running)
 
 
 def numbers(found: StateRows) -> tuple[int, int]:
@@ -58,7 +58,7 @@ def test_a_conversation_that_waits_has_a_checkpoint() -> None:
 def test_one_request_of_the_full_context_comes_before_the_ninth(left: int, expected: int) -> None:
     """Of 100,000 tokens. Conversations alone would get 4, 14, 22 and 32."""
     cost = CacheCost(Fraction(TOKEN), state_bytes=STATE)
-    found = state_rows(ServerArgs(model_path=""), 1024, 100_000, cost, lambda _: left + STATE)
+    found = state_rows(ServerArgs(model_path=""), 1024, 100_000, cost, lambda _: left + cost.states_bytes(1))
     assert numbers(found) == (expected, expected)
 
 

@@ -114,6 +114,22 @@ class Group:
         dist.reduce_scatter_tensor(out, x.contiguous(), group=self.communicator())
         return out
 
+    def send_to_next(self, x: torch.Tensor) -> torch.Tensor:
+        """To the rank behind this one, which receives it; returns x."""
+        dist.send(x.contiguous(), group=self.communicator(), group_dst=self.rank + 1)
+        return x
+
+    def receive_from_previous(self, x: torch.Tensor) -> torch.Tensor:
+        """What the rank before this one sends, written to `x`."""
+        dist.recv(x, group=self.communicator(), group_src=self.rank - 1)
+        return x
+
+    def from_last(self, x: torch.Tensor) -> torch.Tensor:
+        """The last rank's `x`, whose shape the others know; written over theirs."""
+        if self.size > 1:
+            dist.broadcast(x, group=self.communicator(), group_src=self.size - 1)
+        return x
+
     def communicator(self) -> dist.ProcessGroup:
         """The library's, of this group."""
         assert self._process_group is not None, f"no tensors travel in {self}"
@@ -128,7 +144,8 @@ class Groups:
     """By what their ranks share. Layers get them from their scope.
 
     `experts`: those whose experts' outputs add up to the layer's, which are all. `ep` and `expert_tp` divide the
-    weights of experts and exchange nothing themselves. Of `pp` and `dp` there is one each today.
+    weights of experts and exchange nothing themselves. `pp`: the ranks of all stages that have the same place in
+    theirs. Of `dp` there is one today.
     """
 
     tp: Group = ALONE  # dense layers and the vocabulary
@@ -140,15 +157,23 @@ class Groups:
     dp: Group = ALONE  # requests
 
 
-def groups_of(ranks: RankLayout, rank: int, process_group: dist.ProcessGroup | None = None) -> Groups:
-    """The groups of one rank. `process_group`: of all ranks; without it nothing can be sent."""
-    everyone = Group(rank, ranks.tp_size, process_group)
+def groups_of(
+    ranks: RankLayout,
+    rank: int,
+    process_group: dist.ProcessGroup | None = None,
+    stages_group: dist.ProcessGroup | None = None,
+) -> Groups:
+    """The groups of one rank. `process_group`: of the ranks of its stage, `stages_group`: of the ranks of all stages
+    that have its place; without them nothing can be sent."""
+    tp_rank = ranks.tp_rank(rank)
+    everyone = Group(tp_rank, ranks.tp_size, process_group)
     return Groups(
         tp=everyone,
         attention=everyone,
         experts=everyone,
-        ep=Group(ranks.ep_rank(rank), ranks.ep_size),
-        expert_tp=Group(ranks.expert_tp_rank(rank), ranks.expert_tp_size),
+        ep=Group(ranks.ep_rank(tp_rank), ranks.ep_size),
+        expert_tp=Group(ranks.expert_tp_rank(tp_rank), ranks.expert_tp_size),
+        pp=Group(ranks.stage(rank), ranks.pp_size, stages_group),
     )
 
 
@@ -156,6 +181,8 @@ def groups_of(ranks: RankLayout, rank: int, process_group: dist.ProcessGroup | N
 class _State:
     groups: Groups
     host_group: dist.ProcessGroup | None
+    ranks: RankLayout = ONE_RANK
+    rank: int = 0
 
 
 _ONE_PROCESS = _State(Groups(), None)
@@ -168,8 +195,8 @@ def init(ranks: RankLayout, rank: int, backend: str, init_method: str, timeout_s
 
     `timeout_s`: of collectives over tensors. Raises what torch.distributed raises when a rank does not come."""
     global _state
-    if not 0 <= rank < ranks.tp_size:
-        raise ValueError(f"rank {rank} is not in 0..{ranks.tp_size - 1}")
+    if not 0 <= rank < ranks.world_size:
+        raise ValueError(f"rank {rank} is not in 0..{ranks.world_size - 1}")
     if _state is not _ONE_PROCESS:
         raise RuntimeError("the groups are initialized already; call shutdown() first")
     if ranks == ONE_RANK:
@@ -177,12 +204,31 @@ def init(ranks: RankLayout, rank: int, backend: str, init_method: str, timeout_s
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
     join_limit, limit = timedelta(seconds=max(timeout_s, JOIN_TIMEOUT_S)), timedelta(seconds=timeout_s)
     dist.init_process_group(
-        backend, init_method=init_method, rank=rank, world_size=ranks.tp_size, timeout=join_limit, device_id=device
+        backend, init_method=init_method, rank=rank, world_size=ranks.world_size, timeout=join_limit, device_id=device
     )
-    tensors = dist.group.WORLD if join_limit == limit else dist.new_group(backend=backend, timeout=limit)
+    tensors = stages = dist.group.WORLD
+    if ranks.pp_size > 1:
+        tensors, stages = _stage_groups(ranks, rank, backend, limit)
+    elif join_limit != limit:
+        tensors = dist.new_group(backend=backend, timeout=limit)
     host_group = dist.new_group(backend="gloo", timeout=_IDLE_TIMEOUT)
-    _state = _State(groups_of(ranks, rank, tensors), host_group)
+    _state = _State(groups_of(ranks, rank, tensors, stages), host_group, ranks, rank)
     return _state.groups
+
+
+def _stage_groups(
+    ranks: RankLayout, rank: int, backend: str, limit: timedelta
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Of the ranks of this one's stage, and of those with its place in every stage. All ranks make all groups."""
+    everyone = range(ranks.world_size)
+    mine: list[dist.ProcessGroup | None] = []
+    for key in (ranks.stage, ranks.tp_rank):
+        for place in dict.fromkeys(map(key, everyone)):
+            members = [other for other in everyone if key(other) == place]
+            group = dist.new_group(members, backend=backend, timeout=limit)
+            if rank in members:
+                mine.append(group)
+    return mine[0], mine[1]
 
 
 def shutdown() -> None:
@@ -202,6 +248,21 @@ def host_group() -> dist.ProcessGroup:
     """All ranks, for what stays in host memory: gloo, without a time limit. There is none for one rank."""
     assert _state.host_group is not None, "one rank has nobody to talk to"
     return _state.host_group
+
+
+def num_ranks() -> int:
+    """Of all stages."""
+    return _state.ranks.world_size
+
+
+def rank() -> int:
+    """Of this process among all."""
+    return _state.rank
+
+
+def is_leader() -> bool:
+    """Whether this process answers requests and decides what a clock decides."""
+    return _state.rank == _state.ranks.leader
 
 
 def tp_rank() -> int:
@@ -229,7 +290,7 @@ def least(value: int) -> int:
 
 def least_each(values: Sequence[int]) -> list[int]:
     """The smallest of the ranks' values at each position; all ranks give the same number of them. Host memory only."""
-    if tp_size() == 1 or not values:
+    if num_ranks() == 1 or not values:
         return list(values)
     smallest = torch.tensor(values, dtype=torch.int64)
     dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=_state.host_group)
@@ -237,10 +298,10 @@ def least_each(values: Sequence[int]) -> list[int]:
 
 
 def broadcast_bytes(data: bytes | None) -> bytes:
-    """Rank 0's `data` on every rank; the other ranks pass None. Host memory only. Blocks until rank 0 calls.
+    """The leader's `data` on every rank; the others pass None. Host memory only. Blocks until the leader calls.
 
     What is short travels with its length, in one message: every step waits for this."""
-    if tp_size() == 1:
+    if num_ranks() == 1:
         assert data is not None
         return data
     head = np.zeros(_HEAD_BYTES, np.uint8)
@@ -248,11 +309,11 @@ def broadcast_bytes(data: bytes | None) -> bytes:
         head[:_LENGTH_BYTES] = np.frombuffer(len(data).to_bytes(_LENGTH_BYTES, "little"), np.uint8)
         first = np.frombuffer(data[: _HEAD_BYTES - _LENGTH_BYTES], np.uint8)
         head[_LENGTH_BYTES : _LENGTH_BYTES + len(first)] = first
-    dist.broadcast(torch.from_numpy(head), src=0, group=host_group())
+    dist.broadcast(torch.from_numpy(head), src=_state.ranks.leader, group=host_group())
     size = int.from_bytes(head[:_LENGTH_BYTES].tobytes(), "little")
     begin = head[_LENGTH_BYTES : _LENGTH_BYTES + size].tobytes()
     if size == len(begin):
         return begin
     rest = np.empty(size - len(begin), np.uint8) if data is None else np.frombuffer(data, np.uint8)[len(begin) :].copy()
-    dist.broadcast(torch.from_numpy(rest), src=0, group=host_group())
+    dist.broadcast(torch.from_numpy(rest), src=_state.ranks.leader, group=host_group())
     return begin + rest.tobytes()

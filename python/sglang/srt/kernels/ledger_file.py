@@ -237,7 +237,8 @@ class Ledger:
 
     def fitting_tiles(self, need: Need, arch: ArchTraits) -> FittingTiles:
         """The candidate tiles of `need` whose measured shared memory one block of `arch` can have."""
-        candidates = attention_tiles(need.op, need.head_dim, need.v_head_dim, need.kv_dtype, arch.features)
+        group = need.heads[0] // max(1, need.heads[1])
+        candidates = attention_tiles(need.op, need.head_dim, need.v_head_dim, need.kv_dtype, arch.features, group)
         if not candidates:
             return FittingTiles((), (f"no tile for {need.describe()}",))
         fitting: list[Tile] = []

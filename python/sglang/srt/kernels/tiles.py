@@ -121,11 +121,16 @@ ROWS: tuple[TileRow, ...] = (
         (_split(16, 16, 4, 3, 3), _split(16, 16, 4, 2, 2)), {"wgmma": (_split(16, 32, 4, 3, 2),)},
     ),
     TileRow("decode_attention", ((512, 512),), _ANY, (_split(16, 16, 4, 3, 2), _split(16, 16, 4, 2, 2))),
+    # Three stages: one for the slots, two for latents. Eight warps for twice as many float8 latents at a time, which
+    # take as many bytes.
     TileRow(
-        "decode_attention", (MLA_LATENT,), _HALF,
-        (_split(32, 32, 8, 2, 1, 2), _split(16, 16, 4, 2, 2, 2)), {"wgmma": (_split(64, 32, 8, 2, 1, 2),)},
+        "decode_attention", (MLA_LATENT,), _HALF, (_split(16, 32, 4, 3, 1, 2), _split(16, 16, 4, 3, 1, 2)),
+        {"wgmma": (_split(64, 32, 8, 3, 1, 2), _split(32, 32, 4, 3, 2, 2), _split(16, 32, 4, 3, 2, 2))},
     ),
-    TileRow("decode_attention", (MLA_LATENT,), _FP8, (_split(32, 32, 8, 2, 1, 2), _split(16, 16, 4, 2, 2, 2))),
+    TileRow(
+        "decode_attention", (MLA_LATENT,), _FP8, (_split(16, 64, 8, 3, 1, 2), _split(16, 32, 4, 3, 1, 2)),
+        {"wgmma": (_split(64, 64, 8, 3, 1, 2), _split(32, 32, 4, 3, 2, 2), _split(16, 128, 8, 3, 1, 2))},
+    ),
     # Keys and values that are made of latents: always 16 bits.
     TileRow(
         "latent_prompt_attention", ((192, 128),), _HALF,
@@ -146,8 +151,11 @@ KV_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_
 
 
 def attention_tiles(
-    op: str, head_dim: int, v_head_dim: int, kv_dtype: str, features: Collection[str]
+    op: str, head_dim: int, v_head_dim: int, kv_dtype: str, features: Collection[str], group: int = 0
 ) -> tuple[AttentionTile, ...]:
-    """Candidate tiles, best first; empty if the kernels do not support the shape or the dtype."""
+    """Candidate tiles, best first; empty if the kernels do not support the shape or the dtype. `group`: query heads
+    that share a kv head, if known: blocks of more heads than that would be idle in part."""
     row = find_row(op, head_dim, v_head_dim, KV_BYTES.get(kv_dtype, 0))
-    return () if row is None else tuple(row.candidates(features))
+    if row is None:
+        return ()
+    return tuple(tile for tile in row.candidates(features) if not group or tile.get("BLOCK_H", 0) <= max(16, group))

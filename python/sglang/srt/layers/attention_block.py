@@ -16,6 +16,7 @@ from sglang.srt.layers.layernorm import norm_weight
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.ops import OutputGateOp, QKNormRopeStoreOp, QKWholeNormOp, ValueNormOp
 from sglang.srt.layers.parameter import Init, Part, Scope, share_param
+from sglang.srt.layers.quantization.quantized_rows import Rows
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.ranks import Share
 from sglang.srt.plan.weight_names import PartKey
@@ -63,6 +64,7 @@ class GQAttention:
         if spec.output_gate:
             projections = _with_gates(projections, heads, dim)
         self.qkv = ColumnParallelLinear(scope.sub("qkv"), hidden_size, projections, spec.qkv_bias)
+        self.row_format = self.qkv.row_format
         self.o = RowParallelLinear(scope.sub("o"), q_rows, hidden_size, spec.o_bias, group=group)
         self.q_norm = self.k_norm = None
         self.whole_norm: WholeNorm | None = None
@@ -107,7 +109,7 @@ class GQAttention:
     def leave_sum(self) -> Group | None:
         return self.o.leave_sum()
 
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def __call__(self, x: Rows, batch: ForwardBatch) -> torch.Tensor:
         cache = self.cache
         positions, cos_sin = self.rotary.at(batch.positions)
         qkv = gates = self.qkv(x)

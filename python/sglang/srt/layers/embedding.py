@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.ops import LinearOp
 from sglang.srt.layers.parameter import Part, Scope, Shard
+from sglang.srt.layers.quantization.quantized_rows import values_of
 from sglang.srt.plan.ranks import Share, exact_share, share_in_rooms, whole
 from sglang.srt.plan.weight_names import PartKey
 
@@ -72,7 +73,7 @@ class LMHead:
         if self.product is None:
             weight = _vocab_weight(scope, vocab_size, hidden_size) if tied_to is None else tied_to.weight
             linear: LinearOp = scope.plan.entry("linear")
-            self.product = lambda hidden: linear(hidden, weight, out_dtype=torch.float32)
+            self.product = lambda hidden: linear(values_of(hidden), weight, out_dtype=torch.float32)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         assert self.product is not None

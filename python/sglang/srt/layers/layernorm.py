@@ -7,6 +7,7 @@ import torch
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.ops import AddRMSNormOp, RMSNormOp
 from sglang.srt.layers.parameter import Init, Part, Scope
+from sglang.srt.layers.quantization.quantized_rows import RowFormat, Rows
 from sglang.srt.plan.weight_names import PartKey
 
 
@@ -41,3 +42,15 @@ class RMSNorm:
         """As a call, of the sum over the group's ranks of `x`: in one kernel where the group has one for it."""
         at_once = group.all_reduce_add_rms_norm(x, residual, self.weight, self.eps)
         return self(group.all_reduce(x), residual) if at_once is None else at_once
+
+    def quantized(
+        self, x: torch.Tensor, residual: torch.Tensor | None, wanted: RowFormat | None, group: Group | None
+    ) -> tuple[Rows, torch.Tensor]:
+        """As a call, or with a group as `of_summands`; and where rows are many their quantized form, in the norm's
+        launch. Of sums over ranks that is as many launches as a sum with its norm, and one that quantizes."""
+        if wanted is None or residual is None or len(x) < wanted.least:
+            return self(x, residual) if group is None else self.of_summands(x, residual, group)
+        from sglang.srt.layers.triton_ops.norm_quantize import add_rmsnorm_quantize
+
+        x = x if group is None else group.all_reduce(x)
+        return add_rmsnorm_quantize(x, residual, self.weight, self.eps, wanted.form)

@@ -14,6 +14,7 @@ import torch
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.ops import LinearOp
 from sglang.srt.layers.parameter import Apply, Init, Part, Scope, Shard, zeroed_behind
+from sglang.srt.layers.quantization.quantized_rows import RowFormat, Rows, values_of
 from sglang.srt.plan.ranks import Share, share_in_rooms, whole
 from sglang.srt.plan.weight_names import PartKey
 
@@ -24,7 +25,7 @@ class Unquantized:
     def create_weights(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
         weight = self._stacked(scope, shards)
         linear: LinearOp = scope.plan.entry("linear")
-        return lambda x: linear(x, weight, bias)
+        return lambda x: linear(values_of(x), weight, bias)
 
     def create_head(self, scope: Scope, shard: Shard) -> Apply | None:
         return None
@@ -71,8 +72,9 @@ class ColumnParallelLinear:
             shards.append(Shard(part, rows, whole(in_features), pieces[part]))
             pieces[part] += 1
         self.apply = scope.quant.create_weights(scope, shards, _stacked_bias(scope, shards) if bias else None)
+        self.row_format: RowFormat | None = getattr(self.apply, "row_format", None)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Rows) -> torch.Tensor:
         return self.apply(x)
 
 

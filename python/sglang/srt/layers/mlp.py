@@ -14,6 +14,7 @@ from sglang.srt.layers import native_ops
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.ops import GateOp
 from sglang.srt.layers.parameter import Scope
+from sglang.srt.layers.quantization.quantized_rows import Rows
 from sglang.srt.plan.feed_forward import Dense, up_parts
 
 if TYPE_CHECKING:
@@ -30,11 +31,12 @@ class GatedMLP:
         self.gate_up = ColumnParallelLinear(scope.sub("gate_up"), hidden_size, halves, spec.bias)
         self.down = RowParallelLinear(scope.sub("down"), share, hidden_size, spec.bias, reduce)
         self.activation = gate_of(scope, spec.activation)
+        self.row_format = self.gate_up.row_format
 
     def leave_sum(self) -> Group | None:
         return self.down.leave_sum()
 
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
+    def __call__(self, x: Rows, batch: ForwardBatch | None = None) -> torch.Tensor:
         return self.down(self.activation(self.gate_up(x)))
 
 

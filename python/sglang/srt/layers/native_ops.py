@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from sglang.srt.configs.activation import GELU, GELU_TANH, SILU, Activation
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
+from sglang.srt.layers.quantization.quantized_rows import Rows, values_of
 
 if TYPE_CHECKING:
     from sglang.srt.hardware.arch import ArchTraits
@@ -44,8 +45,9 @@ def quantized_linear(weight: LinearWeight, arch: ArchTraits | None = None) -> Qu
     """(x [..., K], bias [N] or None) -> [..., N], with the weight [N, K] dequantized for each product. Activations stay
     as they are: their quantization serves matrix units that a CPU does not have."""
 
-    def run(x: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-        return linear(x, weight.dequantized().to(x.dtype), bias, out_dtype)
+    def run(x: Rows, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        values = values_of(x)
+        return linear(values, weight.dequantized().to(values.dtype), bias, out_dtype)
 
     return run
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.attention.latent_chunks import LatentChunk
     from sglang.srt.layers.moe.expert_weights import ExpertWeights
     from sglang.srt.layers.quantization.linear_weight import LinearWeight
+    from sglang.srt.layers.quantization.quantized_rows import Rows
     from sglang.srt.plan.plan import Plan
 
 Routing = tuple[torch.Tensor, torch.Tensor]
@@ -53,7 +54,7 @@ class QuantizedProduct(Protocol):
     """What the op of a quantized weight makes of it: x [..., K], bias [N] -> [..., N] of x's type or `out_dtype`."""
 
     def __call__(
-        self, x: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+        self, x: Rows, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor: ...
 
 
@@ -205,7 +206,7 @@ class HashRoutingOp(Protocol):
 class FusedMoEOp(Protocol):
     def __call__(
         self,
-        x: torch.Tensor,
+        x: Rows,
         w13: ExpertWeights,
         w2: ExpertWeights,
         topk_weights: torch.Tensor,

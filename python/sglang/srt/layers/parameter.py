@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import torch
 
 from sglang.srt.distributed.parallel_state import Groups
+from sglang.srt.layers.quantization.quantized_rows import Rows
 from sglang.srt.mem_cache.memory_pool import CacheStore
 from sglang.srt.plan.ranks import Share
 from sglang.srt.plan.weight_names import PartKey, WeightMap
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan
 
 Index: TypeAlias = tuple[int | slice, ...]
-Apply: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+Apply: TypeAlias = Callable[[Rows], torch.Tensor]
 Convert: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 Fill: TypeAlias = Callable[[torch.Tensor, torch.Generator], None]
 

@@ -14,6 +14,7 @@ import torch
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.parameter import Init, Scope
+from sglang.srt.layers.quantization.quantized_rows import RowFormat, Rows, values_of
 from sglang.srt.plan.layer_spec import Sum
 from sglang.srt.plan.model_description import ModelDescription
 
@@ -25,9 +26,9 @@ MIXER, FFN, INPUTS = "input_norm", "mlp_norm", "inputs"
 
 
 class Block(Protocol):
-    """x [T, H], batch -> [T, H]."""
+    """x [T, H], batch -> [T, H]. A block whose `row_format` is not None also takes x so."""
 
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor: ...
+    def __call__(self, x: Rows, batch: ForwardBatch) -> torch.Tensor: ...
 
     def leave_sum(self) -> Group | None:
         """From now on give this rank's summand; returns the group to sum over. None: the block goes on summing."""
@@ -36,10 +37,11 @@ class Block(Protocol):
 class Join(Protocol):
     """Where one block takes its input from the stream and gives its output to it."""
 
-    def sum_over(self, block: Block) -> None:
-        """Take over the sum over the ranks at the end of the block, if that can wait for the next norm."""
+    def attach(self, block: Block) -> None:
+        """Take over the sum over the ranks at the end of the block, if that can wait for the next norm, and from now on
+        give it its input as its products take it."""
 
-    def before(self, stream: Any) -> torch.Tensor:
+    def before(self, stream: Any) -> Rows:
         """The block's input [T, H]."""
 
     def after(self, stream: Any, out: torch.Tensor) -> None:
@@ -52,6 +54,9 @@ class ResidualStream(Protocol):
 
     def begin(self, embedded: torch.Tensor) -> Any:
         """The stream before the first layer, of embeddings [T, H]."""
+
+    def hand_on(self, stream: Any) -> torch.Tensor:
+        """[T, H], of which `begin` of a pipeline's next stage makes the same stream."""
 
     def finish(self, stream: Any) -> torch.Tensor:
         """Hidden states [T, H] behind the final norm."""
@@ -68,13 +73,10 @@ class SumStream:
         self.total: torch.Tensor | None = None
         self.group: Group | None = None
 
-    def normed(self, norm: RMSNorm) -> torch.Tensor:
-        """Adds up what there is, and norms it."""
-        if self.group is None:
-            normed, self.total = norm(self.added, self.total)
-        else:
-            normed, self.total = norm.of_summands(self.added, self.total, self.group)
-            self.group = None
+    def normed(self, norm: RMSNorm, wanted: RowFormat | None = None) -> Rows:
+        """Adds up what there is, and norms it; rows that are many also come as `wanted` says."""
+        normed, self.total = norm.quantized(self.added, self.total, wanted, self.group)
+        self.group = None
         return normed
 
     def summed(self) -> torch.Tensor:
@@ -86,20 +88,22 @@ class SumStream:
 
 
 class SumJoin:
-    """Without `norm` the block takes the stream as it is. `scale` [1] multiplies the stream behind the block. With
-    `group` (by `sum_over`) the block gives a summand of each rank of it."""
+    """Without `norm` the block takes the stream as it is. `scale` [1] multiplies the stream behind the block. By
+    `attach`: with `group` the block gives a summand of each rank of it, and it takes rows in `row_format`."""
 
     def __init__(self, norm: RMSNorm | None, norm_after: RMSNorm | None, scale: torch.Tensor | None = None) -> None:
         self.norm, self.norm_after, self.scale = norm, norm_after, scale
         self.group: Group | None = None
+        self.row_format: RowFormat | None = None
 
-    def sum_over(self, block: Block) -> None:
+    def attach(self, block: Block) -> None:
+        self.row_format = getattr(block, "row_format", None)
         # What comes between the sum and the next norm needs the sum.
         if self.norm_after is None and self.scale is None:
             self.group = block.leave_sum()
 
-    def before(self, stream: SumStream) -> torch.Tensor:
-        return stream.summed() if self.norm is None else stream.normed(self.norm)
+    def before(self, stream: SumStream) -> Rows:
+        return stream.summed() if self.norm is None else stream.normed(self.norm, self.row_format)
 
     def after(self, stream: SumStream, out: torch.Tensor) -> None:
         stream.group = self.group
@@ -113,7 +117,7 @@ class SumJoin:
 class SumResidual:
     def __init__(self, scope: Scope, model: ModelDescription, spec: Sum) -> None:
         self.model, self.spec = model, spec
-        self.norm = self._norm(scope.sub("norm"))
+        self.norm = self._norm(scope.sub("norm")) if model.last_stage else None
 
     def _norm(self, scope: Scope) -> RMSNorm:
         model = self.model
@@ -131,5 +135,9 @@ class SumResidual:
     def begin(self, embedded: torch.Tensor) -> SumStream:
         return SumStream(embedded)
 
+    def hand_on(self, stream: SumStream) -> torch.Tensor:
+        return stream.summed()
+
     def finish(self, stream: SumStream) -> torch.Tensor:
-        return stream.normed(self.norm)
+        assert self.norm is not None, "the last stage has it"
+        return values_of(stream.normed(self.norm))

@@ -36,6 +36,7 @@ from sglang.srt.managers.child import ALIVE, ERROR, READY, STOP, USER_ERROR, chi
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.managers.watchdog import beat_seconds
 from sglang.srt.managers.wire.ipc import Ports
+from sglang.srt.plan.layout import asked_layout
 from sglang.srt.plan.plan import describe_served_model
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
@@ -43,7 +44,7 @@ from sglang.srt.utils.hf_tokenizer import load_tokenizer
 logger = logging.getLogger(__name__)
 
 SCHEDULER_ENTRY = "sglang.srt.managers.scheduler.scheduler_process:run_scheduler"
-"""`module:function(args, ports, tp_rank, start_pipe)`; imported by the child only."""
+"""`module:function(args, ports, rank, start_pipe)`; imported by the child only."""
 DETOKENIZER_ENTRY = "sglang.srt.managers.detokenizer.detokenizer_manager:run_detokenizer"
 
 _EXIT_GRACE_S = 1.0
@@ -90,8 +91,9 @@ class EngineHandle:
         self._lock = threading.Lock()
         atexit.register(self.shutdown)  # before the exit handler of multiprocessing, which would wait for the children
         try:
-            for rank in range(args.tp_size):
-                name = "scheduler" if args.tp_size == 1 else f"scheduler TP{rank}"
+            ranks = asked_layout(args)
+            for rank in range(ranks.world_size):
+                name = "scheduler" if ranks.world_size == 1 else f"scheduler {ranks.name(rank)}"
                 self._spawn(name, SCHEDULER_ENTRY, (args, self._ports, rank))
             self._spawn("detokenizer", DETOKENIZER_ENTRY, (args, self._ports, 0))
             self._monitor = threading.Thread(target=self._watch_children, name="engine-monitor", daemon=True)

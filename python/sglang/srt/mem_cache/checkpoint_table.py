@@ -16,28 +16,58 @@ Rows = npt.NDArray[np.int64]
 
 class CheckpointTable:
     """Rows first_row .. first_row + size - 1 of every state tensor. Whose node was used least recently gives way, and
-    on one path the one that is nearest to the root."""
+    on one path the one that is nearest to the root.
+
+    A request that decodes may have one row of these, with its state at the last end of a page. The tree gets it when
+    the request ends. Requests have at most half of the rows.
+    """
 
     def __init__(self, first_row: int, size: int) -> None:
         self.size = size
         self._rows = range(first_row, first_row + size)
         self._free = list(reversed(self._rows))
         self._nodes: dict[int, Node] = {}
+        self._decoding: dict[int, tuple[int, int]] = {}
+        """Request slot -> the row that it has, and how many tokens the state there stands for."""
         self._sources: dict[int, int] = {}
         """Row -> the row whose content, as it is before the next step, it gets."""
 
     def usage(self) -> dict[str, int]:
-        return {"free": len(self._free), "cached": len(self._nodes), "total": self.size}
+        used = {"cached": len(self._nodes), "held": len(self._decoding)}
+        return {"free": len(self._free), **used, "total": self.size}
 
     def save(self, slot: int, node: Node) -> None:
         """Keep the state of a request whose launched steps end with the node."""
         if node.checkpoint or not self.size:
             return
+        self._give(node, self._take())
+        self._copy(slot, node.checkpoint)
+
+    def keep(self, slot: int, length: int) -> None:
+        """Keep the state of a request that decodes, whose launched steps end with a page, in place of what was kept of
+        it before."""
+        if slot not in self._decoding and len(self._decoding) >= self.size // 2:
+            return
+        row = self._decoding[slot][0] if slot in self._decoding else self._take()
+        self._decoding[slot] = row, length
+        self._copy(slot, row)
+
+    def end(self, slot: int, node: Node | None) -> None:
+        """A request gives up its slot. `node`: where what it leaves in the tree ends."""
+        row, length = self._decoding.pop(slot, (0, 0))
+        if row and node is not None and node.depth == length and not node.checkpoint:
+            self._give(node, row)
+        elif row:
+            self._free.append(row)
+
+    def _take(self) -> int:
         if not self._free:
             self.drop(min(self._nodes.values(), key=lambda n: (n.last_access, n.depth)))
-        node.checkpoint = self._free.pop()
-        self._nodes[node.checkpoint] = node
-        self._copy(slot, node.checkpoint)
+        return self._free.pop()
+
+    def _give(self, node: Node, row: int) -> None:
+        node.checkpoint = row
+        self._nodes[row] = node
 
     def restore(self, node: Node, slot: int) -> None:
         """A request begins behind the node."""
@@ -64,4 +94,6 @@ class CheckpointTable:
         kept = {node.checkpoint: node for node in nodes if node.checkpoint}
         assert kept == self._nodes, "the tree has other checkpoints than the table says"
         assert len(kept) == sum(1 for node in nodes if node.checkpoint), "two nodes have the same checkpoint"
-        assert sorted([*kept, *self._free]) == list(self._rows), "a checkpoint's row is lost or used twice"
+        decoding = [row for row, _ in self._decoding.values()]
+        assert len(decoding) <= self.size // 2, "requests have more than half of the rows"
+        assert sorted([*kept, *decoding, *self._free]) == list(self._rows), "a checkpoint's row is lost or used twice"

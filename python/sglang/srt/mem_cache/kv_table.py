@@ -190,6 +190,9 @@ class KVTable:
         locs = self.allocator.alloc(old_lens, new_lens, last)
         assert locs is not None, "cache slots were promised that are not there"
         self.rows[slots[:num_decodes], old_lens[:num_decodes]] = locs[:num_decodes]
+        if self.checkpoints is not None and self.page_size > 1 and self.tree.enabled:
+            for i in np.flatnonzero(old_lens[:num_decodes] % self.page_size == 0).tolist():
+                self.checkpoints.keep(int(slots[i]), int(old_lens[i]))
         first = num_decodes
         for i in range(num_decodes, len(slots)):
             start, count = int(old_lens[i]), int(new_lens[i] - old_lens[i])
@@ -228,6 +231,8 @@ class KVTable:
         self.allocator.free(self.rows[req.slot, req.num_cached : max(req.kv_len, req.reserved_len)])
         for window in self.windows:
             window.release(req.slot, max(req.kv_len, req.reserved_len))
+        if self.checkpoints is not None:
+            self.checkpoints.end(req.slot, req.node if keep else None)
         self.tree.unlock(req.node)
         if not keep:
             self.tree.discard(req.node)

@@ -8,7 +8,7 @@ import torch
 
 from sglang.srt.plan.caches import CacheGroup, row_tables
 from sglang.srt.plan.layer_spec import CacheSpec, CacheTensor, PerRequest, Window
-from sglang.srt.plan.pool_sizes import PoolSizes
+from sglang.srt.plan.pool_sizes import STATE_COPY_BYTES, PoolSizes
 
 STORAGE_DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -85,9 +85,13 @@ class CachePools:
         return tensors
 
     def copy_states(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Rows [N] int64 of every state; all sources are read before a target is written."""
+        """Rows [N] int64 of every state; all sources are read before a target is written. Part by part of the rows, so
+        that what is read and not written yet takes at most STATE_COPY_BYTES."""
         for states in self._states:
-            states[:, targets] = states[:, sources]
+            rows = states.flatten(2)  # [caches, rows, elements]
+            step = max(1, STATE_COPY_BYTES // (len(rows) * len(targets) * rows.element_size()))
+            for part in rows.split(step, dim=2):
+                part[:, targets] = part[:, sources]
 
     def _entries(self, group: CacheGroup, sizes: PoolSizes) -> int:
         """One page more than the plan counts: page 0 is padding."""
@@ -113,6 +117,7 @@ class CachePools:
         return sum(
             group.bytes_per_entry * len(next(iter(caches[0].values())))
             for group, caches in zip(self.groups, self.tensors, strict=True)
+            if caches
         )
 
 

@@ -126,7 +126,11 @@ class _Canary:
         return self._logits(self._last_tokens(count))
 
     def _logits(self, step: StepInput) -> torch.Tensor:
-        return self.runner.forward(step).logits.float().clone()
+        """On all stages of a pipeline, which go on alike."""
+        logits, runner = self.runner.forward(step).logits.float(), self.runner
+        if not runner.samples:
+            logits = logits.new_empty((len(logits), runner.plan.model.vocab_size))
+        return runner.pp.from_last(logits.clone())
 
     def _compared(self, name: str, logits: torch.Tensor, reference: torch.Tensor) -> float:
         agreement = _cosine(logits, reference) if bool(logits.isfinite().all()) else float("nan")

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from sglang.srt.distributed import parallel_state
 from sglang.srt.environ import envs
 from sglang.srt.errors import UserError
 from sglang.srt.kernels.coverage import check_launches
@@ -39,12 +40,17 @@ class ModelRunner:
     def __init__(self, plan: Plan, load_format: str = "auto", seed: int = 0, drafter: Drafter | None = None) -> None:
         if drafter is not None and plan.has_states:
             raise UserError("guesses cannot be verified with this model: its recurrent states cannot be taken back")
+        if drafter is not None and plan.ranks.pp_size > 1:
+            raise UserError("guesses cannot be verified with --pp-size: only the last stage knows what was accepted")
         self.plan = plan
         self.device = plan.device
         pdl.enable("pdl" in plan.arch.features)
         if envs.SGLANG_CHECK_LAUNCHES and plan.device == "cuda":
             check_launches(plan.arch)
         self.model = load_model(plan, load_format, seed)
+        self.pp = parallel_state.groups().pp
+        self.samples = plan.description.last_stage
+        """Stages before the last one of a pipeline take its tokens, and leave what else it finds to it."""
         self.pools = CachePools(plan.caches, plan.pool_sizes, plan.device)
         self.pools.bind(self.model.caches)
         self.sampling_table = SamplingTable(plan.max_running_requests + 1, plan.model.vocab_size, plan.device)
@@ -195,7 +201,7 @@ class ModelRunner:
     def _prompt_logprobs(self, step: StepInput, hidden: torch.Tensor) -> LogprobResult | None:
         assert step.extend is not None
         request = step.extend.prompt_logprobs
-        if request is None:
+        if request is None or not self.samples:
             return None
         packed = prompt_logprobs(hidden, self.model.logits, request, self.plan.model.vocab_size)
         return LogprobResult(self._to_host(packed), request)
@@ -204,16 +210,21 @@ class ModelRunner:
         """Final hidden states [E, H] fp32 of the sampled rows that want them."""
         assert step.extend is not None
         rows = step.extend.embed_rows
-        return None if rows is None else self._to_host(hidden[last_rows[to_device(rows, self.device)]].float())
+        if rows is None or not self.samples:
+            return None
+        return self._to_host(hidden[last_rows[to_device(rows, self.device)]].float())
 
     @torch.inference_mode()
     def sample(self, forward: LaunchedForward, vocab_mask: np.ndarray | None = None) -> StepResult:
         """Launch the rest of a step. vocab_mask [R, ceil(V / 32)] int32: allowed tokens of the rows of logits."""
+        if not self.samples:
+            return self._take_tokens(forward)
         step, state = forward.step, self.state
         mask = None if vocab_mask is None else to_device(vocab_mask, self.device)
         sampling = self.sampling_table.view(forward.host_slots, forward.slots)
         next_token = state.next_tokens[:, 0] if state.drafter is None else None
         out = self.sampler(forward.logits, sampling, forward.positions, mask, step.logprobs, next_token)
+        self.pp.from_last(out.next_token_ids)
         counts, tokens = None, out.next_token_ids[:, None]
         if forward.widths is not None:
             slots = forward.slots.view(len(step.slots), -1)[:, 0]
@@ -226,11 +237,22 @@ class ModelRunner:
         if step.logprobs is not None:
             assert out.logprobs is not None
             logprobs = LogprobResult(self._to_host(out.logprobs), step.logprobs)
-        ready = None
-        if self.device == "cuda":
-            ready = torch.cuda.Event()
-            ready.record()
-        return StepResult(tokens, ready, counts, logprobs, forward.prompt_logprobs, forward.embeddings)
+        return StepResult(tokens, self._event(), counts, logprobs, forward.prompt_logprobs, forward.embeddings)
+
+    def _take_tokens(self, forward: LaunchedForward) -> StepResult:
+        """The tokens that the last stage samples; they are read on this one too, where the next step begins."""
+        tokens = torch.empty(len(forward.slots), dtype=torch.int64, device=self.device)
+        self.pp.from_last(tokens)
+        self.state.next_tokens[forward.slots, 0] = tokens.clamp(min=0)
+        tokens = self._to_host(tokens[:, None])
+        return StepResult(tokens, self._event())
+
+    def _event(self) -> torch.cuda.Event | None:
+        if self.device != "cuda":
+            return None
+        ready = torch.cuda.Event()
+        ready.record()
+        return ready
 
     def _to_host(self, x: torch.Tensor) -> torch.Tensor:
         """A copy in host memory, complete once the step's event has passed."""

@@ -82,11 +82,11 @@ def load_checkpoint(model: CausalLM, model_path: str) -> None:
         desc="Loading safetensors",
         unit="B",
         unit_scale=True,
-        disable=parallel_state.tp_rank() != 0,
+        disable=not parallel_state.is_leader(),
     ) as progress:
         for stored_name, view, file in checkpoint.tensors():
             name = model.weights.canonical(stored_name)
-            if name not in wanted and BASE_PREFIX + name in wanted:
+            if name not in wanted and (BASE_PREFIX + name in wanted or model.ignored_weight(BASE_PREFIX + name)):
                 name = BASE_PREFIX + name
             if name in loaded:
                 raise UserError(f"{model_path}: tensor {name} is in more than one file")

@@ -83,7 +83,7 @@ class DecoderLayer:
             if block != ABSENT
         ]
         for join, block in self.blocks:
-            join.sum_over(block)
+            join.attach(block)
 
     def __call__(self, stream: Any, batch: ForwardBatch) -> None:
         # Feed-forward blocks get the batch too: routing may look at the token ids, and at which rows are padding.
@@ -103,6 +103,9 @@ class CausalLM:
 
     `model(batch)` -> hidden states [T, H] after the final norm; `model.logits(hidden [R, H])` -> [R, V] fp32. Both run
     under torch.inference_mode of the caller and are safe to capture in a CUDA graph.
+
+    A stage of a pipeline takes its input from the stage before it and sends its output to the next one. Before the last
+    one there are no logits: rows [R, 0].
     """
 
     def __init__(self, plan: Plan, device: torch.device | str | None = None) -> None:
@@ -123,9 +126,12 @@ class CausalLM:
         self.elsewhere = scope.elsewhere
         self.finish = scope.finish
         self.caches: list[CacheStore] = scope.caches
-        self.embed = VocabParallelEmbedding(
-            scope.sub("embed"), model.vocab_size, model.hidden_size, model.embedding_scale
-        )
+        self.pp, self.dtype, self.device = scope.groups.pp, scope.dtype, scope.device
+        self.embed: VocabParallelEmbedding | None = None
+        if model.has_embedding:
+            self.embed = VocabParallelEmbedding(
+                scope.sub("embed"), model.vocab_size, model.hidden_size, model.embedding_scale
+            )
         inputs = model.per_layer_inputs
         self.layer_inputs = None if inputs is None else PerLayerInputs(scope.sub("per_layer"), model, inputs)
         rotary = RotaryTables(plan.context_len, scope.device)
@@ -138,16 +144,30 @@ class CausalLM:
             for i, layer in enumerate(model.layers)
         ]
         tied_to = self.embed if model.tie_embeddings else None
-        self.logits = LMHead(scope.sub("lm_head"), model.vocab_size, model.hidden_size, tied_to, model.logit_cap)
+        self.head: LMHead | None = None
+        if model.last_stage:
+            self.head = LMHead(scope.sub("lm_head"), model.vocab_size, model.hidden_size, tied_to, model.logit_cap)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        stream = self.residual.begin(self._embedded(batch))
+        stream = self.residual.begin(self._embedded(batch) if self.description.first_stage else self._received(batch))
         for layer in self.layers:
             layer(stream, batch)
-        return self.residual.finish(stream)
+        if self.description.last_stage:
+            return self.residual.finish(stream)
+        return self.pp.send_to_next(self.residual.hand_on(stream))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.head is None:
+            return hidden.new_empty((len(hidden), 0), dtype=torch.float32)
+        return self.head(hidden)
+
+    def _received(self, batch: ForwardBatch) -> torch.Tensor:
+        shape = (len(batch.input_ids), self.description.hidden_size)
+        return self.pp.receive_from_previous(torch.empty(shape, dtype=self.dtype, device=self.device))
 
     def _embedded(self, batch: ForwardBatch) -> torch.Tensor:
         """[T, H]: of token ids, and rows that the batch brings itself (images) where it has some."""
+        assert self.embed is not None, "the first stage has it"
         embedded = self.embed(batch.input_ids)
         if batch.embedding_rows is not None:
             embedded[batch.embedding_rows.index] = batch.embedding_rows.rows

@@ -11,8 +11,8 @@ MIB = 1024**2
 FLASHINFER_WORKSPACE = 256 * MIB
 FLASHINFER_MLA_WORKSPACE = 128 * MIB
 FLASHINFER_PLANS = 8 * MIB
-"""Of the lists that a planner makes: one buffer for prefill and one for decoding, which the wrappers of all captured
-batch sizes share. A test holds both sizes to the backend's."""
+"""Of the lists that a planner makes: for each attention site one buffer for prefill and one for decoding, which the
+wrappers of all captured batch sizes share. A test holds both sizes to the backend's."""
 LIST_BYTES_PER_PAGE = 40
 """A step's page list and the five int64 arrays that it is gathered with."""
 
@@ -27,6 +27,8 @@ class AttentionSizes:
     pages_per_request: int
     max_pages: int
     """That all running requests together can have."""
+    windows: tuple[int, ...] = (0,)
+    """Pages of a window, for each attention site; 0: all tokens."""
 
 
 def attention_bytes(choices: Mapping[str, Choice], sizes: AttentionSizes) -> int:
@@ -39,12 +41,14 @@ def attention_bytes(choices: Mapping[str, Choice], sizes: AttentionSizes) -> int
 
 
 def _flashinfer(choice: Choice, sizes: AttentionSizes) -> int:
-    """Workspace and plans, a third buffer of plans while a wrapper is made, and page lists: one for captured batches,
-    sized for requests of the full length, and one that a step gathers."""
+    """Workspace; for each attention site two buffers of plans, and page lists: one for captured batches, sized for
+    requests of the full length, and one that a step gathers. One more buffer of plans while a wrapper is made."""
     workspace = FLASHINFER_MLA_WORKSPACE if choice.name == "flashinfer_mla" else FLASHINFER_WORKSPACE
     largest = max(sizes.graph_batch_sizes, default=0)
-    captured = 4 * largest * (sizes.pages_per_request + 3)
-    return workspace + 3 * FLASHINFER_PLANS + captured + sizes.max_pages * LIST_BYTES_PER_PAGE
+    pages = [min(window or sizes.pages_per_request, sizes.pages_per_request) for window in sizes.windows]
+    captured = sum(4 * largest * (each + 3) for each in pages)
+    gathered = len(pages) * sizes.max_pages * LIST_BYTES_PER_PAGE
+    return workspace + (2 * len(pages) + 1) * FLASHINFER_PLANS + captured + gathered
 
 
 def _triton(choice: Choice, sizes: AttentionSizes) -> int:

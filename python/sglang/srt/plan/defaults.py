@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from sglang.srt.errors import UserError
 from sglang.srt.plan.feed_forward import MoE
 from sglang.srt.plan.layer_spec import Matrix
 from sglang.srt.plan.mixers import MLA
@@ -10,33 +15,66 @@ from sglang.srt.plan.ranks import ONE_RANK
 from sglang.srt.server_args import ServerArgs
 
 GIB = 1024**3
+Made = TypeVar("Made")
 TABLE_SHARE = 32
 """req_to_token takes at most 1/32 of the available memory; long contexts lower the number of requests."""
 
 
-def default_chunked_prefill_size(device: str, available: int) -> int:
+@dataclass(frozen=True, slots=True)
+class DefaultSizes:
+    """Of what the user did not say."""
+
+    chunked_prefill_size: int
+    max_running_requests: int
+    cuda_graph_max_bs: int
+
+
+_BY_MEMORY: tuple[tuple[int, DefaultSizes], ...] = (
+    (72 * GIB, DefaultSizes(8192, 1024, 512)),
+    (36 * GIB, DefaultSizes(4096, 512, 256)),
+    (0, DefaultSizes(2048, 256, 160)),
+)
+"""From so much available memory on."""
+_SMALLER = (DefaultSizes(2048, 64, 64), DefaultSizes(1024, 32, 32), DefaultSizes(512, 16, 16), DefaultSizes(256, 8, 8))
+"""Where weights leave little, as with a model that just fits."""
+SMALLEST = _SMALLER[-1]
+CACHE_SHARE = 0.5
+"""Of what the weights leave, that the caches get at least before smaller sizes are tried."""
+
+
+def default_sizes(device: str, available: int, context_len: int) -> tuple[DefaultSizes, ...]:
+    """Those of this memory, then smaller ones."""
     if device == "cpu":
-        return 512
-    if available >= 72 * GIB:
-        return 8192
-    return 4096 if available >= 36 * GIB else 2048
+        return (DefaultSizes(512, 64, 0),)
+    by_table = max(8, available // TABLE_SHARE // (context_len * 4))
+    sizes = [*(sizes for least, sizes in _BY_MEMORY if available >= least), *_SMALLER]
+    return tuple(replace(size, max_running_requests=min(size.max_running_requests, by_table)) for size in sizes)
 
 
-def default_max_running_requests(device: str, available: int, context_len: int) -> int:
-    if device == "cpu":
-        return 64
-    by_memory = 1024 if available >= 72 * GIB else 512 if available >= 36 * GIB else 256
-    by_table = available // TABLE_SHARE // (context_len * 4)
-    return max(8, min(by_memory, by_table))
+def with_share(
+    steps: Sequence[DefaultSizes], make: Callable[[DefaultSizes], Made], share: Callable[[Made], float]
+) -> tuple[DefaultSizes, Made]:
+    """The first of `steps` whose caches have their share of what the weights leave, or that with the most. `make`
+    raises UserError where nothing is left; so does this if it always does, with the last words."""
+    refusal: UserError | None = None
+    best: tuple[float, DefaultSizes, Made] | None = None
+    for size in steps:
+        try:
+            made = make(size)
+        except UserError as error:
+            refusal = error
+            continue
+        if best is None or share(made) > best[0]:
+            best = share(made), size, made
+        if best[0] >= CACHE_SHARE:
+            break
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    return best[1], best[2]
 
 
-def default_cuda_graph_max_bs(available: int) -> int:
-    if available >= 72 * GIB:
-        return 512
-    return 256 if available >= 36 * GIB else 160
-
-
-def cuda_graph_batch_sizes(args: ServerArgs, available: int, max_running_requests: int) -> tuple[int, ...]:
+def cuda_graph_batch_sizes(args: ServerArgs, default_max: int, max_running_requests: int) -> tuple[int, ...]:
     """Ascending sizes: every 8 to 160, then every 16 to 256, every 32 beyond; no gap that pads more than a sixth."""
     if args.disable_cuda_graph:
         return ()
@@ -44,7 +82,7 @@ def cuda_graph_batch_sizes(args: ServerArgs, available: int, max_running_request
         return tuple(sorted({size for size in args.cuda_graph_bs if size <= max_running_requests})) or (
             max_running_requests,
         )
-    largest = min(args.cuda_graph_max_bs or default_cuda_graph_max_bs(available), max_running_requests)
+    largest = min(args.cuda_graph_max_bs or default_max, max_running_requests)
     steps = (1, 2, 4, *range(8, 161, 8), *range(176, 257, 16), *range(288, largest + 1, 32))
     return tuple(sorted({size for size in steps if size <= largest} | {largest}))
 

@@ -107,6 +107,19 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionSite:
+    """What call sites must have in common for one plan of a step to serve them. `window` 0: all tokens."""
+
+    shape: AttentionShape
+    window: int = 0
+
+    @property
+    def lifetime(self) -> Full | Window:
+        """Of what it reads."""
+        return Window(self.window) if self.window else FULL
+
+
+@dataclass(frozen=True, slots=True)
 class Matrix:
     """Weights [rows, cols] of one rank that one product takes.
 
@@ -146,10 +159,11 @@ class Serving:
     tp_size: int = 1
     state_dtype: str = ""  # of recurrent states; empty: as the model says
     ep_size: int = 1
+    pp_size: int = 1
 
     @property
     def ranks(self) -> RankLayout:
-        return RankLayout(self.tp_size, self.ep_size)
+        return RankLayout(self.tp_size, self.ep_size, self.pp_size)
 
     def need(
         self,
@@ -310,6 +324,11 @@ class LayerSpec:
     ffn: FeedForward
     residual: Residual = SUM
     inputs: FeedForward = ABSENT
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether another stage of a pipeline has the layer."""
+        return self.mixer == ABSENT and self.ffn == ABSENT
 
     @property
     def token_blocks(self) -> tuple[FeedForward, ...]:

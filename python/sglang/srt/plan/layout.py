@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from sglang.srt.errors import UserError
 from sglang.srt.plan.feed_forward import Dense, MoE
@@ -12,6 +13,11 @@ from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 from sglang.srt.plan.weights import expert_rows
+from sglang.srt.server_args import ServerArgs
+
+
+def asked_layout(args: ServerArgs) -> RankLayout:
+    return RankLayout(args.tp_size, args.ep_size, args.pp_size)
 
 
 def check_layout(model: ModelDescription, ranks: RankLayout) -> None:
@@ -20,9 +26,10 @@ def check_layout(model: ModelDescription, ranks: RankLayout) -> None:
     if problem is None:
         return
     working = [layout for layout in _layouts_like(ranks) if next(_problems(model, layout), None) is None]
-    ways = [layout.flags for layout in working if layout.ep_size > 1]
-    sizes = [layout.tp_size for layout in working if layout.ep_size == 1]
-    ways += [f"--tp-size {_numbers(sizes)}"] if sizes else []
+    simple = [layout for layout in working if layout == RankLayout(layout.tp_size, pp_size=ranks.pp_size)]
+    ways = [layout.flags for layout in working if layout not in simple]
+    stages = f" --pp-size {ranks.pp_size}" if ranks.pp_size > 1 else ""
+    ways += [f"--tp-size {_numbers([layout.tp_size for layout in simple])}{stages}"] if simple else []
     raise UserError(f"{problem}; what works: {' or '.join(ways) or 'another checkpoint'}")
 
 
@@ -40,7 +47,8 @@ def _numbers(numbers: list[int]) -> str:
 def next_layout(model: ModelDescription, ranks: RankLayout) -> RankLayout | None:
     """The smallest one with more ranks whose heads divide, up to four times as many, or else whose heads do not. None:
     there is none. Shares of experts' dims come before whole experts."""
-    more = [layout for size in range(ranks.tp_size + 1, 4 * ranks.tp_size + 1) for layout in _with_experts(size)]
+    sizes = range(ranks.tp_size + 1, 4 * ranks.tp_size + 1)
+    more = [replace(layout, pp_size=ranks.pp_size) for size in sizes for layout in _with_experts(size)]
     more.sort(key=lambda layout: uneven_heads(model, layout.tp_size) is not None)  # stable
     return next((layout for layout in more if next(_problems(model, layout), None) is None), None)
 
@@ -59,15 +67,32 @@ def uneven_heads(model: ModelDescription, tp_size: int) -> str | None:
 
 
 def _layouts_like(ranks: RankLayout) -> Iterator[RankLayout]:
-    """Other ways to share the experts, and other numbers of ranks, up to twice as many."""
+    """Other ways to share the experts, stages of as many ranks in all, and other numbers of ranks, up to twice that."""
+    stages = ranks.pp_size
     if ranks.tp_size % ranks.ep_size:
-        yield RankLayout(-(-ranks.tp_size // ranks.ep_size) * ranks.ep_size, ranks.ep_size)
-    yield from (layout for layout in _with_experts(ranks.tp_size) if layout.ep_size > 1)
-    yield from (RankLayout(size) for size in range(1, 2 * ranks.tp_size + 1))
+        yield RankLayout(-(-ranks.tp_size // ranks.ep_size) * ranks.ep_size, ranks.ep_size, stages)
+    yield from (replace(layout, pp_size=stages) for layout in _with_experts(ranks.tp_size) if layout.ep_size > 1)
+    if ranks.ep_size == 1:
+        sizes = [size for size in range(1, ranks.world_size + 1) if ranks.world_size % size == 0]
+        cuts = [RankLayout(size, pp_size=ranks.world_size // size) for size in reversed(sizes)]
+        yield from (layout for layout in cuts if layout != ranks)
+    yield from (RankLayout(size, pp_size=stages) for size in range(1, 2 * ranks.tp_size + 1))
 
 
 def _with_experts(tp_size: int) -> Iterator[RankLayout]:
     return (RankLayout(tp_size, ep_size) for ep_size in range(1, tp_size + 1) if tp_size % ep_size == 0)
+
+
+def _stage_problems(model: ModelDescription, pp_size: int) -> Iterator[str]:
+    """Of layers that need what only other stages have."""
+    if pp_size == 1:
+        return
+    if pp_size > len(model.layers):
+        yield f"--pp-size {pp_size} is more than the model's {len(model.layers)} layers"
+    if any(isinstance(layer.mixer, GQA) and not layer.mixer.caches_tokens for layer in model.layers):
+        yield f"--pp-size {pp_size}: layers attend to keys and values of earlier ones, which other stages would have"
+    if model.per_layer_inputs is not None:
+        yield f"--pp-size {pp_size}: tokens add inputs to every layer, and only the first stage embeds them"
 
 
 def _problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:
@@ -78,6 +103,7 @@ def _problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:
         yield f"--ep-size {ep_size} shares out experts, and the model has none"
     if experts is not None and ep_size > experts.num_experts:
         yield f"--ep-size {ep_size} is more than the model's {experts.num_experts} experts"
+    yield from _stage_problems(model, ranks.pp_size)
     for i, layer in enumerate(model.layers):
         yield from _mixer_problems(model, i, layer.mixer, tp_size)
         yield from _dense_problems(layer.ffn, tp_size)

@@ -10,7 +10,8 @@ from sglang.srt.configs.rope import UNROTATED
 from sglang.srt.errors import UserError
 from sglang.srt.kernels.spec import Choice
 from sglang.srt.plan.attention_memory import AttentionSizes, attention_bytes
-from sglang.srt.plan.defaults import mixed_decode_sizes
+from sglang.srt.plan.attention_sites import attention_sites
+from sglang.srt.plan.defaults import SMALLEST, mixed_decode_sizes
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_sizes import CacheCost, Pools, plan_pools
@@ -80,9 +81,13 @@ class MemoryPlan:
     windows: int = 0
 
     @property
+    def caches(self) -> int:
+        return self.kv_cache + self.windows + self.states
+
+    @property
     def mem_fraction_static(self) -> float:
         """Share of `available` for weights and caches, as --mem-fraction-static means it."""
-        return (self.weights + self.kv_cache + self.windows + self.states) / self.available if self.available else 0.0
+        return (self.weights + self.caches) / self.available if self.available else 0.0
 
     def describe(self) -> dict[str, Any]:
         return asdict(self) | {"mem_fraction_static": round(self.mem_fraction_static, 4)}
@@ -215,16 +220,18 @@ def plan_gpu_memory(
     fraction: float | None,
     most_tokens: int,
     more_ranks: RankLayout | None = None,
+    wide: Mapping[str, int] | None = None,
 ) -> tuple[MemoryPlan, Pools]:
     """Pools of tokens get what states leave of the room for caches, for at most `most_tokens`.
 
-    `more_ranks`: the next layout that the model can be divided over, for advice. Raises UserError if the weights do
-    not fit.
+    `more_ranks`: the next layout that the model can be divided over, and `wide`: what a quantized checkpoint keeps in
+    16 bits (`wide_bytes`), for advice. Raises UserError if the weights do not fit.
     """
-    states = sizes.state_rows * cost.state_bytes
+    states = cost.states_bytes(sizes.state_rows)
     pools = cache_room(weights, available, fixed, fraction) - states
     if pools <= 0:
-        raise UserError(_do_not_fit(weights, states, available, fixed.total, fraction, more_ranks))
+        taken = weights, states, fixed.total
+        raise UserError(_do_not_fit(sizes, taken, available, fraction, more_ranks, wide or {}))
     split = plan_pools(cost, pools, sizes.page_size, most_tokens)
     memory = MemoryPlan(
         available,
@@ -258,6 +265,10 @@ def _attention_sizes(
         graph_batch_sizes=sizes.graph_batch_sizes,
         pages_per_request=pages_each,
         max_pages=min(in_pool, pages_each * sizes.max_running_requests),
+        windows=tuple(
+            -(-(site.window + sizes.page_size - 1) // sizes.page_size) if site.window else 0
+            for site in attention_sites(model, sizes.ranks.tp_size)
+        ),
     )
 
 
@@ -273,7 +284,7 @@ def plan_cpu_memory(
 ) -> tuple[MemoryPlan, Pools]:
     """A modest share of main memory, unless --max-total-tokens asks for another size. Raises UserError."""
     tables, rotary = table_bytes(sizes), rotary_bytes(model, sizes.context_len)
-    states = sizes.state_rows * cost.state_bytes
+    states = cost.states_bytes(sizes.state_rows)
     fixed = weights + tables + rotary + states
     if fixed >= available:
         raise UserError(
@@ -311,8 +322,15 @@ def plan_cpu_memory(
 
 
 def _do_not_fit(
-    weights: int, states: int, available: int, others: int, fraction: float | None, more_ranks: RankLayout | None
+    sizes: Sizes,
+    taken: tuple[int, int, int],
+    available: int,
+    fraction: float | None,
+    more_ranks: RankLayout | None,
+    wide: Mapping[str, int],
 ) -> str:
+    """`taken`: by weights, by states of requests, by all else but the caches."""
+    weights, states, others = taken
     what = f"the weights take {weights / GIB:.2f} GiB"
     if states:
         what += f" and the states of the running requests {states / GIB:.2f} GiB"
@@ -320,8 +338,16 @@ def _do_not_fit(
     if fraction is not None and weights + states < available - others:
         lowest = (weights + states) / available
         return f"{head} with --mem-fraction-static {fraction}; it must be well above {lowest:.3f}"
-    gpus = f"more GPUs ({more_ranks.flags}), " if more_ranks else ""
+    kept = ", ".join(f"{size / GIB:.2f} GiB of {name}" for name, size in wide.items() if size > weights // 20)
+    remedies = [f"more GPUs ({more_ranks.flags})"] if more_ranks else []
+    if (
+        sizes.max_running_requests > SMALLEST.max_running_requests
+        or sizes.tokens_per_step > SMALLEST.chunked_prefill_size
+    ):
+        remedies.append("--cuda-graph-max-bs 16, a smaller --chunked-prefill-size or --max-running-requests")
+    remedies.append("a checkpoint that quantizes these too" if kept else "a quantized checkpoint")
     return (
-        f"{head} after {others / GIB:.2f} GiB for activations, logits, graphs and reserve; use {gpus}"
-        "--cuda-graph-max-bs 16, a smaller --chunked-prefill-size or --max-running-requests, or a quantized checkpoint"
+        f"{head} after {others / GIB:.2f} GiB for activations, logits, graphs and reserve;"
+        + (f" the checkpoint keeps {kept} in 16 bits;" if kept else "")
+        + f" use {', or '.join(remedies)}"
     )

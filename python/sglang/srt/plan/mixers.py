@@ -221,7 +221,7 @@ class MLA:
             yield replace(serving, kv_dtype=serving.dtype).need("latent_prompt_attention", dims)
         yield Need("latent_absorb", q_dtype=serving.dtype, heads=heads)
         yield serving.need("extend_attention", latent, traits)
-        yield serving.need("decode_attention", latent, traits)
+        yield serving.need("decode_attention", latent, traits, heads)
 
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
         latent = latent_cache("latent", self.latent_dim, self.kv_lora_rank, serving.kv_dtype)

@@ -49,8 +49,16 @@ class ModelDescription:
     quantization: QuantConfig | None
     embedding_scale: float = 1.0
     logit_cap: float = 0.0  # logits are bent to within +-that; 0: they are not
+    first_stage: bool = True
+    last_stage: bool = True
+    """Whether the stage of a pipeline that this describes begins with the embedding, and ends with the output head."""
     shared_apart: str | None = None
     """Why a shared expert is not held as one more of the routed ones, where there is one."""
+
+    @property
+    def has_embedding(self) -> bool:
+        """Of a pipeline's stages the last one has a copy where the output head is tied to it."""
+        return self.first_stage or (self.last_stage and self.tie_embeddings)
 
     @property
     def experts(self) -> MoE | None:

@@ -19,10 +19,11 @@ from sglang.srt.kernels.resolve import installed_packages, resolve
 from sglang.srt.kernels.spec import Choice, Need, PeerLinks, Tile
 from sglang.srt.kernels.tables import FLASHINFER_FUSION
 from sglang.srt.plan import defaults
+from sglang.srt.plan.attention_sites import attention_sites
 from sglang.srt.plan.caches import CacheGroup, cache_groups, row_tables
 from sglang.srt.plan.kv_spec import kv_cache_dtype
-from sglang.srt.plan.layer_spec import PER_REQUEST, AttentionShape, Serving
-from sglang.srt.plan.layout import check_layout, next_layout
+from sglang.srt.plan.layer_spec import PER_REQUEST, AttentionShape, AttentionSite, Serving
+from sglang.srt.plan.layout import asked_layout, check_layout, next_layout
 from sglang.srt.plan.memory import (
     GIB,
     MIN_POOL_TOKENS,
@@ -39,8 +40,9 @@ from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.pool_sizes import FREE_TOKENS, CacheCost, PoolSizes, WindowSize, cache_cost, sized_cost
 from sglang.srt.plan.ranks import RankLayout
+from sglang.srt.plan.stages import Stage, caches_of_stage, cut_stages, fullest_caches
 from sglang.srt.plan.state_rows import state_rows
-from sglang.srt.plan.weights import rank_weight_bytes
+from sglang.srt.plan.weights import wide_bytes
 from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -48,13 +50,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Plan:
-    """Read-only after `make_plan`. Sizes are those of one rank; the ranks of a group have equal plans."""
+    """Read-only after `make_plan`. Sizes are those of one rank; the ranks of a stage have equal plans, and those of
+    other stages differ in `description`, the layers that they have, and in `caches`."""
 
     arch: ArchTraits
     model: ModelConfig
     description: ModelDescription
     caches: tuple[CacheGroup, ...]
-    attention_shapes: tuple[AttentionShape, ...]
+    attention_sites: tuple[AttentionSite, ...]
     dtype: str
     kv_cache_dtype: str
     device: str
@@ -72,6 +75,7 @@ class Plan:
     max_prefill_tokens: int
     cuda_graph_bs: tuple[int, ...]  # empty: no graphs
     cuda_graph_prefill_tokens: tuple[int, ...] = ()
+    stages: tuple[str, ...] = ()  # what each stage of a pipeline has, where there are several
     warnings: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()  # the server works, but not as the user will want it
 
@@ -96,6 +100,11 @@ class Plan:
             self.has_states,
             self.state_checkpoints,
         )
+
+    @property
+    def attention_shapes(self) -> tuple[AttentionShape, ...]:
+        """Of all call sites, each once, in the order of the layers."""
+        return tuple(dict.fromkeys(site.shape for site in self.attention_sites))
 
     def attention_op(self, op: str, shape: AttentionShape) -> str:
         """The key of the choice for an op that attends with heads of this shape."""
@@ -136,6 +145,7 @@ class Plan:
             "quantization": None if self.model.quantization is None else self.model.quantization.describe(),
             "tp_size": self.ranks.tp_size,
             "ep_size": self.ranks.ep_size,
+            **({"pp_size": self.ranks.pp_size, "stages": list(self.stages)} if self.stages else {}),
             "page_size": self.page_size,
             **self._sizes(),
             "cuda_graph_bs": list(self.cuda_graph_bs),
@@ -173,6 +183,8 @@ class Plan:
             logger.info("%s: %s%s%s", op, choice.name, tile, remark)
         if self.description.shared_apart is not None:
             logger.info("The shared expert is computed apart from the routed ones: %s", self.description.shared_apart)
+        for number, stage in enumerate(self.stages):
+            logger.info("Stage %d: %s", number, stage)
         logger.info(self.memory.log_line())
         logger.info(", ".join(f"{name}={value}" for name, value in self._sizes().items()))
         for message in self.warnings:
@@ -188,9 +200,11 @@ def make_plan(
     available_bytes: int,
     packages: frozenset[str] | None = None,
     links: PeerLinks | None = None,
+    rank: int = 0,
 ) -> Plan:
     """`available_bytes`: free on the device before anything is allocated, the least over the ranks. `packages`: the
     optional ones to count on (those installed here if None). `links`: what was seen of those between the ranks' GPUs.
+    `rank`: whose plan; only the stages of a pipeline differ.
 
     Raises UserError: a kernel that was asked for cannot run, heads do not divide, weights do not fit.
     """
@@ -202,13 +216,14 @@ def make_plan(
     choices = choose(args, needs, arch, installed_packages() if packages is None else packages)
     _check_servable(description, serving)
     capacity = plan_capacity(args, description, serving, model.context_len, arch, choices, available_bytes)
-    sizes, tokens = capacity.sizes, capacity.max_total_num_tokens
+    sizes, tokens, stages = capacity.sizes, capacity.max_total_num_tokens, capacity.stages
+    stage = stages[serving.ranks.stage(rank)]
     return Plan(
         arch=arch,
         model=model,
-        description=description,
-        caches=capacity.groups,
-        attention_shapes=attention_shapes(description, args.tp_size),
+        description=stage.model,
+        caches=caches_of_stage(cache_groups(description, serving), stage.layers),
+        attention_sites=attention_sites(description, args.tp_size),
         dtype=model.dtype,
         kv_cache_dtype=serving.kv_dtype,
         device=arch.device,
@@ -222,10 +237,11 @@ def make_plan(
         page_size=serving.page_size,
         max_running_requests=sizes.max_running_requests,
         context_len=model.context_len,
-        chunked_prefill_size=_chunk(args, arch, available_bytes, serving.page_size),
+        chunked_prefill_size=capacity.chunk,
         max_prefill_tokens=args.max_prefill_tokens,
         cuda_graph_bs=sizes.graph_batch_sizes,
         cuda_graph_prefill_tokens=sizes.prefill_graph_tokens,
+        stages=tuple(map(str, stages)) if len(stages) > 1 else (),
         warnings=tuple(capacity.notes + _token_notes(args, tokens)),
         errors=_check_pool(args, capacity, model.context_len, arch.device != "cpu"),
     )
@@ -241,7 +257,7 @@ def describe_served_model(args: ServerArgs, model: ModelConfig) -> ModelDescript
     source = str(Path(model.model_path) / "config.json")
     description = describe_model(model.hf_config, model.quantization, why_shared_apart(args), source)
     description.require_served()
-    check_layout(description, RankLayout(args.tp_size, args.ep_size))
+    check_layout(description, asked_layout(args))
     return description
 
 
@@ -255,18 +271,22 @@ def why_shared_apart(args: ServerArgs) -> str:
 def serving_of(args: ServerArgs, dtype: str, quantization: QuantConfig | None) -> Serving:
     """What the layers' ops depend on. Raises UserError for a cache dtype that is not known."""
     kv_dtype = kv_cache_dtype(args.kv_cache_dtype, dtype, quantization)
-    return Serving(dtype, kv_dtype, args.page_size or 1, args.tp_size, args.mamba_ssm_dtype or "", args.ep_size)
+    ranks, state_dtype = asked_layout(args), args.mamba_ssm_dtype or ""
+    return Serving(dtype, kv_dtype, args.page_size or 1, ranks.tp_size, state_dtype, ranks.ep_size, ranks.pp_size)
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What fits in a rank's memory."""
+    """What fits in a rank's memory. With several stages `groups` and `memory` are those of a rank that has the most of
+    everything that some stage has: all have as many tokens."""
 
     sizes: Sizes
     groups: tuple[CacheGroup, ...]
+    stages: tuple[Stage, ...]
     memory: MemoryPlan
     max_total_num_tokens: int
     windows: tuple[WindowSize, ...]  # page 0 of a pool is padding, and is not counted
+    chunk: int  # -1: whole prompts
     states: str
     notes: list[str]
 
@@ -306,14 +326,59 @@ def plan_capacity(
     choices: Mapping[str, Choice],
     available: int,
 ) -> Capacity:
-    """For every model that can be described, also one without a model class. Raises UserError if it does not fit."""
+    """For every model that can be described, also one without a model class. What the user did not say is as large as
+    leaves the caches their share (`defaults.CACHE_SHARE`). Raises UserError if it does not fit."""
     fp8_cache, features = serving.kv_dtype.startswith("fp8"), arch.features if arch.device == "cuda" else None
-    weights = rank_weight_bytes(model, serving.dtype, serving.ranks, fp8_cache, features)
-    groups = cache_groups(model, serving)
+    stages = cut_stages(model, serving.dtype, serving.ranks, fp8_cache, features)
+    weights = max(stage.weight_bytes for stage in stages)
+    wide = wide_bytes(model, serving.dtype, serving.ranks)
+    steps = defaults.default_sizes(arch.device, available, context_len)
+    if args.mem_fraction_static is not None:  # which says what the caches get, whatever else there is
+        steps = steps[:1]
+
+    def capacity(size: defaults.DefaultSizes) -> Capacity:
+        return _capacity(args, model, serving, context_len, arch, choices, available, stages, wide, size)
+
+    def share(found: Capacity) -> float:
+        if args.max_total_tokens is not None and found.max_total_num_tokens >= args.max_total_tokens:
+            return 1.0
+        return found.memory.caches / (available - weights)
+
+    chosen, best = defaults.with_share(steps, capacity, share)
+    if chosen != steps[0]:
+        best.notes.append(_smaller_sizes(best, weights, available))
+    return best
+
+
+def _smaller_sizes(capacity: Capacity, weights: int, available: int) -> str:
+    sizes = capacity.sizes
+    return (
+        f"the weights leave {(available - weights) / GIB:.2f} GiB a GPU: so that the caches get their share, steps are"
+        f" at most --chunked-prefill-size {capacity.chunk}, --max-running-requests {sizes.max_running_requests} and"
+        f" --cuda-graph-max-bs {max(sizes.graph_batch_sizes, default=0)}, unless flags say otherwise"
+    )
+
+
+def _capacity(
+    args: ServerArgs,
+    model: ModelDescription,
+    serving: Serving,
+    context_len: int,
+    arch: ArchTraits,
+    choices: Mapping[str, Choice],
+    available: int,
+    stages: tuple[Stage, ...],
+    wide: Mapping[str, int],
+    size: defaults.DefaultSizes,
+) -> Capacity:
+    weights = max(stage.weight_bytes for stage in stages)
+    groups = fullest_caches(cache_groups(model, serving), stages)
     on_cpu, fraction = arch.device == "cpu", args.mem_fraction_static
+    chunk = _chunk(args, size, serving.page_size)
 
     def sized(running: int) -> tuple[Sizes, CacheCost, list[str]]:
-        sizes, notes = _sizes(args, model, serving, context_len, arch, choices, available, running)
+        largest_graph = size.cuda_graph_max_bs
+        sizes, notes = _sizes(args, model, serving, context_len, arch, choices, chunk, running, largest_graph)
         sizes = replace(sizes, row_tables=len(row_tables(groups)))
         return sizes, sized_cost(groups, serving.page_size, running, context_len, sizes.tokens_per_step), notes
 
@@ -325,8 +390,7 @@ def plan_capacity(
             return cpu_cache_room(weights, available)
         return cache_room(weights, available, fixed(*sized(running)[:2]), fraction)
 
-    most = defaults.default_max_running_requests(arch.device, available, context_len)
-    states = state_rows(args, most, context_len, cache_cost(groups), room)
+    states = state_rows(args, size.max_running_requests, context_len, cache_cost(groups), room)
     sizes, cost, notes = sized(states.running)
     sizes = replace(sizes, checkpoints=states.checkpoints)
     notes += [states.note] if states.note else []
@@ -340,9 +404,10 @@ def plan_capacity(
     else:
         more = next_layout(model, serving.ranks)
         memory, pools = plan_gpu_memory(
-            weights, available, sizes, cost, fixed(sizes, cost), fraction, most_tokens, more
+            weights, available, sizes, cost, fixed(sizes, cost), fraction, most_tokens, more, wide
         )
-    return Capacity(sizes, groups, memory, pools.tokens - serving.page_size, pools.windows, states.reason, notes)
+    tokens = pools.tokens - serving.page_size  # page 0 is padding
+    return Capacity(sizes, groups, stages, memory, tokens, pools.windows, chunk, states.reason, notes)
 
 
 def choose(args: ServerArgs, needs: tuple[Need, ...], arch: ArchTraits, packages: frozenset[str]) -> dict[str, Choice]:
@@ -373,16 +438,8 @@ def _check_servable(model: ModelDescription, serving: Serving) -> None:
         )
 
 
-def attention_shapes(model: ModelDescription, tp_size: int) -> tuple[AttentionShape, ...]:
-    """Of all call sites, each once, in the order of the layers."""
-    shapes = (layer.mixer.attention_shape(tp_size) for layer in model.layers)
-    return tuple(dict.fromkeys(shape for shape in shapes if shape is not None))
-
-
-def _chunk(args: ServerArgs, arch: ArchTraits, available: int, page_size: int) -> int:
-    chunk = args.chunked_prefill_size
-    if chunk is None:
-        chunk = defaults.default_chunked_prefill_size(arch.device, available)
+def _chunk(args: ServerArgs, size: defaults.DefaultSizes, page_size: int) -> int:
+    chunk = size.chunked_prefill_size if args.chunked_prefill_size is None else args.chunked_prefill_size
     return chunk if chunk == -1 else max(page_size, chunk // page_size * page_size)
 
 
@@ -393,18 +450,21 @@ def _sizes(
     context_len: int,
     arch: ArchTraits,
     choices: Mapping[str, Choice],
-    available: int,
+    chunk: int,
     running: int,
+    largest_graph: int,
 ) -> tuple[Sizes, list[str]]:
     notes: list[str] = []
     graphs: tuple[int, ...] = ()
     if arch.device != "cpu":
-        graphs = defaults.cuda_graph_batch_sizes(args, available, running)
+        graphs = defaults.cuda_graph_batch_sizes(args, largest_graph, running)
         unsafe = sorted({c.name for op, c in choices.items() if op != "extend_attention" and not c.spec.graph_safe})
+        if graphs and serving.pp_size > 1:
+            notes.append("CUDA graphs are off: the stages of a pipeline launch their kernels one by one")
+            graphs = ()
         if graphs and unsafe:
             notes.append(f"CUDA graphs are off: {', '.join(unsafe)} cannot run inside one")
             graphs = ()
-    chunk = _chunk(args, arch, available, serving.page_size)
     tokens = max(args.max_prefill_tokens, context_len) if chunk == -1 else chunk
     prefill_graphs: tuple[int, ...] = ()
     extend = choices.get("extend_attention")

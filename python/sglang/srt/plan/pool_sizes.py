@@ -11,6 +11,8 @@ from sglang.srt.plan.layer_spec import Full, PerRequest, Window
 
 WINDOW_SHARE = 2
 """Windows take at most half of the memory for tokens, as long as one request can run."""
+STATE_COPY_BYTES = 64 << 20
+"""What copies of states take while they are made, however many there are."""
 FREE_TOKENS = 1 << 24
 """Of a model that keeps nothing of all tokens: they cost the host some bytes each, to know prefixes by."""
 
@@ -72,6 +74,10 @@ class CacheCost:
     def bytes_per_request(self) -> int:
         """Beside its tokens."""
         return self.window_bytes + self.state_bytes
+
+    def states_bytes(self, rows: int) -> int:
+        """Of so many, and what copies of them take."""
+        return rows * self.state_bytes + STATE_COPY_BYTES if self.state_bytes else 0
 
     def pool_bytes(self, tokens: int) -> int:
         """Of pools for `tokens` and for what their requests have of windows."""

@@ -1,8 +1,9 @@
 """How many ranks serve a model, and which of its dimensions each of them has. No torch.
 
-All ranks share every dense layer. Experts may be shared in two ways at once: `ep_size` groups of neighbouring ranks
-have whole experts each, and the ranks of a group share the intermediate dims of theirs. Rank r of TP 4 x EP 2 belongs
-to expert group r // 2 and has part r % 2 of its experts' dims.
+`pp_size` stages of `tp_size` neighbouring ranks each have layers that follow one another; the ranks of a stage share
+every layer of it. Experts may be shared in two ways at once: `ep_size` groups of neighbouring ranks have whole experts
+each, and the ranks of a group share the intermediate dims of theirs. Rank r of TP 4 x EP 2 belongs to expert group
+r // 2 and has part r % 2 of its experts' dims.
 """
 
 from __future__ import annotations
@@ -12,10 +13,32 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """`ep_size` divides `tp_size`."""
+    """`ep_size` divides `tp_size`. What is shared within a stage is asked for by the rank in it (`tp_rank`)."""
 
     tp_size: int = 1
     ep_size: int = 1
+    pp_size: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.tp_size * self.pp_size
+
+    @property
+    def leader(self) -> int:
+        """The rank that answers requests: the first of the last stage, which samples."""
+        return self.world_size - self.tp_size
+
+    def stage(self, rank: int) -> int:
+        return rank // self.tp_size
+
+    def tp_rank(self, rank: int) -> int:
+        return rank % self.tp_size
+
+    def name(self, rank: int) -> str:
+        """For people: "PP1 TP0"."""
+        stage = f"PP{self.stage(rank)} " if self.pp_size > 1 else ""
+        return f"{stage}TP{self.tp_rank(rank)}"
 
     @property
     def expert_tp_size(self) -> int:
@@ -26,7 +49,8 @@ class RankLayout:
     def flags(self) -> str:
         """As the user asks for it."""
         experts = f" --ep-size {self.ep_size}" if self.ep_size > 1 else ""
-        return f"--tp-size {self.tp_size}{experts}"
+        stages = f" --pp-size {self.pp_size}" if self.pp_size > 1 else ""
+        return f"--tp-size {self.tp_size}{experts}{stages}"
 
     def ep_rank(self, rank: int) -> int:
         """The expert group of a rank."""

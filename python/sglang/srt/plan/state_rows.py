@@ -38,7 +38,8 @@ def state_rows(args: ServerArgs, most: int, context_len: int, cost: CacheCost, r
         return StateRows(args.max_running_requests or most, 0, note=note)
 
     def need(running: int) -> _Need:
-        return _Need(room(running) - cost.state_bytes, running, most, context_len, cost)  # row 0 is padding
+        left = room(running) - cost.states_bytes(1)  # row 0 is padding
+        return _Need(left, running, most, context_len, cost)
 
     def checkpoints(running: int) -> int:
         """Below 0: there is not even room for their states."""

@@ -32,14 +32,16 @@ def rank_weight_bytes(
     """
     item, hidden = _DTYPE_BYTES[dtype], model.hidden_size
     vocab_rows = -(-model.vocab_size // ranks.tp_size)
-    total = vocab_rows * hidden * item
-    if not model.tie_embeddings:
-        total += matrix_bytes(Matrix("lm_head", ("",), vocab_rows, hidden), model.head_quant, item, features)
+    total = vocab_rows * hidden * item if model.has_embedding else 0
     norm = hidden * (4 if model.zero_centred_norms else item)  # before a block, and behind the last one
-    total += norm
-    total += _bytes_of(model, 0, model.layers[-1].residual.head_weights(hidden), item, features)
+    if model.last_stage:
+        if not model.tie_embeddings:
+            total += matrix_bytes(Matrix("lm_head", ("",), vocab_rows, hidden), model.head_quant, item, features)
+        total += norm + _bytes_of(model, 0, model.layers[-1].residual.head_weights(hidden), item, features)
     rows = expert_rows(model, ranks)
     for i, layer in enumerate(model.layers):
+        if layer.elsewhere:
+            continue
         weights = layer.weights(hidden, ranks, rows)
         total += norm * sum(block != ABSENT for block in (layer.mixer, layer.ffn))
         total += _bytes_of(model, i, weights + layer.residual.weights(hidden), item, features)
@@ -47,6 +49,23 @@ def rank_weight_bytes(
     if model.per_layer_inputs is not None:
         total += _bytes_of(model, 0, model.per_layer_inputs.model_weights(hidden, ranks.tp_size), item, features)
     return total
+
+
+def wide_bytes(model: ModelDescription, dtype: str, ranks: RankLayout) -> dict[str, int]:
+    """Of a quantized checkpoint: what it keeps in `dtype`, on one rank, by block ("attn", "mlp", ...) and "embeddings",
+    the most first; empty if nothing is quantized."""
+    item, rows = _DTYPE_BYTES[dtype], expert_rows(model, ranks)
+    sizes = {"embeddings": -(-model.vocab_size // ranks.tp_size) * model.hidden_size * item}
+    quantized = False
+    for i, layer in enumerate(model.layers):
+        for weight in layer.weights(model.hidden_size, ranks, rows):
+            if isinstance(weight, Matrix) and weight.dtype is None:
+                if model.quant_of(i, weight) is not None:
+                    quantized = True
+                else:
+                    block = weight.name.partition(".")[0]
+                    sizes[block] = sizes.get(block, 0) + matrix_bytes(weight, None, item)
+    return dict(sorted(sizes.items(), key=lambda size: -size[1])) if quantized else {}
 
 
 def _cache_scale_bytes(mixer: Mixer) -> int:

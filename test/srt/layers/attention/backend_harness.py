@@ -12,7 +12,8 @@ from sglang.srt.kernels.tiles import attention_tiles
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.forward_batch import ForwardBatch, ForwardMode, TokenSlots
 from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES, CacheStore
-from sglang.srt.plan.layer_spec import AttentionShape
+from sglang.srt.plan.caches import CacheGroup
+from sglang.srt.plan.layer_spec import AttentionShape, AttentionSite
 from srt.layers.attention.reference import Problem
 
 
@@ -26,6 +27,7 @@ class FakePlan:
     """The part of Plan that backends read."""
 
     shape: AttentionShape
+    window: int = 0
     kv_cache_dtype: str = "bfloat16"
     max_running_requests: int = 2
     tp_size: int = 1
@@ -36,6 +38,11 @@ class FakePlan:
     arch: FakeArch = field(default_factory=FakeArch)
     choices: dict[str, Any] = field(default_factory=dict)
     description: Any = None
+    caches: tuple[CacheGroup, ...] = ()
+    attention_sites: tuple[AttentionSite, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.attention_sites = self.attention_sites or (AttentionSite(self.shape, self.window),)
 
     def ladder(self, op: str) -> TileLadder:
         tiles = attention_tiles(op, self.shape.head_dim, self.shape.v_head_dim, "bfloat16", ())

@@ -14,9 +14,9 @@ from sglang.srt.mem_cache.memory_pool import CachePools, CacheStore
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.device_state import DeviceState
 from sglang.srt.model_executor.step import StepInput
-from sglang.srt.plan.caches import group_caches
-from sglang.srt.plan.layer_spec import key_value_cache, latent_cache
-from sglang.srt.plan.pool_sizes import PoolSizes
+from sglang.srt.plan.caches import group_caches, row_tables
+from sglang.srt.plan.layer_spec import FULL, Window, key_value_cache, latent_cache
+from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
 from sglang.srt.utils.device_arrays import send, to_device
 from srt.layers.attention.backend_harness import FakePlan
 from srt.layers.attention.reference import attend
@@ -30,7 +30,7 @@ DIM = 64
 class OneLayer:
     """Queries, keys and values are rows of random tables, by token id."""
 
-    def __init__(self, heads: tuple[int, int], dim: int, device: str, latent: int = 0) -> None:
+    def __init__(self, heads: tuple[int, int], dim: int, device: str, latent: int = 0, window: int = 0) -> None:
         """With `latent` values are so many of the keys' first dims."""
         generator = torch.Generator().manual_seed(0)
         num_heads, num_kv_heads = heads
@@ -39,7 +39,7 @@ class OneLayer:
         if latent:
             self.v = self.k[..., :latent]
         self.cache = CacheStore(0, "latent" if latent else "kv")
-        self.layer = Attention(self.cache, num_heads, num_kv_heads, dim, dim**-0.5, latent)
+        self.layer = Attention(self.cache, num_heads, num_kv_heads, dim, dim**-0.5, latent, window)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         ids, loc = batch.input_ids, batch.slots_of(self.cache).out_cache_loc
@@ -58,24 +58,29 @@ class DecodeSteps:
 
     def __init__(
         self, backend: Any, lens: list[int], page_size: int, device: str, heads: tuple[int, int], latent: int = 0,
-        **options: Any,
+        window: int = 0, **options: Any,
     ) -> None:  # fmt: skip
-        """`options`: of the plan."""
-        self.model = OneLayer(heads, DIM, device, latent)
-        self.plan = FakePlan(
-            self.model.layer.shape, max_running_requests=len(lens), page_size=page_size, context_len=CONTEXT,
-            device=device, **options,
-        )  # fmt: skip
-        self.device, self.page_size = device, page_size
-        kv = key_value_cache("kv", heads[1], DIM, DIM, "bfloat16")
+        """`options`: of the plan. With a `window` the cache lies in the table of that window, and what is behind it is
+        no number any more."""
+        self.model = OneLayer(heads, DIM, device, latent, window)
+        kv = key_value_cache("kv", heads[1], DIM, DIM, "bfloat16", Window(window) if window else FULL)
         if latent:
             kv = latent_cache("latent", DIM, latent, "bfloat16")
-        sizes = PoolSizes(NUM_SLOTS - page_size, page_size, len(lens), CONTEXT)
+        groups = group_caches([(kv,)])
+        self.plan = FakePlan(
+            self.model.layer.shape, window, max_running_requests=len(lens), page_size=page_size, context_len=CONTEXT,
+            device=device, caches=groups, **options,
+        )  # fmt: skip
+        self.device, self.page_size, self.window = device, page_size, window
+        tokens = NUM_SLOTS - page_size
+        sizes = PoolSizes(tokens, page_size, len(lens), CONTEXT, (WindowSize(window, tokens),) if window else ())
         cache = self.model.cache
-        CachePools(group_caches([(kv,)]), sizes, device).bind([cache])
+        CachePools(groups, sizes, device).bind([cache])
         self.attn_backend = backend(self.plan, device)
-        self.state = DeviceState(self.model, self.attn_backend, 1, sizes, device)  # type: ignore[arg-type]
-        self.state.req_to_token[0, 1:] = NUM_SLOTS - 1  # a slot that no request owns
+        tables = len(row_tables(groups))
+        self.state = DeviceState(self.model, self.attn_backend, tables, sizes, device)  # type: ignore[arg-type]
+        self.state.req_to_token[:, 1:] = NUM_SLOTS - 1  # a slot that no request owns
+        cache.k[NUM_SLOTS - 1] = cache.v[NUM_SLOTS - 1] = float("nan")
         self.graphs: CudaGraphRunner | None = None
         self.random = np.random.default_rng(0)
         pages = NUM_SLOTS // page_size - 1
@@ -88,7 +93,7 @@ class DecodeSteps:
                 self._grow(i)
             ids, loc = (torch.tensor(x[i], device=device, dtype=torch.int64) for x in (self.tokens, self.locs))
             self.model.store(loc, ids)
-            self.state.req_to_token[0, i + 1, :length] = loc.int()
+            self.state.req_to_token[-1, i + 1, :length] = loc.int()
 
     def capture(self, batch_sizes: tuple[int, ...]) -> None:
         self.graphs = CudaGraphRunner(self.state, batch_sizes)
@@ -107,6 +112,8 @@ class DecodeSteps:
         self.state.next_tokens[:, 0].copy_(to_device(last, self.device))
         lens = np.array([len(ids) for ids in self.tokens], np.int32)
         loc = np.array([loc[-1] for loc in self.locs], np.int32)
+        if self.window:
+            self._move_window(lens)
         if self.graphs is not None:
             return self.graphs.replay(StepInput(self.slots, lens, loc))
         sent = send(self.device, slots=self.slots, lens=lens, loc=loc.astype(np.int64))
@@ -115,9 +122,17 @@ class DecodeSteps:
         self.attn_backend.init_forward_metadata(batch)
         return self.model(batch)
 
+    def _move_window(self, lens: Any) -> None:
+        """The table of a window has the new slots before a step; pages behind the window are handed on."""
+        for row, (length, loc) in enumerate(zip(lens.tolist(), self.locs, strict=True), 1):
+            self.state.req_to_token[1, row, length - 1] = loc[-1]
+            kept = max(0, length - self.window) // self.page_size * self.page_size
+            self.state.req_to_token[1, row, :kept] = NUM_SLOTS - 1
+
     def expected(self) -> torch.Tensor:
         rows = []
-        for ids in self.tokens:
+        for tokens in self.tokens:
+            ids = tokens[-self.window :]
             k, v = self.model.k[ids], self.model.v[ids]
             seen = torch.ones((1, len(ids)), dtype=torch.bool, device=self.device)
             rows.append(attend(self.model.q[ids[-1:]], k, v, seen, self.model.layer.scale))

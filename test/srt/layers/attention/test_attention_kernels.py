@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sglang.srt.hardware.arch import arch_by_name, current_arch
-from sglang.srt.kernels.tiles import HEAD_DIMS, MLA_LATENT, AttentionTile, attention_tiles
+from sglang.srt.kernels.tiles import HEAD_DIMS, MLA_LATENT, AttentionTile, _split, attention_tiles
 from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, decode_attention_fwd, plan_decode
 from sglang.srt.layers.attention.triton_ops.extend_attention import (
     _get_block_sizes_for_extend_attention,
@@ -252,8 +252,10 @@ def test_large_scores_do_not_overflow() -> None:
 @interpreter.kernel_test
 @pytest.mark.parametrize("num_sms", [1, 4, 300])
 @pytest.mark.parametrize("lens", [[1], [64], [65], [1000, 1, 1, 1, 1], [300] * 9, [1 + 7 * i for i in range(300)]])
-def test_decode_pieces_cover_every_token_once(lens: list[int], num_sms: int) -> None:
-    tile: AttentionTile = {"BLOCK_H": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2, "ctas_per_sm": 2, "waves": 4}
+@pytest.mark.parametrize("waves", [2, 4])
+def test_decode_pieces_cover_every_token_once(waves: int, lens: list[int], num_sms: int) -> None:
+    tile: AttentionTile = {"BLOCK_H": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2, "ctas_per_sm": 2}
+    tile["waves"] = waves
     workspace = DecodeWorkspace.allocate(len(lens), 8, 2, 64, num_sms, tile, interpreter.DEVICE)
     plan_decode(torch.tensor(lens, dtype=torch.int32, device=interpreter.DEVICE), workspace, tile)
     work = workspace.work[: workspace.num_pieces(len(lens))].tolist()
@@ -265,6 +267,16 @@ def test_decode_pieces_cover_every_token_once(lens: list[int], num_sms: int) -> 
         assert [row[1] for row in mine] == [0, *(row[2] for row in mine[:-1])] and mine[-1][2] == length
         assert all(row[1] < row[2] for row in mine)
     assert {row[0] for row in work} <= {-1, *range(len(lens))}
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize(("batch", "num_sms", "pieces"), [(16, 188, 11), (16, 132, 8), (1, 188, 128), (300, 188, 1)])
+def test_pieces_fill_the_waves_of_a_card(batch: int, num_sms: int, pieces: int) -> None:
+    """A program an SM, 8,192 tokens: of 16 sequences eleven pieces each are one wave of 188, sixteen would be two."""
+    tile = _split(16, 64, 8, 3, ctas_per_sm=1, waves=2)
+    workspace = DecodeWorkspace.allocate(batch, 16, 1, 512, num_sms, tile, interpreter.DEVICE)
+    plan_decode(torch.full((batch,), 8192, dtype=torch.int32, device=interpreter.DEVICE), workspace, tile)
+    assert workspace.pieces[:batch, 1].tolist() == [pieces] * batch
 
 
 @interpreter.kernel_test

@@ -17,11 +17,20 @@ import torch
 
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.layers.forward_batch import ForwardMode
+from sglang.srt.layers.forward_batch import ForwardMode, TokenSlots
 from sglang.srt.model_executor import cuda_graph_runner
-from srt.layers.attention.backend_harness import batch_of, layer_of, plan_of, share_cache, store_new_tokens
+from sglang.srt.plan.caches import group_caches
+from sglang.srt.plan.layer_spec import FULL, AttentionSite, Window, key_value_cache
+from srt.layers.attention.backend_harness import batch_of, layer_of, new_slots, plan_of, share_cache, store_new_tokens
 from srt.layers.attention.decode_steps import DecodeSteps, reexecuting_capture
-from srt.layers.attention.reference import Problem, attend, relative_error
+from srt.layers.attention.reference import (
+    Problem,
+    attend,
+    reference_decode,
+    reference_extend,
+    relative_error,
+    visible_keys,
+)
 
 MODULE = "sglang.srt.layers.attention.flashinfer_backend"
 BOUND = 6e-3  # probabilities and outputs are rounded to bf16
@@ -46,7 +55,7 @@ class FakeWrapper:
 
     def plan(
         self, indptr: torch.Tensor, indices: torch.Tensor, last_len: torch.Tensor, num_heads: int, num_kv_heads: int,
-        head_dim: int, page_size: int, q_data_type: torch.dtype, kv_data_type: torch.dtype,
+        head_dim: int, page_size: int, window_left: int, q_data_type: torch.dtype, kv_data_type: torch.dtype,
     ) -> None:  # fmt: skip
         assert "graph" not in self.log, "a wrapper cannot plan in a graph"
         self.log.append("plan")
@@ -59,29 +68,40 @@ class FakeWrapper:
             self.last_len.copy_(last_len)
         else:
             self.indptr, self.indices, self.last_len = indptr.clone(), indices.clone(), last_len.clone()
-        self.page_size, self.group = page_size, num_heads // num_kv_heads
+        self.page_size, self.group, self.window = page_size, num_heads // num_kv_heads, window_left + 1
+        self.new_lens = [1] * len(last_len)
 
     def run(
         self, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], k_scale: float, v_scale: float,
         out: torch.Tensor,
     ) -> None:  # fmt: skip
         assert self.lists[:8].view(torch.int64)[0] == id(self), "another wrapper's lists lie where this one's were"
-        rows = []
-        for i, last in enumerate(self.last_len.tolist()):
+        rows, start = [], 0
+        for i, (last, new) in enumerate(zip(self.last_len.tolist(), self.new_lens, strict=True)):
             pages = self.indices[self.indptr[i] : self.indptr[i + 1]].long()
             length = (len(pages) - 1) * self.page_size + last
             k, v = (c[pages].flatten(0, 1)[:length] for c in cache)
-            seen = torch.ones((1, length), dtype=torch.bool)
-            rows.append(attend(q[i : i + 1], k, v, seen, q.shape[-1] ** -0.5 * k_scale) * v_scale)
-        out.copy_(torch.cat(rows))
+            seen = visible_keys(torch.arange(length - new, length), length, window=self.window)
+            rows.append(attend(q[start : start + new], k, v, seen, q.shape[-1] ** -0.5 * k_scale) * v_scale)
+            start += new
+        out[:start].copy_(torch.cat(rows))
+
+
+class FakePrefillWrapper(FakeWrapper):
+    def plan(self, qo_indptr: torch.Tensor, *pages_and_shape: Any, causal: bool, **options: Any) -> None:
+        assert causal
+        super().plan(*pages_and_shape, **options)
+        self.new_lens = qo_indptr.diff().tolist()
 
 
 @pytest.fixture
 def fake_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The backend's module over the fake wrappers, and graphs that are the step run again."""
     log: list[str] = []
-    wrapper = type("LoggedWrapper", (FakeWrapper,), {"log": log})
-    fake = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=wrapper, BatchPrefillWithPagedKVCacheWrapper=wrapper)
+    decode, prefill = (
+        type(f"Logged{kind.__name__}", (kind,), {"log": log}) for kind in (FakeWrapper, FakePrefillWrapper)
+    )
+    fake = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=decode, BatchPrefillWithPagedKVCacheWrapper=prefill)
     monkeypatch.setitem(sys.modules, "flashinfer", fake)
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
     monkeypatch.setattr(cuda_graph_runner, "capture", reexecuting_capture(log))
@@ -100,6 +120,61 @@ def test_every_token_is_seen(fake_backend: ModuleType, page_size: int, in_graphs
         steps.capture((2, 4))
     for number in range(20):
         assert relative_error(steps.step(), steps.expected()) < BOUND, f"step {number}"
+
+
+@pytest.mark.parametrize("in_graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("window", [1, 6, 17])
+def test_a_window_is_seen_and_no_more(fake_backend: ModuleType, window: int, page_size: int, in_graphs: bool) -> None:
+    steps = DecodeSteps(fake_backend.FlashInferAttnBackend, [1, 14, 30], page_size, "cpu", (4, 2), window=window)
+    if in_graphs:
+        steps.capture((2, 4))
+    for number in range(20):
+        assert relative_error(steps.step(), steps.expected()) < BOUND, f"step {number}"
+
+
+LENS = {
+    ForwardMode.EXTEND: ([0, 0, 40, 15, 16, 30], [33, 16, 7, 1, 1, 20]),
+    ForwardMode.DECODE: ([0, 15, 16, 31], [1] * 4),
+}
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE], ids=["prefill", "decode"])
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("window", [1, 7, 24, 1000])
+def test_layers_with_and_without_a_window_in_one_step(
+    fake_backend: ModuleType, window: int, page_size: int, mode: ForwardMode
+) -> None:
+    """Each kind in a table of its own, planned before either runs; what the new tokens do not see is no number."""
+    check_two_kinds_of_layers(fake_backend.FlashInferAttnBackend, window, page_size, mode, "cpu")
+
+
+def check_two_kinds_of_layers(backend_class: Any, window: int, page_size: int, mode: ForwardMode, device: str) -> None:
+    whole, recent = (Problem(*LENS[mode], 4, 2, 64, 64, page_size=page_size, device=device) for _ in range(2))
+    share_cache(whole, recent)  # rows of the second table hold other slots
+    for p in (whole, recent):
+        store_new_tokens(p)
+    expected = [reference(p, mode, size) for p, size in ((whole, 0), (recent, window))]
+    for row, before in zip(recent.req_pool_indices.tolist(), recent.prefix_lens, strict=True):
+        hidden = recent.req_to_token[row, : max(0, before - (window - 1)) // page_size * page_size].long()
+        recent.k_cache[hidden] = recent.v_cache[hidden] = float("nan")
+    kv = [key_value_cache("kv", 2, 64, 64, "bfloat16", lifetime) for lifetime in (FULL, Window(window))]
+    plan = plan_of(whole, caches=group_caches([(cache,) for cache in kv]))
+    plan.attention_sites = tuple(AttentionSite(plan.shape, size) for size in (0, window))
+    layers = (layer_of(whole), layer_of(recent, sliding_window=window))
+    backend = backend_class(plan, device)
+    batch = batch_of(whole, mode, backend)
+    batch.token_slots = (*batch.token_slots, TokenSlots(recent.req_to_token, new_slots(recent)))
+    layers[1].cache.table = 1
+    backend.init_forward_metadata(batch)
+    outs = [layer(p.q, p.k, p.v, batch) for layer, p in zip(layers, (whole, recent), strict=True)]
+    for out, want in zip(outs, expected, strict=True):
+        assert relative_error(out, want.flatten(1)) < BOUND
+
+
+def reference(p: Problem, mode: ForwardMode, window: int) -> torch.Tensor:
+    compute = reference_decode if mode is ForwardMode.DECODE else reference_extend
+    return compute(p, p.head_dim**-0.5, window=window)
 
 
 class Stream:
@@ -205,6 +280,13 @@ class TestOnGpu:
         q, k, v = (torch.cat(pair) for pair in ((d.q, e.q), (d.k, e.k), (d.v, e.v)))
         expected = torch.cat([native(d, ForwardMode.DECODE, layer_of(d)), native(e, ForwardMode.EXTEND, layer_of(e))])
         assert relative_error(layer_of(e)(q, k, v, batch), expected) < BOUND
+
+    @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE], ids=["prefill", "decode"])
+    @pytest.mark.parametrize("window", [1, 7, 24, 1000])
+    def test_layers_with_and_without_a_window_in_one_step(
+        self, backend_class: Any, window: int, mode: ForwardMode
+    ) -> None:
+        check_two_kinds_of_layers(backend_class, window, 16, mode, "cuda")
 
     @pytest.mark.parametrize("in_graphs", [True, False], ids=["graphs", "eager"])
     @pytest.mark.parametrize("heads", HEADS)

@@ -209,22 +209,71 @@ def test_absorbed_prompts_equal_uncompressed_ones(cache_dtype: torch.dtype) -> N
     assert relative_error(problem.values_of(out), problem.reference()) < BF16_BOUND
 
 
+def decode(
+    problem: Latents, q: torch.Tensor, tile: AttentionTile, num_sms: int = 8, **features: object
+) -> torch.Tensor:
+    """Of the last token of each prompt: q [B, heads, rank + rope] -> [B, heads, rank]."""
+    seq_lens = problem.prefix_lens + torch.tensor(NEW_LENS, dtype=torch.int32, device=DEVICE)
+    workspace = DecodeWorkspace.allocate(len(q), q.shape[1], 1, RANK, num_sms, tile, DEVICE)
+    out = torch.empty(len(q), q.shape[1], RANK, dtype=q.dtype, device=DEVICE)
+    plan_decode(seq_lens, workspace, tile)
+    decode_attention_fwd(
+        q, out, problem.cache, problem.cache[..., :RANK], problem.table, problem.rows, seq_lens, workspace,
+        scale=problem.softmax_scale, k_scale=problem.scale, v_scale=problem.scale, tile=tile, **features,
+    )  # fmt: skip
+    return out
+
+
+def decode_tile(cache: torch.Tensor) -> AttentionTile:
+    return tile_of("decode_attention", (RANK + ROT, RANK), {1: "fp8_e4m3", 2: "bfloat16"}[cache.element_size()])
+
+
 @interpreter.kernel_test
 @pytest.mark.parametrize("cache_dtype", CACHE_TYPES)
 def test_absorbed_decoding_equals_the_last_row_of_a_prompt(cache_dtype: torch.dtype) -> None:
     problem = Latents(128, 128, cache_dtype, 1.0 if cache_dtype == torch.bfloat16 else 0.5)
     last = (problem.start_loc[1:] - 1).long()
-    q, cache = problem.absorbed_queries()[last], problem.cache
-    seq_lens = problem.prefix_lens + torch.tensor(NEW_LENS, dtype=torch.int32, device=DEVICE)
-    tile = tile_of("decode_attention", (RANK + ROT, RANK), {1: "fp8_e4m3", 2: "bfloat16"}[cache.element_size()])
-    workspace = DecodeWorkspace.allocate(len(last), HEADS, 1, RANK, 8, tile, DEVICE)
-    out = torch.empty(len(last), HEADS, RANK, dtype=q.dtype, device=DEVICE)
-    plan_decode(seq_lens, workspace, tile)
-    decode_attention_fwd(
-        q, out, cache, cache[..., :RANK], problem.table, problem.rows, seq_lens, workspace,
-        scale=problem.softmax_scale, k_scale=problem.scale, v_scale=problem.scale, tile=tile,
-    )  # fmt: skip
+    out = decode(problem, problem.absorbed_queries()[last], decode_tile(problem.cache))
     assert relative_error(problem.values_of(out), problem.reference()[last]) < BF16_BOUND
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_heads_that_fill_no_block_are_computed_alone_and_in_one_piece(cache_dtype: torch.dtype) -> None:
+    problem = Latents(128, 128, cache_dtype, 1.0)
+    last = (problem.start_loc[1:] - 1).long()
+    q = problem.absorbed_queries()[last].repeat(1, 7, 1)[:, :20]
+    out = decode(problem, q, decode_tile(problem.cache) | {"BLOCK_H": 16, "BLOCK_N": 64}, num_sms=1)
+    assert relative_error(problem.values_of(out[:, :HEADS]), problem.reference()[last]) < BF16_BOUND
+    for head in range(HEADS, 20):
+        torch.testing.assert_close(out[:, head], out[:, head % HEADS], atol=0, rtol=0)
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("size", [2.0**-40, 2.0**30])
+def test_queries_beyond_what_float16_holds_meet_float8_latents(size: float) -> None:
+    problem = Latents(128, 128, torch.float8_e4m3fn, 1.0)
+    last = (problem.start_loc[1:] - 1).long()
+    q = problem.absorbed_queries()[last]
+    wanted = decode(problem, q, decode_tile(problem.cache))
+    problem.softmax_scale /= size
+    out = decode(problem, q * size, decode_tile(problem.cache))
+    torch.testing.assert_close(out, wanted, atol=0, rtol=0)
+    q[0, 0] = float("nan")
+    assert decode(problem, q, decode_tile(problem.cache))[0, 0].isnan().all()
+
+
+@interpreter.kernel_test
+def test_what_decoding_over_latents_cannot_do_is_refused() -> None:
+    problem = Latents(128, 128)
+    last = (problem.start_loc[1:] - 1).long()
+    q, tile = problem.absorbed_queries()[last], decode_tile(problem.cache)
+    for feature in ({"sliding_window": 8}, {"logit_cap": 3.0}, {"sinks": q[0, :, 0].float()}):
+        with pytest.raises(ValueError, match="latents has neither a sliding window"):
+            decode(problem, q, tile, **feature)
+    problem.cache = problem.cache.half()
+    with pytest.raises(TypeError, match="latents are torch.float16: neither float8 nor the queries' torch.bfloat16"):
+        decode(problem, q, tile)
 
 
 # --- what needs no kernel ---------------------------------------------------------------------------------------------

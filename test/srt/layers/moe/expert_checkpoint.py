@@ -6,6 +6,7 @@ matrix and the fp32 matrix that they stand for.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -275,6 +276,7 @@ class Loaded:
                 quantization=quantization, vocab_size=config.get("vocab_size", 0), model_path=str(folder)
             ),
             entry=lambda op: native_ops.quantized_linear if op.startswith("linear/") else getattr(ops, op),
+            choices=defaultdict(lambda: SimpleNamespace(spec=SimpleNamespace(package="torch"))),
         )
         self.described = described = with_fused_shared(
             _description(spec, hidden_size, weights, quantization), "" if fuse else "--disable-shared-experts-fusion"

@@ -48,6 +48,35 @@ def test_place_of_a_column_in_planes() -> None:
         assert code == codes[9, 128 * strip + 16 * plane + word]
 
 
+def test_one_shift_of_a_word_gives_a_pair_of_bfloat16() -> None:
+    """Plane p of 16 words holds columns 32 p + 2 j and the next in word j, where the kernels' shifts find them."""
+    before = weights("mxfp4")
+    values = before.dequantized(1) / decoded(before.scale[1]).repeat_interleave(32, -1)
+    words = repack(before, frozenset()).data[1].long() & 0xFFFFFFFF
+    rotated = (words >> 4) | (words << 28)
+    pairs = (words << 6, words << 2, rotated, (words & 0x81808180) | ((words >> 8) & 0x00400040))
+    for plane, pair in enumerate(pairs):
+        for half in range(2):
+            bits = (pair & 0x81C081C0) >> (16 * half) & 0xFFFF
+            floats = bits.to(torch.int32).to(torch.uint16).view(torch.bfloat16).float() * 2.0**126
+            columns = values.unflatten(-1, (-1, 4, 16, 2))[:, :, plane, :, half].flatten(1)
+            assert torch.equal(floats, columns)
+
+
+def test_a_scale_that_nobody_reads_does_not_touch_its_neighbours() -> None:
+    before = weights("mxfp4")
+    wanted = before.dequantized(1)
+    before.scale[1, 3, 2] = 255
+    after = repack(before, frozenset())
+    lifted = after.scale[1, 3, :4].view(torch.int32).item() + 0x66666666
+    assert lifted >> 24 & 0xFF == after.scale[1, 3, 3] + 102
+    assert torch.equal(after.dequantized(1)[:, 96:128], wanted[:, 96:128])
+
+
+def decoded(scale: torch.Tensor) -> torch.Tensor:
+    return torch.exp2(scale.float() - 127)
+
+
 def test_what_the_matrix_unit_reads_packed_stays_packed() -> None:
     for name in ("nvfp4", "mxfp4_mxfp8"):
         before = weights(name)

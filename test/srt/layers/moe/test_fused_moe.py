@@ -100,6 +100,13 @@ def test_sizes_that_no_block_divides(scheme: str | None, features: frozenset[str
 
 
 @interpreter.kernel_test
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_large_blocks_widen_a_plane_at_a_time(dtype: torch.dtype) -> None:
+    case = make_case("mxfp4", 20, hidden=160, inter=96, dtype=dtype, device=DEVICE)
+    assert_close(run(case, small(32, 32, 128)), expected(case), HALF_EXACT)
+
+
+@interpreter.kernel_test
 @pytest.mark.parametrize("scheme", [None, "fp8_block", "fp8_channel", "int8_channel", "int4_g32", "mxfp4"])
 def test_weights_as_the_tall_operand(scheme: str | None) -> None:
     """As on GPUs with wgmma."""

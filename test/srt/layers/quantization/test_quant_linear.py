@@ -80,11 +80,12 @@ def assert_close(
 def test_every_scheme(name: str, arch: ArchTraits, rows: int) -> None:
     if not runs_here(arch):
         pytest.skip("this GPU has no block-scaled products")
-    weight = weight_of(name, (128, 128), 384)
-    x = activations(rows, 384)
-    bias = torch.randn(256, generator=torch.Generator().manual_seed(3)).bfloat16().to(DEVICE)
-    held = pack(copy_of(weight), arch)
     few = rows <= quant_linear.FEW_ROWS
+    # The interpreter takes as long for each row of the kernel of few rows as for a block of the other one.
+    weight = weight_of(name, (32, 32) if few and name != "fp8_block" else (128, 128), 384)
+    x = activations(rows, 384)
+    bias = torch.randn(len(weight.data), generator=torch.Generator().manual_seed(3)).bfloat16().to(DEVICE)
+    held = pack(copy_of(weight), arch)
     want = expected(x, weight, held, rounded=not few) + bias.float()
     assert_close(quantized_linear(copy_of(weight), arch)(x, bias), want)
     # In 16 bits the result is the weight's own, and the activations' rounding is all that tells the two apart.
@@ -95,7 +96,7 @@ def test_every_scheme(name: str, arch: ArchTraits, rows: int) -> None:
 
 @interpreter.kernel_test
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("parts", "cols", "rows"), [((72,), 416, 1), ((72,), 416, 18), ((24, 48, 40), 672, 3)])
+@pytest.mark.parametrize(("parts", "cols", "rows"), [((40,), 416, 1), ((40,), 416, 18), ((8, 8, 8), 672, 3)])
 def test_sizes_that_no_block_divides(name: str, parts: tuple[int, ...], cols: int, rows: int) -> None:
     if name == "int4_g128":
         cols = cols // 128 * 128
@@ -144,7 +145,22 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
 
     assert num_splits(8, 32, 4096, 188) == 8 and num_splits(8, 512, 4096, 188) == 1
     assert num_splits(8, 32, 1024, 188) == 2, "a part has 512 columns at least"
-    assert num_splits(100, 4, 8192, 188) == 1, "many rows"
+    assert num_splits(600, 4, 8192, 188) == 1, "many rows"
+
+
+def test_products_of_few_columns_leave_no_sm_idle() -> None:
+    """65 to 512 rows: tiles of fewer columns, and K in parts, until each SM has a program; H200s' stay as measured."""
+    from sglang.srt.layers.triton_ops.linear_tiles import num_splits, tile_for
+
+    assert num_splits(128, 56, 5120, 188) == 4 and num_splits(256, 112, 5120, 188) == 2
+    assert num_splits(256, 160, 5120, 188) == 1, "two for some SMs would wait for one"
+    assert num_splits(128, 56, 1536, 188) == 1, "a part has 1,024 columns at least"
+    assert num_splits(128, 56, 5120, 132, {"wgmma"}) == 1
+    wide, narrow = tile_for("scaled", 256), tile_for("scaled", 256, (), 1792, 188)
+    assert (wide["BLOCK_N"], narrow["BLOCK_N"]) == (128, 64)
+    assert tile_for("scaled", 256, (), 8192, 188) == wide, "256 tiles"
+    assert tile_for("scaled", 256, {"wgmma"}, 1792, 132)["BLOCK_N"] == 128
+    assert tile_for("planes", 256, (), 1792, 188)["BLOCK_N"] == 128, "whose narrow tile widens weights twice"
 
 
 def test_in_interpreter() -> None:

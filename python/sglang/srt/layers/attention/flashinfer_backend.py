@@ -1,8 +1,9 @@
 """Attention with FlashInfer's paged wrappers (flashinfer-python 0.6). Imported only when the plan chooses it.
 
 The wrappers plan on the host: page counts come from `seq_lens_cpu`, so nothing is read back from the GPU; page indices
-are gathered on the device. Layers must have neither sliding windows nor logit caps nor sinks: those are properties of
-a planned wrapper, and this backend plans one a step.
+are gathered on the device. Heads and a window are properties of a planned wrapper, so each of the model's attention
+sites has wrappers of its own, and all of them are planned before a step runs. A window's wrapper is given the pages
+that the new tokens see and no others. Layers must have neither logit caps nor sinks.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPaged
 
 from sglang.srt.layers.attention.page_table import Pages, gather_pages
 from sglang.srt.mem_cache.memory_pool import storage_dtype
+from sglang.srt.plan.caches import row_tables
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.attention_layer import AttentionLayer
     from sglang.srt.layers.forward_batch import ForwardBatch
+    from sglang.srt.plan.layer_spec import AttentionSite
     from sglang.srt.plan.plan import Plan
 
 WORKSPACE_BYTES = 256 << 20
@@ -51,57 +54,65 @@ class PlannedWrapper:
         self._wrapper.run(*args, **options)
 
 
-class FlashInferAttnBackend:
-    """Implements AttentionBackend."""
+class _SiteWrappers:
+    """The wrappers of one attention site. Every plan fills its lists anew and steps run in order, so wrappers of the
+    same kind share what the device reads of them. A step may have one of each kind, planned before either runs."""
 
-    def __init__(self, plan: Plan, device: torch.device | str) -> None:
-        self._page_size = plan.page_size
-        (shape,) = plan.attention_shapes
-        self._head_dim = shape.head_dim
+    def __init__(self, plan: Plan, site: AttentionSite, workspace: torch.Tensor) -> None:
+        shape = site.shape
+        self._table, self._window = row_tables(plan.caches).index(site.lifetime), site.window
+        self.page_size = plan.page_size
+        self.head_dim = shape.head_dim
         self._shape = (shape.num_heads, shape.num_kv_heads, shape.head_dim, plan.page_size)
-        self._dtypes = {"q_data_type": getattr(torch, plan.dtype), "kv_data_type": storage_dtype(plan.kv_cache_dtype)}
-        self._max_pages_each = -(-plan.context_len // plan.page_size)
-        self._device = torch.device(device)
+        self._options = {
+            "q_data_type": getattr(torch, plan.dtype),
+            "kv_data_type": storage_dtype(plan.kv_cache_dtype),
+            "window_left": site.window - 1,  # -1: all tokens
+        }
+        most_tokens = min(plan.context_len, site.window + plan.page_size - 1) if site.window else plan.context_len
+        self._max_pages_each = -(-most_tokens // plan.page_size)
         self._tensor_cores = shape.num_heads // shape.num_kv_heads >= TENSOR_CORE_GROUP
-        # Every plan fills its lists anew and steps run in order, so the wrappers share what the device reads of them. A
-        # step may have one of each kind, planned before either runs.
-        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._prefill_lists, self._decode_lists = torch.empty(2, PLAN_BYTES, dtype=torch.uint8, device=device)
-        self._prefill = self._planned(BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD"), self._prefill_lists)
+        self._workspace = workspace
+        self._device = workspace.device
+        self._prefill_lists, self._decode_lists = torch.empty(2, PLAN_BYTES, dtype=torch.uint8, device=self._device)
+        self.prefill = self._planned(BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD"), self._prefill_lists)
         self._decode = self._planned(
-            BatchDecodeWithPagedKVCacheWrapper(self._workspace, "NHD", use_tensor_cores=self._tensor_cores),
+            BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=self._tensor_cores),
             self._decode_lists,
         )
         self._in_graphs: dict[int, PlannedWrapper] = {}
-        self._decoding = self._decode
-        """The wrapper of the current step's decoding requests."""
+        self.decoding = self._decode
+        """Of the current step's decoding requests."""
 
     def _planned(self, wrapper: Any, lists: torch.Tensor) -> PlannedWrapper:
         wrapper.reset_workspace_buffer(self._workspace, lists)
         return PlannedWrapper(wrapper, torch.cuda.Event() if self._device.type == "cuda" else None)
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        pages = gather_pages(batch, batch.token_slots[0], self._page_size)
+    def _pages(self, batch: ForwardBatch) -> Pages:
+        return gather_pages(batch, batch.token_slots[self._table], self.page_size, self._window)
+
+    def plan(self, batch: ForwardBatch) -> None:
+        pages = self._pages(batch)
         if batch.forward_mode.is_decode():
-            self._decoding = self._decode
+            self.decoding = self._decode
             self._plan_decode(self._decode, pages)
             return
         assert batch.extend_seq_lens_cpu is not None
         qo_indptr = np.concatenate(([0], np.cumsum(batch.extend_seq_lens_cpu))).astype(np.int32)
-        self._prefill.plan(
+        self.prefill.plan(
             torch.from_numpy(qo_indptr),
             pages.indptr,
             pages.indices,
             pages.last_len,
             *self._shape,
             causal=True,
-            **self._dtypes,
+            **self._options,
         )
 
     def _plan_decode(self, wrapper: PlannedWrapper, pages: Pages) -> None:
-        wrapper.plan(pages.indptr, pages.indices, pages.last_len, *self._shape, **self._dtypes)
+        wrapper.plan(pages.indptr, pages.indices, pages.last_len, *self._shape, **self._options)
 
-    def init_cuda_graph_state(self, batch_sizes: tuple[int, ...]) -> None:
+    def prepare_graphs(self, batch_sizes: tuple[int, ...]) -> None:
         """One wrapper a batch size, since a wrapper's is fixed, planned for one page a request: what a graph's launches
         depend on is the batch size alone. They share the buffers, whose front the smaller ones use."""
         largest = batch_sizes[-1]
@@ -128,12 +139,35 @@ class FlashInferAttnBackend:
             )
             self._plan_decode(wrapper, one_page_each)
 
+    def choose_graph(self, batch_size: int) -> None:
+        self.decoding = self._in_graphs[batch_size]
+
+    def plan_graph(self, batch: ForwardBatch) -> None:
+        self._plan_decode(self._in_graphs[batch.batch_size], self._pages(batch))
+
+
+class FlashInferAttnBackend:
+    """Implements AttentionBackend."""
+
+    def __init__(self, plan: Plan, device: torch.device | str) -> None:
+        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._sites = {(site.shape, site.window): _SiteWrappers(plan, site, workspace) for site in plan.attention_sites}
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        for wrappers in self._sites.values():
+            wrappers.plan(batch)
+
+    def init_cuda_graph_state(self, batch_sizes: tuple[int, ...]) -> None:
+        for wrappers in self._sites.values():
+            wrappers.prepare_graphs(batch_sizes)
+
     def init_forward_metadata_capture(self, batch: ForwardBatch) -> None:
-        self._decoding = self._in_graphs[batch.batch_size]
+        for wrappers in self._sites.values():
+            wrappers.choose_graph(batch.batch_size)
 
     def init_forward_metadata_replay(self, batch: ForwardBatch, num_reqs: int) -> None:
-        pages = gather_pages(batch, batch.token_slots[0], self._page_size)
-        self._plan_decode(self._in_graphs[batch.batch_size], pages)
+        for wrappers in self._sites.values():
+            wrappers.plan_graph(batch)
 
     def forward_extend(
         self,
@@ -145,18 +179,23 @@ class FlashInferAttnBackend:
         out: torch.Tensor,
     ) -> None:
         first = 0 if batch.decodes is None else batch.decodes.batch_size
-        self._run(self._prefill, q[first:], layer, out[first:])
+        wrappers = self._sites[layer.shape, layer.sliding_window]
+        _run(wrappers, wrappers.prefill, q[first:], layer, out[first:])
 
     def forward_decode(self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
-        self._run(self._decoding, q, layer, out)
+        wrappers = self._sites[layer.shape, layer.sliding_window]
+        _run(wrappers, wrappers.decoding, q, layer, out)
 
-    def _run(self, wrapper: PlannedWrapper, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
-        if layer.sliding_window > 0 or layer.logit_cap > 0 or layer.sinks is not None:
-            raise NotImplementedError(
-                "the flashinfer backend here has no sliding window, logit cap or sinks; use --attention-backend triton"
-            )
-        cache = layer.cache
-        k_cache, v_cache = (c.unflatten(0, (-1, self._page_size)) for c in (cache.k, cache.v))
-        # The wrapper was planned for head_dim ** -0.5; what differs from that goes into the scale of the keys.
-        k_scale = cache.k_scale * layer.scale * self._head_dim**0.5
-        wrapper.run(q, (k_cache, v_cache), k_scale=k_scale, v_scale=cache.v_scale, out=out)
+
+def _run(
+    wrappers: _SiteWrappers, wrapper: PlannedWrapper, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
+) -> None:
+    if layer.logit_cap > 0 or layer.sinks is not None:
+        raise NotImplementedError(
+            "the flashinfer backend here has neither logit caps nor sinks; use --attention-backend triton"
+        )
+    cache = layer.cache
+    k_cache, v_cache = (c.unflatten(0, (-1, wrappers.page_size)) for c in (cache.k, cache.v))
+    # The wrapper was planned for head_dim ** -0.5; what differs from that goes into the scale of the keys.
+    k_scale = cache.k_scale * layer.scale * wrappers.head_dim**0.5
+    wrapper.run(q, (k_cache, v_cache), k_scale=k_scale, v_scale=cache.v_scale, out=out)

@@ -25,6 +25,14 @@ PLANE = 16
 """Columns of a plane of reordered four-bit weights, whose nibbles are at the same place of as many 32-bit words."""
 PLANES = 8
 assert PLANE * PLANES == PLANE_COLUMNS
+PAIR_PLANES = 4
+PAIR_BITS = ((9, 2, 1, 0), (13, 6, 5, 4), (3, 12, 11, 10), (15, 8, 7, 14))
+"""Of an e2m1 code in a plane of pairs: where its sign, two exponent bits and mantissa bit lie in a half of the word.
+One shift (of plane 2 a rotation, for which the halves exchange their signs) takes them to those of two bfloat16."""
+EXCHANGED_SIGNS = 2
+MOST_EXPONENT = 152
+"""Of e8m0 scales in planes of pairs, 2**25: kernels add to the exponents of four at once (`scaled_dot.LIFTED_SCALES`),
+which must not touch one another. No weight is so large; what nobody stored and nobody reads may be anything."""
 ZERO_BYTE = {"int4": 0x88, "e2m1": 0}
 """Two nibbles that stand for 0."""
 
@@ -35,7 +43,8 @@ class ExpertWeights:
 
     `data` [E, N, K], or uint8 [E, N, K / 2] with two columns to a byte, the even one in the low bits, as published; or,
     after `repack`, int32 [E, N, K' / 8] with `plane_cols` = K, where K' is K padded with zeros to a multiple of 128:
-    bits 4i to 4i + 3 of word j of each 16 words hold column 16 i + j of 128. `scale` [E, *scheme.scale_shape(N, K)] (K'
+    bits 4i to 4i + 3 of word j of each 16 words hold column 16 i + j of 128, or, of mxfp4, `PAIR_BITS[i]` of its halves
+    columns 32 i + 2 j and the next. `scale` [E, *scheme.scale_shape(N, K)] (K'
     once repacked) in the scheme's dtype (e8m0 as uint8); `global_scale` [E] fp32; `input_scale` [1] or [E] fp32, a
     static scale of the activations; `bias` [E, N]. w13 has the gate's rows before up's. Where `ep_size` groups of ranks
     have experts of their own, about one of so many pairs names an expert of this one.
@@ -85,7 +94,7 @@ class ExpertWeights:
         if self.scheme is None:
             return self.data[expert].float()
         assert self.scale is not None
-        data = self.data[expert] if self.plane_cols is None else _from_planes(self.data[expert])
+        data = self.data[expert] if self.plane_cols is None else _from_planes(self.data[expert], self.scheme)
         factor = None if self.global_scale is None else self.global_scale[expert]
         return dequantize(Quantized(data, self.scale[expert], factor), self.scheme)[:, : self.cols]
 
@@ -137,12 +146,14 @@ def repack(weights: ExpertWeights, features: Collection[str]) -> ExpertWeights:
     assert weights.scale is not None
     padding = -weights.cols % PLANE_COLUMNS
     data, scale = weights.data, weights.scale
+    if _in_pairs(scheme):
+        scale.clamp_(max=MOST_EXPONENT)
     if padding:
         data = F.pad(data, (0, padding // 2), value=ZERO_BYTE[scheme.element])
         groups = scheme.scale_shape(weights.rows, weights.cols + padding)[1]
         scale = F.pad(scale.view(_bytes_of(scale)), (0, groups - scale.shape[-1])).view(scale.dtype)
     for expert in data:  # one at a time: all at once would need several times their memory
-        expert.copy_(_to_planes(expert))
+        expert.copy_(_to_planes(expert, scheme))
     return dataclasses.replace(weights, data=data.view(torch.int32), scale=scale, plane_cols=weights.cols)
 
 
@@ -151,14 +162,48 @@ def _bytes_of(scale: torch.Tensor) -> torch.dtype:
     return torch.int16 if scale.element_size() == 2 else torch.uint8
 
 
-def _to_planes(packed: torch.Tensor) -> torch.Tensor:
+def _in_pairs(scheme: Scheme) -> bool:
+    """As `scaled_dot.in_pairs`."""
+    return scheme.element == "e2m1" and scheme.group == (1, 32)
+
+
+def _to_planes(packed: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """uint8 [N, K / 2] as published -> the same shape, in planes. K is a multiple of 128."""
-    codes = unpack_nibbles(packed).unflatten(-1, (-1, PLANES, PLANE))
+    codes = unpack_nibbles(packed)
+    if _in_pairs(scheme):
+        return _to_planes_of_pairs(codes)
+    codes = codes.unflatten(-1, (-1, PLANES, PLANE))
     # Bytes of a word from its lowest bits on: planes 0 and 1, 2 and 3, ...
     return (codes[..., 0::2, :] | (codes[..., 1::2, :] << 4)).transpose(-1, -2).flatten(-3)
 
 
-def _from_planes(words: torch.Tensor) -> torch.Tensor:
+def _from_planes(words: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """int32 [N, K / 8] -> uint8 [N, K / 2] as published."""
+    if _in_pairs(scheme):
+        return pack_nibbles(_from_planes_of_pairs(words))
     pairs = words.view(torch.uint8).unflatten(-1, (-1, PLANE, PLANES // 2)).transpose(-1, -2)
     return pack_nibbles(torch.stack((pairs & 15, pairs >> 4), -2).flatten(-4))
+
+
+def _to_planes_of_pairs(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 codes [N, K] -> uint8 [N, K / 2]."""
+    planes = codes.to(torch.int32).unflatten(-1, (-1, PAIR_PLANES, PLANE, 2))
+    words = torch.zeros_like(planes[..., 0, :, :])  # [N, strips, words, halves]
+    for plane, places in enumerate(PAIR_BITS):
+        pair = planes[..., plane, :, :]
+        for bit, place in enumerate(reversed(places)):
+            exchanged = pair.flip(-1) if plane == EXCHANGED_SIGNS and bit == 3 else pair
+            words |= (exchanged >> bit & 1) << place
+    return words.to(torch.uint16).view(torch.uint8).flatten(-3)
+
+
+def _from_planes_of_pairs(words: torch.Tensor) -> torch.Tensor:
+    """int32 [N, K / 8] -> uint8 codes [N, K]."""
+    halves = words.view(torch.uint16).to(torch.int32).unflatten(-1, (-1, PLANE, 2))
+    planes = []
+    for plane, places in enumerate(PAIR_BITS):
+        bits = [(halves >> place & 1) << bit for bit, place in enumerate(reversed(places))]
+        if plane == EXCHANGED_SIGNS:
+            bits[3] = bits[3].flip(-1)
+        planes.append(bits[0] | bits[1] | bits[2] | bits[3])
+    return torch.stack(planes, -3).to(torch.uint8).flatten(-4)

@@ -8,6 +8,7 @@ and scattering sums, in half as many collectives (docs/parallelism.md).
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,10 +20,12 @@ from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.linear import ReplicatedLinear, Unquantized
 from sglang.srt.layers.mlp import GatedMLP
 from sglang.srt.layers.moe.fused_moe_triton.config_files import TunedTiles, lookup
+from sglang.srt.layers.moe.fused_moe_triton.tiles import few_pairs
 from sglang.srt.layers.moe.topk import TopK
 from sglang.srt.layers.ops import FusedMoEOp
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.quantization.experts import Experts, ExpertSizes
+from sglang.srt.layers.quantization.quantized_rows import LEAST_ROWS, RowFormat, Rows, row_format, values_of
 from sglang.srt.plan.feed_forward import MoE, Shared, up_parts
 
 if TYPE_CHECKING:
@@ -60,6 +63,7 @@ class MoELayer:
         self.experts = Experts(scope, sizes, spec.activation.linear_in_up)
         self.products: FusedMoEOp = scope.plan.entry("fused_moe")
         self.features = scope.plan.arch.features
+        self.row_format = None if spec.latent_size else self._row_format(scope, spec)
         self.tuned = _tuned_tiles(scope, sizes, self.experts.quant)
         self.latent: tuple[ReplicatedLinear, ReplicatedLinear] | None = None
         if spec.latent_size:
@@ -71,8 +75,17 @@ class MoELayer:
         if spec.shared is not None and not fused:
             self.shared = SharedExpert(scope, hidden_size, spec.shared, spec.activation)
 
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
-        weights, ids = self.route(x, batch)
+    def _row_format(self, scope: Scope, spec: MoE) -> RowFormat | None:
+        """Rows whose experts are computed pair by pair stay in 16 bits."""
+        quant, extra = self.experts.quant, spec.fused_shared
+        found = quant and row_format(scope.plan.choices["fused_moe"], quant.format, scope.plan.arch)
+        if not found:
+            return None
+        pairs, experts = spec.top_k + extra, spec.num_experts + extra
+        return replace(found, least=next(t for t in count(LEAST_ROWS) if not few_pairs(t * pairs, experts)))
+
+    def __call__(self, x: Rows, batch: ForwardBatch | None = None) -> torch.Tensor:
+        weights, ids = self.route(values_of(x), batch)
         out = self.routed(x, weights, ids)
         if self.shared is not None:
             out = out + self.shared(x)
@@ -85,13 +98,13 @@ class MoELayer:
         self.reduce = False
         return self.group
 
-    def routed(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def routed(self, x: Rows, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The chosen experts' outputs by their weights [T, k]: this rank's summand of [T, H]."""
         w13, w2 = self.experts.w13, self.experts.w2
         tiles = None
         if self.tuned is not None:
             tiles = self.tuned.for_launch(-(-ids.shape[0] // self.ep_size), ids.shape[1])
-        rows = x if self.latent is None else self.latent[0](x)
+        rows = x if self.latent is None else self.latent[0](values_of(x))
         out = self.products(rows, w13, w2, weights, ids, self.activation, tiles, self.features)
         # What comes behind is linear: of each rank's summand.
         return out if self.latent is None else self.latent[1](out)
@@ -108,9 +121,9 @@ class SharedExpert:
             in_16_bits = replace(scope.sub("shared_gate"), quant=Unquantized())
             self.gate = ReplicatedLinear(in_16_bits, hidden_size, 1)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Rows) -> torch.Tensor:
         out = self.mlp(x)
-        return out if self.gate is None else out * self.gate(x).sigmoid()
+        return out if self.gate is None else out * self.gate(values_of(x)).sigmoid()
 
 
 def _tuned_tiles(scope: Scope, sizes: ExpertSizes, quant: ModuleQuant | None) -> TunedTiles | None:

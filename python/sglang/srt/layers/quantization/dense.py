@@ -32,6 +32,7 @@ from sglang.srt.layers.parameter import (
 )
 from sglang.srt.layers.quantization.layout import Leaf, layout_of
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
+from sglang.srt.layers.quantization.quantized_rows import Rows, row_format
 from sglang.srt.layers.quantization.stored import (
     DUMMY_INPUT_SCALE,
     dummy_scale,
@@ -84,6 +85,7 @@ class QuantizedLinear:
     ) -> None:
         self.bind: QuantizedLinearOp = scope.plan.entry(f"linear/{quant.scheme}")
         self.arch = scope.plan.arch
+        self.row_format = row_format(scope.plan.choices[f"linear/{quant.scheme}"], weight.scheme, self.arch)
         self.weight: LinearWeight | None = weight
         self.bias, self.out_dtype = bias, out_dtype
         self.run: QuantizedProduct | None = None
@@ -96,7 +98,7 @@ class QuantizedLinear:
         self.run = self.bind(self.weight, self.arch)
         self.weight = None  # the kernel's now
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Rows) -> torch.Tensor:
         assert self.run is not None, "the weights are not loaded"
         return self.run(x, self.bias, self.out_dtype)
 

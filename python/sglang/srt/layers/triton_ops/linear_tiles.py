@@ -55,8 +55,8 @@ TILES: Mapping[str, tuple[LinearTile, ...]] = {
         LinearTile(16, _tile(16, 64, 128, 1, 4, 4)),
         LinearTile(32, _tile(32, 64, 128, 1, 4, 4)),
         LinearTile(128, _tile(64, 64, 128, 8, 4, 3)),
-        LinearTile(512, _tile(64, 128, 128, 8, 8, 2)),
-        LinearTile(_ANY, _tile(128, 128, 128, 8, 8, 2)),
+        LinearTile(512, _tile(64, 128, 128, 8, 8, 3)),
+        LinearTile(_ANY, _tile(128, 128, 128, 8, 8, 3)),
     ),
 }
 
@@ -77,6 +77,11 @@ WIDE_TILES: Mapping[str, tuple[LinearTile, ...]] = {
         LinearTile(512, _tile(64, 128, 128, 8, 4, 4)),
         LinearTile(_ANY, _tile(128, 128, 128, 8, 8, 4)),
     ),
+    "mx": (
+        *TILES["mx"][:3],
+        LinearTile(512, _tile(64, 128, 128, 8, 8, 2)),
+        LinearTile(_ANY, _tile(128, 128, 128, 8, 8, 2)),
+    ),
 }
 
 FEW_TILES: Mapping[tuple[str, int], PairTile] = {
@@ -85,14 +90,23 @@ FEW_TILES: Mapping[tuple[str, int], PairTile] = {
     ("mx", 8): PairTile(256, 256, 8, 1),
     ("mx", 4): PairTile(1024, 512, 4, 1),
     ("planes", 4): PairTile(1024, 1024, 4, 1),
+    ("pairs", 4): PairTile(2048, 1024, 2, 1, 1024),
 }
-"""By kind and bits of a weight, without matrix instructions. Small, as those of few pairs of experts, and why."""
+"""By kind ("pairs": planes of pairs of columns) and bits of a weight, without matrix instructions. Small, as those of
+few pairs of experts, and why."""
 FEW_ROWS = 2
 """Up to so many rows are multiplied without matrix instructions, each for itself, and x stays in 16 bits."""
 SPLIT_ROWS = 64
-"""Up to so many rows K may be split: with more, the partial sums would cost what the weights do."""
+"""Up to so many rows K may be split for reading alone: with more, the partial sums would cost what the weights do."""
 MAX_SPLITS = 8
 MIN_SPLIT_COLS = 512
+NARROW_ROWS = 512
+"""Up to so many rows a product of few columns, whose tiles leave SMs idle, takes the tile of fewer columns, and K is
+split until all SMs have one program or a few have two."""
+NARROW_COLS = 1024
+"""That a split of K keeps there."""
+NARROW_KINDS = frozenset({"scaled", "group128", "mx"})
+"""Of which the tile for up to 128 rows has half as many columns and does as well otherwise."""
 
 
 def tile_rows(kind: str, features: Collection[str]) -> tuple[LinearTile, ...]:
@@ -100,8 +114,19 @@ def tile_rows(kind: str, features: Collection[str]) -> tuple[LinearTile, ...]:
     return WIDE_TILES[kind] if "wgmma" in features and kind in WIDE_TILES else TILES[kind]
 
 
-def tile_for(kind: str, num_rows: int, features: Collection[str] = ()) -> ScaledTile:
-    return next(row.tile for row in tile_rows(kind, features) if num_rows <= row.max_rows)
+def tile_for(
+    kind: str, num_rows: int, features: Collection[str] = (), num_cols: int = 0, num_sms: int = 0
+) -> ScaledTile:
+    """For a result [num_rows, num_cols] on a GPU of `num_sms`; without them by the rows alone."""
+    rows = tile_rows(kind, features)
+    at = next(i for i, row in enumerate(rows) if num_rows <= row.max_rows)
+    tile = rows[at].tile
+    narrow = kind in NARROW_KINDS and "wgmma" not in features and 2 * SPLIT_ROWS < num_rows <= NARROW_ROWS
+    return rows[at - 1].tile if narrow and _num_tiles(tile, num_rows, num_cols) < num_sms else tile
+
+
+def _num_tiles(tile: ScaledTile, num_rows: int, num_cols: int) -> int:
+    return -(-num_rows // tile["BLOCK_M"]) * -(-num_cols // tile["BLOCK_N"])
 
 
 def smaller_tiles(tile: ScaledTile, kind: str) -> tuple[ScaledTile, ...]:
@@ -126,9 +151,13 @@ def swaps(tile: ScaledTile, features: Collection[str]) -> bool:
     return "wgmma" in features and tile["BLOCK_M"] < 64 <= tile["BLOCK_N"]
 
 
-def num_splits(num_rows: int, num_tiles: int, cols: int, num_sms: int) -> int:
-    """Into how many parts K is split, so that two programs an SM read the weights."""
-    if num_rows > SPLIT_ROWS:
+def num_splits(num_rows: int, num_tiles: int, cols: int, num_sms: int, features: Collection[str] = ()) -> int:
+    """Into how many parts K is split: for few rows so that two programs an SM read the weights, for up to NARROW_ROWS
+    (without wgmma) so that every SM has something to do."""
+    if num_rows <= SPLIT_ROWS:
+        wanted, least = 2 * max(num_sms, 1) // num_tiles, MIN_SPLIT_COLS
+    elif num_rows <= NARROW_ROWS and "wgmma" not in features:
+        wanted, least = (12 * num_sms + 5 * num_tiles) // (10 * num_tiles), NARROW_COLS
+    else:
         return 1
-    wanted = 2 * max(num_sms, 1) // num_tiles
-    return max(1, min(wanted, MAX_SPLITS, cols // MIN_SPLIT_COLS))
+    return max(1, min(wanted, MAX_SPLITS, cols // least))

@@ -23,6 +23,7 @@ from sglang.srt.kernels.launch import TileLadder
 from sglang.srt.layers.moe.expert_weights import ExpertWeights, repack
 from sglang.srt.layers.moe.fused_moe_triton.tiles import TILE_KEYS
 from sglang.srt.layers.quantization.linear_weight import LinearWeight
+from sglang.srt.layers.quantization.quantized_rows import QuantizedRows, Rows, values_of
 from sglang.srt.layers.triton_ops import pdl, scaled_dot
 from sglang.srt.layers.triton_ops.linear_tiles import (
     FEW_ROWS,
@@ -231,16 +232,20 @@ def pack(weight: LinearWeight, arch: ArchTraits) -> PackedWeight:
 
 
 def quantized_linear(weight: LinearWeight, arch: ArchTraits) -> Apply:
-    """(x [..., K] in 16 bits, bias [N] or None) -> [..., N] in x's type, or another one. Safe in CUDA graphs.
+    """(x [..., K] in 16 bits, or rows with their quantized form; bias [N] or None) -> [..., N] in x's type, or another
+    one. Safe in CUDA graphs.
 
     Takes the weight: its tensors may be reordered."""
     matrix = pack(weight, arch)
 
-    def run(x: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-        flat = x.reshape(-1, matrix.cols)
-        products = few_rows if len(flat) <= FEW_ROWS else many_rows
-        out = products(flat, matrix, bias, out_dtype=out_dtype)
-        return out.view(*x.shape[:-1], out.shape[-1])
+    def run(x: Rows, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        values = values_of(x)
+        flat = values.reshape(-1, matrix.cols)
+        if len(flat) <= FEW_ROWS:
+            out = few_rows(flat, matrix, bias, out_dtype=out_dtype)
+        else:
+            out = many_rows(x if isinstance(x, QuantizedRows) else flat, matrix, bias, out_dtype=out_dtype)
+        return out.view(*values.shape[:-1], out.shape[-1])
 
     return run
 
@@ -268,22 +273,24 @@ def few_rows(
 
 def few_launch(product: ScaledProduct, bits: int, cols: int, rows: int) -> dict[str, Any]:
     """Constants of `few_rows_kernel` for a weight [rows, cols]."""
-    return pair_launch(product, FEW_TILES[product.kind, bits], cols, rows)
+    kind = "pairs" if product.in_pairs else product.kind
+    return pair_launch(product, FEW_TILES[kind, bits], cols, rows)
 
 
 def many_rows(
-    x: torch.Tensor,
+    x: Rows,
     matrix: PackedWeight,
     bias: torch.Tensor | None = None,
     tile: ScaledTile | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """x [T, K] -> [T, N] by tiles. `tile` forces one, which then launches or raises OutOfResources."""
-    out = torch.empty((len(x), matrix.weight.data.shape[0]), dtype=out_dtype or x.dtype, device=x.device)
+    values = values_of(x)
+    out = torch.empty((len(values), matrix.weight.data.shape[0]), dtype=out_dtype or values.dtype, device=values.device)
     if tile is not None:
         return _tiled(x, matrix, bias, tile, out)
     kind = matrix.product.kind
-    first = tile_for(kind, len(x), matrix.arch.features)
+    first = tile_for(kind, len(values), matrix.arch.features, out.shape[1], matrix.arch.num_sms)
     return _ladder(matrix.weight.scheme.name, kind, _values(first)).run(lambda tile: _tiled(x, matrix, bias, tile, out))
 
 
@@ -295,19 +302,19 @@ def _ladder(scheme: str, kind: str, values: tuple[int, ...]) -> TileLadder[Scale
 
 
 def _tiled(
-    x: torch.Tensor, matrix: PackedWeight, bias: torch.Tensor | None, tile: ScaledTile, out: torch.Tensor
+    x: Rows, matrix: PackedWeight, bias: torch.Tensor | None, tile: ScaledTile, out: torch.Tensor
 ) -> torch.Tensor:
     weight, product = matrix.weight, matrix.product
-    num_rows, num_cols = len(x), weight.data.shape[0]
+    num_rows, num_cols = out.shape
     features = matrix.arch.features
     num_tiles = triton.cdiv(num_rows, tile["BLOCK_M"]) * triton.cdiv(num_cols, tile["BLOCK_N"])
-    splits = (
-        num_splits(num_rows, num_tiles, matrix.cols, matrix.arch.num_sms) if num_tiles <= len(matrix.arrivals) else 1
-    )
+    splits = 1
+    if num_tiles <= len(matrix.arrivals):
+        splits = num_splits(num_rows, num_tiles, matrix.cols, matrix.arch.num_sms, features)
     launch = tile_launch(product, tile, matrix.cols, splits, features)
     chunk, splits = launch.pop("chunk"), launch["SPLITS"]
     data, scale, scale_stride, factor = _operand(x, matrix)
-    parts = torch.empty((splits, num_rows, num_cols), device=x.device) if splits > 1 else out
+    parts = torch.empty((splits, num_rows, num_cols), device=out.device) if splits > 1 else out
     row_factor = weight.row_factor
     tiles_kernel[(num_tiles, splits)](
         data, scale, weight.data, weight.scale, out if row_factor is None else row_factor,
@@ -337,9 +344,13 @@ def tile_launch(
     }
 
 
-def _operand(x: torch.Tensor, matrix: PackedWeight) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor | None]:
+def _operand(x: Rows, matrix: PackedWeight) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor | None]:
     """x as the product takes it, its scales and their stride between rows (0: one for all), and the factor of all."""
     product, weight = matrix.product, matrix.weight
+    if isinstance(x, QuantizedRows):
+        if x.form == product.activation and weight.scheme.element == "e4m3":
+            return x.data, x.scale, x.scale.stride(0), None
+        x = x.values
     if product.activation is None:
         return x, x, 0, None
     scheme = dataclasses.replace(weight.scheme, activation=product.activation)

@@ -9,10 +9,11 @@ from typing import Any
 from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, SCHEMES, Scheme
 from sglang.srt.kernels.ledger_file import SAME_LAUNCHES, WIDENED_TAIL
 from sglang.srt.kernels.variant import FormRule, Variant
-from sglang.srt.layers.triton_ops import quant_linear, quantize
+from sglang.srt.layers.quantization.quantized_rows import RowForm
+from sglang.srt.layers.triton_ops import norm_quantize, quant_linear, quantize
 from sglang.srt.layers.triton_ops.linear_tiles import MAX_SPLITS, SPLIT_ROWS, ScaledTile, last_resort, tile_rows
 from sglang.srt.layers.triton_ops.scaled_dot import ScaledProduct, product_of
-from sglang.srt.layers.triton_ops.variants import describe
+from sglang.srt.layers.triton_ops.variants import HIDDEN_SIZES, describe
 
 OPS = ("linear", "quantize_activation")
 
@@ -61,6 +62,7 @@ FORM_RULES = {
         counts=frozenset({"N", "K", "ws_stride"}),
         absent=PRODUCT_ABSENT,
     ),
+    "norm_quantize.add_rmsnorm_quantize_kernel": FormRule(counts=frozenset({"num_groups"})),
     "quantize.group_kernel": FormRule(
         counts=frozenset({"num_groups", "num_pairs"}),
         absent={"KIND=group128": ("factor",), "KIND=mxfp8": ("factor",)},
@@ -76,6 +78,7 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
                 yield from _linear(scheme, product, tail, features)
     else:
         yield from _quantize()
+        yield from _norm_quantize()
 
 
 def recorded_schemes() -> tuple[Scheme, ...]:
@@ -233,3 +236,18 @@ def _quantize() -> Iterator[Variant]:
         arguments = groups | {"data": data, "scale": scale}
         shape = {"KIND": kind, "GROUP": size}
         yield describe(op, kind, quantize.group_kernel, arguments, shape, quantize.GROUP_LAUNCH[size], sizes)
+
+
+def _norm_quantize() -> Iterator[Variant]:
+    types = {"x": "*bf16", "residual": "*bf16", "weight": "*bf16", "data": "*fp8e4nv", "scale": "*fp32", "eps": "fp32"}
+    sizes = ("row_stride", "residual_stride", "size")
+    types |= dict.fromkeys((*sizes, "num_groups"), "i32")
+    forms: tuple[RowForm, ...] = ("token", "group128")
+    for form in forms:
+        for launch in {v["BLOCK"]: v for v in (norm_quantize.launch(size, form) for size in HIDDEN_SIZES)}.values():
+            key = f"norm/{form}/{launch['BLOCK']}"
+            kernel = norm_quantize.add_rmsnorm_quantize_kernel
+            yield describe("quantize_activation", key, kernel, types, {}, launch, sizes)
+            widened = types | {"weight": "*fp32"}
+            row = describe("quantize_activation", f"{key}/fp32", kernel, widened, {}, launch, sizes)
+            yield replace(row, form_only=True)

@@ -5,7 +5,8 @@
   "plain"     16-bit floats as they are
   "scaled"    e4m3 or int8 on both sides; one scale a row of x and one a row of w (or one of all, stride 0)
   "group128"  e4m3; one scale per 128 columns of a row of x and per 128x128 of w
-  "planes"    four-bit w in planes of 16 columns (expert_weights.repack), widened to x's type in registers
+  "planes"    four-bit w in planes of 16 columns, or of 16 pairs of columns (e2m1 in groups of 32), widened to x's type
+              in registers
   "mx"        block-scaled matrix instructions on packed operands, where the GPU has them
 
 Reference: `quantization.reference.dequantize` and `round_activation`.
@@ -25,12 +26,21 @@ PLANE: tl.constexpr = tl.constexpr(16)
 PLANES: tl.constexpr = tl.constexpr(8)
 STRIP: tl.constexpr = tl.constexpr(128)
 """Columns of one round of planes."""
+PAIR_PLANES: tl.constexpr = tl.constexpr(4)
+PAIR_PLANE: tl.constexpr = tl.constexpr(32)
+"""Columns of a plane of pairs, which is also a group of scales."""
 E2M1_SHIFT: tl.constexpr = tl.constexpr(2.0**126)
 """An e2m1 code in the lowest exponent and highest mantissa bits of an fp32 is its value divided by this."""
 LIFT: tl.constexpr = tl.constexpr(2.0**24)
 """So much of E2M1_SHIFT is left to the end, for bfloat16: the rest times any sensible scale stays below infinity."""
 E4M3_OF_E2M1: tl.constexpr = tl.constexpr(64.0)
 """The same for an e2m1 code in the bits of an e4m3."""
+LIFTED_SCALES: tl.constexpr = tl.constexpr(0x66666666)
+"""Added to four e8m0 scales at once it multiplies each by E2M1_SHIFT / LIFT, which is 2**102."""
+HIGH_HALF: tl.constexpr = tl.constexpr(-65536)
+"""0xFFFF0000"""
+INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
+"""Triton's interpreter has no instructions to name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +57,11 @@ class ScaledProduct:
         return {"KIND": self.kind, "ELEMENT": self.element, "GROUP": self.group}
 
     @property
+    def in_pairs(self) -> bool:
+        """Whether planes hold pairs of columns (see ExpertWeights)."""
+        return self.kind == "planes" and self.element == "e2m1" and self.group == PAIR_PLANE.value
+
+    @property
     def tile_kind(self) -> str:
         """What tiles are chosen by."""
         return "mx4" if self.kind == "mx" and self.group == 16 else self.kind
@@ -57,7 +72,7 @@ class ScaledProduct:
         if self.kind == "mx":
             return "packed" if self.element == "e2m1" else "mxfp8"
         if self.kind == "planes":
-            return "planes"
+            return "pairs" if self.in_pairs else "planes"
         return self.element or "16-bit"
 
 
@@ -206,6 +221,11 @@ def multiply(
             x, x_scale, x_rows, there, x_stride, xs_stride, w, w_scale, w_rows, w_stride, ws_stride, second, K,
             TWO, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SWAP, ONE_SCALE,
         )  # fmt: skip
+    elif KIND == "planes" and ELEMENT == "e2m1" and GROUP == PAIR_PLANE:
+        first, other = _planes_of_pairs(
+            x, x_rows, there, x_stride, w, w_scale, w_rows, w_stride, ws_stride, second, K,
+            TWO, BLOCK_M, BLOCK_N, EVEN_K, SWAP,
+        )  # fmt: skip
     elif KIND == "planes":
         first, other = _planes(
             x, x_rows, there, x_stride, w, w_scale, w_rows, w_stride, ws_stride, second, K,
@@ -336,6 +356,124 @@ def _planes(
             if TWO:
                 other = dot(a, widen(second_words, plane, second_scale, dtype, ELEMENT), other, SWAP)
     if ELEMENT == "e2m1" and dtype == tl.bfloat16:
+        first, other = first * LIFT, other * LIFT
+    return first, other
+
+
+@triton.jit
+def code_pairs(words, plane: tl.constexpr):
+    """Two e2m1 codes of each word as bfloat16, divided by E2M1_SHIFT, in the halves of an int32."""
+    codes: tl.constexpr = -2118090304  # 0x81C081C0: sign, lowest exponent bits and highest mantissa bit of both halves
+    if plane == 0:
+        return (words << 6) & codes
+    elif plane == 1:
+        return (words << 2) & codes
+    elif plane == 2:
+        bits = words.to(tl.uint32, bitcast=True)
+        return ((bits >> 4) | (bits << 28)).to(tl.int32, bitcast=True) & codes
+    else:
+        # 0x81808180; the mantissa bits lie apart.
+        return (words & -2122284672) | ((words >> 8) & 0x00400040)
+
+
+@triton.jit
+def halves(pairs, dtype: tl.constexpr):
+    """The low and the high half of each int32 as a 16-bit float."""
+    low = pairs.to(tl.int16).to(dtype, bitcast=True)
+    return low, (pairs >> 16).to(tl.int16).to(dtype, bitcast=True)
+
+
+@triton.jit
+def wide_halves(pairs, dtype: tl.constexpr):
+    """The same as fp32."""
+    if dtype == tl.bfloat16:
+        return (pairs << 16).to(tl.float32, bitcast=True), (pairs & HIGH_HALF).to(tl.float32, bitcast=True)
+    else:
+        low, high = halves(pairs, dtype)
+        return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def _times(pairs, scales):
+    """Products of two bfloat16 by two, in the halves of int32."""
+    if INTERPRETED:
+        a, b = wide_halves(pairs, tl.bfloat16)
+        c, d = wide_halves(scales, tl.bfloat16)
+        low, high = a * c, b * d
+        return ((low.to(tl.int32, bitcast=True) >> 16) & 0xFFFF) | (high.to(tl.int32, bitcast=True) & HIGH_HALF)
+    else:
+        # Compilers multiply the halves one by one, and move them for it. Minus zero is added: that changes nothing.
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }", "=r,r,r",
+            [pairs, scales], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def lifted_pairs(words, scales, plane: tl.constexpr):
+    """The values of a plane, two of each word as bfloat16 divided by LIFT in the halves of an int32. scales: words of
+    four e8m0 each, broadcasting over words."""
+    exponent = ((scales + LIFTED_SCALES) >> (8 * plane)) & 0xFF
+    return _times(code_pairs(words, plane), tl.broadcast_to(exponent * 0x800080, words.shape))
+
+
+@triton.jit
+def _widened_plane(words, scales, plane: tl.constexpr, dtype: tl.constexpr):
+    """words [N, 16], scales [N] of four e8m0 each -> [N, 32]; in bfloat16 divided by LIFT."""
+    if dtype == tl.bfloat16:
+        low, high = halves(lifted_pairs(words, scales[:, None], plane), tl.bfloat16)
+    else:
+        scale = decode_scale((scales >> (8 * plane)).to(tl.uint8))[:, None]
+        low, high = wide_halves(code_pairs(words, plane), tl.bfloat16)
+        low, high = (low * E2M1_SHIFT * scale).to(dtype), (high * E2M1_SHIFT * scale).to(dtype)
+    return tl.reshape(tl.join(low, high), (words.shape[0], words.shape[1] * 2))
+
+
+@triton.jit
+def _widened_strip(words, scales, dtype: tl.constexpr):
+    """words [N, 16], scales [N] -> [N, 128]."""
+    even = tl.join(_widened_plane(words, scales, 0, dtype), _widened_plane(words, scales, 2, dtype))
+    odd = tl.join(_widened_plane(words, scales, 1, dtype), _widened_plane(words, scales, 3, dtype))
+    planes = tl.permute(tl.join(even, odd), (0, 2, 3, 1))
+    return tl.reshape(planes, (words.shape[0], words.shape[1] * 8))
+
+
+@triton.jit
+def _planes_of_pairs(
+    x, x_rows, there, x_stride, w, w_scale, w_rows, w_stride, ws_stride, second, K,
+    TWO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
+):  # fmt: skip
+    # A whole strip at once where registers are left: wgmma takes it from them, and small blocks have few sums.
+    WHOLE: tl.constexpr = SWAP or BLOCK_M == 16
+    COLUMNS: tl.constexpr = STRIP if WHOLE else PAIR_PLANE
+    x_at = x + x_rows[:, None] * x_stride + tl.arange(0, COLUMNS)[None, :]
+    w_at = w + w_rows[:, None] * w_stride + tl.arange(0, PLANE)[None, :]
+    second_at = w_at + second * w_stride
+    # The scales of a strip are a word: small loads would not be on their way while others are multiplied.
+    ws_at = w_scale.to(tl.pointer_type(tl.int32)) + w_rows * (ws_stride // 4)
+    second_ws_at = ws_at + second * (ws_stride // 4)
+    dtype: tl.constexpr = x.dtype.element_ty
+    first = zeros(BLOCK_M, BLOCK_N, tl.float32, SWAP)
+    other = first
+    for start in range(0, K, STRIP):
+        words = tl.load(w_at + start // PLANES)
+        scales = tl.load(ws_at + start // STRIP)
+        if TWO:
+            second_words = tl.load(second_at + start // PLANES)
+            second_scales = tl.load(second_ws_at + start // STRIP)
+        if WHOLE:
+            a = load_rows_there(x_at + start, there, K - start, STRIP, EVEN_K)
+            if TWO:
+                other = dot(a, _widened_strip(second_words, second_scales, dtype), other, SWAP)
+            first = dot(a, _widened_strip(words, scales, dtype), first, SWAP)
+        else:
+            for plane in tl.static_range(PAIR_PLANES):
+                column = start + plane * PAIR_PLANE
+                a = load_rows_there(x_at + column, there, K - column, PAIR_PLANE, EVEN_K)
+                if TWO:
+                    other = dot(a, _widened_plane(second_words, second_scales, plane, dtype), other, SWAP)
+                first = dot(a, _widened_plane(words, scales, plane, dtype), first, SWAP)
+    if dtype == tl.bfloat16:
         first, other = first * LIFT, other * LIFT
     return first, other
 

@@ -18,12 +18,17 @@ import triton.language as tl
 
 from sglang.srt.layers.triton_ops.scaled_dot import (
     E2M1_SHIFT,
+    LIFT,
+    PAIR_PLANE,
+    PAIR_PLANES,
     PLANE,
     PLANES,
     STRIP,
     ScaledProduct,
     decode_scale,
+    lifted_pairs,
     nibbles,
+    wide_halves,
 )
 
 HALF_SHIFT: tl.constexpr = tl.constexpr(2.0**64)
@@ -58,6 +63,8 @@ def add_product(
     """total + factor * x * w[rows] for the columns from `start` on that a tile covers."""
     if PACKED:
         return _add_packed(total, x, factor, there, w, w_scale, rows, w_stride, ws_stride, K, start, GROUP, C, EVEN_K)
+    elif KIND == "planes" and ELEMENT == "e2m1" and GROUP == PAIR_PLANE:
+        return _add_pairs(total, x, factor, there, w, w_scale, rows, w_stride, ws_stride, K, start, C, W, EVEN_K)
     elif KIND == "planes":
         return _add_planes(
             total, x, factor, there, w, w_scale, rows, w_stride, ws_stride, K, start, ELEMENT, GROUP, C, W, EVEN_K
@@ -106,6 +113,36 @@ def _add_planes(
         else:
             total += value * E2M1_SHIFT * scale * a
     return total
+
+
+@triton.jit
+def _add_pairs(
+    total, x, factor, there, w, w_scale, rows, w_stride, ws_stride, K, start,
+    C: tl.constexpr, W: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """e2m1 in planes of pairs. W words of a strip to a thread, with the strip's scales, which are a word, and their
+    columns of x by one load for each plane. K goes first, for threads to lie along it."""
+    row, c, q = rows[None, :, None], tl.arange(0, C)[:, None, None], tl.arange(0, W)[None, None, :]
+    strip, j = start // STRIP + c // (PLANE // W), c % (PLANE // W) * W
+    inside = there
+    if not EVEN_K:
+        inside = there & (strip * STRIP < K)  # strips are stored whole
+    at = w + row * w_stride + strip * PLANE + j + q
+    words = tl.load(at, mask=inside, other=0, eviction_policy="evict_first")
+    scales_at = w_scale.to(tl.pointer_type(tl.int32)) + row * (ws_stride // 4) + strip
+    scales = tl.load(scales_at, mask=inside, other=0)
+    part = tl.zeros_like(words).to(tl.float32)
+    for plane in tl.static_range(PAIR_PLANES):
+        column = strip * STRIP + plane * PAIR_PLANE + 2 * j + tl.arange(0, 2 * W)[None, None, :]
+        x_inside = there
+        if not EVEN_K:
+            x_inside = there & (column < K)
+        columns = tl.load(x + column, mask=x_inside, other=0.0)
+        a, b = tl.split(tl.reshape(columns.to(tl.float32), (C, 1, W, 2)))
+        low, high = wide_halves(lifted_pairs(words, scales, plane), tl.bfloat16)
+        part += low * a
+        part += high * b
+    return total + tl.permute(part * (factor * LIFT), (1, 0, 2))
 
 
 @triton.jit
@@ -163,7 +200,7 @@ def pair_launch(product: ScaledProduct, pair_tile: PairTile, cols: int, rows: in
             tile["BLOCK_N"] //= 2
     step = tile["COLS"]
     if four_bit:
-        width = 1 if packed else PLANE.value
+        width = 1 if packed else 4 if product.in_pairs else PLANE.value
         depth = step // (width * PLANES.value)
     else:
         width = product.group if product.kind in ("mx", "group128") else step

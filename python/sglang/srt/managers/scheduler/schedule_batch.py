@@ -267,7 +267,10 @@ class ScheduleBatch:
         return SampledTokens(reqs, accepted, rows)
 
     def file_logprobs(self, req: Req, row: int, token: int) -> None:
-        """Of a token that its request takes."""
+        """Of a token that its request takes, on the ranks that sample."""
+        pp = parallel_state.groups().pp
+        if pp.rank < pp.size - 1:
+            return
         assert self.result is not None and self.result.logprobs is not None
         request = row // self.result.next_token_ids.shape[1]
         self.result.logprobs.add_output(req.pending_logprobs, request, row, token)

@@ -1,8 +1,8 @@
 """The scheduler's process: sockets in, sockets out, and the loop between them.
 
-With tensor parallelism every rank runs this loop over the same messages: rank 0 reads the socket and broadcasts the raw
-bytes, so all ranks take the same decisions. What a clock decides rank 0 decides, and broadcasts it in front of them
-(`leader`). Only rank 0 answers.
+With several ranks each of them runs this loop over the same messages: one, the leader, reads the socket and broadcasts
+the raw bytes, so all ranks take the same decisions. What a clock decides the leader decides, and broadcasts it in front
+of them (`leader`). Only the leader answers: the first rank, and with a pipeline the first one of its last stage.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class SchedulerProcess:
     def __init__(self, args: ServerArgs, runner: ModelRunner, tokenizer: Tokenizer | None, ports: ipc.Ports) -> None:
         self.args, self.runner = args, runner
         self.model = runner.plan.model
-        self.leader = parallel_state.tp_rank() == 0
+        self.leader = parallel_state.is_leader()
         self.decisions: list[LeaderDecision] = []
         """Of the leader, taken since the last messages."""
         decoder = tokenizer.text_decoder() if tokenizer is not None and self.leader else None
-        alone = parallel_state.tp_size() == 1
+        alone = parallel_state.num_ranks() == 1
         self.scheduler = Scheduler(args, runner, StopChecker(decoder, None if alone else self.decisions.append))
         self.grammars = self._grammar_manager(ports)
         self.grammar_queue = GrammarQueue(self.scheduler, self.grammars)
@@ -77,7 +77,7 @@ class SchedulerProcess:
         self.outbox = ipc.scheduler_outbox(ports) if self.leader else None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(list[SchedulerInput | LeaderDecision])
-        self.profiler = Profiler(envs.SGLANG_TORCH_PROFILER_DIR, parallel_state.tp_rank())
+        self.profiler = Profiler(envs.SGLANG_TORCH_PROFILER_DIR, parallel_state.rank())
         self.timeouts = RequestTimeouts.from_environment()
         self._was_idle = False
 
@@ -124,7 +124,7 @@ class SchedulerProcess:
             while len(messages) < RECV_LIMIT and (message := self.inbox.recv_nowait()) is not None:
                 messages.append(message)
             messages += self.timeouts.overdue(self.scheduler)
-        if parallel_state.tp_size() > 1:
+        if parallel_state.num_ranks() > 1:
             payload = parallel_state.broadcast_bytes(self._encoder.encode(messages) if self.leader else None)
             if not self.leader:
                 messages = self._decoder.decode(payload)
@@ -249,9 +249,9 @@ class SchedulerProcess:
     }
 
 
-def run_scheduler(args: ServerArgs, ports: ipc.Ports, tp_rank: int, start_pipe: ChildPipe) -> None:
+def run_scheduler(args: ServerArgs, ports: ipc.Ports, rank: int, start_pipe: ChildPipe) -> None:
     """Main of a scheduler process; `start_pipe` belongs to the launcher, which guards and reports failures."""
-    runner = create_runner(args, tp_rank, f"file://{ports.directory}/rendezvous")
+    runner = create_runner(args, rank, f"file://{ports.directory}/rendezvous")
     process = SchedulerProcess(args, runner, load_tokenizer(args), ports)
     process.tell(SchedulerReady(info=runner.plan.describe()))
     gc.freeze()  # what start-up made stays: a collection must not look at all of it in the middle of a step

@@ -15,8 +15,8 @@ from sglang.srt.hardware.topology import Topology, pci_topology
 from sglang.srt.kernels.all_reduce_table import bands_for
 from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import PeerLinks
+from sglang.srt.plan.layout import asked_layout
 from sglang.srt.plan.plan import Plan, describe_served_model, make_plan
-from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.server_args import ServerArgs
 
 if TYPE_CHECKING:
@@ -25,36 +25,35 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def create_plan(args: ServerArgs, tp_rank: int = 0, rendezvous: str | None = None) -> Plan:
+def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) -> Plan:
     """Join the other ranks and decide everything. `rendezvous`: torch.distributed init method, for more than one rank.
 
     Raises UserError."""
     model = ModelConfig.from_server_args(args)
     description = describe_served_model(args, model)  # what does not divide it is refused before the ranks meet
-    arch = current_arch(tp_rank, args.device)
+    arch, ranks = current_arch(rank, args.device), asked_layout(args)
     on_gpu = arch.device == "cuda"
     if not on_gpu and args.dtype == "auto":
         model = replace(model, dtype="float32")  # CPUs without bf16 units are several times slower in bf16
     if on_gpu:
         import torch
 
-        if args.tp_size > device_count():
-            raise UserError(f"--tp-size {args.tp_size}, but torch sees {device_count()} CUDA devices")
-        torch.cuda.set_device(tp_rank)
-        if (address := pci_address(tp_rank)) is not None:
+        if ranks.world_size > device_count():
+            raise UserError(f"{ranks.flags}, but torch sees {device_count()} CUDA devices")
+        torch.cuda.set_device(rank)
+        if (address := pci_address(rank)) is not None:
             stay_near(address)  # before NCCL starts its threads
-    if args.tp_size > 1:
+    if ranks.world_size > 1:
         assert rendezvous is not None
-        ranks = RankLayout(args.tp_size, args.ep_size)
-        parallel_state.init(ranks, tp_rank, "nccl" if on_gpu else "gloo", rendezvous, args.watchdog_timeout)
+        parallel_state.init(ranks, rank, "nccl" if on_gpu else "gloo", rendezvous, args.watchdog_timeout)
     links = None
     if on_gpu and args.tp_size > 1:
-        links = _connect_gpus(args, model, description.hidden_size, arch, tp_rank)
-    available = parallel_state.least(free_memory_bytes(tp_rank if on_gpu else None))
-    return make_plan(args, model, arch, available, links=links)
+        links = _connect_gpus(args, model, description.hidden_size, arch, rank)
+    available = parallel_state.least(free_memory_bytes(rank if on_gpu else None))
+    return make_plan(args, model, arch, available, links=links, rank=rank)
 
 
-def _connect_gpus(args: ServerArgs, model: ModelConfig, hidden_size: int, arch: ArchTraits, tp_rank: int) -> PeerLinks:
+def _connect_gpus(args: ServerArgs, model: ModelConfig, hidden_size: int, arch: ArchTraits, rank: int) -> PeerLinks:
     """Let the ranks add up in one another's memory, where that works. Its workspaces are allocated before free memory
     is measured.
 
@@ -62,7 +61,10 @@ def _connect_gpus(args: ServerArgs, model: ModelConfig, hidden_size: int, arch: 
     if "nvlink" in arch.features:
         topology = Topology.NVLINK
     else:
-        topology = pci_topology([pci_address(device) for device in range(args.tp_size)])
+        topology = pci_topology([pci_address(device) for device in range(args.tp_size * args.pp_size)])
+    if args.pp_size > 1:
+        reason = "--pp-size: the ranks of a stage add up through NCCL"
+        return PeerLinks(topology, reason, reason)
     fuse, disabled = args.enable_flashinfer_allreduce_fusion, args.disable_custom_all_reduce
     reason = "--disable-custom-all-reduce" if disabled else ""
     if disabled and not fuse:
@@ -71,7 +73,7 @@ def _connect_gpus(args: ServerArgs, model: ModelConfig, hidden_size: int, arch: 
         return PeerLinks(topology, reason, "the start-up probe of the links needs sgl-kernel, up to 8 ranks")
     from sglang.srt.distributed.peer_setup import connect, fused_by_flashinfer
 
-    links, reducer = connect(parallel_state.host_group(), tp_rank, topology, args.watchdog_timeout)
+    links, reducer = connect(parallel_state.host_group(), rank, topology, args.watchdog_timeout)
     if disabled and reducer is not None:
         reducer.close()
         links, reducer = PeerLinks(topology, reason), None
@@ -86,10 +88,10 @@ def _connect_gpus(args: ServerArgs, model: ModelConfig, hidden_size: int, arch: 
     return links
 
 
-def create_runner(args: ServerArgs, tp_rank: int = 0, rendezvous: str | None = None) -> ModelRunner:
+def create_runner(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) -> ModelRunner:
     """As create_plan, then weights, pools and graphs, and a first look at what they compute. Raises UserError."""
-    plan = create_plan(args, tp_rank, rendezvous)
-    if tp_rank == 0:
+    plan = create_plan(args, rank, rendezvous)
+    if parallel_state.is_leader():
         plan.log()
     from sglang.srt.model_executor.model_runner import ModelRunner
 

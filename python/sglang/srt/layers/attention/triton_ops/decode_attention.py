@@ -5,8 +5,8 @@ Decoding is bound by memory bandwidth, so the work is cut into pieces of equal s
 (piece, tile of query heads) a program, and `combine_kernel` merges the pieces of sequences that have more than one. The
 grids depend on the batch size only and nothing is read back, so that all of it can be captured in a CUDA graph.
 
-Query heads that share a KV head form one tile, so each key is read once a group (MHA is a group of one). With
-`v_cache` being the first columns of `k_cache` (the MLA latent), the value tile is the key tile.
+Query heads that share a KV head form one tile, so each key is read once a group (MHA is a group of one). Where
+`v_cache` is the first columns of `k_cache` (the MLA latent), the pieces are computed by `latent_decode`.
 
 Reference: `reference_decode` in test/srt/layers/attention/reference.py.
 """
@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.attention.triton_ops.common import LOG2E, accumulate, cap_scores, load_rows, split_head_dim
+from sglang.srt.layers.attention.triton_ops.latent_decode import launch_latent_decode
 
 # A piece shorter than this many tokens is only made to occupy idle SMs, not to even out the last wave.
 SHORT_PIECE = 512
@@ -42,6 +43,17 @@ def plan_kernel(
     one_wave = (total + num_slots - 1) // num_slots
     all_waves = (total + num_slots * WAVES - 1) // (num_slots * WAVES)
     tiles = tl.maximum(tl.maximum(all_waves, tl.minimum(one_wave, SHORT_TILES)), 1)
+    if WAVES <= 2:
+        # Few programs share an SM, and a wave that has hardly begun takes as long as a full one: of longer pieces
+        # those whose waves take the least altogether, and of several the longest.
+        longer = tiles + tl.arange(0, 16) * ((tiles + 7) // 8)
+        pieces = tl.zeros([16], dtype=tl.int32)
+        for b in range(0, num_seqs, BLOCK_B):
+            lens = tl.load(seq_lens_ptr + b + offs_b, mask=b + offs_b < num_seqs, other=0)
+            count = ((lens + TILE - 1) // TILE)[:, None] + longer[None, :] - 1
+            pieces += tl.sum(count // longer[None, :], 0)
+        time = (pieces + num_slots - 1) // num_slots * longer
+        tiles = tl.max(tl.where(time == tl.min(time, 0), longer, 0), 0)
 
     w = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
     seq = tl.zeros([BLOCK_W], dtype=tl.int32)
@@ -301,9 +313,10 @@ def decode_attention_fwd(
 
     The caches are in q's dtype or float8 (a uint8 pool must be viewed by the caller), real value = stored value *
     k_scale / v_scale; the last dimension of all is contiguous. If v_cache starts at k_cache's address with a smaller
-    head dim it is taken to be its first columns (MLA). req_to_token [reqs, ctx] int32, req_pool_indices [B] int64 and
-    seq_lens [B] int32 >= 1 (the new token included). `plan_decode(seq_lens, workspace, tile)` must have run before on
-    the same stream; layers with and without a sliding window (which counts the query itself) share one plan.
+    head dim, and there is one KV head, it is its first columns (MLA). req_to_token [reqs, ctx] int32, req_pool_indices
+    [B] int64 and seq_lens [B] int32 >= 1 (the new token included). `plan_decode(seq_lens, workspace, tile)` must have
+    run before on the same stream; layers with and without a sliding window (which counts the query itself) share one
+    plan.
     """
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, v_head_dim = v_cache.shape[1], v_cache.shape[2]
@@ -311,18 +324,25 @@ def decode_attention_fwd(
         raise TypeError("k_cache is uint8 storage: pass it as .view(torch.float8_e4m3fn) or .view(torch.float8_e5m2)")
     tiles = head_tiles(num_heads, num_kv_heads, tile["BLOCK_H"])
     block_d, block_dpe = split_head_dim(head_dim)
-    v_in_k = v_cache.data_ptr() == k_cache.data_ptr() and v_head_dim == block_d and v_head_dim < head_dim
     sinks_arg = seq_lens if sinks is None else sinks
-    decode_kernel[(workspace.num_pieces(num_seqs) * tiles,)](
-        q, o, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, sinks_arg, workspace.work, workspace.part_o,
-        workspace.part_lse, tiles, num_heads, scale * k_scale * LOG2E, float(v_scale), logit_cap * LOG2E,
-        sliding_window, q.stride(0), q.stride(1), o.stride(0), o.stride(1), k_cache.stride(0), k_cache.stride(1),
-        v_cache.stride(0), v_cache.stride(1), req_to_token.stride(0), GROUP=num_heads // num_kv_heads,
-        HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, BLOCK_D=block_d, BLOCK_DPE=block_dpe,
-        BLOCK_DV=triton.next_power_of_2(v_head_dim), BLOCK_H=tile["BLOCK_H"], BLOCK_N=tile["BLOCK_N"],
-        HAS_WINDOW=sliding_window > 0, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None, V_IN_K=v_in_k,
-        num_warps=tile["num_warps"], num_stages=tile["num_stages"],
-    )  # fmt: skip
+    if num_kv_heads == 1 and v_head_dim < head_dim and v_cache.data_ptr() == k_cache.data_ptr():
+        if sliding_window > 0 or logit_cap > 0 or sinks is not None:
+            raise ValueError("attention over latents has neither a sliding window nor a logit cap nor sinks")
+        launch_latent_decode(
+            q, o, k_cache, req_to_token, req_pool_indices, workspace, tiles, scale=scale, k_scale=k_scale,
+            v_scale=v_scale, tile=tile,
+        )  # fmt: skip
+    else:
+        decode_kernel[(workspace.num_pieces(num_seqs) * tiles,)](
+            q, o, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, sinks_arg, workspace.work,
+            workspace.part_o, workspace.part_lse, tiles, num_heads, scale * k_scale * LOG2E, float(v_scale),
+            logit_cap * LOG2E, sliding_window, q.stride(0), q.stride(1), o.stride(0), o.stride(1), k_cache.stride(0),
+            k_cache.stride(1), v_cache.stride(0), v_cache.stride(1), req_to_token.stride(0),
+            GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, BLOCK_D=block_d,
+            BLOCK_DPE=block_dpe, BLOCK_DV=triton.next_power_of_2(v_head_dim), BLOCK_H=tile["BLOCK_H"],
+            BLOCK_N=tile["BLOCK_N"], HAS_WINDOW=sliding_window > 0, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None,
+            V_IN_K=False, num_warps=tile["num_warps"], num_stages=tile["num_stages"],
+        )  # fmt: skip
     combine_kernel[(num_heads, num_seqs)](
         o, workspace.pieces, sinks_arg, workspace.part_o, workspace.part_lse, num_heads, o.stride(0), o.stride(1),
         HAS_SINKS=sinks is not None, **combine_constants(v_head_dim),

@@ -18,6 +18,7 @@ from sglang.srt.layers.attention.triton_ops.decode_attention import (
     plan_kernel,
 )
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_kernel
+from sglang.srt.layers.attention.triton_ops.latent_decode import latent_decode_kernel
 from sglang.srt.layers.attention.triton_ops.latent_prompt import (
     gather_constants,
     gather_latents_kernel,
@@ -73,6 +74,7 @@ FORM_RULES = {
         counts=frozenset({"num_heads", "num_head_tiles", "window", "stride_rt"}),
         absent={"HAS_SINKS": ("sinks_ptr",), "HAS_WINDOW": ("window",)},
     ),
+    "latent_decode.latent_decode_kernel": FormRule(counts=frozenset({"num_heads", "num_head_tiles", "stride_rt"})),
     "decode_attention.combine_kernel": FormRule(
         at_most=frozenset({"HAS_SINKS"}),
         counts=frozenset({"num_heads"}),
@@ -170,13 +172,18 @@ def _of_tile(
         # What a launch steps down to is smaller in every respect: without features it is on record, and e5m2 costs what
         # e4m3 costs. This halves the time to compile the ledger.
         flags = [] if kv_dtype == "fp8_e5m2" else flags[:1]
+    if _kernel(op, head_dims) is latent_decode_kernel:
+        flags = flags[:1]
     for name, names in flags:
         # No call site of this server passes a mask: what it costs is on record, but decides about no tile.
         if name != "custom_mask" or kv_dtype == "bfloat16":
             yield describe(op, head_dims, kv_dtype, tile, name, names, default and name != "custom_mask")
 
 
-_KERNELS = {"decode_attention": decode_kernel, "latent_prompt_attention": latent_prompt_kernel}
+def _kernel(op: str, head_dims: tuple[int, int]) -> Any:
+    if op == "decode_attention":
+        return latent_decode_kernel if head_dims == tiles.MLA_LATENT else decode_kernel
+    return latent_prompt_kernel if op == "latent_prompt_attention" else extend_kernel
 
 
 def describe(
@@ -189,8 +196,8 @@ def describe(
     default: bool = True,
 ) -> Variant:
     """The launch of `op` with one tile, in the table or not (negative tests, searches for new tiles)."""
-    fn = _KERNELS.get(op, extend_kernel)
-    constexprs = _shape_constexprs(head_dims, tile, "BLOCK_H" if fn is decode_kernel else "BLOCK_M")
+    fn = _kernel(op, head_dims)
+    constexprs = _shape_constexprs(head_dims, kv_dtype, tile, "BLOCK_M" if "BLOCK_M" in tile else "BLOCK_H")
     constexprs = {name: value for name, value in constexprs.items() if name in fn.arg_names}
     for name in fn.arg_names:
         if name.startswith(("HAS_", "CARRY_")) or name == "CAUSAL":
@@ -204,7 +211,9 @@ def describe(
     return Variant(op, key, fn, signature, constexprs, divisible, tile, head_dims, kv_dtype, default)
 
 
-def _shape_constexprs(head_dims: tuple[int, int], tile: tiles.AttentionTile, rows: str) -> dict[str, Any]:
+def _shape_constexprs(
+    head_dims: tuple[int, int], kv_dtype: str, tile: tiles.AttentionTile, rows: str
+) -> dict[str, Any]:
     head_dim, v_head_dim = head_dims
     block_d, block_dpe = split_head_dim(head_dim)
     latent = head_dims == tiles.MLA_LATENT
@@ -216,6 +225,10 @@ def _shape_constexprs(head_dims: tuple[int, int], tile: tiles.AttentionTile, row
         "BLOCK_DPE": block_dpe,
         "BLOCK_DV": triton.next_power_of_2(v_head_dim),
         "BLOCK_N": tile["BLOCK_N"],
+        "RANK": v_head_dim,
+        "ROPE": head_dim - v_head_dim,
+        "FP8": tiles.KV_BYTES[kv_dtype] == 1,
+        "E5M2": kv_dtype == "fp8_e5m2",
     }
     return shape | {rows: tile[rows], "V_IN_K": latent}
 
@@ -229,6 +242,8 @@ def _type_of(name: str, kv_dtype: str, constexprs: dict[str, Any]) -> str:
         return "*i64"
     if name in ("k_cache_ptr", "v_cache_ptr"):
         return KV_DTYPES[kv_dtype]
+    if name == "cache_ptr":  # float8 in pairs
+        return "*bf16" if kv_dtype == "bfloat16" else "*i16"
     if name in ("q_ptr", "k_ptr", "v_ptr", "o_ptr"):
         return "*bf16"
     if name.endswith("_ptr"):

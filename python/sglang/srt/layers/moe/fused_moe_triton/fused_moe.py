@@ -34,6 +34,7 @@ from sglang.srt.layers.moe.fused_moe_triton.tiles import (
     tile,
     tiles_for,
 )
+from sglang.srt.layers.quantization.quantized_rows import QuantizedRows, Rows, values_of
 from sglang.srt.layers.triton_ops import pdl, scaled_dot
 from sglang.srt.layers.triton_ops.activation import gate_constants
 from sglang.srt.layers.triton_ops.quantize import quantize_activation
@@ -47,7 +48,7 @@ _values = operator.itemgetter(*TILE_KEYS)
 
 
 def fused_moe(
-    x: torch.Tensor,
+    x: Rows,
     w13: ExpertWeights,
     w2: ExpertWeights,
     topk_weights: torch.Tensor,
@@ -56,18 +57,20 @@ def fused_moe(
     tiles: MoeTiles | None = None,
     features: Collection[str] = (),
 ) -> torch.Tensor:
-    """x [T, H] (rows contiguous, bfloat16 or float16), topk_weights [T, k] fp32, topk_ids [T, k] int32 -> [T, H].
+    """x [T, H] (rows contiguous, bfloat16 or float16, or with their quantized form), topk_weights [T, k] fp32, topk_ids
+    [T, k] int32 -> [T, H].
 
     w13 [E, 2I, H], or [E, I, H] without a gate, and w2 [E, H, I] of one scheme, after `expert_weights.repack`. An id
     of -1 names no expert and adds nothing. `tiles` forces the grouped kernels; where they do not launch, smaller ones
     take over. `features` (of ArchTraits) may allow larger tiles than every GPU has room for.
     """
     num_pairs, num_experts = w13.pairs_here(topk_ids.numel()), w13.num_experts
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    values = values_of(x)
+    out = torch.empty(values.shape, dtype=values.dtype, device=values.device)
     if num_pairs == 0:
         return out
     if tiles is None and few_pairs(num_pairs, num_experts):
-        _pair_by_pair(x, w13, w2, topk_weights, topk_ids, activation, out)
+        _pair_by_pair(values, w13, w2, topk_weights, topk_ids, activation, out)
     else:
         kind, scheme = product_for(w13).tile_kind, "bf16" if w13.scheme is None else w13.scheme.name
         chosen = tiles or tiles_for(num_pairs, num_experts, kind, features)
@@ -161,7 +164,7 @@ def _pair_by_pair(
 
 
 def _gate_up(
-    x: torch.Tensor,
+    x: Rows,
     w13: ExpertWeights,
     topk_ids: torch.Tensor,
     activation: Activation,
@@ -175,7 +178,8 @@ def _gate_up(
     blocks = align(topk_ids, w13.num_experts, tile["BLOCK_M"])
     # What is made of a whole tensor must not see rows that were not written.
     make = torch.zeros if _scales_whole_tensor(w13) else torch.empty
-    inter = make((num_pairs, intermediate), dtype=x.dtype, device=x.device)
+    values = values_of(x)
+    inter = make((num_pairs, intermediate), dtype=values.dtype, device=values.device)
     w, a = matrix_of(w13), _operand(x, w13)
     kernels.gate_up_kernel[(blocks.max_blocks * triton.cdiv(intermediate, tile["BLOCK_N"]),)](
         a.data, a.scale, w.data, w.scale, w.factor, a.factor, w.bias, inter,
@@ -242,8 +246,12 @@ def _scales_whole_tensor(weights: ExpertWeights) -> bool:
     return product_for(weights).activation == "nvfp4" and weights.input_scale is None
 
 
-def _operand(x: torch.Tensor, weights: ExpertWeights) -> Operand:
+def _operand(x: Rows, weights: ExpertWeights) -> Operand:
     kind, scheme, input_scale = product_for(weights).activation, weights.scheme, weights.input_scale
+    if isinstance(x, QuantizedRows):
+        if scheme is not None and x.form == kind and scheme.element == "e4m3":
+            return Operand(x.data, x.scale, x.scale.stride(0), x.data)
+        x = x.values
     if kind is None or scheme is None:
         return Operand(x, x, 0, x)
     if kind == "nvfp4" and input_scale is None:

@@ -112,12 +112,13 @@ class PairTile:
     max_cols: int
     unroll: int
     num_warps: int = 4
+    ragged_cols: int = 512
 
     def cut(self, cols: int, multiple: int) -> GroupedTile:
         """The tile for rows of `cols` weights: columns in one step (a multiple of `multiple`) that divide them, or,
-        where that would be few, that are at most 512."""
+        where that would be few, that are at most `ragged_cols`."""
         dividing = min(self.max_cols, cols & -cols)
-        step = dividing if dividing >= 256 else min(self.max_cols, 512, 1 << (cols - 1).bit_length())
+        step = dividing if dividing >= 256 else min(self.max_cols, self.ragged_cols, 1 << (cols - 1).bit_length())
         step = max(step, multiple)
         rows = max(1, self.size // step)
         return {"BLOCK_N": rows, "COLS": step, "UNROLL": self.unroll, "num_warps": self.num_warps}
@@ -129,6 +130,7 @@ PAIR_TILES: Mapping[str, tuple[PairTile, PairTile]] = {
     "int8": (PairTile(256, 256, 4, 1), PairTile(512, 256, 8, 1)),
     "mxfp8": (PairTile(256, 256, 4, 1), PairTile(512, 256, 8, 1)),
     "planes": (PairTile(1024, 1024, 1, 1), PairTile(2048, 256, 4, 4)),
+    "pairs": (PairTile(2048, 1024, 1, 1, 1024), PairTile(4096, 1024, 1, 1, 1024)),
     "packed": (PairTile(512, 512, 4, 1), PairTile(512, 256, 4, 1)),
 }
 """(gate and up, down); "packed": two e2m1 to a byte as published.

@@ -1,0 +1,51 @@
+"""Times of a layer's experts with few tokens for several tiles of PAIR_TILES, beside the grouped products.
+
+python bench_pair_tiles.py 32,2880,2880,4,mxfp4 [numbers of tokens]
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+from moe_problem import Problem
+
+from sglang.srt.layers.moe.fused_moe_triton import fused_moe as layer
+from sglang.srt.layers.moe.fused_moe_triton import tiles
+from sglang.srt.layers.moe.fused_moe_triton.tiles import PairTile
+from sglang.tuning.search_space import MoeShape
+
+UNROLLS = (1, 2)
+ROWS = (1, 2, 4)
+WARPS = (1,)
+
+
+def main() -> None:
+    sizes, counts = sys.argv[1].split(","), [int(text) for text in sys.argv[2:]] or [1, 2, 3, 4]
+    experts, inter, hidden, top_k = map(int, sizes[:4])
+    shape = MoeShape(experts, inter, hidden, top_k, sizes[4])
+    problem = Problem(shape)
+    kind = layer.product_for(problem.w13).pair_kind
+    assert isinstance(tiles.PAIR_TILES, dict)
+    default = tiles.PAIR_TILES[kind]
+    for count in counts:
+        tiles.PAIR_TILES[kind] = default
+        layer.few_pairs = lambda pairs, experts: True
+        print(f"{count} tokens: pairs {1e6 * problem.time_layer(count, None):.1f} us", end="")
+        layer.few_pairs = lambda pairs, experts: False
+        print(f", grouped {1e6 * problem.time_layer(count, None):.1f} us")
+    problem.prepare(1)
+    layer.few_pairs = lambda pairs, experts: True
+    found = []
+    for rows, unroll, warps in itertools.product(ROWS, UNROLLS, WARPS):
+        one = PairTile(1024 * rows * warps, 1024, unroll, warps, 1024)
+        for place in (0, 1):
+            tiles.PAIR_TILES[kind] = (one, default[1]) if place == 0 else (default[0], one)
+            seconds = problem.time_layer(1, None)
+            found.append((seconds, ("gate_up", "down")[place], rows, unroll, warps))
+    for seconds, which, rows, unroll, warps in sorted(found):
+        print(f"{1e6 * seconds:.1f} us: {which} with {rows} rows a warp, {unroll} steps at once, {warps} warps")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""What the steps of a layout are predicted to take on a card that someone has timed (`sglang.tuning`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.model_description import ModelDescription
+from sglang.tuning.rates import ceilings_of
+from sglang.tuning.steps import Step, StepTime, decode_step, prefill_step, time_step, total
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Of one server's device, without its host: a decode step of one request, of those of the load, and a prompt."""
+
+    one: StepTime
+    loaded: StepTime
+    prefill: StepTime
+
+
+def predict(
+    model: ModelDescription, serving: Serving, arch: ArchTraits, requests: int, length: int
+) -> Prediction | None:
+    """Requests of `length` tokens. None for a card whose rates nobody measured, or a model that cannot be
+    divided so."""
+
+    def timed(step: Step) -> StepTime:
+        return total(time_step(model, serving, step, arch))
+
+    try:
+        ceilings_of(arch)
+        return Prediction(
+            timed(decode_step(1, length)), timed(decode_step(requests, length)), timed(prefill_step(length))
+        )
+    except UserError:
+        return None

@@ -1,0 +1,113 @@
+"""Stages of a pipeline: which layers each has, by the bytes of their weights. No torch.
+
+A stage is a ModelDescription in which the layers of the others have no blocks, so that whatever follows from a
+description (weights, caches, the model itself) follows for a stage too, and layers keep their numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from sglang.srt.plan.caches import CacheGroup
+from sglang.srt.plan.layer_spec import ABSENT
+from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.ranks import RankLayout
+from sglang.srt.plan.weights import rank_weight_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """`layers` of the model, and the bytes of their weights on each of the stage's ranks, with those of what is before
+    the first layer and behind the last one."""
+
+    layers: range
+    model: ModelDescription
+    weight_bytes: int
+
+    def __str__(self) -> str:
+        ends = ["embedding"] * self.model.has_embedding + ["output head"] * self.model.last_stage
+        parts = [f"layers {self.layers[0]} to {self.layers[-1]}", *ends]
+        return f"{' and '.join(parts)}: {self.weight_bytes / 1024**3:.2f} GiB of weights a GPU"
+
+
+def cut_stages(
+    model: ModelDescription,
+    dtype: str,
+    ranks: RankLayout,
+    fp8_cache: bool = False,
+    features: frozenset[str] | None = None,
+) -> tuple[Stage, ...]:
+    """Stages whose fullest one has as few bytes of weights as can be; arguments as of `rank_weight_bytes`. There are at
+    least as many layers as stages. Raises UserError where a layer cannot be divided over the ranks of a stage."""
+
+    def of(layers: range) -> Stage:
+        part = stage_model(model, layers)
+        return Stage(layers, part, rank_weight_bytes(part, dtype, ranks, fp8_cache, features))
+
+    num_layers = len(model.layers)
+    if ranks.pp_size == 1:
+        return (of(range(num_layers)),)
+    each = [of(range(i, i + 1)).weight_bytes for i in range(num_layers)]
+    return tuple(of(layers) for layers in balanced_runs(each, ranks.pp_size))
+
+
+def stage_model(model: ModelDescription, layers: range) -> ModelDescription:
+    """The model with these layers only, the embedding if the first is among them, and the head if the last is."""
+    if len(layers) == len(model.layers):
+        return model
+    names, first, last = model.names, layers.start == 0, layers.stop == len(model.layers)
+    others = [i for i in range(len(model.layers)) if i not in layers]
+    unread = [names.layer_prefix.format(layer=i) for i in others]
+    unread += [f"{names.model['embed']}."] * (not first and not (last and model.tie_embeddings))
+    unread += [f"{names.model[name]}." for name in ("norm", "lm_head") if not last]
+    cut = [
+        layer if i in layers else replace(layer, mixer=ABSENT, ffn=ABSENT, inputs=ABSENT)
+        for i, layer in enumerate(model.layers)
+    ]
+    return replace(
+        model,
+        layers=tuple(cut),
+        first_stage=first,
+        last_stage=last,
+        names=replace(names, unread=(*names.unread, *unread)),
+    )
+
+
+def balanced_runs(weights: Sequence[int], count: int) -> list[range]:
+    """`weights` cut into `count` runs whose heaviest one is as light as can be; none is empty.
+
+    Example: [5, 1, 1, 1, 5] into three: [5], [1, 1, 1], [5]."""
+    ends = list(itertools.accumulate(weights, initial=0))
+    num = len(weights)
+    assert 0 < count <= num, f"{num} layers cannot be cut into {count} stages"
+    # heaviest[i]: of the first i weights in as many runs as were made so far; cuts: where the last of them begins.
+    heaviest = [float("inf") if i == 0 else float(ends[i]) for i in range(num + 1)]
+    cuts: list[list[int]] = []
+    for runs in range(2, count + 1):
+        begin = [0] * (num + 1)
+        following = [float("inf")] * (num + 1)
+        for i in range(runs, num + 1):
+            begin[i] = min(range(runs - 1, i), key=lambda j: (max(heaviest[j], ends[i] - ends[j]), j))
+            following[i] = max(heaviest[begin[i]], ends[i] - ends[begin[i]])
+        heaviest = following
+        cuts.append(begin)
+    stops = [num]
+    for begin in reversed(cuts):
+        stops.insert(0, begin[stops[0]])
+    return [range(start, stop) for start, stop in itertools.pairwise([0, *stops])]
+
+
+def caches_of_stage(groups: Sequence[CacheGroup], layers: range) -> tuple[CacheGroup, ...]:
+    """The caches of these layers. Groups that have none of them stay: every rank's scheduler knows the same."""
+    return tuple(
+        replace(group, members=tuple(member for member in group.members if member.layer_id in layers))
+        for group in groups
+    )
+
+
+def fullest_caches(groups: Sequence[CacheGroup], stages: Sequence[Stage]) -> tuple[CacheGroup, ...]:
+    """Of each group what the stage with the most bytes of it has: no rank needs more."""
+    parts = [caches_of_stage(groups, stage.layers) for stage in stages]
+    return tuple(max(same, key=lambda group: group.bytes_per_entry) for same in zip(*parts, strict=True))
