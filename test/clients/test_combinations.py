@@ -185,8 +185,8 @@ PAIRS = [(bool(a), bool(b), bool(c), bool(a ^ b), bool(a ^ c)) for a, b, c in it
 
 
 def test_every_format_of_the_answer(served: LiveServer) -> None:
-    """response_format with n, log probabilities, streams, limited thoughts and tools: the grammar holds behind the thoughts,
-    every token has its log probability, and the model calls or answers in the format."""
+    """response_format with n, log probabilities, streams, limited thoughts and tools: the grammar holds behind the
+    thoughts, every token has its log probability, and the model calls or answers in the format."""
     cases = list(itertools.product(FORMATS, PAIRS))
     bodies = []
     for name, (several, logprobs, stream, thinks, has_tools) in cases:
