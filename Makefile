@@ -2,7 +2,7 @@
 # make test    install into .venv and run every check
 # make fuzz    the fuzz tests at length, about an hour; ARGS="-k soak -s"
 # make page    what people do with the page at /, in headless Chromium; SCREENSHOTS=DIR keeps pictures
-# make clients langchain-openai and litellm against a server
+# make clients langchain-openai, litellm, and every pair of what requests for tools and formats combine, against a server
 # make schemas 300 JSON schemas, each answered by the embedded model
 # make schedules 1,000 random schedules over hybrid models, about half an hour
 # make upstream UPSTREAM=newest|0.5.23|DIR|GIT-URL@REF   carry our changes onto that SGLang, verify its kernels, compare interfaces

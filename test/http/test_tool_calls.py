@@ -235,6 +235,11 @@ def test_refusals(client: openai.OpenAI) -> None:
         ask(client, ADD, tools=[function("deep", "x", a=schema)], tool_choice="required")
 
 
+def test_the_server_says_what_auto_has_come_to(parsing_server: LiveServer) -> None:
+    info = httpx.get(f"{parsing_server.url}/server_info").json()
+    assert (info["tool_call_parser"], info["reasoning_parser"]) == ("hermes", "qwen3")
+
+
 def test_parse_function_call(parsing_server: LiveServer) -> None:
     url = f"{parsing_server.url}/parse_function_call"
     text = "Let me see.<tool_call>get_time<arg_key>city</arg_key><arg_value>Rome</arg_value></tool_call>"

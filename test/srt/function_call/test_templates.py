@@ -82,6 +82,11 @@ PUBLISHED = {
         '{% for c in m.tool_calls %}{{ "; " if not loop.first }}'
         '{"name": {{ c.function.name | tojson }}, "parameters": {{ c.function.arguments | tojson }}}{% endfor %}'
     ),
+    "pythonic": _chatml(
+        "[{% for c in m.tool_calls %}{{ ', ' if not loop.first }}{{ c.function.name }}("
+        "{% for k, v in c.function.arguments.items() %}{{ ', ' if not loop.first }}{{ k }}={{ ([v] | string)[1:-1] }}"
+        "{% endfor %}){% endfor %}]"
+    ),
     "gpt-oss": (
         "{% for m in messages %}{% if m.role == 'assistant' %}"
         "{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
@@ -129,9 +134,9 @@ def test_messages_come_back(source: str, name: str, form: str | None) -> None:
     calls_format = TOOL_CALL_FORMATS[name]
     reasoning = REASONING_FORMATS["gpt-oss" if name == "gpt-oss" else "mistral" if name == "mistral" else "qwen3"]
     for _ in range(200):
-        at_least = 1 if name in ("llama3", "gpt-oss") else 0
+        at_least = 1 if name in ("llama3", "pythonic", "gpt-oss") else 0
         calls = [random_call(rng) for _ in range(rng.randrange(at_least, 4))]
-        text = "" if name == "llama3" else random_text(rng)
+        text = "" if name in ("llama3", "pythonic") else random_text(rng)
         thoughts = rng.choice(("", "First,\n\nI think. <b> 東京"))
         if name == "gpt-oss" and text:
             thoughts = ""  # there, thoughts stand beside calls only

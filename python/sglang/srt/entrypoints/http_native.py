@@ -149,11 +149,14 @@ async def model_info(request: Request) -> Response:
 @router.get("/get_server_info", include_in_schema=False)
 async def server_info(request: Request) -> Response:
     """All resolved arguments, what the plan decided, and the scheduler's state now."""
-    manager = engine_of(request).manager
+    engine = engine_of(request)
+    manager = engine.manager
     state = await manager.control("internal_state")
     return json_response(
         {
             **manager.args.public_dict(),
+            "tool_call_parser": engine.formats.calls_name,
+            "reasoning_parser": engine.formats.reasoning_name,
             **manager.scheduler_info,
             "version": __version__,
             "status": manager.status.name.lower(),

@@ -60,12 +60,12 @@ def with_share(
     best: tuple[float, DefaultSizes, Made] | None = None
     for size in steps:
         try:
-            made = make(size)
+            candidate = make(size)
         except UserError as error:
             refusal = error
             continue
-        if best is None or share(made) > best[0]:
-            best = share(made), size, made
+        if best is None or share(candidate) > best[0]:
+            best = share(candidate), size, candidate
         if best[0] >= CACHE_SHARE:
             break
     if best is None:

@@ -339,10 +339,10 @@ def plan_capacity(
     def capacity(size: defaults.DefaultSizes) -> Capacity:
         return _capacity(args, model, serving, context_len, arch, choices, available, stages, wide, size)
 
-    def share(found: Capacity) -> float:
-        if args.max_total_tokens is not None and found.max_total_num_tokens >= args.max_total_tokens:
+    def share(capacity: Capacity) -> float:
+        if args.max_total_tokens is not None and capacity.max_total_num_tokens >= args.max_total_tokens:
             return 1.0
-        return found.memory.caches / (available - weights)
+        return capacity.memory.caches / (available - weights)
 
     chosen, best = defaults.with_share(steps, capacity, share)
     if chosen != steps[0]:

@@ -78,11 +78,11 @@ class MoELayer:
     def _row_format(self, scope: Scope, spec: MoE) -> RowFormat | None:
         """Rows whose experts are computed pair by pair stay in 16 bits."""
         quant, extra = self.experts.quant, spec.fused_shared
-        found = quant and row_format(scope.plan.choices["fused_moe"], quant.format, scope.plan.arch)
-        if not found:
+        rows = quant and row_format(scope.plan.choices["fused_moe"], quant.format, scope.plan.arch)
+        if not rows:
             return None
         pairs, experts = spec.top_k + extra, spec.num_experts + extra
-        return replace(found, least=next(t for t in count(LEAST_ROWS) if not few_pairs(t * pairs, experts)))
+        return replace(rows, least=next(t for t in count(LEAST_ROWS) if not few_pairs(t * pairs, experts)))
 
     def __call__(self, x: Rows, batch: ForwardBatch | None = None) -> torch.Tensor:
         weights, ids = self.route(values_of(x), batch)

@@ -66,8 +66,8 @@ def add_rmsnorm_quantize_kernel(
 
 def launch(size: int, form: RowForm) -> dict[str, int]:
     """Constants for rows of `size` elements."""
-    found = row_launch(size)
-    return {**found, "GROUP": found["BLOCK"] if form == "token" else min(GROUP, found["BLOCK"])}
+    launch = row_launch(size)
+    return {**launch, "GROUP": launch["BLOCK"] if form == "token" else min(GROUP, launch["BLOCK"])}
 
 
 def add_rmsnorm_quantize(
