@@ -372,7 +372,7 @@ def _products(
     arch: ArchTraits,
     out: torch.dtype = BF16,
 ) -> None:
-    """With every tile of the table, for as many rows of x as it is for and, stepped down to, for many."""
+    """For as many rows of x as a row of the table is for, and with every tile, stepped down to, for many."""
     weight = linear_weight(rows, cols, scheme, static)
     if weight is None:
         return
@@ -382,9 +382,13 @@ def _products(
         quant_linear.few_rows(empty(tokens, cols), held, own_bias, out)
     kind = held.product.kind
     tiles = {int(min(row.max_rows, MANY)): row.tile for row in linear_tiles.tile_rows(kind, arch.features)}
-    for tokens, tile in [*tiles.items(), (min(tiles), linear_tiles.last_resort(kind))]:
-        for num in {tokens, MANY}:
-            quant_linear.many_rows(empty(num, cols), held, own_bias, tile, out)
+    for tokens in tiles:
+        tile = linear_tiles.tile_for(kind, tokens, arch.features, rows, arch.num_sms)
+        quant_linear.many_rows(empty(tokens, cols), held, own_bias, tile, out)
+    last_resort = linear_tiles.last_resort(kind)
+    quant_linear.many_rows(empty(min(tiles), cols), held, own_bias, last_resort, out)
+    for tile in (*tiles.values(), last_resort):
+        quant_linear.many_rows(empty(MANY, cols), held, own_bias, tile, out)
 
 
 def _routing(router: Router, experts: int, fused: bool, vocab: int) -> None:

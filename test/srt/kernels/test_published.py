@@ -25,8 +25,8 @@ NATIVE = {
     "value_norm": {"torch_native"},
 }
 """Ops that Triton does not serve, and what does."""
-SPILLS = {("fused_moe", "nvfp4_a16"): 72}
-"""Bytes, of one tile under Triton 3.6 (ledger_rules)."""
+SPILLS = {("fused_moe", "nvfp4_a16"): 72, ("fused_moe", "mxfp4"): 8}
+"""Bytes, of one tile each under Triton 3.6 (ledger_rules)."""
 RECIPES = (
     ("glm47", 8, "rtx-pro-6000-server"),
     ("kimi_k25", 8, "rtx-pro-6000-server"),

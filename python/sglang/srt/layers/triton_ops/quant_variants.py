@@ -11,7 +11,7 @@ from sglang.srt.kernels.ledger_file import SAME_LAUNCHES, WIDENED_TAIL
 from sglang.srt.kernels.variant import FormRule, Variant
 from sglang.srt.layers.quantization.quantized_rows import RowForm
 from sglang.srt.layers.triton_ops import norm_quantize, quant_linear, quantize
-from sglang.srt.layers.triton_ops.linear_tiles import MAX_SPLITS, SPLIT_ROWS, ScaledTile, last_resort, tile_rows
+from sglang.srt.layers.triton_ops.linear_tiles import MAX_SPLITS, ScaledTile, last_resort, may_split, tile_rows
 from sglang.srt.layers.triton_ops.scaled_dot import ScaledProduct, product_of
 from sglang.srt.layers.triton_ops.variants import HIDDEN_SIZES, describe
 
@@ -109,7 +109,7 @@ def _linear(scheme: Scheme, product: ScaledProduct, tail: str, features: Collect
     smallest = 0.0
     for row in tile_rows(product.kind, features):
         # Where K may be split: the split variant holds the sum besides.
-        splits = MAX_SPLITS if smallest < SPLIT_ROWS else 1
+        splits = MAX_SPLITS if may_split(product.kind, features, smallest) else 1
         for out, end in _outputs(scheme, product):
             yield from _tiles(scheme, product, tail, row.tile, splits, features, out, end)
         smallest = row.max_rows

@@ -168,12 +168,12 @@ def _of_tile(
     op: str, head_dims: tuple[int, int], kv_dtype: str, tile: tiles.AttentionTile, default: bool
 ) -> Iterator[Variant]:
     flags = list(_FLAGS[op].items())
-    if not default and op != "latent_prompt_attention":  # what a launch carries over changes shared memory
+    if _kernel(op, head_dims) is latent_decode_kernel:  # in which the format of the cache is a constant
+        flags = flags[:1]
+    elif not default and op != "latent_prompt_attention":  # what a launch carries over changes shared memory
         # What a launch steps down to is smaller in every respect: without features it is on record, and e5m2 costs what
         # e4m3 costs. This halves the time to compile the ledger.
         flags = [] if kv_dtype == "fp8_e5m2" else flags[:1]
-    if _kernel(op, head_dims) is latent_decode_kernel:
-        flags = flags[:1]
     for name, names in flags:
         # No call site of this server passes a mask: what it costs is on record, but decides about no tile.
         if name != "custom_mask" or kv_dtype == "bfloat16":
