@@ -23,8 +23,10 @@ from srt.kernels.published import checkpoint
 
 from docs.commands import ROOT, Command, commands
 from sglang.cli import COMMANDS, with_model
+from sglang.explain import explain
 from sglang.plan.layouts import GIB
 from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.plan.families import SERVED_ARCHITECTURES
 from sglang.srt.server_args import ServerArgs
 
@@ -213,20 +215,16 @@ def test_every_recipe_is_compared() -> None:
 
 
 @pytest.mark.parametrize(("model", "name"), RECIPE_CONFIGS.items())
-def test_a_recipe_says_what_the_plan_says(
-    model: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from sglang.cli import main
-
+def test_a_recipe_says_what_the_plan_says(model: str, name: str, tmp_path: Path) -> None:
+    """One layout of those that `sglang plan` goes through."""
     _, _, cards, weights, tokens, proven, _ = RECIPE_ROWS[model]
-    words = ["--model-path", str(checkpoint(name, tmp_path)), "--gpus", cards, "--gpu", "rtx-pro-6000", "--json"]
-    assert main(["plan", *words]) == 0
-    planned = json.loads(capsys.readouterr().out)
-    (layout,) = [layout for layout in planned["layouts"] if (layout["tp_size"], layout["ep_size"]) == (int(cards), 1)]
-    assert layout["weights"] / GIB == pytest.approx(float(weights), rel=0.01)
+    args = ServerArgs.from_cli(["--model-path", str(checkpoint(name, tmp_path)), "--tp", cards])
+    explained = explain(args, arch_by_name("rtx-pro-6000"), frozenset({"triton"}))
+    assert explained.plan is not None, explained.notes
+    assert explained.plan["memory"]["weights"] / GIB == pytest.approx(float(weights), rel=0.01)
     unit = {"k": 1e3, "M": 1e6}[tokens[-1]]
-    assert layout["tokens"] == pytest.approx(float(tokens[:-1]) * unit, rel=0.05)
-    assert ("planned" == proven) == (planned["model"] not in SERVED_ARCHITECTURES)
+    assert explained.plan["max_total_num_tokens"] == pytest.approx(float(tokens[:-1]) * unit, rel=0.05)
+    assert ("planned" == proven) == (explained.model.architecture not in SERVED_ARCHITECTURES)
 
 
 def test_our_messages_are_in_the_source() -> None:

@@ -147,19 +147,19 @@ h1 { font-size: 1.6rem } h2 { margin-top: 2.5rem; font-size: 1.25rem }
 .chart { min-width: 0; break-inside: avoid }
 .scroll { overflow-x: auto }
 table { border-collapse: collapse; font-size: .85rem; width: 100% }
-th, td { padding: .25rem .6rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap }
+th, td { padding: .25rem .6rem; border-bottom: 1px solid #ddd; text-align: right }
 th:first-child, td:first-child { text-align: left }
-td span { white-space: nowrap }
+td:first-child, td span { white-space: nowrap }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; font-size: .9rem }
 dt { color: #555 } dd { margin: 0; overflow-wrap: anywhere }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .75rem; background: #f6f6f6; padding: .6rem }
-@media (max-width: 50rem) { .charts { grid-template-columns: minmax(0, 1fr) } dl { grid-template-columns: 1fr } }
+@media (max-width: 50rem) { .charts { grid-template-columns: minmax(0, 1fr) } dl { grid-template-columns: 1fr }
+  table { min-width: 48rem } }
 @page { size: A4; margin: 12mm }
 @media print {
   body { max-width: none; padding: 0; zoom: .7 }
   .charts { grid-template-columns: repeat(2, minmax(0, 1fr)) } dl { grid-template-columns: max-content 1fr }
-  .scroll { overflow: visible } table { font-size: .75rem }
-  th, td:not(:first-child) { white-space: normal }
+  .scroll { overflow: visible } table { font-size: .75rem; min-width: 0 }
   h2, h3 { break-after: avoid } tr, dl { break-inside: avoid }
 }
 """
