@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -408,6 +410,11 @@ class NativePlan:
 
     def weight_bytes(self) -> int:
         return rank_weight_bytes(self.description, self.dtype, self.ranks)
+
+    @property
+    def choices(self) -> Mapping[str, Any]:
+        """Every op runs on a kernel of torch."""
+        return defaultdict(lambda: SimpleNamespace(spec=SimpleNamespace(package="torch")))
 
     def entry(self, op: str) -> Callable[..., Any]:
         if op.startswith("linear/"):
