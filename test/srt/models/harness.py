@@ -360,7 +360,9 @@ def hf_model(name: str, seed: int = 0, **more: Any) -> PreTrainedModel:
 
 
 def randomize(model: PreTrainedModel, zero_centred_norms: bool) -> None:
-    spread = 0.15 if model.config.hidden_size < 1024 else 0.03  # sums of 64 and of 2,048 products are about as large
+    # Sums of 64 and of 2,048 products are about as large.
+    # Sums of 64 and of 2,048 products are about as large.
+    spread = 0.15 if model.config.get_text_config().hidden_size < 1024 else 0.03
     with torch.no_grad():
         for key, param in model.named_parameters():
             if "norm" in key or key.endswith("scale"):

@@ -17,16 +17,13 @@ Reference: `reference_decode` in test/srt/layers/attention/reference.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
 from sglang.srt.layers.attention.triton_ops.common import LOG2E, load_rows
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace
+from sglang.srt.layers.attention.triton_ops.decode_workspace import DecodeWorkspace
 
 
 @triton.jit
