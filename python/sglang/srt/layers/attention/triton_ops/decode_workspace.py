@@ -1,0 +1,55 @@
+"""Buffers that the decode kernels share: the table of pieces, and what `combine_kernel` gets of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import triton
+
+
+def head_tiles(num_heads: int, num_kv_heads: int, block_h: int) -> int:
+    """Programs that share one piece: a tile holds at most block_h query heads of one KV head."""
+    return num_kv_heads * triton.cdiv(num_heads // num_kv_heads, block_h)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWorkspace:
+    """Static buffers of the decode kernels for batches up to `max_batch`; one serves all layers of one shape."""
+
+    max_batch: int
+    num_slots: int
+    """Pieces that the GPU runs at once."""
+    waves: int
+    work: torch.Tensor  # [max_batch + num_slots * waves, 4] int32
+    pieces: torch.Tensor  # [max_batch, 2] int32
+    part_o: torch.Tensor  # [pieces, Hq, Dv] fp32
+    part_lse: torch.Tensor  # [pieces, Hq] fp32
+
+    @staticmethod
+    def allocate(
+        max_batch: int,
+        num_heads: int,
+        num_kv_heads: int,
+        v_head_dim: int,
+        num_sms: int,
+        tile: Mapping[str, int],
+        device: torch.device | str,
+    ) -> DecodeWorkspace:
+        tiles = head_tiles(num_heads, num_kv_heads, tile["BLOCK_H"])
+        num_slots = max(1, num_sms * tile["ctas_per_sm"] // tiles)
+        pieces = max_batch + num_slots * tile["waves"]
+        return DecodeWorkspace(
+            max_batch,
+            num_slots,
+            tile["waves"],
+            torch.empty((pieces, 4), dtype=torch.int32, device=device),
+            torch.empty((max_batch, 2), dtype=torch.int32, device=device),
+            torch.empty((pieces, num_heads, v_head_dim), dtype=torch.float32, device=device),
+            torch.empty((pieces, num_heads), dtype=torch.float32, device=device),
+        )
+
+    def num_pieces(self, batch_size: int) -> int:
+        """Upper bound, whatever the lengths: rounding up adds at most one piece a sequence."""
+        return batch_size + self.num_slots * self.waves
