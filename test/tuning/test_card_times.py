@@ -20,7 +20,7 @@ from sglang.tuning import attention_model, measured, served_attention
 from sglang.tuning.best_times import best
 from sglang.tuning.grid import STEPS, Grid, code_of, decoded, encoded
 from sglang.tuning.ops import DecodeAttention, Experts, Linear, describe, floor, parse_shape
-from sglang.tuning.predicted_times import kind_of, predicted
+from sglang.tuning.predicted_times import expert_kind, kind_of, predicted
 from sglang.tuning.rates import ceilings_of
 from sglang.tuning.sglang_times import of_sglang
 from sglang.tuning.streaming import pair_kind
@@ -189,7 +189,7 @@ def test_schemes_are_multiplied_as_the_kernels_do(scheme: str, arch: ArchTraits)
     from sglang.srt.layers.triton_ops.scaled_dot import product_of
 
     product = product_of(SCHEMES[scheme], arch.features)
-    assert kind_of(scheme, arch) == product.kind
+    assert kind_of(scheme, arch) == product.kind and expert_kind(scheme, arch) == product.tile_kind
     assert pair_kind(scheme, arch.features) == product.pair_kind
     rests_on = [predicted(Linear(tokens, 4096, 4096, scheme), arch) for tokens in (16, 32, 128, 512, 4096)]
     if scheme not in HEAD_SCHEMES:  # whose tiles serve few rows only

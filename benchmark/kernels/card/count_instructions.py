@@ -87,7 +87,7 @@ def _tiles_of(scheme: str, kind: str, arch: ArchTraits) -> Iterator[GroupedTile]
     if scheme == CHOSEN and "wgmma" not in arch.features:
         width = 2 if kind == "gate_up" else 1
         for m in (16, 32, 64, 128):
-            for n in (32, 64, 128):
+            for n in (32, 64, 128, 256):
                 for warps in (4, 8):
                     if MIN_ACCUMULATORS <= m * n * width / (32 * warps) <= MAX_ACCUMULATORS:
                         yield tile(m, n, STRIP, 1, warps, 3)

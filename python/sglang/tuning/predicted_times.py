@@ -108,7 +108,10 @@ def _linear(op: Linear, arch: ArchTraits) -> Predicted:
     product = _as_grouped(op, splits, record)
     shared = estimate_blocks(product, op.tokens, tile, record, arch, float(splits), float(blocks * splits))
     assert shared is not None, "the ledger holds no tile that does not fit"
-    quantizing = LAUNCH + op.tokens * op.cols * 3 / _side_rate(arch) if SCHEMES[op.scheme].activation else 0.0
+    quantized = SCHEMES[op.scheme].activation is not None and not in_half(record)
+    quantizing = LAUNCH + op.tokens * op.cols * 3 / _side_rate(arch) if quantized else 0.0
+    if kind == "planes" and "wgmma" in arch.features:  # what waits for what from plane to plane is not counted
+        return Predicted(shared.total, 0.6, "cost model of experts, one expert, widened plane by plane")
     return Predicted(shared.total + quantizing, 0.2, "cost model of experts, one expert")
 
 
@@ -132,6 +135,14 @@ def kind_of(scheme: str, arch: ArchTraits) -> str:
     if form.activation == "mxfp8":
         return "mx"
     return "group128" if form.group[1] == 128 else "scaled"
+
+
+def expert_kind(scheme: str, arch: ArchTraits) -> str:
+    """As `ScaledProduct.tile_kind` says."""
+    kind, form = kind_of(scheme, arch), SCHEMES[scheme]
+    if kind == "mx" and form.element == "e2m1":
+        return "mx4" if form.group[1] == 16 else "mx_e2m1"
+    return kind
 
 
 def _linear_record(op: Linear, tile: Tile, arch: ArchTraits) -> TileRecord | None:
@@ -238,9 +249,7 @@ def _expert_tiles(shape: MoeShape, tokens: int, arch: ArchTraits) -> tuple[dict[
     if tuned is not None:
         pair = tuned.at(tokens)
         return pair.gate_up, pair.down
-    kind = "plain" if shape.scheme is None else kind_of(shape.scheme, arch)
-    if kind == "mx" and shape.scheme == "nvfp4":
-        kind = "mx4"
+    kind = "plain" if shape.scheme is None else expert_kind(shape.scheme, arch)
     rows = tiles_for(tokens * shape.top_k, shape.num_experts, kind, arch.features)
     return rows.gate_up, rows.down
 
