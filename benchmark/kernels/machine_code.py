@@ -1,4 +1,4 @@
-"""Instructions of compiled kernels, from their machine code. Triton brings the assembler and the disassembler; no GPU."""
+"""Instructions of compiled kernels, from their machine code. Triton brings assembler and disassembler; no GPU."""
 
 from __future__ import annotations
 

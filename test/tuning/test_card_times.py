@@ -23,8 +23,8 @@ from sglang.tuning.ops import DecodeAttention, Experts, Linear, describe, floor,
 from sglang.tuning.predicted_times import expert_kind, kind_of, predicted
 from sglang.tuning.rates import ceilings_of
 from sglang.tuning.sglang_times import of_sglang
-from sglang.tuning.streaming import pair_kind
 from sglang.tuning.steps import decode_step, ops_of, prefill_step, time_step, total, unserved_ops
+from sglang.tuning.streaming import pair_kind
 
 CARD, H200 = arch_by_name("rtx-pro-6000-server"), arch_by_name("h200")
 CONFIGS = Path(__file__).parents[1] / "srt" / "kernels" / "configs"

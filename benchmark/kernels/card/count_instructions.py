@@ -3,9 +3,9 @@
     python benchmark/kernels/card/count_instructions.py [--out FILE] [--only PART]
 
 Compiles for sm_90 and sm_120 what the tables of tiles name, disassembles it (Triton brings the tools) and counts the
-longest loop, as instructions of a lane: for a weight that is widened to other bits before it is multiplied ("tiles"), for a
-weight that is streamed without matrix instructions ("streams"), for a pair of a query and a key ("prompts"). Five minutes of
-one core with Triton 3.6.0, and no GPU.
+longest loop, as instructions of a lane: for a weight that is widened to other bits before it is multiplied ("tiles"),
+for a weight that is streamed without matrix instructions ("streams"), for a pair of a query and a key ("prompts"). Ten
+minutes of one core with Triton 3.6.0, and no GPU.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def card_run() -> Iterator[Timed]:
-    """Of `python -m sglang.bench.card`; the page's rows have the shape, what was predicted then, and what was measured."""
+    """Of `python -m sglang.bench.card`: shape, what was predicted then, what was measured."""
     for cells in rows_of(CARD_RUN):
         shape = cells[0].strip("`")
         if re.match(r"[a-z_]+ (tokens|batch)=", shape):

@@ -17,7 +17,7 @@ TileSizes = tuple[int, int, int, int]
 FIRST: TileSizes = (2, 16, 64, 4)
 """Whose warps share out the weights, so that each is widened once."""
 OTHER = 4.4
-"""Of a weight that is widened in a way which nobody counted (eight bits to sixteen), as fitted on an H200 for four bits."""
+"""Of a weight that is widened in a way which nobody counted: eight bits to sixteen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,8 @@ def pair_instructions(dims: tuple[int, int], arch_name: str) -> float:
     """Of a query and a key in a prompt; head dims that nobody counted as the next larger."""
     counts = _counts()["prompts"]["sm_90" if arch_name == "sm_90" else "sm_120"]
     by_width = sorted((sum(map(int, key.split("x"))), count) for key, count in counts.items())
-    return next((count for width, count in by_width if width >= sum(dims)), by_width[-1][1] * sum(dims) / by_width[-1][0])
+    widest, most = by_width[-1]
+    return next((count for width, count in by_width if width >= sum(dims)), most * sum(dims) / widest)
 
 
 def _stream_form(scheme: str | None) -> str:

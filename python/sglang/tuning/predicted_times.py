@@ -53,8 +53,8 @@ from sglang.tuning.sglang_times import product_seconds
 from sglang.tuning.streaming import LAUNCH, of_pairs, of_rows, reading_seconds, streamed_seconds
 
 SIDE_LAUNCHES, SIDE_SHARE = 8e-6, 1.24
-"""Of grouping, quantization and the last sum of experts, as fitted for SGLang's (fit_experts.py): a part of what they read
-is in the L2, so that they move more bytes a second than the memory."""
+"""Of grouping, quantization and the last sum of experts, as fitted for SGLang's (fit_experts.py): a part of what they
+read is in the L2, so that they move more bytes a second than the memory."""
 LIBRARY = 2.8e-6
 """The launch of a small product by cuBLAS, on an H200."""
 
@@ -226,9 +226,9 @@ def _experts(op: Experts, arch: ArchTraits) -> Predicted:
         floor = ceilings_of(arch).floor(op.num_bytes, op.operations, op.operand)
         return Predicted(SIDE_LAUNCHES + 1.3 * floor, 0.4, "no record of the tiles: the floor and a third")
     four_bits = op.scheme is not None and SCHEMES[op.scheme].bits == 4
-    return Predicted(
-        seconds + SIDE_LAUNCHES + moved / _side_rate(arch), 0.3 if four_bits else 0.1, "cost model with the tiles' records"
-    )
+    error = (0.15 if arch.product in CONFIRMED else 0.3) if four_bits else 0.1
+    seconds += SIDE_LAUNCHES + moved / _side_rate(arch)
+    return Predicted(seconds, error, "cost model with the tiles' records")
 
 
 @functools.cache
@@ -282,7 +282,8 @@ def _decode(op: DecodeAttention, arch: ArchTraits) -> Predicted | None:
     occupancy = blocks_per_sm(record, tile["num_warps"], arch, rates_of(arch))
     pieces = planned_pieces(keys, tile, occupancy, arch.num_sms)
     if "wgmma" in arch.features:
-        return Predicted(reading_seconds_of(keys, pieces, tile, arch, READING), 0.15, "attention model, fitted on an H200")
+        seconds = reading_seconds_of(keys, pieces, tile, arch, READING)
+        return Predicted(seconds, 0.15, "attention model, fitted on an H200")
     seconds = decode_seconds(keys, pieces, carried_step_times(keys, tile), SHARED, cold=True)
     return Predicted(seconds, 0.2, "attention model, steps carried over from SGLang's kernels")
 
@@ -295,7 +296,8 @@ def _extend(op: ExtendAttention, arch: ArchTraits) -> Predicted | None:
     if choice is None:
         return None
     seconds = served_prompt_seconds(prompt, *choice, arch)
-    return Predicted(seconds, 0.3 if arch.product not in CONFIRMED else 0.15, "matrix products and counted instructions")
+    error = 0.15 if arch.product in CONFIRMED else 0.3
+    return Predicted(seconds, error, "matrix products and counted instructions")
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------

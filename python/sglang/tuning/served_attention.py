@@ -42,8 +42,8 @@ SHORT_PIECE = 512
 MERGED = 16
 """Pieces of a request that are merged at once; likewise."""
 MERGE = 1.2
-"""Microseconds of one round of that, on an H200: two loads that wait for each other. The fit says 1.13 to 1.27, whichever
-heads it leaves out."""
+"""Microseconds of one round of that, on an H200: two loads that wait for each other. The fit says 1.13 to 1.24,
+whichever heads it leaves out."""
 
 
 def planned_pieces(keys: Keys, tile: Mapping[str, int], occupancy: int, num_sms: int = NUM_SMS) -> Pieces:
@@ -101,13 +101,11 @@ class Reading:
 
 
 READING = Reading()
-"""Fitted on 37 times of an H200 (benchmark/kernels/card/fit_h200.py, which says how well): `base`, `merge` and `bandwidth`
-are told by them, the other five only together."""
+"""Fitted on 37 times of an H200 (benchmark/kernels/card/fit_h200.py, which says how well): `base`, `merge` and
+`bandwidth` are told by them, the other five only together."""
 
 
-def reading_seconds_of(
-    keys: Keys, pieces: Pieces, tile: Mapping[str, int], arch: ArchTraits, times: Reading
-) -> float:
+def reading_seconds_of(keys: Keys, pieces: Pieces, tile: Mapping[str, int], arch: ArchTraits, times: Reading) -> float:
     sharing = min(float(pieces.occupancy), max(1.0, pieces.programs / arch.num_sms))
     elements = tile["BLOCK_N"] * keys.row
     lonely = times.step + times.per_elements * elements / 4096 / max(1, tile["num_stages"] - 1)
@@ -154,7 +152,7 @@ CHUNK = 64
 SCAN_COLUMNS = 32
 """Of a state that one program takes through the chunks of a request, and which wait for each other."""
 SCANNED = 6.7
-"""Microseconds of one chunk there, on an H200: one time of 8,192 tokens tells it, after what LOCAL_INSTRUCTIONS takes."""
+"""Microseconds of one chunk there, on an H200: one time of 8,192 tokens tells it, less what LOCAL_INSTRUCTIONS take."""
 LOCAL_INSTRUCTIONS = 8 * 32 * 4170.0
 """Of the lanes, for what a chunk of a head needs besides: eight warps, counted."""
 
