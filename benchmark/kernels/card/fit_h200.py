@@ -107,7 +107,7 @@ def predicted_seconds(op: Op) -> float:
 
 
 def error_of(row: Timed) -> float:
-    with mock.patch.object(served_attention, "MERGED", MERGED_THEN):
+    with mock.patch.object(served_attention, "merged_at_once", lambda keys: MERGED_THEN):
         return math.log(predicted_seconds(row.op) / row.seconds)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang.srt.configs.quant_scheme import SCHEMES
@@ -42,6 +42,7 @@ from sglang.tuning.predict import predict
 from sglang.tuning.rates import ceilings_of, rates_of
 from sglang.tuning.search_space import KINDS, MoeShape, in_half, widening_of
 from sglang.tuning.served_attention import (
+    MERGE,
     READING,
     carried_step_times,
     delta_rule_seconds,
@@ -284,7 +285,7 @@ def _decode(op: DecodeAttention, arch: ArchTraits) -> Predicted | None:
     if "wgmma" in arch.features:
         seconds = reading_seconds_of(keys, pieces, tile, arch, READING)
         return Predicted(seconds, 0.15, "attention model, fitted on an H200")
-    seconds = decode_seconds(keys, pieces, carried_step_times(keys, tile), SHARED, cold=True)
+    seconds = decode_seconds(keys, pieces, carried_step_times(keys, tile), replace(SHARED, part=MERGE), cold=True)
     return Predicted(seconds, 0.2, "attention model, steps carried over from SGLang's kernels")
 
 

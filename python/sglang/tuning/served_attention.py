@@ -39,11 +39,19 @@ from sglang.tuning.streaming import ISSUED
 
 SHORT_PIECE = 512
 """As decode_attention's; a test holds the two together."""
-MERGED = 16
-"""Pieces of a request that are merged at once; likewise."""
+SERVED_CONTEXT = 131_072
+"""Tokens that a server lets a request have: decode attention launches programs for so many."""
 MERGE = 1.2
 """Microseconds of one round of that, on an H200: two loads that wait for each other. The fit says 1.13 to 1.24,
 whichever heads it leaves out."""
+
+
+def merged_at_once(keys: Keys) -> int:
+    """Pieces that a round takes, as `combine_constants` says."""
+    columns = 1 << (keys.v_head_dim - 1).bit_length()
+    if keys.batch <= 8 and keys.heads * keys.batch * -(-keys.v_head_dim // 16) <= 4096:
+        columns = 16
+    return max(16, 4096 // columns)
 
 
 def planned_pieces(keys: Keys, tile: Mapping[str, int], occupancy: int, num_sms: int = NUM_SMS) -> Pieces:
@@ -59,8 +67,9 @@ def planned_pieces(keys: Keys, tile: Mapping[str, int], occupancy: int, num_sms:
         length = min(longer, key=lambda n: (math.ceil(keys.batch * math.ceil(of_request / n) / slots) * n, -n))
     count = -(-of_request // length)
     programs = keys.batch * count * tiles
-    launched = (keys.batch + slots * tile["waves"]) * tiles
-    rounds = 0.0 if count == 1 else float(-(-count // MERGED))
+    short = keys.batch * -(-max(SERVED_CONTEXT, keys.context) // SHORT_PIECE)
+    launched = (keys.batch + min(slots * tile["waves"], max(slots, short))) * tiles
+    rounds = 0.0 if count == 1 else float(-(-count // merged_at_once(keys)))
     return Pieces(programs, -(-of_request // count), n, occupancy, launched, 1.0, rounds)
 
 
