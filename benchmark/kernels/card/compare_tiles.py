@@ -3,8 +3,8 @@
     python benchmark/kernels/card/compare_tiles.py --configs test/srt/kernels/configs [--before TREE]
 
 Before: the tile by rows alone, K in parts up to 64 rows only, and two stages of the large tiles of block-scaled
-formats. Prints, as markdown, single products, and the steps of models that changed. TREE: a checkout with other tiles of
-experts; prints their layers beside today's, all by today's cost model. No GPU needed.
+formats. Prints, as markdown, single products, and the steps of models that changed. TREE: a checkout with other tiles
+of experts; prints their layers beside today's, all by today's cost model. No GPU needed.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _layer(shape: MoeShape, tokens: int, tree: Path) -> float:
     for kind in KINDS:
         tile = getattr(pair, kind)
         record = recorded_cost(shape.product_tile(kind, tile), CARD)
-        # Registers of a tile that is no longer on record do not decide; what it takes of an SM follows from its size.
+        # A tile that is no longer on record: its registers did not decide.
         record = record if isinstance(record, TileRecord) else TileRecord(25_000, 255, 0, 0, ("m16n8k32 mxf8f6f4 1X",))
         seconds += predict(shape, kind, tile, record, tokens, CARD)
     return seconds
