@@ -69,6 +69,8 @@ def test_tiles_by_batch_and_gpu() -> None:
     whole = tiles_for(9 * 8192, 161, "scaled", {"wgmma"}, 1536)
     assert whole is WIDE_TILES["scaled"][-2] and whole is tiles_for(9 * 8192, 161, "scaled", {"wgmma"})
     assert tiles_for(9 * 8192, 161, "scaled", {"wgmma"}, 192) is WIDE_TILES["scaled"][-1], "a quarter would be empty"
+    step = [tiles_for(9 * 64, 161, "scaled", {"wgmma"}, columns).gate_up["BLOCK_K"] for columns in (1536, 192)]
+    assert step == [256, 128]
     assert tile_rows("mx4", {"wgmma"}) is TILES["mx4"], "what large GPUs have no tiles for gets everybody's"
     assert few_pairs(51, 128) and not few_pairs(52, 128)
 

@@ -89,6 +89,7 @@ WIDE_TILES: Mapping[str, tuple[MoeTiles, ...]] = {
         MoeTiles(_ANY, tile(128, 128, 64, 8, 8, 4), tile(128, 256, 64, 8, 8, 4)),
     ),
     "scaled": (
+        MoeTiles(6, tile(16, 64, 256, 1, 4, 4), tile(16, 128, 128, 1, 4, 4), whole=128),
         MoeTiles(12, tile(16, 64, 128, 1, 4, 4), tile(16, 128, 64, 1, 4, 4)),
         MoeTiles(27, tile(32, 64, 128, 1, 4, 4), tile(32, 128, 64, 1, 4, 4)),
         MoeTiles(56, tile(64, 64, 128, 8, 4, 4), tile(64, 128, 64, 8, 4, 4)),
