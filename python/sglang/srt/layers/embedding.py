@@ -107,8 +107,8 @@ class LMHead:
         return self.group.all_gather(logits)[:, : self.vocab_size]
 
     def first_largest(self, shard: torch.Tensor) -> torch.Tensor:
-        """The first of each row's largest logits of all ranks, [R] int64, or NO_TOKEN, as the sampler has it: eight bytes
-        a row and rank travel."""
+        """The first of each row's largest logits of all ranks, [R] int64, or NO_TOKEN, as the sampler has it: eight
+        bytes a row and rank travel."""
         if self.rows.count:
             mine = shard[:, : self.rows.count]
             tokens = mine.argmax(dim=-1, keepdim=True)  # of a NaN, if there is one

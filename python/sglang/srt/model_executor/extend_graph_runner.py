@@ -91,7 +91,7 @@ class ExtendGraphRunner:
         self.graphs[size, num_decodes] = capture(partial(self._step, size, num_decodes), pool)
 
     def replay(self, step: StepInput) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states [T, H] and logits of the step, as `CausalLM.step_logits` has them; valid until the next replay."""
+        """Hidden states [T, H], and logits as `CausalLM.step_logits` has them; valid until the next replay."""
         extend = step.extend
         assert extend is not None
         arrays = extend_arrays(step)
