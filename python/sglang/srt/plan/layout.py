@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from sglang.srt.errors import UserError
@@ -44,13 +44,19 @@ def _numbers(numbers: list[int]) -> str:
     return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
-def next_layout(model: ModelDescription, ranks: RankLayout) -> RankLayout | None:
-    """The smallest one with more ranks whose heads divide, up to four times as many, or else whose heads do not. None:
-    there is none. Shares of experts' dims come before whole experts."""
-    sizes = range(ranks.tp_size + 1, 4 * ranks.tp_size + 1)
+ADVISED_RANKS = 16
+"""As many GPUs as a host may have."""
+
+
+def next_layout(
+    model: ModelDescription, ranks: RankLayout, fits: Callable[[RankLayout], bool] = lambda layout: True
+) -> RankLayout | None:
+    """The smallest one with more ranks that `fits` and whose heads divide, or else whose heads do not: up to four times
+    as many ranks, or those of a host. None: there is none. Shares of experts' dims come before whole experts."""
+    sizes = range(ranks.tp_size + 1, max(4 * ranks.tp_size, ADVISED_RANKS // ranks.pp_size) + 1)
     more = [replace(layout, pp_size=ranks.pp_size) for size in sizes for layout in _with_experts(size)]
     more.sort(key=lambda layout: uneven_heads(model, layout.tp_size) is not None)  # stable
-    return next((layout for layout in more if next(_problems(model, layout), None) is None), None)
+    return next((layout for layout in more if next(_problems(model, layout), None) is None and fits(layout)), None)
 
 
 def uneven_heads(model: ModelDescription, tp_size: int) -> str | None:
