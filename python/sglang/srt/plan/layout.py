@@ -151,7 +151,8 @@ def _head_problems(model: ModelDescription, layer: int, mixer: GQA | MLA, tp_siz
 def _cuts(shares: HeadShares, part: HeadDims, rank: int, group: int) -> bool:
     """Whether what a rank has of a matrix begins or ends within `group` rows or columns."""
     share = (shares.kv_heads(rank) if part.of_kv else shares.heads(rank)).of_dims(part.dims)
-    return share.run.start % group != 0 or (share.run.stop != share.total and share.run.stop % group != 0)
+    ends = {share.run.start, share.run.stop} - {share.total}
+    return any(end % group for end in ends)
 
 
 def _dense_problems(ffn: FeedForward, tp_size: int) -> Iterator[str]:
