@@ -289,6 +289,10 @@ def test_what_is_refused(config: Any, message: str) -> None:
         detect({"quantization_config": config}, HERE)
 
 
+def test_a_text_part_that_is_no_object_is_no_crash() -> None:
+    assert detect({"quantization_config": FP8_BLOCK, "text_config": 1}, HERE) is not None
+
+
 # --- --quantization ---------------------------------------------------------------------------------------------------
 
 

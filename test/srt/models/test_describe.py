@@ -195,7 +195,7 @@ def test_an_impossible_router_is_a_start_up_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="config.json: impossible routing: 129 experts cannot be chosen from 1 groups"):
         _ = NativePlan(_model(config, tmp_path)).description
     config = QWEN3_30B_A3B | {"scoring_func": "noaux"}
-    with pytest.raises(UserError, match="routing: scores by 'noaux' are not known; known: softmax, sigmoid"):
+    with pytest.raises(UserError, match="must be one of softmax, sigmoid, sqrtsoftplus; got 'noaux'"):
         _ = NativePlan(_model(config, tmp_path)).description
 
 

@@ -87,9 +87,7 @@ class Router:
         return "topk_hash" if self.hash_table else f"topk_{self.score}"
 
     def problems(self, num_experts: int) -> list[str]:
-        """What of it no model can have, or nobody computes."""
-        if self.score not in SCORES:
-            return [f"scores by {self.score!r} are not known; known: {', '.join(SCORES)}"]
+        """What of it no model can have."""
         if self.num_groups < 1 or num_experts % self.num_groups:
             return [f"{num_experts} experts do not divide into {self.num_groups} groups"]
         members = num_experts // self.num_groups
