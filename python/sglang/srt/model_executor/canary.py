@@ -136,7 +136,7 @@ class _Canary:
         logits, runner = self.runner.forward(step).logits.float(), self.runner
         if not runner.samples:
             logits = logits.new_empty((len(logits), runner.plan.model.vocab_size))
-        return runner.pp.from_last(logits.clone())
+        return runner.pp_tokens.from_last(logits.clone())
 
     def _compared(self, name: str, logits: torch.Tensor, reference: torch.Tensor) -> float:
         agreement = _cosine(logits, reference) if bool(logits.isfinite().all()) else float("nan")

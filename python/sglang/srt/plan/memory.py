@@ -142,7 +142,8 @@ def graph_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
     """Launch records of every graph, and results and activations of the largest graph of each kind.
 
     Decode graphs have logits [B, V] fp32, prefill graphs hidden states [T, H] and logits of the decoding requests and
-    of the last tokens of some prompts; each once in the graphs' memory and once where results are read.
+    of the last tokens of some prompts; each once in the graphs' memory and once where results are read. Stages of a
+    pipeline have what they take and what they give besides, and keep a copy of that while it is on its way.
     """
     decode, prefill = sizes.graph_batch_sizes, sizes.prefill_graph_tokens
     if not decode:
@@ -152,7 +153,10 @@ def graph_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
     rows, tokens = decode[-1], max(prefill, default=0)
     if prefill:
         rows += PREFILL_GRAPH_PROMPTS + max(decodes for _, decodes in mixed)
-    results = 2 * (rows * model.vocab_size * 4 + tokens * model.hidden_size * KV_DTYPE_BYTES[dtype])
+    row = model.hidden_size * KV_DTYPE_BYTES[dtype]
+    results = 2 * (rows * model.vocab_size * 4 + tokens * row)
+    handed_on = (2 * (decode[-1] + tokens) + sizes.ranks.pp_size * max(decode[-1], tokens)) * row
+    results += handed_on if sizes.ranks.pp_size > 1 else 0
     return records + results + activation_bytes(model, dtype, decode[-1] + tokens, sizes.ranks)
 
 

@@ -459,9 +459,6 @@ def _sizes(
     if arch.device != "cpu":
         graphs = defaults.cuda_graph_batch_sizes(args, largest_graph, running)
         unsafe = sorted({c.name for op, c in choices.items() if op != "extend_attention" and not c.spec.graph_safe})
-        if graphs and serving.pp_size > 1:
-            notes.append("with --pp-size CUDA graphs are off, and a step passes all stages before the next one begins")
-            graphs = ()
         if graphs and unsafe:
             notes.append(f"CUDA graphs are off: {', '.join(unsafe)} cannot run inside one")
             graphs = ()
