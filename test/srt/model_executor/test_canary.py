@@ -109,7 +109,9 @@ def test_the_first_block_without_numbers_is_named(tmp_path: Path) -> None:
     for layer in (1, 2):
         join, block = runner.model.layers[layer].blocks[1]
         runner.model.layers[layer].blocks[1] = (join, lambda x, batch, block=block: block(x, batch) / 0)
-    with pytest.raises(UserError, match=r"the output of layer 1 mlp \(linear by torch_native, silu_and_mul by torch_native\) is not"):
+    with pytest.raises(
+        UserError, match=r"the output of layer 1 mlp \(linear by torch_native, silu_and_mul by torch_native\) is not"
+    ):
         check_runner(runner)
 
 
