@@ -8,8 +8,8 @@
 an H200 beside 16 processors:
 
     products   60        each linear product by Triton's tiles and by torch's scaled product, from 512 to 16,384 rows
-    steps     190 a model  decode at 1, 16 and 64 and prefill of so many prompts of 1,024: everything as it is, prompts in
-                         one step, linear layers by Triton, experts with the tiles of before, and the peer
+    steps     190 a model  decode at 1, 16 and 64 and prefill of so many prompts of 1,024: as it is, prompts in one step,
+                         linear layers by Triton, experts with the tiles of before, and the peer
     tune      120 a model  the fastest tiles of its experts, and the steps with them
     rows       60        the tuned files in the package, compiled for the record with this Triton and with --triton's
 
@@ -103,11 +103,6 @@ class Session:
 def former_file(scheme: str) -> dict[str, Any]:
     """A tuning file with FORMER_TILES."""
     return {"source": "measured", **{str(tokens): to_entry(pair) for tokens, pair in FORMER_TILES[scheme].items()}}
-
-
-def tuned_path(output: str) -> Path:
-    """The file that the tuner says it wrote."""
-    return Path(next(line for line in output.splitlines() if line.startswith("Wrote ")).removeprefix("Wrote "))
 
 
 @dataclass
