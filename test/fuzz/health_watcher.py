@@ -46,7 +46,7 @@ class Silence:
 
     def __str__(self) -> str:
         return (
-            f"/health was silent for {self.seconds:.1f} s, {self.waited_seconds:.1f} s of which it waited for processors; "
+            f"/health was silent for {self.seconds:.1f} s, {self.waited_seconds:.1f} s of them without a processor; "
             f"the front computed {self.cpu_seconds:.1f} s"
         )
 
