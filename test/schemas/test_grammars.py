@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +74,7 @@ def test_what_a_grammar_allows_is_valid(level: int, library: str, vocabulary: Pa
     backend.load()
     complete = 0
     for name, schema in schemas(4)[4 * level : 4 * level + 4]:
-        try:
-            start = backend.compile(GrammarKey("json_schema", json.dumps(schema)))
-        except GrammarError as error:
-            assert re.search("cannot be enforced|Unsatisfiable", str(error)), name
-            assert level >= 8 or (library == "llguidance" and "exclusive" in str(error)), name
-            complete += 1
-            continue
+        start = backend.compile(GrammarKey("json_schema", json.dumps(schema)))
         for seed in range(WALKS):
             text = walk(start.fresh(), tokenizer, random.Random(seed))
             if text is not None:

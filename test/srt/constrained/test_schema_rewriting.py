@@ -11,8 +11,8 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from sglang.srt.constrained.schema_keywords import InexpressibleSchema
-from sglang.srt.constrained.schema_rewriting import rewritten
+from sglang.srt.constrained.schema_keywords import InexpressibleSchema, is_inexpressible, is_unknown_to_llguidance
+from sglang.srt.constrained.schema_rewriting import MAX_WORK, rewritten
 
 Schema = dict[str, Any]
 
@@ -107,3 +107,51 @@ def keywords(schema: Any) -> set[str]:
     if isinstance(schema, list):
         return set().union(*map(keywords, schema))
     return set(schema).union(*map(keywords, schema.values())) if isinstance(schema, dict) else set()
+
+
+MANY = {f"p{i}": {"type": "integer", "minimum": i} for i in range(300)}
+BRANCHES = [{"properties": {**MANY, f"k{i}": {"const": i}}, "required": [f"k{i}"]} for i in range(8)]
+DIGITS = {"enum": [*range(9)]}
+HOSTILE: dict[str, Schema] = {
+    "products of choices": {"allOf": [{"anyOf": BRANCHES}] * 3},
+    "exclusive choices": {"oneOf": BRANCHES},
+    "many parts": {"properties": {f"a{i}": {"allOf": [{"minimum": 1}, {"maximum": 9}]} for i in range(MAX_WORK)}},
+    "endless": {"$defs": {"n": {"allOf": [{"$ref": "#/$defs/n"}, {"minimum": 1}]}}, "$ref": "#/$defs/n"},
+    "endless properties": {
+        "$defs": {"n": {"properties": {"x": {"$ref": "#/$defs/n", "minProperties": 1}}}},
+        "$ref": "#/$defs/n",
+        "minProperties": 1,
+    },
+    "permutations": {"type": "array", "items": DIGITS, "uniqueItems": True},
+    "a place in a long list": {"type": "array", "items": DIGITS, "contains": {"const": 1}, "maxItems": 10**9},
+    "elsewhere": {"$ref": "#/properties/a", "properties": {"a": {}}, "minimum": 1},
+    "missing": {"$ref": "#/$defs/a", "$defs": {}, "minimum": 1},
+    "an old draft": {"allOf": [{"minimum": 5, "exclusiveMinimum": True}, {"maximum": 9}]},
+    "no schemas": {"allOf": 5},
+    "no schema": {"not": ["a"]},
+    "no names": {"allOf": [{"required": 5}, {"required": ["a"]}]},
+    "no bound": {"allOf": [{"minimum": "a"}, {"minimum": 3}]},
+    "no number": {"type": "integer", "not": {"minimum": [1]}},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_is_too_much_or_no_schema_stays_as_it_was(name: str) -> None:
+    """It is refused by its name then."""
+    schema = json.loads(json.dumps(HOSTILE[name]))
+    assert rewritten(schema, is_inexpressible) == HOSTILE[name]
+    assert rewritten(schema, is_unknown_to_llguidance) == HOSTILE[name]
+    assert schema == HOSTILE[name], "it is the caller's"
+
+
+def test_choices_that_nothing_satisfies_are_gone() -> None:
+    nothing = {"allOf": [{"type": "integer"}, {"type": "string"}]}
+    text = {"type": "string"}
+    assert rewritten({"anyOf": [nothing, text]}, is_inexpressible) == {"anyOf": [text]}
+    with pytest.raises(InexpressibleSchema, match=r"Unsatisfiable schema: no value satisfies all of #/anyOf/[01]"):
+        rewritten({"anyOf": [nothing, nothing]}, is_inexpressible)
+    optional = {"type": "object", "properties": {"a": nothing, "b": text}}
+    without = {"type": "object", "properties": {"b": text}, "additionalProperties": False}
+    assert rewritten(optional, is_inexpressible) == without
+    with pytest.raises(InexpressibleSchema, match="Unsatisfiable"):
+        rewritten({**optional, "required": ["a"]}, is_inexpressible)

@@ -47,6 +47,10 @@ def atoms(types: Any) -> list[str]:
     return [atom for atom in ATOMS if atom in wanted]
 
 
+_KINDS = {name: frozenset(atoms(kind)) for kind, keywords in _KEYWORDS_OF.items() for name in keywords}
+_ALL = frozenset(ATOMS)
+
+
 def atom_of(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else "boolean"
@@ -55,12 +59,9 @@ def atom_of(value: Any) -> str:
     return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
 
 
-def kinds_of(keyword: str) -> list[str]:
+def kinds_of(keyword: str) -> frozenset[str]:
     """The atoms of whose values a keyword says something."""
-    for kind, keywords in _KEYWORDS_OF.items():
-        if keyword in keywords:
-            return atoms(kind)
-    return list(ATOMS)
+    return _KINDS.get(keyword, _ALL)
 
 
 def type_names(kinds: list[str]) -> Any:
@@ -117,8 +118,7 @@ def settled(schema: Schema) -> Schema | None:
     kinds = [kind for kind in schema["type"] if kind not in impossible]
     if not kinds or schema.get("enum") == []:
         return None
-    foreign = {name for keywords in _KEYWORDS_OF.values() for name in keywords if not {*kinds_of(name)} & {*kinds}}
-    schema = {name: value for name, value in schema.items() if name not in foreign}
+    schema = {name: value for name, value in schema.items() if not kinds_of(name).isdisjoint(kinds)}
     schema["type"] = kinds
     return _whole_bounds(schema) if kinds == ["integer"] else schema
 
