@@ -138,7 +138,7 @@ ACCEPTED: tuple[FlagGroup, ...] = (
     ),
     FlagGroup(
         "Replicas and stages",
-        "there is one replica, and a step passes all stages of a pipeline before the next one begins",
+        "there is one replica, and as many batches are under way as a pipeline has stages, of as many requests each",
         """
         load-balance-method= load-watch-interval= prefill-round-robin-balance
         pp-async-batch-depth= pp-max-micro-batch-size=

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from sglang.srt.distributed import parallel_state
-from sglang.srt.distributed.parallel_state import groups_of
+from sglang.srt.distributed.parallel_state import Group, groups_of
 from sglang.srt.plan.ranks import RankLayout, even_slice
 
 PAYLOADS = [b"", b"x", *((bytes(range(256)) * 4)[: 1015 + i] for i in range(3)), bytes(range(256)) * 1000]
@@ -127,7 +128,8 @@ def test_stages_have_groups_of_their_own() -> None:
 def _stage_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     layout = RankLayout(pp_size=3)
-    pp = parallel_state.init(layout, rank, "gloo", f"file://{folder}/rendezvous").pp
+    groups = parallel_state.init(layout, rank, "gloo", f"file://{folder}/rendezvous")
+    pp = groups.pp
     assert parallel_state.is_leader() == (rank == 2) and (parallel_state.tp_size(), parallel_state.num_ranks()) == (
         1,
         3,
@@ -136,9 +138,24 @@ def _stage_rank(rank: int, folder: str) -> None:
     if pp.rank < 2:
         pp.send_to_next(x + 1)
     assert pp.from_last(x).tolist() == [[3.0] * 3] * 2
+    _steps_one_behind_the_other(pp, groups.pp_tokens)
     assert parallel_state.broadcast_bytes(b"said" if rank == 2 else None) == b"said", "by the leader"
     assert parallel_state.least(5 - rank) == 3
     parallel_state.shutdown()
+
+
+def _steps_one_behind_the_other(pp: Group, tokens: Group) -> None:
+    """The first stage is two steps ahead when it takes what the last one made of a step."""
+    late = deque()
+    for step in range(20):
+        x = torch.full((50, 1000), float(step)) if pp.rank == 0 else pp.receive_from_previous(torch.empty(50, 1000))
+        if pp.rank < 2:
+            pp.send_to_next(x + 1)
+            late.append(step)
+        else:
+            tokens.from_last(x[:3].clone())
+        while len(late) > 2 or (late and step == 19):
+            assert tokens.from_last(torch.empty(3, 1000)).eq(late.popleft() + 2).all()
 
 
 def test_what_is_handed_from_stage_to_stage(tmp_path: Path) -> None:

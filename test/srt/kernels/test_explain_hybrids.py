@@ -19,9 +19,9 @@ LAYOUTS = {
     "NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4": (1, 1, 1),
     "NVIDIA-Nemotron-3-Super-120B-A12B-FP8": (2, 2, 8),
     "NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4": (1, 1, 4),
-    "NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": (32, 16, 64),
-    "NVIDIA-Nemotron-3-Ultra-550B-A55B-FP8": (8, 8, 64),
-    "NVIDIA-Nemotron-3-Ultra-550B-A55B-NVFP4": (8, 4, 32),
+    "NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": ((8, 4), (8, 2), (8, 8)),
+    "NVIDIA-Nemotron-3-Ultra-550B-A55B-FP8": (8, 8, (8, 8)),
+    "NVIDIA-Nemotron-3-Ultra-550B-A55B-NVFP4": (8, 4, (8, 4)),
     "NVIDIA-Nemotron-3.5-Lightning-30B-A3B-NVFP4": (1, 1, 1),
     "Qwen3.5-122B-A10B": (4, 4, 16),
     "Qwen3.5-122B-A10B-NVFP4": (1, 1, 4),
@@ -32,8 +32,8 @@ LAYOUTS = {
     "Qwen3.6-27B-NVFP4": (1, 1, 1),
     "Qwen3.6-35B-A3B-NVFP4": (1, 1, 1),
 }
-"""GPUs of each kind over which a model is divided. None: not over as many as its weights need, which are more than key
-heads to share out."""
+"""GPUs of each kind over which a model is divided, or ranks of a stage and stages: eight groups of Mamba-2 heads are
+for eight ranks at most. None: not over as many as its weights need, which are more than key heads to share out."""
 
 
 def module_names(templates: list[str | list[Any]]) -> list[str]:
@@ -80,14 +80,15 @@ def explained(capsys: pytest.CaptureFixture[str], directory: str, *argv: str) ->
 
 
 @pytest.mark.parametrize(
-    ("directory", "gpu", "tp"),
-    [(name, gpu, tp) for name, sizes in LAYOUTS.items() for gpu, tp in zip(GPUS, sizes, strict=True) if tp],
+    ("directory", "gpu", "layout"),
+    [(name, gpu, size) for name, sizes in LAYOUTS.items() for gpu, size in zip(GPUS, sizes, strict=True) if size],
     indirect=["directory"],
 )
 def test_every_op_has_a_kernel_and_every_cache_room(
-    directory: str, gpu: str, tp: int, capsys: pytest.CaptureFixture[str]
+    directory: str, gpu: str, layout: int | tuple[int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = explained(capsys, directory, "--arch", gpu, "--tp", str(tp))
+    tp, pp = layout if isinstance(layout, tuple) else (layout, 1)
+    found = explained(capsys, directory, "--arch", gpu, "--tp", str(tp), "--pp-size", str(pp))
     assert [op for op, choice in found["ops"].items() if choice["kernel"] is None] == []
     assert found["not_implemented"] is None and not found["missing"] and found["refused"] is None
     plan = found["plan"]

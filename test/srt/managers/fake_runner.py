@@ -177,6 +177,7 @@ def make_scheduler(runner: FakeRunner, **options: object) -> Scheduler:
     args = SimpleNamespace(
         disable_radix_cache=False,
         disable_overlap_schedule=False,
+        pp_size=1,
         schedule_policy="fcfs",
         schedule_conservativeness=1.0,
         stream_interval=1,

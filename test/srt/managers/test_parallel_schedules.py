@@ -1,10 +1,12 @@
-"""Ranks that share a model in every way take the decisions of one process and give its tokens: requests with common
-prefixes, prompts in chunks beside decoding, penalties, seeds, an abort, and a pool so small that some go back to the
-queue."""
+"""Ranks that share a model in every way take the same decisions and give the tokens of one process: requests with
+common prefixes, prompts in chunks beside decoding, penalties, seeds, an abort, and a pool so small that some go back to
+the queue. Without stages the decisions are those of one process too; with stages, steps bring the tokens of fewer."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +16,19 @@ import torch.multiprocessing as mp
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.distributed import parallel_state
+from sglang.srt.layers import embedding
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.managers.wire.io_struct import AbortReq
+from sglang.srt.model_executor import cuda_graph_runner, extend_graph_runner
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
+from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
+from srt.model_executor.test_extend_graph_runner import DeviceLengths, StepInPlaceOfGraph
 from srt.models.harness import VOCAB, save_tiny
 
 NEW_TOKENS, POOL, CHUNK = 32, 150, 16
@@ -90,19 +98,44 @@ def play(scheduler: Scheduler) -> Outcome:
     return Outcome(collector.tokens, finishes, stats.decode_steps, stats.num_retracted, stats._cached)
 
 
-def outcome(folder: str, ranks: RankLayout, rank: int, rendezvous: str | None) -> Outcome:
+@contextmanager
+def in_graphs(runner: ModelRunner) -> Iterator[list[int]]:
+    """Steps go through the padded inputs of graphs, each of which computes its captured step once more. Yields the
+    sizes of those that decode."""
+    runner.state.attn_backend = DeviceLengths(runner.plan, "cpu")
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        for module in (cuda_graph_runner, extend_graph_runner):
+            patch.setattr(module, "capture", StepInPlaceOfGraph)
+        runner.extend_graphs = ExtendGraphRunner(runner.state, (8, 20), (0, 4))
+        runner.graphs = CudaGraphRunner(runner.state, (3, 4))
+        replay, sizes = runner.graphs.replay, []
+        patch.setattr(runner.graphs, "replay", lambda step: (sizes.append(len(step.slots)), replay(step))[1])
+        yield sizes
+
+
+def outcome(folder: str, ranks: RankLayout, rank: int, rendezvous: str | None, graphs: bool = False) -> Outcome:
     args = ServerArgs.from_kwargs(
         model_path=folder, device="cpu", skip_tokenizer_init=True, skip_server_warmup=True, max_total_tokens=POOL,
         max_running_requests=4, chunked_prefill_size=CHUNK, schedule_conservativeness=0.01, random_seed=3,
         tp_size=ranks.tp_size, ep_size=ranks.ep_size, pp_size=ranks.pp_size,
     )  # fmt: skip
-    return play(Scheduler(args, create_runner(args, rank, rendezvous), StopChecker(None)))
+    runner = create_runner(args, rank, rendezvous)
+    if not graphs:
+        return play(Scheduler(args, runner, StopChecker(None)))
+    with in_graphs(runner) as decoded:
+        result = play(Scheduler(args, runner, StopChecker(None)))
+    assert {1, 2} & set(decoded), "steps with padding"
+    return result
 
 
 def _rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path) -> None:
+    """With stages every other model's steps go through graphs. Steps leave the ranks of a stage their columns of the
+    logits, as only those of more rows do."""
     torch.set_num_threads(1)
+    embedding.FEWEST_SHARDED_ROWS = 2
     for i, (name, folder) in enumerate(folders.items()):
-        result = outcome(folder, ranks, rank, f"file://{out}/rendezvous{i}")
+        graphs = ranks.pp_size > 1 and i % 2 == 0
+        result = outcome(folder, ranks, rank, f"file://{out}/rendezvous{i}", graphs)
         (out / f"{name}.{rank}.json").write_text(json.dumps(result.__dict__))
         parallel_state.shutdown()
 
@@ -133,6 +166,11 @@ def test_ranks_give_the_tokens_of_one_process(
     ranks, names = LAYOUTS[layout]
     mp.spawn(_rank, (ranks, {name: models[name][0] for name in names}, tmp_path), nprocs=ranks.world_size)
     for name in names:
-        for rank in range(ranks.world_size):
-            got = Outcome(**json.loads((tmp_path / f"{name}.{rank}.json").read_text()))
-            assert got == models[name][1], f"{name}, rank {rank}"
+        one = models[name][1]
+        every = [json.loads((tmp_path / f"{name}.{rank}.json").read_text()) for rank in range(ranks.world_size)]
+        for rank, got in enumerate(Outcome(**outcome) for outcome in every):
+            assert got == (Outcome(**every[0]) if ranks.pp_size > 1 else one), f"{name}, rank {rank}"
+            assert got.num_retracted > 0 and got.finishes == one.finishes, f"{name}, rank {rank}"
+            short = {rid: ids[: len(got.tokens[rid])] for rid, ids in one.tokens.items() if rid == "aborted"}
+            assert got.tokens["aborted"] and got.tokens == {**one.tokens, **short}, f"{name}, rank {rank}"
+            assert ranks.pp_size == 1 or got.num_steps > one.num_steps, f"{name}: all requests are in every step"

@@ -7,7 +7,8 @@ never waits for the device. With one rank nothing is created and every collectiv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -55,6 +56,8 @@ class Group:
         self.rank, self.size = rank, size
         self._process_group = process_group
         self._reducer: Reducer | None = None
+        self._under_way: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        """What this rank sends, and nobody has waited for; the oldest first."""
 
     def __repr__(self) -> str:
         return f"Group({self.rank} of {self.size})"
@@ -114,10 +117,12 @@ class Group:
         dist.reduce_scatter_tensor(out, x.contiguous(), group=self.communicator())
         return out
 
-    def send_to_next(self, x: torch.Tensor) -> torch.Tensor:
-        """To the rank behind this one, which receives it; returns x."""
-        dist.send(x.contiguous(), group=self.communicator(), group_dst=self.rank + 1)
-        return x
+    def send_to_next(self, x: torch.Tensor) -> None:
+        """To the rank behind this one, which receives it. Goes on at once: `x` stays as it is from now on."""
+        x = x.contiguous()
+        work = dist.isend(x, group=self.communicator(), group_dst=self.rank + 1)
+        assert work is not None, "this rank is in the group"
+        self._let_go(work, x)
 
     def receive_from_previous(self, x: torch.Tensor) -> torch.Tensor:
         """What the rank before this one sends, written to `x`."""
@@ -125,10 +130,23 @@ class Group:
         return x
 
     def from_last(self, x: torch.Tensor) -> torch.Tensor:
-        """The last rank's `x`, whose shape the others know; written over theirs."""
-        if self.size > 1:
-            dist.broadcast(x, group=self.communicator(), group_src=self.size - 1)
+        """The last rank's `x`, whose shape the others know; written over theirs. The last one goes on at once: its `x`
+        stays as it is from now on."""
+        if self.size == 1:
+            return x
+        work = dist.broadcast(x, group=self.communicator(), group_src=self.size - 1, async_op=True)
+        assert work is not None, "this rank is in the group"
+        if self.rank == self.size - 1:
+            self._let_go(work, x)
+        else:
+            work.wait()
         return x
+
+    def _let_go(self, work: dist.Work, x: torch.Tensor) -> None:
+        """Keep what is under way in memory; so much at a time as there are ranks, and one step more."""
+        self._under_way.append((work, x))
+        if len(self._under_way) > self.size + 1:
+            self._under_way.popleft()[0].wait()
 
     def communicator(self) -> dist.ProcessGroup:
         """The library's, of this group."""
@@ -145,7 +163,8 @@ class Groups:
 
     `experts`: those whose experts' outputs add up to the layer's, which are all. `ep` and `expert_tp` divide the
     weights of experts and exchange nothing themselves. `pp`: the ranks of all stages that have the same place in
-    theirs. Of `dp` there is one today.
+    theirs; `pp_tokens`: the same ones, so that tokens on their way back never wait for hidden states on their way on.
+    Of `dp` there is one today.
     """
 
     tp: Group = ALONE  # dense layers and the vocabulary
@@ -154,6 +173,7 @@ class Groups:
     ep: Group = ALONE  # whole experts
     expert_tp: Group = ALONE  # intermediate dims of each expert
     pp: Group = ALONE  # layers
+    pp_tokens: Group = ALONE  # what the last stage samples
     dp: Group = ALONE  # requests
 
 
@@ -162,9 +182,10 @@ def groups_of(
     rank: int,
     process_group: dist.ProcessGroup | None = None,
     stages_group: dist.ProcessGroup | None = None,
+    tokens_group: dist.ProcessGroup | None = None,
 ) -> Groups:
-    """The groups of one rank. `process_group`: of the ranks of its stage, `stages_group`: of the ranks of all stages
-    that have its place; without them nothing can be sent."""
+    """The groups of one rank. `process_group`: of the ranks of its stage, `stages_group` and `tokens_group`: of the
+    ranks of all stages that have its place; without them nothing can be sent."""
     tp_rank = ranks.tp_rank(rank)
     everyone = Group(tp_rank, ranks.tp_size, process_group)
     return Groups(
@@ -174,6 +195,7 @@ def groups_of(
         ep=Group(ranks.ep_rank(tp_rank), ranks.ep_size),
         expert_tp=Group(ranks.expert_tp_rank(tp_rank), ranks.expert_tp_size),
         pp=Group(ranks.stage(rank), ranks.pp_size, stages_group),
+        pp_tokens=Group(ranks.stage(rank), ranks.pp_size, tokens_group),
     )
 
 
@@ -206,29 +228,30 @@ def init(ranks: RankLayout, rank: int, backend: str, init_method: str, timeout_s
     dist.init_process_group(
         backend, init_method=init_method, rank=rank, world_size=ranks.world_size, timeout=join_limit, device_id=device
     )
-    tensors = stages = dist.group.WORLD
+    tensors = stages = tokens = dist.group.WORLD
     if ranks.pp_size > 1:
-        tensors, stages = _stage_groups(ranks, rank, backend, limit)
+        tensors, stages, tokens = (
+            _group_alike(ranks, rank, key, backend, limit) for key in (ranks.stage, ranks.tp_rank, ranks.tp_rank)
+        )
     elif join_limit != limit:
         tensors = dist.new_group(backend=backend, timeout=limit)
     host_group = dist.new_group(backend="gloo", timeout=_IDLE_TIMEOUT)
-    _state = _State(groups_of(ranks, rank, tensors, stages), host_group, ranks, rank)
+    _state = _State(groups_of(ranks, rank, tensors, stages, tokens), host_group, ranks, rank)
     return _state.groups
 
 
-def _stage_groups(
-    ranks: RankLayout, rank: int, backend: str, limit: timedelta
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Of the ranks of this one's stage, and of those with its place in every stage. All ranks make all groups."""
+def _group_alike(
+    ranks: RankLayout, rank: int, key: Callable[[int], int], backend: str, limit: timedelta
+) -> dist.ProcessGroup | None:
+    """Of the ranks with this one's `key`. All ranks make the groups of all."""
     everyone = range(ranks.world_size)
-    mine: list[dist.ProcessGroup | None] = []
-    for key in (ranks.stage, ranks.tp_rank):
-        for place in dict.fromkeys(map(key, everyone)):
-            members = [other for other in everyone if key(other) == place]
-            group = dist.new_group(members, backend=backend, timeout=limit)
-            if rank in members:
-                mine.append(group)
-    return mine[0], mine[1]
+    mine: dist.ProcessGroup | None = None
+    for place in dict.fromkeys(map(key, everyone)):
+        members = [other for other in everyone if key(other) == place]
+        group = dist.new_group(members, backend=backend, timeout=limit)
+        if rank in members:
+            mine = group
+    return mine
 
 
 def shutdown() -> None:

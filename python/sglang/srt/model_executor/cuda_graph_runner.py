@@ -17,6 +17,7 @@ import torch
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.model_executor.device_state import DeviceState
 from sglang.srt.model_executor.graph_capture import StaticOutput, capture
+from sglang.srt.model_executor.stage_in_graph import StageInGraph
 from sglang.srt.model_executor.step import StepInput
 from sglang.srt.utils.device_arrays import DeviceArrays, Field
 
@@ -39,7 +40,7 @@ class CudaGraphRunner:
         )
         self.inputs.load()
         self.batches: dict[int, ForwardBatch] = {}
-        self.logits = StaticOutput()
+        self.stage, self.logits = StageInGraph(state.model, largest), StaticOutput()
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         state.attn_backend.init_cuda_graph_state(batch_sizes)
         pool = None
@@ -61,10 +62,10 @@ class CudaGraphRunner:
     def _step(self, size: int) -> None:
         batch = self.batches[size] = self._static_batch(size)
         self.state.attn_backend.init_forward_metadata_capture(batch)
-        self.logits.keep(self.state.model.logits(self.state.model(batch)))
+        self.logits.keep(self.state.model.step_logits(self.stage.compute(batch)))
 
     def replay(self, step: StepInput) -> torch.Tensor:
-        """Logits [B, V] of a decode step; valid until the next replay."""
+        """Logits [B, V] of a decode step, or what `CausalLM.step_logits` has of them; valid until the next replay."""
         num_reqs = len(step.slots)
         size = self.batch_sizes[bisect.bisect_left(self.batch_sizes, num_reqs)]
         self.inputs.load(
@@ -76,5 +77,5 @@ class CudaGraphRunner:
         batch = self.batches[size]
         batch.seq_lens_cpu = np.concatenate([step.seq_lens, np.ones(size - num_reqs, np.int32)]).tolist()
         self.state.attn_backend.init_forward_metadata_replay(batch, num_reqs)
-        self.graphs[size].replay()
+        self.stage.replay(self.graphs[size], size)
         return self.logits.rows(num_reqs)

@@ -18,6 +18,7 @@ import torch
 
 from sglang.srt.model_executor.device_state import DeviceState
 from sglang.srt.model_executor.graph_capture import StaticOutput, capture
+from sglang.srt.model_executor.stage_in_graph import StageInGraph
 from sglang.srt.model_executor.step import StepInput, extend_arrays
 from sglang.srt.utils.device_arrays import DeviceArrays, Field
 
@@ -54,7 +55,7 @@ class ExtendGraphRunner:
             state.device,
         )
         self._rows = torch.arange(largest, device=state.device)
-        self.hidden, self.logits = StaticOutput(), StaticOutput()
+        self.stage, self.logits = StageInGraph(state.model, sizes[-1], keeps_hidden=True), StaticOutput()
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         pool: Any = None
         for size in reversed(sizes):
@@ -80,9 +81,8 @@ class ExtendGraphRunner:
         batch = state.extend_batch(i, size, decodes, [size], [1], is_decode)  # a replay may have cached prefixes
         batch.num_valid_tokens = i["num_tokens"]
         state.attn_backend.init_forward_metadata(batch)
-        hidden = state.model(batch)
-        self.hidden.keep(hidden)
-        self.logits.keep(state.model.logits(hidden[i["last_rows"][: num_decodes + MAX_PROMPTS]]))
+        hidden = self.stage.compute(batch)
+        self.logits.keep(state.model.step_logits(hidden[i["last_rows"][: num_decodes + MAX_PROMPTS]]))
 
     def _capture(self, size: int, num_decodes: int, pool: Any) -> None:
         ends = np.full(MAX_PROMPTS + 2, size, np.int32)
@@ -91,7 +91,7 @@ class ExtendGraphRunner:
         self.graphs[size, num_decodes] = capture(partial(self._step, size, num_decodes), pool)
 
     def replay(self, step: StepInput) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states [T, H] and logits [R, V] of the step; valid until the next replay."""
+        """Hidden states [T, H], and logits as `CausalLM.step_logits` has them; valid until the next replay."""
         extend = step.extend
         assert extend is not None
         arrays = extend_arrays(step)
@@ -103,8 +103,9 @@ class ExtendGraphRunner:
         start_loc[-1] = size
         arrays["start_loc"] = start_loc
         self.inputs.load(**arrays, num_tokens=np.array([num_tokens], np.int32), num_decodes=np.array([count], np.int64))
-        self.graphs[size, num_decodes].replay()
-        return self.hidden.rows(num_tokens), self.logits.rows(len(extend.sample_rows))
+        self.stage.replay(self.graphs[size, num_decodes], size)
+        assert self.stage.hidden is not None
+        return self.stage.hidden.rows(num_tokens), self.logits.rows(len(extend.sample_rows))
 
 
 def _at_least(ascending: tuple[int, ...], number: int) -> int:

@@ -15,13 +15,14 @@ from sglang.srt.errors import UserError
 from sglang.srt.kernels.coverage import check_launches
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
 from sglang.srt.layers.forward_batch import ForwardBatch
-from sglang.srt.layers.sampler import Sampler
+from sglang.srt.layers.sampler import Sampler, SamplerOutput
 from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.device_state import DeviceState
 from sglang.srt.model_executor.drafts import Drafter
 from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
+from sglang.srt.model_executor.late_tokens import LateTokens
 from sglang.srt.model_executor.step import ExtendInput, LaunchedForward, StepInput, StepResult, extend_arrays
 from sglang.srt.model_executor.verify_graph_runner import VerifyGraphRunner
 from sglang.srt.model_loader.loader import load_model
@@ -29,7 +30,7 @@ from sglang.srt.plan.defaults import mixed_decode_sizes
 from sglang.srt.plan.plan import Plan
 from sglang.srt.sampling.logprobs import LogprobResult, prompt_logprobs
 from sglang.srt.sampling.sampling_table import SamplingTable
-from sglang.srt.utils.device_arrays import DeviceArrays, send, to_device
+from sglang.srt.utils.device_arrays import DeviceArrays, event_on, send, to_device, to_host
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class ModelRunner:
         if envs.SGLANG_CHECK_LAUNCHES and plan.device == "cuda":
             check_launches(plan.arch)
         self.model = load_model(plan, load_format, seed)
-        self.pp = parallel_state.groups().pp
+        self.pp_tokens = parallel_state.groups().pp_tokens
         self.samples = plan.description.last_stage
         """Stages before the last one of a pipeline take its tokens, and leave what else it finds to it."""
         self.pools = CachePools(plan.caches, plan.pool_sizes, plan.device)
@@ -61,6 +62,7 @@ class ModelRunner:
         self.state = DeviceState(
             self.model, attn_backend, len(self.pools.tables), plan.pool_sizes, plan.device, drafter
         )
+        self.late_tokens = None if self.samples else LateTokens(self.pp_tokens, self.state.next_tokens)
         self.sampler.warm_up(self.sampling_table, self.state.next_tokens[:, 0])
         self.graphs: CudaGraphRunner | None = None
         self.extend_graphs: ExtendGraphRunner | None = None
@@ -114,6 +116,8 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, step: StepInput) -> LaunchedForward:
         """Launch a step up to its logits."""
+        if self.late_tokens is not None:
+            self.late_tokens.take_before(step.slots)
         if step.table_update is not None:
             update = send(
                 self.device,
@@ -139,7 +143,8 @@ class ModelRunner:
         batch = self.state.decode_batch(sent["slots"], sent["seq_lens"], sent["out_cache_loc"])
         batch.seq_lens_cpu = step.seq_lens.tolist()
         self.state.attn_backend.init_forward_metadata(batch)
-        return LaunchedForward(step, self.model.logits(self.model(batch)), sent["slots"], step.slots, sent["seq_lens"])
+        logits = self.model.step_logits(self.model(batch))
+        return LaunchedForward(step, logits, sent["slots"], step.slots, sent["seq_lens"])
 
     def _forward_extend(self, step: StepInput) -> LaunchedForward:
         if self.extend_graphs is not None and self.extend_graphs.fits(step):
@@ -148,7 +153,7 @@ class ModelRunner:
         else:
             arrays = send(self.device, **extend_arrays(step))
             hidden = self.model(self._extend_batch(step, arrays))
-            logits = self.model.logits(hidden[arrays["last_rows"]])
+            logits = self.model.step_logits(hidden[arrays["last_rows"]])
         slots, positions = arrays["sampled_slots"][: len(logits)], arrays["sampled_lens"][: len(logits)]
         if self.state.drafter is not None:
             assert step.extend is not None
@@ -175,7 +180,7 @@ class ModelRunner:
                 batch.extend_prefix_lens_cpu = batch.extend_prefix_lens.tolist()
                 batch.seq_lens_cpu = batch.seq_lens.tolist()
             self.state.attn_backend.init_forward_metadata(batch)
-            logits, positions = self.model.logits(self.model(batch)), batch.positions
+            logits, positions = self.model.step_logits(self.model(batch)), batch.positions
         # Rows of padding are sampled as the padding slot is: greedily, without penalties.
         row = np.arange(self.state.tokens_per_step)
         host_slots = np.where(row < host_widths[:, None], step.slots[:, None], 0).flatten()
@@ -204,7 +209,7 @@ class ModelRunner:
         if request is None or not self.samples:
             return None
         packed = prompt_logprobs(hidden, self.model.logits, request, self.plan.model.vocab_size)
-        return LogprobResult(self._to_host(packed), request)
+        return LogprobResult(to_host(packed), request)
 
     def _embeddings(self, step: StepInput, hidden: torch.Tensor, last_rows: torch.Tensor) -> torch.Tensor | None:
         """Final hidden states [E, H] fp32 of the sampled rows that want them."""
@@ -212,51 +217,43 @@ class ModelRunner:
         rows = step.extend.embed_rows
         if rows is None or not self.samples:
             return None
-        return self._to_host(hidden[last_rows[to_device(rows, self.device)]].float())
+        return to_host(hidden[last_rows[to_device(rows, self.device)]].float())
+
+    def _sampled(self, forward: LaunchedForward, vocab_mask: np.ndarray | None) -> SamplerOutput:
+        """The logits of several ranks come together for what cannot be said of each rank's columns."""
+        head = self.model.head
+        assert head is not None, "the last stage has it"
+        sampling = self.sampling_table.view(forward.host_slots, forward.slots)
+        next_token = self.state.next_tokens[:, 0] if self.state.drafter is None else None
+        plain = sampling.only_largest and vocab_mask is None and forward.step.logprobs is None
+        if plain and head.is_shard(forward.logits):
+            tokens = head.first_largest(forward.logits)
+            if next_token is not None:
+                next_token[forward.slots] = tokens.clamp(min=0)
+            return SamplerOutput(tokens, None)
+        mask = None if vocab_mask is None else to_device(vocab_mask, self.device)
+        logits = head.whole(forward.logits)
+        return self.sampler(logits, sampling, forward.positions, mask, forward.step.logprobs, next_token)
 
     @torch.inference_mode()
     def sample(self, forward: LaunchedForward, vocab_mask: np.ndarray | None = None) -> StepResult:
         """Launch the rest of a step. vocab_mask [R, ceil(V / 32)] int32: allowed tokens of the rows of logits."""
-        if not self.samples:
-            return self._take_tokens(forward)
+        if self.late_tokens is not None:
+            return self.late_tokens.expect(forward.host_slots)
         step, state = forward.step, self.state
-        mask = None if vocab_mask is None else to_device(vocab_mask, self.device)
-        sampling = self.sampling_table.view(forward.host_slots, forward.slots)
-        next_token = state.next_tokens[:, 0] if state.drafter is None else None
-        out = self.sampler(forward.logits, sampling, forward.positions, mask, step.logprobs, next_token)
-        self.pp.from_last(out.next_token_ids)
+        out = self._sampled(forward, vocab_mask)
+        if len(out.next_token_ids):
+            self.pp_tokens.from_last(out.next_token_ids)
         counts, tokens = None, out.next_token_ids[:, None]
         if forward.widths is not None:
             slots = forward.slots.view(len(step.slots), -1)[:, 0]
-            counts = self._to_host(state.settle_verified(slots, forward.widths, out.next_token_ids))
+            counts = to_host(state.settle_verified(slots, forward.widths, out.next_token_ids))
             tokens = out.next_token_ids.view(len(slots), -1)
         elif state.drafter is not None:
             state.settle_tokens(forward.slots, out.next_token_ids)
-        tokens = self._to_host(tokens)
+        tokens = to_host(tokens)
         logprobs = None
         if step.logprobs is not None:
             assert out.logprobs is not None
-            logprobs = LogprobResult(self._to_host(out.logprobs), step.logprobs)
-        return StepResult(tokens, self._event(), counts, logprobs, forward.prompt_logprobs, forward.embeddings)
-
-    def _take_tokens(self, forward: LaunchedForward) -> StepResult:
-        """The tokens that the last stage samples; they are read on this one too, where the next step begins."""
-        tokens = torch.empty(len(forward.slots), dtype=torch.int64, device=self.device)
-        self.pp.from_last(tokens)
-        self.state.next_tokens[forward.slots, 0] = tokens.clamp(min=0)
-        tokens = self._to_host(tokens[:, None])
-        return StepResult(tokens, self._event())
-
-    def _event(self) -> torch.cuda.Event | None:
-        if self.device != "cuda":
-            return None
-        ready = torch.cuda.Event()
-        ready.record()
-        return ready
-
-    def _to_host(self, x: torch.Tensor) -> torch.Tensor:
-        """A copy in host memory, complete once the step's event has passed."""
-        if self.device == "cpu":
-            return x
-        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-        return host.copy_(x, non_blocking=True)
+            logprobs = LogprobResult(to_host(out.logprobs), step.logprobs)
+        return StepResult(tokens, event_on(self.device), counts, logprobs, forward.prompt_logprobs, forward.embeddings)

@@ -104,8 +104,8 @@ class CausalLM:
     `model(batch)` -> hidden states [T, H] after the final norm; `model.logits(hidden [R, H])` -> [R, V] fp32. Both run
     under torch.inference_mode of the caller and are safe to capture in a CUDA graph.
 
-    A stage of a pipeline takes its input from the stage before it and sends its output to the next one. Before the last
-    one there are no logits: rows [R, 0].
+    A stage of a pipeline takes its input from the stage before it and sends its output to the next one; `compute` is
+    what lies between the two. Before the last one there are no logits: rows [R, 0].
     """
 
     def __init__(self, plan: Plan, device: torch.device | str | None = None) -> None:
@@ -149,21 +149,35 @@ class CausalLM:
             self.head = LMHead(scope.sub("lm_head"), model.vocab_size, model.hidden_size, tied_to, model.logit_cap)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        stream = self.residual.begin(self._embedded(batch) if self.description.first_stage else self._received(batch))
+        received = self.input_buffer(len(batch.input_ids))
+        if received is not None:
+            self.pp.receive_from_previous(received)
+        hidden = self.compute(batch, received)
+        if not self.description.last_stage:
+            self.pp.send_to_next(hidden)
+        return hidden
+
+    def input_buffer(self, num_tokens: int) -> torch.Tensor | None:
+        """[T, H] for what the stage before this one hands on; None in the first stage."""
+        if self.description.first_stage:
+            return None
+        return torch.empty((num_tokens, self.description.hidden_size), dtype=self.dtype, device=self.device)
+
+    def compute(self, batch: ForwardBatch, received: torch.Tensor | None) -> torch.Tensor:
+        """This stage's layers. received [T, H]: what the stage before it handed on; its storage may be reused."""
+        stream = self.residual.begin(self._embedded(batch) if received is None else received)
         for layer in self.layers:
             layer(stream, batch)
-        if self.description.last_stage:
-            return self.residual.finish(stream)
-        return self.pp.send_to_next(self.residual.hand_on(stream))
+        return self.residual.finish(stream) if self.description.last_stage else self.residual.hand_on(stream)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.head is None:
             return hidden.new_empty((len(hidden), 0), dtype=torch.float32)
         return self.head(hidden)
 
-    def _received(self, batch: ForwardBatch) -> torch.Tensor:
-        shape = (len(batch.input_ids), self.description.hidden_size)
-        return self.pp.receive_from_previous(torch.empty(shape, dtype=self.dtype, device=self.device))
+    def step_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As `logits`, or of many rows and several ranks this rank's columns (`LMHead.of_step`)."""
+        return self.logits(hidden) if self.head is None else self.head.of_step(hidden)
 
     def _embedded(self, batch: ForwardBatch) -> torch.Tensor:
         """[T, H]: of token ids, and rows that the batch brings itself (images) where it has some."""

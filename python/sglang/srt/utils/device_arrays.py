@@ -71,3 +71,20 @@ def send(device: torch.device | str, **arrays: npt.NDArray[Any]) -> DeviceArrays
 def to_device(array: npt.NDArray[Any], device: torch.device | str) -> torch.Tensor:
     """A copy of one array."""
     return send(device, array=array)["array"]
+
+
+def to_host(x: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, complete once an event that is recorded behind it (`event_on`) has passed."""
+    if not x.is_cuda:
+        return x
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    return host.copy_(x, non_blocking=True)
+
+
+def event_on(device: torch.device | str) -> torch.cuda.Event | None:
+    """Recorded on the current stream of a GPU."""
+    if torch.device(device).type != "cuda":
+        return None
+    ready = torch.cuda.Event()
+    ready.record()
+    return ready

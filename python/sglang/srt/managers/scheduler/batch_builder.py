@@ -31,12 +31,12 @@ def vocab_mask(batch: ScheduleBatch, width: int, vocab_size: int) -> np.ndarray:
 
 
 def build_decode(kv: KVTable, running: RunningBatch) -> ScheduleBatch:
-    """Every running request brings its last token."""
-    new_lens = running.next_lens
-    locs = kv.grow(running.slots, running.seq_lens, new_lens, len(running))
-    reqs = list(running.reqs)
+    """Every running request whose turn it is brings its last token."""
+    rows, reqs = running.now_rows, list(running.now)
+    slots, new_lens = running.slots[rows], running.next_lens[rows]
+    locs = kv.grow(slots, running.seq_lens[rows], new_lens, len(reqs))
     step = StepInput(
-        slots=running.slots,
+        slots=slots,
         seq_lens=new_lens,
         out_cache_loc=locs,
         table_update=kv.take_update(),

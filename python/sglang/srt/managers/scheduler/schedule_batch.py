@@ -50,6 +50,8 @@ class Req:
         """Longest length this request may reach, prompt included."""
 
         self.slot = 0
+        self.turn = 0
+        """Of the running requests' turns its own."""
         self.kv_len = 0
         self.planned_len = self.prompt_len
         self.slack = 0
@@ -164,17 +166,37 @@ class Req:
 
 class RunningBatch:
     """Requests in decode, with the arrays of the next step kept up to date instead of rebuilt: where a step brings one
-    token of each, all lengths grow by one. Where it brings up to `most`, they follow the results."""
+    token of each, all lengths grow by one. Where it brings up to `most`, they follow the results.
 
-    def __init__(self, most: int = 1) -> None:
-        self.most = most
+    With several turns a step brings tokens of those only whose turn it is (`now`): the others' last tokens are on their
+    way through the stages of a pipeline. Which turn a request has changes no token, and only how long its step waits.
+    """
+
+    def __init__(self, most: int = 1, num_turns: int = 1) -> None:
+        assert most == 1 or num_turns == 1, "guesses are not verified in turns"
+        self.most, self.num_turns = most, num_turns
+        self.turn = 0
         self._rebuild([])
 
     def __len__(self) -> int:
         return len(self.reqs)
 
+    def clear(self) -> None:
+        self._rebuild([])
+
     def add(self, reqs: list[Req]) -> None:
+        """Behind a step that computed their prompts: to the shortest turn, of several to the one that comes last."""
+        counts = self._counts(self.reqs)
+        for req in reqs:
+            req.turn = min(range(self.num_turns), key=lambda turn: (counts[turn], (turn - self.turn) % self.num_turns))
+            counts[req.turn] += 1
         self._rebuild(self.reqs + reqs)
+
+    def pass_turn(self) -> None:
+        """To the next one that somebody has."""
+        if self.num_turns > 1:
+            self.turn = (self.turn + 1) % self.num_turns
+            self._select()
 
     def drop_finished(self) -> None:
         """Forget requests that ended, and those whose last token is already on its way."""
@@ -199,6 +221,40 @@ class RunningBatch:
         if self.most > 1:
             self.reserved_lens = np.fromiter((max(r.kv_len, r.reserved_len) for r in reqs), np.int32, len(reqs))
             self.widths = np.fromiter((r.next_width(self.most) for r in reqs), np.int32, len(reqs))
+        if self.num_turns > 1:
+            self._level()
+        self._select()
+
+    def _counts(self, reqs: list[Req]) -> list[int]:
+        """Of requests by turn."""
+        turns = np.fromiter((r.turn for r in reqs), np.int64, len(reqs))
+        counts: list[int] = np.bincount(turns, minlength=self.num_turns).tolist()
+        return counts
+
+    def _level(self) -> None:
+        """No turn stays empty while another has several requests; else a stage would be idle. Those that change wait
+        once for tokens that the turn would not wait for."""
+        counts = self._counts(self.reqs)
+        while not min(counts) and max(counts) > 1:
+            longest, empty = counts.index(max(counts)), counts.index(0)
+            moving = [r for r in self.reqs if r.turn == longest][counts[longest] // 2 :]
+            for req in moving:
+                req.turn = empty
+            counts[longest], counts[empty] = counts[longest] - len(moving), len(moving)
+
+    def _select(self) -> None:
+        self.now: list[Req] = self.reqs
+        """Whose turn it is, and where they are among all."""
+        self.now_rows: slice | np.ndarray = slice(None)
+        if self.num_turns == 1 or not self.reqs:
+            return
+        counts = self._counts(self.reqs)
+        while not counts[self.turn]:
+            self.turn = (self.turn + 1) % self.num_turns
+        self.now_rows = np.fromiter((r.turn == self.turn for r in self.reqs), np.bool_, len(self.reqs))
+        self.now = [r for r in self.reqs if r.turn == self.turn]
+        if self.most == 1:
+            self.widths = self.now_rows.astype(np.int32)
 
     @property
     def certain_lens(self) -> np.ndarray:
@@ -210,12 +266,12 @@ class RunningBatch:
     @property
     def next_lens(self) -> np.ndarray:
         """Positions that the next step needs a cache slot for."""
-        return self.seq_lens + 1 if self.most == 1 else np.maximum(self.reserved_lens, self.seq_lens + self.widths)
+        return np.maximum(self.reserved_lens, self.seq_lens + self.widths)
 
     def advance(self) -> None:
         """Count one launched step of a token each."""
-        self.seq_lens = self.reserved_lens = self.seq_lens + 1
-        for r in self.reqs:
+        self.seq_lens = self.reserved_lens = self.seq_lens + self.widths
+        for r in self.now:
             r.kv_len += 1
             r.planned_len += 1
 

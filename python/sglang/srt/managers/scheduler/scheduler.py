@@ -2,7 +2,8 @@
 
 Steps overlap: step N+1 is chosen and launched before the tokens of step N are read back. That works because choosing
 needs lengths, not token values (the device keeps the last token of every request), and because the device runs steps in
-order, so a cache slot may be handed on as soon as the step that last uses it has been launched.
+order, so a cache slot may be handed on as soon as the step that last uses it has been launched. Where a step passes
+several stages, there are as many on their way, and the running requests take turns in them (`RunningBatch`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.scheduler.batch_builder import build_decode, build_extend, build_verify, vocab_mask
@@ -37,10 +39,6 @@ logger = logging.getLogger(__name__)
 MAX_QUEUED_REQUESTS = 1 << 16
 """When --max-queued-requests does not say less: no queue is unbounded."""
 
-STEPS_AHEAD = 1
-"""Steps that are launched before the oldest one is read back. One hides all work of the host; more would only delay
-the news that a request has ended, except where a step passes through several devices."""
-
 SHARED_PREFIX = 64
 """Two new requests that begin with this many equal, uncached tokens do not enter one step: the second waits a step and
 finds the first one's KV in the cache."""
@@ -63,14 +61,16 @@ class Scheduler:
         self.policy = POLICIES[args.schedule_policy]
         self.ratio = NewTokenRatio(args.schedule_conservativeness)
         self.priorities = Priorities.from_args(args)
-        self.steps_ahead = 0 if args.disable_overlap_schedule else STEPS_AHEAD
+        self.steps_ahead = 0 if args.disable_overlap_schedule else args.pp_size
+        """Steps that are launched before the oldest one is read back: one on every stage. That hides all work of the
+        host; more would only delay the news that a request has ended."""
 
         self.waiting: deque[Req] = deque()
         self.chunked: list[Req] = []
         """Requests whose prompts are partly computed; they go first in the next prefill."""
         self.compiling: dict[str, tuple[Req, PendingGrammar]] = {}
         """Requests that wait for their grammar, by id in the order of arrival, outside the queue."""
-        self.running = RunningBatch(runner.tokens_per_step)
+        self.running = RunningBatch(runner.tokens_per_step, max(1, self.steps_ahead))
         self.in_flight: deque[ScheduleBatch] = deque()
         """Launched and not read back, the oldest first."""
         self.reqs: dict[str, Req] = {}
@@ -96,7 +96,7 @@ class Scheduler:
         mask = None
         limited = [req for req in batch.sampled if req.grammar is not None or req.thoughts is not None]
         if any(req.needs_mask for req in limited):
-            self.settle()
+            self.settle(limited)
             width = 1 if batch.step.widths is None else self.runner.tokens_per_step
             mask = vocab_mask(batch, width, self.plan.model.vocab_size)
         batch.result = self.runner.sample(forward, mask)
@@ -105,11 +105,17 @@ class Scheduler:
     def pick(self) -> ScheduleBatch | None:
         """Prefill goes first, with the running requests decoding in it: it turns waiting requests into running ones,
         and decode steps are best when full."""
-        return self.pick_prefill() or self.pick_decode()
+        batch = self.pick_prefill() or self.pick_decode()
+        self.running.pass_turn()
+        return batch
 
-    def settle(self) -> None:
-        """Read back the steps in flight, so that the host knows every token."""
-        while self.in_flight:
+    def settle(self, reqs: Collection[Req] | None = None) -> None:
+        """Read back the steps in flight, so that the host knows every token, or every one of `reqs`."""
+        count = len(self.in_flight)
+        if reqs is not None:
+            behind = (i for i, batch in enumerate(reversed(self.in_flight)) if any(r in reqs for r in batch.sampled))
+            count -= next(behind, count)
+        for _ in range(count):
             self.process(self.in_flight.popleft())
 
     @property
@@ -130,7 +136,7 @@ class Scheduler:
             return None
         self.running.drop_finished()
         # Decode in the same step: what it costs to read the weights is paid once.
-        mixed = [r for r in self.running.reqs if r.planned_len < r.limit]
+        mixed = [r for r in self.running.now if r.planned_len < r.limit]
         chosen = self._admit(self._budget(len(mixed)))
         if not chosen:
             return None
@@ -391,7 +397,8 @@ class Scheduler:
             self.settle()
             self.running.drop_finished()
             retracted = [*self.running.reqs, *self.chunked]
-            self.running, self.chunked = RunningBatch(self.runner.tokens_per_step), []
+            self.chunked = []
+            self.running.clear()
             for req in reversed(retracted):
                 self._requeue(req)
 
