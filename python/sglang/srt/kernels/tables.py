@@ -86,21 +86,24 @@ def only_equal_head_dims(need: Need, arch: ArchTraits) -> list[str]:
     return [] if need.head_dim == need.v_head_dim else [f"head dims {need.head_dim}/{need.v_head_dim} differ"]
 
 
-HYBRID_LINEAR_ATTN_BACKENDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("tcgen05", ("triton", "trtllm_mha"), "hybrid gated-delta-net models take triton or trtllm_mha"),
-    ("mma_sync_block_scale", ("triton", "flashinfer"), "hybrid gated-delta-net models take triton or flashinfer"),
+HYBRIDS = {"hybrid_gdn": "gated-delta-net", "hybrid_mamba2": "Mamba-2"}
+"""Traits of models with recurrent layers: what these layers are."""
+HYBRID_LINEAR_ATTN_BACKENDS: tuple[tuple[str, tuple[str, ...], tuple[str, str]], ...] = (
+    ("tcgen05", ("hybrid_gdn",), ("triton", "trtllm_mha")),
+    ("mma_sync_block_scale", tuple(HYBRIDS), ("triton", "flashinfer")),
 )
-"""Of GPUs with a feature: what computes the full-attention layers of models whose other layers are gated delta nets, in
-words too. The first row counts; other GPUs take what every model may have. torch_native serves everywhere."""
+"""Of GPUs with a feature: what computes the full-attention layers of models with such recurrent layers. The first row
+counts; others take what every model may have. torch_native serves everywhere."""
 
 
 def hybrid_linear_attn_backend(need: Need, arch: ArchTraits) -> tuple[tuple[str, ...], str] | None:
     """The names that the need may have, and why; None: any."""
-    if "hybrid_gdn" not in need.traits:
-        return None
-    rows = (row for row in HYBRID_LINEAR_ATTN_BACKENDS if row[0] in arch.features)
-    row = next(rows, None)
-    return None if row is None else ((*row[1], "torch_native"), f"{row[2]} on GPUs with {row[0]}")
+    for feature, traits, (first, second) in HYBRID_LINEAR_ATTN_BACKENDS:
+        for trait in need.traits.intersection(traits):
+            if feature in arch.features:
+                why = f"hybrid {HYBRIDS[trait]} models take {first} or {second} on GPUs with {feature}"
+                return (first, second, "torch_native"), why
+    return None
 
 
 def not_for_hybrids(name: str) -> Refuse:
