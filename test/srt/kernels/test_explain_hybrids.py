@@ -14,7 +14,7 @@ from sglang.srt.plan.state_rows import CONVERSATION_TOKENS, LEAST_REQUESTS
 CONFIGS = json.loads((Path(__file__).parent / "configs" / "hybrids.json").read_text())
 """As published. Lists of modules are templates: [name with {} for numbers, layers, how many experts]."""
 GPUS = ("sm_120", "sm_121", "rtx-5090")
-LAYOUTS = {
+LAYOUTS: dict[str, tuple[int | tuple[int, int], ...]] = {
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (1, 1, 4),
     "NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4": (1, 1, 1),
     "NVIDIA-Nemotron-3-Super-120B-A12B-FP8": (2, 2, 8),
@@ -27,13 +27,13 @@ LAYOUTS = {
     "Qwen3.5-122B-A10B-NVFP4": (1, 1, 4),
     "Qwen3.5-27B": (1, 1, 4),
     "Qwen3.5-35B-A3B": (1, 1, 4),
-    "Qwen3.5-397B-A17B": (16, 16, None),
+    "Qwen3.5-397B-A17B": (16, 16, (16, 2)),
     "Qwen3.5-397B-A17B-NVFP4": (4, 4, 16),
     "Qwen3.6-27B-NVFP4": (1, 1, 1),
     "Qwen3.6-35B-A3B-NVFP4": (1, 1, 1),
 }
-"""GPUs of each kind over which a model is divided. None: not over as many as its weights need, which are more than key
-heads to share out."""
+"""GPUs of each kind over which a model is divided, and stages where its weights need more than there are key heads to
+share out."""
 
 
 def module_names(templates: list[str | list[Any]]) -> list[str]:
@@ -86,17 +86,22 @@ def attention_rule(found: dict[str, Any]) -> str:
 
 
 EVERY_LAYOUT = pytest.mark.parametrize(
-    ("directory", "gpu", "tp"),
-    [(name, gpu, tp) for name, sizes in LAYOUTS.items() for gpu, tp in zip(GPUS, sizes, strict=True) if tp],
+    ("directory", "layout"),
+    [
+        pytest.param(name, ("--arch", gpu, "--tp", str(tp), "--pp-size", str(pp)), id=f"{name}-{gpu}")
+        for name, sizes in LAYOUTS.items()
+        for gpu, size in zip(GPUS, sizes, strict=True)
+        for tp, pp in [size if isinstance(size, tuple) else (size, 1)]
+    ],
     indirect=["directory"],
 )
 
 
 @EVERY_LAYOUT
 def test_every_op_has_a_kernel_and_every_cache_room(
-    directory: str, gpu: str, tp: int, capsys: pytest.CaptureFixture[str]
+    directory: str, layout: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = explained(capsys, directory, "--arch", gpu, "--tp", str(tp))
+    found = explained(capsys, directory, *layout)
     assert [op for op, choice in found["ops"].items() if choice["kernel"] is None] == []
     assert found["not_implemented"] is None and not found["missing"] and found["refused"] is None
     for op in ("extend_attention", "decode_attention"):
@@ -122,9 +127,9 @@ def test_what_does_not_fit_says_what_would(directory: str, capsys: pytest.Captur
 
 @EVERY_LAYOUT
 def test_full_attention_takes_triton_or_flashinfer(
-    directory: str, gpu: str, tp: int, capsys: pytest.CaptureFixture[str]
+    directory: str, layout: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ("--arch", gpu, "--tp", str(tp), "--with-package", "flashinfer", "--kv-cache-dtype", "bf16")
+    argv = (*layout, "--with-package", "flashinfer", "--kv-cache-dtype", "bf16")
     asked = explained(capsys, directory, *argv, "--attention-backend", "flashinfer")
     refused = explained(capsys, directory, *argv, "--attention-backend", "trtllm_mha")
     why = attention_rule(asked)
