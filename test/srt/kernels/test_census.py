@@ -244,10 +244,10 @@ def test_an_update_measures_edited_rows_again(tmp_path: Path, monkeypatch: pytes
 def test_defect_a_launchers_constant(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four times the block, in the launcher alone."""
     original = decode_attention.combine_constants
-    monkeypatch.setattr(decode_attention, "combine_constants", lambda dim: original(dim) | {"BLOCK_P": 64})
+    monkeypatch.setattr(decode_attention, "combine_constants", lambda *of: original(*of) | {"BLOCK_P": 1024})
     problems = coverage("sm120").uncovered(launches_of("Qwen3-0.6B"))
     assert problems and all(
-        "decode_attention.combine_kernel" in p and "BLOCK_P is 64 and not 16" in p for p in problems
+        "decode_attention.combine_kernel" in p and "BLOCK_P is 1024 and not 256" in p for p in problems
     )
 
 

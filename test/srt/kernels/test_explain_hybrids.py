@@ -14,14 +14,14 @@ from sglang.srt.plan.state_rows import CONVERSATION_TOKENS, LEAST_REQUESTS
 CONFIGS = json.loads((Path(__file__).parent / "configs" / "hybrids.json").read_text())
 """As published. Lists of modules are templates: [name with {} for numbers, layers, how many experts]."""
 GPUS = ("sm_120", "sm_121", "rtx-5090")
-LAYOUTS: dict[str, tuple[int | tuple[int, int], ...]] = {
+LAYOUTS = {
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (1, 1, 4),
     "NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4": (1, 1, 1),
     "NVIDIA-Nemotron-3-Super-120B-A12B-FP8": (2, 2, 8),
     "NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4": (1, 1, 4),
-    "NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": (32, 16, 64),
-    "NVIDIA-Nemotron-3-Ultra-550B-A55B-FP8": (8, 8, 64),
-    "NVIDIA-Nemotron-3-Ultra-550B-A55B-NVFP4": (8, 4, 32),
+    "NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": ((8, 4), (8, 2), (8, 8)),
+    "NVIDIA-Nemotron-3-Ultra-550B-A55B-FP8": (8, 8, (8, 8)),
+    "NVIDIA-Nemotron-3-Ultra-550B-A55B-NVFP4": (8, 4, (8, 4)),
     "NVIDIA-Nemotron-3.5-Lightning-30B-A3B-NVFP4": (1, 1, 1),
     "Qwen3.5-122B-A10B": (4, 4, 16),
     "Qwen3.5-122B-A10B-NVFP4": (1, 1, 4),
@@ -32,8 +32,8 @@ LAYOUTS: dict[str, tuple[int | tuple[int, int], ...]] = {
     "Qwen3.6-27B-NVFP4": (1, 1, 1),
     "Qwen3.6-35B-A3B-NVFP4": (1, 1, 1),
 }
-"""GPUs of each kind over which a model is divided, and stages where its weights need more than there are key heads to
-share out."""
+"""GPUs of each kind over which a model is divided, or ranks of a stage and stages: eight groups of Mamba-2 heads are
+for eight ranks at most, and sixteen key heads for sixteen."""
 
 
 def module_names(templates: list[str | list[Any]]) -> list[str]:
@@ -85,23 +85,23 @@ def attention_rule(found: dict[str, Any]) -> str:
     return f"hybrid {kind} models take triton or flashinfer on GPUs with mma_sync_block_scale"
 
 
+def layout_flags(layout: int | tuple[int, int]) -> tuple[str, ...]:
+    tp, pp = layout if isinstance(layout, tuple) else (layout, 1)
+    return "--tp", str(tp), "--pp-size", str(pp)
+
+
 EVERY_LAYOUT = pytest.mark.parametrize(
-    ("directory", "layout"),
-    [
-        pytest.param(name, ("--arch", gpu, "--tp", str(tp), "--pp-size", str(pp)), id=f"{name}-{gpu}")
-        for name, sizes in LAYOUTS.items()
-        for gpu, size in zip(GPUS, sizes, strict=True)
-        for tp, pp in [size if isinstance(size, tuple) else (size, 1)]
-    ],
+    ("directory", "gpu", "layout"),
+    [(name, gpu, size) for name, sizes in LAYOUTS.items() for gpu, size in zip(GPUS, sizes, strict=True)],
     indirect=["directory"],
 )
 
 
 @EVERY_LAYOUT
 def test_every_op_has_a_kernel_and_every_cache_room(
-    directory: str, layout: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    directory: str, gpu: str, layout: int | tuple[int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = explained(capsys, directory, *layout)
+    found = explained(capsys, directory, "--arch", gpu, *layout_flags(layout))
     assert [op for op, choice in found["ops"].items() if choice["kernel"] is None] == []
     assert found["not_implemented"] is None and not found["missing"] and found["refused"] is None
     for op in ("extend_attention", "decode_attention"):
@@ -127,9 +127,9 @@ def test_what_does_not_fit_says_what_would(directory: str, capsys: pytest.Captur
 
 @EVERY_LAYOUT
 def test_full_attention_takes_triton_or_flashinfer(
-    directory: str, layout: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    directory: str, gpu: str, layout: int | tuple[int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = (*layout, "--with-package", "flashinfer", "--kv-cache-dtype", "bf16")
+    argv = ("--arch", gpu, *layout_flags(layout), "--with-package", "flashinfer", "--kv-cache-dtype", "bf16")
     asked = explained(capsys, directory, *argv, "--attention-backend", "flashinfer")
     refused = explained(capsys, directory, *argv, "--attention-backend", "trtllm_mha")
     why = attention_rule(asked)

@@ -56,7 +56,7 @@ def test_a_warm_up_launches_what_long_prompts_do(tmp_path: Path) -> None:
     launched: list[bool] = []
     model = runner.model
     runner.model = lambda batch: (launched.append(any(batch.extend_prefix_lens_cpu)), model(batch))[1]  # type: ignore[assignment]
-    runner.model.logits = model.logits
+    runner.model.step_logits, runner.model.head = model.step_logits, model.head
     runner._warm_up_extend()
     assert replayed == [] and launched == [False, True]
     assert runner.graphs is graphs and runner.extend_graphs is graphs

@@ -6,6 +6,7 @@ import ast
 import itertools
 import json
 import logging
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ from sglang.srt.plan.pool_sizes import cache_cost
 from sglang.srt.server_args import ServerArgs
 
 GIB = 1024**3
-QWEN3_8B = json.loads((Path(__file__).parents[1] / "kernels" / "configs" / "qwen3.json").read_text())
+CONFIGS = Path(__file__).parents[1] / "kernels" / "configs"
+QWEN3_8B = json.loads((CONFIGS / "qwen3.json").read_text())
 TINY = QWEN3_8B | {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 TINY |= {"head_dim": 16, "intermediate_size": 128, "vocab_size": 256, "max_position_embeddings": 512}
 PACKAGES = frozenset({"triton"})
@@ -340,7 +342,23 @@ def test_advice_names_a_layout_that_works(build: Any) -> None:
         build(**five)
 
 
-GLM47 = json.loads((Path(__file__).parents[1] / "kernels" / "configs" / "glm47.json").read_text())
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm47", "qwen35"])
+@pytest.mark.parametrize(("arch", "free"), [("rtx-pro-6000", 92), ("rtx-5090", 30)])
+def test_as_many_gpus_as_advised_are_enough(build: Any, name: str, arch: str, free: int) -> None:
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    try:
+        build(config, arch, free * GIB)
+    except UserError as refusal:
+        found = re.search(r"use more GPUs \((.*?)\)", str(refusal))
+        advice = found[1].removeprefix("--").split(" --") if found else []
+        flags = {key.replace("-", "_"): int(value) for key, value in map(str.split, advice)}
+        if flags:
+            assert build(config, arch, free * GIB, **flags).max_total_num_tokens > 4096, str(refusal)
+        quantized = "quantization_config" in config.get("text_config", config) or "quantization_config" in config
+        assert ("in fewer bits" in str(refusal) or "quantizes these too" in str(refusal)) == quantized
+
+
+GLM47 = json.loads((CONFIGS / "glm47.json").read_text())
 
 
 def test_a_model_that_just_fits_gets_smaller_sizes_and_a_cache(build: Any) -> None:

@@ -133,7 +133,9 @@ class _Canary:
 
     def _logits(self, step: StepInput) -> torch.Tensor:
         """On all stages of a pipeline, which go on alike."""
-        logits, runner = self.runner.forward(step).logits.float(), self.runner
+        logits, runner = self.runner.forward(step).logits, self.runner
+        if runner.model.head is not None:
+            logits = runner.model.head.whole(logits).float()
         if not runner.samples:
             logits = logits.new_empty((len(logits), runner.plan.model.vocab_size))
         return runner.pp_tokens.from_last(logits.clone())

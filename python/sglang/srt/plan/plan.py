@@ -23,7 +23,7 @@ from sglang.srt.plan.attention_sites import attention_sites
 from sglang.srt.plan.caches import CacheGroup, cache_groups, row_tables
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import PER_REQUEST, AttentionShape, AttentionSite, Serving
-from sglang.srt.plan.layout import asked_layout, check_layout, next_layout
+from sglang.srt.plan.layout import asked_layout, check_layout
 from sglang.srt.plan.memory import (
     GIB,
     MIN_POOL_TOKENS,
@@ -40,9 +40,9 @@ from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.pool_sizes import FREE_TOKENS, CacheCost, PoolSizes, WindowSize, cache_cost, sized_cost
 from sglang.srt.plan.ranks import RankLayout
+from sglang.srt.plan.remedies import Remedies, remedies_of
 from sglang.srt.plan.stages import Stage, caches_of_stage, cut_stages, fullest_caches
 from sglang.srt.plan.state_rows import state_rows
-from sglang.srt.plan.weights import wide_bytes
 from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -331,13 +331,13 @@ def plan_capacity(
     fp8_cache, features = serving.kv_dtype.startswith("fp8"), arch.features if arch.device == "cuda" else None
     stages = cut_stages(model, serving.dtype, serving.ranks, fp8_cache, features)
     weights = max(stage.weight_bytes for stage in stages)
-    wide = wide_bytes(model, serving.dtype, serving.ranks)
+    remedies = remedies_of(model, serving, fp8_cache, features)
     steps = defaults.default_sizes(arch.device, available, context_len)
     if args.mem_fraction_static is not None:  # which says what the caches get, whatever else there is
         steps = steps[:1]
 
     def capacity(size: defaults.DefaultSizes) -> Capacity:
-        return _capacity(args, model, serving, context_len, arch, choices, available, stages, wide, size)
+        return _capacity(args, model, serving, context_len, arch, choices, available, stages, remedies, size)
 
     def share(capacity: Capacity) -> float:
         if args.max_total_tokens is not None and capacity.max_total_num_tokens >= args.max_total_tokens:
@@ -368,7 +368,7 @@ def _capacity(
     choices: Mapping[str, Choice],
     available: int,
     stages: tuple[Stage, ...],
-    wide: Mapping[str, int],
+    remedies: Remedies,
     size: defaults.DefaultSizes,
 ) -> Capacity:
     weights = max(stage.weight_bytes for stage in stages)
@@ -402,9 +402,8 @@ def _capacity(
             model, serving.dtype, weights, available, sizes, cost, most_tokens, args.max_total_tokens
         )
     else:
-        more = next_layout(model, serving.ranks)
         memory, pools = plan_gpu_memory(
-            weights, available, sizes, cost, fixed(sizes, cost), fraction, most_tokens, more, wide
+            weights, available, sizes, cost, fixed(sizes, cost), fraction, most_tokens, remedies
         )
     tokens = pools.tokens - serving.page_size  # page 0 is padding
     return Capacity(sizes, groups, stages, memory, tokens, pools.windows, chunk, states.reason, notes)

@@ -15,7 +15,13 @@ import torch
 
 from sglang.srt.hardware.arch import arch_by_name, current_arch
 from sglang.srt.kernels.tiles import HEAD_DIMS, MLA_LATENT, AttentionTile, _split, attention_tiles
-from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, decode_attention_fwd, plan_decode
+from sglang.srt.layers.attention.triton_ops.decode_attention import (
+    DecodeWorkspace,
+    combine_constants,
+    decode_attention_fwd,
+    merge_pieces,
+    plan_decode,
+)
 from sglang.srt.layers.attention.triton_ops.extend_attention import (
     _get_block_sizes_for_extend_attention,
     extend_attention_fwd,
@@ -251,12 +257,16 @@ def test_large_scores_do_not_overflow() -> None:
 
 @interpreter.kernel_test
 @pytest.mark.parametrize("num_sms", [1, 4, 300])
-@pytest.mark.parametrize("lens", [[1], [64], [65], [1000, 1, 1, 1, 1], [300] * 9, [1 + 7 * i for i in range(300)]])
+@pytest.mark.parametrize(
+    "lens",
+    [[1], [64], [65], [1000, 1, 1, 1, 1], [300] * 9, [1 + 7 * i for i in range(300)], [9000], [5000, 70], [3000] * 7],
+)
 @pytest.mark.parametrize("waves", [2, 4])
 def test_decode_pieces_cover_every_token_once(waves: int, lens: list[int], num_sms: int) -> None:
+    """With as many programs as the longest sequence needs."""
     tile: AttentionTile = {"BLOCK_H": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2, "ctas_per_sm": 2}
     tile["waves"] = waves
-    workspace = DecodeWorkspace.allocate(len(lens), 8, 2, 64, num_sms, tile, interpreter.DEVICE)
+    workspace = DecodeWorkspace.allocate(len(lens), 8, 2, 64, num_sms, tile, interpreter.DEVICE, max(lens))
     plan_decode(torch.tensor(lens, dtype=torch.int32, device=interpreter.DEVICE), workspace, tile)
     work = workspace.work[: workspace.num_pieces(len(lens))].tolist()
     pieces = workspace.pieces[: len(lens)].tolist()
@@ -267,6 +277,52 @@ def test_decode_pieces_cover_every_token_once(waves: int, lens: list[int], num_s
         assert [row[1] for row in mine] == [0, *(row[2] for row in mine[:-1])] and mine[-1][2] == length
         assert all(row[1] < row[2] for row in mine)
     assert {row[0] for row in work} <= {-1, *range(len(lens))}
+
+
+def test_no_more_programs_start_than_a_context_has_pieces() -> None:
+    """Of an H200 and one kv head: 2,113 for a sequence of any length, of which most would only start and end."""
+    tile = _split(16, 64, 2, 3, ctas_per_sm=4)
+    any_length, limited = (
+        DecodeWorkspace.allocate(64, 12, 1, 128, 132, tile, "meta", *limit) for limit in ((), (202_752,))
+    )
+    assert [any_length.num_pieces(batch) for batch in (1, 4, 64)] == [2113, 2116, 2176]
+    assert [limited.num_pieces(batch) for batch in (1, 4, 64)] == [529, 1588, 2176]
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize(
+    ("batch", "head_dim"), [("small", 64), ("small", 72), ("large", 64), ("large", 72), ("large", 512)]
+)
+def test_pieces_are_merged_whatever_their_number(batch: str, head_dim: int) -> None:
+    """1 to 400 of them, of which some lie outside the window, with sinks and without; a row of one piece is left as it
+    is."""
+    counts = [1, 2, 15, 16, 17, 255, 257, 400] if batch == "small" else [1, 2, 8, 9, 16, 17, 31, 33, 63, 65, 130]
+    heads, total, generator = 2, sum(counts), torch.Generator().manual_seed(0)
+    small = combine_constants(head_dim, heads, len(counts))["BLOCK_DV"] < 64
+    assert small == (batch == "small")
+    lse = torch.randn(total, heads, generator=generator) * 3
+    part = torch.randn(total, heads, head_dim, generator=generator)
+    firsts = [sum(counts[:i]) for i in range(len(counts))]
+    outside = torch.rand(total, generator=generator) < 0.3
+    outside[firsts] = False
+    lse[outside], part[outside] = float("-inf"), float("nan")
+    tile = _split(16, 64, 4, 3, ctas_per_sm=2)
+    workspace = DecodeWorkspace.allocate(len(counts), heads, 1, head_dim, total, tile, interpreter.DEVICE)
+    workspace.part_o.fill_(float("nan"))
+    workspace.part_lse.fill_(float("nan"))
+    workspace.part_o[:total], workspace.part_lse[:total] = part, lse
+    workspace.pieces[:] = torch.tensor(list(zip(firsts, counts, strict=True)), dtype=torch.int32)
+    for sinks in (None, torch.tensor([0.5, -1.0], device=interpreter.DEVICE)):
+        out = torch.full((len(counts), heads, head_dim), -7.0, device=interpreter.DEVICE)
+        merge_pieces(out, workspace, sinks)
+        assert (out[0] == -7.0).all()
+        for row, (first, count) in enumerate(zip(firsts, counts, strict=True)):
+            mine = slice(first, first + count)
+            weights = torch.exp2(lse[mine].double())
+            rest = 0.0 if sinks is None else sinks.cpu().double().exp()
+            expected = (weights[..., None] * part[mine].nan_to_num(0.0).double()).sum(0)
+            expected /= (weights.sum(0) + rest)[:, None]
+            assert count == 1 or relative_error(out[row].cpu(), expected.float()) < 1e-6
 
 
 @interpreter.kernel_test

@@ -25,7 +25,7 @@ class _Heads:
         self.extend = plan.ladder(plan.attention_op("extend_attention", shape))
         self.decode = plan.ladder(plan.attention_op("decode_attention", shape))
         self.decode_tile = self.decode.tile
-        self.num_sms = plan.arch.num_sms
+        self.num_sms, self.context_len = plan.arch.num_sms, plan.context_len
         self.device = device
         self.allocate(plan.max_running_requests)
 
@@ -39,6 +39,7 @@ class _Heads:
             self.num_sms,
             self.decode_tile,
             self.device,
+            self.context_len,
         )
 
     def step_down(self, tile: Tile, seq_lens: torch.Tensor) -> None:

@@ -20,11 +20,14 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.attention.triton_ops.common import LOG2E, accumulate, cap_scores, load_rows, split_head_dim
-from sglang.srt.layers.attention.triton_ops.decode_workspace import DecodeWorkspace, head_tiles
+from sglang.srt.layers.attention.triton_ops.decode_workspace import SHORT_PIECE, DecodeWorkspace, head_tiles
 from sglang.srt.layers.attention.triton_ops.latent_decode import launch_latent_decode
+from sglang.srt.layers.triton_ops import pdl
 
-# A piece shorter than this many tokens is only made to occupy idle SMs, not to even out the last wave.
-SHORT_PIECE = 512
+SPREAD_COLS = 16
+"""Columns of a program that merges the pieces of a small batch."""
+SPREAD_SEQS, SPREAD_PROGRAMS = 8, 4096
+"""Most sequences of such a batch, and most programs of that kind."""
 
 
 # Index arrays arrive as slices of one packed buffer: their alignment must not decide about a recompilation.
@@ -187,16 +190,20 @@ def decode_kernel(
 @triton.jit
 def combine_kernel(
     o_ptr, pieces_ptr, sinks_ptr, part_o_ptr, part_lse_ptr, num_heads, stride_ob, stride_oh, V_HEAD_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, HAS_SINKS: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the pieces of one (sequence, head); sequences of one piece are written already. Grid: (Hq, B)."""
+    """Merge BLOCK_DV columns of the pieces of one (sequence, head), BLOCK_P pieces at a time; sequences of one piece
+    are written already. Grid: (Hq, B, cdiv(Dv, BLOCK_DV))."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0)
     seq = tl.program_id(1)
+    first = tl.load(pieces_ptr + seq * 2)
     count = tl.load(pieces_ptr + seq * 2 + 1)
     if count <= 1:
         return
-    first = tl.load(pieces_ptr + seq * 2)
-    cols = tl.arange(0, BLOCK_DV)
+    cols = tl.program_id(2) * BLOCK_DV + tl.arange(0, BLOCK_DV)
     offs_p = tl.arange(0, BLOCK_P)
     if HAS_SINKS:
         top = tl.load(sinks_ptr + head) * 1.4426950408889634
@@ -205,18 +212,23 @@ def combine_kernel(
         top = float("-inf")
         weight_sum = 0.0
     acc = tl.zeros([BLOCK_DV], dtype=tl.float32)
+    part_o_ptr += first.to(tl.int64) * num_heads * V_HEAD_DIM
+    part_lse_ptr += first.to(tl.int64) * num_heads
+    lse = tl.load(part_lse_ptr + offs_p * num_heads + head, mask=offs_p < count, other=float("-inf"))
     for p in range(0, count, BLOCK_P):
-        part = (first + p + offs_p).to(tl.int64) * num_heads + head
-        lse = tl.load(part_lse_ptr + part, mask=p + offs_p < count, other=float("-inf"))
+        part = (p + offs_p) * num_heads + head
+        # Which outputs are read depends on the sums: those of the next step are on their way meanwhile.
+        next_ok = p + BLOCK_P + offs_p < count
+        next_lse = tl.load(part_lse_ptr + part + BLOCK_P * num_heads, mask=next_ok, other=float("-inf"))
+        ok = (lse > float("-inf"))[:, None] & (cols < V_HEAD_DIM)[None, :]
+        out = tl.load(part_o_ptr + part[:, None] * V_HEAD_DIM + cols[None, :], mask=ok, other=0.0)
         new_top = tl.maximum(top, tl.max(lse, 0))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weight = tl.exp2(lse - base)
         decay = tl.exp2(top - base)
-        ok = (lse > float("-inf"))[:, None] & (cols < V_HEAD_DIM)[None, :]
-        out = tl.load(part_o_ptr + part[:, None] * V_HEAD_DIM + cols[None, :], mask=ok, other=0.0)
         acc = acc * decay + tl.sum(out * weight[:, None], 0)
         weight_sum = weight_sum * decay + tl.sum(weight, 0)
-        top = new_top
+        top, lse = new_top, next_lse
     o_row = seq.to(tl.int64) * stride_ob + head * stride_oh
     tl.store(o_ptr + o_row + cols, (acc / weight_sum).to(o_ptr.dtype.element_ty), mask=cols < V_HEAD_DIM)
 
@@ -240,9 +252,19 @@ def plan_constants(tile: Mapping[str, int], waves: int) -> dict[str, int]:
     return {"TILE": tokens, "WAVES": waves, "SHORT_TILES": SHORT_PIECE // tokens, **blocks}
 
 
-def combine_constants(v_head_dim: int) -> dict[str, int]:
-    """Of `combine_kernel`, with its warps."""
-    return {"V_HEAD_DIM": v_head_dim, "BLOCK_DV": triton.next_power_of_2(v_head_dim), "BLOCK_P": 16, "num_warps": 4}
+def combine_constants(v_head_dim: int, num_heads: int, num_seqs: int) -> dict[str, int]:
+    """Of `combine_kernel`, with its warps. A sequence of a small batch has many pieces, and one program a head leaves
+    SMs idle: there each program has few columns of many pieces."""
+    block = triton.next_power_of_2(v_head_dim)
+    spread = num_heads * num_seqs * triton.cdiv(v_head_dim, SPREAD_COLS)
+    if num_seqs <= SPREAD_SEQS and spread <= SPREAD_PROGRAMS:
+        block = SPREAD_COLS
+    return {"V_HEAD_DIM": v_head_dim, **combine_blocks(block), "num_warps": 4}
+
+
+def combine_blocks(cols: int) -> dict[str, int]:
+    """`cols` columns of as many pieces as make 32 numbers a thread; at least 16, for wide rows too."""
+    return {"BLOCK_DV": cols, "BLOCK_P": max(16, 4096 // cols)}
 
 
 def decode_attention_fwd(
@@ -297,7 +319,15 @@ def decode_attention_fwd(
             BLOCK_N=tile["BLOCK_N"], HAS_WINDOW=sliding_window > 0, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None,
             V_IN_K=False, num_warps=tile["num_warps"], num_stages=tile["num_stages"],
         )  # fmt: skip
-    combine_kernel[(num_heads, num_seqs)](
-        o, workspace.pieces, sinks_arg, workspace.part_o, workspace.part_lse, num_heads, o.stride(0), o.stride(1),
-        HAS_SINKS=sinks is not None, **combine_constants(v_head_dim),
+    merge_pieces(o, workspace, sinks)
+
+
+def merge_pieces(o: torch.Tensor, workspace: DecodeWorkspace, sinks: torch.Tensor | None = None) -> None:
+    """Fill the rows of o [B, Hq, Dv] whose sequences have several pieces, from the workspace's `part_o` and
+    `part_lse`. sinks [Hq] fp32."""
+    num_seqs, num_heads, v_head_dim = o.shape
+    launch = combine_constants(v_head_dim, num_heads, num_seqs)
+    combine_kernel[(num_heads, num_seqs, triton.cdiv(v_head_dim, launch["BLOCK_DV"]))](
+        o, workspace.pieces, workspace.pieces if sinks is None else sinks, workspace.part_o, workspace.part_lse,
+        num_heads, o.stride(0), o.stride(1), HAS_SINKS=sinks is not None, **launch, **pdl.options(),
     )  # fmt: skip

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 import triton
 
+SHORT_PIECE = 512
+"""A piece shorter than this many tokens is only made to occupy idle SMs, not to even out the last wave."""
+
 
 def head_tiles(num_heads: int, num_kv_heads: int, block_h: int) -> int:
     """Programs that share one piece: a tile holds at most block_h query heads of one KV head."""
@@ -22,6 +25,8 @@ class DecodeWorkspace:
     num_slots: int
     """Pieces that the GPU runs at once."""
     waves: int
+    max_context: int
+    """Tokens of the longest sequence."""
     work: torch.Tensor  # [max_batch + num_slots * waves, 4] int32
     pieces: torch.Tensor  # [max_batch, 2] int32
     part_o: torch.Tensor  # [pieces, Hq, Dv] fp32
@@ -36,6 +41,7 @@ class DecodeWorkspace:
         num_sms: int,
         tile: Mapping[str, int],
         device: torch.device | str,
+        max_context: int = 1 << 30,
     ) -> DecodeWorkspace:
         tiles = head_tiles(num_heads, num_kv_heads, tile["BLOCK_H"])
         num_slots = max(1, num_sms * tile["ctas_per_sm"] // tiles)
@@ -44,6 +50,7 @@ class DecodeWorkspace:
             max_batch,
             num_slots,
             tile["waves"],
+            max_context,
             torch.empty((pieces, 4), dtype=torch.int32, device=device),
             torch.empty((max_batch, 2), dtype=torch.int32, device=device),
             torch.empty((pieces, num_heads, v_head_dim), dtype=torch.float32, device=device),
@@ -51,5 +58,7 @@ class DecodeWorkspace:
         )
 
     def num_pieces(self, batch_size: int) -> int:
-        """Upper bound, whatever the lengths: rounding up adds at most one piece a sequence."""
-        return batch_size + self.num_slots * self.waves
+        """Upper bound, whatever the lengths: programs beyond the pieces that there are still have to start and end.
+        Rounding up adds at most one piece a sequence to as many as run at once; more than those are not short."""
+        short = batch_size * triton.cdiv(self.max_context, SHORT_PIECE)
+        return batch_size + min(self.num_slots * self.waves, max(self.num_slots, short))

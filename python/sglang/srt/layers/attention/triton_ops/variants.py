@@ -11,7 +11,8 @@ from sglang.srt.kernels import tiles
 from sglang.srt.kernels.variant import FormRule, Variant
 from sglang.srt.layers.attention.triton_ops.common import split_head_dim
 from sglang.srt.layers.attention.triton_ops.decode_attention import (
-    combine_constants,
+    SPREAD_COLS,
+    combine_blocks,
     combine_kernel,
     decode_kernel,
     plan_constants,
@@ -76,8 +77,10 @@ FORM_RULES = {
     ),
     "latent_decode.latent_decode_kernel": FormRule(counts=frozenset({"num_heads", "num_head_tiles", "stride_rt"})),
     "decode_attention.combine_kernel": FormRule(
+        # Rows have a head dim that their columns do not divide, so that columns are masked.
+        free=frozenset({"V_HEAD_DIM"}),
         at_most=frozenset({"HAS_SINKS"}),
-        counts=frozenset({"num_heads"}),
+        counts=frozenset({"num_heads", "stride_ob", "stride_oh"}),
         absent={"HAS_SINKS": ("sinks_ptr",)},
     ),
     "decode_attention.plan_kernel": FormRule(counts=frozenset({"num_seqs", "num_slots", "num_pieces"})),
@@ -109,15 +112,19 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
 def _pieces(features: tuple[str, ...]) -> Iterator[Variant]:
     """What cuts the work of decoding into pieces, and what puts their results together."""
     plans: dict[tuple[int, int], tiles.AttentionTile] = {}
-    values: set[int] = set()
+    values: dict[int, list[int]] = {SPREAD_COLS: []}
     for row in tiles.ROWS:
         if row.op == "decode_attention":
             plans |= {(tile["BLOCK_N"], tile["waves"]): tile for tile in row.candidates(features)}
-            values |= {v_head_dim for _, v_head_dim in row.head_dims}
+            for _, v_head_dim in row.head_dims:
+                for block in (SPREAD_COLS, triton.next_power_of_2(v_head_dim)):
+                    values.setdefault(block, []).append(v_head_dim)
     for (block, waves), tile in sorted(plans.items()):
         yield _small(f"plan/{block}x{waves}", plan_kernel, plan_constants(tile, waves))
-    for v_head_dim in sorted(values):
-        yield _small(f"combine/{v_head_dim}", combine_kernel, combine_constants(v_head_dim) | {"HAS_SINKS": True})
+    for block, head_dims in sorted(values.items()):
+        shape = {"V_HEAD_DIM": max(head_dims, key=lambda dim: (dim % block != 0, dim)), **combine_blocks(block)}
+        launch = {**shape, "HAS_SINKS": True, "PDL": False, "num_warps": 4}
+        yield _small(f"combine/{block}", combine_kernel, launch)
 
 
 def _gathers() -> Iterator[Variant]:
