@@ -238,7 +238,7 @@ def _expert_tiles(shape: MoeShape, tokens: int, arch: ArchTraits) -> tuple[dict[
     kind = "plain" if shape.scheme is None else kind_of(shape.scheme, arch)
     if kind == "mx" and shape.scheme == "nvfp4":
         kind = "mx4"
-    rows = tiles_for(tokens * shape.top_k, shape.num_experts, kind, arch.features)
+    rows = tiles_for(tokens * shape.top_k, shape.num_experts, kind, arch.features, shape.intermediate)
     return rows.gate_up, rows.down
 
 
