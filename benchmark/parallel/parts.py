@@ -34,7 +34,7 @@ import requirements  # noqa: E402
 import two_gpus  # noqa: E402
 from two_gpus import EMBEDDED, Server, Servers, StepTimes, Window, answers_of, kill_a_rank, load, rounds  # noqa: E402
 
-PEER_START_S = 420.0
+PEER_START_S, SHARED_MEMORY_S = 420.0, 20.0
 SAME_TEXTS = 0.9
 """Of the answers in bf16; where two tokens are as likely, the order of a sum decides. On CPUs all are the same."""
 RATIO = 1.2
@@ -169,8 +169,12 @@ def kill(bench: Bench) -> None:
                 took, right = kill_a_rank(bench.window, server, bench.window.out / f"server_{name}.log", number)
                 what = f"{layout}, {processes[number]} killed"
                 bench.row(what, f"all gone after {took:.1f} s", "named, all gone", right)
-    left = sorted(path.name for path in set(Path("/dev/shm").iterdir()) - before)
-    bench.row("left in /dev/shm", ", ".join(left) or "nothing", "nothing", not left)
+    left, end = set(Path("/dev/shm").iterdir()) - before, time.monotonic() + bench.window.left(SHARED_MEMORY_S)
+    while left and time.monotonic() < end:  # what stays is ours, what comes and goes is other processes'
+        time.sleep(0.2)
+        left &= set(Path("/dev/shm").iterdir())
+    names = ", ".join(sorted(path.name for path in left))
+    bench.row("left in /dev/shm", names or "nothing", "nothing", not left)
 
 
 def slice_(bench: Bench) -> None:
