@@ -119,7 +119,9 @@ def test_stages_have_room_for_as_many_tokens(build: Any) -> None:
 
 
 def test_a_pipeline_without_tensor_shares_reserves_memory_for_its_collectives(build: Any) -> None:
-    assert build(pp_size=2).memory.reserve == build(tp_size=2).memory.reserve > build().memory.reserve
+    one, both = build().memory.reserve, build(tp_size=2, pp_size=2).memory.reserve
+    assert build(pp_size=2).memory.reserve == build(tp_size=2).memory.reserve > one
+    assert both - one == 2 * (build(pp_size=2).memory.reserve - one), "communicators of both kinds"
 
 
 @pytest.mark.parametrize(("tp_size", "what"), [(33, "32 attention heads"), (64, "32 attention heads")])

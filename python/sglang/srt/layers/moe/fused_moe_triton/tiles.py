@@ -70,6 +70,13 @@ TILES: Mapping[str, tuple[MoeTiles, ...]] = {
         MoeTiles(56, tile(64, 64, 128, 8, 8, 2), tile(64, 128, 128, 8, 8, 2)),
         MoeTiles(_ANY, tile(128, 32, 128, 8, 8, 3), tile(128, 128, 128, 8, 8, 2)),
     ),
+    # Packed e2m1 beside e4m3: each warp converts what it multiplies, which above 32 rows are the same weights for most,
+    # unless the block has more columns than rows.
+    "mx_e2m1": (
+        MoeTiles(12, tile(16, 64, 128, 1, 4, 4), tile(16, 128, 128, 1, 4, 4)),
+        MoeTiles(36, tile(32, 64, 128, 1, 4, 3), tile(32, 128, 128, 1, 4, 3)),
+        MoeTiles(_ANY, tile(64, 128, 128, 8, 8, 2), tile(64, 128, 128, 8, 4, 3)),
+    ),
     "mx4": (
         MoeTiles(12, tile(16, 64, 256, 1, 4, 3), tile(16, 128, 128, 1, 4, 4)),
         MoeTiles(27, tile(32, 64, 128, 1, 4, 4), tile(32, 128, 128, 1, 4, 4)),
