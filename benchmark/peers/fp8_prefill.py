@@ -8,7 +8,7 @@
 an H200 beside 16 processors:
 
     products   60        each linear product by Triton's tiles and by torch's scaled product, from 512 to 16,384 rows
-    steps     190 a model  decode at 1, 16 and 64 and prefill of so many prompts of 1,024: as it is, prompts in one step,
+    steps     190 a model  decode at 1, 16 and 64 and prefill of so many prompts of 1,024: as it is, all in one step,
                          linear layers by Triton, experts with the tiles of before, and the peer
     tune      120 a model  the fastest tiles of its experts, and the steps with them
     rows       60        the tuned files in the package, compiled for the record with this Triton and with --triton's
