@@ -63,7 +63,7 @@ class GQA:
     output_gate: bool = False
     sinks: bool = False
     logit_cap: float = 0.0
-    among_recurrent: bool = False  # other layers of the model have a recurrent state
+    among_recurrent: str = ""  # the trait of models whose other layers have a recurrent state: kernels.tables.HYBRIDS
     value_norm: bool = False
     values_from_keys: bool = False
     cache_layer: int = -1
@@ -113,9 +113,9 @@ class GQA:
             "sliding_window": self.window > 0,
             "sinks": self.sinks,
             "logit_cap": self.logit_cap > 0,
-            "hybrid_gdn": self.among_recurrent,
         }
         traits = [name for name, here in present.items() if here]
+        traits += [self.among_recurrent] if self.among_recurrent else []
         yield serving.need("extend_attention", dims, traits)
         yield serving.need("decode_attention", dims, traits)
         if self.output_gate:
