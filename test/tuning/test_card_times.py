@@ -19,7 +19,7 @@ from sglang.srt.plan.ranks import ONE_RANK
 from sglang.tuning import attention_model, measured, served_attention
 from sglang.tuning.best_times import best
 from sglang.tuning.grid import STEPS, Grid, code_of, decoded, encoded
-from sglang.tuning.ops import DecodeAttention, Experts, Linear, describe, floor, parse_shape
+from sglang.tuning.ops import AllReduce, DecodeAttention, Experts, Linear, describe, floor, parse_shape
 from sglang.tuning.predicted_times import expert_kind, kind_of, predicted
 from sglang.tuning.rates import ceilings_of
 from sglang.tuning.replays import FORM_BYTES
@@ -183,6 +183,15 @@ def test_more_work_takes_no_less_time() -> None:
         times = [predicted(Experts(m, 128, 8, 2048, 768, scheme), CARD) for m in (1, 16, 256, 4096)]
         found = [time.seconds for time in times if time is not None]
         assert found == sorted(found) and len(found) == 4
+
+
+@pytest.mark.parametrize("size", [65536, 1 << 27])
+def test_ranks_that_nobody_timed_take_the_time_of_more(size: int) -> None:
+    """A guess of their own would make five cards faster than eight."""
+    found = [predicted(AllReduce(size, ranks), CARD) for ranks in (2, 3, 4, 5, 7, 8, 16)]
+    times = [time.seconds for time in found if time is not None]
+    assert times == sorted(times) and len(times) == 7
+    assert [time.error for time in found if time is not None] == [0.1, 0.3, 0.1, 0.3, 0.3, 0.1, 1.0]
 
 
 def test_exact_rows_say_so() -> None:

@@ -251,7 +251,7 @@ def _expert_tiles(shape: MoeShape, tokens: int, arch: ArchTraits) -> tuple[dict[
         pair = tuned.at(tokens)
         return pair.gate_up, pair.down
     kind = "plain" if shape.scheme is None else expert_kind(shape.scheme, arch)
-    rows = tiles_for(tokens * shape.top_k, shape.num_experts, kind, arch.features)
+    rows = tiles_for(tokens * shape.top_k, shape.num_experts, kind, arch.features, shape.intermediate)
     return rows.gate_up, rows.down
 
 
@@ -313,9 +313,11 @@ def _gated_delta(op: GatedDeltaRule, arch: ArchTraits) -> Predicted:
 
 def _all_reduce(op: AllReduce, arch: ArchTraits) -> Predicted:
     table = tables_of(arch).get(f"{op.kind}/nccl")
-    if table is None or op.ranks not in table.axes[0]:
+    if table is None:
         return Predicted(20e-6 + 2 * op.size / 200e9, 1.0, "a guess: nothing measured")
-    return Predicted(table.seconds(op.ranks, max(512, op.size)), 0.1, "NCCL as measured")
+    cards = next((cards for cards in table.axes[0] if cards >= op.ranks), table.axes[0][-1])
+    error = 0.1 if cards == op.ranks else 0.3 if cards > op.ranks else 1.0
+    return Predicted(table.seconds(cards, max(512, op.size)), error, f"NCCL as measured with {cards:.0f} cards")
 
 
 def _elementwise(op: Elementwise, arch: ArchTraits) -> Predicted:

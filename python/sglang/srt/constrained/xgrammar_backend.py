@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.constrained.completion import printed_rules, unfinishable_rule
-from sglang.srt.constrained.grammar import ANY_JSON, MAX_WHITESPACE, Grammar, GrammarError, GrammarKey, GrammarKind
-from sglang.srt.constrained.schema_keywords import answer_schemas, check_keywords, repair_limited_texts
+from sglang.srt.constrained.grammar import (
+    ANY_JSON,
+    MAX_WHITESPACE,
+    FillMasks,
+    Grammar,
+    GrammarError,
+    GrammarKey,
+    GrammarKind,
+)
+from sglang.srt.constrained.schema_keywords import (
+    InexpressibleSchema,
+    answer_schemas,
+    check_keywords,
+    is_inexpressible,
+    repair_limited_texts,
+)
+from sglang.srt.constrained.schema_rewriting import rewritten
 from sglang.srt.constrained.structural_tags import as_format
 from sglang.srt.constrained.vocabulary import read_vocabulary
 
@@ -27,6 +43,7 @@ class XGrammar:
 
     def __init__(self, compiled: xgrammar.CompiledGrammar) -> None:
         self._compiled = compiled
+        self.fill_masks: FillMasks = fill_masks
         self.vocab_size: int = compiled.tokenizer_info.vocab_size
         self.size_bytes = int(compiled.memory_size_bytes)
 
@@ -44,21 +61,43 @@ class XGrammarMatcher:
 
     def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
         self._matcher = matcher
+        self._ended = bool(matcher.is_terminated())
+
+    @property
+    def library_matcher(self) -> xgrammar.GrammarMatcher:
+        return self._matcher
 
     def fill_mask(self, row: npt.NDArray[np.int32]) -> None:
         self._matcher.fill_next_token_bitmask(row.reshape(1, -1))
 
     def accept(self, token_id: int) -> bool:
-        return bool(self._matcher.accept_token(token_id))
+        accepted = bool(self._matcher.accept_token(token_id))
+        self._ended = bool(self._matcher.is_terminated())
+        return accepted
 
     def is_terminated(self) -> bool:
-        return bool(self._matcher.is_terminated())
+        return self._ended
 
     def rollback(self, num_tokens: int) -> None:
         self._matcher.rollback(num_tokens)
+        self._ended = bool(self._matcher.is_terminated())
 
     def copy(self) -> XGrammarMatcher:
         return XGrammarMatcher(self._matcher.fork())
+
+
+@functools.cache
+def _batch_matcher(num_threads: int) -> xgrammar.BatchGrammarMatcher:
+    import xgrammar
+
+    return xgrammar.BatchGrammarMatcher(max_threads=num_threads)
+
+
+def fill_masks(matchers: list[XGrammarMatcher], mask: npt.NDArray[np.int32], rows: list[int], num_threads: int) -> None:
+    """See FillMasks."""
+    _batch_matcher(num_threads).batch_fill_next_token_bitmask(
+        [matcher.library_matcher for matcher in matchers], mask, rows
+    )
 
 
 class XGrammarBackend:
@@ -97,8 +136,21 @@ def _compile_json(compiler: xgrammar.GrammarCompiler, source: str) -> xgrammar.C
     import xgrammar
 
     grammar = xgrammar.Grammar.from_json_schema(source, max_whitespace_cnt=MAX_WHITESPACE)
-    check_keywords(json.loads(source))
+    schema = json.loads(source)
+    if (enforceable := _enforceable(schema)) != schema:
+        grammar = xgrammar.Grammar.from_json_schema(json.dumps(enforceable), max_whitespace_cnt=MAX_WHITESPACE)
     return compiler.compile_grammar(_repaired(grammar) or grammar)
+
+
+def _enforceable(schema: Any) -> Any:
+    """The same in words that the library does not pass over. Raises InexpressibleSchema, which speaks of `schema`."""
+    result = rewritten(schema, is_inexpressible)
+    try:
+        check_keywords(result)
+    except InexpressibleSchema:
+        check_keywords(schema)
+        raise
+    return result
 
 
 def _repaired(grammar: xgrammar.Grammar) -> str | None:
@@ -110,8 +162,8 @@ def _repaired(grammar: xgrammar.Grammar) -> str | None:
 
 def _compile_structural_tag(compiler: xgrammar.GrammarCompiler, source: str) -> xgrammar.CompiledGrammar:
     tag = as_format(source)
-    for schema in answer_schemas(tag):
-        check_keywords(schema)
+    for part in answer_schemas(tag):
+        part["json_schema"] = _enforceable(part.get("json_schema"))
     import xgrammar
 
     try:

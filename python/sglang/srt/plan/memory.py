@@ -16,6 +16,7 @@ from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_sizes import CacheCost, Pools, plan_pools
 from sglang.srt.plan.ranks import RankLayout
+from sglang.srt.plan.remedies import Remedies
 
 MIB = 1024**2
 GIB = 1024**3
@@ -143,7 +144,7 @@ def graph_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
 
     Decode graphs have logits [B, V] fp32, prefill graphs hidden states [T, H] and logits of the decoding requests and
     of the last tokens of some prompts; each once in the graphs' memory and once where results are read. Stages of a
-    pipeline have what they take and what they give besides, and keep a copy of that while it is on its way.
+    pipeline have what they take and what they give besides.
     """
     decode, prefill = sizes.graph_batch_sizes, sizes.prefill_graph_tokens
     if not decode:
@@ -155,9 +156,16 @@ def graph_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
         rows += PREFILL_GRAPH_PROMPTS + max(decodes for _, decodes in mixed)
     row = model.hidden_size * KV_DTYPE_BYTES[dtype]
     results = 2 * (rows * model.vocab_size * 4 + tokens * row)
-    handed_on = (2 * (decode[-1] + tokens) + sizes.ranks.pp_size * max(decode[-1], tokens)) * row
-    results += handed_on if sizes.ranks.pp_size > 1 else 0
+    results += 2 * (decode[-1] + tokens) * row if sizes.ranks.pp_size > 1 else 0
     return records + results + activation_bytes(model, dtype, decode[-1] + tokens, sizes.ranks)
+
+
+def handed_on_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
+    """Hidden states on their way to a pipeline's next stage: of the step that is computed, of one that is received, and
+    of as many more as `Group.send_to_next` leaves under way."""
+    if sizes.ranks.pp_size == 1:
+        return 0
+    return (sizes.ranks.pp_size + 3) * sizes.tokens_per_step * model.hidden_size * KV_DTYPE_BYTES[dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,12 +197,14 @@ def fixed_memory(
     num_sms: int,
 ) -> FixedMemory:
     """On a GPU."""
+    groups = (sizes.ranks.tp_size > 1) + (sizes.ranks.pp_size > 1)
     return FixedMemory(
         tables=table_bytes(sizes),
-        activations=activation_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks),
+        activations=activation_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks)
+        + handed_on_bytes(model, dtype, sizes),
         logits=logits_bytes(model, sizes.max_running_requests),
         graphs=graph_bytes(model, dtype, sizes),
-        reserve=_LIBRARY_RESERVE + available // 100 + (_COLLECTIVE_RESERVE if sizes.ranks.world_size > 1 else 0),
+        reserve=_LIBRARY_RESERVE + available // 100 + _COLLECTIVE_RESERVE * groups,
         rotary=rotary_bytes(model, sizes.context_len),
         penalties=penalty_bytes(model, sizes),
         attention=attention_bytes(choices, _attention_sizes(model, sizes, num_sms, available - weights, cost)),
@@ -223,19 +233,16 @@ def plan_gpu_memory(
     fixed: FixedMemory,
     fraction: float | None,
     most_tokens: int,
-    more_ranks: RankLayout | None = None,
-    wide: Mapping[str, int] | None = None,
+    remedies: Remedies,
 ) -> tuple[MemoryPlan, Pools]:
     """Pools of tokens get what states leave of the room for caches, for at most `most_tokens`.
 
-    `more_ranks`: the next layout that the model can be divided over, and `wide`: what a quantized checkpoint keeps in
-    16 bits (`wide_bytes`), for advice. Raises UserError if the weights do not fit.
-    """
+    Raises UserError, with what helps of `remedies`, if the weights do not fit."""
     states = cost.states_bytes(sizes.state_rows)
     pools = cache_room(weights, available, fixed, fraction) - states
     if pools <= 0:
         taken = weights, states, fixed.total
-        raise UserError(_do_not_fit(sizes, taken, available, fraction, more_ranks, wide or {}))
+        raise UserError(_do_not_fit(sizes, taken, available, fraction, remedies))
     split = plan_pools(cost, pools, sizes.page_size, most_tokens)
     memory = MemoryPlan(
         available,
@@ -330,8 +337,7 @@ def _do_not_fit(
     taken: tuple[int, int, int],
     available: int,
     fraction: float | None,
-    more_ranks: RankLayout | None,
-    wide: Mapping[str, int],
+    remedies: Remedies,
 ) -> str:
     """`taken`: by weights, by states of requests, by all else but the caches."""
     weights, states, others = taken
@@ -342,16 +348,18 @@ def _do_not_fit(
     if fraction is not None and weights + states < available - others:
         lowest = (weights + states) / available
         return f"{head} with --mem-fraction-static {fraction}; it must be well above {lowest:.3f}"
-    kept = ", ".join(f"{size / GIB:.2f} GiB of {name}" for name, size in wide.items() if size > weights // 20)
-    remedies = [f"more GPUs ({more_ranks.flags})"] if more_ranks else []
+    kept = ", ".join(f"{size / GIB:.2f} GiB of {name}" for name, size in remedies.wide.items() if size > weights // 20)
+    layout = remedies.layout(available - others - (0 if sizes.ranks.world_size > 1 else _COLLECTIVE_RESERVE))
+    advice = [f"more GPUs ({layout.flags})"] if layout else []
     if (
         sizes.max_running_requests > SMALLEST.max_running_requests
         or sizes.tokens_per_step > SMALLEST.chunked_prefill_size
     ):
-        remedies.append("--cuda-graph-max-bs 16, a smaller --chunked-prefill-size or --max-running-requests")
-    remedies.append("a checkpoint that quantizes these too" if kept else "a quantized checkpoint")
+        advice.append("--cuda-graph-max-bs 16, a smaller --chunked-prefill-size or --max-running-requests")
+    smaller = "a checkpoint in fewer bits" if remedies.wide else "a quantized checkpoint"
+    advice.append("a checkpoint that quantizes these too" if kept else smaller)
     return (
         f"{head} after {others / GIB:.2f} GiB for activations, logits, graphs and reserve;"
         + (f" the checkpoint keeps {kept} in 16 bits;" if kept else "")
-        + f" use {', or '.join(remedies)}"
+        + f" use {', or '.join(advice)}"
     )
