@@ -43,8 +43,8 @@ class Source:
 
 
 UNEVEN = {("sglang/0.5.14", 7168, 256), ("vllm/0.24.0", 7168, 256)}
-"""Releases, hidden sizes and experts whose "balanced" routing is not even: groups of experts are chosen first, and half of
-them get no token. They take half of what the same kernels take elsewhere."""
+"""Releases, hidden sizes and experts whose "balanced" routing is not even: groups of experts are chosen first, and half
+of them get no token. They take half of what the same kernels take elsewhere."""
 
 
 def even(rows: Any) -> Any:

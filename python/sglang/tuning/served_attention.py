@@ -2,8 +2,8 @@
 instructions. No torch; times in microseconds inside, seconds from the public functions.
 
 Prompts: a step takes what the matrix unit and the counted instructions need and, with one buffer, the time until its
-keys are there. One number of it is fitted. SGLang's kernels, which wait for both in turn, take on an RTX PRO 6000 Server
-what the same sum says (docs/results/2026-11-22-card-h200.md).
+keys are there. One number of it is fitted. SGLang's kernels, which wait for both in turn, take on an RTX PRO 6000
+Server what the same sum says (docs/results/2026-11-22-card-h200.md).
 
 Decoding on SM120: the model of `attention_model` with steps carried over from SGLang's kernels; no card has confirmed
 that. On GPUs with wgmma: `READING`, fitted on an H200.
@@ -140,14 +140,14 @@ def served_prompt_seconds(prompt: Prompt, tile: Mapping[str, int], record: TileR
 
 
 FROM_L2 = {"wgmma": 0.25}
-"""Microseconds until the first of a block of keys is there, which other programs have read before: by an H200's times with
-the tiles of SM120. Without wgmma as long as from memory, which SGLang's kernels on an RTX PRO 6000 agree with."""
+"""Microseconds until the first of a block of keys is there, which other programs have read before: by an H200's times
+with the tiles of SM120. Without wgmma as long as from memory, which SGLang's kernels on an RTX PRO 6000 agree with."""
 
 
 def counted_step(prompt: Prompt, tile: Mapping[str, int], sharing: float, arch: ArchTraits) -> float:
-    """Of every program on an SM, of which `sharing` run there. With two stages there is one buffer, which is filled when
-    it was used up; with more, keys arrive meanwhile. Programs beside each other fill each other's waits: all of them with
-    wgmma, which runs on its own."""
+    """Of every program on an SM, of which `sharing` run there. With two stages there is one buffer, which is filled
+    when it was used up; with more, keys arrive meanwhile. Programs beside each other fill each other's waits: all of
+    them with wgmma, which runs on its own."""
     m, n, rates = tile["BLOCK_M"], tile["BLOCK_N"], rates_of(arch)
     dims, own = prompt.head_dim + prompt.v_head_dim, "wgmma" in arch.features
     multiplying = 2.0 * m * n * dims / (ceilings_of(arch).products["half"] * 1e-6 / arch.num_sms)
