@@ -272,6 +272,7 @@ def _weights(**change: Any) -> dict[str, Any]:
             compressed("x", CHANNEL, TOKEN, [], kv_cache_scheme={"num_bits": 4, "type": "float"}),
             "kv_cache_scheme float4",
         ),
+        (compressed("float-quantized", CHANNEL, TOKEN, [], kv_cache_scheme=True), "kv_cache_scheme True"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, r"quant_algo 'W4A8_AWQ' \(has FP8, .*NVFP4"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "NVFP4 with group_size 32"),
         (
@@ -286,6 +287,10 @@ def _weights(**change: Any) -> dict[str, Any]:
 def test_what_is_refused(config: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         detect({"quantization_config": config}, HERE)
+
+
+def test_a_text_part_that_is_no_object_is_no_crash() -> None:
+    assert detect({"quantization_config": FP8_BLOCK, "text_config": 1}, HERE) is not None
 
 
 # --- --quantization ---------------------------------------------------------------------------------------------------

@@ -44,3 +44,9 @@ def test_parameters_by_layer_type() -> None:
     for layer_type in ("", "linear_attention"):
         with pytest.raises(UserError, match=f"by layer type .* say nothing of '{layer_type}'"):
             rope_parameters(config, layer_type)
+
+
+@pytest.mark.parametrize("theta", ["1e6", [1], True, 0, -1])
+def test_a_base_is_a_positive_number(theta: object) -> None:
+    with pytest.raises(UserError, match="'rope_theta' must be a positive number"):
+        rope_parameters({"rope_theta": theta})

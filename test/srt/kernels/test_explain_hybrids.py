@@ -19,21 +19,21 @@ LAYOUTS = {
     "NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4": (1, 1, 1),
     "NVIDIA-Nemotron-3-Super-120B-A12B-FP8": (2, 2, 8),
     "NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4": (1, 1, 4),
-    "NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": (32, 16, 64),
-    "NVIDIA-Nemotron-3-Ultra-550B-A55B-FP8": (8, 8, 64),
-    "NVIDIA-Nemotron-3-Ultra-550B-A55B-NVFP4": (8, 4, 32),
+    "NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": ((8, 4), (8, 2), (8, 8)),
+    "NVIDIA-Nemotron-3-Ultra-550B-A55B-FP8": (8, 8, (8, 8)),
+    "NVIDIA-Nemotron-3-Ultra-550B-A55B-NVFP4": (8, 4, (8, 4)),
     "NVIDIA-Nemotron-3.5-Lightning-30B-A3B-NVFP4": (1, 1, 1),
     "Qwen3.5-122B-A10B": (4, 4, 16),
     "Qwen3.5-122B-A10B-NVFP4": (1, 1, 4),
     "Qwen3.5-27B": (1, 1, 4),
     "Qwen3.5-35B-A3B": (1, 1, 4),
-    "Qwen3.5-397B-A17B": (16, 16, None),
+    "Qwen3.5-397B-A17B": (16, 16, (16, 2)),
     "Qwen3.5-397B-A17B-NVFP4": (4, 4, 16),
     "Qwen3.6-27B-NVFP4": (1, 1, 1),
     "Qwen3.6-35B-A3B-NVFP4": (1, 1, 1),
 }
-"""GPUs of each kind over which a model is divided. None: not over as many as its weights need, which are more than key
-heads to share out."""
+"""GPUs of each kind over which a model is divided, or ranks of a stage and stages: eight groups of Mamba-2 heads are
+for eight ranks at most, and sixteen key heads for sixteen."""
 
 
 def module_names(templates: list[str | list[Any]]) -> list[str]:
@@ -79,17 +79,33 @@ def explained(capsys: pytest.CaptureFixture[str], directory: str, *argv: str) ->
     return found
 
 
-@pytest.mark.parametrize(
-    ("directory", "gpu", "tp"),
-    [(name, gpu, tp) for name, sizes in LAYOUTS.items() for gpu, tp in zip(GPUS, sizes, strict=True) if tp],
+def attention_rule(found: dict[str, Any]) -> str:
+    """What the attention layers of such a model may be computed by on SM120, as `explain` says it."""
+    kind = "Mamba-2" if "state_space_duality" in found["ops"] else "gated-delta-net"
+    return f"hybrid {kind} models take triton or flashinfer on GPUs with mma_sync_block_scale"
+
+
+def layout_flags(layout: int | tuple[int, int]) -> tuple[str, ...]:
+    tp, pp = layout if isinstance(layout, tuple) else (layout, 1)
+    return "--tp", str(tp), "--pp-size", str(pp)
+
+
+EVERY_LAYOUT = pytest.mark.parametrize(
+    ("directory", "gpu", "layout"),
+    [(name, gpu, size) for name, sizes in LAYOUTS.items() for gpu, size in zip(GPUS, sizes, strict=True)],
     indirect=["directory"],
 )
+
+
+@EVERY_LAYOUT
 def test_every_op_has_a_kernel_and_every_cache_room(
-    directory: str, gpu: str, tp: int, capsys: pytest.CaptureFixture[str]
+    directory: str, gpu: str, layout: int | tuple[int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = explained(capsys, directory, "--arch", gpu, "--tp", str(tp))
+    found = explained(capsys, directory, "--arch", gpu, *layout_flags(layout))
     assert [op for op, choice in found["ops"].items() if choice["kernel"] is None] == []
     assert found["not_implemented"] is None and not found["missing"] and found["refused"] is None
+    for op in ("extend_attention", "decode_attention"):
+        assert (found["ops"][op]["kernel"], found["ops"][op]["remark"]) == ("triton", attention_rule(found))
     plan = found["plan"]
     tokens, running = plan["max_total_num_tokens"], plan["max_running_requests"]
     assert tokens > 100_000 and plan["state_checkpoints"] >= running >= LEAST_REQUESTS
@@ -109,21 +125,17 @@ def test_what_does_not_fit_says_what_would(directory: str, capsys: pytest.Captur
         assert found["plan"] is None and message in " ".join([found["refused"] or "", *found["notes"]])
 
 
-@pytest.mark.parametrize(
-    ("directory", "gpu"),
-    [(name, gpu) for name in LAYOUTS if name.startswith("Qwen") for gpu in ("sm_120", "sm_121")],
-    indirect=["directory"],
-)
+@EVERY_LAYOUT
 def test_full_attention_takes_triton_or_flashinfer(
-    directory: str, gpu: str, capsys: pytest.CaptureFixture[str]
+    directory: str, gpu: str, layout: int | tuple[int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ("--arch", gpu, "--tp", "8", "--with-package", "flashinfer", "--kv-cache-dtype", "bf16")
-    why = "hybrid gated-delta-net models take triton or flashinfer on GPUs with mma_sync_block_scale"
+    argv = ("--arch", gpu, *layout_flags(layout), "--with-package", "flashinfer", "--kv-cache-dtype", "bf16")
+    asked = explained(capsys, directory, *argv, "--attention-backend", "flashinfer")
+    refused = explained(capsys, directory, *argv, "--attention-backend", "trtllm_mha")
+    why = attention_rule(asked)
+    assert asked["refused"] is None and asked["plan"]["max_total_num_tokens"] > 0
     for op in ("extend_attention", "decode_attention"):
-        chosen = explained(capsys, directory, *argv)["ops"][op]
-        assert (chosen["kernel"], chosen["remark"]) == ("triton", why)
-        asked = explained(capsys, directory, *argv, "--attention-backend", "flashinfer")["ops"][op]
-        assert (asked["kernel"], asked["remark"], asked["note"]) == ("flashinfer", why, "asked for")
-        refused = explained(capsys, directory, *argv, "--attention-backend", "trtllm_mha")["ops"][op]
-        reasons = json.dumps(refused["not_chosen"])
-        assert refused["kernel"] is None and why in reasons and "needs tcgen05" in reasons
+        choice = asked["ops"][op]
+        assert (choice["kernel"], choice["remark"], choice["note"]) == ("flashinfer", why, "asked for")
+        reasons = json.dumps(refused["ops"][op]["not_chosen"])
+        assert refused["ops"][op]["kernel"] is None and why in reasons and "needs tcgen05" in reasons

@@ -38,7 +38,7 @@ def test_what_computes_is_counted_and_what_only_looks_is_not() -> None:
     x = torch.zeros(4, 6)
     with recorder:
         recorder.part = "views"
-        x.view(6, 4).t().to(torch.float32).reshape(24)[2:].unsqueeze(0)
+        x.view(6, 4).to(torch.float32).reshape(24)[2:].unsqueeze(0).t()
         x.new_empty(3)
         recorder.part = "copies"
         x.to(torch.float64)

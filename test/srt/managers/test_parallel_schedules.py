@@ -16,6 +16,7 @@ import torch.multiprocessing as mp
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.distributed import parallel_state
+from sglang.srt.layers import embedding
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
@@ -49,7 +50,7 @@ LAYOUTS = {
     "EP2": (RankLayout(2, 2), ("experts", "latent", "embedded")),
     "EP3 of 4 experts": (RankLayout(3, 3), ("experts of 8 heads",)),
     "EP2 x TP2": (RankLayout(4, 2), ("experts", "latent", "embedded")),
-    "PP2": (RankLayout(pp_size=2), ("dense", "latent", "embedded")),
+    "PP2": (RankLayout(pp_size=2), ("dense", "latent")),
     "PP3": (RankLayout(pp_size=3), ("tied", "windows", "states")),
     "TP2 x PP2": (RankLayout(2, pp_size=2), ("experts", "embedded")),
 }
@@ -128,8 +129,10 @@ def outcome(folder: str, ranks: RankLayout, rank: int, rendezvous: str | None, g
 
 
 def _rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path) -> None:
-    """With stages every other model's steps go through graphs."""
+    """With stages every other model's steps go through graphs. Steps leave the ranks of a stage their columns of the
+    logits, as only those of more rows do."""
     torch.set_num_threads(1)
+    embedding.FEWEST_SHARDED_ROWS = 2
     for i, (name, folder) in enumerate(folders.items()):
         graphs = ranks.pp_size > 1 and i % 2 == 0
         result = outcome(folder, ranks, rank, f"file://{out}/rendezvous{i}", graphs)

@@ -250,8 +250,9 @@ def test_prompts_that_end_within_a_page_pause_at_the_last_whole_one(
     assert scheduler.stats._cached - before == sum(at) + sum((len(t) - 1) // page_size * page_size for t in turns[:2])
 
 
-def test_a_hit_gives_the_same_state_to_the_last_bit(tmp_path: Path) -> None:
-    reference = Reference("qwen3_5", tmp_path)
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h"])
+def test_a_hit_gives_the_same_state_to_the_last_bit(name: str, tmp_path: Path) -> None:
+    reference = Reference(name, tmp_path)
     states = []
     scheduler = reference.scheduler(page_size=16)
     caches = [cache for cache in scheduler.runner.model.caches if cache.name == "state"]

@@ -56,7 +56,7 @@ def test_a_warm_up_launches_what_long_prompts_do(tmp_path: Path) -> None:
     launched: list[bool] = []
     model = runner.model
     runner.model = lambda batch: (launched.append(any(batch.extend_prefix_lens_cpu)), model(batch))[1]  # type: ignore[assignment]
-    runner.model.logits = model.logits
+    runner.model.step_logits, runner.model.head = model.step_logits, model.head
     runner._warm_up_extend()
     assert replayed == [] and launched == [False, True]
     assert runner.graphs is graphs and runner.extend_graphs is graphs
@@ -67,7 +67,7 @@ def test_nothing_is_found_in_a_sound_model(name: str, tmp_path: Path, caplog: py
     runner = runner_of(name, tmp_path)
     with caplog.at_level("INFO"):
         check_runner(runner)
-    assert "Start-up canary" in caplog.text
+    assert "Start-up canary: decoding agrees with computing prompts whole (cosine " in caplog.text
     assert not runner.state.req_to_token.any() and not runner.state.next_tokens.any()
 
 
@@ -91,7 +91,7 @@ def test_it_fits_into_small_pools(options: dict[str, int], tmp_path: Path) -> No
     ],
 )
 def test_a_graph_that_computes_something_else_is_named(
-    spoil: Callable[[torch.Tensor], torch.Tensor], named: str, tmp_path: Path
+    spoil: Callable[[torch.Tensor], torch.Tensor], named: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     runner = runner_of("qwen3", tmp_path)
     runner.graphs = runner.extend_graphs = EagerInPlaceOfGraphs(runner, spoil)  # type: ignore[assignment]
@@ -99,7 +99,9 @@ def test_a_graph_that_computes_something_else_is_named(
         with pytest.raises(UserError, match=named):
             check_runner(runner)
     else:
-        check_runner(runner)
+        with caplog.at_level("INFO"):
+            check_runner(runner)
+        assert "Start-up canary: decoding and graphs agree with computing prompts whole without (cosine " in caplog.text
 
 
 def test_the_first_block_without_numbers_is_named(tmp_path: Path) -> None:
@@ -107,7 +109,9 @@ def test_the_first_block_without_numbers_is_named(tmp_path: Path) -> None:
     for layer in (1, 2):
         join, block = runner.model.layers[layer].blocks[1]
         runner.model.layers[layer].blocks[1] = (join, lambda x, batch, block=block: block(x, batch) / 0)
-    with pytest.raises(UserError, match="the output of layer 1 mlp is not finite"):
+    with pytest.raises(
+        UserError, match=r"the output of layer 1 mlp \(linear by torch_native, silu_and_mul by torch_native\) is not"
+    ):
         check_runner(runner)
 
 
@@ -121,8 +125,9 @@ def test_a_block_that_decodes_otherwise_is_named(tmp_path: Path) -> None:
         return out if batch.forward_mode.name == "EXTEND" else out.flip(-1) * 100
 
     runner.model.layers[1].blocks[0] = (join, wrong)
-    with pytest.raises(UserError, match="layer 1 attn gives another output for a token that is decoded"):
+    with pytest.raises(UserError, match="layer 1 attn .* gives another output for a token that is decoded") as error:
         check_runner(runner)
+    assert "decode_attention by torch_native" in str(error.value) and "silu" not in str(error.value)
 
 
 def test_an_all_reduce_that_loses_a_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,6 +140,11 @@ def test_which_layers_have_experts(tmp_path: Path) -> None:
         (LLAMA_8B, {"pretraining_tp": 2}, "pretraining_tp = 2 is not supported for LlamaForCausalLM; supported: 1"),
         (LLAMA_8B, {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is not supported"),
         (QWEN3_8B, {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "'longrope' is not supported"),
+        (
+            QWEN3_8B,
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_slow": [1]}},
+            r"the rotary 'beta_slow' must be a number; got \[1\]",
+        ),
         (QWEN3_8B, {"rms_norm_eps": None}, "'rms_norm_eps' is missing"),
         (LLAMA_8B, {"mlp_bias": "yes"}, "'mlp_bias' must be of type bool"),
         (QWEN3_30B_A3B, {"norm_topk_prob": 3}, "'norm_topk_prob' must be of type bool"),
@@ -188,6 +193,9 @@ def test_what_cannot_be_read_is_named(change: dict[str, Any], message: str, tmp_
 def test_an_impossible_router_is_a_start_up_error(tmp_path: Path) -> None:
     config = QWEN3_30B_A3B | {"num_experts_per_tok": 129}
     with pytest.raises(UserError, match="config.json: impossible routing: 129 experts cannot be chosen from 1 groups"):
+        _ = NativePlan(_model(config, tmp_path)).description
+    config = QWEN3_30B_A3B | {"scoring_func": "noaux"}
+    with pytest.raises(UserError, match="must be one of softmax, sigmoid, sqrtsoftplus; got 'noaux'"):
         _ = NativePlan(_model(config, tmp_path)).description
 
 

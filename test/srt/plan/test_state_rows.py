@@ -112,6 +112,9 @@ def test_the_plan_follows_the_flags(tmp_path: Path) -> None:
     assert 0.24 < less.memory.states / less.memory.kv_cache < 0.26
     assert few.warnings == plain.warnings == ()
     assert few.states == "16 requests and 16 checkpoints of 64.4 MB, by --max-mamba-cache-size 32"
+    halved = plan("qwen35.json", tmp_path, max_mamba_cache_size=32, mamba_ssm_dtype="bfloat16")
+    assert halved.states.startswith("16 requests and 16 checkpoints of 32.9 MB")
+    assert halved.max_total_num_tokens > few.max_total_num_tokens
 
 
 def test_states_tokens_and_graphs_are_planned_together(tmp_path: Path) -> None:
@@ -133,5 +136,8 @@ def test_models_without_states_say_that_the_flags_do_nothing(tmp_path: Path) -> 
 
 
 def test_strategies_have_no_effect_and_say_why(caplog: pytest.LogCaptureFixture) -> None:
-    ServerArgs.from_cli(["--model-path", "x", "--mamba-scheduler-strategy", "extra_buffer"], "test")
+    sizes = ["--max-mamba-cache-size", "32", "--mamba-ssm-dtype", "bfloat16"]
+    words = ["--mamba-scheduler-strategy", "extra_buffer", *sizes]
+    args = ServerArgs.from_cli(["--model-path", "x", *words, "--mamba-full-memory-ratio", "0.5"], "test")
+    assert (args.max_mamba_cache_size, args.mamba_ssm_dtype, args.mamba_full_memory_ratio) == (32, "bfloat16", 0.5)
     assert "--mamba-scheduler-strategy has no effect in sm120-sglang: states at the ends of chunks" in caplog.text

@@ -192,6 +192,8 @@ _COMPRESSED_SCHEMES: tuple[tuple[Match, str], ...] = (
 def _kv_of_compressed_tensors(scheme: Config | None, source: str) -> str | None:
     if not scheme:
         return None
+    if not isinstance(scheme, dict):
+        raise unsupported(source, f"kv_cache_scheme {scheme!r}")
     if scheme.get("type", "float") != "float" or scheme.get("num_bits") != 8:
         raise unsupported(source, f"kv_cache_scheme {scheme.get('type')}{scheme.get('num_bits')}")
     if scheme.get("strategy", "tensor") != "tensor":

@@ -59,7 +59,7 @@ class QuantConfig:
 
     def of(self, module: str) -> ModuleQuant | None:
         """Of the module with this name in the checkpoint ("model.layers.0.self_attn.q_proj")."""
-        return next((rule.quant for rule in self.rules if rule.covers(module)), None)
+        return _first_quant(self.rules, module)
 
     def named(self, module: str) -> ModuleQuant | None:
         """The same of a module that a rule for all does not mean: an output head, which most checkpoints leave alone
@@ -84,6 +84,12 @@ class QuantConfig:
     def schemes(self) -> frozenset[str]:
         """Names of all schemes that some module may have."""
         return frozenset(rule.quant.scheme for rule in self.rules if rule.quant is not None)
+
+
+@functools.lru_cache(1 << 14)
+def _first_quant(rules: tuple[Rule, ...], module: str) -> ModuleQuant | None:
+    """Asked again for every layout; some checkpoints name hundreds of modules."""
+    return next((rule.quant for rule in rules if rule.covers(module)), None)
 
 
 def exact_or_inside(name: str) -> str:

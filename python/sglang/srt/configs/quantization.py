@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.configs.hf_config import read_json_object
+from sglang.srt.configs.hf_config import read_json_object, select_text_config
 from sglang.srt.configs.quant_formats import READERS, modelopt_cache, unsupported, with_fp4_experts
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig, Rule, component
 from sglang.srt.errors import UserError
@@ -75,7 +75,7 @@ def detect(config: Config, directory: Path) -> QuantConfig | None:
     result = READERS[method](values, source)
     if method == "modelopt" and result.kv_cache is None:
         result = replace(result, kv_cache=_modelopt_cache(directory))
-    text = config.get("text_config") or config
+    text = select_text_config(config)
     return with_fp4_experts(result) if text.get("expert_dtype") == "fp4" and result.method == "fp8" else result
 
 

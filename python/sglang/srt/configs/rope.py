@@ -84,6 +84,9 @@ def rope_spec(config: Mapping[str, Any], head_dim: int, layer_type: str = "") ->
         raise UserError(f"config.json: rope_type {kind!r} with {', '.join(sorted(unknown))} is not supported.")
     if missing:
         raise UserError(f"config.json: rope_type {kind!r} needs {', '.join(sorted(missing))}.")
+    for name, value in settings.items():
+        if not isinstance(value, (bool, int, float)):
+            raise UserError(f"config.json: the rotary {name!r} must be a number; got {value!r}.")
     max_position = ConfigReader(config, "config.json").positive("max_position_embeddings")
     rot_dim = rotary_dim(config, head_dim, layer_type)
     if sections[0] and 2 * sum(sections[0]) != rot_dim:
@@ -120,6 +123,8 @@ def rope_parameters(config: Mapping[str, Any], layer_type: str = "") -> dict[str
     result["rope_type"] = result["rope_type"] or "default"
     result.pop("type", None)
     theta = result.get("rope_theta", config.get("rope_theta"))
+    if theta is not None and (isinstance(theta, bool) or not isinstance(theta, (int, float)) or theta <= 0):
+        raise UserError(f"config.json: 'rope_theta' must be a positive number; got {theta!r}.")
     result["rope_theta"] = DEFAULT_THETA if theta is None else float(theta)
     if "partial_rotary_factor" not in result and config.get("partial_rotary_factor") is not None:
         result["partial_rotary_factor"] = config["partial_rotary_factor"]

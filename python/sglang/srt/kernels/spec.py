@@ -30,11 +30,12 @@ class Need:
     """What a call site asks for. Head dims 0 where the op has none; dtypes as in ModelConfig, KV dtype of the cache.
 
     `traits` are properties that not every kernel supports: "sliding_window", "sinks", "logit_cap", "custom_mask",
-    "mla", "shared_kv", "sparse", "hybrid_gdn", "hierarchical_cache", "bidirectional", "head_norm", "expert_bias",
-    "clamped_gate", "gelu_gate", "flashinfer_fusion" (asked for). `heads`: (query, kv) heads of a rank; `rotary_dim`:
-    dims of a head that rotate; `shapes`: (rows, cols, whether there is a bias) of a rank's weights: of linear layers,
-    and of the first and the second product of experts. `variant` tells two needs of one op apart. `ranks` and `links`:
-    of an all-reduce, how many take part and what joins their GPUs (None: nobody has looked).
+    "mla", "shared_kv", "sparse", "hybrid_gdn", "hybrid_mamba2", "hierarchical_cache", "bidirectional", "head_norm",
+    "expert_bias", "clamped_gate", "gelu_gate", "flashinfer_fusion" (asked for). `heads`: (query, kv) heads of a rank;
+    `rotary_dim`: dims of a head that rotate; `shapes`: (rows, cols, whether there is a bias) of a rank's weights: of
+    linear layers, and of the first and the second product of experts. `variant` tells two needs of one op apart.
+    `ranks` and `links`: of an all-reduce, how many take part and what joins their GPUs (None: nobody has looked).
+    `library_problem`: what a look at this GPU found against the library's kernel of the op.
     """
 
     op: str
@@ -51,6 +52,7 @@ class Need:
     variant: str = ""
     ranks: int = 1
     links: PeerLinks | None = None
+    library_problem: str = ""
 
     @property
     def key(self) -> str:

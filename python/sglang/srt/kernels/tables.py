@@ -86,21 +86,24 @@ def only_equal_head_dims(need: Need, arch: ArchTraits) -> list[str]:
     return [] if need.head_dim == need.v_head_dim else [f"head dims {need.head_dim}/{need.v_head_dim} differ"]
 
 
-HYBRID_LINEAR_ATTN_BACKENDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("tcgen05", ("triton", "trtllm_mha"), "hybrid gated-delta-net models take triton or trtllm_mha"),
-    ("mma_sync_block_scale", ("triton", "flashinfer"), "hybrid gated-delta-net models take triton or flashinfer"),
+HYBRIDS = {"hybrid_gdn": "gated-delta-net", "hybrid_mamba2": "Mamba-2"}
+"""Traits of models with recurrent layers: what these layers are."""
+HYBRID_LINEAR_ATTN_BACKENDS: tuple[tuple[str, tuple[str, ...], tuple[str, str]], ...] = (
+    ("tcgen05", ("hybrid_gdn",), ("triton", "trtllm_mha")),
+    ("mma_sync_block_scale", tuple(HYBRIDS), ("triton", "flashinfer")),
 )
-"""Of GPUs with a feature: what computes the full-attention layers of models whose other layers are gated delta nets, in
-words too. The first row counts; other GPUs take what every model may have. torch_native serves everywhere."""
+"""Of GPUs with a feature: what computes the full-attention layers of models with such recurrent layers. The first row
+counts; others take what every model may have. torch_native serves everywhere."""
 
 
 def hybrid_linear_attn_backend(need: Need, arch: ArchTraits) -> tuple[tuple[str, ...], str] | None:
     """The names that the need may have, and why; None: any."""
-    if "hybrid_gdn" not in need.traits:
-        return None
-    rows = (row for row in HYBRID_LINEAR_ATTN_BACKENDS if row[0] in arch.features)
-    row = next(rows, None)
-    return None if row is None else ((*row[1], "torch_native"), f"{row[2]} on GPUs with {row[0]}")
+    for feature, traits, (first, second) in HYBRID_LINEAR_ATTN_BACKENDS:
+        for trait in need.traits.intersection(traits):
+            if feature in arch.features:
+                why = f"hybrid {HYBRIDS[trait]} models take {first} or {second} on GPUs with {feature}"
+                return (first, second, "torch_native"), why
+    return None
 
 
 def not_for_hybrids(name: str) -> Refuse:
@@ -160,6 +163,23 @@ def gemv_or_cublas(need: Need, arch: ArchTraits) -> str:
     if left:
         text += f", and for one token with K below {GEMV_BLOCK_K} or no multiple of {GEMV_MULTIPLE}: {', '.join(left)}"
     return text + (f"; gemv_kernel for one token with {', '.join(served)}" if served else "")
+
+
+SCALED_MM_ROWS = 1024
+"""Tokens of a step from which torch's scaled products serve: fewer would not fill their large tiles."""
+SCALED_MM_SCHEMES = ("fp8_tensor", "fp8_channel", "fp8_block")
+SCALED_MM_FEATURES = WGMMA
+
+
+def library_fails(need: Need, arch: ArchTraits) -> list[str]:
+    return [need.library_problem] if need.library_problem else []
+
+
+def scaled_mm_or_triton(need: Need, arch: ArchTraits) -> str:
+    """Which of the products of e4m3 weights is served by what."""
+    odd = [f"{rows}x{cols}" for rows, cols, _ in need.shapes if rows % 16 or cols % 16]
+    text = f"torch.nn.functional.scaled_mm for steps of {SCALED_MM_ROWS:,} tokens and more, triton for fewer"
+    return text + (f" and for sizes that 16 does not divide: {', '.join(odd)}" if odd else "")
 
 
 def dequantized(need: Need, arch: ArchTraits) -> str:
@@ -315,12 +335,22 @@ LINEAR = (
     ),
     KernelSpec("cublas", f"{_NATIVE}:linear", CP_ASYNC, refuse=only_quant(None)),
     KernelSpec("torch_native", f"{_NATIVE}:linear", refuse=only_quant(None)),
+    # Without wgmma Triton's tiles are what the GPU has, or nobody has measured that the library is faster.
+    KernelSpec(
+        "torch_scaled_mm",
+        "sglang.srt.layers.quantization.scaled_mm:quantized_linear",
+        SCALED_MM_FEATURES,
+        "triton",
+        refuse=all_of(_HALF, only_quant(*SCALED_MM_SCHEMES), library_fails),
+        remark=scaled_mm_or_triton,
+    ),
     KernelSpec(
         "triton_quantized",
         f"{_TRITON}.quant_linear:quantized_linear",
         CP_ASYNC,
         "triton",
         refuse=all_of(_HALF, only_quant(*SCHEMES), no_e4m3_arithmetic),
+        asked_as="triton",
         remark=widened,
     ),
     KernelSpec("torch_dequantized", f"{_NATIVE}:quantized_linear", refuse=only_quant(*SCHEMES), remark=dequantized),
@@ -446,6 +476,9 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
 
 ATTENTION_BACKENDS: tuple[str, ...] = tuple(spec.name for spec in EXTEND_ATTENTION)
 """What --attention-backend may name; the resolver says which of them can run."""
+
+FP8_GEMM_BACKENDS = ("triton", "torch_scaled_mm", "torch_dequantized")
+"""What --fp8-gemm-backend may name; the same holds."""
 
 # --- measured order ---------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 A short prompt is computed whole and without graphs, which is the reference. It is computed again as a graph, and once
 more but for its last token, which then is decoded: without a graph, as the graph of one request and as that of several.
 Logits of the last token must agree, and be numbers. An all-reduce of whole numbers must give their sum. What is wrong
-is named: the graph, or the first block whose output differs.
+is named: the graph, or the first block whose output differs, with its ops and what computes them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from sglang.srt.errors import UserError
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.step import ExtendInput, StepInput
 from sglang.srt.models.causal_lm import BLOCKS, CausalLM
-from sglang.srt.plan.layer_spec import ABSENT
+from sglang.srt.plan.layer_spec import ABSENT, Serving
+from sglang.srt.plan.model_description import ModelDescription
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,12 @@ def check_runner(runner: ModelRunner) -> None:
         _check_all_reduce(runner)
         least = _Canary(runner).check()
     seconds = time.perf_counter() - started
-    logger.info("Start-up canary: graphs agree with steps without them (cosine %.4f), %.2f s.", least, seconds)
+    graphs = runner.graphs is not None or runner.extend_graphs is not None
+    what = "decoding and graphs agree" if graphs else "decoding agrees"
+    without = " without" if graphs else ""
+    logger.info(
+        "Start-up canary: %s with computing prompts whole%s (cosine %.4f), %.2f s.", what, without, least, seconds
+    )
 
 
 def _check_all_reduce(runner: ModelRunner) -> None:
@@ -127,7 +133,9 @@ class _Canary:
 
     def _logits(self, step: StepInput) -> torch.Tensor:
         """On all stages of a pipeline, which go on alike."""
-        logits, runner = self.runner.forward(step).logits.float(), self.runner
+        logits, runner = self.runner.forward(step).logits, self.runner
+        if runner.model.head is not None:
+            logits = runner.model.head.whole(logits).float()
         if not runner.samples:
             logits = logits.new_empty((len(logits), runner.plan.model.vocab_size))
         return runner.pp_tokens.from_last(logits.clone())
@@ -144,7 +152,7 @@ class _Canary:
     def _first_without_numbers(self, step: StepInput) -> str:
         for name, out in self._outputs(step):
             if not bool(out.isfinite().all()):
-                return f"the output of {name}"
+                return f"the output of {name} ({self._computed_by(name)})"
         return "the logits"
 
     def _first_that_differs(self) -> str:
@@ -154,8 +162,17 @@ class _Canary:
         ends = slice(self.length - 1, None, self.length)
         for (name, of_prompt), (_, of_token) in zip(whole, decoded, strict=True):
             if not _cosine(of_token, of_prompt[ends]) >= LEAST_AGREEMENT:
-                return f"{name} gives another output for a token that is decoded than for the same one in a prompt"
+                called = f"{name} ({self._computed_by(name)})"
+                return f"{called} gives another output for a token that is decoded than for the same one in a prompt"
         return "decoding gives other logits than computing the same prompt whole"
+
+    def _computed_by(self, name: str) -> str:
+        """Of the block that `_recorded` calls so: its ops, and the kernel of each."""
+        plan, model = self.runner.plan, self.runner.model.description
+        serving = Serving(plan.dtype, plan.kv_cache_dtype, plan.page_size, plan.ranks.tp_size)
+        spec = next(spec for known, spec in _blocks(model) if known == name)
+        ops = {"linear", *(need.op for need in spec.needs(serving))}
+        return ", ".join(f"{op} by {choice.name}" for op, choice in plan.choices.items() if op.partition("/")[0] in ops)
 
     def _outputs(self, step: StepInput) -> list[tuple[str, torch.Tensor]]:
         """Of every block, in order, [T, H]."""
@@ -178,15 +195,22 @@ def _recorded(model: CausalLM, outputs: list[tuple[str, torch.Tensor]]) -> Itera
         return run
 
     originals = [layer.blocks for layer in model.layers]
-    for i, (layer, spec) in enumerate(zip(model.layers, model.description.layers, strict=True)):
-        names = [BLOCKS[type(block)].name for block in (spec.mixer, spec.ffn) if block != ABSENT]
-        pairs = zip(names, layer.blocks, strict=True)
-        layer.blocks = [(join, recording(f"layer {i} {name}", block)) for name, (join, block) in pairs]
+    names = (name for name, _ in _blocks(model.description))
+    for layer in model.layers:
+        layer.blocks = [(join, recording(next(names), block)) for join, block in layer.blocks]
     try:
         yield
     finally:
         for layer, blocks in zip(model.layers, originals, strict=True):
             layer.blocks = blocks
+
+
+def _blocks(model: ModelDescription) -> Iterator[tuple[str, Any]]:
+    """In the order in which they compute: a name, and the description of the block."""
+    for i, layer in enumerate(model.layers):
+        for block in (layer.mixer, layer.ffn):
+            if block != ABSENT:
+                yield f"layer {i} {BLOCKS[type(block)].name}", block
 
 
 def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:

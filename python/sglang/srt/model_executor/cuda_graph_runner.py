@@ -62,10 +62,10 @@ class CudaGraphRunner:
     def _step(self, size: int) -> None:
         batch = self.batches[size] = self._static_batch(size)
         self.state.attn_backend.init_forward_metadata_capture(batch)
-        self.logits.keep(self.state.model.logits(self.stage.compute(batch)))
+        self.logits.keep(self.state.model.step_logits(self.stage.compute(batch)))
 
     def replay(self, step: StepInput) -> torch.Tensor:
-        """Logits [B, V] of a decode step, [B, 0] before the last stage; valid until the next replay."""
+        """Logits [B, V] of a decode step, or what `CausalLM.step_logits` has of them; valid until the next replay."""
         num_reqs = len(step.slots)
         size = self.batch_sizes[bisect.bisect_left(self.batch_sizes, num_reqs)]
         self.inputs.load(

@@ -82,7 +82,7 @@ class ExtendGraphRunner:
         batch.num_valid_tokens = i["num_tokens"]
         state.attn_backend.init_forward_metadata(batch)
         hidden = self.stage.compute(batch)
-        self.logits.keep(state.model.logits(hidden[i["last_rows"][: num_decodes + MAX_PROMPTS]]))
+        self.logits.keep(state.model.step_logits(hidden[i["last_rows"][: num_decodes + MAX_PROMPTS]]))
 
     def _capture(self, size: int, num_decodes: int, pool: Any) -> None:
         ends = np.full(MAX_PROMPTS + 2, size, np.int32)
@@ -91,7 +91,7 @@ class ExtendGraphRunner:
         self.graphs[size, num_decodes] = capture(partial(self._step, size, num_decodes), pool)
 
     def replay(self, step: StepInput) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states [T, H] and logits [R, V] of the step; valid until the next replay."""
+        """Hidden states [T, H], and logits as `CausalLM.step_logits` has them; valid until the next replay."""
         extend = step.extend
         assert extend is not None
         arrays = extend_arrays(step)

@@ -15,7 +15,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.kernels.coverage import check_launches
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
 from sglang.srt.layers.forward_batch import ForwardBatch
-from sglang.srt.layers.sampler import Sampler
+from sglang.srt.layers.sampler import Sampler, SamplerOutput
 from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
@@ -143,7 +143,8 @@ class ModelRunner:
         batch = self.state.decode_batch(sent["slots"], sent["seq_lens"], sent["out_cache_loc"])
         batch.seq_lens_cpu = step.seq_lens.tolist()
         self.state.attn_backend.init_forward_metadata(batch)
-        return LaunchedForward(step, self.model.logits(self.model(batch)), sent["slots"], step.slots, sent["seq_lens"])
+        logits = self.model.step_logits(self.model(batch))
+        return LaunchedForward(step, logits, sent["slots"], step.slots, sent["seq_lens"])
 
     def _forward_extend(self, step: StepInput) -> LaunchedForward:
         if self.extend_graphs is not None and self.extend_graphs.fits(step):
@@ -152,7 +153,7 @@ class ModelRunner:
         else:
             arrays = send(self.device, **extend_arrays(step))
             hidden = self.model(self._extend_batch(step, arrays))
-            logits = self.model.logits(hidden[arrays["last_rows"]])
+            logits = self.model.step_logits(hidden[arrays["last_rows"]])
         slots, positions = arrays["sampled_slots"][: len(logits)], arrays["sampled_lens"][: len(logits)]
         if self.state.drafter is not None:
             assert step.extend is not None
@@ -179,7 +180,7 @@ class ModelRunner:
                 batch.extend_prefix_lens_cpu = batch.extend_prefix_lens.tolist()
                 batch.seq_lens_cpu = batch.seq_lens.tolist()
             self.state.attn_backend.init_forward_metadata(batch)
-            logits, positions = self.model.logits(self.model(batch)), batch.positions
+            logits, positions = self.model.step_logits(self.model(batch)), batch.positions
         # Rows of padding are sampled as the padding slot is: greedily, without penalties.
         row = np.arange(self.state.tokens_per_step)
         host_slots = np.where(row < host_widths[:, None], step.slots[:, None], 0).flatten()
@@ -218,16 +219,29 @@ class ModelRunner:
             return None
         return to_host(hidden[last_rows[to_device(rows, self.device)]].float())
 
+    def _sampled(self, forward: LaunchedForward, vocab_mask: np.ndarray | None) -> SamplerOutput:
+        """The logits of several ranks come together for what cannot be said of each rank's columns."""
+        head = self.model.head
+        assert head is not None, "the last stage has it"
+        sampling = self.sampling_table.view(forward.host_slots, forward.slots)
+        next_token = self.state.next_tokens[:, 0] if self.state.drafter is None else None
+        plain = sampling.only_largest and vocab_mask is None and forward.step.logprobs is None
+        if plain and head.is_shard(forward.logits):
+            tokens = head.first_largest(forward.logits)
+            if next_token is not None:
+                next_token[forward.slots] = tokens.clamp(min=0)
+            return SamplerOutput(tokens, None)
+        mask = None if vocab_mask is None else to_device(vocab_mask, self.device)
+        logits = head.whole(forward.logits)
+        return self.sampler(logits, sampling, forward.positions, mask, forward.step.logprobs, next_token)
+
     @torch.inference_mode()
     def sample(self, forward: LaunchedForward, vocab_mask: np.ndarray | None = None) -> StepResult:
         """Launch the rest of a step. vocab_mask [R, ceil(V / 32)] int32: allowed tokens of the rows of logits."""
         if self.late_tokens is not None:
             return self.late_tokens.expect(forward.host_slots)
         step, state = forward.step, self.state
-        mask = None if vocab_mask is None else to_device(vocab_mask, self.device)
-        sampling = self.sampling_table.view(forward.host_slots, forward.slots)
-        next_token = state.next_tokens[:, 0] if state.drafter is None else None
-        out = self.sampler(forward.logits, sampling, forward.positions, mask, step.logprobs, next_token)
+        out = self._sampled(forward, vocab_mask)
         if len(out.next_token_ids):
             self.pp_tokens.from_last(out.next_token_ids)
         counts, tokens = None, out.next_token_ids[:, None]

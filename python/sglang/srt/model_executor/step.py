@@ -85,7 +85,7 @@ class LaunchedForward:
     """A step whose R rows of logits are on their way and whose tokens are not sampled yet; valid until the next one."""
 
     step: StepInput
-    logits: torch.Tensor  # [R, V] fp32
+    logits: torch.Tensor  # [R, V] fp32, or this rank's columns of them
     slots: torch.Tensor  # [R] int64, of each row on the device, and
     host_slots: np.ndarray  # on the host
     positions: torch.Tensor  # [R] int32 or int64, length of the sequence before the new token

@@ -48,7 +48,7 @@ class VerifyGraphRunner:
         batch = state.verify_batch(i["slots"][:size], i["widths"][:size], i["num_tokens"])
         state.attn_backend.init_forward_metadata(batch)
         self.positions.keep(batch.positions)
-        self.logits.keep(state.model.logits(state.model(batch)))
+        self.logits.keep(state.model.step_logits(state.model(batch)))
 
     def replay(self, step: StepInput) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [B k, V] and positions [B k]; valid until the next replay."""

@@ -175,6 +175,10 @@ class CausalLM:
             return hidden.new_empty((len(hidden), 0), dtype=torch.float32)
         return self.head(hidden)
 
+    def step_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As `logits`, or of many rows and several ranks this rank's columns (`LMHead.of_step`)."""
+        return self.logits(hidden) if self.head is None else self.head.of_step(hidden)
+
     def _embedded(self, batch: ForwardBatch) -> torch.Tensor:
         """[T, H]: of token ids, and rows that the batch brings itself (images) where it has some."""
         assert self.embed is not None, "the first stage has it"

@@ -19,7 +19,7 @@ from sglang.srt.plan.config_sharing import (
     with_shared_caches,
 )
 from sglang.srt.plan.families.family import Family
-from sglang.srt.plan.feed_forward import Dense, MoE, Shared
+from sglang.srt.plan.feed_forward import SCORES, Dense, MoE, Router, Shared
 from sglang.srt.plan.layer_spec import ABSENT, HyperConnections, LayerSpec, Mixer, Residual, Sum
 from sglang.srt.plan.mixers import GQA, MLA, Indexer
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
@@ -319,6 +319,13 @@ def _dense(keys: ConfigReader, family: Family) -> Dense:
     return Dense(size, keys.default("mlp_bias", bool, False), _activation(keys, family))
 
 
+def _score(keys: ConfigReader, template: Router) -> str:
+    score = keys.values.get("scoring_func") or template.score
+    if score not in SCORES:
+        raise UserError(f"{keys.source}: 'scoring_func' must be one of {', '.join(SCORES)}; got {score!r}.")
+    return str(score)
+
+
 def _experts(keys: ConfigReader, family: Family, num_experts: int, unsupported: list[str]) -> MoE:
     size = keys.count("moe_intermediate_size") or keys.positive("intermediate_size")
     template = family.router
@@ -326,7 +333,7 @@ def _experts(keys: ConfigReader, family: Family, num_experts: int, unsupported: 
     router = replace(
         template,
         top_k=keys.count("num_experts_per_tok", "experts_per_token", "top_k_experts"),
-        score=str(keys.values.get("scoring_func") or template.score),
+        score=_score(keys, template),
         renormalize=keys.default("norm_topk_prob", bool, template.renormalize),
         scale=keys.default("routed_scaling_factor", float, template.scale),
         num_groups=1 if ungrouped else keys.count("n_group") or 1,

@@ -55,11 +55,14 @@ class Dense:
         return 3 * self.room(ranks.tp_size)
 
 
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+
+
 @dataclass(frozen=True, slots=True)
 class Router:
     """How experts are scored and chosen.
 
-    `score` of a logit: "softmax", "sigmoid" or "sqrtsoftplus". The `top_k` largest (after adding the correction bias,
+    `score` of a logit: one of SCORES. The `top_k` largest (after adding the correction bias,
     of the best `top_groups` of `num_groups` groups) are chosen; their scores, summing to 1 if `renormalize`, times
     `scale` are the weights. `correction` and `hash_table` are the last pieces of those tensors' names in checkpoints;
     empty: there is none. With a hash table token ids name the experts, and the scores only weight them. `bias`: of the

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from sglang.srt.errors import UserError
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.layer_spec import FeedForward, Matrix, Mixer
-from sglang.srt.plan.mixers import GQA, MLA
+from sglang.srt.plan.mixers import GQA, MLA, HeadDims
 from sglang.srt.plan.model_description import ModelDescription
-from sglang.srt.plan.ranks import RankLayout
-from sglang.srt.plan.recurrent import GatedDelta
+from sglang.srt.plan.ranks import HeadShares, RankLayout
+from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 from sglang.srt.plan.weights import expert_rows
 from sglang.srt.server_args import ServerArgs
 
@@ -44,13 +44,19 @@ def _numbers(numbers: list[int]) -> str:
     return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
-def next_layout(model: ModelDescription, ranks: RankLayout) -> RankLayout | None:
-    """The smallest one with more ranks whose heads divide, up to four times as many, or else whose heads do not. None:
-    there is none. Shares of experts' dims come before whole experts."""
-    sizes = range(ranks.tp_size + 1, 4 * ranks.tp_size + 1)
+ADVISED_RANKS = 16
+"""As many GPUs as a host may have."""
+
+
+def next_layout(
+    model: ModelDescription, ranks: RankLayout, fits: Callable[[RankLayout], bool] = lambda layout: True
+) -> RankLayout | None:
+    """The smallest one with more ranks that `fits` and whose heads divide, or else whose heads do not: up to four times
+    as many ranks, or those of a host. None: there is none. Shares of experts' dims come before whole experts."""
+    sizes = range(ranks.tp_size + 1, max(4 * ranks.tp_size, ADVISED_RANKS // ranks.pp_size) + 1)
     more = [replace(layout, pp_size=ranks.pp_size) for size in sizes for layout in _with_experts(size)]
     more.sort(key=lambda layout: uneven_heads(model, layout.tp_size) is not None)  # stable
-    return next((layout for layout in more if next(_problems(model, layout), None) is None), None)
+    return next((layout for layout in more if next(_problems(model, layout), None) is None and fits(layout)), None)
 
 
 def uneven_heads(model: ModelDescription, tp_size: int) -> str | None:
@@ -117,30 +123,36 @@ def _mixer_problems(model: ModelDescription, layer: int, mixer: Mixer, tp_size: 
     """Heads of attention are shared out also where they do not divide, those of recurrent layers not."""
     if mixer.num_heads and tp_size > mixer.num_heads:
         yield f"--tp-size {tp_size} is more than the model's {mixer.num_heads} attention heads"
-    elif isinstance(mixer, GQA):
+    elif isinstance(mixer, GQA | MLA):
         yield from _head_problems(model, layer, mixer, tp_size)
     elif isinstance(mixer, GatedDelta) and (mixer.key_heads % tp_size or mixer.value_heads % tp_size):
         yield f"--tp-size {tp_size} does not divide the model's {mixer.key_heads} key heads of gated delta nets"
-    elif not isinstance(mixer, MLA) and mixer.num_heads % tp_size:
+    elif isinstance(mixer, Mamba2) and mixer.num_groups % tp_size:
+        yield f"--tp-size {tp_size} does not divide the model's {mixer.num_groups} groups of Mamba-2 heads"
+    elif mixer.num_heads % tp_size:
         yield f"--tp-size {tp_size} does not divide the model's {mixer.num_heads} attention heads"
 
 
-def _head_problems(model: ModelDescription, layer: int, mixer: GQA, tp_size: int) -> Iterator[str]:
+def _head_problems(model: ModelDescription, layer: int, mixer: GQA | MLA, tp_size: int) -> Iterator[str]:
     shares = mixer.shares(tp_size)
-    if mixer.qk_norm == "whole" and shares.kv_copies is None:
+    if isinstance(mixer, GQA) and mixer.qk_norm == "whole" and shares.kv_copies is None:
         heads = mixer.num_kv_heads
         yield f"--tp-size {tp_size} is no multiple of the model's {heads} KV heads, over all of which keys are normed"
-    quant = model.quant_of(layer, Matrix("attn.o", ("",), 0, 0))
-    group = quant.format.group[1] if quant is not None else 0
-    if not group:
-        return
-    assert quant is not None
-    columns = [shares.heads(rank).of_dims(mixer.v_head_dim).run for rank in range(tp_size)]
-    if any(run.start % group for run in columns):
-        yield (
-            f"--tp-size {tp_size} cuts the input of the model's output projections within groups of {group} that share"
-            f" scales ({quant.scheme})"
-        )
+    for part in mixer.head_dims():
+        quant = model.quant_of(layer, Matrix(part.matrix, part.parts, 0, 0))
+        group = 0 if quant is None else quant.format.group[part.axis]
+        if group and any(_cuts(shares, part, rank, group) for rank in range(tp_size)):
+            assert quant is not None
+            module = model.names.layer_module(layer, part.matrix, part.parts[0])
+            groups = f"groups of {group} {'columns' if part.axis else 'rows'}"
+            yield f"--tp-size {tp_size} cuts {module} within {groups} that share scales ({quant.scheme})"
+
+
+def _cuts(shares: HeadShares, part: HeadDims, rank: int, group: int) -> bool:
+    """Whether what a rank has of a matrix begins or ends within `group` rows or columns."""
+    share = (shares.kv_heads(rank) if part.of_kv else shares.heads(rank)).of_dims(part.dims)
+    ends = {share.run.start, share.run.stop} - {share.total}
+    return any(end % group for end in ends)
 
 
 def _dense_problems(ffn: FeedForward, tp_size: int) -> Iterator[str]:

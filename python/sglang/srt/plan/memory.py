@@ -16,6 +16,7 @@ from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_sizes import CacheCost, Pools, plan_pools
 from sglang.srt.plan.ranks import RankLayout
+from sglang.srt.plan.remedies import Remedies
 
 MIB = 1024**2
 GIB = 1024**3
@@ -189,12 +190,13 @@ def fixed_memory(
     num_sms: int,
 ) -> FixedMemory:
     """On a GPU."""
+    groups = (sizes.ranks.tp_size > 1) + (sizes.ranks.pp_size > 1)
     return FixedMemory(
         tables=table_bytes(sizes),
         activations=activation_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks),
         logits=logits_bytes(model, sizes.max_running_requests),
         graphs=graph_bytes(model, dtype, sizes),
-        reserve=_LIBRARY_RESERVE + available // 100 + (_COLLECTIVE_RESERVE if sizes.ranks.world_size > 1 else 0),
+        reserve=_LIBRARY_RESERVE + available // 100 + _COLLECTIVE_RESERVE * groups,
         rotary=rotary_bytes(model, sizes.context_len),
         penalties=penalty_bytes(model, sizes),
         attention=attention_bytes(choices, _attention_sizes(model, sizes, num_sms, available - weights, cost)),
@@ -223,19 +225,16 @@ def plan_gpu_memory(
     fixed: FixedMemory,
     fraction: float | None,
     most_tokens: int,
-    more_ranks: RankLayout | None = None,
-    wide: Mapping[str, int] | None = None,
+    remedies: Remedies,
 ) -> tuple[MemoryPlan, Pools]:
     """Pools of tokens get what states leave of the room for caches, for at most `most_tokens`.
 
-    `more_ranks`: the next layout that the model can be divided over, and `wide`: what a quantized checkpoint keeps in
-    16 bits (`wide_bytes`), for advice. Raises UserError if the weights do not fit.
-    """
+    Raises UserError, with what helps of `remedies`, if the weights do not fit."""
     states = cost.states_bytes(sizes.state_rows)
     pools = cache_room(weights, available, fixed, fraction) - states
     if pools <= 0:
         taken = weights, states, fixed.total
-        raise UserError(_do_not_fit(sizes, taken, available, fraction, more_ranks, wide or {}))
+        raise UserError(_do_not_fit(sizes, taken, available, fraction, remedies))
     split = plan_pools(cost, pools, sizes.page_size, most_tokens)
     memory = MemoryPlan(
         available,
@@ -330,8 +329,7 @@ def _do_not_fit(
     taken: tuple[int, int, int],
     available: int,
     fraction: float | None,
-    more_ranks: RankLayout | None,
-    wide: Mapping[str, int],
+    remedies: Remedies,
 ) -> str:
     """`taken`: by weights, by states of requests, by all else but the caches."""
     weights, states, others = taken
@@ -342,16 +340,18 @@ def _do_not_fit(
     if fraction is not None and weights + states < available - others:
         lowest = (weights + states) / available
         return f"{head} with --mem-fraction-static {fraction}; it must be well above {lowest:.3f}"
-    kept = ", ".join(f"{size / GIB:.2f} GiB of {name}" for name, size in wide.items() if size > weights // 20)
-    remedies = [f"more GPUs ({more_ranks.flags})"] if more_ranks else []
+    kept = ", ".join(f"{size / GIB:.2f} GiB of {name}" for name, size in remedies.wide.items() if size > weights // 20)
+    layout = remedies.layout(available - others - (0 if sizes.ranks.world_size > 1 else _COLLECTIVE_RESERVE))
+    advice = [f"more GPUs ({layout.flags})"] if layout else []
     if (
         sizes.max_running_requests > SMALLEST.max_running_requests
         or sizes.tokens_per_step > SMALLEST.chunked_prefill_size
     ):
-        remedies.append("--cuda-graph-max-bs 16, a smaller --chunked-prefill-size or --max-running-requests")
-    remedies.append("a checkpoint that quantizes these too" if kept else "a quantized checkpoint")
+        advice.append("--cuda-graph-max-bs 16, a smaller --chunked-prefill-size or --max-running-requests")
+    smaller = "a checkpoint in fewer bits" if remedies.wide else "a quantized checkpoint"
+    advice.append("a checkpoint that quantizes these too" if kept else smaller)
     return (
         f"{head} after {others / GIB:.2f} GiB for activations, logits, graphs and reserve;"
         + (f" the checkpoint keeps {kept} in 16 bits;" if kept else "")
-        + f" use {', or '.join(remedies)}"
+        + f" use {', or '.join(advice)}"
     )

@@ -27,6 +27,18 @@ from sglang.srt.plan.ranks import HeadShares
 
 
 @dataclass(frozen=True, slots=True)
+class HeadDims:
+    """`dims` neighbouring rows (axis 0) or columns (1) of a matrix that belong to one head, or (`of_kv`) to one KV
+    head. `matrix`, `parts`: as of Matrix."""
+
+    matrix: str
+    parts: tuple[str, ...]
+    axis: int
+    dims: int
+    of_kv: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class GQA:
     """Attention in which `num_heads / num_kv_heads` query heads share a kv head.
 
@@ -51,7 +63,7 @@ class GQA:
     output_gate: bool = False
     sinks: bool = False
     logit_cap: float = 0.0
-    among_recurrent: bool = False  # other layers of the model have a recurrent state
+    among_recurrent: str = ""  # the trait of models whose other layers have a recurrent state: kernels.tables.HYBRIDS
     value_norm: bool = False
     values_from_keys: bool = False
     cache_layer: int = -1
@@ -76,6 +88,14 @@ class GQA:
     def shares(self, tp_size: int) -> HeadShares:
         return HeadShares(self.num_heads, self.num_kv_heads, tp_size)
 
+    def head_dims(self) -> Iterator[HeadDims]:
+        yield HeadDims("attn.qkv", ("q",), 0, self.head_dim)
+        if self.caches_tokens:
+            yield HeadDims("attn.qkv", ("k",), 0, self.head_dim, of_kv=True)
+            if not self.values_from_keys:
+                yield HeadDims("attn.qkv", ("v",), 0, self.v_head_dim, of_kv=True)
+        yield HeadDims("attn.o", ("",), 1, self.v_head_dim)
+
     def needs(self, serving: Serving) -> Iterator[Need]:
         dims = (self.head_dim, self.v_head_dim)
         shares = self.shares(serving.tp_size)
@@ -93,9 +113,9 @@ class GQA:
             "sliding_window": self.window > 0,
             "sinks": self.sinks,
             "logit_cap": self.logit_cap > 0,
-            "hybrid_gdn": self.among_recurrent,
         }
         traits = [name for name, here in present.items() if here]
+        traits += [self.among_recurrent] if self.among_recurrent else []
         yield serving.need("extend_attention", dims, traits)
         yield serving.need("decode_attention", dims, traits)
         if self.output_gate:
@@ -204,6 +224,12 @@ class MLA:
     def shares(self, tp_size: int) -> HeadShares:
         """Of heads that share nothing but the latent, which every rank has."""
         return HeadShares(self.num_heads, self.num_heads, tp_size)
+
+    def head_dims(self) -> Iterator[HeadDims]:
+        queries = ("attn.q_b", "") if self.q_lora_rank else ("attn.qkv_a", "q_proj")
+        yield HeadDims(queries[0], (queries[1],), 0, self.qk_dim)
+        yield HeadDims("attn.kv_b", ("",), 0, self.nope_dim + self.v_dim)
+        yield HeadDims("attn.o", ("",), 1, self.v_dim)
 
     @property
     def latent_dim(self) -> int:

@@ -7,7 +7,7 @@ description (weights, caches, the model itself) follows for a stage too, and lay
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from sglang.srt.plan.caches import CacheGroup
@@ -37,7 +37,7 @@ def cut_stages(
     dtype: str,
     ranks: RankLayout,
     fp8_cache: bool = False,
-    features: frozenset[str] | None = None,
+    features: Collection[str] | None = None,
 ) -> tuple[Stage, ...]:
     """Stages whose fullest one has as few bytes of weights as can be; arguments as of `rank_weight_bytes`. There are at
     least as many layers as stages. Raises UserError where a layer cannot be divided over the ranks of a stage."""

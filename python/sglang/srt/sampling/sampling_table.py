@@ -68,6 +68,11 @@ class SamplingBatch:
     sparse: SparseLogits | None
 
     @property
+    def only_largest(self) -> bool:
+        """Whether the largest of the logits as they are is all that is wanted."""
+        return self.all_greedy and self.penalties is None and self.sparse is None
+
+    @property
     def any_filter(self) -> bool:
         return self.any_top_k or self.any_top_p or self.any_min_p
 

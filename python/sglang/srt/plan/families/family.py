@@ -47,7 +47,7 @@ class Family:
     output_gate: bool = False
     sinks: bool = False
     positions: bool = True  # False: attention does not rotate heads
-    among_recurrent: bool = False
+    among_recurrent: str = ""  # as GQA.among_recurrent
     projected_by_key_head: bool = False  # as GatedDelta.by_key_head
     # feed-forward
     has_experts: bool = False

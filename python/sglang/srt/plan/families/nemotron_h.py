@@ -41,6 +41,7 @@ NEMOTRON_H = Family(
     norm_eps="layer_norm_epsilon",
     one_block_layers=True,
     positions=False,
+    among_recurrent="hybrid_mamba2",
     activation=RELU2,
     router=Router(0, "sigmoid", correction="e_score_correction_bias", float32=True),
 )

@@ -31,7 +31,7 @@ QWEN3_NEXT = Family(
     projected_by_key_head=True,
     head_dim=256,
     num_kv_heads=2,
-    among_recurrent=True,
+    among_recurrent="hybrid_gdn",
     has_experts=True,
     router=Router(0),
 )

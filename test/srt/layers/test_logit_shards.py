@@ -1,0 +1,81 @@
+"""The largest logits of several ranks' columns are those of the whole rows: with ties, NaN, infinities, and columns
+that do not divide."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import pytest
+import torch
+
+from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.layers.embedding import LMHead, _vocab_rows
+from sglang.srt.layers.sampler import _largest
+from sglang.srt.sampling.sampling_params import NO_TOKEN
+
+VOCABULARIES = (5, 64, 97)
+"""Of five tokens the last of four ranks has none."""
+
+
+class Threads(Group):
+    """Ranks that are threads of this process."""
+
+    def __init__(self, rank: int, barrier: Barrier, given: list[torch.Tensor | None]) -> None:
+        super().__init__(rank, barrier.parties)
+        self.barrier, self.given = barrier, given
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        self.given[self.rank] = x
+        self.barrier.wait(60)
+        gathered = torch.cat([each for each in self.given if each is not None], dim)
+        self.barrier.wait(60)
+        return gathered
+
+
+class ColumnsOf(LMHead):
+    """A head whose hidden states are the whole logits."""
+
+    def __init__(self, vocab_size: int, group: Group, padded: bool) -> None:
+        self.vocab_size, self.cap, self.group = vocab_size, 0.0, group
+        self.rows = rows = _vocab_rows(group, vocab_size)
+        missing = rows.room - rows.count if padded else 0
+        self.product = lambda hidden: torch.nn.functional.pad(hidden[:, rows.run], (0, missing), value=1e9)
+
+
+def rows_of(vocab_size: int) -> torch.Tensor:
+    """[R, V] of everything that can go wrong."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    rows = torch.randn(40, vocab_size, generator=generator)
+    rows[:10] = torch.randint(0, 3, (10, vocab_size), generator=generator).float()  # ties within and between ranks
+    rows[10] = 1.5
+    rows[11] = -torch.inf
+    for i in range(12, 20):
+        rows[i, torch.randint(vocab_size, (1,), generator=generator)] = torch.nan
+    rows[20:24] = -torch.inf
+    for i in range(21, 24):
+        rows[i, (i * 31) % vocab_size] = -3.0
+    rows[24, :: max(1, vocab_size // 3)] = torch.inf
+    rows[25, -1], rows[25, 0] = torch.nan, torch.inf
+    return rows
+
+
+def check(group: Threads) -> None:
+    for vocab_size in VOCABULARIES:
+        rows = rows_of(vocab_size)
+        wanted = _largest(rows)
+        assert (wanted == NO_TOKEN).sum() > 8 and wanted[10] == 0 and wanted[12] == NO_TOKEN
+        for padded in (True, False):
+            head = ColumnsOf(vocab_size, group, padded)
+            shard = head.of_step(rows)
+            assert head.is_shard(shard) and not head.is_shard(head.of_step(rows[:3]))
+            assert torch.equal(head.first_largest(shard), wanted), (vocab_size, padded)
+            for whole, few in ((head.whole(shard), rows), (head(rows), rows), (head.of_step(rows[:3]), rows[:3])):
+                assert torch.equal(whole.nan_to_num(7.0), few.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_the_first_of_the_largest(size: int) -> None:
+    barrier, given = Barrier(size), [None] * size
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(check, [Threads(rank, barrier, given) for rank in range(size)]))
