@@ -34,21 +34,12 @@ import requirements  # noqa: E402
 import two_gpus  # noqa: E402
 from two_gpus import EMBEDDED, Server, Servers, StepTimes, Window, answers_of, kill_a_rank, load, rounds  # noqa: E402
 
-PEER_START_S = 420.0
+PEER_START_S, SHARED_MEMORY_S = 420.0, 20.0
 SAME_TEXTS = 0.9
 """Of the answers in bf16; where two tokens are as likely, the order of a sum decides. On CPUs all are the same."""
 RATIO = 1.2
-PEER = (
-    "--load-format",
-    "dummy",
-    "--tp-size",
-    "2",
-    "--mem-fraction-static",
-    "0.45",
-    "--attention-backend",
-    "flashinfer",
-)
-PEER = (*PEER, "--sampling-backend", "pytorch", "--grammar-backend", "none", "--chunked-prefill-size", "8192")
+PEER = ("--load-format", "dummy", "--tp-size", "2", "--chunked-prefill-size", "8192", "--grammar-backend", "none")
+PEER = (*PEER, "--attention-backend", "flashinfer", "--sampling-backend", "pytorch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +160,12 @@ def kill(bench: Bench) -> None:
                 took, right = kill_a_rank(bench.window, server, bench.window.out / f"server_{name}.log", number)
                 what = f"{layout}, {processes[number]} killed"
                 bench.row(what, f"all gone after {took:.1f} s", "named, all gone", right)
-    left = sorted(path.name for path in set(Path("/dev/shm").iterdir()) - before)
-    bench.row("left in /dev/shm", ", ".join(left) or "nothing", "nothing", not left)
+    left, end = set(Path("/dev/shm").iterdir()) - before, time.monotonic() + bench.window.left(SHARED_MEMORY_S)
+    while left and time.monotonic() < end:  # what stays is ours, what comes and goes is other processes'
+        time.sleep(0.2)
+        left &= set(Path("/dev/shm").iterdir())
+    names = ", ".join(sorted(path.name for path in left))
+    bench.row("left in /dev/shm", names or "nothing", "nothing", not left)
 
 
 def slice_(bench: Bench) -> None:
@@ -213,26 +208,25 @@ def three(bench: Bench) -> None:
 
 
 def served_load(bench: Bench) -> None:
-    """Two ranks under load, beside upstream's two. Both are up while each is measured."""
-    with ExitStack() as stack, bench.window.part("load"):
+    """Two ranks under load, then upstream's two: each has the GPUs for itself."""
+    found = {}
+    with ExitStack() as stack, bench.window.part("load, ours"):
+        server = Servers(bench.window, stack).start("ours", bench.model, *bench.large("--tp", "2"))
+        found["ours"] = bench.served("TP2", server.result(bench.window.left(two_gpus.SERVER_LIMIT_S)))
+    if not bench.peer_site:
+        return
+    with ExitStack() as stack, bench.window.part("load, the peer"):
+        environment = {**compare.PEER_ENV, "TRITON_CACHE_DIR": str(bench.window.out / "triton_peer")}
+        flags = (*PEER, "--device", "cpu", "--attention-backend", "torch_native") if bench.cpu else PEER
+        path = compare.peer_path(bench.peer_site)
         servers = Servers(bench.window, stack)
-        ours = servers.start("ours", bench.model, *bench.large("--tp", "2"))
-        peer = None
-        if bench.peer_site:
-            environment = {**compare.PEER_ENV, "TRITON_CACHE_DIR": str(bench.window.out / "triton_peer")}
-            flags = (*PEER, "--device", "cpu", "--attention-backend", "torch_native") if bench.cpu else PEER
-            path = compare.peer_path(bench.peer_site)
-            peer = servers.start("peer", bench.model, *flags, limit_s=PEER_START_S, PYTHONPATH=path, **environment)
-        server = ours.result(bench.window.left(two_gpus.SERVER_LIMIT_S))
-        if peer is not None:
-            upstream = peer.result(bench.window.left(PEER_START_S))
-            bench.window.say(f"up after {server.start_seconds:.0f} s, the peer after {upstream.start_seconds:.0f} s")
-        tokens = bench.served("TP2", server)
-        if peer is not None:
-            others = bench.served("peer TP2", upstream)
-            for (concurrency, _), a, b in zip(bench.loads(), tokens, others, strict=True):
-                right = None if bench.cpu else a / b >= RATIO
-                bench.row(f"{concurrency} at a time, ours / peer", f"{a / b:.2f}x", f"{RATIO}x", right)
+        peer = servers.start("peer", bench.model, *flags, limit_s=PEER_START_S, PYTHONPATH=path, **environment)
+        upstream = peer.result(bench.window.left(PEER_START_S))
+        bench.window.say(f"the peer is up after {upstream.start_seconds:.0f} s")
+        found["peer"] = bench.served("peer TP2", upstream)
+    for (concurrency, _), a, b in zip(bench.loads(), found.get("ours", ()), found.get("peer", ()), strict=False):
+        right = None if bench.cpu else a / b >= RATIO
+        bench.row(f"{concurrency} at a time, ours / peer", f"{a / b:.2f}x", f"{RATIO}x", right)
 
 
 PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {

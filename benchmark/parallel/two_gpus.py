@@ -279,7 +279,7 @@ def kill_a_rank(window: Window, server: Server, log: Path, number: int = 1) -> t
     left = [pid for pid in [server.pid, *everyone] if _alive(pid)]
     said = [line[-160:] for line in log.read_text(errors="replace").splitlines() if "process died" in line]
     window.say(f"a rank killed: all gone after {took:.1f} s, left {left}; {said[-1:]}")
-    right = not left and bool(said)
+    right = not left and bool(said) and "] Then the " not in said[-1]
     if not right:
         window.fail("kill -9 of a rank")
     return took, right

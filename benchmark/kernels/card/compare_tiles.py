@@ -3,8 +3,8 @@
     python benchmark/kernels/card/compare_tiles.py --configs test/srt/kernels/configs [--before TREE]
 
 Before: the tile by rows alone, K in parts up to 64 rows only, and two stages of the large tiles of block-scaled
-formats. Prints, as markdown, single products, and the steps of models that changed. TREE: a checkout with other tiles of
-experts; prints their layers beside today's, all by today's cost model. No GPU needed.
+formats. Prints, as markdown, single products, and the steps of models that changed. TREE: a checkout with other tiles
+of experts; prints their layers beside today's, all by today's cost model. No GPU needed.
 """
 
 from __future__ import annotations

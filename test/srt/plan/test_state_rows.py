@@ -136,8 +136,14 @@ def test_models_without_states_say_that_the_flags_do_nothing(tmp_path: Path) -> 
 
 
 def test_strategies_have_no_effect_and_say_why(caplog: pytest.LogCaptureFixture) -> None:
-    sizes = ["--max-mamba-cache-size", "32", "--mamba-ssm-dtype", "bfloat16"]
-    words = ["--mamba-scheduler-strategy", "extra_buffer", *sizes]
+    words = [
+        "--mamba-scheduler-strategy",
+        "extra_buffer",
+        "--max-mamba-cache-size",
+        "32",
+        "--mamba-ssm-dtype",
+        "bfloat16",
+    ]
     args = ServerArgs.from_cli(["--model-path", "x", *words, "--mamba-full-memory-ratio", "0.5"], "test")
     assert (args.max_mamba_cache_size, args.mamba_ssm_dtype, args.mamba_full_memory_ratio) == (32, "bfloat16", 0.5)
     assert "--mamba-scheduler-strategy has no effect in sm120-sglang: states at the ends of chunks" in caplog.text
