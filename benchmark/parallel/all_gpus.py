@@ -65,7 +65,7 @@ def save_mixture(folder: Path) -> Path:
 
 def run(window: Window, experts: str, gpus: int, stack: ExitStack, pool: ThreadPoolExecutor) -> None:
     ranks = ("--tp", str(gpus))
-    steps = StepTimes.start("experts_tp4", window, experts, *ranks, "--ep-size", str(gpus))
+    steps = StepTimes.start("experts_tp4", window, experts, *ranks, "--ep-size", str(gpus), "--profile")
     sums = pool.submit(rounds, window, 2000, gpus, 45, "--no-times", "--no-host-memory")
     servers = Servers(window, stack)
     started: dict[str, Future[Server]] = {

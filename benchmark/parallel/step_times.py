@@ -34,10 +34,10 @@ from sglang.srt.mem_cache.kv_table import KVTable
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.plan.layout import asked_layout
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.log import configure_logging
 
-BATCH_SIZES = (1, 16, 64)
 INPUT_LEN, OUTPUT_LEN = 1024, 64
 PROMPTS = 7
 """Times that one prompt is computed; the median counts."""
@@ -52,6 +52,9 @@ class Order:
     output: Path
     turn: Path | None
     profile: bool
+    batch_sizes: tuple[int, ...]
+    input_len: int
+    output_len: int
 
 
 class BeforeTheNorm:
@@ -82,13 +85,13 @@ def ways() -> dict[str, Any]:
     """Name -> reducer, in the order in which they are measured; the first is what the server has chosen."""
     group = parallel_state.groups().tp
     if group.size == 1:
-        return {"one rank": None}
+        return {"one rank" if parallel_state.num_ranks() == 1 else "stages": None}
     if group._reducer is None:
         return {"nccl": None}
     return {"in the norm": group._reducer, "before it": BeforeTheNorm(group._reducer), "nccl": NoReducer()}
 
 
-def switch_to(runner: ModelRunner, reducer: Reducer) -> None:
+def switch_to(runner: ModelRunner, reducer: Reducer, input_len: int) -> None:
     """Captures again what is measured here, and no more."""
     parallel_state.groups().tp.reduce_with(reducer)
     runner.graphs = runner.extend_graphs = None
@@ -96,17 +99,17 @@ def switch_to(runner: ModelRunner, reducer: Reducer) -> None:
     with torch.inference_mode():
         runner.graphs = CudaGraphRunner(runner.state, runner.plan.cuda_graph_bs)
         if runner.plan.cuda_graph_prefill_tokens:
-            largest = max(size for size in runner.plan.cuda_graph_prefill_tokens if size <= INPUT_LEN)
+            largest = max(size for size in runner.plan.cuda_graph_prefill_tokens if size <= input_len)
             runner.extend_graphs = ExtendGraphRunner(runner.state, (largest,), (0, 1))
 
 
-def one_prompt(runner: ModelRunner, kv: KVTable) -> Callable[[], None]:
+def one_prompt(runner: ModelRunner, kv: KVTable, input_len: int) -> Callable[[], None]:
     ids = min(10_000, runner.plan.model.vocab_size)
-    tokens = np.random.default_rng(1).integers(0, ids, INPUT_LEN).tolist()
+    tokens = np.random.default_rng(1).integers(0, ids, input_len).tolist()
 
     def compute() -> None:
         batch = DirectBatch(runner, kv, [tokens], 1)
-        batch.prefill(INPUT_LEN)
+        batch.prefill(input_len)
         batch.close()
 
     return compute
@@ -130,12 +133,13 @@ def longest_kernels(run: Callable[[], None]) -> list[tuple[str, int, float]]:
 def measure(runner: ModelRunner, kv: KVTable, order: Order, rank: int) -> None:
     """Writes what it has after each way."""
     bench, _ = bench_one_batch.BenchArgs.parse(["--model-path", "-", "--result-filename", ""])
-    compute, found = one_prompt(runner, kv), dict[str, Any]()
+    compute, found = one_prompt(runner, kv, order.input_len), dict[str, Any]()
     choices = ways()
     for number, (name, reducer) in enumerate(choices.items()):
         if number:
-            switch_to(runner, reducer)
-        rows = [bench_one_batch.measure(runner, kv, (size, INPUT_LEN, OUTPUT_LEN), bench, rank) for size in BATCH_SIZES]
+            switch_to(runner, reducer, order.input_len)
+        cases = [(size, order.input_len, order.output_len) for size in order.batch_sizes]
+        rows = [bench_one_batch.measure(runner, kv, case, bench, rank) for case in cases]
         found[name] = {
             "decode_ms": [row["median_decode_latency"] * 1e3 for row in rows],
             "prefill_ms": [row["prefill_latency"] * 1e3 for row in rows],
@@ -145,7 +149,7 @@ def measure(runner: ModelRunner, kv: KVTable, order: Order, rank: int) -> None:
             order.output.write_text(json.dumps(found, indent=1))
     if order.profile:
         if len(choices) > 1:
-            switch_to(runner, next(iter(choices.values())))
+            switch_to(runner, next(iter(choices.values())), order.input_len)
         compute()
         if rank == 0:
             found[LONGEST] = longest_kernels(compute)
@@ -165,7 +169,8 @@ def wait_for_turn(turn: Path, rank: int) -> None:
 
 
 def run_rank(order: Order, rank: int, rendezvous: str | None) -> None:
-    configure_logging(order.args.log_level, f"TP{rank}" if order.args.tp_size > 1 else "")
+    ranks = asked_layout(order.args)
+    configure_logging(order.args.log_level, ranks.name(rank) if ranks.world_size > 1 else "")
     runner = create_runner(order.args, rank, rendezvous)
     kv = direct_table(runner)
     if order.turn is not None:
@@ -178,20 +183,25 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--turn", type=Path)
     parser.add_argument("--profile", action="store_true", help="Say which kernels a prompt takes longest in.")
+    parser.add_argument("--batch-sizes", default="1,16,64")
+    parser.add_argument("--lengths", default=f"{INPUT_LEN},{OUTPUT_LEN}", help="Tokens of a prompt and of an output.")
     options, rest = parser.parse_known_args()
+    batch_sizes = tuple(map(int, options.batch_sizes.split(",")))
+    input_len, output_len = map(int, options.lengths.split(","))
     adopt_environment()
     args = ServerArgs.from_cli(rest, "step_times.py")
     if args.max_running_requests is None:
-        args.max_running_requests = max(BATCH_SIZES)
-    args.cuda_graph_bs = list(BATCH_SIZES)
-    order = Order(args, options.output, options.turn, options.profile)
-    if args.tp_size == 1:
+        args.max_running_requests = max(batch_sizes)
+    args.cuda_graph_bs = list(batch_sizes)
+    order = Order(args, options.output, options.turn, options.profile, batch_sizes, input_len, output_len)
+    num_ranks = asked_layout(args).world_size
+    if num_ranks == 1:
         run_rank(order, 0, None)
         return 0
     with tempfile.TemporaryDirectory(prefix="sglang-bench-") as directory:
         context = multiprocessing.get_context("spawn")
         meeting = f"file://{directory}/rendezvous"
-        ranks = [context.Process(target=run_rank, args=(order, rank, meeting)) for rank in range(args.tp_size)]
+        ranks = [context.Process(target=run_rank, args=(order, rank, meeting)) for rank in range(num_ranks)]
         for process in ranks:
             process.start()
         for process in ranks:

@@ -28,17 +28,18 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "evals"))
+sys.path[:0] = [str(HERE), str(HERE.parent / "evals")]
 
 import api  # noqa: E402
 import bench_tiny  # noqa: E402
+import requirements  # noqa: E402
 from served import ROOT, Server, checkout_env, served  # noqa: E402
 
 EMBEDDED = ROOT / "python" / "sglang" / "embedded" / "tiny"
 READY_LIMIT_S, TURN_LIMIT_S, SERVER_LIMIT_S = 170.0, 75.0, 170.0
 LOADS = ((64, 512), (256, 1024))
 """Requests at a time, and in all."""
-SERVER_INPUT, SERVER_OUTPUT = 512, 128
+SERVER_LENGTHS = (512, 128)
 SMALL_SERVER = ("--max-total-tokens", "65536", "--max-running-requests", "32", "--cuda-graph-max-bs", "32")
 SERVER = ("--load-format", "dummy", "--max-total-tokens", "220000", "--max-running-requests", "512")
 SERVER = (*SERVER, "--cuda-graph-max-bs", "256", "--chunked-prefill-size", "8192")
@@ -96,7 +97,7 @@ def install_kernels(window: Window) -> None:
 
 @dataclass
 class StepTimes:
-    """A process of step_times.py that waits for its turn."""
+    """A process of step_times.py that waits for its turn. Flags are the script's and the server's."""
 
     name: str
     window: Window
@@ -104,33 +105,38 @@ class StepTimes:
 
     @staticmethod
     def start(name: str, window: Window, model: str, *flags: str, gpu: str | None = None) -> StepTimes:
-        base = window.out / name
+        base = window.out / name.replace(" ", "_")
+        for stale in (".turn", ".turn.ready", ".json"):
+            Path(f"{base}{stale}").unlink(missing_ok=True)
         command = [sys.executable, "-W", "ignore", str(HERE / "step_times.py"), "--output", f"{base}.json"]
-        command += ["--turn", f"{base}.turn", "--profile", "--model-path", model, *BENCH, *flags]
+        command += ["--turn", f"{base}.turn", "--model-path", model, *BENCH, *flags]
         env = checkout_env() if gpu is None else checkout_env(CUDA_VISIBLE_DEVICES=gpu)
         with Path(f"{base}.log").open("wb") as log:
             return StepTimes(
                 name, window, subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
             )
 
+    def _file(self, kind: str) -> Path:
+        return self.window.out / f"{self.name.replace(' ', '_')}.{kind}"
+
     def wait_until_ready(self, end: float) -> None:
-        ready = self.window.out / f"{self.name}.turn.ready"
+        ready = self._file("turn.ready")
         while not ready.exists():
             if self.process.poll() is not None or time.monotonic() > end:
                 self.kill()
-                raise RuntimeError(f"not ready: {_end_of(self.window.out / f'{self.name}.log')}")
+                raise RuntimeError(f"not ready: {_end_of(self._file('log'))}")
             time.sleep(0.1)
 
     def measure(self) -> dict[str, Any]:
-        (self.window.out / f"{self.name}.turn").touch()
+        self._file("turn").touch()
         try:
             status = self.process.wait(self.window.left(TURN_LIMIT_S))
         except subprocess.TimeoutExpired:
             status = -1
         self.kill()
-        result = self.window.out / f"{self.name}.json"
+        result = self._file("json")
         if not result.exists():
-            raise RuntimeError(f"status {status}: {_end_of(self.window.out / f'{self.name}.log')}")
+            raise RuntimeError(f"status {status}: {_end_of(self._file('log'))}")
         rows: dict[str, Any] = json.loads(result.read_text())
         return rows
 
@@ -152,7 +158,8 @@ def say_steps(window: Window, name: str, rows: dict[str, Any]) -> None:
         window.say(f"{name}, {way}: decode {decode} ms, prefill {prefill} ms, one prompt {row['prompt_ms']:.2f} ms")
     kernels = rows.get("kernels of a prompt", [])
     texts = [f"{kernel[:34]} x{count} {ms:.2f}" for kernel, count, ms in kernels]
-    window.say(f"  {name}, ms of a prompt: {'; '.join(texts)}")
+    if texts:
+        window.say(f"  {name}, ms of a prompt: {'; '.join(texts)}")
 
 
 def log_lines(log: Path, wanted: str) -> list[str]:
@@ -168,27 +175,33 @@ class Servers:
     def __init__(self, window: Window, stack: ExitStack) -> None:
         self.window, self.stack, self.pool = window, stack, ThreadPoolExecutor(4)
 
-    def start(self, name: str, model: str | Path, *flags: str, **environment: str) -> Future[Server]:
-        limit = self.window.left(SERVER_LIMIT_S)
+    def start(
+        self, name: str, model: str | Path, *flags: str, limit_s: float = SERVER_LIMIT_S, **environment: str
+    ) -> Future[Server]:
+        limit = self.window.left(limit_s)
         log = self.window.out / f"server_{name}.log"
         return self.pool.submit(lambda: self.stack.enter_context(served(Path(model), log, flags, limit, **environment)))
 
 
+def answers_of(server: Server, each: int = 6) -> tuple[bench_tiny.Score, list[str]]:
+    """The embedded model's score on so many problems of each task, and the texts of its answers."""
+    items = bench_tiny.load(None, each, ())
+    replies, _ = api.run(server.url, [bench_tiny.request(item) for item in items], 24, None)
+    report = bench_tiny.Report()
+    for item, reply in zip(items, replies, strict=True):
+        report.add(item, reply)
+    return report.whole(), [_text(json.dumps((reply.body or {}).get("choices"))) for reply in replies]
+
+
 def same_answers(window: Window, servers: dict[str, Server]) -> None:
-    items = bench_tiny.load(None, 6, ())
     answers: dict[str, list[str]] = {}
     for name, server in servers.items():
-        replies, _ = api.run(server.url, [bench_tiny.request(item) for item in items], 24, None)
-        report = bench_tiny.Report()
-        for item, reply in zip(items, replies, strict=True):
-            report.add(item, reply)
-        score = report.whole()
-        answers[name] = [json.dumps((reply.body or {}).get("choices")) for reply in replies]
+        score, answers[name] = answers_of(server)
         window.say(f"embedded model, {name}: {score.right} of {score.count} right, {score.errors} errors")
         if score.errors:
             window.fail(f"{name}: {score.errors} requests failed")
     one, two = answers.values()
-    same = sum(a == b for a, b in zip(map(_text, one), map(_text, two), strict=True))
+    same = sum(a == b for a, b in zip(one, two, strict=True))
     window.say(f"embedded model: {same} of {len(one)} answers have the same text with one rank and with several")
 
 
@@ -196,15 +209,17 @@ def _text(choices: str) -> str:
     return "".join(re.findall(r'"(?:content|text|arguments)": "(?:[^"\\]|\\.)*"', choices))
 
 
-def load(window: Window, server: Server, concurrency: int, prompts: int) -> dict[str, Any]:
+def load(
+    window: Window, server: Server, concurrency: int, prompts: int, lengths: tuple[int, int] = SERVER_LENGTHS
+) -> dict[str, Any]:
     result = window.out / f"load_{server.pid}_{concurrency}.jsonl"
     command = [sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", server.url]
     command += ["--dataset-name", "random-ids", "--random-range-ratio", "0.0", "--seed", str(concurrency)]
-    command += ["--random-input-len", str(SERVER_INPUT), "--random-output-len", str(SERVER_OUTPUT)]
+    command += ["--random-input-len", str(lengths[0]), "--random-output-len", str(lengths[1])]
     command += ["--num-prompts", str(prompts), "--max-concurrency", str(concurrency), "--flush-cache"]
     command += ["--output-file", str(result), "--disable-tqdm"]
     done = subprocess.run(
-        command, env=checkout_env(), capture_output=True, text=True, timeout=window.left(60), check=False
+        command, env=checkout_env(), capture_output=True, text=True, timeout=window.left(90), check=False
     )
     if done.returncode:
         raise RuntimeError(done.stderr)
@@ -221,6 +236,12 @@ def say_load(window: Window, name: str, server: Server) -> None:
         window.say(f"served, {name}, {concurrency} at a time: {', '.join(texts)}, {row['completed']} completed")
 
 
+def num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def descendants(pid: int) -> list[int]:
     """The oldest first."""
     found: list[int] = []
@@ -234,8 +255,9 @@ def _status(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
 
 
-def kill_a_rank(window: Window, server: Server, log: Path) -> None:
-    """The second rank's process, while it decodes."""
+def kill_a_rank(window: Window, server: Server, log: Path, number: int = 1) -> tuple[float, bool]:
+    """A process of the server, while it decodes, by its place: the ranks, then the detokenizer. How long the others
+    lived on, and whether that went as it should."""
     body = {"text": "One, two,", "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True, "temperature": 0.0}}
     request = urllib.request.Request(
         f"{server.url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -250,15 +272,17 @@ def kill_a_rank(window: Window, server: Server, log: Path) -> None:
     everyone = descendants(server.pid)
     ranks = [pid for pid in everyone if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     started = time.monotonic()
-    os.kill(ranks[1], signal.SIGKILL)
+    os.kill(ranks[number], signal.SIGKILL)
     while any(_alive(pid) for pid in [server.pid, *everyone]) and time.monotonic() - started < 40:
         time.sleep(0.05)
     took = time.monotonic() - started
     left = [pid for pid in [server.pid, *everyone] if _alive(pid)]
     said = [line[-160:] for line in log.read_text(errors="replace").splitlines() if "process died" in line]
     window.say(f"a rank killed: all gone after {took:.1f} s, left {left}; {said[-1:]}")
-    if left or not said:
+    right = not left and bool(said) and "] Then the " not in said[-1]
+    if not right:
         window.fail("kill -9 of a rank")
+    return took, right
 
 
 def _alive(pid: int) -> bool:
@@ -295,13 +319,13 @@ def rounds(window: Window, count: int, ranks: int, limit: float, *flags: str, li
 
 def first_wave(window: Window, args: argparse.Namespace) -> None:
     """Steps and right answers."""
-    waiting = [StepTimes.start("experts_tp1", window, args.experts, "--tp", "1", gpu="1")]
+    waiting = [StepTimes.start("experts_tp1", window, args.experts, "--tp", "1", "--profile", gpu="1")]
     with window.part("sgl-kernel"):
         install_kernels(window)
-    waiting.insert(0, StepTimes.start("experts_tp2", window, args.experts, "--tp", "2"))
-    waiting.append(StepTimes.start("experts_tp2_ep2", window, args.experts, "--tp", "2", "--ep-size", "2"))
+    waiting.insert(0, StepTimes.start("experts_tp2", window, args.experts, "--tp", "2", "--profile"))
+    waiting.append(StepTimes.start("experts_tp2_ep2", window, args.experts, "--tp", "2", "--ep-size", "2", "--profile"))
     if args.slice:
-        waiting.append(StepTimes.start("slice_tp2", window, args.slice, "--tp", "2"))
+        waiting.append(StepTimes.start("slice_tp2", window, args.slice, "--tp", "2", "--profile"))
     with ExitStack() as stack:
         servers = Servers(window, stack)
         two = servers.start("tiny_tp2", EMBEDDED, "--tp", "2", *SMALL_SERVER)
@@ -356,6 +380,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--skip", default="", help="of steps, kill, load, rounds, ranks")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
+    if why := requirements.complaint():
+        print(why, flush=True)
+        return 2
     window = Window(args.out.resolve(), args.limit)
     if "steps" in args.skip:
         with window.part("sgl-kernel"):

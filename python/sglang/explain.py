@@ -33,7 +33,7 @@ from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.plan import (
     describe_capacity,
-    forced_kernels,
+    forced_kernel,
     make_plan,
     plan_capacity,
     serving_of,
@@ -88,8 +88,7 @@ def explain(args: ServerArgs, arch: ArchTraits, packages: frozenset[str], availa
         check_layout(model, serving.ranks)
     except UserError as error:
         return Explanation(arch, model, not_implemented, str(error), serving.kv_dtype, (), (), None, None, (), serving)
-    forced = forced_kernels(args)
-    outcomes = tuple(_outcome(need, arch, packages, forced.get(need.op)) for need in needs_of(model, serving))
+    outcomes = tuple(_outcome(need, arch, packages, forced_kernel(args, need)) for need in needs_of(model, serving))
     plan, notes = _plan(
         args,
         served,

@@ -55,12 +55,12 @@ def test_a_fit_lowers_the_objective_and_stays_physical() -> None:
 def test_what_the_times_do_not_decide_stays() -> None:
     """Nothing is widened here, and no partial sum is scaled."""
     after = fitting.fit(measured()[:3], H200, rounds=4)
-    assert (after.convert_ops, after.scale_ops) == (fitting.START.convert_ops, fitting.START.scale_ops)
+    assert (after.issue_share, after.scale_ops) == (fitting.START.issue_share, fitting.START.scale_ops)
     assert after.spill_penalty == fitting.START.spill_penalty
     assert after != fitting.START
 
 
-@pytest.mark.parametrize(("path", "shapes", "worst", "mean"), [(MEASURED, 7, 1.06, 1.045), (HELD_OUT, 4, 1.08, 1.045)])
+@pytest.mark.parametrize(("path", "shapes", "worst", "mean"), [(MEASURED, 7, 1.06, 1.045), (HELD_OUT, 3, 1.055, 1.035)])
 def test_the_committed_constants_choose_well(path: Path, shapes: int, worst: float, mean: float) -> None:
     """The claim of docs/results/2026-11-21-h200-moe-cost-model.md: within 15% of the fastest tiles, for each shape."""
     arch, points = fitting.read_measured(path)

@@ -17,7 +17,7 @@ from live_server import LiveServer, live_server
 
 from .conftest import MODEL
 
-pytestmark = pytest.mark.clients
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(1800)]
 
 AT_ONCE = 16
 FIXED = {"model": MODEL, "temperature": 0, "max_tokens": 160}

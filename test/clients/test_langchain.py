@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from .conftest import MODEL, PERSON
 
-pytestmark = pytest.mark.clients
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(1800)]
 
 ADD = "Use the tool to add 12 and 30."
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from .conftest import MODEL, PERSON
 
-pytestmark = pytest.mark.clients
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(1800)]
 
 ADD = [{"role": "user", "content": "Use the tool to add 12 and 30."}]
 APPLES = "Tom has 12 apples. He buys 30 more and then gives 5 away. How many does he have now?"

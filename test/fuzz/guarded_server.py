@@ -25,6 +25,7 @@ from typing import Any
 
 import httpx
 import psutil
+from fuzz.health_watcher import Silence
 from fuzz.scale import SILENCE_LIMIT_CPU_S, SILENCE_LIMIT_S
 from live_server import LiveServer
 
@@ -149,13 +150,10 @@ class GuardedServer:
         watch = json.loads(self._watcher.stdout.readline())
         if watch["refusals"]:
             raise Damage(f"/health: {watch['refusals'][:5]}\n{self.new_log()[-3000:]}")
-        for silence in watch["silences"]:
-            said = (
-                f"/health was silent for {silence['seconds']:.1f} s; the front computed {silence['cpu_seconds']:.1f} s"
-            )
-            self.silences.append(said)
-            if silence["seconds"] > SILENCE_LIMIT_S or silence["cpu_seconds"] > SILENCE_LIMIT_CPU_S:
-                raise Damage(f"{said}. What its threads did is in its log:\n{self.new_log()[-6000:]}")
+        for silence in (Silence(**fields) for fields in watch["silences"]):
+            self.silences.append(str(silence))
+            if silence.seconds_with_a_processor > SILENCE_LIMIT_S or silence.cpu_seconds > SILENCE_LIMIT_CPU_S:
+                raise Damage(f"{silence}. What its threads did is in its log:\n{self.new_log()[-6000:]}")
         log = self.new_log()
         if "Traceback" in log:
             raise Damage("a traceback in the log:\n" + log[max(0, log.index("Traceback") - 500) :][:5000])

@@ -3,7 +3,9 @@
 Runs apart from the test, whose own work would otherwise look like silence of the server. Answers every line of standard
 input with a `Watch` since the line before, as JSON, and ends with standard input. A request that gets no answer for a
 second is a silence; then the stacks of the server's threads go to its log (SIGUSR1, see observed_launch.py), so that it
-can be seen what it does.
+can be seen what it does. Of a silence, the time that nobody could have used for an answer is counted apart: what the
+front's threads and this process stood in line for a processor (Linux counts it for each thread), and what a hypervisor
+gave to other machines.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import socket
 import sys
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import psutil
 
@@ -32,7 +35,20 @@ class Silence:
     """By the clock, which also counts when other programs had the processors."""
     cpu_seconds: float
     """What the front process itself computed meanwhile, in all its threads."""
+    waited_seconds: float
+    """Of `seconds`: without a processor, although one of them could have computed."""
     answer: str
+
+    @property
+    def seconds_with_a_processor(self) -> float:
+        """What the server itself has to answer for: it computed, or slept."""
+        return max(0.0, self.seconds - self.waited_seconds)
+
+    def __str__(self) -> str:
+        return (
+            f"/health was silent for {self.seconds:.1f} s, {self.waited_seconds:.1f} s of them without a processor; "
+            f"the front computed {self.cpu_seconds:.1f} s"
+        )
 
 
 @dataclass
@@ -51,6 +67,16 @@ def cpu_seconds(front: psutil.Process) -> float:
     return 0.0
 
 
+def waited_seconds(pid: int) -> float:
+    """How long the threads of a process, this process and the whole (virtual) machine have waited for processors."""
+    nanoseconds = 0
+    for statistics in (Path("/proc/self/schedstat"), *Path(f"/proc/{pid}/task").glob("*/schedstat")):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
+            nanoseconds += int(statistics.read_text().split()[1])
+    stolen = getattr(psutil.cpu_times(), "steal", 0.0) / (psutil.cpu_count() or 1)
+    return nanoseconds / 1e9 + float(stolen)
+
+
 def ask(port: int, pid: int) -> str:
     """The status line of the answer. Empty if there was none within GIVE_UP_S."""
     with socket.create_connection(("127.0.0.1", port), timeout=GIVE_UP_S) as connection:
@@ -64,7 +90,7 @@ def ask(port: int, pid: int) -> str:
 
 
 def ask_once(port: int, front: psutil.Process, result: Watch) -> None:
-    computed, started = cpu_seconds(front), time.monotonic()
+    computed, waited, started = cpu_seconds(front), waited_seconds(front.pid), time.monotonic()
     try:
         answer = ask(port, front.pid)
     except OSError as error:
@@ -73,7 +99,8 @@ def ask_once(port: int, front: psutil.Process, result: Watch) -> None:
     result.num_requests += 1
     result.longest_s = max(result.longest_s, seconds)
     if seconds > SILENCE_S:
-        result.silences.append(Silence(seconds, cpu_seconds(front) - computed, answer))
+        waited = min(seconds, max(0.0, waited_seconds(front.pid) - waited))
+        result.silences.append(Silence(seconds, cpu_seconds(front) - computed, waited, answer))
     if " 200 " not in answer:
         result.refusals.append(answer)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sglang.srt.cli_args import Option, build_parser, flag, parse_size
 from sglang.srt.compat import RENAMED_FLAGS
 from sglang.srt.errors import UserError
-from sglang.srt.kernels.tables import EXTEND_ATTENTION, FUSED_MOE
+from sglang.srt.kernels.tables import EXTEND_ATTENTION, FP8_GEMM_BACKENDS, FUSED_MOE, LINEAR
 from sglang.srt.server_args import TABLE, ServerArgs
 from sglang.srt.upstream_flags import ACCEPTED, REFUSED
 
@@ -238,6 +238,9 @@ def test_every_kernel_name_of_the_tables_is_understood() -> None:
     for kernel in FUSED_MOE:
         args = ServerArgs.from_kwargs(model_path="m", moe_runner_backend=kernel.name)
         assert args.moe_runner_backend == kernel.name or kernel.not_here is not None
+    for name in FP8_GEMM_BACKENDS:
+        assert cli("--fp8-gemm-runner-backend", name).fp8_gemm_backend == name
+        assert [spec for spec in LINEAR if name in (spec.name, spec.asked_as)]
 
 
 def test_model_is_required() -> None:

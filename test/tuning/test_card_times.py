@@ -16,14 +16,15 @@ from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.ranks import ONE_RANK
-from sglang.tuning import attention_model, measured
+from sglang.tuning import attention_model, measured, served_attention
 from sglang.tuning.best_times import best
 from sglang.tuning.grid import STEPS, Grid, code_of, decoded, encoded
 from sglang.tuning.ops import AllReduce, DecodeAttention, Experts, Linear, describe, floor, parse_shape
-from sglang.tuning.predicted_times import kind_of, predicted
+from sglang.tuning.predicted_times import expert_kind, kind_of, predicted
 from sglang.tuning.rates import ceilings_of
 from sglang.tuning.sglang_times import of_sglang
 from sglang.tuning.steps import decode_step, ops_of, prefill_step, time_step, total, unserved_ops
+from sglang.tuning.streaming import pair_kind
 
 CARD, H200 = arch_by_name("rtx-pro-6000-server"), arch_by_name("h200")
 CONFIGS = Path(__file__).parents[1] / "srt" / "kernels" / "configs"
@@ -181,9 +182,16 @@ def test_exact_rows_say_so() -> None:
 
 def test_pieces_are_cut_as_the_kernel_cuts_them() -> None:
     pytest.importorskip("triton")
-    from sglang.srt.layers.attention.triton_ops.decode_attention import SHORT_PIECE
+    from sglang.srt.layers.attention.triton_ops.decode_attention import combine_constants
+    from sglang.srt.layers.attention.triton_ops.decode_workspace import SHORT_PIECE
+    from sglang.srt.layers.recurrent.triton_ops import chunk_local, chunk_scan
 
-    assert SHORT_PIECE == attention_model.SHORT_PIECE
+    assert SHORT_PIECE == served_attention.SHORT_PIECE
+    for dim, heads, seqs in itertools.product((64, 80, 128, 192, 256, 512), (1, 12, 64, 256), (1, 8, 9, 256)):
+        keys = attention_model.Keys(seqs, 4096, heads, 1, dim, dim)
+        assert combine_constants(dim, heads, seqs)["BLOCK_P"] == served_attention.merged_at_once(keys)
+    assert chunk_local.CHUNK == served_attention.CHUNK
+    assert chunk_scan.scan_tile(128)["BLOCK_V"] == served_attention.SCAN_COLUMNS
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -192,7 +200,9 @@ def test_schemes_are_multiplied_as_the_kernels_do(scheme: str, arch: ArchTraits)
     pytest.importorskip("triton")
     from sglang.srt.layers.triton_ops.scaled_dot import product_of
 
-    assert kind_of(scheme, arch) == product_of(SCHEMES[scheme], arch.features).kind
+    product = product_of(SCHEMES[scheme], arch.features)
+    assert kind_of(scheme, arch) == product.kind and expert_kind(scheme, arch) == product.tile_kind
+    assert pair_kind(scheme, arch.features) == product.pair_kind
     rests_on = [predicted(Linear(tokens, 4096, 4096, scheme), arch) for tokens in (16, 32, 128, 512, 4096)]
     if scheme not in HEAD_SCHEMES:  # whose tiles serve few rows only
         assert all(time is not None and "no record" not in time.how for time in rests_on)

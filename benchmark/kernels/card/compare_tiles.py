@@ -1,14 +1,16 @@
 """Predicted times of products with quantized weights before and after their tiles changed, on an RTX PRO 6000 Server.
 
-    python benchmark/kernels/card/compare_tiles.py --configs test/srt/kernels/configs
+    python benchmark/kernels/card/compare_tiles.py --configs test/srt/kernels/configs [--before TREE]
 
 Before: the tile by rows alone, K in parts up to 64 rows only, and two stages of the large tiles of block-scaled
-formats. Prints, as markdown, single products, and the steps of models that changed. No GPU needed.
+formats. Prints, as markdown, single products, and the steps of models that changed. TREE: a checkout with other tiles
+of experts; prints their layers beside today's, all by today's cost model. No GPU needed.
 """
 
 from __future__ import annotations
 
 import argparse
+import runpy
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,16 @@ import model_tables
 
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import TileRecord
+from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
+from sglang.srt.layers.moe.fused_moe_triton.config_format import TilePair, read_content
+from sglang.srt.layers.moe.fused_moe_triton.config_names import own_name
+from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles
 from sglang.srt.layers.triton_ops import linear_tiles
 from sglang.tuning import predicted_times
 from sglang.tuning.best_times import best
 from sglang.tuning.ops import Linear
+from sglang.tuning.predict import predict
+from sglang.tuning.search_space import KINDS, MoeShape
 from sglang.tuning.steps import decode_step, time_step, total
 
 CARD = model_tables.CARD
@@ -39,8 +47,11 @@ ROWS = (96, 128, 256, 512, 1024, 8192)
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--configs", type=Path, required=True, help="directory of NAME.json")
+    parser.add_argument("--before", type=Path, help="a checkout whose tiles of experts to compare with")
     args = parser.parse_args(argv)
     print("\n".join([*products(), "", *steps(args.configs)]))
+    if args.before:
+        print("\n".join(["", *experts(args.before)]))
     return 0
 
 
@@ -55,6 +66,52 @@ def products() -> Iterator[str]:
             known = f"{other.served * 1e6:.0f}" if other and scheme != "mxfp8" else "-"
             cells.append(f"{tokens}: {before * 1e6:.0f} / {after * 1e6:.0f} / {known}")
         yield f"| {name}, {scheme} | " + " | ".join(cells) + " |"
+
+
+LAYERS = (
+    ("GPT-OSS-120B on 1", MoeShape(128, 2880, 2880, 4, "mxfp4", True)),
+    ("GPT-OSS-120B on 2", MoeShape(128, 1472, 2880, 4, "mxfp4", True)),
+    ("DeepSeek-V4-Flash on 4", MoeShape(256, 512, 4096, 6, "mxfp4")),
+    ("GPT-OSS-120B on 1", MoeShape(128, 2880, 2880, 4, "mxfp4_mxfp8", True)),
+)
+BATCHES = (64, 256, 512, 1024, 2048, 4096, 8192)
+
+
+def experts(before: Path) -> Iterator[str]:
+    """Both products of a layer; microseconds."""
+    yield "| experts | " + " | ".join(f"{tokens} tokens" for tokens in BATCHES) + " |"
+    yield "|---|" + "---|" * len(BATCHES)
+    for name, shape in LAYERS:
+        cells = []
+        for tokens in BATCHES:
+            then, now = (_layer(shape, tokens, root) for root in (before, Path(__file__).parents[3]))
+            cells.append(f"{then * 1e6:.0f} / {now * 1e6:.0f}")
+        yield f"| {name}, {shape.scheme} | " + " | ".join(cells) + " |"
+
+
+def _layer(shape: MoeShape, tokens: int, tree: Path) -> float:
+    pair = _pair_of(shape, tokens, tree)
+    seconds = 0.0
+    for kind in KINDS:
+        tile = getattr(pair, kind)
+        record = recorded_cost(shape.product_tile(kind, tile), CARD)
+        # Registers of a tile that is no longer on record do not decide; what it takes of an SM follows from its size.
+        record = record if isinstance(record, TileRecord) else TileRecord(25_000, 255, 0, 0, ("m16n8k32 mxf8f6f4 1X",))
+        seconds += predict(shape, kind, tile, record, tokens, CARD)
+    return seconds
+
+
+def _pair_of(shape: MoeShape, tokens: int, tree: Path) -> TilePair | MoeTiles:
+    """From the tree's file, or from its table, which is data."""
+    package = tree / "python" / "sglang" / "srt" / "layers" / "moe" / "fused_moe_triton"
+    name = own_name(shape.num_experts, shape.intermediate, shape.hidden, shape.scheme, CARD)
+    path = package / "configs" / "triton_3_9_0" / str(name)
+    if path.is_file():
+        by_tokens = read_content(path).by_tokens
+        return by_tokens[min(by_tokens, key=lambda known: (abs(known - tokens), known))]
+    table = runpy.run_path(str(package / "tiles.py"))["TILES"]
+    rows = table.get("mx_e2m1", table["mx"])
+    return next(row for row in rows if tokens * shape.top_k / shape.num_experts <= row.max_rows_per_expert)
 
 
 def steps(configs: Path) -> Iterator[str]:

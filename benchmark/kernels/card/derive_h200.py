@@ -18,9 +18,14 @@ from cells import Cells, Tables, grid, write
 from sglang.tuning.measured import table_path
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
-ATTENTION, EXPERTS, ALL_REDUCE = (
+ATTENTION, EXPERTS, ALL_REDUCE, CARD_RUN = (
     RESULTS / f"{name}.md"
-    for name in ("2026-11-21-attention-h200", "2026-11-21-h200-moe", "2026-11-22-all-reduce-h200")
+    for name in (
+        "2026-11-21-attention-h200",
+        "2026-11-21-h200-moe",
+        "2026-11-22-all-reduce-h200",
+        "2026-11-22-card-h200",
+    )
 )
 FORMS = {"bf16": "bf16", "fp8 128x128": "fp8_block", "fp8 per channel": "fp8", "int4, groups of 32": "int4"}
 SOURCE = "this project's benchmarks on one NVIDIA H200 (two for all-reduce), docs/results/: " + ", ".join(

@@ -15,11 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
-import subprocess
-import tempfile
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import machine_code
 
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.kernels.compile import compile_for
@@ -81,40 +82,9 @@ def loop_of(kind: str, scheme: str, tile: GroupedTile, shape: MoeShape, arch: Ar
         kind, scheme, tile, shape.hidden, shape.intermediate, shape.top_k, sorted(arch.features), bias=shape.bias
     )
     compiled = compile_for(variant, arch.name)
-    matrix, others = max(_loops(_disassemble(compiled.ptx)))
-    assert matrix, f"no loop with matrix instructions in {variant.key}"
-    return Loop(others, compiled.measurement[1], compiled.measurement[0])
-
-
-def _disassemble(ptx: str) -> str:
-    import triton
-
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
-    assert target is not None
-    with tempfile.TemporaryDirectory() as folder:
-        source, cubin = Path(folder, "tile.ptx"), Path(folder, "tile.cubin")
-        source.write_text(ptx)
-        subprocess.run([tools / "ptxas-blackwell", "-arch", target[1], source, "-o", cubin], check=True)
-        return subprocess.run([tools / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
-
-
-def _loops(text: str) -> list[tuple[int, int]]:
-    """(matrix instructions, others) of everything between a label and a branch back to it."""
-    labels: dict[str, int] = {}
-    names: list[str] = []
-    found = []
-    for line in text.splitlines():
-        if label := re.match(r"(\.L_x_\d+):", line):
-            labels[label[1]] = len(names)
-        elif found_name := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?\s*([A-Z][A-Z0-9_]*)([^;]*);", line):
-            names.append(found_name[1])
-            target = re.search(r"\.L_x_\d+", found_name[2])
-            if found_name[1] == "BRA" and target and target[0] in labels:
-                body = names[labels[target[0]] :]
-                matrix = sum(name in ("QMMA", "HMMA", "OMMA") for name in body)
-                found.append((matrix, sum(name != "NOP" for name in body) - matrix))
-    return found
+    loop = max(machine_code.loops(machine_code.disassemble(compiled.ptx)))
+    assert loop.matrix, f"no loop with matrix instructions in {variant.key}"
+    return Loop(loop.others, compiled.measurement[1], compiled.measurement[0])
 
 
 def product_seconds(model: Model, kind: str, tokens: int, tile: GroupedTile, arch: ArchTraits, extra: float) -> float:

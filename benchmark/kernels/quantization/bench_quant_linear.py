@@ -1,4 +1,4 @@
-"""Products with quantized weights: ours against cuBLAS in bf16 (and, for fp8 per channel, torch's scaled product).
+"""Products with quantized weights: ours against cuBLAS in bf16 and, for FP8, torch's scaled product.
 
     python benchmark/kernels/quantization/bench_quant_linear.py [--schemes fp8_block nvfp4] [--only 8B] [--tune]
 
@@ -25,11 +25,14 @@ from timing import copies_for, read_ceiling, time_calls
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import arch_by_name, current_arch
+from sglang.srt.kernels.spec import Need
+from sglang.srt.kernels.tables import SCALED_MM_SCHEMES
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
+from sglang.srt.layers.quantization.scaled_mm import ScaledWeight, problem_of, scaled_product, scaled_weight
 from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.layers.triton_ops.linear_tiles import FEW_ROWS
-from sglang.srt.layers.triton_ops.quant_linear import PackedWeight, few_rows, many_rows, pack
+from sglang.srt.layers.triton_ops.quant_linear import PackedWeight, few_rows, many_rows, operand, pack
 
 SHAPES = {
     "8B qkv": (6144, 4096),
@@ -38,6 +41,11 @@ SHAPES = {
     "GLM-4.7 qkv TP8": (1792, 5120),
     "GLM-4.7 o TP8": (5120, 1536),
     "0.6B qkv": (4096, 1024),
+    "GLM-4.7 qkv whole": (14336, 5120),
+    "GLM-4.7 o whole": (5120, 12288),
+    "DeepSeek-V3 q_b whole": (24576, 1536),
+    "DeepSeek-V3 o whole": (7168, 16384),
+    "DeepSeek-V3 gate_up whole": (36864, 7168),
 }
 ROWS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 FEW = 64
@@ -79,15 +87,14 @@ def cublas(x: torch.Tensor, rows: int) -> float:
 
 
 def torch_scaled(x: torch.Tensor, weights: list[PackedWeight]) -> float:
-    """torch._scaled_mm with a scale a row on both sides, x quantized by torch."""
+    """torch's scaled product, x quantized by our kernel."""
 
-    def call(held: PackedWeight) -> torch.Tensor:
-        scale = x.abs().amax(-1, keepdim=True).float() / 448.0
-        data = (x / scale).to(torch.float8_e4m3fn)
-        other = held.weight.scale[None, :]
-        return torch._scaled_mm(data, held.weight.data.t(), scale, other, out_dtype=torch.bfloat16)
+    def call(held: PackedWeight, view: ScaledWeight) -> torch.Tensor:
+        data, scale, _, _ = operand(x, held)
+        return scaled_product(data, scale, view, None, x.dtype)
 
-    return time_calls([lambda w=w: call(w) for w in weights])
+    views = [(weight, view) for weight in weights if (view := scaled_weight(weight.weight)) is not None]
+    return seconds([lambda w=w, v=v: call(w, v) for w, v in views])
 
 
 def candidates() -> list[dict[str, int]]:
@@ -133,7 +140,7 @@ def main() -> None:
         for num_rows in args.rows:
             x = torch.randn(num_rows, cols, dtype=torch.bfloat16, device="cuda")
             found = {"ours": ours(x, weights), "cublas_bf16": cublas(x, rows)}
-            if name == "fp8_channel" and num_rows >= 16:
+            if name in SCALED_MM_SCHEMES and num_rows >= 16 and not problem_of(Need("linear", quant=name)):
                 found["torch_scaled_mm"] = torch_scaled(x, weights)
             line = {"shape": shape, "scheme": name, "rows": num_rows, "seconds": found}
             if args.tune:

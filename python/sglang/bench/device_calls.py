@@ -19,6 +19,7 @@ from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
 from sglang.srt.layers.moe.fused_moe_triton.config_files import find
 from sglang.srt.layers.quantization.linear_weight import LinearWeight
 from sglang.tuning.ops import DecodeAttention, Experts, ExtendAttention, GatedDeltaRule, LatentAbsorb, Linear, Op
+from sglang.tuning.served_attention import SERVED_CONTEXT
 
 COLD_BYTES = 512 << 20
 """Rotating buffers together exceed every cache."""
@@ -154,8 +155,9 @@ def _decode(op: DecodeAttention, arch: ArchTraits, device: str) -> list[Call]:
     out = _half(keys.batch, keys.heads, keys.v_head_dim, device=device)
     seq_lens = torch.full((keys.batch,), keys.context, dtype=torch.int32, device=device)
     workspace = DecodeWorkspace.allocate(
-        keys.batch, keys.heads, keys.kv_heads, keys.v_head_dim, max(1, arch.num_sms), tile, device
-    )
+        keys.batch, keys.heads, keys.kv_heads, keys.v_head_dim, max(1, arch.num_sms), tile, device,
+        max(SERVED_CONTEXT, keys.context),
+    )  # fmt: skip
     plan_decode(seq_lens, workspace, tile)  # once a step, for all layers: not timed
 
     def call(part: int) -> None:

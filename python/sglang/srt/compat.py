@@ -57,6 +57,15 @@ TUNING_VALUES: Mapping[str, TuningValues] = {
             ).split()
         ),
     ),
+    "fp8_gemm_backend": TuningValues(
+        "auto",
+        "that kernel is not part of sm120-sglang, and the plan chooses one; see `python -m sglang.explain`",
+        frozenset(
+            (
+                "aiter cutlass deep_gemm flashinfer_cutedsl flashinfer_cutlass flashinfer_deepgemm flashinfer_trtllm"
+            ).split()
+        ),
+    ),
     "load_format": TuningValues(
         "auto",
         "safetensors are read in one way",

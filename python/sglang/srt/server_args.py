@@ -16,7 +16,7 @@ from sglang.srt.cli_args import OptionTable, coerce_values, flag, option, parse_
 from sglang.srt.configs.output_formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 from sglang.srt.configs.quantization import EXPERT_PRECISIONS, SPELLINGS
 from sglang.srt.errors import Problems
-from sglang.srt.kernels.tables import EXTEND_ATTENTION, FUSED_MOE
+from sglang.srt.kernels.tables import EXTEND_ATTENTION, FP8_GEMM_BACKENDS, FUSED_MOE
 
 MODEL = "model"
 SERVING = "HTTP server"
@@ -219,6 +219,13 @@ class ServerArgs:
     prefill_attention_backend: str | None = option(None, KERNELS, "As --attention-backend, for prefill.", **_ATTENTION)
     decode_attention_backend: str | None = option(None, KERNELS, "As --attention-backend, for decode.", **_ATTENTION)
     moe_runner_backend: str = option("auto", KERNELS, "Kernel of the experts.", "--moe-backend", **_EXPERTS)
+    fp8_gemm_backend: str = option(
+        "auto",
+        KERNELS,
+        "Kernel of linear layers with FP8 weights.",
+        "--fp8-gemm-runner-backend",
+        choices=("auto", *FP8_GEMM_BACKENDS),
+    )
     grammar_backend: str | None = option(
         None, KERNELS, "Structured output.", choices=("xgrammar", "llguidance", "none")
     )

@@ -27,7 +27,7 @@ ACCEPTED: tuple[FlagGroup, ...] = (
         "Choice of kernels",
         "kernels are chosen by the plan; see `python -m sglang.explain`",
         """
-        bf16-gemm-backend= fp4-gemm-backend= fp4-gemm-runner-backend= fp8-gemm-backend= fp8-gemm-runner-backend=
+        bf16-gemm-backend= fp4-gemm-backend= fp4-gemm-runner-backend=
         dsa-decode-backend= dsa-paged-mqa-logits-backend= dsa-prefill-backend= dsa-topk-backend= dsa-triton-union=
         dsv4-attn-backend= dsv4-prefill-backend= enable-dsa-fused-indexer no-enable-dsa-fused-indexer
         nsa-decode-backend= nsa-prefill-backend=

@@ -8,15 +8,13 @@ piece, take the card's dispatcher its time. What the memory and the L2 deliver b
 of BLOCK_M queries walk over the keys before them, and the longest one is waited for.
 
 The constants of SGLang's Triton kernels are fitted on times measured on an RTX PRO 6000 Server
-(benchmark/kernels/card/fit_attention.py); those of this project's kernels follow from them and from the ledger's
-records, and no card has confirmed them.
+(benchmark/kernels/card/fit_attention.py). This project's kernels: `served_attention`.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 NUM_SMS = 188
@@ -103,7 +101,7 @@ def decode_seconds(
     missed = 1.0 if cold else from_memory_share(size, shared)
     sharing = min(float(pieces.occupancy), max(1.0, pieces.programs / NUM_SMS))
     step = largest(times.step + times.cold * missed, sharing * times.busy)
-    chain = _waves(pieces.programs / (NUM_SMS * sharing)) * (pieces.steps * step + times.program)
+    chain = waves_of(pieces.programs / (NUM_SMS * sharing)) * (pieces.steps * step + times.program)
     loaded = pieces.programs * pieces.steps * pieces.block_n * keys.row * keys.item
     again = max(0.0, loaded / size - 1.0) * shared.reread * missed if keys.latent else 0.0
     memory = size * (1.0 + again) * missed / shared.bandwidth * 1e-6
@@ -117,7 +115,7 @@ def from_memory_share(num_bytes: float, shared: DecodeShared = SHARED) -> float:
     return min(1.0, max(0.0, math.log(max(1.0, num_bytes) / (shared.warm_mb * 1e6)) / shared.warm_width))
 
 
-def _waves(waves: float) -> float:
+def waves_of(waves: float) -> float:
     """Programs of different waves overlap: the more waves, the less the last one stands alone."""
     return 1.0 if waves <= 1.0 else waves + 0.5 * (math.ceil(waves) - waves) / (1.0 + math.floor(waves))
 
@@ -179,13 +177,13 @@ class PromptTile:
     skips: bool = False  # begins where the window does
 
 
-def prompt_seconds(prompt: Prompt, tile: PromptTile, times: PromptTimes) -> float:
+def prompt_seconds(prompt: Prompt, tile: PromptTile, times: PromptTimes, num_sms: int = NUM_SMS) -> float:
     blocks, steps, masked, longest, longest_masked = _walk(prompt.new, prompt.prefix, prompt.window, tile)
     streams = prompt.batch * prompt.heads
-    on_sm = min(float(tile.occupancy), streams * blocks / NUM_SMS)
+    on_sm = min(float(tile.occupancy), streams * blocks / num_sms)
     step = largest(times.step, on_sm * times.busy)
     program = times.program + times.rows * min(1.0, prompt.new / tile.block_m)
-    work = streams * (steps * step + masked * times.masked + blocks * program) / (NUM_SMS * max(1.0, on_sm))
+    work = streams * (steps * step + masked * times.masked + blocks * program) / (num_sms * max(1.0, on_sm))
     alone = longest * step + longest_masked * times.masked + program
     return (times.base + math.hypot(work, alone)) * 1e-6
 
@@ -202,57 +200,3 @@ def _walk(new: int, prefix: int, window: int, tile: PromptTile) -> tuple[int, fl
         last, last_masked = float(-(-end // n) - before), float(0 if tile.skips else before)
         steps, masked = steps + last, masked + last_masked
     return blocks, steps, masked, last, last_masked
-
-
-# --- kernels of this project ------------------------------------------------------------------------------------------
-
-SHORT_PIECE = 512
-"""As decode_attention's; a test holds the two together."""
-
-
-def planned_pieces(keys: Keys, tile: Mapping[str, int], occupancy: int, num_sms: int = NUM_SMS) -> Pieces:
-    """As `plan_kernel` cuts requests of equal length."""
-    tiles = keys.kv_heads * -(-keys.group // tile["BLOCK_H"])
-    slots = max(1, num_sms * tile["ctas_per_sm"] // tiles)
-    n = tile["BLOCK_N"]
-    of_request = -(-keys.context // n)
-    total = keys.batch * of_request
-    length = max(-(-total // (slots * tile["waves"])), min(-(-total // slots), SHORT_PIECE // n), 1)
-    if tile["waves"] <= 2:
-        longer = [length + i * -(-length // 8) for i in range(16)]
-        length = min(longer, key=lambda n: (math.ceil(keys.batch * math.ceil(of_request / n) / slots) * n, -n))
-    count = -(-of_request // length)
-    programs = keys.batch * count * tiles
-    launched = (keys.batch + slots * tile["waves"]) * tiles
-    parts = 0.0 if count == 1 else float(count) / 16
-    return Pieces(programs, -(-of_request // count), n, occupancy, launched, 1.0, parts)
-
-
-LONELY, PER_ELEMENTS, COLD = 0.6, 0.33, 0.95
-"""Microseconds of a step of a lonely program, for each 4,096 cached elements of it, and when they come from memory:
-what the fits on SGLang's kernels have in common (within a third)."""
-ARITHMETIC = 1.5
-"""A full SM's step over that of its matrix products, as in the fits."""
-LAUNCHES = 5.0
-"""Of the two launches, in a graph with programmatic launches; SGLang's take 4.3 to 12."""
-OPERATIONS_PER_US = 504e6 * 0.85 / NUM_SMS
-"""Of an SM, in 16 bits."""
-PROMPT_SHARE = 0.55
-"""Of the matrix rate that prompts reach with two programs on an SM: SGLang's kernel with head dim 64."""
-
-
-def carried_step_times(keys: Keys, tile: Mapping[str, int]) -> StepTimes:
-    elements = tile["BLOCK_N"] * keys.row
-    on_their_way = max(1, tile["num_stages"] - 1)
-    operations = 2.0 * max(16, tile["BLOCK_H"]) * tile["BLOCK_N"] * (keys.head_dim + keys.v_head_dim)
-    busy = operations / OPERATIONS_PER_US * ARITHMETIC
-    step = LONELY + PER_ELEMENTS * elements / 4096 / on_their_way
-    return StepTimes(step, COLD / on_their_way, busy, LAUNCHES)
-
-
-def carried_prompt_times(prompt: Prompt, tile: Mapping[str, int], occupancy: int) -> tuple[PromptTile, PromptTimes]:
-    m, n = tile["BLOCK_M"], tile["BLOCK_N"]
-    operations = 2.0 * m * n * (prompt.head_dim + prompt.v_head_dim)
-    busy = operations / (OPERATIONS_PER_US / 0.85 * PROMPT_SHARE)
-    times = PromptTimes(step=1.2 * busy + 0.5, busy=busy, program=1.0, masked=0.1, base=4.0, rows=2.0)
-    return PromptTile(m, n, max(1, occupancy), skips=True), times

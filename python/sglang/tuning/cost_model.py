@@ -23,6 +23,7 @@ from dataclasses import dataclass, fields
 
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Tile, TileRecord
+from sglang.tuning.instructions import Widening
 from sglang.tuning.rates import Rates, rates_of
 
 REGISTERS_PER_SM = 65536
@@ -51,7 +52,7 @@ class Constants:
     step_overhead: float = 135e-9  # barriers and addresses of one step of four warps
     prologue: float = 1.75e-6  # of a program: first indices, first loads
     epilogue: float = 0.45e-6  # of a program, besides the bytes that it writes
-    convert_ops: float = 4.4  # per widened element
+    issue_share: float = 0.66  # of the instructions that its lanes can issue, while weights are widened
     scale_ops: float = 1.0  # per scaled partial sum
     launch: float = 1.76e-6
     spill_penalty: float = 0.002  # per spilled byte, of the chain; not fitted: tiles that spill are not measured
@@ -89,7 +90,7 @@ _SHARPNESS = 4.0
 class GroupedProduct:
     """One of the two products: `columns` of the result, `depth` summed over; bytes are those of one element.
 
-    `width`: how many rows of weights make one column (2: gate and up). `converted`: weights are widened in registers.
+    `width`: how many rows of weights make one column (2: gate and up). `widening`: weights are widened in registers.
     `scaled_every`: how many columns of depth share a scale that is applied to partial sums, 0 for none.
     """
 
@@ -101,7 +102,7 @@ class GroupedProduct:
     x_bytes: float
     w_bytes: float
     out_bytes: float
-    converted: bool = False
+    widening: Widening | None = None
     scaled_every: int = 0
     gathers_tokens: bool = True  # reads x by token; otherwise by pair
 
@@ -250,10 +251,19 @@ class _Launch:
         m, n, k = self.tile["BLOCK_M"], self.tile["BLOCK_N"] * product.width, self.tile["BLOCK_K"]
         fill = min(1.0, self.tile["num_warps"] * sharing / FULL_WARPS)
         matrix_rate = self.rates.of_instructions(self.record.mma) / self.arch.num_sms * constants.matrix_share * fill
-        widened = n * k * self._copies() * constants.convert_ops if product.converted else 0.0
+        widened = n * k * self._widening_instructions() / constants.issue_share
         every = product.scaled_every
         scaled = m * n * max(1, k // every) * constants.scale_ops if every else 0.0
         return 2.0 * m * n * k / matrix_rate + (widened + scaled) / (LANES_PER_SM * self.rates.clock)
+
+    def _widening_instructions(self) -> float:
+        """For a weight, of all warps that widen it."""
+        widening, tile = self.product.widening, self.tile
+        if widening is None:
+            return 0.0
+        sizes = (self.product.width, tile["BLOCK_M"], tile["BLOCK_N"], tile["num_warps"])
+        counted = widening.counted.get(sizes)
+        return self._copies() * widening.each if counted is None else counted
 
     def _copies(self) -> int:
         """How many warps hold, and widen, the same weights.

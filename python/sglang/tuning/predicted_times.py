@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang.srt.configs.quant_scheme import SCHEMES
@@ -22,16 +22,7 @@ from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
 from sglang.srt.layers.moe.fused_moe_triton.config_files import find
 from sglang.srt.layers.moe.fused_moe_triton.tiles import few_pairs, tiles_for
 from sglang.srt.layers.triton_ops.linear_tiles import FEW_ROWS, num_splits, tile_for
-from sglang.tuning.attention_model import (
-    SHARED,
-    Keys,
-    Prompt,
-    carried_prompt_times,
-    carried_step_times,
-    decode_seconds,
-    planned_pieces,
-    prompt_seconds,
-)
+from sglang.tuning.attention_model import SHARED, Keys, Prompt, decode_seconds
 from sglang.tuning.cost_model import GroupedProduct, blocks_per_sm, estimate_blocks
 from sglang.tuning.measured import tables_of
 from sglang.tuning.ops import (
@@ -49,15 +40,28 @@ from sglang.tuning.ops import (
 )
 from sglang.tuning.predict import predict
 from sglang.tuning.rates import ceilings_of, rates_of
-from sglang.tuning.search_space import KINDS, MoeShape
+from sglang.tuning.search_space import KINDS, MoeShape, in_half, widening_of
+from sglang.tuning.served_attention import (
+    MERGE,
+    READING,
+    carried_step_times,
+    delta_rule_seconds,
+    planned_pieces,
+    reading_seconds_of,
+    served_prompt_seconds,
+)
 from sglang.tuning.sglang_times import product_seconds
+from sglang.tuning.streaming import LAUNCH, of_pairs, of_rows, reading_seconds, streamed_seconds
 
-STREAMED = 0.92
-"""Of the best read that kernels reach which only stream weights, by the H200's: 4.1 of 4.48 TB/s."""
-LAUNCH = 2.0e-6
-"""Of a small kernel in a CUDA graph."""
-SIDE_LAUNCHES, SIDE_RATE = 8e-6, 1.9e12
-"""Of grouping, quantization and the last sum of experts, as fitted for SGLang's (fit_experts.py)."""
+SIDE_LAUNCHES, SIDE_SHARE = 8e-6, 1.24
+"""Of grouping, quantization and the last sum of experts, as fitted for SGLang's (fit_experts.py): a part of what they
+read is in the L2, so that they move more bytes a second than the memory."""
+LIBRARY = 2.8e-6
+"""The launch of a small product by cuBLAS, on an H200."""
+
+
+CONFIRMED = frozenset({"h200"})
+"""Products that this project's kernels were timed on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +83,8 @@ def beyond_cache(seconds: float, num_bytes: float, arch: ArchTraits) -> float:
     return max(seconds, num_bytes / ceilings_of(arch).read)
 
 
-def _read(num_bytes: float, arch: ArchTraits) -> float:
-    return num_bytes / (ceilings_of(arch).read * STREAMED)
+def _side_rate(arch: ArchTraits) -> float:
+    return ceilings_of(arch).read * SIDE_SHARE
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -90,7 +94,7 @@ def _linear(op: Linear, arch: ArchTraits) -> Predicted:
     if op.scheme is None:
         return _plain_linear(op, arch)
     if op.tokens <= FEW_ROWS:
-        return Predicted(LAUNCH + _read(op.num_bytes, arch), 0.15, "weights streamed once")
+        return Predicted(streamed_seconds(of_rows(op, arch), arch), 0.15, "weights streamed once")
     kind = kind_of(op.scheme, arch)
     tile = tile_for(kind, op.tokens, arch.features, op.rows, arch.num_sms)
     record = _linear_record(op, tile, arch)
@@ -105,17 +109,20 @@ def _linear(op: Linear, arch: ArchTraits) -> Predicted:
     product = _as_grouped(op, splits, record)
     shared = estimate_blocks(product, op.tokens, tile, record, arch, float(splits), float(blocks * splits))
     assert shared is not None, "the ledger holds no tile that does not fit"
-    quantizing = LAUNCH + op.tokens * op.cols * 3 / SIDE_RATE if SCHEMES[op.scheme].activation else 0.0
+    quantized = SCHEMES[op.scheme].activation is not None and not in_half(record)
+    quantizing = LAUNCH + op.tokens * op.cols * 3 / _side_rate(arch) if quantized else 0.0
+    if kind == "planes" and "wgmma" in arch.features:  # what waits for what from plane to plane is not counted
+        return Predicted(shared.total, 0.6, "cost model of experts, one expert, widened plane by plane")
     return Predicted(shared.total + quantizing, 0.2, "cost model of experts, one expert")
 
 
 def _plain_linear(op: Linear, arch: ArchTraits) -> Predicted:
     if op.tokens == 1:
-        return Predicted(LAUNCH + _read(op.num_bytes, arch), 0.1, "weights streamed once")
+        return Predicted(LAUNCH + reading_seconds(op.num_bytes, arch), 0.1, "weights streamed once")
     seconds = product_seconds(tables_of(arch), "product/bf16/sglang", op)
     if seconds is None:
         ceiling = ceilings_of(arch)
-        return Predicted(LAUNCH + 1.1 * ceiling.floor(op.num_bytes, op.operations), 0.2, "cuBLAS by the ceilings")
+        return Predicted(LIBRARY + 1.1 * ceiling.floor(op.num_bytes, op.operations), 0.2, "cuBLAS by the ceilings")
     return Predicted(beyond_cache(seconds, op.num_bytes, arch), 0.1, "cuBLAS as measured")
 
 
@@ -129,6 +136,14 @@ def kind_of(scheme: str, arch: ArchTraits) -> str:
     if form.activation == "mxfp8":
         return "mx"
     return "group128" if form.group[1] == 128 else "scaled"
+
+
+def expert_kind(scheme: str, arch: ArchTraits) -> str:
+    """As `ScaledProduct.tile_kind` says."""
+    kind, form = kind_of(scheme, arch), SCHEMES[scheme]
+    if kind == "mx" and form.element == "e2m1":
+        return "mx4" if form.group[1] == 16 else "mx_e2m1"
+    return kind
 
 
 def _linear_record(op: Linear, tile: Tile, arch: ArchTraits) -> TileRecord | None:
@@ -167,7 +182,7 @@ def _as_grouped(op: Linear, splits: int, record: TileRecord) -> GroupedProduct:
     """Parts of K as experts that every token goes to."""
     assert op.scheme is not None
     scheme = SCHEMES[op.scheme]
-    widened = all(name.split()[-1] in ("bf16", "f16") for name in record.mma)
+    widened = in_half(record)
     return GroupedProduct(
         num_experts=splits,
         top_k=splits,
@@ -177,7 +192,7 @@ def _as_grouped(op: Linear, splits: int, record: TileRecord) -> GroupedProduct:
         x_bytes=2.0 if widened else 0.5625 if scheme.activation == "nvfp4" else 1.0,
         w_bytes=scheme.bytes_per_weight(),
         out_bytes=8.0 if splits > 1 else 2.0,
-        converted=widened,
+        widening=widening_of(op.scheme, record),
         scaled_every=128 if op.scheme == "fp8_block" else 0,
     )
 
@@ -187,7 +202,7 @@ def _absorb(op: LatentAbsorb, arch: ArchTraits) -> Predicted:
     part = "mla_gen_pre" if op.rows >= op.cols else "mla_gen_post"
     table = tables.get(f"latent_absorb/{part}")
     if table is None:
-        return Predicted(LAUNCH + 1.2 * ceiling.floor(op.num_bytes, op.operations), 0.3, "cuBLAS by the ceilings")
+        return Predicted(LIBRARY + 1.2 * ceiling.floor(op.num_bytes, op.operations), 0.3, "cuBLAS by the ceilings")
     seconds = table.seconds(op.heads, op.tokens) * op.rows * op.cols / (512 * 128)
     return Predicted(beyond_cache(seconds, op.num_bytes, arch), 0.15, "torch.bmm as measured")
 
@@ -197,7 +212,7 @@ def _absorb(op: LatentAbsorb, arch: ArchTraits) -> Predicted:
 
 def _experts(op: Experts, arch: ArchTraits) -> Predicted:
     if few_pairs(op.pairs, op.num_experts):
-        return Predicted(2 * LAUNCH + _read(op.num_bytes, arch), 0.2, "chosen experts streamed, pair by pair")
+        return Predicted(streamed_seconds(of_pairs(op, arch), arch), 0.2, "chosen experts streamed, pair by pair")
     shape = MoeShape(op.num_experts, op.intermediate, op.hidden, op.top_k, op.scheme, op.bias)
     tiles = _expert_tiles(shape, op.tokens, arch)
     seconds, known = 0.0, True
@@ -212,9 +227,9 @@ def _experts(op: Experts, arch: ArchTraits) -> Predicted:
         floor = ceilings_of(arch).floor(op.num_bytes, op.operations, op.operand)
         return Predicted(SIDE_LAUNCHES + 1.3 * floor, 0.4, "no record of the tiles: the floor and a third")
     four_bits = op.scheme is not None and SCHEMES[op.scheme].bits == 4
-    return Predicted(
-        seconds + SIDE_LAUNCHES + moved / SIDE_RATE, 0.3 if four_bits else 0.1, "cost model with the tiles' records"
-    )
+    error = (0.15 if arch.product in CONFIRMED else 0.3) if four_bits else 0.1
+    seconds += SIDE_LAUNCHES + moved / _side_rate(arch)
+    return Predicted(seconds, error, "cost model with the tiles' records")
 
 
 @functools.cache
@@ -235,10 +250,8 @@ def _expert_tiles(shape: MoeShape, tokens: int, arch: ArchTraits) -> tuple[dict[
     if tuned is not None:
         pair = tuned.at(tokens)
         return pair.gate_up, pair.down
-    kind = "plain" if shape.scheme is None else kind_of(shape.scheme, arch)
-    if kind == "mx" and shape.scheme == "nvfp4":
-        kind = "mx4"
-    rows = tiles_for(tokens * shape.top_k, shape.num_experts, kind, arch.features)
+    kind = "plain" if shape.scheme is None else expert_kind(shape.scheme, arch)
+    rows = tiles_for(tokens * shape.top_k, shape.num_experts, kind, arch.features, shape.intermediate)
     return rows.gate_up, rows.down
 
 
@@ -267,11 +280,12 @@ def _decode(op: DecodeAttention, arch: ArchTraits) -> Predicted | None:
     if choice is None:
         return None
     tile, record = choice
-    if "wgmma" in arch.features:
-        return Predicted(3 * LAUNCH + _read(op.num_bytes, arch), 0.3, "read at 0.92 of the best")
     occupancy = blocks_per_sm(record, tile["num_warps"], arch, rates_of(arch))
     pieces = planned_pieces(keys, tile, occupancy, arch.num_sms)
-    seconds = decode_seconds(keys, pieces, carried_step_times(keys, tile), SHARED, cold=True)
+    if "wgmma" in arch.features:
+        seconds = reading_seconds_of(keys, pieces, tile, arch, READING)
+        return Predicted(seconds, 0.15, "attention model, fitted on an H200")
+    seconds = decode_seconds(keys, pieces, carried_step_times(keys, tile), replace(SHARED, part=MERGE), cold=True)
     return Predicted(seconds, 0.2, "attention model, steps carried over from SGLang's kernels")
 
 
@@ -282,25 +296,19 @@ def _extend(op: ExtendAttention, arch: ArchTraits) -> Predicted | None:
     choice = _attention_tile(name, (prompt.head_dim, prompt.v_head_dim), prompt.item, arch)
     if choice is None:
         return None
-    tile, record = choice
-    if "wgmma" in arch.features:
-        return Predicted(3 * LAUNCH + op.operations / 316e12, 0.4, "316 to 467 TFLOP/s measured")
-    occupancy = blocks_per_sm(record, tile["num_warps"], arch, rates_of(arch))
-    shape, times = carried_prompt_times(prompt, tile, occupancy)
-    return Predicted(
-        prompt_seconds(prompt, shape, times), 0.3, "attention model, share of SGLang's kernel at head dim 64"
-    )
+    seconds = served_prompt_seconds(prompt, *choice, arch)
+    error = 0.15 if arch.product in CONFIRMED else 0.3
+    return Predicted(seconds, error, "matrix products and counted instructions")
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------
 
 
 def _gated_delta(op: GatedDeltaRule, arch: ArchTraits) -> Predicted:
-    table = tables_of(arch).get("gated_delta_rule/prompt")
-    if op.tokens == 1 or table is None:
-        return Predicted(LAUNCH + _read(op.num_bytes, arch), 0.3, "states read and written once")
-    seconds = table.seconds(op.heads, op.batch * op.tokens)
-    return Predicted(beyond_cache(seconds, op.num_bytes, arch), 0.4, "the best chunked kernel measured stands in")
+    if op.tokens == 1:
+        return Predicted(LAUNCH + reading_seconds(op.num_bytes, arch), 0.3, "states read and written once")
+    seconds = delta_rule_seconds(op.batch, op.tokens, op.heads, op.value_dim, arch)
+    return Predicted(max(seconds, reading_seconds(op.num_bytes, arch)), 0.4, "chunks in turn, as on an H200")
 
 
 def _all_reduce(op: AllReduce, arch: ArchTraits) -> Predicted:
@@ -313,7 +321,7 @@ def _all_reduce(op: AllReduce, arch: ArchTraits) -> Predicted:
 
 
 def _elementwise(op: Elementwise, arch: ArchTraits) -> Predicted:
-    return Predicted(op.launches * LAUNCH + _read(op.size, arch), 0.3, "launches and bytes")
+    return Predicted(op.launches * LAUNCH + reading_seconds(op.size, arch), 0.3, "launches and bytes")
 
 
 def _none(op: HyperConnection | CompressedAttention, arch: ArchTraits) -> None:

@@ -16,6 +16,7 @@ from sglang.srt.kernels.spec import TileRecord
 from sglang.srt.layers.moe.fused_moe_triton.capacity import CostOf, ProductTile
 from sglang.srt.layers.moe.fused_moe_triton.tiles import GroupedTile, tile
 from sglang.tuning.cost_model import GroupedProduct
+from sglang.tuning.instructions import Widening, widening
 
 KINDS = ("gate_up", "down")
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 8192)
@@ -160,10 +161,26 @@ def unfit(record: TileRecord | str, arch: ArchTraits) -> str | None:
     return None
 
 
+def widening_of(scheme: str | None, record: TileRecord) -> Widening | None:
+    """How a product widens its weights, as the instructions of the compiled tile show; None: it multiplies them as they
+    are."""
+    if scheme is None:
+        return None
+    widened = in_half(record)
+    if not widened and (SCHEMES[scheme].element != "e2m1" or not any("mxf8f6f4" in name for name in record.mma)):
+        return None
+    return widening(scheme, "wgmma" if any(name.startswith("wgmma") for name in record.mma) else "mma", widened)
+
+
+def in_half(record: TileRecord) -> bool:
+    """Whether a tile multiplies in 16 bits."""
+    return all(name.split()[-1] in ("bf16", "f16") for name in record.mma)
+
+
 def grouped_product(shape: MoeShape, kind: str, record: TileRecord) -> GroupedProduct:
-    """For the cost model. Whether weights are widened shows in the instructions of the compiled tile."""
+    """For the cost model."""
     scheme = SCHEMES[shape.scheme] if shape.scheme else None
-    widened = scheme is not None and all(name.split()[-1] in ("bf16", "f16") for name in record.mma)
+    widened = scheme is not None and in_half(record)
     if scheme is None or widened:
         x_bytes = 2.0
     else:
@@ -177,7 +194,7 @@ def grouped_product(shape: MoeShape, kind: str, record: TileRecord) -> GroupedPr
         x_bytes=x_bytes,
         w_bytes=scheme.bytes_per_weight() if scheme else 2.0,
         out_bytes=2.0,
-        converted=widened,
+        widening=widening_of(shape.scheme, record),
         scaled_every=128 if shape.scheme == "fp8_block" else 0,
         gathers_tokens=kind == "gate_up",
     )

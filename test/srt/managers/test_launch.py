@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +21,10 @@ import pytest
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.errors import UserError
 from sglang.srt.managers import launch
+from sglang.srt.managers.child import ERROR
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
 from sglang.srt.managers.front.native_output import native_results
-from sglang.srt.managers.launch import EngineError, EngineHandle, launch_engine
+from sglang.srt.managers.launch import EngineError, EngineHandle, _Child, launch_engine
 from sglang.srt.server_args import ServerArgs
 
 START_S = 60.0
@@ -190,3 +194,20 @@ def test_children_end_with_their_parent(tmp_path: Path, number: signal.Signals) 
         parent.send_signal(number)
     wait_until_gone([int(pid) for pid in pids])
     assert not os.path.exists(directory)
+
+
+def test_who_dies_without_a_word_began_it_however_late_that_is_known() -> None:
+    """The end of a process may come to the parent's ears behind the error that another one met because of it."""
+    handle = EngineHandle.__new__(EngineHandle)
+    handle._limit_s, handle._settled = 60.0, threading.Event()
+    ends = {name: multiprocessing.Pipe() for name in ("scheduler PP0", "scheduler PP1", "detokenizer")}
+    killed = SimpleNamespace(join=lambda timeout: None, exitcode=-signal.SIGKILL)
+    by_pipe = {ours: _Child(name, killed, ours) for name, (ours, _) in ends.items()}
+    ends["scheduler PP0"][1].send_bytes(ERROR + b"RuntimeError: Connection reset by peer")
+    failures = handle._listen(by_pipe, 10.0)
+    assert [str(failure) for failure in failures] == [
+        "the scheduler PP0 process failed: RuntimeError: Connection reset by peer"
+    ]
+    ends["scheduler PP1"][1].close()
+    cause = handle._cause(by_pipe, failures)
+    assert str(cause) == "the scheduler PP1 process died (killed by SIGKILL)"

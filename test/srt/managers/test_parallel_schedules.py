@@ -50,7 +50,7 @@ LAYOUTS = {
     "EP2": (RankLayout(2, 2), ("experts", "latent", "embedded")),
     "EP3 of 4 experts": (RankLayout(3, 3), ("experts of 8 heads",)),
     "EP2 x TP2": (RankLayout(4, 2), ("experts", "latent", "embedded")),
-    "PP2": (RankLayout(pp_size=2), ("dense", "latent", "embedded")),
+    "PP2": (RankLayout(pp_size=2), ("dense", "latent")),
     "PP3": (RankLayout(pp_size=3), ("tied", "windows", "states")),
     "TP2 x PP2": (RankLayout(2, pp_size=2), ("experts", "embedded")),
 }

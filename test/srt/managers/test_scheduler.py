@@ -3,7 +3,7 @@ tokens that it would get alone, and in the end nothing is held."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -35,6 +35,33 @@ from srt.managers.fake_runner import (
 
 def prompt(length: int, seed: int = 1) -> list[int]:
     return [(seed * 31 + i * i * 7 + i) % (VOCAB - 1) + 1 for i in range(length)]
+
+
+@pytest.mark.parametrize(("page", "chunk"), [(1, 2), (16, 16), (16, 32)])
+def test_decoding_requests_leave_prompts_their_part_of_every_chunk(page: int, chunk: int) -> None:
+    """However small the chunks are: neither waits for the end of the other."""
+    scheduler = make_scheduler(FakeRunner(2048, page, 1024, 4, chunk))
+    collector = Collector()
+    for rid in ("a", "b"):
+        add(scheduler, request(rid, prompt(2, len(rid)), 600, stream=True, ignore_eos=True))
+        run_until(scheduler, collector, lambda: "a" in collector.tokens)
+    add(scheduler, request("c", prompt(100, 3), 5))
+    before = len(collector.tokens["a"])
+    run_until(scheduler, collector, lambda: "c" in collector.finish)
+    assert "a" not in collector.finish and len(collector.tokens["a"]) > before + 5
+    run_to_end(scheduler, collector)
+    assert collector.tokens["a"] == expected_output(prompt(2, 1), 600, ignore_eos=True)
+    assert collector.tokens["c"] == expected_output(prompt(100, 3), 5)
+    assert_clean(scheduler)
+
+
+def run_until(scheduler: Scheduler, collector: Collector, done: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if done():
+            return
+        scheduler.step()
+        collector.take(scheduler)
+    raise AssertionError("it did not come to that")
 
 
 @pytest.mark.parametrize("overlap", [True, False])

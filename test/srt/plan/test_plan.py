@@ -42,9 +42,10 @@ def build(tmp_path: Path) -> Any:
     def make(config: dict[str, Any] = QWEN3_8B, arch: str = "sm_120", free: float = 94 * GIB, **flags: Any) -> Plan:
         (tmp_path / "config.json").write_text(json.dumps(config))
         packages = flags.pop("packages", PACKAGES)
-        rank = flags.pop("rank", 0)
+        rank, probe = flags.pop("rank", 0), flags.pop("probe", None)
         args = ServerArgs.from_kwargs(model_path=str(tmp_path), load_format="dummy", **flags)
-        return make_plan(args, ModelConfig.from_server_args(args), arch_by_name(arch), int(free), packages, rank=rank)
+        model = ModelConfig.from_server_args(args)
+        return make_plan(args, model, arch_by_name(arch), int(free), packages, rank=rank, probe=probe)
 
     return make
 
@@ -118,7 +119,9 @@ def test_stages_have_room_for_as_many_tokens(build: Any) -> None:
 
 
 def test_a_pipeline_without_tensor_shares_reserves_memory_for_its_collectives(build: Any) -> None:
-    assert build(pp_size=2).memory.reserve == build(tp_size=2).memory.reserve > build().memory.reserve
+    one, both = build().memory.reserve, build(tp_size=2, pp_size=2).memory.reserve
+    assert build(pp_size=2).memory.reserve == build(tp_size=2).memory.reserve > one
+    assert both - one == 2 * (build(pp_size=2).memory.reserve - one), "communicators of both kinds"
 
 
 @pytest.mark.parametrize(("tp_size", "what"), [(33, "32 attention heads"), (64, "32 attention heads")])
@@ -422,6 +425,25 @@ def test_linear_layers_have_a_choice_for_each_scheme(build: Any) -> None:
     assert described["quantization"].startswith("fp8 (fp8_block) according to ")
 
 
+def test_large_fp8_products_are_the_librarys_where_a_look_at_the_gpu_says_so(build: Any) -> None:
+    config = QWEN3_8B | {"quantization_config": FP8_BLOCK}
+    choice = build(config, "h200", 140 * GIB, probe=lambda need: "").choices["linear/fp8_block"]
+    assert choice.name == "torch_scaled_mm" and "of 1,024 tokens and more" in choice.remark
+
+    fallen = build(config, "h200", 140 * GIB, probe=lambda need: f"no {need.quant} today").choices["linear/fp8_block"]
+    assert fallen.name == "triton_quantized"
+    assert "torch_scaled_mm: no fp8_block today" in map(str, fallen.rejected)
+
+    asked = build(config, "h200", 140 * GIB, fp8_gemm_backend="triton")
+    assert asked.choices["linear/fp8_block"].name == "triton_quantized", "the flag comes first"
+    assert asked.choices["linear"].name == "triton_gemv", "and is about FP8 weights only"
+    assert build(QWEN3_8B, fp8_gemm_backend="triton").choices["linear"].name == "triton_gemv"
+    with pytest.raises(UserError, match="needs wgmma, which sm_120 does not have"):
+        build(config, fp8_gemm_backend="torch_scaled_mm")
+    with pytest.raises(UserError, match="no fp8_block today"):
+        build(config, "h200", 140 * GIB, fp8_gemm_backend="torch_scaled_mm", probe=lambda need: "no fp8_block today")
+
+
 def test_quantized_weights_take_less_memory(build: Any) -> None:
     half = build(QWEN3_8B | {"quantization_config": FP8_BLOCK}).memory.weights
     assert 0.5 < half / build().memory.weights < 0.6, "embedding and output head stay in 16 bits"
@@ -430,7 +452,7 @@ def test_quantized_weights_take_less_memory(build: Any) -> None:
 def test_gpus_without_e4m3_say_so(build: Any) -> None:
     choice = build(QWEN3_8B | {"quantization_config": FP8_BLOCK}, "sm_80").choices["linear/fp8_block"]
     assert choice.name == "torch_dequantized" and "weights dequantized" in choice.remark
-    assert "no e4m3 arithmetic on sm_80, which fp8_block needs" in str(choice.rejected[3])
+    assert "no e4m3 arithmetic on sm_80, which fp8_block needs" in str(choice.rejected[4])
 
 
 def test_a_calibrated_cache_is_the_default(build: Any) -> None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.constrained.completion import lark_rules, schema_rules, unfinishable_rule
 from sglang.srt.constrained.grammar import ANY_JSON, MAX_WHITESPACE, Grammar, GrammarError, GrammarKey, GrammarKind
 from sglang.srt.constrained.llguidance_tags import Subgrammar, TagWriter, regex_literal
-from sglang.srt.constrained.schema_keywords import check_keywords, for_llguidance, near_exclusive_bounds
+from sglang.srt.constrained.schema_keywords import for_llguidance, is_unknown_to_llguidance
+from sglang.srt.constrained.schema_rewriting import rewritten
 from sglang.srt.constrained.structural_tags import as_format
 from sglang.srt.constrained.vocabulary import read_vocabulary
 
@@ -179,7 +180,7 @@ def _json_grammar(schema: Any, pass_over: bool = False) -> Subgrammar:
     if not isinstance(schema, dict):
         raise ValueError(f"a schema must be an object or a boolean, got {json.dumps(schema):.100}")
     if not pass_over:
-        check_keywords(schema, near_exclusive_bounds)
+        schema = rewritten(schema, is_unknown_to_llguidance)
     options: Any = {**_SCHEMA_OPTIONS, "lenient": pass_over, "coerce_one_of": pass_over}
     written = llguidance.LLMatcher.grammar_from_json_schema(for_llguidance(schema, FORMATS), overrides=options)
     grammar: Subgrammar = json.loads(written)["grammars"][0]

@@ -7,6 +7,7 @@ told otherwise, and refused nowhere.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
@@ -17,7 +18,7 @@ Schema = dict[str, Any]
 _NEVER = ("uniqueItems", "not", "contains", "dependentRequired", "dependentSchemas", "dependencies", "if")
 _ALONE = ("$ref", "anyOf", "oneOf", "allOf")
 """Keywords beside which the library reads no other."""
-_ANNOTATIONS = frozenset(
+ANNOTATIONS = frozenset(
     "title description default examples deprecated readOnly writeOnly nullable discriminator format contentEncoding "
     "contentMediaType contentSchema $schema $id $anchor $comment $defs definitions $vocabulary".split()
 )
@@ -32,6 +33,7 @@ _KEYWORDS_OF = {
 _SUBSCHEMAS = ("additionalProperties", "items", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
 _LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+_NEXT_TO_0 = 1e-16
 _ENDLESS_LENGTH = 1024
 """A limit on the length of a text with a format that answers do not come near."""
 
@@ -40,14 +42,14 @@ class InexpressibleSchema(ValueError):
     """The message names the keyword and its place."""
 
 
-def check_keywords(schema: Any, reasons: Callable[[Schema], Iterator[str]] | None = None) -> None:
-    """Raises InexpressibleSchema. Nesting and size of `schema` have been limited before. reasons: what is wrong with
-    one part; by default, what xgrammar would leave out."""
+def check_keywords(schema: Any) -> None:
+    """Raises InexpressibleSchema if xgrammar would leave something out. Nesting and size of `schema` have been limited
+    before."""
     pending: list[tuple[str, Any]] = [("#", schema)]
     while pending:
         place, entry = pending.pop()
         if isinstance(entry, dict):
-            reason = next((reasons or _reasons)(entry), None)
+            reason = next(_reasons(entry), None)
             if reason is not None:
                 raise InexpressibleSchema(
                     f"{reason} at {place} cannot be enforced; leave it out and check the answer, or say it otherwise"
@@ -69,6 +71,11 @@ def _parts(place: str, schema: Schema) -> Iterator[tuple[str, Any]]:
             yield from ((f"{place}/{name}/{key}", part) for key, part in schema[name].items())
 
 
+def is_inexpressible(schema: Schema) -> bool:
+    """Whether xgrammar would leave out something of this part."""
+    return next(_reasons(schema), None) is not None
+
+
 def _reasons(schema: Schema) -> Iterator[str]:
     for name in _NEVER:
         if schema.get(name) not in (None, False, {}, []) or (name == "not" and name in schema):
@@ -88,23 +95,36 @@ def _reasons(schema: Schema) -> Iterator[str]:
     yield from _names(schema)
     if len(schema.get("allOf", ())) > 1:
         yield '"allOf" of several schemas'
-    if "oneOf" in schema and not _exclusive(schema["oneOf"]):
+    if "oneOf" in schema and not exclusive(schema["oneOf"]):
         yield '"oneOf" whose schemas are not told apart by their types or a required constant ("anyOf" can)'
 
 
-def near_exclusive_bounds(schema: Schema) -> Iterator[str]:
-    """Where llguidance allows the bound itself: a whole number that is excluded, less than one from the other bound."""
-    low = [schema[name] for name in ("minimum", "exclusiveMinimum") if isinstance(schema.get(name), int | float)]
-    high = [schema[name] for name in ("maximum", "exclusiveMaximum") if isinstance(schema.get(name), int | float)]
+def _with_inclusive_bounds(schema: Schema) -> Schema:
+    """Other bounds in place of those that llguidance would allow although they are excluded: whole numbers, less than
+    one from the other bound. The next number that a double can hold takes the place of such a bound, but around 0,
+    where the library cannot write numbers that small."""
+    low, high = _bounds(schema, "minimum", "exclusiveMinimum"), _bounds(schema, "maximum", "exclusiveMaximum")
     if not (low and high and min(high) - max(low) < 1) or _types(schema) == ["integer"]:
-        return
-    for name in ("exclusiveMinimum", "exclusiveMaximum"):
-        if isinstance(schema.get(name), int | float) and float(schema[name]).is_integer():
-            yield f'"{name}" {schema[name]} so near to the other bound'
+        return schema
+    schema = dict(schema)
+    for name, inclusive, end, tightest in (
+        ("exclusiveMinimum", "minimum", math.inf, max),
+        ("exclusiveMaximum", "maximum", -math.inf, min),
+    ):
+        bound = schema.get(name)
+        if isinstance(bound, int | float) and float(bound).is_integer():
+            next_to_it = math.nextafter(bound, end) if bound else math.copysign(_NEXT_TO_0, end)
+            schema[inclusive] = tightest(next_to_it, schema.get(inclusive, next_to_it))
+            del schema[name]
+    return schema
+
+
+def _bounds(schema: Schema, *names: str) -> list[float]:
+    return [schema[name] for name in names if isinstance(schema.get(name), int | float)]
 
 
 def _constraints(schema: Schema) -> set[str]:
-    return {name for name in schema if name not in _ANNOTATIONS and not name.startswith("x-")}
+    return {name for name in schema if name not in ANNOTATIONS and not name.startswith("x-")}
 
 
 def _company(schema: Schema) -> Iterator[str]:
@@ -166,7 +186,7 @@ def _names(schema: Schema) -> Iterator[str]:
         yield f'"required" of {missing[0]!r}, which is not among "properties",'
 
 
-def _exclusive(branches: Any) -> bool:
+def exclusive(branches: Any) -> bool:
     """Whether no value can be valid under two of these schemas."""
     return isinstance(branches, list) and all(
         _apart(first, second) for i, first in enumerate(branches) for second in branches[i + 1 :]
@@ -206,33 +226,61 @@ def _constants(schema: Any) -> set[str] | None:
     return {repr(value) for value in schema["enum"]} if isinstance(schema.get("enum"), list) else None
 
 
+_UNKNOWN_TO_LLGUIDANCE = (*_NEVER, "propertyNames", "unevaluatedProperties")
+
+
+def is_unknown_to_llguidance(schema: Schema) -> bool:
+    """Whether the library refuses a keyword of this part, or of one that is joined with it."""
+    pending: list[Any] = [schema]
+    while pending:
+        part = pending.pop()
+        if not isinstance(part, dict):
+            continue
+        if any(part.get(name) not in (None, {}, []) for name in _UNKNOWN_TO_LLGUIDANCE) or "not" in part:
+            return True
+        if "oneOf" in part and not exclusive(part["oneOf"]):
+            return True
+        if _is_joined(part):
+            pending += [entry for name in _ALONE[1:] for entry in part.get(name, ())]
+    return False
+
+
 def for_llguidance(schema: Schema, formats: Collection[str]) -> Schema:
     """A copy of `schema` that asks of it what xgrammar does: texts have `formats` only, as it refuses others, and
     objects only the properties that are named, unless the schema says more of them or schemas are joined. Nesting and
     size have been limited before."""
-    copied: Schema = {"#": schema}
     closes = not any(_is_joined(part) for part in _all_parts(schema))
-    pending: list[tuple[Any, Any]] = [(copied, "#")]
+
+    def change(_: str, part: Schema) -> Schema:
+        part = {name: value for name, value in part.items() if name != "format" or value in formats or not value}
+        part = _with_inclusive_bounds(part)
+        return {**part, "additionalProperties": False} if closes and names_all(part) else part
+
+    return with_parts(schema, change)
+
+
+def with_parts(schema: Any, change: Callable[[str, Schema], Schema | bool]) -> Any:
+    """A copy of `schema`, each part of which is what `change` makes of its place and itself, from the outside inwards.
+    Nesting and size of what comes of it must be limited."""
+    copied: Schema = {"#": schema}
+    pending: list[tuple[str, Any, Any]] = [("#", copied, "#")]
     while pending:
-        parent, key = pending.pop()
-        part = parent[key]
-        if not isinstance(part, dict):
+        place, parent, key = pending.pop()
+        if not isinstance(parent[key], dict):
             continue
-        part = parent[key] = {
-            name: value for name, value in part.items() if name != "format" or value in formats or not value
-        }
-        if closes and _names_all(part):
-            part["additionalProperties"] = False
-        pending += [(part, name) for name in _SUBSCHEMAS if name in part]
+        part = parent[key] = change(place, parent[key])
+        if isinstance(part, bool):
+            continue
+        part = parent[key] = dict(part)
+        pending += [(f"{place}/{name}", part, name) for name in _SUBSCHEMAS if name in part]
         for name in (*_LISTS_OF_SCHEMAS, *_MAPS_OF_SCHEMAS):
             if isinstance(part.get(name), list):
                 part[name] = list(part[name])
-                pending += [(part[name], i) for i in range(len(part[name]))]
+                pending += [(f"{place}/{name}/{i}", part[name], i) for i in range(len(part[name]))]
             elif isinstance(part.get(name), dict):
                 part[name] = dict(part[name])
-                pending += [(part[name], entry) for entry in part[name]]
-    result: Schema = copied["#"]
-    return result
+                pending += [(f"{place}/{name}/{entry}", part[name], entry) for entry in part[name]]
+    return copied["#"]
 
 
 def _all_parts(schema: Any) -> Iterator[Schema]:
@@ -249,7 +297,7 @@ def _is_joined(part: Schema) -> bool:
     return next(_company(part), None) is not None or len(part.get("allOf") or ()) > 1
 
 
-def _names_all(part: Schema) -> bool:
+def names_all(part: Schema) -> bool:
     """Whether the schema names properties, all that it requires, and says nothing of others."""
     if not isinstance(part.get("properties"), dict) or any(name in part for name in _OTHER_PROPERTIES):
         return False
@@ -265,16 +313,16 @@ _OTHER_PROPERTIES = (
 )
 
 
-def answer_schemas(tag: Any) -> Iterator[Any]:
-    """The JSON schemas of a structural tag, but for those of calls (what stands in `tags`): what functions take is
-    described with keywords of all kinds, and a function checks its arguments."""
+def answer_schemas(tag: Any) -> Iterator[Schema]:
+    """The parts of a structural tag with a `json_schema`, but for those of calls (what stands in `tags`): what
+    functions take is described with keywords of all kinds, and a function checks its arguments."""
     pending = [tag]
     while pending:
         part = pending.pop()
         if isinstance(part, list):
             pending += part
         elif isinstance(part, dict) and part.get("type") == "json_schema":
-            yield part.get("json_schema")
+            yield part
         elif isinstance(part, dict):
             pending += [value for name, value in part.items() if name != "tags"]
 

@@ -6,11 +6,18 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.constrained.completion import printed_rules, unfinishable_rule
 from sglang.srt.constrained.grammar import ANY_JSON, MAX_WHITESPACE, Grammar, GrammarError, GrammarKey, GrammarKind
-from sglang.srt.constrained.schema_keywords import answer_schemas, check_keywords, repair_limited_texts
+from sglang.srt.constrained.schema_keywords import (
+    InexpressibleSchema,
+    answer_schemas,
+    check_keywords,
+    is_inexpressible,
+    repair_limited_texts,
+)
+from sglang.srt.constrained.schema_rewriting import rewritten
 from sglang.srt.constrained.structural_tags import as_format
 from sglang.srt.constrained.vocabulary import read_vocabulary
 
@@ -97,8 +104,21 @@ def _compile_json(compiler: xgrammar.GrammarCompiler, source: str) -> xgrammar.C
     import xgrammar
 
     grammar = xgrammar.Grammar.from_json_schema(source, max_whitespace_cnt=MAX_WHITESPACE)
-    check_keywords(json.loads(source))
+    schema = json.loads(source)
+    if (enforceable := _enforceable(schema)) != schema:
+        grammar = xgrammar.Grammar.from_json_schema(json.dumps(enforceable), max_whitespace_cnt=MAX_WHITESPACE)
     return compiler.compile_grammar(_repaired(grammar) or grammar)
+
+
+def _enforceable(schema: Any) -> Any:
+    """The same in words that the library does not pass over. Raises InexpressibleSchema, which speaks of `schema`."""
+    result = rewritten(schema, is_inexpressible)
+    try:
+        check_keywords(result)
+    except InexpressibleSchema:
+        check_keywords(schema)
+        raise
+    return result
 
 
 def _repaired(grammar: xgrammar.Grammar) -> str | None:
@@ -110,8 +130,8 @@ def _repaired(grammar: xgrammar.Grammar) -> str | None:
 
 def _compile_structural_tag(compiler: xgrammar.GrammarCompiler, source: str) -> xgrammar.CompiledGrammar:
     tag = as_format(source)
-    for schema in answer_schemas(tag):
-        check_keywords(schema)
+    for part in answer_schemas(tag):
+        part["json_schema"] = _enforceable(part.get("json_schema"))
     import xgrammar
 
     try:

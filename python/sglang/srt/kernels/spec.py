@@ -35,6 +35,7 @@ class Need:
     `rotary_dim`: dims of a head that rotate; `shapes`: (rows, cols, whether there is a bias) of a rank's weights: of
     linear layers, and of the first and the second product of experts. `variant` tells two needs of one op apart.
     `ranks` and `links`: of an all-reduce, how many take part and what joins their GPUs (None: nobody has looked).
+    `library_problem`: what a look at this GPU found against the library's kernel of the op.
     """
 
     op: str
@@ -51,6 +52,7 @@ class Need:
     variant: str = ""
     ranks: int = 1
     links: PeerLinks | None = None
+    library_problem: str = ""
 
     @property
     def key(self) -> str:

@@ -163,6 +163,23 @@ def gemv_or_cublas(need: Need, arch: ArchTraits) -> str:
     return text + (f"; gemv_kernel for one token with {', '.join(served)}" if served else "")
 
 
+SCALED_MM_ROWS = 1024
+"""Tokens of a step from which torch's scaled products serve: fewer would not fill their large tiles."""
+SCALED_MM_SCHEMES = ("fp8_tensor", "fp8_channel", "fp8_block")
+SCALED_MM_FEATURES = WGMMA
+
+
+def library_fails(need: Need, arch: ArchTraits) -> list[str]:
+    return [need.library_problem] if need.library_problem else []
+
+
+def scaled_mm_or_triton(need: Need, arch: ArchTraits) -> str:
+    """Which of the products of e4m3 weights is served by what."""
+    odd = [f"{rows}x{cols}" for rows, cols, _ in need.shapes if rows % 16 or cols % 16]
+    text = f"torch.nn.functional.scaled_mm for steps of {SCALED_MM_ROWS:,} tokens and more, triton for fewer"
+    return text + (f" and for sizes that 16 does not divide: {', '.join(odd)}" if odd else "")
+
+
 def dequantized(need: Need, arch: ArchTraits) -> str:
     return "weights dequantized for each product; activations stay in 16 bits" if need.quant else ""
 
@@ -316,12 +333,22 @@ LINEAR = (
     ),
     KernelSpec("cublas", f"{_NATIVE}:linear", CP_ASYNC, refuse=only_quant(None)),
     KernelSpec("torch_native", f"{_NATIVE}:linear", refuse=only_quant(None)),
+    # Without wgmma Triton's tiles are what the GPU has, or nobody has measured that the library is faster.
+    KernelSpec(
+        "torch_scaled_mm",
+        "sglang.srt.layers.quantization.scaled_mm:quantized_linear",
+        SCALED_MM_FEATURES,
+        "triton",
+        refuse=all_of(_HALF, only_quant(*SCALED_MM_SCHEMES), library_fails),
+        remark=scaled_mm_or_triton,
+    ),
     KernelSpec(
         "triton_quantized",
         f"{_TRITON}.quant_linear:quantized_linear",
         CP_ASYNC,
         "triton",
         refuse=all_of(_HALF, only_quant(*SCHEMES), no_e4m3_arithmetic),
+        asked_as="triton",
         remark=widened,
     ),
     KernelSpec("torch_dequantized", f"{_NATIVE}:quantized_linear", refuse=only_quant(*SCHEMES), remark=dequantized),
@@ -447,6 +474,9 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
 
 ATTENTION_BACKENDS: tuple[str, ...] = tuple(spec.name for spec in EXTEND_ATTENTION)
 """What --attention-backend may name; the resolver says which of them can run."""
+
+FP8_GEMM_BACKENDS = ("triton", "torch_scaled_mm", "torch_dequantized")
+"""What --fp8-gemm-backend may name; the same holds."""
 
 # --- measured order ---------------------------------------------------------------------------------------------------
 

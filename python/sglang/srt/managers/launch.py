@@ -180,14 +180,13 @@ class EngineHandle:
                 self._settled.set()  # and watch on
 
     def _listen(self, by_pipe: dict[Connection, _Child], timeout_s: float) -> list[UserError | EngineError]:
-        """What has arrived, the ends of processes without a word first."""
+        """What has arrived."""
         failures: list[UserError | EngineError] = []
         for pipe in multiprocessing.connection.wait(list(by_pipe), timeout_s):
             failure = self._read(by_pipe[pipe])  # type: ignore[index]
             if failure is not None:
                 del by_pipe[pipe]  # type: ignore[arg-type]
-                worded = isinstance(failure, UserError) or failure.details
-                failures.insert(len(failures) if worded else 0, failure)
+                failures.append(failure)
         return failures
 
     def _cause(
@@ -198,6 +197,8 @@ class EngineHandle:
         end = time.monotonic() + _EXIT_GRACE_S
         while len(by_pipe) > 1 and (left := end - time.monotonic()) > 0:  # the detokenizer waits for nobody
             failures += self._listen(by_pipe, left)
+        # Who dies without a word began it, also where the error of one that met its end was read before.
+        failures.sort(key=lambda failure: isinstance(failure, UserError) or bool(failure.details))
         limit_s = _MISSED_BEATS * beat_seconds(self._limit_s)
         silent = [child for child in by_pipe.values() if child.silent_for(limit_s)]
         causes: list[UserError | EngineError] = [

@@ -190,12 +190,13 @@ def fixed_memory(
     num_sms: int,
 ) -> FixedMemory:
     """On a GPU."""
+    groups = (sizes.ranks.tp_size > 1) + (sizes.ranks.pp_size > 1)
     return FixedMemory(
         tables=table_bytes(sizes),
         activations=activation_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks),
         logits=logits_bytes(model, sizes.max_running_requests),
         graphs=graph_bytes(model, dtype, sizes),
-        reserve=_LIBRARY_RESERVE + available // 100 + (_COLLECTIVE_RESERVE if sizes.ranks.world_size > 1 else 0),
+        reserve=_LIBRARY_RESERVE + available // 100 + _COLLECTIVE_RESERVE * groups,
         rotary=rotary_bytes(model, sizes.context_len),
         penalties=penalty_bytes(model, sizes),
         attention=attention_bytes(choices, _attention_sizes(model, sizes, num_sms, available - weights, cost)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from sglang.srt.kernels.launch import TileLadder
 from sglang.srt.kernels.ledger_file import Ledger, tile_key
 from sglang.srt.kernels.resolve import installed_packages, resolve
 from sglang.srt.kernels.spec import Choice, Need, PeerLinks, Tile
-from sglang.srt.kernels.tables import FLASHINFER_FUSION
+from sglang.srt.kernels.tables import FLASHINFER_FUSION, SCALED_MM_SCHEMES
 from sglang.srt.plan import defaults
 from sglang.srt.plan.attention_sites import attention_sites
 from sglang.srt.plan.caches import CacheGroup, cache_groups, row_tables
@@ -46,6 +46,9 @@ from sglang.srt.plan.state_rows import state_rows
 from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
+
+Probe = Callable[[Need], str]
+"""Tries the library's kernel of a need on this GPU: what is against it, or ""."""
 
 
 @dataclass(frozen=True)
@@ -201,18 +204,17 @@ def make_plan(
     packages: frozenset[str] | None = None,
     links: PeerLinks | None = None,
     rank: int = 0,
+    probe: Probe | None = None,
 ) -> Plan:
     """`available_bytes`: free on the device before anything is allocated, the least over the ranks. `packages`: the
     optional ones to count on (those installed here if None). `links`: what was seen of those between the ranks' GPUs.
-    `rank`: whose plan; only the stages of a pipeline differ.
+    `rank`: whose plan; only the stages of a pipeline differ. `probe`: tries the library's kernel of a need on this GPU.
 
     Raises UserError: a kernel that was asked for cannot run, heads do not divide, weights do not fit.
     """
     description = describe_served_model(args, model)
     serving = serving_of(args, model.dtype, model.quantization)
-    needs = tuple(
-        _with_links(args, need, links) if need.op == "all_reduce" else need for need in needs_of(description, serving)
-    )
+    needs = tuple(_as_seen(args, need, links, probe) for need in needs_of(description, serving))
     choices = choose(args, needs, arch, installed_packages() if packages is None else packages)
     _check_servable(description, serving)
     capacity = plan_capacity(args, description, serving, model.context_len, arch, choices, available_bytes)
@@ -247,7 +249,12 @@ def make_plan(
     )
 
 
-def _with_links(args: ServerArgs, need: Need, links: PeerLinks | None) -> Need:
+def _as_seen(args: ServerArgs, need: Need, links: PeerLinks | None, probe: Probe | None) -> Need:
+    """With what a look at this machine found."""
+    if need.op == "linear" and need.quant in SCALED_MM_SCHEMES and probe is not None:
+        return replace(need, library_problem=probe(need))
+    if need.op != "all_reduce":
+        return need
     asked = {FLASHINFER_FUSION} if args.enable_flashinfer_allreduce_fusion else set()
     return replace(need, links=links, traits=need.traits | asked)
 
@@ -412,18 +419,18 @@ def _capacity(
 def choose(args: ServerArgs, needs: tuple[Need, ...], arch: ArchTraits, packages: frozenset[str]) -> dict[str, Choice]:
     """One Choice per need, by its key. Raises NoKernel."""
     ledger = Ledger.load()
-    forced = forced_kernels(args)
-    return {need.key: resolve(need, arch, ledger, packages, forced.get(need.op)) for need in needs}
+    return {need.key: resolve(need, arch, ledger, packages, forced_kernel(args, need)) for need in needs}
 
 
-def forced_kernels(args: ServerArgs) -> dict[str, str]:
-    """Op -> kernel name, from the flags that name one."""
+def forced_kernel(args: ServerArgs, need: Need) -> str | None:
+    """The kernel that a flag names for this need."""
     named = {
         "extend_attention": args.prefill_attention_backend or args.attention_backend,
         "decode_attention": args.decode_attention_backend or args.attention_backend,
-        "fused_moe": None if args.moe_runner_backend == "auto" else args.moe_runner_backend,
-    }
-    return {op: name for op, name in named.items() if name is not None}
+        "fused_moe": args.moe_runner_backend,
+        "linear": args.fp8_gemm_backend if need.quant in SCALED_MM_SCHEMES else None,
+    }.get(need.op)
+    return None if named == "auto" else named
 
 
 def _check_servable(model: ModelDescription, serving: Serving) -> None:

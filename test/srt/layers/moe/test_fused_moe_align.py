@@ -56,14 +56,21 @@ def test_alignment_of_nothing_but_absent_experts() -> None:
 @pytest.mark.parametrize("table", [TILES, WIDE_TILES])
 def test_tiles_share_their_grouping_and_cover_every_batch(table) -> None:
     for kind, rows in table.items():
-        assert [row.max_rows_per_expert for row in rows] == sorted({row.max_rows_per_expert for row in rows}), kind
-        assert rows[-1].max_rows_per_expert == float("inf"), kind
+        for whole in {row.whole for row in rows}:
+            limits = [row.max_rows_per_expert for row in rows if row.whole == whole]
+            assert limits == sorted(set(limits)), kind
+        assert rows[-1].max_rows_per_expert == float("inf") and rows[-1].whole == 1, kind
         assert all(row.gate_up["BLOCK_M"] == row.down["BLOCK_M"] for row in rows), kind
 
 
 def test_tiles_by_batch_and_gpu() -> None:
     assert tiles_for(1, 128) is TILES["plain"][0]
     assert tiles_for(8 * 8192, 128, "group128", {"wgmma"}) is WIDE_TILES["group128"][-1]
+    whole = tiles_for(9 * 8192, 161, "scaled", {"wgmma"}, 1536)
+    assert whole is WIDE_TILES["scaled"][-2] and whole is tiles_for(9 * 8192, 161, "scaled", {"wgmma"})
+    assert tiles_for(9 * 8192, 161, "scaled", {"wgmma"}, 192) is WIDE_TILES["scaled"][-1], "a quarter would be empty"
+    step = [tiles_for(9 * 64, 161, "scaled", {"wgmma"}, columns).gate_up["BLOCK_K"] for columns in (1536, 192)]
+    assert step == [256, 128]
     assert tile_rows("mx4", {"wgmma"}) is TILES["mx4"], "what large GPUs have no tiles for gets everybody's"
     assert few_pairs(51, 128) and not few_pairs(52, 128)
 

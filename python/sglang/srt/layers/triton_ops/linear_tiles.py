@@ -68,7 +68,7 @@ WIDE_TILES: Mapping[str, tuple[LinearTile, ...]] = {
         LinearTile(32, _tile(32, 64, 128, 1, 4, 4)),
         LinearTile(128, _tile(64, 64, 128, 8, 4, 4)),
         LinearTile(512, _tile(64, 128, 128, 8, 4, 4)),
-        LinearTile(_ANY, _tile(128, 256, 64, 8, 8, 4)),
+        LinearTile(_ANY, _tile(128, 256, 128, 8, 8, 4)),
     ),
     "group128": (
         LinearTile(16, _tile(16, 64, 128, 1, 4, 5)),

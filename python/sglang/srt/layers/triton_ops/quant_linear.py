@@ -236,8 +236,10 @@ def quantized_linear(weight: LinearWeight, arch: ArchTraits) -> Apply:
     one. Safe in CUDA graphs.
 
     Takes the weight: its tensors may be reordered."""
-    matrix = pack(weight, arch)
+    return packed_linear(pack(weight, arch))
 
+
+def packed_linear(matrix: PackedWeight) -> Apply:
     def run(x: Rows, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         values = values_of(x)
         flat = values.reshape(-1, matrix.cols)
@@ -313,7 +315,7 @@ def _tiled(
         splits = num_splits(num_rows, num_tiles, matrix.cols, matrix.arch.num_sms, features)
     launch = tile_launch(product, tile, matrix.cols, splits, features)
     chunk, splits = launch.pop("chunk"), launch["SPLITS"]
-    data, scale, scale_stride, factor = _operand(x, matrix)
+    data, scale, scale_stride, factor = operand(x, matrix)
     parts = torch.empty((splits, num_rows, num_cols), device=out.device) if splits > 1 else out
     row_factor = weight.row_factor
     tiles_kernel[(num_tiles, splits)](
@@ -344,7 +346,7 @@ def tile_launch(
     }
 
 
-def _operand(x: Rows, matrix: PackedWeight) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor | None]:
+def operand(x: Rows, matrix: PackedWeight) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor | None]:
     """x as the product takes it, its scales and their stride between rows (0: one for all), and the factor of all."""
     product, weight = matrix.product, matrix.weight
     if isinstance(x, QuantizedRows):

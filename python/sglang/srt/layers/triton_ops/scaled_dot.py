@@ -64,7 +64,9 @@ class ScaledProduct:
     @property
     def tile_kind(self) -> str:
         """What tiles are chosen by."""
-        return "mx4" if self.kind == "mx" and self.group == 16 else self.kind
+        if self.kind == "mx" and self.element == "e2m1":
+            return "mx4" if self.group == 16 else "mx_e2m1"
+        return self.kind
 
     @property
     def pair_kind(self) -> str:

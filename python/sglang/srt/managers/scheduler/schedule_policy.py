@@ -105,6 +105,11 @@ class NewTokenRatio:
         self.value = min(1.0, self.value + self.PENALTY)
 
 
+def leaves_half(chunk: int | None, page: int, num_decodes: int) -> bool:
+    """Whether tokens that decode leave half of a step's chunk, in whole pages, to prompts."""
+    return chunk is None or 2 * ((chunk - num_decodes) // page * page) >= chunk
+
+
 class PrefillBudget:
     """What one prefill step may still take: cache slots, new tokens, and the chunk."""
 

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.managers.scheduler.batch_builder import build_decode, build_extend, build_verify, vocab_mask
 from sglang.srt.managers.scheduler.output import StopChecker, output_message, rejected_token
 from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch, ScheduleBatch
-from sglang.srt.managers.scheduler.schedule_policy import POLICIES, NewTokenRatio, PrefillBudget, Priorities
+from sglang.srt.managers.scheduler.schedule_policy import (
+    POLICIES,
+    NewTokenRatio,
+    PrefillBudget,
+    Priorities,
+    leaves_half,
+)
 from sglang.srt.managers.scheduler.scheduler_stats import Load, StatsLogger
 from sglang.srt.managers.wire.io_struct import (
     AbortReq,
@@ -76,6 +82,9 @@ class Scheduler:
         self.reqs: dict[str, Req] = {}
         self.outbox: list[BatchTokenIDOut] = []
         self.paused = False
+        self._chunk = self.plan.chunked_prefill_size if self.plan.chunked_prefill_size > 0 else None
+        self._prompts_turn = False
+        """Where chunks are too small for both, prompts and tokens that decode take turns."""
         self.stats = StatsLogger(args.decode_log_interval, self.load)
 
     # --- the step ----------------------------------------------------------------------------------------------------
@@ -137,6 +146,11 @@ class Scheduler:
         self.running.drop_finished()
         # Decode in the same step: what it costs to read the weights is paid once.
         mixed = [r for r in self.running.now if r.planned_len < r.limit]
+        if mixed and not leaves_half(self._chunk, self.kv.page_size, len(mixed)):
+            mixed = []
+            self._prompts_turn = not self._prompts_turn
+            if not self._prompts_turn:
+                return None
         chosen = self._admit(self._budget(len(mixed)))
         if not chosen:
             return None
@@ -190,8 +204,8 @@ class Scheduler:
         return chosen
 
     def _budget(self, num_decodes: int) -> PrefillBudget:
-        chunk = self.plan.chunked_prefill_size if self.plan.chunked_prefill_size > 0 else None
-        return PrefillBudget(self.kv, self.running, self.ratio.value, self.plan.max_prefill_tokens, chunk, num_decodes)
+        limits = self.plan.max_prefill_tokens, self._chunk, num_decodes
+        return PrefillBudget(self.kv, self.running, self.ratio.value, *limits)
 
     def _preempt(self, priorities: Priorities) -> None:
         """Running requests go back to the queue until the most important one that waits fits."""
@@ -211,7 +225,7 @@ class Scheduler:
             return False
         prefix = self.kv.match(req)
         self.kv.lock(prefix.node)
-        take = self._budget(len(self.running)).take(req, prefix.length)
+        take = self._budget(0).take(req, prefix.length)
         self.kv.unlock(prefix.node)
         return take > 0
 

@@ -15,8 +15,9 @@ from sglang.srt.hardware.topology import Topology, pci_topology
 from sglang.srt.kernels.all_reduce_table import bands_for
 from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import PeerLinks
+from sglang.srt.kernels.tables import SCALED_MM_FEATURES
 from sglang.srt.plan.layout import asked_layout
-from sglang.srt.plan.plan import Plan, describe_served_model, make_plan
+from sglang.srt.plan.plan import Plan, Probe, describe_served_model, make_plan
 from sglang.srt.server_args import ServerArgs
 
 if TYPE_CHECKING:
@@ -50,7 +51,16 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
     if on_gpu and args.tp_size > 1:
         links = _connect_gpus(args, model, description.hidden_size, arch, rank)
     available = parallel_state.least(free_memory_bytes(rank if on_gpu else None))
-    return make_plan(args, model, arch, available, links=links, rank=rank)
+    return make_plan(args, model, arch, available, links=links, rank=rank, probe=_library_probe(arch))
+
+
+def _library_probe(arch: ArchTraits) -> Probe | None:
+    """What tries torch's scaled products, on GPUs where they might serve."""
+    if arch.device != "cuda" or not SCALED_MM_FEATURES <= arch.features:
+        return None
+    from sglang.srt.layers.quantization.scaled_mm import problem_of
+
+    return problem_of
 
 
 def _connect_gpus(args: ServerArgs, model: ModelConfig, hidden_size: int, arch: ArchTraits, rank: int) -> PeerLinks:

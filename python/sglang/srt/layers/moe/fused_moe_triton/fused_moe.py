@@ -73,7 +73,7 @@ def fused_moe(
         _pair_by_pair(values, w13, w2, topk_weights, topk_ids, activation, out)
     else:
         kind, scheme = product_for(w13).tile_kind, "bf16" if w13.scheme is None else w13.scheme.name
-        chosen = tiles or tiles_for(num_pairs, num_experts, kind, features)
+        chosen = tiles or tiles_for(num_pairs, num_experts, kind, features, w2.cols)
 
         def attempt(tiles: MoeTiles) -> None:
             inter, blocks = _gate_up(x, w13, topk_ids, activation, tiles, features)

@@ -20,6 +20,8 @@ class MoeTiles:
     max_rows_per_expert: float
     gate_up: GroupedTile
     down: GroupedTile
+    whole: int = 1
+    """Only for experts whose intermediate dims are a multiple of this: otherwise too much of a block would be empty."""
 
 
 def tile(m: int, n: int, k: int, group: int, warps: int, stages: int) -> GroupedTile:
@@ -68,6 +70,13 @@ TILES: Mapping[str, tuple[MoeTiles, ...]] = {
         MoeTiles(56, tile(64, 64, 128, 8, 8, 2), tile(64, 128, 128, 8, 8, 2)),
         MoeTiles(_ANY, tile(128, 32, 128, 8, 8, 3), tile(128, 128, 128, 8, 8, 2)),
     ),
+    # Packed e2m1 beside e4m3: each warp converts what it multiplies, which above 32 rows are the same weights for most,
+    # unless the block has more columns than rows.
+    "mx_e2m1": (
+        MoeTiles(12, tile(16, 64, 128, 1, 4, 4), tile(16, 128, 128, 1, 4, 4)),
+        MoeTiles(36, tile(32, 64, 128, 1, 4, 3), tile(32, 128, 128, 1, 4, 3)),
+        MoeTiles(_ANY, tile(64, 128, 128, 8, 8, 2), tile(64, 128, 128, 8, 4, 3)),
+    ),
     "mx4": (
         MoeTiles(12, tile(16, 64, 256, 1, 4, 3), tile(16, 128, 128, 1, 4, 4)),
         MoeTiles(27, tile(32, 64, 128, 1, 4, 4), tile(32, 128, 128, 1, 4, 4)),
@@ -76,6 +85,9 @@ TILES: Mapping[str, tuple[MoeTiles, ...]] = {
     ),
 }
 
+# What serves many rows was measured on an H200 (docs/results/2026-11-22-fp8-prefill-account.md). "group128": while one
+# program scales its partial sums, another of four warps on the same SM multiplies; beyond 384 rows an expert such small
+# blocks would ask the L2 for more than it gives.
 WIDE_TILES: Mapping[str, tuple[MoeTiles, ...]] = {
     "plain": (
         MoeTiles(12, tile(16, 64, 128, 1, 4, 3), tile(16, 128, 128, 1, 4, 3)),
@@ -84,16 +96,18 @@ WIDE_TILES: Mapping[str, tuple[MoeTiles, ...]] = {
         MoeTiles(_ANY, tile(128, 128, 64, 8, 8, 4), tile(128, 256, 64, 8, 8, 4)),
     ),
     "scaled": (
+        MoeTiles(6, tile(16, 64, 256, 1, 4, 4), tile(16, 128, 128, 1, 4, 4), whole=128),
         MoeTiles(12, tile(16, 64, 128, 1, 4, 4), tile(16, 128, 64, 1, 4, 4)),
         MoeTiles(27, tile(32, 64, 128, 1, 4, 4), tile(32, 128, 64, 1, 4, 4)),
         MoeTiles(56, tile(64, 64, 128, 8, 4, 4), tile(64, 128, 64, 8, 4, 4)),
+        MoeTiles(_ANY, tile(128, 128, 128, 8, 8, 4), tile(128, 256, 128, 8, 8, 4), whole=128),
         MoeTiles(_ANY, tile(128, 64, 128, 8, 8, 4), tile(128, 256, 64, 8, 8, 4)),
     ),
     "group128": (
         MoeTiles(12, tile(16, 128, 128, 1, 4, 3), tile(16, 128, 128, 1, 4, 4)),
         MoeTiles(27, tile(32, 64, 128, 1, 4, 4), tile(32, 128, 128, 1, 4, 4)),
-        MoeTiles(56, tile(64, 64, 128, 8, 4, 4), tile(64, 128, 128, 8, 4, 4)),
-        MoeTiles(_ANY, tile(128, 64, 128, 8, 8, 4), tile(128, 128, 128, 8, 8, 4)),
+        MoeTiles(384, tile(64, 64, 128, 8, 4, 4), tile(64, 128, 128, 8, 4, 4)),
+        MoeTiles(_ANY, tile(128, 128, 128, 8, 8, 3), tile(128, 128, 128, 8, 8, 4)),
     ),
     "planes": (
         MoeTiles(12, tile(16, 64, 128, 1, 4, 4), tile(16, 64, 128, 1, 4, 4)),
@@ -145,9 +159,13 @@ def tile_rows(kind: str, features: Collection[str]) -> tuple[MoeTiles, ...]:
     return WIDE_TILES[kind] if "wgmma" in features and kind in WIDE_TILES else TILES[kind]
 
 
-def tiles_for(num_pairs: int, num_experts: int, kind: str = "plain", features: Collection[str] = ()) -> MoeTiles:
+def tiles_for(
+    num_pairs: int, num_experts: int, kind: str = "plain", features: Collection[str] = (), intermediate: int = 0
+) -> MoeTiles:
+    """`intermediate`: dims of an expert on this rank; 0 if blocks divide them."""
     rows = num_pairs / num_experts
-    return next(tiles for tiles in tile_rows(kind, features) if rows <= tiles.max_rows_per_expert)
+    fitting = (tiles for tiles in tile_rows(kind, features) if intermediate % tiles.whole == 0)
+    return next(tiles for tiles in fitting if rows <= tiles.max_rows_per_expert)
 
 
 def smaller_tiles(tiles: MoeTiles, kind: str) -> tuple[MoeTiles, ...]:
@@ -162,7 +180,7 @@ def smaller_tiles(tiles: MoeTiles, kind: str) -> tuple[MoeTiles, ...]:
 def last_resort(kind: str) -> MoeTiles:
     """The smallest tiles with two stages."""
     smallest = TILES[kind][0]
-    return MoeTiles(_ANY, *(one | {"num_stages": 2} for one in (smallest.gate_up, smallest.down)))
+    return MoeTiles(_ANY, smallest.gate_up | {"num_stages": 2}, smallest.down | {"num_stages": 2})
 
 
 FEW_PAIRS = 0.4

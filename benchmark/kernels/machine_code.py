@@ -1,0 +1,52 @@
+"""Instructions of compiled kernels, from their machine code. Triton brings assembler and disassembler; no GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+MATRIX = ("HMMA", "QMMA", "OMMA", "HGMMA", "QGMMA")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Loop:
+    """Of one round: matrix instructions and others."""
+
+    matrix: int
+    others: int
+
+
+def disassemble(ptx: str) -> str:
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
+    assert target is not None
+    assembler = "ptxas" if target[1].startswith(("sm_8", "sm_9")) else "ptxas-blackwell"
+    with tempfile.TemporaryDirectory() as folder:
+        source, cubin = Path(folder, "tile.ptx"), Path(folder, "tile.cubin")
+        source.write_text(ptx)
+        command = [tools / assembler, "-arch", target[1], source, "-o", cubin]
+        subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+        return subprocess.run([tools / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
+
+
+def loops(text: str) -> list[Loop]:
+    """Everything between a label and a branch back to it."""
+    labels: dict[str, int] = {}
+    names: list[str] = []
+    found = []
+    for line in text.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(names)
+        elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?\s*([A-Z][A-Z0-9_]*)([^;]*);", line):
+            names.append(instruction[1])
+            target = re.search(r"\.L_x_\d+", instruction[2])
+            if instruction[1] == "BRA" and target and target[0] in labels:
+                body = names[labels[target[0]] :]
+                matrix = sum(name in MATRIX for name in body)
+                found.append(Loop(matrix, sum(name != "NOP" for name in body) - matrix))
+    return found

@@ -1,0 +1,279 @@
+#!/usr/bin/env python3
+"""What several GPUs must still show, a part a command. Each prints a table, and ends with status 1 if a row is wrong.
+
+    python benchmark/parallel/parts.py answers --out DIR                       2 GPUs,  60 s
+    python benchmark/parallel/parts.py kill    --out DIR                       2 GPUs, 150 s
+    python benchmark/parallel/parts.py slice   --out DIR --model SLICE         2 GPUs, 150 s
+    python benchmark/parallel/parts.py stages  --out DIR --model EXPERTS       2 GPUs, 300 s
+    python benchmark/parallel/parts.py three   --out DIR --model EXPERTS       3 or 4 GPUs, 150 s
+    python benchmark/parallel/parts.py load    --out DIR --model EXPERTS --peer-site DIR   2 GPUs, 450 s
+
+The seconds are estimates for H200s whose Triton caches are empty; nothing waits behind --limit. EXPERTS is a mixture of
+experts such as Qwen3-30B-A3B-FP8, SLICE a few layers of GLM-4.7-FP8; weights are random, only config.json and tokenizer
+are read. Without --model both are the embedded model. --peer-site is a folder with upstream and its dependencies.
+sgl-kernel is installed into a folder of --out, and taken from there the next time. With `--device cpu` the same is done
+over gloo, with fewer and shorter requests: that shows whether a part runs, and no times that count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "evals"), str(HERE.parent / "peers")]
+
+import compare  # noqa: E402
+import requirements  # noqa: E402
+import two_gpus  # noqa: E402
+from two_gpus import EMBEDDED, Server, Servers, StepTimes, Window, answers_of, kill_a_rank, load, rounds  # noqa: E402
+
+PEER_START_S, SHARED_MEMORY_S = 420.0, 20.0
+SAME_TEXTS = 0.9
+"""Of the answers in bf16; where two tokens are as likely, the order of a sum decides. On CPUs all are the same."""
+RATIO = 1.2
+PEER = ("--load-format", "dummy", "--tp-size", "2", "--chunked-prefill-size", "8192", "--grammar-backend", "none")
+PEER = (*PEER, "--attention-backend", "flashinfer", "--sampling-backend", "pytorch")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`right` None: nothing is asked of it."""
+
+    name: str
+    value: str
+    wanted: str = ""
+    right: bool | None = None
+
+
+@dataclass
+class Bench:
+    """Where parts run, and with what."""
+
+    window: Window
+    model: Path
+    cpu: bool
+    peer_site: str | None = None
+    rows: list[Row] = field(default_factory=list)
+
+    def row(self, name: str, value: str, wanted: str = "", right: bool | None = None) -> None:
+        self.rows.append(Row(name, value, wanted, right))
+
+    def tiny(self, *flags: str) -> tuple[str, ...]:
+        """Flags of a server of the embedded model."""
+        if self.cpu:
+            return ("--device", "cpu", "--max-total-tokens", "16384", "--max-running-requests", "8", *flags)
+        return (*two_gpus.SMALL_SERVER, *flags)
+
+    def large(self, *flags: str) -> tuple[str, ...]:
+        """Flags of a server of `model`."""
+        return self.tiny(*flags) if self.cpu else (*two_gpus.SERVER, *flags)
+
+    def steps(self, name: str, *flags: str) -> StepTimes:
+        small = ("--device", "cpu", "--batch-sizes", "1,3", "--lengths", "40,6") if self.cpu else ()
+        return StepTimes.start(name, self.window, str(self.model), *small, *flags)
+
+    def loads(self) -> tuple[tuple[int, int], ...]:
+        return ((2, 4), (4, 8)) if self.cpu else two_gpus.LOADS
+
+    def measured(self, run: StepTimes) -> None:
+        """A row for each way of a process of step_times.py."""
+        with self.window.part(run.name):
+            run.wait_until_ready(time.monotonic() + self.window.left(two_gpus.READY_LIMIT_S))
+            found = run.measure()
+            two_gpus.say_steps(self.window, run.name, found)
+            for way, times in found.items():
+                if "decode_ms" in times:
+                    name = f"{run.name}, {way}: decode, prefill, one prompt"
+                    steps = ["/".join(f"{ms:.2f}" for ms in times[key]) for key in ("decode_ms", "prefill_ms")]
+                    self.row(name, f"{', '.join(steps)}, {times['prompt_ms']:.2f} ms")
+
+    def compared(self, one: Server, others: dict[str, Server]) -> None:
+        """Answers of the embedded model by several layouts beside those of one rank."""
+        each = 1 if self.cpu else 6
+        score, wanted = answers_of(one, each)
+        self.row("one rank: right answers", f"{score.right} of {score.count}", "no errors", not score.errors)
+        for name, server in others.items():
+            score, texts = answers_of(server, each)
+            same, least = sum(a == b for a, b in zip(wanted, texts, strict=True)), 1.0 if self.cpu else SAME_TEXTS
+            self.row(f"{name}: right answers", f"{score.right} of {score.count}", "no errors", not score.errors)
+            enough = same >= least * len(texts)
+            self.row(f"{name}: texts as one rank's", f"{same} of {len(texts)}", f"{least:.0%}", enough)
+
+    def served(self, name: str, server: Server) -> list[float]:
+        """Output tokens a second under each load, behind a warm-up of each."""
+        found = []
+        for concurrency, prompts in self.loads():
+            lengths = (48, 8) if self.cpu else two_gpus.SERVER_LENGTHS
+            load(self.window, server, concurrency, concurrency, lengths)
+            row = load(self.window, server, concurrency, prompts, lengths)
+            tokens, first, between = (row[key] for key in ("output_throughput", "mean_ttft_ms", "median_itl_ms"))
+            text = f"{tokens:.0f} tok/s, first {first:.0f} ms, between {between:.2f} ms"
+            self.window.say(f"{name}, {concurrency} at a time: {text}")
+            self.row(f"{name}, {concurrency} at a time", text, f"{prompts} answers", row["completed"] == prompts)
+            found.append(tokens)
+        return found
+
+
+def tiny_servers(bench: Bench, servers: Servers, layouts: dict[str, Sequence[str]]) -> dict[str, Future[Server]]:
+    """Of the embedded model, with one rank and with each of the layouts."""
+    started = {"one": servers.start("one", EMBEDDED, *bench.tiny(), CUDA_VISIBLE_DEVICES="0")}
+    for name, flags in layouts.items():
+        started[name] = servers.start(name.replace(" ", "_"), EMBEDDED, *bench.tiny(*flags))
+    return started
+
+
+def answers_by(bench: Bench, layouts: dict[str, Sequence[str]]) -> None:
+    with ExitStack() as stack, bench.window.part("answers"):
+        started = tiny_servers(bench, Servers(bench.window, stack), layouts)
+        up = {name: future.result(bench.window.left(two_gpus.SERVER_LIMIT_S)) for name, future in started.items()}
+        bench.compared(up.pop("one"), up)
+
+
+def answers(bench: Bench) -> None:
+    """Over HTTP: tensor shards and whole experts answer as one rank does."""
+    answers_by(bench, {"TP2": ("--tp", "2"), "TP2 EP2": ("--tp", "2", "--ep-size", "2")})
+
+
+def kill(bench: Bench) -> None:
+    """Each process of each layout of two ranks, while it decodes."""
+    layouts = {"TP2": ("--tp", "2"), "EP2": ("--tp", "2", "--ep-size", "2"), "PP2": ("--pp-size", "2")}
+    before = set(Path("/dev/shm").iterdir())
+    for layout, flags in layouts.items():
+        with ExitStack() as stack, bench.window.part(f"kill, {layout}"):
+            servers = Servers(bench.window, stack)
+            processes = ("first rank", "second rank", "detokenizer")
+            names = [f"kill_{layout}_{number}" for number in range(len(processes))]
+            if bench.cpu:  # one after the other
+                started = dict.fromkeys(names)
+            else:
+                started = {name: servers.start(name, EMBEDDED, *bench.tiny(*flags)) for name in names}
+            for number, (name, future) in enumerate(started.items()):
+                future = future or servers.start(name, EMBEDDED, *bench.tiny(*flags))
+                server = future.result(bench.window.left(two_gpus.SERVER_LIMIT_S))
+                took, right = kill_a_rank(bench.window, server, bench.window.out / f"server_{name}.log", number)
+                what = f"{layout}, {processes[number]} killed"
+                bench.row(what, f"all gone after {took:.1f} s", "named, all gone", right)
+    left, end = set(Path("/dev/shm").iterdir()) - before, time.monotonic() + bench.window.left(SHARED_MEMORY_S)
+    while left and time.monotonic() < end:  # what stays is ours, what comes and goes is other processes'
+        time.sleep(0.2)
+        left &= set(Path("/dev/shm").iterdir())
+    names = ", ".join(sorted(path.name for path in left))
+    bench.row("left in /dev/shm", names or "nothing", "nothing", not left)
+
+
+def slice_(bench: Bench) -> None:
+    """Steps of a slice of a large model, with the sum in the norm's kernel, before it, and by NCCL."""
+    bench.measured(bench.steps("slice TP2", "--tp", "2", "--profile"))
+
+
+def stages(bench: Bench) -> None:
+    """Two stages: answers, steps beside one rank and two, and what turns bring under load."""
+    answers_by(bench, {"PP2": ("--pp-size", "2")})
+    for name, flags in {"one rank": (), "PP2": ("--pp-size", "2"), "TP2": ("--tp", "2")}.items():
+        bench.measured(bench.steps(name, *flags))
+    found: dict[str, list[float]] = {}
+    for name, flags in {"PP2, in turns": (), "PP2, a step at a time": ("--disable-overlap-schedule",)}.items():
+        with ExitStack() as stack, bench.window.part(name):
+            server = Servers(bench.window, stack).start(
+                name.replace(" ", "_").replace(",", ""), bench.model, *bench.large("--pp-size", "2", *flags)
+            )
+            found[name] = bench.served(name, server.result(bench.window.left(two_gpus.SERVER_LIMIT_S)))
+    if len(found) == 2:
+        turns, alone = found.values()
+        ratios = [a / b for a, b in zip(turns, alone, strict=True)]
+        right = None if bench.cpu else min(ratios) >= 1
+        bench.row("turns beside a step at a time", "/".join(f"{ratio:.2f}x" for ratio in ratios), "1.0x", right)
+
+
+def three(bench: Bench) -> None:
+    """Ranks that heads and experts do not divide by: answers, sums, steps; stages of two ranks where there are four."""
+    layouts: dict[str, Sequence[str]] = {"TP3": ("--tp", "3")}
+    if not bench.cpu and two_gpus.num_gpus() >= 4:
+        layouts["TP2 PP2"] = ("--tp", "2", "--pp-size", "2")
+    answers_by(bench, layouts)
+    if not bench.cpu:
+        with bench.window.part("sums of three ranks"):
+            before = len(bench.window.failures)
+            rounds(bench.window, 2000, 3, 60, "--no-times", "--no-host-memory")
+            right = len(bench.window.failures) == before
+            bench.row("sums of three ranks", "2,000 rounds", "exact", right)
+    bench.measured(bench.steps("TP3", "--tp", "3"))
+
+
+def served_load(bench: Bench) -> None:
+    """Two ranks under load, then upstream's two: each has the GPUs for itself."""
+    found = {}
+    with ExitStack() as stack, bench.window.part("load, ours"):
+        server = Servers(bench.window, stack).start("ours", bench.model, *bench.large("--tp", "2"))
+        found["ours"] = bench.served("TP2", server.result(bench.window.left(two_gpus.SERVER_LIMIT_S)))
+    if not bench.peer_site:
+        return
+    with ExitStack() as stack, bench.window.part("load, the peer"):
+        environment = {**compare.PEER_ENV, "TRITON_CACHE_DIR": str(bench.window.out / "triton_peer")}
+        flags = (*PEER, "--device", "cpu", "--attention-backend", "torch_native") if bench.cpu else PEER
+        path = compare.peer_path(bench.peer_site)
+        servers = Servers(bench.window, stack)
+        peer = servers.start("peer", bench.model, *flags, limit_s=PEER_START_S, PYTHONPATH=path, **environment)
+        upstream = peer.result(bench.window.left(PEER_START_S))
+        bench.window.say(f"the peer is up after {upstream.start_seconds:.0f} s")
+        found["peer"] = bench.served("peer TP2", upstream)
+    for (concurrency, _), a, b in zip(bench.loads(), found.get("ours", ()), found.get("peer", ()), strict=False):
+        right = None if bench.cpu else a / b >= RATIO
+        bench.row(f"{concurrency} at a time, ours / peer", f"{a / b:.2f}x", f"{RATIO}x", right)
+
+
+PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {
+    "answers": (answers, 150),
+    "kill": (kill, 260),
+    "slice": (slice_, 240),
+    "stages": (stages, 540),
+    "three": (three, 300),
+    "load": (served_load, 590),
+}
+"""What each does, and the seconds behind which nothing waits."""
+
+
+def table(rows: Sequence[Row]) -> str:
+    widths = [max((len(getattr(row, column)) for row in rows), default=0) for column in ("name", "value", "wanted")]
+    said = {True: "ok", False: "WRONG", None: ""}
+    lines = []
+    for row in rows:
+        cells = (text.ljust(width) for text, width in zip((row.name, row.value, row.wanted), widths, strict=True))
+        lines.append("  ".join((*cells, said[row.right])).rstrip())
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", type=Path, default=EMBEDDED)
+    parser.add_argument("--peer-site")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--limit", type=float, help="seconds")
+    args = parser.parse_args(argv)
+    if why := requirements.complaint():
+        print(why, flush=True)
+        return 2
+    args.out.mkdir(parents=True, exist_ok=True)
+    run, limit = PARTS[args.part]
+    window = Window(args.out.resolve(), args.limit or limit)
+    bench = Bench(window, args.model, args.device == "cpu", args.peer_site)
+    if not bench.cpu:
+        with window.part("sgl-kernel"):
+            two_gpus.install_kernels(window)
+    run(bench)
+    print(f"\n{table(bench.rows)}\n\n{args.part}: {time.monotonic() - window.started:.0f} s", flush=True)
+    print("\n".join(window.failures) or "nothing failed", flush=True)
+    return 1 if window.failures or any(row.right is False for row in bench.rows) or not bench.rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

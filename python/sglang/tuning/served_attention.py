@@ -1,0 +1,175 @@
+"""How long this project's attention and recurrence kernels take: by their tiles, the ledger's records and counted
+instructions. No torch; times in microseconds inside, seconds from the public functions.
+
+Prompts: a step takes what the matrix unit and the counted instructions need, or, if that is longer, the time until its
+keys are there, divided by the stages on their way. Nothing of it is fitted. SGLang's kernels, which have one stage and
+wait for both in turn, take on an RTX PRO 6000 Server what the same sum says within a tenth, and this project's eight
+times on an H200 are met within 13% (docs/results/2026-11-22-card-h200.md).
+
+Decoding on SM120: the model of `attention_model` with steps carried over from SGLang's kernels; no card has confirmed
+that. On GPUs with wgmma: `READING`, fitted on an H200.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.kernels.spec import TileRecord
+from sglang.tuning.attention_model import (
+    NUM_SMS,
+    Keys,
+    Pieces,
+    Prompt,
+    PromptTile,
+    PromptTimes,
+    StepTimes,
+    largest,
+    prompt_seconds,
+    waves_of,
+)
+from sglang.tuning.cost_model import FULL_WARPS, LANES_PER_SM, blocks_per_sm, constants_of
+from sglang.tuning.instructions import pair_instructions
+from sglang.tuning.rates import ceilings_of, rates_of
+from sglang.tuning.streaming import ISSUED
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
+
+SHORT_PIECE = 512
+"""As decode_attention's; a test holds the two together."""
+SERVED_CONTEXT = 131_072
+"""Tokens that a server lets a request have: decode attention launches programs for so many."""
+MERGE = 1.2
+"""Microseconds of one round of that, on an H200: two loads that wait for each other. The fit says 1.13 to 1.24,
+whichever heads it leaves out."""
+
+
+def merged_at_once(keys: Keys) -> int:
+    """Pieces that a round takes, as `combine_constants` says."""
+    columns = 1 << (keys.v_head_dim - 1).bit_length()
+    if keys.batch <= 8 and keys.heads * keys.batch * -(-keys.v_head_dim // 16) <= 4096:
+        columns = 16
+    return max(16, 4096 // columns)
+
+
+def planned_pieces(keys: Keys, tile: Mapping[str, int], occupancy: int, num_sms: int = NUM_SMS) -> Pieces:
+    """As `plan_kernel` cuts requests of equal length. `parts`: rounds in which the pieces of one are merged."""
+    tiles = keys.kv_heads * -(-keys.group // tile["BLOCK_H"])
+    slots = max(1, num_sms * tile["ctas_per_sm"] // tiles)
+    n = tile["BLOCK_N"]
+    of_request = -(-keys.context // n)
+    total = keys.batch * of_request
+    length = max(-(-total // (slots * tile["waves"])), min(-(-total // slots), SHORT_PIECE // n), 1)
+    if tile["waves"] <= 2:
+        longer = [length + i * -(-length // 8) for i in range(16)]
+        length = min(longer, key=lambda n: (math.ceil(keys.batch * math.ceil(of_request / n) / slots) * n, -n))
+    count = -(-of_request // length)
+    programs = keys.batch * count * tiles
+    short = keys.batch * -(-max(SERVED_CONTEXT, keys.context) // SHORT_PIECE)
+    launched = (keys.batch + min(slots * tile["waves"], max(slots, short))) * tiles
+    rounds = 0.0 if count == 1 else float(-(-count // merged_at_once(keys)))
+    return Pieces(programs, -(-of_request // count), n, occupancy, launched, 1.0, rounds)
+
+
+LONELY, PER_ELEMENTS, COLD = 0.6, 0.33, 0.95
+"""Microseconds of a step of a lonely program, for each 4,096 cached elements of it, and when they come from memory:
+what the fits on SGLang's kernels have in common (within a third)."""
+ARITHMETIC = 1.5
+"""A full SM's step over that of its matrix products, as in the fits."""
+LAUNCHES = 5.0
+"""Of the two launches, in a graph with programmatic launches; SGLang's take 4.3 to 12."""
+OPERATIONS_PER_US = 504e6 * 0.85 / NUM_SMS
+"""Of an SM, in 16 bits."""
+
+
+def carried_step_times(keys: Keys, tile: Mapping[str, int]) -> StepTimes:
+    elements = tile["BLOCK_N"] * keys.row
+    on_their_way = max(1, tile["num_stages"] - 1)
+    operations = 2.0 * max(16, tile["BLOCK_H"]) * tile["BLOCK_N"] * (keys.head_dim + keys.v_head_dim)
+    busy = operations / OPERATIONS_PER_US * ARITHMETIC
+    step = LONELY + PER_ELEMENTS * elements / 4096 / on_their_way
+    return StepTimes(step, COLD / on_their_way, busy, LAUNCHES)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Decoding on GPUs with wgmma, microseconds: both launches; a step of a lonely program, and for each 4,096 cached
+    elements of it; a full SM's step over that of its products at `mma.sync`'s rate; what a program takes besides; of a
+    program what nothing overlaps; one round of merging. `bandwidth` in TB/s."""
+
+    base: float = 5.4
+    step: float = 0.73
+    per_elements: float = 0.087
+    arithmetic: float = 0.81
+    program: float = 0.5
+    tail: float = 0.83
+    merge: float = MERGE
+    bandwidth: float = 4.3
+
+
+READING = Reading()
+"""Fitted on 37 times of an H200 (benchmark/kernels/card/fit_h200.py, which says how well): `base`, `merge` and
+`bandwidth` are told by them, the other five only together."""
+
+
+def reading_seconds_of(keys: Keys, pieces: Pieces, tile: Mapping[str, int], arch: ArchTraits, times: Reading) -> float:
+    sharing = min(float(pieces.occupancy), max(1.0, pieces.programs / arch.num_sms))
+    elements = tile["BLOCK_N"] * keys.row
+    lonely = times.step + times.per_elements * elements / 4096 / max(1, tile["num_stages"] - 1)
+    rates = rates_of(arch)
+    rate = rates.matrix["half"] * rates.mma_sync_share * 1e-6 / arch.num_sms
+    operations = 2.0 * max(16, tile["BLOCK_H"]) * tile["BLOCK_N"] * (keys.head_dim + keys.v_head_dim)
+    step = largest(lonely, sharing * operations / rate * times.arithmetic)
+    alone = pieces.steps * step + times.program
+    chain = waves_of(pieces.programs / (arch.num_sms * sharing)) * alone
+    reading = keys.cache_bytes / times.bandwidth * 1e-6 + times.tail * alone
+    return (times.base + max(chain, reading) + pieces.parts * times.merge) * 1e-6
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def served_prompt_seconds(prompt: Prompt, tile: Mapping[str, int], record: TileRecord, arch: ArchTraits) -> float:
+    m, n, rates = tile["BLOCK_M"], tile["BLOCK_N"], rates_of(arch)
+    occupancy = max(1, blocks_per_sm(record, tile["num_warps"], arch, rates))
+    programs = prompt.batch * prompt.heads * -(-prompt.new // m) / arch.num_sms
+    step = counted_step(prompt, tile, max(1.0, min(float(occupancy), programs)), arch)
+    times = PromptTimes(step=step, busy=0.0, program=1.0, masked=0.1, base=4.0, rows=2.0)
+    return prompt_seconds(prompt, PromptTile(m, n, occupancy, skips=True), times, arch.num_sms)
+
+
+def counted_step(prompt: Prompt, tile: Mapping[str, int], sharing: float, arch: ArchTraits) -> float:
+    """Of every program on an SM, of which `sharing` run there."""
+    m, n, rates = tile["BLOCK_M"], tile["BLOCK_N"], rates_of(arch)
+    dims = prompt.head_dim + prompt.v_head_dim
+    unit = ceilings_of(arch).products["half"] * 1e-6 / arch.num_sms
+    fill = min(1.0, sharing * tile["num_warps"] / FULL_WARPS)
+    multiplying = 2.0 * m * n * dims / (unit * fill)
+    lanes = LANES_PER_SM * rates.clock * 1e-6 * ISSUED
+    issuing = m * n * pair_instructions((prompt.head_dim, prompt.v_head_dim), arch.name) / lanes
+    arriving = n * dims * prompt.item / (rates.l2_bytes_per_clock * rates.clock) * 1e6
+    waited = (constants_of(arch).latency * 1e6 + sharing * arriving) / max(1, tile["num_stages"] - 1)
+    return max(sharing * (multiplying + issuing), waited)
+
+
+# --- the gated delta rule ---------------------------------------------------------------------------------------------
+
+CHUNK = 64
+"""Tokens of a chunk; a test holds it to the kernel's."""
+SCAN_COLUMNS = 32
+"""Of a state that one program takes through the chunks of a request, and which wait for each other."""
+SCANNED = 6.7
+"""Microseconds of one chunk there, on an H200: one time of 8,192 tokens tells it, less what LOCAL_INSTRUCTIONS take."""
+LOCAL_INSTRUCTIONS = 8 * 32 * 4170.0
+"""Of the lanes, for what a chunk of a head needs besides: eight warps, counted."""
+
+
+def delta_rule_seconds(batch: int, tokens: int, heads: int, value_dim: int, arch: ArchTraits) -> float:
+    chunks = -(-tokens // CHUNK)
+    lanes = arch.num_sms * LANES_PER_SM * rates_of(arch).clock * constants_of(arch).issue_share
+    local = batch * chunks * heads * LOCAL_INSTRUCTIONS / lanes
+    programs = batch * heads * -(-value_dim // SCAN_COLUMNS)
+    scanned = waves_of(programs / arch.num_sms) * chunks * SCANNED * 1e-6
+    return 2 * 2.0e-6 + local + scanned

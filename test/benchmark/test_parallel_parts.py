@@ -1,0 +1,76 @@
+"""What is said before and behind the parts that need several GPUs: missing packages at once, and a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import parts
+import pytest
+import requirements
+
+
+def install(folder: Path, name: str, *requires: str) -> None:
+    info = folder / f"{name.replace('-', '_')}-1.0.dist-info"
+    info.mkdir()
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", "Version: 1.0", *(f"Requires-Dist: {text}" for text in requires)]
+    (info / "METADATA").write_text("\n".join(lines) + "\n")
+
+
+def test_what_is_missing_is_named_with_who_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "web-frame", "not-there>=2", "never; python_version < '3'", "for-tests; extra == 'test'")
+    install(tmp_path, "uses-extra", "web.frame", 'only-extra; extra == "full"')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert requirements.missing(["Web_Frame>=1"]) == ["not-there (of web-frame 1.0)"]
+    assert requirements.missing(["uses-extra[full]"]) == [
+        "only-extra (of uses-extra 1.0)",
+        "not-there (of web-frame 1.0)",
+    ]
+    assert requirements.missing(["gone; sys_platform == 'never'"]) == []
+
+
+def test_the_projects_dependencies_are_read() -> None:
+    names = requirements.named_dependencies()
+    assert {"fastapi>=0.115", "torch>=2.9", "regex"} <= set(names)
+    assert requirements.complaint() == "", "this environment serves"
+
+
+def test_what_is_missing_and_not_needed_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(requirements, "named_dependencies", lambda: ["not-there"])
+    monkeypatch.setattr(requirements, "IMPORTS", ("json",))
+    assert requirements.complaint() == "" and "not-there (of sm120-sglang)" in capsys.readouterr().out
+    monkeypatch.setattr(requirements, "IMPORTS", ("json", "not_there.at_all"))
+    complaint = requirements.complaint()
+    assert "No module named 'not_there'" in complaint and "not-there (of sm120-sglang)" in complaint
+
+
+def test_a_part_ends_at_once_where_servers_cannot_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(requirements, "complaint", lambda: "No module named 'x'")
+    assert parts.main(["answers", "--out", str(tmp_path / "out")]) == 2
+    assert "No module named 'x'" in capsys.readouterr().out and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("right", "status"), [(True, 0), (None, 0), (False, 1)])
+def test_the_table_and_the_status(
+    right: bool | None, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(requirements, "complaint", lambda: "")
+    rows = lambda bench: (bench.row("steps", "2.59 ms"), bench.row("ours / peer", "1.1x", "1.2x", right))  # noqa: E731
+    monkeypatch.setitem(parts.PARTS, "load", (rows, 5.0))
+    assert parts.main(["load", "--out", str(tmp_path), "--device", "cpu"]) == status
+    said = {True: "  ok", False: "  WRONG", None: ""}[right]
+    assert f"steps        2.59 ms\nours / peer  1.1x     1.2x{said}\n" in capsys.readouterr().out
+
+
+def test_a_part_without_rows_has_shown_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requirements, "complaint", lambda: "")
+
+    def fails(bench: parts.Bench) -> None:
+        with bench.window.part("load"):
+            raise RuntimeError("no server")
+
+    monkeypatch.setitem(parts.PARTS, "load", (fails, 5.0))
+    assert parts.main(["load", "--out", str(tmp_path), "--device", "cpu"]) == 1
