@@ -175,9 +175,10 @@ def library_fails(need: Need, arch: ArchTraits) -> list[str]:
 
 def scaled_mm_or_triton(need: Need, arch: ArchTraits) -> str:
     """Which of the products of e4m3 weights is served by what."""
-    odd = [f"{rows}x{cols}" for rows, cols, _ in need.shapes if rows % 16 or cols % 16]
+    step = 128 if need.quant == "fp8_block" else 16
+    odd = [f"{rows}x{cols}" for rows, cols, _ in need.shapes if rows % 16 or cols % step]
     text = f"torch.nn.functional.scaled_mm for steps of {SCALED_MM_ROWS:,} tokens and more, triton for fewer"
-    return text + (f" and for sizes that 16 does not divide: {', '.join(odd)}" if odd else "")
+    return text + (f" and for sizes that its blocks do not divide: {', '.join(odd)}" if odd else "")
 
 
 def dequantized(need: Need, arch: ArchTraits) -> str:
