@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from sglang.srt.utils.allowance import Allowance
 
@@ -71,8 +72,15 @@ class Matcher(Protocol):
     def copy(self) -> Matcher: ...
 
 
+FillMasks = Callable[[list[Any], "npt.NDArray[np.int32]", list[int], int], None]
+"""Of a library: as Matcher.fill_mask for several of its matchers in one call; the other arguments are the mask [rows,
+ceil(vocab / 32)], contiguous, the row of each matcher, and over how many threads the work is spread."""
+
+
 class CompiledGrammar(Protocol):
     """What all outputs of one grammar share. size_bytes: its memory."""
+
+    fill_masks: FillMasks
 
     vocab_size: int
     size_bytes: int
@@ -107,6 +115,10 @@ class Grammar:
         self.allowance.refill()
         with self.allowance:
             return not self._matcher.is_terminated() and self._matcher.accept(token_id)
+
+    @property
+    def matcher(self) -> Matcher:
+        return self._matcher
 
     @property
     def size_bytes(self) -> int:

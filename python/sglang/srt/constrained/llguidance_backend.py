@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -9,7 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.constrained.completion import lark_rules, schema_rules, unfinishable_rule
-from sglang.srt.constrained.grammar import ANY_JSON, MAX_WHITESPACE, Grammar, GrammarError, GrammarKey, GrammarKind
+from sglang.srt.constrained.grammar import (
+    ANY_JSON,
+    MAX_WHITESPACE,
+    FillMasks,
+    Grammar,
+    GrammarError,
+    GrammarKey,
+    GrammarKind,
+)
 from sglang.srt.constrained.llguidance_tags import Subgrammar, TagWriter, regex_literal
 from sglang.srt.constrained.schema_keywords import for_llguidance, is_unknown_to_llguidance
 from sglang.srt.constrained.schema_rewriting import rewritten
@@ -65,6 +74,7 @@ class LLGuidance:
         self._start = start
         self._dead_rule = dead_rule
         self._eos_ids = backend.eos_ids
+        self.fill_masks: FillMasks = fill_masks
         self.vocab_size = backend.vocab_size
         self.size_bytes = size_bytes
 
@@ -86,8 +96,16 @@ class LLGuidanceMatcher:
 
     def fill_mask(self, row: npt.NDArray[np.int32]) -> None:
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        if self._matcher.is_stopped() and not self._matcher.is_accepting():
-            row.fill(0)  # a dead end or one of the library's limits, where it offers the end of the output
+        if self.is_at_dead_end():
+            row.fill(0)
+
+    @property
+    def library_matcher(self) -> llguidance.LLMatcher:
+        return self._matcher
+
+    def is_at_dead_end(self) -> bool:
+        """Or at one of the library's limits. It offers the end of the output there."""
+        return bool(self._matcher.is_stopped() and not self._matcher.is_accepting())
 
     def accept(self, token_id: int) -> bool:
         if token_id in self._eos_ids:
@@ -106,6 +124,29 @@ class LLGuidanceMatcher:
 
     def copy(self) -> LLGuidanceMatcher:
         return LLGuidanceMatcher(self._matcher.deep_copy(), self._eos_ids, self._ended)
+
+
+@functools.cache
+def _executor(num_threads: int) -> llguidance.LLExecutor:
+    import llguidance
+
+    return llguidance.LLExecutor(num_threads=num_threads)
+
+
+def fill_masks(
+    matchers: list[LLGuidanceMatcher], mask: npt.NDArray[np.int32], rows: list[int], num_threads: int
+) -> None:
+    """See FillMasks."""
+    start, num_bytes = mask.ctypes.data, mask.shape[1] * mask.itemsize
+    if num_threads > 1:
+        work = [(matcher.library_matcher, row) for matcher, row in zip(matchers, rows, strict=True)]
+        _executor(num_threads).unsafe_compute_mask_ptr(work, start, num_bytes, len(mask))
+    else:
+        for matcher, row in zip(matchers, rows, strict=True):
+            matcher.library_matcher.unsafe_compute_mask_ptr(start + row * num_bytes, num_bytes)
+    for matcher, row in zip(matchers, rows, strict=True):
+        if matcher.is_at_dead_end():
+            mask[row] = 0
 
 
 class LLGuidanceBackend:

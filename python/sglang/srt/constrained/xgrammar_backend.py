@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -9,7 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.constrained.completion import printed_rules, unfinishable_rule
-from sglang.srt.constrained.grammar import ANY_JSON, MAX_WHITESPACE, Grammar, GrammarError, GrammarKey, GrammarKind
+from sglang.srt.constrained.grammar import (
+    ANY_JSON,
+    MAX_WHITESPACE,
+    FillMasks,
+    Grammar,
+    GrammarError,
+    GrammarKey,
+    GrammarKind,
+)
 from sglang.srt.constrained.schema_keywords import (
     InexpressibleSchema,
     answer_schemas,
@@ -34,6 +43,7 @@ class XGrammar:
 
     def __init__(self, compiled: xgrammar.CompiledGrammar) -> None:
         self._compiled = compiled
+        self.fill_masks: FillMasks = fill_masks
         self.vocab_size: int = compiled.tokenizer_info.vocab_size
         self.size_bytes = int(compiled.memory_size_bytes)
 
@@ -51,21 +61,43 @@ class XGrammarMatcher:
 
     def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
         self._matcher = matcher
+        self._ended = bool(matcher.is_terminated())
+
+    @property
+    def library_matcher(self) -> xgrammar.GrammarMatcher:
+        return self._matcher
 
     def fill_mask(self, row: npt.NDArray[np.int32]) -> None:
         self._matcher.fill_next_token_bitmask(row.reshape(1, -1))
 
     def accept(self, token_id: int) -> bool:
-        return bool(self._matcher.accept_token(token_id))
+        accepted = bool(self._matcher.accept_token(token_id))
+        self._ended = bool(self._matcher.is_terminated())
+        return accepted
 
     def is_terminated(self) -> bool:
-        return bool(self._matcher.is_terminated())
+        return self._ended
 
     def rollback(self, num_tokens: int) -> None:
         self._matcher.rollback(num_tokens)
+        self._ended = bool(self._matcher.is_terminated())
 
     def copy(self) -> XGrammarMatcher:
         return XGrammarMatcher(self._matcher.fork())
+
+
+@functools.cache
+def _batch_matcher(num_threads: int) -> xgrammar.BatchGrammarMatcher:
+    import xgrammar
+
+    return xgrammar.BatchGrammarMatcher(max_threads=num_threads)
+
+
+def fill_masks(matchers: list[XGrammarMatcher], mask: npt.NDArray[np.int32], rows: list[int], num_threads: int) -> None:
+    """See FillMasks."""
+    _batch_matcher(num_threads).batch_fill_next_token_bitmask(
+        [matcher.library_matcher for matcher in matchers], mask, rows
+    )
 
 
 class XGrammarBackend:

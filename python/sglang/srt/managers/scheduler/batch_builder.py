@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from sglang.srt.constrained.mask_filler import MaskFiller
 from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch, ScheduleBatch
 from sglang.srt.mem_cache.kv_table import KVTable
 from sglang.srt.model_executor.step import ExtendInput, StepInput
@@ -20,13 +21,16 @@ def _logprobs(reqs: list[Req]) -> LogprobRequest | None:
     )
 
 
-def vocab_mask(batch: ScheduleBatch, width: int, vocab_size: int) -> np.ndarray:
+def vocab_mask(batch: ScheduleBatch, width: int, vocab_size: int, filler: MaskFiller) -> np.ndarray:
     """[R * width, ceil(vocab / 32)] int32, the tokens that each row may sample. Only the first row of a request follows
     on tokens that are known: requests with a grammar bring no guesses."""
     mask = np.full((len(batch.sampled) * width, -(-vocab_size // 32)), -1, np.int32)
-    for row, req in zip(mask[::width], batch.sampled, strict=True):
-        if req.finish is None:
-            req.fill_mask(row)
+    rows = [(i * width, req) for i, req in enumerate(batch.sampled) if req.finish is None]
+    constrained = [(row, req.grammar) for row, req in rows if req.grammar is not None]
+    filler.fill([grammar for _, grammar in constrained], mask, [row for row, _ in constrained])
+    for row, req in rows:
+        if req.thoughts is not None:
+            req.thoughts.restrict(mask[row])
     return mask
 
 

@@ -113,13 +113,6 @@ class Req:
         unknown = self.planned_len - len(self.tokens) - 1
         return self.thoughts is not None and self.thoughts.may_end_within(unknown)
 
-    def fill_mask(self, row: np.ndarray) -> None:
-        """row [ceil(vocab / 32)] int32, all tokens allowed so far."""
-        if self.grammar is not None:
-            self.grammar.fill_mask(row)
-        if self.thoughts is not None:
-            self.thoughts.restrict(row)
-
     def launched(self, width: int) -> None:
         """Count a step that brings `width` tokens."""
         self.kv_len += width

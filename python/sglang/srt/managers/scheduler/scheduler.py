@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.constrained.mask_filler import MaskFiller
 from sglang.srt.managers.scheduler.batch_builder import build_decode, build_extend, build_verify, vocab_mask
 from sglang.srt.managers.scheduler.output import StopChecker, output_message, rejected_token
 from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch, ScheduleBatch
@@ -77,6 +78,7 @@ class Scheduler:
         self.compiling: dict[str, tuple[Req, PendingGrammar]] = {}
         """Requests that wait for their grammar, by id in the order of arrival, outside the queue."""
         self.running = RunningBatch(runner.tokens_per_step, max(1, self.steps_ahead))
+        self.masks = MaskFiller()
         self.in_flight: deque[ScheduleBatch] = deque()
         """Launched and not read back, the oldest first."""
         self.reqs: dict[str, Req] = {}
@@ -107,7 +109,7 @@ class Scheduler:
         if any(req.needs_mask for req in limited):
             self.settle(limited)
             width = 1 if batch.step.widths is None else self.runner.tokens_per_step
-            mask = vocab_mask(batch, width, self.plan.model.vocab_size)
+            mask = vocab_mask(batch, width, self.plan.model.vocab_size, self.masks)
         batch.result = self.runner.sample(forward, mask)
         self.in_flight.append(batch)
 
