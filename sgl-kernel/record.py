@@ -37,6 +37,8 @@ SPREAD = "LDSM.U4x16P64TO8.M816.4"
 FENCE, FLUSH = "MEMBAR.ALL.SYS", "CCTL.IVALL"
 """Before a flag is written, and after it was read."""
 FLAG_READ, FLAG_WRITTEN = "LDG.E.STRONG.SYS", "STG.E.STRONG.SYS"
+WAIT, LET_BEGIN = "ACQBULK", "PREEXIT"
+"""Until the kernel ahead has ended; from where on the kernel behind may begin, which then waits itself."""
 WORDS_READ, WORDS_WRITTEN = "LDG.E.128.STRONG.SYS", "STG.E.128.STRONG.SYS"
 
 Row = dict[str, object]
@@ -78,6 +80,7 @@ def _reduce_rules(name: str, instructions: Mapping[str, int]) -> Iterable[str]:
     """What the memory model asks for is there, and what PCIe does not have is not."""
     packed = name.split()[1] == "packed"
     wanted = (WORDS_READ, WORDS_WRITTEN) if packed else (FENCE, FLUSH, FLAG_READ, FLAG_WRITTEN)
+    wanted += (WAIT, LET_BEGIN)
     lacking = [each for each in wanted if not instructions.get(each)]
     if lacking:
         yield f"lacks {', '.join(lacking)}"
@@ -101,7 +104,7 @@ SOURCE_FILES = (
         re.compile(r"all_reduce_kernelILi(\d)ELb(\d)ELi(\d)E"),
         _reduce_name,
         re.compile(
-            r"(?<![\w.])(MEMBAR\.[\w.]*SYS|CCTL\.IVALL|(?:LDG|STG)\.[\w.]*SYS|(?:ATOMG?|REDG?|LDGMC|MULTIMEM)\.[\w.]+)"
+            r"(?<![\w.])(ACQBULK|PREEXIT|MEMBAR\.[\w.]*SYS|CCTL\.IVALL|(?:LDG|STG)\.[\w.]*SYS|(?:ATOMG?|REDG?|LDGMC|MULTIMEM)\.[\w.]+)"
         ),
     ),
 )

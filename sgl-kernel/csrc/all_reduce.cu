@@ -13,6 +13,10 @@ constexpr int64_t MAX_VECTORS = int64_t(1) << 31;
 
 template <int DTYPE, bool FUSED, int ALGORITHM>
 __global__ void __launch_bounds__(THREADS, 1) all_reduce_kernel(const __grid_constant__ AllReduceArguments args) {
+  // Launched while the kernel ahead ends; the one behind may be launched while this one waits for its peers. It waits
+  // itself before it reads what is summed here.
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   all_reduce<DTYPE, FUSED, ALGORITHM>(args);
 }
 
@@ -56,8 +60,17 @@ int sgl_all_reduce(const AllReduceArguments* args, int algorithm, int fused, voi
   auto* kernel = args->dtype == BFLOAT16  ? kernel_of<BFLOAT16>(algorithm, fused)
                  : args->dtype == FLOAT16 ? kernel_of<FLOAT16>(algorithm, fused)
                                           : kernel_of<FLOAT32>(algorithm, fused);
-  kernel<<<args->blocks, THREADS, 0, static_cast<cudaStream_t>(stream)>>>(*args);
-  return cudaGetLastError();
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t launch{};
+  launch.gridDim = dim3(args->blocks);
+  launch.blockDim = dim3(THREADS);
+  launch.stream = static_cast<cudaStream_t>(stream);
+  launch.attrs = &early;
+  launch.numAttrs = 1;
+  const cudaError_t error = cudaLaunchKernelEx(&launch, kernel, *args);
+  return error != cudaSuccess ? error : cudaGetLastError();
 }
 
 // Of a workspace with halves of data of so many vectors of 16 bytes.

@@ -4,8 +4,9 @@
 // device, so that a replayed graph goes on counting. Data lie in one of two halves by the epoch's last bit. That is
 // enough: a rank leaves call k + 1 when it has heard of every peer in call k + 1, so every peer has left call k, and what
 // call k + 2 overwrites is no longer read. It takes calls that run one after the other: one stream, and no launch that
-// begins before the one ahead of it has ended. (A packed word says that much too without a fence: it was sent by a later
-// launch, and a launch has ended only when everything that it reads has come.)
+// reads or writes anything before the one ahead of it has ended; one that begins earlier waits first. (A packed word says
+// that much too without a fence: it was sent by a later launch, and a launch has ended only when everything that it reads
+// has come.)
 //
 //   packed    one shot: every word of 32 bits travels to every peer beside 32 bits of epoch. No fence, no separate flag:
 //             one way across the link. Twice the bytes; for small messages.

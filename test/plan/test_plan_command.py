@@ -59,6 +59,17 @@ def test_glm47_is_what_its_log_says(tmp_path: Path, capsys: pytest.CaptureFixtur
         "half of the layers, twice as much of each"
     )
     assert stages["commands"][0].endswith("--tp 4 --pp 2")
+    turn = floors(str(tmp_path), 4).decode(32, 8192)
+    assert stages["decode_load"]["read_bytes"] == round(turn.read_bytes), "two stages compute 32 of 64 requests each"
+    assert stages["tokens_per_second_at_most"] == pytest.approx(64 / turn.seconds_with_nccl)
+
+
+def test_stages_that_are_recommended_have_run_on_no_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Many short requests: four cards and two stages served more of them than eight cards, as others measured."""
+    load = ["--concurrency", "384", "--length", "200", "--gpus", "8", "--gpu", "rtx-pro-6000"]
+    assert main(["plan", "--model-path", model_dir(tmp_path, "glm47"), *load]) == 0
+    said = capsys.readouterr().out
+    assert "Recommended: TP 4 x PP 2" in said and "no stages of a pipeline have run on GPUs here yet" in said
 
 
 def test_whole_experts_on_each_rank_are_a_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,6 +48,7 @@ def test_broken_rules_are_named(record: ModuleType, change: dict, says: str) -> 
         ("all_reduce one_shot bfloat16", "MEMBAR.ALL.SYS", {}, "lacks MEMBAR.ALL.SYS"),
         ("all_reduce two_shot bfloat16 norm", "CCTL.IVALL", {}, "lacks CCTL.IVALL"),
         ("all_reduce packed bfloat16", "STG.E.128.STRONG.SYS", {}, "lacks STG.E.128.STRONG.SYS"),
+        ("all_reduce packed float16 norm", "ACQBULK", {}, "lacks ACQBULK"),
         ("all_reduce packed float32", "", {"ATOMG.E.ADD.STRONG.SYS": 1}, "has ATOMG.E.ADD.STRONG.SYS, which no PCIe"),
         ("all_reduce one_shot float16", "", {"LDGMC.E.ADD": 1}, "has LDGMC.E.ADD"),
     ],

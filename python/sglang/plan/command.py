@@ -32,7 +32,7 @@ COLUMNS = (
     ("requests", "of that length at once, all servers"),
     ("1 req ms", "decode step of one request, floor"),
     ("with NCCL", "the same, all-reduces as measured"),
-    ("load ms", "decode step with the load, floor"),
+    ("load ms", "decode step with the load, floor; of PP stages, which requests pass in turns, of one turn in all"),
     ("with NCCL", "the same, all-reduces as measured"),
     ("tok/s", "of all servers with the load, at most"),
     ("prefill ms", "prompt of that length, floor"),
@@ -279,6 +279,9 @@ def reasons(result: Survey) -> list[str]:
             f"for one request at a time {alone.layout} is faster: {alone.one_request_per_second:,.0f} tok/s {how},"
             f" {best.one_request_per_second:,.0f} here"
         )
+    whole = max((p for p in others if p.layout.pp_size == 1), key=lambda p: p.rating, default=None)
+    if best.layout.pp_size > 1 and whole is not None:
+        texts.append(f"no stages of a pipeline have run on GPUs here yet; without them {whole.layout} is next")
     idle = result.gpus - best.layout.gpus
     if idle:
         texts.append(f"{idle} GPUs stay idle")

@@ -80,7 +80,7 @@ class Prospect:
     tokens: int  # of one server
     most_requests: int
     one: Floor  # a decode step of one request
-    loaded: Floor  # of as many as a server has with the load
+    loaded: Floor  # of as many as a step of a server has with the load
     requests_per_server: int
     prefill: Floor
     commands: tuple[str, ...]
@@ -187,6 +187,7 @@ def _prospect(args: ServerArgs, words: Sequence[str], layout: Layout, explained:
     floors = StepFloors(model, serving, explained.arch, choices)
     most = requests_that_fit(plan, load.length)
     each = max(1, min(-(-load.concurrency // layout.servers), most))
+    a_step = -(-each // layout.pp_size)  # stages compute different requests at the same time, which take turns
     memory = plan["memory"]
     return Prospect(
         layout=layout,
@@ -195,12 +196,12 @@ def _prospect(args: ServerArgs, words: Sequence[str], layout: Layout, explained:
         tokens=plan["max_total_num_tokens"],
         most_requests=most * layout.servers,
         one=floors.decode(1, load.length),
-        loaded=floors.decode(each, load.length),
+        loaded=floors.decode(a_step, load.length),
         requests_per_server=each,
         prefill=floors.prefill(load.length),
         commands=tuple(layout.commands(words)),
         notes=explained.notes,
-        predicted=predict(model, serving, explained.arch, each, load.length),
+        predicted=predict(model, serving, explained.arch, a_step, load.length),
     )
 
 

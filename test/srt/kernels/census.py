@@ -339,6 +339,8 @@ def _gemv(rows: int, cols: int, bias: bool, out_dtype: torch.dtype | None) -> No
     x, weight = empty(1, cols), empty(rows, cols)
     if gemv.supports(x, weight):  # else cuBLAS
         gemv.linear(x, weight, empty(rows) if bias and out_dtype is None else None, out_dtype)
+        if out_dtype is not None:  # routers may keep their weights in fp32
+            gemv.linear(x, weight.float(), None, out_dtype)
 
 
 def linear_weight(total: int, cols: int, scheme: Scheme, static: bool) -> LinearWeight | None:

@@ -44,6 +44,32 @@ def test_one_row_in_fp32() -> None:
     torch.testing.assert_close(out.double(), (x * 8).double() @ w.double().T, rtol=1e-5, atol=1e-5)
 
 
+@interpreter.kernel_test
+@pytest.mark.parametrize("size", [64, 192, 80, 208])
+@pytest.mark.parametrize("fp32", [False, True], ids=["16 bits", "fp32"])
+def test_a_bias_and_columns_that_the_tile_does_not_divide(size: int, fp32: bool) -> None:
+    x, w = operands(1, 70, size)
+    w, dtype = (w.float() * 1.001, torch.float32) if fp32 else (w, torch.bfloat16)
+    bias = torch.randn(70, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    out = gemv.gemv(x, w, SMALL_TILE, dtype, bias)
+    exact = x.double() @ w.double().T + bias.double()
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5 if fp32 else 4e-3, atol=1e-5)
+    behind = torch.cat([x, torch.full_like(x, float("nan"))], dim=1)[:, :size]  # what lies behind x is not read
+    assert torch.equal(gemv.gemv(behind, w, SMALL_TILE, dtype, bias), out)
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("linear", [gemv.linear, native_ops.linear])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_weights_in_fp32_are_multiplied_in_fp32(linear: Callable[..., torch.Tensor], rows: int) -> None:
+    """As routers that keep theirs so; cuBLAS may round to TF32 if told to, which it is not."""
+    x, w = operands(rows, 40, 528)
+    wide = w.float() * (1 + 2**-12)
+    out = linear(x, wide, None, torch.float32)
+    torch.testing.assert_close(out.double(), x.double() @ wide.double().T, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(interpreter.INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("rows", [1, 2, 64])
@@ -57,7 +83,7 @@ def test_logits_keep_the_digits_of_their_sums(linear: Callable[..., torch.Tensor
 
 
 @interpreter.kernel_test
-@pytest.mark.parametrize(("rows", "size"), [(2, 512), (1, 100)])
+@pytest.mark.parametrize(("rows", "size"), [(2, 512), (1, 96), (1, 520)])
 def test_what_does_not_fit_goes_to_torch(rows: int, size: int) -> None:
     x, w = operands(rows, 16, size)
     assert not gemv.supports(x, w)
@@ -67,7 +93,7 @@ def test_what_does_not_fit_goes_to_torch(rows: int, size: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(interpreter.INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dependent_launch", [False, True])
-@pytest.mark.parametrize(("cols", "size"), [(6144, 4096), (4096, 12288), (1024, 3072), (151936, 1024)])
+@pytest.mark.parametrize(("cols", "size"), [(6144, 4096), (4096, 12288), (1024, 3072), (151936, 1024), (5120, 2880)])
 def test_published_shapes(cols: int, size: int, dependent_launch: bool) -> None:
     x, w = operands(1, cols, size)
     pdl.enable(dependent_launch)

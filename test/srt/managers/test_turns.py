@@ -67,6 +67,27 @@ def test_chunks_of_a_prompt_follow_each_other_without_waiting() -> None:
     assert len(runner.steps) == len(scheduler.in_flight) == 3
 
 
+def test_prompts_in_small_chunks_let_every_turn_decode() -> None:
+    runner = WatchedRunner(chunk=2)
+    scheduler = make_scheduler(runner, pp_size=2)
+    collector = Collector()
+    for i in range(4):
+        add(scheduler, request(f"r{i}", prompt(2, i), 200, ignore_eos=True))
+    while scheduler.waiting or scheduler.chunked:
+        scheduler.step()
+    decoding = {req.slot for req in scheduler.running.reqs}
+    add(scheduler, request("long", prompt(60), 2, ignore_eos=True))
+    while not scheduler.chunked:
+        scheduler.step()
+    first = len(runner.brought)
+    while scheduler.chunked:
+        scheduler.step()
+    times = [sum(slot in slots for slots in runner.brought[first:]) for slot in decoding]
+    assert len(decoding) == 4 and min(times) > 10 and max(times) - min(times) <= 2
+    run_to_end(scheduler, collector)
+    assert_clean(scheduler)
+
+
 def test_one_request_has_every_turn() -> None:
     scheduler, runner = scheduler_of(3)
     add(scheduler, request("a", prompt(5), 6, ignore_eos=True))

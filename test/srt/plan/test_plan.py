@@ -112,7 +112,10 @@ def test_stages_have_room_for_as_many_tokens(build: Any) -> None:
     assert [plan.caches[0].num_caches for plan in stages] == list(map(len, layers))
     assert stages[0].max_total_num_tokens > 3 * one.max_total_num_tokens
     assert len({(plan.cuda_graph_bs, plan.cuda_graph_prefill_tokens) for plan in stages}) == 1
-    assert stages[0].cuda_graph_bs and stages[0].memory.graphs > build(tp_size=2).memory.graphs
+    two = build(tp_size=2)
+    assert stages[0].cuda_graph_bs and stages[0].memory.graphs > two.memory.graphs
+    rows = stages[0].chunked_prefill_size * two.description.hidden_size * 2
+    assert stages[0].memory.activations - two.memory.activations == 6 * rows, "five on their way, one that comes"
     assert (
         stages[0].describe()["pp_size"] == len(stages[0].describe()["stages"]) == 3 and "stages" not in one.describe()
     )

@@ -149,17 +149,19 @@ def mixed_or_widened(need: Need, arch: ArchTraits) -> str:
 
 GEMV_BLOCK_K = 512
 """Columns that `gemv_kernel` reads at a time; a test holds it to the kernel's tile."""
+GEMV_MULTIPLE = 16
+"""What divides the columns that it serves."""
 
 
 def gemv_or_cublas(need: Need, arch: ArchTraits) -> str:
     """Which of the products of unquantized weights is served by what."""
     by_gemv: dict[bool, list[str]] = {True: [], False: []}
     for rows, cols, bias in need.shapes:
-        by_gemv[cols % GEMV_BLOCK_K == 0 and not bias].append(f"{rows}x{cols}{' + bias' * bias}")
+        by_gemv[cols >= GEMV_BLOCK_K and cols % GEMV_MULTIPLE == 0].append(f"{rows}x{cols}{' + bias' * bias}")
     served, left = by_gemv[True], by_gemv[False]
     text = "cublas for steps of several tokens"
     if left:
-        text += f", and for one token with a bias or K no multiple of {GEMV_BLOCK_K}: {', '.join(left)}"
+        text += f", and for one token with K below {GEMV_BLOCK_K} or no multiple of {GEMV_MULTIPLE}: {', '.join(left)}"
     return text + (f"; gemv_kernel for one token with {', '.join(served)}" if served else "")
 
 
@@ -175,9 +177,10 @@ def library_fails(need: Need, arch: ArchTraits) -> list[str]:
 
 def scaled_mm_or_triton(need: Need, arch: ArchTraits) -> str:
     """Which of the products of e4m3 weights is served by what."""
-    odd = [f"{rows}x{cols}" for rows, cols, _ in need.shapes if rows % 16 or cols % 16]
+    step = 128 if need.quant == "fp8_block" else 16
+    odd = [f"{rows}x{cols}" for rows, cols, _ in need.shapes if rows % 16 or cols % step]
     text = f"torch.nn.functional.scaled_mm for steps of {SCALED_MM_ROWS:,} tokens and more, triton for fewer"
-    return text + (f" and for sizes that 16 does not divide: {', '.join(odd)}" if odd else "")
+    return text + (f" and for sizes that its blocks do not divide: {', '.join(odd)}" if odd else "")
 
 
 def dequantized(need: Need, arch: ArchTraits) -> str:

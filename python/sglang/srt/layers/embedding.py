@@ -121,5 +121,5 @@ class LMHead:
         by_rank = pairs.view(self.group.size, len(shard), 2)
         scores = by_rank[..., 0].view(torch.float32)
         first = scores.argmax(dim=0, keepdim=True)  # of equal ones the lowest rank, which has the lower tokens
-        found = by_rank[..., 1].gather(0, first)[0].to(torch.int64)
-        return torch.where(scores.gather(0, first)[0] > -torch.inf, found, NO_TOKEN)
+        tokens = by_rank[..., 1].gather(0, first)[0].to(torch.int64)
+        return torch.where(scores.gather(0, first)[0] > -torch.inf, tokens, NO_TOKEN)

@@ -29,8 +29,10 @@ WIDENED_ELEMENTS = 1 << 20
 def linear(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """x [..., K], w [N, K], bias [N] -> [..., N]. With `out_dtype` fp32 (x [R, K], no bias) the sums are not rounded to
-    the operands' type."""
+    """x [..., K], w [N, K], bias [N] -> [..., N]. With `out_dtype` fp32 (x [R, K]) the sums are not rounded to x's
+    type; then w may be fp32, and only with such a w there may be a bias."""
+    if w.dtype != x.dtype:
+        return F.linear(x.to(w.dtype), w, bias)
     if out_dtype in (None, x.dtype):
         return F.linear(x, w, bias)
     assert bias is None and out_dtype is torch.float32

@@ -144,7 +144,7 @@ def graph_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
 
     Decode graphs have logits [B, V] fp32, prefill graphs hidden states [T, H] and logits of the decoding requests and
     of the last tokens of some prompts; each once in the graphs' memory and once where results are read. Stages of a
-    pipeline have what they take and what they give besides, and keep a copy of that while it is on its way.
+    pipeline have what they take and what they give besides.
     """
     decode, prefill = sizes.graph_batch_sizes, sizes.prefill_graph_tokens
     if not decode:
@@ -156,9 +156,16 @@ def graph_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
         rows += PREFILL_GRAPH_PROMPTS + max(decodes for _, decodes in mixed)
     row = model.hidden_size * KV_DTYPE_BYTES[dtype]
     results = 2 * (rows * model.vocab_size * 4 + tokens * row)
-    handed_on = (2 * (decode[-1] + tokens) + sizes.ranks.pp_size * max(decode[-1], tokens)) * row
-    results += handed_on if sizes.ranks.pp_size > 1 else 0
+    results += 2 * (decode[-1] + tokens) * row if sizes.ranks.pp_size > 1 else 0
     return records + results + activation_bytes(model, dtype, decode[-1] + tokens, sizes.ranks)
+
+
+def handed_on_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
+    """Hidden states on their way to a pipeline's next stage: of the step that is computed, of one that is received, and
+    of as many more as `Group.send_to_next` leaves under way."""
+    if sizes.ranks.pp_size == 1:
+        return 0
+    return (sizes.ranks.pp_size + 3) * sizes.tokens_per_step * model.hidden_size * KV_DTYPE_BYTES[dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +200,8 @@ def fixed_memory(
     groups = (sizes.ranks.tp_size > 1) + (sizes.ranks.pp_size > 1)
     return FixedMemory(
         tables=table_bytes(sizes),
-        activations=activation_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks),
+        activations=activation_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks)
+        + handed_on_bytes(model, dtype, sizes),
         logits=logits_bytes(model, sizes.max_running_requests),
         graphs=graph_bytes(model, dtype, sizes),
         reserve=_LIBRARY_RESERVE + available // 100 + _COLLECTIVE_RESERVE * groups,

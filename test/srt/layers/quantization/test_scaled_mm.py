@@ -108,8 +108,9 @@ def test_many_rows_are_the_librarys(name: str, monkeypatch: pytest.MonkeyPatch) 
         ("fp8_channel", 40, 64, ROWS, None, False),
         ("fp8_channel", 32, 72, ROWS, None, False),
         ("fp8_block", 32, 128, ROWS, None, True),
+        ("fp8_block", 32, 192, ROWS, None, False),
     ],
-    ids=["few rows", "logits", "odd rows", "odd columns", "a bias on blocks"],
+    ids=["few rows", "logits", "odd rows", "odd columns", "a bias on blocks", "part of a block"],
 )
 def test_the_rest_is_tritons(
     name: str,

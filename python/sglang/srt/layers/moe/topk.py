@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 
 from sglang.srt.errors import UserError
-from sglang.srt.layers.ops import HashRoutingOp, ScoreRoutingOp, SoftmaxRoutingOp
+from sglang.srt.layers.ops import HashRoutingOp, LinearOp, ScoreRoutingOp, SoftmaxRoutingOp
 from sglang.srt.layers.parameter import Init, Part, Scope
 from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import PartKey
@@ -34,8 +32,7 @@ class TopK:
         dtype = torch.float32 if spec.float32 else None
         self.weight = router.param("weight", (num_experts, hidden_size), dtype=dtype)
         self.bias = router.param("bias", (num_experts,), init=Init.ZEROS, dtype=dtype) if spec.bias else None
-        # Kernels for 16-bit products do not take fp32.
-        self.linear: Callable[..., torch.Tensor] = F.linear if spec.float32 else scope.plan.entry("linear")
+        self.linear: LinearOp = scope.plan.entry("linear")
         self.route: Any = scope.plan.entry(spec.op)  # as OPS[spec.op]
         self.expert_map = _expert_map(scope, num_experts, local)
         self.correction: torch.Tensor | None = None
@@ -49,10 +46,8 @@ class TopK:
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         spec = self.spec
-        if spec.exact_logits:
-            logits = self.linear(x, self.weight, self.bias, torch.float32)
-        else:
-            logits = self.linear(x.float() if spec.float32 else x, self.weight, self.bias)
+        exact = spec.exact_logits or spec.float32
+        logits = self.linear(x, self.weight, self.bias, torch.float32 if exact else None)
         valid = None if batch is None else batch.num_valid_tokens
         if self.table is not None:
             assert batch is not None, "hash routing needs the token ids"

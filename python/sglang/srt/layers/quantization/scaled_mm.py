@@ -35,7 +35,7 @@ PROBE_LIMIT = 1e-2
 @dataclass(frozen=True, slots=True)
 class ScaledWeight:
     """A weight as torch's product takes it: `data` [K, N] e4m3 with contiguous columns; `scale` fp32 [1, N], or with
-    `blocks` [ceil(K / 128) and room, ceil(N / 128)] with contiguous columns."""
+    `blocks` [K / 128 and room, ceil(N / 128)] with contiguous columns."""
 
     data: torch.Tensor
     scale: torch.Tensor
@@ -44,9 +44,10 @@ class ScaledWeight:
 
 def scaled_weight(weight: LinearWeight) -> ScaledWeight | None:
     """A view of the weight; None where the product does not take its sizes."""
-    if any(size % ALIGNED for size in weight.shape):
+    columns_a_scale = weight.scheme.group[1]
+    if any(size % ALIGNED for size in weight.shape) or (columns_a_scale and weight.shape[1] % columns_a_scale):
         return None
-    if weight.scheme.group[1] == 0:
+    if columns_a_scale == 0:
         return ScaledWeight(weight.data.t(), weight.scale[None, :], False)
     room = -weight.scale.shape[1] % BLOCKS_OF_K
     return ScaledWeight(weight.data.t(), F.pad(weight.scale, (0, room)).t(), True)
@@ -55,7 +56,7 @@ def scaled_weight(weight: LinearWeight) -> ScaledWeight | None:
 def scaled_product(
     data: torch.Tensor, scale: torch.Tensor, weight: ScaledWeight, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """data [T, K] e4m3 and its scales fp32 ([T], [1], or [T, ceil(K / 128)] with blocks) -> [T, N]."""
+    """data [T, K] e4m3 and its scales fp32 ([T], [1], or [T, K / 128] with blocks) -> [T, N]."""
     kinds = F.ScalingType
     if not weight.blocks:
         by_row = scale.expand(len(data)).contiguous()[:, None]

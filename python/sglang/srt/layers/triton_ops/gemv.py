@@ -1,8 +1,11 @@
 """y = x @ w^T for one row of x: the time is that of reading w once. Reference: `torch.nn.functional.linear`.
 
-Threads along K multiply and add, without matrix instructions. On an H200 in bf16 (benchmark/kernels/elementwise/
-bench_gemv.py) 10-14% faster than cuBLAS for Qwen3-8B's output and down projections, up to three times for Qwen3-0.6B's
-small ones, within 3% elsewhere.
+Threads along K multiply and add, without matrix instructions, and the first weights are on their way before the kernel
+waits for x. A bias is added in the same launch, and weights in fp32 (of routers) need no copy of x in fp32.
+
+On an H200 in bf16 (benchmark/kernels/elementwise/bench_gemv.py) 10-14% faster than cuBLAS for Qwen3-8B's output and
+down projections, up to three times for Qwen3-0.6B's small ones, within 3% elsewhere. GPT-OSS's are not measured:
+cuBLAS takes two launches for two of three.
 """
 
 from __future__ import annotations
@@ -16,20 +19,24 @@ from sglang.srt.layers.triton_ops import pdl
 
 GemvTile = dict[str, int]
 TILE: GemvTile = {"BLOCK_N": 8, "BLOCK_K": 512, "num_warps": 4}
+ROW_MULTIPLE = 16
 
 
 @triton.jit
 def gemv_kernel(
     x,  # [K]
     w,  # [N, K]
+    bias,  # HAS_BIAS: [N]
     out,  # [N]
     N,
     K,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,  # BLOCK_K divides K
+    HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row of x. BLOCK_K divides K."""
+    """One row of x. K is at least BLOCK_K."""
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.where(cols < N, cols, 0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
@@ -43,33 +50,53 @@ def gemv_kernel(
         # The next block of weights is on its way while this one is multiplied.
         more = (start + BLOCK_K + k < K)[None, :]
         next_weight = tl.load(w_at + start + BLOCK_K, mask=more, other=0.0, eviction_policy="evict_first")
-        total += weight.to(tl.float32) * tl.load(x + start + k).to(tl.float32)[None, :]
+        if EVEN_K:
+            part = tl.load(x + start + k)
+        else:
+            part = tl.load(x + start + k, mask=start + k < K, other=0.0)
+        total += weight.to(tl.float32) * part.to(tl.float32)[None, :]
         weight = next_weight
-    tl.store(out + cols, tl.sum(total, axis=1).to(out.dtype.element_ty), mask=cols < N)
+    sums = tl.sum(total, axis=1)
+    if HAS_BIAS:
+        sums += tl.load(bias + rows).to(tl.float32)
+    tl.store(out + cols, sums.to(out.dtype.element_ty), mask=cols < N)
 
 
 def supports(x: torch.Tensor, w: torch.Tensor, tile: GemvTile = TILE) -> bool:
-    """One row, 2-byte floats, K a multiple of BLOCK_K."""
+    """One row of 2-byte floats; K fills a step, and rows begin at multiples of 16 elements."""
     size = x.shape[-1]
-    return x.numel() == size and size % tile["BLOCK_K"] == 0 and x.element_size() == 2 and w.is_contiguous()
+    one_row = x.numel() == size and x.element_size() == 2
+    return one_row and size >= tile["BLOCK_K"] and size % ROW_MULTIPLE == 0 and w.is_contiguous()
 
 
-def gemv(x: torch.Tensor, w: torch.Tensor, tile: GemvTile = TILE, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """x [..., K] with one row, w [N, K] contiguous -> [..., N] in the dtype of x, or in `out_dtype`."""
+def gemv(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    tile: GemvTile = TILE,
+    out_dtype: torch.dtype | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [..., K] with one row, w [N, K] contiguous in x's type or fp32, bias [N] -> [..., N] in the dtype of x, or in
+    `out_dtype`."""
     num_cols, size = w.shape
     out = torch.empty((*x.shape[:-1], num_cols), dtype=out_dtype or x.dtype, device=x.device)
     grid = (triton.cdiv(num_cols, tile["BLOCK_N"]),)
-    gemv_kernel[grid](x, w, out, num_cols, size, **tile, **pdl.options())
+    gemv_kernel[grid](
+        x, w, out if bias is None else bias, out, num_cols, size,
+        **tile, EVEN_K=size % tile["BLOCK_K"] == 0, HAS_BIAS=bias is not None, **pdl.options(),
+    )  # fmt: skip
     return out
 
 
 def linear(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """As `torch.nn.functional.linear` (cuBLAS), which serves what the kernel does not. With `out_dtype` fp32 (x [R, K],
-    no bias) the sums are not rounded to the operands' type."""
-    if bias is None and supports(x, w):
-        return gemv(x, w, out_dtype=out_dtype)
+    """As `torch.nn.functional.linear` (cuBLAS), which serves what the kernel does not. With `out_dtype` fp32 (x [R, K])
+    the sums are not rounded to x's type; then w may be fp32, and only with such a w there may be a bias."""
+    if supports(x, w):
+        return gemv(x, w, out_dtype=out_dtype, bias=bias)
+    if w.dtype != x.dtype:
+        return F.linear(x.to(w.dtype), w, bias)
     if out_dtype is None:
         return F.linear(x, w, bias)
     return torch.mm(x, w.T, out_dtype=out_dtype)

@@ -88,7 +88,12 @@ FORM_RULES = {
         counts=_LOGITS_COUNTS,
         absent={"PENALTIES": ("state",), "MASK": ("vocab_mask", "mask_stride")},
     ),
-    "gemv.gemv_kernel": FormRule(counts=frozenset({"N"})),
+    "gemv.gemv_kernel": FormRule(
+        at_least=frozenset({"EVEN_K"}),
+        at_most=frozenset({"HAS_BIAS"}),
+        counts=frozenset({"N"}),
+        absent={"HAS_BIAS": ("bias",)},
+    ),
 }
 
 
@@ -260,9 +265,16 @@ def _adjust() -> Iterator[Variant]:
 
 
 def _gemv() -> Iterator[Variant]:
-    types = {"x": "*bf16", "w": "*bf16", "out": "*bf16", "N": "i32", "K": "i32"}
-    yield describe("linear", "gemv", gemv.gemv_kernel, types, {}, gemv.TILE, ("N", "K"))
-    yield describe("linear", "gemv_logits", gemv.gemv_kernel, types | {"out": "*fp32"}, {}, gemv.TILE, ("N", "K"))
+    """Logits of the vocabulary are fp32, and so are those of routers, whose weights may be as well."""
+    types = {"x": "*bf16", "w": "*bf16", "bias": "*bf16", "out": "*bf16", "N": "i32", "K": "i32"}
+    forms: dict[str, dict[str, str]] = {
+        "gemv": {},
+        "gemv_logits": {"out": "*fp32", "bias": "*fp32"},
+        "gemv_fp32": {"out": "*fp32", "bias": "*fp32", "w": "*fp32"},
+    }
+    for name, own in forms.items():
+        constants = {"EVEN_K": False, "HAS_BIAS": True}
+        yield describe("linear", name, gemv.gemv_kernel, types | own, constants, gemv.TILE, ("N", "K"))
 
 
 _VARIANTS = {

@@ -116,8 +116,10 @@ class Scheduler:
     def pick(self) -> ScheduleBatch | None:
         """Prefill goes first, with the running requests decoding in it: it turns waiting requests into running ones,
         and decode steps are best when full."""
-        batch = self.pick_prefill() or self.pick_decode()
-        self.running.pass_turn()
+        batch = self.pick_prefill()
+        if batch is None or not self._prompts_turn:
+            batch = batch or self.pick_decode()
+            self.running.pass_turn()
         return batch
 
     def settle(self, reqs: Collection[Req] | None = None) -> None:
@@ -141,6 +143,7 @@ class Scheduler:
     # --- choosing ----------------------------------------------------------------------------------------------------
 
     def pick_prefill(self) -> ScheduleBatch | None:
+        was_prompts_turn, self._prompts_turn = self._prompts_turn, False
         if self.priorities is not None and self.waiting and not self.chunked:
             self._preempt(self.priorities)
         if not self.chunked and (not self.waiting or not self.kv.num_free_rows()):
@@ -149,10 +152,9 @@ class Scheduler:
         # Decode in the same step: what it costs to read the weights is paid once.
         mixed = [r for r in self.running.now if r.planned_len < r.limit]
         if mixed and not leaves_half(self._chunk, self.kv.page_size, len(mixed)):
-            mixed = []
-            self._prompts_turn = not self._prompts_turn
-            if not self._prompts_turn:
+            if was_prompts_turn:
                 return None
+            mixed, self._prompts_turn = [], True
         chosen = self._admit(self._budget(len(mixed)))
         if not chosen:
             return None
