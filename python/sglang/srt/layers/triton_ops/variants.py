@@ -272,9 +272,9 @@ def _gemv() -> Iterator[Variant]:
         "gemv_logits": {"out": "*fp32", "bias": "*fp32"},
         "gemv_fp32": {"out": "*fp32", "bias": "*fp32", "w": "*fp32"},
     }
-    for name, own in forms.items():
+    for name, argument_types in forms.items():
         constants = {"EVEN_K": False, "HAS_BIAS": True}
-        yield describe("linear", name, gemv.gemv_kernel, types | own, constants, gemv.TILE, ("N", "K"))
+        yield describe("linear", name, gemv.gemv_kernel, types | argument_types, constants, gemv.TILE, ("N", "K"))
 
 
 _VARIANTS = {
