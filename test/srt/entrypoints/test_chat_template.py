@@ -102,6 +102,20 @@ def test_tool_call_arguments_reach_the_template_as_an_object() -> None:
     assert '<tool_call>weather {"city": "Köln"}</tool_call>' in render(CHATML, messages)
 
 
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "- - -"),
+        ({"reasoning_effort": "high"}, "- - high"),
+        ({"reasoning_effort": "none"}, "False False -"),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, "True False -"),
+    ],
+)
+def test_effort_none_switches_thoughts_off(fields: dict[str, Any], text: str) -> None:
+    template = "{{ [enable_thinking, thinking, reasoning_effort] | map('default', '-') | join(' ') }}"
+    assert render(template, [{"role": "user", "content": "Hi"}], **fields) == text
+
+
 def test_tool_choice_none_hides_the_tools() -> None:
     assert "weather" not in render(CHATML, CONVERSATION, tools=[WEATHER], tool_choice="none")
 

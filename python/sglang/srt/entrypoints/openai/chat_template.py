@@ -104,8 +104,7 @@ class ChatTemplate:
             "tools": _template_tools(request),
             "add_generation_prompt": request.add_generation_prompt and continued is None,
         }
-        if request.reasoning_effort is not None:
-            variables["reasoning_effort"] = request.reasoning_effort
+        variables.update(_effort(request.reasoning_effort))
         variables.update(request.chat_template_kwargs or {})
         try:
             text = self._pick(variables["tools"]).render(variables)
@@ -192,6 +191,13 @@ def _template_tool_call(call: dict[str, Any]) -> dict[str, Any]:
         except ValueError as error:  # also for half of a surrogate pair, which is no text
             raise bad_request(f"tool_calls: arguments are not JSON: {error}", param="messages") from error
     return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
+
+
+def _effort(effort: str | None) -> dict[str, Any]:
+    """Templates have no word for none, but switches."""
+    if effort == "none":
+        return {"enable_thinking": False, "thinking": False}
+    return {} if effort is None else {"reasoning_effort": effort}
 
 
 def _continued_text(request: ChatCompletionRequest, messages: list[dict[str, Any]]) -> str:

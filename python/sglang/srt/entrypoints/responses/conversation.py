@@ -53,11 +53,9 @@ def chat_request(body: ResponseContext, items: list[ConversationItem]) -> ChatCo
         tools=[_tool(tool) for tool in _allowed_tools(body)],
         tool_choice=_tool_choice(body),
         parallel_tool_calls=body.parallel_tool_calls,
-        chat_template_kwargs=_template_variables(body),
+        chat_template_kwargs=body.chat_template_kwargs if isinstance(body, ResponsesRequest) else None,
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
     )
-    effort = None if body.reasoning is None else body.reasoning.effort
-    if effort != "none":
-        request.reasoning_effort = effort
     request.response_format = _response_format(body)
     if isinstance(body, ResponsesRequest):
         request.max_tokens = body.max_output_tokens
@@ -90,14 +88,6 @@ def _tool_choice(body: ResponseContext) -> Any:
     if isinstance(choice, NamedFunction):
         return NamedToolChoice(FunctionName(choice.name))
     return choice.mode if isinstance(choice, AllowedTools) else choice
-
-
-def _template_variables(body: ResponseContext) -> dict[str, Any] | None:
-    """What the client gives, and the names that templates have for the switch of thinking."""
-    given = body.chat_template_kwargs if isinstance(body, ResponsesRequest) else None
-    if body.reasoning is None or body.reasoning.effort != "none":
-        return given
-    return {"enable_thinking": False, "thinking": False, **(given or {})}
 
 
 def _response_format(body: ResponseContext) -> ResponseFormat | None:
