@@ -22,6 +22,7 @@ from sglang.tuning.grid import STEPS, Grid, code_of, decoded, encoded
 from sglang.tuning.ops import AllReduce, DecodeAttention, Experts, Linear, describe, floor, parse_shape
 from sglang.tuning.predicted_times import expert_kind, kind_of, predicted
 from sglang.tuning.rates import ceilings_of
+from sglang.tuning.replays import FORM_BYTES
 from sglang.tuning.sglang_times import of_sglang
 from sglang.tuning.steps import decode_step, ops_of, prefill_step, time_step, total, unserved_ops
 from sglang.tuning.streaming import pair_kind
@@ -86,6 +87,27 @@ def test_the_shipped_tables_are_small_sourced_and_whole() -> None:
     for name, grid in measured.measured_times("rtx-pro-6000-server").items():
         assert all(list(axis) == sorted(set(axis)) for axis in grid.axes), name
         assert all(0 <= code < STEPS * 28 for code in grid.codes), f"{name}: beyond 1 us to 270 s"
+
+
+UNGATED = {"2688x128x6", "2048x512x22", "4096x512x22"}
+"""Nemotron 3's experts have two matrices."""
+
+
+def test_no_layer_was_faster_than_reading_the_experts_of_an_even_routing() -> None:
+    """Rows whose routing leaves experts out would say so: half of the time. Weights beyond the L2, 256 tokens."""
+    seen = 0
+    for name, grid in measured.measured_times("rtx-pro-6000-server").items():
+        kind, form, *sizes = name.split("/")
+        if kind != "experts":
+            continue
+        hidden, count, top_k = map(int, sizes[0].split("x"))
+        for inter in grid.axes[0]:
+            matrices = 2 if sizes[0] in UNGATED else 3
+            weights = min(count, 256 * top_k) * matrices * inter * hidden * FORM_BYTES[form]
+            if weights > 400e6:
+                seen += 1
+                assert grid.seconds(inter, 256) > 0.93 * weights / ceilings_of(CARD).read, (name, inter)
+    assert seen > 100
 
 
 def test_nobody_timed_other_cards() -> None:

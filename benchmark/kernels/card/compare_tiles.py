@@ -95,7 +95,7 @@ def _layer(shape: MoeShape, tokens: int, tree: Path) -> float:
     for kind in KINDS:
         tile = getattr(pair, kind)
         record = recorded_cost(shape.product_tile(kind, tile), CARD)
-        # Registers of a tile that is no longer on record do not decide; what it takes of an SM follows from its size.
+        # A tile that is no longer on record: its registers did not decide.
         record = record if isinstance(record, TileRecord) else TileRecord(25_000, 255, 0, 0, ("m16n8k32 mxf8f6f4 1X",))
         seconds += predict(shape, kind, tile, record, tokens, CARD)
     return seconds

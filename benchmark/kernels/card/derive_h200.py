@@ -9,6 +9,7 @@ tables hold for the sizes that they name, and between their tokens, contexts and
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from pathlib import Path
 from cells import Cells, Tables, grid, write
 
 from sglang.tuning.measured import table_path
+from sglang.tuning.ops import Experts, GatedDeltaRule, parse_shape
+from sglang.tuning.sglang_times import expert_form
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 ATTENTION, EXPERTS, ALL_REDUCE, CARD_RUN = (
@@ -29,7 +32,7 @@ ATTENTION, EXPERTS, ALL_REDUCE, CARD_RUN = (
 )
 FORMS = {"bf16": "bf16", "fp8 128x128": "fp8_block", "fp8 per channel": "fp8", "int4, groups of 32": "int4"}
 SOURCE = "this project's benchmarks on one NVIDIA H200 (two for all-reduce), docs/results/: " + ", ".join(
-    page.name for page in (ATTENTION, EXPERTS, ALL_REDUCE)
+    page.name for page in (ATTENTION, EXPERTS, ALL_REDUCE, CARD_RUN)
 )
 
 
@@ -44,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def h200_tables() -> Tables:
-    return {**attention(), **experts(), **all_reduce()}
+    return {**kit(), **attention(), **experts(), **all_reduce()}
 
 
 def rows_of(page: Path) -> Iterator[list[str]]:
@@ -99,6 +102,33 @@ def experts() -> Tables:
             tokens=tokens,
         )
         for name, of_layer in times.items()
+    }
+
+
+def kit() -> Tables:
+    """Layers of experts and recurrences of the owners' kit; what the other pages have besides is taken from those."""
+    times: dict[str, Cells] = {}
+    states: Cells = {}
+    prompts: Cells = {}
+    for cells in rows_of(CARD_RUN):
+        shape = cells[0].strip("`")
+        if not re.match(r"(fused_moe|gated_delta_rule) ", shape):
+            continue
+        op, microseconds = parse_shape(shape), float(cells[2])
+        if isinstance(op, Experts):
+            form = "fp8_block" if op.scheme == "fp8_block" else expert_form(op.scheme)
+            layer = times.setdefault(f"experts/{form}/{op.hidden}x{op.num_experts}x{op.top_k}", {})
+            layer[op.intermediate, op.tokens] = min(microseconds, layer.get((op.intermediate, op.tokens), math.inf))
+        elif isinstance(op, GatedDeltaRule):
+            (states if op.tokens == 1 else prompts)[op.heads, op.batch * op.tokens] = microseconds
+    what = "this server's"
+    layers = {
+        name: grid(cells, what, inter=sorted({i for i, _ in cells}), tokens=sorted({t for _, t in cells}))
+        for name, cells in times.items()
+    }
+    return layers | {
+        "gated_delta_rule/decode": grid(states, what, heads=(32,), batch=(1, 16, 64, 256)),
+        "gated_delta_rule/prompt": grid(prompts, what, heads=(32,), tokens=(8192,)),
     }
 
 

@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cells import Source, Tables, cells, grid, write
+from cells import Source, Tables, cells, even, grid, write
 from sglang_tables import sglang_tables
 
 from sglang.tuning.measured import table_path
@@ -75,9 +75,8 @@ def products(source: Source) -> Tables:
 
 def experts(source: Source) -> Tables:
     """Whole layers of experts without the router's product, even routing, tensor shards."""
-    rows = source.rows("moe/*/*/moe_perf.parquet")
-    rows = rows[(rows.distribution == "balanced") & (rows.moe_ep_size == 1)]
-    rows = rows[rows.num_tokens.isin(TOKENS)].assign(inter=rows.inter_size // rows.moe_tp_size)
+    rows = even(source.rows("moe/*/*/moe_perf.parquet"))
+    rows = rows[rows.num_tokens.isin(TOKENS)]
     grids: Tables = {}
     for hidden, count, top_k in FAMILIES:
         family = rows[(rows.hidden_size == hidden) & (rows.num_experts == count) & (rows.topk == top_k)]

@@ -21,7 +21,7 @@ from typing import Any
 
 import fit_attention
 import sglang_tables as derive
-from cells import Source, Tables
+from cells import Source, Tables, even
 from measured_attention import read_decode, read_prompts
 
 from sglang.srt.hardware.arch import arch_by_name
@@ -63,11 +63,10 @@ class Trial:
 
 
 def _even(rows: Any) -> Any:
-    rows = rows[(rows.distribution == "balanced") & (rows.moe_ep_size == 1)]
-    rows = rows.assign(inter=rows.inter_size // rows.moe_tp_size, release=rows.framework.str.split("/").str[1])
+    rows = even(rows)
+    rows = rows.assign(release=rows.framework.str.split("/").str[1])
     newest = rows.groupby(["hidden_size", "num_experts", "topk", "moe_dtype"]).release.transform("max")
-    rows = rows[(rows.inter % 32 == 0) & (rows.release == newest)]
-    return rows[~((rows.hidden_size == 7168) & (rows.num_experts == 256) & (rows.moe_dtype == "fp8_block"))]
+    return rows[(rows.inter % 32 == 0) & (rows.release == newest)]
 
 
 def _layer(row: Any) -> Op:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cells import Cells, Source, Tables, cells, filled, means, smoothed
+from cells import Cells, Source, Tables, cells, even, filled, means, smoothed
 
 from sglang.tuning import replays
 
@@ -27,8 +27,6 @@ LAYER_TOKENS = (
 GROUPS = (1, 2, 3, 4, 8, 16, 32, 48, 64, 128)
 PROMPTS = (1, 16, 32, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 16384)
 EXPERT_FORMS = {"bf16": "bfloat16", "fp8": "fp8_block", "int4": "int4_wo", "nvfp4": "nvfp4", "mxfp4": "w4a16_mxfp4"}
-UNEVEN = {("0.5.14", "fp8_block", 7168, 256)}
-"""Whose "balanced" routing is not even."""
 CHUNK = 8192
 """Keys that DeepSeek-V4's attention of prompts takes at a time."""
 
@@ -123,11 +121,8 @@ def _bases(name: str, of: Mapping[str, Any], form: str, rows: Sequence[int], pai
 
 def experts(source: Source) -> Tables:
     """Whole layers without the router's product, even routing, tensor shards: of each model that was timed."""
-    rows = source.rows("moe/sglang/*/moe_perf.parquet")
-    rows = rows[(rows.distribution == "balanced") & (rows.moe_ep_size == 1)]
-    rows = rows.assign(inter=rows.inter_size // rows.moe_tp_size, release=rows.framework.str.split("/").str[1])
-    keys = list(zip(rows.release, rows.moe_dtype, rows.hidden_size, rows.num_experts, strict=True))
-    rows = rows[[key not in UNEVEN for key in keys]]
+    rows = even(source.rows("moe/sglang/*/moe_perf.parquet"))
+    rows = rows.assign(release=rows.framework.str.split("/").str[1])
     rows = rows[rows.inter % 32 == 0]  # other rows are not aligned: they take ten times as long
     grids: Tables = {}
     for form, kind in EXPERT_FORMS.items():

@@ -1,10 +1,9 @@
 """How long this project's attention and recurrence kernels take: by their tiles, the ledger's records and counted
 instructions. No torch; times in microseconds inside, seconds from the public functions.
 
-Prompts: a step takes what the matrix unit and the counted instructions need, or, if that is longer, the time until its
-keys are there, divided by the stages on their way. Nothing of it is fitted. SGLang's kernels, which have one stage and
-wait for both in turn, take on an RTX PRO 6000 Server what the same sum says within a tenth, and this project's eight
-times on an H200 are met within 13% (docs/results/2026-11-22-card-h200.md).
+Prompts: a step takes what the matrix unit and the counted instructions need and, with one buffer, the time until its
+keys are there. One number of it is fitted. SGLang's kernels, which wait for both in turn, take on an RTX PRO 6000
+Server what the same sum says (docs/results/2026-11-22-card-h200.md).
 
 Decoding on SM120: the model of `attention_model` with steps carried over from SGLang's kernels; no card has confirmed
 that. On GPUs with wgmma: `READING`, fitted on an H200.
@@ -140,18 +139,32 @@ def served_prompt_seconds(prompt: Prompt, tile: Mapping[str, int], record: TileR
     return prompt_seconds(prompt, PromptTile(m, n, occupancy, skips=True), times, arch.num_sms)
 
 
+FROM_L2 = {"wgmma": 0.25}
+"""Microseconds until the first of a block of keys is there, which other programs have read before: by an H200's times
+with the tiles of SM120. Without wgmma as long as from memory, which SGLang's kernels on an RTX PRO 6000 agree with."""
+
+
 def counted_step(prompt: Prompt, tile: Mapping[str, int], sharing: float, arch: ArchTraits) -> float:
-    """Of every program on an SM, of which `sharing` run there."""
+    """Of every program on an SM, of which `sharing` run there. With two stages there is one buffer, which is filled
+    when it was used up; with more, keys arrive meanwhile. Programs beside each other fill each other's waits: all of
+    them with wgmma, which runs on its own."""
     m, n, rates = tile["BLOCK_M"], tile["BLOCK_N"], rates_of(arch)
-    dims = prompt.head_dim + prompt.v_head_dim
-    unit = ceilings_of(arch).products["half"] * 1e-6 / arch.num_sms
-    fill = min(1.0, sharing * tile["num_warps"] / FULL_WARPS)
-    multiplying = 2.0 * m * n * dims / (unit * fill)
+    dims, own = prompt.head_dim + prompt.v_head_dim, "wgmma" in arch.features
+    multiplying = 2.0 * m * n * dims / (ceilings_of(arch).products["half"] * 1e-6 / arch.num_sms)
     lanes = LANES_PER_SM * rates.clock * 1e-6 * ISSUED
     issuing = m * n * pair_instructions((prompt.head_dim, prompt.v_head_dim), arch.name) / lanes
+    fill = 1.0 if own else min(1.0, tile["num_warps"] / FULL_WARPS)
+    computing = multiplying / fill + issuing
+    latency = FROM_L2["wgmma"] if own else constants_of(arch).latency * 1e6
     arriving = n * dims * prompt.item / (rates.l2_bytes_per_clock * rates.clock) * 1e6
-    waited = (constants_of(arch).latency * 1e6 + sharing * arriving) / max(1, tile["num_stages"] - 1)
-    return max(sharing * (multiplying + issuing), waited)
+    if tile["num_stages"] <= 2:
+        alone = computing + latency + arriving
+    else:
+        alone = max(computing, (latency + sharing * arriving) / (tile["num_stages"] - 1))
+    if sharing <= 1.0:
+        return alone
+    together = sharing * (multiplying + issuing)
+    return max(together, alone) if own else math.hypot(together, alone)
 
 
 # --- the gated delta rule ---------------------------------------------------------------------------------------------

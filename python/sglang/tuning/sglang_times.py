@@ -90,21 +90,30 @@ def _experts(op: Experts, tables: Tables, arch: ArchTraits) -> Known:
     form = expert_form(op.scheme)
     table = tables.get(f"experts/{form}/{op.hidden}x{op.num_experts}x{op.top_k}/sglang")
     if table is not None:
-        return _layer(table, form, op), TIMED if form != "fp8" or op.scheme == "fp8_block" else f"{TIMED}, FP8 blocks"
+        return _layer(
+            table, form, op, arch
+        ), TIMED if form != "fp8" or op.scheme == "fp8_block" else f"{TIMED}, FP8 blocks"
     if op.scheme in (None, "fp8_block"):
         layer = EvenExperts(op)
         return predict_replayed(layer, arch, constants_of(arch), SideKernels()), "its Triton kernels, predicted"
-    return _like_others(op, form, tables)
+    return _like_others(op, form, tables, arch)
 
 
-def _layer(table: Grid, form: str, op: Experts) -> float:
-    def base(inter: float, tokens: float) -> float:
+def _layer(table: Grid, form: str, op: Experts, arch: ArchTraits) -> float:
+    """Between timed shards in multiples of what the model of its Triton kernels says, where those serve."""
+
+    def modelled(inter: float, tokens: float) -> float:
+        scheme = None if form == "bf16" else "fp8_block"
+        layer = EvenExperts(replace(op, tokens=round(tokens), intermediate=round(inter), scheme=scheme))
+        return predict_replayed(layer, arch, constants_of(arch), SideKernels())
+
+    def least(inter: float, tokens: float) -> float:
         return replays.expert_layer(form, tokens, op.num_experts, op.top_k, op.hidden, inter)
 
-    return table.seconds(op.intermediate, op.tokens, base=base)
+    return table.seconds(op.intermediate, op.tokens, base=modelled if form in ("bf16", "fp8") else least)
 
 
-def _like_others(op: Experts, form: str, tables: Tables) -> Known:
+def _like_others(op: Experts, form: str, tables: Tables, arch: ArchTraits) -> Known:
     """In multiples of the least possible, what experts of other models take with as many tokens each: a mean in which
     models of similar sizes count most."""
     total, logs = 0.0, 0.0
@@ -117,7 +126,7 @@ def _like_others(op: Experts, form: str, tables: Tables) -> Known:
         least = replays.expert_layer(form, other.tokens, count, top_k, hidden, op.intermediate)
         apart = abs(math.log2(hidden / op.hidden)) + abs(math.log2(count / op.num_experts))
         weight = 1.0 / (0.25 + apart) ** 2
-        total, logs = total + weight, logs + weight * math.log(_layer(table, form, other) / least)
+        total, logs = total + weight, logs + weight * math.log(_layer(table, form, other, arch) / least)
     if not total:
         return None
     least = replays.expert_layer(form, op.tokens, op.num_experts, op.top_k, op.hidden, op.intermediate)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.configs.rope import rope_parameters
+from sglang.srt.configs.rope import rope_parameters, scaled_context_length
 from sglang.srt.errors import UserError
 
 
@@ -50,3 +50,9 @@ def test_parameters_by_layer_type() -> None:
 def test_a_base_is_a_positive_number(theta: object) -> None:
     with pytest.raises(UserError, match="'rope_theta' must be a positive number"):
         rope_parameters({"rope_theta": theta})
+
+
+def test_lengths_are_of_positive_numbers() -> None:
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": []}
+    with pytest.raises(UserError, match=r"'original_max_position_embeddings' must be a positive number; got \[\]"):
+        scaled_context_length(4096, yarn)

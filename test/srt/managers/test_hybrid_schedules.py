@@ -29,7 +29,7 @@ OUTPUT, TRUNK = 40, 64
 REQUESTS, POOL = 4, 176
 """Room for little more than one long request: they push each other's prefixes out, and each other back to the queue."""
 GARBAGE = 1e3
-MANY, PARTS, FEW = 1000, 8, 24
+MANY, PARTS, FEW = 1000, 8, 12
 
 
 @dataclass

@@ -400,6 +400,11 @@ def test_refused_ways_to_share_experts(name: str, tp_size: int, ep_size: int, me
     assert str(error.value).startswith(message)
 
 
+def test_states_are_of_a_known_type() -> None:
+    with pytest.raises(UserError, match="'mamba_ssm_dtype' must be one of float32, bfloat16, float16; got 'int8'"):
+        describe("qwen35", mamba_ssm_dtype="int8")
+
+
 def test_the_next_layout_is_one_that_works() -> None:
     assert next_layout(describe("glm47"), RankLayout(4)) == RankLayout(8)
     assert next_layout(describe("qwen3"), RankLayout(32)) is None

@@ -120,15 +120,20 @@ def rope_parameters(config: Mapping[str, Any], layer_type: str = "") -> dict[str
         written = written[layer_type]
     result = dict(written)
     result["rope_type"] = result.pop("type", None) if "rope_type" not in result else result["rope_type"]
-    result["rope_type"] = result["rope_type"] or "default"
+    result["rope_type"] = str(result["rope_type"] or "default")
     result.pop("type", None)
     theta = result.get("rope_theta", config.get("rope_theta"))
-    if theta is not None and (isinstance(theta, bool) or not isinstance(theta, (int, float)) or theta <= 0):
-        raise UserError(f"config.json: 'rope_theta' must be a positive number; got {theta!r}.")
+    if theta is not None:
+        _check_positive("'rope_theta'", theta)
     result["rope_theta"] = DEFAULT_THETA if theta is None else float(theta)
     if "partial_rotary_factor" not in result and config.get("partial_rotary_factor") is not None:
         result["partial_rotary_factor"] = config["partial_rotary_factor"]
     return result
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        raise UserError(f"config.json: {name} must be a positive number; got {value!r}.")
 
 
 def by_layer_type(config: Mapping[str, Any]) -> bool:
@@ -155,9 +160,9 @@ def scaled_context_length(max_position_embeddings: int, rope: Mapping[str, Any])
     if rope["rope_type"] in _LENGTH_PRESERVING:
         return max_position_embeddings
     factor = rope.get("factor", 1.0)
-    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor <= 0:
-        raise UserError(f"config.json: the rotary 'factor' must be a positive number; got {factor!r}.")
     original = rope.get("original_max_position_embeddings")
+    _check_positive("the rotary 'factor'", factor)
     if original is None:
         return int(max_position_embeddings * factor)
+    _check_positive("'original_max_position_embeddings'", original)
     return max(max_position_embeddings, int(original * factor))

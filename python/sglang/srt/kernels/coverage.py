@@ -8,8 +8,8 @@ strides. More is covered only by the kernel's FormRule, which stands beside its 
 - of `counts` it does not matter what divides them;
 - what a launch does not read (`absent`, `optional`) is not compared.
 
-Programmatic dependent launch (PDL) adds two instructions. A tile that launches only step down to is on record for its
-shared memory: flags, which change none, are not compared.
+Programmatic dependent launch (PDL) adds a few instructions, which wait and ask for weights. A tile that launches only
+step down to is on record for its shared memory: flags, which change none, are not compared.
 """
 
 from __future__ import annotations

@@ -62,7 +62,8 @@ def _extend_rows(op: str, kv_bytes: tuple[int, ...]) -> tuple[TileRow, ...]:
     wgmma_192 = {"wgmma": (_qkv(128, 64, 8, 2),)}
     image_tiles, odd_tiles = (_qkv(128, 32, 8, 2), _qkv(64, 32, 8, 2)), (_qkv(32, 32, 8, 2), _qkv(16, 16, 4, 2))
     rows = (
-        TileRow(op, ((64, 64),), kv_bytes, (_qkv(128, 64, 8, 2), _qkv(64, 32, 4, 2)), wgmma),
+        # Two buffers of keys: the one program that its registers let an SM have would idle while they arrive.
+        TileRow(op, ((64, 64),), kv_bytes, (_qkv(128, 64, 8, 3), _qkv(64, 32, 4, 2)), wgmma),
         TileRow(op, ((80, 80), (96, 96)), kv_bytes, (_qkv(128, 32, 8, 2), _qkv(64, 32, 8, 2)), wgmma),
         # Rows of 72 elements lie in no multiples of 16 and are loaded in pieces, which costs registers; image encoders,
         # which are not causal, keep larger tiles.

@@ -253,6 +253,16 @@ def _compressed(keys: ConfigReader, rate: Any, rotation: _Rotation) -> Compresse
     )
 
 
+STATE_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def _state_dtype(keys: ConfigReader, key: str) -> str:
+    dtype = keys.values.get(key) or STATE_DTYPES[0]
+    if dtype not in STATE_DTYPES:
+        raise UserError(f"{keys.source}: {key!r} must be one of {', '.join(STATE_DTYPES)}; got {dtype!r}.")
+    return str(dtype)
+
+
 def _gated_delta(keys: ConfigReader, family: Family) -> GatedDelta:
     return GatedDelta(
         key_heads=keys.positive("linear_num_key_heads"),
@@ -260,7 +270,7 @@ def _gated_delta(keys: ConfigReader, family: Family) -> GatedDelta:
         key_dim=keys.positive("linear_key_head_dim"),
         value_dim=keys.positive("linear_value_head_dim"),
         conv_kernel=keys.positive("linear_conv_kernel_dim"),
-        state_dtype=str(keys.values.get("mamba_ssm_dtype") or "float32"),
+        state_dtype=_state_dtype(keys, "mamba_ssm_dtype"),
         by_key_head=family.projected_by_key_head,
     )
 
@@ -288,7 +298,7 @@ def _mamba2(keys: ConfigReader) -> Mamba2:
         proj_bias=keys.default("use_bias", bool, False),
         dt_min=low,
         dt_max=high,
-        state_dtype=str(keys.values.get("mamba_ssm_cache_dtype") or "float32"),
+        state_dtype=_state_dtype(keys, "mamba_ssm_cache_dtype"),
     )
 
 

@@ -110,7 +110,7 @@ def describe(
     """`types` of the run-time parameters; `launch` holds block sizes (constexprs) and warps; all pointers and the named
     `divisible` integers count as multiples of 16, and the named `ones` are 1."""
     tile = {"num_stages": 3, **launch}
-    # With dependent launches a kernel has two more instructions and costs the same.
+    # With dependent launches a kernel has a few more instructions and costs the same.
     constants = (
         dict(constexprs)
         | ({"PDL": False} if "PDL" in fn.arg_names else {})
@@ -272,9 +272,9 @@ def _gemv() -> Iterator[Variant]:
         "gemv_logits": {"out": "*fp32", "bias": "*fp32"},
         "gemv_fp32": {"out": "*fp32", "bias": "*fp32", "w": "*fp32"},
     }
-    for name, argument_types in forms.items():
+    for name, pointers in forms.items():
         constants = {"EVEN_K": False, "HAS_BIAS": True}
-        yield describe("linear", name, gemv.gemv_kernel, types | argument_types, constants, gemv.TILE, ("N", "K"))
+        yield describe("linear", name, gemv.gemv_kernel, types | pointers, constants, gemv.TILE, ("N", "K"))
 
 
 _VARIANTS = {

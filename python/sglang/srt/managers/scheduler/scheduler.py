@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.constrained.mask_filler import MaskFiller
@@ -107,7 +107,7 @@ class Scheduler:
         mask = None
         limited = [req for req in batch.sampled if req.grammar is not None or req.thoughts is not None]
         if any(req.needs_mask for req in limited):
-            self.settle(limited)
+            self.settle(set(limited))
             width = 1 if batch.step.widths is None else self.runner.tokens_per_step
             mask = vocab_mask(batch, width, self.plan.model.vocab_size, self.masks)
         batch.result = self.runner.sample(forward, mask)
@@ -122,11 +122,11 @@ class Scheduler:
             self.running.pass_turn()
         return batch
 
-    def settle(self, reqs: Collection[Req] | None = None) -> None:
+    def settle(self, reqs: Set[Req] | None = None) -> None:
         """Read back the steps in flight, so that the host knows every token, or every one of `reqs`."""
         count = len(self.in_flight)
         if reqs is not None:
-            behind = (i for i, batch in enumerate(reversed(self.in_flight)) if any(r in reqs for r in batch.sampled))
+            behind = (i for i, batch in enumerate(reversed(self.in_flight)) if not reqs.isdisjoint(batch.sampled))
             count -= next(behind, count)
         for _ in range(count):
             self.process(self.in_flight.popleft())
