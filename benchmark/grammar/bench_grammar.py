@@ -3,9 +3,10 @@
     python benchmark/grammar/bench_grammar.py [--concurrency 32] [--rounds 5] [--model-path DIR] [server flags]
 
 Every request generates the same number of tokens. Runs with a grammar and runs without take turns; a share is the
-median over the rounds of what a run with one reaches of the plain runs before and after it. Pauses are the times
-between two pieces of a stream of plain requests, alone and while grammars are sent that take long to compile or to
-follow.
+median over the rounds of what a run with one reaches of the plain runs before and after it, and so is what it takes of
+their processor time, which on a GPU is the host's part and depends less on what else the machine does. Pauses are the
+times between two pieces of a stream of plain requests, alone and while grammars are sent that take long to compile or
+to follow.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import itertools
 import json
 import statistics
 import time
-from typing import Any
+from typing import Any, NamedTuple
+
+import psutil
 
 import sglang
 from sglang.embedded import DEFAULT_MODEL_PATH
@@ -58,15 +61,27 @@ def slow_to_compile(number: int) -> str:
     return "(a|b)*c?" * 6_000 + "x" * number
 
 
-def tokens_per_s(engine: sglang.Engine, params: dict[str, Any], concurrency: int, num_tokens: int) -> float:
+class Run(NamedTuple):
+    tokens_per_s: float
+    processor_s: float
+    """Of all processes of the engine."""
+
+
+def processor_seconds() -> float:
+    this = psutil.Process()
+    times = [process.cpu_times() for process in (this, *this.children(recursive=True))]
+    return sum(time.user + time.system for time in times)
+
+
+def run(engine: sglang.Engine, params: dict[str, Any], concurrency: int, num_tokens: int) -> Run:
     prompts = [f"Write down record number {i} of the list:" for i in range(concurrency)]
     sampling = {"temperature": 0.8, "max_new_tokens": num_tokens, "ignore_eos": True, **params}
-    start = time.perf_counter()
+    start, computed = time.perf_counter(), processor_seconds()
     results = engine.generate(prompts, [{**sampling, "sampling_seed": i} for i in range(concurrency)])
-    seconds = time.perf_counter() - start
+    seconds, computed = time.perf_counter() - start, processor_seconds() - computed
     counts = {result["meta_info"]["completion_tokens"] for result in results}
     assert counts == {num_tokens}, f"requests ended early, after {sorted(counts)} tokens"
-    return concurrency * num_tokens / seconds
+    return Run(concurrency * num_tokens / seconds, computed)
 
 
 async def pauses(engine: sglang.Engine, num_tokens: int) -> list[float]:
@@ -118,18 +133,23 @@ def percentile(values: list[float], percent: int) -> float:
 def print_throughput(engine: sglang.Engine, rounds: int, concurrency: int, num_tokens: int) -> None:
     rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
     shares: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    plain: list[float] = []
+    processor_shares: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    plain: list[Run] = []
     for params in ({}, *KINDS.values()):  # compiled and warm
-        tokens_per_s(engine, params, 2, 4)
-    plain.append(tokens_per_s(engine, {}, concurrency, num_tokens))
+        run(engine, params, 2, 4)
+    plain.append(run(engine, {}, concurrency, num_tokens))
     for kind, params in [*KINDS.items()] * rounds:
-        rates[kind].append(tokens_per_s(engine, params, concurrency, num_tokens))
-        plain.append(tokens_per_s(engine, {}, concurrency, num_tokens))
-        shares[kind].append(rates[kind][-1] / statistics.mean(plain[-2:]))
-    print(f"{'plain':<16} {statistics.median(plain):>8.0f} tokens/s")
+        constrained = run(engine, params, concurrency, num_tokens)
+        plain.append(run(engine, {}, concurrency, num_tokens))
+        rates[kind].append(constrained.tokens_per_s)
+        shares[kind].append(constrained.tokens_per_s / statistics.mean(each.tokens_per_s for each in plain[-2:]))
+        beside = statistics.mean(each.processor_s for each in plain[-2:])
+        processor_shares[kind].append(constrained.processor_s / beside)
+    print(f"{'plain':<16} {statistics.median(each.tokens_per_s for each in plain):>8.0f} tokens/s")
     for kind in KINDS:
         rate, share = statistics.median(rates[kind]), statistics.median(shares[kind])
-        print(f"{kind:<16} {rate:>8.0f} tokens/s {share:>8.1%} of plain")
+        processor = statistics.median(processor_shares[kind])
+        print(f"{kind:<16} {rate:>8.0f} tokens/s {share:>8.1%} of plain, {processor:>6.1%} of its processor time")
 
 
 def print_pauses(engine: sglang.Engine, rounds: int, num_tokens: int) -> None:
