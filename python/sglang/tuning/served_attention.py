@@ -147,15 +147,15 @@ with the tiles of SM120. Without wgmma as long as from memory, which SGLang's ke
 def counted_step(prompt: Prompt, tile: Mapping[str, int], sharing: float, arch: ArchTraits) -> float:
     """Of every program on an SM, of which `sharing` run there. With two stages there is one buffer, which is filled
     when it was used up; with more, keys arrive meanwhile. Programs beside each other fill each other's waits: all of
-    them with wgmma, which runs on its own."""
+    them with wgmma, which runs by itself."""
     m, n, rates = tile["BLOCK_M"], tile["BLOCK_N"], rates_of(arch)
-    dims, own = prompt.head_dim + prompt.v_head_dim, "wgmma" in arch.features
+    dims, by_itself = prompt.head_dim + prompt.v_head_dim, "wgmma" in arch.features
     multiplying = 2.0 * m * n * dims / (ceilings_of(arch).products["half"] * 1e-6 / arch.num_sms)
     lanes = LANES_PER_SM * rates.clock * 1e-6 * ISSUED
     issuing = m * n * pair_instructions((prompt.head_dim, prompt.v_head_dim), arch.name) / lanes
-    fill = 1.0 if own else min(1.0, tile["num_warps"] / FULL_WARPS)
+    fill = 1.0 if by_itself else min(1.0, tile["num_warps"] / FULL_WARPS)
     computing = multiplying / fill + issuing
-    latency = FROM_L2["wgmma"] if own else constants_of(arch).latency * 1e6
+    latency = FROM_L2["wgmma"] if by_itself else constants_of(arch).latency * 1e6
     arriving = n * dims * prompt.item / (rates.l2_bytes_per_clock * rates.clock) * 1e6
     if tile["num_stages"] <= 2:
         alone = computing + latency + arriving
@@ -164,7 +164,7 @@ def counted_step(prompt: Prompt, tile: Mapping[str, int], sharing: float, arch: 
     if sharing <= 1.0:
         return alone
     together = sharing * (multiplying + issuing)
-    return max(together, alone) if own else math.hypot(together, alone)
+    return max(together, alone) if by_itself else math.hypot(together, alone)
 
 
 # --- the gated delta rule ---------------------------------------------------------------------------------------------
