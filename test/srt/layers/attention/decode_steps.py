@@ -41,7 +41,12 @@ class OneLayer:
         self.cache = CacheStore(0, "latent" if latent else "kv")
         self.layer = Attention(self.cache, num_heads, num_kv_heads, dim, dim**-0.5, latent, window)
 
-    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+    description = SimpleNamespace(last_stage=True)
+
+    def input_buffer(self, most_tokens: int) -> None:
+        """Of what a stage before this one sends: there is none."""
+
+    def compute(self, batch: ForwardBatch, received: None) -> torch.Tensor:
         ids, loc = batch.input_ids, batch.slots_of(self.cache).out_cache_loc
         self.store(loc, ids)
         return self.layer(self.q[ids], self.k[ids], self.v[ids], batch)
@@ -120,7 +125,7 @@ class DecodeSteps:
         batch = self.state.decode_batch(sent["slots"], sent["lens"], sent["loc"])
         batch.seq_lens_cpu = lens.tolist()
         self.attn_backend.init_forward_metadata(batch)
-        return self.model(batch)
+        return self.model.compute(batch, None)
 
     def _move_window(self, lens: Any) -> None:
         """The table of a window has the new slots before a step; pages behind the window are handed on."""
