@@ -97,7 +97,7 @@ imports: install
 	$(BIN)/lint-imports
 
 unit: install
-	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/pytest -n 3 --dist loadfile $(ARGS)
 
 format: install
 	$(BIN)/ruff check --fix .
