@@ -6,6 +6,7 @@
 # make schemas 300 JSON schemas, each answered by the embedded model
 # make schedules 1,000 random schedules over hybrid models, about half an hour
 # make failures each process of servers of several ranks killed in turn, in every layout, about ten minutes
+# make thorough tests that take long for what others show in part, about five minutes
 # make upstream UPSTREAM=newest|0.5.23|DIR|GIT-URL@REF   carry our changes onto that SGLang, verify its kernels, compare interfaces
 # make ledger  TRITON=3.6.0   compile every row of the kernel ledger with that Triton and compare
 # make site    the documents as a site, in build/site
@@ -25,7 +26,7 @@ TRITON ?= 3.9.0
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help serve test fuzz page site clients schemas schedules failures ledger gpu install check lint types imports unit format clean
+.PHONY: help serve test fuzz thorough page site clients schemas schedules failures ledger gpu install check lint types imports unit format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -54,6 +55,9 @@ schemas: install
 
 schedules: install
 	$(BIN)/pytest -m schedules test/srt/managers -s $(ARGS)
+
+thorough: install
+	$(BIN)/pytest -m thorough test $(ARGS)
 
 failures: install
 	$(BIN)/pytest -m failures test/e2e $(ARGS)

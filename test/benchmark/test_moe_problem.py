@@ -68,5 +68,6 @@ def test_routings_choose_distinct_experts_and_differ() -> None:
     assert len(problem.calls("down", tile(16, 64, 64, 1, 4, 2))) == len(problem.inputs.topk_ids)
 
 
+@pytest.mark.thorough
 def test_in_interpreter() -> None:
     interpreter.run_file(__file__)

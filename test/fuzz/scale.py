@@ -10,7 +10,7 @@ SOAK_REQUESTS = 2000 if LONG else 60
 """In a round."""
 SOAK_ROUNDS = 3 if LONG else 2
 
-API_EXAMPLES = 300 if LONG else 5
+API_EXAMPLES = 300 if LONG else 2
 """Random ones for each operation, beyond the values at the edge of each field's range, which all are sent."""
 
 SILENCE_LIMIT_S = 1.0 if LONG else 10.0

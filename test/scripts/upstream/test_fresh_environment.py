@@ -55,7 +55,7 @@ def test_the_environment_has_what_the_project_requires_and_nothing_else(python: 
     assert {"torch", "triton", "transformers", "libcst"} <= found
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(900)
 def test_the_documented_command_verifies_a_tree(python: Path, tmp_path: Path) -> None:
     tree, out = upstream_trees.write(tmp_path / "release", upstream_trees.runnable()), tmp_path / "produced"

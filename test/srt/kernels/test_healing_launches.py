@@ -224,5 +224,6 @@ def test_a_failure_during_capture_leaves_a_graph_that_is_right(monkeypatch: pyte
     assert_close(out, expected(case), case.bound)
 
 
+@pytest.mark.thorough
 def test_in_interpreter() -> None:
     interpreter.run_file(__file__)

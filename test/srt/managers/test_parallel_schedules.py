@@ -159,7 +159,13 @@ def test_the_schedule_has_what_it_is_for(models: dict[str, tuple[str, Outcome]])
         assert one.tokens["plain"] == one.tokens["same prompt"], name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+THOROUGH = {"PP3", "EP3 of 4 experts"}
+"""Two of the others have the same paths."""
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=[pytest.mark.thorough] * (layout in THOROUGH)) for layout in LAYOUTS]
+)
 def test_ranks_give_the_tokens_of_one_process(
     layout: str, models: dict[str, tuple[str, Outcome]], tmp_path: Path
 ) -> None:

@@ -45,5 +45,6 @@ def test_kernels_in_a_model(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(results[1], results[0], rtol=0.0, atol=1e-3)
 
 
+@pytest.mark.thorough
 def test_in_interpreter() -> None:
     interpreter.run_file(__file__)
