@@ -11,6 +11,7 @@ one after the other. The output has a row for each way and batch size, and the k
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import sys
@@ -41,7 +42,9 @@ from sglang.srt.utils.log import configure_logging
 INPUT_LEN, OUTPUT_LEN = 1024, 64
 PROMPTS = 7
 """Times that one prompt is computed; the median counts."""
-KERNELS, LONGEST = 9, "kernels of a prompt"
+KERNELS, LONGEST, DECODE = 9, "kernels of a prompt", "kernels of a decode step, batch "
+DECODE_STEPS = 8
+"""That are profiled together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,42 @@ def longest_kernels(run: Callable[[], None]) -> list[tuple[str, int, float]]:
     return sorted(rows, key=lambda row: -row[2])[:KERNELS]
 
 
+def until_the_next(run: Callable[[], None], steps: int) -> list[tuple[str, int, float]]:
+    """(name, launches, milliseconds) of the kernels of a step, the longest first. A kernel's time is what passes until
+    the next begins, so that all of them are the whole, however early they begin; the device's waiting for the host is
+    in the last one's."""
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CUDA if torch.cuda.is_available() else activity.CPU]) as profile:
+        run()
+    device = torch.autograd.DeviceType.CUDA if torch.cuda.is_available() else torch.autograd.DeviceType.CPU
+    events = [event for event in profile.events() if event.device_type == device]
+    events.sort(key=lambda event: event.time_range.start)
+    rows: dict[str, tuple[int, float]] = {}
+    for event, following in itertools.pairwise(events):
+        count, total = rows.get(event.name[:60], (0, 0.0))
+        passed = following.time_range.start - event.time_range.start
+        rows[event.name[:60]] = count + 1, total + passed / 1000
+    found = [(name, round(count / steps), total / steps) for name, (count, total) in rows.items()]
+    return sorted(found, key=lambda row: -row[2])
+
+
+def profile_decode(runner: ModelRunner, kv: KVTable, order: Order, batch_size: int) -> list[tuple[str, int, float]]:
+    ids = min(10_000, runner.plan.model.vocab_size)
+    prompts = np.random.default_rng(1).integers(0, ids, (batch_size, order.input_len)).tolist()
+    batch = DirectBatch(runner, kv, prompts, order.output_len)
+    batch.prefill(max(runner.plan.chunked_prefill_size, order.input_len))
+    batch.decode()
+    steps = min(DECODE_STEPS, order.output_len - 2)
+
+    def decode() -> None:
+        for _ in range(steps):
+            batch.decode()
+
+    rows = until_the_next(decode, steps)
+    batch.close()
+    return rows
+
+
 def measure(runner: ModelRunner, kv: KVTable, order: Order, rank: int) -> None:
     """Writes what it has after each way."""
     bench, _ = bench_one_batch.BenchArgs.parse(["--model-path", "-", "--result-filename", ""])
@@ -153,9 +192,12 @@ def measure(runner: ModelRunner, kv: KVTable, order: Order, rank: int) -> None:
         compute()
         if rank == 0:
             found[LONGEST] = longest_kernels(compute)
-            order.output.write_text(json.dumps(found, indent=1))
         else:
             compute()
+        for size in order.batch_sizes:
+            found[f"{DECODE}{size}"] = profile_decode(runner, kv, order, size)
+        if rank == 0:
+            order.output.write_text(json.dumps(found, indent=1))
 
 
 def wait_for_turn(turn: Path, rank: int) -> None:

@@ -152,7 +152,7 @@ def _end_of(log: Path) -> str:
 
 def say_steps(window: Window, name: str, rows: dict[str, Any]) -> None:
     for way, row in rows.items():
-        if way == "kernels of a prompt":
+        if way.startswith("kernels of"):
             continue
         decode, prefill = ("/".join(f"{ms:.2f}" for ms in row[key]) for key in ("decode_ms", "prefill_ms"))
         window.say(f"{name}, {way}: decode {decode} ms, prefill {prefill} ms, one prompt {row['prompt_ms']:.2f} ms")

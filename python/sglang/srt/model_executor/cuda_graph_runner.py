@@ -40,7 +40,8 @@ class CudaGraphRunner:
         )
         self.inputs.load()
         self.batches: dict[int, ForwardBatch] = {}
-        self.stage, self.logits = StageInGraph(state.model, largest), StaticOutput()
+        self.stage, self.output = StageInGraph(state.model, largest), StaticOutput()
+        self.logits: dict[int, torch.Tensor] = {}
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         state.attn_backend.init_cuda_graph_state(batch_sizes)
         pool = None
@@ -62,7 +63,7 @@ class CudaGraphRunner:
     def _step(self, size: int) -> None:
         batch = self.batches[size] = self._static_batch(size)
         self.state.attn_backend.init_forward_metadata_capture(batch)
-        self.logits.keep(self.state.model.step_logits(self.stage.compute(batch)))
+        self.logits[size] = self.output.keep(self.state.model.step_logits(self.stage.compute(batch)))
 
     def replay(self, step: StepInput) -> torch.Tensor:
         """Logits [B, V] of a decode step, or what `CausalLM.step_logits` has of them; valid until the next replay."""
@@ -78,4 +79,4 @@ class CudaGraphRunner:
         batch.seq_lens_cpu = np.concatenate([step.seq_lens, np.ones(size - num_reqs, np.int32)]).tolist()
         self.state.attn_backend.init_forward_metadata_replay(batch, num_reqs)
         self.stage.replay(self.graphs[size], size)
-        return self.logits.rows(num_reqs)
+        return self.logits[size][:num_reqs]

@@ -55,7 +55,8 @@ class ExtendGraphRunner:
             state.device,
         )
         self._rows = torch.arange(largest, device=state.device)
-        self.stage, self.logits = StageInGraph(state.model, sizes[-1], keeps_hidden=True), StaticOutput()
+        self.stage, self.output = StageInGraph(state.model, sizes[-1], keeps_hidden=True), StaticOutput()
+        self.logits: dict[tuple[int, int], torch.Tensor] = {}
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         pool: Any = None
         for size in reversed(sizes):
@@ -82,7 +83,8 @@ class ExtendGraphRunner:
         batch.num_valid_tokens = i["num_tokens"]
         state.attn_backend.init_forward_metadata(batch)
         hidden = self.stage.compute(batch)
-        self.logits.keep(state.model.step_logits(hidden[i["last_rows"][: num_decodes + MAX_PROMPTS]]))
+        sampled = hidden[i["last_rows"][: num_decodes + MAX_PROMPTS]]
+        self.logits[size, num_decodes] = self.output.keep(state.model.step_logits(sampled))
 
     def _capture(self, size: int, num_decodes: int, pool: Any) -> None:
         ends = np.full(MAX_PROMPTS + 2, size, np.int32)
@@ -104,8 +106,7 @@ class ExtendGraphRunner:
         arrays["start_loc"] = start_loc
         self.inputs.load(**arrays, num_tokens=np.array([num_tokens], np.int32), num_decodes=np.array([count], np.int64))
         self.stage.replay(self.graphs[size, num_decodes], size)
-        assert self.stage.hidden is not None
-        return self.stage.hidden.rows(num_tokens), self.logits.rows(len(extend.sample_rows))
+        return self.stage.hidden[size][:num_tokens], self.logits[size, num_decodes][: len(extend.sample_rows)]
 
 
 def _at_least(ascending: tuple[int, ...], number: int) -> int:

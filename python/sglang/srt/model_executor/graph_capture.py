@@ -10,22 +10,20 @@ import torch
 
 
 class StaticOutput:
-    """A result at a fixed address, one for all graphs of a runner: each would keep its own otherwise, 300 MB for logits
-    of 512 rows. Valid until the next replay."""
+    """Results at a fixed address, one for all graphs of a runner: each would keep its own otherwise, 300 MB for logits
+    of 512 rows. Those of another width have another address: of few rows of logits a rank has all columns, of many its
+    own."""
 
     def __init__(self) -> None:
-        self._buffer: torch.Tensor | None = None
+        self._buffers: dict[torch.Size, torch.Tensor] = {}
 
-    def keep(self, result: torch.Tensor) -> None:
-        """Called in every step; the first one has the largest result [N, W] and is not captured."""
-        if self._buffer is None:
-            self._buffer = torch.empty_like(result)
-        self._buffer[: len(result)].copy_(result)
-
-    def rows(self, count: int) -> torch.Tensor:
-        """[count, W], the first rows of the last result."""
-        assert self._buffer is not None
-        return self._buffer[:count]
+    def keep(self, result: torch.Tensor) -> torch.Tensor:
+        """Where the result [N, ...] will be after each replay, until the next. Called in every step; the first of a
+        width has the most rows and is not captured."""
+        width = result.shape[1:]
+        if width not in self._buffers:
+            self._buffers[width] = torch.empty_like(result)
+        return self._buffers[width][: len(result)].copy_(result)
 
 
 def capture(step: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:

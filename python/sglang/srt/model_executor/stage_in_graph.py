@@ -24,14 +24,15 @@ class StageInGraph:
         if self.received is not None:
             self.received.zero_()  # what is no number would stay in the padding's cache slot
         self.sends = not model.description.last_stage
-        self.hidden = StaticOutput() if self.sends or keeps_hidden else None
+        self.output = StaticOutput() if self.sends or keeps_hidden else None
+        self.hidden: dict[int, torch.Tensor] = {}  # by number of tokens
 
     def compute(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [T, H]. To be captured."""
         received = None if self.received is None else self.received[: len(batch.input_ids)]
         hidden = self.model.compute(batch, received)
-        if self.hidden is not None:
-            self.hidden.keep(hidden)
+        if self.output is not None:
+            self.hidden[len(hidden)] = self.output.keep(hidden)
         return hidden
 
     def replay(self, graph: torch.cuda.CUDAGraph, num_tokens: int) -> None:
@@ -40,6 +41,5 @@ class StageInGraph:
             self.model.pp.receive_from_previous(self.received[:num_tokens])
         graph.replay()
         if self.sends:
-            assert self.hidden is not None
             # A copy: the next replay writes there while these are on their way.
-            self.model.pp.send_to_next(self.hidden.rows(num_tokens).clone())
+            self.model.pp.send_to_next(self.hidden[num_tokens].clone())

@@ -33,7 +33,8 @@ class VerifyGraphRunner:
         }
         self.inputs = DeviceArrays(fields, state.device)
         self.inputs.load()
-        self.logits, self.positions = StaticOutput(), StaticOutput()
+        self.output = StaticOutput()
+        self.results: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         pool: Any = None
         for size in reversed(batch_sizes):
@@ -47,8 +48,8 @@ class VerifyGraphRunner:
         i, state = self.inputs, self.state
         batch = state.verify_batch(i["slots"][:size], i["widths"][:size], i["num_tokens"])
         state.attn_backend.init_forward_metadata(batch)
-        self.positions.keep(batch.positions)
-        self.logits.keep(state.model.step_logits(state.model(batch)))
+        positions = self.output.keep(batch.positions)
+        self.results[size] = self.output.keep(state.model.step_logits(state.model(batch))), positions
 
     def replay(self, step: StepInput) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [B k, V] and positions [B k]; valid until the next replay."""
@@ -58,4 +59,5 @@ class VerifyGraphRunner:
         size = self.batch_sizes[bisect.bisect_left(self.batch_sizes, num_reqs)]
         self.inputs.load(slots=step.slots, widths=step.widths, num_tokens=np.array([num_tokens], np.int32))
         self.graphs[size].replay()
-        return self.logits.rows(num_tokens), self.positions.rows(num_tokens)
+        logits, positions = self.results[size]
+        return logits[:num_tokens], positions[:num_tokens]
