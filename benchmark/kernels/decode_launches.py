@@ -68,29 +68,6 @@ def attention_calls(data: Data, before: bool) -> Calls:
     return [lambda i=i: call(i) for i in range(data.rotations)]  # type: ignore[misc]
 
 
-def product_calls(scheme: str, rows: int, cols: int, before: bool) -> Calls:
-    """A norm, and the product behind it. `before`: weights are asked for when the norm has ended."""
-    torch.manual_seed(0)
-    residual, gain = torch.randn(1, cols, device="cuda").bfloat16(), torch.ones(cols, device="cuda").bfloat16()
-    x = torch.randn(1, cols, device="cuda").bfloat16()
-    asks_ahead = (lambda *_: False) if before else quant_linear.asks_ahead
-
-    def call(weight: quant_linear.PackedWeight) -> torch.Tensor:
-        normed, _ = norm.fused_add_rmsnorm(x.clone(), residual.clone(), gain, 1e-6)
-        with patch.object(quant_linear, "asks_ahead", asks_ahead):
-            return quant_linear.few_rows(normed, weight)
-
-    weights = [_packed(scheme, rows, cols) for _ in range(copies_for(rows * cols))]
-    return [lambda weight=weight: call(weight) for weight in weights]  # type: ignore[misc]
-
-
-def _packed(scheme: str, rows: int, cols: int) -> quant_linear.PackedWeight:
-    held = SCHEMES[scheme]
-    data = torch.randn(rows, cols, device="cuda").to(torch.float8_e4m3fn)
-    scale = torch.rand(held.scale_shape(rows, cols), device="cuda") * 0.02
-    return quant_linear.pack(LinearWeight(data, held, scale), current_arch())
-
-
 def gemv_calls(rows: int, cols: int, fp32: bool, before: bool) -> Calls:
     """With a bias, or with weights in fp32. `before`: by torch."""
     torch.manual_seed(0)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from sglang.srt.configs.quant_scheme import SCHEMES, widening
 from sglang.srt.hardware.arch import arch_by_name
-from sglang.srt.kernels.compile import compile_for, compile_variant
+from sglang.srt.kernels.compile import compile_variant
 from sglang.srt.kernels.ledger_rules import spill_budget
 from sglang.srt.kernels.spec import Need
 from sglang.srt.kernels.tables import widened
@@ -53,16 +51,3 @@ def test_explain_and_the_kernels_agree(arch: str) -> None:
         mixed = scheme.element == "e2m1" and scheme.activation == "mxfp8"
         converted = kind == "mx" and (mixed or "block_scaled_mma" not in features)
         assert bool(widening(scheme, features)) == (kind == "planes" or converted), scheme.name
-
-
-@pytest.mark.parametrize("key", ["few_ahead/fp8_channel", "few_ahead/fp8_block"])
-def test_weights_are_asked_for_before_a_dependent_launch_waits(key: str) -> None:
-    """And nothing is read or written before it; the record, of kernels that are not launched so, has the same cost."""
-    found = next(v for v in variants("linear", tuple(arch_by_name("sm_120").features)) if v.key == key)
-    early = compile_for(replace(found, constexprs={**found.constexprs, "PDL": True}), "sm_120")
-    before, _, behind = early.ptx.partition("griddepcontrol.wait")
-    assert "prefetch.global.L2" in before and "prefetch" not in behind
-    assert "ld.global" not in before and "st.global" not in before and "ld.global" in behind
-    plain = compile_for(found, "sm_120")
-    assert "prefetch" not in plain.ptx and early.measurement[0] == plain.measurement[0]
-    assert early.measurement[1] <= plain.measurement[1] + 8 and early.measurement[2:4] == (0, 0)

@@ -110,26 +110,6 @@ def test_sizes_that_no_block_divides(name: str, parts: tuple[int, ...], cols: in
 
 
 @interpreter.kernel_test
-@pytest.mark.parametrize(("name", "cols", "ahead"), [
-    ("fp8_block", 512, True), ("fp8_channel", 512, True), ("fp8_channel", 416, False), ("int8_channel", 512, False),
-])  # fmt: skip
-def test_weights_of_a_byte_are_asked_for_ahead(
-    name: str, cols: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whole tiles of e4m3, of a weight that is not too large; the values are those of the other kernel."""
-    weight, x = weight_of(name, (40,), cols), activations(2, cols)
-    held = pack(copy_of(weight), NATIVE if interpreter.INTERPRETED else WIDENS)
-    launch = quant_linear.few_launch(held.product, 8, cols, 40)
-    size = held.weight.data.nbytes
-    assert quant_linear.asks_ahead(held.product, launch, size) == ahead
-    assert not quant_linear.asks_ahead(held.product, launch, (16 << 20) + 1)
-    early = few_rows(x, held)
-    assert_close(early, expected(x, weight, held, rounded=False))
-    monkeypatch.setattr(quant_linear, "asks_ahead", lambda *_: False)
-    assert torch.equal(few_rows(x, held), early)
-
-
-@interpreter.kernel_test
 @pytest.mark.parametrize("name", ["fp8_channel", "fp8_block", "int8_channel", "int4_g32", "nvfp4", "mxfp8"])
 def test_split_columns_are_summed_in_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = weight_of(name, (96,), 1280)

@@ -96,10 +96,6 @@ FEW_TILES: Mapping[tuple[str, int], PairTile] = {
 few pairs of experts, and why."""
 FEW_ROWS = 2
 """Up to so many rows are multiplied without matrix instructions, each for itself, and x stays in 16 bits."""
-AHEAD_KINDS = frozenset({"scaled", "group128"})
-AHEAD_BYTES = 16 << 20
-"""Of a weight, up to which it is asked for before x is there: more could push out of the L2 what the kernel ahead still
-reads."""
 SPLIT_ROWS = 64
 """Up to so many rows K may be split for reading alone: with more, the partial sums would cost what the weights do."""
 MAX_SPLITS = 8

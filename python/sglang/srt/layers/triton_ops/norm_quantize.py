@@ -10,6 +10,7 @@ import triton.language as tl
 from sglang.srt.layers.quantization.quantized_rows import QuantizedRows, RowForm
 from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.layers.triton_ops.norm import row_launch
+from sglang.srt.layers.triton_ops.quantize import quotient
 
 _LIMIT = tl.constexpr(448.0)
 _TINY = tl.constexpr(1e-12)
@@ -53,15 +54,14 @@ def add_rmsnorm_quantize_kernel(
     if GROUP == BLOCK:
         step = tl.maximum(tl.math.div_rn(tl.max(tl.abs(values)), _LIMIT), _TINY)
         tl.store(scale + row, step)
-        quotient = tl.math.div_rn(values, step)
+        scaled = quotient(values, step, tl.math.div_rn(1.0, step))
     else:
         groups = tl.reshape(values, (BLOCK // GROUP, GROUP))
         steps = tl.maximum(tl.math.div_rn(tl.max(tl.abs(groups), axis=1), _LIMIT), _TINY)
         group = tl.arange(0, BLOCK // GROUP)
         tl.store(scale + row * num_groups + group, steps, mask=group < num_groups)
-        quotient = tl.reshape(tl.math.div_rn(groups, steps[:, None]), (BLOCK,))
-    quotient = tl.minimum(tl.maximum(quotient, -_LIMIT), _LIMIT)
-    tl.store(data + row * size + cols, quotient.to(data.dtype.element_ty), mask=inside)
+        scaled = tl.reshape(quotient(groups, steps[:, None], tl.math.div_rn(1.0, steps)[:, None]), (BLOCK,))
+    tl.store(data + row * size + cols, scaled.to(data.dtype.element_ty), mask=inside)
 
 
 def launch(size: int, form: RowForm) -> dict[str, int]:

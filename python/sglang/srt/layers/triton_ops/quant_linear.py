@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,7 @@ from sglang.srt.layers.moe.fused_moe_triton.tiles import TILE_KEYS
 from sglang.srt.layers.quantization.linear_weight import LinearWeight
 from sglang.srt.layers.quantization.quantized_rows import QuantizedRows, Rows, values_of
 from sglang.srt.layers.triton_ops import pdl, scaled_dot
-from sglang.srt.layers.triton_ops.l2 import LINE_BYTES, LINES, to_l2
 from sglang.srt.layers.triton_ops.linear_tiles import (
-    AHEAD_BYTES,
-    AHEAD_KINDS,
     FEW_ROWS,
     FEW_TILES,
     ScaledTile,
@@ -202,26 +199,6 @@ def few_rows_kernel(
     tl.store(out + token * N + cols, sums.to(out.dtype.element_ty), mask=cols < N)
 
 
-@triton.jit
-def few_rows_ahead_kernel(
-    x, w, w_scale, w_factor, bias, out, N, K, x_stride, w_stride, ws_stride,
-    BLOCK_N: tl.constexpr, C: tl.constexpr, W: tl.constexpr, COLS: tl.constexpr, UNROLL: tl.constexpr,
-    EVEN_K: tl.constexpr, KIND: tl.constexpr, ELEMENT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
-    HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """As `few_rows_kernel`, of weights of a byte: each program asks for all of its weights before it waits for x."""
-    if PDL:
-        rows = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
-        line = tl.arange(0, LINES) * LINE_BYTES
-        for start in range(0, K, LINES * LINE_BYTES):
-            column = start + line
-            to_l2(w + rows[:, None] * w_stride + column[None, :], (column < K)[None, :])
-    few_rows_kernel(
-        x, w, w_scale, w_factor, bias, out, N, K, x_stride, w_stride, ws_stride, BLOCK_N, C, W, COLS, UNROLL, EVEN_K,
-        KIND, ELEMENT, GROUP, PACKED, HAS_FACTOR, HAS_BIAS, PDL,
-    )  # fmt: skip
-
-
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
     """A LinearWeight as the kernels read it on one GPU. `arrivals` counts the finished parts of each tile; `packed`:
@@ -288,19 +265,12 @@ def few_rows(
     data = matrix.weight.data.view(torch.int32) if matrix.packed else matrix.weight.data
     factor = matrix.weight.row_factor
     if num_rows:
-        kernel = few_rows_ahead_kernel if asks_ahead(matrix.product, launch, data.nbytes) else few_rows_kernel
-        kernel[(triton.cdiv(num_cols, launch["BLOCK_N"]), num_rows)](
+        few_rows_kernel[(triton.cdiv(num_cols, launch["BLOCK_N"]), num_rows)](
             x, data, matrix.weight.scale, out if factor is None else factor, out if bias is None else bias, out,
             num_cols, matrix.cols, x.stride(0), data.stride(0), matrix.weight.scale.stride(0),
             **launch, HAS_FACTOR=factor is not None, HAS_BIAS=bias is not None, **pdl.options(),
         )  # fmt: skip
     return out
-
-
-def asks_ahead(product: ScaledProduct, launch: Mapping[str, Any], num_bytes: int) -> bool:
-    """Whether a weight of so many bytes is asked for before x is there: e4m3 in whole tiles, which the L2 has room for
-    beside what it holds."""
-    return product.kind in AHEAD_KINDS and product.element == "e4m3" and launch["EVEN_K"] and num_bytes <= AHEAD_BYTES
 
 
 def few_launch(product: ScaledProduct, bits: int, cols: int, rows: int) -> dict[str, Any]:

@@ -46,11 +46,6 @@ PRODUCT_ABSENT = {
     "HAS_FACTOR": ("w_factor",),
     "HAS_BIAS": ("bias",),
 }
-_FEW_ROWS = FormRule(
-    at_most=frozenset({"HAS_BIAS"}),
-    counts=frozenset({"N", "K", "ws_stride"}),
-    absent=PRODUCT_ABSENT,
-)
 FORM_RULES = {
     "quant_linear.tiles_kernel": FormRule(
         # GROUP_M orders programs.
@@ -62,8 +57,11 @@ FORM_RULES = {
         counts_where={condition: (*names, "N") for condition, names in LONE_SCALES.items()},
         absent=PRODUCT_ABSENT | {"SPLITS": ("parts", "arrivals"), "HAS_X_FACTOR": ("x_factor",)},
     ),
-    "quant_linear.few_rows_kernel": _FEW_ROWS,
-    "quant_linear.few_rows_ahead_kernel": _FEW_ROWS,
+    "quant_linear.few_rows_kernel": FormRule(
+        at_most=frozenset({"HAS_BIAS"}),
+        counts=frozenset({"N", "K", "ws_stride"}),
+        absent=PRODUCT_ABSENT,
+    ),
     "norm_quantize.add_rmsnorm_quantize_kernel": FormRule(counts=frozenset({"num_groups"})),
     "quantize.group_kernel": FormRule(
         counts=frozenset({"num_groups", "num_pairs"}),
@@ -138,9 +136,6 @@ def _few(scheme: Scheme, product: ScaledProduct, tail: str, out: str, end: str) 
             name for name in _multiples(scheme, product, types, cols) if not (words and name == "w_stride")
         )
         yield describe("linear", key, quant_linear.few_rows_kernel, types, constants, tile, multiples)
-        if quant_linear.asks_ahead(product, launch, 0):
-            ahead = quant_linear.few_rows_ahead_kernel
-            yield describe("linear", key.replace("few/", "few_ahead/"), ahead, types, constants, tile, multiples)
         if scheme.group[1] == 0 and not launch["EVEN_K"]:
             odd = tuple(name for name in multiples if name not in ("x_stride", "w_stride"))
             row = describe("linear", f"{key}/odd", quant_linear.few_rows_kernel, types, constants, tile, odd)

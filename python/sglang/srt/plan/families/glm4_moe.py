@@ -23,5 +23,5 @@ GLM4_MOE = Family(
     optional_qk_norm=True,
     o_bias=False,
     has_experts=True,
-    router=Router(0, "sigmoid", correction="e_score_correction_bias", float32=True),
+    router=Router(0, "sigmoid", correction="e_score_correction_bias", exact_logits=True),
 )
