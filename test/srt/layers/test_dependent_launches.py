@@ -1,5 +1,5 @@
-"""What kernels that begin early read before they wait for the one ahead: what it cannot be writing, and no more. No GPU;
-on one, that a graph of such launches computes what plain ones do."""
+"""What kernels that begin early read before they wait for the one ahead: what it cannot be writing, and no more. No
+GPU; on one, that a graph of such launches computes what plain ones do."""
 
 from __future__ import annotations
 
