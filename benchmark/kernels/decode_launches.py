@@ -45,6 +45,7 @@ def attention_calls(data: Data, before: bool) -> Calls:
     workspace = decode_attention.DecodeWorkspace.allocate(*sizes, *(() if before else (CONTEXT,)))
     rows, lens = torch.arange(shape.batch, device="cuda"), data.ints(*[shape.prefix] * shape.batch)
     decode_attention.plan_decode(lens, workspace, tile)
+    torch.cuda.synchronize()  # a kernel that begins early reads the plan
     whole = 1 << (shape.v_head_dim - 1).bit_length()
     launch = {"V_HEAD_DIM": shape.v_head_dim, "BLOCK_DV": whole, "BLOCK_P": 16, "num_warps": 4}
     constants = (lambda *_: launch) if before else decode_attention.combine_constants

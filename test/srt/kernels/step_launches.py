@@ -4,7 +4,7 @@ are noted and not made, and of torch's operations those that compute something.
     python test/srt/kernels/step_launches.py          # the tables of docs/results
 
 A launch begins when all before it have ended, or (programmatic launches) early: then it waits itself, and has loaded
-first what no other kernel writes, if its source says so.
+first what the one ahead does not write, if its source says so.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ def test_what_computes_is_counted_and_what_only_looks_is_not() -> None:
 
 def test_a_launch_says_when_it_begins() -> None:
     assert [str(Launch("a", *early)) for early in ((), (True,), (True, True))] == ["a", "a'", "a^"]
-    layer = {launch.name: launch for launch in launches("Qwen3-30B-A3B FP8", 1, 1)["layer"]}
-    assert layer["gemv_kernel"].loads_first and layer["combine_kernel"].early
-    assert not layer["combine_kernel"].loads_first and not layer["topk_kernel"].early
+    parts = launches("Qwen3-30B-A3B FP8", 1, 1)
+    step = {launch.name: launch for launch in parts["before"] + parts["layer"]}
+    assert step["gemv_kernel"].loads_first and step["down_sum_kernel"].early
+    assert not step["down_sum_kernel"].loads_first and not step["plan_kernel"].early
