@@ -21,6 +21,9 @@ from sglang.srt.model_executor.stage_in_graph import StageInGraph
 from sglang.srt.model_executor.step import StepInput
 from sglang.srt.utils.device_arrays import DeviceArrays, Field
 
+SMALL_BYTES = 2 << 20
+"""Of logits that a graph keeps for itself: those of a row or two, whose copy would be one launch more."""
+
 
 class CudaGraphRunner:
     """Owns the captured graphs. `batch_sizes` ascend."""
@@ -63,7 +66,9 @@ class CudaGraphRunner:
     def _step(self, size: int) -> None:
         batch = self.batches[size] = self._static_batch(size)
         self.state.attn_backend.init_forward_metadata_capture(batch)
-        self.logits[size] = self.output.keep(self.state.model.step_logits(self.stage.compute(batch)))
+        logits = self.state.model.step_logits(self.stage.compute(batch))
+        small = logits.nbytes <= SMALL_BYTES and logits.is_contiguous()
+        self.logits[size] = logits if small else self.output.keep(logits)
 
     def replay(self, step: StepInput) -> torch.Tensor:
         """Logits [B, V] of a decode step, or what `CausalLM.step_logits` has of them; valid until the next replay."""
@@ -76,7 +81,7 @@ class CudaGraphRunner:
             num_reqs=np.array([num_reqs], np.int32),
         )
         batch = self.batches[size]
-        batch.seq_lens_cpu = np.concatenate([step.seq_lens, np.ones(size - num_reqs, np.int32)]).tolist()
+        batch.seq_lens_cpu = step.seq_lens.tolist() + [1] * (size - num_reqs)
         self.state.attn_backend.init_forward_metadata_replay(batch, num_reqs)
         self.stage.replay(self.graphs[size], size)
         return self.logits[size][:num_reqs]

@@ -235,7 +235,8 @@ class ModelRunner:
             return SamplerOutput(tokens, None)
         mask = None if vocab_mask is None else to_device(vocab_mask, self.device)
         logits = head.whole(forward.logits)
-        return self.sampler(logits, sampling, forward.positions, mask, forward.step.logprobs, next_token)
+        on_host = next_token is not None and self.pp_tokens.size == 1
+        return self.sampler(logits, sampling, forward.positions, mask, forward.step.logprobs, next_token, on_host)
 
     @torch.inference_mode()
     def sample(self, forward: LaunchedForward, vocab_mask: np.ndarray | None = None) -> StepResult:
