@@ -116,7 +116,6 @@ class DirectBatch:
         """One token for each request, from the token that was sampled last; waits for the device. Cache slots of the
         next step are found while it computes, as the scheduler does; that step is launched by the next call."""
         step, self._next_step = self._next_step or self._decode_step(), None
-        step.table_update = self.kv.take_update()
         result = self.runner.run(step)
         if (self.lens < self.most).all():
             self._next_step = self._decode_step()
@@ -129,7 +128,7 @@ class DirectBatch:
         lens = self.lens + 1
         locs = self.kv.grow(self.slots, self.lens, lens, len(lens))
         self.lens = lens
-        return StepInput(self.slots, lens, locs)
+        return StepInput(self.slots, lens, locs, table_update=self.kv.take_update())
 
     def close(self) -> None:
         for request, length in zip(self.requests, self.lens.tolist(), strict=True):
