@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.bench.direct import DirectBatch, direct_table
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.managers.scheduler.output import StopChecker
@@ -109,6 +110,7 @@ def test_padding_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.
         runner = create_runner(args)
         if in_graphs:
             runner.state.attn_backend = DeviceLengths(runner.plan, "cpu")
+            monkeypatch.setattr(runner, "_plans_on_host", False)
             with torch.inference_mode():
                 graphs = runner.extend_graphs = ExtendGraphRunner(runner.state, (16, 32, 80), (0, 4, 20))
                 runner.graphs = CudaGraphRunner(runner.state, (1, 6, 24))
@@ -141,3 +143,32 @@ def test_padding_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.
     assert any(decodes == 0 for decodes, _, _ in replays) and any(decodes > 4 for decodes, _, _ in replays)
     assert any(prompts > 1 and decodes for decodes, prompts, _ in replays)
     assert all(prompts <= MAX_PROMPTS for _, prompts, _ in replays)
+
+
+def test_tables_of_windows_are_complete_where_a_backend_plans_before_a_replay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny("gpt_oss", tmp_path)
+    monkeypatch.setattr(cuda_graph_runner, "capture", StepInPlaceOfGraph)
+    args = ServerArgs.from_kwargs(model_path=str(tmp_path), device="cpu", skip_tokenizer_init=True)
+    runner = create_runner(args)
+    assert runner._plans_on_host
+    planned: list[list[int]] = []
+
+    class Planner(DeviceLengths):
+        def init_forward_metadata_replay(self, batch: ForwardBatch, num_reqs: int) -> None:
+            rows, last = batch.req_pool_indices[:num_reqs], batch.seq_lens[:num_reqs] - 1
+            planned.append(runner.state.req_to_token[1][rows, last].tolist())
+
+    runner.state.attn_backend = Planner(runner.plan, "cpu")
+    with torch.inference_mode():
+        runner.graphs = CudaGraphRunner(runner.state, (4,))
+    kv = direct_table(runner)
+    batch = DirectBatch(runner, kv, [[5, 6, 7], [8]], 4)
+    batch.prefill(64)
+    planned.clear()
+    for length in (0, 1, 2):
+        batch.decode()
+        rows = kv.windows[0].rows
+        assert planned[-1] == [rows[slot, size + length] for slot, size in zip(batch.slots, (3, 1), strict=True)]
+    assert 0 not in sum(planned, [])

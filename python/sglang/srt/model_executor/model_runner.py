@@ -122,8 +122,10 @@ class ModelRunner:
         if self.late_tokens is not None:
             self.late_tokens.take_before(step.slots)
         graphs = self.graphs if step.is_decode and self.decodes_in_graph(len(step.slots)) else None
-        if step.table_update is not None and not (graphs is not None and graphs.updates_tables(step)):
-            self._update_tables(step.table_update)
+        update = step.table_update
+        # A backend that plans before a replay reads in the tables what the graph would write.
+        if update is not None and (graphs is None or self._plans_on_host or not graphs.updates_tables(step)):
+            self._update_tables(update)
         if step.extend is not None:
             return self._forward_extend(step)
         if step.widths is not None:
