@@ -1,7 +1,7 @@
 """Programmatic dependent launch: a kernel may start while the one before it ends, and waits where it first needs data.
 
 Off until the model runner switches it on for a GPU that has the `pdl` feature. A kernel takes `PDL: tl.constexpr` and,
-when it is set, first issues the loads that no other kernel writes (weights), or asks for them (`l2`), then waits, and
+when it is set, first issues the loads of what no other kernel writes (weights), then waits, and
 only then reads or writes anything else. Every kernel so launched waits, so that the order of all memory accesses stays
 that of the stream.
 """

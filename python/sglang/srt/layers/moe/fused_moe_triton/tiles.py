@@ -120,13 +120,15 @@ WIDE_TILES: Mapping[str, tuple[MoeTiles, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class PairTile:
-    """Few pairs: `size` weights of each matrix at a time, at most `max_cols` of a row, `unroll` such steps at once."""
+    """Few pairs: `size` weights of each matrix at a time, at most `max_cols` of a row, `unroll` such steps at once. The
+    weights of the first `early` steps are loaded before the kernel ahead has ended."""
 
     size: int
     max_cols: int
     unroll: int
     num_warps: int = 4
     ragged_cols: int = 512
+    early: int = 0
 
     def cut(self, cols: int, multiple: int) -> GroupedTile:
         """The tile for rows of `cols` weights: columns in one step (a multiple of `multiple`) that divide them, or,
