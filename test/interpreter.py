@@ -13,7 +13,8 @@ them, so kernel tests run in a subprocess. A file of kernel tests reads
 
 What is repaired (Triton 3.6 to 3.9 hold bfloat16 and float8 as raw integers in numpy arrays): casts, which truncate or
 wrap; arithmetic and `tl.dot`, which use the raw bits. Here both go through fp32, casts with torch's rounding, and
-float8 saturates as the GPU's conversion does. `tl.dot_scaled`, which is unsupported up to 3.7 and wrong for e4m3 scales
+float8 saturates as the GPU's conversion does. Fused multiplications and additions round twice up to 3.8, here
+once. `tl.dot_scaled`, which is unsupported up to 3.7 and wrong for e4m3 scales
 after, is the exact product of the dequantized operands.
 """
 
@@ -162,9 +163,20 @@ def repair() -> None:
         out = op(widen(lhs), widen(rhs))
         return TensorHandle(out if out.dtype == np.bool_ else narrow(out, dtype), dtype)
 
+    def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        """fp32. The sum in fp64 is rounded to odd, so that fp32 rounds what it was and not what fp64 made of it."""
+        product, addend = widen(x).astype(np.float64) * widen(y).astype(np.float64), widen(z).astype(np.float64)
+        total = product + addend
+        rest = total - product
+        error = (product - (total - rest)) + (addend - rest)
+        towards = np.nextafter(total, np.where(error > 0.0, np.inf, -np.inf))
+        even = (total.view(np.int64) & 1) == 0
+        return TensorHandle(np.where((error != 0.0) & even, towards, total).astype(np.float32), z.dtype.scalar)
+
     InterpreterBuilder.cast_impl = cast_impl
     InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
     InterpreterBuilder.create_dot = create_dot
+    InterpreterBuilder.create_fma = create_fma
     InterpreterBuilder.create_splat = create_splat
     InterpreterBuilder.create_dot_scaled = create_dot_scaled
     TritonSemantic.dot_scaled = dot_scaled

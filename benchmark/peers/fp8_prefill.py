@@ -42,6 +42,7 @@ from sglang.srt.layers.moe.fused_moe_triton.tiles import tile  # noqa: E402
 
 SECONDS = {"products": 60, "steps": 190, "tune": 120, "rows": 60}
 """Of a part; steps and tune for each model."""
+OURS = os.pathsep.join(filter(None, (str(ROOT / "python"), os.environ.get("PYTHONPATH"))))
 TOKENS = ("16", "64", "1024", "8192", "16384")
 """That experts are tuned for: decoding, one prompt, a chunk, sixteen prompts."""
 BENCHMARKS = ROOT / "benchmark" / "kernels"
@@ -90,7 +91,7 @@ class Session:
     def command(self, name: str, words: Sequence[str], seconds: float, **env: str) -> str:
         """Its output, which also goes to OUT/name.log."""
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", *words], env={**os.environ, "PYTHONPATH": str(ROOT / "python"), **env},
+            [sys.executable, "-W", "ignore", *words], env={**os.environ, "PYTHONPATH": OURS, **env},
             capture_output=True, text=True, timeout=3 * seconds, check=False,
         )  # fmt: skip
         with (self.out / f"{name}.log").open("a") as log:
@@ -117,7 +118,7 @@ class Steps:
         (self.session.out / "results.json").write_text(json.dumps(self.results, indent=1))
 
     def ours(self, name: str, model: str, flags: Sequence[str] = (), **env: str) -> None:
-        self.take(Side(name, str(ROOT / "python"), env, list(flags), self.session.out), model)
+        self.take(Side(name, OURS, env, list(flags), self.session.out), model)
 
     def all_sides(self, model: str, peer_site: str | None) -> None:
         self.ours("ours", model)

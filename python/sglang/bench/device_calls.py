@@ -151,14 +151,14 @@ def _decode(op: DecodeAttention, arch: ArchTraits, device: str) -> list[Call]:
     dims = (keys.head_dim, keys.v_head_dim)
     caches = _Caches(keys.batch, keys.context, keys.kv_heads, dims, keys.item, keys.latent, device)
     tile = _tile("decode_attention", dims, keys.item, arch, keys.group)
-    q = _half(keys.batch, keys.heads, keys.head_dim, device=device)
-    out = _half(keys.batch, keys.heads, keys.v_head_dim, device=device)
     seq_lens = torch.full((keys.batch,), keys.context, dtype=torch.int32, device=device)
     workspace = DecodeWorkspace.allocate(
         keys.batch, keys.heads, keys.kv_heads, keys.v_head_dim, max(1, arch.num_sms), tile, device,
         max(SERVED_CONTEXT, keys.context),
     )  # fmt: skip
     plan_decode(seq_lens, workspace, tile)  # once a step, for all layers: not timed
+    q = _half(keys.batch, keys.heads, keys.head_dim, device=device)
+    out = _half(keys.batch, keys.heads, keys.v_head_dim, device=device)
 
     def call(part: int) -> None:
         decode_attention_fwd(

@@ -35,6 +35,8 @@ from sglang.srt.layers.recurrent.rule import Rule, gated_delta_rule
 from sglang.srt.layers.recurrent.triton_ops import causal_conv, gated_norm, recurrence
 from sglang.srt.layers.triton_ops import (
     activation,
+    decode_inputs,
+    embedding,
     gemv,
     latent_store,
     linear_tiles,
@@ -90,6 +92,8 @@ def launch_all(model: ModelDescription, tp_size: int, arch: ArchTraits, done: se
             done.add((part, sizes))
             part(*sizes)
 
+    once(_decode_inputs)
+    once(_embedding_rows, -(-model.vocab_size // tp_size), model.hidden_size)
     once(_norms, model.hidden_size, model.zero_centred_norms)
     for layer in dict.fromkeys(model.layers):
         once(_MIXERS[type(layer.mixer)], layer.mixer, tp_size, arch)
@@ -140,6 +144,20 @@ def _coarse(rows: int) -> int:
     """With three leading bits, and what 16 leaves of it: launches of products depend on no more of their rows."""
     low = max(4, rows.bit_length() - 3)
     return (rows >> low << low) + rows % 16
+
+
+def _decode_inputs() -> None:
+    """Of models without a window and with two."""
+    for tables, batch in itertools.product((1, 3), (1, 100)):
+        slots, lens = empty(batch, dtype=torch.int64), empty(batch, dtype=torch.int32)
+        next_tokens = empty(REQUESTS + 1, dtype=torch.int64)
+        table = empty(tables, REQUESTS + 1, CONTEXT, dtype=torch.int32)
+        decode_inputs.decode_inputs(slots, lens, empty(batch, dtype=torch.int64), next_tokens, table)
+
+
+def _embedding_rows(rows: int, hidden: int) -> None:
+    for tokens, first in ((1, 0), (100, rows)):
+        embedding.embedding_rows(empty(tokens, dtype=torch.int64), empty(rows, hidden), first)
 
 
 def _norms(hidden: int, zero_centred: bool) -> None:

@@ -4,7 +4,7 @@ are noted and not made, and of torch's operations those that compute something.
     python test/srt/kernels/step_launches.py          # the tables of docs/results
 
 A launch begins when all before it have ended, or (programmatic launches) early: then it waits itself, and has loaded
-first what no other kernel writes, if its source says so.
+first what the one ahead does not write, if its source says so.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.all_reduce_table import NORMED_ROW_BYTES, NORMED_ROWS
 from sglang.srt.kernels.launch_form import kernel_name, recording
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
-from sglang.srt.layers.forward_batch import ForwardBatch, ForwardMode, TokenSlots
+from sglang.srt.layers.ops import DecodeInputsOp
 from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.mem_cache.memory_pool import CachePools
+from sglang.srt.model_executor.device_state import DeviceState
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.caches import cache_groups, row_tables
 from sglang.srt.plan.layer_spec import Window
@@ -148,7 +149,7 @@ class _Part:
 
 def launches(name: str, tp_size: int, batch: int, card: str = "rtx-pro-6000-server") -> dict[str, list[Launch]]:
     """Of a decode step of `batch` requests on one of `tp_size` ranks: "before" the layers, of the last "layer" that is
-    built (the kind that most are) and "after" them, without sampling."""
+    built (the kind that most are) and "after" them, without sampling and without the copy that a graph's logits are."""
     spec = MODELS[name]
     config = json.loads(config_files()[spec.config].read_text())
     config["num_hidden_layers"] = spec.layers
@@ -178,18 +179,23 @@ def launches(name: str, tp_size: int, batch: int, card: str = "rtx-pro-6000-serv
         model = CausalLM(plan, device="meta")
         for step in model.finish:
             step()
-        CachePools(caches, PoolSizes(65_535, 1, 64, CONTEXT, windows), "meta").bind(model.caches)
         backend = create_attention_backend(replace(plan, device="meta"))
         model.layers = [
             _Part(recorder, layer, "layer" if i == spec.layers - 1 else "others")  # type: ignore[misc]
             for i, layer in enumerate(model.layers)
         ]
-        step_batch = _decode_batch(batch, len(tables), backend)
+        inputs: DecodeInputsOp = plan.entry("decode_inputs")
+        sizes = PoolSizes(65_535, 1, 64, CONTEXT, windows)
+        CachePools(caches, sizes, "meta").bind(model.caches)
+        state = DeviceState(model, backend, len(tables), sizes, "meta", decode_inputs=inputs)
+        slots, lens = (torch.empty(batch, dtype=dtype, device="meta") for dtype in (torch.int64, torch.int32))
+        valid = torch.empty(1, dtype=torch.int32, device="meta")
         import triton
 
         stack.enter_context(patch.object(triton.knobs.runtime, "jit_cache_hook", recorder.of_triton))
         stack.enter_context(recorder)
         recorder.part = "before"
+        step_batch = state.decode_batch(slots, lens, torch.empty_like(slots), valid)
         backend.init_forward_metadata(step_batch)
         model.logits(model(step_batch))
     return {part: recorder.parts.get(part, []) for part in ("before", "layer", "after")}
@@ -203,18 +209,6 @@ def _dependent_launches(on: bool) -> Iterator[None]:
         yield
     finally:
         pdl.enable("launch_pdl" in before)
-
-
-def _decode_batch(size: int, tables: int, backend: Any) -> ForwardBatch:
-    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    slots = tuple(TokenSlots(empty(65, CONTEXT, dtype=torch.int32), empty(size)) for _ in range(tables))
-    lens = empty(size, dtype=torch.int32)
-    valid = empty(1, dtype=torch.int32)
-    return ForwardBatch(
-        ForwardMode.DECODE, size, empty(size), empty(size), empty(size), lens, slots, backend, num_valid_tokens=valid
-    )
 
 
 SHOWN = (

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -169,6 +170,10 @@ def test_the_attention_backend_heals_itself(monkeypatch: pytest.MonkeyPatch) -> 
     )
     log: list[tuple[str, Tile]] = []
 
+    def cut(seq_lens: object, workspace: Any, tile: Tile) -> None:
+        log.append(("cut", tile))
+        workspace.part_lse.fill_(1.0)
+
     def launch_of(name: str, limit: int) -> Callable[..., None]:
         def attempt(*args: object, tile: Tile, **rest: object) -> None:
             log.append((name, tile))
@@ -179,7 +184,7 @@ def test_the_attention_backend_heals_itself(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(triton_backend, "extend_attention_fwd", launch_of("extend", 4096))
     monkeypatch.setattr(triton_backend, "decode_attention_fwd", launch_of("decode", 4096))
-    monkeypatch.setattr(triton_backend, "plan_decode", lambda seq_lens, workspace, tile: log.append(("cut", tile)))
+    monkeypatch.setattr(triton_backend, "plan_decode", cut)
     backend = triton_backend.TritonAttnBackend(plan, "cpu")  # type: ignore[arg-type]
     first_workspace = backend._heads[layer.shape].workspace
     cache.bind({"k": torch.zeros(1, 2, 64), "v": torch.zeros(1, 2, 64)}, table=0)
@@ -198,5 +203,7 @@ def test_the_attention_backend_heals_itself(monkeypatch: pytest.MonkeyPatch) -> 
         ("decode", small_decode),
         ("decode", small_decode),
     ]
-    assert backend._heads[layer.shape].workspace is not first_workspace
+    workspace = backend._heads[layer.shape].workspace
+    assert workspace is not first_workspace
+    assert not workspace.part_lse.any(), "the plan is read early: something must be launched behind what makes it"
     assert {step["op"] for step in step_downs()} == {"extend_attention", "decode_attention"}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import interpreter
 import pytest
 import torch
+import torch.nn.functional as F
 
 from sglang.srt.layers import native_ops
-from sglang.srt.layers.triton_ops import activation, norm, rope_store, topk, whole_norm
+from sglang.srt.layers.triton_ops import activation, decode_inputs, embedding, norm, rope_store, topk, whole_norm
 
 DEVICE = interpreter.DEVICE
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -27,6 +28,45 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [96, 1000, 2064])
+def test_embedding_rows(size: int, dtype: torch.dtype) -> None:
+    """The rows of three ranks; each token has a row of one of them, and one is of none."""
+    table = randn(3 * 20, size, dtype=dtype)
+    ids = torch.tensor([0, 59, 19, 20, -1, 39, 40, 60, 20, 1 << 40], device=DEVICE)
+    inside = (ids >= 0) & (ids < 60)
+    expected = torch.where(inside[:, None], F.embedding(torch.where(inside, ids, 0), table), 0)
+    parts = []
+    for first in (0, 20, 40):
+        parts.append(embedding.embedding_rows(ids, table[first : first + 20], first))
+        assert torch.equal(parts[-1], native_ops.embedding_rows(ids, table[first : first + 20], first))
+    assert torch.equal(parts[0] + parts[1] + parts[2], expected)
+    assert embedding.embedding_rows(ids[:0], table, 0).shape == (0, size)
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("windows", [0, 2])
+@pytest.mark.parametrize("num_reqs", [0, 1, 5, 131])
+def test_decode_inputs(num_reqs: int, windows: int) -> None:
+    """With two rows of padding behind the requests."""
+    rows, context = 140, 9
+    slots = torch.cat((torch.randperm(rows - 1)[:num_reqs] + 1, torch.zeros(2, dtype=torch.int64))).to(DEVICE)
+    lens = torch.randint(1, context + 1, (num_reqs + 2,), dtype=torch.int32).to(DEVICE)
+    lens[num_reqs:] = 1
+    locs = torch.randint(1, 10_000, (num_reqs + 2,)).to(DEVICE)
+    locs[num_reqs:] = 0
+    next_tokens = torch.randint(0, 1 << 40, (rows,)).to(DEVICE)
+    table = torch.randint(0, 1 << 30, (1 + windows, rows, context), dtype=torch.int32).to(DEVICE)
+    for given in (num_reqs + 2, 0):
+        arrays = slots[:given], lens[:given], locs[:given], next_tokens
+        by_torch, by_kernel = table.clone(), table.clone()
+        expected = native_ops.decode_inputs(*arrays, by_torch)
+        actual = decode_inputs.decode_inputs(*arrays, by_kernel)
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+        assert torch.equal(by_kernel, by_torch) and (not given or not torch.equal(by_kernel, table))
 
 
 @interpreter.kernel_test

@@ -19,19 +19,16 @@ from sglang.srt.constrained.plain_schemas import (
     ATOMS,
     BOUNDS,
     COMBINED,
-    INEXPRESSIBLE,
-    NUMBER,
     Schema,
-    SizedPattern,
     Unwritable,
     atom_of,
     atoms,
     identity,
     kinds_of,
     settled,
-    type_names,
 )
-from sglang.srt.constrained.schema_keywords import ANNOTATIONS, InexpressibleSchema, exclusive, names_all, with_parts
+from sglang.srt.constrained.schema_emission import emitted, with_named_patterns, without_absent
+from sglang.srt.constrained.schema_keywords import ANNOTATIONS, InexpressibleSchema, exclusive, with_parts
 
 MAX_ALTERNATIVES = 64
 MAX_WORK = 4_000
@@ -41,7 +38,6 @@ MAX_LISTS = 512
 """Lists without repetition that are written out."""
 MAX_POSITIONS = 8
 """Of an entry that a list must contain."""
-MAX_FRACTION_RANGES = 16
 
 _DEFINITIONS = ("$defs", "definitions")
 _VALUES = ("enum", "const", "default", "examples")
@@ -107,7 +103,7 @@ def _without_impossible(schema: Any) -> Any:
     if schema.get("type") == "object" and any(properties.get(name) is False for name in schema.get("required", ())):
         return False
     try:
-        return _without_absent(schema)
+        return without_absent(schema)
     except Unwritable:
         return schema
 
@@ -147,7 +143,7 @@ class Rewriter:
     def plain(self, schema: Schema) -> Schema | bool:
         """What says the same with `anyOf` at most. False: nothing is valid."""
         leaves = [whole for leaf in self.alternatives(schema) for whole in self._entries(leaf)]
-        return _choice([form for leaf in leaves for form in emitted(_with_named_patterns(leaf))])
+        return _choice([form for leaf in leaves for form in emitted(with_named_patterns(leaf))])
 
     @contextmanager
     def _working(self, *schemas: Schema) -> Iterator[None]:
@@ -492,89 +488,3 @@ def _is_multiple(value: Any, factor: Any) -> bool:
     if isinstance(factor, int) and atom_of(value) == "integer":
         return int(value) % factor == 0
     raise Unwritable('"multipleOf" beside "enum"')
-
-
-# --- as a library reads it --------------------------------------------------------------------------------------------
-
-
-def emitted(leaf: Schema) -> list[Schema]:
-    """A plain schema as JSON schemas, one of which is satisfied. Raises Unwritable."""
-    if INEXPRESSIBLE in leaf:
-        raise Unwritable(f'"{leaf[INEXPRESSIBLE]}" within "not", "if" or "oneOf"')
-    kinds = leaf["type"]
-    if "enum" in leaf:
-        return [{name: value for name, value in leaf.items() if name != "type"}]
-    if "fraction" in kinds and "integer" not in kinds:
-        rest = [kind for kind in kinds if kind != "fraction"]
-        others = settled({**leaf, "type": rest}) if rest else None
-        return [*_fractions(leaf), *(emitted(others) if others is not None else [])]
-    sized = isinstance(leaf.get("pattern"), SizedPattern)
-    said = ("type", "minLength", "maxLength") if sized else ("type",)
-    form = {name: value for name, value in leaf.items() if name not in said}
-    form |= {"pattern": str(leaf["pattern"])} if sized else {}
-    names = type_names(kinds)
-    return [_without_absent({**form, **({} if names is None else {"type": names})})]
-
-
-def _fractions(leaf: Schema) -> list[Schema]:
-    """Numbers that are no integers, by the integers that they lie between."""
-    numbers = {name: value for name, value in leaf.items() if name in BOUNDS}
-    low = max(numbers.get("minimum", -math.inf), numbers.get("exclusiveMinimum", -math.inf))
-    high = min(numbers.get("maximum", math.inf), numbers.get("exclusiveMaximum", math.inf))
-    if not high - low <= MAX_FRACTION_RANGES or "multipleOf" in leaf:
-        raise Unwritable("numbers that are no integers")
-    ranges: list[Schema] = []
-    for below in range(math.floor(low), math.ceil(high)):
-        between = {"type": list(NUMBER), "exclusiveMinimum": below, "exclusiveMaximum": below + 1}
-        bounds = settled({**between, **_tighter(between, numbers)})
-        if bounds is not None:
-            ranges.append({**bounds, "type": "number"})
-    return ranges
-
-
-def _tighter(between: Schema, numbers: Schema) -> Schema:
-    """Bounds of both, one for each side."""
-    bounds: Schema = {}
-    for inclusive, exclusive_, best in (("minimum", "exclusiveMinimum", max), ("maximum", "exclusiveMaximum", min)):
-        values = [schema[name] for schema in (between, numbers) for name in (inclusive, exclusive_) if name in schema]
-        tightest = best(values)
-        excluded = any(schema.get(exclusive_) == tightest for schema in (between, numbers))
-        bounds[exclusive_ if excluded else inclusive] = tightest
-    return bounds
-
-
-def _with_named_patterns(leaf: Schema) -> Schema:
-    """A rule for the names of properties as a rule for the properties of such names."""
-    names = leaf.get("propertyNames")
-    if not isinstance(names, dict) or any(name in leaf for name in ("properties", "patternProperties")):
-        return leaf
-    rule = {name: value for name, value in names.items() if name not in ANNOTATIONS and (name, value) != _OF_NAMES}
-    others = leaf.get("additionalProperties", True)
-    leaf = {**leaf, "additionalProperties": False}
-    del leaf["propertyNames"]
-    if rule.keys() == {"pattern"}:
-        return {**leaf, "patternProperties": {rule["pattern"]: others}}
-    if rule.keys() in ({"enum"}, {"const"}):
-        allowed = rule.get("enum") or [rule["const"]]
-        return {**leaf, "properties": {name: others for name in allowed if isinstance(name, str)}}
-    raise Unwritable('"propertyNames" with other rules than a pattern or names')
-
-
-_OF_NAMES = ("type", "string")
-
-
-def _without_absent(form: Schema) -> Schema:
-    """Without properties that must be absent, if no others than those that are named may be there."""
-    properties = form.get("properties", {})
-    if False not in properties.values():
-        return form
-    if not _is_closed(form):
-        raise Unwritable("properties that must be absent, of an object that may have others")
-    there = {name: schema for name, schema in properties.items() if schema is not False}
-    if not there and "additionalProperties" not in form:
-        raise Unwritable("an object of which is only known what it must not have")
-    return {**form, "properties": there, "additionalProperties": False}
-
-
-def _is_closed(form: Schema) -> bool:
-    return form.get("additionalProperties", True) is False or names_all(form)

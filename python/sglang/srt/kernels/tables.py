@@ -437,6 +437,8 @@ ROUTERS = ("softmax", "sigmoid", "sqrtsoftplus", "hash")
 """How tokens find their experts: by what score, or by a table of token ids."""
 
 TABLES: dict[str, tuple[KernelSpec, ...]] = {
+    "decode_inputs": _elementwise("decode_inputs", "decode_inputs"),
+    "embedding_rows": _elementwise("embedding_rows", "embedding"),
     "rmsnorm": _elementwise("rmsnorm", "norm"),
     "fused_add_rmsnorm": _elementwise("fused_add_rmsnorm", "norm"),
     "silu_and_mul": _elementwise("silu_and_mul", "activation"),

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.distributed.parallel_state import Group
-from sglang.srt.layers.ops import LinearOp
+from sglang.srt.layers.ops import EmbeddingRowsOp, LinearOp
 from sglang.srt.layers.parameter import Part, Scope, Shard
 from sglang.srt.layers.quantization.quantized_rows import values_of
 from sglang.srt.plan.ranks import Share, exact_share, share_in_rooms, whole
@@ -37,18 +37,16 @@ class VocabParallelEmbedding:
         self.group = scope.groups.tp
         self.weight = _vocab_weight(scope, vocab_size, hidden_size)
         self.first = self.group.rank * self.weight.shape[0]
+        self.rows: EmbeddingRowsOp | None = scope.plan.entry("embedding_rows") if self.group.size > 1 else None
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         out = self._rows(ids)
         return out if self.scale == 1.0 else out * self.scale
 
     def _rows(self, ids: torch.Tensor) -> torch.Tensor:
-        if self.group.size == 1:
+        if self.rows is None:
             return F.embedding(ids, self.weight)
-        local = ids - self.first
-        mine = (local >= 0) & (local < self.weight.shape[0])
-        out = F.embedding(torch.where(mine, local, 0), self.weight)
-        return self.group.all_reduce(out * mine[:, None])
+        return self.group.all_reduce(self.rows(ids, self.weight, self.first))
 
 
 FEWEST_SHARDED_ROWS = 16

@@ -54,6 +54,28 @@ def quantized_linear(weight: LinearWeight, arch: ArchTraits | None = None) -> Qu
     return run
 
 
+def embedding_rows(ids: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tensor:
+    """ids [T], weight [N, H]: rows of the tokens from `first` on -> [T, H], zeros for other tokens."""
+    row = ids - first
+    of_rank = (row >= 0) & (row < weight.shape[0])
+    return F.embedding(torch.where(of_rank, row, 0), weight) * of_rank[:, None]
+
+
+def decode_inputs(
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    next_tokens: torch.Tensor,
+    req_to_token: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of B requests that bring a token each: slots, out_cache_loc [B] int64; seq_lens [B] int32, with the new token;
+    next_tokens [R] int64; req_to_token [1 + W, R, context] int32. Enters the new tokens' slots in the first table ->
+    input ids and positions [B], and their slots in the other tables [W, B], int64."""
+    positions = seq_lens.to(torch.int64) - 1
+    req_to_token[0, slots, positions] = out_cache_loc.to(torch.int32)
+    return next_tokens[slots], positions, req_to_token[1:, slots, positions].to(torch.int64)
+
+
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., H], weight [H] -> [..., H]."""
     x32 = x.float()

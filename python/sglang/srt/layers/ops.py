@@ -26,6 +26,21 @@ Routing = tuple[torch.Tensor, torch.Tensor]
 """Weights [T, k] fp32 and expert ids [T, k] int32."""
 
 
+class DecodeInputsOp(Protocol):
+    def __call__(
+        self,
+        slots: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out_cache_loc: torch.Tensor,
+        next_tokens: torch.Tensor,
+        req_to_token: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
+class EmbeddingRowsOp(Protocol):
+    def __call__(self, ids: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tensor: ...
+
+
 class RMSNormOp(Protocol):
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
 
@@ -218,6 +233,8 @@ class FusedMoEOp(Protocol):
 
 
 OPS: Mapping[str, type] = {
+    "decode_inputs": DecodeInputsOp,
+    "embedding_rows": EmbeddingRowsOp,
     "rmsnorm": RMSNormOp,
     "fused_add_rmsnorm": AddRMSNormOp,
     "silu_and_mul": GateOp,

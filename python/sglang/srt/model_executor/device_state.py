@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from sglang.srt.layers import native_ops
 from sglang.srt.layers.forward_batch import AttentionBackend, ForwardBatch, ForwardMode, TokenSlots
+from sglang.srt.layers.ops import DecodeInputsOp
 from sglang.srt.model_executor.drafts import Drafter, accept
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.pool_sizes import PoolSizes
@@ -23,6 +25,7 @@ class DeviceState:
     sizes: PoolSizes
     device: torch.device | str
     drafter: Drafter | None = None
+    decode_inputs: DecodeInputsOp = native_ops.decode_inputs
     req_to_token: torch.Tensor = field(init=False)
     """[tables, max_reqs + 1, context_len] int32, the cache slot of each position of each request slot; a table for each
     lifetime of caches (`plan.caches.row_tables`). Row 0 is padding and stays zero, which is the padding slot."""
@@ -64,22 +67,26 @@ class DeviceState:
     ) -> ForwardBatch:
         """A DECODE batch from device tensors only, so that it can be captured. Enters the new slots in the table; with
         a drafter they are there, and lengths and slots given are upper bounds."""
-        table = self.req_to_token[0]
         if self.drafter is None:
-            positions = seq_lens.to(torch.int64) - 1
-            table[slots, positions] = out_cache_loc.to(torch.int32)
+            input_ids, positions, window_locs = self.decode_inputs(
+                slots, seq_lens, out_cache_loc, self.next_tokens[:, 0], self.req_to_token
+            )
+            locs = (out_cache_loc, *(window_locs[i] for i in range(self.num_tables - 1)))
+            token_slots = tuple(TokenSlots(self.req_to_token[i], loc) for i, loc in enumerate(locs))
         else:
             seq_lens = self.lens[slots] + 1
             positions = self.lens[slots].to(torch.int64)
-            out_cache_loc = table[slots, positions].to(torch.int64)
+            input_ids = self.next_tokens[slots, 0]
+            out_cache_loc = self.req_to_token[0][slots, positions].to(torch.int64)
+            token_slots = self._token_slots(out_cache_loc, slots, positions)
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             batch_size=len(slots),
-            input_ids=self.next_tokens[slots, 0],
+            input_ids=input_ids,
             positions=positions,
             req_pool_indices=slots,
             seq_lens=seq_lens,
-            token_slots=self._token_slots(out_cache_loc, slots, positions),
+            token_slots=token_slots,
             attn_backend=self.attn_backend,
             num_valid_tokens=num_valid_tokens,
         )

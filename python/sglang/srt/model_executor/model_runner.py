@@ -15,6 +15,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.kernels.coverage import check_launches
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
 from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.ops import DecodeInputsOp
 from sglang.srt.layers.sampler import Sampler, SamplerOutput
 from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.mem_cache.memory_pool import CachePools
@@ -59,8 +60,9 @@ class ModelRunner:
         attn_backend = create_attention_backend(plan)
         self._plans_on_host = not plan.choices["extend_attention"].spec.graph_prefill
         """With lengths that only the device knows where there is a drafter: then its steps wait for each other."""
+        inputs: DecodeInputsOp = plan.entry("decode_inputs")
         self.state = DeviceState(
-            self.model, attn_backend, len(self.pools.tables), plan.pool_sizes, plan.device, drafter
+            self.model, attn_backend, len(self.pools.tables), plan.pool_sizes, plan.device, drafter, inputs
         )
         self.late_tokens = None if self.samples else LateTokens(self.pp_tokens, self.state.next_tokens)
         self.sampler.warm_up(self.sampling_table, self.state.next_tokens[:, 0])

@@ -21,14 +21,17 @@ def needs_of(model: ModelDescription, serving: Serving) -> tuple[Need, ...]:
     experts = _experts(model, serving.ranks)
     blocks = (block for layer in model.layers for block in layer.token_blocks)
     feed_forward = [need for block in blocks for need in block.needs(serving)]
+    sharded = serving.tp_size > 1
     return (
+        Need("decode_inputs", q_dtype=dtype),
+        *([Need("embedding_rows", q_dtype=dtype)] if sharded else []),
         Need("rmsnorm", q_dtype=dtype),
         *_merged(need for layer in model.layers for need in layer.residual.needs(serving)),
         *_linears(model, serving),
         *_merged(need for layer in model.layers for need in layer.mixer.needs(serving)),
         *_vision(model, dtype),
         *_merged(replace(need, **experts) if need.op == "fused_moe" else need for need in feed_forward),
-        *([Need("all_reduce", q_dtype=dtype, ranks=serving.tp_size)] if serving.tp_size > 1 else []),
+        *([Need("all_reduce", q_dtype=dtype, ranks=serving.tp_size)] if sharded else []),
     )
 
 

@@ -8,7 +8,7 @@ import torch
 
 from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
 from sglang.srt.layers.quantization import reference
-from sglang.srt.layers.triton_ops.quantize import encode_e2m1, quantize_activation
+from sglang.srt.layers.triton_ops.quantize import encode_e2m1, quantize_activation, quotient
 
 DEVICE = interpreter.DEVICE
 SHAPES = [(1, 256), (5, 384), (3, 160), (17, 96)]
@@ -98,6 +98,29 @@ def test_every_tie_of_e2m1_goes_to_the_even_code() -> None:
     out = torch.empty(len(x), dtype=torch.uint8, device=DEVICE)
     kernel[(1,)](x, out, len(x))
     assert torch.equal(out.cpu(), reference.encode_e2m1(x.cpu()))
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_quotients_are_rounded_to_nearest(dtype: torch.dtype) -> None:
+    """Of every significand that 16 bits hold, by some of the scales'; no other bit of either matters."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def kernel(x, steps, out, N: tl.constexpr):
+        step = tl.load(steps + tl.program_id(0))
+        at = tl.arange(0, N)
+        values = quotient(tl.load(x + at).to(tl.float32), step, tl.math.div_rn(1.0, step))
+        tl.store(out + tl.program_id(0) * N + at, values)
+
+    bits = 7 if dtype == torch.bfloat16 else 10
+    x = (1.0 + torch.arange(1 << bits) / (1 << bits)).to(dtype)
+    steps = 1.0 + torch.randint(0, 1 << 23, (257,), generator=torch.Generator().manual_seed(0)) / (1 << 23)
+    steps[0] = 2.0 - 2.0**-23
+    out = torch.empty((len(steps), len(x)), device=DEVICE)
+    kernel[(len(steps),)](x.to(DEVICE), steps.to(DEVICE), out, len(x))
+    assert torch.equal(out.cpu(), x.float()[None, :] / steps[:, None])
 
 
 @interpreter.kernel_test

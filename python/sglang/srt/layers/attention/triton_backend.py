@@ -47,6 +47,7 @@ class _Heads:
         self.decode_tile = tile
         self.allocate(self.workspace.max_batch)
         plan_decode(seq_lens, self.workspace, tile)
+        self.workspace.part_lse.zero_()  # q is there already: what lies between the plan and the kernel that reads it
 
 
 class TritonAttnBackend:

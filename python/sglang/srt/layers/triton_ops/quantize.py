@@ -38,10 +38,10 @@ def _round_to(values, out):
 
 @triton.jit
 def quotient(values, step, inverse):
-    """values / step rounded to nearest, for fp32 `values` with 8 or 11 significant bits, as those of bf16 and fp16, and
-    `inverse` = 1 / step rounded to nearest: exact where nothing is smaller than fp32's normal numbers, which none is that
-    e4m3 tells from zero. A division of each element is 20 instructions and a branch, which took longer than the memory;
-    this is three. Source: Markstein, "Computation of elementary functions on the IBM RISC System/6000", 1990."""
+    """values / step rounded to nearest, for fp32 `values` with the 8 or 11 significant bits of bf16 and fp16 and
+    `inverse` = 1 / step rounded to nearest. Exact unless it is too small for e4m3 and int8 to tell it from zero. A
+    division is 20 instructions and a branch for each element, and took longer than the memory; this is three. Source:
+    P. W. Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990."""
     nearly = values * inverse
     return tl.math.fma(tl.math.fma(-nearly, step, values), inverse, nearly)
 

@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.triton_ops import pdl
+
 LAUNCH = {"ROWS": 1, "num_warps": 1}
 """A token is one warp: choosing is a chain of reductions, which within a warp are shuffles and wait for no barrier."""
 HASH_LAUNCH = {"ROWS": 4, "num_warps": 1}
@@ -90,6 +92,7 @@ def topk_kernel(
     GROUP_BLOCK: tl.constexpr,
     MEMBER_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The K experts with the largest score plus bias, in descending order (lower id first among equals), of the
     TOP_GROUPS best of GROUPS groups of MEMBERS experts. The weight is the score alone. Blocks are powers of two."""
@@ -99,6 +102,15 @@ def topk_kernel(
     group, member = slot // MEMBER_BLOCK, slot % MEMBER_BLOCK
     exists = (group < GROUPS) & (member < MEMBERS)
     expert = group * MEMBERS + member
+    # Only logits come from the layer, and of all kernels before only the one directly ahead may still run.
+    if bias is not None:
+        correction = tl.load(bias + expert, mask=exists, other=0.0).to(tl.float32)
+    valid = inside
+    if num_valid is not None:
+        valid = row < tl.load(num_valid)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     x = tl.load(logits + row[:, None] * row_stride + expert, mask=inside[:, None] & exists, other=-float("inf"))
     x = x.to(tl.float32)
     if SCORE == "softmax":
@@ -108,7 +120,7 @@ def topk_kernel(
     total = tl.sum(score, axis=1)  # softmax's
     choice = score
     if bias is not None:
-        choice += tl.load(bias + expert, mask=exists, other=0.0).to(tl.float32)
+        choice += correction
     # NaN is no number's equal: as the least of all it names experts that exist, where -inf names what does not.
     choice = tl.where(exists, tl.where(choice > -1e38, choice, -1e38), -float("inf"))
     if TOP_GROUPS < GROUPS:
@@ -143,9 +155,6 @@ def topk_kernel(
         chosen_weights = chosen_weights / total[:, None]
     if expert_map is not None:
         chosen_ids = tl.load(expert_map + chosen_ids)
-    valid = inside
-    if num_valid is not None:
-        valid = row < tl.load(num_valid)
     _store_choices(
         weights, ids, chosen_weights * scale, chosen_ids, row, valid, inside, COLUMNS, K, K_BLOCK, GROUPS * MEMBERS
     )
@@ -169,23 +178,29 @@ def topk_hash_kernel(
     K_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The experts that the table names for each token; their scores, normalized, are the weights."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     inside = row < num_tokens
     column = tl.arange(0, K_BLOCK)[None, :]
     wanted = inside[:, None] & (column < K)
+    # As `topk_kernel`: the tokens are those of the step, written before its layers.
     token = tl.load(token_ids + row, mask=inside, other=0)
     expert = tl.load(table + token[:, None] * K + column, mask=wanted, other=0)
-    x = tl.load(logits + row[:, None] * row_stride + expert, mask=wanted, other=0.0).to(tl.float32)
-    score = tl.where(column < K, _score(x, SCORE), 0.0)
-    chosen = score / (tl.sum(score, axis=1) + 1e-20)[:, None] * scale
+    chosen_id = expert
     if expert_map is not None:
-        expert = tl.load(expert_map + expert, mask=wanted, other=-1)
+        chosen_id = tl.load(expert_map + expert, mask=wanted, other=-1)
     valid = inside
     if num_valid is not None:
         valid = row < tl.load(num_valid)
-    _store_choices(weights, ids, chosen, expert, row, valid, inside, COLUMNS, K, K_BLOCK, num_experts)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    x = tl.load(logits + row[:, None] * row_stride + expert, mask=wanted, other=0.0).to(tl.float32)
+    score = tl.where(column < K, _score(x, SCORE), 0.0)
+    chosen = score / (tl.sum(score, axis=1) + 1e-20)[:, None] * scale
+    _store_choices(weights, ids, chosen, chosen_id, row, valid, inside, COLUMNS, K, K_BLOCK, num_experts)
 
 
 def topk_softmax(
@@ -255,7 +270,7 @@ def topk_hash(
         topk_hash_kernel[(triton.cdiv(num_tokens, HASH_LAUNCH["ROWS"]),)](
             router_logits, token_ids, table, weights, ids, num_valid, expert_map,
             num_tokens, router_logits.stride(0), num_experts, scale,
-            SCORE=score, **choice_constants(top_k, with_shared), **HASH_LAUNCH,
+            SCORE=score, **choice_constants(top_k, with_shared), **HASH_LAUNCH, **pdl.options(),
         )  # fmt: skip
     return weights, ids
 
@@ -278,6 +293,7 @@ def _topk(
         topk_kernel[(triton.cdiv(num_tokens, LAUNCH["ROWS"]),)](
             router_logits, bias, weights, ids, num_valid, expert_map, num_tokens, router_logits.stride(0), scale,
             SCORE=score, RENORMALIZE=renormalize, **topk_constants(num_experts, top_k, groups, with_shared), **LAUNCH,
+            **pdl.options(),
         )  # fmt: skip
     return weights, ids
 

@@ -9,9 +9,22 @@ from typing import Any
 
 from sglang.srt.configs.activation import GELU, RELU2, SILU, Activation
 from sglang.srt.kernels.variant import FormRule, Variant
-from sglang.srt.layers.triton_ops import activation, gemv, latent_store, norm, rope_store, sampling, topk, whole_norm
+from sglang.srt.layers.triton_ops import (
+    activation,
+    decode_inputs,
+    embedding,
+    gemv,
+    latent_store,
+    norm,
+    rope_store,
+    sampling,
+    topk,
+    whole_norm,
+)
 
 OPS = (
+    "decode_inputs",
+    "embedding_rows",
     "rmsnorm",
     "fused_add_rmsnorm",
     "silu_and_mul",
@@ -56,6 +69,7 @@ SPLITS = 128
 
 _LOGITS_COUNTS = frozenset({"vocab_size", "mask_stride"})
 FORM_RULES = {
+    "decode_inputs.decode_inputs_kernel": FormRule(at_most=frozenset({"WINDOWS"})),
     "rope_store.qk_norm_rope_store_kernel": FormRule(
         free=frozenset({"Q_HEADS", "KV_HEADS"}),
         at_most=frozenset({"NORM_Q", "NORM_K"}),
@@ -126,6 +140,19 @@ def describe(
 def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
     """Every launch of `op` over the sizes of the published models. The same for every GPU."""
     yield from _VARIANTS[op]()
+
+
+def _decode_inputs() -> Iterator[Variant]:
+    indices = ("slots", "out_cache_loc", "next_tokens", "input_ids", "positions", "window_locs")
+    types = dict.fromkeys(indices, "*i64") | {"seq_lens": "*i32", "req_to_token": "*i32"}
+    types |= dict.fromkeys(("num_reqs", "num_rows", "context_len", "window_stride"), "i32")
+    kernel, constants = decode_inputs.decode_inputs_kernel, {"WINDOWS": 2}
+    yield describe("decode_inputs", "all", kernel, types, constants, decode_inputs.LAUNCH, ("window_stride",))
+
+
+def _embedding_rows() -> Iterator[Variant]:
+    types = {"ids": "*i64", "weight": "*bf16", "out": "*bf16", "first": "i32", "num_rows": "i32", "size": "i32"}
+    yield describe("embedding_rows", "all", embedding.embedding_rows_kernel, types, {}, embedding.LAUNCH, ("size",))
 
 
 def _norms(op: str) -> Iterator[Variant]:
@@ -278,6 +305,8 @@ def _gemv() -> Iterator[Variant]:
 
 
 _VARIANTS = {
+    "decode_inputs": _decode_inputs,
+    "embedding_rows": _embedding_rows,
     "rmsnorm": lambda: _norms("rmsnorm"),
     "fused_add_rmsnorm": lambda: _norms("fused_add_rmsnorm"),
     "silu_and_mul": lambda: _activation(SILU),

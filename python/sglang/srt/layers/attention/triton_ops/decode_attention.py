@@ -120,19 +120,26 @@ def decode_kernel(
     stride_oh, stride_kcs, stride_kch, stride_vcs, stride_vch, stride_rt, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DPE: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, V_IN_K: tl.constexpr,
+    HAS_SINKS: tl.constexpr, V_IN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, D], caches [S, Hkv, D/Dv] -> o [B, Hq, Dv] for sequences of one piece, otherwise the piece's normalized
     output [pieces, Hq, Dv] and base-2 log-sum-exp [pieces, Hq], both fp32. Grid: (pieces * num_head_tiles,)."""
     pid = tl.program_id(0)
     head_tile = pid % num_head_tiles
     piece = pid // num_head_tiles
+    # The plan and the batch were written before q: the kernel directly ahead, alone of all, may still run.
     seq = tl.load(work_ptr + piece * 4)
-    if seq < 0:
-        return
     begin = tl.load(work_ptr + piece * 4 + 1)
     end = tl.load(work_ptr + piece * 4 + 2)
     num_pieces = tl.load(work_ptr + piece * 4 + 3)
+    row = tl.load(req_pool_indices_ptr + tl.maximum(seq, 0))
+    if HAS_WINDOW:
+        begin = tl.maximum(begin, tl.load(seq_lens_ptr + tl.maximum(seq, 0)) - window)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if seq < 0:
+        return
 
     TILES_PER_GROUP: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     kv_head = head_tile // TILES_PER_GROUP
@@ -147,13 +154,12 @@ def decode_kernel(
 
     k_base = k_cache_ptr + kv_head * stride_kch
     v_base = v_cache_ptr + kv_head * stride_vch
-    slot_ptr = req_to_token_ptr + tl.load(req_pool_indices_ptr + seq) * stride_rt
+    slot_ptr = req_to_token_ptr + row * stride_rt
     acc = tl.zeros([BLOCK_H, BLOCK_DV], dtype=tl.float32)
     row_max = tl.full([BLOCK_H], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_H], dtype=tl.float32)
     offs_n = tl.arange(0, BLOCK_N)
     if HAS_WINDOW:
-        begin = tl.maximum(begin, tl.load(seq_lens_ptr + seq) - window)
         start = begin // BLOCK_N * BLOCK_N
     else:
         start = begin + (end - begin) // BLOCK_N * BLOCK_N
@@ -194,13 +200,14 @@ def combine_kernel(
 ):  # fmt: skip
     """Merge BLOCK_DV columns of the pieces of one (sequence, head), BLOCK_P pieces at a time; sequences of one piece
     are written already. Grid: (Hq, B, cdiv(Dv, BLOCK_DV))."""
+    head = tl.program_id(0)
+    seq = tl.program_id(1)
+    # Of the plan, as `decode_kernel` reads it.
+    first = tl.load(pieces_ptr + seq * 2)
+    count = tl.load(pieces_ptr + seq * 2 + 1)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    head = tl.program_id(0)
-    seq = tl.program_id(1)
-    first = tl.load(pieces_ptr + seq * 2)
-    count = tl.load(pieces_ptr + seq * 2 + 1)
     if count <= 1:
         return
     cols = tl.program_id(2) * BLOCK_DV + tl.arange(0, BLOCK_DV)
@@ -234,7 +241,10 @@ def combine_kernel(
 
 
 def plan_decode(seq_lens: torch.Tensor, workspace: DecodeWorkspace, tile: Mapping[str, int]) -> None:
-    """Cut seq_lens [B] int32 into pieces: once a step, before `decode_attention_fwd` with this workspace and tile."""
+    """Cut seq_lens [B] int32 into pieces: once a step, before `decode_attention_fwd` with this workspace and tile.
+
+    With programmatic launches the plan is read while the kernel ahead still runs: some other kernel must be launched
+    between the two, as whatever computes q is."""
     num_seqs = seq_lens.shape[0]
     if num_seqs > workspace.max_batch:
         raise ValueError(f"batch of {num_seqs} sequences exceeds the decode workspace of {workspace.max_batch}")
@@ -291,8 +301,8 @@ def decode_attention_fwd(
     k_scale / v_scale; the last dimension of all is contiguous. If v_cache starts at k_cache's address with a smaller
     head dim, and there is one KV head, it is its first columns (MLA). req_to_token [reqs, ctx] int32, req_pool_indices
     [B] int64 and seq_lens [B] int32 >= 1 (the new token included). `plan_decode(seq_lens, workspace, tile)` must have
-    run before on the same stream; layers with and without a sliding window (which counts the query itself) share one
-    plan.
+    run before on the same stream, but not directly before; layers with and without a sliding window (which counts the
+    query itself) share one plan.
     """
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, v_head_dim = v_cache.shape[1], v_cache.shape[2]
@@ -317,7 +327,7 @@ def decode_attention_fwd(
             GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, BLOCK_D=block_d,
             BLOCK_DPE=block_dpe, BLOCK_DV=triton.next_power_of_2(v_head_dim), BLOCK_H=tile["BLOCK_H"],
             BLOCK_N=tile["BLOCK_N"], HAS_WINDOW=sliding_window > 0, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None,
-            V_IN_K=False, num_warps=tile["num_warps"], num_stages=tile["num_stages"],
+            V_IN_K=False, num_warps=tile["num_warps"], num_stages=tile["num_stages"], **pdl.options(),
         )  # fmt: skip
     merge_pieces(o, workspace, sinks)
 

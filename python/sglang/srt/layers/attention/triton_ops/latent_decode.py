@@ -24,6 +24,7 @@ import triton.language as tl
 
 from sglang.srt.layers.attention.triton_ops.common import LOG2E, load_rows
 from sglang.srt.layers.attention.triton_ops.decode_workspace import DecodeWorkspace
+from sglang.srt.layers.triton_ops import pdl
 
 
 @triton.jit
@@ -53,7 +54,7 @@ def latent_decode_kernel(
     q_ptr, o_ptr, cache_ptr, req_to_token_ptr, req_pool_indices_ptr, work_ptr, part_o_ptr, part_lse_ptr,
     num_head_tiles, num_heads, scale, v_scale, stride_qb, stride_qh, stride_ob, stride_oh, stride_cs, stride_rt,
     RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, FP8: tl.constexpr,
-    E5M2: tl.constexpr,
+    E5M2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q [B, H, rank + rope], latents [S, rank + rope] (FP8: pairs, as int16) -> o [B, H, rank] for sequences of one
     piece, otherwise part_o [pieces, H, rank] and part_lse [pieces, H] of `decode_kernel`. Grid: (pieces * head tiles,).
@@ -61,12 +62,17 @@ def latent_decode_kernel(
     pid = tl.program_id(0)
     head_tile = pid % num_head_tiles
     piece = pid // num_head_tiles
+    # The plan and the batch were written before q: the kernel directly ahead, alone of all, may still run.
     seq = tl.load(work_ptr + piece * 4)
-    if seq < 0:
-        return
     begin = tl.load(work_ptr + piece * 4 + 1)
     end = tl.load(work_ptr + piece * 4 + 2)
     num_pieces = tl.load(work_ptr + piece * 4 + 3)
+    row = tl.load(req_pool_indices_ptr + tl.maximum(seq, 0))
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if seq < 0:
+        return
 
     HALF: tl.constexpr = RANK // 2
     head = head_tile * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -90,7 +96,7 @@ def latent_decode_kernel(
         q1 = load_rows(q_ptr, q_rows, head_ok, HALF, HALF, RANK, True)
         q_pe0 = load_rows(q_ptr, q_rows, head_ok, RANK, ROPE, RANK + ROPE, True)
 
-    slot_ptr = req_to_token_ptr + tl.load(req_pool_indices_ptr + seq) * stride_rt
+    slot_ptr = req_to_token_ptr + row * stride_rt
     acc0 = tl.zeros([BLOCK_H, HALF], dtype=tl.float32)
     acc1 = tl.zeros([BLOCK_H, HALF], dtype=tl.float32)
     row_max = tl.full([BLOCK_H], float("-inf"), dtype=tl.float32)
@@ -179,5 +185,5 @@ def launch_latent_decode(
         num_heads, scale * k_scale * LOG2E, float(v_scale), q.stride(0), q.stride(1), o.stride(0), o.stride(1),
         entries.stride(0), req_to_token.stride(0), RANK=rank, ROPE=head_dim - rank, BLOCK_H=tile["BLOCK_H"],
         BLOCK_N=tile["BLOCK_N"], FP8=fp8, E5M2=latents.dtype == torch.float8_e5m2, num_warps=tile["num_warps"],
-        num_stages=tile["num_stages"],
+        num_stages=tile["num_stages"], **pdl.options(),
     )  # fmt: skip

@@ -206,6 +206,8 @@ def describe(
     fn = _kernel(op, head_dims)
     constexprs = _shape_constexprs(head_dims, kv_dtype, tile, "BLOCK_M" if "BLOCK_M" in tile else "BLOCK_H")
     constexprs = {name: value for name, value in constexprs.items() if name in fn.arg_names}
+    if "PDL" in fn.arg_names:
+        constexprs["PDL"] = False
     for name in fn.arg_names:
         if name.startswith(("HAS_", "CARRY_")) or name == "CAUSAL":
             constexprs[name] = name in flags

@@ -1,0 +1,103 @@
+"""Plain schemas as JSON schemas that grammar libraries take."""
+
+from __future__ import annotations
+
+import math
+
+from sglang.srt.constrained.plain_schemas import (
+    BOUNDS,
+    INEXPRESSIBLE,
+    NUMBER,
+    Schema,
+    SizedPattern,
+    Unwritable,
+    settled,
+    type_names,
+)
+from sglang.srt.constrained.schema_keywords import ANNOTATIONS, names_all
+
+MAX_FRACTION_RANGES = 16
+"""Between neighbouring integers, that numbers which are no integers are written as."""
+
+
+def emitted(leaf: Schema) -> list[Schema]:
+    """A plain schema as JSON schemas, one of which is satisfied. Raises Unwritable."""
+    if INEXPRESSIBLE in leaf:
+        raise Unwritable(f'"{leaf[INEXPRESSIBLE]}" within "not", "if" or "oneOf"')
+    kinds = leaf["type"]
+    if "enum" in leaf:
+        return [{name: value for name, value in leaf.items() if name != "type"}]
+    if "fraction" in kinds and "integer" not in kinds:
+        rest = [kind for kind in kinds if kind != "fraction"]
+        others = settled({**leaf, "type": rest}) if rest else None
+        return [*_fractions(leaf), *(emitted(others) if others is not None else [])]
+    sized = isinstance(leaf.get("pattern"), SizedPattern)
+    said = ("type", "minLength", "maxLength") if sized else ("type",)
+    form = {name: value for name, value in leaf.items() if name not in said}
+    form |= {"pattern": str(leaf["pattern"])} if sized else {}
+    names = type_names(kinds)
+    return [without_absent({**form, **({} if names is None else {"type": names})})]
+
+
+def _fractions(leaf: Schema) -> list[Schema]:
+    """Numbers that are no integers, by the integers that they lie between."""
+    numbers = {name: value for name, value in leaf.items() if name in BOUNDS}
+    low = max(numbers.get("minimum", -math.inf), numbers.get("exclusiveMinimum", -math.inf))
+    high = min(numbers.get("maximum", math.inf), numbers.get("exclusiveMaximum", math.inf))
+    if not high - low <= MAX_FRACTION_RANGES or "multipleOf" in leaf:
+        raise Unwritable("numbers that are no integers")
+    ranges: list[Schema] = []
+    for below in range(math.floor(low), math.ceil(high)):
+        between = {"type": list(NUMBER), "exclusiveMinimum": below, "exclusiveMaximum": below + 1}
+        bounds = settled({**between, **_tighter(between, numbers)})
+        if bounds is not None:
+            ranges.append({**bounds, "type": "number"})
+    return ranges
+
+
+def _tighter(between: Schema, numbers: Schema) -> Schema:
+    """Bounds of both, one for each side."""
+    bounds: Schema = {}
+    for inclusive, exclusive_, best in (("minimum", "exclusiveMinimum", max), ("maximum", "exclusiveMaximum", min)):
+        values = [schema[name] for schema in (between, numbers) for name in (inclusive, exclusive_) if name in schema]
+        tightest = best(values)
+        excluded = any(schema.get(exclusive_) == tightest for schema in (between, numbers))
+        bounds[exclusive_ if excluded else inclusive] = tightest
+    return bounds
+
+
+def with_named_patterns(leaf: Schema) -> Schema:
+    """A rule for the names of properties as a rule for the properties of such names."""
+    names = leaf.get("propertyNames")
+    if not isinstance(names, dict) or any(name in leaf for name in ("properties", "patternProperties")):
+        return leaf
+    rule = {name: value for name, value in names.items() if name not in ANNOTATIONS and (name, value) != _OF_NAMES}
+    others = leaf.get("additionalProperties", True)
+    leaf = {**leaf, "additionalProperties": False}
+    del leaf["propertyNames"]
+    if rule.keys() == {"pattern"}:
+        return {**leaf, "patternProperties": {rule["pattern"]: others}}
+    if rule.keys() in ({"enum"}, {"const"}):
+        allowed = rule.get("enum") or [rule["const"]]
+        return {**leaf, "properties": {name: others for name in allowed if isinstance(name, str)}}
+    raise Unwritable('"propertyNames" with other rules than a pattern or names')
+
+
+_OF_NAMES = ("type", "string")
+
+
+def without_absent(form: Schema) -> Schema:
+    """Without properties that must be absent, if no others than those that are named may be there."""
+    properties = form.get("properties", {})
+    if False not in properties.values():
+        return form
+    if not _is_closed(form):
+        raise Unwritable("properties that must be absent, of an object that may have others")
+    there = {name: schema for name, schema in properties.items() if schema is not False}
+    if not there and "additionalProperties" not in form:
+        raise Unwritable("an object of which is only known what it must not have")
+    return {**form, "properties": there, "additionalProperties": False}
+
+
+def _is_closed(form: Schema) -> bool:
+    return form.get("additionalProperties", True) is False or names_all(form)

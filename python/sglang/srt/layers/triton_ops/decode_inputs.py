@@ -1,0 +1,55 @@
+"""What a decode step reads and writes of the tables by request slot. Reference: `native_ops.decode_inputs`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+LAUNCH = {"BLOCK": 128, "num_warps": 4}
+
+
+@triton.jit(do_not_specialize=["num_reqs", "num_rows", "context_len"])
+def decode_inputs_kernel(
+    slots, seq_lens, out_cache_loc, next_tokens, req_to_token, input_ids, positions, window_locs,
+    num_reqs, num_rows, context_len, window_stride, WINDOWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """req_to_token [1 + WINDOWS, num_rows, context_len] int32, window_locs [WINDOWS, window_stride], the rest as in
+    `decode_inputs`; BLOCK requests a program."""
+    request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = request < num_reqs
+    slot = tl.load(slots + request, mask=inside, other=0)
+    position = tl.load(seq_lens + request, mask=inside, other=1).to(tl.int64) - 1
+    loc = tl.load(out_cache_loc + request, mask=inside, other=0)
+    tl.store(input_ids + request, tl.load(next_tokens + slot, mask=inside, other=0), mask=inside)
+    tl.store(positions + request, position, mask=inside)
+    entry = slot * context_len + position
+    tl.store(req_to_token + entry, loc.to(tl.int32), mask=inside)
+    for _ in tl.static_range(WINDOWS):
+        entry += num_rows.to(tl.int64) * context_len
+        tl.store(window_locs + request, tl.load(req_to_token + entry, mask=inside, other=0).to(tl.int64), mask=inside)
+        window_locs += window_stride
+
+
+def decode_inputs(
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    next_tokens: torch.Tensor,
+    req_to_token: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """slots, out_cache_loc [B] int64; seq_lens [B] int32; next_tokens [R] int64; req_to_token [1 + W, R, context]
+    int32, contiguous all: enters the new tokens' slots in the first table -> input ids and positions [B], and their
+    slots in the other tables [W, B], int64."""
+    num_reqs = len(slots)
+    num_tables, num_rows, context_len = req_to_token.shape
+    input_ids, positions = torch.empty_like(slots), torch.empty_like(slots)
+    # Each row begins where kernels expect indices to begin: at a multiple of 16 bytes.
+    stride = triton.cdiv(num_reqs, 16) * 16
+    window_locs = torch.empty((num_tables - 1, stride), dtype=torch.int64, device=slots.device)
+    if num_reqs:
+        decode_inputs_kernel[(triton.cdiv(num_reqs, LAUNCH["BLOCK"]),)](
+            slots, seq_lens, out_cache_loc, next_tokens, req_to_token, input_ids, positions, window_locs,
+            num_reqs, num_rows, context_len, stride, WINDOWS=num_tables - 1, **LAUNCH,
+        )  # fmt: skip
+    return input_ids, positions, window_locs[:, :num_reqs]

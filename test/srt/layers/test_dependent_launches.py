@@ -1,0 +1,154 @@
+"""What kernels that begin early read before they wait for the one ahead: what it cannot be writing, and no more. No
+GPU; on one, that a graph of such launches computes what plain ones do."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import interpreter
+import pytest
+import torch
+
+import sglang
+from sglang.srt.kernels.compile import compile_for
+from sglang.srt.kernels.variant import Variant
+from sglang.srt.layers.attention.triton_ops import decode_attention
+from sglang.srt.layers.attention.triton_ops.variants import variants as attention_variants
+from sglang.srt.layers.triton_ops import gemv, pdl, topk
+from sglang.srt.layers.triton_ops.quant_variants import variants as quant_variants
+from sglang.srt.layers.triton_ops.variants import variants
+from srt.layers.attention.reference import Problem
+from srt.layers.attention.test_attention_kernels import first_tile
+
+TARGET, FEATURES = "sm_120", ("cp_async",)
+PLAN = {"work_ptr", "req_pool_indices_ptr"}
+BEFORE_THE_WAIT = {
+    ("decode_attention", "64x64/bfloat16/bfloat16/plain"): PLAN,
+    ("decode_attention", "64x64/bfloat16/bfloat16/window_cap_sinks"): PLAN | {"seq_lens_ptr"},
+    ("decode_attention", "576x512/bfloat16/bfloat16/plain"): PLAN,
+    ("decode_attention", "combine/16"): {"pieces_ptr"},
+    ("topk_softmax", "128k8/bf16"): {"num_valid"},
+    ("topk_sigmoid", "256k8g8/fp32"): {"num_valid", "bias"},
+    ("topk_hash", "k6/fp32"): {"num_valid", "token_ids", "table", "expert_map"},
+    ("linear", "few/fp8_block"): {"w", "w_scale", "bias"},
+    ("linear", "few/fp8_channel"): {"w", "w_scale", "bias"},
+    ("linear", "few/mxfp8"): {"w", "w_scale", "bias"},
+}
+"""(op, key of a variant) -> the tensors that it reads before it waits."""
+WEIGHTS_AHEAD = [key for key in BEFORE_THE_WAIT if key[0] == "linear"]
+MARGIN = 40
+"""Registers that a thread of a dependent launch may take beyond those on record, which are of plain launches."""
+_REGISTER = re.compile(r"%\w+")
+_PARAMETER = re.compile(r"_param_(\d+)")
+
+
+def variant_of(op: str, key: str) -> Variant:
+    rows = {"decode_attention": attention_variants, "linear": quant_variants}.get(op, variants)(op, FEATURES)
+    return next(v for v in rows if v.key == key)
+
+
+def read_from(ptx: str, names: list[str]) -> set[str]:
+    """Of the parameters `names`, in order: those whose values make the addresses that PTX without branches loads from.
+    What is loaded makes no address of the tensor that it came from."""
+    origins: dict[str, set[str]] = {}
+    read: set[str] = set()
+    for line in ptx.splitlines():
+        operation = re.sub(r"^\s*@!?%\w+\s+", "", line).strip()
+        registers = _REGISTER.findall(operation)
+        if operation.startswith("ld.param"):
+            number = int(_PARAMETER.findall(operation)[-1])
+            origins[registers[0]] = {names[number]} if number < len(names) else set()
+        elif operation.startswith("ld.global"):
+            loaded, _, address = operation.partition("[")
+            read |= set().union(*(origins.get(register, set()) for register in _REGISTER.findall(address)))
+            origins |= {register: set() for register in _REGISTER.findall(loaded)}
+        elif registers:
+            origins[registers[0]] = set().union(*(origins.get(register, set()) for register in registers[1:]))
+    return read
+
+
+@pytest.mark.parametrize(("op", "key"), BEFORE_THE_WAIT)
+def test_what_is_read_before_the_wait(op: str, key: str) -> None:
+    variant = variant_of(op, key)
+    early = replace(variant, constexprs={**variant.constexprs, "PDL": True})
+    before, wait, rest = compile_for(early, TARGET).ptx.partition("griddepcontrol.wait")
+    names = [name for name, kind in variant.signature.items() if kind != "constexpr" and name not in variant.ones]
+    pointers = {name for name in names if variant.signature[name].startswith("*")}
+    assert wait and not re.search(r"\b(st|cp|red|atom)\.|\bbra\b|\bret\b", before), (
+        "all programs wait, and write nothing"
+    )
+    assert read_from(before, names) & pointers == BEFORE_THE_WAIT[op, key]
+    assert "griddepcontrol.launch_dependents" in rest and "griddepcontrol.launch_dependents" not in before
+
+
+@pytest.mark.parametrize(("op", "key"), WEIGHTS_AHEAD)
+def test_weights_of_a_byte_are_on_their_way_before_the_wait(op: str, key: str) -> None:
+    """Those of every step that is loaded early, and they are not used before it: that would wait for them."""
+    plain = variant_of(op, key)
+    early = compile_for(replace(plain, constexprs={**plain.constexprs, "PDL": True}), TARGET)
+    before = early.ptx.partition("griddepcontrol.wait")[0]
+    assert before.count("L1::evict_first") >= plain.constexprs["EARLY"] >= 8 and "e4m3x2" not in before
+    _, registers, spills, stack, _ = compile_for(plain, TARGET).measurement
+    assert early.measurement[1] <= registers + MARGIN and early.measurement[2:4] == (spills, stack) == (0, 0)
+
+
+def _early_kernels() -> Iterator[tuple[str, ast.FunctionDef]]:
+    for path in sorted(Path(sglang.__file__).parent.rglob("*.py")):
+        source = path.read_text()
+        if "gdc_wait" in source:
+            for node in ast.parse(source).body:
+                if isinstance(node, ast.FunctionDef) and "gdc_" in ast.unparse(node):
+                    yield f"{path.name}: {node.name}", node
+
+
+def test_every_early_kernel_waits_before_it_lets_the_next_one_begin() -> None:
+    """Only then have all but the kernel directly ahead ended where a kernel begins."""
+    kernels = dict(_early_kernels())
+    assert len(kernels) > 20
+    for name, kernel in kernels.items():
+        calls = [n for n in ast.walk(kernel) if isinstance(n, ast.Call) and "gdc_" in ast.unparse(n.func)]
+        lines = {ast.unparse(call.func).rpartition(".")[2]: call.lineno for call in calls}
+        assert lines["gdc_wait"] < lines.get("gdc_launch_dependents", kernel.end_lineno), name
+        returns = [n.lineno for n in ast.walk(kernel) if isinstance(n, ast.Return)]
+        assert all(lines["gdc_wait"] < line for line in returns), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(interpreter.INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_graph_of_early_launches_keeps_the_order() -> None:
+    """Queries and the newest key and value come from the kernel directly ahead; the router reads what is merged."""
+    p = Problem([5000, 33, 1023], [1] * 3, 8, 2, 64, 64, device="cuda")
+    tile = first_tile("decode_attention", 64, 64, torch.bfloat16)
+    workspace = decode_attention.DecodeWorkspace.allocate(3, 8, 2, 64, 132, tile, p.device)
+    lens, out = p.prefix + 1, torch.empty_like(p.q)
+    w, router = torch.randn(512, 512, device="cuda").bfloat16() / 16, torch.randn(64, 512, device="cuda").bfloat16()
+
+    def step() -> list[torch.Tensor]:
+        decode_attention.plan_decode(lens, workspace, tile)
+        x, results = p.q[0].flatten().clone(), []
+        for _ in range(20):
+            x = gemv.gemv(x, w)
+            q = x.view(1, 8, 64).expand(3, 8, 64)
+            decode_attention.decode_attention_fwd(
+                q, out, p.k_cache, p.v_cache, p.req_to_token, p.req_pool_indices, lens, workspace, scale=1.0, tile=tile
+            )
+            x = gemv.gemv(out[0].flatten(), w)
+            results += [x, *topk.topk_softmax(gemv.gemv(x, router)[None], 8, True)]
+        return results
+
+    expected = step()
+    pdl.enable(True)
+    try:
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = step()
+        for _ in range(50):
+            graph.replay()
+            assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
+    finally:
+        pdl.enable(False)
