@@ -18,6 +18,7 @@ from sglang.srt.kernels.compile import compile_for
 from sglang.srt.kernels.variant import Variant
 from sglang.srt.layers.attention.triton_ops import decode_attention
 from sglang.srt.layers.attention.triton_ops.variants import variants as attention_variants
+from sglang.srt.layers.moe.fused_moe_triton.variants import variants as moe_variants
 from sglang.srt.layers.triton_ops import gemv, pdl, topk
 from sglang.srt.layers.triton_ops.quant_variants import variants as quant_variants
 from sglang.srt.layers.triton_ops.variants import variants
@@ -37,18 +38,21 @@ BEFORE_THE_WAIT = {
     ("linear", "few/fp8_block"): {"w", "w_scale", "bias"},
     ("linear", "few/fp8_channel"): {"w", "w_scale", "bias"},
     ("linear", "few/mxfp8"): {"w", "w_scale", "bias"},
+    ("fused_moe", "gate_up_pairs/fp8_block"): set(),
+    ("fused_moe", "down_sum/fp8_block"): {"topk_ids", "w2", "w_scale"},
+    ("fused_moe", "down_sum/bf16"): {"topk_ids", "w2"},
 }
 """(op, key of a variant) -> the tensors that it reads before it waits."""
-WEIGHTS_AHEAD = [key for key in BEFORE_THE_WAIT if key[0] == "linear"]
-MARGIN = 40
+WEIGHTS_AHEAD = [key for key, tensors in BEFORE_THE_WAIT.items() if {"w", "w2"} & tensors]
+MARGIN = 72
 """Registers that a thread of a dependent launch may take beyond those on record, which are of plain launches."""
 _REGISTER = re.compile(r"%\w+")
 _PARAMETER = re.compile(r"_param_(\d+)")
 
 
 def variant_of(op: str, key: str) -> Variant:
-    rows = {"decode_attention": attention_variants, "linear": quant_variants}.get(op, variants)(op, FEATURES)
-    return next(v for v in rows if v.key == key)
+    makers = {"decode_attention": attention_variants, "linear": quant_variants, "fused_moe": moe_variants}
+    return next(v for v in makers.get(op, variants)(op, FEATURES) if v.key == key)
 
 
 def read_from(ptx: str, names: list[str]) -> set[str]:
@@ -86,7 +90,7 @@ def test_what_is_read_before_the_wait(op: str, key: str) -> None:
 
 
 @pytest.mark.parametrize(("op", "key"), WEIGHTS_AHEAD)
-def test_weights_of_a_byte_are_on_their_way_before_the_wait(op: str, key: str) -> None:
+def test_weights_are_on_their_way_before_the_wait(op: str, key: str) -> None:
     """Those of every step that is loaded early, and they are not used before it: that would wait for them."""
     plain = variant_of(op, key)
     early = compile_for(replace(plain, constexprs={**plain.constexprs, "PDL": True}), TARGET)

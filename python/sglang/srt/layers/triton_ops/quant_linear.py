@@ -36,7 +36,14 @@ from sglang.srt.layers.triton_ops.linear_tiles import (
 )
 from sglang.srt.layers.triton_ops.quantize import quantize_activation
 from sglang.srt.layers.triton_ops.scaled_dot import STRIP, ScaledProduct, multiply, product_of
-from sglang.srt.layers.triton_ops.streamed_dot import add_loaded, add_product, load_weights, pair_launch, sum_rows
+from sglang.srt.layers.triton_ops.streamed_dot import (
+    add_loaded,
+    add_product,
+    load_columns,
+    load_weights,
+    pair_launch,
+    sum_rows,
+)
 
 Apply = Callable[..., torch.Tensor]
 _values = operator.itemgetter(*TILE_KEYS)
@@ -196,9 +203,12 @@ def few_rows_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     x += token * x_stride
+    columns = ()  # type: tuple[tl.tensor, ...]
+    for step in tl.static_range(EARLY):
+        columns = columns + (load_columns(x, there, K, step * COLS, C, W, EVEN_K),)
     total = tl.zeros((BLOCK_N, C, W), tl.float32)
     for step in tl.static_range(EARLY):
-        total = add_loaded(total, weights[step], x, 1.0, there, K, step * COLS, KIND, C, W, EVEN_K)
+        total = add_loaded(total, weights[step], columns[step], 1.0, KIND)
     # Unrolled, so that the weights of several steps are on their way at once.
     for start in tl.range(EARLY * COLS, K, COLS, loop_unroll_factor=UNROLL):
         total = add_product(

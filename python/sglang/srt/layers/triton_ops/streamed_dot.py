@@ -73,7 +73,8 @@ def add_product(
         weights = load_weights(
             there, w, w_scale, rows, first_row, w_stride, ws_stride, K, start, KIND, GROUP, C, W, EVEN_K
         )
-        return add_loaded(total, weights, x, factor, there, K, start, KIND, C, W, EVEN_K)
+        columns = load_columns(x, there, K, start, C, W, EVEN_K)
+        return add_loaded(total, weights, columns, factor, KIND)
 
 
 @triton.jit
@@ -100,17 +101,20 @@ def load_weights(
 
 
 @triton.jit
-def add_loaded(
-    total, weights, x, factor, there, K, start,
-    KIND: tl.constexpr, C: tl.constexpr, W: tl.constexpr, EVEN_K: tl.constexpr,
-):  # fmt: skip
-    """total + factor * x * weights, which `load_weights` loaded of the columns from `start` on."""
-    value, scale = weights
+def load_columns(x, there, K, start, C: tl.constexpr, W: tl.constexpr, EVEN_K: tl.constexpr):
+    """The columns of x that belong to a tile of `load_weights`."""
     column = start + tl.arange(0, C)[None, :, None] * W + tl.arange(0, W)[None, None, :]
     inside = there
     if not EVEN_K:
         inside = there & (column < K)
-    a = tl.load(x + column, mask=inside, other=0.0).to(tl.float32) * factor
+    return tl.load(x + column, mask=inside, other=0.0)
+
+
+@triton.jit
+def add_loaded(total, weights, columns, factor, KIND: tl.constexpr):
+    """total + factor * columns * weights: what `load_columns` and `load_weights` loaded."""
+    value, scale = weights
+    a = columns.to(tl.float32) * factor
     if KIND == "group128" or KIND == "mx":
         a = a * decode_scale(scale)
     return total + value.to(tl.float32) * a
