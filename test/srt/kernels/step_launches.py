@@ -95,7 +95,8 @@ class Recorder(TorchDispatchMode):
         constants = {names[path[0]]: value for path, value in compile["constants"].items()}
         early = constants.get("PDL") is True
         before_the_wait = inspect.getsource(kernel.fn).partition("gdc_wait")[0]
-        loads_first = early and "tl.load(" in before_the_wait
+        some = constants.get("EARLY", 1) > 0
+        loads_first = early and some and any(load in before_the_wait for load in ("tl.load(", "load_weights("))
         self.note(Launch(kernel_name(kernel).partition(".")[2], early, loads_first))
         return True  # nothing is compiled
 

@@ -48,9 +48,17 @@ def test_what_computes_is_counted_and_what_only_looks_is_not() -> None:
     assert recorder.parts.keys() == {"copies"} and len(recorder.parts["copies"]) == 4
 
 
+@pytest.mark.parametrize(("name", "tp_size"), [("Qwen3-30B-A3B FP8", 2), ("GPT-OSS-20B", 1)])
+def test_nothing_is_launched_between_both_products_of_few_pairs(name: str, tp_size: int) -> None:
+    """The second one reads the choices before it waits: whoever wrote them must not be the kernel directly ahead."""
+    layer = [launch.name for launch in launches(name, tp_size, 1)["layer"]]
+    second = layer.index("down_sum_kernel")
+    assert layer[second - 1] == "gate_up_pairs_kernel" and layer.count("down_sum_kernel") == 1
+
+
 def test_a_launch_says_when_it_begins() -> None:
     assert [str(Launch("a", *early)) for early in ((), (True,), (True, True))] == ["a", "a'", "a^"]
     parts = launches("Qwen3-30B-A3B FP8", 1, 1)
     step = {launch.name: launch for launch in parts["before"] + parts["layer"]}
-    assert step["gemv_kernel"].loads_first and step["down_sum_kernel"].early
-    assert not step["down_sum_kernel"].loads_first and not step["plan_kernel"].early
+    assert step["gemv_kernel"].loads_first and step["gate_up_pairs_kernel"].early
+    assert not step["gate_up_pairs_kernel"].loads_first and not step["plan_kernel"].early

@@ -18,7 +18,9 @@ from sglang.srt.kernels.compile import compile_for
 from sglang.srt.kernels.variant import Variant
 from sglang.srt.layers.attention.triton_ops import decode_attention
 from sglang.srt.layers.attention.triton_ops.variants import variants as attention_variants
+from sglang.srt.layers.moe.fused_moe_triton.variants import variants as moe_variants
 from sglang.srt.layers.triton_ops import gemv, pdl, topk
+from sglang.srt.layers.triton_ops.quant_variants import variants as quant_variants
 from sglang.srt.layers.triton_ops.variants import variants
 from srt.layers.attention.reference import Problem
 from srt.layers.attention.test_attention_kernels import first_tile
@@ -33,15 +35,24 @@ BEFORE_THE_WAIT = {
     ("topk_softmax", "128k8/bf16"): {"num_valid"},
     ("topk_sigmoid", "256k8g8/fp32"): {"num_valid", "bias"},
     ("topk_hash", "k6/fp32"): {"num_valid", "token_ids", "table", "expert_map"},
+    ("linear", "few/fp8_block"): {"w", "w_scale", "bias"},
+    ("linear", "few/fp8_channel"): {"w", "w_scale", "bias"},
+    ("linear", "few/mxfp8"): {"w", "w_scale", "bias"},
+    ("fused_moe", "gate_up_pairs/fp8_block"): set(),
+    ("fused_moe", "down_sum/fp8_block"): {"topk_ids", "w2", "w_scale"},
+    ("fused_moe", "down_sum/bf16"): {"topk_ids", "w2"},
 }
 """(op, key of a variant) -> the tensors that it reads before it waits."""
+WEIGHTS_AHEAD = [key for key, tensors in BEFORE_THE_WAIT.items() if {"w", "w2"} & tensors]
+MARGIN = 72
+"""Registers that a thread of a dependent launch may take beyond those on record, which are of plain launches."""
 _REGISTER = re.compile(r"%\w+")
 _PARAMETER = re.compile(r"_param_(\d+)")
 
 
 def variant_of(op: str, key: str) -> Variant:
-    rows = attention_variants(op, FEATURES) if op == "decode_attention" else variants(op)
-    return next(v for v in rows if v.key == key)
+    makers = {"decode_attention": attention_variants, "linear": quant_variants, "fused_moe": moe_variants}
+    return next(v for v in makers.get(op, variants)(op, FEATURES) if v.key == key)
 
 
 def read_from(ptx: str, names: list[str]) -> set[str]:
@@ -76,6 +87,17 @@ def test_what_is_read_before_the_wait(op: str, key: str) -> None:
     )
     assert read_from(before, names) & pointers == BEFORE_THE_WAIT[op, key]
     assert "griddepcontrol.launch_dependents" in rest and "griddepcontrol.launch_dependents" not in before
+
+
+@pytest.mark.parametrize(("op", "key"), WEIGHTS_AHEAD)
+def test_weights_are_on_their_way_before_the_wait(op: str, key: str) -> None:
+    """Those of every step that is loaded early, and they are not used before it: that would wait for them."""
+    plain = variant_of(op, key)
+    early = compile_for(replace(plain, constexprs={**plain.constexprs, "PDL": True}), TARGET)
+    before = early.ptx.partition("griddepcontrol.wait")[0]
+    assert before.count("L1::evict_first") >= plain.constexprs["EARLY"] >= 8 and "e4m3x2" not in before
+    _, registers, spills, stack, _ = compile_for(plain, TARGET).measurement
+    assert early.measurement[1] <= registers + MARGIN and early.measurement[2:4] == (spills, stack) == (0, 0)
 
 
 def _early_kernels() -> Iterator[tuple[str, ast.FunctionDef]]:

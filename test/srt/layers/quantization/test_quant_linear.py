@@ -110,6 +110,21 @@ def test_sizes_that_no_block_divides(name: str, parts: tuple[int, ...], cols: in
 
 
 @interpreter.kernel_test
+@pytest.mark.parametrize(("name", "cols"), [("fp8_block", 1152), ("fp8_channel", 4224), ("mxfp8", 2336)])
+def test_weights_loaded_early_change_no_bit(name: str, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In as many steps as are loaded early and in more, the last of them cut short."""
+    weight, x = weight_of(name, (8,), cols), activations(2, cols)
+    held = pack(copy_of(weight), NATIVE if interpreter.INTERPRETED else WIDENS)
+    kind, tile = held.product.kind, quant_linear.few_tile(held.product, 8)
+    results = []
+    for early in (0, 2, tile.early):
+        monkeypatch.setitem(quant_linear.FEW_TILES, (kind, 8), dataclasses.replace(tile, early=early))
+        results.append(few_rows(x, held))
+    assert_close(results[0], expected(x, weight, held, rounded=False))
+    assert torch.equal(results[1], results[0]) and torch.equal(results[2], results[0])
+
+
+@interpreter.kernel_test
 @pytest.mark.parametrize("name", ["fp8_block", "int8_channel", "nvfp4"])
 def test_split_columns_are_summed_in_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = weight_of(name, (96,), 1280)

@@ -85,9 +85,9 @@ WIDE_TILES: Mapping[str, tuple[LinearTile, ...]] = {
 }
 
 FEW_TILES: Mapping[tuple[str, int], PairTile] = {
-    ("scaled", 8): PairTile(1024, 512, 2, 2),
-    ("group128", 8): PairTile(2048, 512, 1, 2),
-    ("mx", 8): PairTile(256, 256, 8, 1),
+    ("scaled", 8): PairTile(1024, 512, 2, 2, early=8),
+    ("group128", 8): PairTile(2048, 512, 2, 2, early=8),
+    ("mx", 8): PairTile(256, 256, 8, 1, early=8),
     ("mx", 4): PairTile(1024, 512, 4, 1),
     ("planes", 4): PairTile(1024, 1024, 4, 1),
     ("pairs", 4): PairTile(2048, 1024, 2, 1, 1024),

@@ -1,8 +1,8 @@
 """Programmatic dependent launch: a kernel may start while the one before it ends, and waits where it first needs data.
 
 Off until the model runner switches it on for a GPU that has the `pdl` feature. A kernel takes `PDL: tl.constexpr` and,
-when it is set, first issues the loads of what the kernel directly ahead does not write, or asks for it (`l2`), then
-waits, and only then reads or writes anything else.
+when it is set, first issues the loads of what the kernel directly ahead does not write, then waits, and only then reads
+or writes anything else.
 
 All programs of such a kernel wait, and let the next one begin only then. So where a kernel begins, every kernel but the
 one directly ahead has ended, and what those wrote is there: weights, and what a step has ready before its layers (the

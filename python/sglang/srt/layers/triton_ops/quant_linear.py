@@ -21,7 +21,7 @@ import triton.language as tl
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.launch import TileLadder
 from sglang.srt.layers.moe.expert_weights import ExpertWeights, repack
-from sglang.srt.layers.moe.fused_moe_triton.tiles import TILE_KEYS
+from sglang.srt.layers.moe.fused_moe_triton.tiles import TILE_KEYS, PairTile
 from sglang.srt.layers.quantization.linear_weight import LinearWeight
 from sglang.srt.layers.quantization.quantized_rows import QuantizedRows, Rows, values_of
 from sglang.srt.layers.triton_ops import pdl, scaled_dot
@@ -36,7 +36,14 @@ from sglang.srt.layers.triton_ops.linear_tiles import (
 )
 from sglang.srt.layers.triton_ops.quantize import quantize_activation
 from sglang.srt.layers.triton_ops.scaled_dot import STRIP, ScaledProduct, multiply, product_of
-from sglang.srt.layers.triton_ops.streamed_dot import add_product, pair_launch, sum_rows
+from sglang.srt.layers.triton_ops.streamed_dot import (
+    add_loaded,
+    add_product,
+    load_columns,
+    load_weights,
+    pair_launch,
+    sum_rows,
+)
 
 Apply = Callable[..., torch.Tensor]
 _values = operator.itemgetter(*TILE_KEYS)
@@ -163,6 +170,7 @@ def few_rows_kernel(
     W: tl.constexpr,
     COLS: tl.constexpr,
     UNROLL: tl.constexpr,
+    EARLY: tl.constexpr,  # steps whose weights are loaded before the kernel waits for x
     EVEN_K: tl.constexpr,
     KIND: tl.constexpr,
     ELEMENT: tl.constexpr,
@@ -173,29 +181,47 @@ def few_rows_kernel(
     PDL: tl.constexpr,
 ):
     """Program (column block, row of x): see `kernels_few`."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK_N
     cols = first + tl.arange(0, BLOCK_N)
     rows = tl.where(cols < N, cols, first).to(tl.int64)
-    x += token * x_stride
     there = token >= 0
+    weights = ()  # type: tuple[tl.tensor, ...]
+    for step in tl.static_range(EARLY):
+        weights = weights + (
+            load_weights(
+                there, w, w_scale, rows, first, w_stride, ws_stride, K, step * COLS, KIND, GROUP, C, W, EVEN_K
+            ),
+        )
+    if KIND == "scaled":
+        row_scale = tl.load(w_scale + rows * ws_stride)
+    if HAS_FACTOR:
+        factor = tl.load(w_factor + rows)
+    if HAS_BIAS:
+        row_bias = tl.load(bias + rows)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    x += token * x_stride
+    columns = ()  # type: tuple[tl.tensor, ...]
+    for step in tl.static_range(EARLY):
+        columns = columns + (load_columns(x, there, K, step * COLS, C, W, EVEN_K),)
     total = tl.zeros((BLOCK_N, C, W), tl.float32)
+    for step in tl.static_range(EARLY):
+        total = add_loaded(total, weights[step], columns[step], 1.0, KIND)
     # Unrolled, so that the weights of several steps are on their way at once.
-    for start in tl.range(0, K, COLS, loop_unroll_factor=UNROLL):
+    for start in tl.range(EARLY * COLS, K, COLS, loop_unroll_factor=UNROLL):
         total = add_product(
             total, x, 1.0, there, w, w_scale, rows, first, w_stride, ws_stride, K, start,
             KIND, ELEMENT, GROUP, PACKED, C, W, EVEN_K,
         )  # fmt: skip
     sums = sum_rows(total)
     if KIND == "scaled":
-        sums *= tl.load(w_scale + rows * ws_stride)
+        sums *= row_scale
     if HAS_FACTOR:
-        sums *= tl.load(w_factor + rows)
+        sums *= factor
     if HAS_BIAS:
-        sums += tl.load(bias + rows).to(tl.float32)
+        sums += row_bias.to(tl.float32)
     tl.store(out + token * N + cols, sums.to(out.dtype.element_ty), mask=cols < N)
 
 
@@ -275,8 +301,13 @@ def few_rows(
 
 def few_launch(product: ScaledProduct, bits: int, cols: int, rows: int) -> dict[str, Any]:
     """Constants of `few_rows_kernel` for a weight [rows, cols]."""
-    kind = "pairs" if product.in_pairs else product.kind
-    return pair_launch(product, FEW_TILES[kind, bits], cols, rows)
+    tile = few_tile(product, bits)
+    launch = pair_launch(product, tile, cols, rows)
+    return {**launch, "EARLY": min(tile.early, triton.cdiv(cols, launch["COLS"]))}
+
+
+def few_tile(product: ScaledProduct, bits: int) -> PairTile:
+    return FEW_TILES["pairs" if product.in_pairs else product.kind, bits]
 
 
 def many_rows(

@@ -58,7 +58,7 @@ FORM_RULES = {
         absent=PRODUCT_ABSENT | {"SPLITS": ("parts", "arrivals"), "HAS_X_FACTOR": ("x_factor",)},
     ),
     "quant_linear.few_rows_kernel": FormRule(
-        at_most=frozenset({"HAS_BIAS"}),
+        at_most=frozenset({"HAS_BIAS", "EARLY"}),
         counts=frozenset({"N", "K", "ws_stride"}),
         absent=PRODUCT_ABSENT,
     ),
@@ -126,6 +126,7 @@ def _few(scheme: Scheme, product: ScaledProduct, tail: str, out: str, end: str) 
         launch = quant_linear.few_launch(product, scheme.bits, cols, _ROWS)
         tile = {name: launch[name] for name in ("BLOCK_N", "COLS", "UNROLL", "num_warps")}
         constants = {name: value for name, value in launch.items() if name not in tile} | _flags(scheme)
+        constants |= {"EARLY": quant_linear.few_tile(product, scheme.bits).early}
         types = {"x": "*bf16", "out": out, "N": "i32", "K": "i32", **_weight_types(scheme, product, True)}
         types = {
             name: kind for name, kind in (types | _STRIDES).items() if name in quant_linear.few_rows_kernel.arg_names

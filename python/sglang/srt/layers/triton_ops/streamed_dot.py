@@ -70,20 +70,54 @@ def add_product(
             total, x, factor, there, w, w_scale, rows, w_stride, ws_stride, K, start, ELEMENT, GROUP, C, W, EVEN_K
         )
     else:
-        row, c = rows[:, None, None], tl.arange(0, C)[None, :, None]
-        column = start + c * W + tl.arange(0, W)[None, None, :]
-        inside = there
-        if not EVEN_K:
-            inside = there & (column < K)
-        # Eight to a thread, as of x: else x would go through shared memory, with a barrier, in each step.
-        at = tl.max_contiguous(w + row * w_stride + column, [1, 1, 8])
-        value = tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
-        a = tl.load(x + column, mask=inside, other=0.0).to(tl.float32) * factor
-        if KIND == "group128":
-            a *= _scale_of(w_scale, first_row // 128, ws_stride, start // GROUP + c, there, tl.cdiv(K, GROUP))
-        if KIND == "mx":
-            a = a * _scale_of(w_scale, row, ws_stride, start // GROUP + c, there, K // GROUP)
-        return total + value.to(tl.float32) * a
+        weights = load_weights(
+            there, w, w_scale, rows, first_row, w_stride, ws_stride, K, start, KIND, GROUP, C, W, EVEN_K
+        )
+        columns = load_columns(x, there, K, start, C, W, EVEN_K)
+        return add_loaded(total, weights, columns, factor, KIND)
+
+
+@triton.jit
+def load_weights(
+    there, w, w_scale, rows, first_row, w_stride, ws_stride, K, start,
+    KIND: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, W: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """What `add_loaded` takes of a weight of 8 or 16 bits: a tile and, where they are per group, its scales. Nothing is
+    computed of them here, or a kernel that loads them ahead of time would wait for them there."""
+    row, c = rows[:, None, None], tl.arange(0, C)[None, :, None]
+    column = start + c * W + tl.arange(0, W)[None, None, :]
+    inside = there
+    if not EVEN_K:
+        inside = there & (column < K)
+    # Eight to a thread, as of x: else x would go through shared memory, with a barrier, in each step.
+    at = tl.max_contiguous(w + row * w_stride + column, [1, 1, 8])
+    value = tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
+    scale = value
+    if KIND == "group128":
+        scale = _raw_scale(w_scale, first_row // 128, ws_stride, start // GROUP + c, there, tl.cdiv(K, GROUP))
+    if KIND == "mx":
+        scale = _raw_scale(w_scale, row, ws_stride, start // GROUP + c, there, K // GROUP)
+    return value, scale
+
+
+@triton.jit
+def load_columns(x, there, K, start, C: tl.constexpr, W: tl.constexpr, EVEN_K: tl.constexpr):
+    """The columns of x that belong to a tile of `load_weights`."""
+    column = start + tl.arange(0, C)[None, :, None] * W + tl.arange(0, W)[None, None, :]
+    inside = there
+    if not EVEN_K:
+        inside = there & (column < K)
+    return tl.load(x + column, mask=inside, other=0.0)
+
+
+@triton.jit
+def add_loaded(total, weights, columns, factor, KIND: tl.constexpr):
+    """total + factor * columns * weights: what `load_columns` and `load_weights` loaded."""
+    value, scale = weights
+    a = columns.to(tl.float32) * factor
+    if KIND == "group128" or KIND == "mx":
+        a = a * decode_scale(scale)
+    return total + value.to(tl.float32) * a
 
 
 @triton.jit
@@ -183,7 +217,12 @@ def _columns_of(x, word, inside, C: tl.constexpr):
 
 @triton.jit
 def _scale_of(w_scale, row, ws_stride, group, there, num_groups):
-    return decode_scale(tl.load(w_scale + row * ws_stride + group, mask=there & (group < num_groups), other=0.0))
+    return decode_scale(_raw_scale(w_scale, row, ws_stride, group, there, num_groups))
+
+
+@triton.jit
+def _raw_scale(w_scale, row, ws_stride, group, there, num_groups):
+    return tl.load(w_scale + row * ws_stride + group, mask=there & (group < num_groups), other=0.0)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.triton_ops.activation import activated
-from sglang.srt.layers.triton_ops.streamed_dot import add_product, sum_rows
+from sglang.srt.layers.triton_ops.streamed_dot import add_loaded, add_product, load_columns, load_weights, sum_rows
 
 
 @triton.jit
@@ -48,6 +48,7 @@ def gate_up_pairs_kernel(
 ):
     """Program (column block, pair). Without a gate the only product takes its place."""
     if PDL:
+        # In this order: `down_sum_kernel`, which may begin then, reads the choices without waiting itself.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     pair = tl.program_id(1).to(tl.int64)
@@ -94,6 +95,26 @@ def gate_up_pairs_kernel(
 
 
 @triton.jit
+def _down_weights(
+    w2, w_scale, bias, expert, rows, first, hidden, intermediate, w_stride, ws_stride,
+    w_expert_stride, ws_expert_stride, step, KIND: tl.constexpr, GROUP: tl.constexpr, COLS: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """What `down_sum_kernel` reads of an expert's weights in one step: a tile and, once, the bias of its rows."""
+    there = expert >= 0
+    expert = tl.maximum(expert, 0)
+    scales = w_scale + expert * ws_expert_stride
+    loaded = load_weights(
+        there, w2 + expert * w_expert_stride, scales, rows, first, w_stride, ws_stride, intermediate, step * COLS,
+        KIND, GROUP, C, W, EVEN_K,
+    )  # fmt: skip
+    row_bias = rows
+    if HAS_BIAS:
+        row_bias = tl.load(bias + expert * hidden + rows, mask=there & (step == 0), other=0.0)
+    return loaded, row_bias
+
+
+@triton.jit
 def down_sum_kernel(
     inter,  # [T * k, I]
     w2,  # [E, H, I]
@@ -116,6 +137,7 @@ def down_sum_kernel(
     COLS: tl.constexpr,
     STEPS: tl.constexpr,
     UNROLL: tl.constexpr,
+    EARLY: tl.constexpr,  # tiles whose weights are loaded before the kernel waits for `inter`
     EVEN_K: tl.constexpr,
     KIND: tl.constexpr,
     ELEMENT: tl.constexpr,
@@ -128,17 +150,47 @@ def down_sum_kernel(
     """Program (column block, token): the down projections of all choices and their weighted sum. STEPS tiles cover I.
 
     Choices of -1 are masked and not branched over, so that the weights of several choices are on their way at once.
+    The choices are read before the wait, which no other activation may be: the kernel ahead is `gate_up_pairs_kernel`,
+    and it lets this one begin only when it has waited for whoever wrote them.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    tl.static_assert(EARLY == 0 or KIND != "scaled", "a row's scales differ from expert to expert")
     token = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK_N
     cols = first + tl.arange(0, BLOCK_N)
     rows = tl.where(cols < hidden, cols, first).to(tl.int64)
+    experts = ()  # type: tuple[tl.tensor, ...]
+    for choice in tl.static_range((EARLY + STEPS - 1) // STEPS):
+        # Past the SM's own cache, which may have what an earlier step wrote there.
+        experts = experts + (tl.load(topk_ids + token * TOP_K + choice, cache_modifier=".cg").to(tl.int64),)
+    weights = ()  # type: tuple[tl.tensor, ...]
+    for index in tl.static_range(EARLY):
+        weights = weights + (
+            _down_weights(
+                w2, w_scale, bias, experts[index // STEPS], rows, first, hidden, intermediate, w_stride, ws_stride,
+                w_expert_stride, ws_expert_stride, index % STEPS, KIND, GROUP, COLS, C, W, EVEN_K, HAS_BIAS,
+            ),
+        )  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    columns = ()  # type: tuple[tl.tensor, ...]
+    for index in tl.static_range(EARLY):
+        row, there = inter + (token * TOP_K + index // STEPS) * intermediate, experts[index // STEPS] >= 0
+        columns = columns + (load_columns(row, there, intermediate, (index % STEPS) * COLS, C, W, EVEN_K),)
     total = tl.zeros((BLOCK_N, C, W), tl.float32)
     biases = tl.zeros((BLOCK_N,), tl.float32)
-    for index in tl.range(0, TOP_K * STEPS, loop_unroll_factor=UNROLL):
+    for index in tl.static_range(EARLY):
+        pair = token * TOP_K + index // STEPS
+        expert = experts[index // STEPS]
+        loaded, row_bias = weights[index]
+        weight = tl.load(topk_weights + pair)
+        factor = weight
+        if HAS_FACTOR:
+            factor *= tl.load(w_factor + tl.maximum(expert, 0))
+        total += add_loaded(tl.zeros((BLOCK_N, C, W), tl.float32), loaded, columns[index], factor, KIND)
+        if HAS_BIAS:
+            biases += weight * row_bias.to(tl.float32)
+    for index in tl.range(EARLY, TOP_K * STEPS, loop_unroll_factor=UNROLL):
         pair = token * TOP_K + index // STEPS
         expert = tl.load(topk_ids + pair).to(tl.int64)
         there = expert >= 0

@@ -120,13 +120,15 @@ WIDE_TILES: Mapping[str, tuple[MoeTiles, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class PairTile:
-    """Few pairs: `size` weights of each matrix at a time, at most `max_cols` of a row, `unroll` such steps at once."""
+    """Few pairs: `size` weights of each matrix at a time, at most `max_cols` of a row, `unroll` such steps at once. The
+    weights of the first `early` steps are loaded before the kernel ahead has ended."""
 
     size: int
     max_cols: int
     unroll: int
     num_warps: int = 4
     ragged_cols: int = 512
+    early: int = 0
 
     def cut(self, cols: int, multiple: int) -> GroupedTile:
         """The tile for rows of `cols` weights: columns in one step (a multiple of `multiple`) that divide them, or,
@@ -152,6 +154,15 @@ PAIR_TILES: Mapping[str, tuple[PairTile, PairTile]] = {
 Mostly one warp for one or two rows: then x is loaded in the threads that need it, nothing goes through shared memory,
 and many small programs have more loads on their way than few large ones. Measured on an H200 (docs/results).
 """
+
+EARLY_TILES: Mapping[str, int] = {"plain": 16, "group128": 16}
+"""By kind of product: how many tiles of 256 columns the second product of few pairs loads before the first one has
+ended. With a scale for each row as well they would spill; weights of four bits are loaded where they are multiplied."""
+
+
+def early_tiles(kind: str, step: int, num_tiles: int) -> int:
+    """Of `num_tiles` tiles of `step` columns. Narrow ones have more rows, and so more addresses."""
+    return min(EARLY_TILES.get(kind, 0) * step // 256, num_tiles)
 
 
 def tile_rows(kind: str, features: Collection[str]) -> tuple[MoeTiles, ...]:

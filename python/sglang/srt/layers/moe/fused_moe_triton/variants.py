@@ -25,7 +25,7 @@ from sglang.srt.layers.moe.fused_moe_triton.product_variants import (
     ExpertLaunch,
     grouped,
 )
-from sglang.srt.layers.moe.fused_moe_triton.tiles import PAIR_TILES, last_resort, tile_rows
+from sglang.srt.layers.moe.fused_moe_triton.tiles import PAIR_TILES, early_tiles, last_resort, tile_rows
 from sglang.srt.layers.triton_ops.activation import gate_constants
 from sglang.srt.layers.triton_ops.quant_variants import (
     COLUMNS,
@@ -59,7 +59,7 @@ _GROUPED = FormRule(
 )
 _PAIRS = FormRule(
     free=frozenset({"TOP_K", "STEPS", *GATE_NUMBERS}),
-    at_most=frozenset({"HAS_GATE"}),
+    at_most=frozenset({"HAS_GATE", "EARLY"}),
     counts=frozenset({"top_k", *SCALE_STRIDES}),
     absent=PRODUCT_ABSENT,
 )
@@ -160,6 +160,7 @@ def _few(experts: ExpertLaunch, hidden_sizes: Collection[int], shares: Collectio
         launch = pair_launch(experts.product, down_tile, share, experts.hidden)
         pointers = types | experts.matrix_types("w2", True)
         steps = {"TOP_K": experts.top_k, "STEPS": -(-share // launch["COLS"])}
+        steps["EARLY"] = early_tiles(experts.product.kind, launch["COLS"], MOST_CHOICES * steps["STEPS"])
         yield _of_pairs("down_sum", kernels_few.down_sum_kernel, pointers, launch, steps, experts, share)
 
 
