@@ -171,4 +171,4 @@ def test_tables_of_windows_are_complete_where_a_backend_plans_before_a_replay(
         batch.decode()
         rows = kv.windows[0].rows
         assert planned[-1] == [rows[slot, size + length] for slot, size in zip(batch.slots, (3, 1), strict=True)]
-    assert 0 not in sum(planned, [])
+    assert all(slot for slots in planned for slot in slots)
