@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from sglang.srt.errors import UserError
 from sglang.srt.mem_cache.kv_table import KVTable
@@ -55,6 +54,8 @@ class DirectBatch:
             runner.sampling_table.set(request.slot, SamplingParams(temperature=0.0), 0, [], [], ())
         self.slots = np.array([request.slot for request in self.requests], np.int64)
         self.lens = np.zeros(len(prompts), np.int32)
+        self.most = np.array([len(prompt) + output_len for prompt in prompts], np.int32)
+        self._next_step: StepInput | None = None
 
     def _check_fit(self, output_len: int) -> None:
         plan = self.runner.plan
@@ -79,7 +80,7 @@ class DirectBatch:
         while any(done < goal for done, goal in zip(self.lens.tolist(), goals, strict=True)):
             results.append(self._prefill_step(goals, max_tokens))
         for finished, result in results:
-            self._wait(result)
+            result.wait()
             for i, token in zip(finished, result.next_token_ids[:, 0].tolist(), strict=True):
                 tokens[i] = token
         return tokens
@@ -112,20 +113,22 @@ class DirectBatch:
         return [chosen[row][0] for row in sampled], self.runner.run(step)
 
     def decode(self) -> list[int]:
-        """One token for each request, from the token that was sampled last; waits for the device."""
+        """One token for each request, from the token that was sampled last; waits for the device. Cache slots of the
+        next step are found while it computes, as the scheduler does; that step is launched by the next call."""
+        step, self._next_step = self._next_step or self._decode_step(), None
+        result = self.runner.run(step)
+        if (self.lens < self.most).all():
+            self._next_step = self._decode_step()
+        result.wait()
+        tokens: list[int] = result.next_token_ids[:, 0].tolist()
+        return tokens
+
+    def _decode_step(self) -> StepInput:
         self.kv.leave_windows(self.slots, self.lens)
         lens = self.lens + 1
         locs = self.kv.grow(self.slots, self.lens, lens, len(lens))
         self.lens = lens
-        result = self.runner.run(StepInput(self.slots, lens, locs, table_update=self.kv.take_update()))
-        self._wait(result)
-        tokens: list[int] = result.next_token_ids[:, 0].tolist()
-        return tokens
-
-    def _wait(self, result: StepResult) -> None:
-        result.wait()
-        if self.runner.device == "cuda":
-            torch.cuda.synchronize()
+        return StepInput(self.slots, lens, locs, table_update=self.kv.take_update())
 
     def close(self) -> None:
         for request, length in zip(self.requests, self.lens.tolist(), strict=True):

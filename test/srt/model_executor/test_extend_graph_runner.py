@@ -95,7 +95,7 @@ class WatchedRunner:
         return launched
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3", "qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3", "qwen3_5", "nemotron_h", "gpt_oss"])
 def test_padding_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny(name, tmp_path)
     monkeypatch.setattr(extend_graph_runner, "capture", StepInPlaceOfGraph)

@@ -88,6 +88,29 @@ def test_greedy_takes_the_first_of_equals() -> None:
 
 
 @interpreter.kernel_test
+@pytest.mark.parametrize("penalties", [False, True])
+def test_tokens_that_a_kernel_writes_into_memory_of_the_host(penalties: bool) -> None:
+    """The same ones; penalties count them on the device, where they then stay."""
+    params = [p for p in MIXED if penalties or not p.has_penalties]
+    count = len(params)
+    slots = torch.arange(1, count + 1, device=DEVICE)
+    logits = torch.randn(count, 9000, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    positions = torch.full((count,), 6, dtype=torch.int32, device=DEVICE)
+    tokens, states = [], []
+    for on_host in (False, True):
+        table = fill(9000, params)
+        next_token = torch.zeros(count + 1, dtype=torch.int64, device=DEVICE)
+        batch = table.view(slots.cpu().numpy(), slots)
+        out = Sampler(True)(logits.clone(), batch, positions, next_token=next_token, on_host=on_host)
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+            assert out.next_token_ids.is_cuda != (on_host and not penalties)
+        tokens.append(out.next_token_ids.cpu())
+        states.append(next_token.cpu())
+    assert torch.equal(*tokens) and torch.equal(*states) and torch.equal(states[0][1:], tokens[0])
+
+
+@interpreter.kernel_test
 @pytest.mark.parametrize("params", MIXED)
 @pytest.mark.parametrize("use_triton", [True, False])
 def test_a_row_that_is_not_numbers_has_no_token(use_triton: bool, params: SamplingParams) -> None:

@@ -32,7 +32,9 @@ TOPK_LIMIT = 1024
 
 @dataclass(slots=True)
 class SamplerOutput:
-    next_token_ids: torch.Tensor  # [B] int64, NO_TOKEN for rows that are not numbers
+    next_token_ids: torch.Tensor
+    """[B] int64, NO_TOKEN for rows that are not numbers. With `on_host` it may lie in pinned memory, which the stream
+    writes: keep it until then."""
     logprobs: torch.Tensor | None  # packed [B, W] int32, see sampling.logprobs
 
 
@@ -50,10 +52,12 @@ class Sampler:
         vocab_mask: torch.Tensor | None = None,
         logprobs: LogprobRequest | None = None,
         next_token: torch.Tensor | None = None,
+        on_host: bool = False,
     ) -> SamplerOutput:
         """logits [B, V] fp32, overwritten; positions [B] (int32 or int64): sequence length before the new token;
         vocab_mask [B, ceil(V / 32)] int32, bit v % 32 of word v // 32 allows token v. With `next_token` [num_slots]
-        int64, the tokens are also written to the rows of the batch's request slots.
+        int64, the tokens are also written to the rows of the batch's request slots. on_host: nothing behind this reads
+        the tokens on the device, so that a kernel may write them where the host reads them, without a copy.
         """
         logits = logits.contiguous()
         raw = logits
@@ -63,7 +67,8 @@ class Sampler:
         if batch.sparse is not None:
             _add_sparse(logits, batch.sparse.packed, positions)
         if self.use_triton:
-            tokens = _sample_triton(logits, batch, positions, vocab_mask, next_token)
+            on_host = on_host and batch.penalties is None and logprobs is None
+            tokens = _sample_triton(logits, batch, positions, vocab_mask, next_token, on_host)
         else:
             tokens = _sample_torch(logits, batch, positions, vocab_mask)
             if next_token is not None:
@@ -186,6 +191,7 @@ def _sample_triton(
     positions: torch.Tensor,
     vocab_mask: torch.Tensor | None,
     next_token: torch.Tensor | None,
+    on_host: bool,
 ) -> torch.Tensor:
     from sglang.srt.layers.triton_ops import sampling as ops
 
@@ -195,4 +201,5 @@ def _sample_triton(
     thresholds = None
     if not batch.all_greedy and batch.any_filter:
         thresholds = ops.filter_thresholds(logits, batch.table, batch.slots)
-    return ops.draw_tokens(logits, batch.table, batch.slots, positions, thresholds, batch.all_greedy, next_token)
+    drawn = batch.table, batch.slots, positions, thresholds, batch.all_greedy, next_token
+    return ops.draw_tokens(logits, *drawn, on_host)

@@ -18,6 +18,7 @@ from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.ops import DecodeInputsOp
 from sglang.srt.layers.sampler import Sampler, SamplerOutput
 from sglang.srt.layers.triton_ops import pdl
+from sglang.srt.mem_cache.kv_table import TableUpdate
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.device_state import DeviceState
@@ -120,25 +121,17 @@ class ModelRunner:
         """Launch a step up to its logits."""
         if self.late_tokens is not None:
             self.late_tokens.take_before(step.slots)
-        if step.table_update is not None:
-            update = send(
-                self.device,
-                index=step.table_update.index,
-                value=step.table_update.value,
-                state_sources=step.table_update.state_sources,
-                state_targets=step.table_update.state_targets,
-            )
-            self.state.req_to_token.view(-1)[update["index"]] = update["value"]
-            if len(step.table_update.state_targets):
-                self.pools.copy_states(update["state_sources"], update["state_targets"])
+        graphs = self.graphs if step.is_decode and self.decodes_in_graph(len(step.slots)) else None
+        if step.table_update is not None and not (graphs is not None and graphs.updates_tables(step)):
+            self._update_tables(step.table_update)
         if step.extend is not None:
             return self._forward_extend(step)
         if step.widths is not None:
             return self._forward_verify(step, step.widths)
-        if self.graphs is not None and self.graphs.fits(len(step.slots)):
-            logits = self.graphs.replay(step)
-            slots = self.graphs.inputs["slots"][: len(logits)]
-            return LaunchedForward(step, logits, slots, step.slots, self.graphs.inputs["seq_lens"][: len(logits)])
+        if graphs is not None:
+            logits = graphs.replay(step)
+            slots = graphs.inputs["slots"][: len(logits)]
+            return LaunchedForward(step, logits, slots, step.slots, graphs.inputs["seq_lens"][: len(logits)])
         sent = send(
             self.device, slots=step.slots, seq_lens=step.seq_lens, out_cache_loc=step.out_cache_loc.astype(np.int64)
         )
@@ -147,6 +140,18 @@ class ModelRunner:
         self.state.attn_backend.init_forward_metadata(batch)
         logits = self.model.step_logits(self.model(batch))
         return LaunchedForward(step, logits, sent["slots"], step.slots, sent["seq_lens"])
+
+    def _update_tables(self, update: TableUpdate) -> None:
+        sent = send(
+            self.device,
+            index=update.index,
+            value=update.value,
+            state_sources=update.state_sources,
+            state_targets=update.state_targets,
+        )
+        self.state.req_to_token.view(-1)[sent["index"]] = sent["value"]
+        if len(update.state_targets):
+            self.pools.copy_states(sent["state_sources"], sent["state_targets"])
 
     def _forward_extend(self, step: StepInput) -> LaunchedForward:
         if self.extend_graphs is not None and self.extend_graphs.fits(step):
@@ -235,7 +240,8 @@ class ModelRunner:
             return SamplerOutput(tokens, None)
         mask = None if vocab_mask is None else to_device(vocab_mask, self.device)
         logits = head.whole(forward.logits)
-        return self.sampler(logits, sampling, forward.positions, mask, forward.step.logprobs, next_token)
+        on_host = next_token is not None and self.pp_tokens.size == 1
+        return self.sampler(logits, sampling, forward.positions, mask, forward.step.logprobs, next_token, on_host)
 
     @torch.inference_mode()
     def sample(self, forward: LaunchedForward, vocab_mask: np.ndarray | None = None) -> StepResult:

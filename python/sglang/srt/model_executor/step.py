@@ -42,6 +42,11 @@ class StepInput:
     logprobs: LogprobRequest | None = None  # of the sampled rows
 
     @property
+    def is_decode(self) -> bool:
+        """Each request brings the token that was sampled last, and nothing to verify."""
+        return self.extend is None and self.widths is None
+
+    @property
     def sampled_slots(self) -> np.ndarray:
         return self.slots if self.extend is None else self.slots[self.extend.sample_rows]
 

@@ -53,10 +53,15 @@ class DeviceArrays:
         host = torch.empty_like(self._block, device="cpu", pin_memory=True) if self._block.is_cuda else self._block
         memory = host.numpy()
         for name, (shape, dtype, rest) in self._fields.items():
-            view = memory[self._spans[name]].view(dtype).reshape(shape)
-            given = values.get(name, view[:0])
-            view[: len(given)] = given
-            view[len(given) :] = rest
+            view = memory[self._spans[name]].view(dtype)
+            if len(shape) > 1:
+                view = view.reshape(shape)
+            given = values.get(name)
+            count = 0 if given is None else len(given)
+            if count:
+                view[:count] = given
+            if count < len(view):
+                view[count:] = rest
         if host is not self._block:
             self._block.copy_(host, non_blocking=True)
 
@@ -74,7 +79,8 @@ def to_device(array: npt.NDArray[Any], device: torch.device | str) -> torch.Tens
 
 
 def to_host(x: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory, complete once an event that is recorded behind it (`event_on`) has passed."""
+    """x where it is in host memory, or a copy there, complete once an event that is recorded behind it (`event_on`) has
+    passed."""
     if not x.is_cuda:
         return x
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)

@@ -401,10 +401,15 @@ def draw_tokens(
     thresholds: torch.Tensor | None,
     all_greedy: bool,
     next_token: torch.Tensor | None,
+    on_host: bool = False,
 ) -> torch.Tensor:
-    """logits [B, V] fp32 or bf16 (rows contiguous) -> [B] int64; with `next_token` also scattered to the slots."""
+    """logits [B, V] fp32 or bf16 (rows contiguous) -> [B] int64; with `next_token` also scattered to the slots.
+    on_host: the result lies in pinned memory of the host, into which the kernel writes; keep it until it has."""
     batch_size, vocab_size = logits.shape
-    tokens = torch.empty(batch_size, dtype=torch.int64, device=logits.device)
+    if on_host and logits.is_cuda:
+        tokens = torch.empty(batch_size, dtype=torch.int64, pin_memory=True)
+    else:
+        tokens = torch.empty(batch_size, dtype=torch.int64, device=logits.device)
     if batch_size == 0:
         return tokens
     blocks = triton.cdiv(vocab_size, DRAW_BLOCK)
