@@ -18,12 +18,14 @@ from sglang.srt.kernels.compile import compile_for
 from sglang.srt.kernels.variant import Variant
 from sglang.srt.layers.attention.triton_ops import decode_attention
 from sglang.srt.layers.attention.triton_ops.variants import variants as attention_variants
+from sglang.srt.layers.moe.fused_moe_triton.fused_moe import fused_moe
 from sglang.srt.layers.moe.fused_moe_triton.variants import variants as moe_variants
 from sglang.srt.layers.triton_ops import gemv, pdl, topk
 from sglang.srt.layers.triton_ops.quant_variants import variants as quant_variants
 from sglang.srt.layers.triton_ops.variants import variants
 from srt.layers.attention.reference import Problem
 from srt.layers.attention.test_attention_kernels import first_tile
+from srt.layers.moe.moe_harness import Case, make_case
 
 TARGET, FEATURES = "sm_120", ("cp_async",)
 PLAN = {"work_ptr", "req_pool_indices_ptr"}
@@ -100,6 +102,15 @@ def test_weights_are_on_their_way_before_the_wait(op: str, key: str) -> None:
     assert early.measurement[1] <= registers + MARGIN and early.measurement[2:4] == (spills, stack) == (0, 0)
 
 
+def test_weights_of_a_chunk_are_on_their_way_before_the_first_is_multiplied() -> None:
+    """The barrier holds them there, whatever the compiler would rather have in fewer registers."""
+    variant = variant_of("fused_moe", "gate_up_pairs/fp8_block")
+    compiled = compile_for(variant, TARGET)
+    before = compiled.ptx.partition("bar.sync")[0]
+    assert before.count("L1::evict_first") >= 2 * variant.constexprs["EARLY"] == 16 and "e4m3x2" not in before
+    assert compiled.measurement[2:4] == (0, 0)
+
+
 def _early_kernels() -> Iterator[tuple[str, ast.FunctionDef]]:
     for path in sorted(Path(sglang.__file__).parent.rglob("*.py")):
         source = path.read_text()
@@ -151,6 +162,33 @@ def test_a_graph_of_early_launches_keeps_the_order() -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             results = step()
+        for _ in range(50):
+            graph.replay()
+            assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
+    finally:
+        pdl.enable(False)
+
+
+def _experts_of_every_row(case: Case, router: torch.Tensor) -> list[torch.Tensor]:
+    """Row after row through a router, the choice of experts and both their products."""
+    rows = (case.x[i : i + 1] for i in range(len(case.x)))
+    choices = ((row, topk.topk_softmax(gemv.gemv(row, router), 8, True)) for row in rows)
+    return [fused_moe(row, case.w13, case.w2, weights, ids) for row, (weights, ids) in choices]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(interpreter.INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
+def test_experts_in_a_graph_read_the_choices_of_their_own_row() -> None:
+    """Which are written two launches ahead, where those of the row before were."""
+    case = make_case("fp8_block", 32, 64, 8, 2048, 384, device="cuda")
+    router = torch.randn(64, 2048, device="cuda").bfloat16() / 16
+    expected = _experts_of_every_row(case, router)
+    pdl.enable(True)
+    try:
+        _experts_of_every_row(case, router)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = _experts_of_every_row(case, router)
         for _ in range(50):
             graph.replay()
             assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
