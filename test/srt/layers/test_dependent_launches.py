@@ -102,15 +102,6 @@ def test_weights_are_on_their_way_before_the_wait(op: str, key: str) -> None:
     assert early.measurement[1] <= registers + MARGIN and early.measurement[2:4] == (spills, stack) == (0, 0)
 
 
-def test_weights_of_a_chunk_are_on_their_way_before_the_first_is_multiplied() -> None:
-    """The barrier holds them there, whatever the compiler would rather have in fewer registers."""
-    variant = variant_of("fused_moe", "gate_up_pairs/fp8_block")
-    compiled = compile_for(variant, TARGET)
-    before = compiled.ptx.partition("bar.sync")[0]
-    assert before.count("L1::evict_first") >= 2 * variant.constexprs["EARLY"] == 16 and "e4m3x2" not in before
-    assert compiled.measurement[2:4] == (0, 0)
-
-
 def _early_kernels() -> Iterator[tuple[str, ast.FunctionDef]]:
     for path in sorted(Path(sglang.__file__).parent.rglob("*.py")):
         source = path.read_text()

@@ -151,19 +151,18 @@ def _pair_by_pair(
     up_launch = pair_launch(up, PAIR_TILES[up.pair_kind][0], hidden, intermediate)
     down_launch = pair_launch(down, PAIR_TILES[down.pair_kind][1], intermediate, hidden)
     steps = triton.cdiv(intermediate, down_launch["COLS"])
-    up_early = early_tiles(up.kind, False, up_launch["COLS"], hidden // up_launch["COLS"])
-    down_early = early_tiles(down.kind, True, down_launch["COLS"], top_k * steps)
+    early = early_tiles(down.kind, down_launch["COLS"], top_k * steps)
     inter = torch.empty((num_tokens * top_k, intermediate), dtype=x.dtype, device=x.device)
     grid = (triton.cdiv(intermediate, up_launch["BLOCK_N"]), num_tokens * top_k)
     kernels_few.gate_up_pairs_kernel[grid](
         x, first.data, first.scale, first.factor, first.bias, topk_ids, inter, top_k, hidden, intermediate, x.stride(0),
-        *first.strides, EARLY=up_early, **first.flags, **up_launch, **gate_constants(activation), **pdl.options(),
+        *first.strides, **first.flags, **up_launch, **gate_constants(activation), **pdl.options(),
     )  # fmt: skip
     # Nothing may be launched in between: see `down_sum_kernel`.
     grid = (triton.cdiv(hidden, down_launch["BLOCK_N"]), num_tokens)
     kernels_few.down_sum_kernel[grid](
         inter, second.data, second.scale, second.factor, second.bias, topk_weights, topk_ids, out, hidden, intermediate,
-        *second.strides, TOP_K=top_k, STEPS=steps, EARLY=down_early,
+        *second.strides, TOP_K=top_k, STEPS=steps, EARLY=early,
         **second.flags, **down_launch, **pdl.options(),
     )  # fmt: skip
 

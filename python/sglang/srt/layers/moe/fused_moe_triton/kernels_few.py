@@ -32,7 +32,6 @@ def gate_up_pairs_kernel(
     W: tl.constexpr,
     COLS: tl.constexpr,
     UNROLL: tl.constexpr,
-    EARLY: tl.constexpr,  # steps of a chunk, whose weights are asked for at once
     EVEN_K: tl.constexpr,
     KIND: tl.constexpr,
     ELEMENT: tl.constexpr,
@@ -48,56 +47,25 @@ def gate_up_pairs_kernel(
     PDL: tl.constexpr,
 ):
     """Program (column block, pair). Without a gate the only product takes its place."""
-    pair = tl.program_id(1)
-    x += (pair // top_k).to(tl.int64) * x_stride
-    pair = pair.to(tl.int64)
-    first = tl.program_id(0) * BLOCK_N
-    cols = first + tl.arange(0, BLOCK_N)
-    rows = tl.where(cols < intermediate, cols, first).to(tl.int64)
-    up_rows = rows + intermediate
     if PDL:
         # In this order: `down_sum_kernel`, which may begin then, reads the choices without waiting itself.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    pair = tl.program_id(1).to(tl.int64)
     expert = tl.load(topk_ids + pair).to(tl.int64)
     if expert >= 0:
         there = expert >= 0
+        first = tl.program_id(0) * BLOCK_N
+        cols = first + tl.arange(0, BLOCK_N)
+        rows = tl.where(cols < intermediate, cols, first).to(tl.int64)
+        up_rows = rows + intermediate
+        x += (pair // top_k) * x_stride
         w = w13 + expert * w_expert_stride
         scales = w_scale + expert * ws_expert_stride
         gate = tl.zeros((BLOCK_N, C, W), tl.float32)
         up = tl.zeros((BLOCK_N, C, W), tl.float32)
-        in_chunks = 0
-        if EARLY:
-            in_chunks = hidden // (EARLY * COLS) * (EARLY * COLS)
-            for chunk in tl.range(0, in_chunks, EARLY * COLS):
-                gate_weights = ()  # type: tuple[tl.tensor, ...]
-                up_weights = ()  # type: tuple[tl.tensor, ...]
-                columns = ()  # type: tuple[tl.tensor, ...]
-                for step in tl.static_range(EARLY):
-                    start = chunk + step * COLS
-                    gate_weights = gate_weights + (
-                        load_weights(
-                            there, w, scales, rows, first, w_stride, ws_stride, hidden, start,
-                            KIND, GROUP, C, W, EVEN_K,
-                        ),
-                    )  # fmt: skip
-                    if HAS_GATE:
-                        up_weights = up_weights + (
-                            load_weights(
-                                there, w, scales, up_rows, first + intermediate, w_stride, ws_stride, hidden, start,
-                                KIND, GROUP, C, W, EVEN_K,
-                            ),
-                        )  # fmt: skip
-                # Or else the compiler would move most loads down to where they are multiplied.
-                tl.debug_barrier()
-                for step in tl.static_range(EARLY):
-                    columns = columns + (load_columns(x, there, hidden, chunk + step * COLS, C, W, EVEN_K),)
-                for step in tl.static_range(EARLY):
-                    gate = add_loaded(gate, gate_weights[step], columns[step], 1.0, KIND)
-                    if HAS_GATE:
-                        up = add_loaded(up, up_weights[step], columns[step], 1.0, KIND)
         # Unrolled, so that the weights of several steps are on their way at once.
-        for start in tl.range(in_chunks, hidden, COLS, loop_unroll_factor=UNROLL):
+        for start in tl.range(0, hidden, COLS, loop_unroll_factor=UNROLL):
             gate = add_product(
                 gate, x, 1.0, there, w, scales, rows, first, w_stride, ws_stride, hidden, start,
                 KIND, ELEMENT, GROUP, PACKED, C, W, EVEN_K,

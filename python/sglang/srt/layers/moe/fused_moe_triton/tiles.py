@@ -155,15 +155,14 @@ Mostly one warp for one or two rows: then x is loaded in the threads that need i
 and many small programs have more loads on their way than few large ones. Measured on an H200 (docs/results).
 """
 
-EARLY_TILES: Mapping[str, tuple[int, int]] = {"plain": (4, 16), "scaled": (8, 0), "group128": (8, 16)}
-"""By kind of product: of how many tiles of 256 columns few pairs ask for the weights before they multiply any: gate and
-up each, which must know the choices first, and down, before the first product has ended. With a scale for each row the
-latter would spill; weights of four bits are loaded where they are multiplied."""
+EARLY_TILES: Mapping[str, int] = {"plain": 16, "group128": 16}
+"""By kind of product: how many tiles of 256 columns the second product of few pairs loads before the first one has
+ended. With a scale for each row as well they would spill; weights of four bits are loaded where they are multiplied."""
 
 
-def early_tiles(kind: str, second: bool, step: int, num_tiles: int) -> int:
+def early_tiles(kind: str, step: int, num_tiles: int) -> int:
     """Of `num_tiles` tiles of `step` columns. Narrow ones have more rows, and so more addresses."""
-    return min(EARLY_TILES.get(kind, (0, 0))[second] * step // 256, num_tiles)
+    return min(EARLY_TILES.get(kind, 0) * step // 256, num_tiles)
 
 
 def tile_rows(kind: str, features: Collection[str]) -> tuple[MoeTiles, ...]:

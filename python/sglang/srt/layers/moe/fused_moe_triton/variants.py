@@ -46,8 +46,6 @@ OPS = ("fused_moe",)
 MOST_EXPERTS = 512
 MOST_CHOICES = 24
 """Of a token, a shared expert among them."""
-MOST_STEPS = 64
-"""More than any launch loads early."""
 
 GATE_NUMBERS = ("ALPHA", "CUBIC", "OFFSET", "LIMIT")
 _GROUPED = FormRule(
@@ -155,7 +153,6 @@ def _few(experts: ExpertLaunch, hidden_sizes: Collection[int], shares: Collectio
     for hidden in hidden_sizes:
         launch = pair_launch(experts.product, up_tile, hidden, experts.intermediate)
         pointers, constants = types | experts.matrix_types("w13", True), gate_constants(experts.activation)
-        constants["EARLY"] = early_tiles(experts.product.kind, False, launch["COLS"], MOST_STEPS)
         yield _of_pairs("gate_up_pairs", kernels_few.gate_up_pairs_kernel, pointers, launch, constants, experts, hidden)
     for share in shares:
         if group and share % group:
@@ -163,7 +160,7 @@ def _few(experts: ExpertLaunch, hidden_sizes: Collection[int], shares: Collectio
         launch = pair_launch(experts.product, down_tile, share, experts.hidden)
         pointers = types | experts.matrix_types("w2", True)
         steps = {"TOP_K": experts.top_k, "STEPS": -(-share // launch["COLS"])}
-        steps["EARLY"] = early_tiles(experts.product.kind, True, launch["COLS"], MOST_STEPS)
+        steps["EARLY"] = early_tiles(experts.product.kind, launch["COLS"], MOST_CHOICES * steps["STEPS"])
         yield _of_pairs("down_sum", kernels_few.down_sum_kernel, pointers, launch, steps, experts, share)
 
 
