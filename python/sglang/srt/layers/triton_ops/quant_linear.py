@@ -303,7 +303,13 @@ def few_launch(product: ScaledProduct, bits: int, cols: int, rows: int) -> dict[
     """Constants of `few_rows_kernel` for a weight [rows, cols]."""
     tile = few_tile(product, bits)
     launch = pair_launch(product, tile, cols, rows)
-    return {**launch, "EARLY": min(tile.early, triton.cdiv(cols, launch["COLS"]))}
+    return {**launch, "EARLY": min(early_steps(tile, launch["COLS"]), triton.cdiv(cols, launch["COLS"]))}
+
+
+def early_steps(tile: PairTile, step: int) -> int:
+    """Of `step` columns, whose weights are loaded ahead at most. Narrow ones have more rows, and so more addresses than
+    there are registers for."""
+    return tile.early if step >= 256 else 0
 
 
 def few_tile(product: ScaledProduct, bits: int) -> PairTile:
