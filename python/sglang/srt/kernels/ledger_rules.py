@@ -46,10 +46,10 @@ ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
         120,
         "image encoders, the only ones with this head dim, are not causal; the tile is chosen for them",
     ),
-    AcceptedSpill("sm120", "quantize_activation", "token/e4m3/65536", 800, _LONG_ROWS),
-    AcceptedSpill("sm120", "quantize_activation", "token/int8/65536", 720, _LONG_ROWS),
-    AcceptedSpill("sm90", "quantize_activation", "token/e4m3/65536", 756, _LONG_ROWS),
-    AcceptedSpill("sm90", "quantize_activation", "token/int8/65536", 672, _LONG_ROWS),
+    AcceptedSpill("sm120", "quantize_activation", "token/e4m3/65536", 184, _LONG_ROWS),
+    AcceptedSpill("sm120", "quantize_activation", "token/int8/65536", 176, _LONG_ROWS),
+    AcceptedSpill("sm90", "quantize_activation", "token/e4m3/65536", 184, _LONG_ROWS),
+    AcceptedSpill("sm90", "quantize_activation", "token/int8/65536", 112, _LONG_ROWS),
     *(
         AcceptedSpill("sm120", "linear", f"tiles/{scheme}{split}/odd", 1912, _IN_PIECES)
         for scheme in ("fp8_tensor", "fp8_channel", "int8_channel")
@@ -64,8 +64,6 @@ ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
     ),
     AcceptedSpill("sm120", "linear", "tiles/int4_g32/split", 16, _MASKS),
     AcceptedSpill("sm120", "linear", "tiles/mxfp4", 8, _MASKS),
-    AcceptedSpill("sm120", "fused_moe", "down/mxfp4/ragged", 64, _MASKS),
-    AcceptedSpill("sm120", "fused_moe", "down/mxfp4_mxfp8/widened/ragged", 64, _MASKS),
     AcceptedSpill(
         "sm120",
         "fused_moe",
@@ -76,7 +74,6 @@ ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
     AcceptedSpill("sm90", "fused_moe", "down/mxfp4/ragged/bias", 168, _FASTEST),
     AcceptedSpill("sm90", "fused_moe", "gate_up/fp8_block/", 48, _FASTEST),
     AcceptedSpill("sm120", "decode_attention", "192x192/", 8, _FEW_REGISTERS),
-    AcceptedSpill("sm120", "linear", "few/fp8_block/ragged", 12, _MASKS),
     AcceptedSpill(
         "sm120",
         "fused_moe",
@@ -101,7 +98,7 @@ ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
         "sm90",
         "decode_attention",
         "576x512/",
-        928,
+        888,
         "outside the loop, or with the widest blocks; the fastest of the tiles on an H200 (docs/results)",
     ),
 )
