@@ -62,14 +62,18 @@ class Side:
         ]
 
 
-def latency(side: Side, model: str) -> list[dict[str, float]]:
+IN_ONE_STEP = ("--chunked-prefill-size", "-1")
+"""All prompts of a batch at once, which upstream's benchmark of batches does whatever its server would."""
+
+
+def latency(side: Side, model: str, *flags: str) -> list[dict[str, float]]:
     """One row a batch size, from the benchmark's printed medians. Each size runs twice and the second run counts: in
     the first one a side may compile kernels."""
     sizes = [str(b) for b in BATCH_SIZES * 2]
     done = subprocess.run(
         side.command(
             *("bench_one_batch", model, "--batch-size", *sizes, "--cuda-graph-max-bs", "128"),
-            *("--input-len", str(INPUT_LEN), "--output-len", str(OUTPUT_LEN)),
+            *("--input-len", str(INPUT_LEN), "--output-len", str(OUTPUT_LEN), *flags),
         ),
         env=side.env,
         capture_output=True,
@@ -223,7 +227,7 @@ def main() -> None:
             row = results[model].setdefault(side.name, {})
             started = time.time()
             if "latency" in args.stages:
-                row["latency"] = latency(side, model)
+                row["latency"] = latency(side, model, *(IN_ONE_STEP if side is ours else ()))
             if "server" in args.stages and (side is ours or side.name.endswith(args.peer_server_backend)):
                 if side is not ours:
                     side.flags = [*side.flags, "--grammar-backend", "none"]

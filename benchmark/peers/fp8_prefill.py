@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -34,7 +35,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "python"))
 
-from compare import PEER_ENV, Side, latency, peer_path, table  # noqa: E402
+from compare import IN_ONE_STEP, PEER_ENV, Side, latency, peer_path, table  # noqa: E402
 
 from sglang.srt.layers.moe.fused_moe_triton.config_files import TilePair  # noqa: E402
 from sglang.srt.layers.moe.fused_moe_triton.config_format import to_entry  # noqa: E402
@@ -120,15 +121,15 @@ class Steps:
     def ours(self, name: str, model: str, flags: Sequence[str] = (), **env: str) -> None:
         self.take(Side(name, OURS, env, list(flags), self.session.out), model)
 
-    def all_sides(self, model: str, peer_site: str | None) -> None:
+    def all_sides(self, model: str, peer_site: str | None, peer_flags: str) -> None:
         self.ours("ours", model)
-        self.ours("in_one_step", model, ("--chunked-prefill-size", "-1"))  # as upstream's benchmark computes
+        self.ours("in_one_step", model, IN_ONE_STEP)
         self.ours("linear_by_triton", model, ("--fp8-gemm-backend", "triton"))
         former = self.session.out / f"former_{Path(model).name}"
         write_former(self.session, model, former)
         self.ours("former_expert_tiles", model, SGLANG_MOE_CONFIG_DIR=str(former))
         if peer_site:
-            flags = ["--sampling-backend", "pytorch", "--attention-backend", "triton"]
+            flags = ["--sampling-backend", "pytorch", "--attention-backend", "triton", *shlex.split(peer_flags)]
             self.take(Side("peer_triton", peer_path(peer_site), PEER_ENV, flags, self.session.out), model)
 
     def tuned(self, model: str, processes: int) -> None:
@@ -175,6 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", action="append", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--peer-site")
+    parser.add_argument("--peer-flags", default="--max-total-tokens 90000", help="more flags of the peer, in one word")
     parser.add_argument("--triton", help="directory with another Triton, for the rows")
     parser.add_argument("--parts", default=",".join(SECONDS))
     parser.add_argument("--limit", type=float, default=900.0)
@@ -190,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "products" in parts:
         session.part("products", SECONDS["products"], lambda: products(session))
     for part, run in (
-        ("steps", lambda model: steps.all_sides(model, args.peer_site)),
+        ("steps", lambda model: steps.all_sides(model, args.peer_site, args.peer_flags)),
         ("tune", lambda model: steps.tuned(model, args.processes)),
     ):
         for model in args.model if part in parts else ():
