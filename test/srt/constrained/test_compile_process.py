@@ -91,7 +91,9 @@ def test_grammars_that_never_end_do_not_keep_others_waiting(client: CompileClien
     assert ask(client, GOOD).error == ""
     for check in endless[:3]:  # the last two have no one behind them
         verdict = check.verdict.result(ANSWER_S)
-        assert verdict.status_code == 503 and "more than 1 s to compile" in verdict.error
+        # On a fast machine the memory may end before the second does.
+        too_late = verdict.status_code == 503 and "more than 1 s to compile" in verdict.error
+        assert too_late or "takes more than 1024 MiB" in verdict.error, verdict
     for check in endless[3:]:
         client.cancel(check)
     wait_until(lambda: not children(client))
