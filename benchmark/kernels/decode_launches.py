@@ -88,7 +88,7 @@ def cases() -> dict[str, Callable[[bool], Calls]]:
             made[title] = lambda before, shape=shape: attention_calls(Data(shape), before)  # type: ignore[misc]
     for name, size in BIASED.items():
         made[f"{name} with a bias"] = lambda before, size=size: gemv_calls(*size, False, before)  # type: ignore[misc]
-    made["GLM-4.7 router in fp32"] = lambda before: gemv_calls(160, 5120, True, before)
+    made["a router of 160 experts in fp32"] = lambda before: gemv_calls(160, 5120, True, before)
     return made
 
 

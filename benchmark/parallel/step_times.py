@@ -5,7 +5,8 @@
 
 Other options are the server's. Weights are loaded once; graphs are captured again for each way. With --turn it says
 FILE.ready when it could begin, and begins when there is a FILE: several of these can start side by side and be measured
-one after the other. The output has a row for each way and batch size, and the kernels that take longest in a prompt.
+one after the other. The output has a row for each way and batch size; with --profile also the kernels that take longest
+in a prompt, and those of a decode step.
 """
 
 from __future__ import annotations
@@ -124,12 +125,16 @@ def seconds(run: Callable[[], None]) -> float:
     return time.perf_counter() - started
 
 
-def longest_kernels(run: Callable[[], None]) -> list[tuple[str, int, float]]:
-    """(name, launches, milliseconds) of the kernels of `run`, the longest first."""
+def profiled(run: Callable[[], None]) -> torch.profiler.profile:
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CUDA if torch.cuda.is_available() else activity.CPU]) as profile:
         run()
-    rows = [(event.key[:60], event.count, event.device_time_total / 1000) for event in profile.key_averages()]
+    return profile
+
+
+def longest_kernels(run: Callable[[], None]) -> list[tuple[str, int, float]]:
+    """(name, launches, milliseconds) of the kernels of `run`, the longest first."""
+    rows = [(event.key[:60], event.count, event.device_time_total / 1000) for event in profiled(run).key_averages()]
     return sorted(rows, key=lambda row: -row[2])[:KERNELS]
 
 
@@ -137,11 +142,8 @@ def until_the_next(run: Callable[[], None], steps: int) -> list[tuple[str, int, 
     """(name, launches, milliseconds) of the kernels of a step, the longest first. A kernel's time is what passes until
     the next begins, so that all of them are the whole, however early they begin; the device's waiting for the host is
     in the last one's."""
-    activity = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[activity.CUDA if torch.cuda.is_available() else activity.CPU]) as profile:
-        run()
     device = torch.autograd.DeviceType.CUDA if torch.cuda.is_available() else torch.autograd.DeviceType.CPU
-    events = [event for event in profile.events() if event.device_type == device]
+    events = [event for event in profiled(run).events() if event.device_type == device]
     events.sort(key=lambda event: event.time_range.start)
     rows: dict[str, tuple[int, float]] = {}
     for event, following in itertools.pairwise(events):
