@@ -38,8 +38,11 @@ PEER_START_S, SHARED_MEMORY_S = 580.0, 20.0
 SAME_TEXTS = 0.9
 """Of the answers in bf16; where two tokens are as likely, the order of a sum decides. On CPUs all are the same."""
 RATIO = 1.2
+ALONE, ALONE_LENGTHS = 16, (1024, 128)
+"""Requests one after the other, and their tokens: how long a prompt takes, and a step of one request."""
 PEER = ("--load-format", "dummy", "--tp-size", "2", "--chunked-prefill-size", "8192", "--grammar-backend", "none")
 PEER = (*PEER, "--attention-backend", "flashinfer", "--sampling-backend", "pytorch", "--max-total-tokens", "220000")
+PEER = (*PEER, "--mem-fraction-static", "0.6")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,18 @@ class Bench:
             self.row(f"{name}, {concurrency} at a time", text, f"{prompts} answers", row["completed"] == prompts)
             found.append(tokens)
         return found
+
+
+    def alone(self, name: str, server: Server) -> tuple[float, float]:
+        """Milliseconds until the first token and from token to token, of a request that has the server for itself."""
+        count, lengths = (2, (48, 8)) if self.cpu else (ALONE, ALONE_LENGTHS)
+        load(self.window, server, 1, 2, lengths, 1.0)
+        row = load(self.window, server, 1, count, lengths, 1.0)
+        first, between = row["median_ttft_ms"], row["median_tpot_ms"]
+        text = f"first {first:.1f} ms, between {between:.2f} ms"
+        self.window.say(f"{name}, one of {lengths[0]:,} at a time: {text}")
+        self.row(f"{name}, one of {lengths[0]:,} at a time", text, f"{count} answers", row["completed"] == count)
+        return first, between
 
 
 def tiny_servers(bench: Bench, servers: Servers, layouts: dict[str, Sequence[str]]) -> dict[str, Future[Server]]:
@@ -208,25 +223,29 @@ def three(bench: Bench) -> None:
 
 
 def served_load(bench: Bench) -> None:
-    """Two ranks under load, then upstream's two: each has the GPUs for itself."""
-    found = {}
-    with ExitStack() as stack, bench.window.part("load, ours"):
-        server = Servers(bench.window, stack).start("ours", bench.model, *bench.large("--tp", "2"))
-        found["ours"] = bench.served("TP2", server.result(bench.window.left(two_gpus.SERVER_LIMIT_S)))
-    if not bench.peer_site:
-        return
-    with ExitStack() as stack, bench.window.part("load, the peer"):
-        environment = {**compare.PEER_ENV, "TRITON_CACHE_DIR": str(bench.window.out / "triton_peer")}
-        flags = (*PEER, "--device", "cpu", "--attention-backend", "torch_native") if bench.cpu else PEER
-        path = compare.peer_path(bench.peer_site)
+    """Two ranks and upstream's two, which lie on the same GPUs; one idles while the other is measured."""
+    cpu, peer_up = bench.cpu, None
+    throughput, times = dict[str, list[float]](), dict[str, tuple[float, float]]()
+    with ExitStack() as stack, bench.window.part("load"):
         servers = Servers(bench.window, stack)
-        peer = servers.start("peer", bench.model, *flags, limit_s=PEER_START_S, PYTHONPATH=path, **environment)
-        upstream = peer.result(bench.window.left(PEER_START_S))
-        bench.window.say(f"the peer is up after {upstream.start_seconds:.0f} s")
-        found["peer"] = bench.served("peer TP2", upstream)
-    for (concurrency, _), a, b in zip(bench.loads(), found.get("ours", ()), found.get("peer", ()), strict=False):
-        right = None if bench.cpu else a / b >= RATIO
-        bench.row(f"{concurrency} at a time, ours / peer", f"{a / b:.2f}x", f"{RATIO}x", right)
+        if bench.peer_site:
+            environment = {**compare.PEER_ENV, "TRITON_CACHE_DIR": str(bench.window.out / "triton_peer")}
+            flags = (*PEER, "--device", "cpu", "--attention-backend", "torch_native") if cpu else PEER
+            path = compare.peer_path(bench.peer_site)
+            peer_up = servers.start("peer", bench.model, *flags, limit_s=PEER_START_S, PYTHONPATH=path, **environment)
+        up = {"TP2": servers.start("ours", bench.model, *bench.large("--tp", "2"))}
+        if peer_up is not None:
+            up["peer TP2"] = peer_up
+        ready = {name: future.result(bench.window.left(PEER_START_S)) for name, future in up.items()}
+        for name, server in ready.items():
+            bench.window.say(f"{name} was up after {server.start_seconds:.0f} s")
+            times[name], throughput[name] = bench.alone(name, server), bench.served(name, server)
+    if len(throughput) < 2:
+        return
+    for (concurrency, _), a, b in zip(bench.loads(), *throughput.values(), strict=True):
+        bench.row(f"{concurrency} at a time, ours / peer", f"{a / b:.2f}x", f"{RATIO}x", None if cpu else a / b >= RATIO)
+    for what, a, b in zip(("first token", "between tokens"), *times.values(), strict=True):
+        bench.row(f"one at a time, {what}, peer / ours", f"{b / a:.2f}x", "1.0x", None if cpu else b >= a)
 
 
 PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {

@@ -210,11 +210,17 @@ def _text(choices: str) -> str:
 
 
 def load(
-    window: Window, server: Server, concurrency: int, prompts: int, lengths: tuple[int, int] = SERVER_LENGTHS
+    window: Window,
+    server: Server,
+    concurrency: int,
+    prompts: int,
+    lengths: tuple[int, int] = SERVER_LENGTHS,
+    shortest: float = 0.0,
 ) -> dict[str, Any]:
+    """`shortest`: request and answer, as a part of the longest."""
     result = window.out / f"load_{server.pid}_{concurrency}.jsonl"
     command = [sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", server.url]
-    command += ["--dataset-name", "random-ids", "--random-range-ratio", "0.0", "--seed", str(concurrency)]
+    command += ["--dataset-name", "random-ids", "--random-range-ratio", str(shortest), "--seed", str(concurrency)]
     command += ["--random-input-len", str(lengths[0]), "--random-output-len", str(lengths[1])]
     command += ["--num-prompts", str(prompts), "--max-concurrency", str(concurrency), "--flush-cache"]
     command += ["--output-file", str(result), "--disable-tqdm"]

@@ -15,7 +15,7 @@ from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.ledger_file import Ledger, Row, judged_as, tile_key
 from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import Choice, Need, NoKernel, Rejection
-from sglang.srt.kernels.tables import ATTENTION_BACKENDS, GEMV_BLOCK_K, GEMV_MULTIPLE, MIXED_ROWS, TABLES
+from sglang.srt.kernels.tables import ATTENTION_BACKENDS, GEMV_LEAST_K, GEMV_MULTIPLE, MIXED_ROWS, TABLES
 from sglang.srt.kernels.tiles import attention_tiles
 from sglang.srt.layers.moe import mixed_moe
 from sglang.srt.layers.recurrent.step_kernels import StepKernels
@@ -257,7 +257,7 @@ def test_products_of_16_bit_weights_say_what_serves_them() -> None:
         "cublas for steps of several tokens, and for one token with K below 512 or no multiple of 16: 7168x256,"
         " 64x840; gemv_kernel for one token with 4096x1024, 512x2880 + bias"
     )
-    assert (gemv.TILE["BLOCK_K"], gemv.ROW_MULTIPLE) == (GEMV_BLOCK_K, GEMV_MULTIPLE)
+    assert (gemv.LEAST_K, gemv.ROW_MULTIPLE) == (GEMV_LEAST_K, GEMV_MULTIPLE)
 
 
 def test_mixed_four_and_eight_bits_are_widened() -> None:

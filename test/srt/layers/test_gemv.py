@@ -60,6 +60,20 @@ def test_a_bias_and_columns_that_the_tile_does_not_divide(size: int, fp32: bool)
 
 
 @interpreter.kernel_test
+@pytest.mark.parametrize(("cols", "size"), [(3, 512), (5, 2048), (2, 2880), (1, 8208), (4, 16_400)])
+@pytest.mark.parametrize("fp32", [False, True], ids=["16 bits", "fp32"])
+def test_few_outputs_are_whole_rows_of_a_program(cols: int, size: int, fp32: bool) -> None:
+    """Routers, and the gates of shared experts."""
+    x, w = operands(1, cols, size)
+    w, dtype = (w.float() * (1 + 2**-12), torch.float32) if fp32 else (w, torch.bfloat16)
+    assert gemv.tile_for(cols, size) in gemv.WHOLE_ROW_TILES and gemv.tile_for(4096, size) == gemv.TILE
+    bias = torch.randn(cols, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    out = gemv.gemv(x, w, None, dtype, bias)
+    exact = x.double() @ w.double().T + bias.double()
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5 if fp32 else 4e-3, atol=1e-5)
+
+
+@interpreter.kernel_test
 @pytest.mark.parametrize("linear", [gemv.linear, native_ops.linear])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_weights_in_fp32_are_multiplied_in_fp32(linear: Callable[..., torch.Tensor], rows: int) -> None:
@@ -93,7 +107,7 @@ def test_what_does_not_fit_goes_to_torch(rows: int, size: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(interpreter.INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dependent_launch", [False, True])
-@pytest.mark.parametrize(("cols", "size"), [(6144, 4096), (4096, 12288), (1024, 3072), (151936, 1024), (5120, 2880)])
+@pytest.mark.parametrize(("cols", "size"), [(6144, 4096), (4096, 12288), (1024, 3072), (151936, 1024), (5120, 2880), (128, 2048), (32, 2880), (256, 7168)])
 def test_published_shapes(cols: int, size: int, dependent_launch: bool) -> None:
     x, w = operands(1, cols, size)
     pdl.enable(dependent_launch)

@@ -147,8 +147,8 @@ def mixed_or_widened(need: Need, arch: ArchTraits) -> str:
     return f"e2m1 times e4m3 as they are, from {MIXED_ROWS} pairs an expert on; for fewer by triton, {triton}"
 
 
-GEMV_BLOCK_K = 512
-"""Columns that `gemv_kernel` reads at a time; a test holds it to the kernel's tile."""
+GEMV_LEAST_K = 512
+"""Columns that it takes at least; a test holds both to the launcher's."""
 GEMV_MULTIPLE = 16
 """What divides the columns that it serves."""
 
@@ -157,11 +157,11 @@ def gemv_or_cublas(need: Need, arch: ArchTraits) -> str:
     """Which of the products of unquantized weights is served by what."""
     by_gemv: dict[bool, list[str]] = {True: [], False: []}
     for rows, cols, bias in need.shapes:
-        by_gemv[cols >= GEMV_BLOCK_K and cols % GEMV_MULTIPLE == 0].append(f"{rows}x{cols}{' + bias' * bias}")
+        by_gemv[cols >= GEMV_LEAST_K and cols % GEMV_MULTIPLE == 0].append(f"{rows}x{cols}{' + bias' * bias}")
     served, left = by_gemv[True], by_gemv[False]
     text = "cublas for steps of several tokens"
     if left:
-        text += f", and for one token with K below {GEMV_BLOCK_K} or no multiple of {GEMV_MULTIPLE}: {', '.join(left)}"
+        text += f", and for one token with K below {GEMV_LEAST_K} or no multiple of {GEMV_MULTIPLE}: {', '.join(left)}"
     return text + (f"; gemv_kernel for one token with {', '.join(served)}" if served else "")
 
 

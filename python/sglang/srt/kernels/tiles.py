@@ -93,7 +93,7 @@ ROWS: tuple[TileRow, ...] = (
     # Two stages hold as much as three there, and spill nothing.
     TileRow(
         "decode_attention", ((64, 64),), _HALF,
-        (_split(16, 64, 4, 2, 2), _split(16, 32, 4, 3, 4)), {"wgmma": (_split(16, 64, 4, 3, 4),)},
+        (_split(16, 64, 4, 2, 2), _split(16, 32, 4, 3, 4)), {"wgmma": (_split(16, 64, 2, 3, 4),)},
     ),
     TileRow(
         "decode_attention", ((64, 64),), _FP8,
@@ -103,9 +103,10 @@ ROWS: tuple[TileRow, ...] = (
         "decode_attention", (*_NARROW, (192, 128)), _ANY,
         (_split(16, 64, 4, 3, 2), _split(16, 32, 4, 3, 4)), {"wgmma": (_split(16, 64, 4, 3, 4),)},
     ),
+    # One stage there: the programs that share an SM are enough, and short pieces do not wait for a pipeline to fill.
     TileRow(
         "decode_attention", ((128, 128),), _HALF,
-        (_split(16, 64, 4, 3, 2), _split(16, 32, 4, 3, 4)), {"wgmma": (_split(16, 64, 2, 3, 4),)},
+        (_split(16, 64, 4, 3, 2), _split(16, 32, 4, 3, 4)), {"wgmma": (_split(16, 64, 4, 1, 4),)},
     ),
     TileRow(
         "decode_attention", ((128, 128),), _FP8,
@@ -115,7 +116,10 @@ ROWS: tuple[TileRow, ...] = (
         "decode_attention", ((160, 160), (192, 192), *_WIDEST), _ANY,
         (_split(16, 32, 4, 3, 2), _split(16, 16, 4, 2, 2)),
     ),
-    TileRow("decode_attention", ((256, 256),), _HALF, (_split(16, 32, 4, 3, 2), _split(16, 16, 4, 2, 2))),
+    TileRow(
+        "decode_attention", ((256, 256),), _HALF,
+        (_split(16, 32, 4, 3, 2), _split(16, 16, 4, 2, 2)), {"wgmma": (_split(16, 64, 4, 1, 2),)},
+    ),
     # Half as many float8 keys at a time and three programs an SM: spills nothing, and as many bytes are on their way.
     TileRow(
         "decode_attention", ((256, 256),), _FP8,

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.triton_ops import pdl
+
 LAUNCH = {"BLOCK": 128, "num_warps": 4}
 
 
@@ -13,11 +15,15 @@ LAUNCH = {"BLOCK": 128, "num_warps": 4}
 def decode_inputs_kernel(
     slots, seq_lens, out_cache_loc, next_tokens, req_to_token, input_ids, positions, window_locs,
     num_reqs, num_rows, context_len, window_stride, WINDOWS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """req_to_token [1 + WINDOWS, num_rows, context_len] int32, window_locs [WINDOWS, window_stride], the rest as in
     `decode_inputs`; BLOCK requests a program."""
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = request < num_reqs
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     slot = tl.load(slots + request, mask=inside, other=0)
     position = tl.load(seq_lens + request, mask=inside, other=1).to(tl.int64) - 1
     loc = tl.load(out_cache_loc + request, mask=inside, other=0)
@@ -51,5 +57,6 @@ def decode_inputs(
         decode_inputs_kernel[(triton.cdiv(num_reqs, LAUNCH["BLOCK"]),)](
             slots, seq_lens, out_cache_loc, next_tokens, req_to_token, input_ids, positions, window_locs,
             num_reqs, num_rows, context_len, stride, WINDOWS=num_tables - 1, **LAUNCH,
+            **pdl.options(),
         )  # fmt: skip
     return input_ids, positions, window_locs[:, :num_reqs]

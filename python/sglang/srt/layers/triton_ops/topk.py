@@ -18,8 +18,11 @@ import triton.language as tl
 from sglang.srt.layers.triton_ops import pdl
 
 LAUNCH = {"ROWS": 1, "num_warps": 1}
-"""A token is one warp: choosing is a chain of reductions, which within a warp are shuffles and wait for no barrier."""
+"""A token is one warp: choosing is a chain of reductions, which within a warp wait for no barrier, and of integers are
+one instruction each (`redux.sync`) where those of floats are five shuffles."""
 HASH_LAUNCH = {"ROWS": 4, "num_warps": 1}
+LEAST: tl.constexpr = tl.constexpr(-(2**31))
+"""Below `_ordered` of -inf."""
 
 
 @triton.jit
@@ -52,8 +55,15 @@ def _group_scores(choice, in_group):
 
 
 @triton.jit
+def _ordered(values):
+    """fp32 -> int32 in the same order; no value is NaN or -0."""
+    bits = values.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
 def _best(values, numbers):
-    """values [ROWS, N], numbers [1, N] -> the number of each row's largest, the lowest among equals."""
+    """values [ROWS, N] int32, numbers [1, N] -> the number of each row's largest, the lowest among equals."""
     return tl.min(tl.where(values == tl.max(values, axis=1)[:, None], numbers, 1 << 30), axis=1)
 
 
@@ -131,24 +141,27 @@ def topk_kernel(
         else:
             group_score = _group_scores(by_group, in_group)
         number = tl.arange(0, GROUP_BLOCK)[None, :]
-        group_score = tl.where(number < GROUPS, group_score, -float("inf"))
+        group_score = _ordered(tl.where(number < GROUPS, group_score, -float("inf")))
         taken = tl.zeros((ROWS, GROUP_BLOCK * MEMBER_BLOCK), tl.int1)
         for _ in range(TOP_GROUPS):
             best = _best(group_score, number)
             taken = taken | (group == best[:, None])
-            group_score = tl.where(number == best[:, None], -float("inf"), group_score)
+            group_score = tl.where(number == best[:, None], LEAST, group_score)
         choice = tl.where(taken, choice, -float("inf"))
 
     column = tl.arange(0, K_BLOCK)[None, :]
-    chosen_weights = tl.zeros((ROWS, K_BLOCK), tl.float32)
+    score_bits = score.to(tl.int32, bitcast=True)
+    weight_bits = tl.zeros((ROWS, K_BLOCK), tl.int32)
     chosen_ids = tl.zeros((ROWS, K_BLOCK), tl.int32)
+    order = _ordered(choice)
     for k in range(K):
-        best = _best(choice, slot)
+        best = _best(order, slot)
         hit = slot == best[:, None]
-        chosen_weights = tl.where(column == k, tl.sum(tl.where(hit, score, 0.0), axis=1)[:, None], chosen_weights)
+        weight_bits = tl.where(column == k, tl.sum(tl.where(hit, score_bits, 0), axis=1)[:, None], weight_bits)
         best_id = best // MEMBER_BLOCK * MEMBERS + best % MEMBER_BLOCK
         chosen_ids = tl.where(column == k, best_id[:, None], chosen_ids)
-        choice = tl.where(hit, -float("inf"), choice)
+        order = tl.where(hit, LEAST, order)
+    chosen_weights = weight_bits.to(tl.float32, bitcast=True)
     if RENORMALIZE:
         chosen_weights = chosen_weights / (tl.sum(chosen_weights, axis=1) + 1e-20)[:, None]
     elif SCORE == "softmax":

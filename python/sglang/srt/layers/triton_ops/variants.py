@@ -299,9 +299,10 @@ def _gemv() -> Iterator[Variant]:
         "gemv_logits": {"out": "*fp32", "bias": "*fp32"},
         "gemv_fp32": {"out": "*fp32", "bias": "*fp32", "w": "*fp32"},
     }
-    for name, pointers in forms.items():
-        constants = {"EVEN_K": False, "HAS_BIAS": True}
-        yield describe("linear", name, gemv.gemv_kernel, types | pointers, constants, gemv.TILE, ("N", "K"))
+    constants = {"EVEN_K": False, "HAS_BIAS": True}
+    for (name, pointers), tile in itertools.product(forms.items(), (gemv.TILE, *gemv.WHOLE_ROW_TILES)):
+        key = name if tile is gemv.TILE else f"{name}/row{tile['BLOCK_K']}"
+        yield describe("linear", key, gemv.gemv_kernel, types | pointers, constants, tile, ("N", "K"))
 
 
 _VARIANTS = {

@@ -34,10 +34,13 @@ SPREAD_SEQS, SPREAD_PROGRAMS = 8, 4096
 @triton.jit(do_not_specialize=["num_seqs", "num_slots", "num_pieces"], do_not_specialize_on_alignment=["seq_lens_ptr"])
 def plan_kernel(
     seq_lens_ptr, work_ptr, pieces_ptr, num_seqs, num_slots, num_pieces, TILE: tl.constexpr, WAVES: tl.constexpr,
-    SHORT_TILES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_W: tl.constexpr,
+    SHORT_TILES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """seq_lens [B] -> work [num_pieces, 4] = (sequence or -1, first token, end token, pieces of the sequence) and
     pieces [B, 2] = (first piece, number of pieces). `num_slots` pieces run at once. Grid: (cdiv(pieces, BLOCK_W),)."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     offs_b = tl.arange(0, BLOCK_B)
     total = 0
     for b in range(0, num_seqs, BLOCK_B):
@@ -251,8 +254,9 @@ def plan_decode(seq_lens: torch.Tensor, workspace: DecodeWorkspace, tile: Mappin
     num_pieces = workspace.num_pieces(num_seqs)
     launch = plan_constants(tile, workspace.waves)
     plan_kernel[(triton.cdiv(num_pieces, launch["BLOCK_W"]),)](
-        seq_lens, workspace.work, workspace.pieces, num_seqs, workspace.num_slots, num_pieces, **launch
-    )
+        seq_lens, workspace.work, workspace.pieces, num_seqs, workspace.num_slots, num_pieces, **launch,
+        **pdl.options(),
+    )  # fmt: skip
 
 
 def plan_constants(tile: Mapping[str, int], waves: int) -> dict[str, int]:

@@ -120,7 +120,7 @@ def _pieces(features: tuple[str, ...]) -> Iterator[Variant]:
                 for block in (SPREAD_COLS, triton.next_power_of_2(v_head_dim)):
                     values.setdefault(block, []).append(v_head_dim)
     for (block, waves), tile in sorted(plans.items()):
-        yield _small(f"plan/{block}x{waves}", plan_kernel, plan_constants(tile, waves))
+        yield _small(f"plan/{block}x{waves}", plan_kernel, {**plan_constants(tile, waves), "PDL": False})
     for block, head_dims in sorted(values.items()):
         shape = {"V_HEAD_DIM": max(head_dims, key=lambda dim: (dim % block != 0, dim)), **combine_blocks(block)}
         launch = {**shape, "HAS_SINKS": True, "PDL": False, "num_warps": 4}
