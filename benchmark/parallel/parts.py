@@ -123,7 +123,6 @@ class Bench:
             found.append(tokens)
         return found
 
-
     def alone(self, name: str, server: Server) -> tuple[float, float]:
         """Milliseconds until the first token and from token to token, of a request that has the server for itself."""
         count, lengths = (2, (48, 8)) if self.cpu else (ALONE, ALONE_LENGTHS)
@@ -224,26 +223,31 @@ def three(bench: Bench) -> None:
 
 def served_load(bench: Bench) -> None:
     """Two ranks and upstream's two, which lie on the same GPUs; one idles while the other is measured."""
-    cpu, peer_up = bench.cpu, None
+    cpu = bench.cpu
     throughput, times = dict[str, list[float]](), dict[str, tuple[float, float]]()
-    with ExitStack() as stack, bench.window.part("load"):
-        servers = Servers(bench.window, stack)
+    with ExitStack() as stack:
+        servers, ready = Servers(bench.window, stack), dict[str, Server]()
+        started = {"TP2": servers.start("ours", bench.model, *bench.large("--tp", "2"))}
         if bench.peer_site:
             environment = {**compare.PEER_ENV, "TRITON_CACHE_DIR": str(bench.window.out / "triton_peer")}
             flags = (*PEER, "--device", "cpu", "--attention-backend", "torch_native") if cpu else PEER
             path = compare.peer_path(bench.peer_site)
-            peer_up = servers.start("peer", bench.model, *flags, limit_s=PEER_START_S, PYTHONPATH=path, **environment)
-        up = {"TP2": servers.start("ours", bench.model, *bench.large("--tp", "2"))}
-        if peer_up is not None:
-            up["peer TP2"] = peer_up
-        ready = {name: future.result(bench.window.left(PEER_START_S)) for name, future in up.items()}
+            started["peer TP2"] = servers.start(
+                "peer", bench.model, *flags, limit_s=PEER_START_S, PYTHONPATH=path, **environment
+            )
+        for name, future in started.items():
+            with bench.window.part(f"start, {name}"):
+                ready[name] = future.result(bench.window.left(PEER_START_S))
+                bench.window.say(f"{name} was up after {ready[name].start_seconds:.0f} s")
         for name, server in ready.items():
-            bench.window.say(f"{name} was up after {server.start_seconds:.0f} s")
-            times[name], throughput[name] = bench.alone(name, server), bench.served(name, server)
+            with bench.window.part(f"load, {name}"):
+                times[name], throughput[name] = bench.alone(name, server), bench.served(name, server)
     if len(throughput) < 2:
         return
     for (concurrency, _), a, b in zip(bench.loads(), *throughput.values(), strict=True):
-        bench.row(f"{concurrency} at a time, ours / peer", f"{a / b:.2f}x", f"{RATIO}x", None if cpu else a / b >= RATIO)
+        bench.row(
+            f"{concurrency} at a time, ours / peer", f"{a / b:.2f}x", f"{RATIO}x", None if cpu else a / b >= RATIO
+        )
     for what, a, b in zip(("first token", "between tokens"), *times.values(), strict=True):
         bench.row(f"one at a time, {what}, peer / ours", f"{b / a:.2f}x", "1.0x", None if cpu else b >= a)
 

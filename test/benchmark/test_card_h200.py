@@ -44,7 +44,7 @@ def test_the_errors_of_the_page_come_out_again() -> None:
 
 @pytest.mark.parametrize(
     ("op", "most"),
-    [("fused_moe", 0.10), ("decode_attention", 0.10), ("extend_attention", 0.15), ("gated_delta_rule", 0.18)],
+    [("fused_moe", 0.10), ("decode_attention", 0.12), ("extend_attention", 0.15), ("gated_delta_rule", 0.18)],
 )
 def test_an_h200_is_known(op: str, most: float) -> None:
     errors = [fit_h200.error_of(row) for row in RUN if row.op.kind == op]

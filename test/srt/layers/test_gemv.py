@@ -107,7 +107,10 @@ def test_what_does_not_fit_goes_to_torch(rows: int, size: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(interpreter.INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dependent_launch", [False, True])
-@pytest.mark.parametrize(("cols", "size"), [(6144, 4096), (4096, 12288), (1024, 3072), (151936, 1024), (5120, 2880), (128, 2048), (32, 2880), (256, 7168)])
+@pytest.mark.parametrize(
+    ("cols", "size"),
+    [(6144, 4096), (4096, 12288), (1024, 3072), (151936, 1024), (5120, 2880), (128, 2048), (32, 2880), (256, 7168)],
+)
 def test_published_shapes(cols: int, size: int, dependent_launch: bool) -> None:
     x, w = operands(1, cols, size)
     pdl.enable(dependent_launch)

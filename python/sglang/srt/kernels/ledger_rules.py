@@ -55,6 +55,8 @@ ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
         for scheme in ("fp8_tensor", "fp8_channel", "int8_channel")
         for split in ("", "/split")
     ),
+    AcceptedSpill("sm120", "linear", "few/fp8_tensor/ragged/odd", 16, _IN_PIECES),
+    AcceptedSpill("sm120", "linear", "few/fp8_channel/ragged/odd", 16, _IN_PIECES),
     AcceptedSpill("sm120", "linear", "tiles/nvfp4/odd", 384, _IN_PIECES),
     AcceptedSpill("sm120", "linear", "tiles/nvfp4/split/odd_rows", 16, _IN_PIECES),
     AcceptedSpill("sm120", "linear", "tiles/mxfp8/split/odd_rows", 508, _IN_PIECES),
@@ -83,7 +85,6 @@ ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
         " instructions",
     ),
     AcceptedSpill("sm90", "decode_attention", "64x64/bfloat16/fp8_e5m2/", 8, _FEW_REGISTERS),
-    AcceptedSpill("sm90", "decode_attention", "64x64/bfloat16/bfloat16/cap_sinks", 8, _FEW_REGISTERS),
     AcceptedSpill("sm90", "decode_attention", "128x128/bfloat16/fp8_e5m2/", 16, _FEW_REGISTERS),
     AcceptedSpill("sm90", "decode_attention", "160x160/bfloat16/fp8_e5m2/", 28, _FEW_REGISTERS),
     AcceptedSpill("sm90", "decode_attention", "192x192/bfloat16/fp8_e5m2/", 28, _FEW_REGISTERS),

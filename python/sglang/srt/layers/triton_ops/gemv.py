@@ -20,12 +20,12 @@ GemvTile = dict[str, int]
 TILE: GemvTile = {"BLOCK_N": 8, "BLOCK_K": 512, "num_warps": 4}
 WHOLE_ROW_TILES: tuple[GemvTile, ...] = (
     {"BLOCK_N": 2, "BLOCK_K": 2048, "num_warps": 4},
-    {"BLOCK_N": 2, "BLOCK_K": 4096, "num_warps": 4},
+    {"BLOCK_N": 2, "BLOCK_K": 4096, "num_warps": 8},
     {"BLOCK_N": 2, "BLOCK_K": 8192, "num_warps": 8},
 )
 WHOLE_ROWS = 1024
 """Rows of w up to which a program has two, and loads all of them before it waits for x: with eight each, a router's 128
-would be 16 programs, which read one step after the other. By columns of a step; longer rows take several."""
+would be 16 programs, which read one step after the other. Longer rows than the last tile's take several steps."""
 LEAST_K, ROW_MULTIPLE = 512, 16
 
 

@@ -85,7 +85,7 @@ WIDE_TILES: Mapping[str, tuple[LinearTile, ...]] = {
 }
 
 FEW_TILES: Mapping[tuple[str, int], PairTile] = {
-    ("scaled", 8): PairTile(4096, 1024, 2, 4, early=8),
+    ("scaled", 8): PairTile(2048, 1024, 2, 4, early=8),
     ("group128", 8): PairTile(4096, 1024, 2, 4, early=8),
     ("mx", 8): PairTile(256, 256, 8, 1, early=8),
     ("mx", 4): PairTile(1024, 512, 4, 1),
