@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from timing import copies_for, read_ceiling, time_calls
 
 from sglang.srt.layers.triton_ops import pdl
-from sglang.srt.layers.triton_ops.gemv import TILE, GemvTile, gemv, linear, supports
+from sglang.srt.layers.triton_ops.gemv import TILE, WHOLE_ROW_TILES, GemvTile, gemv, linear
 
 SHAPES = {
     "8B qkv": (6144, 4096),
@@ -35,6 +35,10 @@ SHAPES = {
     "0.6B gate_up": (6144, 1024),
     "0.6B down": (1024, 3072),
     "0.6B lm_head": (151936, 1024),
+    "30B-A3B router": (128, 2048),
+    "GLM-4.7 router": (160, 5120),
+    "DeepSeek-V3 router": (256, 7168),
+    "GPT-OSS-20B router": (32, 2880),
 }
 LOGITS_ROWS = (1, 8, 64, 256)
 TILES = [
@@ -67,9 +71,6 @@ class Product:
         return time_calls([lambda w=w: product(self.x, w) for w in self.weights])
 
     def seconds_of_tile(self, tile: GemvTile) -> float:
-        """Infinite for a tile that does not serve the shape."""
-        if not supports(self.x, self.weights[0], tile):
-            return float("inf")
         return self.seconds(lambda x, w: gemv(x, w, tile))
 
 
@@ -81,7 +82,7 @@ def measure(cols: int, size: int, tune: bool) -> dict:
     seconds["ours+pdl"] = product.seconds(gemv)
     pdl.enable(False)
     if tune:
-        result["tile"] = min([TILE, *TILES], key=product.seconds_of_tile)
+        result["tile"] = min([TILE, *WHOLE_ROW_TILES, *TILES], key=product.seconds_of_tile)
         seconds["tuned"] = product.seconds_of_tile(result["tile"])
     return result
 
@@ -111,7 +112,7 @@ def main() -> None:
         result = results[name] = measure(cols, size, args.tune)
         share = {k: f"{v * 1e6:8.2f} {2 * cols * size / v / ceiling:4.0%}" for k, v in result["seconds"].items()}
         best = f"   best {result['tile']}" if args.tune else ""
-        print(f"{name:14s} " + "   ".join(f"{k} {v}" for k, v in share.items()) + best, flush=True)
+        print(f"{name:18s} " + "   ".join(f"{k} {v}" for k, v in share.items()) + best, flush=True)
     for name, (cols, size) in SHAPES.items():
         if "lm_head" not in name or args.only not in name:
             continue

@@ -14,7 +14,9 @@ import itertools
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +32,9 @@ from sglang.srt.kernels.tables import SCALED_MM_SCHEMES
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
 from sglang.srt.layers.quantization.scaled_mm import ScaledWeight, problem_of, scaled_product, scaled_weight
-from sglang.srt.layers.triton_ops import pdl
+from sglang.srt.layers.triton_ops import pdl, quant_linear
 from sglang.srt.layers.triton_ops.linear_tiles import FEW_ROWS
-from sglang.srt.layers.triton_ops.quant_linear import PackedWeight, few_rows, many_rows, operand, pack
+from sglang.srt.layers.triton_ops.quant_linear import PackedWeight, few_rows, few_tile, many_rows, operand, pack
 
 SHAPES = {
     "8B qkv": (6144, 4096),
@@ -41,6 +43,10 @@ SHAPES = {
     "GLM-4.7 qkv TP8": (1792, 5120),
     "GLM-4.7 o TP8": (5120, 1536),
     "0.6B qkv": (4096, 1024),
+    "30B-A3B qkv TP2": (2560, 2048),
+    "30B-A3B o TP2": (2048, 2048),
+    "DeepSeek-V3 q_a": (1536, 7168),
+    "DeepSeek-V3 kv_a": (576, 7168),
     "GLM-4.7 qkv whole": (14336, 5120),
     "GLM-4.7 o whole": (5120, 12288),
     "DeepSeek-V3 q_b whole": (24576, 1536),
@@ -49,6 +55,9 @@ SHAPES = {
 }
 ROWS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 FEW = 64
+FEW_CANDIDATES = ((1024, 512, 1), (1024, 512, 2), (1024, 1024, 1), (1024, 1024, 2), (2048, 512, 2), (2048, 512, 4))
+FEW_CANDIDATES += ((2048, 1024, 2), (2048, 1024, 4), (2048, 2048, 2), (4096, 512, 4), (4096, 1024, 4), (4096, 2048, 4))
+"""(weights and columns a step, warps) to try for a row or two."""
 
 
 def weight_of(name: str, rows: int, cols: int) -> LinearWeight:
@@ -118,6 +127,18 @@ def best_tile(x: torch.Tensor, weights: list[PackedWeight]) -> tuple[float, dict
     return best
 
 
+def best_few_tile(x: torch.Tensor, weights: list[PackedWeight]) -> tuple[float, dict[str, int]]:
+    """As `best_tile`, of products without matrix instructions."""
+    now = few_tile(weights[0].product, weights[0].weight.scheme.bits)
+    tiles = [now, *(replace(now, size=size, max_cols=cols, num_warps=warps) for size, cols, warps in FEW_CANDIDATES)]
+    found = []
+    for tile in tiles:
+        with patch.object(quant_linear, "few_tile", lambda *_, tile=tile: tile):
+            found.append(ours(x, weights))
+    seconds = min(found)
+    return seconds, asdict(tiles[found.index(seconds)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=list(SCHEMES))
@@ -144,7 +165,7 @@ def main() -> None:
                 found["torch_scaled_mm"] = torch_scaled(x, weights)
             line = {"shape": shape, "scheme": name, "rows": num_rows, "seconds": found}
             if args.tune:
-                found["tuned"], line["tile"] = best_tile(x, weights)
+                found["tuned"], line["tile"] = (best_few_tile if num_rows <= FEW_ROWS else best_tile)(x, weights)
             results.append(line)
             print(text(line, num_bytes, 2 * num_rows * rows * cols, ceiling, peak), flush=True)
     if args.json:
