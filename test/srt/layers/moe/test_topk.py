@@ -189,6 +189,14 @@ def test_biased_scores(score: str, experts: int, k: int, groups: int, best: int,
 
 
 @interpreter.kernel_test
+@pytest.mark.parametrize(("groups", "best"), [(1, 1), (4, 2)])
+def test_scores_below_zero_keep_their_order(groups: int, best: int) -> None:
+    """The kernel compares them as integers."""
+    args = (random_logits(7, 24), torch.randn(24).to(DEVICE) - 4, 9, True, (groups, best), 2.5)
+    assert_same(topk.topk_sigmoid(*args), native_ops.topk_sigmoid(*args))
+
+
+@interpreter.kernel_test
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_without_bias_on_a_slice_of_rows(dtype: torch.dtype) -> None:
     wide = random_logits(5, 100, 1.0).to(dtype)
