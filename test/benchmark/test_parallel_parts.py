@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import parts
 import pytest
@@ -63,6 +65,43 @@ def test_the_table_and_the_status(
     assert parts.main(["load", "--out", str(tmp_path), "--device", "cpu"]) == status
     said = {True: "  ok", False: "  WRONG", None: ""}[right]
     assert f"steps        2.59 ms\nours / peer  1.1x     1.2x{said}\n" in capsys.readouterr().out
+
+
+class _Servers:
+    """Each is up at once, or fails."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def start(self, name: str, *_: object, **__: object) -> Future[SimpleNamespace]:
+        future: Future[SimpleNamespace] = Future()
+        if name == "peer" and not self.peer_starts:
+            future.set_exception(RuntimeError("no peer"))
+        else:
+            future.set_result(SimpleNamespace(start_seconds=1.0))
+        return future
+
+    peer_starts = True
+
+
+@pytest.mark.parametrize(("slower", "starts", "wrong"), [(1.3, True, []), (1.1, True, ["64", "256"]), (1.3, False, [])])
+def test_load_is_judged_beside_the_peers_of_the_same_run(
+    slower: float, starts: bool, wrong: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer that is `slower`; where it does not start, ours is measured all the same."""
+    monkeypatch.setattr(parts, "Servers", _Servers)
+    monkeypatch.setattr(_Servers, "peer_starts", starts)
+    factor = lambda name: slower if "peer" in name else 1.0  # noqa: E731
+    monkeypatch.setattr(parts.Bench, "alone", lambda _, name, server: (10 * factor(name), 2 * factor(name)))
+    monkeypatch.setattr(parts.Bench, "served", lambda _, name, server: [600 / factor(name), 900 / factor(name)])
+    window = parts.Window(tmp_path, 60)
+    bench = parts.Bench(window, parts.EMBEDDED, cpu=False, peer_site="somewhere")
+    parts.served_load(bench)
+    assert bool(window.failures) != starts
+    ratios = {row.name: row for row in bench.rows}
+    assert len(ratios) == (4 if starts else 0)
+    assert all(row.value == f"{slower:.2f}x" for row in ratios.values())
+    assert [name.split()[0] for name, row in ratios.items() if not row.right] == wrong
 
 
 def test_a_part_without_rows_has_shown_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
