@@ -47,6 +47,7 @@ def test_the_errors_of_the_page_come_out_again() -> None:
     [("fused_moe", 0.10), ("decode_attention", 0.12), ("extend_attention", 0.15), ("gated_delta_rule", 0.18)],
 )
 def test_an_h200_is_known(op: str, most: float) -> None:
+    """Decode's times are of the tiles of that day; with those it was 0.09."""
     errors = [fit_h200.error_of(row) for row in RUN if row.op.kind == op]
     assert fit_h200.rms(errors) < most
     assert abs(math.fsum(errors) / len(errors)) < 0.12
