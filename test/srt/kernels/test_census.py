@@ -18,6 +18,7 @@ import torch
 pytest.importorskip("triton")
 
 from sglang.srt import layers
+from sglang.srt.configs.activation import SILU
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels import compile as compiling
 from sglang.srt.kernels import coverage as covering
@@ -34,6 +35,7 @@ from sglang.srt.layers.triton_ops import activation, norm
 from sglang.srt.plan.model_description import describe_model
 from srt.kernels import census
 from srt.kernels.published import configs
+from srt.layers.moe.moe_harness import bands_of
 
 ARCH = arch_by_name("rtx-pro-6000-server")
 UNSERVED = {"quantize.amax_kernel": "activations without a static scale get one for each token"}
@@ -292,7 +294,8 @@ def test_defect_an_unaligned_dimension() -> None:
         x, ids = census.empty(1, 1000), census.empty(1, 8, dtype=torch.int32)
         w13 = census.expert_weights(128, 512, 1000, None, False, False, ARCH)
         w2 = census.expert_weights(128, 1000, 256, None, False, False, ARCH)
-        moe.fused_moe(x, w13, w2, census.empty(1, 8, dtype=torch.float32), ids, features=ARCH.features)
+        bands = bands_of(w13, w2, ids, ARCH.features)
+        moe.fused_moe(x, w13, w2, census.empty(1, 8, dtype=torch.float32), ids, SILU, bands, ARCH.features)
     problems = coverage("sm120").uncovered(found)
     assert len(problems) == 2
     assert "gate_up_pairs_kernel" in problems[0] and "hidden is not a multiple of 16" in problems[0]

@@ -51,7 +51,7 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
     if on_gpu and args.tp_size > 1:
         links = _connect_gpus(args, model, description.hidden_size, arch, rank)
     available = parallel_state.least(free_memory_bytes(rank if on_gpu else None))
-    return make_plan(args, model, arch, available, links=links, rank=rank, probe=_library_probe(arch))
+    return make_plan(args, model, arch, available, links=links, rank=rank, probe=_library_probe(arch), measure=True)
 
 
 def _library_probe(arch: ArchTraits) -> Probe | None:

@@ -1,0 +1,93 @@
+"""The bands that the plan holds: every tile of `tile_choices.json`, which was chosen launch by launch before there were
+bands, and what layers ask for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang.srt.configs.quant_scheme import SCHEMES
+from sglang.srt.hardware.arch import ArchTraits, arch_by_name
+from sglang.srt.kernels.bands import Bands, OpBands, band_of
+from sglang.srt.kernels.spec import Need
+from sglang.srt.layers.moe.fused_moe_triton import expert_bands
+from sglang.srt.layers.triton_ops import linear_tiles
+
+RECORDED = json.loads((Path(__file__).parent / "tile_choices.json").read_text())
+TOKENS = (
+    *range(1, 132),
+    *range(132, 520, 5),
+    *(511, 512, 513, 575, 576, 577, 767, 768, 1000, 1023, 1024, 1025, 2048, 3000, 4096, 5000, 8192, 16384),
+)
+WEIGHTS = (
+    *((4096, 4096), (6144, 4096), (1280, 5120), (192, 5120), (12288, 1536)),
+    *((2112, 7168), (151936, 4096), (576, 2880), (1368, 2048), (7168, 96)),
+)
+EXPERTS = (
+    *((128, 8, 1, 2048, 768), (161, 9, 1, 5120, 192), (160, 8, 1, 5120, 384), (128, 4, 1, 2880, 2880)),
+    *((64, 8, 2, 4096, 1408), (32, 4, 4, 2880, 2880), (43, 8, 3, 4096, 1536), (256, 8, 1, 7168, 256)),
+    *((513, 11, 1, 2048, 512), (8, 2, 1, 4096, 14336)),
+)
+"""Experts of a rank, those of a token, groups of ranks, hidden size, intermediate dims of a rank."""
+
+Cut = Callable[[Need, ArchTraits], OpBands]
+
+
+def digest(lines: Iterator[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+
+
+def said(bands: Bands) -> Iterator[tuple[int, str]]:
+    """(tokens, what is launched, and what that may step down to)."""
+    texts = {band.most: f"{band.way}: {'; '.join(band.names)}" for band in bands}
+    yield from ((tokens, texts[band_of(bands, tokens).most]) for tokens in TOKENS)
+
+
+def linear(cut: Cut, scheme: str | None, arch: ArchTraits, biases: tuple[bool, ...] = (False,)) -> Iterator[str]:
+    need = Need("linear", quant=scheme, shapes=tuple((*size, bias) for size in WEIGHTS for bias in biases))
+    for (rows, cols, bias), bands in cut(need, arch).by_shape.items():
+        marked = f" {bias}" if len(biases) > 1 else ""
+        yield from (f"{rows}x{cols}{marked} {tokens} {text}" for tokens, text in said(bands))
+
+
+def experts(cut: Cut, scheme: str | None, arch: ArchTraits) -> Iterator[str]:
+    for num, top_k, groups, hidden, inter in EXPERTS:
+        bias = hidden == 2880
+        shapes = ((2 * inter, hidden, bias), (hidden, inter, bias))
+        need = Need("fused_moe", quant=scheme, shapes=shapes, experts=(num, top_k, groups))
+        for tokens, text in said(cut(need, arch).by_shape[None]):
+            yield f"{num} {top_k} {groups} {hidden}x{inter} {tokens} {text}"
+
+
+def cases(kernel: str) -> list[tuple[str, str | None]]:
+    pairs = (name.split() for name in RECORDED[kernel])
+    return [(arch, None if scheme == "None" else scheme) for arch, scheme in pairs]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120", "sm_121", "rtx-5090"])
+def test_every_tile_is_the_one_that_launches_chose(arch: str) -> None:
+    traits = arch_by_name(arch)
+    for scheme in SCHEMES:
+        got = digest(linear(linear_tiles.triton_bands, scheme, traits))
+        assert got == RECORDED["linear"][f"{arch} {scheme}"], f"linear {scheme}"
+    for scheme in (None, *SCHEMES):
+        got = digest(experts(expert_bands.triton_bands, scheme, traits))
+        assert got == RECORDED["fused_moe"][f"{arch} {scheme}"], f"fused_moe {scheme}"
+
+
+@pytest.mark.parametrize(("arch", "scheme"), cases("sgl_kernel"))
+def test_steps_with_many_pairs_are_sgl_kernels(arch: str, scheme: str) -> None:
+    assert (
+        digest(experts(expert_bands.mixed_bands, scheme, arch_by_name(arch)))
+        == RECORDED["sgl_kernel"][f"{arch} {scheme}"]
+    )
+
+
+@pytest.mark.parametrize(("arch", "scheme"), cases("torch_scaled_mm"))
+def test_large_steps_are_torchs_where_it_takes_the_weight(arch: str, scheme: str) -> None:
+    got = digest(linear(linear_tiles.library_bands, scheme, arch_by_name(arch), (False, True)))
+    assert got == RECORDED["torch_scaled_mm"][f"{arch} {scheme}"]
