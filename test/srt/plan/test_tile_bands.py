@@ -5,18 +5,28 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import sglang.srt
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
-from sglang.srt.kernels.bands import Bands, OpBands, band_of
+from sglang.srt.kernels.bands import ANY, Bands, OpBands, band_of
 from sglang.srt.kernels.spec import Need
 from sglang.srt.layers.moe.fused_moe_triton import expert_bands
+from sglang.srt.layers.moe.fused_moe_triton.config_files import Found
 from sglang.srt.layers.triton_ops import linear_tiles
+from sglang.srt.plan.plan import Plan, make_plan
+from sglang.srt.server_args import ServerArgs
 
+SRT = Path(sglang.srt.__path__[0])
+CONFIGS = Path(__file__).parents[1] / "kernels" / "configs"
 RECORDED = json.loads((Path(__file__).parent / "tile_choices.json").read_text())
 TOKENS = (
     *range(1, 132),
@@ -91,3 +101,65 @@ def test_steps_with_many_pairs_are_sgl_kernels(arch: str, scheme: str) -> None:
 def test_large_steps_are_torchs_where_it_takes_the_weight(arch: str, scheme: str) -> None:
     got = digest(linear(linear_tiles.library_bands, scheme, arch_by_name(arch), (False, True)))
     assert got == RECORDED["torch_scaled_mm"][f"{arch} {scheme}"]
+
+
+# --- what the plan holds ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plan_of(tmp_path: Path) -> Callable[..., Plan]:
+    def build(config: str, arch: str = "sm_120", **flags: Any) -> Plan:
+        shutil.copy(CONFIGS / f"{config}.json", tmp_path / "config.json")
+        args = ServerArgs.from_kwargs(model_path=str(tmp_path), load_format="dummy", **flags)
+        return make_plan(args, ModelConfig.from_server_args(args), arch_by_name(arch), 90 << 30, frozenset({"triton"}))
+
+    return build
+
+
+def test_the_plan_asks_for_a_ranks_experts(plan_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GLM-4.7's with the shared expert among the routed ones, and GPT-OSS's, whose ranks hold whole groups."""
+    asked: list[tuple[Any, ...]] = []
+
+    def find(*layer: Any, cost: Any, **sizes: Any) -> Found:
+        asked.append((*layer[:3], sizes))
+        return Found(None)
+
+    monkeypatch.setattr(expert_bands, "find", find)
+    plan_of("glm47", tp_size=8)
+    plan_of("glm47", tp_size=8, ep_size=2)
+    plan_of("gpt_oss", tp_size=4)
+    assert asked == [
+        (161, 192, "fp8_channel", {"hidden": 5120, "bias": False}),
+        (80, 384, "fp8_channel", {"hidden": 5120, "bias": False}),
+        (128, 768, "mxfp4", {"hidden": 2880, "bias": True}),
+    ]
+
+
+def test_every_layer_has_bands(plan_of: Any) -> None:
+    plan = plan_of("glm47", tp_size=8)
+    shapes = plan.choices["linear/fp8_channel"].need.shapes
+    assert shapes and all(plan.tiles("linear/fp8_channel", shape)[-1].most == ANY for shape in shapes)
+    assert [band.most for band in plan.tiles("fused_moe")][-1] == ANY
+    (decode,) = plan.tiles("decode_attention")
+    assert decode.tiles == (plan.tile("decode_attention"),) and decode.rungs[1:]
+    assert plan.tiles("rmsnorm") == (), "it takes no tile"
+    with pytest.raises(KeyError):
+        plan.tiles("linear/fp8_channel", (1, 2, False))
+
+
+def test_the_log_says_where_tiles_come_from(
+    plan_of: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(expert_bands, "find", lambda *layer, **sizes: Found(None, ("a.json: too large",)))
+    with caplog.at_level(logging.INFO):
+        plan_of("glm47", tp_size=8).log()
+    assert "fused_moe: tiles of no tuning file" in caplog.text
+    (warning,) = (record.message for record in caplog.records if record.levelno == logging.WARNING)
+    assert warning == "MoE tuning file not used: a.json: too large"
+
+
+def test_nothing_below_the_plan_asks_for_the_gpu() -> None:
+    """Layers and kernels get what the plan decided."""
+    below = [SRT / name for name in ("layers", "models", "model_executor", "mem_cache", "sampling", "plan")]
+    asking = [path for folder in below for path in folder.rglob("*.py") if "current_arch" in path.read_text()]
+    assert asking == []

@@ -32,8 +32,7 @@ from sglang.srt.layers.quantization.layout import is_redundant
 from sglang.srt.layers.quantization.reference import Quantized, dequantize, quantize
 from sglang.srt.model_loader.loader import fill_random, load_checkpoint
 from sglang.srt.plan.feed_forward import MoE
-from sglang.srt.plan.layer_spec import LayerSpec, Serving
-from sglang.srt.plan.mixers import GQA
+from sglang.srt.plan.layer_spec import ABSENT, LayerSpec, Serving
 from sglang.srt.plan.model_description import ModelDescription, with_fused_shared
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
@@ -323,12 +322,12 @@ class Loaded:
 
 
 def _description(spec: MoE, hidden_size: int, names: WeightMap, quantization: QuantConfig | None) -> ModelDescription:
-    """Of a model whose layers have these experts."""
+    """Of a model whose last layer of four has these experts."""
     return ModelDescription(
         architecture="Test", model_type="test", known=True, unsupported=(), dtype="bfloat16", hidden_size=hidden_size,
-        vocab_size=90, tie_embeddings=False, norm_eps=1e-6, zero_centred_norms=False, vision_head_dim=0, names=names,
+        vocab_size=90, tie_embeddings=True, norm_eps=1e-6, zero_centred_norms=False, vision_head_dim=0, names=names,
         quantization=quantization,
-        layers=(LayerSpec(GQA(1, 1, 8, 8, None), spec),) * 4,
+        layers=(*[LayerSpec(ABSENT, ABSENT)] * 3, LayerSpec(ABSENT, spec)),
     )  # fmt: skip
 
 
