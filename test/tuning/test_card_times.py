@@ -16,6 +16,7 @@ from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.model_description import ModelDescription, describe_model
+from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.ranks import ONE_RANK
 from sglang.tuning import attention_model, measured, served_attention
 from sglang.tuning.best_times import best
@@ -249,7 +250,7 @@ def test_a_decode_step_reads_every_weight_of_a_dense_model_once(tmp_path: Path) 
     ops = [op for _, op in ops_of(model, Serving("bfloat16", "bfloat16"), decode_step(1, 1))]
     weights = sum(op.rows * op.cols for op in ops if isinstance(op, Linear))
     embedding = model.vocab_size * model.hidden_size
-    dense = sum(m.rows * m.cols for m, _ in model.matrices(ONE_RANK, 0))
+    dense = sum(m.rows * m.cols for m, _ in rank_weights(model, ONE_RANK).matrices())
     assert weights == dense + embedding
 
 

@@ -19,7 +19,8 @@ from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.layer_spec import ABSENT, CacheSpec, LayerSpec, Matrix, PerRequest, Serving, Window
 from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.model_description import ModelDescription
-from sglang.srt.plan.weights import expert_rows, matrix_bytes
+from sglang.srt.plan.rank_weights import RankWeights, rank_weights
+from sglang.srt.plan.weights import matrix_bytes
 from sglang.tuning.cost_model import used_blocks
 from sglang.tuning.rates import rates_of
 
@@ -108,24 +109,23 @@ class StepFloors:
             return None
 
     @cached_property
-    def _rows(self) -> int:
-        return expert_rows(self.model, self.serving.ranks)
+    def _held(self) -> RankWeights:
+        return rank_weights(self.model, self.serving.ranks)
 
     @cached_property
     def _item(self) -> int:
         return KV_DTYPE_BYTES[self.serving.dtype]
 
-    @cached_property
+    @property
     def _head(self) -> Matrix:
         """The output head on this rank."""
-        rows = -(-self.model.vocab_size // self.serving.tp_size)
-        return Matrix("lm_head", ("",), rows, self.model.hidden_size)
+        return self._held.head
 
     @cached_property
     def _elements(self) -> Mapping[str, float]:
         """Key of the need -> elements of its weights that every token is multiplied with, without the output head."""
         totals: dict[str, float] = {}
-        for matrix, quant in self.model.matrices(self.serving.ranks, self._rows):
+        for matrix, quant in self._held.matrices():
             key = "fused_moe" if matrix.experts else f"linear/{quant.scheme}" if quant else "linear"
             times = self._chosen_experts if matrix.experts else 1
             totals[key] = totals.get(key, 0.0) + float(matrix.rows * matrix.cols * times)
@@ -140,7 +140,7 @@ class StepFloors:
     def _weight_bytes(self, num_tokens: int) -> float:
         """What a step reads of the weights: of the experts those that some token is expected to choose."""
         total = float(matrix_bytes(self._head, self.model.head_quant, self._item))
-        for matrix, quant in self.model.matrices(self.serving.ranks, self._rows):
+        for matrix, quant in self._held.matrices():
             size = matrix_bytes(matrix, quant, self._item if matrix.dtype is None else KV_DTYPE_BYTES[matrix.dtype])
             total += size * self._share_read(matrix, num_tokens)
         return total

@@ -20,8 +20,8 @@ from sglang.srt.plan.layer_spec import FeedForward, HyperConnections, LayerSpec,
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.needs import needs_of
+from sglang.srt.plan.rank_weights import expert_rows, rank_weights
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
-from sglang.srt.plan.weights import expert_rows
 from sglang.tuning.attention_model import Keys, Prompt
 from sglang.tuning.best_times import Best, best
 from sglang.tuning.ops import (
@@ -111,7 +111,7 @@ class StepTime:
 def unserved_ops(model: ModelDescription, serving: Serving, arch: ArchTraits) -> frozenset[str]:
     """Ops of the model that no kernel of this server computes there, as `explain` finds them. Raises UserError."""
     unserved = set()
-    for need in needs_of(model, serving):
+    for need in needs_of(rank_weights(model, serving.ranks), serving):
         try:
             resolve(need, arch, Ledger.load(), frozenset({"triton"}))
         except NoKernel:

@@ -14,6 +14,8 @@ from sglang.srt.errors import UserError
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.model_description import describe_model
 from sglang.srt.plan.needs import needs_of
+from sglang.srt.plan.rank_weights import rank_weights
+from sglang.srt.plan.ranks import ONE_RANK
 
 HERE = Path("/nowhere")
 FP8_BLOCK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -434,7 +436,7 @@ def test_schemes_of_layers(
         {"text_config": sizes, "quantization_config": quantization},
     ):
         model = describe_model(config, detect(config, HERE))
-        needs = needs_of(model, Serving("bfloat16", "bfloat16"))
+        needs = needs_of(rank_weights(model, ONE_RANK), Serving("bfloat16", "bfloat16"))
         found = tuple(need.quant for need in needs if need.op == "linear" and need.quant)
         assert (model.expert_quant.scheme if model.expert_quant else None, found) == (experts, linears)
 
@@ -443,11 +445,11 @@ def test_projections_that_are_one_product_have_one_scheme() -> None:
     config = SIZES | {"quantization_config": NEW_MODELOPT}
     model = describe_model(config, detect(config, HERE))
     with pytest.raises(UserError, match="quantized differently: model.layers.3.self_attn.q_proj not quantized"):
-        needs_of(model, Serving("bfloat16", "bfloat16"))
+        needs_of(rank_weights(model, ONE_RANK), Serving("bfloat16", "bfloat16"))
 
 
 def test_experts_of_several_schemes_are_refused() -> None:
     ignore = ["re:.*layers.2.mlp.experts.*"]
     config = MOE | {"quantization_config": compressed("float-quantized", CHANNEL, TOKEN, ignore)}
     with pytest.raises(UserError, match="quantized in several ways are not supported: 16 bits, fp8_channel"):
-        needs_of(describe_model(config, detect(config, HERE)), Serving("bfloat16", "bfloat16"))
+        needs_of(rank_weights(describe_model(config, detect(config, HERE)), ONE_RANK), Serving("bfloat16", "bfloat16"))

@@ -20,6 +20,7 @@ from sglang.srt.layers.parameter import Param
 from sglang.srt.model_loader import loader
 from sglang.srt.model_loader.loader import fill_random, load_model
 from sglang.srt.plan.layer_spec import Matrix
+from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.stages import cut_stages
 from sglang.srt.plan.weights import matrix_bytes
@@ -277,7 +278,7 @@ def test_a_rank_reads_only_what_it_holds(ranks: RankLayout, tmp_path: Path, monk
         monkeypatch.setattr(parallel_state, "groups", lambda groups=groups: groups)
         read.clear()
         plan = plan_for(tmp_path, tp_size=ranks.tp_size, ep_size=ranks.ep_size)
-        stages = cut_stages(plan.description, plan.dtype, ranks)
+        stages = cut_stages(rank_weights(plan.description, ranks), plan.dtype)
         plan.__dict__["description"] = stages[ranks.stage(rank)].model  # a cached property
         model = load_model(plan)
         assert sum(read) == sum(p.tensor.nbytes for p in model.params.values()) == plan.weight_bytes() < 0.75 * whole

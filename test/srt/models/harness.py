@@ -14,6 +14,7 @@ import torch
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.hardware.arch import CPU, ArchTraits
+from sglang.srt.kernels.bands import Bands
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.forward_batch import ForwardBatch, ForwardMode, TokenSlots
@@ -26,6 +27,7 @@ from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
+from sglang.srt.plan.rank_weights import RankWeights, rank_weights
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.plan.weights import rank_weight_bytes
 from sglang.srt.server_args import ServerArgs
@@ -410,8 +412,12 @@ class NativePlan:
         description.require_served()
         return description
 
+    @property
+    def weights(self) -> RankWeights:
+        return rank_weights(self.description, self.ranks)
+
     def weight_bytes(self) -> int:
-        return rank_weight_bytes(self.description, self.dtype, self.ranks)
+        return rank_weight_bytes(self.weights, self.dtype)
 
     @property
     def choices(self) -> Mapping[str, Any]:
@@ -425,6 +431,9 @@ class NativePlan:
 
     def tile(self, op: str) -> None:
         return None
+
+    def tiles(self, op: str, shape: object = None) -> Bands:
+        return ()
 
 
 def plan_for(folder: Path, **args: Any) -> NativePlan:

@@ -18,8 +18,8 @@ from sglang.srt.errors import UserError
 from sglang.srt.layers.quantization import reference
 from sglang.srt.plan.layer_spec import Matrix
 from sglang.srt.plan.model_description import describe_model
+from sglang.srt.plan.rank_weights import expert_rows
 from sglang.srt.plan.ranks import ONE_RANK
-from sglang.srt.plan.weights import expert_rows
 
 from .harness import SIZES, TINY, TinyRunner, plan_for, save_tiny
 from .test_hybrid import multimodal

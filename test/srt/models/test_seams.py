@@ -19,6 +19,7 @@ from sglang.srt.models import causal_lm
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.layer_spec import Serving, Weights
 from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.ranks import ONE_RANK
 from sglang.srt.plan.weights import rank_weight_bytes
 
@@ -94,7 +95,7 @@ def test_another_residual_stream(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(runner.model.residual, CopiesStream)
     torch.testing.assert_close(runner.extend({1: TOKENS})[0], want, rtol=0.0, atol=1e-4)
     held = sum(param.tensor.nbytes for param in runner.model.params.values())
-    assert held == rank_weight_bytes(plan.description, plan.dtype, ONE_RANK)
+    assert held == rank_weight_bytes(rank_weights(plan.description, ONE_RANK), plan.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.plan import describe_served_model
 from sglang.srt.plan.pool_sizes import cache_cost
+from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.ranks import ONE_RANK, HeadShares, RankLayout
 from sglang.srt.server_args import ServerArgs
 
@@ -186,7 +187,8 @@ def test_recurrent_states_are_one_a_request() -> None:
 
 
 def test_needs_say_which_shapes_linear_layers_have() -> None:
-    (linear,) = [need for need in needs_of(describe("qwen3"), Serving("bfloat16", "bfloat16", 1, 4)) if need.shapes]
+    held = rank_weights(describe("qwen3"), RankLayout(4))
+    (linear,) = [need for need in needs_of(held, Serving("bfloat16", "bfloat16", 1, 4)) if need.shapes]
     shapes = [(1536, 4096), (4096, 1024), (4096, 3072), (6144, 4096), (37984, 4096)]
     assert linear.shapes == tuple((rows, cols, False) for rows, cols in shapes)
 
@@ -194,7 +196,7 @@ def test_needs_say_which_shapes_linear_layers_have() -> None:
 def test_ops_of_several_shapes_have_needs_of_their_own() -> None:
     changes = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2, "sliding_window": 64}
     model = describe("qwen3", global_head_dim=256, num_global_key_value_heads=4, **changes)
-    keys = [need.key for need in needs_of(model, BF16) if "attention" in need.op]
+    keys = [need.key for need in needs_of(rank_weights(model, ONE_RANK), BF16) if "attention" in need.op]
     variants = ["extend_attention/256x256", "decode_attention/256x256"]
     assert keys == ["extend_attention", "decode_attention", *variants]
 

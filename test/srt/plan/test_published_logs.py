@@ -17,6 +17,7 @@ from sglang.srt.plan.caches import cache_groups
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.pool_sizes import CacheCost, cache_cost
+from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.weights import rank_weight_bytes
 from srt.plan.caching_allocator import Block, CachingAllocator
@@ -49,7 +50,7 @@ def vision_bytes(vision: dict[str, int], text_hidden: int) -> int:
 
 def test_glm47() -> None:
     model, _ = described("glm47")
-    weights = rank_weight_bytes(model, "bfloat16", RankLayout(8)) / GIB
+    weights = rank_weight_bytes(rank_weights(model, RankLayout(8)), "bfloat16") / GIB
     assert weights == pytest.approx(41.90, rel=0.01)
     cost = cost_of(model, "bfloat16")
     assert cost.tokens_in(int(37.92 * GIB)) == pytest.approx(864_247, rel=0.001)
@@ -58,7 +59,7 @@ def test_glm47() -> None:
 
 def test_kimi_k25() -> None:
     model, config = described("kimi_k25")
-    weights = rank_weight_bytes(model, "bfloat16", RankLayout(8))
+    weights = rank_weight_bytes(rank_weights(model, RankLayout(8)), "bfloat16")
     with_vision = weights + vision_bytes(config["vision_config"], model.hidden_size)
     assert with_vision / GIB == pytest.approx(72.33, rel=0.01)
     assert cost_of(model, "bfloat16").tokens_in(int(0.30 * GIB)) == pytest.approx(4_578, rel=0.002)
@@ -121,9 +122,9 @@ def test_kimi_k2_thinking() -> None:
     held = held_with_nvfp4_experts(config, 8)
     assert held / GIB == pytest.approx(73.87, rel=0.01)
     halves = 60 * 384 * 7168 * 256 // 16
-    assert held - halves == pytest.approx(rank_weight_bytes(model, "bfloat16", RankLayout(8)), rel=0.01), (
-        "the rest is parameters"
-    )
+    assert held - halves == pytest.approx(
+        rank_weight_bytes(rank_weights(model, RankLayout(8)), "bfloat16"), rel=0.01
+    ), "the rest is parameters"
 
 
 def test_kimi_k2_thinking_has_the_tokens_that_its_weights_leave() -> None:

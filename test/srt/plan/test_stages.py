@@ -14,6 +14,7 @@ from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.caches import cache_groups, row_tables
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.layout import check_layout
+from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.stages import balanced_runs, caches_of_stage, cut_stages, fullest_caches
 from sglang.srt.plan.weights import rank_weight_bytes
@@ -48,10 +49,10 @@ def test_a_stage_allocates_what_it_counts(
     save_tiny(name, tmp_path, **changes)
     plan = plan_for(tmp_path)
     model, serving = plan.description, Serving("float32", "float32", tp_size=ranks.tp_size, pp_size=ranks.pp_size)
-    stages = cut_stages(model, "float32", ranks)
+    stages = cut_stages(rank_weights(model, ranks), "float32")
     assert [i for stage in stages for i in stage.layers] == list(range(len(model.layers)))
     copied = model.vocab_size // ranks.tp_size * model.hidden_size * 4 if model.tie_embeddings else 0
-    whole = rank_weight_bytes(model, "float32", RankLayout(ranks.tp_size))
+    whole = rank_weight_bytes(rank_weights(model, RankLayout(ranks.tp_size)), "float32")
     assert sum(stage.weight_bytes for stage in stages) == pytest.approx(whole + copied, abs=4 * model.hidden_size)
     groups = cache_groups(model, serving)
     for number, stage in enumerate(stages):

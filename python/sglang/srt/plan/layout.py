@@ -11,9 +11,9 @@ from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.layer_spec import FeedForward, Matrix, Mixer
 from sglang.srt.plan.mixers import GQA, MLA, HeadDims
 from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.rank_weights import expert_rows
 from sglang.srt.plan.ranks import HeadShares, RankLayout
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
-from sglang.srt.plan.weights import expert_rows
 from sglang.srt.server_args import ServerArgs
 
 

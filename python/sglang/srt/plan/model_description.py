@@ -23,7 +23,7 @@ from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.feed_forward import Dense, MoE, up_parts, why_apart
 from sglang.srt.plan.layer_spec import LayerSpec, Matrix
 from sglang.srt.plan.per_layer import PerLayerEmbedding
-from sglang.srt.plan.ranks import ONE_RANK, RankLayout
+from sglang.srt.plan.ranks import ONE_RANK
 from sglang.srt.plan.weight_names import WeightMap
 
 Config = Mapping[str, Any]
@@ -116,13 +116,6 @@ class ModelDescription:
             return [names.layer_module(layer, "moe.experts")]
         ends = (0, matrix.experts - 1) if matrix.experts > 1 else (0,)
         return [names.layer_module(layer, matrix.name, part, expert) for part in matrix.parts for expert in ends]
-
-    def matrices(self, ranks: RankLayout, expert_rows: int) -> Iterator[tuple[Matrix, ModuleQuant | None]]:
-        """Of all layers, with the scheme of each."""
-        for i, layer in enumerate(self.layers):
-            for matrix in layer.weights(self.hidden_size, ranks, expert_rows):
-                if isinstance(matrix, Matrix):
-                    yield matrix, self.quant_of(i, matrix)
 
     def require_served(self) -> None:
         """Raises UserError with what is not computed here."""

@@ -7,18 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.layer_spec import Matrix, Serving
+from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.model_description import ModelDescription
-from sglang.srt.plan.ranks import RankLayout
-from sglang.srt.plan.weights import expert_rows
+from sglang.srt.plan.rank_weights import RankWeights
 
 
-def needs_of(model: ModelDescription, serving: Serving) -> tuple[Need, ...]:
+def needs_of(held: RankWeights, serving: Serving) -> tuple[Need, ...]:
     """In the order of a layer. Needs of one op and shape are one, whose traits are those of any layer; an op that has
-    several shapes has a need for each, told apart by `variant`. Raises UserError where the experts cannot be divided.
-    """
-    dtype = serving.dtype
-    experts = _experts(model, serving.ranks)
+    several shapes has a need for each, told apart by `variant`."""
+    model, dtype = held.model, serving.dtype
+    experts = _experts(held)
     blocks = (block for layer in model.layers for block in layer.token_blocks)
     feed_forward = [need for block in blocks for need in block.needs(serving)]
     sharded = serving.tp_size > 1
@@ -27,7 +25,7 @@ def needs_of(model: ModelDescription, serving: Serving) -> tuple[Need, ...]:
         *([Need("embedding_rows", q_dtype=dtype)] if sharded else []),
         Need("rmsnorm", q_dtype=dtype),
         *_merged(need for layer in model.layers for need in layer.residual.needs(serving)),
-        *_linears(model, serving),
+        *_linears(held, serving.dtype),
         *_merged(need for layer in model.layers for need in layer.mixer.needs(serving)),
         *_vision(model, dtype),
         *_merged(replace(need, **experts) if need.op == "fused_moe" else need for need in feed_forward),
@@ -35,16 +33,14 @@ def needs_of(model: ModelDescription, serving: Serving) -> tuple[Need, ...]:
     )
 
 
-def _experts(model: ModelDescription, ranks: RankLayout) -> dict[str, Any]:
+def _experts(held: RankWeights) -> dict[str, Any]:
     """Scheme, shapes and numbers of the routed experts, as fields of their need."""
-    experts, quant = model.experts, model.expert_quant
+    experts, quant = held.model.experts, held.model.expert_quant
     if experts is None:
         return {}
-    weights = experts.weights(model.hidden_size, ranks, expert_rows(model, ranks))
-    products = (part for part in weights if isinstance(part, Matrix) and part.experts)
+    products = [matrix for matrix, _ in held.matrices() if matrix.experts][:2]
     shapes = tuple((product.rows, product.cols, product.bias) for product in products)
-    fused = experts.fused_shared
-    numbers = (ranks.expert_room(experts.num_experts) + fused, experts.top_k + fused, ranks.ep_size)
+    numbers = (products[0].experts, experts.top_k + experts.fused_shared, held.ranks.ep_size)
     return {"quant": quant.scheme if quant else None, "shapes": shapes, "experts": numbers}
 
 
@@ -61,17 +57,17 @@ def _merged(needs: Iterable[Need]) -> Iterator[Need]:
         yield replace(shape, traits=traits, variant=variant)
 
 
-def _linears(model: ModelDescription, serving: Serving) -> Iterator[Need]:
+def _linears(held: RankWeights, dtype: str) -> Iterator[Need]:
     """The 16-bit products, and one need for each scheme of the others."""
-    head = model.head_quant
+    head = held.model.head_quant
     shapes: dict[str | None, set[tuple[int, int, bool]]] = {
-        head.scheme if head else None: {(-(-model.vocab_size // serving.tp_size), model.hidden_size, False)}
+        head.scheme if head else None: {(held.head.rows, held.head.cols, False)}
     }
-    for matrix, quant in model.matrices(serving.ranks, expert_rows(model, serving.ranks)):
+    for matrix, quant in held.matrices():
         if not matrix.experts and matrix.dtype is None:
             shapes.setdefault(quant.scheme if quant else None, set()).add((matrix.rows, matrix.cols, matrix.bias))
     for scheme in sorted(shapes, key=lambda scheme: scheme or ""):
-        yield Need("linear", q_dtype=serving.dtype, quant=scheme, shapes=tuple(sorted(shapes[scheme])))
+        yield Need("linear", q_dtype=dtype, quant=scheme, shapes=tuple(sorted(shapes[scheme])))
 
 
 def _vision(model: ModelDescription, dtype: str) -> Iterator[Need]:

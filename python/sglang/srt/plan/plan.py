@@ -40,6 +40,7 @@ from sglang.srt.plan.memory import (
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.pool_sizes import FREE_TOKENS, CacheCost, PoolSizes, WindowSize, cache_cost, sized_cost
+from sglang.srt.plan.rank_weights import RankWeights, rank_weights
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.remedies import Remedies, remedies_of
 from sglang.srt.plan.stages import Stage, caches_of_stage, cut_stages, fullest_caches
@@ -61,6 +62,7 @@ class Plan:
     arch: ArchTraits
     model: ModelConfig
     description: ModelDescription
+    weights: RankWeights
     caches: tuple[CacheGroup, ...]
     attention_sites: tuple[AttentionSite, ...]
     dtype: str
@@ -232,16 +234,18 @@ def make_plan(
     """
     description = describe_served_model(args, model)
     serving = serving_of(args, model.dtype, model.quantization)
-    needs = tuple(_as_seen(args, need, links, probe) for need in needs_of(description, serving))
+    held = rank_weights(description, serving.ranks)
+    needs = tuple(_as_seen(args, need, links, probe) for need in needs_of(held, serving))
     choices = choose(args, needs, arch, installed_packages() if packages is None else packages)
     _check_servable(description, serving)
-    capacity = plan_capacity(args, description, serving, model.context_len, arch, choices, available_bytes)
+    capacity = plan_capacity(args, held, serving, model.context_len, arch, choices, available_bytes)
     sizes, tokens, stages = capacity.sizes, capacity.max_total_num_tokens, capacity.stages
     stage = stages[serving.ranks.stage(rank)]
     return Plan(
         arch=arch,
         model=model,
         description=stage.model,
+        weights=held.of_stage(stage.model),
         caches=caches_of_stage(cache_groups(description, serving), stage.layers),
         attention_sites=attention_sites(description, args.tp_size),
         dtype=model.dtype,
@@ -345,7 +349,7 @@ def describe_pools(windows: Sequence[WindowSize], checkpoints: int, states: str)
 
 def plan_capacity(
     args: ServerArgs,
-    model: ModelDescription,
+    held: RankWeights,
     serving: Serving,
     context_len: int,
     arch: ArchTraits,
@@ -355,9 +359,9 @@ def plan_capacity(
     """For every model that can be described, also one without a model class. What the user did not say is as large as
     leaves the caches their share (`defaults.CACHE_SHARE`). Raises UserError if it does not fit."""
     fp8_cache, features = serving.kv_dtype.startswith("fp8"), arch.features if arch.device == "cuda" else None
-    stages = cut_stages(model, serving.dtype, serving.ranks, fp8_cache, features)
+    model, stages = held.model, cut_stages(held, serving.dtype, fp8_cache, features)
     weights = max(stage.weight_bytes for stage in stages)
-    remedies = remedies_of(model, serving, fp8_cache, features)
+    remedies = remedies_of(held, serving, fp8_cache, features)
     steps = defaults.default_sizes(arch.device, available, context_len)
     if args.mem_fraction_static is not None:  # which says what the caches get, whatever else there is
         steps = steps[:1]

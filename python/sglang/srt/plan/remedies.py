@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.layout import next_layout
-from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.rank_weights import RankWeights, rank_weights
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.stages import cut_stages
 from sglang.srt.plan.weights import wide_bytes
@@ -30,16 +30,15 @@ class Remedies:
         return self.more_ranks(int(room * (1 - LEAST_CACHE_SHARE)))
 
 
-def remedies_of(
-    model: ModelDescription, serving: Serving, fp8_cache: bool, features: Collection[str] | None
-) -> Remedies:
+def remedies_of(held: RankWeights, serving: Serving, fp8_cache: bool, features: Collection[str] | None) -> Remedies:
     """`fp8_cache`, `features`: as of `rank_weight_bytes`."""
 
     @functools.cache
     def weights(layout: RankLayout) -> int:
-        return max(stage.weight_bytes for stage in cut_stages(model, serving.dtype, layout, fp8_cache, features))
+        other = rank_weights(held.model, layout)
+        return max(stage.weight_bytes for stage in cut_stages(other, serving.dtype, fp8_cache, features))
 
     def more_ranks(limit: int) -> RankLayout | None:
-        return next_layout(model, serving.ranks, lambda layout: weights(layout) <= limit)
+        return next_layout(held.model, serving.ranks, lambda layout: weights(layout) <= limit)
 
-    return Remedies(wide_bytes(model, serving.dtype, serving.ranks), more_ranks)
+    return Remedies(wide_bytes(held, serving.dtype), more_ranks)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from sglang.srt.plan.caches import CacheGroup
 from sglang.srt.plan.layer_spec import ABSENT
 from sglang.srt.plan.model_description import ModelDescription
-from sglang.srt.plan.ranks import RankLayout
+from sglang.srt.plan.rank_weights import RankWeights
 from sglang.srt.plan.weights import rank_weight_bytes
 
 
@@ -33,24 +33,21 @@ class Stage:
 
 
 def cut_stages(
-    model: ModelDescription,
-    dtype: str,
-    ranks: RankLayout,
-    fp8_cache: bool = False,
-    features: Collection[str] | None = None,
+    held: RankWeights, dtype: str, fp8_cache: bool = False, features: Collection[str] | None = None
 ) -> tuple[Stage, ...]:
     """Stages whose fullest one has as few bytes of weights as can be; arguments as of `rank_weight_bytes`. There are at
-    least as many layers as stages. Raises UserError where a layer cannot be divided over the ranks of a stage."""
+    least as many layers as stages."""
+    model = held.model
 
     def of(layers: range) -> Stage:
         part = stage_model(model, layers)
-        return Stage(layers, part, rank_weight_bytes(part, dtype, ranks, fp8_cache, features))
+        return Stage(layers, part, rank_weight_bytes(held.of_stage(part), dtype, fp8_cache, features))
 
     num_layers = len(model.layers)
-    if ranks.pp_size == 1:
+    if held.ranks.pp_size == 1:
         return (of(range(num_layers)),)
     each = [of(range(i, i + 1)).weight_bytes for i in range(num_layers)]
-    return tuple(of(layers) for layers in balanced_runs(each, ranks.pp_size))
+    return tuple(of(layers) for layers in balanced_runs(each, held.ranks.pp_size))
 
 
 def stage_model(model: ModelDescription, layers: range) -> ModelDescription:

@@ -35,6 +35,7 @@ from sglang.srt.plan.feed_forward import MoE
 from sglang.srt.plan.layer_spec import ABSENT, LayerSpec, Serving
 from sglang.srt.plan.model_description import ModelDescription, with_fused_shared
 from sglang.srt.plan.needs import needs_of
+from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.plan.weight_names import WeightMap
 from srt.distributed.summands import Summands
@@ -272,7 +273,7 @@ class Loaded:
         arch: ArchTraits = CPU,
     ) -> None:
         quantization = quantization_of(config, folder, flag, precision)
-        self.ranks, self.arch = ranks, arch
+        self.arch = arch
         plan: Any = SimpleNamespace(
             arch=arch,
             model=SimpleNamespace(
@@ -285,6 +286,7 @@ class Loaded:
         self.described = described = with_fused_shared(
             _description(spec, hidden_size, weights, quantization), "" if fuse else "--disable-shared-experts-fusion"
         )
+        self.held = plan.weights = rank_weights(described, ranks)
         quant = Unquantized() if quantization is None else QuantizedMethod(quantization)
         groups = groups_of(ranks, rank)
         groups.tp.reduce_with(Summands())  # the test sums what the ranks make
@@ -297,8 +299,9 @@ class Loaded:
 
     def _bands(self) -> Bands:
         """As a plan cuts them."""
-        serving = Serving("bfloat16", "bfloat16", tp_size=self.ranks.tp_size, ep_size=self.ranks.ep_size)
-        need = next(need for need in needs_of(self.described, serving) if need.op == "fused_moe")
+        ranks = self.held.ranks
+        serving = Serving("bfloat16", "bfloat16", tp_size=ranks.tp_size, ep_size=ranks.ep_size)
+        need = next(need for need in needs_of(self.held, serving) if need.op == "fused_moe")
         return triton_bands(need, self.arch).by_shape[None]
 
     def load(self, folder: Path) -> MoELayer:
