@@ -412,7 +412,7 @@ class NativePlan:
         description.require_served()
         return description
 
-    @property
+    @functools.cached_property
     def weights(self) -> RankWeights:
         return rank_weights(self.description, self.ranks)
 

@@ -49,7 +49,8 @@ def test_a_stage_allocates_what_it_counts(
     save_tiny(name, tmp_path, **changes)
     plan = plan_for(tmp_path)
     model, serving = plan.description, Serving("float32", "float32", tp_size=ranks.tp_size, pp_size=ranks.pp_size)
-    stages = cut_stages(rank_weights(model, ranks), "float32")
+    held = rank_weights(model, ranks)
+    stages = cut_stages(held, "float32")
     assert [i for stage in stages for i in stage.layers] == list(range(len(model.layers)))
     copied = model.vocab_size // ranks.tp_size * model.hidden_size * 4 if model.tie_embeddings else 0
     whole = rank_weight_bytes(rank_weights(model, RankLayout(ranks.tp_size)), "float32")
@@ -58,7 +59,8 @@ def test_a_stage_allocates_what_it_counts(
     for number, stage in enumerate(stages):
         of_rank = groups_of(ranks, number * ranks.tp_size)
         monkeypatch.setattr(parallel_state, "groups", lambda of_rank=of_rank: of_rank)
-        plan.__dict__["description"] = stage.model  # a cached property
+        plan.__dict__["description"] = stage.model  # cached properties
+        plan.__dict__["weights"] = held.of_stage(stage.model)
         built = CausalLM(plan, device="meta")
         assert sum(param.tensor.nbytes for param in built.params.values()) == stage.weight_bytes
         caches = caches_of_stage(groups, stage.layers)

@@ -62,10 +62,10 @@ class LMHead:
         self,
         scope: Scope,
         vocab_size: int,
-        hidden_size: int,
         tied_to: VocabParallelEmbedding | None = None,
         cap: float = 0.0,
     ) -> None:
+        hidden_size = scope.plan.weights.head.cols
         self.vocab_size = vocab_size
         self.cap = cap
         self.group = scope.groups.tp

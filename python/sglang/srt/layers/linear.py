@@ -13,8 +13,9 @@ import torch
 
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.ops import LinearOp
-from sglang.srt.layers.parameter import Apply, Init, Part, Scope, Shard, zeroed_behind
+from sglang.srt.layers.parameter import Apply, Init, Part, QuantMethod, Scope, Shard, zeroed_behind
 from sglang.srt.layers.quantization.quantized_rows import RowFormat, Rows, values_of
+from sglang.srt.plan.layer_spec import Matrix
 from sglang.srt.plan.ranks import Share, share_in_rooms, whole
 from sglang.srt.plan.weight_names import PartKey
 
@@ -55,23 +56,29 @@ def even_share(total: int, group: Group, what: str) -> Share:
 class ColumnParallelLinear:
     """Several projections of one input, side by side, each sharded by output: x [T, in] -> [T, sum of shares].
 
-    `projections` maps the checkpoint's part to this rank's share of its output features. Where several slices of one
-    part lie apart it is a list of both.
+    `weights`: what the description says of them; of attention's projections in features, with `bias`. `projections`
+    maps the checkpoint's part to this rank's share of its output features. Where several slices of one part lie apart
+    it is a list of both.
     """
 
     def __init__(
         self,
         scope: Scope,
-        in_features: int,
+        weights: Matrix | int,
         projections: Mapping[str, Share] | Sequence[tuple[str, Share]],
         bias: bool = False,
     ) -> None:
-        pieces = Counter[str]()
-        shards = []
+        pieces, shards, quant = Counter[str](), list[Shard](), scope.quant
+        if isinstance(weights, Matrix):
+            in_features, bias, quant = weights.cols, weights.bias, _method(scope, weights)
+        else:
+            in_features = weights
         for part, rows in projections.items() if isinstance(projections, Mapping) else projections:
             shards.append(Shard(part, rows, whole(in_features), pieces[part]))
             pieces[part] += 1
-        self.apply = scope.quant.create_weights(scope, shards, _stacked_bias(scope, shards) if bias else None)
+        if isinstance(weights, Matrix):
+            _check(scope, weights, sum(shard.rows.room for shard in shards), in_features)
+        self.apply = quant.create_weights(scope, shards, _stacked_bias(scope, shards) if bias else None)
         self.row_format: RowFormat | None = getattr(self.apply, "row_format", None)
 
     def __call__(self, x: Rows) -> torch.Tensor:
@@ -79,25 +86,31 @@ class ColumnParallelLinear:
 
 
 class RowParallelLinear:
-    """Sharded by input over `group` (all ranks if None), summed over it: x [T, room for `cols`] -> [T, out]. Without
-    `reduce` the caller sums, and there is no bias."""
+    """Sharded by input over `group` (all ranks if None), summed over it: x [T, room for `cols`] -> [T, out]. `weights`:
+    as of ColumnParallelLinear, or out features. Without `reduce` the caller sums, and there is no bias."""
 
     def __init__(
         self,
         scope: Scope,
         cols: Share,
-        out_features: int,
+        weights: Matrix | int,
         bias: bool = False,
         reduce: bool = True,
         group: Group | None = None,
     ) -> None:
+        quant = scope.quant
+        if isinstance(weights, Matrix):
+            out_features, bias, quant = weights.rows, weights.bias, _method(scope, weights)
+            _check(scope, weights, out_features, cols.room)
+        else:
+            out_features = weights
         assert reduce or not bias
         self.group = group or scope.groups.tp
         shard = Shard("", whole(out_features), cols)
         self.bias = scope.param("bias", (out_features,), init=Init.ZEROS) if bias else None
         self.multi_rank = self.group.size > 1 and reduce
         # The bias belongs to the sum, so that with several ranks it is added once, after the all-reduce.
-        self.apply = scope.quant.create_weights(scope, [shard], None if self.multi_rank else self.bias)
+        self.apply = quant.create_weights(scope, [shard], None if self.multi_rank else self.bias)
 
     def leave_sum(self) -> Group | None:
         """From now on give this rank's summand; returns the group to sum over. None: there is nothing to leave, or a
@@ -116,14 +129,26 @@ class RowParallelLinear:
 
 
 class ReplicatedLinear:
-    """Every rank holds and computes all of it: x [T, in] -> [T, out]."""
+    """Every rank holds and computes all of the weights at `scope`: x [T, in] -> [T, out]."""
 
-    def __init__(self, scope: Scope, in_features: int, out_features: int, bias: bool = False) -> None:
-        shards = [Shard("", whole(out_features), whole(in_features))]
-        self.apply = scope.quant.create_weights(scope, shards, _stacked_bias(scope, shards) if bias else None)
+    def __init__(self, scope: Scope) -> None:
+        weights = scope.matrix()
+        shards = [Shard("", whole(weights.rows), whole(weights.cols))]
+        bias = _stacked_bias(scope, shards) if weights.bias else None
+        self.apply = _method(scope, weights).create_weights(scope, shards, bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.apply(x)
+
+
+def _method(scope: Scope, weights: Matrix) -> QuantMethod:
+    """Some weights are too little to quantize, whatever the checkpoint's rules say of their names."""
+    return scope.quant if weights.quantized else Unquantized()
+
+
+def _check(scope: Scope, weights: Matrix, rows: int, cols: int) -> None:
+    shape = weights.rows, weights.cols
+    assert (rows, cols) == shape, f"{scope.path}: this rank's shares are {(rows, cols)}, its description says {shape}"
 
 
 def _stacked_bias(scope: Scope, shards: list[Shard]) -> torch.Tensor:

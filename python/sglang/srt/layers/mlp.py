@@ -15,7 +15,7 @@ from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.ops import GateOp
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.quantization.quantized_rows import Rows
-from sglang.srt.plan.feed_forward import Dense, up_parts
+from sglang.srt.plan.feed_forward import Dense
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
@@ -24,12 +24,11 @@ if TYPE_CHECKING:
 class GatedMLP:
     """down(f(gate x) * up x), or down(f(up x)): [T, H] -> [T, H]. Without `reduce` it is this rank's summand."""
 
-    def __init__(self, scope: Scope, hidden_size: int, spec: Dense, reduce: bool = True) -> None:
-        tp = scope.groups.tp
-        share = spec.share(tp.rank, tp.size)
-        halves = dict.fromkeys(up_parts(spec.activation), share)
-        self.gate_up = ColumnParallelLinear(scope.sub("gate_up"), hidden_size, halves, spec.bias)
-        self.down = RowParallelLinear(scope.sub("down"), share, hidden_size, spec.bias, reduce)
+    def __init__(self, scope: Scope, spec: Dense, reduce: bool = True) -> None:
+        tp, gate_up, down = scope.groups.tp, scope.sub("gate_up"), scope.sub("down")
+        share, weights = spec.share(tp.rank, tp.size), gate_up.matrix()
+        self.gate_up = ColumnParallelLinear(gate_up, weights, dict.fromkeys(weights.parts, share))
+        self.down = RowParallelLinear(down, share, down.matrix(), reduce=reduce)
         self.activation = gate_of(scope, spec.activation)
         self.row_format = self.gate_up.row_format
 

@@ -18,6 +18,7 @@ import torch
 from sglang.srt.distributed.parallel_state import Groups
 from sglang.srt.layers.quantization.quantized_rows import Rows
 from sglang.srt.mem_cache.memory_pool import CacheStore
+from sglang.srt.plan.layer_spec import Matrix
 from sglang.srt.plan.ranks import Share
 from sglang.srt.plan.weight_names import PartKey, WeightMap
 
@@ -168,6 +169,11 @@ class Scope:
         """The scope of a child; parameters land in the same collection."""
         path = f"{self.path}.{name}" if self.path else str(name)
         return replace(self, path=path)
+
+    def matrix(self) -> Matrix:
+        """What a rank holds of the weights at this path, as the description says it."""
+        _, layer, name = self.path.split(".", 2)
+        return self.plan.weights.matrix(int(layer), name)
 
     def module(self, part: str = "", expert: int = 0) -> str:
         """What the checkpoint calls the module that has this part."""

@@ -45,8 +45,8 @@ class PerLayerBlock:
 
     def __init__(self, scope: Scope, spec: PerLayerEmbedding, site: Site) -> None:
         self.layer_id = site.layer_id
-        self.gate = ReplicatedLinear(scope.sub("gate"), site.model.hidden_size, spec.size)
-        self.projection = ReplicatedLinear(scope.sub("projection"), spec.size, site.model.hidden_size)
+        self.gate = ReplicatedLinear(scope.sub("gate"))
+        self.projection = ReplicatedLinear(scope.sub("projection"))
         self.activation = gate_of(scope, spec.activation)
 
     def leave_sum(self) -> Group | None:

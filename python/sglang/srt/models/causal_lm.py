@@ -55,7 +55,7 @@ def _grouped_queries(scope: Scope, spec: GQA, site: Site) -> Block:
 
 
 def _experts(scope: Scope, spec: MoE, site: Site) -> Block:
-    return ExpertBranches(scope, spec, site) if spec.branches else MoELayer(scope, site.model.hidden_size, spec)
+    return ExpertBranches(scope, spec, site) if spec.branches else MoELayer(scope, spec)
 
 
 BLOCKS: Mapping[type, BlockKind] = {
@@ -63,7 +63,7 @@ BLOCKS: Mapping[type, BlockKind] = {
     MLA: BlockKind("attn", LatentAttention),
     GatedDelta: BlockKind("gdn", GatedDeltaNet),
     Mamba2: BlockKind("ssm", Mamba2Mixer),
-    Dense: BlockKind("mlp", lambda scope, spec, site: GatedMLP(scope, site.model.hidden_size, spec)),
+    Dense: BlockKind("mlp", lambda scope, spec, site: GatedMLP(scope, spec)),
     MoE: BlockKind("moe", _experts),
     PerLayerEmbedding: BlockKind("inputs", PerLayerBlock),
 }
@@ -146,7 +146,7 @@ class CausalLM:
         tied_to = self.embed if model.tie_embeddings else None
         self.head: LMHead | None = None
         if model.last_stage:
-            self.head = LMHead(scope.sub("lm_head"), model.vocab_size, model.hidden_size, tied_to, model.logit_cap)
+            self.head = LMHead(scope.sub("lm_head"), model.vocab_size, tied_to, model.logit_cap)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         received = self.input_buffer(len(batch.input_ids))

@@ -295,7 +295,7 @@ class Loaded:
         self.weights = weights
         self.quantization = quantization
         self.params, self.finish = scope.params, scope.finish
-        self.layer = MoELayer(scope.sub("layers").sub(3).sub("moe"), hidden_size, described.layers[3].ffn)
+        self.layer = MoELayer(scope.sub("layers").sub(3).sub("moe"), described.layers[3].ffn)
 
     def _bands(self) -> Bands:
         """As a plan cuts them."""

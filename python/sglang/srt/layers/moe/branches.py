@@ -37,7 +37,7 @@ class ExpertBranches:
 
         self.dense_norm, self.dense_norm_after = norm("dense_norm"), norm("dense_norm_after")
         self.experts_norm, self.experts_norm_after = norm("experts_norm"), norm("experts_norm_after")
-        self.moe = MoELayer(scope, hidden_size, spec)
+        self.moe = MoELayer(scope, spec)
         scales = scope.sub("router_scales")
         shrink = hidden_size**-0.5
         self.router_weight = _fp32(scales, "scale", hidden_size, lambda stored: stored.float() * shrink)

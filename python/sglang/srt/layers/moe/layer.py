@@ -15,7 +15,7 @@ import torch
 
 from sglang.srt.configs.activation import Activation
 from sglang.srt.distributed.parallel_state import Group
-from sglang.srt.layers.linear import ReplicatedLinear, Unquantized
+from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.mlp import GatedMLP
 from sglang.srt.layers.moe.fused_moe_triton.tiles import few_pairs
 from sglang.srt.layers.moe.topk import TopK
@@ -23,7 +23,7 @@ from sglang.srt.layers.ops import FusedMoEOp
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.quantization.experts import Experts, ExpertSizes
 from sglang.srt.layers.quantization.quantized_rows import LEAST_ROWS, RowFormat, Rows, row_format, values_of
-from sglang.srt.plan.feed_forward import MoE, Shared, up_parts
+from sglang.srt.plan.feed_forward import MoE, Shared
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
@@ -37,26 +37,24 @@ class MoELayer:
     "moe.shared.down" with {part}, "moe.shared_gate".
     """
 
-    def __init__(self, scope: Scope, hidden_size: int, spec: MoE) -> None:
+    def __init__(self, scope: Scope, spec: MoE) -> None:
         self.activation = spec.activation
         fused = spec.fused_shared
-        width, parts = spec.latent_size or hidden_size, up_parts(spec.activation)
         groups = scope.groups
         self.group = groups.experts
         self.reduce = self.group.size > 1
         sizes = ExpertSizes(
+            scope.sub("w13").matrix(),
+            scope.sub("w2").matrix(),
             spec.num_experts,
-            width,
             spec.intermediate_size,
-            spec.bias,
             fused,
             spec.form,
-            parts,
             groups.ep.rank,
             groups.ep.size,
         )
         self.first_expert = sizes.local.start
-        self.route = TopK(scope, hidden_size, spec.num_experts, spec.router, with_shared=fused, local=sizes.local)
+        self.route = TopK(scope, spec.router, with_shared=fused, local=sizes.local)
         self.experts = Experts(scope, sizes, spec.activation.linear_in_up)
         self.products: FusedMoEOp = scope.plan.entry("fused_moe")
         self.bands, self.features = scope.plan.tiles("fused_moe"), scope.plan.arch.features
@@ -64,12 +62,12 @@ class MoELayer:
         self.latent: tuple[ReplicatedLinear, ReplicatedLinear] | None = None
         if spec.latent_size:
             self.latent = (
-                ReplicatedLinear(scope.sub("latent_in"), hidden_size, width),
-                ReplicatedLinear(scope.sub("latent_out"), width, hidden_size),
+                ReplicatedLinear(scope.sub("latent_in")),
+                ReplicatedLinear(scope.sub("latent_out")),
             )
         self.shared: SharedExpert | None = None
         if spec.shared is not None and not fused:
-            self.shared = SharedExpert(scope, hidden_size, spec.shared, spec.activation)
+            self.shared = SharedExpert(scope, spec.shared, spec.activation)
 
     def _row_format(self, scope: Scope, spec: MoE) -> RowFormat | None:
         """Rows whose experts are computed pair by pair stay in 16 bits."""
@@ -106,13 +104,9 @@ class MoELayer:
 class SharedExpert:
     """[T, H] -> this rank's summand of [T, H]."""
 
-    def __init__(self, scope: Scope, hidden_size: int, spec: Shared, activation: Activation) -> None:
-        self.mlp = GatedMLP(scope.sub("shared"), hidden_size, spec.dense(activation), reduce=False)
-        self.gate: ReplicatedLinear | None = None
-        if spec.gated:
-            # One output is too little to quantize, whatever the checkpoint's rules say of the name.
-            in_16_bits = replace(scope.sub("shared_gate"), quant=Unquantized())
-            self.gate = ReplicatedLinear(in_16_bits, hidden_size, 1)
+    def __init__(self, scope: Scope, spec: Shared, activation: Activation) -> None:
+        self.mlp = GatedMLP(scope.sub("shared"), spec.dense(activation), reduce=False)
+        self.gate = ReplicatedLinear(scope.sub("shared_gate")) if spec.gated else None
 
     def __call__(self, x: Rows) -> torch.Tensor:
         out = self.mlp(x)

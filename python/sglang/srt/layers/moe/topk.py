@@ -24,14 +24,13 @@ class TopK:
     `scope` names the linear layer; the correction bias and the hash table are its neighbours `correction` and `hash`.
     """
 
-    def __init__(
-        self, scope: Scope, hidden_size: int, num_experts: int, spec: Router, with_shared: bool, local: slice
-    ) -> None:
+    def __init__(self, scope: Scope, spec: Router, with_shared: bool, local: slice) -> None:
         self.spec, self.with_shared = spec, with_shared
         router = scope.sub("router")
-        dtype = torch.float32 if spec.float32 else None
-        self.weight = router.param("weight", (num_experts, hidden_size), dtype=dtype)
-        self.bias = router.param("bias", (num_experts,), init=Init.ZEROS, dtype=dtype) if spec.bias else None
+        weights = router.matrix()
+        num_experts, dtype = weights.rows, getattr(torch, weights.dtype) if weights.dtype else None
+        self.weight = router.param("weight", (weights.rows, weights.cols), dtype=dtype)
+        self.bias = router.param("bias", (num_experts,), init=Init.ZEROS, dtype=dtype) if weights.bias else None
         self.linear: LinearOp = scope.plan.entry("linear")
         self.route: Any = scope.plan.entry(spec.op)  # as OPS[spec.op]
         self.expert_map = _expert_map(scope, num_experts, local)

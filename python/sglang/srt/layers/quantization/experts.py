@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from sglang.srt.configs.quant_rules import ModuleQuant
-from sglang.srt.configs.quant_scheme import Scheme, expert_share
+from sglang.srt.configs.quant_scheme import Scheme
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.errors import UserError
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights, repack
@@ -30,23 +30,24 @@ from sglang.srt.layers.quantization.stored import (
     matrix_part,
     quantize_into,
 )
+from sglang.srt.plan.layer_spec import Matrix
 from sglang.srt.plan.ranks import even_slice, share_in_rooms, whole
 from sglang.srt.plan.weight_names import PartKey
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSizes:
-    """Of the whole layer. `shared`: one more expert behind the routed ones, read from the layer's shared expert.
-    `form` names how a 16-bit checkpoint keeps the experts: "" one by one, or one of `experts_fused.FUSED`. The routed
-    experts are cut into `ep_size` runs, of which this rank has number `ep_rank`."""
+    """`w13` and `w2`: what this rank has room for; the rest is of the whole layer. `shared`: one more expert behind the
+    routed ones, read from the layer's shared expert. `form` names how a 16-bit checkpoint keeps the experts: "" one by
+    one, or one of `experts_fused.FUSED`. The routed experts are cut into `ep_size` runs, of which this rank has number
+    `ep_rank`."""
 
+    w13: Matrix
+    w2: Matrix
     num_experts: int
-    hidden_size: int
     intermediate_size: int
-    bias: bool = False
     shared: bool = False
     form: str = ""
-    up_parts: tuple[str, ...] = ("gate", "up")
     ep_rank: int = 0
     ep_size: int = 1
 
@@ -63,9 +64,13 @@ class ExpertSizes:
         return length(self.local)
 
     @property
+    def bias(self) -> bool:
+        return self.w13.bias
+
+    @property
     def room(self) -> int:
         """Experts in each tensor, which are as many on every rank."""
-        return -(-self.num_experts // self.ep_size) + self.shared
+        return self.w13.experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +122,7 @@ def expert_quant(scope: Scope, sizes: ExpertSizes) -> ModuleQuant | None:
     if _in_layer(scope.sub("w13")) not in scope.weights.layer:  # a family that never keeps experts one by one
         return config.of(scope.sub("experts").module())
     ends = {0, sizes.num_experts - 1}
-    up = [scope.sub("w13").module(part, e) for part in sizes.up_parts for e in ends]
+    up = [scope.sub("w13").module(part, e) for part in sizes.w13.parts for e in ends]
     return config.of_fused([*up, *(scope.sub("w2").module("down", e) for e in ends)])
 
 
@@ -127,15 +132,15 @@ def _in_layer(scope: Scope) -> str:
 
 
 def _products(sizes: ExpertSizes, scheme: Scheme | None, group: Group) -> tuple[ExpertProduct, ExpertProduct]:
-    inter, hidden = sizes.intermediate_size, sizes.hidden_size
+    w13, w2 = sizes.w13, sizes.w2
+    hidden, share = w13.cols, w2.cols
     if scheme is not None and scheme.group[0] == 1 and scheme.group[1] and hidden % scheme.group[1]:
         raise UserError(f"hidden size {hidden} does not divide into {scheme.name} groups of {scheme.group[1]}")
-    share = expert_share(inter, group.size, scheme)
-    dims = share_in_rooms(inter, share, group.rank)
-    up = tuple(Shard(part, dims, whole(hidden)) for part in sizes.up_parts)
-    down = (Shard("down", whole(hidden), dims),)
+    dims = share_in_rooms(sizes.intermediate_size, share, group.rank)
+    up = tuple(Shard(part, dims, whole(hidden)) for part in w13.parts)
+    down = tuple(Shard(part, whole(w2.rows), dims) for part in w2.parts)
     at = tuple(i * share for i in range(len(up)))
-    return ExpertProduct("w13", up, at, len(up) * share, hidden), ExpertProduct("w2", down, (0,), hidden, share)
+    return ExpertProduct("w13", up, at, w13.rows, hidden), ExpertProduct("w2", down, (0,), w2.rows, share)
 
 
 def _create(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.block import Site
-from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, Unquantized, even_share
+from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, even_share
 from sglang.srt.layers.ops import GatedRMSNormOp
 from sglang.srt.layers.parameter import Init, Part, Scope
 from sglang.srt.layers.recurrent.mixer import Convolution, Gates, Heads, RecurrentCore
@@ -29,7 +28,6 @@ class GatedDeltaNet:
     v; the gated delta rule; a norm of each head times silu(z); the output projection."""
 
     def __init__(self, scope: Scope, spec: GatedDelta, site: Site) -> None:
-        hidden_size = site.model.hidden_size
         group = scope.groups.attention
         key_heads = even_share(spec.key_heads, group, "number of key heads").run
         value_share = even_share(spec.value_heads, group, "number of value heads")
@@ -39,10 +37,9 @@ class GatedDeltaNet:
             key_heads.stop - key_heads.start, value_heads.stop - value_heads.start, spec.key_dim, spec.value_dim
         )
         self.eps = site.model.norm_eps
-        self.in_proj = ColumnParallelLinear(scope.sub("in"), hidden_size, rows.of_input())
-        # One output a head is too little to quantize, whatever the checkpoint's rules say of the name.
-        in_16_bits = replace(scope.sub("in_gates"), quant=Unquantized())
-        self.gates = ColumnParallelLinear(in_16_bits, hidden_size, rows.of_gates())
+        into, gates, out = scope.sub("in"), scope.sub("in_gates"), scope.sub("out")
+        self.in_proj = ColumnParallelLinear(into, into.matrix(), rows.of_input())
+        self.gates = ColumnParallelLinear(gates, gates.matrix(), rows.of_gates())
         self.conv = Convolution(
             _conv_weight(scope.sub("conv"), rows, spec.conv_kernel), None, 2 * self.heads.key_heads, spec.key_dim
         )
@@ -52,7 +49,7 @@ class GatedDeltaNet:
         self.norm: GatedRMSNormOp = scope.plan.entry("gated_rmsnorm")
         cache = scope.cache(site.layer_id, "state")
         self.core = RecurrentCore(scope, cache, "gated_delta_rule", gated_delta_rule(spec.key_dim), self.heads)
-        self.out = RowParallelLinear(scope.sub("out"), value_share.of_dims(spec.value_dim), hidden_size, group=group)
+        self.out = RowParallelLinear(out, value_share.of_dims(spec.value_dim), out.matrix(), group=group)
 
     def leave_sum(self) -> Group | None:
         return self.out.leave_sum()

@@ -27,7 +27,7 @@ class Mamba2Mixer:
     projection."""
 
     def __init__(self, scope: Scope, spec: Mamba2, site: Site) -> None:
-        hidden_size, values = site.model.hidden_size, spec.num_heads * spec.head_dim
+        values, into, out = spec.num_heads * spec.head_dim, scope.sub("in"), scope.sub("out")
         head_share = even_share(spec.num_heads, scope.groups.attention, "number of Mamba-2 heads")
         heads = head_share.run
         groups = even_share(spec.num_groups, scope.groups.attention, "number of Mamba-2 groups").run
@@ -38,9 +38,7 @@ class Mamba2Mixer:
         total = 2 * values + 2 * spec.num_groups * spec.state_dim + spec.num_heads
         inner = slice(heads.start * spec.head_dim, heads.stop * spec.head_dim)
         rows = [inner, *(_moved(part, values) for part in channels), _moved(heads, total - spec.num_heads)]
-        self.in_proj = ColumnParallelLinear(
-            scope.sub("in"), hidden_size, [("", exact_share(total, part)) for part in rows], spec.proj_bias
-        )
+        self.in_proj = ColumnParallelLinear(into, into.matrix(), [("", exact_share(total, part)) for part in rows])
         self.sizes = [self.heads.values, self.heads.channels, num_heads]
         self.conv = _convolution(scope.sub("conv"), spec, channels)
         self.a_log, self.dt_bias, self.skip = (
@@ -51,9 +49,7 @@ class Mamba2Mixer:
         rule = Rule(delta=False, dt_min=spec.dt_min, dt_max=spec.dt_max)
         self.core = RecurrentCore(scope, scope.cache(site.layer_id, "state"), "state_space_duality", rule, self.heads)
         inputs = head_share.of_dims(spec.head_dim)
-        self.out = RowParallelLinear(
-            scope.sub("out"), inputs, hidden_size, spec.proj_bias, group=scope.groups.attention
-        )
+        self.out = RowParallelLinear(out, inputs, out.matrix(), group=scope.groups.attention)
 
     def leave_sum(self) -> Group | None:
         return self.out.leave_sum()
