@@ -143,6 +143,9 @@ def test_every_layer_has_bands(plan_of: Any) -> None:
     (decode,) = plan.tiles("decode_attention")
     assert decode.tiles == (plan.tile("decode_attention"),) and decode.rungs[1:]
     assert plan.tiles("rmsnorm") == (), "it takes no tile"
+    biased = next((rows, cols, True) for rows, cols, bias in shapes if bias)
+    behind_the_sum = plan.tiles("linear/fp8_channel", (*biased[:2], False))
+    assert [band.names for band in behind_the_sum] == [band.names for band in plan.tiles("linear/fp8_channel", biased)]
     with pytest.raises(KeyError):
         plan.tiles("linear/fp8_channel", (1, 2, False))
 

@@ -174,17 +174,22 @@ def triton_bands(need: Need, arch: ArchTraits, measure: bool = False) -> OpBands
     """Of Triton's products, for each of the need's weights."""
     scheme = SCHEMES[need.quant or ""]
     source = f"linear_tiles.{_source(product_of(scheme, arch.features).kind, arch.features)}"
-    return OpBands({shape: bands_of(scheme, shape, arch) for shape in need.shapes}, source)
+    return OpBands({shape: bands_of(scheme, shape, arch) for shape in _multiplied(need)}, source)
 
 
 def library_bands(need: Need, arch: ArchTraits, measure: bool = False) -> OpBands:
     """The same with torch's scaled product for steps of SCALED_MM_ROWS tokens and more, where it takes the weight."""
     by_triton = triton_bands(need, arch)
     by_shape = dict(by_triton.by_shape)
-    for shape in need.shapes:
+    for shape in _multiplied(need):
         if library_takes(SCHEMES[need.quant or ""], shape):
             by_shape[shape] = (*cut_at(by_shape[shape], SCALED_MM_ROWS - 1), Band(ANY, LIBRARY))
     return replace(by_triton, by_shape=by_shape)
+
+
+def _multiplied(need: Need) -> tuple[Shape, ...]:
+    """The need's shapes as products have them: a bias may also be added behind the sum over the ranks."""
+    return tuple(dict.fromkeys((*size, bias) for *size, own in need.shapes for bias in (False, own)))
 
 
 def library_takes(scheme: Scheme, shape: Shape) -> bool:
