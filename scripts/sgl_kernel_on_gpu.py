@@ -32,7 +32,7 @@ from srt.layers.moe.moe_harness import NATIVE, expected, make_case  # noqa: E402
 from sglang.srt.configs.activation import GPT_OSS_SWIGLU, SILU, Activation  # noqa: E402
 from sglang.srt.kernels.bands import ANY, Band  # noqa: E402
 from sglang.srt.layers.moe import mixed_moe  # noqa: E402
-from sglang.srt.layers.moe.fused_moe_triton.expert_bands import MIXED  # noqa: E402
+from sglang.srt.layers.moe.fused_moe_triton.tiles import MIXED  # noqa: E402
 
 BOUND = 6e-3
 """Of the error's norm, as a part of the result's: what rounding to 16 bits between the steps explains."""

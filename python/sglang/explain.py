@@ -92,12 +92,12 @@ def explain(args: ServerArgs, arch: ArchTraits, packages: frozenset[str], availa
         check_layout(model, serving.ranks)
     except UserError as error:
         return Explanation(arch, model, not_implemented, str(error), serving.kv_dtype, (), (), {}, None, (), serving)
-    held = rank_weights(model, serving.ranks)
-    outcomes = tuple(_outcome(need, arch, packages, forced_kernel(args, need)) for need in needs_of(held, serving))
+    of_rank = rank_weights(model, serving.ranks)
+    outcomes = tuple(_outcome(need, arch, packages, forced_kernel(args, need)) for need in needs_of(of_rank, serving))
     plan, notes = _plan(
         args,
         served,
-        held,
+        of_rank,
         serving,
         context_length(select_text_config(config), args.context_length),
         outcomes,
@@ -124,7 +124,7 @@ def _outcome(need: Need, arch: ArchTraits, packages: frozenset[str], forced: str
 def _plan(
     args: ServerArgs,
     served: ModelConfig | None,
-    held: RankWeights,
+    of_rank: RankWeights,
     serving: Serving,
     context_len: int,
     outcomes: Sequence[Choice | NoKernel],
@@ -141,7 +141,7 @@ def _plan(
             described = plan.describe()
             return {key: value for key, value in described.items() if key != "kernels"}, (*plan.errors, *plan.warnings)
         choices = {outcome.need.key: outcome for outcome in outcomes if isinstance(outcome, Choice)}
-        capacity = plan_capacity(args, held, serving, context_len, arch, choices, available)
+        capacity = plan_capacity(args, of_rank, serving, context_len, arch, choices, available)
         return {"estimate": True, **describe_capacity(capacity)}, tuple(capacity.notes)
     except UserError as error:
         return None, (str(error),)

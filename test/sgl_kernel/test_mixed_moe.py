@@ -16,7 +16,8 @@ from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.bands import ANY, Band, band_of
 from sglang.srt.kernels.spec import Need
 from sglang.srt.layers.moe import mixed_moe
-from sglang.srt.layers.moe.fused_moe_triton.expert_bands import MIXED, mixed_bands
+from sglang.srt.layers.moe.fused_moe_triton.expert_bands import mixed_bands
+from sglang.srt.layers.moe.fused_moe_triton.tiles import MIXED
 
 BLOCK_M = (64, 128)
 BOUND = 6e-3

@@ -11,9 +11,8 @@ import sys
 from moe_problem import Problem
 
 from sglang.srt.layers.moe.fused_moe_triton import tiles
-from sglang.srt.layers.moe.fused_moe_triton.expert_bands import FEW, MANY
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import product_for
-from sglang.srt.layers.moe.fused_moe_triton.tiles import PairTile
+from sglang.srt.layers.moe.fused_moe_triton.tiles import FEW, MANY, PairTile
 from sglang.tuning.search_space import MoeShape
 
 UNROLLS = (1, 2)

@@ -492,11 +492,12 @@ def _experts(
     own_kernel = "mma_sync_block_scale" in arch.features and act.trait in ("", "clamped_gate")
     if scheme is SCHEMES["mxfp4_mxfp8"] and own_kernel:
         with patch.multiple(mixed_moe, _library=NoLibrary, _stream=lambda x: 0):
+            bands = tuple(mixed_from(0, -(-TALL_ROWS * experts // top_k) - 1))
             for pairs_an_expert in (MIXED_ROWS, TALL_ROWS):
                 tokens = -(-pairs_an_expert * experts // top_k)
                 x, weights = empty(tokens, hidden), empty(tokens, top_k, dtype=torch.float32)
                 ids = empty(tokens, top_k, dtype=torch.int32)
-                mixed_moe.fused_moe(x, w13, w2, weights, ids, act, tuple(mixed_from(0, TALL_ROWS * experts // top_k)))
+                mixed_moe.fused_moe(x, w13, w2, weights, ids, act, bands)
 
 
 class NoLibrary:

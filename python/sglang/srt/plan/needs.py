@@ -12,11 +12,11 @@ from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import RankWeights
 
 
-def needs_of(held: RankWeights, serving: Serving) -> tuple[Need, ...]:
+def needs_of(of_rank: RankWeights, serving: Serving) -> tuple[Need, ...]:
     """In the order of a layer. Needs of one op and shape are one, whose traits are those of any layer; an op that has
     several shapes has a need for each, told apart by `variant`."""
-    model, dtype = held.model, serving.dtype
-    experts = _experts(held)
+    model, dtype = of_rank.model, serving.dtype
+    experts = _experts(of_rank)
     blocks = (block for layer in model.layers for block in layer.token_blocks)
     feed_forward = [need for block in blocks for need in block.needs(serving)]
     sharded = serving.tp_size > 1
@@ -25,7 +25,7 @@ def needs_of(held: RankWeights, serving: Serving) -> tuple[Need, ...]:
         *([Need("embedding_rows", q_dtype=dtype)] if sharded else []),
         Need("rmsnorm", q_dtype=dtype),
         *_merged(need for layer in model.layers for need in layer.residual.needs(serving)),
-        *_linears(held, serving.dtype),
+        *_linears(of_rank, serving.dtype),
         *_merged(need for layer in model.layers for need in layer.mixer.needs(serving)),
         *_vision(model, dtype),
         *_merged(replace(need, **experts) if need.op == "fused_moe" else need for need in feed_forward),
@@ -33,14 +33,14 @@ def needs_of(held: RankWeights, serving: Serving) -> tuple[Need, ...]:
     )
 
 
-def _experts(held: RankWeights) -> dict[str, Any]:
+def _experts(of_rank: RankWeights) -> dict[str, Any]:
     """Scheme, shapes and numbers of the routed experts, as fields of their need."""
-    experts, quant = held.model.experts, held.model.expert_quant
+    experts, quant = of_rank.model.experts, of_rank.model.expert_quant
     if experts is None:
         return {}
-    products = [matrix for matrix, _ in held.matrices() if matrix.experts][:2]
+    products = [matrix for matrix, _ in of_rank.matrices() if matrix.experts][:2]
     shapes = tuple((product.rows, product.cols, product.bias) for product in products)
-    numbers = (products[0].experts, experts.top_k + experts.fused_shared, held.ranks.ep_size)
+    numbers = (products[0].experts, experts.top_k + experts.fused_shared, of_rank.ranks.ep_size)
     return {"quant": quant.scheme if quant else None, "shapes": shapes, "experts": numbers}
 
 
@@ -57,13 +57,13 @@ def _merged(needs: Iterable[Need]) -> Iterator[Need]:
         yield replace(shape, traits=traits, variant=variant)
 
 
-def _linears(held: RankWeights, dtype: str) -> Iterator[Need]:
+def _linears(of_rank: RankWeights, dtype: str) -> Iterator[Need]:
     """The 16-bit products, and one need for each scheme of the others."""
-    head = held.model.head_quant
+    head = of_rank.model.head_quant
     shapes: dict[str | None, set[tuple[int, int, bool]]] = {
-        head.scheme if head else None: {(held.head.rows, held.head.cols, False)}
+        head.scheme if head else None: {(of_rank.head.rows, of_rank.head.cols, False)}
     }
-    for matrix, quant in held.matrices():
+    for matrix, quant in of_rank.matrices():
         if not matrix.experts and matrix.dtype is None:
             shapes.setdefault(quant.scheme if quant else None, set()).add((matrix.rows, matrix.cols, matrix.bias))
     for scheme in sorted(shapes, key=lambda scheme: scheme or ""):

@@ -234,18 +234,18 @@ def make_plan(
     """
     description = describe_served_model(args, model)
     serving = serving_of(args, model.dtype, model.quantization)
-    held = rank_weights(description, serving.ranks)
-    needs = tuple(_as_seen(args, need, links, probe) for need in needs_of(held, serving))
+    of_rank = rank_weights(description, serving.ranks)
+    needs = tuple(_as_seen(args, need, links, probe) for need in needs_of(of_rank, serving))
     choices = choose(args, needs, arch, installed_packages() if packages is None else packages)
     _check_servable(description, serving)
-    capacity = plan_capacity(args, held, serving, model.context_len, arch, choices, available_bytes)
+    capacity = plan_capacity(args, of_rank, serving, model.context_len, arch, choices, available_bytes)
     sizes, tokens, stages = capacity.sizes, capacity.max_total_num_tokens, capacity.stages
     stage = stages[serving.ranks.stage(rank)]
     return Plan(
         arch=arch,
         model=model,
         description=stage.model,
-        weights=held.of_stage(stage.model),
+        weights=of_rank.of_stage(stage.model),
         caches=caches_of_stage(cache_groups(description, serving), stage.layers),
         attention_sites=attention_sites(description, args.tp_size),
         dtype=model.dtype,
@@ -349,7 +349,7 @@ def describe_pools(windows: Sequence[WindowSize], checkpoints: int, states: str)
 
 def plan_capacity(
     args: ServerArgs,
-    held: RankWeights,
+    of_rank: RankWeights,
     serving: Serving,
     context_len: int,
     arch: ArchTraits,
@@ -359,9 +359,9 @@ def plan_capacity(
     """For every model that can be described, also one without a model class. What the user did not say is as large as
     leaves the caches their share (`defaults.CACHE_SHARE`). Raises UserError if it does not fit."""
     fp8_cache, features = serving.kv_dtype.startswith("fp8"), arch.features if arch.device == "cuda" else None
-    model, stages = held.model, cut_stages(held, serving.dtype, fp8_cache, features)
+    model, stages = of_rank.model, cut_stages(of_rank, serving.dtype, fp8_cache, features)
     weights = max(stage.weight_bytes for stage in stages)
-    remedies = remedies_of(held, serving, fp8_cache, features)
+    remedies = remedies_of(of_rank, serving, fp8_cache, features)
     steps = defaults.default_sizes(arch.device, available, context_len)
     if args.mem_fraction_static is not None:  # which says what the caches get, whatever else there is
         steps = steps[:1]

@@ -40,7 +40,7 @@ class RankWeights:
     def of_stage(self, stage: ModelDescription) -> RankWeights:
         """Of a part of the model, whose other layers are elsewhere."""
         kept = zip(self.layers, stage.layers, strict=True)
-        return replace(self, model=stage, layers=tuple(() if layer.elsewhere else held for held, layer in kept))
+        return replace(self, model=stage, layers=tuple(() if layer.elsewhere else weights for weights, layer in kept))
 
 
 def rank_weights(model: ModelDescription, ranks: RankLayout) -> RankWeights:

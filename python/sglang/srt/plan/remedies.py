@@ -30,15 +30,15 @@ class Remedies:
         return self.more_ranks(int(room * (1 - LEAST_CACHE_SHARE)))
 
 
-def remedies_of(held: RankWeights, serving: Serving, fp8_cache: bool, features: Collection[str] | None) -> Remedies:
+def remedies_of(of_rank: RankWeights, serving: Serving, fp8_cache: bool, features: Collection[str] | None) -> Remedies:
     """`fp8_cache`, `features`: as of `rank_weight_bytes`."""
 
     @functools.cache
     def weights(layout: RankLayout) -> int:
-        other = rank_weights(held.model, layout)
+        other = rank_weights(of_rank.model, layout)
         return max(stage.weight_bytes for stage in cut_stages(other, serving.dtype, fp8_cache, features))
 
     def more_ranks(limit: int) -> RankLayout | None:
-        return next_layout(held.model, serving.ranks, lambda layout: weights(layout) <= limit)
+        return next_layout(of_rank.model, serving.ranks, lambda layout: weights(layout) <= limit)
 
-    return Remedies(wide_bytes(held, serving.dtype), more_ranks)
+    return Remedies(wide_bytes(of_rank, serving.dtype), more_ranks)

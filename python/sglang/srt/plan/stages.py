@@ -33,21 +33,21 @@ class Stage:
 
 
 def cut_stages(
-    held: RankWeights, dtype: str, fp8_cache: bool = False, features: Collection[str] | None = None
+    of_rank: RankWeights, dtype: str, fp8_cache: bool = False, features: Collection[str] | None = None
 ) -> tuple[Stage, ...]:
     """Stages whose fullest one has as few bytes of weights as can be; arguments as of `rank_weight_bytes`. There are at
     least as many layers as stages."""
-    model = held.model
+    model = of_rank.model
 
     def of(layers: range) -> Stage:
         part = stage_model(model, layers)
-        return Stage(layers, part, rank_weight_bytes(held.of_stage(part), dtype, fp8_cache, features))
+        return Stage(layers, part, rank_weight_bytes(of_rank.of_stage(part), dtype, fp8_cache, features))
 
     num_layers = len(model.layers)
-    if held.ranks.pp_size == 1:
+    if of_rank.ranks.pp_size == 1:
         return (of(range(num_layers)),)
     each = [of(range(i, i + 1)).weight_bytes for i in range(num_layers)]
-    return tuple(of(layers) for layers in balanced_runs(each, held.ranks.pp_size))
+    return tuple(of(layers) for layers in balanced_runs(each, of_rank.ranks.pp_size))
 
 
 def stage_model(model: ModelDescription, layers: range) -> ModelDescription:

@@ -19,35 +19,37 @@ _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}
 
 
 def rank_weight_bytes(
-    held: RankWeights, dtype: str, fp8_cache: bool = False, features: Collection[str] | None = None
+    of_rank: RankWeights, dtype: str, fp8_cache: bool = False, features: Collection[str] | None = None
 ) -> int:
     """Of one rank's parameters, exactly as they are allocated. An `fp8_cache` of keys and values has scales, which are
     parameters. `features` (of ArchTraits): of the GPU whose kernels arrange the weights; None: as they are stored."""
-    model, item = held.model, _DTYPE_BYTES[dtype]
+    model, item = of_rank.model, _DTYPE_BYTES[dtype]
     hidden = model.hidden_size
-    total = held.head.rows * hidden * item if model.has_embedding else 0
+    total = of_rank.head.rows * hidden * item if model.has_embedding else 0
     norm = hidden * (4 if model.zero_centred_norms else item)  # before a block, and behind the last one
     if model.last_stage:
         if not model.tie_embeddings:
-            total += matrix_bytes(held.head, model.head_quant, item, features)
+            total += matrix_bytes(of_rank.head, model.head_quant, item, features)
         total += norm + _bytes_of(model, 0, model.layers[-1].residual.head_weights(hidden), item, features)
-    for i, (layer, weights) in enumerate(zip(model.layers, held.layers, strict=True)):
+    for i, (layer, weights) in enumerate(zip(model.layers, of_rank.layers, strict=True)):
         if layer.elsewhere:
             continue
         total += norm * sum(block != ABSENT for block in (layer.mixer, layer.ffn))
         total += _bytes_of(model, i, weights + layer.residual.weights(hidden), item, features)
         total += _cache_scale_bytes(layer.mixer) if fp8_cache else 0
     if model.per_layer_inputs is not None:
-        total += _bytes_of(model, 0, model.per_layer_inputs.model_weights(hidden, held.ranks.tp_size), item, features)
+        total += _bytes_of(
+            model, 0, model.per_layer_inputs.model_weights(hidden, of_rank.ranks.tp_size), item, features
+        )
     return total
 
 
-def wide_bytes(held: RankWeights, dtype: str) -> dict[str, int]:
+def wide_bytes(of_rank: RankWeights, dtype: str) -> dict[str, int]:
     """Of a quantized checkpoint: what it keeps in `dtype`, on one rank, by block ("attn", "mlp", ...) and "embeddings",
     the most first; empty if nothing is quantized."""
     item, quantized = _DTYPE_BYTES[dtype], False
-    sizes = {"embeddings": held.head.rows * held.head.cols * item}
-    for weight, quant in held.matrices():
+    sizes = {"embeddings": of_rank.head.rows * of_rank.head.cols * item}
+    for weight, quant in of_rank.matrices():
         if weight.dtype is not None:
             continue
         if quant is not None:

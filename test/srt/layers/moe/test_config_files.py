@@ -319,7 +319,7 @@ def test_the_bands_say_what_was_rejected(configs: Path) -> None:
 
 def test_a_step_gets_the_entry_of_the_closest_number_of_tokens(configs: Path) -> None:
     """Few pairs are not grouped, and take none. With two groups of ranks entries are of the tokens of one."""
-    put(configs / "E=8,N=64,arch=sm_120,sms=188.json", {"8": ENTRY, "64": ENTRY | {"num_stages": 4}})
+    put(configs / "E=8,N=64,arch=sm_120,sms=188.json", {"9": ENTRY, "64": ENTRY | {"num_stages": 4}})
     for groups in (1, 2):
         need = Need("fused_moe", shapes=((128, 2048, False), (2048, 64, False)), experts=(8, 2, groups))
         few, first, last = triton_bands(need, SERVER, measure=True).by_shape[None]

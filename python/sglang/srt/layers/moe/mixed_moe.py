@@ -17,9 +17,9 @@ from sglang.srt.kernels.bands import Bands, band_of
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.layers.moe.fused_moe_triton import fused_moe as streamed
 from sglang.srt.layers.moe.fused_moe_triton.align import ExpertBlocks, align
-from sglang.srt.layers.moe.fused_moe_triton.expert_bands import MIXED
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import COMBINE_BLOCK, matrix_of
 from sglang.srt.layers.moe.fused_moe_triton.kernels import combine_kernel
+from sglang.srt.layers.moe.fused_moe_triton.tiles import MIXED
 from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.layers.triton_ops.activation import gate_constants
 from sglang.srt.layers.triton_ops.quantize import quantize_activation

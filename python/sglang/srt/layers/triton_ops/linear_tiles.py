@@ -189,7 +189,7 @@ def library_bands(need: Need, arch: ArchTraits, measure: bool = False) -> OpBand
 
 def _multiplied(need: Need) -> tuple[Shape, ...]:
     """The need's shapes as products have them: a bias may also be added behind the sum over the ranks."""
-    return tuple(dict.fromkeys((*size, bias) for *size, own in need.shapes for bias in (False, own)))
+    return tuple(dict.fromkeys((*size, bias) for *size, has_bias in need.shapes for bias in (False, has_bias)))
 
 
 def library_takes(scheme: Scheme, shape: Shape) -> bool:

@@ -15,6 +15,9 @@ from sglang.srt.kernels.tables import MIXED_ROWS
 from sglang.srt.layers.moe.fused_moe_triton.capacity import cost_of, recorded_cost
 from sglang.srt.layers.moe.fused_moe_triton.config_files import TunedTiles, find
 from sglang.srt.layers.moe.fused_moe_triton.tiles import (
+    FEW,
+    MANY,
+    MIXED,
     PAIR_TILES,
     TILES,
     WIDE_TILES,
@@ -26,8 +29,6 @@ from sglang.srt.layers.moe.fused_moe_triton.tiles import (
     tile_rows,
 )
 
-FEW, MANY, MIXED = "few pairs", "tiles", "sgl_kernel"
-"""Ways: one by one, grouped by Triton, and grouped by sgl-kernel's products."""
 TALL_ROWS = 72
 """Pairs an expert from which sgl-kernel's blocks have 128 instead of 64 of them. It takes over from MIXED_ROWS on. Both
 were predicted: docs/results/2026-11-21-mixed-kernel.md."""
@@ -65,7 +66,7 @@ def triton_bands(need: Need, arch: ArchTraits, measure: bool = False) -> OpBands
     """Of Triton's products. With `measure` tiles of a tuning file that are on no record are compiled, which takes
     seconds; without they are taken to fit."""
     layer, cost = layer_of(need, arch), cost_of if measure else recorded_cost
-    found = find(
+    search = find(
         layer.num_experts,
         layer.intermediate,
         need.quant,
@@ -74,8 +75,10 @@ def triton_bands(need: Need, arch: ArchTraits, measure: bool = False) -> OpBands
         bias=need.shapes[0][2],
         cost=cost,
     )
-    bands = bands_of(layer, arch.features, found.tiles)
-    return OpBands({None: bands}, found.describe(), tuple(f"MoE tuning file not used: {why}" for why in found.rejected))
+    bands = bands_of(layer, arch.features, search.tiles)
+    return OpBands(
+        {None: bands}, search.describe(), tuple(f"MoE tuning file not used: {why}" for why in search.rejected)
+    )
 
 
 def mixed_bands(need: Need, arch: ArchTraits, measure: bool = False) -> OpBands:

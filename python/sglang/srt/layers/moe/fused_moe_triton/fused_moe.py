@@ -24,8 +24,7 @@ from sglang.srt.kernels.spec import Tile
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.layers.moe.fused_moe_triton import kernels, kernels_few
 from sglang.srt.layers.moe.fused_moe_triton.align import ExpertBlocks, align
-from sglang.srt.layers.moe.fused_moe_triton.expert_bands import FEW
-from sglang.srt.layers.moe.fused_moe_triton.tiles import swaps
+from sglang.srt.layers.moe.fused_moe_triton.tiles import FEW, swaps
 from sglang.srt.layers.quantization.quantized_rows import QuantizedRows, Rows, values_of
 from sglang.srt.layers.triton_ops import pdl, scaled_dot
 from sglang.srt.layers.triton_ops.activation import gate_constants

@@ -15,6 +15,8 @@ from sglang.srt.kernels.scaled_product import ScaledProduct
 
 GroupedTile = dict[str, int]
 
+FEW, MANY, MIXED = "few pairs", "tiles", "sgl_kernel"
+"""Ways that a band may name: pair by pair, grouped by Triton, and grouped by sgl-kernel's products."""
 TILE_KEYS = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", "num_warps", "num_stages")
 
 
