@@ -189,7 +189,8 @@ def library_bands(need: Need, arch: ArchTraits, measure: bool = False) -> OpBand
 
 def _multiplied(need: Need) -> tuple[Shape, ...]:
     """The need's shapes as products have them: a bias may also be added behind the sum over the ranks."""
-    return tuple(dict.fromkeys((*size, bias) for *size, has_bias in need.shapes for bias in (False, has_bias)))
+    shapes = ((rows, cols, kept) for rows, cols, bias in need.shapes for kept in (False, bias))
+    return tuple(dict.fromkeys(shapes))
 
 
 def library_takes(scheme: Scheme, shape: Shape) -> bool:
