@@ -151,7 +151,7 @@ def test_the_attention_backend_heals_itself(monkeypatch: pytest.MonkeyPatch) -> 
 
     from sglang.srt.layers.attention import triton_backend
     from sglang.srt.layers.attention.call_site import Attention
-    from sglang.srt.layers.forward_batch import TokenSlots
+    from sglang.srt.layers.forward_batch import DecodeRows, ExtendRows, TokenSlots
     from sglang.srt.mem_cache.memory_pool import CacheStore
 
     small_extend = {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
@@ -162,7 +162,7 @@ def test_the_attention_backend_heals_itself(monkeypatch: pytest.MonkeyPatch) -> 
     layer = Attention(cache, 4, 2, 64, 0.125)
     plan = SimpleNamespace(
         ladder=lambda op: TileLadder(op, ladders[op], MODULE),
-        attention_shapes=(layer.shape,),
+        attention_shapes=(layer.site.shape,),
         attention_op=lambda op, shape: op,
         arch=SimpleNamespace(num_sms=8),
         max_running_requests=4,
@@ -186,15 +186,16 @@ def test_the_attention_backend_heals_itself(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(triton_backend, "decode_attention_fwd", launch_of("decode", 4096))
     monkeypatch.setattr(triton_backend, "plan_decode", cut)
     backend = triton_backend.TritonAttnBackend(plan, "cpu")  # type: ignore[arg-type]
-    first_workspace = backend._heads[layer.shape].workspace
+    decode, extend = backend.decode_builder(layer.site), backend.extend_builder(layer.site)
+    first_workspace = decode.workspace
     cache.bind({"k": torch.zeros(1, 2, 64), "v": torch.zeros(1, 2, 64)}, table=0)
-    fields = ("req_pool_indices", "extend_prefix_lens", "extend_start_loc", "seq_lens")
-    slots = TokenSlots(torch.ones(1), torch.ones(1))
-    batch = SimpleNamespace(slots_of=lambda cache: slots, **dict.fromkeys(fields, torch.ones(1)))
+    one, slots = torch.ones(1), (TokenSlots(torch.ones(1), torch.ones(1)),)
     q, out = torch.zeros(2, 4, 64), torch.zeros(2, 4, 64)
-    backend.forward_extend(q, q, q, layer, batch, out)  # type: ignore[arg-type]
+    extend.build(ExtendRows(one, one, one, one, slots, [2], [0])).attend(q, q, q, layer, out)
+    decoding = decode.build(DecodeRows(one, one, slots))
+    log.remove(("cut", big_decode))
     for _ in range(2):
-        backend.forward_decode(q, layer, batch, out)  # type: ignore[arg-type]
+        decoding.attend(q, layer, out)
     assert log == [
         ("extend", BIG),
         ("extend", small_extend),
@@ -203,7 +204,7 @@ def test_the_attention_backend_heals_itself(monkeypatch: pytest.MonkeyPatch) -> 
         ("decode", small_decode),
         ("decode", small_decode),
     ]
-    workspace = backend._heads[layer.shape].workspace
+    workspace = decode.workspace
     assert workspace is not first_workspace
     assert not workspace.part_lse.any(), "the plan is read early: something must be launched behind what makes it"
     assert {step["op"] for step in step_downs()} == {"extend_attention", "decode_attention"}

@@ -16,11 +16,21 @@ import torch
 
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.layers.forward_batch import ForwardMode
-from sglang.srt.model_executor import cuda_graph_runner
+from sglang.srt.model_executor import graph_runner
 from sglang.srt.plan.mixers import MLA
-from srt.layers.attention.backend_harness import FakePlan, batch_of, layer_of, plan_of, share_cache, store_new_tokens
+from srt.layers.attention.backend_harness import (
+    FakePlan,
+    Mode,
+    batch_of,
+    layer_of,
+    mixed_batch_of,
+    plan_of,
+    share_cache,
+    sites_of,
+    store_new_tokens,
+)
 from srt.layers.attention.decode_steps import DIM, DecodeSteps, reexecuting_capture
+from srt.layers.attention.kernel_table import check_table
 from srt.layers.attention.reference import Problem, attend, relative_error, visible_keys
 
 MODULES = ("sglang.srt.layers.attention.flashinfer_mla_backend", "sglang.srt.layers.attention.flashinfer_backend")
@@ -94,7 +104,7 @@ def fake_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.setitem(sys.modules, "flashinfer.mla", mla)
     for name in MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setattr(cuda_graph_runner, "capture", reexecuting_capture(log))
+    monkeypatch.setattr(graph_runner, "capture", reexecuting_capture(log))
     module = importlib.import_module(MODULES[0])
     monkeypatch.setattr(module, "WORKSPACE_BYTES", 16)
     monkeypatch.setattr(module, "PLAN_BYTES", 16)
@@ -125,25 +135,26 @@ def plan_for(p: Problem) -> FakePlan:
     return replace(plan_of(p), description=described(p.num_heads, p.head_dim, p.v_head_dim))
 
 
-def native(p: Problem, mode: ForwardMode, layer: Attention) -> torch.Tensor:
-    backend = TorchNativeAttnBackend(None, p.device)  # type: ignore[arg-type]
-    return layer(p.q, p.k, p.v, batch_of(p, mode, backend)).float()
+def native(p: Problem, mode: Mode, layer: Attention) -> torch.Tensor:
+    sites = sites_of(plan_for(p), TorchNativeAttnBackend(None, p.device))  # type: ignore[arg-type]
+    return layer(p.q, p.k, p.v, batch_of(p, mode, sites)).float()
 
 
 def check_prompts_behind_decodes(backend_class: Any, device: str, dims: tuple[int, int] = (DIM, RANK)) -> None:
     """Without and with a prefix, lengths on both sides of page boundaries; both are planned before either runs."""
     d, e = latents([0, 15, 16, 300], [1] * 4, device, dims), latents([0, 40, 300, 16], [33, 7, 20, 1], device, dims)
     share_cache(d, e)
-    backend = backend_class(plan_for(e), device)
-    batch = batch_of(e, ForwardMode.EXTEND, backend)
-    batch.decodes = batch_of(d, ForwardMode.DECODE, backend)
+    plan = plan_for(e)
     for p in (d, e):
         store_new_tokens(p)
-    for part in (batch.decodes, batch):
-        backend.init_forward_metadata(part)
+    batch = mixed_batch_of(d, e, sites_of(plan, backend_class(plan, device)))
     q, k, v = (torch.cat(pair) for pair in ((d.q, e.q), (d.k, e.k), (d.v, e.v)))
-    expected = torch.cat([native(d, ForwardMode.DECODE, layer_of(d)), native(e, ForwardMode.EXTEND, layer_of(e))])
+    expected = torch.cat([native(d, Mode.DECODE, layer_of(d)), native(e, Mode.EXTEND, layer_of(e))])
     assert relative_error(layer_of(e)(q, k, v, batch), expected) < BOUND
+
+
+def test_what_the_plan_reads_of_the_kernel(fake_backend: ModuleType) -> None:
+    check_table("flashinfer_mla", fake_backend, ["FlashInferMLADecode", "FlashInferMLAExtend"])
 
 
 def test_prompts_behind_decoding_requests(fake_backend: ModuleType) -> None:
