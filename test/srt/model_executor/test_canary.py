@@ -13,11 +13,17 @@ import torch
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
+from sglang.srt.model_executor import graph_runner
 from sglang.srt.model_executor.canary import check_runner
 from sglang.srt.model_executor.device_state import StepShape, shape_of
+from sglang.srt.model_executor.graph_runner import GraphRunner, GraphSizes
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.step import StepInput
 from sglang.srt.server_args import ServerArgs
+from srt.layers.attention.decode_steps import reexecuting_capture
+from srt.layers.attention.fake_flashinfer import FakeWrapper
+from srt.model_executor.backend_matrix import backend, faked_flashinfer
+from srt.model_executor.graph_stand_ins import DeviceLengths, with_attention
 from srt.models.harness import save_tiny
 
 
@@ -112,6 +118,45 @@ def test_a_graph_that_computes_something_else_is_named(
         with caplog.at_level("INFO"):
             check_runner(runner)
         assert "Start-up canary: decoding and graphs agree with computing prompts whole without (cosine " in caplog.text
+
+
+def capture_mixed(runner: ModelRunner, log: list[str], defect: str) -> None:
+    """A model with windows: FlashInfer decodes and Triton computes prompts (stand-ins of both), in graphs of every
+    kind."""
+    with_attention(runner, backend("flashinfer", runner), DeviceLengths())
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        patch.setattr(graph_runner, "capture", reexecuting_capture(log))
+        graphs = runner.graphs = GraphRunner(runner.state, GraphSizes((1, 4), (16, 96), (0, 2)))
+    if defect == "stale plan":
+        refresh = graphs._refresh
+        captured = [step.decode for shape, step in graphs.steps.items() if shape.has_prompts]
+        graphs._refresh = lambda rows, lens: None if any(rows is c for c in captured) else refresh(rows, lens)  # type: ignore[method-assign]
+    elif defect == "late table":
+        runner.state.attention.decode_plans_on_host = False
+
+
+@pytest.mark.parametrize(
+    ("defect", "named"),
+    [
+        ("", ""),
+        ("stale plan", "the graph of prompts beside a request that decodes gives other logits"),
+        ("late table", "the graph that decodes 1 request gives other logits"),
+    ],
+)
+def test_a_plan_that_does_not_follow_a_graph_is_found(
+    defect: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backend that plans on the host, without a stand-in that notices: its plan is of another step where a graph with
+    prompts does not refresh it, and misses the new token where the graph writes a window's table only afterwards."""
+    monkeypatch.setattr(FakeWrapper, "checks_lists", False)
+    runner = runner_of("gemma3", tmp_path)
+    with faked_flashinfer() as log:
+        capture_mixed(runner, log, defect)
+        if not defect:
+            check_runner(runner)
+            return
+        with pytest.raises(UserError, match=named):
+            check_runner(runner)
 
 
 def test_the_first_block_without_numbers_is_named(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
+from sglang.srt.model_executor.canary import check_runner
+from sglang.srt.model_executor.device_state import DeviceState
 from sglang.srt.model_executor.drafts import accept
 from sglang.srt.model_executor.graph_runner import GraphSizes
 from sglang.srt.server_args import ServerArgs
@@ -166,6 +168,23 @@ def test_padding_of_graphs_changes_nothing(name: str, tmp_path: Path) -> None:
     verified = [len(step.slots) for step in replays if step.widths is not None]
     assert max(verified) > 4 and any(count not in (1, 4, 8) for count in verified)
     assert any(step.prompts is not None and step.num_decodes for step in replays)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "deepseek_v3"])
+def test_the_canary_verifies_guesses(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny(name, tmp_path)
+    runner = verifying_scheduler(server_args(tmp_path), KnownTexts(4, server_args(tmp_path)), {}).runner
+    check_runner(runner)
+    verify_batch = DeviceState._verify_batch
+
+    def of_other_tokens(*args: Any) -> Any:
+        batch = verify_batch(*args)
+        batch.input_ids = batch.input_ids.roll(1)
+        return batch
+
+    monkeypatch.setattr(DeviceState, "_verify_batch", of_other_tokens)
+    with pytest.raises(UserError, match="a step that verifies guesses gives other logits"):
+        check_runner(runner)
 
 
 QUESTIONS = ("What is the capital of France?", "What is 2+2?", "What is 15+27?", "What is the capital of Japan?")

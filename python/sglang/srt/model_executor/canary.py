@@ -77,7 +77,7 @@ class _Canary:
         try:
             return min([1.0, *self._agreements()])
         finally:
-            self.steps.forget()
+            self.steps.end()
 
     def _agreements(self) -> Iterator[float]:
         runner, steps = self.runner, self.steps
@@ -115,7 +115,7 @@ class _Canary:
         yield from self._in_graph("the graph that verifies guesses", steps.verified, reference, steps.width, rows)
 
     def _mixed(self, reference: torch.Tensor) -> Iterator[float]:
-        what = "prompts beside a request that decodes"
+        what, reference = "prompts beside a request that decodes", reference[self.steps.mixed_order]
         with self.runner.without_graphs():
             self._compute_all_but(1)
             yield self._compared(f"a step of {what}", self._logits(self.steps.mixed()), reference)
@@ -138,8 +138,8 @@ class _Canary:
         yield self._compared(name, self._logits(step())[rows], reference)
 
     def _compute_all_but(self, count: int) -> None:
-        """Of every prompt, the last `count` tokens; what was computed before is forgotten."""
-        self.steps.forget()
+        """Of every prompt, but for its last `count` tokens; what was computed before is forgotten."""
+        self.steps.start()
         self._logits(self.steps.prompts(self.steps.length - count))
 
     def _logits(self, step: StepInput) -> torch.Tensor:

@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -33,14 +33,13 @@ from srt.layers.attention.backend_harness import (
     store_new_tokens,
 )
 from srt.layers.attention.decode_steps import DecodeSteps, reexecuting_capture
+from srt.layers.attention.fake_flashinfer import fake_flashinfer
 from srt.layers.attention.kernel_table import check_table
 from srt.layers.attention.reference import (
     Problem,
-    attend,
     reference_decode,
     reference_extend,
     relative_error,
-    visible_keys,
 )
 
 MODULE = "sglang.srt.layers.attention.flashinfer_backend"
@@ -49,70 +48,11 @@ HEADS = [(4, 2), (8, 1)]  # without and with tensor cores
 HAS_FLASHINFER = torch.cuda.is_available() and importlib.util.find_spec("flashinfer") is not None
 
 
-class FakeWrapper:
-    """What both of FlashInfer's wrappers have in common."""
-
-    log: list[str]
-
-    def __init__(self, workspace: torch.Tensor, layout: str, use_tensor_cores: bool = False, **buffers: Any) -> None:
-        assert layout == "NHD"
-        self.in_graphs = buffers.pop("use_cuda_graph", False)
-        self.indptr = buffers.get("paged_kv_indptr_buffer")
-        self.indices = buffers.get("paged_kv_indices_buffer")
-        self.last_len = buffers.get("paged_kv_last_page_len_buffer")
-
-    def reset_workspace_buffer(self, floats: torch.Tensor, ints: torch.Tensor) -> None:
-        self.lists = ints
-
-    def plan(
-        self, indptr: torch.Tensor, indices: torch.Tensor, last_len: torch.Tensor, num_heads: int, num_kv_heads: int,
-        head_dim: int, page_size: int, window_left: int, q_data_type: torch.dtype, kv_data_type: torch.dtype,
-    ) -> None:  # fmt: skip
-        assert "graph" not in self.log, "a wrapper cannot plan in a graph"
-        self.log.append("plan")
-        self.lists[:8].view(torch.int64)[0] = id(self)  # whose lists these are
-        assert len(indices) == indptr[-1] and len(last_len) == len(indptr) - 1
-        if self.in_graphs:
-            assert len(indices) <= len(self.indices) and len(indptr) == len(self.indptr)
-            self.indptr.copy_(indptr)
-            self.indices[: len(indices)] = indices
-            self.last_len.copy_(last_len)
-        else:
-            self.indptr, self.indices, self.last_len = indptr.clone(), indices.clone(), last_len.clone()
-        self.page_size, self.group, self.window = page_size, num_heads // num_kv_heads, window_left + 1
-        self.new_lens = [1] * len(last_len)
-
-    def run(
-        self, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], k_scale: float, v_scale: float,
-        out: torch.Tensor,
-    ) -> None:  # fmt: skip
-        assert self.lists[:8].view(torch.int64)[0] == id(self), "another wrapper's lists lie where this one's were"
-        rows, start = [], 0
-        for i, (last, new) in enumerate(zip(self.last_len.tolist(), self.new_lens, strict=True)):
-            pages = self.indices[self.indptr[i] : self.indptr[i + 1]].long()
-            length = (len(pages) - 1) * self.page_size + last
-            k, v = (c[pages].flatten(0, 1)[:length] for c in cache)
-            seen = visible_keys(torch.arange(length - new, length), length, window=self.window)
-            rows.append(attend(q[start : start + new], k, v, seen, q.shape[-1] ** -0.5 * k_scale) * v_scale)
-            start += new
-        out[:start].copy_(torch.cat(rows))
-
-
-class FakePrefillWrapper(FakeWrapper):
-    def plan(self, qo_indptr: torch.Tensor, *pages_and_shape: Any, causal: bool, **options: Any) -> None:
-        assert causal
-        super().plan(*pages_and_shape, **options)
-        self.new_lens = qo_indptr.diff().tolist()
-
-
 @pytest.fixture
 def fake_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The backend's module over the fake wrappers, and graphs that are the step run again."""
     log: list[str] = []
-    decode, prefill = (
-        type(f"Logged{kind.__name__}", (kind,), {"log": log}) for kind in (FakeWrapper, FakePrefillWrapper)
-    )
-    fake = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=decode, BatchPrefillWithPagedKVCacheWrapper=prefill)
+    fake = fake_flashinfer(log)
     monkeypatch.setitem(sys.modules, "flashinfer", fake)
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
     monkeypatch.setattr(graph_runner, "capture", reexecuting_capture(log))

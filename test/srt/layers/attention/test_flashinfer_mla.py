@@ -30,8 +30,9 @@ from srt.layers.attention.backend_harness import (
     store_new_tokens,
 )
 from srt.layers.attention.decode_steps import DIM, DecodeSteps, reexecuting_capture
+from srt.layers.attention.fake_flashinfer import fake_flashinfer
 from srt.layers.attention.kernel_table import check_table
-from srt.layers.attention.reference import Problem, attend, relative_error, visible_keys
+from srt.layers.attention.reference import Problem, relative_error
 
 MODULES = ("sglang.srt.layers.attention.flashinfer_mla_backend", "sglang.srt.layers.attention.flashinfer_backend")
 BOUND = 6e-3  # probabilities and outputs are rounded to bf16
@@ -45,63 +46,13 @@ def described(heads: int, dim: int, rank: int) -> SimpleNamespace:
     return SimpleNamespace(layers=[SimpleNamespace(mixer=mixer)] * 2)
 
 
-class FakeWrapper:
-    """FlashInfer's `BatchMLAPagedAttentionWrapper`, as far as it is used."""
-
-    log: list[str]
-
-    def __init__(self, workspace: torch.Tensor, backend: str, use_cuda_graph: bool = False, **buffers: Any) -> None:
-        assert backend == "fa2", "the other ones do not run on SM12x"
-        self.in_graphs, self.buffers = use_cuda_graph, buffers
-        self._int_workspace_buffer = torch.empty(8, dtype=torch.uint8)
-
-    def plan(
-        self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor, kv_len_arr: torch.Tensor,
-        num_heads: int, head_dim_ckv: int, head_dim_kpe: int, page_size: int, causal: bool, sm_scale: float,
-        q_data_type: torch.dtype, kv_data_type: torch.dtype,
-    ) -> None:  # fmt: skip
-        assert "graph" not in self.log, "a wrapper cannot plan in a graph"
-        self._int_workspace_buffer[:8].view(torch.int64)[0] = id(self)  # whose lists these are
-        given = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr}
-        assert len(kv_indices) == kv_indptr[-1] and len(kv_len_arr) == len(kv_indptr) - 1
-        if self.in_graphs:
-            for name, values in given.items():
-                self.buffers[name][: len(values)] = values
-        else:
-            self.buffers = {name: values.clone() for name, values in given.items()}
-        self.heads, self.dims, self.page_size = num_heads, (head_dim_ckv, head_dim_kpe), page_size
-        self.causal, self.scale = causal, sm_scale
-
-    def run(
-        self, q_nope: torch.Tensor, q_pe: torch.Tensor, ckv_cache: torch.Tensor, kpe_cache: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:  # fmt: skip
-        assert self._int_workspace_buffer[:8].view(torch.int64)[0] == id(self), "another wrapper's lists lie there"
-        assert q_nope.shape[1:] == (self.heads, self.dims[0]) and q_pe.shape[-1] == self.dims[1]
-        assert ckv_cache.shape[1:] == (self.page_size, self.dims[0]) and kpe_cache.shape[-1] == self.dims[1]
-        starts, indptr = self.buffers["qo_indptr"].tolist(), self.buffers["kv_indptr"].tolist()
-        assert len(q_nope) == starts[-1]
-        q = torch.cat((q_nope, q_pe), dim=-1)
-        for i, length in enumerate(self.buffers["kv_len_arr"].tolist()):
-            pages = self.buffers["kv_indices"][indptr[i] : indptr[i + 1]].long()
-            ckv, kpe = (cache[pages].flatten(0, 1)[:length, None] for cache in (ckv_cache, kpe_cache))
-            rows = slice(starts[i], starts[i + 1])
-            new = starts[i + 1] - starts[i]
-            seen = visible_keys(torch.arange(length - new, length), length, self.causal or new == 1)
-            out[rows] = attend(q[rows], torch.cat((ckv, kpe), dim=-1), ckv, seen, self.scale)
-
-
 @pytest.fixture
 def fake_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The backend's module over the fake wrapper, and graphs that are the step run again."""
     log: list[str] = []
-    wrapper = type("LoggedWrapper", (FakeWrapper,), {"log": log})
-    fake = ModuleType("flashinfer")
-    fake.BatchDecodeWithPagedKVCacheWrapper = fake.BatchPrefillWithPagedKVCacheWrapper = None  # type: ignore[attr-defined]
-    mla = ModuleType("flashinfer.mla")
-    mla.BatchMLAPagedAttentionWrapper = wrapper  # type: ignore[attr-defined]
+    fake = fake_flashinfer(log)
     monkeypatch.setitem(sys.modules, "flashinfer", fake)
-    monkeypatch.setitem(sys.modules, "flashinfer.mla", mla)
+    monkeypatch.setitem(sys.modules, "flashinfer.mla", fake.mla)
     for name in MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(graph_runner, "capture", reexecuting_capture(log))
