@@ -115,7 +115,7 @@ def test_reasoning_in_random_pieces(name: str, options: dict[str, bool], inside:
     begin, end = form.markers
     for _ in range(200):
         text = rng.choice(("", " ", "\n")) + rng.choice((begin, "", begin[:3])) + rng.choice(("\n", "")) + rng.choice(
-            ("thinking ", "<think", "a\n\nb", end[:-1], "")
+            ("thinking ", "<think", "a\n\nb", end[:-1], "", random_output(rng, "glm45"))
         ) + rng.choice((end, "\n" + end + "\n\n", "")) + random_output(rng, "glm45")  # fmt: skip
         text = text[: rng.choice((len(text), rng.randrange(len(text) + 1)))]
         whole = run(new_parser("glm45", name, inside=inside, **options), [text])

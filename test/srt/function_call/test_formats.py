@@ -202,8 +202,9 @@ def test_a_call_ends_thoughts(reasoning: str, calls: str) -> None:
 
 
 def test_calls_within_thoughts_are_thoughts() -> None:
+    """Of models that do not call before their thoughts have ended."""
     text = WRITERS["qwen25"].calls([WEATHER])
-    output = parse(new_parser("qwen25", "qwen3"), f"<think>\n{text}\n</think>\n{text}")
+    output = parse(new_parser("qwen25", "deepseek-r1"), f"<think>\n{text}\n</think>\n{text}")
     assert output.reasoning == text and calls_of(output) == [WEATHER]
 
 

@@ -17,14 +17,18 @@ Steps = Generator[None, None, T]
 Sink = Callable[[str], None]
 
 SPACE = re.compile(r"\s*")
+MAX_SPACE = 512
+"""Characters of white space that may stand between the parts of a call."""
+_SOME_SPACE = re.compile(rf"\s{{0,{MAX_SPACE + 1}}}")
 
 
 class Markers:
-    """Strings to look for together. None may be a part of another: the first that is complete would win by chance."""
+    """Strings to look for together. None may be a part of another, but at its end: the first that is complete would win
+    by chance."""
 
     def __init__(self, *texts: str) -> None:
         for text in texts:
-            if not text or any(text in other for other in texts if other != text):
+            if not text or any(text in other[:-1] for other in texts):
                 raise ValueError(f"marker {text!r} is empty or a part of another one of {texts}")
         self.texts = texts
         self._pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
@@ -54,10 +58,15 @@ class Markers:
 
 class Reader:
     """The text that is there, from the reading position on. `mark` and `since_mark` keep what a grammar consumes, for
-    the case that it turns out to be something else."""
+    the case that it turns out to be something else. With a fence, the text seems to end where one of its markers
+    begins."""
 
     def __init__(self) -> None:
         self._text = ""
+        self._fence: Markers | None = None
+        self._behind_fence = ""
+        self._at_fence = False
+        self._whole = False
         self._position = 0
         self._offset = 0
         self._ended = False
@@ -69,12 +78,44 @@ class Reader:
             self._marked.append(self._text[self._mark : self._position])
             self._mark = 0
         self._offset += self._position
-        self._text = self._text[self._position :] + text
+        if self._at_fence:
+            self._text = self._text[self._position :]
+            self._behind_fence += text
+        else:
+            self._text = self._text[self._position :] + self._behind_fence + text
         self._position = 0
+        self._hide()
 
     def end(self) -> None:
         """No text follows."""
+        self._whole = True
+        self._hide()
         self._ended = True
+
+    # --- a part of the text ---------------------------------------------------------------------------------------
+
+    def fence(self, markers: Markers) -> None:
+        """Until `lift_fence`, the text ends before the first of the markers from here on."""
+        self._fence, self._at_fence = markers, False
+        self._hide()
+
+    def lift_fence(self) -> None:
+        self._fence, self._at_fence = None, False
+        self._text += self._behind_fence
+        self._behind_fence = ""
+        self._ended = self._whole
+
+    def _hide(self) -> None:
+        """Moves what begins with a marker of the fence, or may do so, out of the text."""
+        if self._fence is None or self._at_fence:
+            return
+        match = self._fence.search(self._text, self._position)
+        cut = match.start() if match is not None else len(self._text)
+        if match is None and not self._whole:
+            cut = self._fence.certain_end(self._text, self._position)
+        self._text, self._behind_fence = self._text[:cut], self._text[cut:]
+        self._at_fence = match is not None
+        self._ended = self._whole or self._at_fence
 
     @property
     def offset(self) -> int:
@@ -125,14 +166,34 @@ class Reader:
         """Consumes white space and returns the next character, as `peek`."""
         return (yield from self.run(SPACE, ignore))
 
-    def one_of(self, markers: Markers) -> Steps[str | None]:
-        """Consumes the marker that comes next; None, and nothing is consumed, if it is none of them."""
+    def next_of(self, markers: Markers) -> Steps[str | None]:
+        """The marker that comes next, which stays; None if it is none of them."""
         while True:
             match = markers.match(self._text, self._position)
             if match is not None:
-                self._position = match.end()
                 return match[0]
             if self._ended or not markers.may_begin(self._text, self._position):
+                return None
+            yield
+
+    def one_of(self, markers: Markers) -> Steps[str | None]:
+        """Consumes the marker that comes next; None, and nothing is consumed, if it is none of them."""
+        marker = yield from self.next_of(markers)
+        self.skip(len(marker or ""))
+        return marker
+
+    def past_space(self, markers: Markers) -> Steps[str | None]:
+        """Consumes white space and the marker behind it; None, and nothing is consumed, if none of them is there."""
+        while True:
+            space = _SOME_SPACE.match(self._text, self._position)
+            assert space is not None
+            match = markers.match(self._text, space.end())
+            if match is not None:
+                self._position = match.end()
+                return match[0]
+            if self._ended or space.end() - space.start() > MAX_SPACE:
+                return None
+            if not markers.may_begin(self._text, space.end()):
                 return None
             yield
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 from sglang.srt.function_call.call_format import CallFormat
 from sglang.srt.function_call.harmony import HARMONY, Harmony
-from sglang.srt.function_call.json_calls import NamedArguments, array_or_named, bare_call_objects, call_object
+from sglang.srt.function_call.json_calls import NamedArguments, array_or_named, bare_call_objects, call_objects
 from sglang.srt.function_call.pythonic import pythonic_calls
 from sglang.srt.function_call.reasoning import ReasoningFormat
 from sglang.srt.function_call.tagged_calls import TaggedCalls
 
 _NAME = r"\s*([^\s<>]+)\s*"
 
-_HERMES = CallFormat(begin=("<tool_call>",), grammar=call_object("</tool_call>"))
+_HERMES = CallFormat(begin=("<tool_call>",), grammar=call_objects("</tool_call>"))
 
 _GLM = CallFormat(
     begin=("<tool_call>",),
@@ -33,6 +33,7 @@ _KIMI_K2 = CallFormat(
         name=r"\s*(?:functions\.)?([^\s<>]+?)(?::\d+)?\s*",
         arguments="<|tool_call_argument_begin|>",
         end="<|tool_call_end|>",
+        counted=True,
     ),
 )
 
@@ -57,6 +58,8 @@ def _dsml(section: str) -> CallFormat:
         begin=('<｜DSML｜invoke name="',),
         grammar=TaggedCalls(
             after_name='">',
+            closing=('"/>', '" />'),
+            json_body=True,
             key='<｜DSML｜parameter name="',
             after_key={'" string="true">': True, '" string="false">': False},
             after_value="</｜DSML｜parameter>",
@@ -75,6 +78,17 @@ _QWEN3_CODER = CallFormat(
         after_value="</parameter>",
         end="</function>",
         lines=True,
+        next_tags=("<tool_call>", "</tool_call>", "<function="),
+        no_end=(
+            (
+                "\n<parameter=",
+                "\n</function>",
+                "\n</tool_call>",
+                "</function>\n</tool_call>",
+                "</function></tool_call>",
+            ),
+            ("<parameter=", "</function>", "</tool_call>"),
+        ),
     ),
 )
 
@@ -119,19 +133,20 @@ SHORT_IDS = frozenset(("mistral",))
 """Formats whose templates refuse ids of any other length."""
 
 _THINK = ReasoningFormat()
+_THINK_OR_CALL = ReasoningFormat(calls_end=True)
 _THINK_INSIDE = ReasoningFormat(inside=True)
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat | Harmony] = {
     "deepseek-r1": _THINK_INSIDE,
     "deepseek-v3": _THINK,
     "deepseek-v4": _THINK,
-    "glm45": ReasoningFormat(leave=("<tool_call>",)),
+    "glm45": _THINK_OR_CALL,
     "gpt-oss": HARMONY,
     "kimi": ReasoningFormat(begin="◁think▷", end="◁/think▷"),
-    "kimi_k2": ReasoningFormat(leave=("<|tool_calls_section_begin|>",)),
+    "kimi_k2": _THINK_OR_CALL,
     "minimax": _THINK_INSIDE,
     "minimax-append-think": ReasoningFormat(inside=True, in_text=True),
     "mistral": ReasoningFormat(begin="[THINK]", end="[/THINK]"),
-    "qwen3": _THINK,
-    "qwen3-thinking": _THINK_INSIDE,
+    "qwen3": _THINK_OR_CALL,
+    "qwen3-thinking": ReasoningFormat(inside=True, calls_end=True),
 }
