@@ -230,6 +230,68 @@ def test_dsml_that_closes_itself(invoke: str) -> None:
     assert calls_of(output) == [NOW] and "missing" in output.text
 
 
+# --- formats of their own ---------------------------------------------------------------------------------------------
+
+
+def _gemma4(arguments: str) -> str:
+    return f"<|tool_call>call:get_weather{arguments}<tool_call|>"
+
+
+def test_gemma4() -> None:
+    nested = '{options:{a b:[1,<|"|>x, }<|"|>,{k:null}],flag:true}, days : 3,city:<|"|>Paris "x"\n<|"|>}'
+    expected = {"options": {"a b": [1, "x, }", {"k": None}], "flag": True}, "days": 3, "city": 'Paris "x"\n'}
+    assert calls_of(read("gemma4", _gemma4(nested))) == [("get_weather", expected)]
+    assert calls_of(read("gemma4", _gemma4("{city:Paris,tags:[]}"))) == [("get_weather", {"city": "Paris", "tags": []})]
+    assert calls_of(read("gemma4", _gemma4('{<|"|>city<|"|>:5}'))) == [("get_weather", {"city": "5"})]
+    for broken in ('{city:<|"|>Paris}', "{city}", "{city:Paris", "{options:" + "[" * 300 + "}", "(city)", "{:1}"):
+        output = collect(run(new_parser("gemma4"), [_gemma4(broken)]))
+        assert output.calls == [] and output.text == _gemma4(broken)
+
+
+def test_gemma4_thinks_in_a_channel() -> None:
+    call = _gemma4('{city:<|"|>Paris<|"|>}')
+    output = read("gemma4", f"<|channel>thought\nwell\n<channel|>Yes.{call}", "gemma4")
+    assert (output.reasoning, output.text, calls_of(output)) == ("well", "Yes.", [PARIS])
+    assert read("gemma4", "<|channel>thought\n<channel|>Yes.", "gemma4").text == "Yes."
+
+
+def _m3(arguments: str) -> str:
+    text = f'#<tool_call>\n#<invoke name="get_weather">{arguments}#</invoke>\n#</tool_call>'
+    return text.replace("#", "]<]minimax[>[")
+
+
+def test_minimax_m3() -> None:
+    nested = (
+        "#<options>#<a>x#</a>#<list>#<item>1#</item>#<item>#<k>true#</k>#</item>#</list>#</options>#<days>3#</days>"
+    )
+    expected = {"options": {"a": "x", "list": [1, {"k": True}]}, "days": 3}
+    assert calls_of(read("minimax-m3", _m3(nested))) == [("get_weather", expected)]
+    assert calls_of(read("minimax-m3", _m3("#<city><b> </city>\n#</city>"))) == [
+        ("get_weather", {"city": "<b> </city>\n"})
+    ]
+    assert calls_of(read("minimax-m3", _m3("#<options>#</options>#<tags>#</tags>"))) == [
+        ("get_weather", {"options": {}, "tags": []})
+    ]
+    for broken in ("#<city>Paris", "#<city>Paris#</days>", "Paris", "#<options>a#<k>b#</k>#</options>", "#<city"):
+        output = read("minimax-m3", _m3(broken))
+        assert output.calls == []
+    deep = collect(run(new_parser("minimax-m3"), [_m3("#<options>" + "#<k>" * 1000)]))
+    assert deep.calls == []
+
+
+def test_minimax_m3_thinks_or_not() -> None:
+    for text in ("<mm:think>well</mm:think>\n\nYes.", "</mm:think>\n\nYes.", "Yes."):
+        output = read("minimax-m3", text, "minimax-m3")
+        assert (output.reasoning, output.text) == ("well" if "well" in text else "", "Yes.")
+
+
+def test_minicpm5_values_with_tags() -> None:
+    value = '<param name="x">1</param> ]]'
+    text = f'<function name="get_weather"><param name="city"><![CDATA[{value}]]></param></function>'
+    assert calls_of(read("minicpm5", text)) == [("get_weather", {"city": value})]
+    assert calls_of(read("minicpm5", '<function name="now"/>')) == [NOW]
+
+
 # --- ids for names ----------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import msgspec
 from sglang.srt.function_call.call_format import CallGrammar, one_of_row, row_in_brackets
 from sglang.srt.function_call.json_text import SCALAR, expect, read_value, skip_value, string_value
 from sglang.srt.function_call.output import MAX_HEADER, NotACall, Output, SkippedCall, is_object
+from sglang.srt.function_call.pythonic import read_call
 from sglang.srt.function_call.reader import Markers, Reader, Steps, ignore
 
 _ARGUMENTS = ("arguments", "parameters")
@@ -81,6 +82,47 @@ def call_objects(end: str) -> CallGrammar:
             yield from call_array(reader, output)
         else:
             yield from read_call_object(reader, output)
+        yield from reader.past_space(end_marker)
+
+    return grammar
+
+
+def calls_in_brackets(end: str) -> CallGrammar:
+    """`[f(a=1), g()]`, or an array of call objects, before the text `end`, which may be missing."""
+    end_marker = Markers(end)
+
+    def call(reader: Reader, output: Output) -> Steps[None]:
+        is_object = (yield from reader.peek()) == "{"
+        yield from (read_call_object if is_object else read_call)(reader, output)
+
+    def grammar(reader: Reader, output: Output) -> Steps[None]:
+        yield from row_in_brackets(reader, output, call)
+        yield from reader.past_space(end_marker)
+
+    return grammar
+
+
+def calls_by_key(end: str) -> CallGrammar:
+    """`[{"f": {...arguments...}}, ...]` before the text `end`, which may be missing."""
+    end_marker = Markers(end)
+
+    def call(reader: Reader, output: Output) -> Steps[None]:
+        yield from expect(reader, "{")
+        yield from reader.space()
+        name = yield from string_value(reader)
+        yield from expect(reader, ":")
+        yield from reader.space()
+        if name in output.tools and (yield from reader.peek()) == "{":
+            output.start_call(name)
+            yield from read_value(reader, output.arguments)
+        else:
+            yield from skip_value(reader)
+        yield from expect(reader, "}")
+        if not output.in_call:
+            raise SkippedCall
+
+    def grammar(reader: Reader, output: Output) -> Steps[None]:
+        yield from row_in_brackets(reader, output, call)
         yield from reader.past_space(end_marker)
 
     return grammar

@@ -83,8 +83,8 @@ class OutputParser:
             if self._reasoning is not None:
                 yield from self._reasoning.read(reader, output, self._inside, self._separate, calls)
             if calls is not None:
-                ended_by_call = self._reasoning is not None and output.num_calls and self._separate
-                yield from calls.read(reader, output, self._reasoning.end if ended_by_call else "")
+                thoughts = self._reasoning if output.num_calls and self._separate else None
+                yield from calls.read(reader, output, thoughts.end if thoughts is not None else "")
             else:
                 output.flush_space()
                 yield from reader.rest(output.exact_text)

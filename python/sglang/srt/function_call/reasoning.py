@@ -14,7 +14,8 @@ class ReasoningFormat:
     """Thoughts between `begin` and `end`. `inside`: the prompt ends within them, unless it shows otherwise.
 
     `calls_end`: a call that is certain ends the thoughts as well. `in_text`: thoughts stay in the text, with `begin` in
-    front also where the prompt has it, so that clients can send them back.
+    front also where the prompt has it, so that clients can send them back. `lone_end`: an answer without thoughts may
+    begin with `end`.
     """
 
     begin: str = "<think>"
@@ -22,6 +23,7 @@ class ReasoningFormat:
     inside: bool = False
     calls_end: bool = False
     in_text: bool = False
+    lone_end: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -53,6 +55,9 @@ class ReasoningFormat:
         reader.unmark()
         if not (begun or inside):
             output.text(opening)
+            if self.lone_end and separate and (yield from reader.one_of(Markers(self.end))) is not None:
+                output.drop_space()
+                yield from reader.space()
             return
         separate = separate and not self.in_text
         if separate:

@@ -18,6 +18,8 @@ class TaggedCalls:
     """From behind the call's marker on: name, `after_name`, then for each argument `key`, its name, one of `after_key`,
     perhaps `value`, its value and `after_value`; at last `end`.
 
+    `after_end`: may follow `end`. `cdata`: what stands around a value that may have any tags in it.
+
     `after_name` of "": a line break or a tag ends the name. `closing`: ends the name and the call. `after_key`: text ->
     whether the value that follows is a string; None: the tool's schema says so. `lines`: values stand on lines of their
     own. `json_body`: a JSON object may stand in place of all arguments. `next_tags`: where one of these stands, the
@@ -32,6 +34,8 @@ class TaggedCalls:
     value: str = ""
     after_value: str
     end: str
+    after_end: str = ""
+    cdata: tuple[str, str] | None = None
     lines: bool = False
     json_body: bool = False
     next_tags: tuple[str, ...] = ()
@@ -62,6 +66,8 @@ class TaggedCalls:
                 output.arguments(as_json("".join(value), types))
             tag = yield from self._next_tag(reader)
         output.arguments("{}" if separator == "{" else "}")
+        if self.after_end:
+            yield from reader.past_space(Markers(self.after_end))
 
     def _json_body(self, reader: Reader, output: Output, name: str) -> Steps[None]:
         output.start_call(name)
@@ -105,6 +111,14 @@ class TaggedCalls:
         output.arguments('"')
 
     def _read_value(self, reader: Reader, sink: Sink) -> Steps[None]:
+        if self.cdata is not None and (yield from reader.one_of(Markers(self.cdata[0]))) is not None:
+            if (yield from reader.until(Markers(self.cdata[1]), sink)) is None:
+                raise NotACall
+            reader.skip(len(self.cdata[1]))
+            yield from reader.space()
+            if (yield from reader.one_of(Markers(self.after_value))) is None:
+                raise NotACall
+            return
         line_end = _LineEnd(sink)
         no_end = self.no_end[1]
         if self.lines and (yield from reader.peek()) == "\n":
