@@ -33,7 +33,7 @@ def test_every_format_has_a_writer() -> None:
 def test_what_is_written_is_read(name: str) -> None:
     """Text before, between and after calls; arguments with any JSON in them."""
     rng, writer = random.Random(name), WRITERS[name]
-    for _ in range(500):
+    for _ in range(300):
         rows = [[random_call(rng) for _ in range(rng.randrange(1, 4))] for _ in range(rng.randrange(1, 3))]
         rows = [[writable(name, call) for call in row] for row in rows]
         texts = [random_text(rng) for _ in range(len(rows) + 1)]

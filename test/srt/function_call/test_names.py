@@ -15,10 +15,10 @@ from sglang.srt.server_args import ServerArgs
 
 FORMATS: dict[str, Any] = {"tool_call_parser": TOOL_CALL_FORMATS, "reasoning_parser": REASONING_FORMATS}
 UPSTREAM_NAMES = {
-    "tool_call_parser": """apertus2509 beam cohere_command4 deepseekv3 deepseekv31 deepseekv32 deepseekv4 deepseekv41 dots
-        gemma4 gigachat3 gigachat35 glm glm45 glm47 gpt-oss hermes hunyuan inkling interns1 iquest_q1 k2_horizon kimi_k2
-        kimi_k3 lfm2 ling3 llama3 mimo minicpm5 minimax-m2 minimax-m3 mistral muse nanbeige poolside_v1 pythonic qwen
-        qwen25 qwen3_coder response_template spark25 step3 step3p5 trinity""",
+    "tool_call_parser": """apertus2509 beam cohere_command4 deepseekv3 deepseekv31 deepseekv32 deepseekv4 deepseekv41
+        dots gemma4 gigachat3 gigachat35 glm glm45 glm47 gpt-oss hermes hunyuan inkling interns1 iquest_q1 k2_horizon
+        kimi_k2 kimi_k3 lfm2 ling3 llama3 mimo minicpm5 minimax-m2 minimax-m3 mistral muse nanbeige poolside_v1 pythonic
+        qwen qwen25 qwen3_coder response_template spark25 step3 step3p5 trinity""",
     "reasoning_parser": """apertus2509 beam cohere_command4 deepseek-r1 deepseek-v3 deepseek-v4 deepseek-v41 dots gemma4
         gigachat35 glm45 gpt-oss granite_thinking_parser hunyuan inkling interns1 iquest_q1 k2_horizon kimi kimi_k2
         kimi_k3 ling3 mimo minimax minimax-append-think minimax-m3 mistral muse nanbeige nemotron_3 poolside_v1 qwen3

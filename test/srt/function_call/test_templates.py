@@ -49,8 +49,8 @@ def _tagged(begin: str, call: str, key: str, value: str, after: str, end: str) -
 
 
 _GEMMA_VALUE = (
-    '{% macro value(v) %}{% if v is string %}<|"|>{{ v }}<|"|>{% elif v is mapping %}{'
-    "{% for k, e in v.items() %}{{ ',' if not loop.first }}{{ k }}:{{ value(e) }}{% endfor %}}"
+    "{% macro value(v) %}{% if v is string %}<|\"|>{{ v }}<|\"|>{% elif v is mapping %}{{ '{' }}"
+    "{% for k, e in v.items() %}{{ ',' if not loop.first }}{{ k }}:{{ value(e) }}{% endfor %}{{ '}' }}"
     "{% elif v is sequence %}[{% for e in v %}{{ ',' if not loop.first }}{{ value(e) }}{% endfor %}]"
     "{% else %}{{ v | tojson }}{% endif %}{% endmacro %}"
 )
