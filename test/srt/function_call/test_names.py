@@ -9,6 +9,8 @@ import pytest
 from sglang.srt.cli_args import flag
 from sglang.srt.compat import VALUE_ALIASES
 from sglang.srt.configs.output_formats import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS
+from sglang.srt.entrypoints.http_errors import ApiError
+from sglang.srt.entrypoints.output_formats import _name
 from sglang.srt.errors import UserError
 from sglang.srt.function_call.registry import REASONING_FORMATS, TOOL_CALL_FORMATS
 from sglang.srt.server_args import ServerArgs
@@ -47,6 +49,16 @@ def test_names_of_other_releases(field: str) -> None:
             assert getattr(args, field) in FORMATS[field], name
     models = {"beam", "cohere_command4", "hunyuan", "inkling", "k2_horizon", "kimi_k3", "muse", "response_template"}
     assert refused - {"gigachat3"} == models
+
+
+def test_names_in_requests() -> None:
+    """Of whole texts that are parsed on request."""
+    for field, formats in FORMATS.items():
+        assert _name(field, "mimo", None, formats) in formats
+        with pytest.raises(ApiError, match="does not read the format muse yet"):
+            _name(field, "muse", None, formats)
+        with pytest.raises(ApiError, match="must be one of"):
+            _name(field, "any", None, formats)
 
 
 def test_aliases_name_a_format() -> None:

@@ -220,6 +220,15 @@ def test_dsml_with_a_json_body() -> None:
         assert read("deepseekv32", text).calls == []
 
 
+def test_dsml_whose_parameter_does_not_end() -> None:
+    """A value never takes in what follows it."""
+    begin = '<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">Paris'
+    whole = f"{begin}</｜DSML｜parameter>\n</｜DSML｜invoke>"
+    for rest in ("\n</｜DSML｜invoke>", '\n<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>', ""):
+        output = read("deepseekv32", f"{begin}{rest}\n{whole}")
+        assert calls_of(output) == [PARIS] and output.text.startswith(begin)
+
+
 @pytest.mark.parametrize("invoke", ['<｜DSML｜invoke name="now"/>', '<｜DSML｜invoke name="now" />'])
 def test_dsml_that_closes_itself(invoke: str) -> None:
     output = read("deepseekv32", _DSML.format(invoke))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 
 from sglang.srt.function_call.coercion import ANY, Types, as_json, parameter_types
-from sglang.srt.function_call.json_text import MAX_NESTING, escaped
+from sglang.srt.function_call.json_text import escaped
 from sglang.srt.function_call.output import MAX_HEADER, NotACall, Output
 from sglang.srt.function_call.reader import Markers, Reader, Sink, Steps
 
 END = "<tool_call|>"
+MAX_DEPTH = 64
+"""Of objects and arrays inside each other: every one is read by two generators more."""
 _CALL = Markers("call:")
 _QUOTE = Markers('<|"|>')
 _NAME_END = Markers("{", "\n", "<")
@@ -68,7 +70,7 @@ def _value(reader: Reader, sink: Sink, types: Types, depth: int) -> Steps[None]:
     """Passes a value on as JSON. Without quotes it is a number, a word of JSON, or text."""
     following = yield from reader.space()
     if following and following in _CLOSERS:
-        if depth == MAX_NESTING:
+        if depth == MAX_DEPTH:
             raise NotACall
         yield from _entries(reader, sink, following, depth)
     elif (yield from reader.one_of(_QUOTE)) is not None:

@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang.srt.function_call.coercion import Types, as_json, parameter_types
-from sglang.srt.function_call.json_text import MAX_NESTING, escaped
+from sglang.srt.function_call.json_text import escaped
 from sglang.srt.function_call.output import MAX_HEADER, NotACall, Output
 from sglang.srt.function_call.reader import Markers, Reader, Sink, Steps
 
 TAG = "]<]minimax[>["
+MAX_DEPTH = 64
+"""Of objects and arrays inside each other: every one is read by two generators more."""
 _TAG = Markers(TAG)
 _NAME_END = Markers('">')
 _KEY_END = Markers(">", "<")
@@ -91,7 +93,7 @@ def _value(reader: Reader, sink: Sink, schema: Mapping[str, Any], key: str, dept
     text = "".join(parts)
     if (yield from reader.one_of(Markers(f"{TAG}{_CLOSE}{key}>"))) is not None:
         sink(_leaf(text, types))
-    elif text.strip() or depth == MAX_NESTING:
+    elif text.strip() or depth == MAX_DEPTH:
         raise NotACall
     else:
         yield from _entries(reader, sink, {**_definitions(schema), **inner}, key, depth + 1)

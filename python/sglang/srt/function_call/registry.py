@@ -77,6 +77,7 @@ def _dsml(section: str, mark: str = "｜DSML｜") -> CallFormat:
             after_key={'" string="true">': True, '" string="false">': False},
             after_value=f"</{mark}parameter>",
             end=f"</{mark}invoke>",
+            no_value=(f'<{mark}parameter name="', f"</{mark}invoke>", f'<{mark}invoke name="'),
         ),
     )
 

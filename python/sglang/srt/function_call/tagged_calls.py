@@ -24,7 +24,7 @@ class TaggedCalls:
     whether the value that follows is a string; None: the tool's schema says so. `lines`: values stand on lines of their
     own. `json_body`: a JSON object may stand in place of all arguments. `next_tags`: where one of these stands, the
     call has ended, if need be without `end`. `no_end`: texts that end a value on a line of its own, and on a line with
-    others, without `after_value`.
+    others, without `after_value`. `no_value`: texts that no value has; the call breaks off there.
     """
 
     after_name: str = ""
@@ -39,6 +39,7 @@ class TaggedCalls:
     lines: bool = False
     json_body: bool = False
     next_tags: tuple[str, ...] = ()
+    no_value: tuple[str, ...] = ()
     no_end: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
     def __call__(self, reader: Reader, output: Output) -> Steps[None]:
@@ -124,8 +125,9 @@ class TaggedCalls:
         if self.lines and (yield from reader.peek()) == "\n":
             reader.skip(1)
             no_end = self.no_end[0]
-        end = yield from reader.until(Markers(self.after_value, *no_end), line_end.push if self.lines else sink)
-        if end is None:
+        ends = Markers(self.after_value, *no_end, *self.no_value)
+        end = yield from reader.until(ends, line_end.push if self.lines else sink)
+        if end is None or end in self.no_value:
             raise NotACall
         if end == self.after_value:
             reader.skip(len(end))
