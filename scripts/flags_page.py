@@ -110,7 +110,11 @@ def _other_spellings() -> str:
         (_code(f"{flag(name)} {value}" for value in sorted(row.values)), f"`{row.instead}`: {row.reason}")
         for name, row in compat.TUNING_VALUES.items()
     ]
-    return "## Other spellings\n\n" + _table(("of other releases", "read as"), [*flags, *values, *tuning])
+    refused = [
+        (_code(f"{flag(name)} {value}" for value in sorted(row.values)), f"refused: {row.reason.format('NAME')}")
+        for name, row in compat.REFUSED_VALUES.items()
+    ]
+    return "## Other spellings\n\n" + _table(("of other releases", "read as"), [*flags, *values, *tuning, *refused])
 
 
 def _groups(groups: tuple[FlagGroup, ...]) -> str:

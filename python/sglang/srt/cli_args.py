@@ -157,7 +157,7 @@ def coerce(name: str, annotation: Any, spec: Option, value: Any) -> Any:
         for item in result if isinstance(result, list) else [result]:
             _check_range(item, spec)
             if spec.choices and item not in (*spec.choices, *spec.explained):
-                raise ValueError(f"must be one of {', '.join(spec.choices)}")
+                raise ValueError(compat.refusal(name, item) or f"must be one of {', '.join(spec.choices)}")
     except ValueError as error:
         raise UserError(f"{flag(name)}: {error}; got {value!r}.") from None
     return result

@@ -116,8 +116,7 @@ def _call(reader: Reader, output: Output, recipient: str) -> Steps[None]:
         raise NotACall
     output.start_call(recipient.removeprefix(_FUNCTIONS))
     yield from read_value(reader, output.arguments)
-    yield from reader.space()
-    yield from reader.one_of(_END)
+    yield from reader.past_space(_END)
 
 
 HARMONY = Harmony()
