@@ -133,6 +133,9 @@ class ServerArgs:
     preferred_sampling_params: str | None = option(
         None, SERVING, "JSON object of sampling parameters that requests leave out.", json=True, metavar="JSON"
     )
+    enable_streaming_session: bool = option(
+        False, SERVING, "Sessions with `streaming`: each request goes on from the last one that ended well."
+    )
     skip_server_warmup: bool = option(False, SERVING, "Start without a first prompt and a first request.")
     watchdog_timeout: float = option(300.0, SERVING, "Seconds after which a stuck step ends the server.", minimum=1)
 

@@ -27,7 +27,7 @@ from sglang.srt.entrypoints.responses import routes as responses_routes
 from sglang.srt.managers.front.generate_request import RequestError
 from sglang.version import __version__
 
-_FORMS = (
+FORMS = (
     openai_routes,
     anthropic_routes,
     responses_routes,
@@ -73,7 +73,7 @@ def create_api(state: ServerState) -> FastAPI:
     api = FastAPI(title="sm120-sglang", version=__version__, **no_pages)
     api.state.server = state
     api.state.created = int(time.time())
-    for form in _FORMS:
+    for form in FORMS:
         api.include_router(form.router)
     api.include_router(page_routes.router)
     api.include_router(http_refused.router)
@@ -84,7 +84,7 @@ def create_api(state: ServerState) -> FastAPI:
         api.add_exception_handler(left, _on_disconnect)
     api.add_exception_handler(Exception, _on_bug)
 
-    describe_api(api, [body for form in _FORMS for body in form.BODIES])
+    describe_api(api, [body for form in FORMS for body in form.BODIES])
     return api
 
 
