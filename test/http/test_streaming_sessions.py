@@ -117,7 +117,8 @@ def test_one_request_at_a_time(streaming: httpx.Client, session: str) -> None:
     append(streaming, session, WIZARD)
     body = {"text": DETAIL, "stream": True, "sampling_params": LONG, "session_params": {"id": session}}
     with streaming.stream("POST", "/generate", json=body) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()
+        next(lines)
         second = send(streaming, session, NEXT)
     assert second.status_code == 400 and "has not ended" in second.text
 
