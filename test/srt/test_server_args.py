@@ -289,6 +289,12 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert build_parser(TABLE, "x").prog == "x"
 
 
+@pytest.mark.parametrize("key", ["", " ", "\t ", " secret", "secret ", "two\nlines", "nul\0"])
+def test_an_api_key_that_no_client_could_send_is_refused(key: str) -> None:
+    with pytest.raises(UserError, match="--api-key"):
+        ServerArgs.from_kwargs(model_path="m", api_key=key)
+
+
 def test_api_key_is_not_public() -> None:
     args = cli("--api-key", "secret")
     assert "secret" not in str(args.public_dict())
