@@ -41,8 +41,8 @@ def takes_any_type(path: str) -> bool:
 
 
 class RequestGate:
-    """Checks the API key, and the type and size of request bodies. Takes slashes off the ends of paths: a redirect would
-    have to believe the client's `Host`."""
+    """Checks the API key, and the type and size of request bodies. Takes slashes off the ends of paths: a redirect
+    would have to believe the client's `Host`."""
 
     def __init__(
         self,
