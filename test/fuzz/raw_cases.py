@@ -246,10 +246,13 @@ def slow() -> list[RawCase]:
 
 
 def half_closed() -> list[RawCase]:
-    """The client has sent all and still reads; whether it gets its answer is the server's choice."""
+    """The client has sent all and still reads, or has left, which looks the same at first."""
     return [
-        RawCase("a whole request", [request(BODY)], [OK + NOTHING], "half-close"),
-        RawCase("health", [request(target=b"/health", method=b"GET", length=None)], [OK + NOTHING], "half-close"),
+        RawCase("a whole request", [request(BODY)], [OK], "half-close"),
+        RawCase("a whole answer", [request(WHOLE)], [OK], "half-close"),
+        RawCase("a whole stream", [request(STREAM)], [OK], "half-close"),
+        RawCase("three requests", [request(BODY) * 3], [OK] * 3, "half-close"),
+        RawCase("health", [request(target=b"/health", method=b"GET", length=None)], [OK], "half-close"),
         RawCase("left before the answer", [request(WHOLE)], [], "close"),
         RawCase("reset before the answer", [request(WHOLE)], [], "reset"),
         RawCase("left in the stream", [request(STREAM), 0.2], [], "close"),
