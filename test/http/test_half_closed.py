@@ -1,4 +1,4 @@
-"""A client that has sent its last byte and still reads, which the first packet of one that leaves looks like."""
+"""A client that has sent its last byte and still reads. The first packet of one that leaves looks the same."""
 
 from __future__ import annotations
 

@@ -101,7 +101,11 @@ class ServerArgs:
     )
     device: str = option("auto", MODEL, "Where the model runs.", choices=("auto", "cuda", "cpu"))
     random_seed: int | None = option(
-        None, MODEL, "Seed of unseeded requests and of dummy weights; random if not given.", minimum=0
+        None,
+        MODEL,
+        "Seed of unseeded requests and of dummy weights; random if not given.",
+        minimum=0,
+        maximum=2**63 - 1,
     )
 
     # --- HTTP server

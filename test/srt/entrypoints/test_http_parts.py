@@ -190,6 +190,17 @@ def test_connections_are_not_bounded_by_the_usual_limit_of_a_shell() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+@pytest.mark.parametrize(("hard", "said"), [(64, True), (4096, False), (resource.RLIM_INFINITY, False)])
+def test_few_files_are_said_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hard: int, said: bool
+) -> None:
+    """A limit that the process cannot raise itself, with what raises it."""
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: None)
+    http_server._allow_open_files()
+    assert ("open 64 files" in caplog.text and "ulimit" in caplog.text) == said
+
+
 class Source:
     """Yields `chunks`, then waits for ever if `endless`; remembers that it was closed."""
 

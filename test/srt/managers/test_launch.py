@@ -146,6 +146,23 @@ def test_a_wrong_model_is_known_at_once() -> None:
 
 
 @pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"temperature": -1}, "temperature must be in"),
+        ({"temprature": 1}, "did you mean 'temperature'"),
+        ({"temperature": "warm"}, "temperature: expected"),
+        ({"stop_regex": ["("]}, "stop_regex"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias keys must be token ids"),
+        ({"min_new_tokens": 5, "max_new_tokens": 4}, "min_new_tokens"),
+    ],
+)
+def test_wrong_preferred_sampling_params_are_known_at_once(params: dict[str, Any], message: str) -> None:
+    args = ServerArgs.from_kwargs(model_path=DEFAULT_MODEL_PATH, preferred_sampling_params=params)
+    with pytest.raises(UserError, match="--preferred-sampling-params: .*" + message):
+        launch_engine(args)
+
+
+@pytest.mark.parametrize(
     ("how", "message"),
     [("crash", "scheduler process failed: RuntimeError: the fake scheduler crashed"), ("die", "killed by SIGKILL")],
 )

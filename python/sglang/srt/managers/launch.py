@@ -33,6 +33,7 @@ from multiprocessing.process import BaseProcess
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.managers.child import ALIVE, ERROR, READY, STOP, USER_ERROR, child_main
+from sglang.srt.managers.front.request_preparation import check_server_defaults
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.managers.watchdog import beat_seconds
 from sglang.srt.managers.wire.ipc import Ports
@@ -289,6 +290,8 @@ def launch_engine(args: ServerArgs) -> EngineHandle:
     """Start the processes for `args`. Raises UserError for a wrong model or tokenizer."""
     model = ModelConfig.from_server_args(args)
     describe_served_model(args, model)  # before any process is started
+    if args.preferred_sampling_params is not None:
+        check_server_defaults(args, model)
     return EngineHandle(args, model)
 
 
