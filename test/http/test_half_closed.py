@@ -19,8 +19,8 @@ LATER_S = 0.3
 
 
 class Application:
-    """Answers `slow` later, `part` in two parts, `tick` in parts without an end, `wait` never; takes note of the clients
-    that left."""
+    """Answers `slow` later, `part` in two parts, `tick` in parts without an end, `wait` never. Takes note of those that
+    left."""
 
     def __init__(self) -> None:
         self.left: asyncio.Queue[bytes] = asyncio.Queue()

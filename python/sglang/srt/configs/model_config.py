@@ -126,8 +126,8 @@ def _eos_token_ids(vocab_size: int, *sources: Mapping[str, Any]) -> frozenset[in
                 )
             if token >= vocab_size:
                 raise UserError(
-                    "config.json or generation_config.json: 'eos_token_id' must be token ids below the vocabulary's size "
-                    f"of {vocab_size}; got {value!r}. Correct the file, or what --json-model-override-args says of it."
+                    "config.json or generation_config.json: 'eos_token_id' must be token ids below the vocabulary's "
+                    f"size of {vocab_size}; got {value!r}. Correct the file, or --json-model-override-args."
                 )
             token_ids.add(token)
     return frozenset(token_ids)
