@@ -66,7 +66,7 @@ def numbers_in_sessions(number: str) -> Iterator[tuple[str, str, bytes]]:
     for field in ("capacity_of_str_len", "timeout", "streaming", "session_id"):
         yield field, "/open_session", f'{{"capacity_of_str_len": 9, "{field}": {number}}}'.encode()
     yield "session_id", "/close_session", f'{{"session_id": {number}}}'.encode()
-    for session in SESSIONS:
+    for session in SESSIONS if LONG else ["tree"]:
         for field in SESSION_FIELDS:
             params = f'{{"id": "{session}", "{field}": {number}}}'
             body = f'"text": "a", "session_params": {params}, "sampling_params": {{"max_new_tokens": 1}}'
