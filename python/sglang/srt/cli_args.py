@@ -134,9 +134,9 @@ def _check_range(value: Any, spec: Option) -> None:
     if isinstance(value, float) and value != value:
         raise ValueError("expected a number")
     if spec.minimum is not None and value < spec.minimum:
-        raise ValueError(f"must be at least {spec.minimum:g}")
+        raise ValueError(f"must be at least {spec.minimum}")
     if spec.maximum is not None and value > spec.maximum:
-        raise ValueError(f"must be at most {spec.maximum:g}")
+        raise ValueError(f"must be at most {spec.maximum}")
 
 
 def coerce(name: str, annotation: Any, spec: Option, value: Any) -> Any:

@@ -383,7 +383,7 @@ REFUSED: tuple[FlagGroup, ...] = (
     FlagGroup(
         "State kept for clients",
         "send the whole conversation with each request; remove the flag",
-        "enable-session-radix-cache enable-streaming-session",
+        "enable-session-radix-cache",
     ),
     FlagGroup("Tools of the server", "call tools from the client", "tool-server"),
     FlagGroup("Administrators", "use --api-key", "admin-api-key"),

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import logging
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,6 +103,27 @@ def test_what_is_remembered_belongs_to_all_modules_of_a_kernel() -> None:
     TileLadder("op", (BIG, SMALL), *both).run(Gpu(32))
     assert TileLadder("op", (BIG, SMALL), *both).tile == SMALL
     assert TileLadder("op", (BIG, SMALL), MODULE).tile == BIG
+
+
+NUM_RANKS, NUM_OPS = 4, 25
+
+
+def remember_many(rank: int) -> None:
+    """As a rank of which many ops step down: some of its own, and one that every rank remembers."""
+    for number in range(NUM_OPS):
+        launch._remember("kernels", launch.StepDown(f"op {number} of rank {rank}", "big", "small", "no room"))
+        launch._remember("kernels", launch.StepDown("shared op", "big", "small", "no room"))
+
+
+def test_ranks_that_step_down_together_lose_nothing(fresh: Path) -> None:
+    ranks = [multiprocessing.get_context("fork").Process(target=remember_many, args=(r,)) for r in range(NUM_RANKS)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    ops = [step["op"] for step in json.loads((fresh / "step_downs.json").read_text())["kernels"]]
+    expected = {f"op {number} of rank {rank}" for number in range(NUM_OPS) for rank in range(NUM_RANKS)}
+    assert sorted(ops) == sorted({"shared op", *expected})
 
 
 def test_tiles_may_be_of_any_type() -> None:

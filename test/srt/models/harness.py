@@ -217,7 +217,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "minimax_m2_wide": (
         "MiniMaxM2Config",
-        WIDE | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128},
+        WIDE | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128, "eos_token_id": 2},
     ),
     "llama_wide": ("LlamaConfig", WIDE | {"head_dim": 64}),
     "deepseek_v2_lite": (
@@ -261,7 +261,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "minimax_m2": (
         "MiniMaxM2Config",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "eos_token_id": 2}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     ),
     "deepseek_v3_wide": (

@@ -265,7 +265,6 @@ _FLUSH_TIMEOUT = {
 }
 
 
-@router.get("/flush_cache", openapi_extra=_FLUSH_TIMEOUT)
 @router.post("/flush_cache", openapi_extra=_FLUSH_TIMEOUT)
 async def flush_cache(request: Request) -> Response:
     """Empties the prefix cache, which requests that run or wait are in the way of."""

@@ -7,6 +7,7 @@ the next ledger tile takes over, for this process and for later ones.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -155,10 +156,16 @@ def _remember(key: str, step: StepDown) -> None:
 
 
 def _write(key: str, step: StepDown) -> None:
-    content = _read_cache()
-    content.setdefault(key, []).append(asdict(step))
+    """Adds `step` to the file. Ranks step down together: they take turns to read, change and replace it."""
     path = _cache_file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    replacement = path.with_suffix(f".{os.getpid()}")  # the ranks step down together
-    replacement.write_text(json.dumps(content, indent=1))
-    replacement.replace(path)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+        content = _read_cache()
+        steps = content.setdefault(key, [])
+        if asdict(step) in steps:  # another rank was first
+            return
+        steps.append(asdict(step))
+        replacement = path.with_suffix(f".{os.getpid()}")
+        replacement.write_text(json.dumps(content, indent=1))
+        replacement.replace(path)
