@@ -18,6 +18,7 @@ from sglang.srt.function_call.forcing import (
     after_thoughts,
     answer_format,
     final_channel,
+    may_think,
 )
 from sglang.srt.function_call.harmony import Harmony
 from sglang.srt.function_call.model_formats import ModelFormats, tool_schemas
@@ -50,6 +51,8 @@ class ChatFormats:
         self.tools = tool_schemas(body.tools) if formats.calls is not None and body.tool_choice != "none" else {}
         self._calls_before = _num_calls(body.messages)
         self._inside = isinstance(reasoning, ReasoningFormat) and reasoning.starts_inside(prompt)
+        self.thinks_first = False
+        """Whether thoughts may come before an answer that a grammar asks for: `constrain` says so."""
 
     @property
     def parses(self) -> bool:
@@ -61,14 +64,13 @@ class ChatFormats:
         return self._formats.reasoning is not None
 
     def thinking_budget(self, tokenizer: Tokenizer, num_tokens: int) -> ThinkingBudget | None:
-        """A limit for the thoughts of an output. None if no single tokens stand around them."""
+        """A limit for the thoughts of an output. None for a model without any, and for Harmony's unless the answer is
+        constrained: a free one may think again."""
         reasoning = self._formats.reasoning
-        if reasoning is None or isinstance(reasoning, Harmony):
+        if reasoning is None or (isinstance(reasoning, Harmony) and not self.thinks_first):
             return None
-        marks = [tokenizer.encode(mark, add_special_tokens=False) for mark in (reasoning.begin, reasoning.end)]
-        if any(len(ids) != 1 for ids in marks):
-            return None
-        return ThinkingBudget(num_tokens, marks[0][0], marks[1][0], self._inside)
+        begin, end = (tokenizer.encode(mark, add_special_tokens=False) for mark in reasoning.around_thoughts)
+        return ThinkingBudget(num_tokens, begin, end, self._inside)
 
     def new_parser(self) -> OutputParser:
         """For one choice."""
@@ -110,6 +112,9 @@ class ChatFormats:
         elif self.tools and (forced := FORCED_CALLS.get(self._formats.calls_name or "")) is not None:
             answer = self._calls_or(forced, answer, given is not None)
         if answer is not None:
+            self.thinks_first = may_think(self._formats.reasoning, self._prompt) and (
+                given is not None or self._forces_call
+            )
             tag = after_thoughts(answer, self._formats.reasoning, self._prompt)
             params.pop(given or "", None)
             params["structural_tag"] = _encoded(made_of(given or "tools", tag))
