@@ -380,7 +380,7 @@ def test_a_thinking_budget(client: openai.OpenAI, constrained: bool, stream: boo
 
 @pytest.mark.parametrize("begun", ["", "<think> Tom "])
 def test_thoughts_before_a_constrained_answer_have_half_of_the_output(client: openai.OpenAI, begun: str) -> None:
-    """Also those that the prompt has begun, and before a call that is forced; free answers think as long as they like."""
+    """Also those that the prompt has begun, and before a call that is forced; free answers have no such limit."""
     messages = [*APPLES, {"role": "assistant", "content": begun}] if begun else APPLES
     fields = {**THINKS, "continue_final_message": bool(begun)}
     for wanted in ({"response_format": PERSON_FORM}, {"tools": TOOLS, "tool_choice": "required"}):
