@@ -402,6 +402,38 @@ def test_a_share_of_1_is_no_limit() -> None:
         assert ask(client, APPLES, max_tokens=60, **fields).usage.reasoning_tokens == 60
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_that_a_native_request_requires(parsing_server: LiveServer, stream: bool) -> None:
+    """The grammar begins behind the thoughts, which are counted and leave room for the answer."""
+    prompt = f"<|im_start|>user\n{APPLES[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
+    params = {"temperature": 0, "max_new_tokens": 80}
+    with httpx.Client(base_url=parsing_server.url, timeout=60) as http:
+
+        def generate(params: dict[str, Any]) -> dict[str, Any]:
+            body = {"text": prompt, "sampling_params": params, "require_reasoning": True, "stream": stream}
+            reply = http.post("/generate", json=body)
+            events = [json.loads(line[6:]) for line in reply.text.split("\n\n")[:-2]] if stream else [reply.json()]
+            result: dict[str, Any] = events[-1]
+            return result
+
+        for fields in ({}, {"logit_bias": NEVER_ENDS}):
+            answer = generate({**params, **fields, "json_schema": '{"enum": ["apples", "pears"]}'})
+            thoughts, _, form = answer["text"].partition("</think>")
+            assert thoughts and json.loads(form) in ("apples", "pears")
+            ids = answer["output_ids"]
+            assert answer["meta_info"]["reasoning_tokens"] == ids.index(END_OF_THOUGHTS) + 1 <= 41
+        free = generate(params)
+        assert 0 < free["meta_info"]["reasoning_tokens"] < free["meta_info"]["completion_tokens"]
+        wrong = http.post("/generate", json={"text": "a", "require_reasoning": "x"})
+        assert wrong.status_code == 400
+
+
+def test_requiring_reasoning_needs_a_parser() -> None:
+    with live_server() as server:
+        reply = httpx.post(f"{server.url}/generate", json={"text": "a", "require_reasoning": True})
+        assert reply.status_code == 400 and "--reasoning-parser" in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("name", ["kimi", "gpt-oss"])
 def test_marks_of_several_tokens_end_thoughts_too(name: str) -> None:
     """This tokenizer has no tokens of their own for the marks of these formats."""

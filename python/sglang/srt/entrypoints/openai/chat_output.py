@@ -30,7 +30,7 @@ from sglang.srt.sampling.grammar_names import made_of
 from sglang.srt.sampling.thinking_budget import ThinkingBudget
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
-_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _ANY_OBJECT: Format = {"type": "object", "additionalProperties": True}
 _TYPED_BY = frozenset(
     "type properties patternProperties additionalProperties $ref anyOf oneOf allOf enum const".split()
@@ -95,12 +95,12 @@ class ChatFormats:
         """Adds to sampling parameters what the formats and `tool_choice` ask for. Raises ApiError 400."""
         if self.parses and self._formats.hidden_markers:
             params["skip_special_tokens"] = False
-        if sum(name in params for name in _GRAMMARS) > 1:
+        if sum(name in params for name in GRAMMARS) > 1:
             return  # refused with the other parameters, by the names that the client knows
-        given = next((name for name in _GRAMMARS if name in params), None)
+        given = next((name for name in GRAMMARS if name in params), None)
         answer = None
         if given is not None and (self.tools or self._formats.reasoning is not None):
-            answer = _answer(given, params[given])
+            answer = constrained_answer(given, params[given])
             if answer is not None and self._formats.is_harmony:
                 answer = final_channel(answer)
         if self._forces_call:
@@ -171,7 +171,8 @@ def _arguments_schema(parameters: Format | None) -> Format:
     return parameters if parameters.keys() & _TYPED_BY else {**_ANY_OBJECT, **parameters}
 
 
-def _answer(kind: str, source: str) -> Format | None:
+def constrained_answer(kind: str, source: str) -> Format | None:
+    """As `answer_format`, of what clients send. Raises ApiError 400."""
     if source == ANY_JSON:
         return answer_format(kind, _ANY_OBJECT)
     return answer_format(kind, _read_json(source) if kind in ("json_schema", "structural_tag") else source)

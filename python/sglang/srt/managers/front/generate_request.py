@@ -57,6 +57,8 @@ class GenerateRequest:
     thinking: ThinkingBudget | None = None
     thinking_share: float = 1.0
     """Thoughts may take this share of the longest output at most; `thinking` says what thoughts are."""
+    counts_thoughts: bool = False
+    """Whether `reasoning_tokens` are counted, as `thinking` says."""
     cache_salt: str | list[str | None] | None = None
     extra_key: str | list[str | None] | None = None
     """Prompts share cached prefixes only where both are equal; an empty one counts as None."""
