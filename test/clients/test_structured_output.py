@@ -6,6 +6,7 @@ instructor and openai-agents want other versions of packages than the rest: they
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -133,6 +134,13 @@ LARGE: dict[str, Callable[[str], Any]] = {
     "agents chat": lambda url: agent(url, "OpenAIChatCompletionsModel"),
     "agents responses": lambda url: agent(url, "OpenAIResponsesModel"),
 }
+
+
+def test_an_object_without_a_schema_ends(served: LiveServer) -> None:
+    with connect(served.url) as client:
+        form: Any = {"type": "json_object"}
+        answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, response_format=form)
+    assert isinstance(json.loads(answer.choices[0].message.content), dict)
 
 
 @pytest.mark.parametrize("name", [*SMALL, *(pytest.param(name, marks=BY_A_CLIENT_THAT_IS_LARGE) for name in LARGE)])
