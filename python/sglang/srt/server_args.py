@@ -132,6 +132,14 @@ class ServerArgs:
         "Format of the model's reasoning; auto: as its chat template shows. Without it thoughts stay in the text.",
         choices=REASONING_PARSERS,
     )
+    constrained_thinking_share: float = option(
+        0.5,
+        SERVING,
+        "Share of an output that thoughts may take before an answer in a given format, unless the request has a budget "
+        "for them; 1: no limit, 0: no thoughts.",
+        minimum=0,
+        maximum=1,
+    )
     allow_auto_truncate: bool = option(
         False, SERVING, "Cut prompts and outputs that exceed the context instead of refusing."
     )

@@ -63,7 +63,6 @@ NATIVE: Mapping[str, Unsupported] = {
     **_all("use session_params", "session_id"),
     **_all("send text or input_ids", "input_embeds", "positional_embed_overrides"),
     **_all(_MEDIA, "modalities", neutral=(["text"],)),
-    **_all("give the text to /separate_reasoning", "require_reasoning"),
     **_all(_INTERNALS, "return_entropy", "return_bytes"),
     **_all("requests are logged as --log-requests says", "no_logs"),
     **_all("the call is answered when it has ended, or streamed", "background"),

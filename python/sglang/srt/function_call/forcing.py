@@ -150,9 +150,16 @@ FORCED_CALLS: Mapping[str, ForcedCalls] = {
 minicpm5, pythonic and step3."""
 
 
+def may_think(reasoning: ReasoningFormat | Harmony | None, prompt: str) -> bool:
+    """Whether an output that follows `prompt` may begin with thoughts."""
+    if isinstance(reasoning, ReasoningFormat):
+        return reasoning.starts_inside(prompt) or not prompt.rstrip().endswith(reasoning.end)
+    return reasoning is not None
+
+
 def after_thoughts(answer: Format, reasoning: ReasoningFormat | Harmony | None, prompt: str) -> Format:
     """An output whose answer, behind its thoughts, is as `answer` says. `prompt`: its end."""
-    if reasoning is None:
+    if reasoning is None or not may_think(reasoning, prompt):
         return answer
     any_text = {"type": "any_text"}
     if isinstance(reasoning, Harmony):
@@ -160,8 +167,6 @@ def after_thoughts(answer: Format, reasoning: ReasoningFormat | Harmony | None, 
         return _sequence({"type": "optional", "content": thoughts}, answer)
     if reasoning.starts_inside(prompt):
         return _sequence(_tag("", any_text, reasoning.end), _SPACE, answer)
-    if prompt.rstrip().endswith(reasoning.end):
-        return answer
     thoughts = _sequence(_tag(reasoning.begin, any_text, reasoning.end), _SPACE)
     return _sequence({"type": "optional", "content": thoughts}, answer)
 

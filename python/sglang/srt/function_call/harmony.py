@@ -42,6 +42,7 @@ class Harmony:
 
     markers = (START, CHANNEL, CONSTRAIN, MESSAGE, *_ENDS)
     inside = True
+    around_thoughts = (f"{CHANNEL}{ANALYSIS}{MESSAGE}", END)
 
     def read(self, reader: Reader, output: Output, separate: bool) -> Steps[None]:
         """A whole output. separate: whether thoughts are kept apart from the text."""

@@ -29,6 +29,10 @@ class ReasoningFormat:
     def markers(self) -> tuple[str, ...]:
         return (self.begin, self.end)
 
+    @property
+    def around_thoughts(self) -> tuple[str, str]:
+        return (self.begin, self.end)
+
     def starts_inside(self, prompt: str) -> bool:
         """Whether an output that follows `prompt` begins with thoughts."""
         prompt = prompt.rstrip()

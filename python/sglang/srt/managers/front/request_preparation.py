@@ -16,6 +16,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
 from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq
 from sglang.srt.sampling.sampling_params import SamplingParams, merge
+from sglang.srt.sampling.thinking_budget import ThinkingBudget
 from sglang.srt.server_args import ServerArgs
 
 T = TypeVar("T")
@@ -136,7 +137,7 @@ class RequestPreparer:
                 token_ids_logprob=wanted[3],
                 embed=req.embed,
                 priority=priority,
-                thinking=req.thinking,
+                thinking=self._thinking(req, len(input_ids), p.max_new_tokens),
                 cache_namespace=_namespace(wanted[4], wanted[5]),
             )
             self._check_logprobs(request)
@@ -242,6 +243,15 @@ class RequestPreparer:
                 f"length of {self._context_len} tokens."
             )
         return msgspec.structs.replace(params, max_new_tokens=room, min_new_tokens=min(room, params.min_new_tokens))
+
+    def _thinking(self, req: GenerateRequest, num_tokens: int, max_new_tokens: int | None) -> ThinkingBudget | None:
+        """The budget for a prompt of `num_tokens`."""
+        if req.thinking is None or req.thinking_share == 1:
+            return req.thinking
+        room = self._context_len - num_tokens
+        longest = room if max_new_tokens is None else min(room, max_new_tokens)
+        share = int(longest * req.thinking_share)
+        return msgspec.structs.replace(req.thinking, tokens=min(req.thinking.tokens, share))
 
     def _check_logprobs(self, request: TokenizedGenerateReq) -> None:
         length, top, wanted = len(request.input_ids), request.top_logprobs_num, request.token_ids_logprob or []
