@@ -1,7 +1,8 @@
 """`python -m sglang.explain --arch sm_120 --model-path DIR [server flags] [--json]`: which kernels would run, and why.
 With `--time` how long steps would take there; `--shape` asks that of single ops, without a model.
 
-Works on any machine: nothing is asked of a device, nothing is compiled, the model's weights are not read.
+Works on any machine: nothing is asked of a device, nothing is compiled, the model's weights are not read. The exit status
+is 0 where a server would start, and 2 where not.
 """
 
 from __future__ import annotations
@@ -21,19 +22,18 @@ from sglang.srt.configs.model_path import resolve_model_path
 from sglang.srt.configs.quantization import quantization_of
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name, current_arch
-from sglang.srt.kernels.ledger_file import Ledger, judged_as, tile_key
-from sglang.srt.kernels.resolve import resolve
+from sglang.srt.kernels.ledger_file import judged_as, tile_key
 from sglang.srt.kernels.spec import Choice, Need, NoKernel, Rejection
 from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
 from sglang.srt.layers.moe.fused_moe_triton.config_files import find
 from sglang.srt.plan.caches import CacheGroup, cache_groups
+from sglang.srt.plan.kernel_choice import KernelChoices, choose_kernels
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.layout import check_layout, uneven_heads
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.plan import (
     describe_capacity,
-    forced_kernel,
     make_plan,
     plan_capacity,
     serving_of,
@@ -49,6 +49,9 @@ from sglang.tuning.report import CONTEXT, shape_json, shape_lines, time_json, ti
 USUAL_FREE_SHARE = 0.97
 """Of a GPU's memory, once the driver and a CUDA context have theirs."""
 
+WOULD_NOT_START = 2
+"""Exit status, as of the server."""
+
 COLUMNS = ("op", "kernel", "tile", "smem", "regs", "spill", "mma")
 
 
@@ -60,6 +63,7 @@ class Explanation:
     model: ModelDescription
     not_implemented: str | None  # why this model cannot be served yet
     refused: str | None  # why no server starts in this layout
+    unfit: str | None  # why there is no room for it
     kv_dtype: str
     groups: tuple[CacheGroup, ...]
     outcomes: tuple[Choice | NoKernel, ...]
@@ -71,6 +75,12 @@ class Explanation:
     @property
     def missing(self) -> tuple[NoKernel, ...]:
         return tuple(outcome for outcome in self.outcomes if isinstance(outcome, NoKernel))
+
+    @property
+    def problem(self) -> str | None:
+        """Why no server would start, by the first cause; None: one would."""
+        missing = str(self.missing[0]) if self.missing else None
+        return self.not_implemented or self.refused or missing or self.unfit
 
 
 def explain(args: ServerArgs, arch: ArchTraits, packages: frozenset[str], available: int | None = None) -> Explanation:
@@ -87,25 +97,22 @@ def explain(args: ServerArgs, arch: ArchTraits, packages: frozenset[str], availa
     try:
         check_layout(model, serving.ranks)
     except UserError as error:
-        return Explanation(arch, model, not_implemented, str(error), serving.kv_dtype, (), (), None, None, (), serving)
-    outcomes = tuple(_outcome(need, arch, packages, forced_kernel(args, need)) for need in needs_of(model, serving))
-    plan, notes = _plan(
-        args,
-        served,
-        model,
-        serving,
-        context_length(select_text_config(config), args.context_length),
-        outcomes,
-        arch,
-        packages,
-        int(arch.memory * USUAL_FREE_SHARE) if available is None else available,
-    )
+        refused = str(error)
+        return Explanation(arch, model, not_implemented, refused, None, serving.kv_dtype, (), (), None, None, (), serving)
+    chosen = choose_kernels(args, needs_of(model, serving), arch, packages)
+    context_len = context_length(select_text_config(config), args.context_length)
+    free = int(arch.memory * USUAL_FREE_SHARE) if available is None else available
+    plan, notes, unfit = None, chosen.notes, None
+    try:
+        plan, notes = _plan(args, served, model, serving, context_len, chosen, arch, packages, free)
+    except UserError as error:
+        unfit = str(error)
     uneven = uneven_heads(model, args.tp_size)
     notes = (*notes, uneven) if uneven else notes
     tiles = _moe_tiles(arch, model, serving.ranks)
     groups = cache_groups(model, serving)
     return Explanation(
-        arch, model, not_implemented, None, serving.kv_dtype, groups, outcomes, tiles, plan, notes, serving
+        arch, model, not_implemented, None, unfit, serving.kv_dtype, groups, chosen.outcomes, tiles, plan, notes, serving
     )
 
 
@@ -128,37 +135,28 @@ def _moe_tiles(arch: ArchTraits, model: ModelDescription, ranks: RankLayout) -> 
     return choice.describe()
 
 
-def _outcome(need: Need, arch: ArchTraits, packages: frozenset[str], forced: str | None) -> Choice | NoKernel:
-    try:
-        return resolve(need, arch, Ledger.load(), packages, forced)
-    except NoKernel as none:
-        return none
-
-
 def _plan(
     args: ServerArgs,
     served: ModelConfig | None,
     model: ModelDescription,
     serving: Serving,
     context_len: int,
-    outcomes: Sequence[Choice | NoKernel],
+    chosen: KernelChoices,
     arch: ArchTraits,
     packages: frozenset[str],
     available: int,
 ) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
-    """What `make_plan` decides; of a model that is not implemented, what its layers and caches would take."""
+    """What `make_plan` decides, and its notes; of a model that is not implemented, what its layers and caches would
+    take. Raises UserError where there is no room."""
+    choices = {outcome.need.key: outcome for outcome in chosen.outcomes if isinstance(outcome, Choice)}
     if arch.device == "cpu":
-        return None, ()
-    try:
-        if served is not None:
-            plan = make_plan(args, served, arch, available, packages)
-            described = plan.describe()
-            return {key: value for key, value in described.items() if key != "kernels"}, (*plan.errors, *plan.warnings)
-        choices = {outcome.need.key: outcome for outcome in outcomes if isinstance(outcome, Choice)}
-        capacity = plan_capacity(args, model, serving, context_len, arch, choices, available)
-        return {"estimate": True, **describe_capacity(capacity)}, tuple(capacity.notes)
-    except UserError as error:
-        return None, (str(error),)
+        return None, chosen.notes
+    if served is not None and len(choices) == len(chosen.outcomes):
+        plan = make_plan(args, served, arch, available, packages)
+        described = plan.describe()
+        return {key: value for key, value in described.items() if key != "kernels"}, (*plan.errors, *plan.warnings)
+    capacity = plan_capacity(args, model, serving, context_len, arch, choices, available)
+    return {"estimate": True, **describe_capacity(capacity)}, (*chosen.notes, *capacity.notes)
 
 
 def to_json(explanation: Explanation) -> dict[str, Any]:
@@ -172,6 +170,8 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
         "family_known": model.known,
         "not_implemented": explanation.not_implemented,
         "refused": explanation.refused,
+        "unfit": explanation.unfit,
+        "problem": explanation.problem,
         "missing": [outcome.need.key for outcome in explanation.missing],
         "kv_cache": _kv_json(explanation),
         "moe_tiles": explanation.moe_tiles,
@@ -243,6 +243,7 @@ def to_text(explanation: Explanation) -> str:
             lines += ["", "An estimate: nothing here allocates this model yet."]
         lines += ["", *(f"{key}: {value}" for key, value in explanation.plan.items() if key != "warnings")]
     lines += ["", *explanation.notes] if explanation.notes else []
+    lines += ["", f"No server starts: {explanation.unfit}"] if explanation.unfit else []
     return "\n".join(lines)
 
 
@@ -322,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(text)
-    return 0
+    return WOULD_NOT_START if explanation.problem else 0
 
 
 def _json_text(explanation: Explanation, options: argparse.Namespace) -> str:

@@ -153,7 +153,7 @@ def survey(words: Sequence[str], gpus: int, arch: ArchTraits, load: Load, free_m
         args = ServerArgs.from_cli([*words, *layout.flags], prog="sglang plan")
         explained = explain(args, arch, frozenset({"triton"}), free_memory)
         first = first or explained
-        problem = explained.refused or _unfit(explained)
+        problem = explained.refused or explained.unfit or _unplanned(explained)
         if problem is not None:
             refused.append((layout, problem))
             continue
@@ -175,8 +175,8 @@ def _layouts(gpus: int) -> Iterator[Layout]:
             yield Layout(tp_size, 1, pp_size=gpus // tp_size)
 
 
-def _unfit(explained: Explanation) -> str | None:
-    return None if explained.plan is not None else "; ".join(explained.notes) or "nothing is planned for this device"
+def _unplanned(explained: Explanation) -> str | None:
+    return None if explained.plan is not None else "nothing is planned for this device"
 
 
 def _prospect(args: ServerArgs, words: Sequence[str], layout: Layout, explained: Explanation, load: Load) -> Prospect:

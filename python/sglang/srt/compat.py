@@ -46,32 +46,40 @@ class TuningValues:
 
 
 TUNING_VALUES: Mapping[str, TuningValues] = {
-    "moe_runner_backend": TuningValues(
-        "auto",
-        "that kernel is not part of sm120-sglang, and the plan chooses one; see `python -m sglang.explain`",
-        frozenset(
-            (
-                "aiter cutlass deep_gemm experimental_sgl_marlin experimental_sgl_trtllm flashinfer_cutedsl"
-                " flashinfer_cutlass flashinfer_megamoe flashinfer_mxfp4 flashinfer_trtllm flashinfer_trtllm_routed"
-                " hpc_ops humming intel_xpu lora_cutedsl lora_marlin lora_triton marlin megamoe triton_kernel"
-            ).split()
-        ),
-    ),
-    "fp8_gemm_backend": TuningValues(
-        "auto",
-        "that kernel is not part of sm120-sglang, and the plan chooses one; see `python -m sglang.explain`",
-        frozenset(
-            (
-                "aiter cutlass deep_gemm flashinfer_cutedsl flashinfer_cutlass flashinfer_deepgemm flashinfer_trtllm"
-            ).split()
-        ),
-    ),
     "load_format": TuningValues(
         "auto",
         "safetensors are read in one way",
         frozenset({"fastsafetensors", "instanttensor", "layered", "runai_streamer"}),
     ),
 }
+
+
+_ATTENTION_BACKENDS = frozenset(
+    (
+        "aiter ascend b12x compressed cutedsl_mla dsa dsv4 dual_chunk_flash_attn fa2 flash_attn flex_attention"
+        " flashinfer_sparse_mla hpc_ops intel_amx intel_xpu llada2_cfg_flashinfer minicpm_flashattn minicpm_flashinfer"
+        " mlu nsa qsa tokenspeed_mla wave"
+    ).split()
+)
+FOREIGN_KERNELS: Mapping[str, frozenset[str]] = {
+    "attention_backend": _ATTENTION_BACKENDS,
+    "prefill_attention_backend": _ATTENTION_BACKENDS,
+    "decode_attention_backend": _ATTENTION_BACKENDS,
+    "sampling_backend": frozenset({"ascend", "flashinfer"}),
+    "moe_runner_backend": frozenset(
+        (
+            "aiter b12x cutlass deep_gemm experimental_sgl_marlin experimental_sgl_trtllm flashinfer_cutedsl"
+            " flashinfer_cutlass flashinfer_megamoe flashinfer_mxfp4 flashinfer_trtllm flashinfer_trtllm_routed"
+            " hpc_ops humming intel_xpu lora_cutedsl lora_marlin lora_triton marlin megamoe triton_kernel"
+        ).split()
+    ),
+    "fp8_gemm_backend": frozenset(
+        (
+            "aiter b12x cutlass deep_gemm flashinfer_cutedsl flashinfer_cutlass flashinfer_deepgemm flashinfer_trtllm"
+        ).split()
+    ),
+}
+"""Kernels of other releases and forks that an option may name: the plan says what serves instead."""
 
 
 @dataclass(frozen=True, slots=True)

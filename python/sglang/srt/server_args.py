@@ -13,9 +13,11 @@ from dataclasses import MISSING, asdict, dataclass
 from typing import Any
 
 from sglang.srt.cli_args import OptionTable, coerce_values, flag, option, parse_argv, resolve_keywords
+from sglang.srt.compat import FOREIGN_KERNELS
 from sglang.srt.configs.output_formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 from sglang.srt.configs.quantization import EXPERT_PRECISIONS, SPELLINGS
 from sglang.srt.errors import Problems
+from sglang.srt.kernels.spec import KernelSpec
 from sglang.srt.kernels.tables import EXTEND_ATTENTION, FP8_GEMM_BACKENDS, FUSED_MOE
 
 MODEL = "model"
@@ -27,14 +29,16 @@ OBSERVE = "logging and metrics"
 
 _EFFECTIVE_IF_NONE = "Chosen at start-up if not given."
 
-_ATTENTION = {
-    "choices": tuple(kernel.name for kernel in EXTEND_ATTENTION if kernel.not_here is None and not kernel.asked_as),
-    "explained": tuple(kernel.name for kernel in EXTEND_ATTENTION if kernel.not_here is not None or kernel.asked_as),
-}
-_EXPERTS = {
-    "choices": ("auto", *(kernel.name for kernel in FUSED_MOE if kernel.not_here is None)),
-    "explained": tuple(kernel.name for kernel in FUSED_MOE if kernel.not_here is not None),
-}
+def _backend(field: str, *choices: str, tables: tuple[KernelSpec, ...] = ()) -> dict[str, tuple[str, ...]]:
+    """Names of kernels: ours, and those of other releases and forks, of which the plan says what serves instead."""
+    ours = tuple(kernel.name for kernel in tables if kernel.not_here is None and not kernel.asked_as)
+    others = {kernel.name for kernel in tables if kernel.name not in ours} | FOREIGN_KERNELS[field]
+    return {"choices": (*choices, *ours), "explained": tuple(sorted(others - {*choices, *ours}))}
+
+
+_ATTENTION = _backend("attention_backend", tables=EXTEND_ATTENTION)
+OUR_SAMPLING = (None, "pytorch")
+ONE_SAMPLER = "sampling has one implementation for each device"
 
 
 @dataclass(kw_only=True)
@@ -218,13 +222,19 @@ class ServerArgs:
     attention_backend: str | None = option(None, KERNELS, f"Kernels of attention. {_EFFECTIVE_IF_NONE}", **_ATTENTION)
     prefill_attention_backend: str | None = option(None, KERNELS, "As --attention-backend, for prefill.", **_ATTENTION)
     decode_attention_backend: str | None = option(None, KERNELS, "As --attention-backend, for decode.", **_ATTENTION)
-    moe_runner_backend: str = option("auto", KERNELS, "Kernel of the experts.", "--moe-backend", **_EXPERTS)
+    moe_runner_backend: str = option("auto", KERNELS, "Kernel of the experts.", "--moe-backend", **_backend("moe_runner_backend", "auto", tables=FUSED_MOE))
     fp8_gemm_backend: str = option(
         "auto",
         KERNELS,
         "Kernel of linear layers with FP8 weights.",
         "--fp8-gemm-runner-backend",
-        choices=("auto", *FP8_GEMM_BACKENDS),
+        **_backend("fp8_gemm_backend", "auto", *FP8_GEMM_BACKENDS),
+    )
+    sampling_backend: str | None = option(
+        None, KERNELS, "Accepted, but there is one implementation.", **_backend("sampling_backend", "pytorch")
+    )
+    strict_backends: bool = option(
+        False, KERNELS, "Refuse to start where a named kernel cannot serve, instead of taking the next one."
     )
     grammar_backend: str | None = option(
         None, KERNELS, "Structured output.", choices=("xgrammar", "llguidance", "none")
@@ -360,6 +370,9 @@ def _contradictions(args: ServerArgs) -> Iterator[tuple[set[str], str]]:
         yield {"retraction_policy", "enable_priority_scheduling"}, text
     if args.node_rank >= args.nnodes:
         yield {"node_rank", "nnodes"}, f"--node-rank must be below --nnodes {args.nnodes}; got {args.node_rank}."
+    if args.strict_backends and args.sampling_backend not in OUR_SAMPLING:
+        text = f"--sampling-backend {args.sampling_backend} is not part of sm120-sglang: {ONE_SAMPLER}. Remove the flag."
+        yield {"sampling_backend"}, text
     if args.disable_cuda_graph and args.cuda_graph_bs is not None:
         text = "--cuda-graph-bs and --disable-cuda-graph contradict each other; remove one."
         yield {"cuda_graph_bs", "disable_cuda_graph"}, text

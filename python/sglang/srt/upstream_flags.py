@@ -39,7 +39,7 @@ ACCEPTED: tuple[FlagGroup, ...] = (
         triton-attention-num-kv-splits= triton-attention-split-tile-size=
         """,
     ),
-    FlagGroup("Sampling", "sampling has one implementation for each device", "sampling-backend= mlx-enable-sampling"),
+    FlagGroup("Sampling", "sampling has one implementation for each device", "mlx-enable-sampling"),
     FlagGroup("Precision", "attention accumulates in fp32", "triton-attention-reduce-in-fp32"),
     FlagGroup(
         "Shared experts",
@@ -67,7 +67,8 @@ ACCEPTED: tuple[FlagGroup, ...] = (
         flashinfer-allreduce-fusion-backend= enable-aiter-allreduce-fusion disable-aiter-allreduce-fusion-in-decode
         disable-aiter-allreduce-fusion-in-prefill disable-flashinfer-cutlass-moe-fp4-allgather boundary-reduction=
         enable-mscclpp enable-nccl-nvls enable-p2p-check enable-scattered-sconv enable-symm-mem enable-torch-symm-mem
-        pre-warm-nccl
+        pre-warm-nccl enable-pcie-oneshot-allreduce enable-pcie-oneshot-allreduce-fusion
+        pcie-oneshot-allreduce-max-size=
         """,
     ),
     FlagGroup(

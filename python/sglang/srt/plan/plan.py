@@ -14,13 +14,14 @@ from sglang.srt.configs.quant_rules import QuantConfig
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.launch import TileLadder
-from sglang.srt.kernels.ledger_file import Ledger, tile_key
-from sglang.srt.kernels.resolve import installed_packages, resolve
+from sglang.srt.kernels.ledger_file import tile_key
+from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import Choice, Need, PeerLinks, Tile
 from sglang.srt.kernels.tables import FLASHINFER_FUSION, SCALED_MM_SCHEMES
 from sglang.srt.plan import defaults
 from sglang.srt.plan.attention_sites import attention_sites
 from sglang.srt.plan.caches import CacheGroup, cache_groups, row_tables
+from sglang.srt.plan.kernel_choice import choose_kernels
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import PER_REQUEST, AttentionShape, AttentionSite, Serving
 from sglang.srt.plan.layout import asked_layout, check_layout
@@ -215,7 +216,8 @@ def make_plan(
     description = describe_served_model(args, model)
     serving = serving_of(args, model.dtype, model.quantization)
     needs = tuple(_as_seen(args, need, links, probe) for need in needs_of(description, serving))
-    choices = choose(args, needs, arch, installed_packages() if packages is None else packages)
+    chosen = choose_kernels(args, needs, arch, installed_packages() if packages is None else packages)
+    choices = chosen.by_key()
     _check_servable(description, serving)
     capacity = plan_capacity(args, description, serving, model.context_len, arch, choices, available_bytes)
     sizes, tokens, stages = capacity.sizes, capacity.max_total_num_tokens, capacity.stages
@@ -244,7 +246,7 @@ def make_plan(
         cuda_graph_bs=sizes.graph_batch_sizes,
         cuda_graph_prefill_tokens=sizes.prefill_graph_tokens,
         stages=tuple(map(str, stages)) if len(stages) > 1 else (),
-        warnings=tuple(capacity.notes + _token_notes(args, tokens)),
+        warnings=(*chosen.notes, *capacity.notes, *_token_notes(args, tokens)),
         errors=_check_pool(args, capacity, model.context_len, arch.device != "cpu"),
     )
 
@@ -414,23 +416,6 @@ def _capacity(
         )
     tokens = pools.tokens - serving.page_size  # page 0 is padding
     return Capacity(sizes, groups, stages, memory, tokens, pools.windows, chunk, states.reason, notes)
-
-
-def choose(args: ServerArgs, needs: tuple[Need, ...], arch: ArchTraits, packages: frozenset[str]) -> dict[str, Choice]:
-    """One Choice per need, by its key. Raises NoKernel."""
-    ledger = Ledger.load()
-    return {need.key: resolve(need, arch, ledger, packages, forced_kernel(args, need)) for need in needs}
-
-
-def forced_kernel(args: ServerArgs, need: Need) -> str | None:
-    """The kernel that a flag names for this need."""
-    named = {
-        "extend_attention": args.prefill_attention_backend or args.attention_backend,
-        "decode_attention": args.decode_attention_backend or args.attention_backend,
-        "fused_moe": args.moe_runner_backend,
-        "linear": args.fp8_gemm_backend if need.quant in SCALED_MM_SCHEMES else None,
-    }.get(need.op)
-    return None if named == "auto" else named
 
 
 def _check_servable(model: ModelDescription, serving: Serving) -> None:
