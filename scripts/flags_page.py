@@ -110,7 +110,17 @@ def _other_spellings() -> str:
         (_code(f"{flag(name)} {value}" for value in sorted(row.values)), f"`{row.instead}`: {row.reason}")
         for name, row in compat.TUNING_VALUES.items()
     ]
-    return "## Other spellings\n\n" + _table(("of other releases", "read as"), [*flags, *values, *tuning])
+    kernels = [
+        (_code(f"{flag(name)} {value}" for value in sorted(names)), "the kernel that the plan chooses, with a warning")
+        for name, names in compat.FOREIGN_KERNELS.items()
+    ]
+    others = [(f"`--{old}`", ours) for old, ours in compat.WORDS_OF_OTHERS.items()]
+    return (
+        "## Other spellings\n\n"
+        + _table(("of other releases", "read as"), [*flags, *values, *tuning, *kernels])
+        + "\n## Words of vLLM and llama.cpp\n\nThey are refused, with the word that means the same here.\n\n"
+        + _table(("there", "here"), others)
+    )
 
 
 def _groups(groups: tuple[FlagGroup, ...]) -> str:

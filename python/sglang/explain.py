@@ -1,8 +1,8 @@
 """`python -m sglang.explain --arch sm_120 --model-path DIR [server flags] [--json]`: which kernels would run, and why.
 With `--time` how long steps would take there; `--shape` asks that of single ops, without a model.
 
-Works on any machine: nothing is asked of a device, nothing is compiled, the model's weights are not read. The exit status
-is 0 where a server would start, and 2 where not.
+Works on any machine: nothing is asked of a device, nothing is compiled, the model's weights are not read. The exit
+status is 0 where a server would start, and 2 where not.
 """
 
 from __future__ import annotations
@@ -13,34 +13,29 @@ import math
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from sglang.srt.configs.hf_config import merge_overrides, read_config, select_text_config
-from sglang.srt.configs.model_config import ModelConfig, context_length
+from sglang.srt.configs.hf_config import merge_overrides, read_config
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_path import resolve_model_path
 from sglang.srt.configs.quantization import quantization_of
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name, current_arch
 from sglang.srt.kernels.ledger_file import judged_as, tile_key
-from sglang.srt.kernels.spec import Choice, Need, NoKernel, Rejection
+from sglang.srt.kernels.spec import Choice, NoKernel, Rejection
 from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
 from sglang.srt.layers.moe.fused_moe_triton.config_files import find
 from sglang.srt.plan.caches import CacheGroup, cache_groups
 from sglang.srt.plan.kernel_choice import KernelChoices, choose_kernels
 from sglang.srt.plan.layer_spec import Serving
-from sglang.srt.plan.layout import check_layout, uneven_heads
+from sglang.srt.plan.layout import check_layout, check_machine, uneven_heads
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
-from sglang.srt.plan.plan import (
-    describe_capacity,
-    make_plan,
-    plan_capacity,
-    serving_of,
-    why_shared_apart,
-)
+from sglang.srt.plan.plan import ModelPlanner, describe_capacity, make_plan, serving_of, why_shared_apart
 from sglang.srt.plan.pool_sizes import cache_cost
 from sglang.srt.plan.ranks import RankLayout
+from sglang.srt.plan.remedies import trial_or_advice
 from sglang.srt.plan.weights import expert_rows
 from sglang.srt.server_args import ServerArgs
 from sglang.tuning.ops import MOST
@@ -61,16 +56,16 @@ class Explanation:
 
     arch: ArchTraits
     model: ModelDescription
-    not_implemented: str | None  # why this model cannot be served yet
-    refused: str | None  # why no server starts in this layout
-    unfit: str | None  # why there is no room for it
     kv_dtype: str
-    groups: tuple[CacheGroup, ...]
-    outcomes: tuple[Choice | NoKernel, ...]
-    moe_tiles: str | None  # where the experts' tiles come from
-    plan: dict[str, Any] | None  # sizes and memory
-    notes: tuple[str, ...]
     serving: Serving
+    not_implemented: str | None = None  # why this model cannot be served yet
+    refused: str | None = None  # why no server starts in this layout
+    unfit: str | None = None  # why there is no room for it
+    groups: tuple[CacheGroup, ...] = ()
+    outcomes: tuple[Choice | NoKernel, ...] = ()
+    moe_tiles: str | None = None  # where the experts' tiles come from
+    plan: dict[str, Any] | None = None  # sizes and memory
+    notes: tuple[str, ...] = ()
 
     @property
     def missing(self) -> tuple[NoKernel, ...]:
@@ -93,27 +88,41 @@ def explain(args: ServerArgs, arch: ArchTraits, packages: frozenset[str], availa
     model = describe_model(config, quantization, why_shared_apart(args), str(directory / "config.json"))
     serving = serving_of(args, model.dtype if args.dtype == "auto" else args.dtype, quantization)
     not_implemented = "\n".join(model.unsupported) or None
-    served = None if not_implemented else ModelConfig.from_server_args(args)
-    try:
-        check_layout(model, serving.ranks)
-    except UserError as error:
-        refused = str(error)
-        return Explanation(arch, model, not_implemented, refused, None, serving.kv_dtype, (), (), None, None, (), serving)
-    chosen = choose_kernels(args, needs_of(model, serving), arch, packages)
-    context_len = context_length(select_text_config(config), args.context_length)
     free = int(arch.memory * USUAL_FREE_SHARE) if available is None else available
-    plan, notes, unfit = None, chosen.notes, None
+    planner = ModelPlanner(ModelConfig.from_server_args(args), arch, free, packages, served=not not_implemented)
+
+    nothing = Explanation(arch, model, serving.kv_dtype, serving, not_implemented)
     try:
-        plan, notes = _plan(args, served, model, serving, context_len, chosen, arch, packages, free)
-    except UserError as error:
-        unfit = str(error)
+        check_machine(arch, serving.ranks)
+        check_layout(model, serving.ranks)
+    except UserError:
+        return replace(nothing, refused=_refusal(planner, args))
+    chosen = choose_kernels(args, needs_of(model, serving), arch, packages)
+    plan, notes, unfit = None, chosen.notes, None
+    if arch.device != "cpu":
+        try:
+            plan, notes = _plan(planner, args, chosen)
+        except UserError as error:
+            unfit = str(error)
     uneven = uneven_heads(model, args.tp_size)
-    notes = (*notes, uneven) if uneven else notes
-    tiles = _moe_tiles(arch, model, serving.ranks)
-    groups = cache_groups(model, serving)
-    return Explanation(
-        arch, model, not_implemented, None, unfit, serving.kv_dtype, groups, chosen.outcomes, tiles, plan, notes, serving
+    return replace(
+        nothing,
+        unfit=unfit,
+        groups=cache_groups(model, serving),
+        outcomes=chosen.outcomes,
+        moe_tiles=_moe_tiles(arch, model, serving.ranks),
+        plan=plan,
+        notes=(*notes, uneven) if uneven else notes,
     )
+
+
+def _refusal(planner: ModelPlanner, args: ServerArgs) -> str:
+    """The server's words for a layout that it refuses."""
+    try:
+        trial_or_advice(planner, args)
+    except UserError as error:
+        return str(error)
+    raise AssertionError("the planner takes a layout that was refused")
 
 
 def _moe_tiles(arch: ArchTraits, model: ModelDescription, ranks: RankLayout) -> str | None:
@@ -136,27 +145,16 @@ def _moe_tiles(arch: ArchTraits, model: ModelDescription, ranks: RankLayout) -> 
 
 
 def _plan(
-    args: ServerArgs,
-    served: ModelConfig | None,
-    model: ModelDescription,
-    serving: Serving,
-    context_len: int,
-    chosen: KernelChoices,
-    arch: ArchTraits,
-    packages: frozenset[str],
-    available: int,
+    planner: ModelPlanner, args: ServerArgs, chosen: KernelChoices
 ) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
     """What `make_plan` decides, and its notes; of a model that is not implemented, what its layers and caches would
     take. Raises UserError where there is no room."""
-    choices = {outcome.need.key: outcome for outcome in chosen.outcomes if isinstance(outcome, Choice)}
-    if arch.device == "cpu":
-        return None, chosen.notes
-    if served is not None and len(choices) == len(chosen.outcomes):
-        plan = make_plan(args, served, arch, available, packages)
+    if planner.served and len(chosen.found()) == len(chosen.outcomes):
+        plan = make_plan(args, planner.model, planner.arch, planner.available, planner.packages)
         described = plan.describe()
         return {key: value for key, value in described.items() if key != "kernels"}, (*plan.errors, *plan.warnings)
-    capacity = plan_capacity(args, model, serving, context_len, arch, choices, available)
-    return {"estimate": True, **describe_capacity(capacity)}, (*chosen.notes, *capacity.notes)
+    made = trial_or_advice(replace(planner, served=False), args)
+    return {"estimate": True, **describe_capacity(made.capacity)}, (*chosen.notes, *made.capacity.notes)
 
 
 def to_json(explanation: Explanation) -> dict[str, Any]:

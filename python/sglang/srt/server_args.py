@@ -29,6 +29,7 @@ OBSERVE = "logging and metrics"
 
 _EFFECTIVE_IF_NONE = "Chosen at start-up if not given."
 
+
 def _backend(field: str, *choices: str, tables: tuple[KernelSpec, ...] = ()) -> dict[str, tuple[str, ...]]:
     """Names of kernels: ours, and those of other releases and forks, of which the plan says what serves instead."""
     ours = tuple(kernel.name for kernel in tables if kernel.not_here is None and not kernel.asked_as)
@@ -37,6 +38,7 @@ def _backend(field: str, *choices: str, tables: tuple[KernelSpec, ...] = ()) -> 
 
 
 _ATTENTION = _backend("attention_backend", tables=EXTEND_ATTENTION)
+_EXPERTS = _backend("moe_runner_backend", "auto", tables=FUSED_MOE)
 OUR_SAMPLING = (None, "pytorch")
 ONE_SAMPLER = "sampling has one implementation for each device"
 
@@ -86,7 +88,7 @@ class ServerArgs:
         None,
         MODEL,
         "Type of the states of recurrent layers. None: what the model's config says.",
-        choices=("float32", "bfloat16"),
+        choices=("float32", "bfloat16", "float16"),
     )
     max_mamba_cache_size: int | None = option(
         None,
@@ -98,6 +100,9 @@ class ServerArgs:
         None,
         MEMORY,
         "Memory of these states over that of the KV cache; above 0. None: states for conversations of 4,096 tokens.",
+    )
+    cpu_offload_gb: float = option(
+        0.0, MODEL, "Weights stay in GPU memory: a model that fits starts with a warning.", minimum=0
     )
     kv_cache_dtype: str = option(
         "auto", MODEL, "Type of the KV cache.", choices=("auto", "bf16", "fp8_e4m3", "fp8_e5m2")
@@ -112,6 +117,13 @@ class ServerArgs:
     port: int = option(30000, SERVING, "Port to listen on.", minimum=1, maximum=65535)
     api_key: str | None = option(None, SERVING, "Require `Authorization: Bearer KEY`.")
     chat_template: str | None = option(None, SERVING, "Jinja file that replaces the tokenizer's chat template.")
+    default_chat_template_kwargs: str = option(
+        "{}",
+        SERVING,
+        "JSON object of template variables that requests leave out, such as enable_thinking.",
+        json=True,
+        metavar="JSON",
+    )
     tool_call_parser: str | None = option(
         None,
         SERVING,
@@ -222,7 +234,13 @@ class ServerArgs:
     attention_backend: str | None = option(None, KERNELS, f"Kernels of attention. {_EFFECTIVE_IF_NONE}", **_ATTENTION)
     prefill_attention_backend: str | None = option(None, KERNELS, "As --attention-backend, for prefill.", **_ATTENTION)
     decode_attention_backend: str | None = option(None, KERNELS, "As --attention-backend, for decode.", **_ATTENTION)
-    moe_runner_backend: str = option("auto", KERNELS, "Kernel of the experts.", "--moe-backend", **_backend("moe_runner_backend", "auto", tables=FUSED_MOE))
+    moe_runner_backend: str = option(
+        "auto",
+        KERNELS,
+        "Kernel of the experts.",
+        "--moe-backend",
+        **_EXPERTS,
+    )
     fp8_gemm_backend: str = option(
         "auto",
         KERNELS,
@@ -315,6 +333,11 @@ class ServerArgs:
         result: dict[str, Any] = json.loads(self.json_model_override_args)
         return result
 
+    def default_template_variables(self) -> dict[str, Any]:
+        """`default_chat_template_kwargs` parsed."""
+        result: dict[str, Any] = json.loads(self.default_chat_template_kwargs)
+        return result
+
     def url(self) -> str:
         """Where this machine reaches the server."""
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(
@@ -371,7 +394,9 @@ def _contradictions(args: ServerArgs) -> Iterator[tuple[set[str], str]]:
     if args.node_rank >= args.nnodes:
         yield {"node_rank", "nnodes"}, f"--node-rank must be below --nnodes {args.nnodes}; got {args.node_rank}."
     if args.strict_backends and args.sampling_backend not in OUR_SAMPLING:
-        text = f"--sampling-backend {args.sampling_backend} is not part of sm120-sglang: {ONE_SAMPLER}. Remove the flag."
+        text = (
+            f"--sampling-backend {args.sampling_backend} is not part of sm120-sglang: {ONE_SAMPLER}. Remove the flag."
+        )
         yield {"sampling_backend"}, text
     if args.disable_cuda_graph and args.cuda_graph_bs is not None:
         text = "--cuda-graph-bs and --disable-cuda-graph contradict each other; remove one."

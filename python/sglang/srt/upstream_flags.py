@@ -268,7 +268,8 @@ REFUSED: tuple[FlagGroup, ...] = (
     ),
     FlagGroup(
         "Context parallelism",
-        "attention is split by heads with --tp-size; remove the flag",
+        "the tokens of a request are not shared out over GPUs; remove the flag, and for a longer context use"
+        " --kv-cache-dtype fp8_e4m3 or a larger --tp-size",
         """
         attention-context-parallel-size=1 attn-cp-size=1 cp-strategy dcp-comm-backend dcp-replicate-q-proj dcp-size=1
         decode-context-parallel-size=1 dsa-prefill-cp-mode enable-cp-decode-attn-tp enable-dsa-cache-layer-split
@@ -311,13 +312,18 @@ REFUSED: tuple[FlagGroup, ...] = (
     ),
     FlagGroup(
         "Weights outside of the GPU",
-        "weights stay in GPU memory; use more GPUs with --tp-size",
+        "weights stay in GPU memory; remove the flag, and `sglang plan` shows which layouts of GPUs have room",
         """
-        cpu-offload-gb=0 enable-memory-saver enable-paged-experts enable-weights-cpu-backup kt-amx-method
+        enable-paged-experts kt-amx-method
         kt-amx-weight-path kt-cpuinfer kt-max-deferred-experts-per-token kt-method kt-num-gpu-experts
         kt-threadpool-count kt-weight-path offload-group-size=-1 offload-mode offload-num-in-group
         offload-prefetch-step paged-experts-num-resident ple-offload-backend ple-offload-dir ple-offload-embedding
         """,
+    ),
+    FlagGroup(
+        "Memory handed back",
+        "the server keeps its memory until it ends; remove the flag",
+        "enable-memory-saver enable-weights-cpu-backup",
     ),
     FlagGroup(
         "Weights from elsewhere",
@@ -377,8 +383,8 @@ REFUSED: tuple[FlagGroup, ...] = (
     ),
     FlagGroup(
         "Prompts",
-        "give a template with --chat-template, and its values with chat_template_kwargs in the request",
-        "default-chat-template-kwargs hf-chat-template-name trust-request-chat-template",
+        "give a template with --chat-template, and its values with --default-chat-template-kwargs",
+        "hf-chat-template-name trust-request-chat-template",
     ),
     FlagGroup("Completion template", "send the finished prompt to /v1/completions", "completion-template"),
     FlagGroup(

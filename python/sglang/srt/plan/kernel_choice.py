@@ -48,6 +48,10 @@ class KernelChoices:
         for outcome in self.outcomes:
             if isinstance(outcome, NoKernel):
                 raise outcome
+        return self.found()
+
+    def found(self) -> dict[str, Choice]:
+        """Of the needs that have one."""
         return {outcome.need.key: outcome for outcome in self.outcomes if isinstance(outcome, Choice)}
 
 
