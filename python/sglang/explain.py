@@ -78,8 +78,15 @@ class Explanation:
         return self.not_implemented or self.refused or missing or self.unfit
 
 
-def explain(args: ServerArgs, arch: ArchTraits, packages: frozenset[str], available: int | None = None) -> Explanation:
-    """`available`: bytes free on a GPU; None: the usual share of its memory.
+def explain(
+    args: ServerArgs,
+    arch: ArchTraits,
+    packages: frozenset[str],
+    available: int | None = None,
+    advises: bool = True,
+) -> Explanation:
+    """`available`: bytes free on a GPU; None: the usual share of its memory. `advises`: look for what helps where a
+    model does not fit, which takes many plans.
 
     Raises UserError: a model or configuration that cannot be read."""
     directory = resolve_model_path(args.model_path, args.revision, args.download_dir, False)
@@ -89,7 +96,9 @@ def explain(args: ServerArgs, arch: ArchTraits, packages: frozenset[str], availa
     serving = serving_of(args, model.dtype if args.dtype == "auto" else args.dtype, quantization)
     not_implemented = "\n".join(model.unsupported) or None
     free = int(arch.memory * USUAL_FREE_SHARE) if available is None else available
-    planner = ModelPlanner(ModelConfig.from_server_args(args), arch, free, packages, served=not not_implemented)
+    planner = ModelPlanner(
+        ModelConfig.from_server_args(args), arch, free, packages, served=not not_implemented, advises=advises
+    )
 
     nothing = Explanation(arch, model, serving.kv_dtype, serving, not_implemented)
     try:
@@ -150,7 +159,9 @@ def _plan(
     """What `make_plan` decides, and its notes; of a model that is not implemented, what its layers and caches would
     take. Raises UserError where there is no room."""
     if planner.served and len(chosen.found()) == len(chosen.outcomes):
-        plan = make_plan(args, planner.model, planner.arch, planner.available, planner.packages)
+        plan = make_plan(
+            args, planner.model, planner.arch, planner.available, planner.packages, advises=planner.advises
+        )
         described = plan.describe()
         return {key: value for key, value in described.items() if key != "kernels"}, (*plan.errors, *plan.warnings)
     made = trial_or_advice(replace(planner, served=False), args)

@@ -78,12 +78,12 @@ MOST_GPUS = 16
 
 
 def larger_layouts(model: ModelDescription, ranks: RankLayout, most: int = MOST_GPUS) -> Iterator[RankLayout]:
-    """Those with more ranks, `most` at most, that divide the model: first those whose heads divide, the smallest first.
-    Shares of experts' dims come before whole experts."""
+    """Of every larger number of ranks, `most` at most, the first layout that divides the model: first those whose heads
+    divide, the fewest ranks first. Shares of experts' dims come before whole experts."""
     sizes = range(ranks.tp_size + 1, most // ranks.pp_size + 1)
-    more = [replace(layout, pp_size=ranks.pp_size) for size in sizes for layout in _with_experts(size)]
-    more.sort(key=lambda layout: uneven_heads(model, layout.tp_size) is not None)  # stable
-    return (layout for layout in more if next(_problems(model, layout), None) is None)
+    for size in sorted(sizes, key=lambda size: uneven_heads(model, size) is not None):  # stable
+        layouts = (replace(layout, pp_size=ranks.pp_size) for layout in _with_experts(size))
+        yield from islice((layout for layout in layouts if next(_problems(model, layout), None) is None), 1)
 
 
 def uneven_heads(model: ModelDescription, tp_size: int) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -204,14 +204,17 @@ def make_plan(
     links: PeerLinks | None = None,
     rank: int = 0,
     probe: Probe | None = None,
+    advises: bool = True,
 ) -> Plan:
     """`available_bytes`: free on the device before anything is allocated, the least over the ranks. `packages`: the
     optional ones to count on (those installed here if None). `links`: what was seen of those between the ranks' GPUs.
     `rank`: whose plan; only the stages of a pipeline differ. `probe`: tries the library's kernel of a need on this GPU.
+    `advises`: messages say what would help.
 
     Raises UserError: a kernel that was asked for cannot run, heads do not divide, weights do not fit.
     """
-    planner = ModelPlanner(model, arch, available_bytes, packages or installed_packages(), links=links, probe=probe)
+    packages = packages or installed_packages()
+    planner = ModelPlanner(model, arch, available_bytes, packages, True, links, probe, advises)
     made = trial_or_advice(planner, args)
     serving, capacity = made.serving, made.capacity
     sizes, tokens, stages = capacity.sizes, capacity.max_total_num_tokens, capacity.stages
@@ -257,6 +260,8 @@ class ModelPlanner:
     served: bool = True
     links: PeerLinks | None = None
     probe: Probe | None = None
+    advises: bool = True
+    described: dict[str, ModelDescription] = field(default_factory=dict)  # by what keeps shared experts apart
 
     @property
     def most_gpus(self) -> int:
@@ -269,8 +274,11 @@ class ModelPlanner:
         """Raises UserError for what is malformed or not computed here, and for layouts that do not divide it."""
         ranks = asked_layout(args)
         check_machine(self.arch, ranks)
-        source = str(Path(self.model.model_path) / "config.json")
-        model = describe_model(self.model.hf_config, self.model.quantization, why_shared_apart(args), source)
+        apart = why_shared_apart(args)
+        if apart not in self.described:
+            source = str(Path(self.model.model_path) / "config.json")
+            self.described[apart] = describe_model(self.model.hf_config, self.model.quantization, apart, source)
+        model = self.described[apart]
         if self.served:
             model.require_served()
         check_layout(model, ranks)

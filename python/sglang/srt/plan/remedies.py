@@ -18,7 +18,7 @@ from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.layout import LayoutProblem, larger_layouts
 from sglang.srt.plan.memory import GIB, DoesNotFit, Sizes
 from sglang.srt.plan.model_description import ModelDescription
-from sglang.srt.plan.ranks import RankLayout
+from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.plan.weights import expert_rows, wide_bytes
 from sglang.srt.server_args import ServerArgs
 
@@ -38,6 +38,11 @@ Change = Mapping[str, Any]
 
 class Planner(Protocol):
     """Plans one model for one kind of GPU, with any flags."""
+
+    @property
+    def advises(self) -> bool:
+        """Whether to look for what helps, which takes many trials."""
+        ...
 
     @property
     def most_gpus(self) -> int:
@@ -69,10 +74,14 @@ def trial_or_advice(planner: Planner, args: ServerArgs) -> Trial:
     try:
         return planner.trial(args)
     except LayoutProblem as problem:
+        if not planner.advises:
+            raise UserError(problem.problem) from None
         most = max(planner.most_gpus, 1)
         refusal = problem.with_ways(lambda way: way.world_size <= most and _starts(planner, args, _layout(way)))
         raise UserError(refusal) from None
     except DoesNotFit as misfit:
+        if not planner.advises:
+            raise UserError(str(misfit)) from None
         ways = list(_ways_to_start(planner, args))
         kept = _kept_wide(planner, args)
         facts = f"{misfit}; the checkpoint keeps {kept} in 16 bits" if kept else str(misfit)
@@ -84,6 +93,8 @@ def advice_to_hold_a_request(planner: Planner, args: ServerArgs, made: Trial) ->
     """Where the cache is smaller than one request of the full context length: what gives it clearly more tokens, and
     which context length it holds."""
     tokens, sizes = made.capacity.max_total_num_tokens, made.capacity.sizes
+    if not planner.advises:
+        return ""
 
     def helps(change: Change, wanted: float = CLEARLY_MORE * tokens) -> bool:
         larger = _planned(planner, args, change)
@@ -97,7 +108,7 @@ def advice_to_hold_a_request(planner: Planner, args: ServerArgs, made: Trial) ->
     steps = _smaller_steps(args, sizes)
     for changes in (_higher_fraction(planner, args), _fp8_cache(args, made.serving), steps):
         ways += [_words(change) for change in changes if helps(change)][:1]
-    layouts = larger_layouts(made.description, made.serving.ranks, planner.most_gpus)
+    layouts = _with_room(planner, args, made.description, made.serving.ranks)
     more = next((layout for layout in layouts if helps(_layout(layout), sizes.context_len)), None)
     return _advice([*ways, *([f"more GPUs ({more.flags})"] if more else [])])
 
@@ -109,11 +120,18 @@ def _ways_to_start(planner: Planner, args: ServerArgs) -> Iterator[str]:
     room = planner.weights(args) < planner.available
     for changes in given if room else ():
         yield from [_words(change) for change in changes if _starts(planner, args, change)][:1]
-    for layout in larger_layouts(model, serving.ranks, planner.most_gpus):
+    for layout in _with_room(planner, args, model, serving.ranks):
         if _starts(planner, args, _layout(layout)):
             yield f"more GPUs ({layout.flags})"
             break
     yield from _smaller_checkpoint(planner, args, model, serving)
+
+
+def _with_room(planner: Planner, args: ServerArgs, model: ModelDescription, ranks: RankLayout) -> Iterator[RankLayout]:
+    """Larger layouts of which each rank has room for an even part of the weights."""
+    whole = planner.weights(replace(args, **_layout(ONE_RANK)))
+    layouts = larger_layouts(model, ranks, planner.most_gpus)
+    return (layout for layout in layouts if whole < layout.world_size * planner.available)
 
 
 # --- changes to try ---------------------------------------------------------------------------------------------------
