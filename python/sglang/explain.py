@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sglang.srt.configs.hf_config import merge_overrides, read_config
+from sglang.srt.configs.hf_config import merge_overrides, read_config, read_generation_config
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_path import resolve_model_path
 from sglang.srt.configs.quantization import quantization_of
@@ -96,9 +96,8 @@ def explain(
     serving = serving_of(args, model.dtype if args.dtype == "auto" else args.dtype, quantization)
     not_implemented = "\n".join(model.unsupported) or None
     free = int(arch.memory * USUAL_FREE_SHARE) if available is None else available
-    planner = ModelPlanner(
-        ModelConfig.from_server_args(args), arch, free, packages, served=not not_implemented, advises=advises
-    )
+    config_of_model = ModelConfig.from_hf(config, read_generation_config(directory), args=args, directory=directory)
+    planner = ModelPlanner(config_of_model, arch, free, packages, served=not not_implemented, advises=advises)
 
     nothing = Explanation(arch, model, serving.kv_dtype, serving, not_implemented)
     try:
@@ -158,14 +157,14 @@ def _plan(
 ) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
     """What `make_plan` decides, and its notes; of a model that is not implemented, what its layers and caches would
     take. Raises UserError where there is no room."""
-    if planner.served and len(chosen.found()) == len(chosen.outcomes):
+    if planner.served and len(chosen.chosen()) == len(chosen.outcomes):
         plan = make_plan(
             args, planner.model, planner.arch, planner.available, planner.packages, advises=planner.advises
         )
         described = plan.describe()
         return {key: value for key, value in described.items() if key != "kernels"}, (*plan.errors, *plan.warnings)
-    made = trial_or_advice(replace(planner, served=False), args)
-    return {"estimate": True, **describe_capacity(made.capacity)}, (*chosen.notes, *made.capacity.notes)
+    trial = trial_or_advice(replace(planner, served=False), args)
+    return {"estimate": True, **describe_capacity(trial.capacity)}, (*chosen.notes, *trial.capacity.notes)
 
 
 def to_json(explanation: Explanation) -> dict[str, Any]:

@@ -238,7 +238,7 @@ def test_machines_of_one_gpu_have_a_server_each(tmp_path: Path, capsys: pytest.C
 def test_no_command_for_a_model_that_is_not_served(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("--model-path", model_dir(tmp_path, name), "--gpu", "rtx-pro-6000", "--gpus", "8", "--page-size", "128")
+    words = ("--model-path", model_dir(tmp_path, name), "--gpu", "rtx-pro-6000", "--gpus", "1", "--page-size", "128")
     result = planned(capsys, *words)
     if result["not_implemented"] is not None:
         assert result["recommended"] is None and result["reasons"][0].startswith("no server starts: ")
@@ -247,19 +247,19 @@ def test_no_command_for_a_model_that_is_not_served(
 
 
 def test_a_layout_is_called_faster_only_if_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("glm47", "gpt_oss", "minimax_m2", "qwen3_moe"):
-        result = planned(capsys, "--model-path", model_dir(tmp_path, name), "--gpu", "rtx-pro-6000", "--gpus", "4")
+    for name in ("gpt_oss", "qwen3_moe"):
+        result = planned(capsys, "--model-path", model_dir(tmp_path, name), "--gpu", "rtx-pro-6000", "--gpus", "2")
         for reason in result["reasons"]:
             if "is faster: " in reason:
                 other, here = re.findall(r"([\d,]+) (?:tok/s|here)", reason)
                 assert int(other.replace(",", "")) > int(here.replace(",", "")), reason
 
 
-@pytest.mark.parametrize("name", ["glm47", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe"])
 def test_commands_that_are_printed_start(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = planned(capsys, "--model-path", model_dir(tmp_path, name), "--gpu", "rtx-pro-6000", "--gpus", "8")
+    result = planned(capsys, "--model-path", model_dir(tmp_path, name), "--gpu", "rtx-pro-6000", "--gpus", "2")
     assert result["layouts"]
     for layout in result["layouts"]:
         words = shlex.split(layout["commands"][0].partition("sglang serve ")[2])
         args = ServerArgs.from_cli(words)
-        assert explain(args, arch_by_name("rtx-pro-6000"), frozenset({"triton"})).problem is None
+        assert explain(args, arch_by_name("rtx-pro-6000"), frozenset({"triton"}), advises=False).problem is None

@@ -149,6 +149,7 @@ class ServerArgs:
     preferred_sampling_params: str | None = option(
         None, SERVING, "JSON object of sampling parameters that requests leave out.", json=True, metavar="JSON"
     )
+    dry_run: bool = option(False, SERVING, "Check flags, config, layout and memory, print the plan, and start nothing.")
     skip_server_warmup: bool = option(False, SERVING, "Start without a first prompt and a first request.")
     watchdog_timeout: float = option(300.0, SERVING, "Seconds after which a stuck step ends the server.", minimum=1)
 

@@ -87,6 +87,16 @@ def test_mem_fraction_static_is_obeyed(build: Any) -> None:
     assert plan.memory.weights + plan.memory.kv_cache == 47 * GIB
 
 
+def test_unified_memory_leaves_the_machine_its_part(build: Any) -> None:
+    """Published recipes for GB10 take 0.30 to 0.85 of its memory."""
+    spark, card = (build(arch=arch, free=110 * GIB) for arch in ("gb10", "sm_121"))
+    assert spark.memory.reserve - card.memory.reserve == 110 * GIB // 8
+    assert spark.memory.mem_fraction_static < 0.85 < card.memory.mem_fraction_static
+    for fraction in (0.3, 0.85):
+        asked = build(arch="gb10", free=110 * GIB, mem_fraction_static=fraction)
+        assert asked.memory.mem_fraction_static == pytest.approx(fraction, abs=0.001)
+
+
 def test_fp8_doubles_the_tokens(build: Any) -> None:
     half = build(kv_cache_dtype="fp8_e4m3")
     assert half.kv_cache_dtype == "fp8_e4m3"

@@ -48,9 +48,9 @@ class KernelChoices:
         for outcome in self.outcomes:
             if isinstance(outcome, NoKernel):
                 raise outcome
-        return self.found()
+        return self.chosen()
 
-    def found(self) -> dict[str, Choice]:
+    def chosen(self) -> dict[str, Choice]:
         """Of the needs that have one."""
         return {outcome.need.key: outcome for outcome in self.outcomes if isinstance(outcome, Choice)}
 

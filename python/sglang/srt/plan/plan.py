@@ -215,21 +215,21 @@ def make_plan(
     """
     packages = packages or installed_packages()
     planner = ModelPlanner(model, arch, available_bytes, packages, True, links, probe, advises)
-    made = trial_or_advice(planner, args)
-    serving, capacity = made.serving, made.capacity
+    trial = trial_or_advice(planner, args)
+    serving, capacity = trial.serving, trial.capacity
     sizes, tokens, stages = capacity.sizes, capacity.max_total_num_tokens, capacity.stages
     stage = stages[serving.ranks.stage(rank)]
     return Plan(
         arch=arch,
         model=model,
         description=stage.model,
-        caches=caches_of_stage(cache_groups(made.description, serving), stage.layers),
-        attention_sites=attention_sites(made.description, args.tp_size),
+        caches=caches_of_stage(cache_groups(trial.description, serving), stage.layers),
+        attention_sites=attention_sites(trial.description, args.tp_size),
         dtype=model.dtype,
         kv_cache_dtype=serving.kv_dtype,
         device=arch.device,
         ranks=serving.ranks,
-        choices=made.chosen.by_key(),
+        choices=trial.chosen.by_key(),
         memory=capacity.memory,
         max_total_num_tokens=tokens,
         windows=capacity.windows,
@@ -243,8 +243,8 @@ def make_plan(
         cuda_graph_bs=sizes.graph_batch_sizes,
         cuda_graph_prefill_tokens=sizes.prefill_graph_tokens,
         stages=tuple(map(str, stages)) if len(stages) > 1 else (),
-        warnings=(*made.chosen.notes, *capacity.notes, *flag_notes(args, capacity)),
-        errors=short_of_context(planner, args, made),
+        warnings=(*trial.chosen.notes, *capacity.notes, *flag_notes(args, capacity)),
+        errors=short_of_context(planner, args, trial),
     )
 
 
@@ -294,7 +294,7 @@ class ModelPlanner:
         model, serving = self.describe(args)
         needs = tuple(_as_seen(args, need, self.links, self.probe) for need in needs_of(model, serving))
         chosen = choose_kernels(args, needs, self.arch, self.packages)
-        choices = chosen.by_key() if self.served else chosen.found()
+        choices = chosen.by_key() if self.served else chosen.chosen()
         if self.served:
             check_pages(model, serving)
         capacity = plan_capacity(args, model, serving, self.context_len(args), self.arch, choices, self.available)

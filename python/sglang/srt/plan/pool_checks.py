@@ -54,13 +54,13 @@ def check_pool(args: ServerArgs, capacity: Capacity) -> None:
         raise DoesNotFit(f"{_pool_facts(capacity)}, too few to serve anything")
 
 
-def short_of_context(planner: Planner, args: ServerArgs, made: Trial) -> tuple[str, ...]:
-    sizes = made.capacity.sizes
-    if made.capacity.max_total_num_tokens >= sizes.context_len:
+def short_of_context(planner: Planner, args: ServerArgs, trial: Trial) -> tuple[str, ...]:
+    sizes = trial.capacity.sizes
+    if trial.capacity.max_total_num_tokens >= sizes.context_len:
         return ()
     return (
-        f"{_pool_facts(made.capacity)}, less than one request of the full context length {sizes.context_len:,}: longer"
-        f" requests are refused. {advice_to_hold_a_request(planner, args, made)}".rstrip(),
+        f"{_pool_facts(trial.capacity)}, less than one request of the full context length {sizes.context_len:,}: longer"
+        f" requests are refused. {advice_to_hold_a_request(planner, args, trial)}".rstrip(),
     )
 
 

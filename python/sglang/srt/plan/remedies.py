@@ -89,10 +89,10 @@ def trial_or_advice(planner: Planner, args: ServerArgs) -> Trial:
         raise UserError(f"{facts}{offload}. {_advice(ways) if ways else _nothing_helps(planner)}") from None
 
 
-def advice_to_hold_a_request(planner: Planner, args: ServerArgs, made: Trial) -> str:
+def advice_to_hold_a_request(planner: Planner, args: ServerArgs, trial: Trial) -> str:
     """Where the cache is smaller than one request of the full context length: what gives it clearly more tokens, and
     which context length it holds."""
-    tokens, sizes = made.capacity.max_total_num_tokens, made.capacity.sizes
+    tokens, sizes = trial.capacity.max_total_num_tokens, trial.capacity.sizes
     if not planner.advises:
         return ""
 
@@ -106,9 +106,9 @@ def advice_to_hold_a_request(planner: Planner, args: ServerArgs, made: Trial) ->
         all_tokens = {"max_total_tokens": sizes.context_len}
         return _advice([*ways, *([_words(all_tokens)] if helps(all_tokens, sizes.context_len) else [])])
     steps = _smaller_steps(args, sizes)
-    for changes in (_higher_fraction(planner, args), _fp8_cache(args, made.serving), steps):
+    for changes in (_higher_fraction(planner, args), _fp8_cache(args, trial.serving), steps):
         ways += [_words(change) for change in changes if helps(change)][:1]
-    layouts = _with_room(planner, args, made.description, made.serving.ranks)
+    layouts = _with_room(planner, args, trial.description, trial.serving.ranks)
     more = next((layout for layout in layouts if helps(_layout(layout), sizes.context_len)), None)
     return _advice([*ways, *([f"more GPUs ({more.flags})"] if more else [])])
 
@@ -196,9 +196,9 @@ def _planned(planner: Planner, args: ServerArgs, change: Change) -> Trial | None
 
 
 def _starts(planner: Planner, args: ServerArgs, change: Change) -> bool:
-    made = _planned(planner, args, change)
-    return made is not None and made.capacity.max_total_num_tokens >= min(
-        USEFUL_TOKENS, made.capacity.sizes.context_len, args.max_total_tokens or USEFUL_TOKENS
+    trial = _planned(planner, args, change)
+    return trial is not None and trial.capacity.max_total_num_tokens >= min(
+        USEFUL_TOKENS, trial.capacity.sizes.context_len, args.max_total_tokens or USEFUL_TOKENS
     )
 
 
