@@ -146,7 +146,7 @@ def test_spellings(words: str, field: str, value: Any) -> None:
         ("--chunked-prefill-size 100 --page-size 16", "is not a multiple of --page-size 16"),
         ("--max-total-tokens 8 --page-size 16", "less than one page"),
         ("--dtype int8", "--dtype: must be one of auto, bfloat16"),
-        ("--attention-backend nsa", "--attention-backend: must be one of triton, flashinfer, torch_native; got 'nsa'"),
+        ("--attention-backend ns", "--attention-backend: must be one of triton, flashinfer, torch_native; got 'ns'"),
         ("--decode-attention-backend trition", "--decode-attention-backend: must be one of triton, flashinfer"),
         ("--moe-runner-backend trition", "--moe-runner-backend: must be one of auto, sgl_kernel, triton, torch_native"),
         ("--retraction-policy priority", "needs --enable-priority-scheduling"),
@@ -214,7 +214,7 @@ def test_what_depends_on_a_bad_value_is_not_judged() -> None:
     ("spelling", "hint"),
     [
         ("--mxfp4", " "),
-        ("--gpu-memory-utilization", " "),
+        ("--gpu-memory-utilization", " Here that is --mem-fraction-static, which counts weights and KV cache only. "),
         ("--x", " "),
         ("--page-sise", " Did you mean --page-size? "),
         ("--tpsize", " Did you mean --tp-size? "),

@@ -159,7 +159,8 @@ def coerce(name: str, annotation: Any, spec: Option, value: Any) -> Any:
             if spec.choices and item not in (*spec.choices, *spec.explained):
                 raise ValueError(compat.refusal(name, item) or f"must be one of {', '.join(spec.choices)}")
     except ValueError as error:
-        raise UserError(f"{flag(name)}: {error}; got {value!r}.") from None
+        hint = compat.VALUE_HINTS.get((name, value), "") if isinstance(value, str) else ""
+        raise UserError(f"{flag(name)}: {error}; got {value!r}. {hint}".rstrip()) from None
     return result
 
 
@@ -240,7 +241,10 @@ class OptionTable:
         raise UserError(f"Unknown option {spelling}.{hint} `--help` lists all options.")
 
     def _suggestion(self, bare: str) -> str:
-        """Options of ours that are spelled nearly so; or else a flag of upstream, with what becomes of it."""
+        """Our word for an option of another server; or options of ours that are spelled nearly so; or else a flag of
+        upstream, with what becomes of it."""
+        if bare in compat.WORDS_OF_OTHERS:
+            return f" Here that is {compat.WORDS_OF_OTHERS[bare]}."
         near = _near(bare, self.names)
         if near:
             return f" Did you mean {' or '.join(near)}?"

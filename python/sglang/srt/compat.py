@@ -26,9 +26,14 @@ VALUE_ALIASES: Mapping[tuple[str, str], str] = {
     ("dtype", "float"): "float32",
     ("dtype", "fp32"): "float32",
     ("kv_cache_dtype", "bfloat16"): "bf16",
+    ("kv_cache_dtype", "fp8"): "fp8_e4m3",
+    ("quantization", "compressed_tensors"): "compressed-tensors",
     ("attention_backend", "torch"): "torch_native",
     ("prefill_attention_backend", "torch"): "torch_native",
     ("decode_attention_backend", "torch"): "torch_native",
+    ("attention_backend", "FLASHINFER"): "flashinfer",
+    ("attention_backend", "FLASH_ATTN"): "flash_attn",
+    ("attention_backend", "TRITON_ATTN"): "triton",
     ("tool_call_parser", "qwen"): "qwen25",
     ("tool_call_parser", "qwen3"): "qwen25",
     ("tool_call_parser", "glm"): "glm45",
@@ -60,6 +65,70 @@ VALUE_ALIASES: Mapping[tuple[str, str], str] = {
     ("reasoning_parser", "trinity"): "qwen3",
 }
 """(field, value) -> our name of the same thing."""
+
+
+_NO_4_BIT_CACHE = "There is no KV cache in 4 bits yet; fp8_e4m3 is the smallest."
+_NVFP4 = "Checkpoints in NVFP4 are detected: leave the flag out, or write modelopt_fp4 for one of ModelOpt."
+VALUE_HINTS: Mapping[tuple[str, str], str] = {
+    **{("kv_cache_dtype", value): _NO_4_BIT_CACHE for value in ("nvfp4", "fp4", "fp4_e2m1", "fp4_mx_block16")},
+    ("kv_cache_dtype", "nvfp4_ds_mla"): _NO_4_BIT_CACHE,
+    ("kv_cache_dtype", "fp8_ds_mla"): "Write fp8_e4m3: how a model lays it out is its own affair.",
+    ("kv_cache_dtype", "mxfp8"): "Write fp8_e4m3.",
+    ("quantization", "nvfp4"): _NVFP4,
+    ("quantization", "fp4"): _NVFP4,
+    ("quantization", "modelopt_nvfp4"): _NVFP4,
+    ("quantization", "nvfp4_online"): "Quantize the checkpoint beforehand, with python -m sglang.quantize.",
+    ("quantization", "gguf"): "Weights are read from safetensors; take a checkpoint in FP8, NVFP4, AWQ or GPTQ.",
+    (
+        "quantization",
+        "bitsandbytes",
+    ): "Take a checkpoint in FP8, NVFP4, AWQ or GPTQ, or write fp8 to quantize one.",
+}
+"""(field, value) of other releases and servers that is not read here -> what to do instead, in a sentence."""
+
+WORDS_OF_OTHERS: Mapping[str, str] = {
+    # vLLM
+    "gpu-memory-utilization": "--mem-fraction-static, which counts weights and KV cache only",
+    "max-model-len": "--context-length",
+    "max-num-seqs": "--max-running-requests",
+    "max-num-batched-tokens": "--chunked-prefill-size",
+    "block-size": "--page-size",
+    "enforce-eager": "--disable-cuda-graph",
+    "max-cudagraph-capture-size": "--cuda-graph-max-bs",
+    "cudagraph-capture-sizes": "--cuda-graph-bs",
+    "enable-prefix-caching": "the default; remove it",
+    "no-enable-prefix-caching": "--disable-radix-cache",
+    "enable-chunked-prefill": "the default; remove it",
+    "no-enable-chunked-prefill": "--chunked-prefill-size -1",
+    "enable-expert-parallel": "--ep-size, with as many groups as GPUs",
+    "enable-auto-tool-choice": "part of --tool-call-parser; remove it",
+    "hf-overrides": "--json-model-override-args",
+    "mamba-ssm-cache-dtype": "--mamba-ssm-dtype",
+    "override-generation-config": "--preferred-sampling-params",
+    "generation-config": "--sampling-defaults",
+    "scheduling-policy": "--schedule-policy",
+    "seed": "--random-seed",
+    "uvicorn-log-level": "--log-level-http",
+    "disable-log-requests": "the default; remove it",
+    "enable-log-requests": "--log-requests",
+    "speculative-config": "not available: there is no speculative decoding yet",
+    "kv-transfer-config": "not available: the prefix cache lives in GPU memory only",
+    "swap-space": "not available: the prefix cache lives in GPU memory only",
+    "distributed-executor-backend": "not needed; remove it",
+    "tokenizer-pool-size": "not needed; remove it",
+    "limit-mm-per-prompt": "not needed, since only the language model is served; remove it",
+    "enable-sleep-mode": "not available: memory is not handed back while the server runs",
+    # llama.cpp
+    "ctx-size": "--context-length",
+    "n-gpu-layers": "not needed: all layers are on the GPU; remove it",
+    "flash-attn": "not needed: the plan chooses the kernel; remove it",
+    "parallel": "--max-running-requests",
+    "jinja": "the default; remove it",
+    "cache-type-k": "--kv-cache-dtype",
+    "cache-type-v": "--kv-cache-dtype",
+    "alias": "--served-model-name",
+}
+"""A flag of vLLM or llama.cpp -> its word here, which completes `here that is ...`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,32 +172,40 @@ class TuningValues:
 
 
 TUNING_VALUES: Mapping[str, TuningValues] = {
-    "moe_runner_backend": TuningValues(
-        "auto",
-        "that kernel is not part of sm120-sglang, and the plan chooses one; see `python -m sglang.explain`",
-        frozenset(
-            (
-                "aiter cutlass deep_gemm experimental_sgl_marlin experimental_sgl_trtllm flashinfer_cutedsl"
-                " flashinfer_cutlass flashinfer_megamoe flashinfer_mxfp4 flashinfer_trtllm flashinfer_trtllm_routed"
-                " hpc_ops humming intel_xpu lora_cutedsl lora_marlin lora_triton marlin megamoe triton_kernel"
-            ).split()
-        ),
-    ),
-    "fp8_gemm_backend": TuningValues(
-        "auto",
-        "that kernel is not part of sm120-sglang, and the plan chooses one; see `python -m sglang.explain`",
-        frozenset(
-            (
-                "aiter cutlass deep_gemm flashinfer_cutedsl flashinfer_cutlass flashinfer_deepgemm flashinfer_trtllm"
-            ).split()
-        ),
-    ),
     "load_format": TuningValues(
         "auto",
         "safetensors are read in one way",
         frozenset({"fastsafetensors", "instanttensor", "layered", "runai_streamer"}),
     ),
 }
+
+
+_ATTENTION_BACKENDS = frozenset(
+    (
+        "aiter ascend b12x compressed cutedsl_mla dsa dsv4 dual_chunk_flash_attn fa2 flash_attn flex_attention"
+        " flashinfer_sparse_mla hpc_ops intel_amx intel_xpu llada2_cfg_flashinfer minicpm_flashattn minicpm_flashinfer"
+        " mlu nsa qsa tokenspeed_mla wave"
+    ).split()
+)
+FOREIGN_KERNELS: Mapping[str, frozenset[str]] = {
+    "attention_backend": _ATTENTION_BACKENDS,
+    "prefill_attention_backend": _ATTENTION_BACKENDS,
+    "decode_attention_backend": _ATTENTION_BACKENDS,
+    "sampling_backend": frozenset({"ascend", "flashinfer"}),
+    "moe_runner_backend": frozenset(
+        (
+            "aiter b12x cutlass deep_gemm experimental_sgl_marlin experimental_sgl_trtllm flashinfer_cutedsl"
+            " flashinfer_cutlass flashinfer_megamoe flashinfer_mxfp4 flashinfer_trtllm flashinfer_trtllm_routed"
+            " hpc_ops humming intel_xpu lora_cutedsl lora_marlin lora_triton marlin megamoe triton_kernel"
+        ).split()
+    ),
+    "fp8_gemm_backend": frozenset(
+        (
+            "aiter b12x cutlass deep_gemm flashinfer_cutedsl flashinfer_cutlass flashinfer_deepgemm flashinfer_trtllm"
+        ).split()
+    ),
+}
+"""Kernels of other releases and forks that an option may name: the plan says what serves instead."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ ACCEPTED: tuple[FlagGroup, ...] = (
         triton-attention-num-kv-splits= triton-attention-split-tile-size=
         """,
     ),
-    FlagGroup("Sampling", "sampling has one implementation for each device", "sampling-backend= mlx-enable-sampling"),
+    FlagGroup("Sampling", "sampling has one implementation for each device", "mlx-enable-sampling"),
     FlagGroup("Precision", "attention accumulates in fp32", "triton-attention-reduce-in-fp32"),
     FlagGroup(
         "Shared experts",
@@ -67,7 +67,8 @@ ACCEPTED: tuple[FlagGroup, ...] = (
         flashinfer-allreduce-fusion-backend= enable-aiter-allreduce-fusion disable-aiter-allreduce-fusion-in-decode
         disable-aiter-allreduce-fusion-in-prefill disable-flashinfer-cutlass-moe-fp4-allgather boundary-reduction=
         enable-mscclpp enable-nccl-nvls enable-p2p-check enable-scattered-sconv enable-symm-mem enable-torch-symm-mem
-        pre-warm-nccl
+        pre-warm-nccl enable-pcie-oneshot-allreduce enable-pcie-oneshot-allreduce-fusion
+        pcie-oneshot-allreduce-max-size=
         """,
     ),
     FlagGroup(
@@ -267,7 +268,8 @@ REFUSED: tuple[FlagGroup, ...] = (
     ),
     FlagGroup(
         "Context parallelism",
-        "attention is split by heads with --tp-size; remove the flag",
+        "the tokens of a request are not shared out over GPUs; remove the flag, and for a longer context use"
+        " --kv-cache-dtype fp8_e4m3 or a larger --tp-size",
         """
         attention-context-parallel-size=1 attn-cp-size=1 cp-strategy dcp-comm-backend dcp-replicate-q-proj dcp-size=1
         decode-context-parallel-size=1 dsa-prefill-cp-mode enable-cp-decode-attn-tp enable-dsa-cache-layer-split
@@ -310,13 +312,18 @@ REFUSED: tuple[FlagGroup, ...] = (
     ),
     FlagGroup(
         "Weights outside of the GPU",
-        "weights stay in GPU memory; use more GPUs with --tp-size",
+        "weights stay in GPU memory; remove the flag, and `sglang plan` shows which layouts of GPUs have room",
         """
-        cpu-offload-gb=0 enable-memory-saver enable-paged-experts enable-weights-cpu-backup kt-amx-method
+        enable-paged-experts kt-amx-method
         kt-amx-weight-path kt-cpuinfer kt-max-deferred-experts-per-token kt-method kt-num-gpu-experts
         kt-threadpool-count kt-weight-path offload-group-size=-1 offload-mode offload-num-in-group
         offload-prefetch-step paged-experts-num-resident ple-offload-backend ple-offload-dir ple-offload-embedding
         """,
+    ),
+    FlagGroup(
+        "Memory handed back",
+        "the server keeps its memory until it ends; remove the flag",
+        "enable-memory-saver enable-weights-cpu-backup",
     ),
     FlagGroup(
         "Weights from elsewhere",
@@ -376,8 +383,8 @@ REFUSED: tuple[FlagGroup, ...] = (
     ),
     FlagGroup(
         "Prompts",
-        "give a template with --chat-template, and its values with chat_template_kwargs in the request",
-        "default-chat-template-kwargs hf-chat-template-name trust-request-chat-template",
+        "give a template with --chat-template, and its values with --default-chat-template-kwargs",
+        "hf-chat-template-name trust-request-chat-template",
     ),
     FlagGroup("Completion template", "send the finished prompt to /v1/completions", "completion-template"),
     FlagGroup(

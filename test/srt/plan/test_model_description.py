@@ -18,7 +18,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.plan.caches import CacheGroup, cache_groups
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.layer_spec import Elements, Serving, Weights, Window
-from sglang.srt.plan.layout import check_layout, next_layout, uneven_heads
+from sglang.srt.plan.layout import check_layout, larger_layouts, uneven_heads
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.plan import describe_served_model
@@ -369,7 +369,7 @@ def test_whole_experts_where_scales_forbid_shares() -> None:
     )
     for ranks in (RankLayout(4, 2), RankLayout(4, 4), RankLayout(1), RankLayout(2)):
         check_layout(model, ranks)
-    assert next_layout(model, RankLayout(2)) == RankLayout(4, 2)
+    assert next(larger_layouts(model, RankLayout(2))) == RankLayout(4, 2)
 
 
 @pytest.mark.parametrize(
@@ -405,6 +405,8 @@ def test_states_are_of_a_known_type() -> None:
         describe("qwen35", mamba_ssm_dtype="int8")
 
 
-def test_the_next_layout_is_one_that_works() -> None:
-    assert next_layout(describe("glm47"), RankLayout(4)) == RankLayout(8)
-    assert next_layout(describe("qwen3"), RankLayout(32)) is None
+def test_larger_layouts_divide_the_model_and_fit_a_machine() -> None:
+    assert next(larger_layouts(describe("glm47"), RankLayout(4))) == RankLayout(8)
+    assert list(larger_layouts(describe("qwen3"), RankLayout(16))) == []
+    assert list(larger_layouts(describe("glm47"), RankLayout(1), 1)) == []
+    assert {layout.tp_size for layout in larger_layouts(describe("glm47"), RankLayout(1), 4)} == {2, 3, 4}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +89,16 @@ class ChatTemplate:
     """Compiled templates of one model.
 
     `source` is the template, several by name (`default`, `tool_use`), or None if the model has none.
-    `special_tokens` (bos_token, eos_token, ...) become template variables.
+    `special_tokens` (bos_token, eos_token, ...) become template variables, and so do `defaults`, unless a request has
+    another value.
     """
 
-    def __init__(self, source: str | dict[str, str] | None, special_tokens: dict[str, str]) -> None:
+    def __init__(
+        self,
+        source: str | dict[str, str] | None,
+        special_tokens: dict[str, str],
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
         sources = {_DEFAULT: source} if isinstance(source, str) else (source or {})
         self._sources = sources
         environment = _environment()
@@ -100,6 +107,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise UserError(f"the chat template does not compile: {error}") from error
         self._special_tokens = special_tokens
+        self._defaults = defaults or {}
         self._call_forms = {
             name: call_form(functools.partial(self._plainly, name, tools=None, add_generation_prompt=False))
             for name in self._templates
@@ -114,6 +122,7 @@ class ChatTemplate:
         template = self._template(name)
         variables: dict[str, Any] = {
             **self._special_tokens,
+            **self._defaults,
             "messages": messages,
             "tools": tools,
             "add_generation_prompt": request.add_generation_prompt and continued is None,
