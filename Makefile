@@ -99,6 +99,7 @@ types: install
 
 imports: install
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/import_figures.py
 
 unit: install
 	$(BIN)/pytest -n 3 --dist loadfile $(ARGS)
