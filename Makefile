@@ -118,7 +118,7 @@ upstream: install
 
 ledger: install
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target 'build/triton-$(TRITON)' 'triton==$(TRITON)'
-	PYTHONPATH='$(CURDIR)/build/triton-$(TRITON)' $(BIN)/python -m sglang.srt.kernels.ledger check --all
+	PYTHONPATH='$(CURDIR)/build/triton-$(TRITON)' $(BIN)/python -m sglang.ledger check --all
 
 clean:
 	rm -rf .venv

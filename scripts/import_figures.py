@@ -8,8 +8,8 @@ The serving closure is counted without running anything. It starts at `sglang.la
 
 - every module of `sglang` that a module of the closure imports, at its top or inside a function; imports for type
   checkers alone (`if TYPE_CHECKING`) do not count;
-- every module that a string in the code names, as kernel tables ("module:attribute", f-strings of constants too),
-  processes and `python -m` do; docstrings do not count;
+- every module that a string in the code names, as processes and `python -m` do ("module:attribute", f-strings of
+  constants too; docstrings do not count), and every one that a row of the kernel tables names;
 - the `__init__.py` of every package that one of these lies in.
 
 Its size is the number of lines in these files, blank lines and comments among them; data files do not count. Not in it
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import sys
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ from importlinter import api
 
 PYTHON = Path(__file__).parents[1] / "python"
 SERVING = "sglang.launch_server"
+KERNEL_TABLES = "sglang.srt.kernels.tables"
 RUNNER = ("sglang.srt.model_executor.model_runner", "ModelRunner")
 
 
@@ -74,6 +76,13 @@ def packages_of(module: str) -> Iterator[str]:
     return (".".join(parts[:n]) for n in range(1, len(parts)))
 
 
+def kernel_modules() -> set[str]:
+    """Those that hold the candidates of every op."""
+    from sglang.srt.kernels.tables import TABLES
+
+    return {spec.entry.partition(":")[0] for specs in TABLES.values() for spec in specs if spec.entry}
+
+
 def closure(start: str, root: Path = PYTHON) -> dict[str, str]:
     """Module -> the one that it is reached from, in the order of the distance from `start`."""
     graph = grimp.build_graph(start.partition(".")[0], exclude_type_checking_imports=True, cache_dir=None)
@@ -83,6 +92,7 @@ def closure(start: str, root: Path = PYTHON) -> dict[str, str]:
         module = queue.popleft()
         needs = graph.find_modules_directly_imported_by(module) | set(packages_of(module))
         needs |= named_modules(path_of(module, root).read_text(encoding="utf-8"), modules)
+        needs |= kernel_modules() & modules if module == KERNEL_TABLES else set()
         for needed in sorted(needs - reached.keys()):
             reached[needed] = module
             queue.append(needed)
@@ -158,6 +168,7 @@ def main() -> int:
     parser.add_argument("--files", action="store_true", help="list the modules of the closure with their lines")
     parser.add_argument("--why", metavar="MODULE", help="say which imports lead from serving to this module")
     args = parser.parse_args()
+    sys.path.insert(0, str(PYTHON))  # this tree, whichever is installed
     reached = closure(SERVING)
     if args.why:
         print(" -> ".join(chain(reached, args.why)) if args.why in reached else f"serving never imports {args.why}")

@@ -160,7 +160,7 @@ def record_rows(session: Session, triton: str | None, processes: int) -> None:
         target = PACKAGE / "layers" / "moe" / "fused_moe_triton" / "configs" / path.parent.name
         target.mkdir(exist_ok=True)
         shutil.copy(path, target)
-    words = ["-m", "sglang.srt.kernels.ledger", "update", "--lock", "sm90", "--processes", str(processes)]
+    words = ["-m", "sglang.ledger", "update", "--lock", "sm90", "--processes", str(processes)]
     print(session.command("rows", [*words, *(["--triton", triton] if triton else [])], SECONDS["rows"]), flush=True)
     shutil.copy(PACKAGE / "kernels" / "sm90.lock.json", session.out)
 

@@ -71,7 +71,7 @@ def test_few_tiles_a_scheme_and_none_spills() -> None:
 
 
 def test_shipped_tiles_are_launches_for_the_ledger() -> None:
-    variants = pytest.importorskip("sglang.srt.layers.moe.fused_moe_triton.variants")
+    variants = pytest.importorskip("sglang.ledger.variants.experts")
     features = tuple(sorted(arch_by_name("sm_120").features))
     described = {(variant.key, tile_key(variant.tile)) for variant in variants.variants("fused_moe", features)}
     for product in shipped_products(features):

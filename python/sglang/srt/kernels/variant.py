@@ -4,8 +4,10 @@ JITFunction that the describing module brings along."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+_LAUNCH_ONLY = ("num_warps", "num_stages")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,32 +30,34 @@ class Variant:
     default: bool = True
     """False: a lower candidate of the table, for which spills are reported but not held against it."""
     native_only: bool = False
-    """Needs matrix instructions that a compiler of `ledger_file.NOT_NATIVE` does not have; not launched there."""
+    """Needs matrix instructions that a compiler of `ledger.targets.NOT_NATIVE` does not have; not launched there."""
     ones: tuple[str, ...] = ()
     """Run-time numbers that are 1 in these launches, which Triton compiles in."""
     form_only: bool = False
-    """Decides about no tile: on record because it is launched. Only where the lock is `ledger_file.COMPLETE`."""
+    """Decides about no tile: on record because it is launched. Only where the lock is COMPLETE (`ledger.targets`)."""
 
 
-@dataclass(frozen=True, slots=True)
-class FormRule:
-    """Which launches of one kernel cost no more than a row: how forms of launches are reduced (kernels/coverage.py).
-
-    A row covers a launch with the same types, constants, alignments and tile. Beyond that:
-    """
-
-    free: frozenset[str] = frozenset()
-    """Constants that are numbers in the code and no more: any value."""
-    at_most: frozenset[str] = frozenset()
-    """Constants of which a row covers its own value and lower ones; False is less than True."""
-    at_least: frozenset[str] = frozenset()
-    """The opposite: EVEN_K False (with masks) covers True."""
-    counts: frozenset[str] = frozenset()
-    """Run-time numbers that bound loops and masks, or that place what is loaded alone: whether they are 1 or multiples
-    of 16 does not matter."""
-    counts_where: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """ "NAME=value" -> what else are counts where that constant has that value."""
-    absent: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """ "FLAG" -> the parameters that are not read where it is false, or 1 (split); "NAME=value" as above."""
-    optional: frozenset[str] = frozenset()
-    """Tensors that may be None: a row with one covers launches without."""
+def describe(
+    op: str,
+    key: str,
+    fn: Any,
+    types: Mapping[str, str],
+    constexprs: Mapping[str, Any],
+    launch: Mapping[str, int],
+    divisible: tuple[str, ...] = (),
+    ones: tuple[str, ...] = (),
+) -> Variant:
+    """`types` of the run-time parameters; `launch` holds block sizes (constexprs) and warps; all pointers and the named
+    `divisible` integers count as multiples of 16, and the named `ones` are 1."""
+    tile = {"num_stages": 3, **launch}
+    # With dependent launches a kernel has a few more instructions and costs the same.
+    constants = (
+        dict(constexprs)
+        | ({"PDL": False} if "PDL" in fn.arg_names else {})
+        | {name: value for name, value in launch.items() if name not in _LAUNCH_ONLY}
+    )
+    signature = {name: types.get(name, "constexpr") for name in fn.arg_names}
+    assert all(name in constants for name, kind in signature.items() if kind == "constexpr"), f"{op}: {signature}"
+    pointers = tuple(name for name, kind in signature.items() if kind.startswith("*"))
+    packed = constants.get("KIND") == "mx" and constants.get("ELEMENT") == "e2m1"
+    return Variant(op, key, fn, signature, constants, (*pointers, *divisible), tile, native_only=packed, ones=ones)

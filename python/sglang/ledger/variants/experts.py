@@ -10,9 +10,20 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
+from sglang.ledger.form_rule import FormRule
+from sglang.ledger.variants.quantized import (
+    COLUMNS,
+    EVEN,
+    LONE_SCALES,
+    PRODUCT_ABSENT,
+    RAGGED,
+    SCALE_STRIDES,
+    products,
+    recorded_schemes,
+)
 from sglang.srt.configs.activation import GPT_OSS_SWIGLU
 from sglang.srt.configs.quant_scheme import SCHEMES
-from sglang.srt.kernels.variant import FormRule, Variant
+from sglang.srt.kernels.variant import Variant, describe
 from sglang.srt.layers.moe.fused_moe_triton import align, kernels, kernels_few
 from sglang.srt.layers.moe.fused_moe_triton.capacity import product_variant_of
 from sglang.srt.layers.moe.fused_moe_triton.config_files import shipped_products
@@ -27,19 +38,8 @@ from sglang.srt.layers.moe.fused_moe_triton.product_variants import (
 )
 from sglang.srt.layers.moe.fused_moe_triton.tiles import PAIR_TILES, early_tiles, last_resort, tile_rows
 from sglang.srt.layers.triton_ops.activation import gate_constants
-from sglang.srt.layers.triton_ops.quant_variants import (
-    COLUMNS,
-    EVEN,
-    LONE_SCALES,
-    PRODUCT_ABSENT,
-    RAGGED,
-    SCALE_STRIDES,
-    products,
-    recorded_schemes,
-)
 from sglang.srt.layers.triton_ops.scaled_dot import product_of
 from sglang.srt.layers.triton_ops.streamed_dot import pair_launch
-from sglang.srt.layers.triton_ops.variants import describe
 
 OPS = ("fused_moe",)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from sglang.ledger.lock_writer import digest_of
+from sglang.ledger.targets import NOT_NATIVE, TRITON_VERSIONS
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels import tiles
-from sglang.srt.kernels.ledger_file import LOCKS, NOT_NATIVE, TRITON_VERSIONS, Ledger, Rows, digest_of
+from sglang.srt.kernels.ledger_file import LOCKS, Ledger, Rows
 from sglang.srt.kernels.spec import Need
 from sglang.srt.kernels.variant import Variant
 
