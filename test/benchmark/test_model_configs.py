@@ -12,12 +12,13 @@ import model_configs
 import pytest
 from published_shapes import CARDS, shapes
 
+from sglang.ledger.shipped_products import shipped_products
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.ledger_file import tile_key
 from sglang.srt.kernels.spec import TileRecord
 from sglang.srt.layers.moe.fused_moe_triton import capacity
 from sglang.srt.layers.moe.fused_moe_triton.capacity import ProductTile, recorded_cost
-from sglang.srt.layers.moe.fused_moe_triton.config_files import PACKAGE_CONFIGS, find, shipped_products
+from sglang.srt.layers.moe.fused_moe_triton.config_files import PACKAGE_CONFIGS, find
 from sglang.srt.layers.moe.fused_moe_triton.config_format import read_content
 from sglang.srt.layers.moe.fused_moe_triton.config_names import parse_name
 from sglang.srt.layers.moe.fused_moe_triton.tiles import tile

@@ -41,8 +41,7 @@ from sglang.srt.layers.moe.fused_moe_triton.capacity import (
     recorded_cost,
 )
 from sglang.srt.layers.moe.fused_moe_triton.config_files import PACKAGE_CONFIGS
-from sglang.srt.layers.moe.fused_moe_triton.config_format import Content, write_content
-from sglang.srt.layers.moe.fused_moe_triton.config_names import directory_name, own_name
+from sglang.srt.layers.moe.fused_moe_triton.config_format import Content
 from sglang.srt.layers.moe.fused_moe_triton.tiles import GroupedTile
 from sglang.tuning.predict import Palette, Point, best_pair, point, small_palette
 from sglang.tuning.search_space import (
@@ -55,6 +54,7 @@ from sglang.tuning.search_space import (
     why_not,
     widens,
 )
+from sglang.tuning.tile_files import directory_name, own_name, write_content
 
 ARCH = arch_by_name("sm_120")
 Kept = Mapping[MoeShape, Mapping[str, list[tuple[GroupedTile, TileRecord]]]]

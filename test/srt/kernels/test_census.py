@@ -28,7 +28,7 @@ from sglang.ledger.measure import variant_table
 from sglang.srt import layers
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels import compile as compiling
-from sglang.srt.kernels.ledger_file import Row, read_lock
+from sglang.srt.kernels.ledger_file import LOCK_DIR, Row, read_lock
 from sglang.srt.kernels.tiles import HEAD_DIMS
 from sglang.srt.kernels.variant import Variant
 from sglang.srt.layers.attention.triton_ops import decode_attention
@@ -250,7 +250,7 @@ def test_where_rows_are_not_complete_it_only_warns(
 
 def test_defect_a_falsified_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One figure edited in the file: named without compiling; with a digest to match, by the compiler."""
-    path = Path(ledger.__file__).parent / "sm120.lock.json"
+    path = LOCK_DIR / "sm120.lock.json"
     content = json.loads(path.read_text())
     entry = content["rows"]["silu_and_mul"]["small"]["w4 s3 BLOCK1024"]
     targets = next(name for name in entry if f"{compiling_version()}/sm_120" in name)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from sglang.ledger.form_rule import FormRule
+from sglang.ledger.shipped_products import shipped_products
 from sglang.ledger.variants.quantized import (
     COLUMNS,
     EVEN,
@@ -26,7 +27,6 @@ from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.kernels.variant import Variant, describe
 from sglang.srt.layers.moe.fused_moe_triton import align, kernels, kernels_few
 from sglang.srt.layers.moe.fused_moe_triton.capacity import product_variant_of
-from sglang.srt.layers.moe.fused_moe_triton.config_files import shipped_products
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import COMBINE_BLOCK
 from sglang.srt.layers.moe.fused_moe_triton.product_variants import (
     GROUPING,

@@ -13,7 +13,15 @@ from sglang.srt.kernels.ledger_file import SAME_LAUNCHES, WIDENED_TAIL
 from sglang.srt.kernels.variant import Variant, describe
 from sglang.srt.layers.quantization.quantized_rows import RowForm
 from sglang.srt.layers.triton_ops import norm_quantize, quant_linear, quantize
-from sglang.srt.layers.triton_ops.linear_tiles import MAX_SPLITS, ScaledTile, last_resort, may_split, tile_rows
+from sglang.srt.layers.triton_ops.linear_tiles import (
+    MAX_SPLITS,
+    NARROW_KINDS,
+    NARROW_ROWS,
+    SPLIT_ROWS,
+    ScaledTile,
+    last_resort,
+    tile_rows,
+)
 from sglang.srt.layers.triton_ops.scaled_dot import ScaledProduct, product_of
 
 OPS = ("linear", "quantize_activation")
@@ -110,7 +118,7 @@ def _linear(scheme: Scheme, product: ScaledProduct, tail: str, features: Collect
     smallest = 0.0
     for row in tile_rows(product.kind, features):
         # Where K may be split: the split variant holds the sum besides.
-        splits = MAX_SPLITS if may_split(product.kind, features, smallest) else 1
+        splits = MAX_SPLITS if _may_split(product.kind, features, smallest) else 1
         for out, end in _outputs(scheme, product):
             yield from _tiles(scheme, product, tail, row.tile, splits, features, out, end)
         smallest = row.max_rows
@@ -254,3 +262,10 @@ def _norm_quantize() -> Iterator[Variant]:
             widened = types | {"weight": "*fp32"}
             row = describe("quantize_activation", f"{key}/fp32", kernel, widened, {}, launch, sizes)
             yield replace(row, form_only=True)
+
+
+def _may_split(kind: str, features: Collection[str], more_than: float) -> bool:
+    """Whether the tile for more than so many rows is launched with K split. Where SMs would idle, NARROW_KINDS take the
+    tile of fewer columns instead of the one for up to NARROW_ROWS."""
+    narrow = kind in NARROW_KINDS or "wgmma" in features
+    return more_than < (SPLIT_ROWS if narrow else NARROW_ROWS)

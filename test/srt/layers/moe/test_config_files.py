@@ -10,7 +10,7 @@ import pytest
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.kernels.spec import TileRecord
-from sglang.srt.layers.moe.fused_moe_triton import config_files, config_names
+from sglang.srt.layers.moe.fused_moe_triton import config_files
 from sglang.srt.layers.moe.fused_moe_triton.capacity import ProductTile
 from sglang.srt.layers.moe.fused_moe_triton.config_files import Found, find, lookup
 from sglang.srt.layers.moe.fused_moe_triton.config_format import (
@@ -19,9 +19,10 @@ from sglang.srt.layers.moe.fused_moe_triton.config_format import (
     TilePair,
     nearest,
     read_content,
-    write_content,
 )
 from sglang.srt.layers.moe.fused_moe_triton.config_names import parse_name
+from sglang.tuning import tile_files
+from sglang.tuning.tile_files import write_content
 
 SERVER = arch_by_name("rtx-pro-6000-server")
 ENTRY = {
@@ -81,7 +82,7 @@ def test_names_of_upstream_survive_a_round_trip(name: str) -> None:
 
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])
 def test_own_names_survive_a_round_trip(scheme: str | None) -> None:
-    name = config_names.own_name(161, 192, 5120, scheme, SERVER)
+    name = tile_files.own_name(161, 192, 5120, scheme, SERVER)
     assert parse_name(str(name)) == name
     assert name.scheme_rank(scheme) == 0
     others = {None, *SCHEMES} - {scheme}
@@ -105,7 +106,7 @@ def test_other_files_are_not_tuning_files(name: str) -> None:
     ],
 )
 def test_upstream_names_of_the_schemes(scheme: str | None, name: str) -> None:
-    assert str(config_names.upstream_name(8, 64, scheme, "NVIDIA H200")) == name
+    assert str(tile_files.upstream_name(8, 64, scheme, "NVIDIA H200")) == name
 
 
 # --- which GPU --------------------------------------------------------------------------------------------------------
@@ -123,7 +124,7 @@ EDITIONS = tuple(key for key in DEVICES if key.startswith("rtx-pro-6000"))
 @pytest.mark.parametrize("tuned_on", DEVICES)
 @pytest.mark.parametrize("runs_on", DEVICES)
 def test_editions_of_a_card_share_files(configs: Path, tuned_on: str, runs_on: str) -> None:
-    put(configs / str(config_names.upstream_name(128, 768, None, DEVICES[tuned_on])), {"1": ENTRY})
+    put(configs / str(tile_files.upstream_name(128, 768, None, DEVICES[tuned_on])), {"1": ENTRY})
     same_card = tuned_on == runs_on or (tuned_on in EDITIONS and runs_on in EDITIONS)
     assert (search(arch_by_name(runs_on)).tiles is not None) == same_card
 

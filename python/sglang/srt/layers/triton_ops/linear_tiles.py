@@ -152,13 +152,6 @@ def swaps(tile: ScaledTile, features: Collection[str]) -> bool:
     return "wgmma" in features and tile["BLOCK_M"] < 64 <= tile["BLOCK_N"]
 
 
-def may_split(kind: str, features: Collection[str], more_than: float) -> bool:
-    """Whether the tile for more than so many rows is launched with K split. Where SMs would idle, NARROW_KINDS take the
-    tile of fewer columns instead of the one for up to NARROW_ROWS."""
-    narrow = kind in NARROW_KINDS or "wgmma" in features
-    return more_than < (SPLIT_ROWS if narrow else NARROW_ROWS)
-
-
 def num_splits(num_rows: int, num_tiles: int, cols: int, num_sms: int, features: Collection[str] = ()) -> int:
     """Into how many parts K is split: for few rows so that two programs an SM read the weights, for up to NARROW_ROWS
     (without wgmma) so that every SM has something to do."""

@@ -12,13 +12,12 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sglang.srt.environ import envs
 from sglang.srt.hardware.arch import ArchTraits
-from sglang.srt.hardware.products import ARCHS, PRODUCTS, product_of_device_name
 from sglang.srt.kernels.ledger_file import tile_key
 from sglang.srt.layers.moe.fused_moe_triton.capacity import CostOf, ProductTile, cost_of
 from sglang.srt.layers.moe.fused_moe_triton.config_format import (
@@ -136,7 +135,7 @@ def candidates(
     before the architecture's, this hidden size, the best name of the scheme, the nearest Triton version."""
     ranked: list[tuple[tuple[float, ...], FileName, Path]] = []
     for place, root in enumerate(_roots()):
-        for path in _files(root):
+        for path in files(root):
             name = parse_name(path.name)
             if name is None or name.is_down or (name.num_experts, name.intermediate) != (num_experts, intermediate):
                 continue
@@ -149,36 +148,6 @@ def candidates(
     yield from ((name, path) for _, name, path in sorted(ranked, key=lambda entry: (entry[0], entry[2])))
 
 
-def shipped_products(features: Collection[str]) -> Iterator[ProductTile]:
-    """Every tile of the package's own files for GPUs with these features, for the ledger."""
-    for path in sorted(_files(PACKAGE_CONFIGS)):
-        name = parse_name(path.name)
-        if name is None or name.is_down or _features_of(name) != frozenset(features) - {"nvlink"}:
-            continue
-        content = read_content(path)
-        scheme = content.about["scheme"]
-        layer = ProductTile(
-            "",
-            None if scheme == "none" else scheme,
-            content.about["hidden"],
-            name.intermediate,
-            {},
-            content.about["bias"],
-        )
-        for pair in content.by_tokens.values():
-            yield replace(layer, kind="gate_up", tile=pair.gate_up)
-            yield replace(layer, kind="down", tile=pair.down)
-
-
-def _features_of(name: FileName) -> frozenset[str]:
-    """Of the GPU that a file is for."""
-    arch = name.arch
-    if arch is None:
-        product = product_of_device_name((name.device or "").replace("_", " "))
-        arch = PRODUCTS[product].arch if product else None
-    return ARCHS[arch].features if arch in ARCHS else frozenset()
-
-
 def _roots() -> Iterator[Path]:
     user = envs.SGLANG_MOE_CONFIG_DIR
     if user is not None:
@@ -186,7 +155,8 @@ def _roots() -> Iterator[Path]:
     yield PACKAGE_CONFIGS
 
 
-def _files(root: Path) -> Iterator[Path]:
+def files(root: Path) -> Iterator[Path]:
+    """The tuning files of a directory, for any Triton or for one version."""
     yield from root.glob("*.json")
     yield from root.glob("triton_*/*.json")
 
