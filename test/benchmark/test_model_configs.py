@@ -73,10 +73,11 @@ def test_few_tiles_a_scheme_and_none_spills() -> None:
 
 def test_shipped_tiles_are_launches_for_the_ledger() -> None:
     variants = pytest.importorskip("sglang.ledger.variants.experts")
+    expert_products = pytest.importorskip("sglang.ledger.variants.expert_products")
     features = tuple(sorted(arch_by_name("sm_120").features))
     described = {(variant.key, tile_key(variant.tile)) for variant in variants.variants("fused_moe", features)}
     for product in shipped_products(features):
-        variant = capacity.product_variant_of(product, features)
+        variant = expert_products.product_variant_of(product, features)
         assert (variant.key, tile_key(variant.tile)) in described
 
 

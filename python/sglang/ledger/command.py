@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sglang.ledger import rules
+from sglang.ledger.compile import variant_hash
 from sglang.ledger.lock_writer import digest_of, write_lock
 from sglang.ledger.measure import Job, all_jobs, measure, targets, to_rows, variant_table
 from sglang.ledger.targets import NOT_NATIVE, TRITON_VERSIONS
 from sglang.srt.configs.quant_scheme import SCHEMES
-from sglang.srt.kernels.compile import variant_hash
 from sglang.srt.kernels.ledger_file import LOCKS, WIDENED_TAIL, Ledger, Measurement, Row, RowKey, Rows, read_lock
 
 

@@ -26,9 +26,9 @@ from sglang.ledger.form_rule import FormRule
 from sglang.ledger.launch_form import Form, form_of, kernel_name
 from sglang.ledger.measure import VARIANT_MODULES, variant_table
 from sglang.ledger.targets import COMPLETE
+from sglang.ledger.variant import Variant
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.ledger_file import LOCKS, RowKey, judged_as
-from sglang.srt.kernels.variant import Variant
 
 logger = logging.getLogger(__name__)
 _SAME_COST = {"*fp16": "*bf16"}

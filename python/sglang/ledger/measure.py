@@ -12,12 +12,12 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang.ledger.compile import CompileFailed, measure_cached, variant_hash
 from sglang.ledger.targets import COMPLETE, NOT_NATIVE
+from sglang.ledger.variant import Variant
 from sglang.srt.environ import envs
 from sglang.srt.hardware.arch import arch_by_name
-from sglang.srt.kernels.compile import CompileFailed, measure_cached, variant_hash
 from sglang.srt.kernels.ledger_file import LOCKS, Measurement, Row, RowKey, Rows, tile_key
-from sglang.srt.kernels.variant import Variant
 
 # Named, not imported: each loads Triton. Each has OPS and variants(op, features).
 VARIANT_MODULES = (

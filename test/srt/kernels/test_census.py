@@ -19,18 +19,18 @@ pytest.importorskip("triton")
 
 from sglang.ledger import checked_server
 from sglang.ledger import command as ledger
+from sglang.ledger import compile as compiling
 from sglang.ledger import coverage as covering
 from sglang.ledger import rules as ledger_rules
 from sglang.ledger.coverage import Coverage, UncoveredLaunch, check_launches, coverage, form_rules
 from sglang.ledger.launch_form import Form, kernel_name, recording
 from sglang.ledger.lock_writer import write_lock
 from sglang.ledger.measure import variant_table
+from sglang.ledger.variant import Variant
 from sglang.srt import layers
 from sglang.srt.hardware.arch import arch_by_name
-from sglang.srt.kernels import compile as compiling
 from sglang.srt.kernels.ledger_file import LOCK_DIR, Row, read_lock
 from sglang.srt.kernels.tiles import HEAD_DIMS
-from sglang.srt.kernels.variant import Variant
 from sglang.srt.layers.attention.triton_ops import decode_attention
 from sglang.srt.layers.moe.fused_moe_triton import fused_moe as moe
 from sglang.srt.layers.triton_ops import activation, norm

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from sglang.ledger import command as ledger
+from sglang.ledger import compile as compiling
 from sglang.ledger import rules as ledger_rules
 from sglang.ledger.lock_writer import write_lock
 from sglang.ledger.measure import row_key, variant_table
+from sglang.ledger.variant import Variant
 from sglang.srt.hardware.arch import arch_by_name
-from sglang.srt.kernels import compile as compiling
 from sglang.srt.kernels import tiles
 from sglang.srt.kernels.ledger_file import LOCKS, Ledger, Row, Rows, read_lock, tile_key
-from sglang.srt.kernels.variant import Variant
 
 KEY = ("extend_attention", "576x512/bfloat16/bfloat16/plain", "M32 N64 w8 s1")
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import sglang
+from sglang.ledger.compile import compile_for
+from sglang.ledger.variant import Variant
 from sglang.ledger.variants.attention import variants as attention_variants
 from sglang.ledger.variants.elementwise import variants
 from sglang.ledger.variants.experts import variants as moe_variants
 from sglang.ledger.variants.quantized import variants as quant_variants
-from sglang.srt.kernels.compile import compile_for
-from sglang.srt.kernels.variant import Variant
 from sglang.srt.layers.attention.triton_ops import decode_attention
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import fused_moe
 from sglang.srt.layers.triton_ops import gemv, pdl, topk

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from sglang.ledger.form_rule import FormRule
+from sglang.ledger.variant import Variant, describe
 from sglang.srt.configs.activation import GELU, RELU2, SILU, Activation
 from sglang.srt.kernels.tiles import HEAD_DIMS
-from sglang.srt.kernels.variant import Variant, describe
 from sglang.srt.layers.triton_ops import (
     activation,
     decode_inputs,

@@ -12,6 +12,16 @@ from typing import Any
 
 from sglang.ledger.form_rule import FormRule
 from sglang.ledger.shipped_products import shipped_products
+from sglang.ledger.variant import Variant, describe
+from sglang.ledger.variants.expert_products import (
+    GROUPING,
+    ROUTING,
+    SIZES,
+    STRIDES,
+    ExpertLaunch,
+    grouped,
+    product_variant_of,
+)
 from sglang.ledger.variants.quantized import (
     COLUMNS,
     EVEN,
@@ -24,18 +34,8 @@ from sglang.ledger.variants.quantized import (
 )
 from sglang.srt.configs.activation import GPT_OSS_SWIGLU
 from sglang.srt.configs.quant_scheme import SCHEMES
-from sglang.srt.kernels.variant import Variant, describe
 from sglang.srt.layers.moe.fused_moe_triton import align, kernels, kernels_few
-from sglang.srt.layers.moe.fused_moe_triton.capacity import product_variant_of
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import COMBINE_BLOCK
-from sglang.srt.layers.moe.fused_moe_triton.product_variants import (
-    GROUPING,
-    ROUTING,
-    SIZES,
-    STRIDES,
-    ExpertLaunch,
-    grouped,
-)
 from sglang.srt.layers.moe.fused_moe_triton.tiles import PAIR_TILES, early_tiles, last_resort, tile_rows
 from sglang.srt.layers.triton_ops.activation import gate_constants
 from sglang.srt.layers.triton_ops.scaled_dot import product_of

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from sglang.ledger.form_rule import FormRule
+from sglang.ledger.variant import Variant, describe
 from sglang.ledger.variants.elementwise import HIDDEN_SIZES
 from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, SCHEMES, Scheme
 from sglang.srt.kernels.ledger_file import SAME_LAUNCHES, WIDENED_TAIL
-from sglang.srt.kernels.variant import Variant, describe
 from sglang.srt.layers.quantization.quantized_rows import RowForm
 from sglang.srt.layers.triton_ops import norm_quantize, quant_linear, quantize
 from sglang.srt.layers.triton_ops.linear_tiles import (

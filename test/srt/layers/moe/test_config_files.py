@@ -294,11 +294,10 @@ def test_after_a_rejected_file_the_next_one_is_used(configs: Path) -> None:
 
 
 def test_a_file_whose_tiles_are_on_no_record_says_so(configs: Path) -> None:
-    """A server measures them when it starts, so `explain` must not take another file for the one that will be used."""
     put(configs / "E=128,N=768,arch=sm_120,sms=188.json", {"1": ENTRY})
     found = find(128, 768, None, SERVER, hidden=2048, cost=lambda product, arch: None)
     assert found.tiles is not None and found.tiles.unmeasured == 2
-    assert "2 tiles not on record, which a server measures when it starts" in found.describe()
+    assert "2 tiles not on record, which step down if they do not fit" in found.describe()
 
 
 def test_a_file_for_another_hidden_size_says_so(configs: Path) -> None:

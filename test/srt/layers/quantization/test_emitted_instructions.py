@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from sglang.ledger.compile import compile_variant
 from sglang.ledger.rules import spill_budget
 from sglang.ledger.variants.quantized import variants
 from sglang.srt.configs.quant_scheme import SCHEMES, widening
 from sglang.srt.hardware.arch import arch_by_name
-from sglang.srt.kernels.compile import compile_variant
 from sglang.srt.kernels.spec import Need
 from sglang.srt.kernels.tables import widened
 from sglang.srt.layers.triton_ops.scaled_dot import product_of

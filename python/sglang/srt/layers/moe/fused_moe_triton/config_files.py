@@ -19,7 +19,7 @@ from pathlib import Path
 from sglang.srt.environ import envs
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.ledger_file import tile_key
-from sglang.srt.layers.moe.fused_moe_triton.capacity import CostOf, ProductTile, cost_of
+from sglang.srt.layers.moe.fused_moe_triton.capacity import CostOf, ProductTile, recorded_cost
 from sglang.srt.layers.moe.fused_moe_triton.config_format import (
     ConfigFileError,
     Content,
@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class TunedTiles:
     """The tiles of one file, all of which fit the GPU as far as is known. `smem`: the most shared memory that one of
-    them takes, bytes. `unmeasured`: tiles of which nothing is on record; a server measures them when it starts, and
-    passes the file over if one does not fit. `other_hidden`: the hidden size that the file was made for, if it is not
+    them takes, bytes. `unmeasured`: tiles of which nothing is on record; one that does not fit steps down when it is
+    launched. `other_hidden`: the hidden size that the file was made for, if it is not
     the layer's."""
 
     path: Path
@@ -65,7 +65,7 @@ class TunedTiles:
         least, most = min(self.by_tokens), max(self.by_tokens)
         parts = [f"{self.source}, {least} to {most} tokens, at most {self.smem:,} B of shared memory"]
         if self.unmeasured:
-            parts.append(f"{self.unmeasured} tiles not on record, which a server measures when it starts")
+            parts.append(f"{self.unmeasured} tiles not on record, which step down if they do not fit")
         if self.other_hidden:
             parts.append(f"made for hidden size {self.other_hidden}")
         return f"{self.path.name} ({'; '.join(parts)})"
@@ -105,7 +105,7 @@ def find(
     *,
     hidden: int = 0,
     bias: bool = False,
-    cost: CostOf = cost_of,
+    cost: CostOf = recorded_cost,
 ) -> Found:
     """The best placed file whose every tile fits `arch`.
 
