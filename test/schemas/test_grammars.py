@@ -366,6 +366,14 @@ def test_texts_of_limited_length_hold_what_json_allows(
     assert xgrammar.GrammarMatcher(compiled).accept_string(f'{{"größe": {text}}}') == allowed
 
 
+@pytest.mark.parametrize("character", [b"\xed\xa0\x80", b"\xed\xbf\xbf"])
+def test_texts_of_limited_length_are_utf_8(character: bytes, backend: XGrammarBackend) -> None:
+    """Half of a surrogate pair is no character: a reader counts three replacement characters in its place."""
+    compiled = compile_schema(backend, LIMITED)
+    for text, allowed in ((character, False), (b"\xed\x9f\xbf", True), (b"\xee\x80\x80", True), ("😀".encode(), True)):
+        assert xgrammar.GrammarMatcher(compiled).accept_string(b'"' + text + b'"') == allowed, text
+
+
 def test_calls_may_have_parameters_of_all_kinds(backend: XGrammarBackend) -> None:
     """A function checks its arguments, and agents' tools use every keyword."""
     content = {"type": "json_schema", "json_schema": REFUSED['"uniqueItems"']}
