@@ -27,8 +27,8 @@ from sglang.ledger.variants import quantized as quant_variants
 from sglang.ledger.variants.expert_products import ExpertLaunch, product_variant
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
+from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.layers.moe.fused_moe_triton.tiles import GroupedTile, tile, tile_rows
-from sglang.srt.layers.triton_ops.scaled_dot import product_of
 from sglang.tuning.instructions import COUNTS, tile_form
 from sglang.tuning.search_space import MAX_ACCUMULATORS, MIN_ACCUMULATORS, STRIP
 

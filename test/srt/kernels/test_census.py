@@ -28,6 +28,7 @@ from sglang.ledger.lock_writer import write_lock
 from sglang.ledger.measure import variant_table
 from sglang.ledger.variant import Variant
 from sglang.srt import layers
+from sglang.srt.configs.activation import SILU
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.ledger_file import LOCK_DIR, Row, read_lock
 from sglang.srt.kernels.tiles import HEAD_DIMS
@@ -41,6 +42,7 @@ from sglang.srt.plan.model_description import describe_model
 from sglang.srt.server_args import ServerArgs
 from srt.kernels import census
 from srt.kernels.published import configs
+from srt.layers.moe.moe_harness import bands_of
 
 ARCH = arch_by_name("rtx-pro-6000-server")
 UNSERVED = {"quantize.amax_kernel": "activations without a static scale get one for each token"}
@@ -314,7 +316,8 @@ def test_defect_an_unaligned_dimension() -> None:
         x, ids = census.empty(1, 1000), census.empty(1, 8, dtype=torch.int32)
         w13 = census.expert_weights(128, 512, 1000, None, False, False, ARCH)
         w2 = census.expert_weights(128, 1000, 256, None, False, False, ARCH)
-        moe.fused_moe(x, w13, w2, census.empty(1, 8, dtype=torch.float32), ids, features=ARCH.features)
+        bands = bands_of(w13, w2, ids, ARCH.features)
+        moe.fused_moe(x, w13, w2, census.empty(1, 8, dtype=torch.float32), ids, SILU, bands, ARCH.features)
     problems = coverage("sm120").uncovered(found)
     assert len(problems) == 2
     assert "gate_up_pairs_kernel" in problems[0] and "hidden is not a multiple of 16" in problems[0]

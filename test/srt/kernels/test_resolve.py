@@ -17,7 +17,6 @@ from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import Choice, Need, NoKernel, Rejection
 from sglang.srt.kernels.tables import ATTENTION_BACKENDS, GEMV_LEAST_K, GEMV_MULTIPLE, MIXED_ROWS, TABLES
 from sglang.srt.kernels.tiles import attention_tiles
-from sglang.srt.layers.moe import mixed_moe
 from sglang.srt.layers.recurrent.step_kernels import StepKernels
 from sglang.srt.layers.triton_ops import gemv
 
@@ -264,10 +263,9 @@ def test_mixed_products_serve_where_sgl_kernel_is_installed(arch: str) -> None:
     choice = resolve(Need("fused_moe", quant="mxfp4_mxfp8"), arch_by_name(arch), FITS, installed)
     assert choice.name == "sgl_kernel" and Rejection("triton", ("sgl_kernel comes first",)) in choice.rejected
     assert choice.remark == (
-        f"e2m1 times e4m3 as they are, from {mixed_moe.LEAST_ROWS} pairs an expert on; for fewer by triton, weights"
+        f"e2m1 times e4m3 as they are, from {MIXED_ROWS} pairs an expert on; for fewer by triton, weights"
         " widened to e4m3 in registers"
     )
-    assert mixed_moe.LEAST_ROWS == MIXED_ROWS
     for quant in (None, "mxfp4", "mxfp8", "nvfp4"):
         assert resolve(Need("fused_moe", quant=quant), arch_by_name(arch), FITS, installed).name == "triton"
 

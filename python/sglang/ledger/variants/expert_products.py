@@ -9,12 +9,12 @@ from typing import Any
 from sglang.ledger.variant import Variant, describe
 from sglang.srt.configs.activation import GPT_OSS_SWIGLU, SILU, Activation
 from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
+from sglang.srt.kernels.scaled_product import ScaledProduct, product_of
 from sglang.srt.kernels.spec import Tile
 from sglang.srt.layers.moe.fused_moe_triton import kernels
 from sglang.srt.layers.moe.fused_moe_triton.capacity import ProductTile
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import grouped_launch
 from sglang.srt.layers.triton_ops.activation import gate_constants
-from sglang.srt.layers.triton_ops.scaled_dot import ScaledProduct, product_of
 
 GROUPING = {"sorted_pairs": "*i32", "block_expert": "*i32", "num_blocks": "*i32", "num_pairs": "i32"}
 SIZES = {"hidden": "i32", "intermediate": "i32"}

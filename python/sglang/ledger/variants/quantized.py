@@ -11,6 +11,7 @@ from sglang.ledger.variant import Variant, describe
 from sglang.ledger.variants.elementwise import HIDDEN_SIZES
 from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, SCHEMES, Scheme
 from sglang.srt.kernels.ledger_file import SAME_LAUNCHES, WIDENED_TAIL
+from sglang.srt.kernels.scaled_product import ScaledProduct, product_of
 from sglang.srt.layers.quantization.quantized_rows import RowForm
 from sglang.srt.layers.triton_ops import norm_quantize, quant_linear, quantize
 from sglang.srt.layers.triton_ops.linear_tiles import (
@@ -19,10 +20,13 @@ from sglang.srt.layers.triton_ops.linear_tiles import (
     NARROW_ROWS,
     SPLIT_ROWS,
     ScaledTile,
+    early_steps,
+    few_cut,
+    few_tile,
     last_resort,
     tile_rows,
 )
-from sglang.srt.layers.triton_ops.scaled_dot import ScaledProduct, product_of
+from sglang.srt.layers.triton_ops.streamed_dot import pair_launch
 
 OPS = ("linear", "quantize_activation")
 
@@ -132,10 +136,10 @@ def _few(scheme: Scheme, product: ScaledProduct, tail: str, out: str, end: str) 
     for cols in COLUMNS:
         if scheme.group[1] and cols % scheme.group[1] and scheme.group[0] == 1:
             continue  # no checkpoint cuts a row's group
-        launch = quant_linear.few_launch(product, scheme.bits, cols, _ROWS)
+        launch = pair_launch(product, few_cut(product, scheme.bits, _ROWS, cols), cols)
         tile = {name: launch[name] for name in ("BLOCK_N", "COLS", "UNROLL", "num_warps")}
         constants = {name: value for name, value in launch.items() if name not in tile} | _flags(scheme)
-        most = quant_linear.early_steps(quant_linear.few_tile(product, scheme.bits), launch["COLS"])
+        most = early_steps(few_tile(product, scheme.bits), launch["COLS"])
         constants |= {"EARLY": most}
         types = {"x": "*bf16", "out": out, "N": "i32", "K": "i32", **_weight_types(scheme, product, True)}
         types = {

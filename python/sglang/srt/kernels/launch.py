@@ -1,8 +1,8 @@
 """A launch that heals itself: should a tile ask for more than the GPU has after all (another Triton, an unknown card),
 the next ledger tile takes over, for this process and for later ones.
 
-    ladder = plan.ladder("extend_attention")
-    ladder.run(lambda tile: extend_attention_fwd(..., tile=tile))
+    ladder = ladder_of("linear/fp8_block", band, __name__)
+    ladder.run(lambda tiles: many_rows(..., tiles[0]))
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 
 from sglang.srt.environ import envs
 from sglang.srt.hardware.arch import device_name
+from sglang.srt.kernels.bands import Band, Tiles, tiles_key
 from sglang.srt.kernels.ledger_file import tile_key
 
 R = TypeVar("R")
@@ -104,6 +105,18 @@ class TileLadder(Generic[T]):
                 logger.warning(
                     "%s: using tile %s, as %s failed before (%s)", step.op, step.used, step.failed, step.reason
                 )
+
+
+_ladders: dict[tuple[str, tuple[str, ...]], TileLadder[Tiles]] = {}
+
+
+def ladder_of(op: str, band: Band, *modules: str) -> TileLadder[Tiles]:
+    """The ladder of a band. Call sites of one op that step from the same tile down share it, so that each tile fails
+    once a process."""
+    key = op, band.names
+    if key not in _ladders:
+        _ladders[key] = TileLadder(op, band.rungs, *modules, key=tiles_key)
+    return _ladders[key]
 
 
 _TILE_ERRORS = frozenset({"OutOfResources", "CompilationError", "PTXASError"})

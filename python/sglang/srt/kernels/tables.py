@@ -136,7 +136,7 @@ def widened(need: Need, arch: ArchTraits) -> str:
 
 
 MIXED_ROWS = 48
-"""Pairs an expert from which sgl-kernel's products serve; a test holds it to the launcher's number."""
+"""Pairs an expert from which sgl-kernel's products serve."""
 
 
 def mixed_or_widened(need: Need, arch: ArchTraits) -> str:
@@ -299,6 +299,7 @@ FUSED_MOE = (
         f"{_EXPERTS}.mixed_moe:fused_moe",
         SM12X_PRODUCTS,
         "sm120_sgl_kernel",
+        bands=f"{_MOE}.expert_bands:mixed_bands",
         refuse=all_of(_HALF, only_quant("mxfp4_mxfp8"), lacks("gelu_gate", "no_gate")),
         remark=mixed_or_widened,
     ),
@@ -307,6 +308,7 @@ FUSED_MOE = (
         f"{_MOE}.fused_moe:fused_moe",
         CP_ASYNC,
         "triton",
+        bands=f"{_MOE}.expert_bands:triton_bands",
         refuse=all_of(_HALF, only_quant(None, *SCHEMES), no_e4m3_arithmetic),
         remark=widened,
     ),
@@ -339,6 +341,7 @@ LINEAR = (
         "sglang.srt.layers.quantization.scaled_mm:quantized_linear",
         SCALED_MM_FEATURES,
         "triton",
+        bands=f"{_TRITON}.linear_tiles:library_bands",
         refuse=all_of(_HALF, only_quant(*SCALED_MM_SCHEMES), library_fails),
         remark=scaled_mm_or_triton,
     ),
@@ -347,6 +350,7 @@ LINEAR = (
         f"{_TRITON}.quant_linear:quantized_linear",
         CP_ASYNC,
         "triton",
+        bands=f"{_TRITON}.linear_tiles:triton_bands",
         refuse=all_of(_HALF, only_quant(*SCHEMES), no_e4m3_arithmetic),
         asked_as="triton",
         remark=widened,

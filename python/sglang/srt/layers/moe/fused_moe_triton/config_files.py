@@ -1,15 +1,12 @@
 """Which tiles a layer's experts get: those of a tuning file for its shape and GPU, if there is one that fits.
 
-    tuned = lookup(num_experts=161, intermediate=192, scheme="fp8_channel", arch=arch, hidden=5120)
-    out = fused_moe(..., tiles=tuned.for_launch(num_tokens, top_k) if tuned else None)
+    found = find(num_experts=161, intermediate=192, scheme="fp8_channel", arch=arch, hidden=5120)
 
-Files are searched in $SGLANG_MOE_CONFIG_DIR/configs and then in the package's `configs`. No torch; Triton only to
-measure a tile that is on no record (`capacity`).
+Files are searched in $SGLANG_MOE_CONFIG_DIR/configs and then in the package's `configs`. No torch, no Triton.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import logging
 from collections.abc import Iterator, Mapping
@@ -28,7 +25,6 @@ from sglang.srt.layers.moe.fused_moe_triton.config_format import (
     read_content,
 )
 from sglang.srt.layers.moe.fused_moe_triton.config_names import FileName, parse_directory, parse_name
-from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, few_pairs
 
 PACKAGE_CONFIGS = Path(__file__).parent / "configs"
 logger = logging.getLogger(__name__)
@@ -53,13 +49,6 @@ class TunedTiles:
         """Of the entry whose number of tokens is closest."""
         return self.by_tokens[nearest(self.by_tokens, num_tokens)]
 
-    def for_launch(self, num_tokens: int, top_k: int) -> MoeTiles | None:
-        """What `fused_moe` takes; None where so few pairs meet that they are not grouped at all."""
-        if few_pairs(num_tokens * top_k, self.num_experts):
-            return None
-        pair = self.at(num_tokens)
-        return MoeTiles(float("inf"), pair.gate_up, pair.down)
-
     def describe(self) -> str:
         """One line for logs and `explain`."""
         least, most = min(self.by_tokens), max(self.by_tokens)
@@ -82,19 +71,6 @@ class Found:
         """One line for logs and `explain`."""
         result = self.tiles.describe() if self.tiles else "no tuning file; tiles by rows an expert"
         return "; ".join([result, *(f"rejected {reason}" for reason in self.rejected)])
-
-
-@functools.cache
-def lookup(
-    num_experts: int, intermediate: int, scheme: str | None, arch: ArchTraits, *, hidden: int = 0, bias: bool = False
-) -> TunedTiles | None:
-    """As `find`, once for all layers that are alike; says in the log what is used and what was rejected."""
-    choice = find(num_experts, intermediate, scheme, arch, hidden=hidden, bias=bias)
-    for reason in choice.rejected:
-        logger.warning("MoE tuning file not used: %s", reason)
-    if choice.tiles is not None:
-        logger.info("fused_moe: tiles of %s", choice.tiles.describe())
-    return choice.tiles
 
 
 def find(
