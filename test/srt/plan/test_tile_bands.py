@@ -120,7 +120,7 @@ def test_the_plan_asks_for_a_ranks_experts(plan_of: Any, monkeypatch: pytest.Mon
     """GLM-4.7's with the shared expert among the routed ones, and GPT-OSS's, whose ranks hold whole groups."""
     asked: list[tuple[Any, ...]] = []
 
-    def find(*layer: Any, cost: Any, **sizes: Any) -> Found:
+    def find(*layer: Any, **sizes: Any) -> Found:
         asked.append((*layer[:3], sizes))
         return Found(None)
 
