@@ -13,7 +13,7 @@ from typing import Any, get_args
 from sglang.srt import compat, environ
 from sglang.srt.cli_args import Option, flag, is_list
 from sglang.srt.server_args import ONLY_ONE, TABLE
-from sglang.srt.upstream_flags import ACCEPTED, REFUSED, FlagGroup
+from sglang.srt.upstream_interface import ACCEPTED, REFUSED, FlagGroup
 
 PAGE = Path(__file__).parents[1] / "docs" / "flags.md"
 
@@ -129,7 +129,7 @@ def _other_spellings() -> str:
 
 def _groups(groups: tuple[FlagGroup, ...]) -> str:
     return "".join(
-        f"\n**{group.title}**: {group.reason}. {', '.join(map(_upstream_flag, sorted(group.names.split())))}\n"
+        f"\n**{group.title}**: {group.reason}. {', '.join(map(_upstream_flag, sorted(group.names)))}\n"
         for group in groups
     )
 

@@ -15,7 +15,7 @@ from sglang.srt.compat import RENAMED_FLAGS
 from sglang.srt.errors import UserError
 from sglang.srt.kernels.tables import EXTEND_ATTENTION, FP8_GEMM_BACKENDS, FUSED_MOE, LINEAR
 from sglang.srt.server_args import TABLE, ServerArgs
-from sglang.srt.upstream_flags import ACCEPTED, REFUSED
+from sglang.srt.upstream_interface import ACCEPTED, REFUSED
 
 
 def cli(*words: str) -> ServerArgs:
@@ -318,7 +318,7 @@ def test_url(host: str, url: str) -> None:
 
 def test_tables_do_not_overlap() -> None:
     names = [name.removeprefix("--") for name in TABLE.names]
-    names += [*RENAMED_FLAGS, *(w.partition("=")[0] for group in (*ACCEPTED, *REFUSED) for w in group.names.split())]
+    names += [*RENAMED_FLAGS, *(w.partition("=")[0] for group in (*ACCEPTED, *REFUSED) for w in group.names)]
     assert [name for name, count in Counter(names).items() if count > 1] == []
 
 

@@ -1,6 +1,6 @@
 """Spellings of other SGLang releases, as data: what we rename, what means nothing here, what we do not have.
 
-Flags are written without the leading dashes. The flags that are no options here are listed in `upstream_flags`.
+Flags are written without the leading dashes. `upstream_interface.json` lists the flags that are no options here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.upstream_flags import ACCEPTED, REFUSED, FlagGroup
+from sglang.srt.upstream_interface import ACCEPTED, REFUSED, FlagGroup
 
 RENAMED_FLAGS: Mapping[str, str] = {
     "cuda-graph-max-bs-decode": "cuda-graph-max-bs",
@@ -238,7 +238,7 @@ _NUM_VALUES = {"": 1, "...": ANY_NUMBER}
 def _words(groups: tuple[FlagGroup, ...]) -> Iterator[tuple[str, bool, str, str]]:
     """Of each name: itself, whether `=` follows, what follows that, the group's reason."""
     for group in groups:
-        for word in group.names.split():
+        for word in group.names:
             name, equals, rest = word.partition("=")
             yield name, bool(equals), rest, group.reason
 

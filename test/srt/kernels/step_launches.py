@@ -27,11 +27,11 @@ from torch.utils._pytree import tree_leaves
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from sglang.ledger.launch_form import kernel_name, recording
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.all_reduce_table import NORMED_ROW_BYTES, NORMED_ROWS
-from sglang.srt.kernels.launch_form import kernel_name, recording
 from sglang.srt.layers.attention.sites import create_attention_sites
 from sglang.srt.layers.ops import DecodeInputsOp
 from sglang.srt.layers.triton_ops import pdl

@@ -11,11 +11,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from sglang.ledger.coverage import coverage
+from sglang.ledger.launch_form import Form, recording
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
 from sglang.srt.hardware.arch import arch_by_name
-from sglang.srt.kernels.coverage import coverage
-from sglang.srt.kernels.launch_form import Form, recording
 from sglang.srt.layers.attention.sites import create_attention_sites
 from sglang.srt.layers.forward_batch import DecodeRows, ExtendRows, ForwardBatch, TokenSlots
 from sglang.srt.layers.latent_attention import LatentAttention

@@ -162,9 +162,25 @@ def test_a_damaged_cache_file_is_ignored_loudly(fresh: Path, caplog: pytest.LogC
     assert "not valid JSON" in caplog.text
 
 
-def test_it_knows_tritons_error() -> None:
+def test_it_knows_tritons_errors() -> None:
+    """A tile of a tuning file that is on no record may also be one that does not compile."""
     errors = pytest.importorskip("triton.runtime.errors")
-    assert launch.is_out_of_resources(errors.OutOfResources(147456, 101376, "shared memory"))
+    compiler_errors = pytest.importorskip("triton.compiler.errors")
+    refused = (
+        errors.OutOfResources(147456, 101376, "shared memory"),
+        errors.PTXASError("too much shared data"),
+        compiler_errors.CompilationError("", None, "shapes do not fit"),
+    )
+    for error in refused:
+        steps = ladder()
+
+        def attempt(tile: Tile, error: Exception = error) -> int:
+            if tile == BIG:
+                raise error
+            return tile["BLOCK_M"]
+
+        assert steps.run(attempt) == MIDDLE["BLOCK_M"]
+        launch._cache_file().unlink()
 
 
 def test_the_attention_backend_heals_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,24 +10,19 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
-from sglang.srt.configs.activation import GPT_OSS_SWIGLU
-from sglang.srt.configs.quant_scheme import SCHEMES
-from sglang.srt.kernels.variant import FormRule, Variant
-from sglang.srt.layers.moe.fused_moe_triton import align, kernels, kernels_few
-from sglang.srt.layers.moe.fused_moe_triton.capacity import product_variant_of
-from sglang.srt.layers.moe.fused_moe_triton.config_files import shipped_products
-from sglang.srt.layers.moe.fused_moe_triton.fused_moe import COMBINE_BLOCK
-from sglang.srt.layers.moe.fused_moe_triton.product_variants import (
+from sglang.ledger.form_rule import FormRule
+from sglang.ledger.shipped_products import shipped_products
+from sglang.ledger.variant import Variant, describe
+from sglang.ledger.variants.expert_products import (
     GROUPING,
     ROUTING,
     SIZES,
     STRIDES,
     ExpertLaunch,
     grouped,
+    product_variant_of,
 )
-from sglang.srt.layers.moe.fused_moe_triton.tiles import PAIR_TILES, early_tiles, last_resort, tile_rows
-from sglang.srt.layers.triton_ops.activation import gate_constants
-from sglang.srt.layers.triton_ops.quant_variants import (
+from sglang.ledger.variants.quantized import (
     COLUMNS,
     EVEN,
     LONE_SCALES,
@@ -37,9 +32,14 @@ from sglang.srt.layers.triton_ops.quant_variants import (
     products,
     recorded_schemes,
 )
-from sglang.srt.layers.triton_ops.scaled_dot import product_of
+from sglang.srt.configs.activation import GPT_OSS_SWIGLU
+from sglang.srt.configs.quant_scheme import SCHEMES
+from sglang.srt.kernels.scaled_product import product_of
+from sglang.srt.layers.moe.fused_moe_triton import align, kernels, kernels_few
+from sglang.srt.layers.moe.fused_moe_triton.fused_moe import COMBINE_BLOCK
+from sglang.srt.layers.moe.fused_moe_triton.tiles import PAIR_TILES, early_tiles, last_resort, pair_cut, tile_rows
+from sglang.srt.layers.triton_ops.activation import gate_constants
 from sglang.srt.layers.triton_ops.streamed_dot import pair_launch
-from sglang.srt.layers.triton_ops.variants import describe
 
 OPS = ("fused_moe",)
 
@@ -151,13 +151,13 @@ def _few(experts: ExpertLaunch, hidden_sizes: Collection[int], shares: Collectio
     types |= {"x": "*bf16", "inter": "*bf16", "out": "*bf16"}
     group = experts.scheme.group[1] if experts.scheme is not None and experts.scheme.group[0] == 1 else 1
     for hidden in hidden_sizes:
-        launch = pair_launch(experts.product, up_tile, hidden, experts.intermediate)
+        launch = pair_launch(experts.product, pair_cut(experts.product, up_tile, experts.intermediate, hidden), hidden)
         pointers, constants = types | experts.matrix_types("w13", True), gate_constants(experts.activation)
         yield _of_pairs("gate_up_pairs", kernels_few.gate_up_pairs_kernel, pointers, launch, constants, experts, hidden)
     for share in shares:
         if group and share % group:
             continue  # no rank's share cuts a group
-        launch = pair_launch(experts.product, down_tile, share, experts.hidden)
+        launch = pair_launch(experts.product, pair_cut(experts.product, down_tile, experts.hidden, share), share)
         pointers = types | experts.matrix_types("w2", True)
         steps = {"TOP_K": experts.top_k, "STEPS": -(-share // launch["COLS"])}
         steps["EARLY"] = early_tiles(experts.product.kind, launch["COLS"], MOST_CHOICES * steps["STEPS"])

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from sglang.ledger.form_rule import FormRule
+from sglang.ledger.variant import Variant, describe
 from sglang.srt.configs.activation import GELU, RELU2, SILU, Activation
 from sglang.srt.kernels.tiles import HEAD_DIMS
-from sglang.srt.kernels.variant import FormRule, Variant
 from sglang.srt.layers.triton_ops import (
     activation,
     decode_inputs,
@@ -69,7 +70,6 @@ ROUTINGS: Mapping[str, tuple[tuple[int, int, tuple[int, int]], ...]] = {
     "sqrtsoftplus": ((256, 6, (1, 1)), (384, 6, (1, 1))),
 }
 """Score -> (experts, choices, (groups, best groups))."""
-LAUNCH_ONLY = ("num_warps", "num_stages")
 SPLITS = 128
 """Programs that share a row of logits, at most: of vocabularies up to 524,288."""
 
@@ -115,32 +115,6 @@ FORM_RULES = {
         absent={"HAS_BIAS": ("bias",)},
     ),
 }
-
-
-def describe(
-    op: str,
-    key: str,
-    fn: Any,
-    types: Mapping[str, str],
-    constexprs: Mapping[str, Any],
-    launch: Mapping[str, int],
-    divisible: tuple[str, ...] = (),
-    ones: tuple[str, ...] = (),
-) -> Variant:
-    """`types` of the run-time parameters; `launch` holds block sizes (constexprs) and warps; all pointers and the named
-    `divisible` integers count as multiples of 16, and the named `ones` are 1."""
-    tile = {"num_stages": 3, **launch}
-    # With dependent launches a kernel has a few more instructions and costs the same.
-    constants = (
-        dict(constexprs)
-        | ({"PDL": False} if "PDL" in fn.arg_names else {})
-        | {name: value for name, value in launch.items() if name not in LAUNCH_ONLY}
-    )
-    signature = {name: types.get(name, "constexpr") for name in fn.arg_names}
-    assert all(name in constants for name, kind in signature.items() if kind == "constexpr"), f"{op}: {signature}"
-    pointers = tuple(name for name, kind in signature.items() if kind.startswith("*"))
-    packed = constants.get("KIND") == "mx" and constants.get("ELEMENT") == "e2m1"
-    return Variant(op, key, fn, signature, constants, (*pointers, *divisible), tile, native_only=packed, ones=ones)
 
 
 def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:

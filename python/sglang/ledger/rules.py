@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from sglang.ledger.lock_writer import digest_of
+from sglang.ledger.targets import NOT_NATIVE, TRITON_VERSIONS
+from sglang.ledger.variant import Variant
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels import tiles
-from sglang.srt.kernels.ledger_file import LOCKS, NOT_NATIVE, TRITON_VERSIONS, Ledger, Rows, digest_of
+from sglang.srt.kernels.ledger_file import LOCKS, Ledger, Rows
 from sglang.srt.kernels.spec import Need
-from sglang.srt.kernels.variant import Variant
 
 SPILL_BUDGET = 0
 """Bytes that a default tile may spill (stores plus loads), but for the exceptions below."""

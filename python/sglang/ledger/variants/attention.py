@@ -7,8 +7,9 @@ from typing import Any
 
 import triton
 
+from sglang.ledger.form_rule import FormRule
+from sglang.ledger.variant import Variant
 from sglang.srt.kernels import tiles
-from sglang.srt.kernels.variant import FormRule, Variant
 from sglang.srt.layers.attention.triton_ops.common import split_head_dim
 from sglang.srt.layers.attention.triton_ops.decode_attention import (
     SPREAD_COLS,

@@ -12,19 +12,20 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang.ledger.compile import CompileFailed, measure_cached, variant_hash
+from sglang.ledger.targets import COMPLETE, NOT_NATIVE
+from sglang.ledger.variant import Variant
 from sglang.srt.environ import envs
 from sglang.srt.hardware.arch import arch_by_name
-from sglang.srt.kernels.compile import CompileFailed, measure_cached, variant_hash
-from sglang.srt.kernels.ledger_file import COMPLETE, LOCKS, NOT_NATIVE, Measurement, Row, RowKey, Rows, tile_key
-from sglang.srt.kernels.variant import Variant
+from sglang.srt.kernels.ledger_file import LOCKS, Measurement, Row, RowKey, Rows, tile_key
 
-# Named, not imported: the kernels are a layer above this one. Each has OPS and variants(op, features).
+# Named, not imported: each loads Triton. Each has OPS and variants(op, features).
 VARIANT_MODULES = (
-    "sglang.srt.layers.attention.triton_ops.variants",
-    "sglang.srt.layers.triton_ops.variants",
-    "sglang.srt.layers.triton_ops.quant_variants",
-    "sglang.srt.layers.moe.fused_moe_triton.variants",
-    "sglang.srt.layers.recurrent.triton_ops.variants",
+    "sglang.ledger.variants.attention",
+    "sglang.ledger.variants.elementwise",
+    "sglang.ledger.variants.quantized",
+    "sglang.ledger.variants.experts",
+    "sglang.ledger.variants.recurrent",
 )
 
 

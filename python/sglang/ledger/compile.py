@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang.ledger.variant import Variant
 from sglang.srt.kernels.ledger_file import Measurement, tile_key
-from sglang.srt.kernels.variant import Variant
 
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")

@@ -6,15 +6,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.configs.activation import SILU, Activation
+from sglang.ledger.variant import Variant, describe
+from sglang.srt.configs.activation import GPT_OSS_SWIGLU, SILU, Activation
 from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
+from sglang.srt.kernels.scaled_product import ScaledProduct, product_of
 from sglang.srt.kernels.spec import Tile
-from sglang.srt.kernels.variant import Variant
 from sglang.srt.layers.moe.fused_moe_triton import kernels
+from sglang.srt.layers.moe.fused_moe_triton.capacity import ProductTile
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import grouped_launch
 from sglang.srt.layers.triton_ops.activation import gate_constants
-from sglang.srt.layers.triton_ops.scaled_dot import ScaledProduct, product_of
-from sglang.srt.layers.triton_ops.variants import describe
 
 GROUPING = {"sorted_pairs": "*i32", "block_expert": "*i32", "num_blocks": "*i32", "num_pairs": "i32"}
 SIZES = {"hidden": "i32", "intermediate": "i32"}
@@ -121,3 +121,19 @@ def grouped(kind: str, experts: ExpertLaunch, tile: Tile, features: Collection[s
     tail = "/bias" if experts.bias else ""
     key, multiples = f"{kind}/{experts.name}/{even}{tail}", experts.multiples(depth)
     return describe("fused_moe", key, fn, types, constants, tile, multiples)
+
+
+def product_variant_of(product: ProductTile, features: Collection[str]) -> Variant:
+    """The launch of a tile on a GPU with these features, described for the compiler."""
+    activation = GPT_OSS_SWIGLU if product.bias else SILU
+    return product_variant(
+        product.kind,
+        product.scheme,
+        product.tile,
+        product.hidden,
+        product.intermediate,
+        8,
+        features,
+        activation,
+        product.bias,
+    )

@@ -1,9 +1,10 @@
-"""`python -m sglang.srt.kernels.ledger check|update|report`: the proof that every tile fits, kept in lock files.
+"""`python -m sglang.ledger check|update|report|serve`: the proof that every tile fits, kept in lock files.
 
 check    the recorded numbers obey the rules and were not edited; a sample of rows compiles to them, which another
          commit's sample is not: over as many commits as there are samples every row is compiled
 update   measure what changed, with this Triton and with those that --triton names, and write the lock files
 report   counts and worst cases
+serve    a server that launches what a row stands for and nothing else; its flags are those of any server
 """
 
 from __future__ import annotations
@@ -19,28 +20,23 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from sglang.ledger import rules
+from sglang.ledger.compile import variant_hash
+from sglang.ledger.lock_writer import digest_of, write_lock
+from sglang.ledger.measure import Job, all_jobs, measure, targets, to_rows, variant_table
+from sglang.ledger.targets import NOT_NATIVE, TRITON_VERSIONS
 from sglang.srt.configs.quant_scheme import SCHEMES
-from sglang.srt.kernels import ledger_rules
-from sglang.srt.kernels.compile import variant_hash
-from sglang.srt.kernels.ledger_file import (
-    LOCKS,
-    NOT_NATIVE,
-    TRITON_VERSIONS,
-    WIDENED_TAIL,
-    Ledger,
-    Measurement,
-    Row,
-    RowKey,
-    Rows,
-    digest_of,
-    read_lock,
-    write_lock,
-)
-from sglang.srt.kernels.measure import Job, all_jobs, measure, targets, to_rows, variant_table
+from sglang.srt.kernels.ledger_file import LOCKS, WIDENED_TAIL, Ledger, Measurement, Row, RowKey, Rows, read_lock
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m sglang.srt.kernels.ledger", description=__doc__)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["serve"]:
+        from sglang.ledger.checked_server import serve_checked
+
+        serve_checked(words[1:])
+        return 0
+    parser = argparse.ArgumentParser(prog="python -m sglang.ledger", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("check", "update", "report"):
@@ -58,26 +54,26 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "--triton", type=Path, action="append", default=[], help="directory with another Triton"
             )
             command.add_argument("--only-measure", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
+    args = parser.parse_args(words)
     args.lock = args.lock or sorted(LOCKS)
     return {"check": check, "update": update, "report": report}[args.command](args)
 
 
 def check(args: argparse.Namespace) -> int:
-    problems: list[str] = list(ledger_rules.rows_without_tile(Ledger.load()))
+    problems: list[str] = list(rules.rows_without_tile(Ledger.load()))
     for lock in args.lock:
         rows, table = read_lock(lock), variant_table(lock)
-        problems += ledger_rules.edited(lock, rows)
-        problems += ledger_rules.missing(lock, rows, table)
-        problems += ledger_rules.over_limit(lock, rows)
-        problems += ledger_rules.over_spill_budget(lock, rows, table)
+        problems += rules.edited(lock, rows)
+        problems += rules.missing(lock, rows, table)
+        problems += rules.over_limit(lock, rows)
+        problems += rules.over_spill_budget(lock, rows, table)
         problems += _drift(lock, rows, args)
     for problem in problems:
         print(problem)
     print(f"{len(problems)} problem(s)" if problems else "ledger: all rules hold")
     if problems:
         print(
-            "After a change of kernels or tiles: python -m sglang.srt.kernels.ledger update --triton DIR"
+            "After a change of kernels or tiles: python -m sglang.ledger update --triton DIR"
             " (docs/kernels.md says how to get DIR)"
         )
     return 1 if problems else 0
@@ -166,7 +162,7 @@ def _unedited(lock: str) -> Rows:
 def _measure_with(directory: Path, lock: str, args: argparse.Namespace) -> Rows:
     path = os.pathsep.join([str(directory), *filter(None, [os.environ.get("PYTHONPATH")])])
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, "-m", "sglang.srt.kernels.ledger", "update", "--lock", lock, "--only-measure", out]
+        command = [sys.executable, "-m", "sglang.ledger", "update", "--lock", lock, "--only-measure", out]
         command += ["--processes", str(args.processes), "--only", args.only] + (["--all"] if args.all else [])
         subprocess.run(command, check=False, env=os.environ | {"PYTHONPATH": path})
         content = json.loads((Path(out) / f"{lock}.json").read_text())
@@ -209,7 +205,7 @@ def report(args: argparse.Namespace) -> int:
         print(f"{lock} ({', '.join(LOCKS[lock])}; Triton {', '.join(TRITON_VERSIONS)})")
         print(f"  {len(rows)} (kernel, variant, tile) rows, {len(values)} measurements")
         print(f"  most shared memory: {worst[2][0]:,} B, {'/'.join(worst[0])} on {worst[1]}")
-        print(f"  over the limit: {len(list(ledger_rules.over_limit(lock, rows)))}")
+        print(f"  over the limit: {len(list(rules.over_limit(lock, rows)))}")
         spilling_rows = len({v[0] for v in defaults if v[2][2] > 0})
         print(f"  default tiles that spill: {spilling_rows} of {len({v[0] for v in defaults})}")
         print(f"  most spilled by a default tile: {spilling[2][2]} B, {'/'.join(spilling[0])} on {spilling[1]}")
@@ -232,7 +228,3 @@ def _report_schemes(values: Sequence[tuple[RowKey, str, Measurement]]) -> None:
         smem, registers, spills = (max(m[i] for _, m in rows) for i in range(3))
         mma = ", ".join(sorted({kind for _, m in rows for kind in m[4]}))
         print(f"  {op:<19} {scheme:<19} {len({r for r, _ in rows}):>4} {smem:>8,} {registers:>5} {spills:>5}  {mma}")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

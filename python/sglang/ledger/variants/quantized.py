@@ -6,14 +6,27 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
+from sglang.ledger.form_rule import FormRule
+from sglang.ledger.variant import Variant, describe
+from sglang.ledger.variants.elementwise import HIDDEN_SIZES
 from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, SCHEMES, Scheme
 from sglang.srt.kernels.ledger_file import SAME_LAUNCHES, WIDENED_TAIL
-from sglang.srt.kernels.variant import FormRule, Variant
+from sglang.srt.kernels.scaled_product import ScaledProduct, product_of
 from sglang.srt.layers.quantization.quantized_rows import RowForm
 from sglang.srt.layers.triton_ops import norm_quantize, quant_linear, quantize
-from sglang.srt.layers.triton_ops.linear_tiles import MAX_SPLITS, ScaledTile, last_resort, may_split, tile_rows
-from sglang.srt.layers.triton_ops.scaled_dot import ScaledProduct, product_of
-from sglang.srt.layers.triton_ops.variants import HIDDEN_SIZES, describe
+from sglang.srt.layers.triton_ops.linear_tiles import (
+    MAX_SPLITS,
+    NARROW_KINDS,
+    NARROW_ROWS,
+    SPLIT_ROWS,
+    ScaledTile,
+    early_steps,
+    few_cut,
+    few_tile,
+    last_resort,
+    tile_rows,
+)
+from sglang.srt.layers.triton_ops.streamed_dot import pair_launch
 
 OPS = ("linear", "quantize_activation")
 
@@ -109,7 +122,7 @@ def _linear(scheme: Scheme, product: ScaledProduct, tail: str, features: Collect
     smallest = 0.0
     for row in tile_rows(product.kind, features):
         # Where K may be split: the split variant holds the sum besides.
-        splits = MAX_SPLITS if may_split(product.kind, features, smallest) else 1
+        splits = MAX_SPLITS if _may_split(product.kind, features, smallest) else 1
         for out, end in _outputs(scheme, product):
             yield from _tiles(scheme, product, tail, row.tile, splits, features, out, end)
         smallest = row.max_rows
@@ -123,10 +136,10 @@ def _few(scheme: Scheme, product: ScaledProduct, tail: str, out: str, end: str) 
     for cols in COLUMNS:
         if scheme.group[1] and cols % scheme.group[1] and scheme.group[0] == 1:
             continue  # no checkpoint cuts a row's group
-        launch = quant_linear.few_launch(product, scheme.bits, cols, _ROWS)
+        launch = pair_launch(product, few_cut(product, scheme.bits, _ROWS, cols), cols)
         tile = {name: launch[name] for name in ("BLOCK_N", "COLS", "UNROLL", "num_warps")}
         constants = {name: value for name, value in launch.items() if name not in tile} | _flags(scheme)
-        most = quant_linear.early_steps(quant_linear.few_tile(product, scheme.bits), launch["COLS"])
+        most = early_steps(few_tile(product, scheme.bits), launch["COLS"])
         constants |= {"EARLY": most}
         types = {"x": "*bf16", "out": out, "N": "i32", "K": "i32", **_weight_types(scheme, product, True)}
         types = {
@@ -253,3 +266,10 @@ def _norm_quantize() -> Iterator[Variant]:
             widened = types | {"weight": "*fp32"}
             row = describe("quantize_activation", f"{key}/fp32", kernel, widened, {}, launch, sizes)
             yield replace(row, form_only=True)
+
+
+def _may_split(kind: str, features: Collection[str], more_than: float) -> bool:
+    """Whether the tile for more than so many rows is launched with K split. Where SMs would idle, NARROW_KINDS take the
+    tile of fewer columns instead of the one for up to NARROW_ROWS."""
+    narrow = kind in NARROW_KINDS or "wgmma" in features
+    return more_than < (SPLIT_ROWS if narrow else NARROW_ROWS)

@@ -8,9 +8,9 @@ from typing import Any
 
 import triton
 
-from sglang.srt.kernels.variant import FormRule, Variant
+from sglang.ledger.form_rule import FormRule
+from sglang.ledger.variant import Variant, describe
 from sglang.srt.layers.recurrent.triton_ops import causal_conv, chunk_local, chunk_scan, gated_norm, state_step
-from sglang.srt.layers.triton_ops.variants import describe
 
 OPS = ("causal_conv1d", "gated_delta_rule", "state_space_duality", "gated_rmsnorm", "attention_output_gate")
 
