@@ -10,9 +10,7 @@ import numpy as np
 import torch
 
 from sglang.srt.distributed import parallel_state
-from sglang.srt.environ import envs
 from sglang.srt.errors import UserError
-from sglang.srt.kernels.coverage import check_launches
 from sglang.srt.layers.attention.sites import create_attention_sites
 from sglang.srt.layers.ops import DecodeInputsOp
 from sglang.srt.layers.sampler import Sampler
@@ -45,8 +43,6 @@ class ModelRunner:
         self.plan = plan
         self.device = plan.device
         pdl.enable("pdl" in plan.arch.features)
-        if envs.SGLANG_CHECK_LAUNCHES and plan.device == "cuda":
-            check_launches(plan.arch)
         self.model = load_model(plan, load_format, seed)
         self.pp_tokens = parallel_state.groups().pp_tokens
         self.samples = plan.description.last_stage
