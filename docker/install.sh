@@ -8,7 +8,8 @@
 #   install.sh check                  what must be there is there, ptxas for sm_120 and sm_121 among it
 #   install.sh smoke [server flags]   as any user: serves the embedded model and asks it one thing
 #
-# Variables: TORCH (torch), TORCH_INDEX_URL (an index with builds of it), SOURCE (/src), VENV (/opt/sglang).
+# Variables: TORCH (torch), TORCH_INDEX_URL (an index with builds of it), FLASHINFER_INDEX_URL (one with FlashInfer's
+# compiled kernels), SOURCE (/src), VENV (/opt/sglang).
 set -eu
 
 TORCH="${TORCH:-torch}"
@@ -35,11 +36,18 @@ dependencies() {
     "$VENV/bin/python" - "$SOURCE/pyproject.toml" > /tmp/requirements.txt <<'END'
 import sys, tomllib
 project = tomllib.load(open(sys.argv[1], "rb"))
-wanted = project["project"]["dependencies"] + project["project"]["optional-dependencies"]["cuda"]
+extras = project["project"]["optional-dependencies"]
+wanted = project["project"]["dependencies"] + extras["cuda"] + extras["flashinfer"]
 print("\n".join([*project["build-system"]["requires"], *(w for w in wanted if not w.startswith("torch"))]))
 END
     # shellcheck disable=SC2086
     $PIP -c /tmp/constraints.txt -r /tmp/requirements.txt
+    # FlashInfer compiles with nvcc when it is first used, which the image has not; these are its kernels, compiled.
+    if [ -n "${FLASHINFER_INDEX_URL:-}" ]; then
+        version=$("$VENV/bin/python" -c 'import importlib.metadata as m; print(m.version("flashinfer-python"))')
+        # shellcheck disable=SC2086
+        $PIP --extra-index-url "$FLASHINFER_INDEX_URL" "flashinfer-jit-cache==$version"
+    fi
     rm /tmp/constraints.txt /tmp/requirements.txt
 }
 

@@ -19,7 +19,8 @@ from sglang.version import __version__
 USAGE = """\
 usage: sglang COMMAND [options]
 
-  serve      start a server; without --model-path it serves the small model that ships with the package
+  serve      start a server; without --model-path it serves the small model that ships with the package;
+             with --dry-run it only says whether one would start, and how
   generate   print a model's answer to one prompt
   plan       print what a model would take and could reach on some GPUs, layout by layout; needs no GPU
   bench      benchmarks: serving, one-batch, offline, sweep, report

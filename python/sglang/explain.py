@@ -1,7 +1,8 @@
 """`python -m sglang.explain --arch sm_120 --model-path DIR [server flags] [--json]`: which kernels would run, and why.
 With `--time` how long steps would take there; `--shape` asks that of single ops, without a model.
 
-Works on any machine: nothing is asked of a device, nothing is compiled, the model's weights are not read.
+Works on any machine: nothing is asked of a device, nothing is compiled, the model's weights are not read. The exit
+status is 0 where a server would start, and 2 where not.
 """
 
 from __future__ import annotations
@@ -12,34 +13,28 @@ import math
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sglang.srt.configs.hf_config import merge_overrides, read_config, select_text_config
-from sglang.srt.configs.model_config import ModelConfig, context_length
+from sglang.srt.configs.hf_config import merge_overrides, read_config, read_generation_config
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_path import resolve_model_path
 from sglang.srt.configs.quantization import quantization_of
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name, current_arch
 from sglang.srt.kernels.bands import OpBands
-from sglang.srt.kernels.ledger_file import Ledger, judged_as, tile_key
-from sglang.srt.kernels.resolve import resolve
-from sglang.srt.kernels.spec import Choice, Need, NoKernel, Rejection
+from sglang.srt.kernels.ledger_file import judged_as, tile_key
+from sglang.srt.kernels.spec import Choice, NoKernel, Rejection
 from sglang.srt.plan.caches import CacheGroup, cache_groups
+from sglang.srt.plan.kernel_choice import KernelChoices, choose_kernels
 from sglang.srt.plan.layer_spec import Serving
-from sglang.srt.plan.layout import check_layout, uneven_heads
+from sglang.srt.plan.layout import check_layout, check_machine, uneven_heads
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
-from sglang.srt.plan.plan import (
-    describe_capacity,
-    forced_kernel,
-    make_plan,
-    plan_capacity,
-    serving_of,
-    why_shared_apart,
-)
+from sglang.srt.plan.plan import ModelPlanner, describe_capacity, make_plan, serving_of, why_shared_apart
 from sglang.srt.plan.pool_sizes import cache_cost
-from sglang.srt.plan.rank_weights import RankWeights, rank_weights
+from sglang.srt.plan.rank_weights import rank_weights
+from sglang.srt.plan.remedies import trial_or_advice
 from sglang.srt.plan.tile_bands import cut_bands
 from sglang.srt.server_args import ServerArgs
 from sglang.tuning.ops import MOST
@@ -47,6 +42,9 @@ from sglang.tuning.report import CONTEXT, shape_json, shape_lines, time_json, ti
 
 USUAL_FREE_SHARE = 0.97
 """Of a GPU's memory, once the driver and a CUDA context have theirs."""
+
+WOULD_NOT_START = 2
+"""Exit status, as of the server."""
 
 COLUMNS = ("op", "kernel", "tile", "smem", "regs", "spill", "mma")
 
@@ -57,15 +55,16 @@ class Explanation:
 
     arch: ArchTraits
     model: ModelDescription
-    not_implemented: str | None  # why this model cannot be served yet
-    refused: str | None  # why no server starts in this layout
     kv_dtype: str
-    groups: tuple[CacheGroup, ...]
-    outcomes: tuple[Choice | NoKernel, ...]
-    bands: Mapping[str, OpBands]  # the plan's, by the key of the need
-    plan: dict[str, Any] | None  # sizes and memory
-    notes: tuple[str, ...]
     serving: Serving
+    not_implemented: str | None = None  # why this model cannot be served yet
+    refused: str | None = None  # why no server starts in this layout
+    unfit: str | None = None  # why there is no room for it
+    groups: tuple[CacheGroup, ...] = ()
+    outcomes: tuple[Choice | NoKernel, ...] = ()
+    bands: Mapping[str, OpBands] = field(default_factory=dict)  # the plan's, by the key of the need
+    plan: dict[str, Any] | None = None  # sizes and memory
+    notes: tuple[str, ...] = ()
 
     @property
     def moe_tiles(self) -> str | None:
@@ -76,9 +75,22 @@ class Explanation:
     def missing(self) -> tuple[NoKernel, ...]:
         return tuple(outcome for outcome in self.outcomes if isinstance(outcome, NoKernel))
 
+    @property
+    def problem(self) -> str | None:
+        """Why no server would start, by the first cause; None: one would."""
+        missing = str(self.missing[0]) if self.missing else None
+        return self.not_implemented or self.refused or missing or self.unfit
 
-def explain(args: ServerArgs, arch: ArchTraits, packages: frozenset[str], available: int | None = None) -> Explanation:
-    """`available`: bytes free on a GPU; None: the usual share of its memory.
+
+def explain(
+    args: ServerArgs,
+    arch: ArchTraits,
+    packages: frozenset[str],
+    available: int | None = None,
+    advises: bool = True,
+) -> Explanation:
+    """`available`: bytes free on a GPU; None: the usual share of its memory. `advises`: look for what helps where a
+    model does not fit, which takes many plans.
 
     Raises UserError: a model or configuration that cannot be read."""
     directory = resolve_model_path(args.model_path, args.revision, args.download_dir, False)
@@ -87,64 +99,57 @@ def explain(args: ServerArgs, arch: ArchTraits, packages: frozenset[str], availa
     model = describe_model(config, quantization, why_shared_apart(args), str(directory / "config.json"))
     serving = serving_of(args, model.dtype if args.dtype == "auto" else args.dtype, quantization)
     not_implemented = "\n".join(model.unsupported) or None
-    served = None if not_implemented else ModelConfig.from_server_args(args)
+    free = int(arch.memory * USUAL_FREE_SHARE) if available is None else available
+    config_of_model = ModelConfig.from_hf(config, read_generation_config(directory), args=args, directory=directory)
+    planner = ModelPlanner(config_of_model, arch, free, packages, served=not not_implemented, advises=advises)
+
+    nothing = Explanation(arch, model, serving.kv_dtype, serving, not_implemented)
     try:
+        check_machine(arch, serving.ranks)
         check_layout(model, serving.ranks)
-    except UserError as error:
-        return Explanation(arch, model, not_implemented, str(error), serving.kv_dtype, (), (), {}, None, (), serving)
-    of_rank = rank_weights(model, serving.ranks)
-    outcomes = tuple(_outcome(need, arch, packages, forced_kernel(args, need)) for need in needs_of(of_rank, serving))
-    plan, notes = _plan(
-        args,
-        served,
-        of_rank,
-        serving,
-        context_length(select_text_config(config), args.context_length),
-        outcomes,
-        arch,
-        packages,
-        int(arch.memory * USUAL_FREE_SHARE) if available is None else available,
-    )
+    except UserError:
+        return replace(nothing, refused=_refusal(planner, args))
+    chosen = choose_kernels(args, needs_of(rank_weights(model, serving.ranks), serving), arch, packages)
+    plan, notes, unfit = None, chosen.notes, None
+    if arch.device != "cpu":
+        try:
+            plan, notes = _plan(planner, args, chosen)
+        except UserError as error:
+            unfit = str(error)
     uneven = uneven_heads(model, args.tp_size)
-    notes = (*notes, uneven) if uneven else notes
-    bands = cut_bands((outcome for outcome in outcomes if isinstance(outcome, Choice)), arch)
-    groups = cache_groups(model, serving)
-    return Explanation(
-        arch, model, not_implemented, None, serving.kv_dtype, groups, outcomes, bands, plan, notes, serving
+    return replace(
+        nothing,
+        unfit=unfit,
+        groups=cache_groups(model, serving),
+        outcomes=chosen.outcomes,
+        bands=cut_bands((outcome for outcome in chosen.outcomes if isinstance(outcome, Choice)), arch),
+        plan=plan,
+        notes=(*notes, uneven) if uneven else notes,
     )
 
 
-def _outcome(need: Need, arch: ArchTraits, packages: frozenset[str], forced: str | None) -> Choice | NoKernel:
+def _refusal(planner: ModelPlanner, args: ServerArgs) -> str:
+    """The server's words for a layout that it refuses."""
     try:
-        return resolve(need, arch, Ledger.load(), packages, forced)
-    except NoKernel as none:
-        return none
+        trial_or_advice(planner, args)
+    except UserError as error:
+        return str(error)
+    raise AssertionError("the planner takes a layout that was refused")
 
 
 def _plan(
-    args: ServerArgs,
-    served: ModelConfig | None,
-    of_rank: RankWeights,
-    serving: Serving,
-    context_len: int,
-    outcomes: Sequence[Choice | NoKernel],
-    arch: ArchTraits,
-    packages: frozenset[str],
-    available: int,
+    planner: ModelPlanner, args: ServerArgs, chosen: KernelChoices
 ) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
-    """What `make_plan` decides; of a model that is not implemented, what its layers and caches would take."""
-    if arch.device == "cpu":
-        return None, ()
-    try:
-        if served is not None:
-            plan = make_plan(args, served, arch, available, packages)
-            described = plan.describe()
-            return {key: value for key, value in described.items() if key != "kernels"}, (*plan.errors, *plan.warnings)
-        choices = {outcome.need.key: outcome for outcome in outcomes if isinstance(outcome, Choice)}
-        capacity = plan_capacity(args, of_rank, serving, context_len, arch, choices, available)
-        return {"estimate": True, **describe_capacity(capacity)}, tuple(capacity.notes)
-    except UserError as error:
-        return None, (str(error),)
+    """What `make_plan` decides, and its notes; of a model that is not implemented, what its layers and caches would
+    take. Raises UserError where there is no room."""
+    if planner.served and len(chosen.chosen()) == len(chosen.outcomes):
+        plan = make_plan(
+            args, planner.model, planner.arch, planner.available, planner.packages, advises=planner.advises
+        )
+        described = plan.describe()
+        return {key: value for key, value in described.items() if key != "kernels"}, (*plan.errors, *plan.warnings)
+    trial = trial_or_advice(replace(planner, served=False), args)
+    return {"estimate": True, **describe_capacity(trial.capacity)}, (*chosen.notes, *trial.capacity.notes)
 
 
 def to_json(explanation: Explanation) -> dict[str, Any]:
@@ -158,6 +163,8 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
         "family_known": model.known,
         "not_implemented": explanation.not_implemented,
         "refused": explanation.refused,
+        "unfit": explanation.unfit,
+        "problem": explanation.problem,
         "missing": [outcome.need.key for outcome in explanation.missing],
         "kv_cache": _kv_json(explanation),
         "moe_tiles": explanation.moe_tiles,
@@ -230,6 +237,7 @@ def to_text(explanation: Explanation) -> str:
             lines += ["", "An estimate: nothing here allocates this model yet."]
         lines += ["", *(f"{key}: {value}" for key, value in explanation.plan.items() if key != "warnings")]
     lines += ["", *explanation.notes] if explanation.notes else []
+    lines += ["", f"No server starts: {explanation.unfit}"] if explanation.unfit else []
     return "\n".join(lines)
 
 
@@ -311,7 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(text)
-    return 0
+    return WOULD_NOT_START if explanation.problem else 0
 
 
 def _json_text(explanation: Explanation, options: argparse.Namespace) -> str:

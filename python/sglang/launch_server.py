@@ -38,6 +38,11 @@ def serve(argv: Sequence[str] | None, prog: str) -> None:
     adopt_environment()
     args = ServerArgs.from_cli(argv, prog)
     configure_logging(args.log_level)
+    if args.dry_run:
+        from sglang.dry_run import dry_run
+
+        dry_run(args)
+        return
     from sglang.srt.entrypoints.http_server import launch_server
 
     launch_server(args)

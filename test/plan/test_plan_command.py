@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -222,3 +224,42 @@ def test_predictions_for_the_concurrency_that_was_asked(tmp_path: Path, capsys: 
         predicted = layout["predicted"]["tokens_per_second"]["predicted"]
         assert layout["decode_load"]["requests_per_server"] == requests
         assert 0.7 < predicted / published < 1.2
+
+
+def test_machines_of_one_gpu_have_a_server_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = model_dir(tmp_path, "qwen3")
+    result = planned(capsys, "--model-path", model, "--gpu", "dgx-spark", "--gpus", "2")
+    assert [layout["layout"] for layout in result["layouts"]] == ["TP 1 x 2 servers"]
+    assert result["layouts"][0]["commands"] == [f"sglang serve --model-path {model} --tp 1"]
+    assert "a server does not span machines" in result["reasons"][-1]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4", "glm5"])
+def test_no_command_for_a_model_that_is_not_served(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--model-path", model_dir(tmp_path, name), "--gpu", "rtx-pro-6000", "--gpus", "1", "--page-size", "128")
+    result = planned(capsys, *words)
+    if result["not_implemented"] is not None:
+        assert result["recommended"] is None and result["reasons"][0].startswith("no server starts: ")
+        assert main(["plan", *words]) == 0
+        assert "sglang serve" not in capsys.readouterr().out
+
+
+def test_a_layout_is_called_faster_only_if_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("gpt_oss", "qwen3_moe"):
+        result = planned(capsys, "--model-path", model_dir(tmp_path, name), "--gpu", "rtx-pro-6000", "--gpus", "2")
+        for reason in result["reasons"]:
+            if "is faster: " in reason:
+                other, here = re.findall(r"([\d,]+) (?:tok/s|here)", reason)
+                assert int(other.replace(",", "")) > int(here.replace(",", "")), reason
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe"])
+def test_commands_that_are_printed_start(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = planned(capsys, "--model-path", model_dir(tmp_path, name), "--gpu", "rtx-pro-6000", "--gpus", "2")
+    assert result["layouts"]
+    for layout in result["layouts"]:
+        words = shlex.split(layout["commands"][0].partition("sglang serve ")[2])
+        args = ServerArgs.from_cli(words)
+        assert explain(args, arch_by_name("rtx-pro-6000"), frozenset({"triton"}), advises=False).problem is None

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from sglang.srt import environ
-from sglang.srt.compat import NO_EFFECT, RENAMED_FLAGS, TUNING_VALUES, UNIMPLEMENTED
+from sglang.srt.compat import (
+    FOREIGN_KERNELS,
+    NO_EFFECT,
+    RENAMED_FLAGS,
+    TUNING_VALUES,
+    UNIMPLEMENTED,
+    VALUE_HINTS,
+    WORDS_OF_OTHERS,
+)
 from sglang.srt.errors import UserError
 from sglang.srt.server_args import TABLE, ServerArgs
 from sglang.version import __version__
@@ -98,9 +106,34 @@ def test_values_that_only_tune(caplog: pytest.LogCaptureFixture) -> None:
             assert getattr(ServerArgs.from_kwargs(model_path="m", **{field: value}), field) == tuning.instead
         assert tuning.instead in TABLE.spec(field).choices
         assert not tuning.values & set(TABLE.spec(field).choices)
-    ServerArgs.from_cli("--model m --moe-runner-backend flashinfer_cutlass".split())
-    said = [text for text in caplog.messages if text.startswith("--moe-runner-backend flashinfer_cutlass")]
-    assert len(said) == 1 and "the plan chooses" in said[0]
+    ServerArgs.from_cli("--model m --load-format runai_streamer".split())
+    said = [text for text in caplog.messages if text.startswith("--load-format runai_streamer")]
+    assert len(said) == 1 and "safetensors are read in one way" in said[0]
+
+
+def test_kernels_of_others_are_the_plans_to_judge(caplog: pytest.LogCaptureFixture) -> None:
+    for field, names in FOREIGN_KERNELS.items():
+        assert not names & set(TABLE.spec(field).choices)
+        for name in names:
+            assert getattr(ServerArgs.from_kwargs(model_path="m", **{field: name}), field) == name
+    assert not caplog.messages
+    with pytest.raises(UserError, match="--sampling-backend flashinfer is not part of sm120-sglang"):
+        ServerArgs.from_kwargs(model_path="m", sampling_backend="flashinfer", strict_backends=True)
+
+
+@pytest.mark.parametrize("name", WORDS_OF_OTHERS)
+def test_words_of_other_servers_get_the_word_that_is_meant(name: str) -> None:
+    with pytest.raises(UserError, match=f"^Unknown option --{name}. Here that is "):
+        ServerArgs.from_cli(["--model", "m", f"--{name}"])
+    for word in re.findall(r"--[a-z-]+", WORDS_OF_OTHERS[name]):
+        assert word in TABLE.names, word
+
+
+@pytest.mark.parametrize(("field", "value"), VALUE_HINTS)
+def test_values_that_are_not_read_say_what_to_write(field: str, value: str) -> None:
+    with pytest.raises(UserError) as caught:
+        ServerArgs.from_kwargs(model_path="m", **{field: value})
+    assert str(caught.value).endswith(f"got {value!r}. {VALUE_HINTS[field, value]}")
 
 
 @pytest.mark.parametrize("spelling", ["--speculative-eagle", "--speculative-algo", "--enable-lora-over"])

@@ -22,7 +22,6 @@ from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import TileRecord
 from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
 from sglang.srt.layers.moe.fused_moe_triton.config_format import TilePair, read_content
-from sglang.srt.layers.moe.fused_moe_triton.config_names import own_name
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles
 from sglang.srt.layers.triton_ops import linear_tiles
 from sglang.tuning import predicted_times
@@ -31,6 +30,7 @@ from sglang.tuning.ops import Linear
 from sglang.tuning.predict import predict
 from sglang.tuning.search_space import KINDS, MoeShape
 from sglang.tuning.steps import decode_step, time_step, total
+from sglang.tuning.tile_files import own_name
 
 CARD = model_tables.CARD
 PRODUCTS = (

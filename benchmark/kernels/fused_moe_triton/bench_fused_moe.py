@@ -176,7 +176,7 @@ def our_layer(inputs: Inputs) -> Layer:
     ]
     sizes = ((2 * shape.intermediate, shape.hidden, False), (shape.hidden, shape.intermediate, False))
     need = Need("fused_moe", quant=name, shapes=sizes, experts=(shape.num_experts, shape.top_k, 1))
-    bands = triton_bands(need, arch, measure=True).by_shape[None]
+    bands = triton_bands(need, arch).by_shape[None]
 
     def layer(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return fused_moe(x, *matrices, weights, ids, SILU, bands, arch.features)

@@ -22,11 +22,11 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from timing import Calls, copies_for, replays
 
+from sglang.ledger.compile import matrix_instructions
 from sglang.srt.configs.activation import SILU
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import current_arch
 from sglang.srt.kernels.bands import Bands
-from sglang.srt.kernels.compile import matrix_instructions
 from sglang.srt.kernels.ledger_file import tile_key
 from sglang.srt.kernels.spec import TileRecord
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights, repack

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sglang.plan.floors import Floor
-from sglang.plan.layouts import GIB, Load, Prospect, Survey, check_counts, survey
+from sglang.plan.layouts import CLEARLY, GIB, Load, Prospect, Survey, check_counts, survey
 from sglang.srt.hardware.arch import arch_by_name, current_arch
 from sglang.tuning.steps import StepTime
 
@@ -143,7 +143,7 @@ def to_text(result: Survey) -> str:
     ]
     if any(prospect.layout.ep_size > 1 for prospect in result.prospects):
         lines.append("EP: whole experts on each rank; the average rank is counted, the busiest one has more to do.")
-    if result.explanation.not_implemented:
+    if result.explanation.not_implemented is not None:
         lines.append(f"This model is not implemented yet, sizes are estimates: {result.explanation.not_implemented}")
     if result.explanation.missing:
         names = ", ".join(outcome.need.key for outcome in result.explanation.missing)
@@ -252,6 +252,9 @@ def reasons(result: Survey) -> list[str]:
     """Why the recommended layout, or why none."""
     best = result.best()
     if best is None:
+        if result.prospects and not any(prospect.starts for prospect in result.prospects):
+            why = result.explanation.problem or "no layout has a kernel for every op"
+            return [f"no server starts: {why.splitlines()[0].rstrip('.:')}"]
         if result.prospects:
             return [f"no layout holds a request of {result.load.length:,} tokens; a shorter --length fits more"]
         return ["the weights fit in no layout; more GPUs or a quantized checkpoint"]
@@ -273,7 +276,7 @@ def reasons(result: Survey) -> list[str]:
     else:
         texts.append(f"its cache holds {best.most_requests:,} requests of {result.load.length:,} tokens at once")
     alone = result.fastest_alone()
-    if alone is not None and alone is not best:
+    if alone is not None and alone.one_request_per_second >= CLEARLY * best.one_request_per_second:
         how = "at most" if alone.predicted is None else "predicted"
         texts.append(
             f"for one request at a time {alone.layout} is faster: {alone.one_request_per_second:,.0f} tok/s {how},"
@@ -282,6 +285,9 @@ def reasons(result: Survey) -> list[str]:
     whole = max((p for p in others if p.layout.pp_size == 1), key=lambda p: p.rating, default=None)
     if best.layout.pp_size > 1 and whole is not None:
         texts.append(f"no stages of a pipeline have run on GPUs here yet; without them {whole.layout} is next")
+    machine = result.explanation.arch.gpus_per_machine
+    if 0 < machine < result.gpus:
+        texts.append(f"a machine has {machine} of these GPUs, and a server does not span machines: one on each")
     idle = result.gpus - best.layout.gpus
     if idle:
         texts.append(f"{idle} GPUs stay idle")

@@ -17,6 +17,8 @@ from sglang.srt.plan.plan import serving_of
 from sglang.srt.server_args import ServerArgs
 
 GIB = 1024**3
+CLEARLY = 1.02
+"""Times the speed of another layout, to be called faster."""
 UNEVEN = 0.9
 """What the average rank's rate counts for where each has whole experts: a guess; they must be clearly better."""
 
@@ -50,12 +52,12 @@ class Layout:
         stages = f" x PP {self.pp_size}" if self.pp_size > 1 else ""
         return f"TP {self.tp_size}{experts}{stages}" + (f" x {self.servers} servers" if self.servers > 1 else "")
 
-    def commands(self, words: Sequence[str]) -> list[str]:
-        """What starts each server."""
+    def commands(self, words: Sequence[str], a_machine: bool = False) -> list[str]:
+        """What starts each server. `a_machine`: each has a machine of its own."""
         lines = []
         for i in range(self.servers):
             line = ["sglang", "serve", *words, *self.flags]
-            if self.servers == 1:
+            if self.servers == 1 or a_machine:
                 return [shlex.join(line)]
             gpus = ",".join(str(i * self.gpus_each + j) for j in range(self.gpus_each))
             lines.append(f"CUDA_VISIBLE_DEVICES={gpus} " + shlex.join([*line, "--port", str(30000 + i)]))
@@ -86,6 +88,7 @@ class Prospect:
     commands: tuple[str, ...]
     notes: tuple[str, ...]
     predicted: Prediction | None = None
+    starts: bool = True
 
     @property
     def tokens_per_second(self) -> float:
@@ -130,11 +133,11 @@ class Survey:
     tuned_files: tuple[tuple[Layout, str], ...]
 
     def best(self) -> Prospect | None:
-        """The most tokens a second for the load; of those within 2%, the fastest for one request. By predictions where
-        the card was timed, else by floors."""
-        able = [p for p in self.prospects if p.most_requests > 0]
+        """Of the layouts in which a server starts: the most tokens a second for the load; of those within 2%, the
+        fastest for one request. By predictions where the card was timed, else by floors."""
+        able = [p for p in self.prospects if p.most_requests > 0 and p.starts]
         most = max((p.rating for p in able), default=0.0)
-        close = [p for p in able if p.rating >= 0.98 * most]
+        close = [p for p in able if p.rating >= most / CLEARLY]
         return max(close, key=lambda p: p.one_request_per_second, default=None)
 
     def fastest_alone(self) -> Prospect | None:
@@ -147,13 +150,13 @@ def survey(words: Sequence[str], gpus: int, arch: ArchTraits, load: Load, free_m
     loaded. Raises UserError for a model or flags that cannot be read."""
     prospects, refused, tuned = [], [], []
     first: Explanation | None = None
-    for layout in _layouts(gpus):
+    for layout in _layouts(gpus, arch.gpus_per_machine or gpus):
         if layout.ep_size > 1 and (first is None or first.model.experts is None):
             continue
         args = ServerArgs.from_cli([*words, *layout.flags], prog="sglang plan")
-        explained = explain(args, arch, frozenset({"triton"}), free_memory)
+        explained = explain(args, arch, frozenset({"triton"}), free_memory, advises=False)
         first = first or explained
-        problem = explained.refused or _unfit(explained)
+        problem = explained.refused or explained.unfit or _unplanned(explained)
         if problem is not None:
             refused.append((layout, problem))
             continue
@@ -164,19 +167,19 @@ def survey(words: Sequence[str], gpus: int, arch: ArchTraits, load: Load, free_m
     return Survey(first, gpus, load, tuple(prospects), tuple(refused), tuple(tuned))
 
 
-def _layouts(gpus: int) -> Iterator[Layout]:
-    """With every number of GPUs a server, whose experts are shared by their dims, or whole; and one server of all GPUs
-    in stages, for models that fewer GPUs have no room for."""
-    for tp_size in range(1, gpus + 1):
+def _layouts(gpus: int, most: int) -> Iterator[Layout]:
+    """With every number of GPUs a server, `most` of one machine, whose experts are shared by their dims, or whole; and
+    one server of all GPUs in stages, for models that fewer GPUs have no room for."""
+    for tp_size in range(1, min(gpus, most) + 1):
         yield Layout(tp_size, gpus // tp_size)
         if tp_size > 1:
             yield Layout(tp_size, gpus // tp_size, tp_size)
-        if gpus % tp_size == 0 and tp_size < gpus:
+        if gpus % tp_size == 0 and tp_size < gpus <= most:
             yield Layout(tp_size, 1, pp_size=gpus // tp_size)
 
 
-def _unfit(explained: Explanation) -> str | None:
-    return None if explained.plan is not None else "; ".join(explained.notes) or "nothing is planned for this device"
+def _unplanned(explained: Explanation) -> str | None:
+    return None if explained.plan is not None else "nothing is planned for this device"
 
 
 def _prospect(args: ServerArgs, words: Sequence[str], layout: Layout, explained: Explanation, load: Load) -> Prospect:
@@ -199,9 +202,10 @@ def _prospect(args: ServerArgs, words: Sequence[str], layout: Layout, explained:
         loaded=floors.decode(a_step, load.length),
         requests_per_server=each,
         prefill=floors.prefill(load.length),
-        commands=tuple(layout.commands(words)),
+        commands=tuple(layout.commands(words, explained.arch.gpus_per_machine == 1)),
         notes=explained.notes,
         predicted=predict(model, serving, explained.arch, a_step, load.length),
+        starts=explained.problem is None,
     )
 
 

@@ -1,6 +1,6 @@
 """Spellings of other SGLang releases, as data: what we rename, what means nothing here, what we do not have.
 
-Flags are written without the leading dashes. The flags that are no options here are listed in `upstream_flags`.
+Flags are written without the leading dashes. `upstream_interface.json` lists the flags that are no options here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.upstream_flags import ACCEPTED, REFUSED, FlagGroup
+from sglang.srt.upstream_interface import ACCEPTED, REFUSED, FlagGroup
 
 RENAMED_FLAGS: Mapping[str, str] = {
     "cuda-graph-max-bs-decode": "cuda-graph-max-bs",
@@ -26,14 +26,140 @@ VALUE_ALIASES: Mapping[tuple[str, str], str] = {
     ("dtype", "float"): "float32",
     ("dtype", "fp32"): "float32",
     ("kv_cache_dtype", "bfloat16"): "bf16",
+    ("kv_cache_dtype", "fp8"): "fp8_e4m3",
+    ("quantization", "compressed_tensors"): "compressed-tensors",
     ("attention_backend", "torch"): "torch_native",
     ("prefill_attention_backend", "torch"): "torch_native",
     ("decode_attention_backend", "torch"): "torch_native",
+    ("attention_backend", "FLASHINFER"): "flashinfer",
+    ("attention_backend", "FLASH_ATTN"): "flash_attn",
+    ("attention_backend", "TRITON_ATTN"): "triton",
     ("tool_call_parser", "qwen"): "qwen25",
     ("tool_call_parser", "qwen3"): "qwen25",
     ("tool_call_parser", "glm"): "glm45",
+    ("tool_call_parser", "ling3"): "glm45",
+    ("tool_call_parser", "poolside_v1"): "glm45",
+    ("tool_call_parser", "spark25"): "glm45",
+    ("tool_call_parser", "mimo"): "qwen3_coder",
+    ("tool_call_parser", "nanbeige"): "qwen3_coder",
+    ("tool_call_parser", "step3p5"): "qwen3_coder",
+    ("tool_call_parser", "trinity"): "qwen25",
+    ("tool_call_parser", "deepseek-v41"): "deepseekv41",
+    ("reasoning_parser", "deepseek-v41"): "deepseek-v4",
+    ("reasoning_parser", "deepseekv41"): "deepseek-v4",
+    ("reasoning_parser", "dots"): "qwen3",
+    ("reasoning_parser", "gigachat35"): "deepseek-r1",
+    ("reasoning_parser", "granite"): "qwen3",
+    ("reasoning_parser", "granite_thinking_parser"): "qwen3",
+    ("reasoning_parser", "interns1"): "qwen3",
+    ("reasoning_parser", "iquest_q1"): "deepseek-r1",
+    ("reasoning_parser", "lfm2"): "qwen3",
+    ("reasoning_parser", "ling3"): "glm45",
+    ("reasoning_parser", "mimo"): "qwen3",
+    ("reasoning_parser", "minicpm5"): "qwen3",
+    ("reasoning_parser", "nanbeige"): "qwen3",
+    ("reasoning_parser", "nemotron_3"): "qwen3",
+    ("reasoning_parser", "poolside_v1"): "qwen3",
+    ("reasoning_parser", "step3"): "deepseek-r1",
+    ("reasoning_parser", "step3p5"): "deepseek-r1",
+    ("reasoning_parser", "trinity"): "qwen3",
 }
 """(field, value) -> our name of the same thing."""
+
+
+_NO_4_BIT_CACHE = "There is no KV cache in 4 bits yet; fp8_e4m3 is the smallest."
+_NVFP4 = "Checkpoints in NVFP4 are detected: leave the flag out, or write modelopt_fp4 for one of ModelOpt."
+VALUE_HINTS: Mapping[tuple[str, str], str] = {
+    **{("kv_cache_dtype", value): _NO_4_BIT_CACHE for value in ("nvfp4", "fp4", "fp4_e2m1", "fp4_mx_block16")},
+    ("kv_cache_dtype", "nvfp4_ds_mla"): _NO_4_BIT_CACHE,
+    ("kv_cache_dtype", "fp8_ds_mla"): "Write fp8_e4m3: how a model lays it out is its own affair.",
+    ("kv_cache_dtype", "mxfp8"): "Write fp8_e4m3.",
+    ("quantization", "nvfp4"): _NVFP4,
+    ("quantization", "fp4"): _NVFP4,
+    ("quantization", "modelopt_nvfp4"): _NVFP4,
+    ("quantization", "nvfp4_online"): "Quantize the checkpoint beforehand, with python -m sglang.quantize.",
+    ("quantization", "gguf"): "Weights are read from safetensors; take a checkpoint in FP8, NVFP4, AWQ or GPTQ.",
+    (
+        "quantization",
+        "bitsandbytes",
+    ): "Take a checkpoint in FP8, NVFP4, AWQ or GPTQ, or write fp8 to quantize one.",
+}
+"""(field, value) of other releases and servers that is not read here -> what to do instead, in a sentence."""
+
+WORDS_OF_OTHERS: Mapping[str, str] = {
+    # vLLM
+    "gpu-memory-utilization": "--mem-fraction-static, which counts weights and KV cache only",
+    "max-model-len": "--context-length",
+    "max-num-seqs": "--max-running-requests",
+    "max-num-batched-tokens": "--chunked-prefill-size",
+    "block-size": "--page-size",
+    "enforce-eager": "--disable-cuda-graph",
+    "max-cudagraph-capture-size": "--cuda-graph-max-bs",
+    "cudagraph-capture-sizes": "--cuda-graph-bs",
+    "enable-prefix-caching": "the default; remove it",
+    "no-enable-prefix-caching": "--disable-radix-cache",
+    "enable-chunked-prefill": "the default; remove it",
+    "no-enable-chunked-prefill": "--chunked-prefill-size -1",
+    "enable-expert-parallel": "--ep-size, with as many groups as GPUs",
+    "enable-auto-tool-choice": "part of --tool-call-parser; remove it",
+    "hf-overrides": "--json-model-override-args",
+    "mamba-ssm-cache-dtype": "--mamba-ssm-dtype",
+    "override-generation-config": "--preferred-sampling-params",
+    "generation-config": "--sampling-defaults",
+    "scheduling-policy": "--schedule-policy",
+    "seed": "--random-seed",
+    "uvicorn-log-level": "--log-level-http",
+    "disable-log-requests": "the default; remove it",
+    "enable-log-requests": "--log-requests",
+    "speculative-config": "not available: there is no speculative decoding yet",
+    "kv-transfer-config": "not available: the prefix cache lives in GPU memory only",
+    "swap-space": "not available: the prefix cache lives in GPU memory only",
+    "distributed-executor-backend": "not needed; remove it",
+    "tokenizer-pool-size": "not needed; remove it",
+    "limit-mm-per-prompt": "not needed, since only the language model is served; remove it",
+    "enable-sleep-mode": "not available: memory is not handed back while the server runs",
+    # llama.cpp
+    "ctx-size": "--context-length",
+    "n-gpu-layers": "not needed: all layers are on the GPU; remove it",
+    "flash-attn": "not needed: the plan chooses the kernel; remove it",
+    "parallel": "--max-running-requests",
+    "jinja": "the default; remove it",
+    "cache-type-k": "--kv-cache-dtype",
+    "cache-type-v": "--kv-cache-dtype",
+    "alias": "--served-model-name",
+}
+"""A flag of vLLM or llama.cpp -> its word here, which completes `here that is ...`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedValues:
+    """Values of an option that other releases have, and that stand for what does not exist here."""
+
+    reason: str
+    """With {} for the value."""
+    values: frozenset[str]
+
+
+_NOT_READ = (
+    "sm120-sglang does not read the format {{}} yet; {} auto chooses by the chat template among those that it reads"
+)
+_FORMATS_NOT_READ = frozenset("beam cohere_command4 hunyuan inkling k2_horizon kimi_k3 muse response_template".split())
+REFUSED_VALUES: Mapping[str, RefusedValues] = {
+    "tool_call_parser": RefusedValues(
+        _NOT_READ.format("--tool-call-parser") + ", and without the flag calls stay in the text",
+        _FORMATS_NOT_READ,
+    ),
+    "reasoning_parser": RefusedValues(
+        _NOT_READ.format("--reasoning-parser") + ", and without the flag thoughts stay in the text",
+        _FORMATS_NOT_READ | {"gigachat3"},
+    ),
+}
+
+
+def refusal(field: str, value: Any) -> str | None:
+    """Why the option `field` does not take a value that other releases have; None for any other value."""
+    refused = REFUSED_VALUES.get(field)
+    return refused.reason.format(value) if refused is not None and value in refused.values else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,32 +172,40 @@ class TuningValues:
 
 
 TUNING_VALUES: Mapping[str, TuningValues] = {
-    "moe_runner_backend": TuningValues(
-        "auto",
-        "that kernel is not part of sm120-sglang, and the plan chooses one; see `python -m sglang.explain`",
-        frozenset(
-            (
-                "aiter cutlass deep_gemm experimental_sgl_marlin experimental_sgl_trtllm flashinfer_cutedsl"
-                " flashinfer_cutlass flashinfer_megamoe flashinfer_mxfp4 flashinfer_trtllm flashinfer_trtllm_routed"
-                " hpc_ops humming intel_xpu lora_cutedsl lora_marlin lora_triton marlin megamoe triton_kernel"
-            ).split()
-        ),
-    ),
-    "fp8_gemm_backend": TuningValues(
-        "auto",
-        "that kernel is not part of sm120-sglang, and the plan chooses one; see `python -m sglang.explain`",
-        frozenset(
-            (
-                "aiter cutlass deep_gemm flashinfer_cutedsl flashinfer_cutlass flashinfer_deepgemm flashinfer_trtllm"
-            ).split()
-        ),
-    ),
     "load_format": TuningValues(
         "auto",
         "safetensors are read in one way",
         frozenset({"fastsafetensors", "instanttensor", "layered", "runai_streamer"}),
     ),
 }
+
+
+_ATTENTION_BACKENDS = frozenset(
+    (
+        "aiter ascend b12x compressed cutedsl_mla dsa dsv4 dual_chunk_flash_attn fa2 flash_attn flex_attention"
+        " flashinfer_sparse_mla hpc_ops intel_amx intel_xpu llada2_cfg_flashinfer minicpm_flashattn minicpm_flashinfer"
+        " mlu nsa qsa tokenspeed_mla wave"
+    ).split()
+)
+FOREIGN_KERNELS: Mapping[str, frozenset[str]] = {
+    "attention_backend": _ATTENTION_BACKENDS,
+    "prefill_attention_backend": _ATTENTION_BACKENDS,
+    "decode_attention_backend": _ATTENTION_BACKENDS,
+    "sampling_backend": frozenset({"ascend", "flashinfer"}),
+    "moe_runner_backend": frozenset(
+        (
+            "aiter b12x cutlass deep_gemm experimental_sgl_marlin experimental_sgl_trtllm flashinfer_cutedsl"
+            " flashinfer_cutlass flashinfer_megamoe flashinfer_mxfp4 flashinfer_trtllm flashinfer_trtllm_routed"
+            " hpc_ops humming intel_xpu lora_cutedsl lora_marlin lora_triton marlin megamoe triton_kernel"
+        ).split()
+    ),
+    "fp8_gemm_backend": frozenset(
+        (
+            "aiter b12x cutlass deep_gemm flashinfer_cutedsl flashinfer_cutlass flashinfer_deepgemm flashinfer_trtllm"
+        ).split()
+    ),
+}
+"""Kernels of other releases and forks that an option may name: the plan says what serves instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +238,7 @@ _NUM_VALUES = {"": 1, "...": ANY_NUMBER}
 def _words(groups: tuple[FlagGroup, ...]) -> Iterator[tuple[str, bool, str, str]]:
     """Of each name: itself, whether `=` follows, what follows that, the group's reason."""
     for group in groups:
-        for word in group.names.split():
+        for word in group.names:
             name, equals, rest = word.partition("=")
             yield name, bool(equals), rest, group.reason
 

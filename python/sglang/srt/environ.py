@@ -92,9 +92,6 @@ class Environment:
         Path("~/.cache/sm120-sglang").expanduser(),
         "Where compiled kernel records are cached.",
     )
-    SGLANG_CHECK_LAUNCHES: EnvVar[bool] = EnvVar(
-        _parse_bool, False, "Refuse to launch a Triton kernel in a form that no row of the ledger stands for."
-    )
     SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN: EnvVar[bool] = EnvVar(
         _parse_bool, False, "Let --context-length exceed what the model's configuration supports."
     )

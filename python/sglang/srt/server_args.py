@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass
 from typing import Any
 
 from sglang.srt.cli_args import OptionTable, coerce_values, flag, option, parse_argv, resolve_keywords
+from sglang.srt.compat import FOREIGN_KERNELS
 from sglang.srt.configs.output_formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 from sglang.srt.configs.quantization import EXPERT_PRECISIONS, SPELLINGS
 from sglang.srt.errors import Problems
+from sglang.srt.kernels.spec import KernelSpec
 from sglang.srt.kernels.tables import EXTEND_ATTENTION, FP8_GEMM_BACKENDS, FUSED_MOE
 
 MODEL = "model"
@@ -27,14 +30,18 @@ OBSERVE = "logging and metrics"
 
 _EFFECTIVE_IF_NONE = "Chosen at start-up if not given."
 
-_ATTENTION = {
-    "choices": tuple(kernel.name for kernel in EXTEND_ATTENTION if kernel.not_here is None and not kernel.asked_as),
-    "explained": tuple(kernel.name for kernel in EXTEND_ATTENTION if kernel.not_here is not None or kernel.asked_as),
-}
-_EXPERTS = {
-    "choices": ("auto", *(kernel.name for kernel in FUSED_MOE if kernel.not_here is None)),
-    "explained": tuple(kernel.name for kernel in FUSED_MOE if kernel.not_here is not None),
-}
+
+def _backend(field: str, *choices: str, tables: tuple[KernelSpec, ...] = ()) -> dict[str, tuple[str, ...]]:
+    """Names of kernels: ours, and those of other releases and forks, of which the plan says what serves instead."""
+    ours = tuple(kernel.name for kernel in tables if kernel.not_here is None and not kernel.asked_as)
+    others = {kernel.name for kernel in tables if kernel.name not in ours} | FOREIGN_KERNELS[field]
+    return {"choices": (*choices, *ours), "explained": tuple(sorted(others - {*choices, *ours}))}
+
+
+_ATTENTION = _backend("attention_backend", tables=EXTEND_ATTENTION)
+_EXPERTS = _backend("moe_runner_backend", "auto", tables=FUSED_MOE)
+OUR_SAMPLING = (None, "pytorch")
+ONE_SAMPLER = "sampling has one implementation for each device"
 
 
 @dataclass(kw_only=True)
@@ -82,7 +89,7 @@ class ServerArgs:
         None,
         MODEL,
         "Type of the states of recurrent layers. None: what the model's config says.",
-        choices=("float32", "bfloat16"),
+        choices=("float32", "bfloat16", "float16"),
     )
     max_mamba_cache_size: int | None = option(
         None,
@@ -95,19 +102,40 @@ class ServerArgs:
         MEMORY,
         "Memory of these states over that of the KV cache; above 0. None: states for conversations of 4,096 tokens.",
     )
+    cpu_offload_gb: float = option(
+        0.0, MODEL, "Weights stay in GPU memory: a model that fits starts with a warning.", minimum=0
+    )
     kv_cache_dtype: str = option(
         "auto", MODEL, "Type of the KV cache.", choices=("auto", "bf16", "fp8_e4m3", "fp8_e5m2")
     )
     device: str = option("auto", MODEL, "Where the model runs.", choices=("auto", "cuda", "cpu"))
     random_seed: int | None = option(
-        None, MODEL, "Seed of unseeded requests and of dummy weights; random if not given.", minimum=0
+        None,
+        MODEL,
+        "Seed of unseeded requests and of dummy weights; random if not given.",
+        minimum=0,
+        maximum=2**63 - 1,
     )
 
     # --- HTTP server
     host: str = option("127.0.0.1", SERVING, "Address to listen on; 0.0.0.0 for all.")
     port: int = option(30000, SERVING, "Port to listen on.", minimum=1, maximum=65535)
-    api_key: str | None = option(None, SERVING, "Require `Authorization: Bearer KEY`.")
+    api_key: str | None = option(
+        None, SERVING, "Require `Authorization: Bearer KEY`, but for `/`, `/page/`, `/health`, `/ready` and `/metrics`."
+    )
+    allowed_origins: list[str] | None = option(
+        None,
+        SERVING,
+        "Web pages that may use a server without a key, besides those of this machine: `https://HOST:PORT`; `*`: all.",
+    )
     chat_template: str | None = option(None, SERVING, "Jinja file that replaces the tokenizer's chat template.")
+    default_chat_template_kwargs: str = option(
+        "{}",
+        SERVING,
+        "JSON object of template variables that requests leave out, such as enable_thinking.",
+        json=True,
+        metavar="JSON",
+    )
     tool_call_parser: str | None = option(
         None,
         SERVING,
@@ -119,6 +147,14 @@ class ServerArgs:
         SERVING,
         "Format of the model's reasoning; auto: as its chat template shows. Without it thoughts stay in the text.",
         choices=REASONING_PARSERS,
+    )
+    constrained_thinking_share: float = option(
+        0.5,
+        SERVING,
+        "Share of an output that thoughts may take before an answer in a given format, unless the request has a budget "
+        "for them; 1: no limit, 0: no thoughts.",
+        minimum=0,
+        maximum=1,
     )
     allow_auto_truncate: bool = option(
         False, SERVING, "Cut prompts and outputs that exceed the context instead of refusing."
@@ -133,6 +169,10 @@ class ServerArgs:
     preferred_sampling_params: str | None = option(
         None, SERVING, "JSON object of sampling parameters that requests leave out.", json=True, metavar="JSON"
     )
+    enable_streaming_session: bool = option(
+        False, SERVING, "Sessions with `streaming`: each request goes on from the last one that ended well."
+    )
+    dry_run: bool = option(False, SERVING, "Check flags, config, layout and memory, print the plan, and start nothing.")
     skip_server_warmup: bool = option(False, SERVING, "Start without a first prompt and a first request.")
     watchdog_timeout: float = option(300.0, SERVING, "Seconds after which a stuck step ends the server.", minimum=1)
 
@@ -218,13 +258,25 @@ class ServerArgs:
     attention_backend: str | None = option(None, KERNELS, f"Kernels of attention. {_EFFECTIVE_IF_NONE}", **_ATTENTION)
     prefill_attention_backend: str | None = option(None, KERNELS, "As --attention-backend, for prefill.", **_ATTENTION)
     decode_attention_backend: str | None = option(None, KERNELS, "As --attention-backend, for decode.", **_ATTENTION)
-    moe_runner_backend: str = option("auto", KERNELS, "Kernel of the experts.", "--moe-backend", **_EXPERTS)
+    moe_runner_backend: str = option(
+        "auto",
+        KERNELS,
+        "Kernel of the experts.",
+        "--moe-backend",
+        **_EXPERTS,
+    )
     fp8_gemm_backend: str = option(
         "auto",
         KERNELS,
         "Kernel of linear layers with FP8 weights.",
         "--fp8-gemm-runner-backend",
-        choices=("auto", *FP8_GEMM_BACKENDS),
+        **_backend("fp8_gemm_backend", "auto", *FP8_GEMM_BACKENDS),
+    )
+    sampling_backend: str | None = option(
+        None, KERNELS, "Accepted, but there is one implementation.", **_backend("sampling_backend", "pytorch")
+    )
+    strict_backends: bool = option(
+        False, KERNELS, "Refuse to start where a named kernel cannot serve, instead of taking the next one."
     )
     grammar_backend: str | None = option(
         None, KERNELS, "Structured output.", choices=("xgrammar", "llguidance", "none")
@@ -305,6 +357,11 @@ class ServerArgs:
         result: dict[str, Any] = json.loads(self.json_model_override_args)
         return result
 
+    def default_template_variables(self) -> dict[str, Any]:
+        """`default_chat_template_kwargs` parsed."""
+        result: dict[str, Any] = json.loads(self.default_chat_template_kwargs)
+        return result
+
     def url(self) -> str:
         """Where this machine reaches the server."""
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(
@@ -325,6 +382,10 @@ ONLY_ONE: Mapping[str, str] = {
     "nnodes": "use the GPUs of one machine with --tp-size",
 }
 """Fields that must be 1 until what they count exists, with what to do instead."""
+
+
+_API_KEY = re.compile(r"[^\s\x00-\x1f\x7f]([^\x00-\x1f\x7f]*[^\s\x00-\x1f\x7f])?")
+_ORIGIN = re.compile(r"\*|null|[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s?#@]+|file://")
 
 
 def _find_problems(args: ServerArgs, problems: Problems) -> None:
@@ -358,8 +419,22 @@ def _contradictions(args: ServerArgs) -> Iterator[tuple[set[str], str]]:
     if args.retraction_policy == "priority" and not args.enable_priority_scheduling:
         text = "--retraction-policy priority needs --enable-priority-scheduling."
         yield {"retraction_policy", "enable_priority_scheduling"}, text
+    if args.api_key is not None and not _API_KEY.fullmatch(args.api_key):
+        text = "--api-key must be text of one line that begins and ends with no blank; leave the flag out for no key."
+        yield {"api_key"}, text
+    wrong = next((origin for origin in args.allowed_origins or () if not _ORIGIN.fullmatch(origin)), None)
+    if wrong is not None:
+        text = (
+            f"--allowed-origins takes what browsers call an origin, SCHEME://HOST or SCHEME://HOST:PORT; got {wrong!r}."
+        )
+        yield {"allowed_origins"}, text
     if args.node_rank >= args.nnodes:
         yield {"node_rank", "nnodes"}, f"--node-rank must be below --nnodes {args.nnodes}; got {args.node_rank}."
+    if args.strict_backends and args.sampling_backend not in OUR_SAMPLING:
+        text = (
+            f"--sampling-backend {args.sampling_backend} is not part of sm120-sglang: {ONE_SAMPLER}. Remove the flag."
+        )
+        yield {"sampling_backend"}, text
     if args.disable_cuda_graph and args.cuda_graph_bs is not None:
         text = "--cuda-graph-bs and --disable-cuda-graph contradict each other; remove one."
         yield {"cuda_graph_bs", "disable_cuda_graph"}, text

@@ -13,6 +13,7 @@ from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate, read_template_file
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.errors import UserError
+from sglang.srt.server_args import ServerArgs
 
 CHATML = """\
 {%- if tools %}
@@ -130,6 +131,24 @@ def test_tool_call_arguments_reach_the_template_as_an_object() -> None:
 def test_effort_none_switches_thoughts_off(fields: dict[str, Any], text: str) -> None:
     template = "{{ [enable_thinking, thinking, reasoning_effort] | map('default', '-') | join(' ') }}"
     assert render(template, [{"role": "user", "content": "Hi"}], **fields) == text
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "False low"),
+        ({"reasoning_effort": "high"}, "False high"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "True low"),
+    ],
+)
+def test_variables_that_a_request_leaves_out_have_the_servers_defaults(fields: dict[str, Any], text: str) -> None:
+    args = ServerArgs.from_cli(
+        ["--model", "m", "--default-chat-template-kwargs", '{"enable_thinking": false, "reasoning_effort": "low"}']
+    )
+    template = ChatTemplate(
+        "{{ enable_thinking }} {{ reasoning_effort }}{{ messages[0].role[:0] }}", {}, args.default_template_variables()
+    )
+    assert template.render(request([{"role": "user", "content": "Hi"}], **fields)) == text
 
 
 def test_fields_that_are_null_are_not_there() -> None:

@@ -54,6 +54,12 @@ def test_products(product: str) -> None:
         ("NVIDIA GeForce RTX 5090", "rtx-5090"),
         ("NVIDIA GeForce RTX 5080", "rtx-5080"),
         ("NVIDIA GB10", "gb10"),
+        ("NVIDIA RTX PRO 5000 Blackwell", "rtx-pro-5000"),
+        ("NVIDIA RTX PRO 5000 72GB Blackwell", "rtx-pro-5000-72gb"),
+        ("NVIDIA RTX PRO 4500 Blackwell", "rtx-pro-4500"),
+        ("NVIDIA GeForce RTX 5070 Ti", "rtx-5070-ti"),
+        ("NVIDIA GeForce RTX 5060 Ti", "rtx-5060-ti"),
+        ("NVIDIA GeForce RTX 5090 Laptop GPU", None),
         ("NVIDIA H200", "h200"),
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("Some future card", None),
@@ -61,6 +67,21 @@ def test_products(product: str) -> None:
 )
 def test_product_of_device_name(device_name: str, product: str | None) -> None:
     assert product_of_device_name(device_name) == product
+
+
+def test_a_gb10_is_a_machine_of_one_gpu_whose_memory_is_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    spark, chip, card = map(arch_by_name, ("dgx-spark", "sm_121", "rtx-5090"))
+    assert (spark.gpus_per_machine, spark.unified_memory) == (1, True)
+    assert (chip.gpus_per_machine, chip.unified_memory) == (card.gpus_per_machine, card.unified_memory) == (0, False)
+    import torch
+
+    gib = 1 << 30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (40 * gib, 121 * gib))
+    monkeypatch.setattr(arch_module, "_free_main_memory", lambda: 100 * gib)
+    assert arch_module.free_memory_bytes(0) == 40 * gib
+    assert arch_module.free_memory_bytes(0, unified=True) == 100 * gib, "the page cache gives way"
+    monkeypatch.setattr(arch_module, "_free_main_memory", lambda: 500 * gib)
+    assert arch_module.free_memory_bytes(0, unified=True) == 121 * gib
 
 
 def test_unknown_name_lists_the_known_ones() -> None:

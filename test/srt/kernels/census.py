@@ -441,7 +441,7 @@ def _expert_layers(experts: MoE, hidden: int, tp_size: int) -> Iterator[tuple[in
             continue  # such a layout is refused
         for static in (False, True) if scheme and scheme.activation in ("tensor", "nvfp4") else (False,):
             choices, width = experts.top_k + experts.fused_shared, experts.latent_size or hidden
-            yield experts.held_experts, choices, width, inter, scheme, static
+            yield experts.num_experts + experts.fused_shared, choices, width, inter, scheme, static
 
 
 def expert_weights(

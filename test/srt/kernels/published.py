@@ -43,6 +43,54 @@ def checkpoint(name: str, folder: Path) -> Path:
     return folder
 
 
+def module_names(templates: list[str | list[Any]]) -> list[str]:
+    names: list[str] = []
+    for entry in templates:
+        if isinstance(entry, str):
+            names.append(entry)
+            continue
+        template, layers, experts = entry
+        names += [template.format(layer, e) for layer in layers for e in range(max(1, experts))]
+    return names
+
+
+def in_full(quantization: dict[str, Any]) -> dict[str, Any]:
+    written = dict(quantization)
+    for key in written.keys() & {"ignore", "exclude_modules"}:
+        written[key] = module_names(written[key])
+    if "quantized_layers" in written:
+        written["quantized_layers"] = {
+            name: quant for quant, templates in written["quantized_layers"] for name in module_names(templates)
+        }
+    for group in written.get("config_groups", {}).values():
+        group["targets"] = module_names(group["targets"])
+    return written
+
+
+def hybrid_checkpoint(name: str, folder: Path) -> Path:
+    """The same for models whose configs, with lists of modules written short, are in one file."""
+    files = json.loads((HERE / "configs" / "hybrids.json").read_text())[name]
+    if "quantization_config" in files["config"]:
+        files["config"]["quantization_config"] = in_full(files["config"]["quantization_config"])
+    (folder / "config.json").write_text(json.dumps(files["config"]))
+    if "hf_quant_config" in files:
+        files["hf_quant_config"]["quantization"] = in_full(files["hf_quant_config"]["quantization"])
+        (folder / "hf_quant_config.json").write_text(json.dumps(files["hf_quant_config"]))
+    return folder
+
+
+def every_name() -> list[str]:
+    """Of all models whose config is here."""
+    hybrids = json.loads((HERE / "configs" / "hybrids.json").read_text())
+    return sorted({*config_files(), *hybrids} - {"hybrids"})
+
+
+def any_checkpoint(name: str, folder: Path) -> Path:
+    """`checkpoint` or `hybrid_checkpoint`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return checkpoint(name, folder) if name in config_files() else hybrid_checkpoint(name, folder)
+
+
 def configs() -> dict[str, dict[str, Any]]:
     """Of every model, without its quantization: any 16-bit checkpoint may be quantized by whoever serves it."""
     return {name: _in_16_bits(json.loads(path.read_text())) for name, path in config_files().items()}

@@ -59,8 +59,11 @@ def model_dir(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytes
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    assert explain.main(argv) == 0
-    return capsys.readouterr().out
+    """What is printed, where a server would start and where not."""
+    status = explain.main(argv)
+    printed = capsys.readouterr()
+    assert status in (0, explain.WOULD_NOT_START) and not printed.err.startswith("error"), printed.err
+    return printed.out
 
 
 @pytest.mark.parametrize(("model_dir", "name", "arch"), [(n, n, a) for n, a in GOLDEN], indirect=["model_dir"])
@@ -129,13 +132,15 @@ def test_flashinfer_is_refused_for_sinks_and_not_for_windows(
     model_dir: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ("--arch", "sm_120", "--model-path", model_dir, "--with-package", "flashinfer")
-    found = ops(capsys, *argv, "--attention-backend", "flashinfer")["decode_attention"]
+    asked = ("--attention-backend", "flashinfer", "--strict-backends")
+    found = ops(capsys, *argv, *asked)["decode_attention"]
     assert found["kernel"] is None and "no support for sinks" in str(found) and "sliding window" not in str(found)
 
 
 @pytest.mark.parametrize("model_dir", ["qwen35"], indirect=True)
 def test_hybrid_models_by_architecture(model_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("--model-path", model_dir, "--with-package", "flashinfer", "--attention-backend", "flashinfer")
+    argv += ("--strict-backends",)
     assert ops(capsys, "--arch", "sm_120", *argv)["decode_attention"]["kernel"] == "flashinfer"
     assert ops(capsys, "--arch", "sm_100", *argv)["decode_attention"]["kernel"] is None
 
@@ -148,7 +153,7 @@ def test_flags_count(model_dir: str, capsys: pytest.CaptureFixture[str]) -> None
     assert found["kv_cache"] == {"dtype": "fp8_e4m3", "bytes_per_token": 36 * 8 * 256, "bytes_per_request": 0}
     assert group["num_caches"] == 36 and group["kept_for"] == "all tokens"
     assert found["not_implemented"] is None and found["plan"]["max_total_num_tokens"] > 100_000
-    refused = ops(capsys, *argv, "--attention-backend", "trtllm_mha")["extend_attention"]
+    refused = ops(capsys, *argv, "--attention-backend", "trtllm_mha", "--strict-backends")["extend_attention"]
     assert refused["kernel"] is None and "needs tcgen05" in str(refused["not_chosen"])
 
 

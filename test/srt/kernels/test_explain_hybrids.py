@@ -11,6 +11,8 @@ import pytest
 from sglang import explain
 from sglang.srt.plan.state_rows import CONVERSATION_TOKENS, LEAST_REQUESTS
 
+from . import published
+
 CONFIGS = json.loads((Path(__file__).parent / "configs" / "hybrids.json").read_text())
 """As published. Lists of modules are templates: [name with {} for numbers, layers, how many experts]."""
 GPUS = ("sm_120", "sm_121", "rtx-5090")
@@ -36,46 +38,16 @@ LAYOUTS = {
 for eight ranks at most, and sixteen key heads for sixteen."""
 
 
-def module_names(templates: list[str | list[Any]]) -> list[str]:
-    names: list[str] = []
-    for entry in templates:
-        if isinstance(entry, str):
-            names.append(entry)
-            continue
-        template, layers, experts = entry
-        names += [template.format(layer, e) for layer in layers for e in range(max(1, experts))]
-    return names
-
-
-def in_full(quantization: dict[str, Any]) -> dict[str, Any]:
-    written = dict(quantization)
-    for key in written.keys() & {"ignore", "exclude_modules"}:
-        written[key] = module_names(written[key])
-    if "quantized_layers" in written:
-        written["quantized_layers"] = {
-            name: quant for quant, templates in written["quantized_layers"] for name in module_names(templates)
-        }
-    for group in written.get("config_groups", {}).values():
-        group["targets"] = module_names(group["targets"])
-    return written
-
-
 @pytest.fixture
 def directory(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """With the files that say what the model is."""
-    files = json.loads(json.dumps(CONFIGS[request.param]))
-    if "quantization_config" in files["config"]:
-        files["config"]["quantization_config"] = in_full(files["config"]["quantization_config"])
-    (tmp_path / "config.json").write_text(json.dumps(files["config"]))
-    if "hf_quant_config" in files:
-        files["hf_quant_config"]["quantization"] = in_full(files["hf_quant_config"]["quantization"])
-        (tmp_path / "hf_quant_config.json").write_text(json.dumps(files["hf_quant_config"]))
-    return str(tmp_path)
+    return str(published.hybrid_checkpoint(request.param, tmp_path))
 
 
 def explained(capsys: pytest.CaptureFixture[str], directory: str, *argv: str) -> dict[str, Any]:
-    assert explain.main(["--model-path", directory, *argv, "--json"]) == 0
+    status = explain.main(["--model-path", directory, *argv, "--json"])
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert status == (explain.WOULD_NOT_START if found["problem"] else 0)
     return found
 
 
@@ -122,7 +94,7 @@ def test_every_published_config_has_a_layout() -> None:
 def test_what_does_not_fit_says_what_would(directory: str, capsys: pytest.CaptureFixture[str]) -> None:
     for tp, message in ((16, "a quantized checkpoint"), (32, "what works: --tp-size 16 --pp-size 2 or ")):
         found = explained(capsys, directory, "--arch", "rtx-5090", "--tp", str(tp))
-        assert found["plan"] is None and message in " ".join([found["refused"] or "", *found["notes"]])
+        assert found["plan"] is None and message in found["problem"]
 
 
 @EVERY_LAYOUT
@@ -131,7 +103,7 @@ def test_full_attention_takes_triton_or_flashinfer(
 ) -> None:
     argv = ("--arch", gpu, *layout_flags(layout), "--with-package", "flashinfer", "--kv-cache-dtype", "bf16")
     asked = explained(capsys, directory, *argv, "--attention-backend", "flashinfer")
-    refused = explained(capsys, directory, *argv, "--attention-backend", "trtllm_mha")
+    refused = explained(capsys, directory, *argv, "--attention-backend", "trtllm_mha", "--strict-backends")
     why = attention_rule(asked)
     assert asked["refused"] is None and asked["plan"]["max_total_num_tokens"] > 0
     for op in ("extend_attention", "decode_attention"):

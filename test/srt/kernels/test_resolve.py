@@ -137,14 +137,6 @@ def test_flashinfer_means_its_latent_kernels_where_attention_is_latent(gpu: str,
         resolve(replace(MLA_DECODE, head_dim=288, v_head_dim=256), arch, FITS, BOTH, forced=name)
 
 
-def test_hierarchical_cache_decodes_with_flashinfer() -> None:
-    need = Need("decode_attention", 128, 128, traits=frozenset({"hierarchical_cache"}))
-    choice = resolve(need, arch_by_name("sm_120"), FITS, BOTH)
-    assert choice.name == "flashinfer" and choice.note is not None and "hierarchical cache" in choice.note
-    fallback = resolve(need, arch_by_name("sm_120"), FITS, TRITON)
-    assert fallback.name == "triton" and reasons(fallback)["flashinfer"] == "flashinfer is not installed"
-
-
 # --- tiles ------------------------------------------------------------------------------------------------------------
 
 

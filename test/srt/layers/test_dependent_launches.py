@@ -14,16 +14,16 @@ import pytest
 import torch
 
 import sglang
+from sglang.ledger.compile import compile_for
+from sglang.ledger.variant import Variant
+from sglang.ledger.variants.attention import variants as attention_variants
+from sglang.ledger.variants.elementwise import variants
+from sglang.ledger.variants.experts import variants as moe_variants
+from sglang.ledger.variants.quantized import variants as quant_variants
 from sglang.srt.configs.activation import SILU
-from sglang.srt.kernels.compile import compile_for
-from sglang.srt.kernels.variant import Variant
 from sglang.srt.layers.attention.triton_ops import decode_attention
-from sglang.srt.layers.attention.triton_ops.variants import variants as attention_variants
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import fused_moe
-from sglang.srt.layers.moe.fused_moe_triton.variants import variants as moe_variants
 from sglang.srt.layers.triton_ops import gemv, pdl, topk
-from sglang.srt.layers.triton_ops.quant_variants import variants as quant_variants
-from sglang.srt.layers.triton_ops.variants import variants
 from srt.layers.attention.reference import Problem
 from srt.layers.attention.test_attention_kernels import first_tile
 from srt.layers.moe.moe_harness import Case, bands_of, make_case

@@ -18,7 +18,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.plan.caches import CacheGroup, cache_groups
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.layer_spec import Elements, Serving, Weights, Window
-from sglang.srt.plan.layout import check_layout, next_layout, uneven_heads
+from sglang.srt.plan.layout import check_layout, larger_layouts, uneven_heads
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.plan import describe_served_model
@@ -117,9 +117,13 @@ def test_layers_with_and_without_experts() -> None:
     kinds = [type(layer.ffn) for layer in describe("glm47").layers]
     assert kinds == [Dense] * 3 + [MoE] * 89
     experts = describe("glm47").experts
-    assert experts is not None and experts.held_experts == 161 and experts.router.score == "sigmoid"
+    assert (
+        experts is not None and experts.num_experts + experts.fused_shared == 161 and experts.router.score == "sigmoid"
+    )
     kimi = describe("kimi_k25").experts
-    assert kimi is not None and kimi.held_experts == 385, "in 16 bits the shared expert is stored as the routed ones"
+    assert kimi is not None and kimi.num_experts + kimi.fused_shared == 385, (
+        "in 16 bits the shared expert is stored as the routed ones"
+    )
 
 
 def test_deepseek_v4_by_layer() -> None:
@@ -371,7 +375,7 @@ def test_whole_experts_where_scales_forbid_shares() -> None:
     )
     for ranks in (RankLayout(4, 2), RankLayout(4, 4), RankLayout(1), RankLayout(2)):
         check_layout(model, ranks)
-    assert next_layout(model, RankLayout(2)) == RankLayout(4, 2)
+    assert next(larger_layouts(model, RankLayout(2))) == RankLayout(4, 2)
 
 
 @pytest.mark.parametrize(
@@ -407,6 +411,8 @@ def test_states_are_of_a_known_type() -> None:
         describe("qwen35", mamba_ssm_dtype="int8")
 
 
-def test_the_next_layout_is_one_that_works() -> None:
-    assert next_layout(describe("glm47"), RankLayout(4)) == RankLayout(8)
-    assert next_layout(describe("qwen3"), RankLayout(32)) is None
+def test_larger_layouts_divide_the_model_and_fit_a_machine() -> None:
+    assert next(larger_layouts(describe("glm47"), RankLayout(4))) == RankLayout(8)
+    assert list(larger_layouts(describe("qwen3"), RankLayout(16))) == []
+    assert list(larger_layouts(describe("glm47"), RankLayout(1), 1)) == []
+    assert {layout.tp_size for layout in larger_layouts(describe("glm47"), RankLayout(1), 4)} == {2, 3, 4}

@@ -120,7 +120,7 @@ def test_the_plan_asks_for_a_ranks_experts(plan_of: Any, monkeypatch: pytest.Mon
     """GLM-4.7's with the shared expert among the routed ones, and GPT-OSS's, whose ranks hold whole groups."""
     asked: list[tuple[Any, ...]] = []
 
-    def find(*layer: Any, cost: Any, **sizes: Any) -> Found:
+    def find(*layer: Any, **sizes: Any) -> Found:
         asked.append((*layer[:3], sizes))
         return Found(None)
 
@@ -163,6 +163,6 @@ def test_the_log_says_where_tiles_come_from(
 
 def test_nothing_below_the_plan_asks_for_the_gpu() -> None:
     """Layers and kernels get what the plan decided."""
-    below = [SRT / name for name in ("layers", "models", "model_executor", "mem_cache", "sampling", "plan")]
+    below = [SRT / name for name in ("layers", "models", "model_executor", "mem_cache", "sampling")]
     asking = [path for folder in below for path in folder.rglob("*.py") if "current_arch" in path.read_text()]
     assert asking == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
 from sglang.srt.errors import UserError
@@ -56,10 +56,15 @@ class QuantConfig:
     rules: tuple[Rule, ...]
     kv_cache: str | None = None
     """"fp8_e4m3": made for a cache of that type; there may be scales for it."""
+    _known: dict[str, ModuleQuant | None] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """Asked again for every layout; some checkpoints name hundreds of modules."""
 
     def of(self, module: str) -> ModuleQuant | None:
         """Of the module with this name in the checkpoint ("model.layers.0.self_attn.q_proj")."""
-        return _first_quant(self.rules, module)
+        if module not in self._known:
+            covering = (rule.quant for rule in self.rules if rule.covers(module))
+            self._known[module] = next(covering, None)
+        return self._known[module]
 
     def named(self, module: str) -> ModuleQuant | None:
         """The same of a module that a rule for all does not mean: an output head, which most checkpoints leave alone
@@ -84,12 +89,6 @@ class QuantConfig:
     def schemes(self) -> frozenset[str]:
         """Names of all schemes that some module may have."""
         return frozenset(rule.quant.scheme for rule in self.rules if rule.quant is not None)
-
-
-@functools.lru_cache(1 << 14)
-def _first_quant(rules: tuple[Rule, ...], module: str) -> ModuleQuant | None:
-    """Asked again for every layout; some checkpoints name hundreds of modules."""
-    return next((rule.quant for rule in rules if rule.covers(module)), None)
 
 
 def exact_or_inside(name: str) -> str:

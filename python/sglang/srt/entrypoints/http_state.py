@@ -38,7 +38,7 @@ class ServerState:
         source, special_tokens = (
             (None, {}) if tokenizer is None else (tokenizer.chat_template, tokenizer.special_tokens)
         )
-        template = ChatTemplate(self._own_source or source, special_tokens)
+        template = ChatTemplate(self._own_source or source, special_tokens, self.args.default_template_variables())
         self.engine = OpenAIService(
             manager=manager,
             chat_template=template,

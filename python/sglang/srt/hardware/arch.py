@@ -36,6 +36,8 @@ class ArchTraits:
     memory: int
     features: frozenset[str]
     product: str | None = None  # key of PRODUCTS
+    gpus_per_machine: int = 0  # 0: as many as one has
+    unified_memory: bool = False  # the GPU's is the machine's
 
     @property
     def device(self) -> str:
@@ -47,7 +49,8 @@ CPU = ArchTraits("cpu", None, 0, 0, 0, 0.0, 0, frozenset())
 
 
 def arch_by_name(name: str) -> ArchTraits:
-    """Traits by architecture ("sm_120", with the numbers of its reference product), product ("rtx-5090") or "cpu".
+    """Traits by architecture ("sm_120", with the numbers of its reference product, in any machine), by product
+    ("rtx-5090", in its own kind of machine) or "cpu".
 
     Raises UnknownArch.
     """
@@ -69,6 +72,8 @@ def arch_by_name(name: str) -> ArchTraits:
         memory=product.memory,
         features=facts.features | ({"nvlink"} if product.nvlink else set()),
         product=product_key,
+        gpus_per_machine=0 if name in ARCHS else product.gpus_per_machine,
+        unified_memory=name not in ARCHS and product.unified_memory,
     )
 
 
@@ -92,14 +97,20 @@ def current_arch(device_index: int = 0, device: str = "auto") -> ArchTraits:
 
 
 def _that_runs_here(forced: ArchTraits, device_index: int) -> ArchTraits:
-    """Another GPU's traits, less the instructions that kernels would be compiled to and this GPU has not."""
+    """Another GPU's traits, less the instructions that kernels would be compiled to and this GPU has not, in this
+    machine."""
     if not cuda_available():
         return forced
     measured = _measured_arch(device_index)
     lacking = (forced.features - measured.features) & INSTRUCTIONS
     if lacking:
         _warn_once(f"{measured.name} runs the choices for {forced.name} without {', '.join(sorted(lacking))}")
-    return replace(forced, features=forced.features - lacking)
+    return replace(
+        forced,
+        features=forced.features - lacking,
+        gpus_per_machine=measured.gpus_per_machine,
+        unified_memory=measured.unified_memory,
+    )
 
 
 def _as_compiled(traits: ArchTraits) -> ArchTraits:
@@ -143,6 +154,8 @@ def _measured_arch(device_index: int) -> ArchTraits:
         memory=props.total_memory,
         features=facts.features | ({"nvlink"} if product and product.nvlink else set()),
         product=product_key,
+        gpus_per_machine=product.gpus_per_machine if product else 0,
+        unified_memory=product is not None and product.unified_memory,
     )
 
 
@@ -188,14 +201,16 @@ def device_count() -> int:
     return torch.cuda.device_count()
 
 
-def free_memory_bytes(device_index: int | None = 0) -> int:
-    """Bytes that can still be allocated: on the GPU, or with None in main memory (Linux; cgroup limits count)."""
+def free_memory_bytes(device_index: int | None = 0, unified: bool = False) -> int:
+    """Bytes that can still be allocated: on the GPU, or with None in main memory (Linux; cgroup limits count).
+    `unified`: the GPU's memory is the machine's. The driver then counts as taken what the page cache would give back,
+    for example of a checkpoint that was downloaded a moment ago."""
     if device_index is None:
         return _free_main_memory()
     import torch
 
-    free, _ = torch.cuda.mem_get_info(device_index)
-    return int(free)
+    free, total = torch.cuda.mem_get_info(device_index)
+    return min(int(total), max(int(free), _free_main_memory())) if unified else int(free)
 
 
 def _free_main_memory() -> int:

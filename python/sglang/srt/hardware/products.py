@@ -47,6 +47,8 @@ class GpuProduct:
     memory: int  # bytes, as the driver reports them: the data sheet's less what error correction and firmware take
     name_parts: tuple[str, ...]
     nvlink: bool = False
+    gpus_per_machine: int = 0  # 0: any number
+    unified_memory: bool = False  # the machine's main memory
 
 
 ARCHS: dict[str, ArchFacts] = {
@@ -70,8 +72,13 @@ PRODUCTS: dict[str, GpuProduct] = {
     "rtx-pro-6000-server": GpuProduct("sm_120", 188, 1597 * GB, 97_887 * MIB, ("rtx pro 6000", "server")),
     "rtx-pro-6000-workstation": GpuProduct("sm_120", 188, 1792 * GB, 97_887 * MIB, ("rtx pro 6000",)),
     "rtx-5090": GpuProduct("sm_120", 170, 1792 * GB, 32_607 * MIB, ("rtx 5090",)),
+    "rtx-pro-5000-72gb": GpuProduct("sm_120", 110, 1344 * GB, 73_415 * MIB, ("rtx pro 5000", "72gb")),
+    "rtx-pro-5000": GpuProduct("sm_120", 110, 1344 * GB, 48_935 * MIB, ("rtx pro 5000",)),
+    "rtx-pro-4500": GpuProduct("sm_120", 82, 896 * GB, 32_623 * MIB, ("rtx pro 4500",)),
     "rtx-5080": GpuProduct("sm_120", 84, 960 * GB, 16_303 * MIB, ("rtx 5080",)),
-    "gb10": GpuProduct("sm_121", 48, 273 * GB, 121 * GIB, ("gb10",)),
+    "rtx-5070-ti": GpuProduct("sm_120", 70, 896 * GB, 16_303 * MIB, ("rtx 5070 ti",)),
+    "rtx-5060-ti": GpuProduct("sm_120", 36, 448 * GB, 16_311 * MIB, ("rtx 5060 ti",)),
+    "gb10": GpuProduct("sm_121", 48, 273 * GB, 121 * GIB, ("gb10",), gpus_per_machine=1, unified_memory=True),
     "h200": GpuProduct("sm_90", 132, 4800 * GB, 143_771 * MIB, ("h200",), nvlink=True),
     "h100": GpuProduct("sm_90", 132, 3350 * GB, 81_559 * MIB, ("h100",), nvlink=True),
     "b200": GpuProduct("sm_100", 148, 8000 * GB, 183_359 * MIB, ("b200",), nvlink=True),
@@ -89,6 +96,8 @@ bandwidth."""
 def product_of_device_name(device_name: str) -> str | None:
     """Key of PRODUCTS for a driver's device name such as "NVIDIA GeForce RTX 5090", or None for an unknown card."""
     lowered = device_name.lower()
+    if "laptop" in lowered:
+        return None  # the same name on another chip
     for key, product in PRODUCTS.items():
         if all(part in lowered for part in product.name_parts):
             return key

@@ -30,7 +30,7 @@ class Need:
     """What a call site asks for. Head dims 0 where the op has none; dtypes as in ModelConfig, KV dtype of the cache.
 
     `traits` are properties that not every kernel supports: "sliding_window", "sinks", "logit_cap", "custom_mask",
-    "mla", "shared_kv", "sparse", "hybrid_gdn", "hybrid_mamba2", "hierarchical_cache", "bidirectional", "head_norm",
+    "mla", "shared_kv", "sparse", "hybrid_gdn", "hybrid_mamba2", "bidirectional", "head_norm",
     "expert_bias", "clamped_gate", "gelu_gate", "flashinfer_fusion" (asked for). `heads`: (query, kv) heads of a rank;
     `rotary_dim`: dims of a head that rotate; `shapes`: (rows, cols, whether there is a bias) of a rank's weights: of
     linear layers, and of the first and the second product of experts. `variant` tells two needs of one op apart.
@@ -157,7 +157,7 @@ class Choice:
     record: TileRecord | None = None
     smaller_tiles: tuple[Tile, ...] = ()  # what a launch may step down to, in order
     rejected: tuple[Rejection, ...] = ()
-    note: str | None = None  # why this order, where it was measured
+    note: str | None = None  # why it was chosen, where that is not the table
     remark: str = ""  # how, where that is unusual
 
     @property
@@ -168,9 +168,9 @@ class Choice:
         """The kernel's callable (or backend class). Imports its module."""
         return _imported(self.spec.entry)
 
-    def cut_bands(self, arch: ArchTraits, measure: bool) -> Any:
+    def cut_bands(self, arch: ArchTraits) -> Any:
         """The OpBands of a kernel that has tiles by tokens. Imports a module of data: no torch."""
-        return _imported(self.spec.bands)(self.need, arch, measure)
+        return _imported(self.spec.bands)(self.need, arch)
 
 
 def _imported(name: str) -> Any:

@@ -6,9 +6,6 @@ come from `requires`, never from comparing architectures.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from sglang.srt.configs.quant_scheme import SCHEMES, widening
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.hardware.topology import Topology
@@ -486,35 +483,3 @@ ATTENTION_BACKENDS: tuple[str, ...] = tuple(spec.name for spec in EXTEND_ATTENTI
 
 FP8_GEMM_BACKENDS = ("triton", "torch_scaled_mm", "torch_dequantized")
 """What --fp8-gemm-backend may name; the same holds."""
-
-# --- measured order ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Preference:
-    """An order that differs from the table's, and the evidence for it. Kernels not named keep their order, behind."""
-
-    ops: frozenset[str]
-    order: tuple[str, ...]
-    evidence: str
-    archs: frozenset[str] | None = None  # None: every architecture
-    traits: frozenset[str] = frozenset()  # all must be among the need's
-    also: Callable[[Need], bool] = lambda need: True
-
-    def applies(self, need: Need, arch: ArchTraits) -> bool:
-        return (
-            need.op in self.ops
-            and (self.archs is None or arch.name in self.archs)
-            and self.traits <= need.traits
-            and self.also(need)
-        )
-
-
-PREFERENCES: tuple[Preference, ...] = (
-    Preference(
-        ops=frozenset({"decode_attention"}),
-        order=("flashinfer",),
-        evidence="a hierarchical cache moves pages while decode reads them: flashinfer's page-table reads first",
-        traits=frozenset({"hierarchical_cache"}),
-    ),
-)

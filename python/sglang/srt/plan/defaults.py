@@ -35,9 +35,9 @@ _BY_MEMORY: tuple[tuple[int, DefaultSizes], ...] = (
     (0, DefaultSizes(2048, 256, 160)),
 )
 """From so much available memory on."""
-_SMALLER = (DefaultSizes(2048, 64, 64), DefaultSizes(1024, 32, 32), DefaultSizes(512, 16, 16), DefaultSizes(256, 8, 8))
+SMALLER = (DefaultSizes(2048, 64, 64), DefaultSizes(1024, 32, 32), DefaultSizes(512, 16, 16), DefaultSizes(256, 8, 8))
 """Where weights leave little, as with a model that just fits."""
-SMALLEST = _SMALLER[-1]
+SMALLEST = SMALLER[-1]
 CACHE_SHARE = 0.5
 """Of what the weights leave, that the caches get at least before smaller sizes are tried."""
 
@@ -47,7 +47,7 @@ def default_sizes(device: str, available: int, context_len: int) -> tuple[Defaul
     if device == "cpu":
         return (DefaultSizes(512, 64, 0),)
     by_table = max(8, available // TABLE_SHARE // (context_len * 4))
-    sizes = [*(sizes for least, sizes in _BY_MEMORY if available >= least), *_SMALLER]
+    sizes = [*(sizes for least, sizes in _BY_MEMORY if available >= least), *SMALLER]
     return tuple(replace(size, max_running_requests=min(size.max_running_requests, by_table)) for size in sizes)
 
 

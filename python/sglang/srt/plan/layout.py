@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import islice
 
 from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.layer_spec import FeedForward, Matrix, Mixer
 from sglang.srt.plan.mixers import GQA, MLA, HeadDims
@@ -21,21 +22,44 @@ def asked_layout(args: ServerArgs) -> RankLayout:
     return RankLayout(args.tp_size, args.ep_size, args.pp_size)
 
 
+class LayoutProblem(UserError):
+    """A layout does not divide a model. The message names those that do, whether there is room for them or not."""
+
+    def __init__(self, problem: str, model: ModelDescription, ranks: RankLayout) -> None:
+        self.problem, self.model, self.ranks = problem, model, ranks
+        super().__init__(self.with_ways(lambda layout: True))
+
+    def with_ways(self, starts: Callable[[RankLayout], bool]) -> str:
+        """The message with those layouts only that start."""
+
+        def works(layout: RankLayout) -> bool:
+            return next(_problems(self.model, layout), None) is None and starts(layout)
+
+        ranks = self.ranks
+        working = list(filter(works, _layouts_like(ranks)))
+        working = working or list(islice(filter(works, _with_fewer_stages(ranks)), 1))
+        simple = [layout for layout in working if layout == RankLayout(layout.tp_size, pp_size=ranks.pp_size)]
+        ways = [layout.flags for layout in working if layout not in simple]
+        stages = f" --pp-size {ranks.pp_size}" if ranks.pp_size > 1 else ""
+        ways += [f"--tp-size {_numbers([layout.tp_size for layout in simple])}{stages}"] if simple else []
+        return f"{self.problem}; what works: {' or '.join(ways) or 'another checkpoint'}"
+
+
 def check_layout(model: ModelDescription, ranks: RankLayout) -> None:
-    """Raises UserError with what the layout does not divide, and the layouts that work."""
+    """Raises LayoutProblem with what the layout does not divide."""
     problem = next(_problems(model, ranks), None)
-    if problem is None:
-        return
+    if problem is not None:
+        raise LayoutProblem(problem, model, ranks)
 
-    def works(layout: RankLayout) -> bool:
-        return next(_problems(model, layout), None) is None
 
-    working = list(filter(works, _layouts_like(ranks))) or list(islice(filter(works, _with_fewer_stages(ranks)), 1))
-    simple = [layout for layout in working if layout == RankLayout(layout.tp_size, pp_size=ranks.pp_size)]
-    ways = [layout.flags for layout in working if layout not in simple]
-    stages = f" --pp-size {ranks.pp_size}" if ranks.pp_size > 1 else ""
-    ways += [f"--tp-size {_numbers([layout.tp_size for layout in simple])}{stages}"] if simple else []
-    raise UserError(f"{problem}; what works: {' or '.join(ways) or 'another checkpoint'}")
+def check_machine(arch: ArchTraits, ranks: RankLayout) -> None:
+    """Raises UserError for more GPUs than a machine of this kind has."""
+    if 0 < arch.gpus_per_machine < ranks.world_size:
+        raise UserError(
+            f"{ranks.flags} asks for {ranks.world_size} GPUs of one machine, and one with a {arch.product} has"
+            f" {arch.gpus_per_machine}. A server does not span machines: start one on each, with --tp-size"
+            f" {arch.gpus_per_machine}, behind a load balancer."
+        )
 
 
 def _numbers(numbers: list[int]) -> str:
@@ -49,19 +73,17 @@ def _numbers(numbers: list[int]) -> str:
     return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
-ADVISED_RANKS = 16
-"""As many GPUs as a host may have."""
+MOST_GPUS = 16
+"""As many as a machine may have, where its kind does not say."""
 
 
-def next_layout(
-    model: ModelDescription, ranks: RankLayout, fits: Callable[[RankLayout], bool] = lambda layout: True
-) -> RankLayout | None:
-    """The smallest one with more ranks that `fits` and whose heads divide, or else whose heads do not: up to four times
-    as many ranks, or those of a host. None: there is none. Shares of experts' dims come before whole experts."""
-    sizes = range(ranks.tp_size + 1, max(4 * ranks.tp_size, ADVISED_RANKS // ranks.pp_size) + 1)
-    more = [replace(layout, pp_size=ranks.pp_size) for size in sizes for layout in _with_experts(size)]
-    more.sort(key=lambda layout: uneven_heads(model, layout.tp_size) is not None)  # stable
-    return next((layout for layout in more if next(_problems(model, layout), None) is None and fits(layout)), None)
+def larger_layouts(model: ModelDescription, ranks: RankLayout, most: int = MOST_GPUS) -> Iterator[RankLayout]:
+    """Of every larger number of ranks, `most` at most, the first layout that divides the model: first those whose heads
+    divide, the fewest ranks first. Shares of experts' dims come before whole experts."""
+    sizes = range(ranks.tp_size + 1, most // ranks.pp_size + 1)
+    for size in sorted(sizes, key=lambda size: uneven_heads(model, size) is not None):  # stable
+        layouts = (replace(layout, pp_size=ranks.pp_size) for layout in _with_experts(size))
+        yield from islice((layout for layout in layouts if next(_problems(model, layout), None) is None), 1)
 
 
 def uneven_heads(model: ModelDescription, tp_size: int) -> str | None:

@@ -8,15 +8,15 @@ from typing import Any
 
 from sglang.srt.configs.rope import UNROTATED
 from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
 from sglang.srt.plan.attention_memory import AttentionSizes, attention_bytes
 from sglang.srt.plan.attention_sites import attention_sites
-from sglang.srt.plan.defaults import SMALLEST, mixed_decode_sizes
+from sglang.srt.plan.defaults import mixed_decode_sizes
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_sizes import CacheCost, Pools, plan_pools
 from sglang.srt.plan.ranks import RankLayout
-from sglang.srt.plan.remedies import Remedies
 
 MIB = 1024**2
 GIB = 1024**3
@@ -32,10 +32,15 @@ _GRAPH_BASE = 6 * MIB
 _GRAPH_PER_LAYER = 160 * 1024
 _LIBRARY_RESERVE = 768 * MIB  # cuBLAS workspaces, compiled kernels, allocator slack
 _COLLECTIVE_RESERVE = 512 * MIB  # NCCL channels and staging buffers
+_HOST_SHARE = 8  # of unified memory, for the system and the server's host processes: recipes for GB10 leave 0.15
 _FRAGMENTATION = 1.2
 _LOGITS_COPIES = 4  # fp32 logits, probabilities, sorted copies of a sampling step
 PREFILL_GRAPH_PROMPTS = 16
 """Prompts whose last tokens a prefill graph makes logits of; a test holds it to the graphs'."""
+
+
+class DoesNotFit(UserError):
+    """There is no room for the weights, or none for a cache beside them. The message is one clause, without advice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +199,7 @@ def fixed_memory(
     sizes: Sizes,
     cost: CacheCost,
     choices: Mapping[str, Choice],
-    num_sms: int,
+    arch: ArchTraits,
 ) -> FixedMemory:
     """On a GPU."""
     groups = (sizes.ranks.tp_size > 1) + (sizes.ranks.pp_size > 1)
@@ -204,10 +209,13 @@ def fixed_memory(
         + handed_on_bytes(model, dtype, sizes),
         logits=logits_bytes(model, sizes.max_running_requests),
         graphs=graph_bytes(model, dtype, sizes),
-        reserve=_LIBRARY_RESERVE + available // 100 + _COLLECTIVE_RESERVE * groups,
+        reserve=_LIBRARY_RESERVE
+        + available // 100
+        + _COLLECTIVE_RESERVE * groups
+        + (available // _HOST_SHARE if arch.unified_memory else 0),
         rotary=rotary_bytes(model, sizes.context_len),
         penalties=penalty_bytes(model, sizes),
-        attention=attention_bytes(choices, _attention_sizes(model, sizes, num_sms, available - weights, cost)),
+        attention=attention_bytes(choices, _attention_sizes(model, sizes, arch.num_sms, available - weights, cost)),
     )
 
 
@@ -233,16 +241,12 @@ def plan_gpu_memory(
     fixed: FixedMemory,
     fraction: float | None,
     most_tokens: int,
-    remedies: Remedies,
 ) -> tuple[MemoryPlan, Pools]:
-    """Pools of tokens get what states leave of the room for caches, for at most `most_tokens`.
-
-    Raises UserError, with what helps of `remedies`, if the weights do not fit."""
+    """Pools of tokens get what states leave of the room for caches, for at most `most_tokens`. Raises DoesNotFit."""
     states = cost.states_bytes(sizes.state_rows)
     pools = cache_room(weights, available, fixed, fraction) - states
     if pools <= 0:
-        taken = weights, states, fixed.total
-        raise UserError(_do_not_fit(sizes, taken, available, fraction, remedies))
+        raise DoesNotFit(_why_nothing_is_left(weights, states, fixed.total, available, fraction))
     split = plan_pools(cost, pools, sizes.page_size, most_tokens)
     memory = MemoryPlan(
         available,
@@ -260,6 +264,20 @@ def plan_gpu_memory(
         windows=split.window_bytes,
     )
     return memory, split
+
+
+def _why_nothing_is_left(weights: int, states: int, others: int, available: int, fraction: float | None) -> str:
+    """`others`: all but weights, states of requests and caches."""
+    what = f"the weights take {weights / GIB:.2f} GiB"
+    if states:
+        what += f" and the states of the running requests {states / GIB:.2f} GiB"
+    head = f"{what} of {available / GIB:.2f} GiB a GPU: nothing is left for the KV cache"
+    if fraction is not None and weights + states < available - others:
+        lowest = (weights + states) / available
+        return f"{head} with --mem-fraction-static {fraction}, which must be well above {lowest:.3f}"
+    if weights > available:
+        return f"the weights take {weights / GIB:.2f} GiB a GPU, and {available / GIB:.2f} GiB are free"
+    return f"{head} after {others / GIB:.2f} GiB for activations, logits, graphs and reserve"
 
 
 def _attention_sizes(
@@ -330,36 +348,3 @@ def plan_cpu_memory(
         windows=split.window_bytes,
     )
     return memory, split
-
-
-def _do_not_fit(
-    sizes: Sizes,
-    taken: tuple[int, int, int],
-    available: int,
-    fraction: float | None,
-    remedies: Remedies,
-) -> str:
-    """`taken`: by weights, by states of requests, by all else but the caches."""
-    weights, states, others = taken
-    what = f"the weights take {weights / GIB:.2f} GiB"
-    if states:
-        what += f" and the states of the running requests {states / GIB:.2f} GiB"
-    head = f"{what} of {available / GIB:.2f} GiB a GPU: nothing is left for the KV cache"
-    if fraction is not None and weights + states < available - others:
-        lowest = (weights + states) / available
-        return f"{head} with --mem-fraction-static {fraction}; it must be well above {lowest:.3f}"
-    kept = ", ".join(f"{size / GIB:.2f} GiB of {name}" for name, size in remedies.wide.items() if size > weights // 20)
-    layout = remedies.layout(available - others - (0 if sizes.ranks.world_size > 1 else _COLLECTIVE_RESERVE))
-    advice = [f"more GPUs ({layout.flags})"] if layout else []
-    if (
-        sizes.max_running_requests > SMALLEST.max_running_requests
-        or sizes.tokens_per_step > SMALLEST.chunked_prefill_size
-    ):
-        advice.append("--cuda-graph-max-bs 16, a smaller --chunked-prefill-size or --max-running-requests")
-    smaller = "a checkpoint in fewer bits" if remedies.wide else "a quantized checkpoint"
-    advice.append("a checkpoint that quantizes these too" if kept else smaller)
-    return (
-        f"{head} after {others / GIB:.2f} GiB for activations, logits, graphs and reserve;"
-        + (f" the checkpoint keeps {kept} in 16 bits;" if kept else "")
-        + f" use {', or '.join(advice)}"
-    )

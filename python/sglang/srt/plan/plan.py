@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.quant_rules import QuantConfig
-from sglang.srt.errors import UserError
-from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.hardware.arch import ArchTraits, current_arch, free_memory_bytes
 from sglang.srt.kernels.bands import Bands, OpBands, Shape
 from sglang.srt.kernels.launch import TileLadder
-from sglang.srt.kernels.ledger_file import Ledger, tile_key
-from sglang.srt.kernels.resolve import installed_packages, resolve
+from sglang.srt.kernels.ledger_file import tile_key
+from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import Choice, Need, PeerLinks, Tile
 from sglang.srt.kernels.tables import FLASHINFER_FUSION, SCALED_MM_SCHEMES
 from sglang.srt.plan import defaults
 from sglang.srt.plan.attention_sites import attention_sites
 from sglang.srt.plan.caches import CacheGroup, cache_groups, row_tables
+from sglang.srt.plan.capacity import Capacity, Trial
+from sglang.srt.plan.kernel_choice import choose_kernels
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import PER_REQUEST, AttentionShape, AttentionSite, Serving
-from sglang.srt.plan.layout import asked_layout, check_layout
+from sglang.srt.plan.layout import MOST_GPUS, LayoutProblem, asked_layout, check_layout, check_machine
 from sglang.srt.plan.memory import (
-    GIB,
-    MIN_POOL_TOKENS,
     FixedMemory,
     MemoryPlan,
     Sizes,
@@ -39,10 +37,11 @@ from sglang.srt.plan.memory import (
 )
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
+from sglang.srt.plan.pool_checks import check_pages, check_pool, flag_notes, short_of_context, smaller_sizes
 from sglang.srt.plan.pool_sizes import FREE_TOKENS, CacheCost, PoolSizes, WindowSize, cache_cost, sized_cost
 from sglang.srt.plan.rank_weights import RankWeights, rank_weights
 from sglang.srt.plan.ranks import RankLayout
-from sglang.srt.plan.remedies import Remedies, remedies_of
+from sglang.srt.plan.remedies import trial_or_advice
 from sglang.srt.plan.stages import Stage, caches_of_stage, cut_stages, fullest_caches
 from sglang.srt.plan.state_rows import state_rows
 from sglang.srt.plan.tile_bands import cut_bands
@@ -223,37 +222,34 @@ def make_plan(
     links: PeerLinks | None = None,
     rank: int = 0,
     probe: Probe | None = None,
-    measure: bool = False,
+    advises: bool = True,
 ) -> Plan:
     """`available_bytes`: free on the device before anything is allocated, the least over the ranks. `packages`: the
     optional ones to count on (those installed here if None). `links`: what was seen of those between the ranks' GPUs.
     `rank`: whose plan; only the stages of a pipeline differ. `probe`: tries the library's kernel of a need on this GPU.
-    `measure`: compile tiles of tuning files that are on no record.
+    `advises`: messages say what would help.
 
     Raises UserError: a kernel that was asked for cannot run, heads do not divide, weights do not fit.
     """
-    description = describe_served_model(args, model)
-    serving = serving_of(args, model.dtype, model.quantization)
-    of_rank = rank_weights(description, serving.ranks)
-    needs = tuple(_as_seen(args, need, links, probe) for need in needs_of(of_rank, serving))
-    choices = choose(args, needs, arch, installed_packages() if packages is None else packages)
-    _check_servable(description, serving)
-    capacity = plan_capacity(args, of_rank, serving, model.context_len, arch, choices, available_bytes)
+    packages = packages or installed_packages()
+    planner = ModelPlanner(model, arch, available_bytes, packages, True, links, probe, advises)
+    trial = trial_or_advice(planner, args)
+    serving, capacity = trial.serving, trial.capacity
     sizes, tokens, stages = capacity.sizes, capacity.max_total_num_tokens, capacity.stages
     stage = stages[serving.ranks.stage(rank)]
     return Plan(
         arch=arch,
         model=model,
         description=stage.model,
-        weights=of_rank.of_stage(stage.model),
-        caches=caches_of_stage(cache_groups(description, serving), stage.layers),
-        attention_sites=attention_sites(description, args.tp_size),
+        weights=trial.of_rank.of_stage(stage.model),
+        caches=caches_of_stage(cache_groups(trial.description, serving), stage.layers),
+        attention_sites=attention_sites(trial.description, args.tp_size),
         dtype=model.dtype,
         kv_cache_dtype=serving.kv_dtype,
         device=arch.device,
         ranks=serving.ranks,
-        choices=choices,
-        bands=cut_bands(choices.values(), arch, measure),
+        choices=trial.chosen.by_key(),
+        bands=cut_bands(trial.chosen.by_key().values(), arch),
         memory=capacity.memory,
         max_total_num_tokens=tokens,
         windows=capacity.windows,
@@ -261,15 +257,70 @@ def make_plan(
         states=capacity.states,
         page_size=serving.page_size,
         max_running_requests=sizes.max_running_requests,
-        context_len=model.context_len,
+        context_len=sizes.context_len,
         chunked_prefill_size=capacity.chunk,
         max_prefill_tokens=args.max_prefill_tokens,
         cuda_graph_bs=sizes.graph_batch_sizes,
         cuda_graph_prefill_tokens=sizes.prefill_graph_tokens,
         stages=tuple(map(str, stages)) if len(stages) > 1 else (),
-        warnings=tuple(capacity.notes + _token_notes(args, tokens)),
-        errors=_check_pool(args, capacity, model.context_len, arch.device != "cpu"),
+        warnings=(*trial.chosen.notes, *capacity.notes, *flag_notes(args, capacity)),
+        errors=short_of_context(planner, args, trial),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlanner:
+    """Plans a model for a GPU with any flags, as `remedies.Planner`. `served`: refuse what is not computed here;
+    otherwise sizes are estimates, of the ops that have a kernel."""
+
+    model: ModelConfig
+    arch: ArchTraits
+    available: int
+    packages: frozenset[str]
+    served: bool = True
+    links: PeerLinks | None = None
+    probe: Probe | None = None
+    advises: bool = True
+    described: dict[str, ModelDescription] = field(default_factory=dict)  # by what keeps shared experts apart
+
+    @property
+    def most_gpus(self) -> int:
+        return self.arch.gpus_per_machine or MOST_GPUS
+
+    def context_len(self, args: ServerArgs) -> int:
+        return min(self.model.context_len, args.context_length or self.model.context_len)
+
+    def describe(self, args: ServerArgs) -> tuple[ModelDescription, Serving]:
+        """Raises UserError for what is malformed or not computed here, and for layouts that do not divide it."""
+        ranks = asked_layout(args)
+        check_machine(self.arch, ranks)
+        apart = why_shared_apart(args)
+        if apart not in self.described:
+            source = str(Path(self.model.model_path) / "config.json")
+            self.described[apart] = describe_model(self.model.hf_config, self.model.quantization, apart, source)
+        model = self.described[apart]
+        if self.served:
+            model.require_served()
+        check_layout(model, ranks)
+        return model, serving_of(args, self.model.dtype, self.model.quantization)
+
+    def weights(self, args: ServerArgs) -> int:
+        """Bytes of the rank that has most."""
+        model, serving = self.describe(args)
+        return max(stage.weight_bytes for stage in _stages(rank_weights(model, serving.ranks), serving, self.arch))
+
+    def trial(self, args: ServerArgs) -> Trial:
+        """Raises UserError where no server would start."""
+        model, serving = self.describe(args)
+        of_rank = rank_weights(model, serving.ranks)
+        needs = tuple(_as_seen(args, need, self.links, self.probe) for need in needs_of(of_rank, serving))
+        chosen = choose_kernels(args, needs, self.arch, self.packages)
+        choices = chosen.by_key() if self.served else chosen.chosen()
+        if self.served:
+            check_pages(model, serving)
+        capacity = plan_capacity(args, of_rank, serving, self.context_len(args), self.arch, choices, self.available)
+        check_pool(args, capacity)
+        return Trial(of_rank, serving, chosen, capacity)
 
 
 def _as_seen(args: ServerArgs, need: Need, links: PeerLinks | None, probe: Probe | None) -> Need:
@@ -283,11 +334,17 @@ def _as_seen(args: ServerArgs, need: Need, links: PeerLinks | None, probe: Probe
 
 
 def describe_served_model(args: ServerArgs, model: ModelConfig) -> ModelDescription:
-    """Raises UserError for what is malformed, for what is not computed here, and for layouts that do not divide it."""
+    """Raises UserError for what is malformed, for what is not computed here, and for layouts that do not divide it. The
+    device is asked only for advice."""
     source = str(Path(model.model_path) / "config.json")
     description = describe_model(model.hf_config, model.quantization, why_shared_apart(args), source)
     description.require_served()
-    check_layout(description, asked_layout(args))
+    try:
+        check_layout(description, asked_layout(args))
+    except LayoutProblem:
+        arch = current_arch(device=args.device)
+        available = arch.memory or free_memory_bytes(None)
+        return trial_or_advice(ModelPlanner(model, arch, available, installed_packages()), args).description
     return description
 
 
@@ -303,22 +360,6 @@ def serving_of(args: ServerArgs, dtype: str, quantization: QuantConfig | None) -
     kv_dtype = kv_cache_dtype(args.kv_cache_dtype, dtype, quantization)
     ranks, state_dtype = asked_layout(args), args.mamba_ssm_dtype or ""
     return Serving(dtype, kv_dtype, args.page_size or 1, ranks.tp_size, state_dtype, ranks.ep_size, ranks.pp_size)
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """What fits in a rank's memory. With several stages `groups` and `memory` are those of a rank that has the most of
-    everything that some stage has: all have as many tokens."""
-
-    sizes: Sizes
-    groups: tuple[CacheGroup, ...]
-    stages: tuple[Stage, ...]
-    memory: MemoryPlan
-    max_total_num_tokens: int
-    windows: tuple[WindowSize, ...]  # page 0 of a pool is padding, and is not counted
-    chunk: int  # -1: whole prompts
-    states: str
-    notes: list[str]
 
 
 def describe_capacity(capacity: Capacity) -> dict[str, Any]:
@@ -358,16 +399,14 @@ def plan_capacity(
 ) -> Capacity:
     """For every model that can be described, also one without a model class. What the user did not say is as large as
     leaves the caches their share (`defaults.CACHE_SHARE`). Raises UserError if it does not fit."""
-    fp8_cache, features = serving.kv_dtype.startswith("fp8"), arch.features if arch.device == "cuda" else None
-    model, stages = of_rank.model, cut_stages(of_rank, serving.dtype, fp8_cache, features)
+    model, stages = of_rank.model, _stages(of_rank, serving, arch)
     weights = max(stage.weight_bytes for stage in stages)
-    remedies = remedies_of(of_rank, serving, fp8_cache, features)
     steps = defaults.default_sizes(arch.device, available, context_len)
     if args.mem_fraction_static is not None:  # which says what the caches get, whatever else there is
         steps = steps[:1]
 
     def capacity(size: defaults.DefaultSizes) -> Capacity:
-        return _capacity(args, model, serving, context_len, arch, choices, available, stages, remedies, size)
+        return _capacity(args, model, serving, context_len, arch, choices, available, stages, size)
 
     def share(capacity: Capacity) -> float:
         if args.max_total_tokens is not None and capacity.max_total_num_tokens >= args.max_total_tokens:
@@ -376,17 +415,13 @@ def plan_capacity(
 
     chosen, best = defaults.with_share(steps, capacity, share)
     if chosen != steps[0]:
-        best.notes.append(_smaller_sizes(best, weights, available))
+        best.notes.append(smaller_sizes(best, weights, available))
     return best
 
 
-def _smaller_sizes(capacity: Capacity, weights: int, available: int) -> str:
-    sizes = capacity.sizes
-    return (
-        f"the weights leave {(available - weights) / GIB:.2f} GiB a GPU: so that the caches get their share, steps are"
-        f" at most --chunked-prefill-size {capacity.chunk}, --max-running-requests {sizes.max_running_requests} and"
-        f" --cuda-graph-max-bs {max(sizes.graph_batch_sizes, default=0)}, unless flags say otherwise"
-    )
+def _stages(of_rank: RankWeights, serving: Serving, arch: ArchTraits) -> tuple[Stage, ...]:
+    features = arch.features if arch.device == "cuda" else None
+    return cut_stages(of_rank, serving.dtype, serving.kv_dtype.startswith("fp8"), features)
 
 
 def _capacity(
@@ -398,7 +433,6 @@ def _capacity(
     choices: Mapping[str, Choice],
     available: int,
     stages: tuple[Stage, ...],
-    remedies: Remedies,
     size: defaults.DefaultSizes,
 ) -> Capacity:
     weights = max(stage.weight_bytes for stage in stages)
@@ -413,7 +447,7 @@ def _capacity(
         return sizes, sized_cost(groups, serving.page_size, running, context_len, sizes.tokens_per_step), notes
 
     def fixed(sizes: Sizes, cost: CacheCost) -> FixedMemory:
-        return fixed_memory(model, serving.dtype, weights, available, sizes, cost, choices, arch.num_sms)
+        return fixed_memory(model, serving.dtype, weights, available, sizes, cost, choices, arch)
 
     def room(running: int) -> int:
         if on_cpu:
@@ -432,39 +466,9 @@ def _capacity(
             model, serving.dtype, weights, available, sizes, cost, most_tokens, args.max_total_tokens
         )
     else:
-        memory, pools = plan_gpu_memory(
-            weights, available, sizes, cost, fixed(sizes, cost), fraction, most_tokens, remedies
-        )
+        memory, pools = plan_gpu_memory(weights, available, sizes, cost, fixed(sizes, cost), fraction, most_tokens)
     tokens = pools.tokens - serving.page_size  # page 0 is padding
     return Capacity(sizes, groups, stages, memory, tokens, pools.windows, chunk, states.reason, notes)
-
-
-def choose(args: ServerArgs, needs: tuple[Need, ...], arch: ArchTraits, packages: frozenset[str]) -> dict[str, Choice]:
-    """One Choice per need, by its key. Raises NoKernel."""
-    ledger = Ledger.load()
-    return {need.key: resolve(need, arch, ledger, packages, forced_kernel(args, need)) for need in needs}
-
-
-def forced_kernel(args: ServerArgs, need: Need) -> str | None:
-    """The kernel that a flag names for this need."""
-    named = {
-        "extend_attention": args.prefill_attention_backend or args.attention_backend,
-        "decode_attention": args.decode_attention_backend or args.attention_backend,
-        "fused_moe": args.moe_runner_backend,
-        "linear": args.fp8_gemm_backend if need.quant in SCALED_MM_SCHEMES else None,
-    }.get(need.op)
-    return None if named == "auto" else named
-
-
-def _check_servable(model: ModelDescription, serving: Serving) -> None:
-    """Raises UserError for pages that do not hold whole entries of every cache."""
-    rates = {group.entries_per_token for group in cache_groups(model, serving)}
-    whole = math.lcm(*(rate.denominator for rate in rates))
-    if serving.page_size % whole:
-        raise UserError(
-            f"{model.architecture} caches one entry for up to {whole} tokens, and a page holds whole entries:"
-            f" --page-size {serving.page_size} must be a multiple of {whole}."
-        )
 
 
 def _chunk(args: ServerArgs, size: defaults.DefaultSizes, page_size: int) -> int:
@@ -498,31 +502,3 @@ def _sizes(
         prefill_graphs = defaults.cuda_graph_prefill_tokens(model, serving.tp_size, tokens)
     sizes = Sizes(running, context_len, tokens, graphs, serving.page_size, serving.ranks, prefill_graphs)
     return sizes, notes
-
-
-def _token_notes(args: ServerArgs, tokens: int) -> list[str]:
-    page_size = args.page_size or 1
-    if args.max_total_tokens is None or args.max_total_tokens // page_size * page_size <= tokens:
-        return []
-    return [f"--max-total-tokens {args.max_total_tokens} does not fit: the KV cache holds {tokens} tokens"]
-
-
-def _check_pool(args: ServerArgs, capacity: Capacity, context_len: int, on_gpu: bool) -> tuple[str, ...]:
-    tokens, per_token = capacity.max_total_num_tokens, cache_cost(capacity.groups).bytes_per_token
-    size = f"{capacity.memory.kv_cache / GIB:.2f} GiB at {math.ceil(per_token):,} B a token"
-    facts = f"the KV cache holds {max(0, tokens):,} tokens ({size})"
-    chosen_by_user = args.max_total_tokens is not None
-    remedies = "a larger --max-total-tokens"
-    if on_gpu and not chosen_by_user:
-        remedies = (
-            "a higher --mem-fraction-static, --kv-cache-dtype fp8_e4m3, a larger --tp-size, or a smaller"
-            " --chunked-prefill-size, --max-running-requests or --cuda-graph-max-bs"
-        )
-    if tokens < (2 if chosen_by_user else MIN_POOL_TOKENS):
-        raise UserError(f"{facts}, too few to serve anything. What helps: {remedies}.")
-    if tokens < context_len:
-        return (
-            f"{facts}, less than one request of the full context length {context_len:,}: longer requests are refused."
-            f" What helps: --context-length {tokens}, {remedies}.",
-        )
-    return ()

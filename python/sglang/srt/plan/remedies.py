@@ -1,44 +1,247 @@
-"""What to advise where a model does not fit. No torch."""
+"""What to advise where a model does not fit, or its cache is small. No torch.
+
+Every flag that a message names was planned first: with it a server starts, or has the larger cache that is promised.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
 
+from sglang.srt.cli_args import flag
+from sglang.srt.errors import UserError
+from sglang.srt.plan.capacity import Trial
+from sglang.srt.plan.defaults import SMALLER
 from sglang.srt.plan.layer_spec import Serving
-from sglang.srt.plan.layout import next_layout
-from sglang.srt.plan.rank_weights import RankWeights, rank_weights
-from sglang.srt.plan.ranks import RankLayout
-from sglang.srt.plan.stages import cut_stages
+from sglang.srt.plan.layout import LayoutProblem, larger_layouts
+from sglang.srt.plan.memory import GIB, DoesNotFit, Sizes
+from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.rank_weights import rank_weights
+from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.plan.weights import wide_bytes
+from sglang.srt.server_args import ServerArgs
 
-LEAST_CACHE_SHARE = 0.1
-"""Of the memory for weights and caches, that a layout which is advised leaves to caches."""
+CONTEXTS = (131072, 65536, 32768, 16384, 8192)
+USEFUL_TOKENS = 4096
+"""What a server that is advised holds at least; or one request, if that is shorter."""
+CLEARLY_MORE = 1.1
+"""Times the tokens that there are without the advice."""
+FOUR_BITS = 4.5
+"""Of a weight in 4 bits, with its scales."""
+WEIGHTS_SHARE = 0.85
+"""Of the free memory, that the weights of a checkpoint which is advised may take."""
 
-
-@dataclass(frozen=True, slots=True)
-class Remedies:
-    """`wide`: what a quantized checkpoint keeps in 16 bits (`wide_bytes`); `more_ranks`: the next layout of ranks that
-    have at most so many bytes of weights each."""
-
-    wide: Mapping[str, int]
-    more_ranks: Callable[[int], RankLayout | None]
-
-    def layout(self, room: int) -> RankLayout | None:
-        """One that works with so many bytes for the weights and caches of a rank."""
-        return self.more_ranks(int(room * (1 - LEAST_CACHE_SHARE)))
+Change = Mapping[str, Any]
+"""Fields of ServerArgs with other values."""
 
 
-def remedies_of(of_rank: RankWeights, serving: Serving, fp8_cache: bool, features: Collection[str] | None) -> Remedies:
-    """`fp8_cache`, `features`: as of `rank_weight_bytes`."""
+class Planner(Protocol):
+    """Plans one model for one kind of GPU, with any flags."""
 
-    @functools.cache
-    def weights(layout: RankLayout) -> int:
-        other = rank_weights(of_rank.model, layout)
-        return max(stage.weight_bytes for stage in cut_stages(other, serving.dtype, fp8_cache, features))
+    @property
+    def advises(self) -> bool:
+        """Whether to look for what helps, which takes many trials."""
+        ...
 
-    def more_ranks(limit: int) -> RankLayout | None:
-        return next_layout(of_rank.model, serving.ranks, lambda layout: weights(layout) <= limit)
+    @property
+    def most_gpus(self) -> int:
+        """Of one machine."""
+        ...
 
-    return Remedies(wide_bytes(of_rank, serving.dtype), more_ranks)
+    @property
+    def available(self) -> int:
+        """Bytes that are free on a GPU."""
+        ...
+
+    def describe(self, args: ServerArgs) -> tuple[ModelDescription, Serving]:
+        """Raises UserError where the layout does not divide the model."""
+        ...
+
+    def weights(self, args: ServerArgs) -> int:
+        """Bytes of one rank."""
+        ...
+
+    def context_len(self, args: ServerArgs) -> int: ...
+
+    def trial(self, args: ServerArgs) -> Trial:
+        """Raises UserError where no server would start."""
+        ...
+
+
+def trial_or_advice(planner: Planner, args: ServerArgs) -> Trial:
+    """Raises UserError that says what would start instead."""
+    try:
+        return planner.trial(args)
+    except LayoutProblem as problem:
+        if not planner.advises:
+            raise UserError(problem.problem) from None
+        most = max(planner.most_gpus, 1)
+        refusal = problem.with_ways(lambda way: way.world_size <= most and _starts(planner, args, _layout(way)))
+        raise UserError(refusal) from None
+    except DoesNotFit as misfit:
+        if not planner.advises:
+            raise UserError(str(misfit)) from None
+        ways = list(_ways_to_start(planner, args))
+        kept = _kept_wide(planner, args)
+        facts = f"{misfit}; the checkpoint keeps {kept} in 16 bits" if kept else str(misfit)
+        offload = "; --cpu-offload-gb is not implemented" if args.cpu_offload_gb else ""
+        raise UserError(f"{facts}{offload}. {_advice(ways) if ways else _nothing_helps(planner)}") from None
+
+
+def advice_to_hold_a_request(planner: Planner, args: ServerArgs, trial: Trial) -> str:
+    """Where the cache is smaller than one request of the full context length: what gives it clearly more tokens, and
+    which context length it holds."""
+    tokens, sizes = trial.capacity.max_total_num_tokens, trial.capacity.sizes
+    if not planner.advises:
+        return ""
+
+    def helps(change: Change, wanted: float = CLEARLY_MORE * tokens) -> bool:
+        larger = _planned(planner, args, change)
+        return larger is not None and larger.capacity.max_total_num_tokens >= min(wanted, sizes.context_len)
+
+    shorter = {"context_length": tokens}
+    ways = [_words(shorter)] if _planned(planner, args, shorter) else []
+    if args.max_total_tokens is not None:
+        all_tokens = {"max_total_tokens": sizes.context_len}
+        return _advice([*ways, *([_words(all_tokens)] if helps(all_tokens, sizes.context_len) else [])])
+    steps = _smaller_steps(args, sizes)
+    for changes in (_higher_fraction(planner, args), _fp8_cache(args, trial.serving), steps):
+        ways += [_words(change) for change in changes if helps(change)][:1]
+    layouts = _with_room(planner, args, trial.description, trial.serving.ranks)
+    more = next((layout for layout in layouts if helps(_layout(layout), sizes.context_len)), None)
+    return _advice([*ways, *([f"more GPUs ({more.flags})"] if more else [])])
+
+
+def _ways_to_start(planner: Planner, args: ServerArgs) -> Iterator[str]:
+    model, serving = planner.describe(args)
+    shorter = ({"context_length": tokens} for tokens in CONTEXTS if tokens < planner.context_len(args))
+    given = (_higher_fraction(planner, args), _fp8_cache(args, serving), _given_steps(args), shorter)
+    room = planner.weights(args) < planner.available
+    for changes in given if room else ():
+        yield from [_words(change) for change in changes if _starts(planner, args, change)][:1]
+    for layout in _with_room(planner, args, model, serving.ranks):
+        if _starts(planner, args, _layout(layout)):
+            yield f"more GPUs ({layout.flags})"
+            break
+    yield from _smaller_checkpoint(planner, args, model, serving)
+
+
+def _with_room(planner: Planner, args: ServerArgs, model: ModelDescription, ranks: RankLayout) -> Iterator[RankLayout]:
+    """Larger layouts of which each rank has room for an even part of the weights."""
+    whole = planner.weights(replace(args, **_layout(ONE_RANK)))
+    layouts = larger_layouts(model, ranks, planner.most_gpus)
+    return (layout for layout in layouts if whole < layout.world_size * planner.available)
+
+
+# --- changes to try ---------------------------------------------------------------------------------------------------
+
+
+def _higher_fraction(planner: Planner, args: ServerArgs) -> Iterator[Change]:
+    """The share that the plan would choose by itself."""
+    if args.mem_fraction_static is None:
+        return
+    free = _planned(planner, args, {"mem_fraction_static": None})
+    share = math.floor(100 * free.capacity.memory.mem_fraction_static) / 100 if free else 0.0
+    if args.mem_fraction_static < share < 1:
+        yield {"mem_fraction_static": share}
+
+
+def _fp8_cache(args: ServerArgs, serving: Serving) -> Iterator[Change]:
+    if not serving.kv_dtype.startswith("fp8"):
+        yield {"kv_cache_dtype": "fp8_e4m3"}
+
+
+def _given_steps(args: ServerArgs) -> Iterator[Change]:
+    """Smaller ones of the sizes that the user gave; what was not given is as small as need be already."""
+    for size in SMALLER:
+        change = {}
+        if args.chunked_prefill_size is not None and not 0 < args.chunked_prefill_size <= size.chunked_prefill_size:
+            change["chunked_prefill_size"] = _whole_pages(args, size.chunked_prefill_size)
+        if (args.max_running_requests or 0) > size.max_running_requests:
+            change["max_running_requests"] = size.max_running_requests
+        if (args.cuda_graph_max_bs or 0) > size.cuda_graph_max_bs and args.cuda_graph_bs is None:
+            change["cuda_graph_max_bs"] = size.cuda_graph_max_bs
+        if change:
+            yield change
+
+
+def _smaller_steps(args: ServerArgs, sizes: Sizes) -> Iterator[Change]:
+    for size in SMALLER:
+        change = {}
+        if sizes.tokens_per_step > size.chunked_prefill_size:
+            change["chunked_prefill_size"] = _whole_pages(args, size.chunked_prefill_size)
+        if sizes.max_running_requests > size.max_running_requests:
+            change["max_running_requests"] = size.max_running_requests
+        if max(sizes.graph_batch_sizes, default=0) > size.cuda_graph_max_bs and args.cuda_graph_bs is None:
+            change["cuda_graph_max_bs"] = size.cuda_graph_max_bs
+        if change:
+            yield change
+
+
+def _whole_pages(args: ServerArgs, tokens: int) -> int:
+    page = args.page_size or 1
+    return max(page, tokens // page * page)
+
+
+def _layout(layout: RankLayout) -> Change:
+    return {"tp_size": layout.tp_size, "ep_size": layout.ep_size, "pp_size": layout.pp_size}
+
+
+def _planned(planner: Planner, args: ServerArgs, change: Change) -> Trial | None:
+    try:
+        return planner.trial(replace(args, **change))
+    except UserError:
+        return None
+
+
+def _starts(planner: Planner, args: ServerArgs, change: Change) -> bool:
+    trial = _planned(planner, args, change)
+    return trial is not None and trial.capacity.max_total_num_tokens >= min(
+        USEFUL_TOKENS, trial.capacity.sizes.context_len, args.max_total_tokens or USEFUL_TOKENS
+    )
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def _words(change: Change) -> str:
+    return " ".join(f"{flag(name)} {value}" for name, value in change.items())
+
+
+def _advice(ways: Iterable[str]) -> str:
+    text = ", or ".join(ways)
+    return f"What helps: {text}." if text else ""
+
+
+def _nothing_helps(planner: Planner) -> str:
+    if planner.most_gpus == 1:
+        return "A machine of this kind has one GPU, and no flag makes room: choose a smaller model."
+    return f"No flag makes room, and no layout of up to {planner.most_gpus} such GPUs: choose a smaller model."
+
+
+def _kept_wide(planner: Planner, args: ServerArgs) -> str:
+    """What a quantized checkpoint keeps in 16 bits, where it is a good part of it."""
+    model, serving = planner.describe(args)
+    least = planner.weights(args) // 20
+    wide = wide_bytes(rank_weights(model, serving.ranks), serving.dtype)
+    return ", ".join(f"{size / GIB:.2f} GiB of {name}" for name, size in wide.items() if size > least)
+
+
+def _smaller_checkpoint(planner: Planner, args: ServerArgs, model: ModelDescription, serving: Serving) -> Iterator[str]:
+    """Of the same model, if its weights in four bits would leave room."""
+    weights = planner.weights(args)
+    of_rank = rank_weights(model, serving.ranks)
+    wide, quants = wide_bytes(of_rank, serving.dtype), (quant for _, quant in of_rank.matrices())
+    bits = max((quant.format.bits for quant in quants if quant is not None), default=16)
+    in_16_bits = sum(wide.values()) if wide else weights
+    narrow = (weights - in_16_bits) * min(1.0, FOUR_BITS / bits)
+    if narrow + in_16_bits * FOUR_BITS / 16 > WEIGHTS_SHARE * planner.available:
+        return
+    if not wide:
+        yield "a quantized checkpoint"
+    elif _kept_wide(planner, args):
+        yield "a checkpoint that quantizes these too"
+    elif bits > FOUR_BITS:
+        yield "a checkpoint in fewer bits"

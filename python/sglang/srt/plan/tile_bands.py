@@ -9,16 +9,16 @@ from sglang.srt.kernels.bands import ANY, Band, OpBands
 from sglang.srt.kernels.spec import Choice
 
 
-def cut_bands(choices: Iterable[Choice], arch: ArchTraits, measure: bool = False) -> Mapping[str, OpBands]:
-    """By the key of the need. Ops whose kernel takes no tile are left out. With `measure` tiles that are on no record
-    are compiled now, which takes seconds; without they are taken to fit."""
-    bands = ((choice.need.key, _bands_of(choice, arch, measure)) for choice in choices)
+def cut_bands(choices: Iterable[Choice], arch: ArchTraits) -> Mapping[str, OpBands]:
+    """By the key of the need. Ops whose kernel takes no tile are left out. Tiles that are on no
+    record are taken to fit; one that does not steps down when it is launched."""
+    bands = ((choice.need.key, _bands_of(choice, arch)) for choice in choices)
     return {key: cut for key, cut in bands if cut is not None}
 
 
-def _bands_of(choice: Choice, arch: ArchTraits, measure: bool) -> OpBands | None:
+def _bands_of(choice: Choice, arch: ArchTraits) -> OpBands | None:
     if choice.spec.bands:
-        cut: OpBands = choice.cut_bands(arch, measure)
+        cut: OpBands = choice.cut_bands(arch)
         return cut
     if choice.tile is None:
         return None

@@ -11,7 +11,7 @@ from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.kernels.bands import ANY
 from sglang.srt.kernels.spec import Need, TileRecord
-from sglang.srt.layers.moe.fused_moe_triton import config_files, config_names
+from sglang.srt.layers.moe.fused_moe_triton import capacity, config_files
 from sglang.srt.layers.moe.fused_moe_triton.capacity import ProductTile
 from sglang.srt.layers.moe.fused_moe_triton.config_files import Found, find
 from sglang.srt.layers.moe.fused_moe_triton.config_format import (
@@ -20,10 +20,11 @@ from sglang.srt.layers.moe.fused_moe_triton.config_format import (
     TilePair,
     nearest,
     read_content,
-    write_content,
 )
 from sglang.srt.layers.moe.fused_moe_triton.config_names import parse_name
 from sglang.srt.layers.moe.fused_moe_triton.expert_bands import triton_bands
+from sglang.tuning import tile_files
+from sglang.tuning.tile_files import write_content
 
 SERVER = arch_by_name("rtx-pro-6000-server")
 ENTRY = {
@@ -82,7 +83,7 @@ def test_names_of_upstream_survive_a_round_trip(name: str) -> None:
 
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])
 def test_own_names_survive_a_round_trip(scheme: str | None) -> None:
-    name = config_names.own_name(161, 192, 5120, scheme, SERVER)
+    name = tile_files.own_name(161, 192, 5120, scheme, SERVER)
     assert parse_name(str(name)) == name
     assert name.scheme_rank(scheme) == 0
     others = {None, *SCHEMES} - {scheme}
@@ -106,7 +107,7 @@ def test_other_files_are_not_tuning_files(name: str) -> None:
     ],
 )
 def test_upstream_names_of_the_schemes(scheme: str | None, name: str) -> None:
-    assert str(config_names.upstream_name(8, 64, scheme, "NVIDIA H200")) == name
+    assert str(tile_files.upstream_name(8, 64, scheme, "NVIDIA H200")) == name
 
 
 # --- which GPU --------------------------------------------------------------------------------------------------------
@@ -124,7 +125,7 @@ EDITIONS = tuple(key for key in DEVICES if key.startswith("rtx-pro-6000"))
 @pytest.mark.parametrize("tuned_on", DEVICES)
 @pytest.mark.parametrize("runs_on", DEVICES)
 def test_editions_of_a_card_share_files(configs: Path, tuned_on: str, runs_on: str) -> None:
-    put(configs / str(config_names.upstream_name(128, 768, None, DEVICES[tuned_on])), {"1": ENTRY})
+    put(configs / str(tile_files.upstream_name(128, 768, None, DEVICES[tuned_on])), {"1": ENTRY})
     same_card = tuned_on == runs_on or (tuned_on in EDITIONS and runs_on in EDITIONS)
     assert (search(arch_by_name(runs_on)).tiles is not None) == same_card
 
@@ -294,11 +295,10 @@ def test_after_a_rejected_file_the_next_one_is_used(configs: Path) -> None:
 
 
 def test_a_file_whose_tiles_are_on_no_record_says_so(configs: Path) -> None:
-    """A server measures them when it starts, so `explain` must not take another file for the one that will be used."""
     put(configs / "E=128,N=768,arch=sm_120,sms=188.json", {"1": ENTRY})
     found = find(128, 768, None, SERVER, hidden=2048, cost=lambda product, arch: None)
     assert found.tiles is not None and found.tiles.unmeasured == 2
-    assert "2 tiles not on record, which a server measures when it starts" in found.describe()
+    assert "2 tiles not on record, which step down if they do not fit" in found.describe()
 
 
 def test_a_file_for_another_hidden_size_says_so(configs: Path) -> None:
@@ -308,10 +308,11 @@ def test_a_file_for_another_hidden_size_says_so(configs: Path) -> None:
     assert "made for hidden size 4096" in found.describe()
 
 
-def test_the_bands_say_what_was_rejected(configs: Path) -> None:
+def test_the_bands_say_what_was_rejected(configs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "_shipped_cost", lambda variant, tile, arch: TileRecord(147_456, 255, 0, 0, ()))
     put(configs / "E=128,N=768,arch=sm_120,sms=188.json", {"1": PUBLISHED})
     need = Need("fused_moe", shapes=((1536, 2048, False), (2048, 768, False)), experts=(128, 8, 1))
-    cut = triton_bands(need, SERVER, measure=True)
+    cut = triton_bands(need, SERVER)
     (warning,) = cut.warnings
     assert warning.startswith("MoE tuning file not used") and "147,456 B" in warning
     assert "no tuning file" in cut.source and "rejected" in cut.source
@@ -322,7 +323,7 @@ def test_a_step_gets_the_entry_of_the_closest_number_of_tokens(configs: Path) ->
     put(configs / "E=8,N=64,arch=sm_120,sms=188.json", {"9": ENTRY, "64": ENTRY | {"num_stages": 4}})
     for groups in (1, 2):
         need = Need("fused_moe", shapes=((128, 2048, False), (2048, 64, False)), experts=(8, 2, groups))
-        few, first, last = triton_bands(need, SERVER, measure=True).by_shape[None]
+        few, first, last = triton_bands(need, SERVER).by_shape[None]
         assert (few.most, few.way) == (groups, "few pairs")
         assert (first.most, first.tiles[0]["num_stages"]) == (36 * groups, 3)
         assert (last.most, last.tiles[0]["num_stages"]) == (ANY, 4)

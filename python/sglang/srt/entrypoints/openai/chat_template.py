@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+import msgspec
 
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
@@ -87,10 +89,16 @@ class ChatTemplate:
     """Compiled templates of one model.
 
     `source` is the template, several by name (`default`, `tool_use`), or None if the model has none.
-    `special_tokens` (bos_token, eos_token, ...) become template variables.
+    `special_tokens` (bos_token, eos_token, ...) become template variables, and so do `defaults`, unless a request has
+    another value.
     """
 
-    def __init__(self, source: str | dict[str, str] | None, special_tokens: dict[str, str]) -> None:
+    def __init__(
+        self,
+        source: str | dict[str, str] | None,
+        special_tokens: dict[str, str],
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
         sources = {_DEFAULT: source} if isinstance(source, str) else (source or {})
         self._sources = sources
         environment = _environment()
@@ -99,6 +107,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise UserError(f"the chat template does not compile: {error}") from error
         self._special_tokens = special_tokens
+        self._defaults = defaults or {}
         self._call_forms = {
             name: call_form(functools.partial(self._plainly, name, tools=None, add_generation_prompt=False))
             for name in self._templates
@@ -113,10 +122,12 @@ class ChatTemplate:
         template = self._template(name)
         variables: dict[str, Any] = {
             **self._special_tokens,
+            **self._defaults,
             "messages": messages,
             "tools": tools,
             "add_generation_prompt": request.add_generation_prompt and continued is None,
         }
+        variables.update(_answer_form(request))
         variables.update(_effort(request.reasoning_effort))
         variables.update(request.chat_template_kwargs or {})
         try:
@@ -169,6 +180,19 @@ def _template_tools(request: ChatCompletionRequest) -> list[dict[str, Any]] | No
     if not request.tools or request.tool_choice == "none":
         return None
     return [{"type": "function", "function": tool["function"]} for tool in request.tools]
+
+
+def _answer_form(request: ChatCompletionRequest) -> dict[str, Any]:
+    """`response_format` as a client writes it, for templates that tell the model of it; none for plain text."""
+    given = request.response_format
+    if given is not None and given.type != "text":
+        return {"response_format": msgspec.to_builtins(given)}
+    if request.json_schema is not None:
+        schema = request.json_schema
+        schema = msgspec.json.decode(schema) if isinstance(schema, str) else schema
+        return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    grammars = [name for name in ("regex", "ebnf", "structural_tag") if getattr(request, name) is not None]
+    return {"response_format": {"type": grammars[0]}} if grammars else {}
 
 
 def _effort(effort: str | None) -> dict[str, Any]:

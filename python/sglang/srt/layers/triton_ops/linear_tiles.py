@@ -145,13 +145,6 @@ def swaps(tile: Tile, features: Collection[str]) -> bool:
     return "wgmma" in features and tile["BLOCK_M"] < 64 <= tile["BLOCK_N"]
 
 
-def may_split(kind: str, features: Collection[str], more_than: float) -> bool:
-    """Whether the tile for more than so many rows is launched with K split. Where SMs would idle, NARROW_KINDS take the
-    tile of fewer columns instead of the one for up to NARROW_ROWS."""
-    narrow = kind in NARROW_KINDS or "wgmma" in features
-    return more_than < (SPLIT_ROWS if narrow else NARROW_ROWS)
-
-
 def num_splits(num_rows: int, num_tiles: int, cols: int, num_sms: int, features: Collection[str] = ()) -> int:
     """Into how many parts K is split: for few rows so that two programs an SM read the weights, for up to NARROW_ROWS
     (without wgmma) so that every SM has something to do."""
@@ -170,14 +163,14 @@ FEW, MANY, LIBRARY = "few rows", "tiles", "torch"
 """Ways: without matrix instructions, by tiles, and by torch's scaled product."""
 
 
-def triton_bands(need: Need, arch: ArchTraits, measure: bool = False) -> OpBands:
+def triton_bands(need: Need, arch: ArchTraits) -> OpBands:
     """Of Triton's products, for each of the need's weights."""
     scheme = SCHEMES[need.quant or ""]
     source = f"linear_tiles.{_source(product_of(scheme, arch.features).kind, arch.features)}"
     return OpBands({shape: bands_of(scheme, shape, arch) for shape in _multiplied(need)}, source)
 
 
-def library_bands(need: Need, arch: ArchTraits, measure: bool = False) -> OpBands:
+def library_bands(need: Need, arch: ArchTraits) -> OpBands:
     """The same with torch's scaled product for steps of SCALED_MM_ROWS tokens and more, where it takes the weight."""
     by_triton = triton_bands(need, arch)
     by_shape = dict(by_triton.by_shape)

@@ -16,7 +16,7 @@ from sglang.srt.kernels.all_reduce_table import bands_for
 from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import PeerLinks
 from sglang.srt.kernels.tables import SCALED_MM_FEATURES
-from sglang.srt.plan.layout import asked_layout
+from sglang.srt.plan.layout import asked_layout, check_machine
 from sglang.srt.plan.plan import Plan, Probe, describe_served_model, make_plan
 from sglang.srt.server_args import ServerArgs
 
@@ -33,6 +33,7 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
     model = ModelConfig.from_server_args(args)
     description = describe_served_model(args, model)  # what does not divide it is refused before the ranks meet
     arch, ranks = current_arch(rank, args.device), asked_layout(args)
+    check_machine(arch, ranks)
     on_gpu = arch.device == "cuda"
     if not on_gpu and args.dtype == "auto":
         model = replace(model, dtype="float32")  # CPUs without bf16 units are several times slower in bf16
@@ -50,8 +51,8 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
     links = None
     if on_gpu and args.tp_size > 1:
         links = _connect_gpus(args, model, description.hidden_size, arch, rank)
-    available = parallel_state.least(free_memory_bytes(rank if on_gpu else None))
-    return make_plan(args, model, arch, available, links=links, rank=rank, probe=_library_probe(arch), measure=True)
+    available = parallel_state.least(free_memory_bytes(rank if on_gpu else None, arch.unified_memory))
+    return make_plan(args, model, arch, available, links=links, rank=rank, probe=_library_probe(arch))
 
 
 def _library_probe(arch: ArchTraits) -> Probe | None:

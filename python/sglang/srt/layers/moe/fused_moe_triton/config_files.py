@@ -2,23 +2,21 @@
 
     found = find(num_experts=161, intermediate=192, scheme="fp8_channel", arch=arch, hidden=5120)
 
-Files are searched in $SGLANG_MOE_CONFIG_DIR/configs and then in the package's `configs`. No torch; Triton only to
-measure a tile that is on no record (`capacity`).
+Files are searched in $SGLANG_MOE_CONFIG_DIR/configs and then in the package's `configs`. No torch, no Triton.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sglang.srt.environ import envs
 from sglang.srt.hardware.arch import ArchTraits
-from sglang.srt.hardware.products import ARCHS, PRODUCTS, product_of_device_name
 from sglang.srt.kernels.ledger_file import tile_key
-from sglang.srt.layers.moe.fused_moe_triton.capacity import CostOf, ProductTile, cost_of
+from sglang.srt.layers.moe.fused_moe_triton.capacity import CostOf, ProductTile, recorded_cost
 from sglang.srt.layers.moe.fused_moe_triton.config_format import (
     ConfigFileError,
     Content,
@@ -35,8 +33,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class TunedTiles:
     """The tiles of one file, all of which fit the GPU as far as is known. `smem`: the most shared memory that one of
-    them takes, bytes. `unmeasured`: tiles of which nothing is on record; a server measures them when it starts, and
-    passes the file over if one does not fit. `other_hidden`: the hidden size that the file was made for, if it is not
+    them takes, bytes. `unmeasured`: tiles of which nothing is on record; one that does not fit steps down when it is
+    launched. `other_hidden`: the hidden size that the file was made for, if it is not
     the layer's."""
 
     path: Path
@@ -56,7 +54,7 @@ class TunedTiles:
         least, most = min(self.by_tokens), max(self.by_tokens)
         parts = [f"{self.source}, {least} to {most} tokens, at most {self.smem:,} B of shared memory"]
         if self.unmeasured:
-            parts.append(f"{self.unmeasured} tiles not on record, which a server measures when it starts")
+            parts.append(f"{self.unmeasured} tiles not on record, which step down if they do not fit")
         if self.other_hidden:
             parts.append(f"made for hidden size {self.other_hidden}")
         return f"{self.path.name} ({'; '.join(parts)})"
@@ -83,7 +81,7 @@ def find(
     *,
     hidden: int = 0,
     bias: bool = False,
-    cost: CostOf = cost_of,
+    cost: CostOf = recorded_cost,
 ) -> Found:
     """The best placed file whose every tile fits `arch`.
 
@@ -113,7 +111,7 @@ def candidates(
     before the architecture's, this hidden size, the best name of the scheme, the nearest Triton version."""
     ranked: list[tuple[tuple[float, ...], FileName, Path]] = []
     for place, root in enumerate(_roots()):
-        for path in _files(root):
+        for path in files(root):
             name = parse_name(path.name)
             if name is None or name.is_down or (name.num_experts, name.intermediate) != (num_experts, intermediate):
                 continue
@@ -126,36 +124,6 @@ def candidates(
     yield from ((name, path) for _, name, path in sorted(ranked, key=lambda entry: (entry[0], entry[2])))
 
 
-def shipped_products(features: Collection[str]) -> Iterator[ProductTile]:
-    """Every tile of the package's own files for GPUs with these features, for the ledger."""
-    for path in sorted(_files(PACKAGE_CONFIGS)):
-        name = parse_name(path.name)
-        if name is None or name.is_down or _features_of(name) != frozenset(features) - {"nvlink"}:
-            continue
-        content = read_content(path)
-        scheme = content.about["scheme"]
-        layer = ProductTile(
-            "",
-            None if scheme == "none" else scheme,
-            content.about["hidden"],
-            name.intermediate,
-            {},
-            content.about["bias"],
-        )
-        for pair in content.by_tokens.values():
-            yield replace(layer, kind="gate_up", tile=pair.gate_up)
-            yield replace(layer, kind="down", tile=pair.down)
-
-
-def _features_of(name: FileName) -> frozenset[str]:
-    """Of the GPU that a file is for."""
-    arch = name.arch
-    if arch is None:
-        product = product_of_device_name((name.device or "").replace("_", " "))
-        arch = PRODUCTS[product].arch if product else None
-    return ARCHS[arch].features if arch in ARCHS else frozenset()
-
-
 def _roots() -> Iterator[Path]:
     user = envs.SGLANG_MOE_CONFIG_DIR
     if user is not None:
@@ -163,7 +131,8 @@ def _roots() -> Iterator[Path]:
     yield PACKAGE_CONFIGS
 
 
-def _files(root: Path) -> Iterator[Path]:
+def files(root: Path) -> Iterator[Path]:
+    """The tuning files of a directory, for any Triton or for one version."""
     yield from root.glob("*.json")
     yield from root.glob("triton_*/*.json")
 

@@ -1,5 +1,5 @@
 """The bands of a layer's experts: few pairs one by one, more of them grouped, with the tiles of a tuning file or of the
-tables. No torch; Triton only to measure a tile that is on no record."""
+tables. No torch, no Triton."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from sglang.srt.kernels.bands import ANY, Band, Bands, OpBands, Tiles, joined, m
 from sglang.srt.kernels.scaled_product import ScaledProduct, product_of
 from sglang.srt.kernels.spec import Need
 from sglang.srt.kernels.tables import MIXED_ROWS
-from sglang.srt.layers.moe.fused_moe_triton.capacity import cost_of, recorded_cost
 from sglang.srt.layers.moe.fused_moe_triton.config_files import TunedTiles, find
 from sglang.srt.layers.moe.fused_moe_triton.tiles import (
     FEW,
@@ -62,10 +61,9 @@ def layer_of(need: Need, arch: ArchTraits) -> ExpertLayer:
     return ExpertLayer(product, num_experts, top_k, hidden, intermediate, groups)
 
 
-def triton_bands(need: Need, arch: ArchTraits, measure: bool = False) -> OpBands:
-    """Of Triton's products. With `measure` tiles of a tuning file that are on no record are compiled, which takes
-    seconds; without they are taken to fit."""
-    layer, cost = layer_of(need, arch), cost_of if measure else recorded_cost
+def triton_bands(need: Need, arch: ArchTraits) -> OpBands:
+    """Of Triton's products. Tiles of a tuning file that are on no record are taken to fit."""
+    layer = layer_of(need, arch)
     search = find(
         layer.num_experts,
         layer.intermediate,
@@ -73,7 +71,6 @@ def triton_bands(need: Need, arch: ArchTraits, measure: bool = False) -> OpBands
         arch,
         hidden=layer.hidden,
         bias=need.shapes[0][2],
-        cost=cost,
     )
     bands = bands_of(layer, arch.features, search.tiles)
     return OpBands(
@@ -81,9 +78,9 @@ def triton_bands(need: Need, arch: ArchTraits, measure: bool = False) -> OpBands
     )
 
 
-def mixed_bands(need: Need, arch: ArchTraits, measure: bool = False) -> OpBands:
+def mixed_bands(need: Need, arch: ArchTraits) -> OpBands:
     """The same with sgl-kernel's products where experts get many pairs."""
-    by_triton, layer = triton_bands(need, arch, measure), layer_of(need, arch)
+    by_triton, layer = triton_bands(need, arch), layer_of(need, arch)
     few = most_tokens(lambda tokens: layer.pairs(tokens) / layer.num_experts < MIXED_ROWS)
     low = most_tokens(lambda tokens: layer.pairs(tokens) / layer.num_experts < TALL_ROWS)
     bands = (*up_to(by_triton.by_shape[None], few), *mixed_from(few, low))

@@ -1,0 +1,47 @@
+"""`sglang serve --dry-run`: everything that a start decides, without reading weights or starting a process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sglang.explain import explain, to_text
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.entrypoints.openai.chat_template import ChatTemplate, read_template_file
+from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import current_arch, device_count, free_memory_bytes
+from sglang.srt.kernels.resolve import installed_packages
+from sglang.srt.plan.layout import asked_layout
+from sglang.srt.plan.plan import make_plan
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.hf_tokenizer import load_tokenizer
+
+
+def dry_run(args: ServerArgs) -> None:
+    """Prints the plan for this machine. Raises UserError where a server would not start.
+
+    SGLANG_FORCE_ARCH plans for another GPU, on a machine without one for all of its memory."""
+    arch, packages, ranks = current_arch(device=args.device), installed_packages(), asked_layout(args)
+    here = arch.device == "cuda" and device_count() > 0
+    if here and ranks.world_size > device_count():
+        raise UserError(f"{ranks.flags}, but torch sees {device_count()} CUDA devices")
+    gpus = range(ranks.world_size)
+    free = min(free_memory_bytes(rank, arch.unified_memory) for rank in gpus) if here else None
+    explanation = explain(args, arch, packages, free)
+    explanation.model.require_served()
+    if explanation.problem is not None:
+        raise UserError(explanation.problem)
+    print(to_text(explanation))
+    if arch.device == "cpu":
+        model = ModelConfig.from_server_args(replace(args, load_format="dummy"))
+        dtype = "float32" if args.dtype == "auto" else model.dtype
+        plan = make_plan(args, replace(model, dtype=dtype), arch, free_memory_bytes(None), packages)
+        print(f"\n{plan.memory.log_line()}")
+    _read_tokenizer(args)
+    print("\nA server with these flags would start.")
+
+
+def _read_tokenizer(args: ServerArgs) -> None:
+    template = None if args.chat_template is None else read_template_file(args.chat_template)
+    tokenizer = load_tokenizer(args)
+    if tokenizer is not None:
+        ChatTemplate(template or tokenizer.chat_template, tokenizer.special_tokens, args.default_template_variables())

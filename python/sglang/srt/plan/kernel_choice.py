@@ -1,0 +1,126 @@
+"""Which kernel serves each op of a model, where flags may name some.
+
+A flag that names a kernel only tunes: if that kernel cannot serve the model here, the first one that can does, and a
+note says so. With --strict-backends it is an error instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.kernels.ledger_file import Ledger
+from sglang.srt.kernels.resolve import resolve
+from sglang.srt.kernels.spec import Choice, Need, NoKernel
+from sglang.srt.kernels.tables import SCALED_MM_SCHEMES, TABLES
+from sglang.srt.server_args import ONE_SAMPLER, OUR_SAMPLING, ServerArgs
+
+INSTALL = {
+    "flashinfer": "pip install 'flashinfer-python>=0.6.12,<0.7'",
+    "sm120_sgl_kernel": "pip install ./sgl-kernel",
+    "triton": "pip install 'triton>=3.6'",
+}
+"""What installs an optional package."""
+STRICT = "--strict-backends makes this an error"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A kernel that a flag names."""
+
+    flag: str
+    kernel: str
+
+    def __str__(self) -> str:
+        return f"{self.flag} {self.kernel}"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelChoices:
+    """For each need, in order, a Choice or why there is none; and notes about flags whose kernel cannot serve."""
+
+    outcomes: tuple[Choice | NoKernel, ...]
+    notes: tuple[str, ...]
+
+    def by_key(self) -> dict[str, Choice]:
+        """One Choice for each need, by its key. Raises NoKernel for the first need without one."""
+        for outcome in self.outcomes:
+            if isinstance(outcome, NoKernel):
+                raise outcome
+        return self.chosen()
+
+    def chosen(self) -> dict[str, Choice]:
+        """Of the needs that have one."""
+        return {outcome.need.key: outcome for outcome in self.outcomes if isinstance(outcome, Choice)}
+
+
+def choose_kernels(
+    args: ServerArgs, needs: Sequence[Need], arch: ArchTraits, packages: frozenset[str]
+) -> KernelChoices:
+    ledger = Ledger.load()
+
+    def outcome(need: Need, asked: Asked | None) -> Choice | NoKernel:
+        try:
+            return resolve(need, arch, ledger, packages, asked.kernel if asked else None)
+        except NoKernel as none:
+            return none
+
+    asked = {need: asked_kernel(args, need) for need in needs}
+    outcomes = {need: outcome(need, asked[need]) for need in needs}
+    if args.strict_backends:
+        return KernelChoices(tuple(outcomes.values()), ())
+    refusals: dict[Need, NoKernel] = {}
+    for need in needs:
+        refusal = outcomes[need]
+        if asked[need] is not None and isinstance(refusal, NoKernel):
+            # One backend computes an op, whatever shapes its heads have.
+            refusals |= {other: refusal for other in needs if other.op == need.op and asked[other] == asked[need]}
+    outcomes |= {need: outcome(need, None) for need in refusals}
+    return KernelChoices(tuple(outcomes.values()), tuple(_notes(args, asked, outcomes, refusals)))
+
+
+def asked_kernel(args: ServerArgs, need: Need) -> Asked | None:
+    """The kernel that a flag names for this need."""
+    attention = Asked("--attention-backend", args.attention_backend or "auto")
+    prefill, decode = args.prefill_attention_backend, args.decode_attention_backend
+    named = {
+        "extend_attention": Asked("--prefill-attention-backend", prefill) if prefill else attention,
+        "decode_attention": Asked("--decode-attention-backend", decode) if decode else attention,
+        "fused_moe": Asked("--moe-runner-backend", args.moe_runner_backend),
+        "linear": Asked("--fp8-gemm-backend", args.fp8_gemm_backend) if need.quant in SCALED_MM_SCHEMES else None,
+    }.get(need.op)
+    return None if named is None or named.kernel == "auto" else named
+
+
+def _notes(
+    args: ServerArgs,
+    asked: dict[Need, Asked | None],
+    outcomes: dict[Need, Choice | NoKernel],
+    refusals: dict[Need, NoKernel],
+) -> Iterator[str]:
+    """One for each flag."""
+    if args.sampling_backend not in OUR_SAMPLING:
+        yield f"--sampling-backend {args.sampling_backend} has no effect ({ONE_SAMPLER}); {STRICT}"
+    for named in dict.fromkeys(asked[need] for need in refusals):
+        assert named is not None
+        needs = [need for need in refusals if asked[need] == named]
+        served = [outcome for outcome in (outcomes[need] for need in needs) if isinstance(outcome, Choice)]
+        if not served:
+            continue  # the errors of these needs say it all
+        why = "; ".join(dict.fromkeys(reason for need in needs for reason in _reasons(refusals[need], named)))
+        kernels = " and ".join(dict.fromkeys(choice.name for choice in served))
+        ops = " and ".join(dict.fromkeys(choice.need.op for choice in served))
+        yield f"{named} cannot serve this model here ({why}): {kernels} serves {ops} instead; {STRICT}"
+
+
+def _reasons(refusal: NoKernel, named: Asked) -> tuple[str, ...]:
+    """Of the table's kernel of this name. What would install it is said where nothing else is against it."""
+    if named.kernel not in {name for spec in TABLES[refusal.need.op] for name in (spec.name, spec.asked_as)}:
+        return ("it is not part of sm120-sglang",)
+    # Of several kernels of one name the one that least is against; the others serve other kinds of attention.
+    reasons = min((rejection.reasons for rejection in refusal.rejected), key=len)
+    installs = {f"{package} is not installed": line for package, line in INSTALL.items()}
+    if len(reasons) == 1:
+        return tuple(f"{reason}: {installs[reason]}" if reason in installs else reason for reason in reasons)
+    return tuple(reason for reason in reasons if reason not in installs)

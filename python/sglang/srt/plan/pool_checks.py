@@ -1,0 +1,73 @@
+"""What a plan's KV cache must hold, and what to say where it holds less than was asked for. No torch."""
+
+from __future__ import annotations
+
+import math
+
+from sglang.srt.errors import UserError
+from sglang.srt.plan.caches import cache_groups
+from sglang.srt.plan.capacity import Capacity, Trial
+from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.memory import GIB, MIN_POOL_TOKENS, DoesNotFit
+from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.pool_sizes import cache_cost
+from sglang.srt.plan.remedies import Planner, advice_to_hold_a_request
+from sglang.srt.server_args import ServerArgs
+
+
+def check_pages(model: ModelDescription, serving: Serving) -> None:
+    """Raises UserError for pages that do not hold whole entries of every cache."""
+    rates = {group.entries_per_token for group in cache_groups(model, serving)}
+    whole = math.lcm(*(rate.denominator for rate in rates))
+    if serving.page_size % whole:
+        raise UserError(
+            f"{model.architecture} caches one entry for up to {whole} tokens, and a page holds whole entries:"
+            f" --page-size {serving.page_size} must be a multiple of {whole}."
+        )
+
+
+def flag_notes(args: ServerArgs, capacity: Capacity) -> tuple[str, ...]:
+    """Of flags that ask for what is not there, and a server starts nevertheless."""
+    notes, tokens, page_size = [], capacity.max_total_num_tokens, args.page_size or 1
+    if args.max_total_tokens is not None and args.max_total_tokens // page_size * page_size > tokens:
+        notes.append(f"--max-total-tokens {args.max_total_tokens} does not fit: the KV cache holds {tokens} tokens")
+    if args.cpu_offload_gb:
+        memory = capacity.memory
+        notes.append(
+            f"--cpu-offload-gb {args.cpu_offload_gb:g} has no effect: all {memory.weights / GIB:.2f} GiB of weights a"
+            f" GPU fit in its {memory.available / GIB:.2f} GiB, and stay there"
+        )
+    return tuple(notes)
+
+
+def _pool_facts(capacity: Capacity) -> str:
+    tokens, per_token = capacity.max_total_num_tokens, cache_cost(capacity.groups).bytes_per_token
+    size = f"{capacity.memory.kv_cache / GIB:.2f} GiB at {math.ceil(per_token):,} B a token"
+    return f"the KV cache holds {max(0, tokens):,} tokens ({size})"
+
+
+def check_pool(args: ServerArgs, capacity: Capacity) -> None:
+    """Raises UserError."""
+    if args.max_total_tokens is not None and args.max_total_tokens < 2:
+        raise UserError(f"{_pool_facts(capacity)}, too few to serve anything. Use a larger --max-total-tokens.")
+    if capacity.max_total_num_tokens < min(MIN_POOL_TOKENS, args.max_total_tokens or MIN_POOL_TOKENS):
+        raise DoesNotFit(f"{_pool_facts(capacity)}, too few to serve anything")
+
+
+def short_of_context(planner: Planner, args: ServerArgs, trial: Trial) -> tuple[str, ...]:
+    sizes = trial.capacity.sizes
+    if trial.capacity.max_total_num_tokens >= sizes.context_len:
+        return ()
+    return (
+        f"{_pool_facts(trial.capacity)}, less than one request of the full context length {sizes.context_len:,}: longer"
+        f" requests are refused. {advice_to_hold_a_request(planner, args, trial)}".rstrip(),
+    )
+
+
+def smaller_sizes(capacity: Capacity, weights: int, available: int) -> str:
+    sizes = capacity.sizes
+    return (
+        f"the weights leave {(available - weights) / GIB:.2f} GiB a GPU: so that the caches get their share, steps are"
+        f" at most --chunked-prefill-size {capacity.chunk}, --max-running-requests {sizes.max_running_requests} and"
+        f" --cuda-graph-max-bs {max(sizes.graph_batch_sizes, default=0)}, unless flags say otherwise"
+    )

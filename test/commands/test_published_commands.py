@@ -1,0 +1,138 @@
+"""Launch commands that owners of these cards published, against `explain`: the flags, the plan, the exit status.
+
+`published.tsv`: id, card, config (in `srt/kernels`; - where nobody published one), source, flags.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from srt.kernels import published
+
+from sglang import explain
+from sglang.srt.errors import UserError
+from sglang.srt.server_args import ServerArgs
+
+COMMANDS = {row["id"]: row for row in csv.DictReader((Path(__file__).parent / "published.tsv").open(), delimiter="\t")}
+NOT_YET = re.compile(
+    r"--(speculative-[a-z-]+|enable-multi-layer-eagle|enable-deepseek-v4-fp4-indexer|nnodes|node-rank"
+    r"|kv-cache-dtype nvfp4|(reasoning|tool-call)-parser (mimo|muse|gemma4|nemotron_3))"
+)
+"""What is refused by name as long as it does not exist."""
+NOT_SERVED = ("orm-dsv4", "0x-dsv4", "cb-dsv4-5090", "pp-dsv4", "i29562-glm52", "rk-glm5-mtp", "k3")
+"""Of models that are not implemented."""
+STAND_INS = {"rk-q397-fp8": ["--quantization", "fp8"]}
+"""What makes of the config what the command was for."""
+OTHER_FLAWS = {
+    "coder30-awq": "--quantization moe_wna16, but the checkpoint",  # the config is that of the model in 16 bits
+    "rk-mimo25": "--quantization modelopt_mixed does not fit the checkpoint",  # the config is another checkpoint's
+    "i40877-dsv41": "Unknown option --gpu-memory-utilization. Here that is --mem-fraction-static",
+}
+
+
+def split(flags: str) -> tuple[list[str], list[str]]:
+    """The words of a command without those that ask for what is not there yet, and these."""
+    options = [list(option) for option in _options(shlex.split(flags))]
+    later = [option for option in options if NOT_YET.match(" ".join(option))]
+    return [word for option in options if option not in later for word in option], [option[0] for option in later]
+
+
+def _options(words: list[str]) -> list[list[str]]:
+    options: list[list[str]] = []
+    for word in words:
+        if word.startswith("--"):
+            options.append([word])
+        else:
+            options[-1].append(word)
+    return options
+
+
+@pytest.mark.parametrize("name", [name for name, row in COMMANDS.items() if row["config"] != "-"])
+def test_a_published_command_starts_or_says_why_not(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = COMMANDS[name]
+    words, later = split(row["flags"])
+    argv = ["--arch", row["gpu"], "--model-path", str(published.any_checkpoint(row["config"], tmp_path / "m"))]
+    status = explain.main([*argv, *words, *STAND_INS.get(name, [])])
+    printed = capsys.readouterr()
+    if name in OTHER_FLAWS:
+        assert status == 2 and OTHER_FLAWS[name] in printed.err
+    elif status and name in NOT_SERVED:
+        assert "not implemented yet" in printed.out or "is not described here yet" in printed.err
+    else:
+        assert status == 0, printed.err + printed.out
+    if later and explain.main([*argv, *shlex.split(row["flags"])]):
+        error = capsys.readouterr().err
+        for flag in later:
+            assert flag in error or "--speculative-algorithm" in error, f"{flag} is not named: {error}"
+        assert "Unknown option" not in error
+
+
+@pytest.mark.parametrize("name", [name for name, row in COMMANDS.items() if row["config"] == "-"])
+def test_flags_of_commands_without_a_config_are_understood(name: str) -> None:
+    words, _ = split(COMMANDS[name]["flags"])
+    try:
+        ServerArgs.from_cli(["--model-path", "m", *words])
+    except UserError as error:
+        pytest.fail(str(error))
+
+
+@pytest.mark.parametrize("named", ["--attention-backend", "--decode-attention-backend", "--prefill-attention-backend"])
+def test_a_backend_that_is_not_installed_falls_back(
+    named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(published.any_checkpoint("Qwen3.6-27B-NVFP4", tmp_path / "m"))
+    argv = ["--arch", "rtx-5090", "--model-path", model, named, "flashinfer"]
+    assert explain.main(argv) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{named} flashinfer")]
+    assert len(said) == 1, said
+    assert "flashinfer is not installed: pip install 'flashinfer-python>=" in said[0] and "triton serves " in said[0]
+    assert explain.main([*argv, "--with-package", "flashinfer"]) == 0
+    assert f"{named} flashinfer cannot" not in capsys.readouterr().out
+    assert explain.main([*argv, "--strict-backends"]) == 2
+    assert "flashinfer: flashinfer is not installed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--attention-backend b12x", "it is not part of sm120-sglang"),
+        ("--moe-runner-backend flashinfer_cutlass", "it is not part of sm120-sglang"),
+        ("--attention-backend fa3", "needs wgmma"),
+        ("--sampling-backend flashinfer", "one implementation"),
+    ],
+)
+def test_a_kernel_of_others_falls_back(
+    flags: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--arch", "sm_120", "--model-path", str(published.any_checkpoint("Qwen3-30B-A3B", tmp_path / "m"))]
+    assert explain.main([*argv, *flags.split()]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith(flags)]
+    assert len(said) == 1 and why in said[0] and "--strict-backends" in said[0]
+    assert explain.main([*argv, *flags.split(), "--strict-backends"]) == 2
+    printed = capsys.readouterr()
+    assert why.replace("it is ", "") in printed.out + printed.err or "no such kernel" in printed.out
+
+
+def test_flashinfer_is_not_advised_for_what_it_cannot_serve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(published.any_checkpoint("gpt_oss", tmp_path / "m"))
+    assert explain.main(["--arch", "sm_120", "--model-path", model, "--attention-backend", "flashinfer"]) == 0
+    printed = capsys.readouterr().out
+    assert "(no support for sinks): triton serves" in printed and "pip install" not in printed
+
+
+@pytest.mark.parametrize(("gpus", "status"), [("1", 2), ("2", 0)])
+def test_offloaded_weights_are_not_needed_where_all_fit(
+    gpus: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(published.any_checkpoint("MiniMax-M2.7-NVFP4", tmp_path / "m"))
+    argv = ["--arch", "rtx-pro-6000", "--model-path", model, "--cpu-offload-gb", "35", "--tp", gpus]
+    assert explain.main(argv) == status
+    said = [line for line in capsys.readouterr().out.splitlines() if "--cpu-offload-gb" in line]
+    assert len(said) == 1
+    assert ("more GPUs (--tp-size 2)" in said[0]) if status else ("has no effect: all 6" in said[0]), said
