@@ -100,6 +100,7 @@ types: install
 
 imports: install
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/import_figures.py
 
 unit: install
 	$(BIN)/pytest -n 3 --dist loadfile $(ARGS)
@@ -118,7 +119,7 @@ upstream: install
 
 ledger: install
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target 'build/triton-$(TRITON)' 'triton==$(TRITON)'
-	PYTHONPATH='$(CURDIR)/build/triton-$(TRITON)' $(BIN)/python -m sglang.srt.kernels.ledger check --all
+	PYTHONPATH='$(CURDIR)/build/triton-$(TRITON)' $(BIN)/python -m sglang.ledger check --all
 
 clean:
 	rm -rf .venv

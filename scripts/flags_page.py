@@ -13,7 +13,7 @@ from typing import Any, get_args
 from sglang.srt import compat, environ
 from sglang.srt.cli_args import Option, flag, is_list
 from sglang.srt.server_args import ONLY_ONE, TABLE
-from sglang.srt.upstream_flags import ACCEPTED, REFUSED, FlagGroup
+from sglang.srt.upstream_interface import ACCEPTED, REFUSED, FlagGroup
 
 PAGE = Path(__file__).parents[1] / "docs" / "flags.md"
 
@@ -95,7 +95,7 @@ def _value(annotation: Any, spec: Option) -> str:
         return ""
     kind = annotation if isinstance(annotation, type) and not get_args(annotation) else get_args(annotation)[0]
     if is_list(annotation):
-        return "integers"
+        return "texts" if "str" in str(annotation) else "integers"
     if spec.json:
         return "JSON object"
     if spec.size:
@@ -110,6 +110,10 @@ def _other_spellings() -> str:
         (_code(f"{flag(name)} {value}" for value in sorted(row.values)), f"`{row.instead}`: {row.reason}")
         for name, row in compat.TUNING_VALUES.items()
     ]
+    refused = [
+        (_code(f"{flag(name)} {value}" for value in sorted(row.values)), f"refused: {row.reason.format('NAME')}")
+        for name, row in compat.REFUSED_VALUES.items()
+    ]
     kernels = [
         (_code(f"{flag(name)} {value}" for value in sorted(names)), "the kernel that the plan chooses, with a warning")
         for name, names in compat.FOREIGN_KERNELS.items()
@@ -117,7 +121,7 @@ def _other_spellings() -> str:
     others = [(f"`--{old}`", ours) for old, ours in compat.WORDS_OF_OTHERS.items()]
     return (
         "## Other spellings\n\n"
-        + _table(("of other releases", "read as"), [*flags, *values, *tuning, *kernels])
+        + _table(("of other releases", "read as"), [*flags, *values, *tuning, *kernels, *refused])
         + "\n## Words of vLLM and llama.cpp\n\nThey are refused, with the word that means the same here.\n\n"
         + _table(("there", "here"), others)
     )
@@ -125,7 +129,7 @@ def _other_spellings() -> str:
 
 def _groups(groups: tuple[FlagGroup, ...]) -> str:
     return "".join(
-        f"\n**{group.title}**: {group.reason}. {', '.join(map(_upstream_flag, sorted(group.names.split())))}\n"
+        f"\n**{group.title}**: {group.reason}. {', '.join(map(_upstream_flag, sorted(group.names)))}\n"
         for group in groups
     )
 

@@ -33,8 +33,7 @@ from sglang.srt.distributed.parallel_state import Reducer
 from sglang.srt.environ import adopt_environment
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.mem_cache.kv_table import KVTable
-from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
-from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
+from sglang.srt.model_executor.graph_runner import GraphRunner, GraphSizes
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.plan.layout import asked_layout
 from sglang.srt.server_args import ServerArgs
@@ -98,13 +97,11 @@ def ways() -> dict[str, Any]:
 def switch_to(runner: ModelRunner, reducer: Reducer, input_len: int) -> None:
     """Captures again what is measured here, and no more."""
     parallel_state.groups().tp.reduce_with(reducer)
-    runner.graphs = runner.extend_graphs = None
+    runner.graphs = None
     torch.cuda.empty_cache()
+    prompts = [size for size in runner.plan.cuda_graph_prefill_tokens if size <= input_len][-1:]
     with torch.inference_mode():
-        runner.graphs = CudaGraphRunner(runner.state, runner.plan.cuda_graph_bs)
-        if runner.plan.cuda_graph_prefill_tokens:
-            largest = max(size for size in runner.plan.cuda_graph_prefill_tokens if size <= input_len)
-            runner.extend_graphs = ExtendGraphRunner(runner.state, (largest,), (0, 1))
+        runner.graphs = GraphRunner(runner.state, GraphSizes(runner.plan.cuda_graph_bs, tuple(prompts), (0, 1)))
 
 
 def one_prompt(runner: ModelRunner, kv: KVTable, input_len: int) -> Callable[[], None]:

@@ -38,8 +38,8 @@ sys.path.insert(0, str(ROOT / "python"))
 from compare import IN_ONE_STEP, PEER_ENV, Side, latency, peer_path, table  # noqa: E402
 
 from sglang.srt.layers.moe.fused_moe_triton.config_files import TilePair  # noqa: E402
-from sglang.srt.layers.moe.fused_moe_triton.config_format import to_entry  # noqa: E402
 from sglang.srt.layers.moe.fused_moe_triton.tiles import tile  # noqa: E402
+from sglang.tuning.tile_files import to_entry  # noqa: E402
 
 SECONDS = {"products": 60, "steps": 190, "tune": 120, "rows": 60}
 """Of a part; steps and tune for each model."""
@@ -160,7 +160,7 @@ def record_rows(session: Session, triton: str | None, processes: int) -> None:
         target = PACKAGE / "layers" / "moe" / "fused_moe_triton" / "configs" / path.parent.name
         target.mkdir(exist_ok=True)
         shutil.copy(path, target)
-    words = ["-m", "sglang.srt.kernels.ledger", "update", "--lock", "sm90", "--processes", str(processes)]
+    words = ["-m", "sglang.ledger", "update", "--lock", "sm90", "--processes", str(processes)]
     print(session.command("rows", [*words, *(["--triton", triton] if triton else [])], SECONDS["rows"]), flush=True)
     shutil.copy(PACKAGE / "kernels" / "sm90.lock.json", session.out)
 

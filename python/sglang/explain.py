@@ -12,8 +12,8 @@ import json
 import math
 import sys
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sglang.srt.configs.hf_config import merge_overrides, read_config, read_generation_config
@@ -22,10 +22,9 @@ from sglang.srt.configs.model_path import resolve_model_path
 from sglang.srt.configs.quantization import quantization_of
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name, current_arch
+from sglang.srt.kernels.bands import OpBands
 from sglang.srt.kernels.ledger_file import judged_as, tile_key
 from sglang.srt.kernels.spec import Choice, NoKernel, Rejection
-from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
-from sglang.srt.layers.moe.fused_moe_triton.config_files import find
 from sglang.srt.plan.caches import CacheGroup, cache_groups
 from sglang.srt.plan.kernel_choice import KernelChoices, choose_kernels
 from sglang.srt.plan.layer_spec import Serving
@@ -34,9 +33,8 @@ from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.plan import ModelPlanner, describe_capacity, make_plan, serving_of, why_shared_apart
 from sglang.srt.plan.pool_sizes import cache_cost
-from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.remedies import trial_or_advice
-from sglang.srt.plan.weights import expert_rows
+from sglang.srt.plan.tile_bands import cut_bands
 from sglang.srt.server_args import ServerArgs
 from sglang.tuning.ops import MOST
 from sglang.tuning.report import CONTEXT, shape_json, shape_lines, time_json, time_lines
@@ -63,9 +61,14 @@ class Explanation:
     unfit: str | None = None  # why there is no room for it
     groups: tuple[CacheGroup, ...] = ()
     outcomes: tuple[Choice | NoKernel, ...] = ()
-    moe_tiles: str | None = None  # where the experts' tiles come from
+    bands: Mapping[str, OpBands] = field(default_factory=dict)  # the plan's, by the key of the need
     plan: dict[str, Any] | None = None  # sizes and memory
     notes: tuple[str, ...] = ()
+
+    @property
+    def moe_tiles(self) -> str | None:
+        """Where the experts' tiles come from."""
+        return self.bands["fused_moe"].source if "fused_moe" in self.bands else None
 
     @property
     def missing(self) -> tuple[NoKernel, ...]:
@@ -118,7 +121,7 @@ def explain(
         unfit=unfit,
         groups=cache_groups(model, serving),
         outcomes=chosen.outcomes,
-        moe_tiles=_moe_tiles(arch, model, serving.ranks),
+        bands=cut_bands((outcome for outcome in chosen.outcomes if isinstance(outcome, Choice)), arch),
         plan=plan,
         notes=(*notes, uneven) if uneven else notes,
     )
@@ -131,25 +134,6 @@ def _refusal(planner: ModelPlanner, args: ServerArgs) -> str:
     except UserError as error:
         return str(error)
     raise AssertionError("the planner takes a layout that was refused")
-
-
-def _moe_tiles(arch: ArchTraits, model: ModelDescription, ranks: RankLayout) -> str | None:
-    """The tuning file that the experts' layers will find, the user's before ours, and those that they will reject."""
-    experts = model.experts
-    if experts is None or arch.capability is None:
-        return None
-    quant, rows = model.expert_quant, expert_rows(model, ranks)
-    scheme = quant.scheme if quant else None
-    choice = find(
-        ranks.expert_room(experts.num_experts) + experts.fused_shared,
-        rows,
-        scheme,
-        arch,
-        hidden=model.hidden_size,
-        bias=experts.bias,
-        cost=recorded_cost,
-    )
-    return choice.describe()
 
 
 def _plan(
@@ -183,7 +167,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
         "missing": [outcome.need.key for outcome in explanation.missing],
         "kv_cache": _kv_json(explanation),
         "moe_tiles": explanation.moe_tiles,
-        "ops": {outcome.need.key: _op_json(outcome) for outcome in explanation.outcomes},
+        "ops": {outcome.need.key: _op_json(outcome, explanation.bands) for outcome in explanation.outcomes},
         "plan": explanation.plan,
         "notes": list(explanation.notes),
     }
@@ -199,7 +183,7 @@ def _kv_json(explanation: Explanation) -> dict[str, Any]:
     }
 
 
-def _op_json(outcome: Choice | NoKernel) -> dict[str, Any]:
+def _op_json(outcome: Choice | NoKernel, bands: Mapping[str, OpBands]) -> dict[str, Any]:
     rejected = {rejection.kernel: list(rejection.reasons) for rejection in outcome.rejected}
     need = outcome.need.describe()
     if isinstance(outcome, NoKernel):
@@ -211,6 +195,7 @@ def _op_json(outcome: Choice | NoKernel) -> dict[str, Any]:
         "note": outcome.note,
         "remark": outcome.remark,
         "tile": dict(outcome.tile) if outcome.tile else None,
+        "tiles": bands[outcome.need.key].to_json() if outcome.need.key in bands else [],
         "smem": record.smem if record else None,
         "registers": record.registers if record else None,
         "spills": record.spills if record else None,
@@ -245,7 +230,7 @@ def to_text(explanation: Explanation) -> str:
     for row, outcome in zip(rows, (None, *explanation.outcomes), strict=True):
         lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         if outcome is not None:
-            lines += _details(outcome, explanation.moe_tiles)
+            lines += _details(outcome, explanation.bands.get(outcome.need.key))
     if explanation.plan:
         if "estimate" in explanation.plan:
             lines += ["", "An estimate: nothing here allocates this model yet."]
@@ -276,7 +261,7 @@ def _cells(outcome: Choice | NoKernel) -> tuple[str, ...]:
     return (outcome.need.key, outcome.name, tile, f"{record.smem:,}", str(record.registers), str(record.spills), mma)
 
 
-def _details(outcome: Choice | NoKernel, moe_tiles: str | None) -> list[str]:
+def _details(outcome: Choice | NoKernel, bands: OpBands | None) -> list[str]:
     """The need, the note, and the rejected candidates; those with the same reason share an entry."""
     by_reason: dict[tuple[str, ...], list[str]] = {}
     for rejection in outcome.rejected:
@@ -285,10 +270,12 @@ def _details(outcome: Choice | NoKernel, moe_tiles: str | None) -> list[str]:
     texts = [f"for {outcome.need.describe()}"]
     if isinstance(outcome, Choice) and outcome.note:
         texts.append(f"because {outcome.note}")
-    if isinstance(outcome, Choice) and outcome.need.op == "fused_moe" and outcome.name == "triton" and moe_tiles:
-        texts.append(f"tiles: {moe_tiles}")
+    if bands is not None and bands.source:
+        texts.append(f"tiles: {bands.source}")
     if isinstance(outcome, Choice) and outcome.remark:
         texts.append(f"how: {outcome.remark}")
+    if isinstance(outcome, Choice) and outcome.spec.bands and bands is not None:
+        texts += bands.describe()
     if entries:
         texts.append("not chosen: " + " | ".join(entries))
     return [

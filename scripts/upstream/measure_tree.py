@@ -15,10 +15,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from sglang.ledger.compile import CompileFailed, measure_cached
+from sglang.ledger.variant import Variant
+
 # Ours, before `sglang` comes to mean upstream's package.
 from sglang.srt.environ import envs
-from sglang.srt.kernels.compile import CompileFailed, measure_cached
-from sglang.srt.kernels.variant import Variant
 from upstream import stub_import
 from upstream.recording import Launch as Recorded
 from upstream.recording import recording

@@ -12,12 +12,13 @@ import model_configs
 import pytest
 from published_shapes import CARDS, shapes
 
+from sglang.ledger.shipped_products import shipped_products
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.ledger_file import tile_key
 from sglang.srt.kernels.spec import TileRecord
 from sglang.srt.layers.moe.fused_moe_triton import capacity
 from sglang.srt.layers.moe.fused_moe_triton.capacity import ProductTile, recorded_cost
-from sglang.srt.layers.moe.fused_moe_triton.config_files import PACKAGE_CONFIGS, find, shipped_products
+from sglang.srt.layers.moe.fused_moe_triton.config_files import PACKAGE_CONFIGS, find
 from sglang.srt.layers.moe.fused_moe_triton.config_format import read_content
 from sglang.srt.layers.moe.fused_moe_triton.config_names import parse_name
 from sglang.srt.layers.moe.fused_moe_triton.tiles import tile
@@ -71,11 +72,12 @@ def test_few_tiles_a_scheme_and_none_spills() -> None:
 
 
 def test_shipped_tiles_are_launches_for_the_ledger() -> None:
-    variants = pytest.importorskip("sglang.srt.layers.moe.fused_moe_triton.variants")
+    variants = pytest.importorskip("sglang.ledger.variants.experts")
+    expert_products = pytest.importorskip("sglang.ledger.variants.expert_products")
     features = tuple(sorted(arch_by_name("sm_120").features))
     described = {(variant.key, tile_key(variant.tile)) for variant in variants.variants("fused_moe", features)}
     for product in shipped_products(features):
-        variant = capacity.product_variant_of(product, features)
+        variant = expert_products.product_variant_of(product, features)
         assert (variant.key, tile_key(variant.tile)) in described
 
 

@@ -7,7 +7,9 @@ import pytest
 import torch
 from moe_problem import Problem
 
+from sglang.srt.configs.activation import SILU
 from sglang.srt.layers.moe.fused_moe_triton import fused_moe as module
+from sglang.srt.layers.moe.fused_moe_triton.expert_bands import forced
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, tile
 from sglang.tuning.search_space import MoeShape
 
@@ -51,7 +53,8 @@ def test_both_products_give_what_the_layer_gives(scheme: str | None) -> None:
         problem.w2,
         problem.inputs.topk_weights,
         problem.inputs.topk_ids[0],
-        tiles=MoeTiles(float("inf"), up, down),
+        SILU,
+        forced(MoeTiles(float("inf"), up, down), module.product_for(problem.w13)),
         features=problem.features,
     )
     assert layer.float().abs().max() > 0

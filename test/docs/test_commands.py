@@ -43,7 +43,7 @@ NOT_RUN = {
     "sglang bench serving": "its flags are parsed; sweep runs it",
     "python -m sglang.quantize": "writes a checkpoint; its flags are looked up",
     "python -m sglang.launch_server": "as sglang serve",
-    "python -m sglang.srt.kernels.ledger": "compiles for minutes; its words are looked up",
+    "python -m sglang.ledger": "compiles for minutes; its words are looked up",
     "python scripts/": "its flags are looked up",
     "python benchmark/": "its flags are looked up; tests of their own run them",
     "python test/": "its words are looked up",

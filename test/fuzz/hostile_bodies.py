@@ -10,6 +10,8 @@ from typing import Any
 from fuzz.scale import LONG
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+SESSIONS = {"list": {"streaming": True}, "tree": {}}
+"""Sessions that are open during the attacks, by what opens them."""
 REFUSED, EITHER, OVERLOADED = (400, 413, 422), (200, 400, 413, 422), (200, 400, 413, 422, 503)
 
 
@@ -30,6 +32,10 @@ def generate(**params: Any) -> dict[str, Any]:
     return {"text": "a", "sampling_params": {"max_new_tokens": 4, **params}}
 
 
+def in_session(name: str, **fields: Any) -> dict[str, Any]:
+    return {"session_params": {"id": name}, "sampling_params": {"max_new_tokens": 1}, **fields}
+
+
 def chat(content: Any = "hi", **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}], "max_tokens": 2, **fields}
 
@@ -48,6 +54,8 @@ def marked(text: str) -> dict[str, Any]:
 MANY = 300_000
 LISTS: list[tuple[str, str, Callable[[list[Any]], Any]]] = [
     (GENERATE, "input_ids", lambda many: {"input_ids": many}),
+    (GENERATE, "input_ids of a session", lambda many: in_session("tree", input_ids=many)),
+    (GENERATE, "text of a session", lambda many: in_session("list", text=many)),
     (GENERATE, "text", lambda many: {"text": many}),
     (GENERATE, "sampling_params", lambda many: {"text": "a", "sampling_params": many}),
     (GENERATE, "stop", lambda many: generate(stop=many)),
@@ -83,6 +91,16 @@ LARGE: dict[str, tuple[str, Callable[[], Any]]] = {
     "200,000 stop tokens": (GENERATE, lambda: generate(stop_token_ids=[5] * 200_000)),
     "a bias for every token": (GENERATE, lambda: generate(logit_bias={str(i): 1.0 for i in range(4_000)})),
     "a bias for 100,000 tokens": (GENERATE, lambda: generate(logit_bias={str(i): 1.0 for i in range(100_000)})),
+    "28 MB in a session": (GENERATE, lambda: in_session("tree", text="word " * 5_600_000)),
+    "28 MB of one letter in a session": (GENERATE, lambda: in_session("tree", text="a" * 28_000_000)),
+    "28 MB in a streaming session": (GENERATE, lambda: in_session("list", text="word " * 5_600_000)),
+    "2,000,000 ids in a session": (GENERATE, lambda: in_session("tree", input_ids=[5] * 2_000_000)),
+    "2,000,000 ids in a streaming session": (GENERATE, lambda: in_session("list", input_ids=[5] * 2_000_000)),
+    "an id of a session of 20 MB": (GENERATE, lambda: in_session("s" * 20_000_000, text="a")),
+    "a session with a name of 20 MB": (
+        "/open_session",
+        lambda: {"capacity_of_str_len": 9, "session_id": "s" * 20_000_000},
+    ),
     "a prompt of 20 MB": (GENERATE, lambda: {"text": "word " * 4_000_000}),
     "a prompt of 20 MB without a space": (COMPLETIONS, lambda: {"prompt": "a" * 20_000_000}),
     "a prompt of 512 characters a token": (COMPLETIONS, lambda: {"prompt": "a" * (256 * 512 - 1)}),
@@ -135,6 +153,10 @@ TEXT_FIELDS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "a tool": (CHAT, lambda text: chat(tools=[{"function": {"name": text, "parameters": {text: text}}}])),
     "a schema": (GENERATE, lambda text: generate(json_schema=json.dumps({"enum": [text]}))),
     "text": (GENERATE, lambda text: {**generate(), "text": text}),
+    "text of a session": (GENERATE, lambda text: in_session("list", text=text)),
+    "name of a session": (GENERATE, lambda text: in_session(text, text="a")),
+    "request of a session": (GENERATE, lambda text: {**generate(), "session_params": {"id": "tree", "rid": text}}),
+    "/open_session": ("/open_session", lambda text: {"capacity_of_str_len": 9, "session_id": text}),
     "/tokenize": ("/tokenize", lambda text: {"prompt": text}),
     "/abort_request": ("/abort_request", lambda text: {"rid": text}),
 }
@@ -172,4 +194,10 @@ def many_sequences() -> Iterator[Hostile]:
     yield Hostile("4,096 completions x 128", COMPLETIONS, lambda: completions, OVERLOADED, leave_after_s=2.0)
     yield Hostile("4,096 prompts x 5", GENERATE, lambda: batch(4_096, 5), OVERLOADED, leave_after_s=0.5)
     yield Hostile("200 prompts x 128", GENERATE, lambda: batch(200, 128), OVERLOADED, leave_after_s=0.5)
+    for session in SESSIONS:
+        name, body = (
+            f"28 MB in the session {session}, four times, and gone",
+            in_session(session, text="a " * 14_000_000),
+        )
+        yield Hostile(name, GENERATE, lambda body=body: body, OVERLOADED, copies=4, leave_after_s=0.5)
     yield Hostile("128 samples", GENERATE, lambda: batch(1, 128), (200,))

@@ -6,7 +6,7 @@ import random
 
 from fuzz.raw_http import RawCase, chunked, generate_body, request
 
-OK, BAD, ANY_REFUSAL = (200,), (400,), (400, 404, 405, 408, 411, 413, 414, 415, 422, 431)
+OK, BAD, ANY_REFUSAL = (200,), (400,), (400, 403, 404, 405, 408, 411, 413, 414, 415, 422, 431)
 NOTHING = (0,)
 BODY = generate_body()
 STREAM = generate_body(stream=True, sampling_params={"max_new_tokens": 200, "ignore_eos": True})
@@ -91,6 +91,29 @@ def headers() -> list[RawCase]:
         case("a huge range", b"Range: bytes=0-99999999999999999999,5-1"),
         case("a long origin", b"Origin: https://" + b"a" * 20_000),
         case("conditions", b"If-None-Match: *", b"If-Modified-Since: never"),
+    ]
+
+
+def origins() -> list[RawCase]:
+    """A server without a key answers pages of this machine only, whatever they ask."""
+
+    def case(origin: bytes, status: int, method: bytes = b"POST") -> RawCase:
+        lines = [b"Origin: " + origin, b"Access-Control-Request-Method: POST"]
+        target, body = (b"/generate", BODY) if method == b"POST" else (b"/v1/models", b"")
+        if method == b"POST":
+            return RawCase(f"origin: {origin[:40]!r}", [request(body, lines, target=target)], [(status,)])
+        name = f"origin: {method.decode()} of {origin[:40]!r}"
+        return RawCase(name, [request(headers=lines, target=target, method=method, length=None)], [(status,)])
+
+    foreign = [b"https://evil.example", b"null", b"http://localhost.evil.example", b"http://[::1", b"\xff", b"x" * 9000]
+    local = [b"http://localhost:3000", b"https://127.0.0.1", b"http://[::1]:80"]
+    methods = (b"POST", b"GET", b"OPTIONS")
+    return [
+        *(case(origin, 403, method) for origin in foreign for method in methods),
+        *(case(origin, 200, method) for origin in local for method in methods),
+        RawCase(
+            "origins: two", [request(BODY, [b"Origin: http://localhost", b"Origin: https://evil.example"])], [(403,)]
+        ),
     ]
 
 
@@ -246,10 +269,13 @@ def slow() -> list[RawCase]:
 
 
 def half_closed() -> list[RawCase]:
-    """The client has sent all and still reads; whether it gets its answer is the server's choice."""
+    """The client has sent all and still reads, or has left, which looks the same at first."""
     return [
-        RawCase("a whole request", [request(BODY)], [OK + NOTHING], "half-close"),
-        RawCase("health", [request(target=b"/health", method=b"GET", length=None)], [OK + NOTHING], "half-close"),
+        RawCase("a whole request", [request(BODY)], [OK], "half-close"),
+        RawCase("a whole answer", [request(WHOLE)], [OK], "half-close"),
+        RawCase("a whole stream", [request(STREAM)], [OK], "half-close"),
+        RawCase("three requests", [request(BODY) * 3], [OK] * 3, "half-close"),
+        RawCase("health", [request(target=b"/health", method=b"GET", length=None)], [OK], "half-close"),
         RawCase("left before the answer", [request(WHOLE)], [], "close"),
         RawCase("reset before the answer", [request(WHOLE)], [], "reset"),
         RawCase("left in the stream", [request(STREAM), 0.2], [], "close"),
@@ -260,5 +286,5 @@ def half_closed() -> list[RawCase]:
 
 GROUPS = {
     group.__name__: group
-    for group in (no_http, targets, headers, lengths, truncated, chunks, bodies, pipelines, slow, half_closed)
+    for group in (no_http, targets, headers, origins, lengths, truncated, chunks, bodies, pipelines, slow, half_closed)
 }

@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import httpx
 from fuzz.guarded_server import Damage, GuardedServer
+from fuzz.hostile_bodies import SESSIONS
 from fuzz.soak_jobs import reference_jobs, run_jobs, with_answers
 
-FLAGS = ("--context-length", "256", "--max-total-tokens", "8192", "--enable-metrics")
+FLAGS = ("--context-length", "256", "--max-total-tokens", "8192", "--enable-metrics", "--enable-streaming-session")
 SHORT = ("--preferred-sampling-params", '{"max_new_tokens": 4}')
 """So that a random request that does not say how long its answer may be is not one of 256 tokens."""
 
@@ -64,7 +65,16 @@ def warm_up(url: str) -> None:
     answer = httpx.post(f"{url}/generate", json={"text": "a", "sampling_params": params}, timeout=60)
     assert answer.status_code == 200, answer.text
     httpx.post(f"{url}/tokenize", json={"prompt": "a b c " * 300_000}, timeout=60)  # served or refused, but read
+    open_sessions(url)
     probe(url)
+
+
+def open_sessions(url: str) -> None:
+    """Anew, without what was said in them."""
+    for session, fields in SESSIONS.items():
+        httpx.post(f"{url}/close_session", json={"session_id": session})
+        opened = {"capacity_of_str_len": 1 << 40, "session_id": session, **fields}
+        assert httpx.post(f"{url}/open_session", json=opened).status_code == 200
 
 
 def probe(url: str) -> None:

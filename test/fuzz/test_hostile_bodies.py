@@ -13,7 +13,7 @@ from fuzz.hostile_bodies import Hostile, large_texts, lists_of_wrong_things, man
 from fuzz.hostile_grammars import grammars, patterns
 from fuzz.hostile_numbers import NUMBERS, RID, numbered_bodies
 from fuzz.scale import LONG
-from fuzz.target import Target
+from fuzz.target import Target, open_sessions
 
 ANSWER_LIMIT_S = 60.0
 JSON = {"content-type": "application/json"}
@@ -68,6 +68,7 @@ def test_numbers(target: Target) -> None:
     problems = []
     for number in NUMBERS:
         url = target.server().url
+        open_sessions(url)  # each number leaves them as it will
         for field, path, body in numbered_bodies(number):
             answer = httpx.post(url + path, content=body, headers=JSON, timeout=ANSWER_LIMIT_S)
             if answer.status_code not in (200, 400, 422):

@@ -99,8 +99,10 @@ def check_key(url: str) -> None:
             answer = httpx.get(url + path, headers=headers)
             assert answer.status_code == 401 and answer.json() == {"error": "Unauthorized"}
     assert httpx.get(f"{url}/v1/models", headers=KEY).status_code == 200
-    for path in ("/health", "/health_generate", "/ready"):
+    for path in ("/health", "/health/", "/ready"):
         assert httpx.get(url + path).status_code == 200
+    for path in ("/health_generate", "/ping"):
+        assert (httpx.get(url + path).status_code, httpx.get(url + path, headers=KEY).status_code) == (401, 200)
     assert httpx.get(f"{url}/metrics").status_code == 404  # not enabled, but not a matter of the key
     assert "secret" not in httpx.get(f"{url}/server_info", headers=KEY).text
 

@@ -256,6 +256,31 @@ def test_failure_in_a_stream(client: anthropic.Anthropic, server: LiveServer) ->
     assert "aborted" in body["error"]["message"] and "message_stop" not in names
 
 
+def test_a_thread_is_refused_so_that_clients_go_on_without(client: anthropic.Anthropic, server: LiveServer) -> None:
+    """The tool loop of the client asks for a thread first; its second turn must have the whole history."""
+
+    @anthropic.beta_tool
+    def add_numbers(a: int, b: int) -> str:
+        """Adds two numbers."""
+        return json.dumps({"result": a + b})
+
+    refusal = post(server, thread={"type": "create"})
+    assert refusal.status_code == 400 and refusal.json()["error"]["details"] == {
+        "error_code": "thread_unsupported_request",
+        "unsupported": ["thread"],
+    }
+    assert post(server, "/v1/messages/count_tokens", max_tokens=None, thread=None).status_code == 200
+    messages: Any = [{"role": "user", "content": ADD}]
+    runner = client.beta.messages.tool_runner(
+        model=MODEL, max_tokens=200, messages=messages, tools=[add_numbers], extra_body=GREEDY
+    )
+    turns = list(runner)
+    assert [turn.stop_reason for turn in turns] == ["tool_use", "end_turn"]
+    assert "42" in turns[-1].content[-1].text
+    read = [turn.usage.input_tokens + turn.usage.cache_read_input_tokens for turn in turns]
+    assert read[0] < read[1]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("budget", [1, 6])
 def test_a_thinking_budget_is_kept(client: anthropic.Anthropic, budget: int, stream: bool) -> None:

@@ -122,3 +122,12 @@ def test_mistakes(http: httpx.Client, session: str, body: dict[str, Any]) -> Non
     assert reply.status_code == 400, reply.text
     after = http.post("/generate", json={"input_ids": [5], "session_params": {"id": session, "rid": "wrong"}})
     assert "has no request" in after.text
+
+
+@pytest.mark.parametrize("body", [{"input_ids": [1, [2]]}, {"input_ids": [-1]}, {"text": "a " * 50_000}])
+def test_prompts_are_checked_as_those_of_other_requests(http: httpx.Client, session: str, body: dict[str, Any]) -> None:
+    generate(http, input_ids=[5], rid="first", session_params={"id": session})
+    alone = http.post("/generate", json=body)
+    for rid in (None, "first"):
+        reply = http.post("/generate", json={**body, "session_params": {"id": session, "rid": rid}})
+        assert (reply.status_code, reply.json()) == (400, alone.json())

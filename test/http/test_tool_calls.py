@@ -40,6 +40,11 @@ TOOLS = [
 ]
 ADD = [{"role": "user", "content": "Use the tool to add 12 and 30."}]
 TIME = [{"role": "user", "content": "What time is it in Paris?"}]
+END_OF_THOUGHTS = next(
+    token["id"]
+    for token in json.loads((Path(DEFAULT_MODEL_PATH) / "tokenizer.json").read_text())["added_tokens"]
+    if token["content"] == "</think>"
+)
 
 
 @pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
@@ -339,6 +344,19 @@ def test_markers_that_are_special_tokens(tmp_path: Path) -> None:
         assert "<|" not in native.json()["text"]
 
 
+THINKS = {"chat_template_kwargs": {"enable_thinking": True}}
+"""The embedded model's template asks for no thoughts before a constrained answer unless the request does."""
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+PERSON_FORM = {
+    "type": "json_schema",
+    "json_schema": {"name": "person", "schema": {**PERSON, "required": ["name", "age"]}},
+}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("constrained", [False, True])
 def test_a_thinking_budget(client: openai.OpenAI, constrained: bool, stream: bool) -> None:
@@ -346,7 +364,8 @@ def test_a_thinking_budget(client: openai.OpenAI, constrained: bool, stream: boo
     schema = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     free = ask(client, APPLES).choices[0].message.reasoning_content
-    options = {"extra_body": {"thinking_budget": 4}, **({"response_format": form} if constrained else {})}
+    fields = {"thinking_budget": 4, **THINKS}
+    options = {"extra_body": fields, **({"response_format": form} if constrained else {})}
     if stream:
         result = streamed(ask(client, APPLES, stream=True, **options))
         answers = [(result["reasoning"], result["content"])]
@@ -357,6 +376,73 @@ def test_a_thinking_budget(client: openai.OpenAI, constrained: bool, stream: boo
         assert 0 < len(thoughts) < len(free) and content
         if constrained:
             assert set(json.loads(content)) == {"answer"}
+
+
+@pytest.mark.parametrize("begun", ["", "<think> Tom "])
+def test_thoughts_before_a_constrained_answer_have_half_of_the_output(client: openai.OpenAI, begun: str) -> None:
+    """Also those that the prompt has begun, and before a call that is forced; free answers have no such limit."""
+    messages = [*APPLES, {"role": "assistant", "content": begun}] if begun else APPLES
+    fields = {**THINKS, "continue_final_message": bool(begun)}
+    for wanted in ({"response_format": PERSON_FORM}, {"tools": TOOLS, "tool_choice": "required"}):
+        answer = ask(client, messages, max_tokens=60, extra_body=fields, logit_bias=NEVER_ENDS, **wanted)
+        (choice,) = answer.choices
+        assert 25 <= answer.usage.reasoning_tokens <= 32, wanted
+        assert choice.message.content or choice.message.tool_calls
+    free = ask(client, APPLES, max_tokens=60, logit_bias=NEVER_ENDS, extra_body={"ignore_eos": True})
+    assert free.usage.reasoning_tokens > 40
+
+
+NEVER_ENDS = {str(END_OF_THOUGHTS): -100.0}
+
+
+def test_a_share_of_1_is_no_limit() -> None:
+    flags = ("--served-model-name", MODEL, "--reasoning-parser", "auto", "--constrained-thinking-share", "1")
+    with live_server(*flags) as server, connect(server) as client:
+        fields = {"response_format": PERSON_FORM, "extra_body": THINKS, "logit_bias": NEVER_ENDS}
+        assert ask(client, APPLES, max_tokens=60, **fields).usage.reasoning_tokens == 60
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_that_a_native_request_requires(parsing_server: LiveServer, stream: bool) -> None:
+    """The grammar begins behind the thoughts, which are counted and leave room for the answer."""
+    prompt = f"<|im_start|>user\n{APPLES[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
+    params = {"temperature": 0, "max_new_tokens": 80}
+    with httpx.Client(base_url=parsing_server.url, timeout=60) as http:
+
+        def generate(params: dict[str, Any]) -> dict[str, Any]:
+            body = {"text": prompt, "sampling_params": params, "require_reasoning": True, "stream": stream}
+            reply = http.post("/generate", json=body)
+            events = [json.loads(line[6:]) for line in reply.text.split("\n\n")[:-2]] if stream else [reply.json()]
+            result: dict[str, Any] = events[-1]
+            return result
+
+        for fields in ({}, {"logit_bias": NEVER_ENDS}):
+            answer = generate({**params, **fields, "json_schema": '{"enum": ["apples", "pears"]}'})
+            thoughts, _, form = answer["text"].partition("</think>")
+            assert thoughts and json.loads(form) in ("apples", "pears")
+            ids = answer["output_ids"]
+            assert answer["meta_info"]["reasoning_tokens"] == ids.index(END_OF_THOUGHTS) + 1 <= 41
+        free = generate(params)
+        assert 0 < free["meta_info"]["reasoning_tokens"] < free["meta_info"]["completion_tokens"]
+        wrong = http.post("/generate", json={"text": "a", "require_reasoning": "x"})
+        assert wrong.status_code == 400
+
+
+def test_requiring_reasoning_needs_a_parser() -> None:
+    with live_server() as server:
+        reply = httpx.post(f"{server.url}/generate", json={"text": "a", "require_reasoning": True})
+        assert reply.status_code == 400 and "--reasoning-parser" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["kimi", "gpt-oss"])
+def test_marks_of_several_tokens_end_thoughts_too(name: str) -> None:
+    """This tokenizer has no tokens of their own for the marks of these formats."""
+    begin = {"kimi": "◁think▷", "gpt-oss": "<|channel|>analysis<|message|>"}[name]
+    lead = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": begin + " Ada is 36"}]
+    with live_server("--served-model-name", MODEL, "--reasoning-parser", name) as server, connect(server) as client:
+        fields = {"continue_final_message": True}
+        answer = ask(client, lead, max_tokens=120, response_format=PERSON_FORM, extra_body=fields)
+        assert set(json.loads(answer.choices[0].message.content)) == {"name", "age"}
 
 
 @pytest.mark.parametrize("name", ["max_thinking_tokens", "thinking_token_budget"])

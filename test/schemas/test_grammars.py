@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import xgrammar
 from transformers import AutoTokenizer
 
 from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.srt.constrained import llguidance_backend
 from sglang.srt.constrained.grammar import Grammar, GrammarError, GrammarKey
 from sglang.srt.constrained.grammar_backends import make_backend
+from sglang.srt.constrained.schema_keywords import InexpressibleSchema, check_keywords
 from sglang.srt.constrained.vocabulary import write_vocabulary
 from sglang.srt.constrained.xgrammar_backend import COMPILE, XGrammarBackend
 
@@ -81,6 +84,44 @@ def test_what_a_grammar_allows_is_valid(level: int, library: str, vocabulary: Pa
                 complete += 1
                 assert jsonschema_rs.is_valid(schema, json.loads(text)), (name, schema, text)
     assert complete >= 4
+
+
+def enforced_by_xgrammar(schema: Schema) -> bool:
+    """Whether the library reads every keyword of the schema as it stands."""
+    try:
+        check_keywords(schema)
+    except InexpressibleSchema:
+        return False
+    return True
+
+
+def test_the_schemas_that_neither_library_enforces_alone(
+    vocabulary: Path, backend: XGrammarBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What rewriting is for: the table in docs/architecture.md. With it both libraries take all of them."""
+    llguidance = make_backend("llguidance", vocabulary)
+    llguidance.load()
+
+    def taken_by_llguidance(schema: Schema) -> bool:
+        try:
+            llguidance.compile(GrammarKey("json_schema", json.dumps(schema)))
+        except GrammarError:
+            return False
+        return True
+
+    every = schemas()
+    with monkeypatch.context() as without_rewriting:
+        without_rewriting.setattr(llguidance_backend, "rewritten", lambda schema, needs: schema)
+        alone = [(enforced_by_xgrammar(schema), taken_by_llguidance(schema)) for _, schema in every]
+    counts = Counter(alone)
+    assert counts == {(True, True): 265, (True, False): 10, (False, True): 10, (False, False): 15}
+    for (name, schema), libraries in zip(every, alone, strict=True):
+        if libraries == (False, False):
+            compile_schema(backend, schema)
+            assert taken_by_llguidance(schema), name
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    cells = [counts[True, True], counts[True, False], counts[False, True], counts[False, False]]
+    assert f"| {' | '.join(map(str, cells))} |" in page
 
 
 def compile_schema(backend: XGrammarBackend, schema: Schema) -> xgrammar.CompiledGrammar:
@@ -323,6 +364,14 @@ def test_texts_of_limited_length_hold_what_json_allows(
     assert backend._compiler is not None
     compiled = COMPILE[kind](backend._compiler, json.dumps(schema if kind == "json_schema" else tag))
     assert xgrammar.GrammarMatcher(compiled).accept_string(f'{{"größe": {text}}}') == allowed
+
+
+@pytest.mark.parametrize("character", [b"\xed\xa0\x80", b"\xed\xbf\xbf"])
+def test_texts_of_limited_length_are_utf_8(character: bytes, backend: XGrammarBackend) -> None:
+    """Half of a surrogate pair is no character: a reader counts three replacement characters in its place."""
+    compiled = compile_schema(backend, LIMITED)
+    for text, allowed in ((character, False), (b"\xed\x9f\xbf", True), (b"\xee\x80\x80", True), ("😀".encode(), True)):
+        assert xgrammar.GrammarMatcher(compiled).accept_string(b'"' + text + b'"') == allowed, text
 
 
 def test_calls_may_have_parameters_of_all_kinds(backend: XGrammarBackend) -> None:

@@ -15,7 +15,7 @@ from sglang.srt.compat import RENAMED_FLAGS
 from sglang.srt.errors import UserError
 from sglang.srt.kernels.tables import EXTEND_ATTENTION, FP8_GEMM_BACKENDS, FUSED_MOE, LINEAR
 from sglang.srt.server_args import TABLE, ServerArgs
-from sglang.srt.upstream_flags import ACCEPTED, REFUSED
+from sglang.srt.upstream_interface import ACCEPTED, REFUSED
 
 
 def cli(*words: str) -> ServerArgs:
@@ -289,6 +289,19 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert build_parser(TABLE, "x").prog == "x"
 
 
+@pytest.mark.parametrize("seed", [str(1 << 63), str(1 << 64), "9" * 30, "-1"])
+def test_a_seed_has_64_bits(seed: str) -> None:
+    with pytest.raises(UserError, match="--random-seed: must be at (most 9223372036854775807|least 0)"):
+        cli("--random-seed", seed)
+    assert cli("--random-seed", str((1 << 63) - 1)).random_seed == (1 << 63) - 1
+
+
+@pytest.mark.parametrize("key", ["", " ", "\t ", " secret", "secret ", "two\nlines", "nul\0"])
+def test_an_api_key_that_no_client_could_send_is_refused(key: str) -> None:
+    with pytest.raises(UserError, match="--api-key"):
+        ServerArgs.from_kwargs(model_path="m", api_key=key)
+
+
 def test_api_key_is_not_public() -> None:
     args = cli("--api-key", "secret")
     assert "secret" not in str(args.public_dict())
@@ -305,7 +318,7 @@ def test_url(host: str, url: str) -> None:
 
 def test_tables_do_not_overlap() -> None:
     names = [name.removeprefix("--") for name in TABLE.names]
-    names += [*RENAMED_FLAGS, *(w.partition("=")[0] for group in (*ACCEPTED, *REFUSED) for w in group.names.split())]
+    names += [*RENAMED_FLAGS, *(w.partition("=")[0] for group in (*ACCEPTED, *REFUSED) for w in group.names)]
     assert [name for name, count in Counter(names).items() if count > 1] == []
 
 

@@ -13,6 +13,7 @@ from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, SCHEMES
 from sglang.srt.configs.quantization import quantization_of
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
+from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.ranks import ONE_RANK
@@ -20,7 +21,7 @@ from sglang.tuning import attention_model, measured, served_attention
 from sglang.tuning.best_times import best
 from sglang.tuning.grid import STEPS, Grid, code_of, decoded, encoded
 from sglang.tuning.ops import AllReduce, DecodeAttention, Experts, Linear, describe, floor, parse_shape
-from sglang.tuning.predicted_times import expert_kind, kind_of, predicted
+from sglang.tuning.predicted_times import predicted
 from sglang.tuning.rates import ceilings_of
 from sglang.tuning.replays import FORM_BYTES
 from sglang.tuning.sglang_times import of_sglang
@@ -219,12 +220,7 @@ def test_pieces_are_cut_as_the_kernel_cuts_them() -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("arch", [CARD, H200], ids=["sm_120", "h200"])
 def test_schemes_are_multiplied_as_the_kernels_do(scheme: str, arch: ArchTraits) -> None:
-    pytest.importorskip("triton")
-    from sglang.srt.layers.triton_ops.scaled_dot import product_of
-
-    product = product_of(SCHEMES[scheme], arch.features)
-    assert kind_of(scheme, arch) == product.kind and expert_kind(scheme, arch) == product.tile_kind
-    assert pair_kind(scheme, arch.features) == product.pair_kind
+    assert pair_kind(scheme, arch.features) == product_of(SCHEMES[scheme], arch.features).pair_kind
     rests_on = [predicted(Linear(tokens, 4096, 4096, scheme), arch) for tokens in (16, 32, 128, 512, 4096)]
     if scheme not in HEAD_SCHEMES:  # whose tiles serve few rows only
         assert all(time is not None and "no record" not in time.how for time in rests_on)

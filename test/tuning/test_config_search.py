@@ -9,6 +9,7 @@ import pytest
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.kernels.ledger_file import tile_key
+from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.kernels.spec import TileRecord
 from sglang.srt.layers.moe.fused_moe_triton.capacity import ProductTile
 from sglang.srt.layers.moe.fused_moe_triton.tiles import TILES, tile
@@ -109,9 +110,8 @@ def test_the_deepest_pipelines_fill_an_sm() -> None:
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_which_weights_are_widened_agrees_with_the_kernels(name: str) -> None:
-    scaled_dot = pytest.importorskip("sglang.srt.layers.triton_ops.scaled_dot")
     for arch in (SM120, H200, arch_by_name("sm_80")):
-        assert widens(name, arch) == (scaled_dot.product_of(SCHEMES[name], arch.features).kind == "planes")
+        assert widens(name, arch) == (product_of(SCHEMES[name], arch.features).kind == "planes")
 
 
 def test_what_the_cost_model_is_told() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import runpy
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +22,6 @@ from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import TileRecord
 from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
 from sglang.srt.layers.moe.fused_moe_triton.config_format import TilePair, read_content
-from sglang.srt.layers.moe.fused_moe_triton.config_names import own_name
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles
 from sglang.srt.layers.triton_ops import linear_tiles
 from sglang.tuning import predicted_times
@@ -31,6 +30,7 @@ from sglang.tuning.ops import Linear
 from sglang.tuning.predict import predict
 from sglang.tuning.search_space import KINDS, MoeShape
 from sglang.tuning.steps import decode_step, time_step, total
+from sglang.tuning.tile_files import own_name
 
 CARD = model_tables.CARD
 PRODUCTS = (
@@ -133,14 +133,16 @@ def steps(configs: Path) -> Iterator[str]:
 
 
 def _before(op: Linear) -> float:
-    def tile_for(kind: str, num_rows: int, features: Collection[str] = (), *sizes: int) -> linear_tiles.ScaledTile:
-        tile = linear_tiles.tile_for(kind, num_rows, features)
-        return tile | {"num_stages": 2} if kind == "mx" and num_rows > 128 else tile
+    def linear_tile(op: Linear, arch: ArchTraits) -> linear_tiles.ScaledTile:
+        kind = predicted_times.kind_of(op.scheme, arch)
+        rows = linear_tiles.tile_rows(kind, arch.features)
+        tile = next(row.tile for row in rows if op.tokens <= row.max_rows)
+        return tile | {"num_stages": 2} if kind == "mx" and op.tokens > 128 else tile
 
     def num_splits(num_rows: int, *sizes: Any) -> int:
         return linear_tiles.num_splits(num_rows, *sizes) if num_rows <= linear_tiles.SPLIT_ROWS else 1
 
-    return _seconds(op, tile_for=tile_for, num_splits=num_splits)
+    return _seconds(op, linear_tile=linear_tile, num_splits=num_splits)
 
 
 def _seconds(op: Linear, **changed: object) -> float:

@@ -19,16 +19,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import machine_code
 
+from sglang.ledger.compile import compile_for
+from sglang.ledger.variant import Variant
+from sglang.ledger.variants import attention as attention_variants
+from sglang.ledger.variants import experts as expert_variants
+from sglang.ledger.variants import quantized as quant_variants
+from sglang.ledger.variants.expert_products import ExpertLaunch, product_variant
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
-from sglang.srt.kernels.compile import compile_for
-from sglang.srt.kernels.variant import Variant
-from sglang.srt.layers.attention.triton_ops import variants as attention_variants
-from sglang.srt.layers.moe.fused_moe_triton import variants as expert_variants
-from sglang.srt.layers.moe.fused_moe_triton.product_variants import ExpertLaunch, product_variant
+from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.layers.moe.fused_moe_triton.tiles import GroupedTile, tile, tile_rows
-from sglang.srt.layers.triton_ops import quant_variants
-from sglang.srt.layers.triton_ops.scaled_dot import product_of
 from sglang.tuning.instructions import COUNTS, tile_form
 from sglang.tuning.search_space import MAX_ACCUMULATORS, MIN_ACCUMULATORS, STRIP
 

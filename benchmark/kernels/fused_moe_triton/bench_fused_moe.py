@@ -156,10 +156,12 @@ Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def our_layer(inputs: Inputs) -> Layer:
+    from sglang.srt.configs.activation import SILU
     from sglang.srt.configs.quant_scheme import SCHEMES
     from sglang.srt.hardware.arch import current_arch
+    from sglang.srt.kernels.spec import Need
     from sglang.srt.layers.moe.expert_weights import ExpertWeights, repack
-    from sglang.srt.layers.moe.fused_moe_triton.config_files import lookup
+    from sglang.srt.layers.moe.fused_moe_triton.expert_bands import triton_bands
     from sglang.srt.layers.moe.fused_moe_triton.fused_moe import fused_moe
     from sglang.srt.layers.triton_ops import pdl
 
@@ -172,11 +174,12 @@ def our_layer(inputs: Inputs) -> Layer:
         repack(ExpertWeights(m.data.clone() if scheme else m.data, scheme, m.scale), arch.features)
         for m in (inputs.w13, inputs.w2)
     ]
-    tuned = lookup(shape.num_experts, shape.intermediate, name, arch, hidden=shape.hidden)
+    sizes = ((2 * shape.intermediate, shape.hidden, False), (shape.hidden, shape.intermediate, False))
+    need = Need("fused_moe", quant=name, shapes=sizes, experts=(shape.num_experts, shape.top_k, 1))
+    bands = triton_bands(need, arch).by_shape[None]
 
     def layer(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        tiles = None if tuned is None else tuned.for_launch(x.shape[0], shape.top_k)
-        return fused_moe(x, *matrices, weights, ids, tiles=tiles, features=arch.features)
+        return fused_moe(x, *matrices, weights, ids, SILU, bands, arch.features)
 
     return layer
 

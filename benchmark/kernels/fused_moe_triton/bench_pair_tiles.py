@@ -10,8 +10,9 @@ import sys
 
 from moe_problem import Problem
 
-from sglang.srt.layers.moe.fused_moe_triton import fused_moe as layer
 from sglang.srt.layers.moe.fused_moe_triton import tiles
+from sglang.srt.layers.moe.fused_moe_triton.expert_bands import FEW, MANY
+from sglang.srt.layers.moe.fused_moe_triton.fused_moe import product_for
 from sglang.srt.layers.moe.fused_moe_triton.tiles import PairTile
 from sglang.tuning.search_space import MoeShape
 
@@ -25,23 +26,23 @@ def main() -> None:
     experts, inter, hidden, top_k = map(int, sizes[:4])
     shape = MoeShape(experts, inter, hidden, top_k, sizes[4])
     problem = Problem(shape)
-    kind = layer.product_for(problem.w13).pair_kind
+    kind = product_for(problem.w13).pair_kind
     assert isinstance(tiles.PAIR_TILES, dict)
     default = tiles.PAIR_TILES[kind]
+
+    def seconds_of(count: int, way: str) -> float:
+        bands = tuple(band for band in problem.bands() if band.way == way)
+        return problem.time_bands(count, bands)
+
     for count in counts:
-        tiles.PAIR_TILES[kind] = default
-        layer.few_pairs = lambda pairs, experts: True
-        print(f"{count} tokens: pairs {1e6 * problem.time_layer(count, None):.1f} us", end="")
-        layer.few_pairs = lambda pairs, experts: False
-        print(f", grouped {1e6 * problem.time_layer(count, None):.1f} us")
-    problem.prepare(1)
-    layer.few_pairs = lambda pairs, experts: True
+        print(f"{count} tokens: pairs {1e6 * seconds_of(count, FEW):.1f} us", end="")
+        print(f", grouped {1e6 * seconds_of(count, MANY):.1f} us")
     found = []
     for rows, unroll, warps in itertools.product(ROWS, UNROLLS, WARPS):
         one = PairTile(1024 * rows * warps, 1024, unroll, warps, 1024)
         for place in (0, 1):
             tiles.PAIR_TILES[kind] = (one, default[1]) if place == 0 else (default[0], one)
-            seconds = problem.time_layer(1, None)
+            seconds = seconds_of(1, FEW)
             found.append((seconds, ("gate_up", "down")[place], rows, unroll, warps))
     for seconds, which, rows, unroll, warps in sorted(found):
         print(f"{1e6 * seconds:.1f} us: {which} with {rows} rows a warp, {unroll} steps at once, {warps} warps")

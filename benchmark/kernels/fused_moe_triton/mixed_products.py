@@ -22,12 +22,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import machine_code
 
+from sglang.ledger.compile import compile_for
+from sglang.ledger.variants.expert_products import product_variant
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
-from sglang.srt.kernels.compile import compile_for
 from sglang.srt.kernels.ledger_file import tile_key
 from sglang.srt.kernels.spec import TileRecord
 from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
-from sglang.srt.layers.moe.fused_moe_triton.product_variants import product_variant
 from sglang.srt.layers.moe.fused_moe_triton.tiles import TILE_KEYS, GroupedTile, MoeTiles, tile_rows
 from sglang.tuning.cost_model import LANES_PER_SM, constants_of, estimate
 from sglang.tuning.rates import rates_of

@@ -28,21 +28,20 @@ from typing import Any
 from published_shapes import CARDS, shapes
 from tqdm import tqdm
 
+from sglang.ledger.compile import CompileFailed, measure_cached, source_hash
+from sglang.ledger.variant import Variant
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.environ import envs
 from sglang.srt.hardware.arch import arch_by_name
-from sglang.srt.kernels.compile import CompileFailed, measure_cached, source_hash
 from sglang.srt.kernels.ledger_file import tile_key
 from sglang.srt.kernels.spec import TileRecord
 from sglang.srt.layers.moe.fused_moe_triton.capacity import (
     RECORD_FILE,
     ProductTile,
-    product_variant_of,
     recorded_cost,
 )
 from sglang.srt.layers.moe.fused_moe_triton.config_files import PACKAGE_CONFIGS
-from sglang.srt.layers.moe.fused_moe_triton.config_format import Content, write_content
-from sglang.srt.layers.moe.fused_moe_triton.config_names import directory_name, own_name
+from sglang.srt.layers.moe.fused_moe_triton.config_format import Content
 from sglang.srt.layers.moe.fused_moe_triton.tiles import GroupedTile
 from sglang.tuning.predict import Palette, Point, best_pair, point, small_palette
 from sglang.tuning.search_space import (
@@ -55,6 +54,7 @@ from sglang.tuning.search_space import (
     why_not,
     widens,
 )
+from sglang.tuning.tile_files import directory_name, own_name, write_content
 
 ARCH = arch_by_name("sm_120")
 Kept = Mapping[MoeShape, Mapping[str, list[tuple[GroupedTile, TileRecord]]]]
@@ -138,8 +138,7 @@ def record(only: str, processes: int) -> None:
 def _compile(product: ProductTile, arch: str = ARCH.name) -> list[Any] | str:
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as today's launches; silences a notice of Triton 3.9
     try:
-        variant = product_variant_of(product, ARCH.features)
-        measured = measure_cached(variant, (arch,), envs.SGLANG_CACHE_DIR / "ledger")
+        measured = measure_cached(_variant(product), (arch,), envs.SGLANG_CACHE_DIR / "ledger")
     except CompileFailed as error:
         return f"does not compile: {str(error).splitlines()[0][:120]}"
     smem, registers, spills, stack, mma = measured[arch]
@@ -148,7 +147,14 @@ def _compile(product: ProductTile, arch: str = ARCH.name) -> list[Any] | str:
 
 def code_of(product: ProductTile) -> str:
     """Hash of the kernel's source, as the ledger computes it."""
-    return source_hash(product_variant_of(product, ARCH.features).fn)
+    return source_hash(_variant(product).fn)
+
+
+def _variant(product: ProductTile) -> Variant:
+    """Imports Triton."""
+    from sglang.ledger.variants.expert_products import product_variant_of
+
+    return product_variant_of(product, ARCH.features)
 
 
 def _write_record(record: Mapping[str, Any], path: Path = RECORD_FILE) -> None:

@@ -22,16 +22,18 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from timing import Calls, copies_for, replays
 
+from sglang.ledger.compile import matrix_instructions
 from sglang.srt.configs.activation import SILU
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import current_arch
-from sglang.srt.kernels.compile import matrix_instructions
+from sglang.srt.kernels.bands import Bands
 from sglang.srt.kernels.ledger_file import tile_key
 from sglang.srt.kernels.spec import TileRecord
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights, repack
 from sglang.srt.layers.moe.fused_moe_triton import kernels
 from sglang.srt.layers.moe.fused_moe_triton.align import ExpertBlocks, align
 from sglang.srt.layers.moe.fused_moe_triton.config_format import TilePair
+from sglang.srt.layers.moe.fused_moe_triton.expert_bands import ExpertLayer, bands_of, forced
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import (
     Operand,
     _operand,
@@ -206,16 +208,22 @@ class Problem:
         return num_tokens, TilePair(up[1], down[1]), up[0] + down[0]
 
     def time_layer(self, num_tokens: int, pair: TilePair | None) -> float:
-        """Seconds of `fused_moe`; with its own tiles if there are none."""
+        """Seconds of `fused_moe`; with the tiles of the tables if there are none."""
+        return self.time_bands(num_tokens, self.bands(pair))
+
+    def bands(self, pair: TilePair | None = None) -> Bands:
+        """With these tiles, or those of the tables."""
+        shape, product = self.shape, product_for(self.w13)
+        if pair is not None:
+            return forced(MoeTiles(float("inf"), pair.gate_up, pair.down), product)
+        layer = ExpertLayer(product, shape.num_experts, shape.top_k, shape.hidden, shape.intermediate)
+        return bands_of(layer, self.features)
+
+    def time_bands(self, num_tokens: int, bands: Bands) -> float:
         self.prepare(num_tokens)
-        tiles = None if pair is None else MoeTiles(float("inf"), pair.gate_up, pair.down)
         inputs = self.inputs
-        calls = [
-            functools.partial(
-                fused_moe, inputs.x, self.w13, self.w2, inputs.topk_weights, ids, tiles=tiles, features=self.features
-            )
-            for ids in inputs.topk_ids
-        ]
+        given = (inputs.x, self.w13, self.w2, inputs.topk_weights)
+        calls = [functools.partial(fused_moe, *given, ids, SILU, bands, self.features) for ids in inputs.topk_ids]
         return time_graph(calls)
 
 

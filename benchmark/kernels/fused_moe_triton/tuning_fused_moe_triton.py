@@ -34,7 +34,6 @@ from sglang.srt.kernels.spec import TileRecord
 from sglang.srt.layers.moe.fused_moe_triton import config_files
 from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
 from sglang.srt.layers.moe.fused_moe_triton.config_format import TilePair
-from sglang.srt.layers.moe.fused_moe_triton.config_names import directory_name, upstream_name
 from sglang.srt.plan.model_description import describe_model
 from sglang.srt.plan.ranks import RankLayout
 from sglang.tuning import predict
@@ -45,6 +44,7 @@ from sglang.tuning.search_space import (
     MoeShape,
     candidates,
 )
+from sglang.tuning.tile_files import directory_name, upstream_name
 
 DTYPES = ("auto", "bf16", "fp8_w8a8", "int8_w8a8", "int8_w8a16", "int4_w4a16", *SCHEMES)
 DEFAULT_ARCH = "rtx-pro-6000-server"

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.errors import UserError
-from sglang.srt.layers.moe.fused_moe_triton.config_format import Content, TilePair, to_entry, write_content
+from sglang.srt.layers.moe.fused_moe_triton.config_format import Content, TilePair
+from sglang.tuning.tile_files import to_entry, write_content
 
 
 @dataclass(slots=True)

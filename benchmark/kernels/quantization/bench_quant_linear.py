@@ -32,9 +32,9 @@ from sglang.srt.kernels.tables import SCALED_MM_SCHEMES
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
 from sglang.srt.layers.quantization.scaled_mm import ScaledWeight, problem_of, scaled_product, scaled_weight
-from sglang.srt.layers.triton_ops import pdl, quant_linear
+from sglang.srt.layers.triton_ops import linear_tiles, pdl
 from sglang.srt.layers.triton_ops.linear_tiles import FEW_ROWS
-from sglang.srt.layers.triton_ops.quant_linear import PackedWeight, few_rows, few_tile, many_rows, operand, pack
+from sglang.srt.layers.triton_ops.quant_linear import PackedWeight, many_rows, operand, pack, packed_linear
 
 SHAPES = {
     "8B qkv": (6144, 4096),
@@ -84,9 +84,13 @@ def seconds(calls: list[Callable[[], object]]) -> float:
 
 
 def ours(x: torch.Tensor, weights: list[PackedWeight], tile: dict[str, int] | None = None) -> float:
-    product = few_rows if tile is None and len(x) <= FEW_ROWS else many_rows
-    extra = () if tile is None else (None, tile)
-    return seconds([lambda w=w: product(x, w, *extra) for w in weights])
+    """With the tiles of the tables, or for more than a few rows with `tile`."""
+    if tile is not None:
+        return seconds([lambda w=w: many_rows(x, w, tile) for w in weights])
+    shape = (*weights[0].weight.data.shape[:1], weights[0].cols, False)
+    bands = linear_tiles.bands_of(weights[0].weight.scheme, shape, weights[0].arch)
+    products = [packed_linear(weight, bands) for weight in weights]
+    return seconds([lambda product=product: product(x) for product in products])
 
 
 def cublas(x: torch.Tensor, rows: int) -> float:
@@ -102,7 +106,7 @@ def torch_scaled(x: torch.Tensor, weights: list[PackedWeight]) -> float:
         data, scale, _, _ = operand(x, held)
         return scaled_product(data, scale, view, None, x.dtype)
 
-    views = [(weight, view) for weight in weights if (view := scaled_weight(weight.weight)) is not None]
+    views = [(weight, scaled_weight(weight.weight)) for weight in weights]
     return seconds([lambda w=w, v=v: call(w, v) for w, v in views])
 
 
@@ -129,11 +133,11 @@ def best_tile(x: torch.Tensor, weights: list[PackedWeight]) -> tuple[float, dict
 
 def best_few_tile(x: torch.Tensor, weights: list[PackedWeight]) -> tuple[float, dict[str, int]]:
     """As `best_tile`, of products without matrix instructions."""
-    now = few_tile(weights[0].product, weights[0].weight.scheme.bits)
+    now = linear_tiles.few_tile(weights[0].product, weights[0].weight.scheme.bits)
     tiles = [now, *(replace(now, size=size, max_cols=cols, num_warps=warps) for size, cols, warps in FEW_CANDIDATES)]
     found = []
     for tile in tiles:
-        with patch.object(quant_linear, "few_tile", lambda *_, tile=tile: tile):
+        with patch.object(linear_tiles, "few_tile", lambda *_, tile=tile: tile):
             found.append(ours(x, weights))
     seconds = min(found)
     return seconds, asdict(tiles[found.index(seconds)])

@@ -13,10 +13,10 @@ from sglang.bench.device_time import Call
 from sglang.srt.configs.activation import GPT_OSS_SWIGLU, SILU
 from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
 from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.kernels.spec import Need
 from sglang.srt.kernels.tiles import attention_tiles
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights, repack
-from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
-from sglang.srt.layers.moe.fused_moe_triton.config_files import find
+from sglang.srt.layers.moe.fused_moe_triton.expert_bands import triton_bands
 from sglang.srt.layers.quantization.linear_weight import LinearWeight
 from sglang.tuning.ops import DecodeAttention, Experts, ExtendAttention, GatedDeltaRule, LatentAbsorb, Linear, Op
 from sglang.tuning.served_attention import SERVED_CONTEXT
@@ -42,7 +42,7 @@ def _half(*shape: int, device: str) -> torch.Tensor:
 
 
 def _linear(op: Linear, arch: ArchTraits, device: str) -> list[Call]:
-    from sglang.srt.layers.triton_ops import gemv, quant_linear
+    from sglang.srt.layers.triton_ops import gemv, linear_tiles, quant_linear
 
     x = _half(op.tokens, op.cols, device=device)
     count = _copies(op.weights)
@@ -50,9 +50,9 @@ def _linear(op: Linear, arch: ArchTraits, device: str) -> list[Call]:
         linear: Callable[..., torch.Tensor] = gemv.linear if op.tokens == 1 else F.linear
         weights = [_half(op.rows, op.cols, device=device) for _ in range(count)]
         return [lambda w=w: linear(x, w) for w in weights]  # type: ignore[misc]
-    products = [
-        quant_linear.quantized_linear(_linear_weight(SCHEMES[op.scheme], op, device), arch) for _ in range(count)
-    ]
+    scheme, shape = SCHEMES[op.scheme], (op.rows, op.cols, False)
+    bands = linear_tiles.bands_of(scheme, shape, arch)
+    products = [quant_linear.quantized_linear(_linear_weight(scheme, op, device), arch, bands) for _ in range(count)]
     return [lambda product=product: product(x) for product in products]  # type: ignore[misc]
 
 
@@ -82,10 +82,9 @@ def _experts(op: Experts, arch: ArchTraits, device: str) -> list[Call]:
 
     w13 = _expert_weights(op, 2 * op.intermediate, op.hidden, arch, device)
     w2 = _expert_weights(op, op.hidden, op.intermediate, arch, device)
-    tuned = find(
-        op.num_experts, op.intermediate, op.scheme, arch, hidden=op.hidden, bias=op.bias, cost=recorded_cost
-    ).tiles
-    tiles = tuned.for_launch(op.tokens, op.top_k) if tuned else None
+    shapes = ((2 * op.intermediate, op.hidden, op.bias), (op.hidden, op.intermediate, op.bias))
+    need = Need("fused_moe", quant=op.scheme, shapes=shapes, experts=(op.num_experts, op.top_k, 1))
+    bands = triton_bands(need, arch).by_shape[None]
     x = _half(op.tokens, op.hidden, device=device)
     weights = torch.full((op.tokens, op.top_k), 1.0 / op.top_k, device=device)
     routings = [
@@ -95,7 +94,7 @@ def _experts(op: Experts, arch: ArchTraits, device: str) -> list[Call]:
     activation = GPT_OSS_SWIGLU if op.bias else SILU
 
     def call(ids: torch.Tensor) -> torch.Tensor:
-        return fused_moe(x, w13, w2, weights, ids, activation, tiles, arch.features)
+        return fused_moe(x, w13, w2, weights, ids, activation, bands, arch.features)
 
     return [lambda ids=ids: call(ids) for ids in routings]  # type: ignore[misc]
 

@@ -11,7 +11,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.mem_cache.kv_table import KVTable
 from sglang.srt.mem_cache.radix_node import Node
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.model_executor.step import ExtendInput, StepInput, StepResult
+from sglang.srt.model_executor.step import PromptTokens, StepInput, StepResult
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 
@@ -101,7 +101,7 @@ class DirectBatch:
             slots=self.slots[rows],
             seq_lens=end,
             out_cache_loc=self.kv.grow(self.slots[rows], first, end, 0),
-            extend=ExtendInput(
+            prompts=PromptTokens(
                 input_ids=np.concatenate([np.array(self.prompts[i][a:b], np.int64) for i, a, b in chosen]),
                 prefix_lens=first,
                 extend_lens=end - first,

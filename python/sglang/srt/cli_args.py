@@ -134,9 +134,9 @@ def _check_range(value: Any, spec: Option) -> None:
     if isinstance(value, float) and value != value:
         raise ValueError("expected a number")
     if spec.minimum is not None and value < spec.minimum:
-        raise ValueError(f"must be at least {spec.minimum:g}")
+        raise ValueError(f"must be at least {spec.minimum}")
     if spec.maximum is not None and value > spec.maximum:
-        raise ValueError(f"must be at most {spec.maximum:g}")
+        raise ValueError(f"must be at most {spec.maximum}")
 
 
 def coerce(name: str, annotation: Any, spec: Option, value: Any) -> Any:
@@ -157,7 +157,7 @@ def coerce(name: str, annotation: Any, spec: Option, value: Any) -> Any:
         for item in result if isinstance(result, list) else [result]:
             _check_range(item, spec)
             if spec.choices and item not in (*spec.choices, *spec.explained):
-                raise ValueError(f"must be one of {', '.join(spec.choices)}")
+                raise ValueError(compat.refusal(name, item) or f"must be one of {', '.join(spec.choices)}")
     except ValueError as error:
         hint = compat.VALUE_HINTS.get((name, value), "") if isinstance(value, str) else ""
         raise UserError(f"{flag(name)}: {error}; got {value!r}. {hint}".rstrip()) from None

@@ -1,6 +1,6 @@
 """Spellings of other SGLang releases, as data: what we rename, what means nothing here, what we do not have.
 
-Flags are written without the leading dashes. The flags that are no options here are listed in `upstream_flags`.
+Flags are written without the leading dashes. `upstream_interface.json` lists the flags that are no options here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.upstream_flags import ACCEPTED, REFUSED, FlagGroup
+from sglang.srt.upstream_interface import ACCEPTED, REFUSED, FlagGroup
 
 RENAMED_FLAGS: Mapping[str, str] = {
     "cuda-graph-max-bs-decode": "cuda-graph-max-bs",
@@ -37,6 +37,32 @@ VALUE_ALIASES: Mapping[tuple[str, str], str] = {
     ("tool_call_parser", "qwen"): "qwen25",
     ("tool_call_parser", "qwen3"): "qwen25",
     ("tool_call_parser", "glm"): "glm45",
+    ("tool_call_parser", "ling3"): "glm45",
+    ("tool_call_parser", "poolside_v1"): "glm45",
+    ("tool_call_parser", "spark25"): "glm45",
+    ("tool_call_parser", "mimo"): "qwen3_coder",
+    ("tool_call_parser", "nanbeige"): "qwen3_coder",
+    ("tool_call_parser", "step3p5"): "qwen3_coder",
+    ("tool_call_parser", "trinity"): "qwen25",
+    ("tool_call_parser", "deepseek-v41"): "deepseekv41",
+    ("reasoning_parser", "deepseek-v41"): "deepseek-v4",
+    ("reasoning_parser", "deepseekv41"): "deepseek-v4",
+    ("reasoning_parser", "dots"): "qwen3",
+    ("reasoning_parser", "gigachat35"): "deepseek-r1",
+    ("reasoning_parser", "granite"): "qwen3",
+    ("reasoning_parser", "granite_thinking_parser"): "qwen3",
+    ("reasoning_parser", "interns1"): "qwen3",
+    ("reasoning_parser", "iquest_q1"): "deepseek-r1",
+    ("reasoning_parser", "lfm2"): "qwen3",
+    ("reasoning_parser", "ling3"): "glm45",
+    ("reasoning_parser", "mimo"): "qwen3",
+    ("reasoning_parser", "minicpm5"): "qwen3",
+    ("reasoning_parser", "nanbeige"): "qwen3",
+    ("reasoning_parser", "nemotron_3"): "qwen3",
+    ("reasoning_parser", "poolside_v1"): "qwen3",
+    ("reasoning_parser", "step3"): "deepseek-r1",
+    ("reasoning_parser", "step3p5"): "deepseek-r1",
+    ("reasoning_parser", "trinity"): "qwen3",
 }
 """(field, value) -> our name of the same thing."""
 
@@ -103,6 +129,37 @@ WORDS_OF_OTHERS: Mapping[str, str] = {
     "alias": "--served-model-name",
 }
 """A flag of vLLM or llama.cpp -> its word here, which completes `here that is ...`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedValues:
+    """Values of an option that other releases have, and that stand for what does not exist here."""
+
+    reason: str
+    """With {} for the value."""
+    values: frozenset[str]
+
+
+_NOT_READ = (
+    "sm120-sglang does not read the format {{}} yet; {} auto chooses by the chat template among those that it reads"
+)
+_FORMATS_NOT_READ = frozenset("beam cohere_command4 hunyuan inkling k2_horizon kimi_k3 muse response_template".split())
+REFUSED_VALUES: Mapping[str, RefusedValues] = {
+    "tool_call_parser": RefusedValues(
+        _NOT_READ.format("--tool-call-parser") + ", and without the flag calls stay in the text",
+        _FORMATS_NOT_READ,
+    ),
+    "reasoning_parser": RefusedValues(
+        _NOT_READ.format("--reasoning-parser") + ", and without the flag thoughts stay in the text",
+        _FORMATS_NOT_READ | {"gigachat3"},
+    ),
+}
+
+
+def refusal(field: str, value: Any) -> str | None:
+    """Why the option `field` does not take a value that other releases have; None for any other value."""
+    refused = REFUSED_VALUES.get(field)
+    return refused.reason.format(value) if refused is not None and value in refused.values else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +238,7 @@ _NUM_VALUES = {"": 1, "...": ANY_NUMBER}
 def _words(groups: tuple[FlagGroup, ...]) -> Iterator[tuple[str, bool, str, str]]:
     """Of each name: itself, whether `=` follows, what follows that, the group's reason."""
     for group in groups:
-        for word in group.names.split():
+        for word in group.names:
             name, equals, rest = word.partition("=")
             yield name, bool(equals), rest, group.reason
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass
@@ -109,13 +110,24 @@ class ServerArgs:
     )
     device: str = option("auto", MODEL, "Where the model runs.", choices=("auto", "cuda", "cpu"))
     random_seed: int | None = option(
-        None, MODEL, "Seed of unseeded requests and of dummy weights; random if not given.", minimum=0
+        None,
+        MODEL,
+        "Seed of unseeded requests and of dummy weights; random if not given.",
+        minimum=0,
+        maximum=2**63 - 1,
     )
 
     # --- HTTP server
     host: str = option("127.0.0.1", SERVING, "Address to listen on; 0.0.0.0 for all.")
     port: int = option(30000, SERVING, "Port to listen on.", minimum=1, maximum=65535)
-    api_key: str | None = option(None, SERVING, "Require `Authorization: Bearer KEY`.")
+    api_key: str | None = option(
+        None, SERVING, "Require `Authorization: Bearer KEY`, but for `/`, `/page/`, `/health`, `/ready` and `/metrics`."
+    )
+    allowed_origins: list[str] | None = option(
+        None,
+        SERVING,
+        "Web pages that may use a server without a key, besides those of this machine: `https://HOST:PORT`; `*`: all.",
+    )
     chat_template: str | None = option(None, SERVING, "Jinja file that replaces the tokenizer's chat template.")
     default_chat_template_kwargs: str = option(
         "{}",
@@ -136,6 +148,14 @@ class ServerArgs:
         "Format of the model's reasoning; auto: as its chat template shows. Without it thoughts stay in the text.",
         choices=REASONING_PARSERS,
     )
+    constrained_thinking_share: float = option(
+        0.5,
+        SERVING,
+        "Share of an output that thoughts may take before an answer in a given format, unless the request has a budget "
+        "for them; 1: no limit, 0: no thoughts.",
+        minimum=0,
+        maximum=1,
+    )
     allow_auto_truncate: bool = option(
         False, SERVING, "Cut prompts and outputs that exceed the context instead of refusing."
     )
@@ -148,6 +168,9 @@ class ServerArgs:
     )
     preferred_sampling_params: str | None = option(
         None, SERVING, "JSON object of sampling parameters that requests leave out.", json=True, metavar="JSON"
+    )
+    enable_streaming_session: bool = option(
+        False, SERVING, "Sessions with `streaming`: each request goes on from the last one that ended well."
     )
     dry_run: bool = option(False, SERVING, "Check flags, config, layout and memory, print the plan, and start nothing.")
     skip_server_warmup: bool = option(False, SERVING, "Start without a first prompt and a first request.")
@@ -361,6 +384,10 @@ ONLY_ONE: Mapping[str, str] = {
 """Fields that must be 1 until what they count exists, with what to do instead."""
 
 
+_API_KEY = re.compile(r"[^\s\x00-\x1f\x7f]([^\x00-\x1f\x7f]*[^\s\x00-\x1f\x7f])?")
+_ORIGIN = re.compile(r"\*|null|[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s?#@]+|file://")
+
+
 def _find_problems(args: ServerArgs, problems: Problems) -> None:
     """What does not exist yet, and values that contradict each other; fields with a problem already are left out."""
     for name, hint in ONLY_ONE.items():
@@ -392,6 +419,15 @@ def _contradictions(args: ServerArgs) -> Iterator[tuple[set[str], str]]:
     if args.retraction_policy == "priority" and not args.enable_priority_scheduling:
         text = "--retraction-policy priority needs --enable-priority-scheduling."
         yield {"retraction_policy", "enable_priority_scheduling"}, text
+    if args.api_key is not None and not _API_KEY.fullmatch(args.api_key):
+        text = "--api-key must be text of one line that begins and ends with no blank; leave the flag out for no key."
+        yield {"api_key"}, text
+    wrong = next((origin for origin in args.allowed_origins or () if not _ORIGIN.fullmatch(origin)), None)
+    if wrong is not None:
+        text = (
+            f"--allowed-origins takes what browsers call an origin, SCHEME://HOST or SCHEME://HOST:PORT; got {wrong!r}."
+        )
+        yield {"allowed_origins"}, text
     if args.node_rank >= args.nnodes:
         yield {"node_rank", "nnodes"}, f"--node-rank must be below --nnodes {args.nnodes}; got {args.node_rank}."
     if args.strict_backends and args.sampling_backend not in OUR_SAMPLING:

@@ -15,13 +15,16 @@ from typing import Any
 
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.kernels.bands import Bands, band_of
 from sglang.srt.kernels.ledger_file import WIDENED_TAIL, Ledger, tile_key
+from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.kernels.spec import Need, Tile, TileRecord
 from sglang.srt.kernels.tiles import attention_tiles
 from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
-from sglang.srt.layers.moe.fused_moe_triton.config_files import find
-from sglang.srt.layers.moe.fused_moe_triton.tiles import few_pairs, tiles_for
-from sglang.srt.layers.triton_ops.linear_tiles import FEW_ROWS, num_splits, tile_for
+from sglang.srt.layers.moe.fused_moe_triton.expert_bands import triton_bands
+from sglang.srt.layers.moe.fused_moe_triton.tiles import few_pairs
+from sglang.srt.layers.triton_ops import linear_tiles
+from sglang.srt.layers.triton_ops.linear_tiles import FEW_ROWS, num_splits
 from sglang.tuning.attention_model import SHARED, Keys, Prompt, decode_seconds
 from sglang.tuning.cost_model import GroupedProduct, blocks_per_sm, estimate_blocks
 from sglang.tuning.measured import tables_of
@@ -95,8 +98,7 @@ def _linear(op: Linear, arch: ArchTraits) -> Predicted:
         return _plain_linear(op, arch)
     if op.tokens <= FEW_ROWS:
         return Predicted(streamed_seconds(of_rows(op, arch), arch), 0.15, "weights streamed once")
-    kind = kind_of(op.scheme, arch)
-    tile = tile_for(kind, op.tokens, arch.features, op.rows, arch.num_sms)
+    kind, tile = kind_of(op.scheme, arch), linear_tile(op, arch)
     record = _linear_record(op, tile, arch)
     if record is None:
         floor = ceilings_of(arch).floor(op.num_bytes, op.operations, op.operand)
@@ -127,23 +129,18 @@ def _plain_linear(op: Linear, arch: ArchTraits) -> Predicted:
 
 
 def kind_of(scheme: str, arch: ArchTraits) -> str:
-    """As `scaled_dot.product_of` says, without importing it."""
-    form, packed = SCHEMES[scheme], "block_scaled_mma" in arch.features
-    if form.activation in ("mxfp8", "nvfp4") and packed:
-        return "mx"
-    if form.bits == 4:
-        return "planes"
-    if form.activation == "mxfp8":
-        return "mx"
-    return "group128" if form.group[1] == 128 else "scaled"
+    return product_of(SCHEMES[scheme], arch.features).kind
 
 
-def expert_kind(scheme: str, arch: ArchTraits) -> str:
-    """As `ScaledProduct.tile_kind` says."""
-    kind, form = kind_of(scheme, arch), SCHEMES[scheme]
-    if kind == "mx" and form.element == "e2m1":
-        return "mx4" if form.group[1] == 16 else "mx_e2m1"
-    return kind
+@functools.cache
+def _linear_bands(scheme: str, rows: int, cols: int, arch: ArchTraits) -> Bands:
+    return linear_tiles.bands_of(SCHEMES[scheme], (rows, cols, False), arch)
+
+
+def linear_tile(op: Linear, arch: ArchTraits) -> Tile:
+    """Of a quantized product by Triton."""
+    assert op.scheme is not None
+    return band_of(_linear_bands(op.scheme, op.rows, op.cols, arch), op.tokens).tiles[0]
 
 
 def _linear_record(op: Linear, tile: Tile, arch: ArchTraits) -> TileRecord | None:
@@ -214,7 +211,7 @@ def _experts(op: Experts, arch: ArchTraits) -> Predicted:
     if few_pairs(op.pairs, op.num_experts):
         return Predicted(streamed_seconds(of_pairs(op, arch), arch), 0.2, "chosen experts streamed, pair by pair")
     shape = MoeShape(op.num_experts, op.intermediate, op.hidden, op.top_k, op.scheme, op.bias)
-    tiles = _expert_tiles(shape, op.tokens, arch)
+    tiles = map(dict, band_of(_expert_bands(shape, arch), op.tokens).tiles)
     seconds, known = 0.0, True
     for kind, tile in zip(KINDS, tiles, strict=True):
         record = recorded_cost(shape.product_tile(kind, tile), arch)
@@ -233,26 +230,11 @@ def _experts(op: Experts, arch: ArchTraits) -> Predicted:
 
 
 @functools.cache
-def _tuned(shape: MoeShape, arch: ArchTraits) -> Any:
-    return find(
-        shape.num_experts,
-        shape.intermediate,
-        shape.scheme,
-        arch,
-        hidden=shape.hidden,
-        bias=shape.bias,
-        cost=recorded_cost,
-    ).tiles
-
-
-def _expert_tiles(shape: MoeShape, tokens: int, arch: ArchTraits) -> tuple[dict[str, int], dict[str, int]]:
-    tuned = _tuned(shape, arch)
-    if tuned is not None:
-        pair = tuned.at(tokens)
-        return pair.gate_up, pair.down
-    kind = "plain" if shape.scheme is None else expert_kind(shape.scheme, arch)
-    rows = tiles_for(tokens * shape.top_k, shape.num_experts, kind, arch.features, shape.intermediate)
-    return rows.gate_up, rows.down
+def _expert_bands(shape: MoeShape, arch: ArchTraits) -> Bands:
+    weights = ((2 * shape.intermediate, shape.hidden, shape.bias), (shape.hidden, shape.intermediate, shape.bias))
+    numbers = (shape.num_experts, shape.top_k, 1)
+    need = Need("fused_moe", quant=shape.scheme, shapes=weights, experts=numbers)
+    return triton_bands(need, arch).by_shape[None]
 
 
 # --- attention --------------------------------------------------------------------------------------------------------

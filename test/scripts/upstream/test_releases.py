@@ -54,8 +54,8 @@ from types import SimpleNamespace
 from pathlib import Path
 sys.path[:0] = [{scripts!r}, {python!r}]
 from upstream import recording, stub_import
-from sglang.srt.kernels.compile import compile_for
-from sglang.srt.kernels.variant import Variant
+from sglang.ledger.compile import compile_for
+from sglang.ledger.variant import Variant
 tree = Path({tree!r})
 stub_import.enter(tree)
 import torch

@@ -116,6 +116,8 @@ def test_dtype(tmp_path: Path, requested: str, written: dict[str, Any], expected
         ({"vocab_size": None}, "key 'vocab_size' is missing"),
         ({"torch_dtype": "int8"}, "dtype 'int8' is not supported"),
         ({"eos_token_id": "</s>"}, "'eos_token_id' must be token ids"),
+        ({"eos_token_id": 151936}, "got 151936.*--json-model-override-args"),
+        ({"eos_token_id": [5, 1 << 70]}, "below the vocabulary's size of 151936"),
         ({"rope_scaling": [1]}, "'rope_scaling' must be an object"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "'factor' must be a positive number"),
         ({"quantization_config": {"quant_method": "int1"}}, "quant_method 'int1' .*is not supported"),

@@ -44,8 +44,6 @@ def _rank(rank: int, size: int, folder: str) -> None:
     for dim in (0, 1, -1):
         assert torch.equal(groups.tp.all_gather(mine, dim), torch.cat(every, dim))
     assert torch.equal(groups.tp.all_gather(mine.T, 0), torch.cat([t.T for t in every], 0))
-    assert torch.equal(groups.tp.reduce_scatter(mine), torch.stack(every).sum(0)[rank : rank + 1])
-    assert torch.equal(mine, every[rank]), "what is scattered stays as it is"
 
     groups.experts.reduce_with(_OfVectors())
     assert groups.tp.all_reduce(torch.ones(4)).tolist() == [100] * 4, "one group by another name"
@@ -92,12 +90,10 @@ def _nccl_rank(rank: int, size: int, folder: str) -> None:
     with torch.cuda.graph(graph):
         out = group.all_reduce(x + rank)
         gathered = group.all_gather(x[:4].view(2, 2) + rank)
-        scattered = group.reduce_scatter(x + rank)
     for step in (1.0, 2.0):
         x.fill_(step)
         graph.replay()
         assert (out == size * step + sum(range(size))).all()
-        assert (scattered == size * step + sum(range(size))).all() and len(scattered) == 1024 // size
         assert gathered[0].tolist() == [step + r for r in range(size) for _ in range(2)]
     assert parallel_state.broadcast_bytes(b"host" if rank == 0 else None) == b"host"
     del graph
@@ -116,7 +112,6 @@ def test_one_rank_creates_no_group_and_copies_nothing() -> None:
     x = torch.ones(2)
     assert groups.tp.all_reduce(x) is x
     assert groups.tp.all_gather(x) is x
-    assert groups.tp.reduce_scatter(x) is x
     assert parallel_state.broadcast_bytes(b"abc") == b"abc"
     parallel_state.shutdown()
 

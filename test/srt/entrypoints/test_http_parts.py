@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import threading
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 from starlette.requests import Request
 
-from sglang.srt.entrypoints import http_server
+from sglang.srt.entrypoints import http_middleware, http_server
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.http_middleware import RequestGate
 from sglang.srt.entrypoints.http_server import MAX_OPEN_FILES
@@ -76,7 +77,12 @@ EMPTY = {"type": "http.request", "body": b""}
         (scope(authorization="Bearer SECRET"), 401),
         (scope(method="OPTIONS"), 200),
         (scope("/health"), 200),
-        (scope("/health_generate"), 200),
+        (scope("/health/"), 200),
+        (scope("/health_generate"), 401),
+        (scope("/healthy"), 401),
+        (scope("/metrics/x"), 401),
+        (scope("/page/main.js"), 200),
+        (scope("/"), 200),
         (scope("/ready"), 200),
         (scope("/metrics"), 200),
         (scope("/generate"), 401),
@@ -94,7 +100,11 @@ def test_api_key(request_scope: dict[str, Any], status: int) -> None:
         (scope(method="POST", content_type="application/json", content_length="2"), 200),
         (scope(method="POST", content_type="Application/JSON; charset=utf-8", content_length="2"), 200),
         (scope(method="POST", content_type="application/vnd.x+json", content_length="2"), 200),
-        (scope(method="POST", content_length="2"), 200),
+        (scope(method="POST", content_length="2"), 415),
+        (scope(method="POST", transfer_encoding="chunked"), 415),
+        (scope("/api/chat", method="POST", content_length="2"), 200),
+        (scope(method="POST", content_length="0"), 200),
+        (scope(method="POST"), 200),
         (scope(method="POST", content_type="text/plain", content_length="0"), 200),
         (scope(method="POST", content_type="text/plain"), 200),
         (scope(method="GET", content_type="text/plain", content_length="2"), 200),
@@ -147,6 +157,27 @@ def test_bodies_of_all_requests_together_are_bounded() -> None:
     asyncio.run(work())
 
 
+@pytest.mark.parametrize(("size", "times"), [(1 << 16, 0), (1 << 23, 1)])
+def test_memory_is_given_back_after_large_bodies(monkeypatch: pytest.MonkeyPatch, size: int, times: int) -> None:
+    """Once for several of them, and beside the event loop, which goes on."""
+    monkeypatch.setattr(http_middleware, "TRIM_DELAY_S", 0.01)
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(http_middleware, "trim_allocator", lambda: threads.append(threading.current_thread()))
+
+    async def work() -> None:
+        gate = RequestGate(read_all, None)
+        for _ in range(3):
+            exchange = Exchange({"type": "http.request", "body": b"x" * size})
+            await gate(scope(), exchange.receive, exchange.send)
+        assert not threads, "the memory is still in use when the answer is sent"
+        await asyncio.sleep(0.05)
+        while len(threads) < times:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(work())
+    assert len(threads) == times and threading.main_thread() not in threads
+
+
 def test_connections_are_not_bounded_by_the_usual_limit_of_a_shell() -> None:
     """A file beside them, such as the page's, can still be opened."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -157,6 +188,17 @@ def test_connections_are_not_bounded_by_the_usual_limit_of_a_shell() -> None:
         assert hard == before[1] and soft == (MAX_OPEN_FILES if hard < 0 else min(hard, MAX_OPEN_FILES))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize(("hard", "said"), [(64, True), (4096, False), (resource.RLIM_INFINITY, False)])
+def test_few_files_are_said_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hard: int, said: bool
+) -> None:
+    """A limit that the process cannot raise itself, with what raises it."""
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: None)
+    http_server._allow_open_files()
+    assert ("open 64 files" in caplog.text and "ulimit" in caplog.text) == said
 
 
 class Source:

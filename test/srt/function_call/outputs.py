@@ -81,22 +81,25 @@ def _hermes(call: Call) -> str:
     return f'<tool_call>\n{{"name": {_json(call[0])}, "arguments": {_json(call[1])}}}\n</tool_call>'
 
 
-def _glm(gap: str) -> Callable[[Call], str]:
+def _glm(gap: str, tag: str = "tool_call") -> Callable[[Call], str]:
     def write(call: Call) -> str:
         values = "".join(
             f"<arg_key>{key}</arg_key>{gap}<arg_value>{_raw(value)}</arg_value>{gap}" for key, value in call[1].items()
         )
-        return f"<tool_call>{call[0]}{gap}{values}</tool_call>"
+        return f"<{tag}>{call[0]}{gap}{values}</{tag}>"
 
     return write
 
 
-def _dsml(call: Call) -> str:
-    values = "".join(
-        f'<｜DSML｜parameter name="{key}" string="{_json(isinstance(value, str))}">{_raw(value)}</｜DSML｜parameter>\n'
-        for key, value in call[1].items()
-    )
-    return f'<｜DSML｜invoke name="{call[0]}">\n{values}</｜DSML｜invoke>\n'
+def _dsml(section: str, mark: str = "｜DSML｜") -> Writer:
+    def write(call: Call) -> str:
+        values = "".join(
+            f'<{mark}parameter name="{key}" string="{_json(isinstance(value, str))}">{_raw(value)}</{mark}parameter>\n'
+            for key, value in call[1].items()
+        )
+        return f'<{mark}invoke name="{call[0]}">\n{values}</{mark}invoke>\n'
+
+    return Writer(_each(write, "", f"<{mark}{section}>\n", f"</{mark}{section}>"), (f"<{mark}", f"</{mark}"))
 
 
 def _qwen3_coder(call: Call) -> str:
@@ -107,6 +110,52 @@ def _qwen3_coder(call: Call) -> str:
 def _minimax(call: Call) -> str:
     values = "".join(f'<parameter name="{key}">{_raw(value)}</parameter>\n' for key, value in call[1].items())
     return f'<invoke name="{call[0]}">\n{values}</invoke>\n'
+
+
+def _minicpm5(call: Call) -> str:
+    values = "".join(f'<param name="{key}">{_cdata(_raw(value))}</param>' for key, value in call[1].items())
+    return f'<function name="{call[0]}">{values}</function>'
+
+
+def _cdata(text: str) -> str:
+    return f"<![CDATA[{text}]]>" if set(text) & set("<&\n") else text
+
+
+def _step3(call: Call) -> str:
+    values = "".join(
+        f'<steptml:parameter name="{key}">{_raw(value)}</steptml:parameter>\n' for key, value in call[1].items()
+    )
+    return (
+        f'<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{call[0]}">\n{values}</steptml:invoke>'
+        "<｜tool_call_end｜>\n"
+    )
+
+
+def _gemma4(call: Call) -> str:
+    return f"<|tool_call>call:{call[0]}{_keyed(call[1])}<tool_call|>"
+
+
+def _keyed(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_keyed(entry)}" for key, entry in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_keyed, value)) + "]"
+    return f'<|"|>{value}<|"|>' if isinstance(value, str) else _json(value)
+
+
+_M3 = "]<]minimax[>["
+
+
+def _minimax_m3(call: Call) -> str:
+    return f'{_M3}<invoke name="{call[0]}">{_nested(call[1])}{_M3}</invoke>\n'
+
+
+def _nested(value: Any) -> str:
+    if isinstance(value, list):
+        return "".join(f"{_M3}<item>{_nested(entry)}{_M3}</item>" for entry in value)
+    if isinstance(value, dict):
+        return "".join(f"{_M3}<{key}>{_nested(entry)}{_M3}</{key}>" for key, entry in value.items())
+    return _raw(value)
 
 
 def _python(value: Any) -> str:
@@ -151,6 +200,17 @@ def _harmony_message(before: str, calls: str, after: str) -> str:
     return first + calls + (f"<|start|>assistant<|channel|>final<|message|>{after}<|return|>" if after else "")
 
 
+def _invoke(section: str) -> Writer:
+    return Writer(
+        _each(_minimax, "", f"<{section}>\n", f"</{section}>"),
+        (f"<{section}>", f"</{section}>", "<invoke", "</invoke>"),
+    )
+
+
+def _call_object(call: Call, arguments: str) -> str:
+    return _json({"name": call[0], arguments: call[1]})
+
+
 _KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 
@@ -180,16 +240,37 @@ WRITERS: dict[str, Writer] = {
         ),
         (*_DEEPSEEK, "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
     ),
-    "deepseekv32": Writer(
-        _each(_dsml, "", "<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"), ("<｜DSML｜", "</｜DSML｜")
-    ),
-    "deepseekv4": Writer(
-        _each(_dsml, "", "<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>"), ("<｜DSML｜", "</｜DSML｜")
-    ),
+    "deepseekv32": _dsml("function_calls"),
+    "deepseekv4": _dsml("tool_calls"),
+    "deepseekv41": _dsml("calls", "｜DSML｜ "),
+    "gigachat35": _dsml("tool_calls", "｜GCML｜"),
     "qwen3_coder": Writer(_each(_qwen3_coder, "\n"), ("<tool_call>", "</tool_call>", "<function=", "</function>")),
-    "minimax-m2": Writer(
-        _each(_minimax, "", "<minimax:tool_call>\n", "</minimax:tool_call>"),
-        ("<minimax:tool_call>", "</minimax:tool_call>", "<invoke", "</invoke>"),
+    "minimax-m2": _invoke("minimax:tool_call"),
+    "dots": _invoke("dots_function_call"),
+    "minimax-m3": Writer(
+        _each(_minimax_m3, "", f"{_M3}<tool_call>\n", f"{_M3}</tool_call>"), (_M3, "<invoke", "</invoke>")
+    ),
+    "minicpm5": Writer(_each(_minicpm5), ("<function", "</function>", "<param")),
+    "step3": Writer(
+        _each(_step3, "", "<｜tool_calls_begin｜>\n", "<｜tool_calls_end｜>"),
+        ("<｜tool_calls_begin｜>", "<｜tool_call_end｜>", "<steptml:invoke"),
+    ),
+    "gemma4": Writer(_each(_gemma4), ("<|tool_call>", "<tool_call|>", '<|"|>')),
+    "iquest_q1": Writer(_each(_glm("", "iquest_tool_call")), ("<iquest_tool_call>", "</iquest_tool_call>")),
+    "interns1": Writer(
+        _each(lambda call: f"<|action_start|> <|plugin|>\n{_call_object(call, 'parameters')}<|action_end|>"),
+        ("<|action_start|>", "<|action_end|>"),
+    ),
+    "gigachat3": Writer(
+        _each(lambda call: f"<|function_call|>{_call_object(call, 'arguments')}"), ("<|function_call|>",)
+    ),
+    "apertus2509": Writer(
+        lambda calls: f"<|tools_prefix|>[{', '.join(_json({name: values}) for name, values in calls)}]<|tools_suffix|>",
+        ("<|tools_prefix|>", "<|tools_suffix|>"),
+    ),
+    "lfm2": Writer(
+        lambda calls: f"<|tool_call_start|>{_pythonic(calls)}<|tool_call_end|>",
+        ("<|tool_call_start|>", "<|tool_call_end|>"),
     ),
     "mistral": Writer(
         _each(lambda call: f"[TOOL_CALLS]{call[0]}[ARGS]{_json(call[1])}"), ("[TOOL_CALLS]", "[ARGS]")
@@ -207,6 +288,12 @@ WRITERS: dict[str, Writer] = {
 }  # fmt: skip
 
 BARE_WRITERS: dict[str, Callable[[list[Call]], str]] = {
+    "lfm2": lambda calls: (
+        f"<|tool_call_start|>[{', '.join(_call_object(call, 'arguments') for call in calls)}]<|tool_call_end|>"
+    ),
+    "gigachat3": lambda calls: "".join(
+        f"function call<|role_sep|>\n{_call_object(call, 'arguments')}<|message_sep|>\n\n" for call in calls
+    ),
     "llama3": lambda calls: "\n".join(_json({"name": name, "parameters": values}) for name, values in calls),
     "pythonic": _pythonic,
     "gpt-oss": lambda calls: "".join(
@@ -216,6 +303,15 @@ BARE_WRITERS: dict[str, Callable[[list[Call]], str]] = {
     "mistral": lambda calls: "[TOOL_CALLS] " + _json([{"name": name, "arguments": values} for name, values in calls]),
 }
 """Other forms of the same calls."""
+
+
+def writable(name: str, call: Call) -> Call:
+    """The call without what the format `name` has no form for."""
+    if name == "pythonic" and call[0] == "mcp.files-read":  # an identifier there
+        return "now", {}
+    if name == "minimax-m3":  # values without a type are text there
+        return call[0], {key: value for key, value in call[1].items() if key != "options"}
+    return call
 
 
 def random_text(rng: random.Random) -> str:

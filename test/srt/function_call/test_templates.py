@@ -48,6 +48,12 @@ def _tagged(begin: str, call: str, key: str, value: str, after: str, end: str) -
     )  # fmt: skip
 
 
+_GEMMA_VALUE = (
+    "{% macro value(v) %}{% if v is string %}<|\"|>{{ v }}<|\"|>{% elif v is mapping %}{{ '{' }}"
+    "{% for k, e in v.items() %}{{ ',' if not loop.first }}{{ k }}:{{ value(e) }}{% endfor %}{{ '}' }}"
+    "{% elif v is sequence %}[{% for e in v %}{{ ',' if not loop.first }}{{ value(e) }}{% endfor %}]"
+    "{% else %}{{ v | tojson }}{% endif %}{% endmacro %}"
+)
 _RAW = "{{ v if v is string else v | tojson }}"
 PUBLISHED = {
     "hermes": _chatml(
@@ -73,6 +79,12 @@ PUBLISHED = {
             '<｜DSML｜parameter name="{{ k }}" string="{{ (v is string) | tojson }}">', _RAW, "</｜DSML｜parameter>\n",
             "</｜DSML｜invoke>\n{% endfor %}</｜DSML｜tool_calls>",
         )
+    ),
+    "gemma4": _GEMMA_VALUE
+    + _chatml(
+        "{% for c in m.tool_calls %}<|tool_call>call:{{ c.function.name }}{{ value(c.function.arguments) }}<tool_call|>"
+        "{% endfor %}",
+        "<|channel>thought\n{{ m.reasoning_content }}<channel|>",
     ),
     "mistral": _chatml(
         "{% for c in m.tool_calls %}[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}"
@@ -178,7 +190,7 @@ def test_messages_come_back(source: str, name: str, form: str | None) -> None:
     user = {"role": "user", "content": "question"}
     prompt = render(template, [user], form, prompt=True)
     calls_format = TOOL_CALL_FORMATS[name]
-    reasoning = REASONING_FORMATS["gpt-oss" if name == "gpt-oss" else "mistral" if name == "mistral" else "qwen3"]
+    reasoning = REASONING_FORMATS[name if name in ("gemma4", "gpt-oss", "mistral") else "qwen3"]
     for _ in range(200):
         at_least = 1 if name in ("llama3", "pythonic", "gpt-oss") else 0
         calls = [random_call(rng) for _ in range(rng.randrange(at_least, 4))]
@@ -202,7 +214,7 @@ def test_auto_knows_the_format(source: str, name: str, form: str | None) -> None
     probe: Render = template.render_probe
     assert tool_call_format("SomeForCausalLM", probe) == name
     expected = {"gpt-oss": "gpt-oss", "mistral": "mistral", "minimax-m2": "minimax", "kimi_k2": "kimi_k2"}
-    expected |= {"glm45": "glm45", "glm47": "glm45"}
+    expected |= {"gemma4": "gemma4", "glm45": "glm45", "glm47": "glm45"}
     if name != "gpt-oss":
         assert reasoning_format("SomeForCausalLM", template.sources, name) == expected.get(name, "qwen3")
 

@@ -18,6 +18,9 @@ from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, SCHEMES, Scheme, expert_share, wants_planes
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.kernels.bands import band_of
+from sglang.srt.kernels.scaled_product import product_of
+from sglang.srt.kernels.tables import MIXED_ROWS
 from sglang.srt.kernels.tiles import attention_tiles
 from sglang.srt.layers.attention.latent_chunks import LatentChunk
 from sglang.srt.layers.attention.triton_ops import latent_prompt
@@ -28,6 +31,7 @@ from sglang.srt.layers.moe import mixed_moe
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights
 from sglang.srt.layers.moe.fused_moe_triton import fused_moe as moe
 from sglang.srt.layers.moe.fused_moe_triton.config_files import find
+from sglang.srt.layers.moe.fused_moe_triton.expert_bands import TALL_ROWS, mixed_from
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, last_resort, tile_rows
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
 from sglang.srt.layers.quantization.quantized_rows import RowForm
@@ -48,7 +52,6 @@ from sglang.srt.layers.triton_ops import (
     topk,
     whole_norm,
 )
-from sglang.srt.layers.triton_ops.scaled_dot import product_of
 from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.feed_forward import Dense, MoE, Router
@@ -60,6 +63,7 @@ from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 from sglang.srt.sampling.sampling_table import ROW_WIDTH
 
+from ..layers.moe.moe_harness import bands_of
 from .published import LAYOUTS, accepted_layouts, described
 
 BF16 = torch.bfloat16
@@ -398,17 +402,16 @@ def _products(
         return
     held = quant_linear.pack(weight, arch)
     own_bias = empty(rows) if bias else None
-    for tokens in (1, quant_linear.FEW_ROWS):
-        quant_linear.few_rows(empty(tokens, cols), held, own_bias, out)
-    kind = held.product.kind
+    bands, kind = linear_tiles.bands_of(scheme, (rows, cols, bias), arch), held.product.kind
+    for tokens in (1, linear_tiles.FEW_ROWS):
+        quant_linear.few_rows(empty(tokens, cols), held, band_of(bands, tokens).tiles[0], own_bias, out)
     tiles = {int(min(row.max_rows, MANY)): row.tile for row in linear_tiles.tile_rows(kind, arch.features)}
     for tokens in tiles:
-        tile = linear_tiles.tile_for(kind, tokens, arch.features, rows, arch.num_sms)
-        quant_linear.many_rows(empty(tokens, cols), held, own_bias, tile, out)
+        quant_linear.many_rows(empty(tokens, cols), held, band_of(bands, tokens).tiles[0], own_bias, out)
     last_resort = linear_tiles.last_resort(kind)
-    quant_linear.many_rows(empty(min(tiles), cols), held, own_bias, last_resort, out)
+    quant_linear.many_rows(empty(min(tiles), cols), held, last_resort, own_bias, out)
     for tile in (*tiles.values(), last_resort):
-        quant_linear.many_rows(empty(MANY, cols), held, own_bias, tile, out)
+        quant_linear.many_rows(empty(MANY, cols), held, tile, own_bias, out)
 
 
 def _routing(router: Router, experts: int, fused: bool, vocab: int) -> None:
@@ -438,7 +441,7 @@ def _expert_layers(experts: MoE, hidden: int, tp_size: int) -> Iterator[tuple[in
             continue  # such a layout is refused
         for static in (False, True) if scheme and scheme.activation in ("tensor", "nvfp4") else (False,):
             choices, width = experts.top_k + experts.fused_shared, experts.latent_size or hidden
-            yield experts.held_experts, choices, width, inter, scheme, static
+            yield experts.num_experts + experts.fused_shared, choices, width, inter, scheme, static
 
 
 def expert_weights(
@@ -484,14 +487,16 @@ def _experts(
     rungs += [MoeTiles(float("inf"), pair.gate_up, pair.down) for pair in pairs.values()]
     for tokens, rung in [(1, None), (MANY, rungs[0]), *((16, rung) for rung in rungs)]:
         x, weights = empty(tokens, hidden), empty(tokens, top_k, dtype=torch.float32)
-        moe.fused_moe(x, w13, w2, weights, empty(tokens, top_k, dtype=torch.int32), act, rung, arch.features)
+        ids = empty(tokens, top_k, dtype=torch.int32)
+        moe.fused_moe(x, w13, w2, weights, ids, act, bands_of(w13, w2, ids, arch.features, rung), arch.features)
     own_kernel = "mma_sync_block_scale" in arch.features and act.trait in ("", "clamped_gate")
     if scheme is SCHEMES["mxfp4_mxfp8"] and own_kernel:
         with patch.multiple(mixed_moe, _library=NoLibrary, _stream=lambda x: 0):
-            for pairs_an_expert in (mixed_moe.LEAST_ROWS, mixed_moe.TALL_ROWS):
+            for pairs_an_expert in (MIXED_ROWS, TALL_ROWS):
                 tokens = -(-pairs_an_expert * experts // top_k)
                 x, weights = empty(tokens, hidden), empty(tokens, top_k, dtype=torch.float32)
-                mixed_moe.fused_moe(x, w13, w2, weights, empty(tokens, top_k, dtype=torch.int32), act)
+                ids = empty(tokens, top_k, dtype=torch.int32)
+                mixed_moe.fused_moe(x, w13, w2, weights, ids, act, tuple(mixed_from(0, TALL_ROWS * experts // top_k)))
 
 
 class NoLibrary:

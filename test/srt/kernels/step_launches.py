@@ -15,7 +15,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,16 +27,16 @@ from torch.utils._pytree import tree_leaves
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from sglang.ledger.launch_form import kernel_name, recording
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.all_reduce_table import NORMED_ROW_BYTES, NORMED_ROWS
-from sglang.srt.kernels.launch_form import kernel_name, recording
-from sglang.srt.layers.attention.attention_registry import create_attention_backend
+from sglang.srt.layers.attention.sites import create_attention_sites
 from sglang.srt.layers.ops import DecodeInputsOp
 from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.mem_cache.memory_pool import CachePools
-from sglang.srt.model_executor.device_state import DeviceState
+from sglang.srt.model_executor.device_state import DeviceState, StepShape
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.caches import cache_groups, row_tables
 from sglang.srt.plan.layer_spec import Window
@@ -179,7 +179,7 @@ def launches(name: str, tp_size: int, batch: int, card: str = "rtx-pro-6000-serv
         model = CausalLM(plan, device="meta")
         for step in model.finish:
             step()
-        backend = create_attention_backend(replace(plan, device="meta"))
+        attention = create_attention_sites(plan, "meta")
         model.layers = [
             _Part(recorder, layer, "layer" if i == spec.layers - 1 else "others")  # type: ignore[misc]
             for i, layer in enumerate(model.layers)
@@ -187,7 +187,7 @@ def launches(name: str, tp_size: int, batch: int, card: str = "rtx-pro-6000-serv
         inputs: DecodeInputsOp = plan.entry("decode_inputs")
         sizes = PoolSizes(65_535, 1, 64, CONTEXT, windows)
         CachePools(caches, sizes, "meta").bind(model.caches)
-        state = DeviceState(model, backend, len(tables), sizes, "meta", decode_inputs=inputs)
+        state = DeviceState(model, attention, len(tables), sizes, "meta", decode_inputs=inputs)
         slots, lens = (torch.empty(batch, dtype=dtype, device="meta") for dtype in (torch.int64, torch.int32))
         valid = torch.empty(1, dtype=torch.int32, device="meta")
         import triton
@@ -195,8 +195,8 @@ def launches(name: str, tp_size: int, batch: int, card: str = "rtx-pro-6000-serv
         stack.enter_context(patch.object(triton.knobs.runtime, "jit_cache_hook", recorder.of_triton))
         stack.enter_context(recorder)
         recorder.part = "before"
-        step_batch = state.decode_batch(slots, lens, torch.empty_like(slots), valid)
-        backend.init_forward_metadata(step_batch)
+        arrays = {"decode_slots": slots, "decode_lens": lens, "decode_loc": torch.empty_like(slots)}
+        step_batch = state.batch(arrays, StepShape(batch, batch), num_valid_tokens=valid)  # type: ignore[arg-type]
         model.logits(model(step_batch))
     return {part: recorder.parts.get(part, []) for part in ("before", "layer", "after")}
 

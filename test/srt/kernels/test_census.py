@@ -17,23 +17,32 @@ import torch
 
 pytest.importorskip("triton")
 
+from sglang.ledger import checked_server
+from sglang.ledger import command as ledger
+from sglang.ledger import compile as compiling
+from sglang.ledger import coverage as covering
+from sglang.ledger import rules as ledger_rules
+from sglang.ledger.coverage import Coverage, UncoveredLaunch, check_launches, coverage, form_rules
+from sglang.ledger.launch_form import Form, kernel_name, recording
+from sglang.ledger.lock_writer import write_lock
+from sglang.ledger.measure import variant_table
+from sglang.ledger.variant import Variant
 from sglang.srt import layers
+from sglang.srt.configs.activation import SILU
 from sglang.srt.hardware.arch import arch_by_name
-from sglang.srt.kernels import compile as compiling
-from sglang.srt.kernels import coverage as covering
-from sglang.srt.kernels import ledger, ledger_rules
-from sglang.srt.kernels.coverage import Coverage, UncoveredLaunch, check_launches, coverage, form_rules
-from sglang.srt.kernels.launch_form import Form, kernel_name, recording
-from sglang.srt.kernels.ledger_file import Row, read_lock, write_lock
-from sglang.srt.kernels.measure import variant_table
+from sglang.srt.kernels.ledger_file import LOCK_DIR, Row, read_lock
 from sglang.srt.kernels.tiles import HEAD_DIMS
-from sglang.srt.kernels.variant import Variant
 from sglang.srt.layers.attention.triton_ops import decode_attention
 from sglang.srt.layers.moe.fused_moe_triton import fused_moe as moe
 from sglang.srt.layers.triton_ops import activation, norm
+from sglang.srt.managers import launch
+from sglang.srt.managers.scheduler import scheduler_process
+from sglang.srt.managers.wire.ipc import Ports
 from sglang.srt.plan.model_description import describe_model
+from sglang.srt.server_args import ServerArgs
 from srt.kernels import census
 from srt.kernels.published import configs
+from srt.layers.moe.moe_harness import bands_of
 
 ARCH = arch_by_name("rtx-pro-6000-server")
 UNSERVED = {"quantize.amax_kernel": "activations without a static scale get one for each token"}
@@ -210,6 +219,21 @@ def test_a_server_that_checks_refuses_a_launch_without_a_row() -> None:
         norm.rmsnorm(census.empty(4, 5121)[:, 1:], weight, 1e-6)
 
 
+def test_a_checked_server_compares_in_each_scheduler_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[Any] = []
+    monkeypatch.setattr(launch, "SCHEDULER_ENTRY", launch.SCHEDULER_ENTRY)  # restored afterwards
+    monkeypatch.setattr(checked_server, "serve", lambda argv, prog: served.append(argv))
+    assert ledger.main(["serve", "--port", "31401"]) == 0
+    assert served == [["--port", "31401"]]
+    monkeypatch.setattr(scheduler_process, "run_scheduler", lambda *call: served.append(call))
+    monkeypatch.setattr(checked_server, "check_launches", served.append)
+    monkeypatch.setattr(checked_server, "current_arch", lambda index, device: {(1, "cuda"): ARCH}[index, device])
+    module, _, function = launch.SCHEDULER_ENTRY.partition(":")
+    call = (ServerArgs(model_path="model", device="cuda"), Ports("", "", "", ""), 1, None)
+    getattr(importlib.import_module(module), function)(*call)
+    assert served[1:] == [ARCH, call]
+
+
 def test_where_rows_are_not_complete_it_only_warns(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -228,7 +252,7 @@ def test_where_rows_are_not_complete_it_only_warns(
 
 def test_defect_a_falsified_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One figure edited in the file: named without compiling; with a digest to match, by the compiler."""
-    path = Path(ledger.__file__).parent / "sm120.lock.json"
+    path = LOCK_DIR / "sm120.lock.json"
     content = json.loads(path.read_text())
     entry = content["rows"]["silu_and_mul"]["small"]["w4 s3 BLOCK1024"]
     targets = next(name for name in entry if f"{compiling_version()}/sm_120" in name)
@@ -292,7 +316,8 @@ def test_defect_an_unaligned_dimension() -> None:
         x, ids = census.empty(1, 1000), census.empty(1, 8, dtype=torch.int32)
         w13 = census.expert_weights(128, 512, 1000, None, False, False, ARCH)
         w2 = census.expert_weights(128, 1000, 256, None, False, False, ARCH)
-        moe.fused_moe(x, w13, w2, census.empty(1, 8, dtype=torch.float32), ids, features=ARCH.features)
+        bands = bands_of(w13, w2, ids, ARCH.features)
+        moe.fused_moe(x, w13, w2, census.empty(1, 8, dtype=torch.float32), ids, SILU, bands, ARCH.features)
     problems = coverage("sm120").uncovered(found)
     assert len(problems) == 2
     assert "gate_up_pairs_kernel" in problems[0] and "hidden is not a multiple of 16" in problems[0]
@@ -301,7 +326,7 @@ def test_defect_an_unaligned_dimension() -> None:
 
 def test_defect_a_feature_that_spills() -> None:
     """What the audit met: a float8 cache with a window, a cap and sinks, on the tile that serves it without."""
-    from sglang.srt.layers.attention.triton_ops.variants import describe
+    from sglang.ledger.variants.attention import describe
 
     tile = {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
     flags = ("HAS_WINDOW", "HAS_CAP", "HAS_SINKS")

@@ -14,16 +14,18 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
+from sglang.srt.configs.activation import SILU
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels import launch
+from sglang.srt.kernels.bands import ANY, Band
 from sglang.srt.kernels.ledger_file import tile_key
 from sglang.srt.layers.moe.fused_moe_triton import fused_moe as moe
 from sglang.srt.layers.moe.fused_moe_triton import kernels
 from sglang.srt.layers.moe.fused_moe_triton import tiles as moe_tiles
 from sglang.srt.layers.moe.fused_moe_triton.tiles import TILES, MoeTiles, tile
 from sglang.srt.layers.triton_ops import linear_tiles, quant_linear
-from sglang.srt.layers.triton_ops.quant_linear import many_rows, pack, quantized_linear
-from srt.layers.moe.moe_harness import Case, assert_close, expected, make_case
+from sglang.srt.layers.triton_ops.quant_linear import many_rows, pack, packed_linear, quantized_linear
+from srt.layers.moe.moe_harness import Case, assert_close, bands_of, expected, make_case
 from srt.layers.quantization.test_quant_linear import activations, weight_of
 
 ARCH = arch_by_name("sm_90")
@@ -57,8 +59,7 @@ def at_most(rows: int) -> Callable[[Launch], bool]:
 def forget() -> None:
     """As a new process, but for the file."""
     launch._step_downs.clear()
-    moe._ladder.cache_clear()
-    quant_linear._ladder.cache_clear()
+    launch._ladders.clear()
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +82,8 @@ def experts(scheme: str | None, num_tokens: int = 40) -> Case:
 
 
 def run(case: Case, tiles: MoeTiles | None = None) -> torch.Tensor:
-    return moe.fused_moe(case.x, case.w13, case.w2, case.weights, case.ids, tiles=tiles)
+    bands = bands_of(case.w13, case.w2, case.ids, tiles=tiles)
+    return moe.fused_moe(case.x, case.w13, case.w2, case.weights, case.ids, SILU, bands)
 
 
 def key_of(tiles: MoeTiles) -> str:
@@ -153,26 +155,27 @@ def test_quantized_products_step_down(scheme: str, monkeypatch: pytest.MonkeyPat
     """K is split as well: more and smaller tiles arrive at the same counters."""
     held, x = pack(weight_of(scheme, (128, 128), 1280), ARCH), activations(40, 1280)
     bias = torch.linspace(-1, 1, 256, device=interpreter.DEVICE).bfloat16()
-    rungs = [linear_tiles.tile_for(held.product.kind, 40)]
-    rungs += linear_tiles.smaller_tiles(rungs[0], held.product.kind)[:-1]
-    monkeypatch.setattr(quant_linear, "tile_for", lambda *asked: rungs[0])
+    first = next(row.tile for row in linear_tiles.TILES[held.product.kind] if row.max_rows >= 40)
+    rungs = [first, *linear_tiles.smaller_tiles(first, held.product.kind)[:-1]]
+    bands = (Band(ANY, linear_tiles.MANY, tuple((rung,) for rung in rungs)),)
     monkeypatch.setattr(quant_linear, "num_splits", lambda *sizes: 2)
-    wanted = many_rows(x, held, bias, tile=rungs[-1])
+    wanted = many_rows(x, held, rungs[-1], bias)
     limited = limit(monkeypatch, quant_linear, "tiles_kernel", at_most(16))
     for _ in range(2):
-        assert torch.equal(many_rows(x, held, bias), wanted) and not held.arrivals.any()
+        assert torch.equal(packed_linear(held, bands)(x, bias), wanted) and not held.arrivals.any()
     assert limited.refused == [64, 32] and limited.launched == [16, 16]
     assert [(s["op"], s["failed"], s["used"]) for s in launch.step_downs()] == [
         (f"linear/{scheme}", tile_key(rungs[i]), tile_key(rungs[i + 1])) for i in range(2)
     ]
     forget()
-    assert torch.equal(many_rows(x, held, bias), wanted)
+    assert torch.equal(packed_linear(held, bands)(x, bias), wanted)
     assert limited.refused == [64, 32] and len(launch.step_downs()) == 2, "recalled"
 
 
 @interpreter.kernel_test
 def test_a_layer_steps_down_and_a_forced_tile_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = quantized_linear(weight_of("fp8_channel", (64,), 256), ARCH)
+    weight = weight_of("fp8_channel", (64,), 256)
+    layer = quantized_linear(weight, ARCH, linear_tiles.bands_of(weight.scheme, (64, 256, False), ARCH))
     x = activations(20, 256)
     wanted = layer(x)
     limited = limit(monkeypatch, quant_linear, "tiles_kernel", at_most(16))
@@ -180,7 +183,7 @@ def test_a_layer_steps_down_and_a_forced_tile_does_not(monkeypatch: pytest.Monke
     assert (limited.refused, limited.launched) == ([32], [16])
     held = pack(weight_of("fp8_channel", (64,), 256), ARCH)
     with pytest.raises(OutOfResources):
-        many_rows(x, held, tile=linear_tiles.TILES["scaled"][-1].tile)
+        many_rows(x, held, linear_tiles.TILES["scaled"][-1].tile)
     assert limited.refused == [32, 128] and len(launch.step_downs()) == 1
 
 

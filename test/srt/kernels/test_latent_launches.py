@@ -4,7 +4,6 @@ ledger. Nothing is computed: the tensors have no memory, and the recorder stands
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,13 @@ import torch
 
 pytest.importorskip("triton")
 
+from sglang.ledger.coverage import coverage
+from sglang.ledger.launch_form import Form, recording
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
 from sglang.srt.hardware.arch import arch_by_name
-from sglang.srt.kernels.coverage import coverage
-from sglang.srt.kernels.launch_form import Form, recording
-from sglang.srt.layers.attention.attention_registry import create_attention_backend
-from sglang.srt.layers.forward_batch import ForwardBatch, ForwardMode, TokenSlots
+from sglang.srt.layers.attention.sites import create_attention_sites
+from sglang.srt.layers.forward_batch import DecodeRows, ExtendRows, ForwardBatch, TokenSlots
 from sglang.srt.layers.latent_attention import LatentAttention
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.models.causal_lm import CausalLM
@@ -48,21 +47,21 @@ def model_on_meta(plan: Plan, args: ServerArgs) -> CausalLM:
     return model
 
 
-def batches(backend: object) -> dict[str, ForwardBatch]:
-    def batch(mode: ForwardMode, requests: int, tokens: int, **more: object) -> ForwardBatch:
-        slots = TokenSlots(empty(65, CONTEXT, dtype=torch.int32), empty(tokens))
-        lens = empty(requests, dtype=torch.int32)
-        return ForwardBatch(
-            mode, requests, empty(tokens), empty(tokens), empty(requests), lens, (slots,), backend, **more
-        )
+def batches() -> dict[str, ForwardBatch]:
+    def tokens(count: int) -> ForwardBatch:
+        slots = TokenSlots(empty(65, CONTEXT, dtype=torch.int32), empty(count))
+        return ForwardBatch(empty(count), empty(count), (slots,))
 
-    made = {f"decode {size}": batch(ForwardMode.DECODE, size, size) for size in (1, 8)}
+    made: dict[str, ForwardBatch] = {}
+    for size in (1, 8):
+        batch = made[f"decode {size}"] = tokens(size)
+        batch.decode = DecodeRows(empty(size), empty(size, dtype=torch.int32), batch.token_slots)
     for name, (new, cached) in PROMPTS.items():
-        whole = [sum(lens) for lens in zip(new, cached, strict=True)]
-        made[name] = batch(
-            ForwardMode.EXTEND, len(new), sum(new), extend_seq_lens_cpu=new, extend_prefix_lens_cpu=cached,
-            extend_prefix_lens=empty(len(new), dtype=torch.int32), seq_lens_cpu=whole,
-            extend_start_loc=empty(len(new) + 1, dtype=torch.int32),
+        batch = made[name] = tokens(sum(new))
+        lens = empty(len(new), dtype=torch.int32)
+        batch.extend = ExtendRows(
+            empty(len(new)), lens, lens, empty(len(new) + 1, dtype=torch.int32), batch.token_slots, new, cached,
+            [sum(pair) for pair in zip(new, cached, strict=True)],
         )  # fmt: skip
     return made
 
@@ -90,11 +89,12 @@ def test_every_launch_of_a_step_is_on_record(
     forms: dict[Form, int]
     with torch.inference_mode(), recording("sm_120") as forms:
         model = model_on_meta(plan, args)
-        for step, batch in batches(create_attention_backend(replace(plan, device="meta"))).items():
-            batch.attn_backend.init_forward_metadata(batch)
+        attention = create_attention_sites(plan, "meta")
+        for step, batch in batches().items():
+            batch.metadata = attention.metadata(batch)
             model.logits(model(batch))
-            assert batch.latent_prompts is not None
-            ways[step] = batch.latent_prompts.chunks
+            (site,) = batch.metadata.values()
+            ways[step] = site.latent_chunks
     assert ways["decode 8"] is None and ways["short"] is None and ways["alone"] == ()
     assert [len(chunk.slots) for chunk in ways["over prefixes"]] == [200]
     kernels = {form.kernel for form in forms}

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import logging
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,6 +105,27 @@ def test_what_is_remembered_belongs_to_all_modules_of_a_kernel() -> None:
     assert TileLadder("op", (BIG, SMALL), MODULE).tile == BIG
 
 
+NUM_RANKS, NUM_OPS = 4, 25
+
+
+def remember_many(rank: int) -> None:
+    """As a rank of which many ops step down: some of its own, and one that every rank remembers."""
+    for number in range(NUM_OPS):
+        launch._remember("kernels", launch.StepDown(f"op {number} of rank {rank}", "big", "small", "no room"))
+        launch._remember("kernels", launch.StepDown("shared op", "big", "small", "no room"))
+
+
+def test_ranks_that_step_down_together_lose_nothing(fresh: Path) -> None:
+    ranks = [multiprocessing.get_context("fork").Process(target=remember_many, args=(r,)) for r in range(NUM_RANKS)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    ops = [step["op"] for step in json.loads((fresh / "step_downs.json").read_text())["kernels"]]
+    expected = {f"op {number} of rank {rank}" for number in range(NUM_OPS) for rank in range(NUM_RANKS)}
+    assert sorted(ops) == sorted({"shared op", *expected})
+
+
 def test_tiles_may_be_of_any_type() -> None:
     steps = TileLadder("op", ((BIG, BIG), (SMALL, SMALL)), MODULE, key=lambda pair: f"pair of {pair[0]['BLOCK_M']}")
     assert steps.run(lambda pair: Gpu(32)(pair[1])) == 32
@@ -139,9 +162,25 @@ def test_a_damaged_cache_file_is_ignored_loudly(fresh: Path, caplog: pytest.LogC
     assert "not valid JSON" in caplog.text
 
 
-def test_it_knows_tritons_error() -> None:
+def test_it_knows_tritons_errors() -> None:
+    """A tile of a tuning file that is on no record may also be one that does not compile."""
     errors = pytest.importorskip("triton.runtime.errors")
-    assert launch.is_out_of_resources(errors.OutOfResources(147456, 101376, "shared memory"))
+    compiler_errors = pytest.importorskip("triton.compiler.errors")
+    refused = (
+        errors.OutOfResources(147456, 101376, "shared memory"),
+        errors.PTXASError("too much shared data"),
+        compiler_errors.CompilationError("", None, "shapes do not fit"),
+    )
+    for error in refused:
+        steps = ladder()
+
+        def attempt(tile: Tile, error: Exception = error) -> int:
+            if tile == BIG:
+                raise error
+            return tile["BLOCK_M"]
+
+        assert steps.run(attempt) == MIDDLE["BLOCK_M"]
+        launch._cache_file().unlink()
 
 
 def test_the_attention_backend_heals_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +190,7 @@ def test_the_attention_backend_heals_itself(monkeypatch: pytest.MonkeyPatch) -> 
 
     from sglang.srt.layers.attention import triton_backend
     from sglang.srt.layers.attention.call_site import Attention
-    from sglang.srt.layers.forward_batch import TokenSlots
+    from sglang.srt.layers.forward_batch import DecodeRows, ExtendRows, TokenSlots
     from sglang.srt.mem_cache.memory_pool import CacheStore
 
     small_extend = {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
@@ -162,7 +201,7 @@ def test_the_attention_backend_heals_itself(monkeypatch: pytest.MonkeyPatch) -> 
     layer = Attention(cache, 4, 2, 64, 0.125)
     plan = SimpleNamespace(
         ladder=lambda op: TileLadder(op, ladders[op], MODULE),
-        attention_shapes=(layer.shape,),
+        attention_shapes=(layer.site.shape,),
         attention_op=lambda op, shape: op,
         arch=SimpleNamespace(num_sms=8),
         max_running_requests=4,
@@ -186,15 +225,16 @@ def test_the_attention_backend_heals_itself(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(triton_backend, "decode_attention_fwd", launch_of("decode", 4096))
     monkeypatch.setattr(triton_backend, "plan_decode", cut)
     backend = triton_backend.TritonAttnBackend(plan, "cpu")  # type: ignore[arg-type]
-    first_workspace = backend._heads[layer.shape].workspace
+    decode, extend = backend.decode_builder(layer.site), backend.extend_builder(layer.site)
+    first_workspace = decode.workspace
     cache.bind({"k": torch.zeros(1, 2, 64), "v": torch.zeros(1, 2, 64)}, table=0)
-    fields = ("req_pool_indices", "extend_prefix_lens", "extend_start_loc", "seq_lens")
-    slots = TokenSlots(torch.ones(1), torch.ones(1))
-    batch = SimpleNamespace(slots_of=lambda cache: slots, **dict.fromkeys(fields, torch.ones(1)))
+    one, slots = torch.ones(1), (TokenSlots(torch.ones(1), torch.ones(1)),)
     q, out = torch.zeros(2, 4, 64), torch.zeros(2, 4, 64)
-    backend.forward_extend(q, q, q, layer, batch, out)  # type: ignore[arg-type]
+    extend.build(ExtendRows(one, one, one, one, slots, [2], [0])).attend(q, q, q, layer, out)
+    decoding = decode.build(DecodeRows(one, one, slots))
+    log.remove(("cut", big_decode))
     for _ in range(2):
-        backend.forward_decode(q, layer, batch, out)  # type: ignore[arg-type]
+        decoding.attend(q, layer, out)
     assert log == [
         ("extend", BIG),
         ("extend", small_extend),
@@ -203,7 +243,7 @@ def test_the_attention_backend_heals_itself(monkeypatch: pytest.MonkeyPatch) -> 
         ("decode", small_decode),
         ("decode", small_decode),
     ]
-    workspace = backend._heads[layer.shape].workspace
+    workspace = decode.workspace
     assert workspace is not first_workspace
     assert not workspace.part_lse.any(), "the plan is read early: something must be launched behind what makes it"
     assert {step["op"] for step in step_downs()} == {"extend_attention", "decode_attention"}

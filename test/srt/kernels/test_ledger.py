@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from sglang.ledger import command as ledger
+from sglang.ledger import compile as compiling
+from sglang.ledger import rules as ledger_rules
+from sglang.ledger.lock_writer import write_lock
+from sglang.ledger.measure import row_key, variant_table
+from sglang.ledger.variant import Variant
 from sglang.srt.hardware.arch import arch_by_name
-from sglang.srt.kernels import compile as compiling
-from sglang.srt.kernels import ledger, ledger_rules, tiles
-from sglang.srt.kernels.ledger_file import LOCKS, Ledger, Row, Rows, read_lock, tile_key, write_lock
-from sglang.srt.kernels.measure import row_key, variant_table
-from sglang.srt.kernels.variant import Variant
+from sglang.srt.kernels import tiles
+from sglang.srt.kernels.ledger_file import LOCKS, Ledger, Row, Rows, read_lock, tile_key
 
 KEY = ("extend_attention", "576x512/bfloat16/bfloat16/plain", "M32 N64 w8 s1")
 
@@ -198,7 +201,7 @@ def test_matrix_instructions() -> None:
 
 
 def moe_variant(block_m: int, block_n: int, block_k: int, stages: int) -> Variant:
-    from sglang.srt.layers.moe.fused_moe_triton.variants import variants
+    from sglang.ledger.variants.experts import variants
 
     found = next(v for v in variants("fused_moe") if v.key.startswith("gate_up"))
     blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
@@ -219,7 +222,7 @@ def test_the_check_bites_on_a_fused_moe_tile_of_the_published_size(stages: int) 
 
 def test_the_check_bites_on_the_mla_tile_of_the_published_crash() -> None:
     pytest.importorskip("triton")
-    from sglang.srt.layers.attention.triton_ops.variants import describe
+    from sglang.ledger.variants.attention import describe
 
     tile = {"BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
     result = compiling.compile_variant(

@@ -26,7 +26,7 @@ NATIVE = {
 }
 """Ops that Triton does not serve, and what does."""
 SPILLS = {("fused_moe", "nvfp4_a16"): 72, ("fused_moe", "mxfp4"): 8}
-"""Bytes, of one tile each under Triton 3.6 (ledger_rules)."""
+"""Bytes, of one tile each under Triton 3.6 (sglang/ledger/rules.py)."""
 RECIPES = (
     ("glm47", 8, "rtx-pro-6000-server"),
     ("kimi_k25", 8, "rtx-pro-6000-server"),

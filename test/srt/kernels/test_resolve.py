@@ -17,7 +17,6 @@ from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import Choice, Need, NoKernel, Rejection
 from sglang.srt.kernels.tables import ATTENTION_BACKENDS, GEMV_LEAST_K, GEMV_MULTIPLE, MIXED_ROWS, TABLES
 from sglang.srt.kernels.tiles import attention_tiles
-from sglang.srt.layers.moe import mixed_moe
 from sglang.srt.layers.recurrent.step_kernels import StepKernels
 from sglang.srt.layers.triton_ops import gemv
 
@@ -136,14 +135,6 @@ def test_flashinfer_means_its_latent_kernels_where_attention_is_latent(gpu: str,
         resolve(MLA_DECODE, arch, FITS, frozenset({"triton"}), forced=name)
     with pytest.raises(NoKernel, match=r"latents of 288 dims, 256 of them values \(has 576, 512\)"):
         resolve(replace(MLA_DECODE, head_dim=288, v_head_dim=256), arch, FITS, BOTH, forced=name)
-
-
-def test_hierarchical_cache_decodes_with_flashinfer() -> None:
-    need = Need("decode_attention", 128, 128, traits=frozenset({"hierarchical_cache"}))
-    choice = resolve(need, arch_by_name("sm_120"), FITS, BOTH)
-    assert choice.name == "flashinfer" and choice.note is not None and "hierarchical cache" in choice.note
-    fallback = resolve(need, arch_by_name("sm_120"), FITS, TRITON)
-    assert fallback.name == "triton" and reasons(fallback)["flashinfer"] == "flashinfer is not installed"
 
 
 # --- tiles ------------------------------------------------------------------------------------------------------------
@@ -272,10 +263,9 @@ def test_mixed_products_serve_where_sgl_kernel_is_installed(arch: str) -> None:
     choice = resolve(Need("fused_moe", quant="mxfp4_mxfp8"), arch_by_name(arch), FITS, installed)
     assert choice.name == "sgl_kernel" and Rejection("triton", ("sgl_kernel comes first",)) in choice.rejected
     assert choice.remark == (
-        f"e2m1 times e4m3 as they are, from {mixed_moe.LEAST_ROWS} pairs an expert on; for fewer by triton, weights"
+        f"e2m1 times e4m3 as they are, from {MIXED_ROWS} pairs an expert on; for fewer by triton, weights"
         " widened to e4m3 in registers"
     )
-    assert mixed_moe.LEAST_ROWS == MIXED_ROWS
     for quant in (None, "mxfp4", "mxfp8", "nvfp4"):
         assert resolve(Need("fused_moe", quant=quant), arch_by_name(arch), FITS, installed).name == "triton"
 

@@ -14,18 +14,19 @@ import pytest
 import torch
 
 import sglang
-from sglang.srt.kernels.compile import compile_for
-from sglang.srt.kernels.variant import Variant
+from sglang.ledger.compile import compile_for
+from sglang.ledger.variant import Variant
+from sglang.ledger.variants.attention import variants as attention_variants
+from sglang.ledger.variants.elementwise import variants
+from sglang.ledger.variants.experts import variants as moe_variants
+from sglang.ledger.variants.quantized import variants as quant_variants
+from sglang.srt.configs.activation import SILU
 from sglang.srt.layers.attention.triton_ops import decode_attention
-from sglang.srt.layers.attention.triton_ops.variants import variants as attention_variants
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import fused_moe
-from sglang.srt.layers.moe.fused_moe_triton.variants import variants as moe_variants
 from sglang.srt.layers.triton_ops import gemv, pdl, topk
-from sglang.srt.layers.triton_ops.quant_variants import variants as quant_variants
-from sglang.srt.layers.triton_ops.variants import variants
 from srt.layers.attention.reference import Problem
 from srt.layers.attention.test_attention_kernels import first_tile
-from srt.layers.moe.moe_harness import Case, make_case
+from srt.layers.moe.moe_harness import Case, bands_of, make_case
 
 TARGET, FEATURES = "sm_120", ("cp_async",)
 PLAN = {"work_ptr", "req_pool_indices_ptr"}
@@ -164,7 +165,8 @@ def _experts_of_every_row(case: Case, router: torch.Tensor) -> list[torch.Tensor
     """Row after row through a router, the choice of experts and both their products."""
     rows = (case.x[i : i + 1] for i in range(len(case.x)))
     choices = ((row, topk.topk_softmax(gemv.gemv(row, router), 8, True)) for row in rows)
-    return [fused_moe(row, case.w13, case.w2, weights, ids) for row, (weights, ids) in choices]
+    bands = bands_of(case.w13, case.w2, case.ids)
+    return [fused_moe(row, case.w13, case.w2, weights, ids, SILU, bands) for row, (weights, ids) in choices]
 
 
 @pytest.mark.gpu

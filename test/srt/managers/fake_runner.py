@@ -113,17 +113,17 @@ class FakeRunner:
         assert len(np.unique(step.out_cache_loc)) == len(step.out_cache_loc), "one cache slot for two tokens"
         assert len(np.unique(step.slots)) == len(step.slots)
         assert (step.out_cache_loc >= self.plan.page_size).all(), "the padding page was handed out"
-        if step.extend is None:
+        if step.prompts is None:
             self.steps.append("decode")
             ids, rows = self.next_token[step.slots], range(len(step.slots))
             self.table[step.slots, step.seq_lens - 1] = step.out_cache_loc
         else:
-            decodes = step.extend.num_decodes
+            decodes = step.num_decodes
             self.steps.append("mixed" if decodes else "extend")
-            ids = np.concatenate((self.next_token[step.slots[:decodes]], step.extend.input_ids))
-            rows = step.extend.sample_rows
+            ids = np.concatenate((self.next_token[step.slots[:decodes]], step.prompts.input_ids))
+            rows = step.prompts.sample_rows
             self.table[step.slots[:decodes], step.seq_lens[:decodes] - 1] = step.out_cache_loc[:decodes]
-            assert (step.extend.prefix_lens + step.extend.extend_lens == step.seq_lens[decodes:]).all()
+            assert (step.prompts.prefix_lens + step.prompts.extend_lens == step.seq_lens[decodes:]).all()
         self.kv[step.out_cache_loc] = ids
         self.read_and_write_windows(step, ids)
         if self.states is not None:
@@ -139,8 +139,8 @@ class FakeRunner:
     def advance_states(self, step: StepInput, ids: np.ndarray) -> None:
         """A state is a checksum of all tokens so far; that of an empty prefix is 0, whatever lies in the row."""
         counts = np.ones(len(step.slots), np.int64)
-        if step.extend is not None:
-            counts[step.extend.num_decodes :] = step.extend.extend_lens
+        if step.prompts is not None:
+            counts[step.num_decodes :] = step.prompts.extend_lens
         first = 0
         for slot, length, count in zip(step.slots, step.seq_lens, counts, strict=True):
             before = int(self.states[slot]) if length > count else 0
@@ -152,8 +152,8 @@ class FakeRunner:
     def read_and_write_windows(self, step: StepInput, ids: np.ndarray) -> None:
         """What the first new token of each request sees is still there, and so is what the last one sees."""
         counts = np.ones(len(step.slots), np.int64)
-        if step.extend is not None:
-            counts[step.extend.num_decodes :] = step.extend.extend_lens
+        if step.prompts is not None:
+            counts[step.num_decodes :] = step.prompts.extend_lens
         for (window, kv), table in zip(self.window_kv, self.tables[1:], strict=True):
             for final in (False, True):
                 first = 0

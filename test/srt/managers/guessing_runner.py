@@ -27,7 +27,7 @@ class GuessingRunner(FakeRunner):
     def forward(self, step: StepInput) -> LateResult:
         if step.table_update is not None:
             self.table.reshape(-1)[step.table_update.index] = step.table_update.value
-        if step.extend is None:
+        if step.prompts is None:
             return self._verify(step)
         return self._extend(step)
 
@@ -52,16 +52,16 @@ class GuessingRunner(FakeRunner):
         return LateResult(torch.from_numpy(tokens), torch.from_numpy(counts))
 
     def _extend(self, step: StepInput) -> LateResult:
-        extend = step.extend
-        assert extend is not None
-        count = extend.num_decodes
+        prompts = step.prompts
+        assert prompts is not None
+        count = step.num_decodes
         self.steps.append("mixed" if count else "extend")
         first = 0
         for slot, prefix, length in zip(
-            step.slots[count:].tolist(), extend.prefix_lens.tolist(), extend.extend_lens.tolist(), strict=True
+            step.slots[count:].tolist(), prompts.prefix_lens.tolist(), prompts.extend_lens.tolist(), strict=True
         ):
             self.lens[slot] = prefix
-            self._write(slot, extend.input_ids[first : first + length])
+            self._write(slot, prompts.input_ids[first : first + length])
             self.lens[slot] += length
             first += length
         for slot in step.slots[:count].tolist():

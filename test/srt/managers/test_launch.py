@@ -146,6 +146,23 @@ def test_a_wrong_model_is_known_at_once() -> None:
 
 
 @pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"temperature": -1}, "temperature must be in"),
+        ({"temprature": 1}, "did you mean 'temperature'"),
+        ({"temperature": "warm"}, "temperature: expected"),
+        ({"stop_regex": ["("]}, "stop_regex"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias keys must be token ids"),
+        ({"min_new_tokens": 5, "max_new_tokens": 4}, "min_new_tokens"),
+    ],
+)
+def test_wrong_preferred_sampling_params_are_known_at_once(params: dict[str, Any], message: str) -> None:
+    args = ServerArgs.from_kwargs(model_path=DEFAULT_MODEL_PATH, preferred_sampling_params=params)
+    with pytest.raises(UserError, match="--preferred-sampling-params: .*" + message):
+        launch_engine(args)
+
+
+@pytest.mark.parametrize(
     ("how", "message"),
     [("crash", "scheduler process failed: RuntimeError: the fake scheduler crashed"), ("die", "killed by SIGKILL")],
 )
@@ -207,10 +224,17 @@ def test_children_end_with_their_parent(tmp_path: Path, number: signal.Signals) 
     assert not os.path.exists(directory)
 
 
+def bare_handle() -> EngineHandle:
+    """Without processes."""
+    handle = EngineHandle.__new__(EngineHandle)
+    handle._limit_s, handle._settled, handle._closing, handle._children = 60.0, threading.Event(), False, []
+    handle._failure, handle._on_failure, handle._lock = None, None, threading.Lock()
+    return handle
+
+
 def test_who_dies_without_a_word_began_it_however_late_that_is_known() -> None:
     """The end of a process may come to the parent's ears behind the error that another one met because of it."""
-    handle = EngineHandle.__new__(EngineHandle)
-    handle._limit_s, handle._settled = 60.0, threading.Event()
+    handle = bare_handle()
     ends = {name: multiprocessing.Pipe() for name in ("scheduler PP0", "scheduler PP1", "detokenizer")}
     killed = SimpleNamespace(join=lambda timeout: None, exitcode=-signal.SIGKILL)
     by_pipe = {ours: _Child(name, killed, ours) for name, (ours, _) in ends.items()}
@@ -220,5 +244,58 @@ def test_who_dies_without_a_word_began_it_however_late_that_is_known() -> None:
         "the scheduler PP0 process failed: RuntimeError: Connection reset by peer"
     ]
     ends["scheduler PP1"][1].close()
-    cause = handle._cause(by_pipe, failures)
+    cause = handle._causes(by_pipe, failures)[0]
     assert str(cause) == "the scheduler PP1 process died (killed by SIGKILL)"
+
+
+GLOO = b"Traceback (most recent call last):\n  File ...\nRuntimeError: [pair.cc:553] Connection closed by peer [::1]:5."
+
+
+def watched(*words: tuple[str, bytes | None]) -> EngineHandle:
+    """A handle of processes with these last words, None for one that was killed, after its monitor has ended."""
+    handle = bare_handle()
+    for name, last_words in words:
+        ours, theirs = multiprocessing.Pipe()
+        killed: Any = SimpleNamespace(join=lambda timeout: None, exitcode=-signal.SIGKILL, pid=None)
+        handle._children.append(_Child(name, killed, ours))
+        if last_words is not None:
+            theirs.send_bytes(ERROR + last_words)
+        theirs.close()
+    handle._watch_children()
+    return handle
+
+
+def test_the_cause_is_named_first_and_what_others_met_in_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    """A rank that has lost another has nothing to tell that its traceback would add."""
+    handle = watched(("scheduler PP0", GLOO), ("scheduler PP1", None), ("detokenizer", None))
+    assert handle.failure == "the scheduler PP1 process died (killed by SIGKILL)"
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert lines[0] == handle.failure
+    assert "Then the scheduler PP0 process lost its connection to another rank" in lines[1:]
+    assert "Traceback" not in "".join(lines)
+
+
+def test_an_error_of_its_own_comes_before_lost_connections(caplog: pytest.LogCaptureFixture) -> None:
+    handle = watched(("scheduler PP0", GLOO), ("scheduler PP1", b"Traceback ...\nValueError: a bug"))
+    assert handle.failure == "the scheduler PP1 process failed: ValueError: a bug"
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert errors[0].endswith("Traceback ...\nValueError: a bug") and "Traceback" not in "".join(errors[1:])
+
+
+def test_children_that_end_because_they_were_told_have_not_died(caplog: pytest.LogCaptureFixture) -> None:
+    """The monitor may hear of one before all have ended, and of others while it asks for the cause."""
+    handle = bare_handle()
+    told: list[str] = []
+    handle._on_failure = told.append
+
+    def join(timeout: float) -> None:
+        handle._closing = True  # the parent ends all, and this one is the first
+
+    pipes = [multiprocessing.Pipe() for _ in range(2)]
+    ended: Any = SimpleNamespace(join=join, exitcode=0, pid=None)
+    handle._children = [_Child(f"scheduler PP{i}", ended, ours) for i, (ours, _) in enumerate(pipes)]
+    for _, theirs in pipes:
+        theirs.close()
+    handle._watch_children()
+    assert handle.failure is None and not told
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -5,8 +5,6 @@ the queue. Without stages the decisions are those of one process too; with stage
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,14 +19,11 @@ from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.managers.wire.io_struct import AbortReq
-from sglang.srt.model_executor import cuda_graph_runner, extend_graph_runner
-from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
-from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
-from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.graph_runner import GraphSizes
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
-from srt.model_executor.test_extend_graph_runner import DeviceLengths, StepInPlaceOfGraph
+from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
 from srt.models.harness import VOCAB, save_tiny
 
 NEW_TOKENS, POOL, CHUNK = 32, 150, 16
@@ -98,21 +93,6 @@ def play(scheduler: Scheduler) -> Outcome:
     return Outcome(collector.tokens, finishes, stats.decode_steps, stats.num_retracted, stats._cached)
 
 
-@contextmanager
-def in_graphs(runner: ModelRunner) -> Iterator[list[int]]:
-    """Steps go through the padded inputs of graphs, each of which computes its captured step once more. Yields the
-    sizes of those that decode."""
-    runner.state.attn_backend = DeviceLengths(runner.plan, "cpu")
-    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
-        for module in (cuda_graph_runner, extend_graph_runner):
-            patch.setattr(module, "capture", StepInPlaceOfGraph)
-        runner.extend_graphs = ExtendGraphRunner(runner.state, (8, 20), (0, 4))
-        runner.graphs = CudaGraphRunner(runner.state, (1, 3, 4))
-        replay, sizes = runner.graphs.replay, []
-        patch.setattr(runner.graphs, "replay", lambda step: (sizes.append(len(step.slots)), replay(step))[1])
-        yield sizes
-
-
 def outcome(folder: str, ranks: RankLayout, rank: int, rendezvous: str | None, graphs: bool = False) -> Outcome:
     args = ServerArgs.from_kwargs(
         model_path=folder, device="cpu", skip_tokenizer_init=True, skip_server_warmup=True, max_total_tokens=POOL,
@@ -122,9 +102,10 @@ def outcome(folder: str, ranks: RankLayout, rank: int, rendezvous: str | None, g
     runner = create_runner(args, rank, rendezvous)
     if not graphs:
         return play(Scheduler(args, runner, StopChecker(None)))
-    with in_graphs(runner) as decoded:
+    with_attention(runner, DeviceLengths(), DeviceLengths())
+    with in_graphs(runner, GraphSizes((1, 3, 4), (8, 20), (0, 4))) as replays:
         result = play(Scheduler(args, runner, StopChecker(None)))
-    assert 2 in decoded, "steps with padding"
+    assert 2 in {len(step.slots) for step in replays if step.prompts is None}, "steps with padding"
     return result
 
 

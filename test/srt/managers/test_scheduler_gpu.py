@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,9 @@ def test_prefill_graphs_change_nothing(name: str, tmp_path: Path) -> None:
             max_running_requests=16, cuda_graph_max_bs=8, mem_fraction_static=0.2,
         )  # fmt: skip
         runner = create_runner(args)
-        assert runner.extend_graphs is not None
+        assert runner.graphs is not None and runner.graphs.sizes.prompt_tokens
         if not in_graphs:
-            runner.extend_graphs = None
+            runner.graphs.sizes = replace(runner.graphs.sizes, prompt_tokens=())
         scheduler = Scheduler(args, runner, StopChecker(None))
         generator = torch.Generator().manual_seed(1)
         shared = torch.randint(1, VOCAB, (40,), generator=generator).tolist()

@@ -74,3 +74,47 @@ def test_one_session_does_not_grow_without_end(bounds: dict[str, int]) -> None:
     store.begin("a", turn("4", 10))
     store.close("a")
     assert store.num_tokens == 0
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_an_idle_session_is_closed() -> None:
+    """Its time begins anew with each request and with its end; a request that runs keeps it."""
+    clock = Clock()
+    store = SessionStore(clock=clock)
+    store.open(10, "a", timeout=5)
+    store.open(10, "forever")
+    clock.now = 4
+    running = turn("r", 3)
+    store.begin("a", running)
+    clock.now = 100
+    assert store.turn("a", None) is None and len(store) == 2
+    store.end("a", running, [1])
+    clock.now = 104
+    assert store.turn("a", "r") is running
+    clock.now = 110
+    with pytest.raises(RequestError, match="no session"):
+        store.turn("a", "r")
+    assert len(store) == 1 and store.num_tokens == 0
+
+
+def test_a_streaming_session_keeps_its_last_request_only() -> None:
+    store = SessionStore()
+    store.open(1000, "a", streaming=True)
+    assert store.last_turn("a") is None
+    for rid in "123":
+        running = turn(rid, 10)
+        store.begin("a", running)
+        with pytest.raises(RequestError, match="has not ended"):
+            store.last_turn("a")
+        store.end("a", running, [1])
+        assert store.last_turn("a") is running and store.num_tokens == 11
+    aborted = turn("4", 20)
+    store.begin("a", aborted)
+    store.forget("a", "4")
+    assert store.last_turn("a") is running and store.num_tokens == 11

@@ -34,6 +34,7 @@ from sglang.srt.managers.wire.io_struct import (
     TokenMeta,
 )
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
+from sglang.srt.sampling.thinking_budget import ThinkingBudget
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 
@@ -523,6 +524,21 @@ def test_a_failed_send_leaves_nothing_registered(
             assert (await bench.request()).rid == rid
             bench.send(rid, finish=LENGTH)
         await again.collect()
+
+    play(test)
+
+
+def test_an_integer_that_no_message_can_carry_is_refused_by_its_name() -> None:
+    """Whatever field has it: the bodies of HTTP requests are not the only way in."""
+
+    async def test(bench: Bench) -> None:
+        for fields, name in (
+            ({"thinking": ThinkingBudget(1 << 70, 1, 2, False)}, "thinking.tokens"),
+            ({"thinking": ThinkingBudget(5, -(1 << 70), 2, False)}, "thinking.begin"),
+        ):
+            with pytest.raises(RequestError, match=f"^{name} must be a 64-bit integer"):
+                await bench.manager.submit(call(input_ids=[1, 2], **fields))
+            assert bench.manager.num_unfinished == 0
 
     play(test)
 

@@ -31,7 +31,7 @@ class WatchedRunner(FakeRunner):
         self.brought: list[set[int]] = []
 
     def forward(self, step: StepInput) -> LateResult:
-        count = len(step.slots) if step.extend is None else step.extend.num_decodes
+        count = step.num_decodes
         self.brought.append(set(step.slots[:count].tolist()))
         return super().forward(step)
 

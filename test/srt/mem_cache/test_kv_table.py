@@ -118,7 +118,7 @@ def test_where_prompts_pause_for_a_state() -> None:
 
     pages = table(16)
     ends = {(0, 70): 64, (64, 70): 70, (0, 64): 48, (48, 64): 64, (0, 16): 16, (0, 17): 16, (32, 50): 48}
-    assert {span: pages.pause(*span) for span in ends} == ends
+    assert {span: pages.chunk_end(*span) for span in ends} == ends
     tokens = table(1)
     ends = {
         (0, 700): 640,
@@ -129,6 +129,6 @@ def test_where_prompts_pause_for_a_state() -> None:
         (188, 702): 702,
         (128, 702): 640,
     }
-    assert {span: tokens.pause(*span) for span in ends} == ends
+    assert {span: tokens.chunk_end(*span) for span in ends} == ends
     for other in (table(16, checkpoints=0), table(16, cached=False), table(16, 0, states=False)):
-        assert other.pause(0, 70) == 70
+        assert other.chunk_end(0, 70) == 70

@@ -13,10 +13,17 @@ import torch
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
+from sglang.srt.model_executor import graph_runner
 from sglang.srt.model_executor.canary import check_runner
+from sglang.srt.model_executor.device_state import StepShape, shape_of
+from sglang.srt.model_executor.graph_runner import GraphRunner, GraphSizes
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.step import StepInput
 from sglang.srt.server_args import ServerArgs
+from srt.layers.attention.decode_steps import reexecuting_capture
+from srt.layers.attention.fake_flashinfer import FakeWrapper
+from srt.model_executor.backend_matrix import backend, faked_flashinfer
+from srt.model_executor.graph_stand_ins import DeviceLengths, with_attention
 from srt.models.harness import save_tiny
 
 
@@ -32,34 +39,36 @@ def runner_of(name: str, folder: Path, **options: Any) -> ModelRunner:
 class EagerInPlaceOfGraphs:
     """Replays are steps without a graph whose logits `spoil` changes."""
 
-    def __init__(self, runner: ModelRunner, spoil: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, runner: ModelRunner, spoil: Callable[[StepInput, torch.Tensor], torch.Tensor]) -> None:
         self.runner, self.spoil = runner, spoil
 
-    def fits(self, _: object) -> bool:
-        return True
+    def shape_of(self, step: StepInput) -> StepShape:
+        return shape_of(step, 1)
 
-    def replay(self, step: StepInput) -> Any:
-        self.runner.graphs = self.runner.extend_graphs = None
-        logits = self.spoil(self.runner.forward(step).logits)
-        self.runner.graphs = self.runner.extend_graphs = self  # type: ignore[assignment]
+    def writes_tables(self, step: StepInput) -> bool:
+        return False
+
+    def replay(self, shape: StepShape, step: StepInput) -> Any:
+        with self.runner.without_graphs():
+            logits = self.spoil(step, self.runner.forward(step).logits)
         sent = torch.from_numpy(step.sampled_slots)
-        self.inputs = dict.fromkeys(("slots", "seq_lens", "sampled_slots", "sampled_lens", "last_rows"), sent)
-        return logits if step.extend is None else (logits, logits)
+        names = ("decode_slots", "decode_lens", "sampled_slots", "sampled_lens", "last_rows")
+        return dict.fromkeys(names, sent), SimpleNamespace(positions=sent, hidden=logits, logits=logits)
 
 
 def test_a_warm_up_launches_what_long_prompts_do(tmp_path: Path) -> None:
     """Were its prompts replayed from a graph, the kernels of longer ones would be compiled when the first one comes."""
     runner = runner_of("qwen3", tmp_path)
     replayed: list[int] = []
-    graphs = EagerInPlaceOfGraphs(runner, lambda logits: (replayed.append(len(logits)), logits)[1])
-    runner.graphs = runner.extend_graphs = graphs  # type: ignore[assignment]
+    graphs = EagerInPlaceOfGraphs(runner, lambda step, logits: (replayed.append(len(logits)), logits)[1])
+    runner.graphs = graphs  # type: ignore[assignment]
     launched: list[bool] = []
     model = runner.model
-    runner.model = lambda batch: (launched.append(any(batch.extend_prefix_lens_cpu)), model(batch))[1]  # type: ignore[assignment]
+    runner.model = lambda batch: (launched.append(any(batch.extend.prefix_lens_cpu)), model(batch))[1]  # type: ignore[assignment]
     runner.model.step_logits, runner.model.head = model.step_logits, model.head
-    runner._warm_up_extend()
+    runner._warm_up_prompts()
     assert replayed == [] and launched == [False, True]
-    assert runner.graphs is graphs and runner.extend_graphs is graphs
+    assert runner.graphs is graphs
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma3", "qwen3_next", "nemotron_h"])
@@ -78,23 +87,30 @@ def test_it_fits_into_small_pools(options: dict[str, int], tmp_path: Path) -> No
     create_runner(args)
 
 
+def flipped_if(wrong: Callable[[StepInput], bool]) -> Callable[[StepInput, torch.Tensor], torch.Tensor]:
+    return lambda step, logits: logits.flip(-1) if wrong(step) else logits
+
+
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
-        (lambda logits: logits.flip(-1), "the graph of a prompt gives other logits"),
-        (lambda logits: logits * float("nan"), "the graph of a prompt gives other logits"),
+        (flipped_if(lambda step: True), "the graph of a prompt gives other logits"),
+        (lambda step, logits: logits * float("nan"), "the graph of a prompt gives other logits"),
+        (flipped_if(lambda step: step.num_decodes == 1), "the graph that decodes 1 request gives other"),
+        (flipped_if(lambda step: step.num_decodes == 3), "the graph that decodes 3 requests gives other"),
         (
-            lambda logits: logits.flip(-1) if len(logits) == 1 else logits,
-            "the graph that decodes 1 request gives other",
+            flipped_if(lambda step: step.prompts is not None and step.num_decodes > 0),
+            "the graph of prompts beside a request that decodes gives other",
         ),
-        (lambda logits: logits, ""),
+        (flipped_if(lambda step: False), ""),
     ],
 )
 def test_a_graph_that_computes_something_else_is_named(
-    spoil: Callable[[torch.Tensor], torch.Tensor], named: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    spoil: Callable[[StepInput, torch.Tensor], torch.Tensor], named: str, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     runner = runner_of("qwen3", tmp_path)
-    runner.graphs = runner.extend_graphs = EagerInPlaceOfGraphs(runner, spoil)  # type: ignore[assignment]
+    runner.graphs = EagerInPlaceOfGraphs(runner, spoil)  # type: ignore[assignment]
     if named:
         with pytest.raises(UserError, match=named):
             check_runner(runner)
@@ -102,6 +118,45 @@ def test_a_graph_that_computes_something_else_is_named(
         with caplog.at_level("INFO"):
             check_runner(runner)
         assert "Start-up canary: decoding and graphs agree with computing prompts whole without (cosine " in caplog.text
+
+
+def capture_mixed(runner: ModelRunner, log: list[str], defect: str) -> None:
+    """A model with windows: FlashInfer decodes and Triton computes prompts (stand-ins of both), in graphs of every
+    kind."""
+    with_attention(runner, backend("flashinfer", runner), DeviceLengths())
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        patch.setattr(graph_runner, "capture", reexecuting_capture(log))
+        graphs = runner.graphs = GraphRunner(runner.state, GraphSizes((1, 4), (16, 96), (0, 2)))
+    if defect == "stale plan":
+        refresh = graphs._refresh
+        captured = [step.decode for shape, step in graphs.steps.items() if shape.has_prompts]
+        graphs._refresh = lambda rows, lens: None if any(rows is c for c in captured) else refresh(rows, lens)  # type: ignore[method-assign]
+    elif defect == "late table":
+        runner.state.attention.decode_plans_on_host = False
+
+
+@pytest.mark.parametrize(
+    ("defect", "named"),
+    [
+        ("", ""),
+        ("stale plan", "the graph of prompts beside a request that decodes gives other logits"),
+        ("late table", "the graph that decodes 1 request gives other logits"),
+    ],
+)
+def test_a_plan_that_does_not_follow_a_graph_is_found(
+    defect: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backend that plans on the host, without a stand-in that notices: its plan is of another step where a graph with
+    prompts does not refresh it, and misses the new token where the graph writes a window's table only afterwards."""
+    monkeypatch.setattr(FakeWrapper, "checks_lists", False)
+    runner = runner_of("gemma3", tmp_path)
+    with faked_flashinfer() as log:
+        capture_mixed(runner, log, defect)
+        if not defect:
+            check_runner(runner)
+            return
+        with pytest.raises(UserError, match=named):
+            check_runner(runner)
 
 
 def test_the_first_block_without_numbers_is_named(tmp_path: Path) -> None:
@@ -122,7 +177,7 @@ def test_a_block_that_decodes_otherwise_is_named(tmp_path: Path) -> None:
 
     def wrong(x: torch.Tensor, batch: Any) -> torch.Tensor:
         out: torch.Tensor = block(x, batch)
-        return out if batch.forward_mode.name == "EXTEND" else out.flip(-1) * 100
+        return out if batch.decode is None else out.flip(-1) * 100
 
     runner.model.layers[1].blocks[0] = (join, wrong)
     with pytest.raises(UserError, match="layer 1 attn .* gives another output for a token that is decoded") as error:

@@ -15,13 +15,14 @@ from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
-from sglang.srt.model_executor import verify_graph_runner
+from sglang.srt.model_executor.canary import check_runner
+from sglang.srt.model_executor.device_state import DeviceState
 from sglang.srt.model_executor.drafts import accept
-from sglang.srt.model_executor.verify_graph_runner import VerifyGraphRunner
+from sglang.srt.model_executor.graph_runner import GraphSizes
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
+from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
 from srt.model_executor.known_texts import KnownTexts, verifying_scheduler
-from srt.model_executor.test_extend_graph_runner import DeviceLengths, StepInPlaceOfGraph
 from srt.models.harness import VOCAB, save_tiny
 
 NEW_TOKENS = 33
@@ -69,6 +70,7 @@ def accepted(scheduler: Scheduler) -> list[tuple[int, int]]:
     process = scheduler.process
 
     def spy(batch: Any) -> None:
+        batch.result.wait()
         if batch.step.widths is not None:
             counts.extend(zip(batch.step.widths.tolist(), batch.result.counts.tolist(), strict=True))
         process(batch)
@@ -154,22 +156,39 @@ def test_log_probabilities_of_several_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-def test_padding_of_graphs_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_of_graphs_changes_nothing(name: str, tmp_path: Path) -> None:
     """A graph is replaced by its step here, over the same static inputs."""
     save_tiny(name, tmp_path)
-    args = server_args(tmp_path)
+    args = server_args(tmp_path, chunked_prefill_size=64)
     plain = run(Scheduler(args, create_runner(args), StopChecker(None)), SAMPLED)
-    monkeypatch.setattr(verify_graph_runner, "capture", StepInPlaceOfGraph)
     scheduler = verifying_scheduler(args, KnownTexts(4, args, 3), as_outputs(plain))
-    runner = scheduler.runner
-    runner.state.attn_backend = DeviceLengths(runner.plan, "cpu")
-    with torch.inference_mode():
-        graphs = runner.verify_graphs = VerifyGraphRunner(runner.state, (1, 4, 8))
-    replays = []
-    original = graphs.replay
-    monkeypatch.setattr(graphs, "replay", lambda step: (replays.append(len(step.slots)), original(step))[1])
-    assert run(scheduler, SAMPLED) == plain
-    assert max(replays) > 4 and any(count not in graphs.batch_sizes for count in replays)
+    with_attention(scheduler.runner, DeviceLengths(), DeviceLengths())
+    with in_graphs(scheduler.runner, GraphSizes((1, 4, 8), (16, 64), (0, 4, 8))) as replays:
+        assert run(scheduler, SAMPLED) == plain
+    verified = [len(step.slots) for step in replays if step.widths is not None]
+    assert max(verified) > 4 and any(count not in (1, 4, 8) for count in verified)
+    assert any(step.prompts is not None and step.num_decodes for step in replays)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "deepseek_v3"])
+def test_the_canary_verifies_guesses(name: str, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path)
+    check_runner(verifying_scheduler(server_args(tmp_path), KnownTexts(4, server_args(tmp_path)), {}).runner)
+
+
+def test_the_canary_finds_guesses_that_are_verified_wrongly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny("qwen3", tmp_path)
+    runner = verifying_scheduler(server_args(tmp_path), KnownTexts(4, server_args(tmp_path)), {}).runner
+    verify_batch = DeviceState._verify_batch
+
+    def of_other_tokens(*args: Any) -> Any:
+        batch = verify_batch(*args)
+        batch.input_ids = batch.input_ids.roll(1)
+        return batch
+
+    monkeypatch.setattr(DeviceState, "_verify_batch", of_other_tokens)
+    with pytest.raises(UserError, match="a step that verifies guesses gives other logits"):
+        check_runner(runner)
 
 
 QUESTIONS = ("What is the capital of France?", "What is 2+2?", "What is 15+27?", "What is the capital of Japan?")
@@ -199,7 +218,7 @@ def test_on_a_gpu(params: dict[str, Any], options: dict[str, Any]) -> None:
     plain = answers(Scheduler(args, create_runner(args), StopChecker(None)), params)
     for spoil_every in (0, 3):
         scheduler = verifying_scheduler(args, KnownTexts(4, args, spoil_every), plain)
-        assert ("disable_cuda_graph" in options) == (scheduler.runner.verify_graphs is None)
+        assert ("disable_cuda_graph" in options) == (scheduler.runner.graphs is None)
         counts = accepted(scheduler)
         assert answers(scheduler, params) == plain
         assert counts and (spoil_every or all(width == count for width, count in counts))

@@ -15,15 +15,18 @@ import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.hardware.arch import CPU, ArchTraits
 from sglang.srt.layers import native_ops
+from sglang.srt.layers.attention.sites import AttentionSites
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.layers.forward_batch import ForwardBatch, ForwardMode, TokenSlots
+from sglang.srt.layers.forward_batch import DecodeRows, ExtendRows, ForwardBatch, TokenSlots
 from sglang.srt.layers.recurrent import native as recurrent_ops
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.model_loader.loader import filled_model
 from sglang.srt.models.causal_lm import DecoderLayer
+from sglang.srt.plan.attention_sites import attention_sites
 from sglang.srt.plan.caches import cache_groups, row_tables
 from sglang.srt.plan.kv_spec import kv_cache_dtype
-from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.layer_spec import AttentionSite, Serving
+from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
@@ -214,7 +217,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "minimax_m2_wide": (
         "MiniMaxM2Config",
-        WIDE | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128},
+        WIDE | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128, "eos_token_id": 2},
     ),
     "llama_wide": ("LlamaConfig", WIDE | {"head_dim": 64}),
     "deepseek_v2_lite": (
@@ -258,7 +261,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "minimax_m2": (
         "MiniMaxM2Config",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "eos_token_id": 2}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     ),
     "deepseek_v3_wide": (
@@ -454,9 +457,21 @@ class TinyRunner:
         self.table = torch.full((9, plan.context_len), -7, dtype=torch.int32)
         self.free = (torch.randperm(1023, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
         self.lens: dict[int, int] = {}
-        self.backend = TorchNativeAttnBackend(plan, "cpu")
+        backend = TorchNativeAttnBackend(plan, "cpu")
+        sites = attention_sites(plan.description, plan.ranks.tp_size)
+        latent = {
+            AttentionSite(layer.mixer.attention_shape(plan.ranks.tp_size)): layer.mixer
+            for layer in plan.description.layers
+            if isinstance(layer.mixer, MLA)
+        }
+        self.attention = AttentionSites(
+            {site: backend.decode_builder(site) for site in sites},
+            {site: backend.extend_builder(site) for site in sites},
+            latent,
+            plan.tokens_per_step,
+        )
 
-    def _batch(self, mode: ForwardMode, new: dict[int, list[int]]) -> ForwardBatch:
+    def _batch(self, decodes: bool, new: dict[int, list[int]]) -> ForwardBatch:
         slots, positions, locs, prefix = list(new), [], [], []
         for slot, tokens in new.items():
             start = self.lens.get(slot, 0)
@@ -468,27 +483,23 @@ class TinyRunner:
             self.lens[slot] = start + len(tokens)
         seq_lens = [self.lens[s] for s in slots]
         extend = [len(tokens) for tokens in new.values()]
-        return ForwardBatch(
-            forward_mode=mode,
-            batch_size=len(slots),
-            input_ids=torch.tensor([t for tokens in new.values() for t in tokens]),
-            positions=torch.tensor(positions),
-            req_pool_indices=torch.tensor(slots),
-            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-            token_slots=(TokenSlots(self.table, torch.tensor(locs)),) * self.num_tables,
-            attn_backend=self.backend,
-            extend_prefix_lens=torch.tensor(prefix, dtype=torch.int32),
-            extend_start_loc=torch.tensor([0, *extend], dtype=torch.int32).cumsum(0, dtype=torch.int32),
-            extend_seq_lens_cpu=extend,
-            extend_prefix_lens_cpu=prefix,
-            seq_lens_cpu=seq_lens,
+        token_slots = (TokenSlots(self.table, torch.tensor(locs)),) * self.num_tables
+        requests, lens = torch.tensor(slots), torch.tensor(seq_lens, dtype=torch.int32)
+        batch = ForwardBatch(
+            torch.tensor([t for tokens in new.values() for t in tokens]), torch.tensor(positions), token_slots
         )
+        if decodes:
+            batch.decode = DecodeRows(requests, lens, token_slots, seq_lens)
+        else:
+            start_loc = torch.tensor([0, *extend], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            prefix_lens = torch.tensor(prefix, dtype=torch.int32)
+            batch.extend = ExtendRows(requests, lens, prefix_lens, start_loc, token_slots, extend, prefix, seq_lens)
+        batch.metadata = self.attention.metadata(batch)
+        return batch
 
     def batch_of_prompts(self, new: dict[int, list[int]]) -> ForwardBatch:
         """Ready for the model."""
-        batch = self._batch(ForwardMode.EXTEND, new)
-        self.backend.init_forward_metadata(batch)
-        return batch
+        return self._batch(False, new)
 
     @torch.inference_mode()
     def extend(self, new: dict[int, list[int]]) -> list[torch.Tensor]:
@@ -500,8 +511,7 @@ class TinyRunner:
     @torch.inference_mode()
     def decode(self, new: dict[int, int]) -> torch.Tensor:
         """The next token of each request slot -> logits [B, V]."""
-        batch = self._batch(ForwardMode.DECODE, {slot: [token] for slot, token in new.items()})
-        self.backend.init_forward_metadata(batch)
+        batch = self._batch(True, {slot: [token] for slot, token in new.items()})
         return self.model.logits(self.model(batch))
 
 

@@ -20,7 +20,7 @@ from .harness import NativePlan, plan_for
 
 KERNELS = Path(__file__).parents[1] / "kernels"
 FEW = {"num_hidden_layers": 2, "n_routed_experts": 16, "num_experts": 16, "num_local_experts": 16, "vocab_size": 1003}
-FEW |= {"n_group": 1, "topk_group": 1}
+FEW |= {"n_group": 1, "topk_group": 1, "eos_token_id": 2}
 FP8_BLOCK = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("configs/deepseek_v3.json", FEW),

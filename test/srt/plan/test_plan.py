@@ -33,7 +33,7 @@ GIB = 1024**3
 CONFIGS = Path(__file__).parents[1] / "kernels" / "configs"
 QWEN3_8B = json.loads((CONFIGS / "qwen3.json").read_text())
 TINY = QWEN3_8B | {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-TINY |= {"head_dim": 16, "intermediate_size": 128, "vocab_size": 256, "max_position_embeddings": 512}
+TINY |= {"head_dim": 16, "intermediate_size": 128, "vocab_size": 256, "eos_token_id": 2, "max_position_embeddings": 512}
 PACKAGES = frozenset({"triton"})
 
 
@@ -332,7 +332,7 @@ SRT = Path(sglang.__file__).parent / "srt"
         ("layers/attention/flashinfer_backend.py", "WORKSPACE_BYTES", FLASHINFER_WORKSPACE),
         ("layers/attention/flashinfer_backend.py", "PLAN_BYTES", FLASHINFER_PLANS),
         ("layers/attention/flashinfer_mla_backend.py", "WORKSPACE_BYTES", FLASHINFER_MLA_WORKSPACE),
-        ("model_executor/extend_graph_runner.py", "MAX_PROMPTS", PREFILL_GRAPH_PROMPTS),
+        ("model_executor/graph_runner.py", "MAX_PROMPTS", PREFILL_GRAPH_PROMPTS),
     ],
 )
 def test_planned_sizes_are_the_codes(file: str, name: str, planned: int) -> None:

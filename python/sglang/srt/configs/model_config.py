@@ -70,7 +70,7 @@ class ModelConfig:
             context_len=context_length(hf_config, args.context_length, reader.source),
             dtype=_dtype(reader, args.dtype),
             quantization=quantization_of(config, directory, args.quantization, args.flashinfer_mxfp4_moe_precision),
-            eos_token_ids=_eos_token_ids(config, hf_config, generation),
+            eos_token_ids=_eos_token_ids(reader.positive("vocab_size"), config, hf_config, generation),
             default_sampling={key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None},
         )
 
@@ -114,7 +114,7 @@ def _dtype(reader: ConfigReader, requested: str) -> str:
     return name
 
 
-def _eos_token_ids(*sources: Mapping[str, Any]) -> frozenset[int]:
+def _eos_token_ids(vocab_size: int, *sources: Mapping[str, Any]) -> frozenset[int]:
     """What any of them names: config.json, its text part, which may name fewer, and generation_config.json."""
     token_ids: set[int] = set()
     for source in sources:
@@ -123,6 +123,11 @@ def _eos_token_ids(*sources: Mapping[str, Any]) -> frozenset[int]:
             if isinstance(token, bool) or not isinstance(token, int) or token < 0:
                 raise UserError(
                     f"config.json or generation_config.json: 'eos_token_id' must be token ids; got {value!r}."
+                )
+            if token >= vocab_size:
+                raise UserError(
+                    "config.json or generation_config.json: 'eos_token_id' must be token ids below the vocabulary's "
+                    f"size of {vocab_size}; got {value!r}. Correct the file, or --json-model-override-args."
                 )
             token_ids.add(token)
     return frozenset(token_ids)

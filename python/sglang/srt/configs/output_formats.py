@@ -6,10 +6,11 @@ AUTO = "auto"
 """The format that the model's chat template shows."""
 
 TOOL_CALL_PARSERS = (
-    AUTO, "deepseekv3", "deepseekv31", "deepseekv32", "deepseekv4", "glm45", "glm47", "gpt-oss", "hermes", "kimi_k2",
-    "llama3", "minimax-m2", "mistral", "pythonic", "qwen25", "qwen3_coder",
+    AUTO, "apertus2509", "deepseekv3", "deepseekv31", "deepseekv32", "deepseekv4", "deepseekv41", "dots", "gemma4",
+    "gigachat3", "gigachat35", "glm45", "glm47", "gpt-oss", "hermes", "interns1", "iquest_q1", "kimi_k2", "lfm2",
+    "llama3", "minicpm5", "minimax-m2", "minimax-m3", "mistral", "pythonic", "qwen25", "qwen3_coder", "step3",
 )  # fmt: skip
 REASONING_PARSERS = (
-    AUTO, "deepseek-r1", "deepseek-v3", "deepseek-v4", "glm45", "gpt-oss", "kimi", "kimi_k2", "minimax",
-    "minimax-append-think", "mistral", "qwen3", "qwen3-thinking",
+    AUTO, "apertus2509", "deepseek-r1", "deepseek-v3", "deepseek-v4", "gemma4", "glm45", "gpt-oss", "kimi", "kimi_k2",
+    "minimax", "minimax-append-think", "minimax-m3", "mistral", "qwen3", "qwen3-thinking",
 )  # fmt: skip

@@ -331,15 +331,15 @@ _LIMITED_TEXT = re.compile(r'^(\w+) ::= \(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.MULTIL
 _USE = r'"\\"" {name}\{{(\d+), (-?\d+)\}} "\\""'
 _SHORT_ESCAPE = re.compile(r"(\\\\)|\\x([0-9a-fA-F]{2})")
 """The library prints a byte's two digits, and reads as many as follow."""
-_PLAIN = r"[^\0-\x1f\"\\]"
+_PLAIN = r"[^\0-\x1f\"\\\ud800-\udfff]"
 
 
 def repair_limited_texts(grammar: str) -> str:
     """`grammar`, in EBNF as the library prints it, with the characters that JSON allows in texts of limited length.
 
-    The library lets control characters into them, which JSON forbids, and keeps escapes out. One rule for both kinds of
-    characters would have the library look at every token of the vocabulary for every mask (2.6 ms for one of 4,096
-    tokens, against 0.05 ms), so a text is one without escapes, or begins with a stretch without them.
+    The library lets control characters and halves of surrogate pairs into them, and keeps escapes out. One rule for
+    both kinds of characters would have the library look at every token of the vocabulary for every mask (2.6 ms for one
+    of 4,096 tokens, against 0.05 ms), so a text is one without escapes, or begins with a stretch without them.
     """
     names = _LIMITED_TEXT.findall(grammar)
     if not names:

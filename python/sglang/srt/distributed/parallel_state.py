@@ -108,18 +108,6 @@ class Group:
         by_rank = gathered.view(self.size, *x.shape).movedim(0, dim)
         return by_rank.reshape(*x.shape[:dim], self.size * x.shape[dim], *x.shape[dim + 1 :])
 
-    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """x [size * n, ...] -> [n, ...]: this rank's rows of the sum over the ranks."""
-        if self.size == 1:
-            return x
-        rows, rest = divmod(x.shape[0], self.size)
-        assert not rest, f"{x.shape[0]} rows do not divide over {self.size} ranks"
-        out = x.new_empty((rows, *x.shape[1:]))
-        if x.device.type == "cpu":  # gloo has none
-            return out.copy_(self.library_all_reduce(x.clone())[self.rank * rows :][:rows])
-        dist.reduce_scatter_tensor(out, x.contiguous(), group=self.communicator())
-        return out
-
     def send_to_next(self, x: torch.Tensor) -> None:
         """To the rank behind this one, which receives it. Goes on at once: `x` stays as it is from now on."""
         x = x.contiguous()

@@ -7,7 +7,6 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -18,7 +17,8 @@ from sglang.srt.entrypoints.embeddings import routes as embeddings_routes
 from sglang.srt.entrypoints.http_errors import ApiError, error_response
 from sglang.srt.entrypoints.http_middleware import RequestGate, TraceHeaders
 from sglang.srt.entrypoints.http_openapi import describe_api
-from sglang.srt.entrypoints.http_state import ServerState
+from sglang.srt.entrypoints.http_origins import with_origins_checked
+from sglang.srt.entrypoints.http_state import ServerState, state_of
 from sglang.srt.entrypoints.http_stream import ClientDisconnected
 from sglang.srt.entrypoints.ollama import routes as ollama_routes
 from sglang.srt.entrypoints.openai import routes as openai_routes
@@ -27,7 +27,7 @@ from sglang.srt.entrypoints.responses import routes as responses_routes
 from sglang.srt.managers.front.generate_request import RequestError
 from sglang.version import __version__
 
-_FORMS = (
+FORMS = (
     openai_routes,
     anthropic_routes,
     responses_routes,
@@ -49,13 +49,19 @@ async def _on_request_error(request: Request, error: Any) -> Response:
 
 
 async def _on_http_exception(request: Request, error: Any) -> Response:
+    path, methods = request.url.path, (error.headers or {}).get("Allow", "")
     message = {
-        404: f"there is no route {request.url.path}",
-        405: f"{request.method} is not allowed on {request.url.path}",
+        404: f"there is no route {path}",
+        405: f"{request.method} is not allowed on {path}; it takes {methods}{_example(request, methods)}",
     }.get(error.status_code, str(error.detail))
     response = error_response(request.url.path, ApiError(error.status_code, message))
     response.headers.update(error.headers or {})
     return response
+
+
+def _example(request: Request, methods: str) -> str:
+    """The command for a route that changes something, which SGLang may let clients GET."""
+    return f": curl -X POST {state_of(request).args.url()}{request.url.path}" if methods == "POST" else ""
 
 
 async def _on_disconnect(request: Request, error: Any) -> Response:
@@ -70,10 +76,10 @@ async def _on_bug(request: Request, error: Any) -> Response:
 def create_api(state: ServerState) -> FastAPI:
     """The routes alone, without key check and CORS."""
     no_pages: dict[str, Any] = {"docs_url": None, "redoc_url": None}  # they load their scripts from elsewhere
-    api = FastAPI(title="sm120-sglang", version=__version__, **no_pages)
+    api = FastAPI(title="sm120-sglang", version=__version__, redirect_slashes=False, **no_pages)
     api.state.server = state
     api.state.created = int(time.time())
-    for form in _FORMS:
+    for form in FORMS:
         api.include_router(form.router)
     api.include_router(page_routes.router)
     api.include_router(http_refused.router)
@@ -84,12 +90,12 @@ def create_api(state: ServerState) -> FastAPI:
         api.add_exception_handler(left, _on_disconnect)
     api.add_exception_handler(Exception, _on_bug)
 
-    describe_api(api, [body for form in _FORMS for body in form.BODIES])
+    describe_api(api, [body for form in FORMS for body in form.BODIES])
     return api
 
 
 def create_app(state: ServerState) -> ASGIApp:
-    """The complete application for `state`."""
+    """The complete application for `state`. Of a slash at the end of a path the gate takes no notice."""
     api = create_api(state)
     gate = RequestGate(TraceHeaders(api) if state.args.enable_trace else api, state.args.api_key)
-    return CORSMiddleware(gate, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
+    return with_origins_checked(gate, state.args.api_key, state.args.allowed_origins or ())

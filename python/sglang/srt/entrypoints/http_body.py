@@ -14,7 +14,8 @@ import msgspec
 from starlette.requests import Request
 
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request, from_decode_error
-from sglang.srt.entrypoints.unsupported_fields import Unsupported, refuse_unsupported
+from sglang.srt.entrypoints.unsupported_fields import refuse_unsupported
+from sglang.srt.upstream_interface import Unsupported
 
 MAX_BRACKETS = 1 << 19
 """Lists and objects in a body, counted as opening brackets wherever they stand: each costs a hundred bytes and more."""

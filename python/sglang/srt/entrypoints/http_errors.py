@@ -12,6 +12,7 @@ from starlette.responses import Response
 _TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",
@@ -23,6 +24,7 @@ _TYPES = {
 }
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
     413: "request_too_large",
@@ -36,14 +38,24 @@ class ApiError(Exception):
     """A refused or failed request: HTTP `status` and a `message` for the client.
 
     `code` is the machine-readable reason (the status when there is no better one), `param` the offending field.
+    `details`: what Anthropic's clients read beside the message.
     """
 
-    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        details: dict[str, Any] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.code = code
         self.param = param
+        self.details = details
 
     def fields(self) -> dict[str, Any]:
         """The five fields of an OpenAI-style error object."""
@@ -72,13 +84,19 @@ class ErrorShape(NamedTuple):
     event_end: bytes = b"\n\n"
 
 
+def _native_body(error: ApiError) -> dict[str, Any]:
+    """What failed at the server, or waited too long, has its fields at top level, as SGLang's clients know it."""
+    return error.fields() if error.status >= 500 else _native(error)
+
+
 def _native(error: ApiError) -> dict[str, Any]:
     return {"error": {"message": error.message}}
 
 
 def _anthropic(error: ApiError) -> dict[str, Any]:
     kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    details = {} if error.details is None else {"details": error.details}
+    return {"type": "error", "error": {"type": kind, "message": error.message, **details}}
 
 
 def _ollama(error: ApiError) -> dict[str, Any]:
@@ -89,7 +107,7 @@ _SHAPES = (
     ErrorShape("/v1/messages", "AnthropicError", _anthropic, _anthropic, b"event: error\ndata: "),
     ErrorShape("/v1/", "OpenAIError", ApiError.fields, lambda error: {"error": error.fields()}),
     ErrorShape("/api/", "OllamaError", _ollama, _ollama, b"", b"\n"),
-    ErrorShape("", "NativeError", _native, _native),
+    ErrorShape("", "NativeError", _native_body, _native),
 )
 """The first that fits a path."""
 
@@ -105,7 +123,10 @@ def error_body(path: str, error: ApiError) -> dict[str, Any]:
 
 def error_schema_name(path: str, status: int) -> str:
     """The name that `/openapi.json` gives to the shape of `error_body`."""
-    return "Unauthorized" if _is_plain_401(path, status) else _shape(path).schema
+    if _is_plain_401(path, status):
+        return "Unauthorized"
+    shape = _shape(path)
+    return "OpenAIError" if shape.body is _native_body and status >= 500 else shape.schema
 
 
 _UNAUTHORIZED = {"error": "Unauthorized"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -9,13 +10,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sglang.srt.entrypoints.http_errors import ApiError, error_response
 from sglang.srt.entrypoints.http_stream import DIRECT_SEND
 from sglang.srt.managers.front.request_trace import trace_headers
+from sglang.srt.utils.free_memory import trim_allocator
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES
 """Of the bodies of all requests that have not been answered, complete or not."""
 
-_OPEN_PATHS = ("/health", "/ready", "/metrics", "/page/")
-"""Prefixes that need no API key: probes and scrapers have none, and the page asks for it."""
+LARGE_BODY_BYTES = 1 << 22
+"""After one of these, what the C library keeps of its memory is given back to the system."""
+TRIM_DELAY_S = 1.0
+"""For the answer to be over, and for one trim after several bodies."""
+
+_OPEN_PATHS = ("/", "/health", "/ready", "/metrics")
+"""They need no API key: probes and scrapers have none, and the page asks for it."""
+_OPEN_PREFIX = "/page/"
 _ANY_TYPE_PATHS = ("/api/",)
 """Prefixes of Ollama's routes, whose bodies are JSON whatever their type is said to be: `curl -d` says otherwise."""
 _UNAUTHORIZED = ApiError(401, "the API key is missing or wrong")
@@ -24,7 +32,7 @@ _NOT_JSON = ApiError(415, "the body must be JSON: send it with the header Conten
 
 def is_open(path: str) -> bool:
     """Whether `path` needs no API key."""
-    return path == "/" or path.startswith(_OPEN_PATHS)
+    return path in _OPEN_PATHS or path.startswith(_OPEN_PREFIX)
 
 
 def takes_any_type(path: str) -> bool:
@@ -33,7 +41,8 @@ def takes_any_type(path: str) -> bool:
 
 
 class RequestGate:
-    """Checks the API key, and the type and size of request bodies."""
+    """Checks the API key, and the type and size of request bodies. Takes slashes off the ends of paths: a redirect
+    would have to believe the client's `Host`."""
 
     def __init__(
         self,
@@ -48,11 +57,14 @@ class RequestGate:
         self._max_bodies_bytes = max_bodies_bytes
         self._num_bytes = 0
         """Of all bodies."""
+        self._trimming: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["path"].endswith("/"):
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         headers = dict(scope["headers"])
         if not self._authorized(scope, headers):
             await error_response(scope["path"], _UNAUTHORIZED)(scope, receive, send)
@@ -70,6 +82,12 @@ class RequestGate:
             await self._app(scope, body.receive, send)
         finally:
             self._num_bytes -= body.num_bytes
+            if body.num_bytes >= LARGE_BODY_BYTES and self._trimming is None:
+                self._trimming = asyncio.get_running_loop().call_later(TRIM_DELAY_S, self._trim)
+
+    def _trim(self) -> None:
+        self._trimming = None
+        asyncio.get_running_loop().run_in_executor(None, trim_allocator)
 
     def _authorized(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
         if self._expected is None or scope["method"] == "OPTIONS" or is_open(scope["path"]):
@@ -108,9 +126,9 @@ class _BoundedBody:
 
 
 def _is_json(path: str, headers: dict[bytes, bytes]) -> bool:
-    """Whether the body is JSON, or there is none; one of no declared type is taken for it."""
+    """Whether the body says that it is JSON, or there is none. A page may send one of no type to any server."""
     media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if not media_type or media_type == b"application/json" or takes_any_type(path):
+    if media_type == b"application/json" or takes_any_type(path):
         return True
     if media_type.startswith(b"application/") and media_type.endswith(b"+json"):
         return True

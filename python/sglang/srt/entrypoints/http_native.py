@@ -17,6 +17,7 @@ from sglang.srt.entrypoints.http_errors import ApiError, bad_request, json_respo
 from sglang.srt.entrypoints.http_sessions import SessionParams, session_result, session_stream
 from sglang.srt.entrypoints.http_state import engine_of, state_of
 from sglang.srt.entrypoints.http_stream import EventStream, until_disconnect
+from sglang.srt.entrypoints.native_reasoning import require_reasoning
 from sglang.srt.entrypoints.openai.protocol import Int
 from sglang.srt.entrypoints.unsupported_fields import NATIVE, PROFILE
 from sglang.srt.managers.front.generate_request import GenerateRequest
@@ -54,6 +55,8 @@ class GenerateBody(Body, kw_only=True):
     cache_salt: str | list[str | None] | None = None
     extra_key: str | list[str | None] | None = None
     session_params: SessionParams | None = None
+    require_reasoning: bool | None = False
+    """The output begins with thoughts, which are counted; a grammar holds behind them."""
 
     def to_request(self) -> GenerateRequest:
         return GenerateRequest(
@@ -99,6 +102,8 @@ async def generate(request: Request) -> Response:
     manager, sessions = engine.manager, state_of(request).sessions
     body = await read_body(request, GenerateBody)
     call = body.to_request()
+    if body.require_reasoning:
+        require_reasoning(engine, call)
     session = body.session_params if body.session_params and body.session_params.id else None
     if not call.stream:
         work = native_results(manager, call) if session is None else session_result(manager, sessions, call, session)
@@ -265,7 +270,6 @@ _FLUSH_TIMEOUT = {
 }
 
 
-@router.get("/flush_cache", openapi_extra=_FLUSH_TIMEOUT)
 @router.post("/flush_cache", openapi_extra=_FLUSH_TIMEOUT)
 async def flush_cache(request: Request) -> Response:
     """Empties the prefix cache, which requests that run or wait are in the way of."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import deque
 from typing import ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+_ARE_YOU_THERE = b"HTTP/1.1 100 Continue\r\n\r\n"
+"""An interim answer, which clients skip."""
 _TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
@@ -18,11 +21,15 @@ class HttpProtocol(HttpToolsProtocol):
 
     uvicorn waits for ever for the rest of a request, and tells the latest request only. When requests are pipelined
     that is one that has not begun; the one that runs would go on for nobody, and fail when it writes.
+
+    A client may end what it sends and still read. The first packet of one that leaves is the same; so an interim answer
+    is sent, which the system of a client that has left answers with a reset.
     """
 
     head_limit_s: ClassVar[float] = 30.0
     body_limit_s: ClassVar[float] = 300.0
     unread_limit_s: ClassVar[float] = 300.0
+    half_closed_poll_s: ClassVar[float] = 0.1
     max_head_bytes: ClassVar[int] = 1 << 18
     """Request line and headers, and what comes with their end."""
 
@@ -32,6 +39,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
         self._unread_deadline: asyncio.TimerHandle | None = None
+        self._half_closed: asyncio.TimerHandle | None = None
+        """The next look for a reset, of a client that sends nothing more."""
         super().connection_made(transport)
         self._arm(self.head_limit_s)
 
@@ -67,7 +76,32 @@ class HttpProtocol(HttpToolsProtocol):
         self._disarm_unread()
         super().resume_writing()
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """True: the connection stays open for the answers of complete requests."""
+        waiting = [cycle for cycle in self._unanswered if not cycle.response_complete]
+        if not waiting or not self._in_head or self._head_bytes or waiting[0].scope["http_version"] != "1.1":
+            return False
+        self._disarm()
+        if not waiting[0].response_started:  # otherwise the next part of the answer does the same
+            self.transport.write(_ARE_YOU_THERE)
+        self._half_closed = self.loop.call_later(self.half_closed_poll_s, self._look_for_reset)
+        return True
+
+    def _look_for_reset(self) -> None:
+        """The event loop does not, as it reads nothing more."""
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        else:
+            self._half_closed = self.loop.call_later(self.half_closed_poll_s, self._look_for_reset)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._half_closed is not None and not self._is_answering:
+            self.transport.close()
+
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._half_closed is not None:
+            self._half_closed.cancel()
         self._disarm()
         self._disarm_unread()
         for cycle in self._unanswered:

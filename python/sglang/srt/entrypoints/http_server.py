@@ -44,6 +44,7 @@ FAILURE_GRACE_S = 1.0
 CLOSE_LIMIT_S = 5
 KEEP_ALIVE_S = 60
 LISTEN_BACKLOG = 2048
+FEW_OPEN_FILES = 1024
 MAX_OPEN_FILES = 1 << 16
 """Connections, above all. A shell's usual limit of 1,024 is soft, and a few clients reach it."""
 
@@ -84,11 +85,17 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _allow_open_files() -> None:
-    """As many as the process may allow itself, up to MAX_OPEN_FILES."""
+    """As many as the process may allow itself, up to MAX_OPEN_FILES. Says so when those are few."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < FEW_OPEN_FILES:
+        logger.warning(
+            "The system lets this server open %d files, and each connection is one: further clients are turned away. "
+            "Raise the limit with `ulimit -Hn 65536`, docker's --ulimit nofile=65536 or systemd's LimitNOFILE=65536.",
+            most,
+        )
 
 
 def _use_uvloop() -> None:

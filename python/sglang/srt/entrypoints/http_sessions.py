@@ -14,8 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sglang.srt.entrypoints.http_body import Body, body_schema, read_body
-from sglang.srt.entrypoints.http_errors import json_response
+from sglang.srt.entrypoints.http_errors import bad_request, json_response
 from sglang.srt.entrypoints.http_state import engine_of, state_of
+from sglang.srt.entrypoints.openai.protocol import Int, Positive
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
 from sglang.srt.managers.front.native_output import native_stream
 from sglang.srt.managers.front.sessions import SessionStore, Turn
@@ -23,12 +24,17 @@ from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 
 router = APIRouter(tags=["native"])
 
+MAX_TIMEOUT_S = 1e9
+
 
 class OpenSessionBody(Body, kw_only=True):
-    """`capacity_of_str_len`: the longest sequence; a token counts as one."""
+    """`capacity_of_str_len`: the longest sequence; a token counts as one. `streaming`: each request goes on from the
+    last one. `timeout`: seconds without a request after which the session is closed."""
 
-    capacity_of_str_len: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+    capacity_of_str_len: Positive
     session_id: str | None = None
+    streaming: bool | None = False
+    timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
 
 
 class CloseSessionBody(Body, kw_only=True):
@@ -36,7 +42,8 @@ class CloseSessionBody(Body, kw_only=True):
 
 
 class SessionParams(msgspec.Struct):
-    """The session `id` and its request `rid` to go on from; without one the session's beginning.
+    """The session `id` and its request `rid` to go on from; without one the session's beginning. A streaming session
+    goes on from its last request, whatever `rid` is, and takes none of the other fields.
 
     `offset`: how many tokens of that are kept; 0 or none: all. `replace`: what went on from there before is dropped.
     `drop_previous_output`: only the prompt of that request is gone on from. Without an `id` there is no session.
@@ -44,7 +51,7 @@ class SessionParams(msgspec.Struct):
 
     id: str = ""
     rid: str | None = None
-    offset: Annotated[int, Meta(ge=-(2**31), le=2**31)] | None = None
+    offset: Int | None = None
     replace: bool | None = False
     drop_previous_output: bool | None = False
 
@@ -56,7 +63,12 @@ BODIES = (OpenSessionBody, CloseSessionBody)
 async def open_session(request: Request) -> Response:
     engine_of(request)
     body = await read_body(request, OpenSessionBody)
-    return json_response(state_of(request).sessions.open(body.capacity_of_str_len, body.session_id))
+    state = state_of(request)
+    if body.streaming and not state.args.enable_streaming_session:
+        message = "streaming sessions are switched off; relaunch with --enable-streaming-session"
+        raise bad_request(message, param="streaming")
+    session_id = state.sessions.open(body.capacity_of_str_len, body.session_id, bool(body.streaming), body.timeout)
+    return json_response(session_id)
 
 
 @router.post("/close_session", openapi_extra=body_schema(CloseSessionBody))
@@ -70,7 +82,8 @@ async def session_stream(
     manager: TokenizerManager, store: SessionStore, call: GenerateRequest, params: SessionParams, incremental: bool
 ) -> AsyncGenerator[dict[str, Any], None]:
     """As `native_stream`, of a sequence that goes on from one of the session's."""
-    turn = await _begin(manager, store, call, params)
+    turn = await begin_turn(manager, store, call, params)
+    rolls_back = store.is_streaming(params.id)
     output_ids: list[int] = []
     try:
         async for result in native_stream(manager, call, incremental):
@@ -78,7 +91,8 @@ async def session_stream(
                 raise RequestError("session_params needs a single sample: a request has one output to go on from.")
             new: list[int] = result["output_ids"]
             output_ids = output_ids + new if incremental else new
-            if result["meta_info"]["finish_reason"] is not None:
+            finish = result["meta_info"]["finish_reason"]
+            if finish is not None and not (rolls_back and finish["type"] == "abort"):
                 store.end(params.id, turn, output_ids)
             yield result
     finally:
@@ -96,14 +110,16 @@ async def session_result(
     return result
 
 
-async def _begin(manager: TokenizerManager, store: SessionStore, call: GenerateRequest, params: SessionParams) -> Turn:
+async def begin_turn(
+    manager: TokenizerManager, store: SessionStore, call: GenerateRequest, params: SessionParams
+) -> Turn:
     """Makes `call` one of token ids, those of the session first. Raises RequestError."""
     if call.is_batch or isinstance(call.rid, list):
         raise RequestError("session_params needs a single prompt.")
-    previous = store.turn(params.id, params.rid)
-    if previous is not None and not params.replace and not previous.ended:
-        raise RequestError(f"The request {previous.rid!r} of the session has not ended yet.")
+    previous = _previous(store, params)
     new = await _new_ids(manager, call, begins=previous is None)
+    if _previous(store, params) is not previous:
+        raise RequestError(f"The session {params.id!r} went on meanwhile; send this again.")
     if params.replace:
         if previous is not None and not previous.ended:
             manager.abort(previous.rid)
@@ -113,20 +129,32 @@ async def _begin(manager: TokenizerManager, store: SessionStore, call: GenerateR
     if previous is not None:
         kept = previous.tokens[: previous.prompt_len] if params.drop_previous_output else previous.tokens
         kept = kept[: params.offset or None]
-    call.text, call.input_ids = None, [*kept.tolist(), *new]
+    call.text, call.input_ids = None, await manager.preparer.input_ids([*kept.tolist(), *new])
     call.rid = call.rid or uuid.uuid4().hex
-    turn = Turn(call.rid, params.rid, np.array(call.input_ids, np.int32), len(call.input_ids))
+    parent = None if previous is None else previous.rid
+    turn = Turn(call.rid, parent, np.array(call.input_ids, np.int32), len(call.input_ids))
     store.begin(params.id, turn)
     return turn
 
 
+def _previous(store: SessionStore, params: SessionParams) -> Turn | None:
+    """The turn to go on from; None: the session's beginning. Raises RequestError."""
+    if store.is_streaming(params.id):
+        given = [name for name in _REWRITING if getattr(params, name)]
+        if given:
+            raise RequestError(f"A streaming session only goes on: {given[0]} is not supported; leave it out.")
+        return store.last_turn(params.id)
+    previous = store.turn(params.id, params.rid)
+    if previous is not None and not params.replace and not previous.ended:
+        raise RequestError(f"The request {previous.rid!r} of the session has not ended yet.")
+    return previous
+
+
+_REWRITING = ("replace", "drop_previous_output", "offset")
+
+
 async def _new_ids(manager: TokenizerManager, call: GenerateRequest, begins: bool) -> list[int]:
-    ids: Any = call.input_ids
-    if (call.text is None) == (ids is None):
-        raise RequestError("Give either text or input_ids, and not both.")
-    if isinstance(call.text, str):
-        return await manager.encode(call.text, add_special_tokens=begins)
-    vocab_size = manager.model_config.vocab_size
-    if not all(0 <= token < vocab_size for token in ids):
-        raise RequestError(f"input_ids must hold token ids in [0, {vocab_size - 1}].")
-    return list(ids)
+    """Of the prompt that was sent, without the token that begins a text where it goes on."""
+    ids = await manager.preparer.prompt_ids(call, add_special_tokens=begins)
+    bos = None if manager.tokenizer is None else manager.tokenizer.bos_token_id
+    return ids if begins or ids[0] != bos else ids[1:]

@@ -87,5 +87,7 @@ async def _parse(manager: TokenizerManager, parser: OutputParser, text: str) -> 
 def _name(field: str, given: str | None, default: str | None, known: Iterable[str]) -> str:
     name = default if given in (None, "", AUTO) else compat.VALUE_ALIASES.get((field, given or ""), given)
     if name is None or name not in known:
-        raise bad_request(f"{field} must be one of {', '.join(known)}; got {str(name)[:64]}", param=field)
+        reason = compat.refusal(field, name)
+        problem = f"{field}: {reason}" if reason is not None else f"{field} must be one of {', '.join(known)}"
+        raise bad_request(f"{problem}; got {str(name)[:64]}", param=field)
     return name

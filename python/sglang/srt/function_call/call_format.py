@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sglang.srt.function_call.output import NotACall, Output
+from sglang.srt.function_call.json_text import expect
+from sglang.srt.function_call.output import NotACall, Output, SkippedCall
 from sglang.srt.function_call.reader import SPACE, Markers, Reader, Steps
 
 CallGrammar = Callable[[Reader, Output], Steps[None]]
@@ -30,12 +31,18 @@ class CallFormat:
         """Texts that the parser must see, also where the tokenizer has them as special tokens."""
         return self.begin + (self.section or ())
 
-    def read(self, reader: Reader, output: Output) -> Steps[None]:
-        """Text and calls, to the end of the text."""
-        call = Markers(*self.begin)
-        opening = Markers(*self.begin, *(self.section[:1] if self.section else ()))
-        opening_or_end = Markers(*self.begin, *(self.section or ()))
-        if self.bare:
+    @property
+    def opening(self) -> tuple[str, ...]:
+        """Texts with which a call begins."""
+        return self.begin + (self.section or ())[:1]
+
+    def read(self, reader: Reader, output: Output, end_of_thoughts: str = "") -> Steps[None]:
+        """Text and calls, to the end of the text. `end_of_thoughts`: a call has ended the thoughts, and this mark of
+        their end may still come."""
+        if end_of_thoughts:
+            yield from self._read_to(reader, output, Markers(*self.markers, end_of_thoughts), end_of_thoughts)
+        opening, opening_or_end = Markers(*self.opening), Markers(*self.markers)
+        if self.bare and not output.num_calls:
             following = yield from reader.run(SPACE, output.text)
             if following and following in self.bare:
                 reader.mark()
@@ -43,18 +50,33 @@ class CallFormat:
         while (
             marker := (yield from reader.until(opening_or_end if output.num_calls else opening, output.text))
         ) is not None:
-            reader.mark()
-            reader.skip(len(marker))
-            if self.section is not None and marker == self.section[1]:
-                reader.unmark()
-                output.drop_space()
-                continue
-            yield from attempt(reader, output, self._framed(marker, call))
+            yield from self.read_marker(reader, output, marker)
 
-    def _framed(self, marker: str, call: Markers) -> CallGrammar:
-        """The grammar, or that of a section's beginning with a call."""
-        if marker in self.begin:
-            return self.grammar
+    def _read_to(self, reader: Reader, output: Output, markers: Markers, end: str) -> Steps[None]:
+        """Text and calls before the marker `end`, which is consumed, or to the end of the text."""
+        while (marker := (yield from reader.until(markers, output.text))) is not None:
+            if marker != end:
+                yield from self.read_marker(reader, output, marker)
+                continue
+            reader.skip(len(end))
+            if not output.text_since_call:
+                output.drop_space()
+                yield from reader.space()
+            return
+
+    def read_marker(self, reader: Reader, output: Output, marker: str) -> Steps[None]:
+        """What begins with `marker`, which comes next."""
+        reader.mark()
+        reader.skip(len(marker))
+        if self.section is not None and marker == self.section[1]:
+            reader.unmark()
+            output.drop_space()
+        else:
+            yield from attempt(reader, output, self.grammar if marker in self.begin else self._section())
+
+    def _section(self) -> CallGrammar:
+        """The grammar of a section's beginning with a call."""
+        call = Markers(*self.begin)
 
         def section(reader: Reader, output: Output) -> Steps[None]:
             yield from reader.space()
@@ -73,3 +95,33 @@ def attempt(reader: Reader, output: Output, grammar: CallGrammar) -> Steps[None]
         output.fail()
     else:
         output.succeed()
+
+
+def one_of_row(reader: Reader, output: Output, grammar: CallGrammar) -> Steps[bool]:
+    """Reads a call among others, and marks its end. Returns whether it is a call; what is skipped becomes text."""
+    try:
+        yield from grammar(reader, output)
+    except SkippedCall:
+        output.fail()
+        is_call = False
+    else:
+        output.succeed()
+        is_call = True
+    reader.mark()
+    return is_call
+
+
+def row_in_brackets(reader: Reader, output: Output, grammar: CallGrammar) -> Steps[None]:
+    """Calls with commas between them, from the opening bracket on."""
+    yield from expect(reader, "[")
+    while True:
+        yield from reader.space()
+        is_call = yield from one_of_row(reader, output, grammar)
+        following = yield from reader.space()
+        if following not in (",", "]"):
+            raise NotACall
+        reader.skip(1)
+        if following == "]":
+            break
+    if not is_call:  # the bracket belongs to the text in front of it
+        raise NotACall

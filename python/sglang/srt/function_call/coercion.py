@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from sglang.srt.function_call.json_text import escaped
+from sglang.srt.function_call.python_text import object_as_json
 
 MAX_SCHEMAS = 64
 """Schemas that are looked at for one parameter: references and alternatives may lead to any number."""
@@ -76,6 +77,14 @@ def _referenced(reference: str, root: Mapping[str, Any]) -> Any:
     return value
 
 
+def _python_object(text: str, types: Types) -> str | None:
+    """An object or array in Python's spelling, if the types allow it."""
+    if not text.startswith(("{", "[")):
+        return None
+    fits = "object" if text.startswith("{") else "array"
+    return object_as_json(text) if not types or fits in types else None
+
+
 def as_json(text: str, types: Types) -> str:
     """`text` as JSON of one of the types. What is not of such a type becomes a string, for the client to judge."""
     stripped = text.strip()
@@ -83,7 +92,7 @@ def as_json(text: str, types: Types) -> str:
     try:
         value = msgspec.json.decode(stripped)
     except (msgspec.DecodeError, RecursionError):
-        return f'"{escaped(text)}"'
+        return _python_object(stripped, types) or f'"{escaped(text)}"'
     fits = _JSON_TYPES[type(value)]
     if isinstance(value, float) and value.is_integer():  # 5.0 is an integer, too
         fits += _JSON_TYPES[int]

@@ -69,7 +69,7 @@ def reasoning_format(architecture: str, template: str, calls: str | None) -> str
     """The name of the format whose marks the template's source has. calls: the model's format of calls."""
     if architecture in _BY_ARCHITECTURE:
         return _BY_ARCHITECTURE[architecture][1]
-    for name in ("gpt-oss", "kimi", "mistral"):
+    for name in ("apertus2509", "gemma4", "gpt-oss", "kimi", "minimax-m3", "mistral"):
         if all(mark in template for mark in REASONING_FORMATS[name].markers[:2]):
             return name
     if REASONING_FORMATS[_THINK].markers[1] not in template:

@@ -84,16 +84,29 @@ _HERMES = ForcedCalls(begin='<tool_call>\n{"name": "NAME", "arguments": ', end="
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 
 
-def _dsml(section: str) -> ForcedCalls:
+def _dsml(section: str, mark: str = "｜DSML｜", style: str = "deepseek_xml") -> ForcedCalls:
     return ForcedCalls(
-        begin='<｜DSML｜invoke name="NAME">\n',
-        style="deepseek_xml",
-        end="</｜DSML｜invoke>\n",
-        section=(f"<｜DSML｜{section}>\n", f"</｜DSML｜{section}>"),
+        begin=f'<{mark}invoke name="NAME">\n',
+        style=style,
+        end=f"</{mark}invoke>\n",
+        section=(f"<{mark}{section}>\n", f"</{mark}{section}>"),
+    )
+
+
+def _invoke(section: str, tag: str = "", style: str = "minimax_xml") -> ForcedCalls:
+    """`tag` stands in front of every tag."""
+    return ForcedCalls(
+        begin=f'{tag}<invoke name="NAME">' + ("" if tag else "\n"),
+        style=style,
+        end=f"{tag}</invoke>\n",
+        section=(f"{tag}<{section}>\n", f"{tag}</{section}>"),
     )
 
 
 FORCED_CALLS: Mapping[str, ForcedCalls] = {
+    "apertus2509": ForcedCalls(
+        begin='{"NAME": ', end="}", section=("<|tools_prefix|>[", "]<|tools_suffix|>"), between=", "
+    ),
     "deepseekv3": ForcedCalls(
         begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
         end="\n```<｜tool▁call▁end｜>",
@@ -105,12 +118,19 @@ FORCED_CALLS: Mapping[str, ForcedCalls] = {
     ),
     "deepseekv32": _dsml("function_calls"),
     "deepseekv4": _dsml("tool_calls"),
+    "deepseekv41": _dsml("calls", "｜DSML｜ ", "deepseek_v4_1_xml"),
+    "dots": _invoke("dots_function_call"),
+    "gigachat3": ForcedCalls(begin='<|function_call|>{"name": "NAME", "arguments": ', end="}"),
     "glm45": ForcedCalls(begin="<tool_call>NAME\n", style="glm_xml", end="</tool_call>", between="\n"),
     "glm47": ForcedCalls(begin="<tool_call>NAME", style="glm_xml", end="</tool_call>"),
     "gpt-oss": ForcedCalls(
         begin=f"{CHANNEL}commentary to=functions.NAME {CONSTRAIN}json{MESSAGE}", end="", single=True
     ),
     "hermes": _HERMES,
+    "interns1": ForcedCalls(
+        begin='<|action_start|> <|plugin|>\n{"name": "NAME", "parameters": ', end="}<|action_end|>"
+    ),
+    "iquest_q1": ForcedCalls(begin="<iquest_tool_call>NAME", style="glm_xml", end="</iquest_tool_call>"),
     "kimi_k2": ForcedCalls(
         begin="<|tool_call_begin|>functions.NAME:",
         number="<|tool_call_argument_begin|>",
@@ -118,24 +138,28 @@ FORCED_CALLS: Mapping[str, ForcedCalls] = {
         section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ),
     "llama3": ForcedCalls(begin='{"name": "NAME", "parameters": ', end="}", between="; "),
-    "minimax-m2": ForcedCalls(
-        begin='<invoke name="NAME">\n',
-        style="minimax_xml",
-        end="</invoke>\n",
-        section=("<minimax:tool_call>\n", "</minimax:tool_call>"),
-    ),
+    "minimax-m2": _invoke("minimax:tool_call"),
+    "minimax-m3": _invoke("tool_call", "]<]minimax[>[", "minimax_m3_xml"),
     "mistral": ForcedCalls(begin="[TOOL_CALLS]NAME[ARGS]", end=""),
     "qwen25": _HERMES,
     "qwen3_coder": ForcedCalls(
         begin="<tool_call>\n<function=NAME>\n", style="qwen_xml", end="</function>\n</tool_call>", between="\n"
     ),
 }
-"""Formats whose calls can be forced: all but pythonic, for which there is no grammar of arguments."""
+"""Formats whose calls can be forced. The grammar library has no form for the arguments of gemma4, gigachat35, lfm2,
+minicpm5, pythonic and step3."""
+
+
+def may_think(reasoning: ReasoningFormat | Harmony | None, prompt: str) -> bool:
+    """Whether an output that follows `prompt` may begin with thoughts."""
+    if isinstance(reasoning, ReasoningFormat):
+        return reasoning.starts_inside(prompt) or not prompt.rstrip().endswith(reasoning.end)
+    return reasoning is not None
 
 
 def after_thoughts(answer: Format, reasoning: ReasoningFormat | Harmony | None, prompt: str) -> Format:
     """An output whose answer, behind its thoughts, is as `answer` says. `prompt`: its end."""
-    if reasoning is None:
+    if reasoning is None or not may_think(reasoning, prompt):
         return answer
     any_text = {"type": "any_text"}
     if isinstance(reasoning, Harmony):
@@ -143,8 +167,6 @@ def after_thoughts(answer: Format, reasoning: ReasoningFormat | Harmony | None, 
         return _sequence({"type": "optional", "content": thoughts}, answer)
     if reasoning.starts_inside(prompt):
         return _sequence(_tag("", any_text, reasoning.end), _SPACE, answer)
-    if prompt.rstrip().endswith(reasoning.end):
-        return answer
     thoughts = _sequence(_tag(reasoning.begin, any_text, reasoning.end), _SPACE)
     return _sequence({"type": "optional", "content": thoughts}, answer)
 

@@ -42,6 +42,7 @@ class Harmony:
 
     markers = (START, CHANNEL, CONSTRAIN, MESSAGE, *_ENDS)
     inside = True
+    around_thoughts = (f"{CHANNEL}{ANALYSIS}{MESSAGE}", END)
 
     def read(self, reader: Reader, output: Output, separate: bool) -> Steps[None]:
         """A whole output. separate: whether thoughts are kept apart from the text."""
@@ -116,8 +117,7 @@ def _call(reader: Reader, output: Output, recipient: str) -> Steps[None]:
         raise NotACall
     output.start_call(recipient.removeprefix(_FUNCTIONS))
     yield from read_value(reader, output.arguments)
-    yield from reader.space()
-    yield from reader.one_of(_END)
+    yield from reader.past_space(_END)
 
 
 HARMONY = Harmony()

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from sglang.srt.function_call.call_format import CallGrammar
-from sglang.srt.function_call.json_text import expect, read_value, skip_value, string_value
-from sglang.srt.function_call.output import MAX_HEADER, NotACall, Output
+import msgspec
+
+from sglang.srt.function_call.call_format import CallGrammar, one_of_row, row_in_brackets
+from sglang.srt.function_call.json_text import SCALAR, expect, read_value, skip_value, string_value
+from sglang.srt.function_call.output import MAX_HEADER, NotACall, Output, SkippedCall, is_object
+from sglang.srt.function_call.pythonic import read_call
 from sglang.srt.function_call.reader import Markers, Reader, Steps, ignore
 
 _ARGUMENTS = ("arguments", "parameters")
@@ -16,9 +21,10 @@ _BETWEEN_BARE_CALLS = re.compile(r"[\s;]*")
 
 def read_call_object(reader: Reader, output: Output) -> Steps[None]:
     """`{"name": ..., "arguments": {...}}`, from the brace on: keys in any order, `parameters` as well as `arguments`,
-    others ignored. The arguments stream if the name comes first."""
+    others ignored. The arguments stream if the name comes first. SkippedCall behind an object that is no call."""
     name: str | None = None
-    waiting: list[str] | None = None
+    arguments: str | None = "{}"
+    have_arguments = False
     yield from expect(reader, "{")
     while True:
         yield from reader.space()
@@ -27,80 +33,125 @@ def read_call_object(reader: Reader, output: Output) -> Steps[None]:
         following = yield from reader.space()
         if key == "name" and name is None:
             name = yield from string_value(reader)
-            if name not in output.tools:
-                raise NotACall
-        elif key in _ARGUMENTS and following == "{" and waiting is None and not output.in_call:
-            if name is None:
-                waiting = []
-                yield from read_value(reader, waiting.append)
-            else:
+        elif key not in _ARGUMENTS or have_arguments:
+            yield from skip_value(reader)
+        else:
+            have_arguments = True
+            if following == "{" and name in output.tools:
+                assert name is not None
                 output.start_call(name)
                 yield from read_value(reader, output.arguments)
-        else:
-            yield from skip_value(reader)
+            else:
+                arguments = yield from _whole_arguments(reader)
         following = yield from reader.space()
         if following not in (",", "}"):
             raise NotACall
         reader.skip(1)
         if following == "}":
             break
+    if output.in_call:
+        return
     if name is None:
         raise NotACall
-    if not output.in_call:
-        output.start_call(name)
-        output.arguments("".join(waiting) if waiting is not None else "{}")
+    if name not in output.tools or arguments is None:
+        raise SkippedCall
+    output.start_call(name)
+    output.arguments(arguments)
 
 
-def call_object(end: str) -> CallGrammar:
-    """A call object before the text `end`, which may be missing."""
+def _whole_arguments(reader: Reader) -> Steps[str | None]:
+    """Consumes any JSON value. Returns the object that it is, or that it has as text; None if there is none."""
+    parts: list[str] = []
+    following = yield from reader.peek()
+    if following == '"':
+        value = yield from string_value(reader)
+        return value if is_object(value) else None
+    if following and following in "{[":
+        yield from read_value(reader, parts.append)
+        return "".join(parts) if following == "{" else None
+    yield from reader.run(SCALAR, parts.append)
+    return "{}" if "".join(parts) == "null" else None
+
+
+def call_objects(end: str) -> CallGrammar:
+    """A call object, or an array of them, before the text `end`, which may be missing."""
     end_marker = Markers(end)
 
     def grammar(reader: Reader, output: Output) -> Steps[None]:
+        if (yield from reader.space()) == "[":
+            yield from call_array(reader, output)
+        else:
+            yield from read_call_object(reader, output)
+        yield from reader.past_space(end_marker)
+
+    return grammar
+
+
+def calls_in_brackets(end: str) -> CallGrammar:
+    """`[f(a=1), g()]`, or an array of call objects, before the text `end`, which may be missing."""
+    end_marker = Markers(end)
+
+    def call(reader: Reader, output: Output) -> Steps[None]:
+        is_object = (yield from reader.peek()) == "{"
+        yield from (read_call_object if is_object else read_call)(reader, output)
+
+    def grammar(reader: Reader, output: Output) -> Steps[None]:
+        yield from row_in_brackets(reader, output, call)
+        yield from reader.past_space(end_marker)
+
+    return grammar
+
+
+def calls_by_key(end: str) -> CallGrammar:
+    """`[{"f": {...arguments...}}, ...]` before the text `end`, which may be missing."""
+    end_marker = Markers(end)
+
+    def call(reader: Reader, output: Output) -> Steps[None]:
+        yield from expect(reader, "{")
         yield from reader.space()
-        yield from read_call_object(reader, output)
+        name = yield from string_value(reader)
+        yield from expect(reader, ":")
         yield from reader.space()
-        yield from reader.one_of(end_marker)
+        if name in output.tools and (yield from reader.peek()) == "{":
+            output.start_call(name)
+            yield from read_value(reader, output.arguments)
+        else:
+            yield from skip_value(reader)
+        yield from expect(reader, "}")
+        if not output.in_call:
+            raise SkippedCall
+
+    def grammar(reader: Reader, output: Output) -> Steps[None]:
+        yield from row_in_brackets(reader, output, call)
+        yield from reader.past_space(end_marker)
 
     return grammar
 
 
 def call_array(reader: Reader, output: Output) -> Steps[None]:
     """`[{"name": ..., "arguments": {...}}, ...]`."""
-    yield from expect(reader, "[")
-    while True:
-        yield from reader.space()
-        yield from read_call_object(reader, output)
-        output.succeed()
-        reader.mark()
-        following = yield from reader.space()
-        if following not in (",", "]"):
-            raise NotACall
-        reader.skip(1)
-        if following == "]":
-            return
+    yield from row_in_brackets(reader, output, read_call_object)
 
 
 def bare_call_objects(reader: Reader, output: Output) -> Steps[None]:
     """Call objects with semicolons or white space between them."""
     yield from reader.space()
-    yield from read_call_object(reader, output)
     while True:
-        output.succeed()
-        reader.mark()
+        yield from one_of_row(reader, output, read_call_object)
         if (yield from reader.run(_BETWEEN_BARE_CALLS, ignore)) != "{":
             raise NotACall
-        yield from read_call_object(reader, output)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedArguments:
     """A header with the function's name, the text `arguments`, a JSON object, `after` and `end`, either of which may be
-    missing. `name`: a pattern for the header, with one group."""
+    missing. `name`: a pattern for the header, with one group. `counted`: a number may stand in place of the name."""
 
     name: str
     arguments: str
     after: str = ""
     end: str = ""
+    counted: bool = False
 
     def __call__(self, reader: Reader, output: Output) -> Steps[None]:
         header = yield from reader.word(Markers(self.arguments), MAX_HEADER)
@@ -108,14 +159,35 @@ class NamedArguments:
         if match is None:
             raise NotACall
         reader.skip(len(self.arguments))
-        if (yield from reader.space()) != "{":
-            raise NotACall
-        output.start_call(match[1])
-        yield from read_value(reader, output.arguments)
+        is_counter = self.counted and match[1].isdigit() and match[1] not in output.tools
+        if (yield from reader.space()) == "{" and not is_counter:
+            output.start_call(match[1])
+            yield from read_value(reader, output.arguments)
+        else:
+            arguments = yield from _whole_arguments(reader)
+            name = _function_of(arguments or "", output.tools) if is_counter else match[1]
+            if arguments is None or name is None:
+                raise NotACall
+            output.start_call(name)
+            output.arguments(arguments)
         for text in (self.after, self.end):
             if text:
-                yield from reader.space()
-                yield from reader.one_of(Markers(text))
+                yield from reader.past_space(Markers(text))
+
+
+def _function_of(arguments: str, tools: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """The only function that takes these arguments; None if there is none, or more than one."""
+    if not is_object(arguments):
+        return None
+    keys = frozenset(msgspec.json.decode(arguments))
+    names = [name for name, parameters in tools.items() if len(tools) == 1 or _takes(parameters, keys)]
+    return names[0] if len(names) == 1 else None
+
+
+def _takes(parameters: Mapping[str, Any], keys: frozenset[str]) -> bool:
+    properties, required = parameters.get("properties"), parameters.get("required")
+    needed = {key for key in required if isinstance(key, str)} if isinstance(required, list) else set()
+    return keys <= frozenset(properties if isinstance(properties, dict) else ()) and keys >= needed
 
 
 def array_or_named(named: NamedArguments) -> CallGrammar:

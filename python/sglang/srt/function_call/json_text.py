@@ -66,7 +66,7 @@ def read_value(reader: Reader, sink: Sink) -> Steps[None]:
             return
 
 
-_SCALAR = re.compile(r"[\w.+\-]*")
+SCALAR = re.compile(r"[\w.+\-]*")
 
 
 def skip_value(reader: Reader) -> Steps[None]:
@@ -75,7 +75,7 @@ def skip_value(reader: Reader) -> Steps[None]:
     if following and following in '{["':
         yield from read_value(reader, ignore)
     else:
-        yield from reader.run(_SCALAR, ignore)
+        yield from reader.run(SCALAR, ignore)
 
 
 def string_value(reader: Reader) -> Steps[str]:

@@ -30,6 +30,11 @@ class NotACall(Exception):
     """The text at the reading position does not fit the format. Ends the attempt, not the parsing."""
 
 
+class SkippedCall(NotACall):
+    """A call that was read to its end, and that this request cannot run: of a function that it does not offer, or with
+    arguments that are no object."""
+
+
 class SpaceHold:
     """Passes text on, but white space only when something else follows it."""
 
@@ -69,7 +74,8 @@ class Output:
         self._pieces: list[str] = []
         self._reader = reader
         self._space = SpaceHold(self.exact_text)
-        self._text_since_call = True
+        self.text_since_call = True
+        self._thoughts: Sink | None = None
         self._call: list[str] | None = None
         self._space_before_call = ""
 
@@ -99,7 +105,7 @@ class Output:
 
     def exact_text(self, text: str) -> None:
         if text:
-            self._text_since_call = True
+            self.text_since_call = True
             self._add(TextDelta, text)
 
     def reasoning(self, text: str) -> None:
@@ -110,14 +116,21 @@ class Output:
         """The white space just read belongs to the format."""
         self._space.take()
 
-    def end_reasoning(self) -> None:
+    def begin_reasoning(self, sink: Sink | None = None) -> None:
+        """`sink` takes what looks like a call within the thoughts and is none."""
+        self.in_reasoning = True
+        self._thoughts = sink
+
+    def end_reasoning(self, length: int = 0) -> None:
+        """length: characters read since the end of the thoughts."""
         self.in_reasoning = False
-        self.reasoning_end = self._reader.offset
+        self._thoughts = None
+        self.reasoning_end = self._reader.offset - length
 
     def flush_space(self) -> None:
         """No call follows. White space after the last one is dropped."""
         space = self._space.take()
-        if self._text_since_call:
+        if self.text_since_call:
             self.exact_text(space)
 
     # --- calls --------------------------------------------------------------------------------------------------------
@@ -130,6 +143,9 @@ class Output:
         """Raises NotACall for a function that the request does not offer."""
         if name not in self.tools:
             raise NotACall
+        if self.in_reasoning:
+            self.end_reasoning(len(self._reader.since_mark()))
+            self._reader.lift_fence()
         self._space_before_call = self._space.take()
         self._call = []
         self._join_pieces()
@@ -152,26 +168,32 @@ class Output:
             self._end_call(source)
 
     def fail(self) -> None:
-        """What was read since the mark is a call if one has begun, else text."""
+        """What was read since the mark is a call if one has begun, else text, or a thought."""
         source = self._reader.since_mark()
         self._reader.unmark()
         if self._call is not None:
             self._end_call(source)
         else:
-            self.text(source)
+            (self._thoughts or self.text)(source)
 
     def _end_call(self, source: str) -> None:
         assert self._call is not None
         self._join_pieces()
-        complete = _is_object("".join(self._call))
+        complete = is_object("".join(self._call))
         self._events.append(CallEnd(self.num_calls, complete, self._space_before_call + source))
         self.num_calls += 1
         self._call = None
-        self._text_since_call = False
+        self.text_since_call = False
 
 
-def _is_object(text: str) -> bool:
+def is_object(text: str) -> bool:
+    """Whether `text` is a JSON object."""
+    return is_container(text) and text.lstrip().startswith("{")
+
+
+def is_container(text: str) -> bool:
+    """Whether `text` is a JSON object or array."""
     try:
-        return isinstance(msgspec.json.decode(text), dict)
+        return isinstance(msgspec.json.decode(text), dict | list)
     except (msgspec.DecodeError, RecursionError):
         return False

@@ -79,10 +79,12 @@ class OutputParser:
             assert isinstance(harmony, Harmony)
             yield from harmony.read(reader, output, self._separate and isinstance(self._reasoning, Harmony))
         else:
+            calls = self._calls if output.tools else None
             if self._reasoning is not None:
-                yield from self._reasoning.read(reader, output, self._inside, self._separate)
-            if self._calls is not None and output.tools:
-                yield from self._calls.read(reader, output)
+                yield from self._reasoning.read(reader, output, self._inside, self._separate, calls)
+            if calls is not None:
+                thoughts = self._reasoning if output.num_calls and self._separate else None
+                yield from calls.read(reader, output, thoughts.end if thoughts is not None else "")
             else:
                 output.flush_space()
                 yield from reader.rest(output.exact_text)

@@ -2,164 +2,49 @@
 
 from __future__ import annotations
 
-import re
-
-from sglang.srt.function_call.json_text import MAX_NESTING, escaped, expect
-from sglang.srt.function_call.output import MAX_HEADER, NotACall, Output
-from sglang.srt.function_call.reader import Markers, Reader, Sink, Steps
+from sglang.srt.function_call.call_format import row_in_brackets
+from sglang.srt.function_call.json_text import escaped, expect
+from sglang.srt.function_call.output import MAX_HEADER, NotACall, Output, SkippedCall
+from sglang.srt.function_call.python_text import read_literal
+from sglang.srt.function_call.reader import Markers, Reader, Steps, ignore
 
 END = "<|python_end|>"
 
 _NAME_END = Markers("(", "\n", "[", "{", '"', "'", ",", "]")
 _KEY_END = Markers("=", "\n", "(", "[", "{", '"', "'", ",", ")")
-_WORD = re.compile(r"[\w.+\-]*")
-_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
-_WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
-_BRACKETS = {"[": ("[", "]", "]"), "(": ("[", ")", "]"), "{": ("{", "}", "}")}
-"""Opening bracket -> its JSON, the closing one, and its JSON."""
-_ESCAPES = {
-    "n": "\n",
-    "t": "\t",
-    "r": "\r",
-    "b": "\b",
-    "f": "\f",
-    "v": "\v",
-    "a": "\a",
-    "0": "\0",
-    "\n": "",
-    "\\": "\\",
-    "'": "'",
-    '"': '"',
-}
-_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
-_HEX = re.compile(r"[0-9a-fA-F]")
-_PLAIN = {quote: re.compile(rf"[^\\\n{quote}]*") for quote in "'\""}
 
 
 def pythonic_calls(reader: Reader, output: Output) -> Steps[None]:
     """From the bracket on."""
-    yield from expect(reader, "[")
-    while True:
-        yield from reader.space()
-        yield from _call(reader, output)
-        output.succeed()
-        reader.mark()
-        following = yield from reader.space()
-        if following not in (",", "]"):
-            raise NotACall
-        reader.skip(1)
-        if following == "]":
-            break
-    yield from reader.space()
-    yield from reader.one_of(Markers(END))
+    yield from row_in_brackets(reader, output, read_call)
+    yield from reader.past_space(Markers(END))
 
 
-def _call(reader: Reader, output: Output) -> Steps[None]:
+def read_call(reader: Reader, output: Output) -> Steps[None]:
     name = yield from reader.word(_NAME_END, MAX_HEADER)
     if name is None or (yield from reader.peek()) != "(":
         raise NotACall
     reader.skip(1)
-    output.start_call(name.strip())
+    is_known = name.strip() in output.tools
+    if is_known:
+        output.start_call(name.strip())
+    sink = output.arguments if is_known else ignore
     separator = "{"
     while (yield from reader.space()) != ")":
         key = yield from reader.word(_KEY_END, MAX_HEADER)
         if not key:
             raise NotACall
         yield from expect(reader, "=")
-        output.arguments(f'{separator}"{escaped(key.strip())}": ')
+        sink(f'{separator}"{escaped(key.strip())}": ')
         separator = ", "
         yield from reader.space()
-        yield from _value(reader, output.arguments)
+        yield from read_literal(reader, sink)
         following = yield from reader.space()
         if following == ",":
             reader.skip(1)
         elif following != ")":
             raise NotACall
     reader.skip(1)
-    output.arguments("{}" if separator == "{" else "}")
-
-
-def _value(reader: Reader, sink: Sink) -> Steps[None]:
-    """A literal, passed on as JSON."""
-    closers: list[tuple[str, str]] = []
-    comma = False
-    while True:
-        following = yield from reader.space()
-        if closers and following == closers[-1][0]:
-            reader.skip(1)
-            sink(closers.pop()[1])
-            comma = False
-        else:
-            if comma:
-                sink(", ")
-                comma = False
-            if following in _BRACKETS and len(closers) < MAX_NESTING:
-                opening, closing, json_closing = _BRACKETS[following]
-                reader.skip(1)
-                sink(opening)
-                closers.append((closing, json_closing))
-                continue
-            yield from _scalar(reader, sink, following)
-        if not closers:
-            return
-        following = yield from reader.space()
-        if following == ",":
-            reader.skip(1)
-            comma = True
-        elif following == ":":
-            reader.skip(1)
-            sink(": ")
-        elif following != closers[-1][0]:
-            raise NotACall
-
-
-def _scalar(reader: Reader, sink: Sink, first: str) -> Steps[None]:
-    if first and first in _PLAIN:
-        yield from _string(reader, sink, first)
-        return
-    parts: list[str] = []
-    yield from reader.run(_WORD, parts.append)
-    word = "".join(parts)
-    if word in _WORDS:
-        sink(_WORDS[word])
-    elif _NUMBER.fullmatch(word):
-        sink(word)
-    else:
-        raise NotACall
-
-
-def _string(reader: Reader, sink: Sink, quote: str) -> Steps[None]:
-    sink('"')
-    reader.skip(1)
-    while True:
-        following = yield from reader.run(_PLAIN[quote], lambda text: sink(escaped(text)))
-        if not following:
-            raise NotACall
-        reader.skip(1)
-        if following == quote:
-            break
-        if following == "\\":
-            following = yield from reader.peek()
-            if not following:
-                raise NotACall
-            reader.skip(1)
-            if following in _HEX_DIGITS:
-                sink(escaped((yield from _code_point(reader, _HEX_DIGITS[following]))))
-                continue
-            following = _ESCAPES.get(following, "\\" + following)
-        sink(escaped(following))
-    sink('"')
-
-
-def _code_point(reader: Reader, num_digits: int) -> Steps[str]:
-    digits = ""
-    for _ in range(num_digits):
-        digit = yield from reader.peek()
-        if not _HEX.fullmatch(digit):
-            raise NotACall
-        reader.skip(1)
-        digits += digit
-    code = int(digits, 16)
-    if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-        raise NotACall
-    return chr(code)
+    sink("{}" if separator == "{" else "}")
+    if not is_known:
+        raise SkippedCall

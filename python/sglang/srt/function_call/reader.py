@@ -7,7 +7,6 @@ consumes and passes on depends on the text alone, never on where the pieces were
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
@@ -17,14 +16,18 @@ Steps = Generator[None, None, T]
 Sink = Callable[[str], None]
 
 SPACE = re.compile(r"\s*")
+MAX_SPACE = 512
+"""Characters of white space that may stand between the parts of a call."""
+_SOME_SPACE = re.compile(rf"\s{{0,{MAX_SPACE + 1}}}")
 
 
 class Markers:
-    """Strings to look for together. None may be a part of another: the first that is complete would win by chance."""
+    """Strings to look for together. None may be a part of another, but at its end: the first that is complete would win
+    by chance."""
 
     def __init__(self, *texts: str) -> None:
         for text in texts:
-            if not text or any(text in other for other in texts if other != text):
+            if not text or any(text in other[:-1] for other in texts):
                 raise ValueError(f"marker {text!r} is empty or a part of another one of {texts}")
         self.texts = texts
         self._pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
@@ -34,33 +37,40 @@ class Markers:
         self.longest = max(map(len, texts), default=0)
         self._firsts = frozenset(text[0] for text in texts)
 
-    def search(self, text: str, start: int, end: int = sys.maxsize) -> re.Match[str] | None:
+    def search(self, text: str, start: int, end: int) -> re.Match[str] | None:
         return self._pattern.search(text, start, end) if self._pattern is not None else None
 
-    def match(self, text: str, start: int) -> re.Match[str] | None:
-        return self._pattern.match(text, start) if self._pattern is not None else None
+    def match(self, text: str, start: int, end: int) -> re.Match[str] | None:
+        return self._pattern.match(text, start, end) if self._pattern is not None else None
 
-    def certain_end(self, text: str, start: int) -> int:
-        """Where the longest end of `text` begins that may be the beginning of a marker."""
-        for cut in range(max(start, len(text) - self._longest), len(text)):
-            if text[cut] in self._firsts and text[cut:] in self._beginnings:
+    def certain_end(self, text: str, start: int, end: int) -> int:
+        """Where the longest end of the text begins that may be the beginning of a marker."""
+        for cut in range(max(start, end - self._longest), end):
+            if text[cut] in self._firsts and text[cut:end] in self._beginnings:
                 return cut
-        return len(text)
+        return end
 
-    def may_begin(self, text: str, start: int) -> bool:
-        """Whether the rest of `text` is nothing or the beginning of a marker."""
-        return len(text) - start <= self._longest and (start == len(text) or text[start:] in self._beginnings)
+    def may_begin(self, text: str, start: int, end: int) -> bool:
+        """Whether the rest of the text is nothing or the beginning of a marker."""
+        return end - start <= self._longest and (start == end or text[start:end] in self._beginnings)
 
 
 class Reader:
     """The text that is there, from the reading position on. `mark` and `since_mark` keep what a grammar consumes, for
-    the case that it turns out to be something else."""
+    the case that it turns out to be something else. With a fence, the text seems to end where one of its markers
+    begins."""
 
     def __init__(self) -> None:
         self._text = ""
         self._position = 0
+        self._end = 0
+        """Where the text ends for now."""
         self._offset = 0
         self._ended = False
+        self._whole = False
+        self._fence: Markers | None = None
+        self._no_fence_before = 0
+        """Characters of the output that were searched for the fence."""
         self._mark: int | None = None
         self._marked: list[str] = []
 
@@ -71,10 +81,35 @@ class Reader:
         self._offset += self._position
         self._text = self._text[self._position :] + text
         self._position = 0
+        self._find_end()
 
     def end(self) -> None:
         """No text follows."""
-        self._ended = True
+        self._whole = True
+        self._find_end()
+
+    # --- a part of the text -------------------------------------------------------------------------------------------
+
+    def fence(self, markers: Markers) -> None:
+        """Until `lift_fence`, the text ends before the first of the markers, which are the same in every call."""
+        self._fence = markers
+        self._find_end()
+
+    def lift_fence(self) -> None:
+        self._fence = None
+        self._find_end()
+
+    def _find_end(self) -> None:
+        self._end, self._ended = len(self._text), self._whole
+        if self._fence is None:
+            return
+        start = max(self._position, self._no_fence_before - self._offset)
+        match = self._fence.search(self._text, start, self._end)
+        if match is not None:
+            self._end, self._ended = match.start(), True
+        elif not self._whole:
+            self._end = self._fence.certain_end(self._text, start, self._end)
+        self._no_fence_before = self._offset + self._end
 
     @property
     def offset(self) -> int:
@@ -97,7 +132,7 @@ class Reader:
 
     def peek(self) -> Steps[str]:
         """The next character, which stays; "" at the end."""
-        while self._position >= len(self._text):
+        while self._position >= self._end:
             if self._ended:
                 return ""
             yield
@@ -110,12 +145,12 @@ class Reader:
     def run(self, pattern: re.Pattern[str], sink: Sink) -> Steps[str]:
         """Passes on all characters that `pattern` takes, a class with a star, and returns the next, as `peek`."""
         while True:
-            match = pattern.match(self._text, self._position)
+            match = pattern.match(self._text, self._position, self._end)
             assert match is not None
             if match.end() > self._position:
                 sink(match[0])
                 self._position = match.end()
-            if self._position < len(self._text):
+            if self._position < self._end:
                 return self._text[self._position]
             if self._ended:
                 return ""
@@ -125,24 +160,44 @@ class Reader:
         """Consumes white space and returns the next character, as `peek`."""
         return (yield from self.run(SPACE, ignore))
 
+    def next_of(self, markers: Markers) -> Steps[str | None]:
+        """The marker that comes next, which stays; None if it is none of them."""
+        while True:
+            match = markers.match(self._text, self._position, self._end)
+            if match is not None:
+                return match[0]
+            if self._ended or not markers.may_begin(self._text, self._position, self._end):
+                return None
+            yield
+
     def one_of(self, markers: Markers) -> Steps[str | None]:
         """Consumes the marker that comes next; None, and nothing is consumed, if it is none of them."""
+        marker = yield from self.next_of(markers)
+        self.skip(len(marker or ""))
+        return marker
+
+    def past_space(self, markers: Markers) -> Steps[str | None]:
+        """Consumes white space and the marker behind it; None, and nothing is consumed, if none of them is there."""
         while True:
-            match = markers.match(self._text, self._position)
+            space = _SOME_SPACE.match(self._text, self._position, self._end)
+            assert space is not None
+            match = markers.match(self._text, space.end(), self._end)
             if match is not None:
                 self._position = match.end()
                 return match[0]
-            if self._ended or not markers.may_begin(self._text, self._position):
+            if self._ended or space.end() - space.start() > MAX_SPACE:
+                return None
+            if not markers.may_begin(self._text, space.end(), self._end):
                 return None
             yield
 
     def until(self, markers: Markers, sink: Sink) -> Steps[str | None]:
         """Passes on the text before the next marker and returns the marker, which stays; None if the text ends."""
         while True:
-            match = markers.search(self._text, self._position)
-            cut = match.start() if match is not None else len(self._text)
+            match = markers.search(self._text, self._position, self._end)
+            cut = match.start() if match is not None else self._end
             if match is None and not self._ended:
-                cut = markers.certain_end(self._text, self._position)
+                cut = markers.certain_end(self._text, self._position, self._end)
             if cut > self._position:
                 sink(self._text[self._position : cut])
                 self._position = cut
@@ -159,20 +214,20 @@ class Reader:
         while True:
             start = self._position
             end = start + limit + markers.longest
-            match = markers.search(self._text, start, end)
+            match = markers.search(self._text, start, min(end, self._end))
             if match is not None:
                 self._position = match.start()
                 return self._text[start : match.start()]
-            if self._ended or len(self._text) >= end:
+            if self._ended or self._end >= end:
                 return None
             yield
 
     def rest(self, sink: Sink) -> Steps[None]:
         """Passes on everything to the end."""
         while True:
-            if self._position < len(self._text):
-                sink(self._text[self._position :])
-                self._position = len(self._text)
+            if self._position < self._end:
+                sink(self._text[self._position : self._end])
+                self._position = self._end
             if self._ended:
                 return
             yield

@@ -6,25 +6,37 @@ from collections.abc import Mapping
 
 from sglang.srt.function_call.call_format import CallFormat
 from sglang.srt.function_call.harmony import HARMONY, Harmony
-from sglang.srt.function_call.json_calls import NamedArguments, array_or_named, bare_call_objects, call_object
+from sglang.srt.function_call.json_calls import (
+    NamedArguments,
+    array_or_named,
+    bare_call_objects,
+    call_objects,
+    calls_by_key,
+    calls_in_brackets,
+)
+from sglang.srt.function_call.keyed_text import keyed_call
+from sglang.srt.function_call.nested_tags import TAG, nested_tags
 from sglang.srt.function_call.pythonic import pythonic_calls
 from sglang.srt.function_call.reasoning import ReasoningFormat
 from sglang.srt.function_call.tagged_calls import TaggedCalls
 
 _NAME = r"\s*([^\s<>]+)\s*"
 
-_HERMES = CallFormat(begin=("<tool_call>",), grammar=call_object("</tool_call>"))
+_HERMES = CallFormat(begin=("<tool_call>",), grammar=call_objects("</tool_call>"))
 
-_GLM = CallFormat(
-    begin=("<tool_call>",),
-    grammar=TaggedCalls(
-        key="<arg_key>",
-        after_key={"</arg_key>": None},
-        value="<arg_value>",
-        after_value="</arg_value>",
-        end="</tool_call>",
-    ),
-)
+
+def _glm(tag: str) -> CallFormat:
+    return CallFormat(
+        begin=(f"<{tag}>",),
+        grammar=TaggedCalls(
+            key="<arg_key>",
+            after_key={"</arg_key>": None},
+            value="<arg_value>",
+            after_value="</arg_value>",
+            end=f"</{tag}>",
+        ),
+    )
+
 
 _KIMI_K2 = CallFormat(
     section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
@@ -33,6 +45,7 @@ _KIMI_K2 = CallFormat(
         name=r"\s*(?:functions\.)?([^\s<>]+?)(?::\d+)?\s*",
         arguments="<|tool_call_argument_begin|>",
         end="<|tool_call_end|>",
+        counted=True,
     ),
 )
 
@@ -51,16 +64,20 @@ _DEEPSEEK_V3 = _deepseek(
 _DEEPSEEK_V31 = _deepseek(NamedArguments(name=_NAME, arguments="<｜tool▁sep｜>", end="<｜tool▁call▁end｜>"))
 
 
-def _dsml(section: str) -> CallFormat:
+def _dsml(section: str, mark: str = "｜DSML｜") -> CallFormat:
+    """`mark` stands in front of the name of every tag."""
     return CallFormat(
-        section=(f"<｜DSML｜{section}>", f"</｜DSML｜{section}>"),
-        begin=('<｜DSML｜invoke name="',),
+        section=(f"<{mark}{section}>", f"</{mark}{section}>"),
+        begin=(f'<{mark}invoke name="',),
         grammar=TaggedCalls(
             after_name='">',
-            key='<｜DSML｜parameter name="',
+            closing=('"/>', '" />'),
+            json_body=True,
+            key=f'<{mark}parameter name="',
             after_key={'" string="true">': True, '" string="false">': False},
-            after_value="</｜DSML｜parameter>",
-            end="</｜DSML｜invoke>",
+            after_value=f"</{mark}parameter>",
+            end=f"</{mark}invoke>",
+            no_value=(f'<{mark}parameter name="', f"</{mark}invoke>", f'<{mark}invoke name="'),
         ),
     )
 
@@ -75,19 +92,72 @@ _QWEN3_CODER = CallFormat(
         after_value="</parameter>",
         end="</function>",
         lines=True,
+        next_tags=("<tool_call>", "</tool_call>", "<function="),
+        no_end=(
+            (
+                "\n<parameter=",
+                "\n</function>",
+                "\n</tool_call>",
+                "</function>\n</tool_call>",
+                "</function></tool_call>",
+            ),
+            ("<parameter=", "</function>", "</tool_call>"),
+        ),
     ),
 )
 
-_MINIMAX_M2 = CallFormat(
-    section=("<minimax:tool_call>", "</minimax:tool_call>"),
-    begin=('<invoke name="',),
+
+def _invoke(section: str) -> CallFormat:
+    return CallFormat(
+        section=(f"<{section}>", f"</{section}>"),
+        begin=('<invoke name="',),
+        grammar=TaggedCalls(
+            after_name='">',
+            key='<parameter name="',
+            after_key={'">': None},
+            after_value="</parameter>",
+            end="</invoke>",
+        ),
+    )
+
+
+_MINIMAX_M3 = CallFormat(
+    section=(f"{TAG}<tool_call>", f"{TAG}</tool_call>"), begin=(f'{TAG}<invoke name="',), grammar=nested_tags
+)
+
+_MINICPM5 = CallFormat(
+    begin=('<function name="',),
     grammar=TaggedCalls(
         after_name='">',
-        key='<parameter name="',
+        closing=('"/>', '" />'),
+        key='<param name="',
         after_key={'">': None},
-        after_value="</parameter>",
-        end="</invoke>",
+        after_value="</param>",
+        cdata=("<![CDATA[", "]]>"),
+        end="</function>",
     ),
+)
+
+_STEP3 = CallFormat(
+    section=("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),
+    begin=('<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="',),
+    grammar=TaggedCalls(
+        after_name='">',
+        key='<steptml:parameter name="',
+        after_key={'">': None},
+        after_value="</steptml:parameter>",
+        end="</steptml:invoke>",
+        after_end="<｜tool_call_end｜>",
+    ),
+)
+
+_GIGACHAT3 = CallFormat(
+    begin=(
+        "<|message_sep|>\n\nfunction call<|role_sep|>\n",
+        "function call<|role_sep|>\n",
+        "<|function_call|>",
+    ),
+    grammar=call_objects("<|message_sep|>"),
 )
 
 _MISTRAL = CallFormat(
@@ -96,21 +166,35 @@ _MISTRAL = CallFormat(
 )
 
 TOOL_CALL_FORMATS: Mapping[str, CallFormat | Harmony] = {
+    "apertus2509": CallFormat(begin=("<|tools_prefix|>",), grammar=calls_by_key("<|tools_suffix|>")),
     "deepseekv3": _DEEPSEEK_V3,
     "deepseekv31": _DEEPSEEK_V31,
     "deepseekv32": _dsml("function_calls"),
     "deepseekv4": _dsml("tool_calls"),
-    "glm45": _GLM,
-    "glm47": _GLM,
+    "deepseekv41": _dsml("calls", "｜DSML｜ "),
+    "dots": _invoke("dots_function_call"),
+    "gemma4": CallFormat(begin=("<|tool_call>",), grammar=keyed_call),
+    "gigachat3": _GIGACHAT3,
+    "gigachat35": _dsml("tool_calls", "｜GCML｜"),
+    "glm45": _glm("tool_call"),
+    "glm47": _glm("tool_call"),
     "gpt-oss": HARMONY,
     "hermes": _HERMES,
+    "interns1": CallFormat(
+        begin=("<|action_start|> <|plugin|>", "<|action_start|><|plugin|>"), grammar=call_objects("<|action_end|>")
+    ),
+    "iquest_q1": _glm("iquest_tool_call"),
     "kimi_k2": _KIMI_K2,
+    "lfm2": CallFormat(begin=("<|tool_call_start|>",), grammar=calls_in_brackets("<|tool_call_end|>")),
     "llama3": CallFormat(begin=("<|python_tag|>",), bare="{", grammar=bare_call_objects),
-    "minimax-m2": _MINIMAX_M2,
+    "minicpm5": _MINICPM5,
+    "minimax-m2": _invoke("minimax:tool_call"),
+    "minimax-m3": _MINIMAX_M3,
     "mistral": _MISTRAL,
     "pythonic": CallFormat(begin=("<|python_start|>",), bare="[", grammar=pythonic_calls),
     "qwen25": _HERMES,
     "qwen3_coder": _QWEN3_CODER,
+    "step3": _STEP3,
 }
 NUMBERED_IDS = frozenset(("kimi_k2",))
 """Formats whose models know calls as `functions.{name}:{number}`, counted over the conversation."""
@@ -119,19 +203,23 @@ SHORT_IDS = frozenset(("mistral",))
 """Formats whose templates refuse ids of any other length."""
 
 _THINK = ReasoningFormat()
+_THINK_OR_CALL = ReasoningFormat(calls_end=True)
 _THINK_INSIDE = ReasoningFormat(inside=True)
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat | Harmony] = {
+    "apertus2509": ReasoningFormat(begin="<|inner_prefix|>", end="<|inner_suffix|>", calls_end=True),
     "deepseek-r1": _THINK_INSIDE,
     "deepseek-v3": _THINK,
     "deepseek-v4": _THINK,
-    "glm45": ReasoningFormat(leave=("<tool_call>",)),
+    "gemma4": ReasoningFormat(begin="<|channel>thought", end="<channel|>"),
+    "glm45": _THINK_OR_CALL,
     "gpt-oss": HARMONY,
     "kimi": ReasoningFormat(begin="◁think▷", end="◁/think▷"),
-    "kimi_k2": ReasoningFormat(leave=("<|tool_calls_section_begin|>",)),
+    "kimi_k2": _THINK_OR_CALL,
     "minimax": _THINK_INSIDE,
     "minimax-append-think": ReasoningFormat(inside=True, in_text=True),
+    "minimax-m3": ReasoningFormat(begin="<mm:think>", end="</mm:think>", lone_end=True),
     "mistral": ReasoningFormat(begin="[THINK]", end="[/THINK]"),
-    "qwen3": _THINK,
-    "qwen3-thinking": _THINK_INSIDE,
+    "qwen3": _THINK_OR_CALL,
+    "qwen3-thinking": ReasoningFormat(inside=True, calls_end=True),
 }

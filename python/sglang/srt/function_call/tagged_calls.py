@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sglang.srt.function_call.coercion import ANY, as_json, parameter_types
-from sglang.srt.function_call.json_text import escaped
+from sglang.srt.function_call.json_text import escaped, read_value
 from sglang.srt.function_call.output import MAX_HEADER, NotACall, Output
 from sglang.srt.function_call.reader import Markers, Reader, Sink, Steps
 
@@ -18,20 +18,39 @@ class TaggedCalls:
     """From behind the call's marker on: name, `after_name`, then for each argument `key`, its name, one of `after_key`,
     perhaps `value`, its value and `after_value`; at last `end`.
 
-    `after_name` of "": a line break or a tag ends the name. `after_key`: text -> whether the value that follows is a
-    string; None: the tool's schema says so. `lines`: values stand on lines of their own.
+    `after_end`: may follow `end`. `cdata`: what stands around a value that may have any tags in it.
+
+    `after_name` of "": a line break or a tag ends the name. `closing`: ends the name and the call. `after_key`: text ->
+    whether the value that follows is a string; None: the tool's schema says so. `lines`: values stand on lines of their
+    own. `json_body`: a JSON object may stand in place of all arguments. `next_tags`: where one of these stands, the
+    call has ended, if need be without `end`. `no_end`: texts that end a value on a line of its own, and on a line with
+    others, without `after_value`. `no_value`: texts that no value has; the call breaks off there.
     """
 
     after_name: str = ""
+    closing: tuple[str, ...] = ()
     key: str
     after_key: Mapping[str, bool | None]
     value: str = ""
     after_value: str
     end: str
+    after_end: str = ""
+    cdata: tuple[str, str] | None = None
     lines: bool = False
+    json_body: bool = False
+    next_tags: tuple[str, ...] = ()
+    no_value: tuple[str, ...] = ()
+    no_end: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
     def __call__(self, reader: Reader, output: Output) -> Steps[None]:
-        name = yield from self._name(reader)
+        name, is_closed = yield from self._name(reader)
+        if is_closed:
+            output.start_call(name)
+            output.arguments("{}")
+            return
+        if self.json_body and (yield from reader.space()) == "{":
+            yield from self._json_body(reader, output, name)
+            return
         tag = yield from self._next_tag(reader)
         output.start_call(name)
         separator = "{"
@@ -48,21 +67,31 @@ class TaggedCalls:
                 output.arguments(as_json("".join(value), types))
             tag = yield from self._next_tag(reader)
         output.arguments("{}" if separator == "{" else "}")
+        if self.after_end:
+            yield from reader.past_space(Markers(self.after_end))
 
-    def _name(self, reader: Reader) -> Steps[str]:
+    def _json_body(self, reader: Reader, output: Output, name: str) -> Steps[None]:
+        output.start_call(name)
+        yield from read_value(reader, output.arguments)
+        yield from reader.past_space(Markers(self.end))
+
+    def _name(self, reader: Reader) -> Steps[tuple[str, bool]]:
+        """The name, and whether the call ends with it."""
         yield from reader.space()
-        ends = Markers(self.after_name) if self.after_name else Markers("\n", "<")
+        ends = Markers(self.after_name, *self.closing) if self.after_name else Markers("\n", "<")
         name = yield from reader.word(ends, MAX_HEADER)
         if not name:
             raise NotACall
-        reader.skip(len(self.after_name))
-        return name.strip()
+        end = (yield from reader.one_of(ends)) if self.after_name else None
+        return name.strip(), end in self.closing
 
     def _next_tag(self, reader: Reader) -> Steps[str]:
         yield from reader.space()
-        tag = yield from reader.one_of(Markers(self.key, self.end))
+        tag = yield from reader.next_of(Markers(self.key, self.end, *self.next_tags))
         if tag is None:
             raise NotACall
+        if tag not in self.next_tags:
+            reader.skip(len(tag))
         return tag
 
     def _key(self, reader: Reader) -> Steps[tuple[str, bool | None]]:
@@ -83,12 +112,25 @@ class TaggedCalls:
         output.arguments('"')
 
     def _read_value(self, reader: Reader, sink: Sink) -> Steps[None]:
+        if self.cdata is not None and (yield from reader.one_of(Markers(self.cdata[0]))) is not None:
+            if (yield from reader.until(Markers(self.cdata[1]), sink)) is None:
+                raise NotACall
+            reader.skip(len(self.cdata[1]))
+            yield from reader.space()
+            if (yield from reader.one_of(Markers(self.after_value))) is None:
+                raise NotACall
+            return
         line_end = _LineEnd(sink)
+        no_end = self.no_end[1]
         if self.lines and (yield from reader.peek()) == "\n":
             reader.skip(1)
-        if (yield from reader.until(Markers(self.after_value), line_end.push if self.lines else sink)) is None:
+            no_end = self.no_end[0]
+        ends = Markers(self.after_value, *no_end, *self.no_value)
+        end = yield from reader.until(ends, line_end.push if self.lines else sink)
+        if end is None or end in self.no_value:
             raise NotACall
-        reader.skip(len(self.after_value))
+        if end == self.after_value:
+            reader.skip(len(end))
 
 
 class _LineEnd:

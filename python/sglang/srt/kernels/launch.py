@@ -1,12 +1,13 @@
 """A launch that heals itself: should a tile ask for more than the GPU has after all (another Triton, an unknown card),
 the next ledger tile takes over, for this process and for later ones.
 
-    ladder = plan.ladder("extend_attention")
-    ladder.run(lambda tile: extend_attention_fwd(..., tile=tile))
+    ladder = ladder_of("linear/fp8_block", band, __name__)
+    ladder.run(lambda tiles: many_rows(..., tiles[0]))
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -21,6 +22,7 @@ from typing import Any, Generic, TypeVar
 
 from sglang.srt.environ import envs
 from sglang.srt.hardware.arch import device_name
+from sglang.srt.kernels.bands import Band, Tiles, tiles_key
 from sglang.srt.kernels.ledger_file import tile_key
 
 R = TypeVar("R")
@@ -49,9 +51,9 @@ def step_downs() -> list[dict[str, str]]:
 class TileLadder(Generic[T]):
     """Tiles of one call site, best first. One per call site and process; not thread safe.
 
-    A failed attempt has launched nothing of the kernel that failed: Triton compares its needs with the GPU beforehand,
-    which is no operation of a stream, so that it may happen while a CUDA graph is captured. Launches that came before
-    it in the same attempt are done again, so an attempt must not depend on how often it is made.
+    A failed attempt has launched nothing of the kernel that failed: Triton compiles it and compares its needs with the
+    GPU beforehand, which is no operation of a stream, so that it may happen while a CUDA graph is captured. Launches
+    that came before it in the same attempt are done again, so an attempt must not depend on how often it is made.
     """
 
     def __init__(self, op: str, tiles: Sequence[T], *modules: str, key: Callable[[Any], str] = tile_key) -> None:
@@ -73,13 +75,14 @@ class TileLadder(Generic[T]):
         return self.tiles[self._at]
 
     def run(self, attempt: Callable[[T], R]) -> R:
-        """`attempt(tile)`, with a smaller tile after each OutOfResources. Raises the last one when no tile is left."""
+        """`attempt(tile)`, with a smaller tile after each that Triton refuses. Raises the last error when no tile is
+        left."""
         while True:
             tile = self.tile
             try:
                 return attempt(tile)
             except Exception as error:
-                if not is_out_of_resources(error) or self._at + 1 == len(self.tiles):
+                if not _is_for_the_tile(error) or self._at + 1 == len(self.tiles):
                     raise
                 self._step_down(str(error))
 
@@ -105,9 +108,25 @@ class TileLadder(Generic[T]):
                 )
 
 
-def is_out_of_resources(error: BaseException) -> bool:
-    """Triton's error for a kernel that needs more shared memory or registers than the GPU has."""
-    return any(kind.__name__ == "OutOfResources" for kind in type(error).__mro__)
+_ladders: dict[tuple[str, tuple[str, ...]], TileLadder[Tiles]] = {}
+
+
+def ladder_of(op: str, band: Band, *modules: str) -> TileLadder[Tiles]:
+    """The ladder of a band. Call sites of one op that step from the same tile down share it, so that each tile fails
+    once a process."""
+    key = op, band.names
+    if key not in _ladders:
+        _ladders[key] = TileLadder(op, band.rungs, *modules, key=tiles_key)
+    return _ladders[key]
+
+
+_TILE_ERRORS = frozenset({"OutOfResources", "CompilationError", "PTXASError"})
+
+
+def _is_for_the_tile(error: BaseException) -> bool:
+    """Whether Triton refuses the kernel with this tile: it needs more shared memory or registers than the GPU has, or
+    does not compile."""
+    return any(kind.__name__ in _TILE_ERRORS for kind in type(error).__mro__)
 
 
 def _cache_file() -> Path:
@@ -155,10 +174,16 @@ def _remember(key: str, step: StepDown) -> None:
 
 
 def _write(key: str, step: StepDown) -> None:
-    content = _read_cache()
-    content.setdefault(key, []).append(asdict(step))
+    """Adds `step` to the file. Ranks step down together: they take turns to read, change and replace it."""
     path = _cache_file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    replacement = path.with_suffix(f".{os.getpid()}")  # the ranks step down together
-    replacement.write_text(json.dumps(content, indent=1))
-    replacement.replace(path)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+        content = _read_cache()
+        steps = content.setdefault(key, [])
+        if asdict(step) in steps:  # another rank was first
+            return
+        steps.append(asdict(step))
+        replacement = path.with_suffix(f".{os.getpid()}")
+        replacement.write_text(json.dumps(content, indent=1))
+        replacement.replace(path)

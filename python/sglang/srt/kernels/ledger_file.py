@@ -8,12 +8,10 @@ matrix instructions. `variant_keys` says which rows count for a need.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits
@@ -24,14 +22,6 @@ LOCK_DIR = Path(__file__).parent
 LOCKS: Mapping[str, tuple[str, ...]] = {"sm120": ("sm_120", "sm_121"), "sm90": ("sm_90",)}
 """Lock file -> the architectures that it verifies. Any other is judged by sm_120's rows, whose limit is the lowest."""
 PROXY_ARCH = "sm_120"
-COMPLETE = frozenset({"sm120"})
-"""Lock files in which every launch has a row. The others have those that decide about tiles."""
-
-TRITON_VERSIONS = ("3.6.0", "3.9.0")
-"""Verified: the oldest that we support and the one that CI pins."""
-NOT_NATIVE = frozenset({"3.6.0/sm_121"})
-"""Compiles, but low-precision products go through wider types; recorded, and not held to the spill budget. What needs
-packed four-bit operands is not compiled there (Variant.native_only), nor launched (hardware.arch.NEEDS_TRITON)."""
 
 _LAUNCH_ONLY = frozenset({"ctas_per_sm", "waves"})
 _SHORT = {"num_warps": "w", "num_stages": "s"}
@@ -68,12 +58,6 @@ class Row:
 RowKey = tuple[str, str, str]
 """(op, variant key, tile key)."""
 Rows = dict[RowKey, Row]
-
-
-def digest_of(key: RowKey, row: Row) -> str:
-    """What `write_lock` notes beside a row's figures: with it a figure that was edited shows without compiling."""
-    text = json.dumps([key, row.code, sorted(row.by_target.items())])
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def tile_key(tile: Tile) -> str:
@@ -114,32 +98,6 @@ def read_lock(name: str, directory: Path = LOCK_DIR) -> Rows:
                     for target in targets.split():
                         row.by_target[target] = (smem, registers, spills, stack, tuple(filter(None, mma.split("; "))))
     return rows
-
-
-def write_lock(name: str, rows: Rows, directory: Path = LOCK_DIR) -> None:
-    """One line a row, sorted; targets with equal numbers share an entry."""
-    tree: dict[str, dict[str, list[str]]] = {}
-    for (op, key, tile), row in sorted(rows.items()):
-        entry: dict[str, Any] = {"code": row.code, "digest": digest_of((op, key, tile), row)}
-        by_value: dict[Measurement, list[str]] = {}
-        for target, value in sorted(row.by_target.items()):
-            by_value.setdefault(value, []).append(target)
-        entry |= {" ".join(targets): [*value[:4], "; ".join(value[4])] for value, targets in by_value.items()}
-        tree.setdefault(op, {}).setdefault(key, []).append(f"{json.dumps(tile)}: {json.dumps(entry)}")
-    header = {"archs": LOCKS[name], "triton": TRITON_VERSIONS, "compiles only, not native": sorted(NOT_NATIVE)}
-    ops = [
-        f"  {json.dumps(op)}: {{\n"
-        + ",\n".join(_variant_lines(key, tiles) for key, tiles in variants.items())
-        + "\n  }"
-        for op, variants in tree.items()
-    ]
-    head = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in header.items())
-    text = "{\n" + head + ',\n "rows": {\n' + ",\n".join(ops) + "\n }\n}\n"
-    (directory / f"{name}.lock.json").write_text(text)
-
-
-def _variant_lines(key: str, tiles: list[str]) -> str:
-    return f"   {json.dumps(key)}: {{\n" + ",\n".join(f"    {tile}" for tile in tiles) + "\n   }"
 
 
 @dataclass(frozen=True, slots=True)

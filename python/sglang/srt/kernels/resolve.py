@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.ledger_file import Ledger
 from sglang.srt.kernels.spec import Choice, KernelSpec, Need, NoKernel, Rejection, Tile
-from sglang.srt.kernels.tables import PREFERENCES, TABLES, Preference
+from sglang.srt.kernels.tables import TABLES
 
 OPTIONAL_PACKAGES = ("flashinfer", "sm120_sgl_kernel", "triton")
 
@@ -25,8 +25,7 @@ def resolve(
 
     Raises NoKernel (a start-up error) with every reason, and what would work.
     """
-    preference = _preference(need, arch)
-    candidates = _ordered(TABLES[need.op], preference)
+    candidates = TABLES[need.op]
     if forced is not None:
         return _resolve_forced(need, arch, ledger, packages, candidates, forced)
     rejected: list[Rejection] = []
@@ -36,8 +35,7 @@ def resolve(
             rejected.append(fit)
             continue
         later = [_passed_over(s, spec, need, arch, packages) for s in candidates[candidates.index(spec) + 1 :]]
-        note = preference.evidence if preference else None
-        return _choice(need, spec, fit, ledger, arch, (*rejected, *later), note)
+        return _choice(need, spec, fit, ledger, arch, (*rejected, *later))
     raise NoKernel(need, arch, tuple(rejected))
 
 
@@ -62,17 +60,6 @@ def _resolve_forced(
         raise NoKernel(need, arch, refused, forced, works)
     others = tuple(_passed_over(s, spec, need, arch, packages) for s in candidates if s is not spec)
     return _choice(need, spec, fit, ledger, arch, others, "asked for")
-
-
-def _preference(need: Need, arch: ArchTraits) -> Preference | None:
-    return next((p for p in PREFERENCES if p.applies(need, arch)), None)
-
-
-def _ordered(candidates: tuple[KernelSpec, ...], preference: Preference | None) -> list[KernelSpec]:
-    if preference is None:
-        return list(candidates)
-    rank = {name: i for i, name in enumerate(preference.order)}
-    return sorted(candidates, key=lambda spec: rank.get(spec.name, len(rank)))
 
 
 def _fit(
@@ -102,7 +89,7 @@ def _choice(
     ledger: Ledger,
     arch: ArchTraits,
     rejected: tuple[Rejection, ...],
-    note: str | None,
+    note: str | None = None,
 ) -> Choice:
     remark = spec.remark(need, arch)
     if not tiles:

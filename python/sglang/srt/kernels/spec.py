@@ -30,10 +30,11 @@ class Need:
     """What a call site asks for. Head dims 0 where the op has none; dtypes as in ModelConfig, KV dtype of the cache.
 
     `traits` are properties that not every kernel supports: "sliding_window", "sinks", "logit_cap", "custom_mask",
-    "mla", "shared_kv", "sparse", "hybrid_gdn", "hybrid_mamba2", "hierarchical_cache", "bidirectional", "head_norm",
+    "mla", "shared_kv", "sparse", "hybrid_gdn", "hybrid_mamba2", "bidirectional", "head_norm",
     "expert_bias", "clamped_gate", "gelu_gate", "flashinfer_fusion" (asked for). `heads`: (query, kv) heads of a rank;
     `rotary_dim`: dims of a head that rotate; `shapes`: (rows, cols, whether there is a bias) of a rank's weights: of
     linear layers, and of the first and the second product of experts. `variant` tells two needs of one op apart.
+    `experts`: that a rank has room for, that a token goes to, and groups of ranks that have some of their own.
     `ranks` and `links`: of an all-reduce, how many take part and what joins their GPUs (None: nobody has looked).
     `library_problem`: what a look at this GPU found against the library's kernel of the op.
     """
@@ -50,6 +51,7 @@ class Need:
     rotary_dim: int = 0
     shapes: tuple[tuple[int, int, bool], ...] = ()
     variant: str = ""
+    experts: tuple[int, int, int] = (0, 0, 0)
     ranks: int = 1
     links: PeerLinks | None = None
     library_problem: str = ""
@@ -104,6 +106,7 @@ class KernelSpec:
     requires: frozenset[str] = frozenset()  # features of ArchTraits
     package: str | None = None  # optional distribution that must be installed
     tiled: bool = False  # takes a tile; one must be in the ledger and fit
+    bands: str = ""  # "package.module:function" (Need, ArchTraits, bool) -> OpBands, of one that has tiles by tokens
     kernel_module: str = ""  # of a tiled kernel: where its code is, if not at the entry
     refuse: Refuse = refuses_nothing
     graph_safe: bool = True  # may run inside a CUDA graph
@@ -154,7 +157,7 @@ class Choice:
     record: TileRecord | None = None
     smaller_tiles: tuple[Tile, ...] = ()  # what a launch may step down to, in order
     rejected: tuple[Rejection, ...] = ()
-    note: str | None = None  # why this order, where it was measured
+    note: str | None = None  # why it was chosen, where that is not the table
     remark: str = ""  # how, where that is unusual
 
     @property
@@ -163,8 +166,16 @@ class Choice:
 
     def load(self) -> Any:
         """The kernel's callable (or backend class). Imports its module."""
-        module, _, attribute = self.spec.entry.partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        return _imported(self.spec.entry)
+
+    def cut_bands(self, arch: ArchTraits) -> Any:
+        """The OpBands of a kernel that has tiles by tokens. Imports a module of data: no torch."""
+        return _imported(self.spec.bands)(self.need, arch)
+
+
+def _imported(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 class NoKernel(UserError):

@@ -6,9 +6,6 @@ come from `requires`, never from comparing architectures.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from sglang.srt.configs.quant_scheme import SCHEMES, widening
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.hardware.topology import Topology
@@ -139,7 +136,7 @@ def widened(need: Need, arch: ArchTraits) -> str:
 
 
 MIXED_ROWS = 48
-"""Pairs an expert from which sgl-kernel's products serve; a test holds it to the launcher's number."""
+"""Pairs an expert from which sgl-kernel's products serve."""
 
 
 def mixed_or_widened(need: Need, arch: ArchTraits) -> str:
@@ -302,6 +299,7 @@ FUSED_MOE = (
         f"{_EXPERTS}.mixed_moe:fused_moe",
         SM12X_PRODUCTS,
         "sm120_sgl_kernel",
+        bands=f"{_MOE}.expert_bands:mixed_bands",
         refuse=all_of(_HALF, only_quant("mxfp4_mxfp8"), lacks("gelu_gate", "no_gate")),
         remark=mixed_or_widened,
     ),
@@ -310,6 +308,7 @@ FUSED_MOE = (
         f"{_MOE}.fused_moe:fused_moe",
         CP_ASYNC,
         "triton",
+        bands=f"{_MOE}.expert_bands:triton_bands",
         refuse=all_of(_HALF, only_quant(None, *SCHEMES), no_e4m3_arithmetic),
         remark=widened,
     ),
@@ -342,6 +341,7 @@ LINEAR = (
         "sglang.srt.layers.quantization.scaled_mm:quantized_linear",
         SCALED_MM_FEATURES,
         "triton",
+        bands=f"{_TRITON}.linear_tiles:library_bands",
         refuse=all_of(_HALF, only_quant(*SCALED_MM_SCHEMES), library_fails),
         remark=scaled_mm_or_triton,
     ),
@@ -350,6 +350,7 @@ LINEAR = (
         f"{_TRITON}.quant_linear:quantized_linear",
         CP_ASYNC,
         "triton",
+        bands=f"{_TRITON}.linear_tiles:triton_bands",
         refuse=all_of(_HALF, only_quant(*SCHEMES), no_e4m3_arithmetic),
         asked_as="triton",
         remark=widened,
@@ -482,35 +483,3 @@ ATTENTION_BACKENDS: tuple[str, ...] = tuple(spec.name for spec in EXTEND_ATTENTI
 
 FP8_GEMM_BACKENDS = ("triton", "torch_scaled_mm", "torch_dequantized")
 """What --fp8-gemm-backend may name; the same holds."""
-
-# --- measured order ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Preference:
-    """An order that differs from the table's, and the evidence for it. Kernels not named keep their order, behind."""
-
-    ops: frozenset[str]
-    order: tuple[str, ...]
-    evidence: str
-    archs: frozenset[str] | None = None  # None: every architecture
-    traits: frozenset[str] = frozenset()  # all must be among the need's
-    also: Callable[[Need], bool] = lambda need: True
-
-    def applies(self, need: Need, arch: ArchTraits) -> bool:
-        return (
-            need.op in self.ops
-            and (self.archs is None or arch.name in self.archs)
-            and self.traits <= need.traits
-            and self.also(need)
-        )
-
-
-PREFERENCES: tuple[Preference, ...] = (
-    Preference(
-        ops=frozenset({"decode_attention"}),
-        order=("flashinfer",),
-        evidence="a hierarchical cache moves pages while decode reads them: flashinfer's page-table reads first",
-        traits=frozenset({"hierarchical_cache"}),
-    ),
-)

@@ -137,7 +137,7 @@ class GQAttention:
             v_scale=cache.v_scale,
         )
         if self.cache_shared:
-            batch.shared_keys_values[cache.layer_id] = (k, v)
+            batch.metadata[self.attention.site].keys_values[cache.layer_id] = (k, v)
         out = self.attention(q, k, v, batch)
         if self.output_gate is not None:
             out = self.output_gate(out, gates)

@@ -19,7 +19,6 @@ import torch
 
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.attention.call_site import Attention
-from sglang.srt.layers.attention.latent_chunks import LatentChunk, LatentPrompts, cut_prefixes
 from sglang.srt.layers.attention_block import cache_scale, cache_scale_value
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -29,6 +28,7 @@ from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.ranks import Share, whole
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.attention.metadata import SiteMetadata
     from sglang.srt.layers.forward_batch import ForwardBatch
 
 LATENT_NORM_EPS = 1e-6
@@ -56,7 +56,6 @@ class LatentAttention:
         self.per_head: LatentAbsorbOp = scope.plan.entry("latent_absorb")
         prompts: LatentPromptFactory = scope.plan.entry("latent_prompt_attention")
         self.attend_expanded: LatentPromptOp = prompts(scope.plan)
-        self.chunk_tokens = scope.plan.tokens_per_step
 
     def _build_projections(self, scope: Scope, hidden_size: int, heads: Share) -> None:
         spec, rank = self.spec, self.spec.kv_lora_rank
@@ -96,11 +95,9 @@ class LatentAttention:
         if spec.q_lora_rank:
             q = self.q_b(self.norm(q, self.q_norm, LATENT_NORM_EPS))
         q = q.unflatten(-1, (self.num_heads, spec.qk_dim))
-        prompts = self._prompts(batch)
-        if prompts.chunks is None:
-            num_absorbed = len(x)
-        else:
-            num_absorbed = 0 if batch.decodes is None else batch.decodes.batch_size
+        metadata = batch.metadata[self.attention.site]
+        expanded = metadata.latent_chunks is not None
+        num_absorbed = batch.num_decodes if expanded else len(x)
         absorbed = q.new_empty((num_absorbed, self.num_heads, spec.latent_dim))
         positions, cos_sin = self.rotary.at(batch.positions)
         entries = self.store(
@@ -119,10 +116,10 @@ class LatentAttention:
         if num_absorbed:
             self.per_head(q[:num_absorbed, :, : spec.nope_dim], self.w_uk, absorbed[..., : spec.kv_lora_rank])
         out = q.new_empty((len(x), self.num_heads, spec.v_dim))
-        if prompts.chunks is None:
-            self._absorbed(absorbed, entries, batch, out)
+        if expanded:
+            self._expanded(q, absorbed, entries, batch, metadata, out)
         else:
-            self._expanded(q, absorbed, entries, prompts, batch, out)
+            self._absorbed(absorbed, entries, batch, out)
         return self.o(out.flatten(1))
 
     def _absorbed(self, q: torch.Tensor, entries: torch.Tensor, batch: ForwardBatch, out: torch.Tensor) -> None:
@@ -136,41 +133,25 @@ class LatentAttention:
         q: torch.Tensor,
         absorbed: torch.Tensor,
         entries: torch.Tensor,
-        prompts: LatentPrompts,
         batch: ForwardBatch,
+        metadata: SiteMetadata,
         out: torch.Tensor,
     ) -> None:
         """A step with prompts, behind the rows of `absorbed`, which decode."""
-        if batch.decodes is not None:
+        if metadata.decode is not None:
             attended = absorbed.new_empty((*absorbed.shape[:2], self.spec.kv_lora_rank))
-            batch.attn_backend.forward_decode(absorbed, self.attention, batch.decodes, attended)
+            metadata.decode.attend(absorbed, self.attention, attended)
             self.per_head(attended, self.w_uv, out[: len(absorbed)])
-        assert batch.extend_start_loc is not None and prompts.chunks is not None, "a step without prompts is absorbed"
+        assert batch.extend is not None and metadata.latent_chunks is not None
         self.attend_expanded(
             q,
             entries,
             self.w_uk,
             self.w_uv,
             out,
-            batch.extend_start_loc,
+            batch.extend.start_loc,
             self.cache.k,
-            prompts.chunks,
+            metadata.latent_chunks,
             scale=self.spec.softmax_scale,
             cache_scale=self.cache.k_scale,
         )
-
-    def _prompts(self, batch: ForwardBatch) -> LatentPrompts:
-        """How this step's prompts are attended to: decided by its first layer, for all."""
-        if batch.latent_prompts is None:
-            batch.latent_prompts = LatentPrompts(self._cut(batch))
-        return batch.latent_prompts
-
-    def _cut(self, batch: ForwardBatch) -> tuple[LatentChunk, ...] | None:
-        if batch.forward_mode.is_decode() or batch.seq_lens_cpu is None:
-            return None  # a graph that is captured serves prefixes of every length
-        prefix_lens, new_lens = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
-        assert prefix_lens is not None and new_lens is not None
-        if not self.spec.expanding_pays(prefix_lens, new_lens):
-            return None
-        slots = batch.slots_of(self.cache)
-        return cut_prefixes(slots.req_to_token, batch.req_pool_indices, prefix_lens, self.chunk_tokens)

@@ -17,6 +17,7 @@ from sglang.srt.layers.quantization.quantized_rows import Rows, values_of
 
 if TYPE_CHECKING:
     from sglang.srt.hardware.arch import ArchTraits
+    from sglang.srt.kernels.bands import Bands
     from sglang.srt.layers.attention.latent_chunks import LatentChunk
     from sglang.srt.layers.ops import QuantizedProduct
     from sglang.srt.layers.quantization.linear_weight import LinearWeight
@@ -43,7 +44,7 @@ def linear(
     return torch.cat([F.linear(x32, part.float()) for part in w.split(rows)], dim=-1)
 
 
-def quantized_linear(weight: LinearWeight, arch: ArchTraits | None = None) -> QuantizedProduct:
+def quantized_linear(weight: LinearWeight, arch: ArchTraits | None = None, bands: Bands = ()) -> QuantizedProduct:
     """(x [..., K], bias [N] or None) -> [..., N], with the weight [N, K] dequantized for each product. Activations stay
     as they are: their quantization serves matrix units that a CPU does not have."""
 
@@ -451,7 +452,7 @@ def fused_moe(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     activation: Activation = SILU,
-    tiles: None = None,
+    bands: Bands = (),
     features: Collection[str] = (),
 ) -> torch.Tensor:
     """x [T, H], w13 [E, 2I, H] (gate rows, then up rows), w2 [E, H, I], weights and ids [T, k] -> [T, H].

@@ -8,7 +8,7 @@ parameters to those here, and call sites to saying so. Shapes and meanings are t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -16,6 +16,7 @@ from sglang.srt.configs.activation import Activation
 
 if TYPE_CHECKING:
     from sglang.srt.hardware.arch import ArchTraits
+    from sglang.srt.kernels.bands import Bands
     from sglang.srt.layers.attention.latent_chunks import LatentChunk
     from sglang.srt.layers.moe.expert_weights import ExpertWeights
     from sglang.srt.layers.quantization.linear_weight import LinearWeight
@@ -74,7 +75,7 @@ class QuantizedProduct(Protocol):
 
 
 class QuantizedLinearOp(Protocol):
-    def __call__(self, weight: LinearWeight, arch: ArchTraits) -> QuantizedProduct: ...
+    def __call__(self, weight: LinearWeight, arch: ArchTraits, bands: Bands) -> QuantizedProduct: ...
 
 
 class GatedRMSNormOp(Protocol):
@@ -227,7 +228,7 @@ class FusedMoEOp(Protocol):
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
         activation: Activation,
-        tiles: Any = None,
+        bands: Bands,
         features: Collection[str] = (),
     ) -> torch.Tensor: ...
 

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
 
 
+LAYER_INPUTS = "layer_inputs"
+"""In `ForwardBatch.handed_on`: what `PerLayerInputs` made, from before the first layer on."""
+
+
 class PerLayerInputs:
     """ids [T] and their embeddings [T, H] -> [T, layers, size]: the mean, times sqrt(2), of a row of a table and of the
     normed projection. Source: Gemma 4."""
@@ -53,6 +57,5 @@ class PerLayerBlock:
         return None  # every rank computes all of it
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        assert batch.layer_inputs is not None, "the model makes them before its first layer"
-        inputs = batch.layer_inputs[:, self.layer_id]
+        inputs = batch.handed_on[LAYER_INPUTS][:, self.layer_id]
         return self.projection(self.activation(torch.cat((self.gate(x), inputs), dim=-1)))

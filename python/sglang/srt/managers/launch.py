@@ -33,6 +33,7 @@ from multiprocessing.process import BaseProcess
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.managers.child import ALIVE, ERROR, READY, STOP, USER_ERROR, child_main
+from sglang.srt.managers.front.request_preparation import check_server_defaults
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.managers.watchdog import beat_seconds
 from sglang.srt.managers.wire.ipc import Ports
@@ -53,6 +54,8 @@ _STACKS_S = 0.3
 """Time for the others to print their stacks."""
 _MISSED_BEATS = 2.5
 """Signs of life that did not come, when another rank has failed already."""
+_LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError")
+"""What collectives say in a rank when another one has ended."""
 START_SILENCE_S = 60.0
 """At least, while a child starts: loading a library from a slow disk holds the interpreter."""
 
@@ -63,6 +66,12 @@ class EngineError(RuntimeError):
     def __init__(self, message: str, details: str = "") -> None:
         super().__init__(message)
         self.details = details
+
+    @property
+    def lost_connection(self) -> bool:
+        """Whether it only met the end of another rank."""
+        last = self.details.splitlines()[-1:]
+        return any(sign in line for line in last for sign in _LOST_CONNECTION)
 
 
 @dataclass(slots=True)
@@ -173,9 +182,11 @@ class EngineHandle:
             try:
                 failures = self._listen(by_pipe, beat_seconds(self._limit_s))
                 silent = [child for child in self._children if child.silent_for(self._limit_s)]
-                cause = self._cause(by_pipe, failures) if failures or silent else None
-                if cause is not None:
-                    self._fail(cause)
+                causes = self._causes(by_pipe, failures) if failures or silent else []
+                if self._closing:  # they ended because they were told to
+                    return
+                if causes:
+                    self._fail(causes, by_pipe.values())
                     return
             except (OSError, ValueError):  # the pipes were closed by shutdown
                 return
@@ -192,31 +203,24 @@ class EngineHandle:
                 failures.append(failure)
         return failures
 
-    def _cause(
+    def _causes(
         self, by_pipe: dict[Connection, _Child], failures: list[UserError | EngineError]
-    ) -> UserError | EngineError | None:
-        """Of the processes that have failed or are silent, the one that began it: the others may only have waited for
-        it. None: what was silent speaks again. Logs what the others say. `by_pipe`: those that have not failed."""
+    ) -> list[UserError | EngineError]:
+        """What has failed or is silent. First that which began it: the others may only have waited for it. Empty: what
+        was silent speaks again. `by_pipe`: those that have not failed."""
         end = time.monotonic() + _EXIT_GRACE_S
-        while len(by_pipe) > 1 and (left := end - time.monotonic()) > 0:  # the detokenizer waits for nobody
-            failures += self._listen(by_pipe, left)
-        # Who dies without a word began it, also where the error of one that met its end was read before.
-        failures.sort(key=lambda failure: isinstance(failure, UserError) or bool(failure.details))
+        while not self._closing and len(by_pipe) > 1 and (left := end - time.monotonic()) > 0:
+            failures += self._listen(by_pipe, left)  # the detokenizer waits for nobody
+        failures.sort(key=_lateness)
         limit_s = _MISSED_BEATS * beat_seconds(self._limit_s)
         silent = [child for child in by_pipe.values() if child.silent_for(limit_s)]
-        causes: list[UserError | EngineError] = [
-            EngineError(f"the {child.name} process does not answer (--watchdog-timeout {self._limit_s:g})")
-            for child in silent
+        return [
+            *(
+                EngineError(f"the {child.name} process does not answer (--watchdog-timeout {self._limit_s:g})")
+                for child in silent
+            ),
+            *failures,
         ]
-        named = [*causes, *failures]
-        for failure in named[1:]:
-            if isinstance(failure, EngineError):
-                logger.error("Then %s", f"{failure}\n{failure.details}".rstrip())
-        if not named:
-            return None
-        if isinstance(named[0], EngineError) and self._settled.is_set():
-            self._print_stacks(by_pipe.values())
-        return named[0]
 
     def _print_stacks(self, children: Iterable[_Child]) -> None:
         """Of the ranks that are still there, to their stderr."""
@@ -244,23 +248,50 @@ class EngineHandle:
         details = message.removeprefix(ERROR).decode(errors="replace").rstrip()
         return EngineError(f"the {child.name} process failed: {details.splitlines()[-1]}", details)
 
-    def _fail(self, failure: UserError | EngineError) -> None:
+    def _fail(self, causes: list[UserError | EngineError], others: Iterable[_Child]) -> None:
+        """`others` have not failed; if they wait for one that has, their stacks say where."""
+        failure = causes[0]
         with self._lock:
             if self._closing:
                 return
             self._failure = failure
             callback = self._on_failure
+        started = self._settled.is_set()
         if isinstance(failure, EngineError):
             logger.error("%s", f"{failure}\n{failure.details}".rstrip())
+            for later in causes[1:]:
+                _log_consequence(later)
+            if started:
+                self._print_stacks(others)
         self._settled.set()
         if callback is not None:
             callback(str(failure))
+
+
+def _lateness(failure: UserError | EngineError) -> int:
+    """Orders failures of ranks, whenever they were heard of. Who dies without a word began it; who lost its connection
+    to another rank did not."""
+    if isinstance(failure, UserError):
+        return 1
+    return 2 if failure.lost_connection else int(bool(failure.details))
+
+
+def _log_consequence(failure: UserError | EngineError) -> None:
+    if isinstance(failure, UserError):
+        return
+    if failure.lost_connection:
+        logger.error("Then %s process lost its connection to another rank", str(failure).partition(" process ")[0])
+        logger.debug("%s", failure.details)
+    else:
+        logger.error("Then %s", f"{failure}\n{failure.details}".rstrip())
 
 
 def launch_engine(args: ServerArgs) -> EngineHandle:
     """Start the processes for `args`. Raises UserError for a wrong model or tokenizer."""
     model = ModelConfig.from_server_args(args)
     describe_served_model(args, model)  # before any process is started
+    if args.preferred_sampling_params is not None:
+        check_server_defaults(args, model)
     return EngineHandle(args, model)
 
 

@@ -125,7 +125,7 @@ class KVTable:
         page = self.page_size
         return self.ensure_free(self._new_pages(old_lens, new_lens) * page + (also + page if also else 0))
 
-    def pause(self, begin: int, end: int) -> int:
+    def chunk_end(self, begin: int, end: int) -> int:
         """How far a prompt of `end` tokens, of which `begin` are computed, is computed in its next step: to the end,
         or, where a state would be kept only there, up to the last whole page before its last token. The rest is a step
         of its own, with less than a page of it. Where every token is a page, the end of a prompt has a state anyway,

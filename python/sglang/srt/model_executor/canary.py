@@ -1,38 +1,39 @@
 """Before a server takes requests: a few tokens through its graphs and collectives, beside the same tokens without.
 
-A short prompt is computed whole and without graphs, which is the reference. It is computed again as a graph, and once
-more but for its last token, which then is decoded: without a graph, as the graph of one request and as that of several.
-Logits of the last token must agree, and be numbers. An all-reduce of whole numbers must give their sum. What is wrong
-is named: the graph, or the first block whose output differs, with its ops and what computes them.
+Short prompts are computed whole and without graphs, which is the reference. They are computed in every other kind of
+step, each without graphs and, where such steps have graphs, in one: whole, with the last token decoded, with the last
+tokens verified as guesses, and with one request decoding beside the prompts of the others. Logits of the last tokens
+must agree, and be numbers. An all-reduce of whole numbers must give their sum. What is wrong is named: the graph, or
+the first block whose output differs, with its ops and what computes them.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
+from sglang.srt.model_executor.canary_steps import CanarySteps
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.model_executor.step import ExtendInput, StepInput
+from sglang.srt.model_executor.step import StepInput
 from sglang.srt.models.causal_lm import BLOCKS, CausalLM
 from sglang.srt.plan.layer_spec import ABSENT, Serving
 from sglang.srt.plan.model_description import ModelDescription
 
 logger = logging.getLogger(__name__)
 
-PROMPT_TOKENS = 24
-REQUESTS = 3
 LEAST_AGREEMENT = 0.5
 """Cosine of two rows of logits. On an H200, random weights leave 0.84 (GPT-OSS-20B), 0.94 (Qwen3.5-35B-A3B), 0.98 (nine
 layers of GLM-4.7-FP8) of it: roundings differ, and routers near a tie choose other experts. A wrong cache slot,
 position or scale leaves about 0."""
+KERNELS = "the attention backend or the cache's type may be at fault"
 REDUCED = (1 << 9, 1 << 20)
 """Elements of the all-reduces: of a small and of a large message, which other kernels may serve."""
 
@@ -45,7 +46,7 @@ def check_runner(runner: ModelRunner) -> None:
         _check_all_reduce(runner)
         least = _Canary(runner).check()
     seconds = time.perf_counter() - started
-    graphs = runner.graphs is not None or runner.extend_graphs is not None
+    graphs = runner.graphs is not None
     what = "decoding and graphs agree" if graphs else "decoding agrees"
     without = " without" if graphs else ""
     logger.info(
@@ -68,68 +69,78 @@ def _check_all_reduce(runner: ModelRunner) -> None:
 
 
 class _Canary:
-    """Request slots 1 to `count` with cache slots behind the padding page."""
-
     def __init__(self, runner: ModelRunner) -> None:
-        self.runner, plan = runner, runner.plan
-        window_tokens = [size.tokens for size in plan.windows]
-        tokens = min(plan.max_total_num_tokens, *window_tokens) if window_tokens else plan.max_total_num_tokens
-        pages_each = -(-PROMPT_TOKENS // plan.page_size)
-        self.count = max(1, min(REQUESTS, plan.max_running_requests, tokens // (pages_each * plan.page_size)))
-        self.length = min(PROMPT_TOKENS, plan.context_len, tokens)
-        request, position = np.arange(self.count)[:, None], np.arange(self.length)
-        self.ids = (17 + 31 * position + 7 * request) % plan.model.vocab_size
-        self.cache = plan.page_size * (1 + pages_each * request) + position
-        self.slots = np.arange(1, self.count + 1)
+        self.runner, self.steps = runner, CanarySteps(runner)
 
     def check(self) -> float:
         """The least agreement. Raises UserError."""
-        runner, state = self.runner, self.runner.state
         try:
-            state.req_to_token[:, 1 : self.count + 1, : self.length] = torch.from_numpy(self.cache).to(runner.device)
             return min([1.0, *self._agreements()])
         finally:
-            state.req_to_token[:, 1 : self.count + 1] = 0
-            state.next_tokens[: self.count + 1] = 0
-            state.lens[: self.count + 1] = 0
+            self.steps.end()
 
     def _agreements(self) -> Iterator[float]:
-        runner, whole = self.runner, self._prompts(self.length)
+        runner, steps = self.runner, self.steps
         with runner.without_graphs():
-            reference = self._logits(whole)
+            reference = self._logits(steps.prompts(steps.length))
             if not bool(reference.isfinite().all()):
-                raise _failure(self._first_without_numbers(whole) + " is not finite", "check the checkpoint's files")
-        if runner.extend_graphs is not None and runner.extend_graphs.fits(whole):
-            yield self._compared("the graph of a prompt", self._logits(whole), reference)
-        if runner.state.drafter is not None or self.length < 2:
+                raise _failure(self._first_without_numbers() + " is not finite", "check the checkpoint's files")
+        yield from self._in_graph("the graph of a prompt", partial(steps.prompts, steps.length), reference)
+        if steps.length < 2:
             return
-        with runner.without_graphs():
-            decoded = self._decoded(self.count)
-            if _cosine(decoded, reference) < LEAST_AGREEMENT:
-                raise _failure(self._first_that_differs(), "the attention backend or the cache's type may be at fault")
+        if steps.guesses:
+            yield from self._verified(reference)
+        else:
+            yield from self._decoded(reference)
+        if steps.count > 1:
+            yield from self._mixed(reference)
+
+    def _decoded(self, reference: torch.Tensor) -> Iterator[float]:
+        steps = self.steps
+        with self.runner.without_graphs():
+            self._compute_all_but(1)
+            decoded = self._logits(steps.decoded(steps.count))
+            if not _cosine(decoded, reference) >= LEAST_AGREEMENT:
+                raise _failure(self._first_that_differs(), KERNELS)
             yield _cosine(decoded, reference)
-        for count in dict.fromkeys((1, self.count)) if runner.graphs is not None else ():
-            if runner.decodes_in_graph(count):
-                name = f"the graph that decodes {count} request" + ("s" if count > 1 else "")
-                yield self._compared(name, self._decoded(count), reference[:count])
+        for count in dict.fromkeys((1, steps.count)):
+            name = f"the graph that decodes {count} request" + ("s" if count > 1 else "")
+            yield from self._in_graph(name, partial(steps.decoded, count), reference[:count], 1)
 
-    def _prompts(self, length: int) -> StepInput:
-        lens = np.full(self.count, length, np.int32)
-        ids, cache = self.ids[:, :length].flatten(), self.cache[:, :length].flatten()
-        extend = ExtendInput(ids, np.zeros(self.count, np.int32), lens, np.arange(self.count))
-        return StepInput(self.slots, lens, cache.astype(np.int32), extend)
+    def _verified(self, reference: torch.Tensor) -> Iterator[float]:
+        steps, rows = self.steps, self.steps.rows_of_verified()
+        with self.runner.without_graphs():
+            self._compute_all_but(steps.width)
+            yield self._compared("a step that verifies guesses", self._logits(steps.verified())[rows], reference)
+        yield from self._in_graph("the graph that verifies guesses", steps.verified, reference, steps.width, rows)
 
-    def _last_tokens(self, count: int) -> StepInput:
-        """The step that decodes the last token of the first `count` prompts."""
-        lens, last = np.full(count, self.length, np.int32), self.cache[:count, -1].astype(np.int32)
-        state = self.runner.state
-        state.next_tokens[1 : count + 1, 0] = torch.from_numpy(self.ids[:count, -1]).to(state.device)
-        return StepInput(self.slots[:count], lens, last)
+    def _mixed(self, reference: torch.Tensor) -> Iterator[float]:
+        what, reference = "prompts beside a request that decodes", reference[self.steps.mixed_order]
+        with self.runner.without_graphs():
+            self._compute_all_but(1)
+            yield self._compared(f"a step of {what}", self._logits(self.steps.mixed()), reference)
+        yield from self._in_graph(f"the graph of {what}", self.steps.mixed, reference, 1)
 
-    def _decoded(self, count: int) -> torch.Tensor:
-        """Logits of the last tokens, on the caches and states of all the others, which are computed anew."""
-        self._logits(self._prompts(self.length - 1))
-        return self._logits(self._last_tokens(count))
+    def _in_graph(
+        self,
+        name: str,
+        step: Callable[[], StepInput],
+        reference: torch.Tensor,
+        behind: int = 0,
+        rows: slice = slice(None),
+    ) -> Iterator[float]:
+        """Nothing where such a step has no graph. behind: tokens of the step that go on behind computed ones."""
+        graphs = self.runner.graphs
+        if graphs is None or graphs.shape_of(step()) is None:
+            return
+        if behind:
+            self._compute_all_but(behind)
+        yield self._compared(name, self._logits(step())[rows], reference)
+
+    def _compute_all_but(self, count: int) -> None:
+        """Of every prompt, but for its last `count` tokens; what was computed before is forgotten."""
+        self.steps.start()
+        self._logits(self.steps.prompts(self.steps.length - count))
 
     def _logits(self, step: StepInput) -> torch.Tensor:
         """On all stages of a pipeline, which go on alike."""
@@ -143,23 +154,25 @@ class _Canary:
     def _compared(self, name: str, logits: torch.Tensor, reference: torch.Tensor) -> float:
         agreement = _cosine(logits, reference) if bool(logits.isfinite().all()) else float("nan")
         if not agreement >= LEAST_AGREEMENT:
-            what = f"{name} gives other logits than the same step without it (cosine {agreement:.3f})"
-            raise _failure(what, "--disable-cuda-graph serves without graphs")
+            what = f"{name} gives other logits than the prompts computed whole (cosine {agreement:.3f})"
+            remedy = "--disable-cuda-graph serves without graphs" if "graph" in name else KERNELS
+            raise _failure(what, remedy)
         return agreement
 
     # --- naming what is wrong -----------------------------------------------------------------------------------------
 
-    def _first_without_numbers(self, step: StepInput) -> str:
-        for name, out in self._outputs(step):
+    def _first_without_numbers(self) -> str:
+        for name, out in self._outputs(self.steps.prompts(self.steps.length)):
             if not bool(out.isfinite().all()):
                 return f"the output of {name} ({self._computed_by(name)})"
         return "the logits"
 
     def _first_that_differs(self) -> str:
-        whole = self._outputs(self._prompts(self.length))
-        self._logits(self._prompts(self.length - 1))
-        decoded = self._outputs(self._last_tokens(self.count))
-        ends = slice(self.length - 1, None, self.length)
+        steps = self.steps
+        whole = self._outputs(steps.prompts(steps.length))
+        self._compute_all_but(1)
+        decoded = self._outputs(steps.decoded(steps.count))
+        ends = slice(steps.length - 1, None, steps.length)
         for (name, of_prompt), (_, of_token) in zip(whole, decoded, strict=True):
             if not _cosine(of_token, of_prompt[ends]) >= LEAST_AGREEMENT:
                 called = f"{name} ({self._computed_by(name)})"

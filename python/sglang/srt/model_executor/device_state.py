@@ -1,26 +1,46 @@
-"""The model with what its steps read and write on the device, and the batches that lead from one to the other."""
+"""The model with what its steps read and write on the device, and the batch of a step from arrays that lie there."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from sglang.srt.layers import native_ops
-from sglang.srt.layers.forward_batch import AttentionBackend, ForwardBatch, ForwardMode, TokenSlots
+from sglang.srt.layers.attention.sites import AttentionSites
+from sglang.srt.layers.forward_batch import DecodeRows, ExtendRows, ForwardBatch, TokenSlots
 from sglang.srt.layers.ops import DecodeInputsOp
 from sglang.srt.model_executor.drafts import Drafter, accept
+from sglang.srt.model_executor.step import PromptTokens, StepInput
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.pool_sizes import PoolSizes
 from sglang.srt.utils.device_arrays import DeviceArrays
 
 
+class StepShape(NamedTuple):
+    """What a batch is built by, and a CUDA graph found by: T tokens, of which each of D decoding requests brings
+    `width`. The others belong to prompts; in a graph with prompts padding may leave none of them."""
+
+    num_tokens: int
+    num_decodes: int
+    width: int = 1
+    has_prompts: bool = False
+
+
+def shape_of(step: StepInput, tokens_per_step: int) -> StepShape:
+    """Without padding. tokens_per_step: k, of requests that bring guesses."""
+    if step.widths is not None:
+        return StepShape(len(step.slots) * tokens_per_step, len(step.slots), tokens_per_step)
+    return StepShape(len(step.out_cache_loc), step.num_decodes, has_prompts=step.prompts is not None)
+
+
 @dataclass(slots=True)
 class DeviceState:
-    """Tables by request slot, and the batches of a step from tensors that lie on the device already."""
+    """Tables by request slot, and the batches of steps."""
 
     model: CausalLM
-    attn_backend: AttentionBackend
+    attention: AttentionSites
     num_tables: int
     sizes: PoolSizes
     device: torch.device | str
@@ -47,6 +67,28 @@ class DeviceState:
         """k, of a request that is decoded."""
         return 1 if self.drafter is None else self.drafter.num_tokens
 
+    # --- the batch of a step ------------------------------------------------------------------------------------------
+
+    def batch(
+        self,
+        arrays: DeviceArrays,
+        shape: StepShape,
+        step: StepInput | None = None,
+        num_valid_tokens: torch.Tensor | None = None,
+    ) -> ForwardBatch:
+        """Ready for the model, of `step_arrays`. Without a `step` all comes from device tensors, so that it can be
+        captured: arrays beyond the step's own entries are padding, of which `num_valid_tokens` [1] says where it
+        begins."""
+        if shape.has_prompts:
+            batch = self._extend_batch(arrays, shape, step)
+        elif "widths" in arrays:
+            batch = self._verify_batch(arrays, shape, step)
+        else:
+            batch = self._decode_batch(arrays, shape, step)
+        batch.num_valid_tokens = num_valid_tokens
+        batch.metadata = self.attention.metadata(batch, in_graph=step is None)
+        return batch
+
     def _token_slots(
         self, out_cache_loc: torch.Tensor, rows: torch.Tensor | None, positions: torch.Tensor
     ) -> tuple[TokenSlots, ...]:
@@ -58,15 +100,12 @@ class DeviceState:
             *(TokenSlots(table, table[rows, positions].to(torch.int64)) for table in windows),
         )
 
-    def decode_batch(
-        self,
-        slots: torch.Tensor,
-        seq_lens: torch.Tensor,
-        out_cache_loc: torch.Tensor,
-        num_valid_tokens: torch.Tensor | None = None,
-    ) -> ForwardBatch:
-        """A DECODE batch from device tensors only, so that it can be captured. Enters the new slots in the table; with
-        a drafter they are there, and lengths and slots given are upper bounds."""
+    def _decode_batch(self, arrays: DeviceArrays, shape: StepShape, step: StepInput | None) -> ForwardBatch:
+        """Enters the new slots in the table; with a drafter they are there, and lengths and slots given are upper
+        bounds."""
+        slots, seq_lens, out_cache_loc = (
+            arrays[name][: shape.num_decodes] for name in ("decode_slots", "decode_lens", "decode_loc")
+        )
         if self.drafter is None:
             input_ids, positions, window_locs = self.decode_inputs(
                 slots, seq_lens, out_cache_loc, self.next_tokens[:, 0], self.req_to_token
@@ -79,102 +118,92 @@ class DeviceState:
             input_ids = self.next_tokens[slots, 0]
             out_cache_loc = self.req_to_token[0][slots, positions].to(torch.int64)
             token_slots = self._token_slots(out_cache_loc, slots, positions)
-        return ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
-            batch_size=len(slots),
-            input_ids=input_ids,
-            positions=positions,
-            req_pool_indices=slots,
-            seq_lens=seq_lens,
-            token_slots=token_slots,
-            attn_backend=self.attn_backend,
-            num_valid_tokens=num_valid_tokens,
-        )
+        rows = DecodeRows(slots, seq_lens, token_slots)
+        if step is not None:
+            known = self.drafter is None or not self.attention.decode_plans_on_host
+            rows.seq_lens_cpu = step.seq_lens[: shape.num_decodes].tolist() if known else seq_lens.tolist()
+        return ForwardBatch(input_ids, positions, token_slots, decode=rows)
 
-    def extend_batch(
-        self,
-        arrays: DeviceArrays,
-        num_tokens: int,
-        decodes: ForwardBatch | None,
-        extend_lens: list[int],
-        prefix_lens: list[int],
-        is_decode: torch.Tensor | None = None,
-    ) -> ForwardBatch:
-        """An EXTEND batch of `num_tokens` from `step.extend_arrays`, which for the requests of `decodes` hold what the
-        host knows. is_decode [D] bool: the rest of `decodes` is padding; None: all are requests. The lengths on the
-        host are what a backend may plan with."""
+    def _extend_batch(self, arrays: DeviceArrays, shape: StepShape, step: StepInput | None) -> ForwardBatch:
+        """Prompts behind the requests that decode, for which the arrays of tokens hold what the host knows."""
         input_ids, positions, out_cache_loc = (
-            arrays[name][:num_tokens] for name in ("input_ids", "positions", "out_cache_loc")
+            arrays[name][: shape.num_tokens] for name in ("input_ids", "positions", "out_cache_loc")
         )
+        decodes = self._decode_batch(arrays, shape, step) if shape.num_decodes else None
         if decodes is not None:
+            is_decode = arrays["is_decode"][: shape.num_decodes] if step is None else None
             input_ids = _with_decodes(decodes.input_ids, input_ids, is_decode)
             if self.drafter is not None:
                 positions = _with_decodes(decodes.positions, positions, is_decode)
                 out_cache_loc = _with_decodes(decodes.token_slots[0].out_cache_loc, out_cache_loc, is_decode)
-        rows = _rows(arrays["start_loc"], arrays["slots"], decodes, num_tokens) if self.num_tables > 1 else None
-        return ForwardBatch(
-            forward_mode=ForwardMode.EXTEND,
-            batch_size=len(arrays["slots"]),
-            input_ids=input_ids,
-            positions=positions,
-            req_pool_indices=arrays["slots"],
-            seq_lens=arrays["seq_lens"],
-            token_slots=self._token_slots(out_cache_loc, rows, positions),
-            attn_backend=self.attn_backend,
-            decodes=decodes,
-            extend_prefix_lens=arrays["prefix_lens"],
-            extend_start_loc=arrays["start_loc"],
-            extend_seq_lens_cpu=extend_lens,
-            extend_prefix_lens_cpu=prefix_lens,
+        decode_rows = None if decodes is None else decodes.decode
+        start_loc, slots = arrays["start_loc"], arrays["slots"]
+        rows = _rows(start_loc, slots, decode_rows, shape.num_tokens) if self.num_tables > 1 else None
+        token_slots = self._token_slots(out_cache_loc, rows, positions)
+        extend = ExtendRows(
+            slots,
+            arrays["seq_lens"],
+            arrays["prefix_lens"],
+            start_loc,
+            token_slots,
+            # In a graph the widest case: a replay may have cached prefixes.
+            [shape.num_tokens] if step is None else _prompts(step).extend_lens.tolist(),
+            [1] if step is None else _prompts(step).prefix_lens.tolist(),
+            None if step is None else step.seq_lens[step.num_decodes :].tolist(),
         )
+        return ForwardBatch(input_ids, positions, token_slots, decode_rows, extend)
 
-    def verify_batch(
-        self, slots: torch.Tensor, widths: torch.Tensor, num_valid_tokens: torch.Tensor | None = None
-    ) -> ForwardBatch:
-        """An EXTEND batch of the next k tokens of each of B requests, T = B k, from device tensors only.
-
-        widths [B] int32: rows from there on are padding (cache slot 0, which is no request's)."""
-        width, table = self.tokens_per_step, self.req_to_token[0]
+    def _verify_batch(self, arrays: DeviceArrays, shape: StepShape, step: StepInput | None) -> ForwardBatch:
+        """The next k tokens of each request, T = D k. Rows from a request's width on are padding (cache slot 0, which
+        is no request's)."""
+        width, table = shape.width, self.req_to_token[0]
+        slots, widths = arrays["decode_slots"][: shape.num_decodes], arrays["widths"][: shape.num_decodes]
         prefix_lens = self.lens[slots]
         row = torch.arange(width, device=slots.device)
         inside = row < widths[:, None]
         positions = torch.where(inside, prefix_lens[:, None] + row, 0)
         rows = torch.where(inside, slots[:, None], 0)
-        out_cache_loc = table[rows, positions]
-        return ForwardBatch(
-            forward_mode=ForwardMode.EXTEND,
-            batch_size=len(slots),
-            input_ids=self.next_tokens[slots].flatten(),
-            positions=positions.flatten(),
-            req_pool_indices=slots,
-            seq_lens=prefix_lens + width,
-            token_slots=self._token_slots(out_cache_loc.flatten().to(torch.int64), rows.flatten(), positions.flatten()),
-            attn_backend=self.attn_backend,
-            num_valid_tokens=num_valid_tokens,
-            extend_prefix_lens=prefix_lens,
-            extend_start_loc=torch.arange(len(slots) + 1, device=slots.device, dtype=torch.int32) * width,
-            extend_seq_lens_cpu=[width] * len(slots),
-            extend_prefix_lens_cpu=[1] * len(slots),
+        out_cache_loc = table[rows, positions].flatten().to(torch.int64)
+        positions = positions.flatten()
+        token_slots = self._token_slots(out_cache_loc, rows.flatten(), positions)
+        extend = ExtendRows(
+            slots,
+            prefix_lens + width,
+            prefix_lens,
+            torch.arange(len(slots) + 1, device=slots.device, dtype=torch.int32) * width,
+            token_slots,
+            [width] * len(slots),
+            [1] * len(slots),
         )
+        if step is not None and self.attention.extend_plans_on_host:
+            extend.prefix_lens_cpu, extend.seq_lens_cpu = prefix_lens.tolist(), extend.seq_lens.tolist()
+        return ForwardBatch(self.next_tokens[slots].flatten(), positions, token_slots, extend=extend)
+
+    # --- behind a step, with a drafter --------------------------------------------------------------------------------
 
     def settle_prompts(self, slots: torch.Tensor, seq_lens: torch.Tensor, decodes: torch.Tensor) -> None:
-        """With a drafter, behind an EXTEND step: these requests are computed up to `seq_lens`, `decodes` a token on."""
+        """Behind a step with prompts: these requests are computed up to `seq_lens`, `decodes` a token on."""
         self.lens[slots] = seq_lens
         self.lens[decodes] += 1
 
     def settle_tokens(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-        """With a drafter: tokens [R] were sampled behind the last computed ones; guess on from there."""
+        """tokens [R] were sampled behind the last computed ones; guess on from there."""
         assert self.drafter is not None
         self.next_tokens[slots, 0] = tokens.clamp(min=0)
         self.next_tokens[slots, 1:] = self.drafter.propose(slots, self.lens[slots], self.next_tokens[slots, 0])
 
     def settle_verified(self, slots: torch.Tensor, widths: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Behind a `verify_batch` that sampled tokens [B k]: how many stand, [B] int32."""
+        """Behind a step that verified guesses and sampled tokens [D k]: how many stand, [D] int32."""
         tokens = tokens.view(len(slots), -1)
         counts = accept(tokens, self.next_tokens[slots, 1:], widths)
         self.lens[slots] += counts
         self.settle_tokens(slots, tokens.gather(1, counts[:, None].long() - 1)[:, 0])
         return counts
+
+
+def _prompts(step: StepInput) -> PromptTokens:
+    assert step.prompts is not None
+    return step.prompts
 
 
 def _with_decodes(of_decodes: torch.Tensor, of_tokens: torch.Tensor, is_decode: torch.Tensor | None) -> torch.Tensor:
@@ -184,13 +213,13 @@ def _with_decodes(of_decodes: torch.Tensor, of_tokens: torch.Tensor, is_decode: 
     return torch.cat((front, of_tokens[count:]))
 
 
-def _rows(start_loc: torch.Tensor, slots: torch.Tensor, decodes: ForwardBatch | None, num_tokens: int) -> torch.Tensor:
-    """[num_tokens] int64, the request slot of each token of an EXTEND step. Those before the first prompt are of
+def _rows(start_loc: torch.Tensor, slots: torch.Tensor, decodes: DecodeRows | None, num_tokens: int) -> torch.Tensor:
+    """[num_tokens] int64, the request slot of each token of a step with prompts. Those before the first prompt are of
     requests that decode."""
     token = torch.arange(num_tokens, dtype=torch.int32, device=slots.device)
     prompt = torch.searchsorted(start_loc, token, right=True) - 1
     rows = slots[prompt.clamp(min=0)]
     if decodes is not None:
-        count = decodes.batch_size
+        count = len(decodes)
         rows[:count] = torch.where(prompt[:count] < 0, decodes.req_pool_indices, rows[:count])
     return rows

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from sglang.srt.layers.forward_batch import ForwardBatch
+
+if TYPE_CHECKING:
+    from sglang.srt.models.causal_lm import CausalLM
 
 
 class StaticOutput:
@@ -43,3 +48,31 @@ def capture(step: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGrap
         if collecting:
             gc.enable()
     return graph
+
+
+class StageInGraph:
+    """The model between fixed addresses, for all graphs of a runner: what a stage of a pipeline takes and what it gives
+    travels outside of them. All stages have graphs of the same shapes, so what travels has the rows of the graph,
+    padding included, which hold what they do in one process."""
+
+    def __init__(self, model: CausalLM, most_tokens: int) -> None:
+        self.model = model
+        self.received = model.input_buffer(most_tokens)
+        if self.received is not None:
+            self.received.zero_()  # what is no number would stay in the padding's cache slot
+        self.sends = not model.description.last_stage
+
+    def compute(self, batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states [T, H]. To be captured."""
+        received = None if self.received is None else self.received[: len(batch.input_ids)]
+        return self.model.compute(batch, received)
+
+    def replay(self, graph: torch.cuda.CUDAGraph, num_tokens: int, hidden: torch.Tensor | None) -> None:
+        """With the rows that come before the graph and go on behind it. hidden [T, H]: where the graph of a stage that
+        sends leaves what `compute` gave."""
+        if self.received is not None:
+            self.model.pp.receive_from_previous(self.received[:num_tokens])
+        graph.replay()
+        if self.sends:
+            assert hidden is not None
+            self.model.pp.send_to_next(hidden.clone())  # the next replay writes there while these are on their way

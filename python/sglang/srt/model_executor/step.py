@@ -12,22 +12,24 @@ from sglang.srt.sampling.logprobs import LogprobRequest, LogprobResult
 
 
 @dataclass(slots=True)
-class ExtendInput:
-    """What an EXTEND step has besides the fields of every step. Its first `num_decodes` requests decode: each brings
-    the token that was sampled last, which only the device knows. The other P = B - num_decodes bring prompt tokens."""
+class PromptTokens:
+    """The rows of a step whose tokens the host knows: P requests with a run of new tokens each."""
 
-    input_ids: np.ndarray  # [T - num_decodes] int64, of the prompts
+    input_ids: np.ndarray  # [sum of extend_lens] int64
     prefix_lens: np.ndarray  # [P] int32
     extend_lens: np.ndarray  # [P] int32
-    sample_rows: np.ndarray  # [R] int64, the requests (of B) whose next token is wanted, in order
-    num_decodes: int = 0
+    sample_rows: np.ndarray  # [R] int64, the requests (of all B of the step) whose next token is wanted, in order
     prompt_logprobs: LogprobRequest | None = None
     embed_rows: np.ndarray | None = None  # [E] int64, sampled rows (of R) whose final hidden state is wanted
 
 
 @dataclass(slots=True)
 class StepInput:
-    """B requests; T new tokens. DECODE when `extend` is None (then T == B).
+    """The rows of one step: B requests with T new tokens, those that decode first.
+
+        request           new tokens                         their ids
+        0 .. D - 1        1, or with `widths` up to k        on the device: the last one sampled, then guesses
+        D .. B - 1        prompts.extend_lens[i - D]         on the host: prompts.input_ids
 
     Where the device has a drafter, lengths of decoding requests are upper bounds: it knows better. Their new cache
     slots come with `table_update` then, and `out_cache_loc` has no entries of theirs."""
@@ -35,53 +37,56 @@ class StepInput:
     slots: np.ndarray  # [B] int64, request slots
     seq_lens: np.ndarray  # [B] int32, lengths including the new tokens
     out_cache_loc: np.ndarray  # [T] int32
-    extend: ExtendInput | None = None
+    prompts: PromptTokens | None = None
     table_update: TableUpdate | None = None
     widths: np.ndarray | None = None
-    """[B] int32, 1 to k: tokens that each request brings to verify, the last sampled one included."""
+    """[B] int32, 1 to k: tokens that each request brings to verify, the last sampled one included. Only without
+    prompts."""
     logprobs: LogprobRequest | None = None  # of the sampled rows
 
     @property
-    def is_decode(self) -> bool:
-        """Each request brings the token that was sampled last, and nothing to verify."""
-        return self.extend is None and self.widths is None
+    def num_decodes(self) -> int:
+        return len(self.slots) - (0 if self.prompts is None else len(self.prompts.extend_lens))
 
     @property
     def sampled_slots(self) -> np.ndarray:
-        return self.slots if self.extend is None else self.slots[self.extend.sample_rows]
+        return self.slots if self.prompts is None else self.slots[self.prompts.sample_rows]
 
 
-def extend_arrays(step: StepInput) -> dict[str, np.ndarray]:
-    """What the device needs of an EXTEND step of T tokens: those of D decoding requests first, then P prompts one after
-    the other; R requests are sampled.
+def step_arrays(step: StepInput) -> dict[str, np.ndarray]:
+    """What the device needs of a step of T tokens: those of D decoding requests first, then P prompts one after the
+    other.
 
-    input_ids (0 where the device knows), positions, out_cache_loc [T]; of the prompts slots, seq_lens, prefix_lens [P]
-    and start_loc [P + 1], the first token of each, and T; of the decoding requests decode_slots, decode_lens,
-    decode_loc [D]; last_rows (the last token of each), sampled_slots, sampled_lens [R].
+    Of the decoding requests decode_slots, decode_lens [D], and decode_loc [D] or, where they bring guesses, widths [D].
+    With prompts also input_ids (0 where the device knows), positions, out_cache_loc [T]; of the prompts slots,
+    seq_lens, prefix_lens [P] and start_loc [P + 1], the first token of each, and T; last_rows (the last token of each
+    of R sampled requests), sampled_slots, sampled_lens [R].
     """
-    extend = step.extend
-    assert extend is not None
-    count = extend.num_decodes
-    start_loc = count + np.concatenate(([0], np.cumsum(extend.extend_lens))).astype(np.int32)
-    of_prompt = np.repeat(np.arange(len(extend.extend_lens)), extend.extend_lens)
-    in_prompt = np.arange(count, start_loc[-1], dtype=np.int64) - start_loc[of_prompt]
-    positions = np.concatenate((step.seq_lens[:count] - 1, in_prompt + extend.prefix_lens[of_prompt]))
-    last_rows = np.concatenate((np.arange(count), start_loc[1:] - 1))[extend.sample_rows]
+    count, prompts = step.num_decodes, step.prompts
+    arrays = {"decode_slots": step.slots[:count], "decode_lens": step.seq_lens[:count]}
+    if step.widths is not None:
+        return {**arrays, "widths": step.widths}
     out_cache_loc = step.out_cache_loc.astype(np.int64)
+    arrays["decode_loc"] = out_cache_loc[:count]
+    if prompts is None:
+        return arrays
+    start_loc = count + np.concatenate(([0], np.cumsum(prompts.extend_lens))).astype(np.int32)
+    of_prompt = np.repeat(np.arange(len(prompts.extend_lens)), prompts.extend_lens)
+    in_prompt = np.arange(count, start_loc[-1], dtype=np.int64) - start_loc[of_prompt]
+    positions = np.concatenate((step.seq_lens[:count] - 1, in_prompt + prompts.prefix_lens[of_prompt]))
+    last_rows = np.concatenate((np.arange(count), start_loc[1:] - 1))[prompts.sample_rows]
     return {
-        "input_ids": np.concatenate((np.zeros(count, np.int64), extend.input_ids)),
+        **arrays,
+        "input_ids": np.concatenate((np.zeros(count, np.int64), prompts.input_ids)),
         "positions": positions.astype(np.int64),
         "out_cache_loc": out_cache_loc,
         "slots": step.slots[count:],
         "seq_lens": step.seq_lens[count:],
-        "prefix_lens": extend.prefix_lens,
+        "prefix_lens": prompts.prefix_lens,
         "start_loc": start_loc,
-        "decode_slots": step.slots[:count],
-        "decode_lens": step.seq_lens[:count],
-        "decode_loc": out_cache_loc[:count],
         "last_rows": last_rows.astype(np.int64),
         "sampled_slots": step.sampled_slots,
-        "sampled_lens": step.seq_lens[extend.sample_rows],
+        "sampled_lens": step.seq_lens[prompts.sample_rows],
     }
 
 

@@ -19,7 +19,7 @@ from sglang.srt.layers.mlp import GatedMLP
 from sglang.srt.layers.moe.branches import ExpertBranches
 from sglang.srt.layers.moe.layer import MoELayer
 from sglang.srt.layers.parameter import Param, QuantMethod, Scope
-from sglang.srt.layers.per_layer_embedding import PerLayerBlock, PerLayerInputs
+from sglang.srt.layers.per_layer_embedding import LAYER_INPUTS, PerLayerBlock, PerLayerInputs
 from sglang.srt.layers.quantization.dense import QuantizedMethod
 from sglang.srt.layers.quantization.layout import is_redundant
 from sglang.srt.layers.recurrent.gated_delta_net import GatedDeltaNet
@@ -186,7 +186,7 @@ class CausalLM:
         if batch.embedding_rows is not None:
             embedded[batch.embedding_rows.index] = batch.embedding_rows.rows
         if self.layer_inputs is not None:
-            batch.layer_inputs = self.layer_inputs(batch.input_ids, embedded)
+            batch.handed_on[LAYER_INPUTS] = self.layer_inputs(batch.input_ids, embedded)
         return embedded
 
     def ignored_weight(self, name: str) -> bool:

@@ -141,10 +141,6 @@ class MoE:
     def top_k(self) -> int:
         return self.router.top_k
 
-    @property
-    def held_experts(self) -> int:
-        return self.num_experts + self.fused_shared
-
     def needs(self, serving: Serving) -> Iterator[Need]:
         yield Need(self.router.op, q_dtype=serving.dtype)
         traits = {self.activation.trait} - {""} | ({"expert_bias"} if self.bias else set())

@@ -36,14 +36,16 @@ def needs_of(model: ModelDescription, serving: Serving) -> tuple[Need, ...]:
 
 
 def _experts(model: ModelDescription, ranks: RankLayout) -> dict[str, Any]:
-    """The scheme and the shapes of the routed experts, as fields of their need."""
+    """Scheme, shapes and numbers of the routed experts, as fields of their need."""
     experts, quant = model.experts, model.expert_quant
     if experts is None:
         return {}
     weights = experts.weights(model.hidden_size, ranks, expert_rows(model, ranks))
     products = (part for part in weights if isinstance(part, Matrix) and part.experts)
     shapes = tuple((product.rows, product.cols, product.bias) for product in products)
-    return {"quant": quant.scheme if quant else None, "shapes": shapes}
+    fused = experts.fused_shared
+    numbers = (ranks.expert_room(experts.num_experts) + fused, experts.top_k + fused, ranks.ep_size)
+    return {"quant": quant.scheme if quant else None, "shapes": shapes, "experts": numbers}
 
 
 def _merged(needs: Iterable[Need]) -> Iterator[Need]:

@@ -11,6 +11,7 @@ from typing import Any
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.quant_rules import QuantConfig
 from sglang.srt.hardware.arch import ArchTraits, current_arch, free_memory_bytes
+from sglang.srt.kernels.bands import Bands, OpBands, Shape
 from sglang.srt.kernels.launch import TileLadder
 from sglang.srt.kernels.ledger_file import tile_key
 from sglang.srt.kernels.resolve import installed_packages
@@ -42,6 +43,7 @@ from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.remedies import trial_or_advice
 from sglang.srt.plan.stages import Stage, caches_of_stage, cut_stages, fullest_caches
 from sglang.srt.plan.state_rows import state_rows
+from sglang.srt.plan.tile_bands import cut_bands
 from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -65,6 +67,7 @@ class Plan:
     device: str
     ranks: RankLayout
     choices: Mapping[str, Choice]
+    bands: Mapping[str, OpBands]
     memory: MemoryPlan
     max_total_num_tokens: int
     windows: tuple[WindowSize, ...]
@@ -124,17 +127,24 @@ class Plan:
         """The chosen kernel's callable."""
         return self.choices[op].load()
 
+    def tiles(self, op: str, shape: Shape | None = None) -> Bands:
+        """The bands of an op; of a linear one for weights of this shape. None for kernels that take no tile."""
+        cut = self.bands.get(op)
+        return () if cut is None else cut.by_shape[shape]
+
     def tile(self, op: str) -> Tile:
-        """The chosen tile of a tiled kernel."""
-        tile = self.choices[op].tile
-        assert tile is not None, f"{op} runs on {self.choices[op].name}, which takes no tile"
-        return tile
+        """The chosen tile of a kernel that has one for steps of any size."""
+        return self._rungs(op)[0]
 
     def ladder(self, op: str) -> TileLadder[Tile]:
-        """The chosen tile and those that a launch may step down to; see kernels/launch.py."""
-        choice = self.choices[op]
-        module = choice.spec.kernel_module or choice.spec.entry.partition(":")[0]
-        return TileLadder(op, (self.tile(op), *choice.smaller_tiles), module)
+        """The same, and the tiles that a launch may step down to; see kernels/launch.py."""
+        spec = self.choices[op].spec
+        return TileLadder(op, self._rungs(op), spec.kernel_module or spec.entry.partition(":")[0])
+
+    def _rungs(self, op: str) -> tuple[Tile, ...]:
+        bands = self.tiles(op)
+        assert len(bands) == 1, f"{op} runs on {self.choices[op].name}, which takes no tile, or several"
+        return tuple(tile for (tile,) in bands[0].rungs)
 
     def describe(self) -> dict[str, Any]:
         """For /server_info."""
@@ -157,6 +167,7 @@ class Plan:
                 op: {
                     "kernel": choice.name,
                     "tile": None if choice.tile is None else tile_key(choice.tile),
+                    "tiles": self.bands[op].describe() if choice.spec.bands else [],
                     "remark": choice.remark,
                     "not_chosen": [str(rejection) for rejection in choice.rejected],
                 }
@@ -183,6 +194,11 @@ class Plan:
             tile = f" tile {tile_key(choice.tile)}" if choice.tile else ""
             remark = f" ({choice.remark})" if choice.remark else ""
             logger.info("%s: %s%s%s", op, choice.name, tile, remark)
+        for op, cut in self.bands.items():
+            if cut.source:
+                logger.info("%s: tiles of %s", op, cut.source)
+            for message in cut.warnings:
+                logger.warning(message)
         if self.description.shared_apart is not None:
             logger.info("The shared expert is computed apart from the routed ones: %s", self.description.shared_apart)
         for number, stage in enumerate(self.stages):
@@ -230,6 +246,7 @@ def make_plan(
         device=arch.device,
         ranks=serving.ranks,
         choices=trial.chosen.by_key(),
+        bands=cut_bands(trial.chosen.by_key().values(), arch),
         memory=capacity.memory,
         max_total_num_tokens=tokens,
         windows=capacity.windows,

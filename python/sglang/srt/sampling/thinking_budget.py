@@ -6,10 +6,10 @@ import msgspec
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True):
-    """`tokens`: at most so many thoughts. `begin` and `end` are the tokens around them; `inside`: the prompt has the
-    first one already."""
+    """`tokens`: at most so many thoughts. `begin` and `end`: the tokens that spell the marks around them; most formats
+    have one token for each. `inside`: the prompt has the first mark already."""
 
     tokens: int
-    begin: int
-    end: int
+    begin: list[int]
+    end: list[int]
     inside: bool

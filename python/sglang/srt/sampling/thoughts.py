@@ -1,6 +1,8 @@
-"""A limit on the thoughts of a reasoning model: when they reach it, only the token that ends them is allowed."""
+"""A limit on the thoughts of a reasoning model: when they reach it, only the mark that ends them is allowed."""
 
 from __future__ import annotations
+
+from collections import deque
 
 import numpy as np
 import numpy.typing as npt
@@ -15,29 +17,46 @@ class Thoughts:
         self._budget = budget
         self._num_tokens = 0
         self._begun = budget.inside
+        self._last: deque[int] = deque(maxlen=max(len(budget.begin), len(budget.end)))
         self.over = False
 
     def push(self, token: int) -> None:
         if self.over:
             return
-        if token == self._budget.end:
+        self._last.append(token)
+        if not self._begun:
+            self._begun = self._spelled(self._budget.begin) == len(self._budget.begin)
+            if self._begun:
+                self._last.clear()
+        elif self._ends_with(token):
             self.over = True
-        elif self._begun:
-            self._num_tokens += 1
         else:
-            self._begun = token == self._budget.begin
+            self._num_tokens += 1
 
     def may_end_within(self, num_tokens: int) -> bool:
-        """Whether the token after `num_tokens` unknown ones may have to be the end."""
+        """Whether the token after `num_tokens` unknown ones may have to be part of the end."""
         return not self.over and self._num_tokens + num_tokens >= self._budget.tokens
 
     def restrict(self, row: npt.NDArray[np.int32]) -> None:
-        """row [ceil(vocab / 32)]: bit v % 32 of word v // 32 allows token v. Leaves the end only, once the budget is
-        used up; but what a grammar forbids stays forbidden."""
+        """row [ceil(vocab / 32)]: bit v % 32 of word v // 32 allows token v. Once the budget is used
+        up, it leaves the next token of the end only; but what a grammar forbids stays forbidden."""
         if self.over or not self._begun or self._num_tokens < self._budget.tokens:
             return
-        word, bit = divmod(self._budget.end, 32)
+        word, bit = divmod(self._budget.end[self._spelled(self._budget.end)], 32)
         mask = np.array(1 << bit, np.uint32).view(np.int32)
         if row[word] & mask:
             row[:] = 0
             row[word] = mask
+
+    def _spelled(self, mark: list[int]) -> int:
+        """How many tokens of `mark` the output ends with."""
+        last = list(self._last)
+        return next(n for n in range(min(len(mark), len(last)), -1, -1) if last[len(last) - n :] == mark[:n])
+
+    def _ends_with(self, token: int) -> bool:
+        """Whether the thoughts end with `token`. The last token of a mark of three and more may be another than the
+        mark's: one that has the line break behind it, too."""
+        end = self._budget.end
+        if len(end) < 3:
+            return self._spelled(end) == len(end)
+        return list(self._last)[-len(end) : -1] == end[:-1]

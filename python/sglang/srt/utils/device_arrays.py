@@ -47,6 +47,9 @@ class DeviceArrays:
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._arrays[name]
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._arrays
+
     def load(self, **values: npt.NDArray[Any]) -> None:
         """Write the leading entries of each array; asynchronous on the current stream."""
         # The pinned block returns to torch's host allocator, which reuses it only after this copy has run.

@@ -98,8 +98,15 @@ class Tokenizer:
         return self._rust.get_vocab_size(with_added_tokens=True) if self._rust is not None else len(self.hf)
 
     @property
+    def bos_token_id(self) -> int | None:
+        return self._special_id("bos_token")
+
+    @property
     def eos_token_id(self) -> int | None:
-        text = self.special_tokens.get("eos_token")
+        return self._special_id("eos_token")
+
+    def _special_id(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
         if text is None:
             return None
         token_id = self._rust.token_to_id(text) if self._rust is not None else self.hf.convert_tokens_to_ids(text)

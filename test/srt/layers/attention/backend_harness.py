@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -10,10 +11,12 @@ import torch
 from sglang.srt.kernels.launch import TileLadder
 from sglang.srt.kernels.tiles import attention_tiles
 from sglang.srt.layers.attention.call_site import Attention
-from sglang.srt.layers.forward_batch import ForwardBatch, ForwardMode, TokenSlots
+from sglang.srt.layers.attention.sites import AttentionSites
+from sglang.srt.layers.forward_batch import DecodeRows, ExtendRows, ForwardBatch, TokenSlots
 from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES, CacheStore
 from sglang.srt.plan.caches import CacheGroup
 from sglang.srt.plan.layer_spec import AttentionShape, AttentionSite
+from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from srt.layers.attention.reference import Problem
 
 
@@ -30,7 +33,8 @@ class FakePlan:
     window: int = 0
     kv_cache_dtype: str = "bfloat16"
     max_running_requests: int = 2
-    tp_size: int = 1
+    ranks: RankLayout = ONE_RANK
+    tokens_per_step: int = 64
     page_size: int = 1
     context_len: int = 512
     dtype: str = "bfloat16"
@@ -72,7 +76,7 @@ def share_cache(first: Problem, second: Problem) -> None:
 
 def plan_of(p: Problem, **kwargs: Any) -> FakePlan:
     dtype = next(name for name, dtype in STORAGE_DTYPES.items() if dtype == p.k_cache.dtype)
-    return FakePlan(layer_of(p).shape, dtype, page_size=p.page_size, device=p.device, **kwargs)
+    return FakePlan(layer_of(p).site.shape, kv_cache_dtype=dtype, page_size=p.page_size, device=p.device, **kwargs)
 
 
 def layer_of(p: Problem, **kwargs: Any) -> Attention:
@@ -94,15 +98,52 @@ def store_new_tokens(p: Problem) -> None:
         cache.view(bits)[new_slots(p)] = stored.view(bits)
 
 
-def batch_of(p: Problem, mode: ForwardMode, backend: Any) -> ForwardBatch:
+class Mode(Enum):
+    EXTEND = "extend"
+    DECODE = "decode"
+
+
+def sites_of(plan: FakePlan, backend: Any, extend: Any = None) -> AttentionSites:
+    """Of the plan's sites; another backend may compute prompts."""
+    sites = plan.attention_sites
+    return AttentionSites(
+        {site: backend.decode_builder(site) for site in sites},
+        {site: (extend or backend).extend_builder(site) for site in sites},
+    )
+
+
+def decode_rows(p: Problem) -> DecodeRows:
     new = torch.tensor(p.new_lens, dtype=torch.int32, device=p.device)
+    slots = (TokenSlots(p.req_to_token, new_slots(p)),)
+    return DecodeRows(p.req_pool_indices, p.prefix + new, slots, [n + 1 for n in p.prefix_lens])
+
+
+def extend_rows(p: Problem) -> ExtendRows:
+    new = torch.tensor(p.new_lens, dtype=torch.int32, device=p.device)
+    lens = [a + b for a, b in zip(p.prefix_lens, p.new_lens, strict=True)]
+    slots = (TokenSlots(p.req_to_token, new_slots(p)),)
+    return ExtendRows(p.req_pool_indices, p.prefix + new, p.prefix, p.start_loc, slots, p.new_lens, p.prefix_lens, lens)
+
+
+def batch_of(p: Problem, mode: Mode, sites: AttentionSites | None = None) -> ForwardBatch:
+    """Ready for a layer, if there are `sites`."""
     tokens = torch.zeros(sum(p.new_lens), dtype=torch.int64, device=p.device)  # backends do not read the ids
-    batch = ForwardBatch(
-        mode, len(p.new_lens), tokens, tokens, p.req_pool_indices, p.prefix + new,
-        (TokenSlots(p.req_to_token, new_slots(p)),), backend,
-    )  # fmt: skip
-    batch.seq_lens_cpu = [a + b for a, b in zip(p.prefix_lens, p.new_lens, strict=True)]
-    if mode is ForwardMode.EXTEND:
-        batch.extend_prefix_lens, batch.extend_start_loc = p.prefix, p.start_loc
-        batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu = p.new_lens, p.prefix_lens
+    batch = ForwardBatch(tokens, tokens, (TokenSlots(p.req_to_token, new_slots(p)),))
+    if mode is Mode.DECODE:
+        batch.decode = decode_rows(p)
+    else:
+        batch.extend = extend_rows(p)
+    if sites is not None:
+        batch.metadata = sites.metadata(batch)
+    return batch
+
+
+def mixed_batch_of(d: Problem, e: Problem, sites: AttentionSites, num_decodes: int | None = None) -> ForwardBatch:
+    """The requests of d decode, in front of the prompts of e. With `num_decodes` the others are padding, which lies
+    over the first tokens of the prompts."""
+    batch = batch_of(e, Mode.EXTEND)
+    batch.decode = decode_rows(d)
+    assert batch.extend is not None
+    batch.extend.start_loc = e.start_loc + (len(d.new_lens) if num_decodes is None else num_decodes)
+    batch.metadata = sites.metadata(batch)
     return batch

@@ -11,14 +11,14 @@ import torch
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.mem_cache.memory_pool import CachePools, CacheStore
-from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
-from sglang.srt.model_executor.device_state import DeviceState
-from sglang.srt.model_executor.step import StepInput
+from sglang.srt.model_executor.device_state import DeviceState, shape_of
+from sglang.srt.model_executor.graph_runner import GraphRunner, GraphSizes
+from sglang.srt.model_executor.step import StepInput, step_arrays
 from sglang.srt.plan.caches import group_caches, row_tables
 from sglang.srt.plan.layer_spec import FULL, Window, key_value_cache, latent_cache
 from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
 from sglang.srt.utils.device_arrays import send, to_device
-from srt.layers.attention.backend_harness import FakePlan
+from srt.layers.attention.backend_harness import FakePlan, sites_of
 from srt.layers.attention.reference import attend
 
 VOCAB = 97
@@ -73,20 +73,20 @@ class DecodeSteps:
             kv = latent_cache("latent", DIM, latent, "bfloat16")
         groups = group_caches([(kv,)])
         self.plan = FakePlan(
-            self.model.layer.shape, window, max_running_requests=len(lens), page_size=page_size, context_len=CONTEXT,
-            device=device, caches=groups, **options,
+            self.model.layer.site.shape, window, max_running_requests=len(lens), page_size=page_size,
+            context_len=CONTEXT, device=device, caches=groups, **options,
         )  # fmt: skip
         self.device, self.page_size, self.window = device, page_size, window
         tokens = NUM_SLOTS - page_size
         sizes = PoolSizes(tokens, page_size, len(lens), CONTEXT, (WindowSize(window, tokens),) if window else ())
         cache = self.model.cache
         CachePools(groups, sizes, device).bind([cache])
-        self.attn_backend = backend(self.plan, device)
+        sites = sites_of(self.plan, backend(self.plan, device))
         tables = len(row_tables(groups))
-        self.state = DeviceState(self.model, self.attn_backend, tables, sizes, device)  # type: ignore[arg-type]
+        self.state = DeviceState(self.model, sites, tables, sizes, device)  # type: ignore[arg-type]
         self.state.req_to_token[:, 1:] = NUM_SLOTS - 1  # a slot that no request owns
         cache.k[NUM_SLOTS - 1] = cache.v[NUM_SLOTS - 1] = float("nan")
-        self.graphs: CudaGraphRunner | None = None
+        self.graphs: GraphRunner | None = None
         self.random = np.random.default_rng(0)
         pages = NUM_SLOTS // page_size - 1
         self.free = (self.random.permutation(pages - 1) + 1).tolist()
@@ -101,7 +101,7 @@ class DecodeSteps:
             self.state.req_to_token[-1, i + 1, :length] = loc.int()
 
     def capture(self, batch_sizes: tuple[int, ...]) -> None:
-        self.graphs = CudaGraphRunner(self.state, batch_sizes)
+        self.graphs = GraphRunner(self.state, GraphSizes(batch_sizes))
 
     def _grow(self, request: int) -> None:
         self.tokens[request].append(int(self.random.integers(VOCAB)))
@@ -119,12 +119,12 @@ class DecodeSteps:
         loc = np.array([loc[-1] for loc in self.locs], np.int32)
         if self.window:
             self._move_window(lens)
+        step = StepInput(self.slots, lens, loc)
         if self.graphs is not None:
-            return self.graphs.replay(StepInput(self.slots, lens, loc))
-        sent = send(self.device, slots=self.slots, lens=lens, loc=loc.astype(np.int64))
-        batch = self.state.decode_batch(sent["slots"], sent["lens"], sent["loc"])
-        batch.seq_lens_cpu = lens.tolist()
-        self.attn_backend.init_forward_metadata(batch)
+            shape = self.graphs.shape_of(step)
+            assert shape is not None
+            return self.graphs.replay(shape, step)[1].logits[: len(lens)]
+        batch = self.state.batch(send(self.device, **step_arrays(step)), shape_of(step, 1), step)
         return self.model.compute(batch, None)
 
     def _move_window(self, lens: Any) -> None:

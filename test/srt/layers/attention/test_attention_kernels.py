@@ -23,7 +23,6 @@ from sglang.srt.layers.attention.triton_ops.decode_attention import (
     plan_decode,
 )
 from sglang.srt.layers.attention.triton_ops.extend_attention import (
-    _get_block_sizes_for_extend_attention,
     extend_attention_fwd,
 )
 from sglang.srt.layers.attention.triton_ops.prefill_attention import context_attention_fwd
@@ -228,7 +227,8 @@ def test_prefill(head_dims: tuple[int, int], causal: bool) -> None:
     lens = EXTEND_SHAPES[1]
     p = Problem([0] * len(lens), lens, 4, 4, *head_dims, device=interpreter.DEVICE)
     out = poisoned_output(p, torch.float32)
-    context_attention_fwd(p.q, p.k, p.v, out, p.start_loc, is_causal=causal)
+    tile = first_tile("prefill_attention", *head_dims, torch.bfloat16)
+    context_attention_fwd(p.q, p.k, p.v, out, p.start_loc, is_causal=causal, tile=tile)
     assert relative_error(out, reference_extend(p, head_dims[0] ** -0.5, causal=causal)) < BF16_BOUND
 
 
@@ -353,13 +353,6 @@ def test_strided_queries_and_keys() -> None:
     q, k, v = packed.split([p.num_heads * 64, p.num_kv_heads * 64, p.num_kv_heads * 64], dim=1)
     p.q, p.k, p.v = q.unflatten(1, (-1, 64)), k.unflatten(1, (-1, 64)), v.unflatten(1, (-1, 64))
     assert not p.q.is_contiguous() and relative_error(run_extend(p), expected) < BF16_BOUND
-
-
-def test_block_sizes_for_ported_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_FORCE_ARCH", "sm_120")
-    tile = attention_tiles("extend_attention", 576, 512, "bfloat16", arch_by_name("sm_120").features)[0]
-    sizes = _get_block_sizes_for_extend_attention(576, 512)
-    assert sizes == (512, 64, 512, tile["BLOCK_M"], tile["BLOCK_N"], tile["num_warps"])
 
 
 def test_in_interpreter() -> None:

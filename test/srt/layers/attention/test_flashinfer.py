@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,19 +17,29 @@ import torch
 
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.layers.forward_batch import ForwardMode, TokenSlots
-from sglang.srt.model_executor import cuda_graph_runner
+from sglang.srt.layers.forward_batch import TokenSlots
+from sglang.srt.model_executor import graph_runner
 from sglang.srt.plan.caches import group_caches
 from sglang.srt.plan.layer_spec import FULL, AttentionSite, Window, key_value_cache
-from srt.layers.attention.backend_harness import batch_of, layer_of, new_slots, plan_of, share_cache, store_new_tokens
+from srt.layers.attention.backend_harness import (
+    Mode,
+    batch_of,
+    layer_of,
+    mixed_batch_of,
+    new_slots,
+    plan_of,
+    share_cache,
+    sites_of,
+    store_new_tokens,
+)
 from srt.layers.attention.decode_steps import DecodeSteps, reexecuting_capture
+from srt.layers.attention.fake_flashinfer import fake_flashinfer
+from srt.layers.attention.kernel_table import check_table
 from srt.layers.attention.reference import (
     Problem,
-    attend,
     reference_decode,
     reference_extend,
     relative_error,
-    visible_keys,
 )
 
 MODULE = "sglang.srt.layers.attention.flashinfer_backend"
@@ -38,73 +48,14 @@ HEADS = [(4, 2), (8, 1)]  # without and with tensor cores
 HAS_FLASHINFER = torch.cuda.is_available() and importlib.util.find_spec("flashinfer") is not None
 
 
-class FakeWrapper:
-    """What both of FlashInfer's wrappers have in common."""
-
-    log: list[str]
-
-    def __init__(self, workspace: torch.Tensor, layout: str, use_tensor_cores: bool = False, **buffers: Any) -> None:
-        assert layout == "NHD"
-        self.in_graphs = buffers.pop("use_cuda_graph", False)
-        self.indptr = buffers.get("paged_kv_indptr_buffer")
-        self.indices = buffers.get("paged_kv_indices_buffer")
-        self.last_len = buffers.get("paged_kv_last_page_len_buffer")
-
-    def reset_workspace_buffer(self, floats: torch.Tensor, ints: torch.Tensor) -> None:
-        self.lists = ints
-
-    def plan(
-        self, indptr: torch.Tensor, indices: torch.Tensor, last_len: torch.Tensor, num_heads: int, num_kv_heads: int,
-        head_dim: int, page_size: int, window_left: int, q_data_type: torch.dtype, kv_data_type: torch.dtype,
-    ) -> None:  # fmt: skip
-        assert "graph" not in self.log, "a wrapper cannot plan in a graph"
-        self.log.append("plan")
-        self.lists[:8].view(torch.int64)[0] = id(self)  # whose lists these are
-        assert len(indices) == indptr[-1] and len(last_len) == len(indptr) - 1
-        if self.in_graphs:
-            assert len(indices) <= len(self.indices) and len(indptr) == len(self.indptr)
-            self.indptr.copy_(indptr)
-            self.indices[: len(indices)] = indices
-            self.last_len.copy_(last_len)
-        else:
-            self.indptr, self.indices, self.last_len = indptr.clone(), indices.clone(), last_len.clone()
-        self.page_size, self.group, self.window = page_size, num_heads // num_kv_heads, window_left + 1
-        self.new_lens = [1] * len(last_len)
-
-    def run(
-        self, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], k_scale: float, v_scale: float,
-        out: torch.Tensor,
-    ) -> None:  # fmt: skip
-        assert self.lists[:8].view(torch.int64)[0] == id(self), "another wrapper's lists lie where this one's were"
-        rows, start = [], 0
-        for i, (last, new) in enumerate(zip(self.last_len.tolist(), self.new_lens, strict=True)):
-            pages = self.indices[self.indptr[i] : self.indptr[i + 1]].long()
-            length = (len(pages) - 1) * self.page_size + last
-            k, v = (c[pages].flatten(0, 1)[:length] for c in cache)
-            seen = visible_keys(torch.arange(length - new, length), length, window=self.window)
-            rows.append(attend(q[start : start + new], k, v, seen, q.shape[-1] ** -0.5 * k_scale) * v_scale)
-            start += new
-        out[:start].copy_(torch.cat(rows))
-
-
-class FakePrefillWrapper(FakeWrapper):
-    def plan(self, qo_indptr: torch.Tensor, *pages_and_shape: Any, causal: bool, **options: Any) -> None:
-        assert causal
-        super().plan(*pages_and_shape, **options)
-        self.new_lens = qo_indptr.diff().tolist()
-
-
 @pytest.fixture
 def fake_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The backend's module over the fake wrappers, and graphs that are the step run again."""
     log: list[str] = []
-    decode, prefill = (
-        type(f"Logged{kind.__name__}", (kind,), {"log": log}) for kind in (FakeWrapper, FakePrefillWrapper)
-    )
-    fake = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=decode, BatchPrefillWithPagedKVCacheWrapper=prefill)
+    fake = fake_flashinfer(log)
     monkeypatch.setitem(sys.modules, "flashinfer", fake)
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    monkeypatch.setattr(cuda_graph_runner, "capture", reexecuting_capture(log))
+    monkeypatch.setattr(graph_runner, "capture", reexecuting_capture(log))
     module = importlib.import_module(MODULE)
     monkeypatch.setattr(module, "WORKSPACE_BYTES", 16)
     yield module
@@ -133,23 +84,27 @@ def test_a_window_is_seen_and_no_more(fake_backend: ModuleType, window: int, pag
         assert relative_error(steps.step(), steps.expected()) < BOUND, f"step {number}"
 
 
+def test_what_the_plan_reads_of_the_kernel(fake_backend: ModuleType) -> None:
+    check_table("flashinfer", fake_backend, ["FlashInferDecode", "FlashInferExtend"])
+
+
 LENS = {
-    ForwardMode.EXTEND: ([0, 0, 40, 15, 16, 30], [33, 16, 7, 1, 1, 20]),
-    ForwardMode.DECODE: ([0, 15, 16, 31], [1] * 4),
+    Mode.EXTEND: ([0, 0, 40, 15, 16, 30], [33, 16, 7, 1, 1, 20]),
+    Mode.DECODE: ([0, 15, 16, 31], [1] * 4),
 }
 
 
-@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE], ids=["prefill", "decode"])
+@pytest.mark.parametrize("mode", [Mode.EXTEND, Mode.DECODE], ids=["prefill", "decode"])
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("window", [1, 7, 24, 1000])
 def test_layers_with_and_without_a_window_in_one_step(
-    fake_backend: ModuleType, window: int, page_size: int, mode: ForwardMode
+    fake_backend: ModuleType, window: int, page_size: int, mode: Mode
 ) -> None:
     """Each kind in a table of its own, planned before either runs; what the new tokens do not see is no number."""
     check_two_kinds_of_layers(fake_backend.FlashInferAttnBackend, window, page_size, mode, "cpu")
 
 
-def check_two_kinds_of_layers(backend_class: Any, window: int, page_size: int, mode: ForwardMode, device: str) -> None:
+def check_two_kinds_of_layers(backend_class: Any, window: int, page_size: int, mode: Mode, device: str) -> None:
     whole, recent = (Problem(*LENS[mode], 4, 2, 64, 64, page_size=page_size, device=device) for _ in range(2))
     share_cache(whole, recent)  # rows of the second table hold other slots
     for p in (whole, recent):
@@ -162,18 +117,19 @@ def check_two_kinds_of_layers(backend_class: Any, window: int, page_size: int, m
     plan = plan_of(whole, caches=group_caches([(cache,) for cache in kv]))
     plan.attention_sites = tuple(AttentionSite(plan.shape, size) for size in (0, window))
     layers = (layer_of(whole), layer_of(recent, sliding_window=window))
-    backend = backend_class(plan, device)
-    batch = batch_of(whole, mode, backend)
-    batch.token_slots = (*batch.token_slots, TokenSlots(recent.req_to_token, new_slots(recent)))
+    batch = batch_of(whole, mode)
+    rows = batch.decode or batch.extend
+    assert rows is not None
+    rows.token_slots = (*rows.token_slots, TokenSlots(recent.req_to_token, new_slots(recent)))
     layers[1].cache.table = 1
-    backend.init_forward_metadata(batch)
+    batch.metadata = sites_of(plan, backend_class(plan, device)).metadata(batch)
     outs = [layer(p.q, p.k, p.v, batch) for layer, p in zip(layers, (whole, recent), strict=True)]
     for out, want in zip(outs, expected, strict=True):
         assert relative_error(out, want.flatten(1)) < BOUND
 
 
-def reference(p: Problem, mode: ForwardMode, window: int) -> torch.Tensor:
-    compute = reference_decode if mode is ForwardMode.DECODE else reference_extend
+def reference(p: Problem, mode: Mode, window: int) -> torch.Tensor:
+    compute = reference_decode if mode is Mode.DECODE else reference_extend
     return compute(p, p.head_dim**-0.5, window=window)
 
 
@@ -233,33 +189,32 @@ def backend_class() -> Any:
     return importlib.import_module(MODULE).FlashInferAttnBackend
 
 
-def native(p: Problem, mode: ForwardMode, layer: Attention) -> torch.Tensor:
-    backend = TorchNativeAttnBackend(None, p.device)  # type: ignore[arg-type]
-    return layer(p.q, p.k, p.v, batch_of(p, mode, backend)).float()
+def native(p: Problem, mode: Mode, layer: Attention) -> torch.Tensor:
+    sites = sites_of(plan_of(p), TorchNativeAttnBackend(None, p.device))  # type: ignore[arg-type]
+    return layer(p.q, p.k, p.v, batch_of(p, mode, sites)).float()
 
 
 class TestOnGpu:
     pytestmark = on_gpu
 
     @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "fp8"])
-    @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE], ids=["prefill", "decode"])
+    @pytest.mark.parametrize("mode", [Mode.EXTEND, Mode.DECODE], ids=["prefill", "decode"])
     @pytest.mark.parametrize("heads", HEADS)
     @pytest.mark.parametrize("page_size", [1, 16])
     def test_against_the_native_backend(
-        self, backend_class: Any, page_size: int, heads: tuple[int, int], mode: ForwardMode, kv_dtype: torch.dtype
+        self, backend_class: Any, page_size: int, heads: tuple[int, int], mode: Mode, kv_dtype: torch.dtype
     ) -> None:
         """Lengths on both sides of page boundaries, without and with a prefix, and a scale that is not the default."""
         lens, new = [0, 0, 40, 15, 16, 300], [33, 16, 7, 1, 1, 20]
-        if mode is ForwardMode.DECODE:
+        if mode is Mode.DECODE:
             lens, new = [0, 15, 16, 31, 300, 47], [1] * 6
         scales = {"k_scale": 0.5, "v_scale": 1.5} if kv_dtype.itemsize == 1 else {}
         p = Problem(lens, new, *heads, 64, 64, page_size=page_size, device="cuda", kv_dtype=kv_dtype, **scales)
         store_new_tokens(p)
         layer = layer_of(p)
         layer.scale = 0.2
-        backend = backend_class(plan_of(p), "cuda")
-        batch = batch_of(p, mode, backend)
-        backend.init_forward_metadata(batch)
+        plan = plan_of(p)
+        batch = batch_of(p, mode, sites_of(plan, backend_class(plan, "cuda")))
         assert relative_error(layer(p.q, p.k, p.v, batch), native(p, mode, layer)) < BOUND
 
     @pytest.mark.parametrize("heads", HEADS)
@@ -270,22 +225,17 @@ class TestOnGpu:
             for lens, new in (([0, 15, 16, 300], [1] * 4), ([0, 40, 300], [33, 7, 20]))
         )
         share_cache(d, e)
-        backend = backend_class(plan_of(e), "cuda")
-        batch = batch_of(e, ForwardMode.EXTEND, backend)
-        batch.decodes = batch_of(d, ForwardMode.DECODE, backend)
+        plan = plan_of(e)
         for p in (d, e):
             store_new_tokens(p)
-        for part in (batch.decodes, batch):
-            backend.init_forward_metadata(part)
+        batch = mixed_batch_of(d, e, sites_of(plan, backend_class(plan, "cuda")))
         q, k, v = (torch.cat(pair) for pair in ((d.q, e.q), (d.k, e.k), (d.v, e.v)))
-        expected = torch.cat([native(d, ForwardMode.DECODE, layer_of(d)), native(e, ForwardMode.EXTEND, layer_of(e))])
+        expected = torch.cat([native(d, Mode.DECODE, layer_of(d)), native(e, Mode.EXTEND, layer_of(e))])
         assert relative_error(layer_of(e)(q, k, v, batch), expected) < BOUND
 
-    @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE], ids=["prefill", "decode"])
+    @pytest.mark.parametrize("mode", [Mode.EXTEND, Mode.DECODE], ids=["prefill", "decode"])
     @pytest.mark.parametrize("window", [1, 7, 24, 1000])
-    def test_layers_with_and_without_a_window_in_one_step(
-        self, backend_class: Any, window: int, mode: ForwardMode
-    ) -> None:
+    def test_layers_with_and_without_a_window_in_one_step(self, backend_class: Any, window: int, mode: Mode) -> None:
         check_two_kinds_of_layers(backend_class, window, 16, mode, "cuda")
 
     @pytest.mark.parametrize("in_graphs", [True, False], ids=["graphs", "eager"])
@@ -307,16 +257,17 @@ class TestOnGpu:
             Problem(lens, [1] * 4, *heads, 64, 64, device="cuda", seed=i)
             for i, lens in enumerate([[3000, 1, 70, 9], [2, 2500, 1, 900], [1, 1, 1, 4000]])
         ]
-        backend = backend_class(plan_of(problems[0]), "cuda")
-        batches = [batch_of(p, ForwardMode.DECODE, backend) for p in problems]
-        expected = [native(p, ForwardMode.DECODE, layer_of(p)) for p in problems]
-        backend.init_forward_metadata(batches[0])  # compiles
-        layer_of(problems[0])(problems[0].q, problems[0].k, problems[0].v, batches[0])
+        plan = plan_of(problems[0])
+        sites = sites_of(plan, backend_class(plan, "cuda"))
+        expected = [native(p, Mode.DECODE, layer_of(p)) for p in problems]
+        first = problems[0]
+        layer_of(first)(first.q, first.k, first.v, batch_of(first, Mode.DECODE, sites))  # compiles
+        batches = [batch_of(p, Mode.DECODE) for p in problems]
         torch.cuda.synchronize()
         outs = []
         for p, batch in zip(problems, batches, strict=True):
             torch.cuda._sleep(200_000_000)
-            backend.init_forward_metadata(batch)
+            batch.metadata = sites.metadata(batch)
             outs.append(layer_of(p)(p.q, p.k, p.v, batch))
         for out, want in zip(outs, expected, strict=True):
             assert relative_error(out, want) < BOUND

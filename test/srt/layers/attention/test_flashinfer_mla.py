@@ -16,12 +16,23 @@ import torch
 
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.layers.forward_batch import ForwardMode
-from sglang.srt.model_executor import cuda_graph_runner
+from sglang.srt.model_executor import graph_runner
 from sglang.srt.plan.mixers import MLA
-from srt.layers.attention.backend_harness import FakePlan, batch_of, layer_of, plan_of, share_cache, store_new_tokens
+from srt.layers.attention.backend_harness import (
+    FakePlan,
+    Mode,
+    batch_of,
+    layer_of,
+    mixed_batch_of,
+    plan_of,
+    share_cache,
+    sites_of,
+    store_new_tokens,
+)
 from srt.layers.attention.decode_steps import DIM, DecodeSteps, reexecuting_capture
-from srt.layers.attention.reference import Problem, attend, relative_error, visible_keys
+from srt.layers.attention.fake_flashinfer import fake_flashinfer
+from srt.layers.attention.kernel_table import check_table
+from srt.layers.attention.reference import Problem, relative_error
 
 MODULES = ("sglang.srt.layers.attention.flashinfer_mla_backend", "sglang.srt.layers.attention.flashinfer_backend")
 BOUND = 6e-3  # probabilities and outputs are rounded to bf16
@@ -35,66 +46,16 @@ def described(heads: int, dim: int, rank: int) -> SimpleNamespace:
     return SimpleNamespace(layers=[SimpleNamespace(mixer=mixer)] * 2)
 
 
-class FakeWrapper:
-    """FlashInfer's `BatchMLAPagedAttentionWrapper`, as far as it is used."""
-
-    log: list[str]
-
-    def __init__(self, workspace: torch.Tensor, backend: str, use_cuda_graph: bool = False, **buffers: Any) -> None:
-        assert backend == "fa2", "the other ones do not run on SM12x"
-        self.in_graphs, self.buffers = use_cuda_graph, buffers
-        self._int_workspace_buffer = torch.empty(8, dtype=torch.uint8)
-
-    def plan(
-        self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor, kv_len_arr: torch.Tensor,
-        num_heads: int, head_dim_ckv: int, head_dim_kpe: int, page_size: int, causal: bool, sm_scale: float,
-        q_data_type: torch.dtype, kv_data_type: torch.dtype,
-    ) -> None:  # fmt: skip
-        assert "graph" not in self.log, "a wrapper cannot plan in a graph"
-        self._int_workspace_buffer[:8].view(torch.int64)[0] = id(self)  # whose lists these are
-        given = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr}
-        assert len(kv_indices) == kv_indptr[-1] and len(kv_len_arr) == len(kv_indptr) - 1
-        if self.in_graphs:
-            for name, values in given.items():
-                self.buffers[name][: len(values)] = values
-        else:
-            self.buffers = {name: values.clone() for name, values in given.items()}
-        self.heads, self.dims, self.page_size = num_heads, (head_dim_ckv, head_dim_kpe), page_size
-        self.causal, self.scale = causal, sm_scale
-
-    def run(
-        self, q_nope: torch.Tensor, q_pe: torch.Tensor, ckv_cache: torch.Tensor, kpe_cache: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:  # fmt: skip
-        assert self._int_workspace_buffer[:8].view(torch.int64)[0] == id(self), "another wrapper's lists lie there"
-        assert q_nope.shape[1:] == (self.heads, self.dims[0]) and q_pe.shape[-1] == self.dims[1]
-        assert ckv_cache.shape[1:] == (self.page_size, self.dims[0]) and kpe_cache.shape[-1] == self.dims[1]
-        starts, indptr = self.buffers["qo_indptr"].tolist(), self.buffers["kv_indptr"].tolist()
-        assert len(q_nope) == starts[-1]
-        q = torch.cat((q_nope, q_pe), dim=-1)
-        for i, length in enumerate(self.buffers["kv_len_arr"].tolist()):
-            pages = self.buffers["kv_indices"][indptr[i] : indptr[i + 1]].long()
-            ckv, kpe = (cache[pages].flatten(0, 1)[:length, None] for cache in (ckv_cache, kpe_cache))
-            rows = slice(starts[i], starts[i + 1])
-            new = starts[i + 1] - starts[i]
-            seen = visible_keys(torch.arange(length - new, length), length, self.causal or new == 1)
-            out[rows] = attend(q[rows], torch.cat((ckv, kpe), dim=-1), ckv, seen, self.scale)
-
-
 @pytest.fixture
 def fake_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The backend's module over the fake wrapper, and graphs that are the step run again."""
     log: list[str] = []
-    wrapper = type("LoggedWrapper", (FakeWrapper,), {"log": log})
-    fake = ModuleType("flashinfer")
-    fake.BatchDecodeWithPagedKVCacheWrapper = fake.BatchPrefillWithPagedKVCacheWrapper = None  # type: ignore[attr-defined]
-    mla = ModuleType("flashinfer.mla")
-    mla.BatchMLAPagedAttentionWrapper = wrapper  # type: ignore[attr-defined]
+    fake = fake_flashinfer(log)
     monkeypatch.setitem(sys.modules, "flashinfer", fake)
-    monkeypatch.setitem(sys.modules, "flashinfer.mla", mla)
+    monkeypatch.setitem(sys.modules, "flashinfer.mla", fake.mla)
     for name in MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setattr(cuda_graph_runner, "capture", reexecuting_capture(log))
+    monkeypatch.setattr(graph_runner, "capture", reexecuting_capture(log))
     module = importlib.import_module(MODULES[0])
     monkeypatch.setattr(module, "WORKSPACE_BYTES", 16)
     monkeypatch.setattr(module, "PLAN_BYTES", 16)
@@ -125,25 +86,26 @@ def plan_for(p: Problem) -> FakePlan:
     return replace(plan_of(p), description=described(p.num_heads, p.head_dim, p.v_head_dim))
 
 
-def native(p: Problem, mode: ForwardMode, layer: Attention) -> torch.Tensor:
-    backend = TorchNativeAttnBackend(None, p.device)  # type: ignore[arg-type]
-    return layer(p.q, p.k, p.v, batch_of(p, mode, backend)).float()
+def native(p: Problem, mode: Mode, layer: Attention) -> torch.Tensor:
+    sites = sites_of(plan_for(p), TorchNativeAttnBackend(None, p.device))  # type: ignore[arg-type]
+    return layer(p.q, p.k, p.v, batch_of(p, mode, sites)).float()
 
 
 def check_prompts_behind_decodes(backend_class: Any, device: str, dims: tuple[int, int] = (DIM, RANK)) -> None:
     """Without and with a prefix, lengths on both sides of page boundaries; both are planned before either runs."""
     d, e = latents([0, 15, 16, 300], [1] * 4, device, dims), latents([0, 40, 300, 16], [33, 7, 20, 1], device, dims)
     share_cache(d, e)
-    backend = backend_class(plan_for(e), device)
-    batch = batch_of(e, ForwardMode.EXTEND, backend)
-    batch.decodes = batch_of(d, ForwardMode.DECODE, backend)
+    plan = plan_for(e)
     for p in (d, e):
         store_new_tokens(p)
-    for part in (batch.decodes, batch):
-        backend.init_forward_metadata(part)
+    batch = mixed_batch_of(d, e, sites_of(plan, backend_class(plan, device)))
     q, k, v = (torch.cat(pair) for pair in ((d.q, e.q), (d.k, e.k), (d.v, e.v)))
-    expected = torch.cat([native(d, ForwardMode.DECODE, layer_of(d)), native(e, ForwardMode.EXTEND, layer_of(e))])
+    expected = torch.cat([native(d, Mode.DECODE, layer_of(d)), native(e, Mode.EXTEND, layer_of(e))])
     assert relative_error(layer_of(e)(q, k, v, batch), expected) < BOUND
+
+
+def test_what_the_plan_reads_of_the_kernel(fake_backend: ModuleType) -> None:
+    check_table("flashinfer_mla", fake_backend, ["FlashInferMLADecode", "FlashInferMLAExtend"])
 
 
 def test_prompts_behind_decoding_requests(fake_backend: ModuleType) -> None:

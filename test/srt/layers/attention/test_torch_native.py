@@ -11,13 +11,15 @@ import torch
 
 from sglang.srt.layers.attention import torch_native_backend
 from sglang.srt.layers.attention.call_site import Attention
+from sglang.srt.layers.attention.sites import AttentionSites
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.layers.forward_batch import ForwardBatch, ForwardMode, TokenSlots
+from sglang.srt.layers.forward_batch import DecodeRows, ExtendRows, ForwardBatch, TokenSlots
 from sglang.srt.layers.native_ops import store_cache
 from sglang.srt.mem_cache.memory_pool import CachePools, CacheStore
 from sglang.srt.plan.caches import group_caches
 from sglang.srt.plan.layer_spec import key_value_cache
 from sglang.srt.plan.pool_sizes import PoolSizes
+from srt.layers.attention.backend_harness import Mode
 
 LAYER = Attention(CacheStore(1, "kv"), num_heads=4, num_kv_heads=2, head_dim=16, scale=0.4)
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -73,23 +75,25 @@ class Case:
             store_cache(cache.k, self.keys[slot], loc, scale)
             store_cache(cache.v, self.values[slot], loc, scale)
 
-    def batch(self, mode: ForwardMode, new: list[int]) -> ForwardBatch:
+    def batch(self, mode: Mode, new: list[int]) -> ForwardBatch:
         lens = list(SEQ_LENS.values())
-        return ForwardBatch(
-            forward_mode=mode,
-            batch_size=4,
-            input_ids=torch.zeros(sum(new), dtype=torch.int64),
-            positions=torch.zeros(sum(new), dtype=torch.int64),
-            req_pool_indices=torch.tensor(list(SEQ_LENS)),
-            seq_lens=torch.tensor(lens, dtype=torch.int32),
-            token_slots=(TokenSlots(self.table, torch.zeros(sum(new), dtype=torch.int64)),),
-            attn_backend=TorchNativeAttnBackend(None, "cpu"),
-            extend_seq_lens_cpu=new,
-            extend_prefix_lens_cpu=[n - e for n, e in zip(lens, new, strict=True)],
-            seq_lens_cpu=lens,
-        )
+        tokens = torch.zeros(sum(new), dtype=torch.int64)
+        slots = (TokenSlots(self.table, tokens),)
+        requests, seq_lens = torch.tensor(list(SEQ_LENS)), torch.tensor(lens, dtype=torch.int32)
+        batch = ForwardBatch(tokens, tokens, slots)
+        if mode is Mode.DECODE:
+            batch.decode = DecodeRows(requests, seq_lens, slots, lens)
+        else:
+            prefix = [n - e for n, e in zip(lens, new, strict=True)]
+            start_loc = torch.tensor([0, *new], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            prefix_lens = torch.tensor(prefix, dtype=torch.int32)
+            batch.extend = ExtendRows(requests, seq_lens, prefix_lens, start_loc, slots, new, prefix, lens)
+        site, backend = self.layer.site, TorchNativeAttnBackend(None, "cpu")  # type: ignore[arg-type]
+        sites = AttentionSites({site: backend.decode_builder(site)}, {site: backend.extend_builder(site)})
+        batch.metadata = sites.metadata(batch)
+        return batch
 
-    def run(self, new: list[int], mode: ForwardMode) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, new: list[int], mode: Mode) -> tuple[torch.Tensor, torch.Tensor]:
         """What the backend and the reference give for the last `new` tokens of each request."""
         layer = self.layer
         q = torch.randn(sum(new), layer.num_heads, layer.head_dim)
@@ -114,19 +118,19 @@ def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("new", [[21, 1, 9, 13], [5, 1, 1, 12], None], ids=["prefill", "extend", "decode"])
 def test_against_the_loop(variant: str, new: list[int] | None) -> None:
     layer = replace(LAYER, **VARIANTS[variant])
-    mode = ForwardMode.DECODE if new is None else ForwardMode.EXTEND
+    mode = Mode.DECODE if new is None else Mode.EXTEND
     got, want = Case(layer).run(new or [1, 1, 1, 1], mode)
     assert got.shape == (len(want), layer.num_heads * layer.v_head_dim)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
-@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE])
-def test_fp8_caches_are_scaled_back(dtype: str, mode: ForwardMode) -> None:
+@pytest.mark.parametrize("mode", [Mode.EXTEND, Mode.DECODE])
+def test_fp8_caches_are_scaled_back(dtype: str, mode: Mode) -> None:
     got, want = Case(LAYER, dtype, scale=0.5).run([1, 1, 1, 1], mode)
     assert (got - want).norm() / want.norm() < (0.06 if dtype == "fp8_e4m3" else 0.12)
 
 
 def test_graphs_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="--disable-cuda-graph"):
-        TorchNativeAttnBackend(None, "cpu").init_cuda_graph_state((8,))
+        TorchNativeAttnBackend(None, "cpu").decode_builder(LAYER.site).prepare_graphs((8,))

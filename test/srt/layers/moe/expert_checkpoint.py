@@ -21,8 +21,10 @@ from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.configs.quantization import quantization_of
 from sglang.srt.distributed.parallel_state import groups_of
 from sglang.srt.hardware.arch import CPU, ArchTraits
+from sglang.srt.kernels.bands import Bands
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.linear import Unquantized
+from sglang.srt.layers.moe.fused_moe_triton.expert_bands import triton_bands
 from sglang.srt.layers.moe.layer import MoELayer
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.quantization.dense import QuantizedMethod
@@ -30,9 +32,9 @@ from sglang.srt.layers.quantization.layout import is_redundant
 from sglang.srt.layers.quantization.reference import Quantized, dequantize, quantize
 from sglang.srt.model_loader.loader import fill_random, load_checkpoint
 from sglang.srt.plan.feed_forward import MoE
-from sglang.srt.plan.layer_spec import LayerSpec
-from sglang.srt.plan.mixers import GQA
+from sglang.srt.plan.layer_spec import ABSENT, LayerSpec, Serving
 from sglang.srt.plan.model_description import ModelDescription, with_fused_shared
+from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.plan.weight_names import WeightMap
 from srt.distributed.summands import Summands
@@ -270,6 +272,7 @@ class Loaded:
         arch: ArchTraits = CPU,
     ) -> None:
         quantization = quantization_of(config, folder, flag, precision)
+        self.ranks, self.arch = ranks, arch
         plan: Any = SimpleNamespace(
             arch=arch,
             model=SimpleNamespace(
@@ -277,6 +280,7 @@ class Loaded:
             ),
             entry=lambda op: native_ops.quantized_linear if op.startswith("linear/") else getattr(ops, op),
             choices=defaultdict(lambda: SimpleNamespace(spec=SimpleNamespace(package="torch"))),
+            tiles=lambda op, shape=None: self._bands() if op == "fused_moe" and ops is not native_ops else (),
         )
         self.described = described = with_fused_shared(
             _description(spec, hidden_size, weights, quantization), "" if fuse else "--disable-shared-experts-fusion"
@@ -290,6 +294,12 @@ class Loaded:
         self.quantization = quantization
         self.params, self.finish = scope.params, scope.finish
         self.layer = MoELayer(scope.sub("layers").sub(3).sub("moe"), hidden_size, described.layers[3].ffn)
+
+    def _bands(self) -> Bands:
+        """As a plan cuts them."""
+        serving = Serving("bfloat16", "bfloat16", tp_size=self.ranks.tp_size, ep_size=self.ranks.ep_size)
+        need = next(need for need in needs_of(self.described, serving) if need.op == "fused_moe")
+        return triton_bands(need, self.arch).by_shape[None]
 
     def load(self, folder: Path) -> MoELayer:
         with torch.inference_mode():
@@ -312,12 +322,12 @@ class Loaded:
 
 
 def _description(spec: MoE, hidden_size: int, names: WeightMap, quantization: QuantConfig | None) -> ModelDescription:
-    """Of a model whose layers have these experts."""
+    """Of a model whose last layer of four has these experts."""
     return ModelDescription(
         architecture="Test", model_type="test", known=True, unsupported=(), dtype="bfloat16", hidden_size=hidden_size,
-        vocab_size=90, tie_embeddings=False, norm_eps=1e-6, zero_centred_norms=False, vision_head_dim=0, names=names,
+        vocab_size=90, tie_embeddings=True, norm_eps=1e-6, zero_centred_norms=False, vision_head_dim=0, names=names,
         quantization=quantization,
-        layers=(LayerSpec(GQA(1, 1, 8, 8, None), spec),) * 4,
+        layers=(*[LayerSpec(ABSENT, ABSENT)] * 3, LayerSpec(ABSENT, spec)),
     )  # fmt: skip
 
 

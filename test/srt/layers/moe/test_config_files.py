@@ -9,19 +9,22 @@ import pytest
 
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
-from sglang.srt.kernels.spec import TileRecord
-from sglang.srt.layers.moe.fused_moe_triton import config_files, config_names
+from sglang.srt.kernels.bands import ANY
+from sglang.srt.kernels.spec import Need, TileRecord
+from sglang.srt.layers.moe.fused_moe_triton import capacity, config_files
 from sglang.srt.layers.moe.fused_moe_triton.capacity import ProductTile
-from sglang.srt.layers.moe.fused_moe_triton.config_files import Found, find, lookup
+from sglang.srt.layers.moe.fused_moe_triton.config_files import Found, find
 from sglang.srt.layers.moe.fused_moe_triton.config_format import (
     ConfigFileError,
     Content,
     TilePair,
     nearest,
     read_content,
-    write_content,
 )
 from sglang.srt.layers.moe.fused_moe_triton.config_names import parse_name
+from sglang.srt.layers.moe.fused_moe_triton.expert_bands import triton_bands
+from sglang.tuning import tile_files
+from sglang.tuning.tile_files import write_content
 
 SERVER = arch_by_name("rtx-pro-6000-server")
 ENTRY = {
@@ -46,7 +49,6 @@ def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty `configs` directory that is searched alone."""
     monkeypatch.setattr(config_files, "PACKAGE_CONFIGS", tmp_path / "none")
     monkeypatch.setenv("SGLANG_MOE_CONFIG_DIR", str(tmp_path))
-    lookup.cache_clear()
     (tmp_path / "configs").mkdir()
     return tmp_path / "configs"
 
@@ -81,7 +83,7 @@ def test_names_of_upstream_survive_a_round_trip(name: str) -> None:
 
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])
 def test_own_names_survive_a_round_trip(scheme: str | None) -> None:
-    name = config_names.own_name(161, 192, 5120, scheme, SERVER)
+    name = tile_files.own_name(161, 192, 5120, scheme, SERVER)
     assert parse_name(str(name)) == name
     assert name.scheme_rank(scheme) == 0
     others = {None, *SCHEMES} - {scheme}
@@ -105,7 +107,7 @@ def test_other_files_are_not_tuning_files(name: str) -> None:
     ],
 )
 def test_upstream_names_of_the_schemes(scheme: str | None, name: str) -> None:
-    assert str(config_names.upstream_name(8, 64, scheme, "NVIDIA H200")) == name
+    assert str(tile_files.upstream_name(8, 64, scheme, "NVIDIA H200")) == name
 
 
 # --- which GPU --------------------------------------------------------------------------------------------------------
@@ -123,7 +125,7 @@ EDITIONS = tuple(key for key in DEVICES if key.startswith("rtx-pro-6000"))
 @pytest.mark.parametrize("tuned_on", DEVICES)
 @pytest.mark.parametrize("runs_on", DEVICES)
 def test_editions_of_a_card_share_files(configs: Path, tuned_on: str, runs_on: str) -> None:
-    put(configs / str(config_names.upstream_name(128, 768, None, DEVICES[tuned_on])), {"1": ENTRY})
+    put(configs / str(tile_files.upstream_name(128, 768, None, DEVICES[tuned_on])), {"1": ENTRY})
     same_card = tuned_on == runs_on or (tuned_on in EDITIONS and runs_on in EDITIONS)
     assert (search(arch_by_name(runs_on)).tiles is not None) == same_card
 
@@ -293,11 +295,10 @@ def test_after_a_rejected_file_the_next_one_is_used(configs: Path) -> None:
 
 
 def test_a_file_whose_tiles_are_on_no_record_says_so(configs: Path) -> None:
-    """A server measures them when it starts, so `explain` must not take another file for the one that will be used."""
     put(configs / "E=128,N=768,arch=sm_120,sms=188.json", {"1": ENTRY})
     found = find(128, 768, None, SERVER, hidden=2048, cost=lambda product, arch: None)
     assert found.tiles is not None and found.tiles.unmeasured == 2
-    assert "2 tiles not on record, which a server measures when it starts" in found.describe()
+    assert "2 tiles not on record, which step down if they do not fit" in found.describe()
 
 
 def test_a_file_for_another_hidden_size_says_so(configs: Path) -> None:
@@ -307,14 +308,26 @@ def test_a_file_for_another_hidden_size_says_so(configs: Path) -> None:
     assert "made for hidden size 4096" in found.describe()
 
 
-def test_lookup_warns_of_what_it_rejects(
-    configs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_bands_say_what_was_rejected(configs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "_shipped_cost", lambda variant, tile, arch: TileRecord(147_456, 255, 0, 0, ()))
     put(configs / "E=128,N=768,arch=sm_120,sms=188.json", {"1": PUBLISHED})
-    rejected = search()
-    monkeypatch.setattr(config_files, "find", lambda *args, **kwargs: rejected)
-    assert lookup(128, 768, None, SERVER, hidden=2048) is None
-    assert "MoE tuning file not used" in caplog.text and "147,456 B" in caplog.text
+    need = Need("fused_moe", shapes=((1536, 2048, False), (2048, 768, False)), experts=(128, 8, 1))
+    cut = triton_bands(need, SERVER)
+    (warning,) = cut.warnings
+    assert warning.startswith("MoE tuning file not used") and "147,456 B" in warning
+    assert "no tuning file" in cut.source and "rejected" in cut.source
+
+
+def test_a_step_gets_the_entry_of_the_closest_number_of_tokens(configs: Path) -> None:
+    """Few pairs are not grouped, and take none. With two groups of ranks entries are of the tokens of one."""
+    put(configs / "E=8,N=64,arch=sm_120,sms=188.json", {"8": ENTRY, "64": ENTRY | {"num_stages": 4}})
+    for groups in (1, 2):
+        need = Need("fused_moe", shapes=((128, 2048, False), (2048, 64, False)), experts=(8, 2, groups))
+        few, first, last = triton_bands(need, SERVER).by_shape[None]
+        assert (few.most, few.way) == (groups, "few pairs")
+        assert (first.most, first.tiles[0]["num_stages"]) == (36 * groups, 3)
+        assert (last.most, last.tiles[0]["num_stages"]) == (ANY, 4)
+        assert all(band.why == "E=8,N=64,arch=sm_120,sms=188.json" for band in (first, last))
 
 
 def test_an_unknown_shape_has_no_file(configs: Path) -> None:

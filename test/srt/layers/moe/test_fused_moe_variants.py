@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from sglang.ledger.compile import compile_for, variant_hash
+from sglang.ledger.variants import expert_products as product_variants
+from sglang.ledger.variants import experts as variants
 from sglang.srt.configs.quant_scheme import SCHEMES, widening
 from sglang.srt.hardware.arch import arch_by_name
-from sglang.srt.kernels.compile import compile_for, variant_hash
-from sglang.srt.layers.moe.fused_moe_triton import product_variants, variants
+from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.layers.moe.fused_moe_triton.tiles import tile
-from sglang.srt.layers.triton_ops.scaled_dot import product_of
 
 SM120, SM90 = arch_by_name("sm_120").features, arch_by_name("sm_90").features
 SMALL = tile(16, 64, 128, 1, 4, 3)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from sglang.ledger.compile import compile_variant
+from sglang.ledger.rules import spill_budget
+from sglang.ledger.variants.quantized import variants
 from sglang.srt.configs.quant_scheme import SCHEMES, widening
 from sglang.srt.hardware.arch import arch_by_name
-from sglang.srt.kernels.compile import compile_variant
-from sglang.srt.kernels.ledger_rules import spill_budget
+from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.kernels.spec import Need
 from sglang.srt.kernels.tables import widened
-from sglang.srt.layers.triton_ops.quant_variants import variants
-from sglang.srt.layers.triton_ops.scaled_dot import product_of
 
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "sm_121")
 ON_SM120 = {

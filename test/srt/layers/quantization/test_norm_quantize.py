@@ -7,9 +7,10 @@ import dataclasses
 import interpreter
 import pytest
 import torch
-from srt.layers.moe.moe_harness import make_case
+from srt.layers.moe.moe_harness import bands_of, make_case
 from srt.layers.quantization.test_quant_linear import weight_of
 
+from sglang.srt.configs.activation import SILU
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.hardware.arch import arch_by_name
@@ -65,7 +66,9 @@ def test_linear_products_of_rows(tokens: int, name: str, form: RowForm) -> None:
     """Of the weight's own form without another launch, of another form by their values."""
     weight = weight_of(name, (32,), 256)
     rows = rows_of(tokens, 256, form)
-    product = quant_linear.quantized_linear(weight, arch_by_name("sm_120"))
+    arch = arch_by_name("sm_120")
+    bands = linear_tiles.bands_of(weight.scheme, (*weight.shape, False), arch)
+    product = quant_linear.quantized_linear(weight, arch, bands)
     wanted = product(rows.values)
     assert torch.equal(product(rows), wanted)
     spoilt = product(dataclasses.replace(rows, data=torch.zeros_like(rows.data)))
@@ -79,8 +82,9 @@ def test_experts_products_of_rows(form: RowForm) -> None:
     one = tile(16, 32, 128, 2, 4, 2)
     given = (case.w13, case.w2, case.weights, case.ids)
     rows = rows_of(9, 256, form)
-    wanted = fused_moe(rows.values, *given, tiles=MoeTiles(float("inf"), one, one))
-    assert torch.equal(fused_moe(rows, *given, tiles=MoeTiles(float("inf"), one, one)), wanted)
+    bands = bands_of(case.w13, case.w2, case.ids, tiles=MoeTiles(float("inf"), one, one))
+    wanted = fused_moe(rows.values, *given, SILU, bands)
+    assert torch.equal(fused_moe(rows, *given, SILU, bands), wanted)
 
 
 class Block:

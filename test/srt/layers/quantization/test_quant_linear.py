@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Mapping
 
 import interpreter
 import pytest
@@ -11,9 +12,11 @@ import torch
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
+from sglang.srt.kernels.bands import band_of
+from sglang.srt.layers.ops import QuantizedProduct
 from sglang.srt.layers.quantization import reference
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
-from sglang.srt.layers.triton_ops import quant_linear
+from sglang.srt.layers.triton_ops import linear_tiles, quant_linear
 from sglang.srt.layers.triton_ops.quant_linear import PackedWeight, few_rows, many_rows, pack, quantized_linear
 
 DEVICE = interpreter.DEVICE
@@ -59,6 +62,21 @@ def activations(rows: int, cols: int) -> torch.Tensor:
     return torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows)).bfloat16().to(DEVICE)
 
 
+def linear_of(weight: LinearWeight, arch: ArchTraits) -> QuantizedProduct:
+    bands = linear_tiles.bands_of(weight.scheme, (*weight.shape, False), arch)
+    return quantized_linear(copy_of(weight), arch, bands)
+
+
+def tile_for(held: PackedWeight, rows: int) -> Mapping[str, int]:
+    """Of the table, also for so few rows that they need none."""
+    table = linear_tiles.tile_rows(held.product.kind, held.arch.features)
+    return next(row.tile for row in table if rows <= row.max_rows)
+
+
+def few_cut(held: PackedWeight) -> Mapping[str, int]:
+    return linear_tiles.few_cut(held.product, held.weight.scheme.bits, len(held.weight.data), held.cols)
+
+
 def expected(x: torch.Tensor, weight: LinearWeight, held: PackedWeight, rounded: bool) -> torch.Tensor:
     scheme = dataclasses.replace(weight.scheme, activation=held.product.activation if rounded else None)
     scale = None if weight.input_scale is None else weight.input_scale.squeeze(0)
@@ -80,18 +98,18 @@ def assert_close(
 def test_every_scheme(name: str, arch: ArchTraits, rows: int) -> None:
     if not runs_here(arch):
         pytest.skip("this GPU has no block-scaled products")
-    few = rows <= quant_linear.FEW_ROWS
+    few = rows <= linear_tiles.FEW_ROWS
     # The interpreter takes as long for each row of the kernel of few rows as for a block of the other one.
     weight = weight_of(name, (32, 32) if few and name != "fp8_block" else (128, 128), 384)
     x = activations(rows, 384)
     bias = torch.randn(len(weight.data), generator=torch.Generator().manual_seed(3)).bfloat16().to(DEVICE)
     held = pack(copy_of(weight), arch)
     want = expected(x, weight, held, rounded=not few) + bias.float()
-    assert_close(quantized_linear(copy_of(weight), arch)(x, bias), want)
+    assert_close(linear_of(weight, arch)(x, bias), want)
     # In 16 bits the result is the weight's own, and the activations' rounding is all that tells the two apart.
     exact = expected(x, weight, held, rounded=False)
     limit = {"nvfp4": 0.15, "mxfp4_mxfp8": 0.05}.get(name, 0.04)
-    assert_close(many_rows(x, held), exact, limit)
+    assert_close(many_rows(x, held, tile_for(held, rows)), exact, limit)
 
 
 @interpreter.kernel_test
@@ -105,8 +123,8 @@ def test_sizes_that_no_block_divides(name: str, parts: tuple[int, ...], cols: in
     weight = weight_of(name, parts, cols)
     x = activations(rows, cols)
     held = pack(copy_of(weight), NATIVE if interpreter.INTERPRETED else WIDENS)
-    assert_close(many_rows(x, held, tile=SMALL), expected(x, weight, held, rounded=True))
-    assert_close(few_rows(x[:2], held), expected(x[:2], weight, held, rounded=False))
+    assert_close(many_rows(x, held, SMALL), expected(x, weight, held, rounded=True))
+    assert_close(few_rows(x[:2], held, few_cut(held)), expected(x[:2], weight, held, rounded=False))
 
 
 @interpreter.kernel_test
@@ -115,11 +133,11 @@ def test_weights_loaded_early_change_no_bit(name: str, cols: int, monkeypatch: p
     """In as many steps as are loaded early and in more, the last of them cut short."""
     weight, x = weight_of(name, (8,), cols), activations(2, cols)
     held = pack(copy_of(weight), NATIVE if interpreter.INTERPRETED else WIDENS)
-    kind, tile = held.product.kind, quant_linear.few_tile(held.product, 8)
+    kind, tile = held.product.kind, linear_tiles.few_tile(held.product, 8)
     results = []
     for early in (0, 2, tile.early):
-        monkeypatch.setitem(quant_linear.FEW_TILES, (kind, 8), dataclasses.replace(tile, early=early))
-        results.append(few_rows(x, held))
+        monkeypatch.setitem(linear_tiles.FEW_TILES, (kind, 8), dataclasses.replace(tile, early=early))
+        results.append(few_rows(x, held, few_cut(held)))
     assert_close(results[0], expected(x, weight, held, rounded=False))
     assert torch.equal(results[1], results[0]) and torch.equal(results[2], results[0])
 
@@ -131,9 +149,9 @@ def test_split_columns_are_summed_in_order(name: str, monkeypatch: pytest.Monkey
     held = pack(copy_of(weight), NATIVE if interpreter.INTERPRETED else WIDENS)
     x = activations(19, 1280)
     monkeypatch.setattr(quant_linear, "num_splits", lambda *sizes: 5)  # more than are loaded at once
-    first = many_rows(x, held, tile=SMALL)
+    first = many_rows(x, held, SMALL)
     assert_close(first, expected(x, weight, held, rounded=True))
-    assert torch.equal(many_rows(x, held, tile=SMALL), first) and not held.arrivals.any()
+    assert torch.equal(many_rows(x, held, SMALL), first) and not held.arrivals.any()
 
 
 @interpreter.kernel_test
@@ -142,14 +160,14 @@ def test_logits_are_the_sums_as_they_are(rows: int) -> None:
     """Rounded to bfloat16 they would differ by up to 2**-9."""
     weight, x = weight_of("nvfp4_a16", (200,), 384), activations(rows, 384)
     want = expected(x, weight, pack(copy_of(weight), NATIVE), rounded=False)
-    got = quantized_linear(copy_of(weight), NATIVE)(x, out_dtype=torch.float32)
+    got = linear_of(weight, NATIVE)(x, out_dtype=torch.float32)
     assert_close(got, want, 1e-5 if rows == 1 else 2e-3, torch.float32)
     assert not torch.equal(got.bfloat16().float(), got)
 
 
 @interpreter.kernel_test
 def test_any_leading_shape_and_no_rows() -> None:
-    run = quantized_linear(weight_of("fp8_channel", (64,), 128), WIDENS)
+    run = linear_of(weight_of("fp8_channel", (64,), 128), WIDENS)
     x = activations(6, 128)
     assert torch.equal(run(x.view(2, 3, 128), None), run(x, None).view(2, 3, 64))
     assert run(x[:0], None).shape == (0, 64)
@@ -165,17 +183,22 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
 
 def test_products_of_few_columns_leave_no_sm_idle() -> None:
     """65 to 512 rows: tiles of fewer columns, and K in parts, until each SM has a program; H200s' stay as measured."""
-    from sglang.srt.layers.triton_ops.linear_tiles import num_splits, tile_for
+    from sglang.srt.layers.triton_ops.linear_tiles import num_splits
+
+    def tile_for(kind: str, columns: int, features: Collection[str] = (), num_sms: int = 188) -> Mapping[str, int]:
+        scheme = SCHEMES[{"scaled": "fp8_channel", "planes": "int4_g32"}[kind]]
+        arch = dataclasses.replace(arch_by_name("sm_80"), features=frozenset(features), num_sms=num_sms)
+        return band_of(linear_tiles.bands_of(scheme, (columns, 4096, False), arch), 256).tiles[0]
 
     assert num_splits(128, 56, 5120, 188) == 4 and num_splits(256, 112, 5120, 188) == 2
     assert num_splits(256, 160, 5120, 188) == 1, "two for some SMs would wait for one"
     assert num_splits(128, 56, 1536, 188) == 1, "a part has 1,024 columns at least"
     assert num_splits(128, 56, 5120, 132, {"wgmma"}) == 1
-    wide, narrow = tile_for("scaled", 256), tile_for("scaled", 256, (), 1792, 188)
+    wide, narrow = tile_for("scaled", 65_536), tile_for("scaled", 1792)
     assert (wide["BLOCK_N"], narrow["BLOCK_N"]) == (128, 64)
-    assert tile_for("scaled", 256, (), 8192, 188) == wide, "256 tiles"
-    assert tile_for("scaled", 256, {"wgmma"}, 1792, 132)["BLOCK_N"] == 128
-    assert tile_for("planes", 256, (), 1792, 188)["BLOCK_N"] == 128, "whose narrow tile widens weights twice"
+    assert tile_for("scaled", 8192) == wide, "256 tiles"
+    assert tile_for("scaled", 1792, {"wgmma"}, 132)["BLOCK_N"] == 128
+    assert tile_for("planes", 1792)["BLOCK_N"] == 128, "whose narrow tile widens weights twice"
 
 
 def test_in_interpreter() -> None:

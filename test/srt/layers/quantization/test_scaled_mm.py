@@ -20,9 +20,12 @@ from srt.layers.quantization.test_quant_linear import (
 
 from sglang.srt.configs.quant_scheme import Scheme
 from sglang.srt.hardware.arch import arch_by_name
+from sglang.srt.kernels.bands import Bands
 from sglang.srt.kernels.spec import Need
 from sglang.srt.layers.quantization import reference, scaled_mm
+from sglang.srt.layers.quantization.linear_weight import LinearWeight
 from sglang.srt.layers.quantization.quantized_rows import QuantizedRows
+from sglang.srt.layers.triton_ops import linear_tiles
 from sglang.srt.layers.triton_ops.quant_linear import PackedWeight, pack
 from sglang.srt.managers.scheduler import scheduler_setup
 
@@ -39,6 +42,12 @@ def rounded(x: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor
     return made.data, made.scale
 
 
+def bands_of(weight: LinearWeight, has_bias: bool) -> Bands:
+    shape = (*weight.shape, has_bias)
+    made = Need("linear", quant=weight.scheme.name, shapes=(shape,))
+    return linear_tiles.library_bands(made, WIDENS).by_shape[shape]
+
+
 @pytest.fixture(autouse=True)
 def early(monkeypatch: pytest.MonkeyPatch) -> None:
     def operand(x: Any, matrix: PackedWeight) -> tuple[torch.Tensor, torch.Tensor, int, None]:
@@ -50,7 +59,7 @@ def early(monkeypatch: pytest.MonkeyPatch) -> None:
         return *rounded(x, dataclasses.replace(matrix.weight.scheme, activation=matrix.product.activation)), 1, None
 
     monkeypatch.setattr(test_quant_linear, "DEVICE", DEVICE)
-    monkeypatch.setattr(scaled_mm, "SCALED_MM_ROWS", ROWS)
+    monkeypatch.setattr(linear_tiles, "SCALED_MM_ROWS", ROWS)
     scaled_mm._problem.cache_clear()
     if not HAS_GPU:
         monkeypatch.setattr(scaled_mm, "operand", operand)
@@ -87,8 +96,8 @@ def test_many_rows_are_the_librarys(name: str, monkeypatch: pytest.MonkeyPatch) 
     want = expected(x, weight, held, rounded=True)
     if name == "fp8_block" and not HAS_GPU:
         monkeypatch.setattr(F, "scaled_mm", blockwise)
-    monkeypatch.setattr(scaled_mm, "packed_linear", lambda matrix: None)
-    run = scaled_mm.quantized_linear(copy_of(weight), WIDENS)
+    monkeypatch.setattr(scaled_mm, "packed_linear", lambda matrix, bands: None)
+    run = scaled_mm.quantized_linear(copy_of(weight), WIDENS, bands_of(weight, False))
     assert_close(run(x, None), want, 4e-3)
     assert torch.equal(run(x.view(3, 6, -1), None).view(ROWS, -1), run(x, None))
     if name != "fp8_tensor_static":
@@ -122,10 +131,11 @@ def test_the_rest_is_tritons(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(scaled_mm, "packed_linear", lambda matrix: lambda *call: calls.append(call))
+    monkeypatch.setattr(scaled_mm, "packed_linear", lambda matrix, bands: lambda *call: calls.append(call))
     monkeypatch.setattr(F, "scaled_mm", None)
     x, bias = activations(tokens, columns), torch.ones(rows, device=DEVICE) if has_bias else None
-    scaled_mm.quantized_linear(weight_of(name, (rows,), columns), WIDENS)(x, bias, dtype)
+    weight = weight_of(name, (rows,), columns)
+    scaled_mm.quantized_linear(weight, WIDENS, bands_of(weight, has_bias))(x, bias, dtype)
     assert len(calls) == 1 and calls[0][0] is x and calls[0][1] is bias and calls[0][2] is dtype
 
 

@@ -11,8 +11,8 @@ import msgspec
 from msgspec import Meta
 
 from sglang.srt.entrypoints.http_body import Body
-from sglang.srt.entrypoints.http_errors import bad_request
-from sglang.srt.entrypoints.openai.protocol import MAX_MESSAGES, MAX_TOOLS, Int, Name
+from sglang.srt.entrypoints.http_errors import ApiError, bad_request
+from sglang.srt.entrypoints.openai.protocol import MAX_MESSAGES, MAX_TOOLS, Int, Name, Positive
 from sglang.srt.entrypoints.unsupported_fields import MESSAGES
 
 MAX_BLOCKS = 4_096
@@ -109,7 +109,7 @@ class Thinking(msgspec.Struct):
     """`budget_tokens` ends the thoughts where the model's format has a token for it."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Meta(ge=1)] | None = None
+    budget_tokens: Positive | None = None
 
     def __post_init__(self) -> None:
         if self.type == "enabled" and self.budget_tokens is None:
@@ -140,8 +140,14 @@ class CountTokensRequest(Body, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    thread: Any = None
+    """A conversation that the server would hold. Refused in a way after which clients send the whole conversation."""
 
     def __post_init__(self) -> None:
+        if self.thread is not None:
+            details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+            reason = "thread is not supported: this server holds no conversations; send all messages without it"
+            raise ApiError(400, reason, param="thread", details=details)
         names = {tool.name for tool in self.tools or ()}
         choice = self.tool_choice
         if choice is None:
@@ -155,7 +161,7 @@ class CountTokensRequest(Body, kw_only=True):
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
-    max_tokens: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+    max_tokens: Positive
     stream: bool | None = False
     stop_sequences: list[str] | None = None
     temperature: float | None = None

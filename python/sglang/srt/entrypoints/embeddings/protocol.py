@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from sglang.srt.entrypoints.http_body import Body
 from sglang.srt.entrypoints.http_errors import bad_request
-from sglang.srt.entrypoints.openai.protocol import Int, Name
+from sglang.srt.entrypoints.openai.protocol import Int, Name, Positive
 from sglang.srt.entrypoints.unsupported_fields import EMBEDDINGS, NATIVE
 from sglang.srt.managers.front.request_preparation import MAX_TOKEN_IDS_LOGPROB
 
@@ -88,7 +88,7 @@ class RerankRequest(Body, kw_only=True):
     documents: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=MAX_INPUTS)]
     instruct: str | None = None
     """What makes a document relevant."""
-    top_n: Annotated[int, Meta(ge=1)] | None = None
+    top_n: Positive | None = None
     return_documents: bool | None = True
 
 

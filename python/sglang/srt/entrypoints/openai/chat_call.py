@@ -16,6 +16,8 @@ from sglang.srt.managers.front.tokenizer_manager import LONG_TEXT
 
 T = TypeVar("T")
 
+MAX_THOUGHTS = 1 << 31
+"""Tokens; more than any context has."""
 PROMPT_END_TOKENS = 32
 """Tokens of a prompt that are looked at for the beginning of thoughts."""
 
@@ -32,16 +34,27 @@ async def chat_call(
         await _in_thread_if_long(service, num_bytes, check_tools, body)
     formats = ChatFormats(service.formats, body, _prompt_end(service, body) if prompt is None else prompt)
     call = _generate_request(body, rid, prompt, formats)
-    if target is not None:
-        call.thinking = formats.thinking_budget(service.tokenizer, target)
-    if body.thinking_budget is not None:
-        call.thinking = formats.thinking_budget(service.tokenizer, body.thinking_budget)
-        if call.thinking is None:
-            raise bad_request(
-                "thinking_budget needs --reasoning-parser, and a model whose thoughts end with a token of their own",
-                param="thinking_budget",
-            )
+    _limit_thoughts(service, body, formats, call, target)
     return call, formats
+
+
+def _limit_thoughts(
+    service: OpenAIService, body: ChatCompletionRequest, formats: ChatFormats, call: GenerateRequest, target: int | None
+) -> None:
+    """As the client says. If it says nothing, thoughts before a constrained answer have a share of the output: else a
+    model may think until nothing is left for the answer."""
+    wanted = target if body.thinking_budget is None else body.thinking_budget
+    share = service.manager.args.constrained_thinking_share
+    if wanted is not None:
+        call.thinking = formats.thinking_budget(service.tokenizer, wanted)
+    elif formats.thinks_first and share < 1:
+        call.thinking = formats.thinking_budget(service.tokenizer, MAX_THOUGHTS)
+        call.thinking_share = share
+    if body.thinking_budget is not None and call.thinking is None:
+        raise bad_request(
+            "thinking_budget needs --reasoning-parser, and a model whose thoughts end with a mark of their own",
+            param="thinking_budget",
+        )
 
 
 async def rendered_prompt(service: OpenAIService, body: ChatCompletionRequest, num_bytes: int) -> str:

@@ -18,6 +18,7 @@ from sglang.srt.function_call.forcing import (
     after_thoughts,
     answer_format,
     final_channel,
+    may_think,
 )
 from sglang.srt.function_call.harmony import Harmony
 from sglang.srt.function_call.model_formats import ModelFormats, tool_schemas
@@ -29,7 +30,7 @@ from sglang.srt.sampling.grammar_names import made_of
 from sglang.srt.sampling.thinking_budget import ThinkingBudget
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
-_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _ANY_OBJECT: Format = {"type": "object", "additionalProperties": True}
 _TYPED_BY = frozenset(
     "type properties patternProperties additionalProperties $ref anyOf oneOf allOf enum const".split()
@@ -50,6 +51,8 @@ class ChatFormats:
         self.tools = tool_schemas(body.tools) if formats.calls is not None and body.tool_choice != "none" else {}
         self._calls_before = _num_calls(body.messages)
         self._inside = isinstance(reasoning, ReasoningFormat) and reasoning.starts_inside(prompt)
+        self.thinks_first = False
+        """Whether thoughts may come before an answer that a grammar asks for: `constrain` says so."""
 
     @property
     def parses(self) -> bool:
@@ -61,14 +64,13 @@ class ChatFormats:
         return self._formats.reasoning is not None
 
     def thinking_budget(self, tokenizer: Tokenizer, num_tokens: int) -> ThinkingBudget | None:
-        """A limit for the thoughts of an output. None if no single tokens stand around them."""
+        """A limit for the thoughts of an output. None for a model without any, and for Harmony's unless the answer is
+        constrained: a free one may think again."""
         reasoning = self._formats.reasoning
-        if reasoning is None or isinstance(reasoning, Harmony):
+        if reasoning is None or (isinstance(reasoning, Harmony) and not self.thinks_first):
             return None
-        marks = [tokenizer.encode(mark, add_special_tokens=False) for mark in (reasoning.begin, reasoning.end)]
-        if any(len(ids) != 1 for ids in marks):
-            return None
-        return ThinkingBudget(num_tokens, marks[0][0], marks[1][0], self._inside)
+        begin, end = (tokenizer.encode(mark, add_special_tokens=False) for mark in reasoning.around_thoughts)
+        return ThinkingBudget(num_tokens, begin, end, self._inside)
 
     def new_parser(self) -> OutputParser:
         """For one choice."""
@@ -93,12 +95,12 @@ class ChatFormats:
         """Adds to sampling parameters what the formats and `tool_choice` ask for. Raises ApiError 400."""
         if self.parses and self._formats.hidden_markers:
             params["skip_special_tokens"] = False
-        if sum(name in params for name in _GRAMMARS) > 1:
+        if sum(name in params for name in GRAMMARS) > 1:
             return  # refused with the other parameters, by the names that the client knows
-        given = next((name for name in _GRAMMARS if name in params), None)
+        given = next((name for name in GRAMMARS if name in params), None)
         answer = None
         if given is not None and (self.tools or self._formats.reasoning is not None):
-            answer = _answer(given, params[given])
+            answer = constrained_answer(given, params[given])
             if answer is not None and self._formats.is_harmony:
                 answer = final_channel(answer)
         if self._forces_call:
@@ -110,6 +112,9 @@ class ChatFormats:
         elif self.tools and (forced := FORCED_CALLS.get(self._formats.calls_name or "")) is not None:
             answer = self._calls_or(forced, answer, given is not None)
         if answer is not None:
+            self.thinks_first = may_think(self._formats.reasoning, self._prompt) and (
+                given is not None or self._forces_call
+            )
             tag = after_thoughts(answer, self._formats.reasoning, self._prompt)
             params.pop(given or "", None)
             params["structural_tag"] = _encoded(made_of(given or "tools", tag))
@@ -166,7 +171,8 @@ def _arguments_schema(parameters: Format | None) -> Format:
     return parameters if parameters.keys() & _TYPED_BY else {**_ANY_OBJECT, **parameters}
 
 
-def _answer(kind: str, source: str) -> Format | None:
+def constrained_answer(kind: str, source: str) -> Format | None:
+    """As `answer_format`, of what clients send. Raises ApiError 400."""
     if source == ANY_JSON:
         return answer_format(kind, _ANY_OBJECT)
     return answer_format(kind, _read_json(source) if kind in ("json_schema", "structural_tag") else source)

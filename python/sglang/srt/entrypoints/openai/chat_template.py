@@ -19,6 +19,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+import msgspec
 
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
@@ -126,6 +127,7 @@ class ChatTemplate:
             "tools": tools,
             "add_generation_prompt": request.add_generation_prompt and continued is None,
         }
+        variables.update(_answer_form(request))
         variables.update(_effort(request.reasoning_effort))
         variables.update(request.chat_template_kwargs or {})
         try:
@@ -178,6 +180,19 @@ def _template_tools(request: ChatCompletionRequest) -> list[dict[str, Any]] | No
     if not request.tools or request.tool_choice == "none":
         return None
     return [{"type": "function", "function": tool["function"]} for tool in request.tools]
+
+
+def _answer_form(request: ChatCompletionRequest) -> dict[str, Any]:
+    """`response_format` as a client writes it, for templates that tell the model of it; none for plain text."""
+    given = request.response_format
+    if given is not None and given.type != "text":
+        return {"response_format": msgspec.to_builtins(given)}
+    if request.json_schema is not None:
+        schema = request.json_schema
+        schema = msgspec.json.decode(schema) if isinstance(schema, str) else schema
+        return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    grammars = [name for name in ("regex", "ebnf", "structural_tag") if getattr(request, name) is not None]
+    return {"response_format": {"type": grammars[0]}} if grammars else {}
 
 
 def _effort(effort: str | None) -> dict[str, Any]:

@@ -23,7 +23,8 @@ MAX_PARSED_CHARS = 1 << 21
 """Of an output that a client wants parsed."""
 
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-"""An integer that the messages between the processes can carry."""
+"""An integer that the messages between the processes can carry. No field of a body has a wider one."""
+Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 Name = Annotated[str, Meta(max_length=4096)]
 """A model's name or path, which every event of the response repeats."""
 

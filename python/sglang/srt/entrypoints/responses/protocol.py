@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from sglang.srt.entrypoints.http_body import Body
 from sglang.srt.entrypoints.http_errors import bad_request, from_decode_error
-from sglang.srt.entrypoints.openai.protocol import MAX_MESSAGES, MAX_TOOLS, Int, Name
+from sglang.srt.entrypoints.openai.protocol import MAX_MESSAGES, MAX_TOOLS, Int, Name, Positive
 from sglang.srt.entrypoints.unsupported_fields import RESPONSES
 
 MAX_PARTS = 4_096
@@ -192,7 +192,7 @@ class ResponseContext(Body, kw_only=True):
 
 
 class ResponsesRequest(ResponseContext, kw_only=True):
-    max_output_tokens: Annotated[int, Meta(ge=1, le=2**63 - 1)] | None = None
+    max_output_tokens: Positive | None = None
     max_tool_calls: Int | None = None
     """Of the server's tools, of which there are none."""
     temperature: float | None = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sglang.srt.mem_cache.memory_pool import CacheStore
-from sglang.srt.plan.layer_spec import AttentionShape
+from sglang.srt.plan.layer_spec import AttentionShape, AttentionSite
 
 
 @dataclass(slots=True)
@@ -26,8 +26,9 @@ class AttentionLayer:
     logit_cap: float = 0.0
     sinks: torch.Tensor | None = None
     """[num_heads] fp32: an extra logit a head that takes part in the softmax and has no value."""
-    shape: AttentionShape = field(init=False)
+    site: AttentionSite = field(init=False)
 
     def __post_init__(self) -> None:
         self.v_head_dim = self.v_head_dim or self.head_dim
-        self.shape = AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim)
+        shape = AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim)
+        self.site = AttentionSite(shape, self.sliding_window)

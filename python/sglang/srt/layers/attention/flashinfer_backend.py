@@ -8,6 +8,7 @@ that the new tokens see and no others. Layers must have neither logit caps nor s
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from sglang.srt.plan.caches import row_tables
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.attention_layer import AttentionLayer
-    from sglang.srt.layers.forward_batch import ForwardBatch
+    from sglang.srt.layers.forward_batch import DecodeRows, ExtendRows
     from sglang.srt.plan.layer_spec import AttentionSite
     from sglang.srt.plan.plan import Plan
 
@@ -54,148 +55,158 @@ class PlannedWrapper:
         self._wrapper.run(*args, **options)
 
 
-class _SiteWrappers:
-    """The wrappers of one attention site. Every plan fills its lists anew and steps run in order, so wrappers of the
-    same kind share what the device reads of them. A step may have one of each kind, planned before either runs."""
+class FlashInferAttnBackend:
+    """Implements AttentionBackend. All wrappers share a workspace: they run one after the other."""
 
-    def __init__(self, plan: Plan, site: AttentionSite, workspace: torch.Tensor) -> None:
+    def __init__(self, plan: Plan, device: torch.device | str) -> None:
+        self._plan = plan
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+    def decode_builder(self, site: AttentionSite) -> FlashInferDecode:
+        return FlashInferDecode(_SiteOptions(self._plan, site), self._workspace)
+
+    def extend_builder(self, site: AttentionSite) -> FlashInferExtend:
+        return FlashInferExtend(_SiteOptions(self._plan, site), self._workspace)
+
+
+class _SiteOptions:
+    """What the wrappers of one site are planned with."""
+
+    def __init__(self, plan: Plan, site: AttentionSite) -> None:
         shape = site.shape
-        self._table, self._window = row_tables(plan.caches).index(site.lifetime), site.window
-        self.page_size = plan.page_size
-        self.head_dim = shape.head_dim
-        self._shape = (shape.num_heads, shape.num_kv_heads, shape.head_dim, plan.page_size)
-        self._options = {
+        self.table, self.window = row_tables(plan.caches).index(site.lifetime), site.window
+        self.page_size, self.head_dim = plan.page_size, shape.head_dim
+        self.shape = (shape.num_heads, shape.num_kv_heads, shape.head_dim, plan.page_size)
+        self.options = {
             "q_data_type": getattr(torch, plan.dtype),
             "kv_data_type": storage_dtype(plan.kv_cache_dtype),
             "window_left": site.window - 1,  # -1: all tokens
         }
         most_tokens = min(plan.context_len, site.window + plan.page_size - 1) if site.window else plan.context_len
-        self._max_pages_each = -(-most_tokens // plan.page_size)
-        self._tensor_cores = shape.num_heads // shape.num_kv_heads >= TENSOR_CORE_GROUP
-        self._workspace = workspace
-        self._device = workspace.device
-        self._prefill_lists, self._decode_lists = torch.empty(2, PLAN_BYTES, dtype=torch.uint8, device=self._device)
-        self.prefill = self._planned(BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD"), self._prefill_lists)
-        self._decode = self._planned(
-            BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=self._tensor_cores),
-            self._decode_lists,
-        )
-        self._in_graphs: dict[int, PlannedWrapper] = {}
-        self.decoding = self._decode
-        """Of the current step's decoding requests."""
+        self.max_pages_each = -(-most_tokens // plan.page_size)
+        self.tensor_cores = shape.num_heads // shape.num_kv_heads >= TENSOR_CORE_GROUP
 
-    def _planned(self, wrapper: Any, lists: torch.Tensor) -> PlannedWrapper:
-        wrapper.reset_workspace_buffer(self._workspace, lists)
-        return PlannedWrapper(wrapper, torch.cuda.Event() if self._device.type == "cuda" else None)
+    def pages(self, rows: DecodeRows | ExtendRows) -> Pages:
+        return gather_pages(rows, self.table, self.page_size, self.window)
 
-    def _pages(self, batch: ForwardBatch) -> Pages:
-        return gather_pages(batch, batch.token_slots[self._table], self.page_size, self._window)
+    def run(self, wrapper: PlannedWrapper, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+        if layer.logit_cap > 0 or layer.sinks is not None:
+            raise NotImplementedError(
+                "the flashinfer backend here has neither logit caps nor sinks; use --attention-backend triton"
+            )
+        cache = layer.cache
+        k_cache, v_cache = (c.unflatten(0, (-1, self.page_size)) for c in (cache.k, cache.v))
+        # The wrapper was planned for head_dim ** -0.5; what differs from that goes into the scale of the keys.
+        k_scale = cache.k_scale * layer.scale * self.head_dim**0.5
+        wrapper.run(q, (k_cache, v_cache), k_scale=k_scale, v_scale=cache.v_scale, out=out)
 
-    def plan(self, batch: ForwardBatch) -> None:
-        pages = self._pages(batch)
-        if batch.forward_mode.is_decode():
-            self.decoding = self._decode
-            self._plan_decode(self._decode, pages)
-            return
-        assert batch.extend_seq_lens_cpu is not None
-        qo_indptr = np.concatenate(([0], np.cumsum(batch.extend_seq_lens_cpu))).astype(np.int32)
-        self.prefill.plan(
+
+def _planned(wrapper: Any, workspace: torch.Tensor, lists: torch.Tensor) -> PlannedWrapper:
+    wrapper.reset_workspace_buffer(workspace, lists)
+    return PlannedWrapper(wrapper, torch.cuda.Event() if workspace.is_cuda else None)
+
+
+def _plan_lists(device: torch.device) -> torch.Tensor:
+    """Wrappers that never are planned in one step share them: every plan fills its lists anew, and steps run in
+    order."""
+    return torch.empty(PLAN_BYTES, dtype=torch.uint8, device=device)
+
+
+class FlashInferExtend:
+    """Implements ExtendBuilder."""
+
+    plans_on_host = True
+    in_graphs = False
+
+    def __init__(self, site: _SiteOptions, workspace: torch.Tensor) -> None:
+        self.site = site
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        self.wrapper = _planned(wrapper, workspace, _plan_lists(workspace.device))
+
+    def build(self, rows: ExtendRows) -> FlashInferExtendMetadata:
+        pages = self.site.pages(rows)
+        qo_indptr = np.concatenate(([0], np.cumsum(rows.new_lens_cpu))).astype(np.int32)
+        self.wrapper.plan(
             torch.from_numpy(qo_indptr),
             pages.indptr,
             pages.indices,
             pages.last_len,
-            *self._shape,
+            *self.site.shape,
             causal=True,
-            **self._options,
+            **self.site.options,
         )
+        return FlashInferExtendMetadata(self, int(qo_indptr[-1]))
 
-    def _plan_decode(self, wrapper: PlannedWrapper, pages: Pages) -> None:
-        wrapper.plan(pages.indptr, pages.indices, pages.last_len, *self._shape, **self._options)
+
+@dataclass(slots=True)
+class FlashInferExtendMetadata:
+    builder: FlashInferExtend
+    num_tokens: int
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
+    ) -> None:
+        first = len(q) - self.num_tokens
+        self.builder.site.run(self.builder.wrapper, q[first:], layer, out[first:])
+
+
+class FlashInferDecode:
+    """Implements DecodeBuilder."""
+
+    plans_on_host = True
+    in_graphs = True
+
+    def __init__(self, site: _SiteOptions, workspace: torch.Tensor) -> None:
+        self.site, self._workspace = site, workspace
+        self._lists = _plan_lists(workspace.device)
+        self._eager = self._wrapper()
+        self._in_graphs: dict[int, PlannedWrapper] = {}
+
+    def _wrapper(self, **buffers: Any) -> PlannedWrapper:
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace, "NHD", use_tensor_cores=self.site.tensor_cores, **buffers
+        )
+        return _planned(wrapper, self._workspace, self._lists)
+
+    def _plan(self, wrapper: PlannedWrapper, pages: Pages) -> None:
+        wrapper.plan(pages.indptr, pages.indices, pages.last_len, *self.site.shape, **self.site.options)
+
+    def build(self, rows: DecodeRows) -> FlashInferDecodeMetadata:
+        self._plan(self._eager, self.site.pages(rows))
+        return FlashInferDecodeMetadata(self.site, self._eager)
 
     def prepare_graphs(self, batch_sizes: tuple[int, ...]) -> None:
         """One wrapper a batch size, since a wrapper's is fixed, planned for one page a request: what a graph's launches
         depend on is the batch size alone. They share the buffers, whose front the smaller ones use."""
-        largest = batch_sizes[-1]
-        indptr = torch.zeros(largest + 1, dtype=torch.int32, device=self._device)
-        last_len = torch.ones(largest, dtype=torch.int32, device=self._device)
-        indices = torch.zeros(largest * self._max_pages_each, dtype=torch.int32, device=self._device)
+        largest, device = batch_sizes[-1], self._workspace.device
+        indptr = torch.zeros(largest + 1, dtype=torch.int32, device=device)
+        last_len = torch.ones(largest, dtype=torch.int32, device=device)
+        indices = torch.zeros(largest * self.site.max_pages_each, dtype=torch.int32, device=device)
         for size in batch_sizes:
-            wrapper = self._in_graphs[size] = self._planned(
-                BatchDecodeWithPagedKVCacheWrapper(
-                    self._workspace,
-                    "NHD",
-                    use_cuda_graph=True,
-                    use_tensor_cores=self._tensor_cores,
-                    paged_kv_indptr_buffer=indptr[: size + 1],
-                    paged_kv_indices_buffer=indices,
-                    paged_kv_last_page_len_buffer=last_len[:size],
-                ),
-                self._decode_lists,
+            wrapper = self._in_graphs[size] = self._wrapper(
+                use_cuda_graph=True,
+                paged_kv_indptr_buffer=indptr[: size + 1],
+                paged_kv_indices_buffer=indices,
+                paged_kv_last_page_len_buffer=last_len[:size],
             )
             one_page_each = Pages(
                 torch.arange(size + 1, dtype=torch.int32),
                 torch.ones(size, dtype=torch.int32),
-                torch.zeros(size, dtype=torch.int32, device=self._device),
+                torch.zeros(size, dtype=torch.int32, device=device),
             )
-            self._plan_decode(wrapper, one_page_each)
+            self._plan(wrapper, one_page_each)
 
-    def choose_graph(self, batch_size: int) -> None:
-        self.decoding = self._in_graphs[batch_size]
+    def build_in_graph(self, rows: DecodeRows) -> FlashInferDecodeMetadata:
+        return FlashInferDecodeMetadata(self.site, self._in_graphs[len(rows)])
 
-    def plan_graph(self, batch: ForwardBatch) -> None:
-        self._plan_decode(self._in_graphs[batch.batch_size], self._pages(batch))
-
-
-class FlashInferAttnBackend:
-    """Implements AttentionBackend."""
-
-    def __init__(self, plan: Plan, device: torch.device | str) -> None:
-        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._sites = {(site.shape, site.window): _SiteWrappers(plan, site, workspace) for site in plan.attention_sites}
-
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        for wrappers in self._sites.values():
-            wrappers.plan(batch)
-
-    def init_cuda_graph_state(self, batch_sizes: tuple[int, ...]) -> None:
-        for wrappers in self._sites.values():
-            wrappers.prepare_graphs(batch_sizes)
-
-    def init_forward_metadata_capture(self, batch: ForwardBatch) -> None:
-        for wrappers in self._sites.values():
-            wrappers.choose_graph(batch.batch_size)
-
-    def init_forward_metadata_replay(self, batch: ForwardBatch, num_reqs: int) -> None:
-        for wrappers in self._sites.values():
-            wrappers.plan_graph(batch)
-
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        batch: ForwardBatch,
-        out: torch.Tensor,
-    ) -> None:
-        first = 0 if batch.decodes is None else batch.decodes.batch_size
-        wrappers = self._sites[layer.shape, layer.sliding_window]
-        _run(wrappers, wrappers.prefill, q[first:], layer, out[first:])
-
-    def forward_decode(self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
-        wrappers = self._sites[layer.shape, layer.sliding_window]
-        _run(wrappers, wrappers.decoding, q, layer, out)
+    def refresh(self, rows: DecodeRows) -> None:
+        self._plan(self._in_graphs[len(rows)], self.site.pages(rows))
 
 
-def _run(
-    wrappers: _SiteWrappers, wrapper: PlannedWrapper, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
-) -> None:
-    if layer.logit_cap > 0 or layer.sinks is not None:
-        raise NotImplementedError(
-            "the flashinfer backend here has neither logit caps nor sinks; use --attention-backend triton"
-        )
-    cache = layer.cache
-    k_cache, v_cache = (c.unflatten(0, (-1, wrappers.page_size)) for c in (cache.k, cache.v))
-    # The wrapper was planned for head_dim ** -0.5; what differs from that goes into the scale of the keys.
-    k_scale = cache.k_scale * layer.scale * wrappers.head_dim**0.5
-    wrapper.run(q, (k_cache, v_cache), k_scale=k_scale, v_scale=cache.v_scale, out=out)
+@dataclass(slots=True)
+class FlashInferDecodeMetadata:
+    site: _SiteOptions
+    wrapper: PlannedWrapper
+
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+        self.site.run(self.wrapper, q, layer, out)

@@ -7,6 +7,7 @@ read where they lie: keys and values are views of one cache.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,58 +21,45 @@ from sglang.srt.plan.mixers import MLA
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.attention_layer import AttentionLayer
-    from sglang.srt.layers.forward_batch import ForwardBatch
+    from sglang.srt.layers.forward_batch import DecodeRows, ExtendRows
+    from sglang.srt.plan.layer_spec import AttentionSite
     from sglang.srt.plan.plan import Plan
 
 WORKSPACE_BYTES = 128 << 20
 
 
 class FlashInferMLABackend:
-    """Implements AttentionBackend for a cache in 16 bits."""
+    """Implements AttentionBackend for a cache in 16 bits. All wrappers share a workspace: a step may have prompts and
+    decoding requests, both planned before either runs; they run one after the other."""
 
     def __init__(self, plan: Plan, device: torch.device | str) -> None:
-        (shape,) = plan.attention_shapes
-        (self._scale,) = {
-            layer.mixer.softmax_scale for layer in plan.description.layers if isinstance(layer.mixer, MLA)
-        }
-        self._rank = shape.v_head_dim
-        self._shape = (shape.num_heads, self._rank, shape.head_dim - self._rank, plan.page_size)
-        self._dtypes = (getattr(torch, plan.dtype), storage_dtype(plan.kv_cache_dtype))
-        self._page_size = plan.page_size
-        self._max_pages_each = -(-plan.context_len // plan.page_size)
-        self._device = torch.device(device)
-        # A step may have prompts and decoding requests, both planned before either runs; they run one after the other.
+        self._options = _Options(plan)
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._prefill_lists, self._decode_lists = torch.empty(2, PLAN_BYTES, dtype=torch.uint8, device=device)
-        self._prefill, self._decode = self._planned(self._prefill_lists), self._planned(self._decode_lists)
-        self._in_graphs: dict[int, PlannedWrapper] = {}
-        self._decoding = self._decode
-        """The wrapper of the current step's decoding requests."""
 
-    def _planned(self, lists: torch.Tensor, **buffers: Any) -> PlannedWrapper:
-        wrapper = BatchMLAPagedAttentionWrapper(self._workspace, backend="fa2", **buffers)
-        # Each allocates lists of its own and, unlike FlashInfer's other wrappers, has no method that replaces them.
-        wrapper._int_workspace_buffer = lists
-        return PlannedWrapper(wrapper, torch.cuda.Event() if self._device.type == "cuda" else None)
+    def decode_builder(self, site: AttentionSite) -> FlashInferMLADecode:
+        return FlashInferMLADecode(self._options, self._workspace)
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        if batch.forward_mode.is_decode():
-            self._decoding = self._decode
-            self._plan_decode(self._decode, batch)
-            return
-        assert batch.extend_seq_lens_cpu is not None
-        self._plan(self._prefill, batch, batch.extend_seq_lens_cpu, causal=True)
+    def extend_builder(self, site: AttentionSite) -> FlashInferMLAExtend:
+        return FlashInferMLAExtend(self._options, self._workspace)
 
-    def _plan_decode(self, wrapper: PlannedWrapper, batch: ForwardBatch) -> None:
-        self._plan(wrapper, batch, [1] * batch.batch_size, causal=False)
 
-    def _plan(self, wrapper: PlannedWrapper, batch: ForwardBatch, new_lens: list[int], causal: bool) -> None:
-        pages = gather_pages(batch, batch.token_slots[0], self._page_size)
-        assert batch.seq_lens_cpu is not None
-        lens = torch.tensor(batch.seq_lens_cpu, dtype=torch.int32)
-        self._plan_pages(wrapper, new_lens, pages.indptr, pages.indices, lens, causal)
+class _Options:
+    """What wrappers are planned with."""
 
-    def _plan_pages(
+    def __init__(self, plan: Plan) -> None:
+        (shape,) = plan.attention_shapes
+        (self.scale,) = {layer.mixer.softmax_scale for layer in plan.description.layers if isinstance(layer.mixer, MLA)}
+        self.rank, self.page_size = shape.v_head_dim, plan.page_size
+        self.shape = (shape.num_heads, self.rank, shape.head_dim - self.rank, plan.page_size)
+        self.dtypes = (getattr(torch, plan.dtype), storage_dtype(plan.kv_cache_dtype))
+        self.max_pages_each = -(-plan.context_len // plan.page_size)
+
+    def plan(self, wrapper: PlannedWrapper, rows: DecodeRows | ExtendRows, new_lens: list[int], causal: bool) -> None:
+        pages = gather_pages(rows, 0, self.page_size)
+        lens = torch.tensor(rows.seq_lens_cpu, dtype=torch.int32)
+        self.plan_pages(wrapper, new_lens, pages.indptr, pages.indices, lens, causal)
+
+    def plan_pages(
         self,
         wrapper: PlannedWrapper,
         new_lens: list[int],
@@ -81,57 +69,102 @@ class FlashInferMLABackend:
         causal: bool,
     ) -> None:
         starts = torch.from_numpy(np.concatenate(([0], np.cumsum(new_lens))).astype(np.int32))
-        wrapper.plan(starts, indptr, indices, lens, *self._shape, causal, self._scale, *self._dtypes)
+        wrapper.plan(starts, indptr, indices, lens, *self.shape, causal, self.scale, *self.dtypes)
 
-    def init_cuda_graph_state(self, batch_sizes: tuple[int, ...]) -> None:
+    def run(self, wrapper: PlannedWrapper, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+        """q [T, H, rank + rope]: absorbed queries, whose last dims are rotated."""
+        latents = layer.cache.k[:, 0].unflatten(0, (-1, self.page_size))
+        rank = self.rank
+        wrapper.run(q[..., :rank], q[..., rank:], latents[..., :rank], latents[..., rank:], out=out)
+
+
+def _planned(workspace: torch.Tensor, lists: torch.Tensor, **buffers: Any) -> PlannedWrapper:
+    wrapper = BatchMLAPagedAttentionWrapper(workspace, backend="fa2", **buffers)
+    # Each allocates lists of its own and, unlike FlashInfer's other wrappers, has no method that replaces them.
+    wrapper._int_workspace_buffer = lists
+    return PlannedWrapper(wrapper, torch.cuda.Event() if workspace.is_cuda else None)
+
+
+class FlashInferMLAExtend:
+    """Implements ExtendBuilder."""
+
+    plans_on_host = True
+    in_graphs = False
+
+    def __init__(self, options: _Options, workspace: torch.Tensor) -> None:
+        self.options = options
+        self.wrapper = _planned(workspace, torch.empty(PLAN_BYTES, dtype=torch.uint8, device=workspace.device))
+
+    def build(self, rows: ExtendRows) -> FlashInferMLAExtendMetadata:
+        self.options.plan(self.wrapper, rows, rows.new_lens_cpu, causal=True)
+        return FlashInferMLAExtendMetadata(self, sum(rows.new_lens_cpu))
+
+
+@dataclass(slots=True)
+class FlashInferMLAExtendMetadata:
+    builder: FlashInferMLAExtend
+    num_tokens: int
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
+    ) -> None:
+        first = len(q) - self.num_tokens
+        self.builder.options.run(self.builder.wrapper, q[first:], layer, out[first:])
+
+
+class FlashInferMLADecode:
+    """Implements DecodeBuilder."""
+
+    plans_on_host = True
+    in_graphs = True
+
+    def __init__(self, options: _Options, workspace: torch.Tensor) -> None:
+        self.options, self._workspace = options, workspace
+        self._lists = torch.empty(PLAN_BYTES, dtype=torch.uint8, device=workspace.device)
+        self._eager = _planned(workspace, self._lists)
+        self._in_graphs: dict[int, PlannedWrapper] = {}
+
+    def build(self, rows: DecodeRows) -> FlashInferMLADecodeMetadata:
+        self.options.plan(self._eager, rows, [1] * len(rows), causal=False)
+        return FlashInferMLADecodeMetadata(self.options, self._eager)
+
+    def prepare_graphs(self, batch_sizes: tuple[int, ...]) -> None:
         """One wrapper a batch size, since a wrapper's is fixed, planned for one page a request: what a graph's launches
         depend on is the batch size alone. They share the buffers, whose front the smaller ones use."""
-        largest = batch_sizes[-1]
-        starts, indptr = torch.zeros(2, largest + 1, dtype=torch.int32, device=self._device)
-        lens = torch.ones(largest, dtype=torch.int32, device=self._device)
-        indices = torch.zeros(largest * self._max_pages_each, dtype=torch.int32, device=self._device)
+        largest, device = batch_sizes[-1], self._workspace.device
+        starts, indptr = torch.zeros(2, largest + 1, dtype=torch.int32, device=device)
+        lens = torch.ones(largest, dtype=torch.int32, device=device)
+        indices = torch.zeros(largest * self.options.max_pages_each, dtype=torch.int32, device=device)
         for size in batch_sizes:
-            self._in_graphs[size] = self._planned(
-                self._decode_lists,
+            self._in_graphs[size] = _planned(
+                self._workspace,
+                self._lists,
                 use_cuda_graph=True,
                 qo_indptr=starts[: size + 1],
                 kv_indptr=indptr[: size + 1],
                 kv_indices=indices,
                 kv_len_arr=lens[:size],
             )
-            self._plan_pages(
+            self.options.plan_pages(
                 self._in_graphs[size],
                 [1] * size,
                 torch.arange(size + 1, dtype=torch.int32),
-                torch.zeros(size, dtype=torch.int32, device=self._device),
+                torch.zeros(size, dtype=torch.int32, device=device),
                 torch.ones(size, dtype=torch.int32),
                 causal=False,
             )
 
-    def init_forward_metadata_capture(self, batch: ForwardBatch) -> None:
-        self._decoding = self._in_graphs[batch.batch_size]
+    def build_in_graph(self, rows: DecodeRows) -> FlashInferMLADecodeMetadata:
+        return FlashInferMLADecodeMetadata(self.options, self._in_graphs[len(rows)])
 
-    def init_forward_metadata_replay(self, batch: ForwardBatch, num_reqs: int) -> None:
-        self._plan_decode(self._in_graphs[batch.batch_size], batch)
+    def refresh(self, rows: DecodeRows) -> None:
+        self.options.plan(self._in_graphs[len(rows)], rows, [1] * len(rows), causal=False)
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        batch: ForwardBatch,
-        out: torch.Tensor,
-    ) -> None:
-        first = 0 if batch.decodes is None else batch.decodes.batch_size
-        last = len(q) if batch.extend_seq_lens_cpu is None else first + sum(batch.extend_seq_lens_cpu)
-        self._run(self._prefill, q[first:last], layer, out[first:last])
 
-    def forward_decode(self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
-        self._run(self._decoding, q, layer, out)
+@dataclass(slots=True)
+class FlashInferMLADecodeMetadata:
+    options: _Options
+    wrapper: PlannedWrapper
 
-    def _run(self, wrapper: PlannedWrapper, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
-        """q [T, H, rank + rope]: absorbed queries, whose last dims are rotated."""
-        latents = layer.cache.k[:, 0].unflatten(0, (-1, self._page_size))
-        rank = self._rank
-        wrapper.run(q[..., :rank], q[..., rank:], latents[..., :rank], latents[..., rank:], out=out)
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+        self.options.run(self.wrapper, q, layer, out)

@@ -46,11 +46,3 @@ def cut_prefixes(
         )
         for begin in range(0, total, chunk_tokens)
     )
-
-
-@dataclass(frozen=True, slots=True)
-class LatentPrompts:
-    """How latent attention computes the prompts of a step: over keys and values that are made of the tokens and of
-    `chunks` of their cached prefixes, or (None) with absorbed queries over latents."""
-
-    chunks: tuple[LatentChunk, ...] | None

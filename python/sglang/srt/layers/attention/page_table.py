@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from sglang.srt.layers.forward_batch import ForwardBatch, TokenSlots
+from sglang.srt.layers.forward_batch import DecodeRows, ExtendRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,33 +19,33 @@ class Pages:
     indices: torch.Tensor  # [indptr[-1]]
 
 
-def gather_pages(batch: ForwardBatch, slots: TokenSlots, page_size: int, window: int = 0) -> Pages:
+def gather_pages(rows: DecodeRows | ExtendRows, table: int, page_size: int, window: int = 0) -> Pages:
     """The pages that hold the first seq_lens tokens of each request; with a `window` those that its new tokens see,
     because what lies before may be another request's by now. Launches a few kernels, never synchronizes.
 
-    The last page of a DECODE batch comes from `out_cache_loc`: before a graph's replay the table does not have it yet.
-    Tables of windows do (`DeviceState`), and there `out_cache_loc` is a replay behind.
+    The last page of a request that decodes comes from `out_cache_loc`: before a graph's replay the table does not have
+    it yet. Tables of windows do (`AttentionSites`), and there `out_cache_loc` is a replay behind.
     """
-    assert batch.seq_lens_cpu is not None
-    lens = np.asarray(batch.seq_lens_cpu, dtype=np.int32)
-    before = batch.extend_prefix_lens_cpu
-    cached = lens - 1 if before is None else np.asarray(before, dtype=np.int32)
+    assert rows.seq_lens_cpu is not None
+    slots = rows.token_slots[table]
+    lens = np.asarray(rows.seq_lens_cpu, dtype=np.int32)
+    cached = lens - 1 if isinstance(rows, DecodeRows) else np.asarray(rows.prefix_lens_cpu, dtype=np.int32)
     first = np.maximum(cached - (window - 1), 0) // page_size if window else np.zeros_like(lens)
     counts = (lens + page_size - 1) // page_size - first
     indptr = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     total = int(indptr[-1])
     device = slots.req_to_token.device
-    counts_dev = (batch.seq_lens + page_size - 1) // page_size
+    counts_dev = (rows.seq_lens + page_size - 1) // page_size
     first_dev = torch.zeros_like(counts_dev)
     if window:
-        cached_dev = batch.seq_lens - 1 if batch.extend_prefix_lens is None else batch.extend_prefix_lens
+        cached_dev = rows.seq_lens - 1 if isinstance(rows, DecodeRows) else rows.prefix_lens
         first_dev = (cached_dev - (window - 1)).clamp(min=0) // page_size
         counts_dev = counts_dev - first_dev
-    rows = torch.repeat_interleave(batch.req_pool_indices, counts_dev, output_size=total)
+    request = torch.repeat_interleave(rows.req_pool_indices, counts_dev, output_size=total)
     start = torch.repeat_interleave(torch.cumsum(counts_dev, 0) - counts_dev - first_dev, counts_dev, output_size=total)
     page = torch.arange(total, device=device) - start
-    indices = torch.div(slots.req_to_token[rows, page * page_size], page_size, rounding_mode="floor").int()
-    if batch.forward_mode.is_decode() and not window:
+    indices = torch.div(slots.req_to_token[request, page * page_size], page_size, rounding_mode="floor").int()
+    if isinstance(rows, DecodeRows) and not window:
         indices[torch.cumsum(counts_dev, 0) - 1] = torch.div(
             slots.out_cache_loc, page_size, rounding_mode="floor"
         ).int()

@@ -6,6 +6,7 @@ length. Everything is read from the pool, the new tokens too. It looks at host l
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,8 +15,9 @@ from sglang.srt.layers.attention.attention_layer import AttentionLayer
 from sglang.srt.layers.native_ops import load_cache
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.forward_batch import ForwardBatch
+    from sglang.srt.layers.forward_batch import DecodeRows, ExtendRows
     from sglang.srt.mem_cache.memory_pool import CacheStore
+    from sglang.srt.plan.layer_spec import AttentionSite
     from sglang.srt.plan.plan import Plan
 
 _MAX_SCORES = 1 << 23
@@ -23,39 +25,63 @@ _MAX_SCORES = 1 << 23
 
 
 class TorchNativeAttnBackend:
-    """Implements AttentionBackend. Keeps nothing between calls."""
+    """Implements AttentionBackend. Keeps nothing between steps."""
 
     def __init__(self, plan: Plan, device: str | torch.device) -> None:
         del plan, device
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        pass
+    def decode_builder(self, site: AttentionSite) -> NativeDecode:
+        return NativeDecode()
 
-    def init_cuda_graph_state(self, batch_sizes: tuple[int, ...]) -> None:
+    def extend_builder(self, site: AttentionSite) -> NativeExtend:
+        return NativeExtend()
+
+
+class _OutsideGraphs:
+    """Lengths are those on the host."""
+
+    plans_on_host = True
+    in_graphs = False
+
+
+class NativeDecode(_OutsideGraphs):
+    """Implements DecodeBuilder."""
+
+    def build(self, rows: DecodeRows) -> NativeDecodeMetadata:
+        assert rows.seq_lens_cpu is not None
+        return NativeDecodeMetadata(rows, rows.seq_lens_cpu)
+
+    def prepare_graphs(self, batch_sizes: tuple[int, ...]) -> None:
         raise NotImplementedError(
             "the torch_native attention backend cannot run in CUDA graphs; pass --disable-cuda-graph"
         )
 
-    def init_forward_metadata_capture(self, batch: ForwardBatch) -> None:
+    def build_in_graph(self, rows: DecodeRows) -> NativeDecodeMetadata:
         raise NotImplementedError("the torch_native attention backend cannot run in CUDA graphs")
 
-    def init_forward_metadata_replay(self, batch: ForwardBatch, num_reqs: int) -> None:
+    def refresh(self, rows: DecodeRows) -> None:
         raise NotImplementedError("the torch_native attention backend cannot run in CUDA graphs")
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        batch: ForwardBatch,
-        out: torch.Tensor,
+
+class NativeExtend(_OutsideGraphs):
+    """Implements ExtendBuilder."""
+
+    def build(self, rows: ExtendRows) -> NativeExtendMetadata:
+        return NativeExtendMetadata(rows)
+
+
+@dataclass(slots=True)
+class NativeExtendMetadata:
+    rows: ExtendRows
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
     ) -> None:
-        assert batch.extend_seq_lens_cpu is not None and batch.extend_prefix_lens_cpu is not None
-        start = 0 if batch.decodes is None else batch.decodes.batch_size
-        slots = batch.req_pool_indices.tolist()
-        req_to_token = batch.slots_of(layer.cache).req_to_token
-        for slot, prefix, new in zip(slots, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True):
+        extend = self.rows
+        start = int(extend.start_loc[0])
+        slots = extend.req_pool_indices.tolist()
+        req_to_token = extend.token_slots[layer.cache.table].req_to_token
+        for slot, prefix, new in zip(slots, extend.prefix_lens_cpu, extend.new_lens_cpu, strict=True):
             begin = _first_visible(prefix, layer)
             keys, values = _gather(layer.cache, req_to_token[slot, begin : prefix + new])
             step = max(1, _MAX_SCORES // (layer.num_heads * (prefix + new - begin)))
@@ -67,13 +93,30 @@ class TorchNativeAttnBackend:
                 out[rows] = attend(q[rows], keys[: end - begin], values[: end - begin], mask, layer)
             start += new
 
-    def forward_decode(self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
-        assert batch.seq_lens_cpu is not None
+
+@dataclass(slots=True)
+class NativeDecodeMetadata:
+    rows: DecodeRows
+    seq_lens: list[int]
+
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         start = 0
         while start < len(q):
-            rows = _group(batch.seq_lens_cpu, start, layer.num_heads)
-            out[rows] = _decode_group(q[rows], layer, batch, rows)
-            start = rows.stop
+            group = _group(self.seq_lens, start, layer.num_heads)
+            out[group] = self._attend_group(q[group], layer, group)
+            start = group.stop
+
+    def _attend_group(self, q: torch.Tensor, layer: AttentionLayer, group: slice) -> torch.Tensor:
+        rows, seq_lens = self.rows, self.seq_lens[group]
+        lens = rows.seq_lens[group].long()
+        key_positions = torch.arange(_first_visible(min(seq_lens) - 1, layer), max(seq_lens), device=q.device)
+        slots = rows.req_pool_indices[group, None]
+        mask = _visible(lens[:, None] - 1, key_positions, layer.sliding_window)
+        # Elsewhere the table holds anything: read the query's own key there, and mask it.
+        table = rows.token_slots[layer.cache.table].req_to_token
+        loc = table[slots, torch.where(mask[:, 0], key_positions, lens[:, None] - 1)]
+        keys, values = _gather(layer.cache, loc)
+        return attend(q[:, None], keys, values, mask, layer)[:, 0]
 
 
 def attend(
@@ -125,16 +168,3 @@ def _group(seq_lens: list[int], start: int, num_heads: int) -> slice:
             break
         stop += 1
     return slice(start, stop)
-
-
-def _decode_group(q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, rows: slice) -> torch.Tensor:
-    assert batch.seq_lens_cpu is not None
-    longest, shortest = max(batch.seq_lens_cpu[rows]), min(batch.seq_lens_cpu[rows])
-    lens = batch.seq_lens[rows].long()
-    key_positions = torch.arange(_first_visible(shortest - 1, layer), longest, device=q.device)
-    slots = batch.req_pool_indices[rows, None]
-    mask = _visible(lens[:, None] - 1, key_positions, layer.sliding_window)
-    # Elsewhere the table holds anything: read the query's own key there, and mask it.
-    loc = batch.slots_of(layer.cache).req_to_token[slots, torch.where(mask[:, 0], key_positions, lens[:, None] - 1)]
-    keys, values = _gather(layer.cache, loc)
-    return attend(q[:, None], keys, values, mask, layer)[:, 0]

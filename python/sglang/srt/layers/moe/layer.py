@@ -14,12 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.configs.activation import Activation
-from sglang.srt.configs.quant_rules import ModuleQuant
-from sglang.srt.configs.quant_scheme import expert_share
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.linear import ReplicatedLinear, Unquantized
 from sglang.srt.layers.mlp import GatedMLP
-from sglang.srt.layers.moe.fused_moe_triton.config_files import TunedTiles, lookup
 from sglang.srt.layers.moe.fused_moe_triton.tiles import few_pairs
 from sglang.srt.layers.moe.topk import TopK
 from sglang.srt.layers.ops import FusedMoEOp
@@ -45,7 +42,7 @@ class MoELayer:
         fused = spec.fused_shared
         width, parts = spec.latent_size or hidden_size, up_parts(spec.activation)
         groups = scope.groups
-        self.group, self.ep_size = groups.experts, groups.ep.size
+        self.group = groups.experts
         self.reduce = self.group.size > 1
         sizes = ExpertSizes(
             spec.num_experts,
@@ -62,9 +59,8 @@ class MoELayer:
         self.route = TopK(scope, hidden_size, spec.num_experts, spec.router, with_shared=fused, local=sizes.local)
         self.experts = Experts(scope, sizes, spec.activation.linear_in_up)
         self.products: FusedMoEOp = scope.plan.entry("fused_moe")
-        self.features = scope.plan.arch.features
+        self.bands, self.features = scope.plan.tiles("fused_moe"), scope.plan.arch.features
         self.row_format = None if spec.latent_size else self._row_format(scope, spec)
-        self.tuned = _tuned_tiles(scope, sizes, self.experts.quant)
         self.latent: tuple[ReplicatedLinear, ReplicatedLinear] | None = None
         if spec.latent_size:
             self.latent = (
@@ -101,11 +97,8 @@ class MoELayer:
     def routed(self, x: Rows, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The chosen experts' outputs by their weights [T, k]: this rank's summand of [T, H]."""
         w13, w2 = self.experts.w13, self.experts.w2
-        tiles = None
-        if self.tuned is not None:
-            tiles = self.tuned.for_launch(-(-ids.shape[0] // self.ep_size), ids.shape[1])
         rows = x if self.latent is None else self.latent[0](values_of(x))
-        out = self.products(rows, w13, w2, weights, ids, self.activation, tiles, self.features)
+        out = self.products(rows, w13, w2, weights, ids, self.activation, self.bands, self.features)
         # What comes behind is linear: of each rank's summand.
         return out if self.latent is None else self.latent[1](out)
 
@@ -124,13 +117,3 @@ class SharedExpert:
     def __call__(self, x: Rows) -> torch.Tensor:
         out = self.mlp(x)
         return out if self.gate is None else out * self.gate(values_of(x)).sigmoid()
-
-
-def _tuned_tiles(scope: Scope, sizes: ExpertSizes, quant: ModuleQuant | None) -> TunedTiles | None:
-    """Of a tuning file for this rank's shape and GPU, if there is one that fits."""
-    arch = scope.plan.arch
-    if arch.capability is None:
-        return None
-    share = expert_share(sizes.intermediate_size, scope.groups.expert_tp.size, quant.format if quant else None)
-    scheme = quant.scheme if quant else None
-    return lookup(sizes.room, share, scheme, arch, hidden=sizes.hidden_size, bias=sizes.bias)

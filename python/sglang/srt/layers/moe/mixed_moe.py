@@ -13,12 +13,13 @@ import torch
 import triton
 
 from sglang.srt.configs.activation import SILU, Activation
+from sglang.srt.kernels.bands import Bands, band_of
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.layers.moe.fused_moe_triton import fused_moe as streamed
 from sglang.srt.layers.moe.fused_moe_triton.align import ExpertBlocks, align
+from sglang.srt.layers.moe.fused_moe_triton.expert_bands import MIXED
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import COMBINE_BLOCK, matrix_of
 from sglang.srt.layers.moe.fused_moe_triton.kernels import combine_kernel
-from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles
 from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.layers.triton_ops.activation import gate_constants
 from sglang.srt.layers.triton_ops.quantize import quantize_activation
@@ -26,10 +27,6 @@ from sglang.srt.layers.triton_ops.quantize import quantize_activation
 if TYPE_CHECKING:
     from sm120_sgl_kernel import Library
 
-LEAST_ROWS = 48
-"""Pairs an expert, on average, from which the mixed products are used."""
-TALL_ROWS = 72
-"""And from which in blocks of 128 instead of 64. Both predicted: docs/results/2026-11-21-mixed-kernel.md."""
 GROUP_M = 8
 """Row blocks that share each column of weights while it is cached."""
 
@@ -40,15 +37,16 @@ def fused_moe(
     w2: ExpertWeights,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
-    activation: Activation = SILU,
-    tiles: MoeTiles | None = None,
+    activation: Activation,
+    bands: Bands,
     features: Collection[str] = (),
 ) -> torch.Tensor:
-    """As `fused_moe_triton.fused_moe`, of weights with the scheme mxfp4_mxfp8 as published. `tiles` and `features` are
-    for the batches that are left to Triton."""
-    block_m = block_rows(w13.pairs_here(topk_ids.numel()), w13.num_experts)
-    if block_m is None:
-        return streamed.fused_moe(x, w13, w2, topk_weights, topk_ids, activation, tiles, features)
+    """As `fused_moe_triton.fused_moe`, of weights with the scheme mxfp4_mxfp8 as published. Steps that the bands do not
+    give to sgl-kernel are Triton's."""
+    band = band_of(bands, len(topk_ids))
+    if band.way != MIXED:
+        return streamed.fused_moe(x, w13, w2, topk_weights, topk_ids, activation, bands, features)
+    block_m = band.tiles[0]["BLOCK_M"]
     (num_tokens, top_k), intermediate = topk_ids.shape, w13.rows // 2
     blocks = align(topk_ids, w13.num_experts, block_m)
     inter = torch.empty((num_tokens * top_k, intermediate), dtype=x.dtype, device=x.device)
@@ -61,14 +59,6 @@ def fused_moe(
         TOP_K=top_k, BLOCK=COMBINE_BLOCK, num_warps=4, **pdl.options(),
     )  # fmt: skip
     return out
-
-
-def block_rows(num_pairs: int, num_experts: int) -> int | None:
-    """Rows of the blocks that so many pairs are grouped in; None: they are left to Triton."""
-    rows = num_pairs / num_experts
-    if rows < LEAST_ROWS:
-        return None
-    return 64 if rows < TALL_ROWS else 128
 
 
 def _multiply(

@@ -84,10 +84,10 @@ class QuantizedLinear:
         bias: torch.Tensor | None,
         out_dtype: torch.dtype | None = None,
     ) -> None:
-        self.name = scope.path
-        self.bind: QuantizedLinearOp = scope.plan.entry(f"linear/{quant.scheme}")
-        self.arch = scope.plan.arch
-        self.row_format = row_format(scope.plan.choices[f"linear/{quant.scheme}"], weight.scheme, self.arch)
+        self.name, op = scope.path, f"linear/{quant.scheme}"
+        self.bind: QuantizedLinearOp = scope.plan.entry(op)
+        self.arch, self.bands = scope.plan.arch, scope.plan.tiles(op, (*weight.shape, bias is not None))
+        self.row_format = row_format(scope.plan.choices[op], weight.scheme, self.arch)
         self.weight: LinearWeight | None = weight
         self.bias, self.out_dtype = bias, out_dtype
         self.run: QuantizedProduct | None = None
@@ -97,7 +97,7 @@ class QuantizedLinear:
         assert self.weight is not None
         if self.weight.input_scale is not None:
             self.weight.input_scale[:] = largest_usable(self.name, self.weight.input_scale)
-        self.run = self.bind(self.weight, self.arch)
+        self.run = self.bind(self.weight, self.arch, self.bands)
         self.weight = None  # the kernel's now
 
     def __call__(self, x: Rows) -> torch.Tensor:

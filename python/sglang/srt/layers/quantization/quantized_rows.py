@@ -51,7 +51,7 @@ def row_format(choice: Choice, scheme: Scheme | None, arch: ArchTraits) -> RowFo
     """What the chosen kernel takes many rows in, if a norm can make it. `scheme`: of its weights in memory."""
     if choice.spec.package != "triton" or scheme is None or scheme.element != "e4m3":
         return None
-    from sglang.srt.layers.triton_ops.scaled_dot import product_of
+    from sglang.srt.kernels.scaled_product import product_of
 
     activation = product_of(scheme, arch.features).activation
     return RowFormat(activation) if activation in ("token", "group128") else None  # type: ignore[arg-type]

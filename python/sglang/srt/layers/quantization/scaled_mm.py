@@ -13,13 +13,15 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.configs.quant_scheme import ALIGNED, SCHEMES, Scheme
+from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
 from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.kernels.bands import Bands, band_of
 from sglang.srt.kernels.spec import Need
 from sglang.srt.kernels.tables import SCALED_MM_ROWS
 from sglang.srt.layers.quantization import reference
 from sglang.srt.layers.quantization.linear_weight import LinearWeight
 from sglang.srt.layers.quantization.quantized_rows import QuantizedRows, Rows, values_of
+from sglang.srt.layers.triton_ops.linear_tiles import LIBRARY
 from sglang.srt.layers.triton_ops.quant_linear import Apply, operand, pack, packed_linear
 
 BLOCKS_OF_K = 4
@@ -42,12 +44,9 @@ class ScaledWeight:
     blocks: bool
 
 
-def scaled_weight(weight: LinearWeight) -> ScaledWeight | None:
-    """A view of the weight; None where the product does not take its sizes."""
-    columns_a_scale = weight.scheme.group[1]
-    if any(size % ALIGNED for size in weight.shape) or (columns_a_scale and weight.shape[1] % columns_a_scale):
-        return None
-    if columns_a_scale == 0:
+def scaled_weight(weight: LinearWeight) -> ScaledWeight:
+    """A view of a weight whose sizes the product takes (`linear_tiles.library_takes`)."""
+    if weight.scheme.group[1] == 0:
         return ScaledWeight(weight.data.t(), weight.scale[None, :], False)
     room = -weight.scale.shape[1] % BLOCKS_OF_K
     return ScaledWeight(weight.data.t(), F.pad(weight.scale, (0, room)).t(), True)
@@ -77,18 +76,19 @@ def scaled_product(
     return out[:num_rows]
 
 
-def quantized_linear(weight: LinearWeight, arch: ArchTraits) -> Apply:
-    """As `quant_linear.quantized_linear`, whose kernels compute steps of fewer rows than SCALED_MM_ROWS, logits, and
-    blocks with a bias, which no model has."""
+def quantized_linear(weight: LinearWeight, arch: ArchTraits, bands: Bands) -> Apply:
+    """As `quant_linear.quantized_linear`, whose kernels compute the steps that the bands do not give to torch, and what
+    is wanted in another type than x's."""
     matrix = pack(weight, arch)
-    by_triton, by_torch = packed_linear(matrix), scaled_weight(matrix.weight)
-    if by_torch is None:
+    by_triton = packed_linear(matrix, tuple(band for band in bands if band.way != LIBRARY))
+    if bands[-1].way != LIBRARY:
         return by_triton
+    by_torch = scaled_weight(matrix.weight)
 
     def run(x: Rows, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         values = values_of(x)
-        few = values.numel() < SCALED_MM_ROWS * matrix.cols
-        if few or out_dtype not in (None, values.dtype) or (by_torch.blocks and bias is not None):
+        band = band_of(bands, values.numel() // matrix.cols)
+        if band.way != LIBRARY or out_dtype not in (None, values.dtype):
             return by_triton(x, bias, out_dtype)
         flat = x if isinstance(x, QuantizedRows) else values.reshape(-1, matrix.cols)
         data, scale, _, _ = operand(flat, matrix)
@@ -128,7 +128,6 @@ def probe_error(scheme: Scheme, dtype: torch.dtype, device: torch.device) -> flo
     a, b = reference.quantize(x.to(device), as_weight), reference.quantize(w.to(device), scheme)
     want = reference.dequantize(a, as_weight).double() @ reference.dequantize(b, scheme).double().t()
     weight = scaled_weight(LinearWeight(b.data, scheme, b.scale))
-    assert weight is not None
     got = scaled_product(a.data, a.scale, weight, bias, dtype).double()
     if bias is not None:
         want += bias.double()

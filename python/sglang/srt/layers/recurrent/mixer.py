@@ -13,7 +13,7 @@ from sglang.srt.layers.recurrent.step_kernels import ConvKernels, RecurrenceKern
 from sglang.srt.mem_cache.memory_pool import CacheStore
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.forward_batch import ForwardBatch
+    from sglang.srt.layers.forward_batch import DecodeRows, ExtendRows, ForwardBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +81,10 @@ class RecurrentCore:
     def __call__(self, x: torch.Tensor, conv: Convolution, gates: Gates, batch: ForwardBatch) -> torch.Tensor:
         convolved = torch.empty_like(x, memory_format=torch.contiguous_format)
         out = x.new_empty((len(x), self.heads.value_heads, self.heads.value_dim))
-        if batch.forward_mode.is_decode():
-            self._decode(x, convolved, conv, gates, batch, out)
-            return out
-        if batch.decodes is not None:  # first: its padding rows may lie over those of the prompts
-            self._decode(x, convolved, conv, gates, batch.decodes, out)
-        self._extend(x, convolved, conv, gates, batch, out)
+        if batch.decode is not None:  # first: its padding rows may lie over those of the prompts
+            self._decode(x, convolved, conv, gates, batch.decode, out)
+        if batch.extend is not None:
+            self._extend(x, convolved, conv, gates, batch.extend, out)
         return out
 
     def _decode(
@@ -95,10 +93,10 @@ class RecurrentCore:
         convolved: torch.Tensor,
         conv: Convolution,
         gates: Gates,
-        batch: ForwardBatch,
+        requests: DecodeRows,
         out: torch.Tensor,
     ) -> None:
-        rows, slots, cache = slice(0, batch.batch_size), batch.req_pool_indices, self.cache
+        rows, slots, cache = slice(0, len(requests)), requests.req_pool_indices, self.cache
         self.conv.decode(
             x[rows], conv.weight, conv.bias, cache["conv"], slots, convolved[rows], conv.norm_heads, conv.head_dim
         )
@@ -122,13 +120,11 @@ class RecurrentCore:
         convolved: torch.Tensor,
         conv: Convolution,
         gates: Gates,
-        batch: ForwardBatch,
+        requests: ExtendRows,
         out: torch.Tensor,
     ) -> None:
-        prefix_lens, start_loc, cache = batch.extend_prefix_lens, batch.extend_start_loc, self.cache
-        assert prefix_lens is not None and start_loc is not None
-        slots = batch.req_pool_indices
-        ragged = (slots, slots, prefix_lens, start_loc)
+        slots, cache = requests.req_pool_indices, self.cache
+        ragged = (slots, slots, requests.prefix_lens, requests.start_loc)
         self.conv.extend(x, conv.weight, conv.bias, cache["conv"], *ragged, convolved, conv.norm_heads, conv.head_dim)
         self.recurrence.extend(
             self.rule,

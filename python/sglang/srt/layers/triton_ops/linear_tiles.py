@@ -1,4 +1,4 @@
-"""Tiles of products with a quantized weight. Data only: no torch, no Triton.
+"""Tiles of products with a quantized weight, and the bands that are cut of them. Data only: no torch, no Triton.
 
 Every tile of TILES fits the 101,376 bytes of shared memory of the smallest GPUs, without spills: the ledger proves it.
 Keys: the kinds of `scaled_dot.ScaledProduct`.
@@ -7,9 +7,15 @@ Keys: the kinds of `scaled_dot.ScaledProduct`.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from sglang.srt.layers.moe.fused_moe_triton.tiles import PairTile
+from sglang.srt.configs.quant_scheme import ALIGNED, SCHEMES, Scheme
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.kernels.bands import ANY, Band, Bands, OpBands, Shape, most_tokens
+from sglang.srt.kernels.scaled_product import ScaledProduct, product_of
+from sglang.srt.kernels.spec import Need, Tile
+from sglang.srt.kernels.tables import SCALED_MM_ROWS
+from sglang.srt.layers.moe.fused_moe_triton.tiles import PairTile, pair_cut
 
 ScaledTile = dict[str, int]
 
@@ -26,8 +32,6 @@ def _tile(m: int, n: int, k: int, group: int, warps: int, stages: int) -> Scaled
     return {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP_M": group, "num_warps": warps, "num_stages": stages}
 
 
-_ANY = float("inf")
-
 # Few rows are read through narrow tiles, many at a time; K is split besides until all SMs read.
 TILES: Mapping[str, tuple[LinearTile, ...]] = {
     "scaled": (
@@ -35,28 +39,28 @@ TILES: Mapping[str, tuple[LinearTile, ...]] = {
         LinearTile(32, _tile(32, 64, 128, 1, 4, 4)),
         LinearTile(128, _tile(64, 64, 128, 8, 4, 4)),
         LinearTile(512, _tile(64, 128, 128, 8, 4, 3)),
-        LinearTile(_ANY, _tile(128, 128, 128, 8, 8, 3)),
+        LinearTile(ANY, _tile(128, 128, 128, 8, 8, 3)),
     ),
     "group128": (
         LinearTile(16, _tile(16, 32, 128, 1, 4, 5)),
         LinearTile(32, _tile(32, 64, 128, 1, 4, 4)),
         LinearTile(128, _tile(64, 64, 128, 8, 4, 4)),
         LinearTile(512, _tile(64, 128, 128, 8, 8, 3)),
-        LinearTile(_ANY, _tile(128, 128, 64, 8, 8, 4)),
+        LinearTile(ANY, _tile(128, 128, 64, 8, 8, 4)),
     ),
     "planes": (
         LinearTile(16, _tile(16, 64, 128, 1, 4, 4)),
         LinearTile(32, _tile(32, 64, 128, 1, 4, 4)),
         LinearTile(128, _tile(64, 64, 128, 8, 8, 3)),
         LinearTile(512, _tile(64, 128, 128, 8, 8, 3)),
-        LinearTile(_ANY, _tile(128, 128, 128, 8, 8, 2)),
+        LinearTile(ANY, _tile(128, 128, 128, 8, 8, 2)),
     ),
     "mx": (
         LinearTile(16, _tile(16, 64, 128, 1, 4, 4)),
         LinearTile(32, _tile(32, 64, 128, 1, 4, 4)),
         LinearTile(128, _tile(64, 64, 128, 8, 4, 3)),
         LinearTile(512, _tile(64, 128, 128, 8, 8, 3)),
-        LinearTile(_ANY, _tile(128, 128, 128, 8, 8, 3)),
+        LinearTile(ANY, _tile(128, 128, 128, 8, 8, 3)),
     ),
 }
 
@@ -68,19 +72,19 @@ WIDE_TILES: Mapping[str, tuple[LinearTile, ...]] = {
         LinearTile(32, _tile(32, 64, 128, 1, 4, 4)),
         LinearTile(128, _tile(64, 64, 128, 8, 4, 4)),
         LinearTile(512, _tile(64, 128, 128, 8, 4, 4)),
-        LinearTile(_ANY, _tile(128, 256, 128, 8, 8, 4)),
+        LinearTile(ANY, _tile(128, 256, 128, 8, 8, 4)),
     ),
     "group128": (
         LinearTile(16, _tile(16, 64, 128, 1, 4, 5)),
         LinearTile(32, _tile(32, 64, 128, 1, 4, 4)),
         LinearTile(128, _tile(64, 64, 128, 8, 4, 4)),
         LinearTile(512, _tile(64, 128, 128, 8, 4, 4)),
-        LinearTile(_ANY, _tile(128, 128, 128, 8, 8, 4)),
+        LinearTile(ANY, _tile(128, 128, 128, 8, 8, 4)),
     ),
     "mx": (
         *TILES["mx"][:3],
         LinearTile(512, _tile(64, 128, 128, 8, 8, 2)),
-        LinearTile(_ANY, _tile(128, 128, 128, 8, 8, 2)),
+        LinearTile(ANY, _tile(128, 128, 128, 8, 8, 2)),
     ),
 }
 
@@ -115,17 +119,6 @@ def tile_rows(kind: str, features: Collection[str]) -> tuple[LinearTile, ...]:
     return WIDE_TILES[kind] if "wgmma" in features and kind in WIDE_TILES else TILES[kind]
 
 
-def tile_for(
-    kind: str, num_rows: int, features: Collection[str] = (), num_cols: int = 0, num_sms: int = 0
-) -> ScaledTile:
-    """For a result [num_rows, num_cols] on a GPU of `num_sms`; without them by the rows alone."""
-    rows = tile_rows(kind, features)
-    at = next(i for i, row in enumerate(rows) if num_rows <= row.max_rows)
-    tile = rows[at].tile
-    narrow = kind in NARROW_KINDS and "wgmma" not in features and 2 * SPLIT_ROWS < num_rows <= NARROW_ROWS
-    return rows[at - 1].tile if narrow and _num_tiles(tile, num_rows, num_cols) < num_sms else tile
-
-
 def _num_tiles(tile: ScaledTile, num_rows: int, num_cols: int) -> int:
     return -(-num_rows // tile["BLOCK_M"]) * -(-num_cols // tile["BLOCK_N"])
 
@@ -147,16 +140,9 @@ def last_resort(kind: str) -> ScaledTile:
     return TILES[kind][0].tile | {"num_stages": 2}
 
 
-def swaps(tile: ScaledTile, features: Collection[str]) -> bool:
+def swaps(tile: Tile, features: Collection[str]) -> bool:
     """Whether the weights are the first operand of the matrix instruction."""
     return "wgmma" in features and tile["BLOCK_M"] < 64 <= tile["BLOCK_N"]
-
-
-def may_split(kind: str, features: Collection[str], more_than: float) -> bool:
-    """Whether the tile for more than so many rows is launched with K split. Where SMs would idle, NARROW_KINDS take the
-    tile of fewer columns instead of the one for up to NARROW_ROWS."""
-    narrow = kind in NARROW_KINDS or "wgmma" in features
-    return more_than < (SPLIT_ROWS if narrow else NARROW_ROWS)
 
 
 def num_splits(num_rows: int, num_tiles: int, cols: int, num_sms: int, features: Collection[str] = ()) -> int:
@@ -169,3 +155,90 @@ def num_splits(num_rows: int, num_tiles: int, cols: int, num_sms: int, features:
     else:
         return 1
     return max(1, min(wanted, MAX_SPLITS, cols // least))
+
+
+# --- bands ------------------------------------------------------------------------------------------------------------
+
+FEW, MANY, LIBRARY = "few rows", "tiles", "torch"
+"""Ways: without matrix instructions, by tiles, and by torch's scaled product."""
+
+
+def triton_bands(need: Need, arch: ArchTraits) -> OpBands:
+    """Of Triton's products, for each of the need's weights."""
+    scheme = SCHEMES[need.quant or ""]
+    source = f"linear_tiles.{_source(product_of(scheme, arch.features).kind, arch.features)}"
+    return OpBands({shape: bands_of(scheme, shape, arch) for shape in need.shapes}, source)
+
+
+def library_bands(need: Need, arch: ArchTraits) -> OpBands:
+    """The same with torch's scaled product for steps of SCALED_MM_ROWS tokens and more, where it takes the weight."""
+    by_triton = triton_bands(need, arch)
+    by_shape = dict(by_triton.by_shape)
+    for shape in need.shapes:
+        if library_takes(SCHEMES[need.quant or ""], shape):
+            by_shape[shape] = (*cut_at(by_shape[shape], SCALED_MM_ROWS - 1), Band(ANY, LIBRARY))
+    return replace(by_triton, by_shape=by_shape)
+
+
+def library_takes(scheme: Scheme, shape: Shape) -> bool:
+    """In blocks there is no bias, and they divide the columns."""
+    rows, cols, bias = shape
+    blocks = scheme.group[1]
+    return not rows % ALIGNED and not cols % ALIGNED and not (blocks and (cols % blocks or bias))
+
+
+def cut_at(bands: Bands, most: int) -> Bands:
+    """The bands of up to `most` tokens."""
+    kept = [band for band in bands if band.most < most]
+    return (*kept, replace(bands[len(kept)], most=most))
+
+
+def bands_of(scheme: Scheme, shape: Shape, arch: ArchTraits) -> Bands:
+    """Of one weight."""
+    rows, cols, _ = shape
+    product, features = product_of(scheme, arch.features), arch.features
+    table, why = tile_rows(product.kind, features), _source(product.kind, features)
+    bands = [Band(FEW_ROWS, FEW, ((few_cut(product, scheme.bits, rows, cols),),), "FEW_TILES")]
+    narrower = table[0].tile
+    for row in table:
+        idle = _most_idle(product.kind, row, rows, arch)
+        if idle > bands[-1].most:
+            bands.append(Band(min(idle, row.max_rows), MANY, _rungs(narrower, product.kind), f"{why}, SMs would idle"))
+        if row.max_rows > bands[-1].most:
+            bands.append(Band(row.max_rows, MANY, _rungs(row.tile, product.kind), why))
+        narrower = row.tile
+    return tuple(bands)
+
+
+def _source(kind: str, features: Collection[str]) -> str:
+    wide = "wgmma" in features and kind in WIDE_TILES
+    return f"{'WIDE_TILES' if wide else 'TILES'}[{kind!r}]"
+
+
+def _rungs(tile: ScaledTile, kind: str) -> tuple[tuple[ScaledTile], ...]:
+    return tuple((rung,) for rung in (tile, *smaller_tiles(tile, kind)))
+
+
+def _most_idle(kind: str, row: LinearTile, num_cols: int, arch: ArchTraits) -> float:
+    """The most tokens for which the tile of a row gives a result of `num_cols` columns fewer blocks than the GPU has
+    SMs, so that the tile before it, of fewer columns, serves; 0 where that is no help."""
+    if kind not in NARROW_KINDS or "wgmma" in arch.features or not 2 * SPLIT_ROWS < row.max_rows <= NARROW_ROWS:
+        return 0
+    return most_tokens(lambda tokens: _num_tiles(row.tile, tokens, num_cols) < arch.num_sms)
+
+
+def few_tile(product: ScaledProduct, bits: int) -> PairTile:
+    return FEW_TILES["pairs" if product.in_pairs else product.kind, bits]
+
+
+def few_cut(product: ScaledProduct, bits: int, rows: int, cols: int) -> ScaledTile:
+    """The tile of a weight [rows, cols]. EARLY: steps whose weights are loaded before the kernel waits for x."""
+    pair_tile = few_tile(product, bits)
+    tile = pair_cut(product, pair_tile, rows, cols)
+    return tile | {"EARLY": min(early_steps(pair_tile, tile["COLS"]), -(-cols // tile["COLS"]))}
+
+
+def early_steps(tile: PairTile, step: int) -> int:
+    """Of `step` columns, whose weights are loaded ahead at most. Narrow ones have more rows, and so more addresses than
+    there are registers for."""
+    return tile.early if step >= 256 else 0

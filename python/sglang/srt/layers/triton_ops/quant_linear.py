@@ -8,8 +8,6 @@ is split over programs, and the last one to finish a tile sums the parts, always
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -19,23 +17,17 @@ import triton
 import triton.language as tl
 
 from sglang.srt.hardware.arch import ArchTraits
-from sglang.srt.kernels.launch import TileLadder
+from sglang.srt.kernels.bands import Bands, band_of
+from sglang.srt.kernels.launch import ladder_of
+from sglang.srt.kernels.scaled_product import ScaledProduct, product_of
+from sglang.srt.kernels.spec import Tile
 from sglang.srt.layers.moe.expert_weights import ExpertWeights, repack
-from sglang.srt.layers.moe.fused_moe_triton.tiles import TILE_KEYS, PairTile
 from sglang.srt.layers.quantization.linear_weight import LinearWeight
 from sglang.srt.layers.quantization.quantized_rows import QuantizedRows, Rows, values_of
 from sglang.srt.layers.triton_ops import pdl, scaled_dot
-from sglang.srt.layers.triton_ops.linear_tiles import (
-    FEW_ROWS,
-    FEW_TILES,
-    ScaledTile,
-    num_splits,
-    smaller_tiles,
-    swaps,
-    tile_for,
-)
+from sglang.srt.layers.triton_ops.linear_tiles import FEW, MANY, num_splits, swaps
 from sglang.srt.layers.triton_ops.quantize import quantize_activation
-from sglang.srt.layers.triton_ops.scaled_dot import STRIP, ScaledProduct, multiply, product_of
+from sglang.srt.layers.triton_ops.scaled_dot import STRIP, multiply
 from sglang.srt.layers.triton_ops.streamed_dot import (
     add_loaded,
     add_product,
@@ -46,7 +38,6 @@ from sglang.srt.layers.triton_ops.streamed_dot import (
 )
 
 Apply = Callable[..., torch.Tensor]
-_values = operator.itemgetter(*TILE_KEYS)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -257,22 +248,27 @@ def pack(weight: LinearWeight, arch: ArchTraits) -> PackedWeight:
     )
 
 
-def quantized_linear(weight: LinearWeight, arch: ArchTraits) -> Apply:
+def quantized_linear(weight: LinearWeight, arch: ArchTraits, bands: Bands) -> Apply:
     """(x [..., K] in 16 bits, or rows with their quantized form; bias [N] or None) -> [..., N] in x's type, or another
-    one. Safe in CUDA graphs.
+    one. Safe in CUDA graphs. `bands`: the plan's for this weight.
 
     Takes the weight: its tensors may be reordered."""
-    return packed_linear(pack(weight, arch))
+    return packed_linear(pack(weight, arch), bands)
 
 
-def packed_linear(matrix: PackedWeight) -> Apply:
+def packed_linear(matrix: PackedWeight, bands: Bands) -> Apply:
+    op = f"linear/{matrix.weight.scheme.name}"
+    ladders = {band.most: ladder_of(op, band, __name__, scaled_dot.__name__) for band in bands if band.way == MANY}
+
     def run(x: Rows, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         values = values_of(x)
         flat = values.reshape(-1, matrix.cols)
-        if len(flat) <= FEW_ROWS:
-            out = few_rows(flat, matrix, bias, out_dtype=out_dtype)
+        band = band_of(bands, len(flat))
+        if band.way == FEW:
+            out = few_rows(flat, matrix, band.tiles[0], bias, out_dtype)
         else:
-            out = many_rows(x if isinstance(x, QuantizedRows) else flat, matrix, bias, out_dtype=out_dtype)
+            rows = x if isinstance(x, QuantizedRows) else flat
+            out = ladders[band.most].run(lambda tiles: many_rows(rows, matrix, tiles[0], bias, out_dtype))
         return out.view(*values.shape[:-1], out.shape[-1])
 
     return run
@@ -281,13 +277,14 @@ def packed_linear(matrix: PackedWeight) -> Apply:
 def few_rows(
     x: torch.Tensor,
     matrix: PackedWeight,
+    tile: Tile,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x [T, K] -> [T, N]; the weight is read once for each row."""
+    """x [T, K] -> [T, N] with a tile of `linear_tiles.few_cut`; the weight is read once for each row."""
     num_rows, num_cols = len(x), matrix.weight.data.shape[0]
     out = torch.empty((num_rows, num_cols), dtype=out_dtype or x.dtype, device=x.device)
-    launch = few_launch(matrix.product, matrix.weight.scheme.bits, matrix.cols, num_cols)
+    launch = pair_launch(matrix.product, tile, matrix.cols)
     data = matrix.weight.data.view(torch.int32) if matrix.packed else matrix.weight.data
     factor = matrix.weight.row_factor
     if num_rows:
@@ -299,50 +296,16 @@ def few_rows(
     return out
 
 
-def few_launch(product: ScaledProduct, bits: int, cols: int, rows: int) -> dict[str, Any]:
-    """Constants of `few_rows_kernel` for a weight [rows, cols]."""
-    tile = few_tile(product, bits)
-    launch = pair_launch(product, tile, cols, rows)
-    return {**launch, "EARLY": min(early_steps(tile, launch["COLS"]), triton.cdiv(cols, launch["COLS"]))}
-
-
-def early_steps(tile: PairTile, step: int) -> int:
-    """Of `step` columns, whose weights are loaded ahead at most. Narrow ones have more rows, and so more addresses than
-    there are registers for."""
-    return tile.early if step >= 256 else 0
-
-
-def few_tile(product: ScaledProduct, bits: int) -> PairTile:
-    return FEW_TILES["pairs" if product.in_pairs else product.kind, bits]
-
-
 def many_rows(
     x: Rows,
     matrix: PackedWeight,
+    tile: Tile,
     bias: torch.Tensor | None = None,
-    tile: ScaledTile | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x [T, K] -> [T, N] by tiles. `tile` forces one, which then launches or raises OutOfResources."""
+    """x [T, K] -> [T, N] by a tile, which launches or raises OutOfResources."""
     values = values_of(x)
     out = torch.empty((len(values), matrix.weight.data.shape[0]), dtype=out_dtype or values.dtype, device=values.device)
-    if tile is not None:
-        return _tiled(x, matrix, bias, tile, out)
-    kind = matrix.product.kind
-    first = tile_for(kind, len(values), matrix.arch.features, out.shape[1], matrix.arch.num_sms)
-    return _ladder(matrix.weight.scheme.name, kind, _values(first)).run(lambda tile: _tiled(x, matrix, bias, tile, out))
-
-
-@functools.cache
-def _ladder(scheme: str, kind: str, values: tuple[int, ...]) -> TileLadder[ScaledTile]:
-    """From the tile with these values down."""
-    first = dict(zip(TILE_KEYS, values, strict=True))
-    return TileLadder(f"linear/{scheme}", (first, *smaller_tiles(first, kind)), __name__, scaled_dot.__name__)
-
-
-def _tiled(
-    x: Rows, matrix: PackedWeight, bias: torch.Tensor | None, tile: ScaledTile, out: torch.Tensor
-) -> torch.Tensor:
     weight, product = matrix.weight, matrix.product
     num_rows, num_cols = out.shape
     features = matrix.arch.features
@@ -367,7 +330,7 @@ def _tiled(
 
 
 def tile_launch(
-    product: ScaledProduct, tile: ScaledTile, cols: int, splits: int, features: Collection[str]
+    product: ScaledProduct, tile: Tile, cols: int, splits: int, features: Collection[str]
 ) -> dict[str, Any]:
     """Constants of `tiles_kernel`, and `chunk`, the columns of a split; the number of splits may get smaller."""
     step = STRIP.value if product.kind == "planes" else max(tile["BLOCK_K"], STRIP.value)

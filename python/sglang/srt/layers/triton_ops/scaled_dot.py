@@ -14,13 +14,10 @@ Reference: `quantization.reference.dequantize` and `round_activation`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 
-from sglang.srt.configs.quant_scheme import Scheme
+from sglang.srt.kernels.scaled_product import PAIR_GROUP
 
 PLANE: tl.constexpr = tl.constexpr(16)
 PLANES: tl.constexpr = tl.constexpr(8)
@@ -42,58 +39,7 @@ HIGH_HALF: tl.constexpr = tl.constexpr(-65536)
 INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 """Triton's interpreter has no instructions to name."""
 
-
-@dataclass(frozen=True, slots=True)
-class ScaledProduct:
-    """How a product with weights of a scheme is computed: the constants of `multiply`, and what x is quantized to."""
-
-    kind: str
-    element: str = ""
-    group: int = 0  # columns a scale
-    activation: str | None = None  # as in Scheme; None: x stays in 16 bits
-
-    @property
-    def constants(self) -> dict[str, str | int]:
-        return {"KIND": self.kind, "ELEMENT": self.element, "GROUP": self.group}
-
-    @property
-    def in_pairs(self) -> bool:
-        """Whether planes hold pairs of columns (see ExpertWeights)."""
-        return self.kind == "planes" and self.element == "e2m1" and self.group == PAIR_PLANE.value
-
-    @property
-    def tile_kind(self) -> str:
-        """What tiles are chosen by."""
-        if self.kind == "mx" and self.element == "e2m1":
-            return "mx4" if self.group == 16 else "mx_e2m1"
-        return self.kind
-
-    @property
-    def pair_kind(self) -> str:
-        """The same where weights are streamed without matrix instructions."""
-        if self.kind == "mx":
-            return "packed" if self.element == "e2m1" else "mxfp8"
-        if self.kind == "planes":
-            return "pairs" if self.in_pairs else "planes"
-        return self.element or "16-bit"
-
-
-PLAIN = ScaledProduct("plain")
-
-
-def product_of(scheme: Scheme | None, features: Collection[str]) -> ScaledProduct:
-    """What GPUs with these features (of ArchTraits) do with a scheme. See `quant_scheme.widening` for what of it is not
-    native."""
-    if scheme is None:
-        return PLAIN
-    group, packed = scheme.group[1], "block_scaled_mma" in features
-    if scheme.activation in ("mxfp8", "nvfp4") and packed:
-        return ScaledProduct("mx", scheme.element, group, scheme.activation)
-    if scheme.bits == 4:
-        return ScaledProduct("planes", scheme.element, group)
-    if scheme.activation == "mxfp8":
-        return ScaledProduct("mx", scheme.element, group, scheme.activation)
-    return ScaledProduct("group128" if group == 128 else "scaled", scheme.element, group, scheme.activation)
+assert PAIR_PLANE.value == PAIR_GROUP
 
 
 @triton.jit

@@ -11,11 +11,13 @@ have one each.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import triton
 import triton.language as tl
 
+from sglang.srt.kernels.scaled_product import ScaledProduct
 from sglang.srt.layers.triton_ops.scaled_dot import (
     E2M1_SHIFT,
     LIFT,
@@ -24,7 +26,6 @@ from sglang.srt.layers.triton_ops.scaled_dot import (
     PLANE,
     PLANES,
     STRIP,
-    ScaledProduct,
     decode_scale,
     lifted_pairs,
     nibbles,
@@ -33,9 +34,6 @@ from sglang.srt.layers.triton_ops.scaled_dot import (
 
 HALF_SHIFT: tl.constexpr = tl.constexpr(2.0**64)
 """The part of E2M1_SHIFT that x takes before it meets a nibble, so that their product stays in the range of fp32."""
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.moe.fused_moe_triton.tiles import PairTile
 
 
 @triton.jit
@@ -230,15 +228,10 @@ def sum_rows(total):
     return tl.sum(tl.sum(total, axis=2), axis=1)
 
 
-def pair_launch(product: ScaledProduct, pair_tile: PairTile, cols: int, rows: int) -> dict[str, Any]:
-    """Constants of a kernel that calls `add_product` for a matrix [rows, cols]."""
-    four_bit, packed = product.element in ("int4", "e2m1"), product.pair_kind == "packed"
-    tile = pair_tile.cut(cols, STRIP.value if four_bit else 128 if product.kind == "group128" else 16)
-    if product.kind == "group128":  # a tile's rows share their scales
-        while 128 % tile["BLOCK_N"] or rows % tile["BLOCK_N"]:
-            tile["BLOCK_N"] //= 2
-    step = tile["COLS"]
-    if four_bit:
+def pair_launch(product: ScaledProduct, tile: Mapping[str, int], cols: int) -> dict[str, Any]:
+    """Constants of a kernel that calls `add_product` for a matrix of `cols` columns with a tile of `tiles.pair_cut`."""
+    packed, step = product.pair_kind == "packed", tile["COLS"]
+    if product.four_bit:
         width = 1 if packed else 4 if product.in_pairs else PLANE.value
         depth = step // (width * PLANES.value)
     else:

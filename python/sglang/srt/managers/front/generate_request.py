@@ -55,6 +55,10 @@ class GenerateRequest:
     rid: str | list[str] | None = None
     priority: int | None = None
     thinking: ThinkingBudget | None = None
+    thinking_share: float = 1.0
+    """Thoughts may take this share of the longest output at most; `thinking` says what thoughts are."""
+    counts_thoughts: bool = False
+    """Whether `reasoning_tokens` are counted, as `thinking` says."""
     cache_salt: str | list[str | None] | None = None
     extra_key: str | list[str | None] | None = None
     """Prompts share cached prefixes only where both are equal; an empty one counts as None."""

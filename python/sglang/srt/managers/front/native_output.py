@@ -11,6 +11,8 @@ from sglang.srt.managers.front.generation_stream import GenerationStream
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.managers.wire.io_struct import FinishReason, TokenMeta
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
+from sglang.srt.sampling.thinking_budget import ThinkingBudget
+from sglang.srt.sampling.thoughts import Thoughts
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 WEIGHT_VERSION = "default"
@@ -75,11 +77,14 @@ class _Writer:
         self._has_text = tokenizer is not None
         self._names = tokenizer if req.return_text_in_logprobs else None
         self._stream = stream
+        self._thoughts = [_Counter(req.thinking) for _ in stream.requests] if req.counts_thoughts else []
 
     def result(
         self, output: GenerateOutput, text: str, ids: list[int], logprobs: OutputLogprobs | None
     ) -> dict[str, Any]:
         request = self._stream.requests[output.index]
+        if self._thoughts:
+            output.meta.reasoning_tokens = self._thoughts[output.index].push(output.new_ids)
         info = request_info(request.rid, output.meta, output.finish)
         if output.finish is not None:
             info["e2e_latency"] = time.monotonic() - self._stream.created_time
@@ -108,6 +113,23 @@ class _Writer:
 
     def _rows(self, rows: Any) -> list[list[list[Any]] | None]:
         return [None if row is None else self._entries(row) for row in rows]
+
+
+class _Counter:
+    """The tokens of one output up to the end of its thoughts."""
+
+    def __init__(self, budget: ThinkingBudget | None) -> None:
+        self._thoughts = None if budget is None else Thoughts(budget)
+        self._count = 0
+
+    def push(self, ids: list[int]) -> int:
+        """The count, with these tokens. Those before thoughts that never begin are counted, too."""
+        for token in ids:
+            if self._thoughts is None or self._thoughts.over:
+                break
+            self._thoughts.push(token)
+            self._count += 1
+        return self._count
 
 
 def request_info(rid: str, meta: TokenMeta, finish: FinishReason | None) -> dict[str, Any]:

@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.errors import UserError
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
 from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq
 from sglang.srt.sampling.sampling_params import SamplingParams, merge
+from sglang.srt.sampling.thinking_budget import ThinkingBudget
 from sglang.srt.server_args import ServerArgs
 
 T = TypeVar("T")
@@ -55,6 +57,15 @@ class PreparedCall:
     requests: list[TokenizedGenerateReq]
     prompt_texts: list[str | None]
     num_samples: int
+
+
+def check_server_defaults(args: ServerArgs, model_config: ModelConfig) -> None:
+    """Raises UserError for --preferred-sampling-params that no request could have."""
+    model_defaults = model_config.default_sampling if args.sampling_defaults == "model" else {}
+    try:
+        merge({}, model_defaults, json.loads(args.preferred_sampling_params or "{}")).verify(model_config.vocab_size)
+    except ValueError as error:
+        raise UserError(f"--preferred-sampling-params: {error}") from None
 
 
 class RequestPreparer:
@@ -107,7 +118,7 @@ class RequestPreparer:
             if num_chars >= YIELD_CHARS:
                 num_chars = 0
                 await asyncio.sleep(0)
-            input_ids = await self._input_ids(prompt, req.add_special_tokens)
+            input_ids = await self.input_ids(prompt, req.add_special_tokens)
             p = self._fit(input_ids, p, explicit_length)
             num_tokens += len(input_ids) * num_samples
             if num_tokens > MAX_CALL_TOKENS:
@@ -126,7 +137,7 @@ class RequestPreparer:
                 token_ids_logprob=wanted[3],
                 embed=req.embed,
                 priority=priority,
-                thinking=req.thinking,
+                thinking=self._thinking(req, len(input_ids), p.max_new_tokens),
                 cache_namespace=_namespace(wanted[4], wanted[5]),
             )
             self._check_logprobs(request)
@@ -169,7 +180,13 @@ class RequestPreparer:
             raise ValueError("stop and stop_regex need a tokenizer; the server runs with --skip-tokenizer-init.")
         return params, explicit
 
-    async def _input_ids(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
+    async def prompt_ids(self, req: GenerateRequest, add_special_tokens: bool) -> list[int]:
+        """Of a request with a single prompt. Raises RequestError."""
+        (prompt,) = _prompts(req)
+        return await self.input_ids(prompt, add_special_tokens)
+
+    async def input_ids(self, prompt: str | list[int], add_special_tokens: bool = False) -> list[int]:
+        """The token ids of a prompt, checked, and no more than fit the context. Raises RequestError."""
         if isinstance(prompt, str):
             if self._encode is None:
                 raise RequestError("The server runs with --skip-tokenizer-init: send input_ids instead of text.")
@@ -226,6 +243,15 @@ class RequestPreparer:
                 f"length of {self._context_len} tokens."
             )
         return msgspec.structs.replace(params, max_new_tokens=room, min_new_tokens=min(room, params.min_new_tokens))
+
+    def _thinking(self, req: GenerateRequest, num_tokens: int, max_new_tokens: int | None) -> ThinkingBudget | None:
+        """The budget for a prompt of `num_tokens`."""
+        if req.thinking is None or req.thinking_share == 1:
+            return req.thinking
+        room = self._context_len - num_tokens
+        longest = room if max_new_tokens is None else min(room, max_new_tokens)
+        share = int(longest * req.thinking_share)
+        return msgspec.structs.replace(req.thinking, tokens=min(req.thinking.tokens, share))
 
     def _check_logprobs(self, request: TokenizedGenerateReq) -> None:
         length, top, wanted = len(request.input_ids), request.top_logprobs_num, request.token_ids_logprob or []

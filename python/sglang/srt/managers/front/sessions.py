@@ -1,13 +1,17 @@
 """Sessions: token sequences that clients extend by name instead of sending them again. The prefix cache has their KV.
 
 A session is a tree of requests. Each has its prompt and, once it has ended, its output; a later one goes on from any of
-them. In memory, bounded in number and tokens: the session that was used least recently goes first.
+them. A streaming session is a list: each request goes on from the last one that ended well, which is all that is kept.
+In memory, bounded in number and tokens: the session that was used least recently goes first, and one with a timeout
+when it has been idle for so long.
 """
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,10 +39,19 @@ class Turn:
 
 @dataclass(slots=True)
 class Session:
-    """`capacity`: the longest sequence, in tokens."""
+    """`capacity`: the longest sequence, in tokens. `timeout`: seconds without a request after which it is closed."""
 
     capacity: int
+    streaming: bool = False
+    timeout: float | None = None
+    last_used: float = 0.0
+    """By the store's clock."""
     turns: dict[str, Turn] = field(default_factory=dict)
+
+    def is_overdue(self, now: float) -> bool:
+        if self.timeout is None or now - self.last_used <= self.timeout:
+            return False
+        return all(turn.ended for turn in self.turns.values())
 
     def branch(self, rid: str) -> list[str]:
         """All turns that go on from this one, or from one that does."""
@@ -53,8 +66,13 @@ class Session:
 
 class SessionStore:
     def __init__(
-        self, max_sessions: int = MAX_SESSIONS, max_tokens: int = MAX_TOKENS, max_turns: int = MAX_TURNS
+        self,
+        max_sessions: int = MAX_SESSIONS,
+        max_tokens: int = MAX_TOKENS,
+        max_turns: int = MAX_TURNS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._max_sessions = max_sessions
         self._max_tokens = max_tokens
         self._max_turns = max_turns
@@ -69,14 +87,15 @@ class SessionStore:
     def num_tokens(self) -> int:
         return self._num_tokens
 
-    def open(self, capacity: int, session_id: str | None) -> str:
+    def open(self, capacity: int, session_id: str | None, streaming: bool = False, timeout: float | None = None) -> str:
         """Raises RequestError if there is one of this id."""
+        self._close_overdue()
         session_id = session_id or uuid.uuid4().hex
         if len(session_id) > MAX_ID_LENGTH:
             raise RequestError(f"session_id may have at most {MAX_ID_LENGTH} characters.")
         if session_id in self._sessions:
             raise RequestError(f"There is a session {session_id!r} already; close it, or leave the id out.")
-        self._sessions[session_id] = Session(capacity)
+        self._sessions[session_id] = Session(capacity, streaming, timeout, self._clock())
         self._make_room(session_id)
         return session_id
 
@@ -86,8 +105,23 @@ class SessionStore:
             self.forget(session_id, rid)
         del self._sessions[session_id]
 
+    def is_streaming(self, session_id: str) -> bool:
+        """Raises RequestError if there is no such session."""
+        self._close_overdue()
+        return self._session(session_id).streaming
+
+    def last_turn(self, session_id: str) -> Turn | None:
+        """Of a streaming session: the one to go on from. Raises RequestError while one runs."""
+        turns = self._session(session_id).turns.values()
+        self._sessions.move_to_end(session_id)
+        running = next((turn.rid for turn in turns if not turn.ended), None)
+        if running is not None:
+            raise RequestError(f"The request {running!r} of the session has not ended yet.")
+        return next(iter(turns), None)
+
     def turn(self, session_id: str, rid: str | None) -> Turn | None:
         """The turn to go on from; None: the session's beginning. Raises RequestError."""
+        self._close_overdue()
         session = self._session(session_id)
         self._sessions.move_to_end(session_id)
         if rid is None:
@@ -116,6 +150,7 @@ class SessionStore:
                 f"The sequence of {len(turn.tokens)} tokens is longer than the session's capacity_of_str_len of "
                 f"{session.capacity}."
             )
+        session.last_used = self._clock()
         session.turns[turn.rid] = turn
         self._num_tokens += len(turn.tokens)
         self._num_turns += 1
@@ -128,13 +163,17 @@ class SessionStore:
             )
 
     def end(self, session_id: str, turn: Turn, output_ids: list[int]) -> None:
-        """Adds the output, unless the session or the turn is gone."""
+        """Adds the output, unless the session or the turn is gone. A streaming session forgets what came before."""
         session = self._sessions.get(session_id)
         if session is None or session.turns.get(turn.rid) is not turn:
             return
         turn.tokens = np.concatenate((turn.tokens, np.array(output_ids, np.int32)))
         turn.ended = True
+        session.last_used = self._clock()
         self._num_tokens += len(output_ids)
+        if session.streaming:
+            for rid in session.turns.keys() - {turn.rid}:
+                self.forget(session_id, rid)
         self._make_room(session_id)
 
     def forget(self, session_id: str, rid: str) -> None:
@@ -147,6 +186,11 @@ class SessionStore:
     @property
     def _is_full(self) -> bool:
         return self._num_tokens > self._max_tokens or self._num_turns > self._max_turns
+
+    def _close_overdue(self) -> None:
+        now = self._clock()
+        for session_id in [name for name, session in self._sessions.items() if session.is_overdue(now)]:
+            self.close(session_id)
 
     def _session(self, session_id: str) -> Session:
         if session_id not in self._sessions:

@@ -106,7 +106,7 @@ class TokenizerManager:
         self._inbox = ipc.tokenizer_inbox(ports)
         self._outbox = ipc.tokenizer_outbox(ports)
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
-        self._preparer = RequestPreparer(args, model_config, None if tokenizer is None else self.encode)
+        self.preparer = RequestPreparer(args, model_config, None if tokenizer is None else self.encode)
         self._sequences: dict[str, _Sequence] = {}
         self._groups: dict[str, dict[str, None]] = {}
         """Public id of a request or a batch -> the unfinished sequences behind it, in order."""
@@ -175,7 +175,7 @@ class TokenizerManager:
         """Check, tokenize and send. Raises RequestError; then nothing was sent."""
         created = time.monotonic()
         self._refuse_when_down()
-        call = await self._preparer.prepare(req)
+        call = await self.preparer.prepare(req)
         self._refuse_when_down()
         self._refuse_taken_ids(call)
         stream = GenerationStream(call.requests, call.prompt_texts, call.num_samples, self._on_close)
@@ -187,6 +187,8 @@ class TokenizerManager:
             await stream.aclose()
             if isinstance(error, ipc.ChannelFull):
                 raise RequestError("The server is overloaded; try again later.", 503) from None
+            if isinstance(error, ipc.IntegerTooWide):
+                raise RequestError(f"{error} must be a 64-bit integer.") from None
             raise
         return stream
 

@@ -7,7 +7,7 @@ import numpy as np
 from sglang.srt.constrained.mask_filler import MaskFiller
 from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch, ScheduleBatch
 from sglang.srt.mem_cache.kv_table import KVTable
-from sglang.srt.model_executor.step import ExtendInput, StepInput
+from sglang.srt.model_executor.step import PromptTokens, StepInput
 from sglang.srt.sampling.logprobs import LogprobRequest
 
 
@@ -92,19 +92,19 @@ def build_extend(kv: KVTable, chosen: list[tuple[Req, int]], mixed: list[Req], m
     sampled = [reqs[i] for i in done]
     for req in sampled[count:]:
         req.planned_len = len(req.tokens) + 1
-    extend = ExtendInput(np.array(ids, np.int64), prefix[count:], lens[count:], np.array(done, np.int64), count)
+    prompts = PromptTokens(np.array(ids, np.int64), prefix[count:], lens[count:], np.array(done, np.int64))
     step = StepInput(
         slots=slots,
         seq_lens=prefix + lens,
         out_cache_loc=locs,
-        extend=extend,
+        prompts=prompts,
         table_update=kv.take_update(),
         logprobs=_logprobs(sampled),
     )
     batch = ScheduleBatch(step, sampled)
     embedded = [row for row, req in enumerate(sampled) if req.embed]
-    extend.embed_rows = np.array(embedded, np.int64) if embedded else None
-    extend.prompt_logprobs = _ask_prompt_logprobs(batch, chosen, extend)
+    prompts.embed_rows = np.array(embedded, np.int64) if embedded else None
+    prompts.prompt_logprobs = _ask_prompt_logprobs(batch, chosen, prompts)
     return batch
 
 
@@ -118,12 +118,12 @@ def _grow_reserved(kv: KVTable, reqs: list[Req], slots: np.ndarray, new_lens: np
 
 
 def _ask_prompt_logprobs(
-    batch: ScheduleBatch, chosen: list[tuple[Req, int]], extend: ExtendInput
+    batch: ScheduleBatch, chosen: list[tuple[Req, int]], prompts: PromptTokens
 ) -> LogprobRequest | None:
     """Row p of a prompt predicts token p + 1: the rows of this step whose target is wanted and not collected yet."""
-    starts = extend.num_decodes + np.cumsum(extend.extend_lens) - extend.extend_lens
+    starts = batch.step.num_decodes + np.cumsum(prompts.extend_lens) - prompts.extend_lens
     rows, targets = [], []
-    for (req, n), begin, row0 in zip(chosen, extend.prefix_lens.tolist(), starts.tolist(), strict=True):
+    for (req, n), begin, row0 in zip(chosen, prompts.prefix_lens.tolist(), starts.tolist(), strict=True):
         if not req.wants_prompt_logprobs:
             continue
         first = max(begin + 1, req.logprob_start, req.prompt_logprobs_done, 1)

@@ -39,7 +39,7 @@ class StopChecker:
         self._tell = tell
 
     def finish_reason(self, req: Req) -> FinishReason | None:
-        """None also for a request whose end is on its way to all ranks (`req.decided`)."""
+        """None also for a request whose end is on its way to all ranks (`req.pending_finish`)."""
         token = req.tokens[-1]
         if token in req.stop_ids:
             return FinishReason("stop", matched=token)
@@ -49,13 +49,13 @@ class StopChecker:
         if len(req.tokens) >= req.limit:  # every rank ends it; only the leader's reason is sent
             return reason or FinishReason("length", length=req.output_len)
         if reason is not None and self._tell is not None:
-            req.decided, req.decided_len = reason, len(req.tokens)
+            req.pending_finish, req.pending_finish_len = reason, len(req.tokens)
             self._tell(EndReq(req.rid, reason))
             return None
         return reason
 
     def _leader_reason(self, req: Req) -> FinishReason | None:
-        if self._decoder is None or req.decided is not None:
+        if self._decoder is None or req.pending_finish is not None:
             return None
         if req.grammar is not None and req.grammar.allowance.exhausted:
             return FinishReason("abort", message=TOO_SLOW_GRAMMAR, status_code=400)
@@ -94,7 +94,7 @@ def output_message(reqs: Iterable[Req]) -> BatchTokenIDOut:
     """Everything of these requests that has not been sent yet."""
     out = BatchTokenIDOut(rids=[], new_ids=[], finish=[], meta=[], options=[], logprobs=[], embeddings={})
     for req in reqs:  # up to all running requests, each step
-        length = len(req.tokens) if req.decided is None else req.decided_len
+        length = len(req.tokens) if req.pending_finish is None else req.pending_finish_len
         meta = TokenMeta(req.prompt_len, length - req.prompt_len, req.hit_len, req.num_retractions, req.started_time)
         if req.first_token_time:
             meta.first_token_time = req.first_token_time

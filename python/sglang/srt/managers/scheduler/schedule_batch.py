@@ -93,9 +93,9 @@ class Req:
         self.grammar: Grammar | None = None
         self.thoughts = None if msg.thinking is None else Thoughts(msg.thinking)
         self.text_stop: TextStop | None = None
-        self.decided: FinishReason | None = None
+        self.pending_finish: FinishReason | None = None
         """Its end by the leader, of which the ranks have not heard yet. Tokens that come until then do not count."""
-        self.decided_len = 0
+        self.pending_finish_len = 0
         self.finish: FinishReason | None = None
         self.sent_len = self.prompt_len
         self.first_message = True

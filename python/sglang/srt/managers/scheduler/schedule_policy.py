@@ -149,7 +149,7 @@ class PrefillBudget:
         take = self._take_of_windows(req, take)
         self.short = take < want
         if take == want:
-            take = self.kv.pause(prefix_len, len(req.tokens)) - prefix_len
+            take = self.kv.chunk_end(prefix_len, len(req.tokens)) - prefix_len
         if take > 0:
             self.alone = self.first = False
             self.reserved += (want if self.short else want + output) + page

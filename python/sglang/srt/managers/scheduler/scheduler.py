@@ -53,7 +53,7 @@ SHARED_PREFIX = 64
 finds the first one's KV in the cache. Where a model has states it waits if it begins with all that the first one
 computes: only behind that is a state."""
 
-_NOT_NUMBERS = FinishReason(
+_NAN_LOGITS = FinishReason(
     "abort",
     message="The model's logits for the next token are NaN, or no token is allowed. If other prompts fail as well, the "
     "weights or the kernels are at fault: other kernels are chosen with --attention-backend and --moe-runner-backend.",
@@ -312,13 +312,13 @@ class Scheduler:
                 continue
             if token == NO_TOKEN:
                 logger.error("Request %s ended: its logits after %d tokens are NaN", req.rid, len(req.tokens))
-                self.end(req, _NOT_NUMBERS, report, keep=False)
+                self.end(req, _NAN_LOGITS, report, keep=False)
                 continue
             if req.prompt_len < req.limit:
                 req.tokens.append(token)
                 if not (req.stream or req.first_token_time):
                     req.first_token_time = time.monotonic()
-                if req.return_logprob and req.decided is None:
+                if req.return_logprob and req.pending_finish is None:
                     batch.file_logprobs(req, row, token)
                 if req.thoughts is not None:
                     req.thoughts.push(token)
@@ -330,7 +330,7 @@ class Scheduler:
                 reason = FinishReason("length", length=0)
             if reason is not None:
                 self.end(req, reason, report)
-            elif req.stream and req.decided is None and len(req.tokens) - req.sent_len >= interval:
+            elif req.stream and req.pending_finish is None and len(req.tokens) - req.sent_len >= interval:
                 report.append(req)
         if report:
             self.outbox.append(output_message(report if sampled.reqs is batch.sampled else dict.fromkeys(report)))
@@ -350,7 +350,7 @@ class Scheduler:
 
     def _finish(self, req: Req, reason: FinishReason, keep: bool = True) -> None:
         """End a request that is not in the queue."""
-        req.finish = req.decided or reason
+        req.finish = req.pending_finish or reason
         del self.reqs[req.rid]
         if req in self.chunked:
             self.chunked.remove(req)

@@ -34,6 +34,10 @@ class ChannelFull(RuntimeError):
     """The reader of a channel does not keep up, or is gone."""
 
 
+class IntegerTooWide(ValueError):
+    """An integer of a message has more than the 64 bits that MessagePack has for it; the text is its field's name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ports:
     """Addresses of one engine's channels. Plain strings, so that it can be handed to spawned processes."""
@@ -78,21 +82,41 @@ class Sender(Generic[T]):
         self._address = address
 
     def send(self, message: T) -> None:
-        """Send; waits while the channel is full. Raises ChannelFull after the time-out."""
+        """Send; waits while the channel is full. Raises ChannelFull after the time-out, and IntegerTooWide."""
         try:
-            self._socket.send(self._encoder.encode(message))
+            self._socket.send(self._encode(message))
         except zmq.Again:
             raise ChannelFull(f"nobody read {self._address} for too long") from None
 
     def try_send(self, message: T) -> None:
-        """Send without waiting. Raises ChannelFull."""
+        """Send without waiting. Raises ChannelFull and IntegerTooWide."""
         try:
-            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+            self._socket.send(self._encode(message), zmq.NOBLOCK)
         except zmq.Again:
             raise ChannelFull(f"{self._address} is full") from None
 
+    def _encode(self, message: T) -> bytes:
+        try:
+            return self._encoder.encode(message)
+        except OverflowError:
+            raise IntegerTooWide(_field_of_widest_integer(message)) from None
+
     def close(self) -> None:
         self._socket.close()
+
+
+def _field_of_widest_integer(message: Any) -> str:
+    """The path of the field that has it, such as `thinking.tokens`."""
+    widest: tuple[int, str] = (0, "")
+    parts = [("", msgspec.to_builtins(message, builtin_types=(bytes,)))]
+    for path, value in parts:  # grows meanwhile
+        if isinstance(value, int):
+            widest = max(widest, (abs(value), path))
+        elif isinstance(value, dict):
+            parts += [(f"{path}.{name}" if path else str(name), part) for name, part in value.items()]
+        elif isinstance(value, list | tuple):
+            parts += [(path, part) for part in value]
+    return widest[1]
 
 
 class Receiver(Generic[T]):

@@ -19,8 +19,6 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.hardware.arch import current_arch
-from sglang.srt.kernels.tiles import attention_tiles
 from sglang.srt.layers.attention.triton_ops.common import LOG2E, accumulate, cap_scores, load_rows, split_head_dim
 
 
@@ -265,14 +263,3 @@ def extend_attention_fwd(
         HAS_PREFIX=has_prefix, HAS_WINDOW=sliding_window > 0, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None,
         HAS_MASK=custom_mask is not None, V_IN_K=v_in_k, num_warps=tile["num_warps"], num_stages=tile["num_stages"],
     )  # fmt: skip
-
-
-def _get_block_sizes_for_extend_attention(Lq: int, Lv: int) -> tuple[int, int, int, int, int, int]:
-    """(BLOCK_DMODEL, BLOCK_DPE, BLOCK_DV, BLOCK_M, BLOCK_N, num_warps) of the first tile of the table for head dims
-    Lq / Lv on this GPU. Kept for ported code; this project's own call sites take their tile from the plan."""
-    candidates = attention_tiles("extend_attention", Lq, Lv, "bfloat16", current_arch().features)
-    if not candidates:
-        raise ValueError(f"extend attention has no tile for head dims {Lq}/{Lv}")
-    tile = candidates[0]
-    block_d, block_dpe = split_head_dim(Lq)
-    return block_d, block_dpe, triton.next_power_of_2(Lv), tile["BLOCK_M"], tile["BLOCK_N"], tile["num_warps"]

@@ -1,26 +1,21 @@
-"""What a tile of the grouped products costs on a GPU: from a record, or by compiling it now. No torch.
+"""What a tile of the grouped products costs on a GPU, from records. No torch.
 
 `tile_costs.json` records the tiles that tuning chooses from, compiled for sm_120 (and so for sm_121); the ledger has
-those that are shipped. A tile that is on neither is compiled once, in a second, and remembered in SGLANG_CACHE_DIR.
+those that are shipped. A tile on neither shows when it is launched whether it fits: a smaller one follows.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.configs.activation import GPT_OSS_SWIGLU, SILU
-from sglang.srt.environ import envs
 from sglang.srt.hardware.arch import ArchTraits
-from sglang.srt.kernels.compile import CompileFailed, measure_cached
 from sglang.srt.kernels.ledger_file import Ledger, Measurement, judged_as, tile_key
 from sglang.srt.kernels.spec import Tile, TileRecord
-from sglang.srt.kernels.variant import Variant
 
 RECORD_FILE = Path(__file__).parent / "tile_costs.json"
 RECORDED_ARCHS = ("sm_120", "sm_121")
@@ -87,39 +82,6 @@ def _shipped_cost(variant: str, tile: str, arch: ArchTraits) -> TileRecord | Non
 
 
 _ledger = functools.cache(Ledger.load)
-
-
-def cost_of(product: ProductTile, arch: ArchTraits) -> TileRecord | str:
-    """From the record, the ledger, or the compiler; or why none of them knows. May take seconds."""
-    recorded = recorded_cost(product, arch)
-    if recorded is not None:
-        return recorded
-    if arch.capability is None or importlib.util.find_spec("triton") is None:
-        return f"was not measured for {arch.name}, and Triton is not installed here to measure it"
-    variant = product_variant_of(product, arch.features)
-    try:
-        measured = measure_cached(variant, (arch.name,), envs.SGLANG_CACHE_DIR / "ledger")
-    except CompileFailed as error:
-        return f"does not compile: {error}"
-    return _record(measured[arch.name])
-
-
-def product_variant_of(product: ProductTile, features: Collection[str]) -> Variant:
-    """The launch of a tile on a GPU with these features, described for the compiler. Imports Triton."""
-    from sglang.srt.layers.moe.fused_moe_triton.product_variants import product_variant
-
-    activation = GPT_OSS_SWIGLU if product.bias else SILU
-    return product_variant(
-        product.kind,
-        product.scheme,
-        product.tile,
-        product.hidden,
-        product.intermediate,
-        8,
-        features,
-        activation,
-        product.bias,
-    )
 
 
 def _record(measurement: Measurement) -> TileRecord:

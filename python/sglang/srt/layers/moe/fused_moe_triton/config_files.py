@@ -1,26 +1,22 @@
 """Which tiles a layer's experts get: those of a tuning file for its shape and GPU, if there is one that fits.
 
-    tuned = lookup(num_experts=161, intermediate=192, scheme="fp8_channel", arch=arch, hidden=5120)
-    out = fused_moe(..., tiles=tuned.for_launch(num_tokens, top_k) if tuned else None)
+    found = find(num_experts=161, intermediate=192, scheme="fp8_channel", arch=arch, hidden=5120)
 
-Files are searched in $SGLANG_MOE_CONFIG_DIR/configs and then in the package's `configs`. No torch; Triton only to
-measure a tile that is on no record (`capacity`).
+Files are searched in $SGLANG_MOE_CONFIG_DIR/configs and then in the package's `configs`. No torch, no Triton.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sglang.srt.environ import envs
 from sglang.srt.hardware.arch import ArchTraits
-from sglang.srt.hardware.products import ARCHS, PRODUCTS, product_of_device_name
 from sglang.srt.kernels.ledger_file import tile_key
-from sglang.srt.layers.moe.fused_moe_triton.capacity import CostOf, ProductTile, cost_of
+from sglang.srt.layers.moe.fused_moe_triton.capacity import CostOf, ProductTile, recorded_cost
 from sglang.srt.layers.moe.fused_moe_triton.config_format import (
     ConfigFileError,
     Content,
@@ -29,7 +25,6 @@ from sglang.srt.layers.moe.fused_moe_triton.config_format import (
     read_content,
 )
 from sglang.srt.layers.moe.fused_moe_triton.config_names import FileName, parse_directory, parse_name
-from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, few_pairs
 
 PACKAGE_CONFIGS = Path(__file__).parent / "configs"
 logger = logging.getLogger(__name__)
@@ -38,8 +33,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class TunedTiles:
     """The tiles of one file, all of which fit the GPU as far as is known. `smem`: the most shared memory that one of
-    them takes, bytes. `unmeasured`: tiles of which nothing is on record; a server measures them when it starts, and
-    passes the file over if one does not fit. `other_hidden`: the hidden size that the file was made for, if it is not
+    them takes, bytes. `unmeasured`: tiles of which nothing is on record; one that does not fit steps down when it is
+    launched. `other_hidden`: the hidden size that the file was made for, if it is not
     the layer's."""
 
     path: Path
@@ -54,19 +49,12 @@ class TunedTiles:
         """Of the entry whose number of tokens is closest."""
         return self.by_tokens[nearest(self.by_tokens, num_tokens)]
 
-    def for_launch(self, num_tokens: int, top_k: int) -> MoeTiles | None:
-        """What `fused_moe` takes; None where so few pairs meet that they are not grouped at all."""
-        if few_pairs(num_tokens * top_k, self.num_experts):
-            return None
-        pair = self.at(num_tokens)
-        return MoeTiles(float("inf"), pair.gate_up, pair.down)
-
     def describe(self) -> str:
         """One line for logs and `explain`."""
         least, most = min(self.by_tokens), max(self.by_tokens)
         parts = [f"{self.source}, {least} to {most} tokens, at most {self.smem:,} B of shared memory"]
         if self.unmeasured:
-            parts.append(f"{self.unmeasured} tiles not on record, which a server measures when it starts")
+            parts.append(f"{self.unmeasured} tiles not on record, which step down if they do not fit")
         if self.other_hidden:
             parts.append(f"made for hidden size {self.other_hidden}")
         return f"{self.path.name} ({'; '.join(parts)})"
@@ -85,19 +73,6 @@ class Found:
         return "; ".join([result, *(f"rejected {reason}" for reason in self.rejected)])
 
 
-@functools.cache
-def lookup(
-    num_experts: int, intermediate: int, scheme: str | None, arch: ArchTraits, *, hidden: int = 0, bias: bool = False
-) -> TunedTiles | None:
-    """As `find`, once for all layers that are alike; says in the log what is used and what was rejected."""
-    choice = find(num_experts, intermediate, scheme, arch, hidden=hidden, bias=bias)
-    for reason in choice.rejected:
-        logger.warning("MoE tuning file not used: %s", reason)
-    if choice.tiles is not None:
-        logger.info("fused_moe: tiles of %s", choice.tiles.describe())
-    return choice.tiles
-
-
 def find(
     num_experts: int,
     intermediate: int,
@@ -106,7 +81,7 @@ def find(
     *,
     hidden: int = 0,
     bias: bool = False,
-    cost: CostOf = cost_of,
+    cost: CostOf = recorded_cost,
 ) -> Found:
     """The best placed file whose every tile fits `arch`.
 
@@ -136,7 +111,7 @@ def candidates(
     before the architecture's, this hidden size, the best name of the scheme, the nearest Triton version."""
     ranked: list[tuple[tuple[float, ...], FileName, Path]] = []
     for place, root in enumerate(_roots()):
-        for path in _files(root):
+        for path in files(root):
             name = parse_name(path.name)
             if name is None or name.is_down or (name.num_experts, name.intermediate) != (num_experts, intermediate):
                 continue
@@ -149,36 +124,6 @@ def candidates(
     yield from ((name, path) for _, name, path in sorted(ranked, key=lambda entry: (entry[0], entry[2])))
 
 
-def shipped_products(features: Collection[str]) -> Iterator[ProductTile]:
-    """Every tile of the package's own files for GPUs with these features, for the ledger."""
-    for path in sorted(_files(PACKAGE_CONFIGS)):
-        name = parse_name(path.name)
-        if name is None or name.is_down or _features_of(name) != frozenset(features) - {"nvlink"}:
-            continue
-        content = read_content(path)
-        scheme = content.about["scheme"]
-        layer = ProductTile(
-            "",
-            None if scheme == "none" else scheme,
-            content.about["hidden"],
-            name.intermediate,
-            {},
-            content.about["bias"],
-        )
-        for pair in content.by_tokens.values():
-            yield replace(layer, kind="gate_up", tile=pair.gate_up)
-            yield replace(layer, kind="down", tile=pair.down)
-
-
-def _features_of(name: FileName) -> frozenset[str]:
-    """Of the GPU that a file is for."""
-    arch = name.arch
-    if arch is None:
-        product = product_of_device_name((name.device or "").replace("_", " "))
-        arch = PRODUCTS[product].arch if product else None
-    return ARCHS[arch].features if arch in ARCHS else frozenset()
-
-
 def _roots() -> Iterator[Path]:
     user = envs.SGLANG_MOE_CONFIG_DIR
     if user is not None:
@@ -186,7 +131,8 @@ def _roots() -> Iterator[Path]:
     yield PACKAGE_CONFIGS
 
 
-def _files(root: Path) -> Iterator[Path]:
+def files(root: Path) -> Iterator[Path]:
+    """The tuning files of a directory, for any Triton or for one version."""
     yield from root.glob("*.json")
     yield from root.glob("triton_*/*.json")
 

@@ -21,7 +21,7 @@ from typing import Any
 from sglang.srt.errors import UserError
 from sglang.srt.layers.moe.fused_moe_triton.tiles import GroupedTile
 
-_KEYS = {
+KEYS = {
     "BLOCK_SIZE_M": "BLOCK_M",
     "BLOCK_SIZE_N": "BLOCK_N",
     "BLOCK_SIZE_K": "BLOCK_K",
@@ -79,30 +79,6 @@ def read_content(path: Path, down_path: Path | None = None) -> Content:
     return Content(about, pairs)
 
 
-def write_content(path: Path, content: Content) -> None:
-    """One line an entry, replaced as a whole."""
-    lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in content.about.items()]
-    lines += [f'  "{tokens}": {json.dumps(to_entry(pair))}' for tokens, pair in sorted(content.by_tokens.items())]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    partial.replace(path)
-
-
-def to_entry(pair: TilePair) -> dict[str, Any]:
-    """With upstream's keys, and "down" where its tile differs."""
-    up = _to_keys(pair.gate_up, 2)
-    down = _to_keys(pair.down, 1)
-    del down["BLOCK_SIZE_M"]
-    return up if up == up | down else up | {"down": down}
-
-
-def _to_keys(tile: GroupedTile, width: int) -> dict[str, Any]:
-    entry: dict[str, Any] = {key: tile[ours] for key, ours in _KEYS.items()}
-    entry["BLOCK_SIZE_N"] *= width
-    return entry
-
-
 def _read_object(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -137,13 +113,13 @@ def _pair(path: Path, tokens: int, entry: Any, downs: Mapping[int, Any]) -> Tile
 
 def _tile(path: Path, where: str, entry: Mapping[str, Any], width: int) -> GroupedTile:
     """`width`: how many rows of the weights make one column of the result."""
-    unknown = sorted(entry.keys() - _KEYS.keys() - _WITHOUT_EFFECT)
-    missing = [key for key in _KEYS if key not in entry]
+    unknown = sorted(entry.keys() - KEYS.keys() - _WITHOUT_EFFECT)
+    missing = [key for key in KEYS if key not in entry]
     if unknown:
         raise _error(path, f"{where} has the unknown key {unknown[0]!r}; is it for another kind of GPU?")
     if missing:
         raise _error(path, f"{where} has no {missing[0]}")
-    for key in _KEYS:
+    for key in KEYS:
         value, least = entry[key], _LEAST.get(key, 1)
         if type(value) is not int or not least <= value <= _MOST.get(key, value):
             raise _error(path, f"{where}: {key} is {value!r}, not a number from {least} to {_MOST.get(key, 'any')}")
@@ -151,7 +127,7 @@ def _tile(path: Path, where: str, entry: Mapping[str, Any], width: int) -> Group
             raise _error(path, f"{where}: {key} is {value}, not a power of two")
     if entry.get("SPLIT_K", 1) != 1:
         raise _error(path, f"{where}: SPLIT_K is {entry['SPLIT_K']!r}; this kernel does not split K")
-    tile = {ours: int(entry[key]) for key, ours in _KEYS.items()}
+    tile = {ours: int(entry[key]) for key, ours in KEYS.items()}
     tile["BLOCK_N"] = max(16, tile["BLOCK_N"] // width)
     return tile
 

@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.hardware.products import PRODUCTS, product_of_device_name
 
@@ -113,20 +112,3 @@ def parse_directory(name: str) -> tuple[int, ...] | None:
     """The Triton version of "triton_3_6_0", or None."""
     match = _DIRECTORY.fullmatch(name)
     return tuple(int(part) for part in match.groups()) if match else None
-
-
-def directory_name(triton_version: str) -> str:
-    """ "triton_3_6_0" for "3.6.0"."""
-    return "triton_" + "_".join(triton_version.split("+")[0].split(".")[:3])
-
-
-def own_name(num_experts: int, intermediate: int, hidden: int, scheme: str | None, arch: ArchTraits) -> FileName:
-    """By architecture and SM count: every edition of a card finds it."""
-    assert scheme is None or scheme in SCHEMES
-    return FileName(num_experts, intermediate, (scheme, None, False), hidden, arch=arch.name, num_sms=arch.num_sms)
-
-
-def upstream_name(num_experts: int, intermediate: int, scheme: str | None, device_name: str) -> FileName:
-    """By the driver's name of the GPU, as upstream's tuner writes it; with our scheme's name where it has none."""
-    selectors = UPSTREAM_SELECTORS.get(scheme, ((scheme, None, False),))
-    return FileName(num_experts, intermediate, selectors[0], device=device_name.replace(" ", "_"))

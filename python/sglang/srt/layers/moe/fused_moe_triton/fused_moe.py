@@ -8,8 +8,6 @@ quantized again, and the second product's rows are summed with their weights.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,35 +15,26 @@ from typing import Any
 import torch
 import triton
 
-from sglang.srt.configs.activation import SILU, Activation
+from sglang.srt.configs.activation import Activation
 from sglang.srt.errors import UserError
-from sglang.srt.kernels.launch import TileLadder
-from sglang.srt.kernels.ledger_file import tile_key
+from sglang.srt.kernels.bands import Bands, Tiles, band_of
+from sglang.srt.kernels.launch import ladder_of
+from sglang.srt.kernels.scaled_product import ScaledProduct, product_of
+from sglang.srt.kernels.spec import Tile
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.layers.moe.fused_moe_triton import kernels, kernels_few
 from sglang.srt.layers.moe.fused_moe_triton.align import ExpertBlocks, align
-from sglang.srt.layers.moe.fused_moe_triton.tiles import (
-    PAIR_TILES,
-    TILE_KEYS,
-    MoeTiles,
-    early_tiles,
-    few_pairs,
-    smaller_tiles,
-    swaps,
-    tile,
-    tiles_for,
-)
+from sglang.srt.layers.moe.fused_moe_triton.expert_bands import FEW
+from sglang.srt.layers.moe.fused_moe_triton.tiles import swaps
 from sglang.srt.layers.quantization.quantized_rows import QuantizedRows, Rows, values_of
 from sglang.srt.layers.triton_ops import pdl, scaled_dot
 from sglang.srt.layers.triton_ops.activation import gate_constants
 from sglang.srt.layers.triton_ops.quantize import quantize_activation
-from sglang.srt.layers.triton_ops.scaled_dot import STRIP, ScaledProduct, product_of
+from sglang.srt.layers.triton_ops.scaled_dot import STRIP
 from sglang.srt.layers.triton_ops.streamed_dot import pair_launch
 
 COMBINE_BLOCK = 1024
 NVFP4_RANGE = 448.0 * 6.0
-
-_values = operator.itemgetter(*TILE_KEYS)
 
 
 def fused_moe(
@@ -54,46 +43,34 @@ def fused_moe(
     w2: ExpertWeights,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
-    activation: Activation = SILU,
-    tiles: MoeTiles | None = None,
+    activation: Activation,
+    bands: Bands,
     features: Collection[str] = (),
 ) -> torch.Tensor:
     """x [T, H] (rows contiguous, bfloat16 or float16, or with their quantized form), topk_weights [T, k] fp32, topk_ids
     [T, k] int32 -> [T, H].
 
     w13 [E, 2I, H], or [E, I, H] without a gate, and w2 [E, H, I] of one scheme, after `expert_weights.repack`. An id
-    of -1 names no expert and adds nothing. `tiles` forces the grouped kernels; where they do not launch, smaller ones
-    take over. `features` (of ArchTraits) may allow larger tiles than every GPU has room for.
+    of -1 names no expert and adds nothing. `bands`: the plan's. Where their tiles do not launch, smaller ones take
+    over. `features` (of ArchTraits): of the GPU that the tiles are for.
     """
-    num_pairs, num_experts = w13.pairs_here(topk_ids.numel()), w13.num_experts
     values = values_of(x)
     out = torch.empty(values.shape, dtype=values.dtype, device=values.device)
-    if num_pairs == 0:
+    if topk_ids.numel() == 0:
         return out
-    if tiles is None and few_pairs(num_pairs, num_experts):
-        _pair_by_pair(values, w13, w2, topk_weights, topk_ids, activation, out)
+    band = band_of(bands, len(topk_ids))
+    if band.way == FEW:
+        _pair_by_pair(values, w13, w2, topk_weights, topk_ids, activation, band.tiles, out)
     else:
-        kind, scheme = product_for(w13).tile_kind, "bf16" if w13.scheme is None else w13.scheme.name
-        chosen = tiles or tiles_for(num_pairs, num_experts, kind, features, w2.cols)
 
-        def attempt(tiles: MoeTiles) -> None:
-            inter, blocks = _gate_up(x, w13, topk_ids, activation, tiles, features)
-            _down(inter, w2, topk_weights, topk_ids, blocks, out, tiles, features)
+        def attempt(tiles: Tiles) -> None:
+            gate_up, down = tiles
+            inter, blocks = _gate_up(x, w13, topk_ids, activation, gate_up, features)
+            _down(inter, w2, topk_weights, topk_ids, blocks, out, down, features)
 
-        _ladder(scheme, kind, _values(chosen.gate_up), _values(chosen.down)).run(attempt)
+        scheme = "bf16" if w13.scheme is None else w13.scheme.name
+        ladder_of(f"fused_moe/{scheme}", band, kernels.__name__, scaled_dot.__name__).run(attempt)
     return out
-
-
-@functools.cache
-def _ladder(scheme: str, kind: str, gate_up: tuple[int, ...], down: tuple[int, ...]) -> TileLadder[MoeTiles]:
-    """From the tiles with these values down. Both products step together, because they share one grouping."""
-    first = MoeTiles(float("inf"), tile(*gate_up), tile(*down))
-    rungs, modules = (first, *smaller_tiles(first, kind)), (kernels.__name__, scaled_dot.__name__)
-    return TileLadder(f"fused_moe/{scheme}", rungs, *modules, key=_tiles_key)
-
-
-def _tiles_key(tiles: MoeTiles) -> str:
-    return f"{tile_key(tiles.gate_up)} / {tile_key(tiles.down)}"
 
 
 def product_for(weights: ExpertWeights) -> ScaledProduct:
@@ -142,16 +119,15 @@ def _pair_by_pair(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     activation: Activation,
+    tiles: Tiles,
     out: torch.Tensor,
 ) -> None:
     num_tokens, top_k = topk_ids.shape
     hidden, intermediate = w2.rows, w2.cols
     first, second = matrix_of(w13, words=True), matrix_of(w2, words=True)
     up, down = product_for(w13), product_for(w2)
-    up_launch = pair_launch(up, PAIR_TILES[up.pair_kind][0], hidden, intermediate)
-    down_launch = pair_launch(down, PAIR_TILES[down.pair_kind][1], intermediate, hidden)
+    up_launch, down_launch = pair_launch(up, tiles[0], hidden), pair_launch(down, tiles[1], intermediate)
     steps = triton.cdiv(intermediate, down_launch["COLS"])
-    early = early_tiles(down.kind, down_launch["COLS"], top_k * steps)
     inter = torch.empty((num_tokens * top_k, intermediate), dtype=x.dtype, device=x.device)
     grid = (triton.cdiv(intermediate, up_launch["BLOCK_N"]), num_tokens * top_k)
     kernels_few.gate_up_pairs_kernel[grid](
@@ -162,7 +138,7 @@ def _pair_by_pair(
     grid = (triton.cdiv(hidden, down_launch["BLOCK_N"]), num_tokens)
     kernels_few.down_sum_kernel[grid](
         inter, second.data, second.scale, second.factor, second.bias, topk_weights, topk_ids, out, hidden, intermediate,
-        *second.strides, TOP_K=top_k, STEPS=steps, EARLY=early,
+        *second.strides, TOP_K=top_k, STEPS=steps,
         **second.flags, **down_launch, **pdl.options(),
     )  # fmt: skip
 
@@ -172,13 +148,12 @@ def _gate_up(
     w13: ExpertWeights,
     topk_ids: torch.Tensor,
     activation: Activation,
-    tiles: MoeTiles,
+    tile: Tile,
     features: Collection[str],
 ) -> tuple[torch.Tensor, ExpertBlocks]:
     """[T * k, I], whose rows for choices of -1 are not written, and the grouping of the pairs."""
     num_pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
-    hidden, intermediate, tile = w13.cols, w13.rows // (1 + activation.gated), tiles.gate_up
-    assert tile["BLOCK_M"] == tiles.down["BLOCK_M"], "both products share one grouping"
+    hidden, intermediate = w13.cols, w13.rows // (1 + activation.gated)
     blocks = align(topk_ids, w13.num_experts, tile["BLOCK_M"])
     # What is made of a whole tensor must not see rows that were not written.
     make = torch.zeros if _scales_whole_tensor(w13) else torch.empty
@@ -202,12 +177,12 @@ def _down(
     topk_ids: torch.Tensor,
     blocks: ExpertBlocks,
     out: torch.Tensor,
-    tiles: MoeTiles,
+    tile: Tile,
     features: Collection[str],
 ) -> None:
     """The second product and the weighted sum."""
     num_tokens, top_k = topk_ids.shape
-    num_pairs, hidden, intermediate, tile = topk_ids.numel(), w2.rows, w2.cols, tiles.down
+    num_pairs, hidden, intermediate = topk_ids.numel(), w2.rows, w2.cols
     pair_out = torch.empty((num_pairs, hidden), dtype=inter.dtype, device=inter.device)
     w, a = matrix_of(w2), _operand(inter, w2)
     kernels.down_kernel[(blocks.max_blocks * triton.cdiv(hidden, tile["BLOCK_N"]),)](

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from sglang.srt.configs.quant_scheme import PLANE_COLUMNS
+from sglang.srt.kernels.scaled_product import ScaledProduct
+
 GroupedTile = dict[str, int]
 
 TILE_KEYS = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", "num_warps", "num_stages")
@@ -138,6 +141,16 @@ class PairTile:
         step = max(step, multiple)
         rows = max(1, self.size // step)
         return {"BLOCK_N": rows, "COLS": step, "UNROLL": self.unroll, "num_warps": self.num_warps}
+
+
+def pair_cut(product: ScaledProduct, tile: PairTile, rows: int, cols: int) -> GroupedTile:
+    """The tile for a matrix [rows, cols]."""
+    multiple = PLANE_COLUMNS if product.four_bit else 128 if product.kind == "group128" else 16
+    cut = tile.cut(cols, multiple)
+    if product.kind == "group128":  # a tile's rows share their scales
+        while 128 % cut["BLOCK_N"] or rows % cut["BLOCK_N"]:
+            cut["BLOCK_N"] //= 2
+    return cut
 
 
 PAIR_TILES: Mapping[str, tuple[PairTile, PairTile]] = {

@@ -1,0 +1,179 @@
+"""Which launches the ledger's rows stand for: every form that Triton would compile must have a row that costs as much.
+
+A row covers a launch of the same kernel with the same tile, if everything that its compilation assumed is so in the
+launch: types (float16 counts as bfloat16), constants, numbers that are 1, and multiples of 16 among pointers and
+strides. More is covered only by the kernel's FormRule, which stands beside its variants:
+
+- `free` constants may have any value, those `at_most` and `at_least` any that is not higher or lower than the row's;
+- of `counts` it does not matter what divides them;
+- what a launch does not read (`absent`, `optional`) is not compared.
+
+Programmatic dependent launch (PDL) adds a few instructions, which wait and ask for weights. A tile that launches only
+step down to is on record for its shared memory: flags, which change none, are not compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.ledger.form_rule import FormRule
+from sglang.ledger.launch_form import Form, form_of, kernel_name
+from sglang.ledger.measure import VARIANT_MODULES, variant_table
+from sglang.ledger.targets import COMPLETE
+from sglang.ledger.variant import Variant
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.kernels.ledger_file import LOCKS, RowKey, judged_as
+
+logger = logging.getLogger(__name__)
+_SAME_COST = {"*fp16": "*bf16"}
+_FLOAT8 = {"*fp8e4nv", "*fp8e5"}
+_FREE_EVERYWHERE = frozenset({"PDL"})
+
+
+class UncoveredLaunch(RuntimeError):
+    """A launch that no row of the ledger stands for."""
+
+
+@functools.cache
+def form_rules() -> Mapping[str, FormRule]:
+    """By kernel ("norm.rmsnorm_kernel"), of every module that describes launches."""
+    rules: dict[str, FormRule] = {}
+    for name in VARIANT_MODULES:
+        rules |= importlib.import_module(name).FORM_RULES
+    return rules
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    key: RowKey
+    variant: Variant
+    constants: Mapping[str, Any]
+    multiples: frozenset[str]
+    ones: frozenset[str]
+
+
+class Coverage:
+    """The rows of a lock file, by what must be equal in a launch."""
+
+    def __init__(self, table: Mapping[RowKey, Variant]) -> None:
+        self._rows: dict[tuple[Any, ...], list[_Row]] = defaultdict(list)
+        for key, variant in table.items():
+            row = _Row(key, variant, variant.constexprs, frozenset(variant.divisible_by_16), frozenset(variant.ones))
+            stages = variant.tile.get("num_stages", 3)
+            self._rows[kernel_name(variant.fn), variant.tile["num_warps"], stages].append(row)
+
+    def row_of(self, form: Form) -> RowKey | None:
+        """The first row that covers the form."""
+        launch = _Launch(form)
+        for row in self._candidates(form):
+            if next(launch.differences(row), None) is None:
+                return row.key
+        return None
+
+    def problem(self, form: Form) -> str:
+        """Why no row covers it: what the most similar one has that the launch does not."""
+        rows = self._candidates(form)
+        if not rows:
+            return f"{form}: the ledger has no row of this kernel with {form.num_warps} warps, {form.num_stages} stages"
+        launch = _Launch(form)
+        differences, row = min(((list(launch.differences(row)), row) for row in rows), key=lambda one: len(one[0]))
+        return f"{form}: no row covers it; {'/'.join(row.key)} differs: {', '.join(differences)}"
+
+    def uncovered(self, forms: Iterable[Form]) -> list[str]:
+        return [self.problem(form) for form in forms if self.row_of(form) is None]
+
+    def _candidates(self, form: Form) -> list[_Row]:
+        return self._rows.get((form.kernel, form.num_warps, form.num_stages), [])
+
+
+@functools.cache
+def coverage(lock: str) -> Coverage:
+    return Coverage(variant_table(lock))
+
+
+def check_launches(arch: ArchTraits) -> None:
+    """From now on every form that Triton compiles in this process must have a row, or the launch raises
+    UncoveredLaunch. On a GPU whose lock file is not complete it is logged instead."""
+    import triton
+
+    lock = next(name for name, archs in LOCKS.items() if judged_as(arch) in archs)
+    rows, complete = coverage(lock), lock in COMPLETE
+    logger.info("Launches are compared with %s.lock.json; without a row they %s", lock, "fail" if complete else "warn")
+
+    def compare(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        form = form_of(fn.jit_function, compile)
+        is_ours = fn.jit_function.fn.__module__.startswith("sglang.")
+        if is_ours and rows.row_of(form) is None:
+            if complete:
+                raise UncoveredLaunch(rows.problem(form))
+            logger.warning(rows.problem(form))
+        return False  # compile it
+
+    triton.knobs.runtime.jit_cache_hook = compare  # type: ignore[assignment]
+
+
+class _Launch:
+    """A form with what its kernel's rule says of it."""
+
+    def __init__(self, form: Form) -> None:
+        self.form = form
+        self.rule = form_rules().get(form.kernel, FormRule())
+        self.constants = dict(form.constants)
+        self.unread = {name for name in self.rule.optional if self.constants.get(name, "") is None}
+        self.unread |= self._where(self.rule.absent)
+        self.counts = self.rule.counts | self._where(self.rule.counts_where)
+
+    def _where(self, rules: Mapping[str, tuple[str, ...]]) -> set[str]:
+        """The parameters of the conditions that hold."""
+        names: set[str] = set()
+        for condition, parameters in rules.items():
+            name, _, value = condition.partition("=")
+            constant = self.constants.get(name)
+            switched_off = constant is False or (constant == 1 and constant is not True) or constant == 0
+            if constant == value if value else switched_off:
+                names.update(parameters)
+        return names
+
+    def differences(self, row: _Row) -> Iterator[str]:
+        """What keeps the row from covering the launch."""
+        lower = not row.variant.default
+        for name, kind in self.form.types:
+            if name in self.unread:
+                continue
+            row_kind = row.variant.signature[name]
+            if kind == "constexpr":
+                yield from self._constant_differences(name, row, lower)
+            elif _SAME_COST.get(kind, kind) != row_kind and not (lower and {kind, row_kind} == _FLOAT8):
+                yield f"{name} is {kind} and not {row_kind}"
+            elif name not in self.counts:
+                yield from self._fact_differences(name, row)
+
+    def _constant_differences(self, name: str, row: _Row, lower: bool) -> Iterator[str]:
+        rule, value = self.rule, self.constants[name]
+        if name in rule.free or name in _FREE_EVERYWHERE or (lower and (name.startswith("HAS_") or name == "CAUSAL")):
+            return
+        if name not in row.constants:
+            yield f"{name} is the constant {value!r} and not a {row.variant.signature[name]}"
+            return
+        recorded = row.constants[name]
+        if name in rule.at_most:
+            covered = value <= recorded
+        elif name in rule.at_least:
+            covered = value >= recorded
+        else:
+            covered = value == recorded
+        if not covered:
+            yield f"{name} is {value!r} and not {recorded!r}"
+
+    def _fact_differences(self, name: str, row: _Row) -> Iterator[str]:
+        one = name in self.form.ones
+        if one != (name in row.ones):
+            yield f"{name} is {'' if one else 'not '}1"
+        elif not one and (name in self.form.multiples) != (name in row.multiples):
+            yield f"{name} is {'' if name in self.form.multiples else 'not '}a multiple of 16"

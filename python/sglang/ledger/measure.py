@@ -1,0 +1,121 @@
+"""Enumerates the launch variants of every kernel and measures them in worker processes."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang.ledger.compile import CompileFailed, measure_cached, variant_hash
+from sglang.ledger.targets import COMPLETE, NOT_NATIVE
+from sglang.ledger.variant import Variant
+from sglang.srt.environ import envs
+from sglang.srt.hardware.arch import arch_by_name
+from sglang.srt.kernels.ledger_file import LOCKS, Measurement, Row, RowKey, Rows, tile_key
+
+# Named, not imported: each loads Triton. Each has OPS and variants(op, features).
+VARIANT_MODULES = (
+    "sglang.ledger.variants.attention",
+    "sglang.ledger.variants.elementwise",
+    "sglang.ledger.variants.quantized",
+    "sglang.ledger.variants.experts",
+    "sglang.ledger.variants.recurrent",
+)
+
+
+def variants_of(lock: str) -> Iterator[Variant]:
+    """Every variant whose tile the table allows on an architecture of the lock file."""
+    features = tuple(sorted(arch_by_name(LOCKS[lock][0]).features))
+    for name in VARIANT_MODULES:
+        module = importlib.import_module(name)
+        for op in module.OPS:
+            yield from (v for v in module.variants(op, features) if not v.form_only or lock in COMPLETE)
+
+
+def row_key(variant: Variant) -> RowKey:
+    return variant.op, variant.key, tile_key(variant.tile)
+
+
+@functools.cache
+def variant_table(lock: str) -> dict[RowKey, Variant]:
+    """By row. Of tiles that the compiler cannot tell apart the first stays: it is the preferred one."""
+    table: dict[RowKey, Variant] = {}
+    for variant in variants_of(lock):
+        table.setdefault(row_key(variant), variant)
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A row to measure on some architectures of its lock file."""
+
+    lock: str
+    row: RowKey
+    archs: tuple[str, ...]
+
+
+Results = dict[Job, "dict[str, Measurement] | str"]
+"""The measurements by architecture, or the message of the compiler that failed."""
+
+
+def measure(jobs: list[Job], processes: int = 2, progress: bool = True) -> Results:
+    """Runs the jobs with the Triton of this Python."""
+    results: Results = {}
+    if not jobs:
+        return results
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        futures = {pool.submit(_run, job, envs.SGLANG_CACHE_DIR / "ledger"): job for job in jobs}
+        for done, future in enumerate(as_completed(futures), 1):
+            results[futures[future]] = future.result()
+            if progress and (done % 25 == 0 or done == len(jobs)):
+                print(f"  {done}/{len(jobs)} compiled", file=sys.stderr, flush=True)
+    return results
+
+
+def _run(job: Job, cache_dir: Path) -> dict[str, Measurement] | str:
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as today's launches; silences a notice of Triton 3.9
+    try:
+        return measure_cached(variant_table(job.lock)[job.row], job.archs, cache_dir)
+    except CompileFailed as error:
+        return str(error)
+
+
+def targets(lock: str, variant: Variant, triton_version: str) -> tuple[str, ...]:
+    """The architectures of a lock file that a variant is compiled for with this Triton."""
+    return tuple(a for a in LOCKS[lock] if not (variant.native_only and f"{triton_version}/{a}" in NOT_NATIVE))
+
+
+def all_jobs(lock: str, only: str = "", known: Rows | None = None, triton_version: str = "") -> list[Job]:
+    """One a row. `only`: rows whose op/key/tile contains it. `known`: what it holds for `triton_version`, measured from
+    the same code, is left out."""
+    jobs: list[Job] = []
+    for row, variant in variant_table(lock).items():
+        if only not in "/".join(row):
+            continue
+        archs = targets(lock, variant, triton_version)
+        old = (known or {}).get(row)
+        if old is not None and old.code == variant_hash(variant):
+            archs = tuple(arch for arch in archs if f"{triton_version}/{arch}" not in old.by_target)
+        if archs:
+            jobs.append(Job(lock, row, archs))
+    return jobs
+
+
+def to_rows(lock: str, results: Results, triton_version: str) -> tuple[Rows, list[str]]:
+    """Rows of the lock file, and the messages of what did not compile."""
+    rows: Rows = {}
+    failures: list[str] = []
+    for job, result in results.items():
+        if isinstance(result, str):
+            failures.append(f"Triton {triton_version}: {result}")
+            continue
+        row = rows.setdefault(job.row, Row(variant_hash(variant_table(lock)[job.row])))
+        row.by_target |= {f"{triton_version}/{arch}": value for arch, value in result.items()}
+    return rows, failures

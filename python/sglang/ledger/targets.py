@@ -1,0 +1,12 @@
+"""What the lock files are measured with, and how much is in them."""
+
+from __future__ import annotations
+
+COMPLETE = frozenset({"sm120"})
+"""Lock files in which every launch has a row. The others have those that decide about tiles."""
+
+TRITON_VERSIONS = ("3.6.0", "3.9.0")
+"""Verified: the oldest that we support and the one that CI pins."""
+NOT_NATIVE = frozenset({"3.6.0/sm_121"})
+"""Compiles, but low-precision products go through wider types; recorded, and not held to the spill budget. What needs
+packed four-bit operands is not compiled there (Variant.native_only), nor launched (hardware.arch.NEEDS_TRITON)."""

@@ -1,0 +1,316 @@
+"""Launch variants of the elementwise, sampling and matrix-vector kernels, described for the ledger."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from sglang.ledger.form_rule import FormRule
+from sglang.ledger.variant import Variant, describe
+from sglang.srt.configs.activation import GELU, RELU2, SILU, Activation
+from sglang.srt.kernels.tiles import HEAD_DIMS
+from sglang.srt.layers.triton_ops import (
+    activation,
+    decode_inputs,
+    embedding,
+    gemv,
+    latent_store,
+    norm,
+    rope_store,
+    sampling,
+    topk,
+    whole_norm,
+)
+
+OPS = (
+    "decode_inputs",
+    "embedding_rows",
+    "rmsnorm",
+    "fused_add_rmsnorm",
+    "silu_and_mul",
+    "gelu_and_mul",
+    "relu2",
+    "qk_whole_norm",
+    "qk_norm_rope_store",
+    "latent_norm_rope_store",
+    "topk_softmax",
+    "topk_sigmoid",
+    "topk_sqrtsoftplus",
+    "topk_hash",
+    "draw_tokens",
+    "filter_thresholds",
+    "adjust_logits",
+    "linear",
+)
+
+HIDDEN_SIZES = (1024, 2048, 2880, 4096, 5120, 6144, 7168, 16384)
+FP32_NORM_SHAPES = ((256, 64), (256, 256), (128, 128))
+"""Of models that store norms of heads minus 1: kept in fp32 (Qwen3-Next, Gemma 3)."""
+ROPE_SHAPES = ((64, 64), (128, 128), (128, 64), (256, 64), (256, 256), (512, 512))
+"""(head dim, rotary dim) of published models."""
+OTHER_HEAD_DIMS = tuple(
+    dim for dim, v_dim in HEAD_DIMS if dim == v_dim and dim not in {published for published, _ in ROPE_SHAPES}
+)
+"""Of the other models that attention has tiles for, whose heads rotate whole."""
+LATENT_SHAPE = (128, 512, 64)
+"""Dims of a query head that do not rotate, of the latent, and of the rotary key."""
+CACHE_TYPES = {"bfloat16": ("*bf16", 0.0), "fp8_e4m3": ("*fp8e4nv", 448.0), "fp8_e5m2": ("*fp8e5", 57344.0)}
+ROUTINGS: Mapping[str, tuple[tuple[int, int, tuple[int, int]], ...]] = {
+    "softmax": (
+        *((2, 2, (1, 1)), (4, 2, (1, 1)), (8, 2, (1, 1)), (16, 4, (1, 1)), (32, 4, (1, 1))),
+        *((60, 4, (1, 1)), (64, 6, (1, 1)), (128, 8, (1, 1))),
+        *((160, 6, (8, 3)), (256, 8, (1, 1)), (512, 10, (1, 1))),
+    ),
+    "sigmoid": (
+        *((64, 4, (1, 1)), (128, 8, (1, 1)), (160, 8, (1, 1)), (384, 8, (1, 1)), (512, 22, (1, 1))),
+        (256, 8, (8, 4)),
+    ),
+    "sqrtsoftplus": ((256, 6, (1, 1)), (384, 6, (1, 1))),
+}
+"""Score -> (experts, choices, (groups, best groups))."""
+SPLITS = 128
+"""Programs that share a row of logits, at most: of vocabularies up to 524,288."""
+
+_LOGITS_COUNTS = frozenset({"vocab_size", "mask_stride"})
+FORM_RULES = {
+    "decode_inputs.decode_inputs_kernel": FormRule(at_most=frozenset({"WINDOWS"})),
+    "rope_store.qk_norm_rope_store_kernel": FormRule(
+        free=frozenset({"Q_HEADS", "KV_HEADS"}),
+        at_most=frozenset({"NORM_Q", "NORM_K"}),
+        absent={"NORM_Q": ("q_weight",), "NORM_K": ("k_weight",)},
+    ),
+    "latent_store.latent_norm_rope_store_kernel": FormRule(
+        free=frozenset({"Q_HEADS", "NOPE"}),
+        at_most=frozenset({"INTERLEAVED"}),
+        counts=frozenset({"num_absorbed"}),
+    ),
+    "topk.topk_kernel": FormRule(
+        free=frozenset({"K", "COLUMNS", "MEMBERS"}),
+        at_most=frozenset({"K_BLOCK"}),
+        optional=frozenset({"bias", "num_valid", "expert_map"}),
+    ),
+    "topk.topk_hash_kernel": FormRule(
+        free=frozenset({"K", "COLUMNS"}),
+        at_most=frozenset({"K_BLOCK"}),
+        counts=frozenset({"num_experts"}),
+        optional=frozenset({"num_valid", "expert_map"}),
+    ),
+    "sampling.draw_tokens_kernel": FormRule(
+        at_most=frozenset({"WRITE_NEXT", "MAX_SPLITS"}),
+        counts=_LOGITS_COUNTS,
+        absent={"FILTER": ("thresholds",), "WRITE_NEXT": ("next_token",)},
+    ),
+    "sampling.threshold_kernel": FormRule(counts=_LOGITS_COUNTS),
+    "sampling.adjust_logits_kernel": FormRule(
+        at_most=frozenset({"PENALTIES", "MASK"}),
+        counts=_LOGITS_COUNTS,
+        absent={"PENALTIES": ("state",), "MASK": ("vocab_mask", "mask_stride")},
+    ),
+    "gemv.gemv_kernel": FormRule(
+        at_least=frozenset({"EVEN_K"}),
+        at_most=frozenset({"HAS_BIAS"}),
+        counts=frozenset({"N"}),
+        absent={"HAS_BIAS": ("bias",)},
+    ),
+}
+
+
+def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
+    """Every launch of `op` over the sizes of the published models. The same for every GPU."""
+    yield from _VARIANTS[op]()
+
+
+def _decode_inputs() -> Iterator[Variant]:
+    indices = ("slots", "out_cache_loc", "next_tokens", "input_ids", "positions", "window_locs")
+    types = dict.fromkeys(indices, "*i64") | {"seq_lens": "*i32", "req_to_token": "*i32"}
+    types |= dict.fromkeys(("num_reqs", "num_rows", "context_len", "window_stride"), "i32")
+    kernel, constants = decode_inputs.decode_inputs_kernel, {"WINDOWS": 2}
+    yield describe("decode_inputs", "all", kernel, types, constants, decode_inputs.LAUNCH, ("window_stride",))
+
+
+def _embedding_rows() -> Iterator[Variant]:
+    types = {"ids": "*i64", "weight": "*bf16", "out": "*bf16", "first": "i32", "num_rows": "i32", "size": "i32"}
+    yield describe("embedding_rows", "all", embedding.embedding_rows_kernel, types, {}, embedding.LAUNCH, ("size",))
+
+
+def _norms(op: str) -> Iterator[Variant]:
+    if op == "rmsnorm":
+        fn, types = norm.rmsnorm_kernel, {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "row_stride": "i32"}
+        strides: tuple[str, ...] = ("row_stride",)
+    else:
+        fn = norm.fused_add_rmsnorm_kernel
+        types = {"x": "*bf16", "residual": "*bf16", "weight": "*bf16", "row_stride": "i32", "residual_stride": "i32"}
+        strides = ("row_stride", "residual_stride")
+    launches = {launch["BLOCK"]: launch for launch in map(norm.row_launch, HIDDEN_SIZES)}
+    types |= {"size": "i32", "eps": "fp32"}
+    for block, launch in launches.items():
+        yield describe(op, f"{block}", fn, types, {}, launch, (*strides, "size"))
+        form = describe(op, f"{block}/fp32", fn, types | {"weight": "*fp32"}, {}, launch, (*strides, "size"))
+        yield replace(form, form_only=True)
+
+
+def _activation(gate: Activation) -> Iterator[Variant]:
+    types = {"x": "*bf16", "out": "*bf16", "row_stride": "i32", "size": "i32"}
+    fn, constants = activation.activation_kernel, activation.gate_constants(gate)
+    for name, launch in (("small", activation.SMALL_BLOCK), ("large", activation.LARGE_BLOCK)):
+        yield describe(gate.op, name, fn, types, constants, launch, ("row_stride", "size"))
+        # Of shares that 16 does not divide; rows of two such halves it does.
+        strides = ("row_stride",) if gate.gated else ()
+        yield replace(describe(gate.op, f"{name}/odd", fn, types, constants, launch, strides), form_only=True)
+
+
+def _whole_norm() -> Iterator[Variant]:
+    op, sizes = "qk_whole_norm", ("row_stride", "num_q", "num_k")
+    types = {"qkv": "*bf16", "sums": "*fp32", "q_weight": "*bf16", "k_weight": "*bf16", "eps": "fp32"}
+    types |= dict.fromkeys(sizes, "i32") | dict.fromkeys(("q_share", "k_share"), "fp32")
+    arguments = {name: kind for name, kind in types.items() if name in whole_norm.whole_sums_kernel.arg_names}
+    yield describe(op, "sums", whole_norm.whole_sums_kernel, arguments, {}, whole_norm.LAUNCH, sizes)
+    for name, from_sums in (("norm", False), ("norm_of_ranks", True)):
+        arguments = types | ({} if from_sums else {"sums": "*bf16"})
+        constants = {"FROM_SUMS": from_sums}
+        yield describe(op, name, whole_norm.whole_norm_kernel, arguments, constants, whole_norm.LAUNCH, sizes)
+
+
+def _rope_store() -> Iterator[Variant]:
+    types = {"qkv": "*bf16", "positions": "*i64", "cos_sin": "*fp32", "q_weight": "*bf16", "k_weight": "*bf16"}
+    types |= {"out_cache_loc": "*i64", "eps": "fp32", "k_scale": "fp32", "v_scale": "fp32"}
+    types |= dict.fromkeys(("row_stride", "k_slot_stride", "v_slot_stride"), "i32")
+    strides = ("row_stride", "k_slot_stride", "v_slot_stride")
+    for dim, rot in (*ROPE_SHAPES, *((dim, dim) for dim in OTHER_HEAD_DIMS)):
+        for cache, (pointer, limit) in CACHE_TYPES.items():
+            for heads in (1, 4, 8):
+                constants: dict[str, Any] = {"Q_HEADS": 32, "KV_HEADS": 8, "DIM": dim, "ROT": rot}
+                constants |= {"NORM_Q": True, "NORM_K": True}
+                constants |= {"INTERLEAVED": False, "FP8_LIMIT": limit}
+                variant = describe(
+                    "qk_norm_rope_store",
+                    f"{dim}r{rot}/{cache}/{heads}",
+                    rope_store.qk_norm_rope_store_kernel,
+                    types | {"k_cache": pointer, "v_cache": pointer},
+                    constants,
+                    rope_store.launch_constants(dim, rot, heads),
+                    strides,
+                )
+                yield replace(variant, form_only=dim in OTHER_HEAD_DIMS)
+                if (dim, rot) in FP32_NORM_SHAPES:
+                    signature = {**variant.signature, "q_weight": "*fp32", "k_weight": "*fp32"}
+                    yield replace(variant, key=f"{variant.key}/fp32", signature=signature, form_only=True)
+
+
+def _latent_store() -> Iterator[Variant]:
+    types = dict.fromkeys(("q", "latent", "absorbed", "normed", "weight"), "*bf16")
+    types |= {"positions": "*i64", "cos_sin": "*fp32", "out_cache_loc": "*i64", "num_absorbed": "i32"}
+    strides = ("q_stride", "q_head_stride", "latent_stride", "absorbed_stride", "slot_stride")
+    types |= dict.fromkeys(strides, "i32") | {"eps": "fp32", "scale": "fp32"}
+    nope, rank, rot = LATENT_SHAPE
+    for cache, (pointer, limit) in CACHE_TYPES.items():
+        for heads in (1, 4, 8):
+            constants: dict[str, Any] = {"Q_HEADS": 16, "NOPE": nope, "RANK": rank, "ROT": rot}
+            constants |= {"INTERLEAVED": True, "FP8_LIMIT": limit}
+            yield describe(
+                "latent_norm_rope_store",
+                f"{rank}r{rot}/{cache}/{heads}",
+                latent_store.latent_norm_rope_store_kernel,
+                types | {"cache": pointer},
+                constants,
+                latent_store.launch_constants(rank, rot, heads),
+                strides,
+            )
+
+
+def _routing(score: str) -> Iterator[Variant]:
+    """The widest form: with bias, shared expert, padding and a map of experts."""
+    types = {"weights": "*fp32", "ids": "*i32", "num_valid": "*i32", "num_tokens": "i32", "row_stride": "i32"}
+    types |= {"scale": "fp32", "expert_map": "*i32"} | ({} if score == "softmax" else {"bias": "*fp32"})
+    for (experts, k, groups), logits, renormalize in itertools.product(
+        ROUTINGS[score], ("bf16", "fp32"), (True, False) if score == "softmax" else (True,)
+    ):
+        constants = {"SCORE": score, "RENORMALIZE": renormalize} | ({"bias": None} if score == "softmax" else {})
+        constants |= topk.topk_constants(experts, k, groups, with_shared=True)
+        key = f"{experts}k{k}" + (f"g{groups[0]}" if groups[0] > 1 else "") + f"/{logits}"
+        key += "" if renormalize else "/raw"
+        arguments = types | {"logits": f"*{logits}"}
+        strides = () if experts % 16 else ("row_stride",)
+        yield describe(f"topk_{score}", key, topk.topk_kernel, arguments, constants, topk.LAUNCH, strides)
+
+
+def _hash_routing() -> Iterator[Variant]:
+    types = {"token_ids": "*i64", "table": "*i32", "weights": "*fp32", "ids": "*i32", "num_valid": "*i32"}
+    types |= {"num_tokens": "i32", "row_stride": "i32", "num_experts": "i32", "scale": "fp32", "expert_map": "*i32"}
+    constants = {"SCORE": "sqrtsoftplus"} | topk.choice_constants(6, True)
+    for logits in ("bf16", "fp32"):
+        arguments = types | {"logits": f"*{logits}"}
+        key, kernel = f"k6/{logits}", topk.topk_hash_kernel
+        yield describe("topk_hash", key, kernel, arguments, constants, topk.HASH_LAUNCH, ("row_stride",))
+
+
+_LOGITS = {"logits": "*fp32", "table": "*i32", "slots": "*i64", "vocab_size": "i32", "stride": "i32"}
+
+
+def _of_logits(
+    op: str, key: str, fn: Any, more: Mapping[str, str], constants: Mapping[str, Any], launch: Mapping[str, int]
+) -> Iterator[Variant]:
+    """Rows of logits lie at multiples of 16, and of vocabularies that tokens were added to anywhere."""
+    types = _LOGITS | dict(more)
+    yield describe(op, key, fn, types, constants, launch, ("stride",))
+    yield replace(describe(op, f"{key}/odd", fn, types, constants, launch), form_only=True)
+
+
+def _draw() -> Iterator[Variant]:
+    types = {"positions": "*i32", "thresholds": "*fp32", "scores_out": "*fp32", "ids_out": "*i32"}
+    types |= {"arrivals": "*i32", "tokens": "*i64", "next_token": "*i64", "num_splits": "i32"}
+    launch = {"BLOCK": sampling.DRAW_BLOCK, "num_warps": 8}
+    for name, noise, filtered in (("greedy", False, False), ("sampled", True, False), ("filtered", True, True)):
+        constants = {"NOISE": noise, "FILTER": filtered, "WRITE_NEXT": True, "MAX_SPLITS": SPLITS}
+        yield from _of_logits("draw_tokens", name, sampling.draw_tokens_kernel, types, constants, launch)
+
+
+def _thresholds() -> Iterator[Variant]:
+    launch = {"BLOCK": sampling.THRESHOLD_BLOCK, "num_warps": sampling.THRESHOLD_WARPS}
+    kernel = sampling.threshold_kernel
+    yield from _of_logits("filter_thresholds", "all", kernel, {"thresholds": "*fp32"}, {}, launch)
+
+
+def _adjust() -> Iterator[Variant]:
+    types = {"state": "*i32", "vocab_mask": "*i32", "mask_stride": "i32"}
+    launch = {"BLOCK": sampling.ADJUST_BLOCK, "num_warps": 8}
+    constants = {"PENALTIES": True, "MASK": True}
+    yield from _of_logits("adjust_logits", "all", sampling.adjust_logits_kernel, types, constants, launch)
+
+
+def _gemv() -> Iterator[Variant]:
+    """Logits of the vocabulary are fp32, and so are those of routers, whose weights may be as well."""
+    types = {"x": "*bf16", "w": "*bf16", "bias": "*bf16", "out": "*bf16", "N": "i32", "K": "i32"}
+    forms: dict[str, dict[str, str]] = {
+        "gemv": {},
+        "gemv_logits": {"out": "*fp32", "bias": "*fp32"},
+        "gemv_fp32": {"out": "*fp32", "bias": "*fp32", "w": "*fp32"},
+    }
+    constants = {"EVEN_K": False, "HAS_BIAS": True}
+    for (name, pointers), tile in itertools.product(forms.items(), (gemv.TILE, *gemv.WHOLE_ROW_TILES)):
+        key = name if tile is gemv.TILE else f"{name}/row{tile['BLOCK_K']}"
+        yield describe("linear", key, gemv.gemv_kernel, types | pointers, constants, tile, ("N", "K"))
+
+
+_VARIANTS = {
+    "decode_inputs": _decode_inputs,
+    "embedding_rows": _embedding_rows,
+    "rmsnorm": lambda: _norms("rmsnorm"),
+    "fused_add_rmsnorm": lambda: _norms("fused_add_rmsnorm"),
+    "silu_and_mul": lambda: _activation(SILU),
+    "gelu_and_mul": lambda: _activation(GELU),
+    "relu2": lambda: _activation(RELU2),
+    "qk_whole_norm": _whole_norm,
+    "qk_norm_rope_store": _rope_store,
+    "latent_norm_rope_store": _latent_store,
+    "topk_softmax": lambda: _routing("softmax"),
+    "topk_sigmoid": lambda: _routing("sigmoid"),
+    "topk_sqrtsoftplus": lambda: _routing("sqrtsoftplus"),
+    "topk_hash": _hash_routing,
+    "draw_tokens": _draw,
+    "filter_thresholds": _thresholds,
+    "adjust_logits": _adjust,
+    "linear": _gemv,
+}

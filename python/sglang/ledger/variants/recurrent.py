@@ -1,0 +1,147 @@
+"""Launch variants of the recurrent layers' kernels, described for the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import triton
+
+from sglang.ledger.form_rule import FormRule
+from sglang.ledger.variant import Variant, describe
+from sglang.srt.layers.recurrent.triton_ops import causal_conv, chunk_local, chunk_scan, gated_norm, state_step
+
+OPS = ("causal_conv1d", "gated_delta_rule", "state_space_duality", "gated_rmsnorm", "attention_output_gate")
+
+STATE_TYPES = {"float32": "*fp32", "bfloat16": "*bf16"}
+RULES: Mapping[str, tuple[bool, tuple[tuple[int, int], ...]]] = {
+    "gated_delta_rule": (True, ((128, 128),)),
+    "state_space_duality": (False, ((128, 64), (256, 64))),
+}
+"""Op -> (whether the delta rule, dims of a key and a value in the published models)."""
+NORM_SIZES = (128, 512, 1024, 2048)
+"""Channels that share a norm: a head's, or a group's of Mamba-2 (of eight, whatever the number of ranks)."""
+
+_INDEX = {"initial_slots": "*i64", "slots": "*i64", "prefix_lens": "*i32", "start_loc": "*i32"}
+_COUNTS = {"num_seqs": "i32", "heads": "i32", "group": "i32"}
+_STRIDES = ("token_stride", "out_stride", "slot_stride")
+_GATES = {"a": "*bf16", "b": "*bf16", "a_log": "*fp32", "dt_bias": "*fp32", "dt_min": "fp32", "dt_max": "fp32"}
+
+FORM_RULES = {
+    "causal_conv.conv_extend_kernel": FormRule(
+        free=frozenset({"HEAD_DIM"}), at_most=frozenset({"HAS_BIAS"}), absent={"HAS_BIAS": ("bias",)}
+    ),
+    "causal_conv.conv_decode_kernel": FormRule(
+        free=frozenset({"HEAD_DIM"}), at_most=frozenset({"HAS_BIAS"}), absent={"HAS_BIAS": ("bias",)}
+    ),
+    "chunk_local.chunk_local_kernel": FormRule(
+        counts=frozenset({"heads", "group", "ab_stride", "a", "b"}),
+        absent={"DELTA": ("b", "u", "w", "v")},
+    ),
+    "chunk_scan.chunk_scan_kernel": FormRule(
+        at_most=frozenset({"HAS_SKIP"}), counts=frozenset({"heads", "group"}), absent={"HAS_SKIP": ("skip",)}
+    ),
+    "state_step.state_step_kernel": FormRule(
+        at_most=frozenset({"HAS_SKIP"}),
+        counts=frozenset({"heads", "group", "ab_stride", "a", "b"}),
+        absent={"HAS_SKIP": ("skip",), "DELTA": ("b",)},
+    ),
+    "gated_norm.gated_rmsnorm_kernel": FormRule(counts=frozenset({"rows", "groups"})),
+}
+
+
+def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
+    """Every launch of `op` over the sizes of the published models. The same for every GPU."""
+    if op == "causal_conv1d":
+        yield from _convolutions()
+    elif op == "gated_rmsnorm":
+        yield from _norms()
+    elif op == "attention_output_gate":
+        types = {"x": "*bf16", "gate": "*bf16", "width": "i32", "gate_stride": "i32"}
+        launch = {"BLOCK": gated_norm.GATE_BLOCK, "num_warps": 4}
+        yield describe(op, "all", gated_norm.attention_output_gate_kernel, types, {}, launch, ("width", "gate_stride"))
+    else:
+        delta, dims = RULES[op]
+        for key_dim, value_dim in dims:
+            yield from _recurrence(op, delta, key_dim, value_dim)
+
+
+def _convolutions() -> Iterator[Variant]:
+    data = dict.fromkeys(("x", "weight", "bias", "states", "out"), "*bf16")
+    numbers = dict.fromkeys(("num_seqs", "channels", "norm_heads", "x_stride", "out_stride", "slot_stride"), "i32")
+    constants = {
+        "WIDTH": causal_conv.MAX_WIDTH,
+        "HEAD_DIM": 128,
+        "BLOCK": causal_conv.MAX_BLOCK,
+        "HAS_BIAS": True,
+        "L2_EPS": causal_conv.L2_EPS,
+    }
+    aligned = ("channels", "x_stride", "out_stride", "slot_stride")
+    for name, fn, launch in (
+        ("extend", causal_conv.conv_extend_kernel, causal_conv.EXTEND_TILE),
+        ("decode", causal_conv.conv_decode_kernel, {"num_warps": causal_conv.DECODE_WARPS}),
+    ):
+        types = data | numbers | _INDEX
+        yield _described("causal_conv1d", name, fn, types, constants, launch, aligned)
+        # Of Nemotron-3-Nano on eight ranks: the projection's rows, with a time step a head, are no multiples of 16.
+        odd = _described("causal_conv1d", f"{name}/odd", fn, types, constants, launch, (*aligned[:1], *aligned[2:]))
+        yield replace(odd, form_only=True)
+
+
+def _recurrence(op: str, delta: bool, key_dim: int, value_dim: int) -> Iterator[Variant]:
+    data = dict.fromkeys(("q", "k", "v", "scores", "u", "w", "out"), "*bf16") | _GATES | _INDEX | _COUNTS
+    data |= dict.fromkeys(("decay", "beta", "beta_out", "skip"), "*fp32") | {"scale": "fp32", "ab_stride": "i32"}
+    data |= dict.fromkeys(_STRIDES, "i32")
+    shape = {"K": key_dim, "V": value_dim, "BLOCK_K": triton.next_power_of_2(key_dim), "DELTA": delta}
+    dims = f"{key_dim}x{value_dim}"
+    constants: dict[str, Any] = shape | {"CHUNK": chunk_local.CHUNK, "BLOCK_V": triton.next_power_of_2(value_dim)}
+    local = chunk_local.chunk_local_kernel
+    yield _described(op, f"local/{dims}", local, data, constants, chunk_local.TILE, _STRIDES)
+    for state, pointer in STATE_TYPES.items():
+        arguments = data | {"states": pointer}
+        constants = shape | {"CHUNK": chunk_local.CHUNK, "HAS_SKIP": not delta}
+        scan, tile = chunk_scan.chunk_scan_kernel, chunk_scan.scan_tile(key_dim)
+        yield _described(op, f"scan/{dims}/{state}", scan, arguments, constants, tile, _STRIDES)
+        for tile in state_step.STEP_TILES:
+            key = f"step/{dims}/{state}"
+            constants = shape | {"HAS_SKIP": not delta}
+            yield _described(op, key, state_step.state_step_kernel, arguments, constants, tile, _STRIDES)
+
+
+def _norms() -> Iterator[Variant]:
+    types = {"x": "*bf16", "gate": "*bf16", "weight": "*bf16", "out": "*bf16", "eps": "fp32"}
+    types |= dict.fromkeys(("rows", "groups", "size", "gate_stride", "weight_stride"), "i32")
+    for size in NORM_SIZES:
+        for many in (False, True):
+            launch = gated_norm.norm_launch(1 << 20 if many else 1, size)
+            for first in (False, True):
+                key = f"{size}/{'many' if many else 'few'}/{'gate_first' if first else 'gate_last'}"
+                kernel, constants = gated_norm.gated_rmsnorm_kernel, {"GATE_FIRST": first}
+                aligned = ("size", "weight_stride")
+                yield describe("gated_rmsnorm", key, kernel, types, constants, launch, ("gate_stride", *aligned))
+                if first:  # a part of the same projection as of the convolution
+                    odd = describe("gated_rmsnorm", f"{key}/odd", kernel, types, constants, launch, aligned)
+                    yield replace(odd, form_only=True)
+
+
+def _described(
+    op: str,
+    key: str,
+    fn: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    launch: Mapping[str, int],
+    aligned: tuple[str, ...],
+) -> Variant:
+    """With the parameters that the kernel has, and without the alignments that it does not look at."""
+    arguments = {name: kind for name, kind in types.items() if name in fn.arg_names}
+    constants = {name: value for name, value in constants.items() if name in fn.arg_names}
+    described = describe(
+        op, key, fn, arguments, constants, launch, tuple(name for name in aligned if name in arguments)
+    )
+    ignored = {*fn.do_not_specialize, *fn.do_not_specialize_on_alignment}
+    multiples = tuple(name for name in described.divisible_by_16 if name not in ignored)
+    return Variant(
+        described.op, described.key, fn, described.signature, described.constexprs, multiples, described.tile
+    )

@@ -1,0 +1,126 @@
+"""Calls of MiniMax-M3: arguments are tags with their names, and so are the entries of objects and arrays in them. In
+front of every tag stands the same special token, so that no value can be taken for one.
+
+]<]minimax[>[<invoke name="f">]<]minimax[>[<city>Paris]<]minimax[>[</city>]<]minimax[>[</invoke>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sglang.srt.function_call.coercion import Types, as_json, parameter_types
+from sglang.srt.function_call.json_text import escaped
+from sglang.srt.function_call.output import MAX_HEADER, NotACall, Output
+from sglang.srt.function_call.reader import Markers, Reader, Sink, Steps
+
+TAG = "]<]minimax[>["
+MAX_DEPTH = 64
+"""Of objects and arrays inside each other: every one is read by two generators more."""
+_TAG = Markers(TAG)
+_NAME_END = Markers('">')
+_KEY_END = Markers(">", "<")
+_OPEN, _CLOSE = "<", "</"
+_ITEM = "item"
+"""The tag of an array's entries."""
+_STRING = frozenset(("string",))
+
+
+def nested_tags(reader: Reader, output: Output) -> Steps[None]:
+    """From behind `<invoke name="` on."""
+    name = yield from reader.word(_NAME_END, MAX_HEADER)
+    if name is None:
+        raise NotACall
+    reader.skip(len('">'))
+    yield from reader.space()
+    if (yield from reader.next_of(_TAG)) is None:
+        raise NotACall
+    output.start_call(name.strip())
+    yield from _entries(reader, output.arguments, output.tools[name.strip()], "invoke", 1)
+
+
+def _entries(reader: Reader, sink: Sink, schema: Mapping[str, Any], parent: str, depth: int) -> Steps[None]:
+    """The tags up to the end of `parent`, as a JSON object, or as an array if the first one is that of an entry."""
+    first, closer = True, ""
+    while True:
+        yield from reader.space()
+        key = yield from _tag(reader, parent)
+        if first:
+            opener, closer = ("[", "]") if key == _ITEM and _is_array(schema) else ("{", "}")
+            sink(opener)
+        if key is None:
+            break
+        sink("" if first else ", ")
+        first = False
+        if closer == "}":
+            sink(f'"{escaped(key)}": ')
+        yield from _value(reader, sink, schema, key, depth)
+    sink(closer)
+
+
+def _tag(reader: Reader, parent: str) -> Steps[str | None]:
+    """Consumes a tag and returns its name; None for the end of `parent`."""
+    end = f"{_CLOSE}{parent}>"
+    if (yield from reader.one_of(_TAG)) is None:
+        raise NotACall
+    yield from reader.space()
+    if (yield from reader.one_of(Markers(end))) is not None:
+        return None
+    if (yield from reader.peek()) != _OPEN:
+        raise NotACall
+    reader.skip(1)
+    key = yield from reader.word(_KEY_END, MAX_HEADER)
+    if not key or (yield from reader.peek()) != ">":
+        raise NotACall
+    reader.skip(1)
+    return key
+
+
+def _value(reader: Reader, sink: Sink, schema: Mapping[str, Any], key: str, depth: int) -> Steps[None]:
+    """What stands between the tags of `key`, passed on as JSON."""
+    inner = _schema_of(schema, key)
+    types = parameter_types({"properties": {key: inner}, **_definitions(schema)}, key)
+    if types == _STRING:
+        sink('"')
+        if (yield from reader.until(Markers(f"{TAG}{_CLOSE}{key}>"), lambda text: sink(escaped(text)))) is None:
+            raise NotACall
+        yield from _tag(reader, key)
+        sink('"')
+        return
+    parts: list[str] = []
+    if (yield from reader.until(_TAG, parts.append)) is None:
+        raise NotACall
+    text = "".join(parts)
+    if (yield from reader.one_of(Markers(f"{TAG}{_CLOSE}{key}>"))) is not None:
+        sink(_leaf(text, types))
+    elif text.strip() or depth == MAX_DEPTH:
+        raise NotACall
+    else:
+        yield from _entries(reader, sink, {**_definitions(schema), **inner}, key, depth + 1)
+
+
+def _leaf(text: str, types: Types) -> str:
+    """A value without entries; an empty one is the empty value of a type that has no other spelling."""
+    if not text.strip() and types and "string" not in types:
+        for kind, empty in (("object", "{}"), ("array", "[]"), ("null", "null")):
+            if kind in types:
+                return empty
+    return as_json(text, types)
+
+
+def _is_array(schema: Mapping[str, Any]) -> bool:
+    """Whether entries may be those of an array. An object may have a property of the same name."""
+    properties = schema.get("properties")
+    return not (isinstance(properties, dict) and _ITEM in properties)
+
+
+def _schema_of(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    properties, items = schema.get("properties"), schema.get("items")
+    inner = properties.get(key) if isinstance(properties, dict) else None
+    if inner is None and key == _ITEM:
+        inner = items
+    return inner if isinstance(inner, dict) else {}
+
+
+def _definitions(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {key: schema[key] for key in ("$defs", "definitions") if key in schema}

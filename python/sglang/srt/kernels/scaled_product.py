@@ -1,0 +1,69 @@
+"""How a product with weights of a number format is computed. Data only: no torch, no Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from sglang.srt.configs.quant_scheme import Scheme
+
+PAIR_GROUP = 32
+"""Columns of a plane of pairs, which is also a group of scales."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledProduct:
+    """How a product with weights of a scheme is computed: the constants of `scaled_dot.multiply`, and what x is
+    quantized to."""
+
+    kind: str
+    element: str = ""
+    group: int = 0  # columns a scale
+    activation: str | None = None  # as in Scheme; None: x stays in 16 bits
+
+    @property
+    def constants(self) -> dict[str, str | int]:
+        return {"KIND": self.kind, "ELEMENT": self.element, "GROUP": self.group}
+
+    @property
+    def four_bit(self) -> bool:
+        return self.element in ("int4", "e2m1")
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether planes hold pairs of columns (see ExpertWeights)."""
+        return self.kind == "planes" and self.element == "e2m1" and self.group == PAIR_GROUP
+
+    @property
+    def tile_kind(self) -> str:
+        """What tiles are chosen by."""
+        if self.kind == "mx" and self.element == "e2m1":
+            return "mx4" if self.group == 16 else "mx_e2m1"
+        return self.kind
+
+    @property
+    def pair_kind(self) -> str:
+        """The same where weights are streamed without matrix instructions."""
+        if self.kind == "mx":
+            return "packed" if self.element == "e2m1" else "mxfp8"
+        if self.kind == "planes":
+            return "pairs" if self.in_pairs else "planes"
+        return self.element or "16-bit"
+
+
+PLAIN = ScaledProduct("plain")
+
+
+def product_of(scheme: Scheme | None, features: Collection[str]) -> ScaledProduct:
+    """What GPUs with these features (of ArchTraits) do with a scheme. See `quant_scheme.widening` for what of it is not
+    native."""
+    if scheme is None:
+        return PLAIN
+    group, packed = scheme.group[1], "block_scaled_mma" in features
+    if scheme.activation in ("mxfp8", "nvfp4") and packed:
+        return ScaledProduct("mx", scheme.element, group, scheme.activation)
+    if scheme.bits == 4:
+        return ScaledProduct("planes", scheme.element, group)
+    if scheme.activation == "mxfp8":
+        return ScaledProduct("mx", scheme.element, group, scheme.activation)
+    return ScaledProduct("group128" if group == 128 else "scaled", scheme.element, group, scheme.activation)

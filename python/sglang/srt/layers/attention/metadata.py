@@ -1,0 +1,102 @@
+"""What attention reads of a step, by site.
+
+A site is what the layers that share one plan of a step have in common (`plan.layer_spec.AttentionSite`). For each site
+there is a builder for the requests that decode and one for those with prompts; they may be of different backends. A
+builder makes the metadata of a step, and metadata attends:
+
+    metadata = batch.metadata[layer.site]
+    metadata.decode.attend(q[:D], layer, out[:D])
+    metadata.extend.attend(q, k, v, layer, out)
+
+Metadata reads the layer's cache through the row table of that cache, so layers of one site may have caches of several
+lifetimes. New keys and values are stored before anything attends.
+
+A step in a CUDA graph has three moments:
+
+- once, before any capture: `prepare_graphs` may allocate, plan and wait;
+- inside the capture: `build_in_graph` of decoding rows and `build` of prompts choose among what exists, and launch what
+  each replay repeats;
+- before each replay: `refresh`, of builders that plan on the host, plans and launches copies and kernels; it never
+  waits for the step in flight.
+
+The graph itself enters the new tokens' slots in the table of caches that keep all tokens. So inside a capture that
+table is complete, and before a replay it is not: a builder that reads pages there takes the last one of each request
+from `out_cache_loc`. The tables of windows are complete before each replay of a graph whose builders plan on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.attention_layer import AttentionLayer
+    from sglang.srt.layers.attention.latent_chunks import LatentChunk
+    from sglang.srt.layers.forward_batch import DecodeRows, ExtendRows
+    from sglang.srt.plan.layer_spec import AttentionSite
+
+
+class DecodeMetadata(Protocol):
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+        """q [D, Hq, D] -> out [D, Hq, Dv]."""
+
+
+class ExtendMetadata(Protocol):
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
+    ) -> None:
+        """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] of the new tokens (already stored) -> the rows of out
+        [T, Hq, Dv] from start_loc[0] on; the rows before it belong to requests that decode."""
+
+
+class DecodeBuilder(Protocol):
+    plans_on_host: bool
+    """Whether the metadata depends on lengths on the host: then `refresh` is called before every replay."""
+    in_graphs: bool
+    """Whether a CUDA graph may hold what attends."""
+
+    def build(self, rows: DecodeRows) -> DecodeMetadata:
+        """Of a step that is not replayed. Must leave the metadata of a prompt builder of the same step whole."""
+
+    def prepare_graphs(self, batch_sizes: tuple[int, ...]) -> None:
+        """Everything that captured graphs with so many decoding rows (ascending) will read, at its final address."""
+
+    def build_in_graph(self, rows: DecodeRows) -> DecodeMetadata:
+        """Of static tensors, as part of the graph; also called in the runs that precede the capture. Reads no host
+        lengths and neither plans nor waits."""
+
+    def refresh(self, rows: DecodeRows) -> None:
+        """Update what the graph reads besides the static tensors, which are loaded. `rows.seq_lens_cpu` is that of the
+        step, with 1 for rows of padding."""
+
+
+class ExtendBuilder(Protocol):
+    plans_on_host: bool
+    in_graphs: bool
+
+    def build(self, rows: ExtendRows) -> ExtendMetadata:
+        """Of any step. In a graph the lengths on the host are those of the widest case."""
+
+
+class AttentionBackend(Protocol):
+    """Built once for a model runner, with (plan, device). Sites that can share what a step computes get the same
+    builder."""
+
+    def decode_builder(self, site: AttentionSite) -> DecodeBuilder: ...
+
+    def extend_builder(self, site: AttentionSite) -> ExtendBuilder: ...
+
+
+@dataclass(slots=True)
+class SiteMetadata:
+    """Of one site in one step."""
+
+    decode: DecodeMetadata | None = None
+    extend: ExtendMetadata | None = None
+    latent_chunks: tuple[LatentChunk, ...] | None = None
+    """Of a latent site: the cached prefixes that the prompts of the step are attended to over expanded keys and values;
+    None: with absorbed queries over latents."""
+    keys_values: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """By layer id, keys and values of the new tokens that later layers of the site attend to as well."""

@@ -1,0 +1,105 @@
+"""The attention sites of a model on one rank, each with the builders of its metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from sglang.srt.layers.attention.latent_chunks import cut_prefixes
+from sglang.srt.layers.attention.metadata import AttentionBackend, DecodeBuilder, ExtendBuilder, SiteMetadata
+from sglang.srt.plan.layer_spec import AttentionSite
+from sglang.srt.plan.mixers import MLA
+
+if TYPE_CHECKING:
+    import torch
+
+    from sglang.srt.layers.attention.latent_chunks import LatentChunk
+    from sglang.srt.layers.forward_batch import DecodeRows, ExtendRows, ForwardBatch
+    from sglang.srt.plan.plan import Plan
+
+
+class AttentionSites:
+    """Makes `ForwardBatch.metadata`. Everything that a step must know of its attention backends is asked here."""
+
+    def __init__(
+        self,
+        decode: Mapping[AttentionSite, DecodeBuilder],
+        extend: Mapping[AttentionSite, ExtendBuilder],
+        latent: Mapping[AttentionSite, MLA] | None = None,
+        chunk_tokens: int = 0,
+    ) -> None:
+        """latent: the description of the latent sites; chunk_tokens: of a cached prefix that is expanded at once."""
+        self.decode, self.extend = decode, extend
+        self._latent, self._chunk_tokens = latent or {}, chunk_tokens
+        self._decode_builders = tuple(dict.fromkeys(decode.values()))
+        self._extend_builders = tuple(dict.fromkeys(extend.values()))
+        self.decode_plans_on_host = any(builder.plans_on_host for builder in self._decode_builders)
+        self.extend_plans_on_host = any(builder.plans_on_host for builder in self._extend_builders)
+        self.decode_in_graphs = all(builder.in_graphs for builder in self._decode_builders)
+        self.extend_in_graphs = all(builder.in_graphs for builder in self._extend_builders)
+
+    def prepare_graphs(self, batch_sizes: tuple[int, ...]) -> None:
+        """For graphs with so many decoding rows (ascending)."""
+        for builder in self._decode_builders:
+            builder.prepare_graphs(batch_sizes)
+
+    def metadata(self, batch: ForwardBatch, in_graph: bool = False) -> dict[AttentionSite, SiteMetadata]:
+        """Of a batch whose rows are complete. Requests that decode are planned before prompts; neither runs before
+        both are planned."""
+        sites = {site: SiteMetadata() for site in self.decode}
+        if batch.decode is not None:
+            self._build_decode(batch.decode, sites, in_graph)
+        if batch.extend is not None:
+            self._build_extend(batch.extend, sites)
+        return sites
+
+    def _build_decode(self, rows: DecodeRows, sites: dict[AttentionSite, SiteMetadata], in_graph: bool) -> None:
+        built = {
+            builder: builder.build_in_graph(rows) if in_graph else builder.build(rows)
+            for builder in self._decode_builders
+        }
+        for site, builder in self.decode.items():
+            sites[site].decode = built[builder]
+
+    def _build_extend(self, rows: ExtendRows, sites: dict[AttentionSite, SiteMetadata]) -> None:
+        built = {builder: builder.build(rows) for builder in self._extend_builders}
+        for site, builder in self.extend.items():
+            sites[site].extend = built[builder]
+        for site, spec in self._latent.items():
+            sites[site].latent_chunks = self._cut(spec, site, rows)
+
+    def _cut(self, spec: MLA, site: AttentionSite, rows: ExtendRows) -> tuple[LatentChunk, ...] | None:
+        """None in a graph, which serves prefixes of every length, and where expanding does not pay."""
+        if rows.seq_lens_cpu is None or not spec.expanding_pays(rows.prefix_lens_cpu, rows.new_lens_cpu):
+            return None
+        table = rows.token_slots[0].req_to_token
+        return cut_prefixes(table, rows.req_pool_indices, rows.prefix_lens_cpu, self._chunk_tokens)
+
+    def refresh(self, rows: DecodeRows | None) -> None:
+        """Before every replay of a graph: what its decoding rows need that the host plans."""
+        if rows is None:
+            return
+        for builder in self._decode_builders:
+            if builder.plans_on_host:
+                builder.refresh(rows)
+
+
+def create_attention_sites(plan: Plan, device: torch.device | str) -> AttentionSites:
+    """With the backends that the plan chose: one object of each, also where it serves prompts and decoding."""
+    choices = {op: plan.choices[op] for op in ("decode_attention", "extend_attention")}
+    backends: dict[str, AttentionBackend] = {}
+    for choice in choices.values():
+        if choice.name not in backends:
+            backends[choice.name] = choice.load()(plan, device)
+    decode, extend = (backends[choice.name] for choice in choices.values())
+    latent = {
+        AttentionSite(shape): layer.mixer
+        for layer in plan.description.layers
+        if isinstance(layer.mixer, MLA) and (shape := layer.mixer.attention_shape(plan.ranks.tp_size)) is not None
+    }
+    return AttentionSites(
+        {site: decode.decode_builder(site) for site in plan.attention_sites},
+        {site: extend.extend_builder(site) for site in plan.attention_sites},
+        latent,
+        plan.tokens_per_step,
+    )

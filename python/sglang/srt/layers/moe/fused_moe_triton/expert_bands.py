@@ -1,0 +1,155 @@
+"""The bands of a layer's experts: few pairs one by one, more of them grouped, with the tiles of a tuning file or of the
+tables. No torch, no Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+
+from sglang.srt.configs.quant_scheme import SCHEMES
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.kernels.bands import ANY, Band, Bands, OpBands, Tiles, joined, most_tokens
+from sglang.srt.kernels.scaled_product import ScaledProduct, product_of
+from sglang.srt.kernels.spec import Need
+from sglang.srt.kernels.tables import MIXED_ROWS
+from sglang.srt.layers.moe.fused_moe_triton.config_files import TunedTiles, find
+from sglang.srt.layers.moe.fused_moe_triton.tiles import (
+    PAIR_TILES,
+    TILES,
+    WIDE_TILES,
+    MoeTiles,
+    early_tiles,
+    few_pairs,
+    pair_cut,
+    smaller_tiles,
+    tile_rows,
+)
+
+FEW, MANY, MIXED = "few pairs", "tiles", "sgl_kernel"
+"""Ways: one by one, grouped by Triton, and grouped by sgl-kernel's products."""
+TALL_ROWS = 72
+"""Pairs an expert from which sgl-kernel's blocks have 128 instead of 64 of them. It takes over from MIXED_ROWS on. Both
+were predicted: docs/results/2026-11-21-mixed-kernel.md."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """What the tiles of a layer's experts depend on. `num_experts` are those of this rank, `top_k` those of a token,
+    `groups` those of ranks that have experts of their own; `intermediate` is this rank's share."""
+
+    product: ScaledProduct
+    num_experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    groups: int = 1
+
+    def pairs(self, tokens: int) -> int:
+        """(token, expert) pairs to expect here."""
+        return -(-tokens * self.top_k // self.groups)
+
+    def tokens_with(self, rows: float) -> float:
+        """The most tokens of which an expert here gets at most so many pairs, on average."""
+        return most_tokens(lambda tokens: self.pairs(tokens) / self.num_experts <= rows)
+
+
+def layer_of(need: Need, arch: ArchTraits) -> ExpertLayer:
+    (_, hidden, _), (_, intermediate, _) = need.shapes
+    num_experts, top_k, groups = need.experts
+    product = product_of(SCHEMES[need.quant] if need.quant else None, arch.features)
+    return ExpertLayer(product, num_experts, top_k, hidden, intermediate, groups)
+
+
+def triton_bands(need: Need, arch: ArchTraits) -> OpBands:
+    """Of Triton's products. Tiles of a tuning file that are on no record are taken to fit."""
+    layer = layer_of(need, arch)
+    found = find(
+        layer.num_experts,
+        layer.intermediate,
+        need.quant,
+        arch,
+        hidden=layer.hidden,
+        bias=need.shapes[0][2],
+    )
+    bands = bands_of(layer, arch.features, found.tiles)
+    return OpBands({None: bands}, found.describe(), tuple(f"MoE tuning file not used: {why}" for why in found.rejected))
+
+
+def mixed_bands(need: Need, arch: ArchTraits) -> OpBands:
+    """The same with sgl-kernel's products where experts get many pairs."""
+    by_triton, layer = triton_bands(need, arch), layer_of(need, arch)
+    few = most_tokens(lambda tokens: layer.pairs(tokens) / layer.num_experts < MIXED_ROWS)
+    low = most_tokens(lambda tokens: layer.pairs(tokens) / layer.num_experts < TALL_ROWS)
+    bands = (*up_to(by_triton.by_shape[None], few), *mixed_from(few, low))
+    return replace(by_triton, by_shape={None: bands})
+
+
+def mixed_from(few: float, low: float) -> Iterator[Band]:
+    """In blocks of 64 up to `low` tokens, and of 128 beyond."""
+    if low > few:
+        yield Band(low, MIXED, (({"BLOCK_M": 64},),), "few rows an expert")
+    yield Band(ANY, MIXED, (({"BLOCK_M": 128},),), "many rows an expert")
+
+
+def up_to(bands: Bands, most: float) -> Iterator[Band]:
+    """The bands of up to `most` tokens; none for 0."""
+    before = 0.0
+    for band in bands:
+        if before >= most:
+            return
+        yield replace(band, most=min(band.most, most))
+        before = band.most
+
+
+def bands_of(layer: ExpertLayer, features: Collection[str], tuned: TunedTiles | None = None) -> Bands:
+    """Of Triton's products on GPUs with these features (of ArchTraits)."""
+    few = most_tokens(lambda tokens: few_pairs(_expected(layer, tokens, tuned), layer.num_experts))
+    grouped = _of_table(layer, features) if tuned is None else _of_file(layer, tuned)
+    bands = [Band(few, FEW, (_few_tiles(layer),), "PAIR_TILES")] if few else []
+    for band in grouped:
+        if band.most > (bands[-1].most if bands else 0):
+            bands.append(band)
+    return joined(bands)
+
+
+def _expected(layer: ExpertLayer, tokens: int, tuned: TunedTiles | None) -> int:
+    """Pairs by which grouping is decided. A file is asked for the tokens of one group of ranks."""
+    return layer.pairs(tokens) if tuned is None else -(-tokens // layer.groups) * layer.top_k
+
+
+def _of_table(layer: ExpertLayer, features: Collection[str]) -> Iterator[Band]:
+    kind = layer.product.tile_kind
+    wide = "wgmma" in features and kind in WIDE_TILES
+    assert wide or kind in TILES
+    for row in tile_rows(kind, features):
+        if layer.intermediate % row.whole == 0:
+            why = f"{'WIDE_TILES' if wide else 'TILES'}[{kind!r}]"
+            yield Band(layer.tokens_with(row.max_rows_per_expert), MANY, rungs_of(row, kind), why)
+
+
+def _of_file(layer: ExpertLayer, tuned: TunedTiles) -> Iterator[Band]:
+    """The entry whose number of tokens is closest, the smaller of two."""
+    counts = sorted(tuned.by_tokens)
+    for count, following in zip(counts, [*counts[1:], None], strict=True):
+        pair = tuned.by_tokens[count]
+        rungs = rungs_of(MoeTiles(ANY, pair.gate_up, pair.down), layer.product.tile_kind)
+        most = ANY if following is None else (count + following) // 2 * layer.groups
+        yield Band(most, MANY, rungs, tuned.path.name)
+
+
+def rungs_of(tiles: MoeTiles, kind: str) -> tuple[Tiles, ...]:
+    return tuple((rung.gate_up, rung.down) for rung in (tiles, *smaller_tiles(tiles, kind)))
+
+
+def forced(tiles: MoeTiles, product: ScaledProduct) -> Bands:
+    """These tiles for every step, however few pairs it has: for tuning and tests."""
+    return (Band(ANY, MANY, rungs_of(tiles, product.tile_kind), "forced"),)
+
+
+def _few_tiles(layer: ExpertLayer) -> Tiles:
+    """Of both launches. EARLY: tiles of the second one that are loaded before the first one has ended."""
+    product, (up_tile, down_tile) = layer.product, PAIR_TILES[layer.product.pair_kind]
+    up = pair_cut(product, up_tile, layer.intermediate, layer.hidden)
+    down = pair_cut(product, down_tile, layer.hidden, layer.intermediate)
+    steps = -(-layer.intermediate // down["COLS"])
+    return up, down | {"EARLY": early_tiles(product.kind, down["COLS"], layer.top_k * steps)}

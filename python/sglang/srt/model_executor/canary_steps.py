@@ -1,0 +1,130 @@
+"""The steps that the start-up canary computes: the same few prompts whole, in parts, decoded, verified and mixed."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from sglang.srt.mem_cache.kv_table import NO_ROWS, TableUpdate
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.step import PromptTokens, StepInput
+from sglang.srt.plan.layer_spec import PER_REQUEST
+
+PROMPT_TOKENS = 24
+REQUESTS = 3
+
+
+class CanarySteps:
+    """Request slots 1 to `count` with cache slots behind the padding page.
+
+    As in the scheduler's steps the device's tables have the slots of earlier tokens only: those of new tokens come with
+    the step. Before that the tables name a slot that holds no numbers, so that whatever looks too early finds NaN."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner, self.state, plan = runner, runner.state, runner.plan
+        window_tokens = [size.tokens for size in plan.windows]
+        tokens = min(plan.max_total_num_tokens, *window_tokens) if window_tokens else plan.max_total_num_tokens
+        pages_each = -(-PROMPT_TOKENS // plan.page_size)
+        self.count = max(1, min(REQUESTS, plan.max_running_requests, tokens // (pages_each * plan.page_size)))
+        self.length = min(PROMPT_TOKENS, plan.context_len, tokens)
+        self.guesses = self.state.drafter is not None
+        request, position = np.arange(self.count)[:, None], np.arange(self.length)
+        self.ids = (17 + 31 * position + 7 * request) % plan.model.vocab_size
+        self.cache = plan.page_size * (1 + pages_each * request) + position
+        self.slots = np.arange(1, self.count + 1)
+        unused = plan.page_size * (1 + pages_each * self.count)
+        self.unset = unused if unused < tokens + plan.page_size else 0
+        """The slot of positions that have none yet; without room for one more the padding's."""
+        self._fill_unset(float("nan"))
+
+    def _fill_unset(self, value: float) -> None:
+        if not self.unset:
+            return
+        for group, caches in zip(self.runner.pools.groups, self.runner.pools.tensors, strict=True):
+            if group.lifetime != PER_REQUEST and group.entries_per_token == 1:
+                for tensor in (tensor for cache in caches for tensor in cache.values()):
+                    tensor[self.unset] = torch.full(tensor.shape[1:], value).to(tensor.dtype)
+
+    def start(self) -> None:
+        """Nothing is computed."""
+        state = self.state
+        state.req_to_token[:, 1 : self.count + 1] = self.unset
+        state.next_tokens[: self.count + 1] = 0
+        state.lens[: self.count + 1] = 0
+
+    def end(self) -> None:
+        """Leave no trace but in cache slots and states that no request has."""
+        self.start()
+        self.state.req_to_token[:, 1 : self.count + 1] = 0
+        self._fill_unset(0.0)
+
+    def prompts(self, length: int) -> StepInput:
+        """The first `length` tokens of every prompt."""
+        return self._step(np.arange(0), np.arange(self.count), length)
+
+    def decoded(self, count: int) -> StepInput:
+        """The last tokens of the first `count` prompts, whose other tokens are computed."""
+        return self._step(np.arange(count), np.arange(0), 0)
+
+    @property
+    def mixed_order(self) -> np.ndarray:
+        """Prompts in the order of `mixed`: the last one, which decodes, is first. What a backend planned for an earlier
+        step began with the first one."""
+        return np.roll(np.arange(self.count), 1)
+
+    def mixed(self) -> StepInput:
+        """The last token of one prompt, which decodes, and all other prompts whole."""
+        decodes, prompts = np.split(self.mixed_order, [1])
+        return self._step(decodes, prompts, self.length)
+
+    @property
+    def width(self) -> int:
+        """Tokens that each request brings to `verified`."""
+        return min(self.state.tokens_per_step, self.length - 1)
+
+    def verified(self) -> StepInput:
+        """The last tokens of every prompt, all but the first as guesses."""
+        first = self.length - self.width
+        tokens = torch.from_numpy(self.ids[:, first:]).to(self.state.device)
+        self.state.next_tokens[1 : self.count + 1, : self.width] = tokens
+        lens, widths = np.full(self.count, self.length, np.int32), np.full(self.count, self.width, np.int32)
+        update = self._entries(np.arange(self.count), first, np.arange(0), 0)
+        return StepInput(self.slots, lens, np.empty(0, np.int32), table_update=update, widths=widths)
+
+    def rows_of_verified(self) -> slice:
+        """Of the logits of `verified`: those of the last tokens."""
+        return slice(self.width - 1, None, self.state.tokens_per_step)
+
+    def _step(self, decodes: np.ndarray, prompts: np.ndarray, length: int) -> StepInput:
+        """The last tokens of the requests `decodes`, and the first `length` tokens of `prompts`."""
+        state = self.state
+        state.next_tokens[1 + torch.from_numpy(decodes), 0] = torch.from_numpy(self.ids[decodes, -1]).to(state.device)
+        num, order = len(prompts), np.concatenate((decodes, prompts))
+        tokens = None
+        if num:
+            lens = np.full(num, length, np.int32)
+            ids = self.ids[prompts, :length].flatten()
+            tokens = PromptTokens(ids, np.zeros(num, np.int32), lens, np.arange(len(order)))
+        seq_lens = np.repeat([self.length, length], [len(decodes), num]).astype(np.int32)
+        cache = np.concatenate((self.cache[decodes, -1], self.cache[prompts, :length].flatten())).astype(np.int32)
+        return StepInput(self.slots[order], seq_lens, cache, tokens, self._entries(decodes, -1, prompts, length))
+
+    def _entries(self, decodes: np.ndarray, first: int, prompts: np.ndarray, length: int) -> TableUpdate | None:
+        """Of the device's tables: of the requests `decodes` the positions from `first` on, of `prompts` the first
+        `length`. A step of one token enters that of a request that decodes in table 0 itself, without a drafter."""
+        num_tables, num_rows, context = self.state.req_to_token.shape
+        positions = np.arange(self.length)
+        index, value = [], []
+        for table in range(num_tables):
+            in_step = table == 0 and not self.guesses
+            for requests, span in (
+                (decodes[:0] if in_step else decodes, positions[first:]),
+                (prompts, positions[:length]),
+            ):
+                rows = (table * num_rows + self.slots[requests, None]) * context
+                index.append((rows + span).flatten())
+                value.append(self.cache[requests[:, None], span].flatten())
+        written = np.concatenate(index)
+        if not len(written):
+            return None
+        return TableUpdate(written, np.concatenate(value).astype(np.int32), NO_ROWS, NO_ROWS)

@@ -1,0 +1,148 @@
+"""A class as the form of the answer, through the helpers of each client: no limit of tokens is sent, the sampling is
+the model's own, and the schema stands in no message.
+
+instructor and openai-agents want other versions of packages than the rest: they are tested where they are installed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+from live_server import LiveServer
+from pydantic import BaseModel
+
+from .conftest import MODEL
+
+LIMIT_S = 60
+"""An answer takes a second; one that does not end would take minutes."""
+TEXT = "Ada is 36 years old."
+BY_A_CLIENT_THAT_IS_LARGE = [pytest.mark.clients, pytest.mark.timeout(600)]
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+ADA = Person(name="Ada", age=36)
+MESSAGES: Any = [{"role": "user", "content": TEXT}]
+
+
+def connect(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=LIMIT_S)
+
+
+def chat(url: str) -> Any:
+    with connect(url) as client:
+        answer = client.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=Person)
+        return answer.choices[0].message.parsed
+
+
+def streamed_chat(url: str) -> Any:
+    with (
+        connect(url) as client,
+        client.chat.completions.stream(model=MODEL, messages=MESSAGES, response_format=Person) as stream,
+    ):
+        return stream.get_final_completion().choices[0].message.parsed
+
+
+def responses(url: str) -> Any:
+    with connect(url) as client:
+        return client.responses.parse(model=MODEL, input=TEXT, text_format=Person).output_parsed
+
+
+def streamed_responses(url: str) -> Any:
+    with connect(url) as client, client.responses.stream(model=MODEL, input=TEXT, text_format=Person) as stream:
+        return stream.get_final_response().output_parsed
+
+
+def anthropic_messages(url: str) -> Any:
+    import anthropic
+
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=LIMIT_S) as client:
+        answer: Any = client.messages.parse(model=MODEL, max_tokens=3000, messages=MESSAGES, output_format=Person)
+        return answer.parsed_output
+
+
+def ollama_chat(url: str, stream: bool) -> Any:
+    import ollama
+
+    client = ollama.Client(host=url, timeout=LIMIT_S)
+    pieces: Any = client.chat(model=MODEL, messages=MESSAGES, format=Person.model_json_schema(), stream=stream)
+    text = "".join(piece.message.content or "" for piece in (pieces if stream else [pieces]))
+    return Person.model_validate_json(text)
+
+
+def ollama_prompt(url: str) -> Any:
+    import ollama
+
+    client = ollama.Client(host=url, timeout=LIMIT_S)
+    answer = client.generate(model=MODEL, prompt=TEXT, format=Person.model_json_schema())
+    return Person.model_validate_json(answer.response)
+
+
+def langchain(url: str, method: str, responses_api: bool = False) -> Any:
+    from langchain_openai import ChatOpenAI
+
+    model: Any = ChatOpenAI(
+        model=MODEL,
+        base_url=f"{url}/v1",
+        api_key="none",
+        max_retries=0,
+        timeout=LIMIT_S,
+        use_responses_api=responses_api,
+    )
+    return model.with_structured_output(Person, method=method).invoke(TEXT)
+
+
+def instructor_answer(url: str, mode: str) -> Any:
+    instructor = pytest.importorskip("instructor")
+    with connect(url) as client:
+        patched: Any = instructor.from_openai(client, mode=getattr(instructor.Mode, mode))
+        return patched.chat.completions.create(model=MODEL, messages=MESSAGES, response_model=Person, max_retries=0)
+
+
+def agent(url: str, model_class: str) -> Any:
+    agents = pytest.importorskip("agents")
+    agents.set_tracing_disabled(True)
+    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=LIMIT_S)
+    model = getattr(agents, model_class)(model=MODEL, openai_client=client)
+    extractor = agents.Agent(name="extractor", output_type=Person, model=model)
+    return asyncio.run(agents.Runner.run(extractor, TEXT)).final_output
+
+
+SMALL: dict[str, Callable[[str], Any]] = {
+    "openai chat": chat,
+    "openai streamed chat": streamed_chat,
+    "openai responses": responses,
+    "openai streamed responses": streamed_responses,
+    "anthropic": anthropic_messages,
+    "ollama": lambda url: ollama_chat(url, False),
+    "ollama streamed": lambda url: ollama_chat(url, True),
+    "ollama prompt": ollama_prompt,
+}
+LARGE: dict[str, Callable[[str], Any]] = {
+    "langchain json_schema": lambda url: langchain(url, "json_schema"),
+    "langchain function_calling": lambda url: langchain(url, "function_calling"),
+    "langchain responses": lambda url: langchain(url, "json_schema", True),
+    "instructor TOOLS": lambda url: instructor_answer(url, "TOOLS"),
+    "instructor JSON_SCHEMA": lambda url: instructor_answer(url, "JSON_SCHEMA"),
+    "agents chat": lambda url: agent(url, "OpenAIChatCompletionsModel"),
+    "agents responses": lambda url: agent(url, "OpenAIResponsesModel"),
+}
+
+
+def test_an_object_without_a_schema_ends(served: LiveServer) -> None:
+    with connect(served.url) as client:
+        form: Any = {"type": "json_object"}
+        answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, response_format=form)
+    assert isinstance(json.loads(answer.choices[0].message.content), dict)
+
+
+@pytest.mark.parametrize("name", [*SMALL, *(pytest.param(name, marks=BY_A_CLIENT_THAT_IS_LARGE) for name in LARGE)])
+def test_a_class_is_filled_in(served: LiveServer, name: str) -> None:
+    assert (SMALL | LARGE)[name](served.url) == ADA

@@ -1,0 +1,128 @@
+"""FlashInfer's wrappers, as far as they are used: they plan into the buffers that they are given and attend, in torch,
+over the pages that were planned."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from srt.layers.attention.reference import attend, visible_keys
+
+
+class FakeWrapper:
+    """What both of FlashInfer's wrappers have in common."""
+
+    log: list[str]
+    checks_lists = True
+
+    def __init__(self, workspace: torch.Tensor, layout: str, use_tensor_cores: bool = False, **buffers: Any) -> None:
+        assert layout == "NHD"
+        self.in_graphs = buffers.pop("use_cuda_graph", False)
+        self.indptr = buffers.get("paged_kv_indptr_buffer")
+        self.indices = buffers.get("paged_kv_indices_buffer")
+        self.last_len = buffers.get("paged_kv_last_page_len_buffer")
+
+    def reset_workspace_buffer(self, floats: torch.Tensor, ints: torch.Tensor) -> None:
+        self.lists = ints
+
+    def plan(
+        self, indptr: torch.Tensor, indices: torch.Tensor, last_len: torch.Tensor, num_heads: int, num_kv_heads: int,
+        head_dim: int, page_size: int, window_left: int, q_data_type: torch.dtype, kv_data_type: torch.dtype,
+    ) -> None:  # fmt: skip
+        assert "graph" not in self.log, "a wrapper cannot plan in a graph"
+        self.log.append("plan")
+        self.lists[:8].view(torch.int64)[0] = id(self)  # whose lists these are
+        assert len(indices) == indptr[-1] and len(last_len) == len(indptr) - 1
+        if self.in_graphs:
+            assert len(indices) <= len(self.indices) and len(indptr) == len(self.indptr)
+            self.indptr.copy_(indptr)
+            self.indices[: len(indices)] = indices
+            self.last_len.copy_(last_len)
+        else:
+            self.indptr, self.indices, self.last_len = indptr.clone(), indices.clone(), last_len.clone()
+        self.page_size, self.group, self.window = page_size, num_heads // num_kv_heads, window_left + 1
+        self.new_lens = [1] * len(last_len)
+
+    def run(
+        self, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], k_scale: float, v_scale: float,
+        out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        mine = self.lists[:8].view(torch.int64)[0] == id(self)
+        assert mine or not self.checks_lists, "another wrapper's lists lie where this one's were"
+        rows, start = [], 0
+        for i, (last, new) in enumerate(zip(self.last_len.tolist(), self.new_lens, strict=True)):
+            pages = self.indices[self.indptr[i] : self.indptr[i + 1]].long()
+            length = (len(pages) - 1) * self.page_size + last
+            k, v = (c[pages].flatten(0, 1)[:length] for c in cache)
+            seen = visible_keys(torch.arange(length - new, length), length, window=self.window)
+            rows.append(attend(q[start : start + new], k, v, seen, q.shape[-1] ** -0.5 * k_scale) * v_scale)
+            start += new
+        out[:start].copy_(torch.cat(rows))
+
+
+class FakePrefillWrapper(FakeWrapper):
+    def plan(self, qo_indptr: torch.Tensor, *pages_and_shape: Any, causal: bool, **options: Any) -> None:
+        assert causal
+        super().plan(*pages_and_shape, **options)
+        self.new_lens = qo_indptr.diff().tolist()
+
+
+class FakeLatentWrapper:
+    """FlashInfer's `BatchMLAPagedAttentionWrapper`, as far as it is used."""
+
+    log: list[str]
+
+    def __init__(self, workspace: torch.Tensor, backend: str, use_cuda_graph: bool = False, **buffers: Any) -> None:
+        assert backend == "fa2", "the other ones do not run on SM12x"
+        self.in_graphs, self.buffers = use_cuda_graph, buffers
+        self._int_workspace_buffer = torch.empty(8, dtype=torch.uint8)
+
+    def plan(
+        self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor, kv_len_arr: torch.Tensor,
+        num_heads: int, head_dim_ckv: int, head_dim_kpe: int, page_size: int, causal: bool, sm_scale: float,
+        q_data_type: torch.dtype, kv_data_type: torch.dtype,
+    ) -> None:  # fmt: skip
+        assert "graph" not in self.log, "a wrapper cannot plan in a graph"
+        self._int_workspace_buffer[:8].view(torch.int64)[0] = id(self)  # whose lists these are
+        given = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr}
+        assert len(kv_indices) == kv_indptr[-1] and len(kv_len_arr) == len(kv_indptr) - 1
+        if self.in_graphs:
+            for name, values in given.items():
+                self.buffers[name][: len(values)] = values
+        else:
+            self.buffers = {name: values.clone() for name, values in given.items()}
+        self.heads, self.dims, self.page_size = num_heads, (head_dim_ckv, head_dim_kpe), page_size
+        self.causal, self.scale = causal, sm_scale
+
+    def run(
+        self, q_nope: torch.Tensor, q_pe: torch.Tensor, ckv_cache: torch.Tensor, kpe_cache: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        assert self._int_workspace_buffer[:8].view(torch.int64)[0] == id(self), "another wrapper's lists lie there"
+        assert q_nope.shape[1:] == (self.heads, self.dims[0]) and q_pe.shape[-1] == self.dims[1]
+        assert ckv_cache.shape[1:] == (self.page_size, self.dims[0]) and kpe_cache.shape[-1] == self.dims[1]
+        starts, indptr = self.buffers["qo_indptr"].tolist(), self.buffers["kv_indptr"].tolist()
+        assert len(q_nope) == starts[-1]
+        q = torch.cat((q_nope, q_pe), dim=-1)
+        for i, length in enumerate(self.buffers["kv_len_arr"].tolist()):
+            pages = self.buffers["kv_indices"][indptr[i] : indptr[i + 1]].long()
+            ckv, kpe = (cache[pages].flatten(0, 1)[:length, None] for cache in (ckv_cache, kpe_cache))
+            rows = slice(starts[i], starts[i + 1])
+            new = starts[i + 1] - starts[i]
+            seen = visible_keys(torch.arange(length - new, length), length, self.causal or new == 1)
+            out[rows] = attend(q[rows], torch.cat((ckv, kpe), dim=-1), ckv, seen, self.scale)
+
+
+def fake_flashinfer(log: list[str]) -> Any:
+    """The package. `log` holds "graph" while device work of a graph runs, in which no wrapper may plan."""
+    decode, prefill, latent = (
+        type(f"Logged{kind.__name__}", (kind,), {"log": log})
+        for kind in (FakeWrapper, FakePrefillWrapper, FakeLatentWrapper)
+    )
+    return SimpleNamespace(
+        BatchDecodeWithPagedKVCacheWrapper=decode,
+        BatchPrefillWithPagedKVCacheWrapper=prefill,
+        mla=SimpleNamespace(BatchMLAPagedAttentionWrapper=latent),
+    )

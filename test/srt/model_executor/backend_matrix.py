@@ -1,0 +1,160 @@
+"""Backends for decoding and for prompts, mixed in every way that the tables accept, in every kind of step."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.hardware.arch import arch_by_name
+from sglang.srt.kernels.tables import TABLES
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.managers.scheduler.output import StopChecker
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.model_executor.graph_runner import GraphSizes
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.plan.needs import needs_of
+from sglang.srt.plan.plan import describe_served_model, serving_of
+from sglang.srt.server_args import ServerArgs
+from srt.layers.attention.decode_steps import reexecuting_capture
+from srt.layers.attention.fake_flashinfer import fake_flashinfer
+from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
+from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
+from srt.models.harness import VOCAB
+
+FAMILIES = {
+    "full": "qwen3",
+    "window": "gemma3",
+    "latent": "deepseek_v3",
+    "gated delta": "qwen3_next",
+    "Mamba-2": "nemotron_h",
+    "sinks": "gpt_oss",
+}
+KERNELS = ("triton", "flashinfer", "torch_native")
+GRAPHS = {
+    "eager": None,
+    "decode": GraphSizes((1, 4)),
+    "prompts": GraphSizes((1, 4), (8, 20), (0,)),
+    "mixed": GraphSizes((1, 4), (8, 20), (0, 2, 4)),
+}
+MODULES = ("flashinfer_backend", "flashinfer_mla_backend")
+
+
+@dataclass(frozen=True)
+class Case:
+    decode: str
+    extend: str
+    graphs: str
+
+    def __str__(self) -> str:
+        return f"{self.decode} decodes, {self.extend} prompts, {self.graphs}"
+
+
+def cases(args: ServerArgs) -> list[Case]:
+    """What the tables accept for the model on SM120, but for what makes it tiny: its head dims and its dtype."""
+    model = ModelConfig.from_server_args(args)
+    description = describe_served_model(args, model)
+    needs = needs_of(description, serving_of(args, "bfloat16", None))
+    arch, packages = arch_by_name("rtx-pro-6000-server"), frozenset({"triton", "flashinfer"})
+
+    def accepted(op: str, name: str) -> bool:
+        mine = [need for need in needs if need.op == op]
+        wide = [
+            replace(need, head_dim=576, v_head_dim=512) if "mla" in need.traits
+            else replace(need, head_dim=128, v_head_dim=128)
+            for need in mine
+        ]  # fmt: skip
+        specs = [spec for spec in TABLES[op] if name in (spec.name, spec.asked_as)]
+        return all(any(not spec.why_not(need, arch, packages) for spec in specs) for need in wide)
+
+    found = []
+    for decode, extend, graphs in itertools.product(KERNELS, KERNELS, GRAPHS):
+        in_graphs = graphs == "eager" or (decode != "torch_native" and (graphs == "decode" or extend == "triton"))
+        if in_graphs and accepted("decode_attention", decode) and accepted("extend_attention", extend):
+            found.append(Case(decode, extend, graphs))
+    return found
+
+
+@contextmanager
+def faked_flashinfer() -> Iterator[list[str]]:
+    """The backends' modules over stand-ins of the package's wrappers; yields their log."""
+    log: list[str] = []
+    names = [f"sglang.srt.layers.attention.{name}" for name in MODULES]
+    with pytest.MonkeyPatch.context() as patch:
+        fake = fake_flashinfer(log)
+        patch.setitem(sys.modules, "flashinfer", fake)
+        patch.setitem(sys.modules, "flashinfer.mla", fake.mla)
+        for name in names:
+            patch.delitem(sys.modules, name, raising=False)
+        for name in names:
+            module = importlib.import_module(name)
+            patch.setattr(module, "WORKSPACE_BYTES", 16)
+            patch.setattr(module, "PLAN_BYTES", 16)
+        yield log
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def backend(name: str, runner: ModelRunner) -> Any:
+    if name == "triton":
+        return DeviceLengths()
+    if name == "torch_native":
+        return TorchNativeAttnBackend(runner.plan, "cpu")
+    latent = any(shape.head_dim != shape.v_head_dim for shape in runner.plan.attention_shapes)
+    module = importlib.import_module(f"sglang.srt.layers.attention.{MODULES[latent]}")
+    return (module.FlashInferMLABackend if latent else module.FlashInferAttnBackend)(runner.plan, "cpu")
+
+
+def server_args(folder: Path, **options: Any) -> ServerArgs:
+    return ServerArgs.from_kwargs(
+        model_path=str(folder), device="cpu", skip_tokenizer_init=True, skip_server_warmup=True, max_total_tokens=256,
+        max_running_requests=4, chunked_prefill_size=16, random_seed=3, **options,
+    )  # fmt: skip
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def play(runner: ModelRunner, args: ServerArgs) -> dict[str, list[int]]:
+    """Prompts of several lengths, some with a cached prefix, that come while others decode: steps of every kind, beyond
+    the tiny models' windows."""
+    scheduler, collector, trunk = Scheduler(args, runner, StopChecker(None)), Collector(), prompt(1, 18)
+    for i, ids in enumerate((trunk, prompt(2, 3), prompt(3, 9), [*trunk, 7, 8], prompt(4, 21), prompt(5, 1))):
+        add(scheduler, request(f"r{i}", ids, 5 + 3 * (i % 3), temperature=0.0, ignore_eos=True))
+        for _ in range(2):
+            scheduler.step()
+            collector.take(scheduler)
+    run_to_end(scheduler, collector)
+    assert_clean(scheduler)
+    return collector.tokens
+
+
+def run(case: Case, runner: ModelRunner, args: ServerArgs, log: list[str]) -> dict[str, list[int]]:
+    with_attention(runner, backend(case.decode, runner), backend(case.extend, runner))
+    sizes = GRAPHS[case.graphs]
+    if sizes is None:
+        return play(runner, args)
+    try:
+        with in_graphs(runner, sizes, reexecuting_capture(log)) as replays:
+            tokens = play(runner, args)
+            kinds = {(step.prompts is not None, step.num_decodes > 0) for step in replays}
+    finally:
+        runner.graphs = None
+    wanted = {"decode": {(False, True)}, "prompts": {(False, True), (True, False)}}
+    assert kinds >= wanted.get(case.graphs, {(False, True), (True, True)}), f"{case}: steps that ran in graphs: {kinds}"
+    return tokens
+
+
+def wrong_cases(family: str, runner: ModelRunner, args: ServerArgs, expected: dict[str, list[int]]) -> list[str]:
+    with faked_flashinfer() as log:
+        return [f"{family}: {case}" for case in cases(args) if run(case, runner, args, log) != expected]

@@ -1,0 +1,104 @@
+"""CUDA graphs on a CPU: a graph is its step, computed once more from what the static inputs hold by then, and attention
+reads lengths from the device's tensors, as kernels do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.layers.attention.sites import AttentionSites
+from sglang.srt.layers.attention.torch_native_backend import NativeDecodeMetadata, NativeExtendMetadata
+from sglang.srt.layers.forward_batch import DecodeRows, ExtendRows
+from sglang.srt.model_executor import graph_runner
+from sglang.srt.model_executor.graph_runner import GraphRunner, GraphSizes
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.step import StepInput
+
+
+class StepInPlaceOfGraph:
+    """A replay computes the captured step once more."""
+
+    def __init__(self, step: Callable[[], object], pool: Any) -> None:
+        self.replay = step
+        step()
+
+    def pool(self) -> None:
+        return None
+
+
+class DeviceLengths:
+    """Implements AttentionBackend and both builders: the CPU's attention, which plans nothing on the host."""
+
+    plans_on_host = False
+    in_graphs = True
+
+    def decode_builder(self, site: object) -> DeviceLengths:
+        return self
+
+    def extend_builder(self, site: object) -> DeviceLengths:
+        return self
+
+    def prepare_graphs(self, batch_sizes: tuple[int, ...]) -> None:
+        pass
+
+    def build(self, rows: DecodeRows | ExtendRows) -> Any:
+        return DeviceDecode(rows) if isinstance(rows, DecodeRows) else DeviceExtend(rows)
+
+    build_in_graph = build
+
+    def refresh(self, rows: DecodeRows) -> None:
+        raise AssertionError("nothing is planned on the host")
+
+
+@dataclass
+class DeviceDecode:
+    rows: DecodeRows
+
+    def attend(self, q: torch.Tensor, layer: Any, out: torch.Tensor) -> None:
+        NativeDecodeMetadata(self.rows, self.rows.seq_lens.tolist()).attend(q, layer, out)
+
+
+@dataclass
+class DeviceExtend:
+    rows: ExtendRows
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, out: torch.Tensor) -> None:
+        rows = self.rows
+        lens = rows.start_loc.diff()
+        used = lens.nonzero().flatten()
+        requests = ExtendRows(
+            rows.req_pool_indices[used], rows.seq_lens[used], rows.prefix_lens[used], rows.start_loc,
+            rows.token_slots, lens[used].tolist(), rows.prefix_lens[used].tolist(),
+        )  # fmt: skip
+        NativeExtendMetadata(requests).attend(q, k, v, layer, out)
+
+
+def with_attention(runner: ModelRunner, decode: Any, extend: Any) -> AttentionSites:
+    """From now on these backends attend."""
+    sites = runner.state.attention
+    runner.state.attention = AttentionSites(
+        {site: decode.decode_builder(site) for site in sites.decode},
+        {site: extend.extend_builder(site) for site in sites.extend},
+        sites._latent,
+        sites._chunk_tokens,
+    )
+    return runner.state.attention
+
+
+@contextmanager
+def in_graphs(
+    runner: ModelRunner, sizes: GraphSizes, capture: Callable[..., Any] = StepInPlaceOfGraph
+) -> Iterator[list[StepInput]]:
+    """Steps run in stand-ins of graphs of these sizes; those that did so far."""
+    replays: list[StepInput] = []
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        patch.setattr(graph_runner, "capture", capture)
+        runner.graphs = graphs = GraphRunner(runner.state, sizes)
+        replay = graphs.replay
+        patch.setattr(graphs, "replay", lambda shape, step: (replays.append(step), replay(shape, step))[1])
+        yield replays

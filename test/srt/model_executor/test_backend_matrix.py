@@ -1,0 +1,60 @@
+"""Whatever computes decoding requests and prompts, in graphs and without, on one rank, two and two stages: the tokens
+are those of torch_native without graphs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from sglang.srt.distributed import parallel_state
+from sglang.srt.managers.scheduler.scheduler_setup import create_runner
+from srt.model_executor.backend_matrix import FAMILIES, cases, play, server_args, wrong_cases
+from srt.models.harness import save_tiny
+
+LAYOUTS = {"TP2": {"tp_size": 2}, "PP2": {"pp_size": 2}}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {}
+    for family, name in FAMILIES.items():
+        folders[family] = tmp_path_factory.mktemp(name)
+        save_tiny(name, folders[family])
+    return folders
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_backends_mixed_in_every_way(family: str, models: dict[str, Path]) -> None:
+    args = server_args(models[family])
+    runner = create_runner(args)
+    tried = cases(args)
+    assert len(tried) >= (8 if family == "sinks" else 17), tried
+    wrong = wrong_cases(family, runner, args, play(runner, args))
+    assert not wrong, wrong
+
+
+def _rank(
+    rank: int, layout: str, folders: dict[str, Path], expected: dict[str, dict[str, list[int]]], out: Path
+) -> None:
+    torch.set_num_threads(1)
+    wrong = []
+    for i, (family, folder) in enumerate(folders.items()):
+        args = server_args(folder, **LAYOUTS[layout])
+        runner = create_runner(args, rank, f"file://{out}/rendezvous{i}")
+        wrong += wrong_cases(family, runner, args, expected[family])
+        parallel_state.shutdown()
+    (out / f"{rank}.json").write_text(json.dumps(wrong))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_backends_of_several_ranks(layout: str, models: dict[str, Path], tmp_path: Path) -> None:
+    expected = {}
+    for family, folder in models.items():
+        args = server_args(folder)
+        expected[family] = play(create_runner(args), args)
+    mp.spawn(_rank, (layout, models, expected, tmp_path), nprocs=2)
+    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == [[], []]

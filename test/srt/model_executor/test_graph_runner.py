@@ -1,0 +1,120 @@
+"""Decode, prefill and mixed steps through the padded static inputs of the graphs, against the same steps launched as
+they are. A graph is replaced by its step here, so that a CPU can tell whether the padding changes a token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang.bench.direct import DirectBatch, direct_table
+from sglang.srt.layers.forward_batch import DecodeRows
+from sglang.srt.managers.scheduler.output import StopChecker
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler_setup import create_runner
+from sglang.srt.model_executor.graph_runner import MAX_PROMPTS, GraphSizes
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.step import LaunchedForward, StepInput
+from sglang.srt.plan.defaults import mixed_decode_sizes
+from sglang.srt.server_args import ServerArgs
+from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
+from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
+from srt.models.harness import VOCAB, save_tiny
+
+SIZES = GraphSizes((1, 6, 24), (16, 32, 80), (0, 4, 20))
+
+
+def test_sizes_of_the_decoding_part() -> None:
+    assert mixed_decode_sizes((1, 2, 4, 8)) == (0, 8)
+    assert mixed_decode_sizes((1, 64, 128)) == (0, 64, 128)
+    assert mixed_decode_sizes((1, 512)) == (0, 64, 256, 512)
+
+
+class WatchedRunner:
+    """A runner's steps, each of which may change states of its own requests only, and those that it is told to copy."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.forward, self.states = runner.forward, runner.pools._states
+        self.padded_steps = 0
+
+    def __call__(self, step: StepInput) -> LaunchedForward:
+        before = [states.clone() for states in self.states]
+        launched = self.forward(step)
+        changed = {0, *step.slots.tolist()}
+        if step.table_update is not None:
+            changed |= set(step.table_update.state_targets.tolist())
+        for old, new in zip(before, self.states, strict=True):
+            others = [row for row in range(new.shape[1]) if row not in changed]
+            assert torch.equal(old[:, others], new[:, others]), (
+                "a step changed the state of a request that is not in it"
+            )
+            self.padded_steps += not torch.equal(old[:, 0], new[:, 0])
+        return launched
+
+
+def outputs(runner: ModelRunner, args: ServerArgs) -> dict[str, list[int]]:
+    scheduler = Scheduler(args, runner, StopChecker(None))
+    generator = torch.Generator().manual_seed(1)
+    shared = torch.randint(1, VOCAB, (10,), generator=generator).tolist()
+    collector = Collector()
+    for i in range(26):
+        length = int(torch.randint(1, 60 if i % 4 == 0 else 12, (1,), generator=generator))
+        ids = shared[: i % 11] + torch.randint(1, VOCAB, (length,), generator=generator).tolist()
+        add(scheduler, request(f"r{i}", ids, 3 + i % 9, temperature=0.0, ignore_eos=True))
+        if i % 3 == 0:
+            scheduler.step()
+            collector.take(scheduler)
+    run_to_end(scheduler, collector)
+    assert_clean(scheduler)
+    return collector.tokens
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3", "qwen3_5", "nemotron_h", "gpt_oss"])
+def test_padding_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny(name, tmp_path)
+    args = ServerArgs.from_kwargs(
+        model_path=str(tmp_path), device="cpu", skip_tokenizer_init=True, max_total_tokens=4096,
+        max_running_requests=24, chunked_prefill_size=48,
+    )  # fmt: skip
+    expected = outputs(create_runner(args), args)
+    runner = create_runner(args)
+    with_attention(runner, DeviceLengths(), DeviceLengths())
+    with in_graphs(runner, SIZES) as replays:
+        watched = WatchedRunner(runner)
+        monkeypatch.setattr(runner, "forward", watched)
+        assert outputs(runner, args) == expected
+    assert watched.padded_steps or not watched.states, "no step had padding"
+    mixed = [step for step in replays if step.prompts is not None]
+    prompts = [len(step.prompts.extend_lens) for step in mixed if step.prompts is not None]
+    assert any(step.num_decodes == 0 for step in mixed) and any(step.num_decodes > 4 for step in mixed)
+    assert any(count > 1 and step.num_decodes for step, count in zip(mixed, prompts, strict=True))
+    assert max(prompts) <= MAX_PROMPTS and any(step.prompts is None for step in replays)
+
+
+def test_tables_of_windows_are_complete_where_a_backend_plans_before_a_replay(tmp_path: Path) -> None:
+    save_tiny("gpt_oss", tmp_path)
+    args = ServerArgs.from_kwargs(model_path=str(tmp_path), device="cpu", skip_tokenizer_init=True)
+    runner = create_runner(args)
+    planned: list[list[int]] = []
+
+    class Planner(DeviceLengths):
+        plans_on_host = True
+
+        def refresh(self, rows: DecodeRows) -> None:
+            assert rows.seq_lens_cpu is not None
+            real = [i for i, slot in enumerate(rows.req_pool_indices.tolist()) if slot]
+            slots, last = rows.req_pool_indices[real], [rows.seq_lens_cpu[i] - 1 for i in real]
+            planned.append(runner.state.req_to_token[1][slots, last].tolist())
+
+    with_attention(runner, Planner(), DeviceLengths())
+    with in_graphs(runner, GraphSizes((4,))):
+        kv = direct_table(runner)
+        batch = DirectBatch(runner, kv, [[5, 6, 7], [8]], 4)
+        batch.prefill(64)
+        planned.clear()
+        for length in (0, 1, 2):
+            batch.decode()
+            rows = kv.windows[0].rows
+            assert planned[-1] == [rows[slot, size + length] for slot, size in zip(batch.slots, (3, 1), strict=True)]
+    assert all(slot for slots in planned for slot in slots)
