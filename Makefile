@@ -78,16 +78,17 @@ $(BIN)/python:
 # it, so that neither is held to the pins of the CPU build.
 $(INSTALLED): $(BIN)/python pyproject.toml constraints.txt
 	@if nvidia-smi -L >/dev/null 2>&1; then \
-		echo "Installing for CUDA"; \
+		echo "Installing for CUDA, once. Step 1 of 2: PyTorch and CUDA's libraries, about 3 GB."; \
 		grep -vE '^(torch|triton)==' constraints.txt > .venv/constraints.txt; \
-		$(BIN)/python -m pip install --quiet torch; \
+		$(BIN)/python -m pip install torch; \
 	else \
-		echo "Installing for CPU (no NVIDIA GPU found)"; \
+		echo "Installing for CPU (no NVIDIA GPU found), once. Step 1 of 2: PyTorch, about 200 MB."; \
 		cp constraints.txt .venv/constraints.txt; \
-		$(BIN)/python -m pip install --quiet 'torch==$(TORCH)+cpu' 2>/dev/null \
-			|| $(BIN)/python -m pip install --quiet 'torch==$(TORCH)'; \
+		$(BIN)/python -m pip install 'torch==$(TORCH)+cpu' 2>/dev/null \
+			|| $(BIN)/python -m pip install 'torch==$(TORCH)'; \
 	fi
-	$(BIN)/python -m pip install --quiet -c .venv/constraints.txt -e '.[dev]'
+	@echo "Step 2 of 2: the package, its dependencies and the tools of the checks, some hundred packages."
+	$(BIN)/python -m pip install -c .venv/constraints.txt -e '.[dev]'
 	@touch $@
 
 lint: install

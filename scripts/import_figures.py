@@ -13,7 +13,8 @@ The serving closure is counted without running anything. It starts at `sglang.la
 - the `__init__.py` of every package that one of these lies in.
 
 Its size is the number of lines in these files, blank lines and comments among them; data files do not count. Not in it
-are other commands (`sglang.cli`, which is in front of `sglang serve` and of all of them, `sglang.bench`, ...).
+are other commands (`sglang.cli`, which is in front of `sglang serve` and of all of them, `sglang.bench`, ...), also
+`sglang.dry_run`, which `--dry-run` runs instead of a server.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from importlinter import api
 
 PYTHON = Path(__file__).parents[1] / "python"
 SERVING = "sglang.launch_server"
+INSTEAD_OF_SERVING = {"sglang.dry_run"}
 KERNEL_TABLES = "sglang.srt.kernels.tables"
 RUNNER = ("sglang.srt.model_executor.model_runner", "ModelRunner")
 
@@ -93,7 +95,7 @@ def closure(start: str, root: Path = PYTHON) -> dict[str, str]:
         needs = graph.find_modules_directly_imported_by(module) | set(packages_of(module))
         needs |= named_modules(path_of(module, root).read_text(encoding="utf-8"), modules)
         needs |= kernel_modules() & modules if module == KERNEL_TABLES else set()
-        for needed in sorted(needs - reached.keys()):
+        for needed in sorted(needs - reached.keys() - INSTEAD_OF_SERVING):
             reached[needed] = module
             queue.append(needed)
     return reached

@@ -55,6 +55,14 @@ def test_files_exist(page: Path) -> None:
     assert missing == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_modules_in_diagrams_exist(page: Path) -> None:
+    diagrams = [block for block in re.findall(r"```.*?```", page.read_text(), flags=re.DOTALL) if "──" in block]
+    named = {text for block in diagrams for text in re.findall(r"(?<![\w/.-])[a-z_]+(?:/[a-z_]+)+(?![\w/.-])", block)}
+    missing = [text for text in sorted(named) if not any(f"/{text}{end}\n" in files() for end in (".py", "/", ""))]
+    assert missing == []
+
+
 def test_names_of_the_architecture_are_in_the_source() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     words = {word for word in re.findall(r"`([^`\s()\[\]:]+)`", text) if NAME.fullmatch(word)}

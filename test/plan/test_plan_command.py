@@ -238,7 +238,8 @@ def test_machines_of_one_gpu_have_a_server_each(tmp_path: Path, capsys: pytest.C
 def test_no_command_for_a_model_that_is_not_served(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("--model-path", model_dir(tmp_path, name), "--gpu", "rtx-pro-6000", "--gpus", "1", "--page-size", "128")
+    words = ("--model-path", model_dir(tmp_path, name), "--gpu", "rtx-pro-6000", "--page-size", "128")
+    words += ("--free-memory", "2000")
     result = planned(capsys, *words)
     if result["not_implemented"] is not None:
         assert result["recommended"] is None and result["reasons"][0].startswith("no server starts: ")

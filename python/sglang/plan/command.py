@@ -257,7 +257,7 @@ def reasons(result: Survey) -> list[str]:
             return [f"no server starts: {why.splitlines()[0].rstrip('.:')}"]
         if result.prospects:
             return [f"no layout holds a request of {result.load.length:,} tokens; a shorter --length fits more"]
-        return ["the weights fit in no layout; more GPUs or a quantized checkpoint"]
+        return [f"the weights fit in no layout of {result.gpus} such GPUs"]
     others = [p for p in result.prospects if p is not best and p.most_requests > 0]
     figures = best.predicted_tokens_per_second
     speed = (

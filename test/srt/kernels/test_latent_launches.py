@@ -17,8 +17,9 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.layers.attention.sites import create_attention_sites
-from sglang.srt.layers.forward_batch import DecodeRows, ExtendRows, ForwardBatch, TokenSlots
+from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.latent_attention import LatentAttention
+from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.caches import cache_groups

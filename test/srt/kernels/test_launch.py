@@ -190,7 +190,7 @@ def test_the_attention_backend_heals_itself(monkeypatch: pytest.MonkeyPatch) -> 
 
     from sglang.srt.layers.attention import triton_backend
     from sglang.srt.layers.attention.call_site import Attention
-    from sglang.srt.layers.forward_batch import DecodeRows, ExtendRows, TokenSlots
+    from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots
     from sglang.srt.mem_cache.memory_pool import CacheStore
 
     small_extend = {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2}

@@ -13,7 +13,7 @@ import torch
 
 from sglang.srt.layers.attention.sites import AttentionSites
 from sglang.srt.layers.attention.torch_native_backend import NativeDecodeMetadata, NativeExtendMetadata
-from sglang.srt.layers.forward_batch import DecodeRows, ExtendRows
+from sglang.srt.layers.step_rows import DecodeRows, ExtendRows
 from sglang.srt.model_executor import graph_runner
 from sglang.srt.model_executor.graph_runner import GraphRunner, GraphSizes
 from sglang.srt.model_executor.model_runner import ModelRunner

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang.bench.direct import DirectBatch, direct_table
-from sglang.srt.layers.forward_batch import DecodeRows
+from sglang.srt.layers.step_rows import DecodeRows
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner

@@ -18,8 +18,9 @@ from sglang.srt.kernels.bands import Bands
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.attention.sites import AttentionSites
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.layers.forward_batch import DecodeRows, ExtendRows, ForwardBatch, TokenSlots
+from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.recurrent import native as recurrent_ops
+from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.model_loader.loader import filled_model
 from sglang.srt.models.causal_lm import DecoderLayer

@@ -332,7 +332,7 @@ SRT = Path(sglang.__file__).parent / "srt"
         ("layers/attention/flashinfer_backend.py", "WORKSPACE_BYTES", FLASHINFER_WORKSPACE),
         ("layers/attention/flashinfer_backend.py", "PLAN_BYTES", FLASHINFER_PLANS),
         ("layers/attention/flashinfer_mla_backend.py", "WORKSPACE_BYTES", FLASHINFER_MLA_WORKSPACE),
-        ("model_executor/extend_graph_runner.py", "MAX_PROMPTS", PREFILL_GRAPH_PROMPTS),
+        ("model_executor/graph_runner.py", "MAX_PROMPTS", PREFILL_GRAPH_PROMPTS),
     ],
 )
 def test_planned_sizes_are_the_codes(file: str, name: str, planned: int) -> None:

@@ -9,8 +9,9 @@ import torch
 
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.attention.sites import AttentionSites
-from sglang.srt.layers.forward_batch import DecodeRows, ExtendRows, ForwardBatch, TokenSlots
+from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.ops import DecodeInputsOp
+from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots
 from sglang.srt.model_executor.drafts import Drafter, accept
 from sglang.srt.model_executor.step import PromptTokens, StepInput
 from sglang.srt.models.causal_lm import CausalLM

@@ -12,7 +12,8 @@ from sglang.srt.kernels.launch import TileLadder
 from sglang.srt.kernels.tiles import attention_tiles
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.attention.sites import AttentionSites
-from sglang.srt.layers.forward_batch import DecodeRows, ExtendRows, ForwardBatch, TokenSlots
+from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots
 from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES, CacheStore
 from sglang.srt.plan.caches import CacheGroup
 from sglang.srt.plan.layer_spec import AttentionShape, AttentionSite

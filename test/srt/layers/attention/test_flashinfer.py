@@ -17,7 +17,7 @@ import torch
 
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.layers.forward_batch import TokenSlots
+from sglang.srt.layers.step_rows import TokenSlots
 from sglang.srt.model_executor import graph_runner
 from sglang.srt.plan.caches import group_caches
 from sglang.srt.plan.layer_spec import FULL, AttentionSite, Window, key_value_cache

@@ -13,8 +13,9 @@ from sglang.srt.layers.attention import torch_native_backend
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.attention.sites import AttentionSites
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.layers.forward_batch import DecodeRows, ExtendRows, ForwardBatch, TokenSlots
+from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.native_ops import store_cache
+from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots
 from sglang.srt.mem_cache.memory_pool import CachePools, CacheStore
 from sglang.srt.plan.caches import group_caches
 from sglang.srt.plan.layer_spec import key_value_cache

@@ -21,7 +21,7 @@ from sglang.srt.plan.caches import row_tables
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.attention_layer import AttentionLayer
-    from sglang.srt.layers.forward_batch import DecodeRows, ExtendRows
+    from sglang.srt.layers.step_rows import DecodeRows, ExtendRows
     from sglang.srt.plan.layer_spec import AttentionSite
     from sglang.srt.plan.plan import Plan
 

@@ -34,7 +34,7 @@ import torch
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.attention_layer import AttentionLayer
     from sglang.srt.layers.attention.latent_chunks import LatentChunk
-    from sglang.srt.layers.forward_batch import DecodeRows, ExtendRows
+    from sglang.srt.layers.step_rows import DecodeRows, ExtendRows
     from sglang.srt.plan.layer_spec import AttentionSite
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sglang.srt.layers.forward_batch import DecodeRows, ExtendRows
+from sglang.srt.layers.step_rows import DecodeRows, ExtendRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     import torch
 
     from sglang.srt.layers.attention.latent_chunks import LatentChunk
-    from sglang.srt.layers.forward_batch import DecodeRows, ExtendRows, ForwardBatch
+    from sglang.srt.layers.forward_batch import ForwardBatch
+    from sglang.srt.layers.step_rows import DecodeRows, ExtendRows
     from sglang.srt.plan.plan import Plan
 
 

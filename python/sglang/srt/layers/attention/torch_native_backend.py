@@ -15,7 +15,7 @@ from sglang.srt.layers.attention.attention_layer import AttentionLayer
 from sglang.srt.layers.native_ops import load_cache
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.forward_batch import DecodeRows, ExtendRows
+    from sglang.srt.layers.step_rows import DecodeRows, ExtendRows
     from sglang.srt.mem_cache.memory_pool import CacheStore
     from sglang.srt.plan.layer_spec import AttentionSite
     from sglang.srt.plan.plan import Plan

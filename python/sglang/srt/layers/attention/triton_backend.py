@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from sglang.srt.kernels.launch import TileLadder
     from sglang.srt.kernels.spec import Tile
     from sglang.srt.layers.attention.attention_layer import AttentionLayer
-    from sglang.srt.layers.forward_batch import DecodeRows, ExtendRows
+    from sglang.srt.layers.step_rows import DecodeRows, ExtendRows
     from sglang.srt.plan.layer_spec import AttentionShape, AttentionSite
     from sglang.srt.plan.plan import Plan
 

@@ -13,7 +13,8 @@ from sglang.srt.layers.recurrent.step_kernels import ConvKernels, RecurrenceKern
 from sglang.srt.mem_cache.memory_pool import CacheStore
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.forward_batch import DecodeRows, ExtendRows, ForwardBatch
+    from sglang.srt.layers.forward_batch import ForwardBatch
+    from sglang.srt.layers.step_rows import DecodeRows, ExtendRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,56 @@
+"""The requests of a step, and where its tokens lie in the caches; see `forward_batch` for what a step is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSlots:
+    """Where the tokens of a batch lie in the caches of one row table.
+
+    Caches of 1/r entries a token keep the entry of tokens p - r + 1 .. p, where r divides p + 1, at the slot of token p
+    divided by r: pages hold whole entries.
+    """
+
+    req_to_token: torch.Tensor  # [max_reqs + 1, context_len] int32, cache slot of each position
+    out_cache_loc: torch.Tensor  # [T] int64, cache slot of each new token
+
+
+@dataclass(slots=True)
+class DecodeRows:
+    """D requests that bring one token each: the first D tokens of a step.
+
+    Under CUDA graphs D is the padded size. Padding rows have request slot 0, cache slot 0 and length 1. In a graph with
+    prompts they lie over the first tokens of the prompts: what is computed for a decoding row is written before what is
+    computed for a prompt.
+    """
+
+    req_pool_indices: torch.Tensor  # [D] int64, request slot: the row of req_to_token and of states
+    seq_lens: torch.Tensor  # [D] int32, length including the new token
+    token_slots: tuple[TokenSlots, ...]  # of the D tokens, one for each row table
+    seq_lens_cpu: list[int] | None = None
+    """None while a CUDA graph is captured; the longest length is then bounded by the context length only."""
+
+    def __len__(self) -> int:
+        return len(self.req_pool_indices)
+
+
+@dataclass(slots=True)
+class ExtendRows:
+    """P requests with a run of new tokens each, over a cached prefix."""
+
+    req_pool_indices: torch.Tensor  # [P] int64
+    seq_lens: torch.Tensor  # [P] int32, length including the new tokens
+    prefix_lens: torch.Tensor  # [P] int32, cached tokens before them
+    start_loc: torch.Tensor  # [P + 1] int32, first of T of each request, and the end
+    token_slots: tuple[TokenSlots, ...]  # of all T tokens of the step
+    new_lens_cpu: list[int]
+    prefix_lens_cpu: list[int]
+    seq_lens_cpu: list[int] | None = None
+    """None while a CUDA graph is captured, and where the device alone knows: the lengths on the host are bounds."""
+
+    def __len__(self) -> int:
+        return len(self.req_pool_indices)
