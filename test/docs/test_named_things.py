@@ -64,7 +64,8 @@ def test_modules_in_diagrams_exist(page: Path) -> None:
 
 
 def test_names_of_the_architecture_are_in_the_source() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    pages = ("architecture", "caches", "outputs", "extending")
+    text = "\n".join((ROOT / "docs" / f"{page}.md").read_text() for page in pages)
     words = {word for word in re.findall(r"`([^`\s()\[\]:]+)`", text) if NAME.fullmatch(word)}
     assert len(words) > 40
     assert [word for word in sorted(words) if word.rpartition(".")[2] not in source()] == []
