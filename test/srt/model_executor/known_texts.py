@@ -22,7 +22,7 @@ class KnownTexts:
         """spoil_every: each so manieth guess is wrong; 0: none."""
         plan = create_plan(args)
         self.num_tokens = num_tokens
-        self.spoil_every = spoil_every
+        self.spoil_every, self.vocab_size = spoil_every, plan.model.vocab_size
         self.texts = torch.zeros(
             (plan.max_running_requests + 1, plan.context_len + num_tokens), dtype=torch.int64, device=plan.device
         )
@@ -31,6 +31,7 @@ class KnownTexts:
         known = torch.tensor(text)
         if self.spoil_every:
             known[:: self.spoil_every] += 1
+            known %= self.vocab_size
         self.texts[slot, : len(text)] = known.to(self.texts.device)
 
     def propose(self, slots: torch.Tensor, lens: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@ tokens are those of the plain run, greedy and sampled, in graphs and without."""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +108,25 @@ def test_spoilt_guesses_change_nothing(params: dict[str, Any], options: dict[str
         assert run(scheduler, params, **extra) == plain, "with prompts and outputs from the cache"
 
 
-def test_states_cannot_be_taken_back(tmp_path: Path) -> None:
-    save_tiny("qwen3_next", tmp_path)
-    args = server_args(tmp_path)
-    with pytest.raises(UserError, match="recurrent states cannot be taken back"):
-        verifying_scheduler(args, KnownTexts(4, args), {})
+@pytest.mark.parametrize("spoil_every", [0, 1, 3], ids=["right", "wrong", "half-right"])
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "nemotron_h"])
+def test_states_are_taken_back(name: str, spoil_every: int, tmp_path: Path) -> None:
+    """Recurrent states go on by the tokens that stand, in graphs and without, also where a request goes on from a
+    checkpoint."""
+    save_tiny(name, tmp_path)
+    args = server_args(tmp_path, chunked_prefill_size=64)
+    plain = run(Scheduler(args, create_runner(args), StopChecker(None)), SAMPLED)
+    for graphs in (False, True):
+        scheduler = verifying_scheduler(args, KnownTexts(4, args, spoil_every), as_outputs(plain))
+        with contextlib.ExitStack() as stack:
+            if graphs:
+                with_attention(scheduler.runner, DeviceLengths(), DeviceLengths())
+                stack.enter_context(in_graphs(scheduler.runner, GraphSizes((1, 4, 8), (16, 64), (0, 4, 8))))
+            counts = accepted(scheduler)
+            assert run(scheduler, SAMPLED) == plain
+            assert run(scheduler, SAMPLED) == plain, "with prompts and outputs from the cache"
+        assert {width for width, _ in counts} >= {4}
+        assert spoil_every or all(width == count for width, count in counts)
 
 
 def test_retracted_requests_are_guessed_on(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.metadata import SiteMetadata
+    from sglang.srt.layers.recurrent.mixer import StateRecord
     from sglang.srt.mem_cache.memory_pool import CacheStore
     from sglang.srt.plan.layer_spec import AttentionSite
 
@@ -48,6 +49,10 @@ class ForwardBatch:
     """[1] int32: tokens from here on are padding, which experts need not compute. None: all are valid."""
 
     embedding_rows: EmbeddingRows | None = None
+
+    state_records: list[StateRecord] | None = None
+    """Not None: the step's tokens may be taken back. Layers with recurrent states leave these as they are and record
+    here what it takes to go on by a part of the tokens."""
 
     handed_on: dict[str, torch.Tensor] = field(default_factory=dict)
     """What one part of the model leaves for later ones of the same step, by name."""

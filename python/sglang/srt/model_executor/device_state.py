@@ -178,7 +178,8 @@ class DeviceState:
         )
         if step is not None and self.attention.extend_plans_on_host:
             extend.prefix_lens_cpu, extend.seq_lens_cpu = prefix_lens.tolist(), extend.seq_lens.tolist()
-        return ForwardBatch(self.next_tokens[slots].flatten(), positions, token_slots, extend=extend)
+        input_ids = self.next_tokens[slots].flatten()
+        return ForwardBatch(input_ids, positions, token_slots, extend=extend, state_records=[])
 
     # --- behind a step, with a drafter --------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ numbers, and the tokens that count lie together at the front.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglang.srt.layers.recurrent.mixer import StateRecord
 from sglang.srt.layers.step_rows import DecodeRows
 from sglang.srt.model_executor.device_state import DeviceState, StepShape
 from sglang.srt.model_executor.graph_capture import StageInGraph, StaticOutput, capture
@@ -61,6 +62,8 @@ class CapturedStep:
     """[T, H] of a step with prompts or of a stage that sends; of others the graph uses the memory again."""
     logits: torch.Tensor
     """As `CausalLM.step_logits` has them, of every row that may be sampled."""
+    state_records: Sequence[StateRecord] = ()
+    """Of a step whose tokens may be taken back; held, so that no graph uses their memory again."""
 
 
 class GraphRunner:
@@ -188,7 +191,7 @@ class GraphRunner:
         logits = model.step_logits(sampled)
         if shape.has_prompts or logits.nbytes > SMALL_BYTES or not logits.is_contiguous():
             logits = self._logits[shape.has_prompts].keep(logits)
-        self.steps[shape] = CapturedStep(batch.decode, batch.positions, kept, logits)
+        self.steps[shape] = CapturedStep(batch.decode, batch.positions, kept, logits, batch.state_records or ())
 
     def _refresh(self, rows: DecodeRows | None, seq_lens: list[int]) -> None:
         """The one place where what attention plans on the host follows a step, before every replay of any graph.

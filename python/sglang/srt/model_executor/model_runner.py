@@ -36,8 +36,6 @@ class ModelRunner:
     """Everything that touches the device. Called by one thread; every call returns before the device is done."""
 
     def __init__(self, plan: Plan, load_format: str = "auto", seed: int = 0, drafter: Drafter | None = None) -> None:
-        if drafter is not None and plan.has_states:
-            raise UserError("guesses cannot be verified with this model: its recurrent states cannot be taken back")
         if drafter is not None and plan.ranks.pp_size > 1:
             raise UserError("guesses cannot be verified with --pp-size: only the last stage knows what was accepted")
         self.plan = plan
@@ -122,12 +120,14 @@ class ModelRunner:
             self._update_tables(step.table_update)
         if graphs is not None and shape is not None:
             arrays, captured = graphs.replay(shape, step)
-            return self.output.launched(step, arrays, captured.positions, captured.hidden, captured.logits)
+            return self.output.launched(
+                step, arrays, captured.positions, captured.hidden, captured.logits, captured.state_records
+            )
         arrays = send(self.device, **step_arrays(step))
         batch = self.state.batch(arrays, shape_of(step, self.tokens_per_step), step)
         hidden = self.model(batch)
         logits = self.model.step_logits(hidden if step.prompts is None else hidden[arrays["last_rows"]])
-        return self.output.launched(step, arrays, batch.positions, hidden, logits)
+        return self.output.launched(step, arrays, batch.positions, hidden, logits, batch.state_records or ())
 
     def _update_tables(self, update: TableUpdate) -> None:
         sent = send(

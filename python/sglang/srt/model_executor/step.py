@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from sglang.srt.mem_cache.kv_table import TableUpdate
 from sglang.srt.sampling.logprobs import LogprobRequest, LogprobResult
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.recurrent.mixer import StateRecord
 
 
 @dataclass(slots=True)
@@ -100,6 +105,7 @@ class LaunchedForward:
     host_slots: np.ndarray  # on the host
     positions: torch.Tensor  # [R] int32 or int64, length of the sequence before the new token
     widths: torch.Tensor | None = None  # [B] int32, of a step that verifies: R = B k
+    state_records: Sequence[StateRecord] = ()  # of such a step: what its states go on from
     prompt_logprobs: LogprobResult | None = None
     embeddings: torch.Tensor | None = None  # [E, H] fp32, on its way to host memory
 

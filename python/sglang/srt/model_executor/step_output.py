@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.layers.recurrent.mixer import StateRecord
 from sglang.srt.layers.sampler import Sampler, SamplerOutput
 from sglang.srt.model_executor.device_state import DeviceState
 from sglang.srt.model_executor.step import LaunchedForward, StepInput, StepResult
@@ -30,11 +33,14 @@ class StepOutput:
         positions: torch.Tensor,
         hidden: torch.Tensor | None,
         logits: torch.Tensor,
+        state_records: Sequence[StateRecord] = (),
     ) -> LaunchedForward:
         """A step whose model is launched: `step_arrays` on the device, positions [T], hidden states [T, H] and logits
         of the rows that may be sampled, each of which may be longer by padding."""
         if step.widths is not None:
-            return self._verified(step, step.widths, arrays, positions, logits)
+            forward = self._verified(step, step.widths, arrays, positions, logits)
+            forward.state_records = state_records
+            return forward
         if step.prompts is None:
             slots, lens = (arrays[name][: len(step.slots)] for name in ("decode_slots", "decode_lens"))
             return LaunchedForward(step, logits[: len(slots)], slots, step.slots, lens)
@@ -100,7 +106,10 @@ class StepOutput:
         counts, tokens = None, out.next_token_ids[:, None]
         if forward.widths is not None:
             slots = forward.slots.view(len(step.slots), -1)[:, 0]
-            counts = to_host(state.settle_verified(slots, forward.widths, out.next_token_ids))
+            accepted = state.settle_verified(slots, forward.widths, out.next_token_ids)
+            for record in forward.state_records:
+                record.commit(accepted)
+            counts = to_host(accepted)
             tokens = out.next_token_ids.view(len(slots), -1)
         elif state.drafter is not None:
             state.settle_tokens(forward.slots, out.next_token_ids)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,6 +70,39 @@ class Heads:
         return q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, values)
 
 
+@dataclass(frozen=True, slots=True)
+class StateRecord:
+    """What one layer computed its states' next steps from, in a step that left the states as they were: k tokens of
+    each of B requests. To go on by some of them the layer computes them again.
+
+    The alternative is a ring of k states a request. Qwen3-Next's layer would write 2 MiB for each token; its inputs
+    are 16.5 KiB, and are read once more."""
+
+    core: RecurrentCore
+    x: torch.Tensor  # [T, C]
+    conv: Convolution
+    gates: Gates
+    requests: ExtendRows
+
+    def commit(self, counts: torch.Tensor) -> None:
+        """The states of the first len(counts) requests go on by their first `counts` [B] int32 tokens."""
+        num_reqs, width = len(counts), len(self.x) // len(self.requests)
+        accepted = torch.arange(width, device=counts.device) < counts[:, None]
+        rows = torch.argsort(~accepted.flatten(), stable=True)  # those that stand, one request after the other
+        start_loc = torch.zeros(num_reqs + 1, dtype=torch.int32, device=counts.device)
+        start_loc[1:] = counts.cumsum(0)
+        slots, prefix_lens = self.requests.req_pool_indices[:num_reqs], self.requests.prefix_lens[:num_reqs]
+        gates = self.gates
+        of_rows = replace(gates, a=gates.a[rows], b=None if gates.b is None else gates.b[rows])
+        x = self.x[rows]
+        self.core.extend(x, torch.empty_like(x), self.conv, of_rows, (slots, slots, prefix_lens, start_loc))
+
+
+Ragged = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""Of B requests with runs of tokens: the rows of states that they begin with and those that they leave theirs in, [B]
+int64; the tokens before, [B] int32; where each run begins, and the end, [B + 1] int32."""
+
+
 class RecurrentCore:
     """[T, C] as projected -> [T, H, V], with the states of the batch's requests, which lie by request slot."""
 
@@ -85,7 +118,12 @@ class RecurrentCore:
         if batch.decode is not None:  # first: its padding rows may lie over those of the prompts
             self._decode(x, convolved, conv, gates, batch.decode, out)
         if batch.extend is not None:
-            self._extend(x, convolved, conv, gates, batch.extend, out)
+            rows = batch.extend
+            slots = targets = rows.req_pool_indices
+            if batch.state_records is not None:
+                targets = torch.zeros_like(slots)  # the padding's
+                batch.state_records.append(StateRecord(self, x, conv, gates, rows))
+            self.extend(x, convolved, conv, gates, (slots, targets, rows.prefix_lens, rows.start_loc), out)
         return out
 
     def _decode(
@@ -115,17 +153,19 @@ class RecurrentCore:
             self.num_sms,
         )
 
-    def _extend(
+    def extend(
         self,
         x: torch.Tensor,
         convolved: torch.Tensor,
         conv: Convolution,
         gates: Gates,
-        requests: ExtendRows,
-        out: torch.Tensor,
+        ragged: Ragged,
+        out: torch.Tensor | None = None,
     ) -> None:
-        slots, cache = requests.req_pool_indices, self.cache
-        ragged = (slots, slots, requests.prefix_lens, requests.start_loc)
+        """x [T, C] -> convolved [T, C], out [T, H, V]; the states are those of `ragged`."""
+        cache = self.cache
+        if out is None:
+            out = x.new_empty((len(x), self.heads.value_heads, self.heads.value_dim))
         self.conv.extend(x, conv.weight, conv.bias, cache["conv"], *ragged, convolved, conv.norm_heads, conv.head_dim)
         self.recurrence.extend(
             self.rule,
