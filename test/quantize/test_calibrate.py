@@ -303,7 +303,7 @@ def test_activations_that_overflow(model: Path, tmp_path: Path, capsys: pytest.C
 
 
 def test_models_that_do_not_fit(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_setup, "free_memory_bytes", lambda index: 1 << 20)
+    monkeypatch.setattr(scheduler_setup, "free_memory_bytes", lambda index, unified: 1 << 20)
     with pytest.raises(UserError, match="--calibrate runs the unquantized model .* and cannot: the weights take"):
         calibrate(str(model), write_prompts(tmp_path / "prompts.txt", [[5]]), 10, "cpu")
 

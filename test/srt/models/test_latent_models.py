@@ -270,7 +270,8 @@ def multimodal(folder: Path, name: str) -> None:
     text.pop("quantization_config", None)
     written = outer["text_config"] | text | {"architectures": outer["text_config"]["architectures"]}
     del written["rope_scaling"]  # the published model's; the tiny one's is in `rope_parameters`
-    path.write_text(json.dumps(outer | {"text_config": written | {"num_nextn_predict_layers": 0}}))
+    ends = {"eos_token_id": 2}  # below the tiny vocabulary's size
+    path.write_text(json.dumps(outer | ends | {"text_config": written | ends | {"num_nextn_predict_layers": 0}}))
 
     def move(tensors: Tensors) -> None:
         for key in list(tensors):
