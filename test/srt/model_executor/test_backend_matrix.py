@@ -38,23 +38,24 @@ def test_backends_mixed_in_every_way(family: str, models: dict[str, Path]) -> No
 
 
 def _rank(
-    rank: int, layout: str, folders: dict[str, Path], expected: dict[str, dict[str, list[int]]], out: Path
+    rank: int, layout: str, every: bool, folders: dict[str, Path], expected: dict[str, Tokens], out: Path
 ) -> None:
     torch.set_num_threads(1)
     wrong = []
     for i, (family, folder) in enumerate(folders.items()):
         args = server_args(folder, **LAYOUTS[layout])
         runner = create_runner(args, rank, f"file://{out}/rendezvous{i}")
-        wrong += wrong_cases(family, runner, args, expected[family])
+        wrong += wrong_cases(family, runner, args, expected[family], every)
         parallel_state.shutdown()
     (out / f"{rank}.json").write_text(json.dumps(wrong))
 
 
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["mixed", "every"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_backends_of_several_ranks(layout: str, models: dict[str, Path], tmp_path: Path) -> None:
+def test_backends_of_several_ranks(layout: str, every: bool, models: dict[str, Path], tmp_path: Path) -> None:
     expected = {}
     for family, folder in models.items():
         args = server_args(folder)
         expected[family] = play(create_runner(args), args)
-    mp.spawn(_rank, (layout, models, expected, tmp_path), nprocs=2)
+    mp.spawn(_rank, (layout, every, models, expected, tmp_path), nprocs=2)
     assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == [[], []]
