@@ -37,6 +37,9 @@ def test_backends_mixed_in_every_way(family: str, models: dict[str, Path]) -> No
     assert not wrong, wrong
 
 
+Tokens = dict[str, list[int]]
+
+
 def _rank(
     rank: int, layout: str, every: bool, folders: dict[str, Path], expected: dict[str, Tokens], out: Path
 ) -> None:
