@@ -256,4 +256,6 @@ def run_scheduler(args: ServerArgs, ports: ipc.Ports, rank: int, start_pipe: Chi
     process.tell(SchedulerReady(info=runner.plan.describe()))
     gc.freeze()  # what start-up made stays: a collection must not look at all of it in the middle of a step
     start_pipe.send_bytes(READY)
+    if envs.SGLANG_GRAMMAR_WARM_UP and not (args.skip_server_warmup or args.is_embedding):
+        process.grammars.warm_up()
     process.run_forever()
