@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.errors import UserError
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
 from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq
 from sglang.srt.sampling.hidden_states import MAX_CALL_BYTES, VALUE_BYTES, num_states
@@ -58,15 +57,6 @@ class PreparedCall:
     requests: list[TokenizedGenerateReq]
     prompt_texts: list[str | None]
     num_samples: int
-
-
-def check_server_defaults(args: ServerArgs, model_config: ModelConfig) -> None:
-    """Raises UserError for --preferred-sampling-params that no request could have."""
-    model_defaults = model_config.default_sampling if args.sampling_defaults == "model" else {}
-    try:
-        merge({}, model_defaults, json.loads(args.preferred_sampling_params or "{}")).verify(model_config.vocab_size)
-    except ValueError as error:
-        raise UserError(f"--preferred-sampling-params: {error}") from None
 
 
 class RequestPreparer:
