@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+os.environ.setdefault("SGLANG_GRAMMAR_WARM_UP", "0")  # seconds of two processors for each server of a test
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,6 +16,7 @@ import pytest
 import sglang
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.errors import UserError
+from sglang.srt.managers.front.generate_request import RequestError
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
 PROMPT = "The capital of France is"
@@ -23,7 +24,7 @@ PROMPT = "The capital of France is"
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[sglang.Engine]:
-    with sglang.Engine(model_path=DEFAULT_MODEL_PATH, max_total_tokens=8192) as engine:
+    with sglang.Engine(model_path=DEFAULT_MODEL_PATH, max_total_tokens=8192, reasoning_parser="auto") as engine:
         yield engine
 
 
@@ -88,6 +89,19 @@ def test_stop_string(engine: sglang.Engine) -> None:
     assert all(stopped["text"].startswith(part["text"]) for part in streamed)
     kept = one(engine.generate(PROMPT, {**GREEDY, "stop": stop, "no_stop_trim": True}))
     assert kept["text"].startswith(free[: free.index(stop)] + stop)
+
+
+def test_reasoning_that_is_required(engine: sglang.Engine) -> None:
+    """A grammar begins behind the thoughts, which are counted."""
+    prompt = "<|im_start|>user\nHow much is 2 + 3?<|im_end|>\n<|im_start|>assistant\n"
+    params = {"temperature": 0.0, "max_new_tokens": 60, "json_schema": '{"enum": ["five", "six"]}'}
+    result = one(engine.generate(prompt, params, require_reasoning=True))
+    thoughts, _, answer = result["text"].partition("</think>")
+    assert thoughts and answer.strip() in ('"five"', '"six"') and 0 < result["meta_info"]["reasoning_tokens"] <= 31
+    parts = engine.generate(prompt, params, require_reasoning=True, stream=True)
+    assert isinstance(parts, Iterator) and list(parts)[-1]["text"] == result["text"]
+    with pytest.raises(RequestError, match="structural_tag with a format"):
+        engine.generate(prompt, {"structural_tag": "{}"}, require_reasoning=True)
 
 
 def test_logprobs(engine: sglang.Engine) -> None:

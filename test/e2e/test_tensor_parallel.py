@@ -33,6 +33,7 @@ def answers(tp_size: int, ep_size: int = 1, pp_size: int = 1) -> list[object]:
         tp_size=tp_size,
         ep_size=ep_size,
         pp_size=pp_size,
+        enable_return_hidden_states=True,
     ) as engine:
         results = [engine.generate(PROMPTS, params) for params in (GREEDY, SEEDED, GREEDY, PENALIZED)]
         results.append(engine.generate(PROMPTS[:1], GRAMMAR))
@@ -45,8 +46,10 @@ def answers(tp_size: int, ep_size: int = 1, pp_size: int = 1) -> list[object]:
         assert memory["free"] + memory["cached"] == memory["total"]
         scored = engine.generate(PROMPTS[:1], GREEDY, return_logprob=True, logprob_start_len=0, top_logprobs_num=2)
         logprobs = [scored[0]["meta_info"][f"{part}_token_logprobs"] for part in ("input", "output")]
+        seen = engine.generate(PROMPTS[0], GREEDY, return_hidden_states=True)["meta_info"]["hidden_states"]
+        states = [round(float(value), 3) + 0.0 for rows in seen for value in rows.reshape(-1)[:2]]
     tokens = [[answer["output_ids"] for answer in result] for result in results]
-    return [*tokens, [[None if p is None else round(p, 4) for p, *_ in part] for part in logprobs]]
+    return [*tokens, [[None if p is None else round(p, 4) for p, *_ in part] for part in logprobs], states]
 
 
 @pytest.mark.parametrize(("tp_size", "ep_size", "pp_size"), [(2, 1, 1), (2, 2, 1), (1, 1, 2)])

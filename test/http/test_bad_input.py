@@ -131,7 +131,7 @@ def test_huge_body(http: httpx.Client) -> None:
         ({"temperature": "warm"}, "temperature"),
         ({"lora_path": "adapter"}, "lora_path"),
         ({"session_params": {"id": "s"}}, "session_params is not supported"),
-        ({"return_hidden_states": True}, "return_hidden_states is not supported"),
+        ({"return_hidden_states": True}, "return_hidden_states is not supported: /generate returns them"),
         ({"custom_logit_processor": "{}"}, "custom_logit_processor is not supported"),
         ({"guided_json": {"type": "object"}}, "use response_format"),
         ({"stream_options": {"include_usage": "?"}}, "stream_options"),

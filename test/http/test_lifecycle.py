@@ -67,6 +67,29 @@ def test_a_second_signal_ends_what_runs(number: signal.Signals) -> None:
         assert all_gone(processes) and "Traceback" not in server.log()
 
 
+def test_what_compiles_grammars_starts_with_the_server_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has asked for a grammar, and it is in the middle of its start when the server ends."""
+    monkeypatch.setenv("SGLANG_GRAMMAR_WARM_UP", "1")
+    with live_server() as server:
+        for _ in range(1000):
+            processes = children(server)
+            compilers = [process for process in processes if is_compiler(process)]
+            if compilers:
+                break
+            time.sleep(0.01)
+        assert len(compilers) == 1
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_exit() == 0
+        assert all_gone(processes) and "Traceback" not in server.log() and "died" not in server.log()
+
+
+def is_compiler(process: psutil.Process) -> bool:
+    try:
+        return "sglang.srt.constrained.compile_process" in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
+
+
 def children(server: LiveServer) -> list[psutil.Process]:
     return psutil.Process(server.process.pid).children(recursive=True)
 

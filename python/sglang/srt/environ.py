@@ -107,6 +107,9 @@ class Environment:
     SGLANG_DRAIN_TIMEOUT: EnvVar[float] = EnvVar(
         _parse_positive_float, 60.0, "Seconds that running requests get to finish after SIGTERM."
     )
+    SGLANG_GRAMMAR_WARM_UP: EnvVar[bool] = EnvVar(
+        _parse_bool, True, "Load what compiles grammars when the server has started, not with the first grammar."
+    )
     SGLANG_SSE_KEEP_ALIVE: EnvVar[float] = EnvVar(
         _parse_positive_float, 15.0, "Seconds of silence after which a stream gets a comment that keeps it open."
     )

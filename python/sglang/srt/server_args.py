@@ -172,6 +172,9 @@ class ServerArgs:
     enable_streaming_session: bool = option(
         False, SERVING, "Sessions with `streaming`: each request goes on from the last one that ended well."
     )
+    enable_return_hidden_states: bool = option(
+        False, SERVING, "/generate returns final hidden states to requests with `return_hidden_states`."
+    )
     dry_run: bool = option(False, SERVING, "Check flags, config, layout and memory, print the plan, and start nothing.")
     skip_server_warmup: bool = option(False, SERVING, "Start without a first prompt and a first request.")
     watchdog_timeout: float = option(300.0, SERVING, "Seconds after which a stuck step ends the server.", minimum=1)

@@ -252,3 +252,46 @@ def test_a_build_that_fails_is_tried_again(bench: Bench) -> None:
     assert pending.build is not None and pending.build.exception(10) is not None
     assert bench.manager.state(pending) == BuildState.FAILED
     assert bench.manager.failure(pending).status_code == 500 and bench.manager.num_cached() == 0
+
+
+class LoadCounter(SlowBackend):
+    """Knows which thread loaded it."""
+
+    loaded = ""
+
+    def load(self) -> None:
+        self.loaded = threading.current_thread().name
+        super().load()
+
+
+@pytest.mark.parametrize("error", ["", "Grammars are not available: no tokenizer."])
+def test_warm_up_compiles_something_in_both_processes(
+    backend: XGrammarBackend, error: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody waits for it, what is not wanted by a request is not cancelled, and nothing of it stays."""
+    verifier, counting = FakeVerifier(), LoadCounter(backend)
+    manager = GrammarManager(counting, verifier)
+    manager.warm_up()
+    manager.keep_only([])
+    ((key, check),) = verifier.checks
+    assert not verifier.cancelled and not counting.compiled
+    counting.go.set()
+    with caplog.at_level("WARNING"):
+        verifier.answer(Verdict(check.id, error))
+    manager.shutdown()
+    manager._quick.shutdown(wait=True)
+    assert counting.compiled == ([] if error else [key]) and (error in caplog.text)
+    assert error or counting.loaded.startswith("grammar")
+    assert manager.num_cached() == 0
+
+
+def test_warm_up_after_the_end_does_nothing(backend: XGrammarBackend) -> None:
+    """The verdict comes when the server has ended; nor is there anything to do where there are no grammars."""
+    verifier, slow = FakeVerifier(), SlowBackend(backend)
+    manager = GrammarManager(slow, verifier)
+    manager.warm_up()
+    manager.shutdown()
+    verifier.answer(Verdict())
+    assert not slow.compiled
+    GrammarManager(None).warm_up()
+    GrammarManager(slow, None).warm_up()

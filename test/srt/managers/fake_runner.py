@@ -46,7 +46,7 @@ class LateResult:
     next_token_ids: torch.Tensor
     counts: torch.Tensor | None = None
     prompt_logprobs: None = None
-    embeddings: None = None
+    hidden: None = None
 
     def wait(self) -> None:
         pass
@@ -206,13 +206,13 @@ class Collector:
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     finish: dict[str, FinishReason] = field(default_factory=dict)
-    embeddings: dict[str, bytes] = field(default_factory=dict)
+    hidden: dict[str, bytes] = field(default_factory=dict)
 
     def take(self, scheduler: Scheduler) -> None:
         messages, scheduler.outbox = scheduler.outbox, []
         for message in messages:
             assert isinstance(message, BatchTokenIDOut)
-            self.embeddings.update(message.embeddings)
+            self.hidden.update(message.hidden)
             for rid, ids, finish in zip(message.rids, message.new_ids, message.finish, strict=True):
                 assert rid not in self.finish, "a message after the last one"
                 self.tokens.setdefault(rid, []).extend(ids)

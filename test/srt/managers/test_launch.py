@@ -154,11 +154,21 @@ def test_a_wrong_model_is_known_at_once() -> None:
         ({"stop_regex": ["("]}, "stop_regex"),
         ({"logit_bias": {"999999": 1}}, "logit_bias keys must be token ids"),
         ({"min_new_tokens": 5, "max_new_tokens": 4}, "min_new_tokens"),
+        ({"regex": "(ab"}, "invalid regex"),
+        ({"json_schema": {"type": "no such type"}}, "json_schema"),
     ],
 )
 def test_wrong_preferred_sampling_params_are_known_at_once(params: dict[str, Any], message: str) -> None:
     args = ServerArgs.from_kwargs(model_path=DEFAULT_MODEL_PATH, preferred_sampling_params=params)
     with pytest.raises(UserError, match="--preferred-sampling-params: .*" + message):
+        launch_engine(args)
+
+
+def test_preferred_grammars_need_what_compiles_them() -> None:
+    args = ServerArgs.from_kwargs(
+        model_path=DEFAULT_MODEL_PATH, preferred_sampling_params={"regex": "a"}, grammar_backend="none"
+    )
+    with pytest.raises(UserError, match="--preferred-sampling-params: a regex needs .*--grammar-backend"):
         launch_engine(args)
 
 

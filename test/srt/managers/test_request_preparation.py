@@ -231,3 +231,29 @@ def test_log_probabilities_of_a_call_are_bounded(monkeypatch: pytest.MonkeyPatch
     ):
         with pytest.raises(RequestError, match="ask for fewer"):
             prepare(**{**wanted, **fields})
+
+
+def test_hidden_states_of_a_call_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of prompts and outputs, for every prompt and sample. A length that nobody asked for shrinks to what may be."""
+    flags = {"enable_return_hidden_states": True}
+    hidden_size = ModelConfig.from_server_args(ServerArgs.from_kwargs(model_path=DEFAULT_MODEL_PATH)).hf_config[
+        "hidden_size"
+    ]
+    monkeypatch.setattr(request_preparation, "MAX_CALL_BYTES", 20 * hidden_size * 4)
+    wanted = {"input_ids": [1, 2, 3, 4], "return_hidden_states": True}
+    for given in (None, {"max_new_tokens": None}, {"max_new_tokens": 17}, {"min_new_tokens": 20}):
+        (request,) = prepare(flags, **wanted, sampling_params=given).requests
+        assert request.hidden_start == 0 and request.sampling_params.max_new_tokens == 17
+    for fields in (
+        {"sampling_params": {"max_new_tokens": 18}},
+        {"sampling_params": {"max_new_tokens": 8, "n": 2}},
+        {"input_ids": [[1, 2, 3, 4]] * 2, "sampling_params": {"max_new_tokens": 8}},
+        {"input_ids": [1] * 21},
+    ):
+        with pytest.raises(RequestError, match="hidden states each are more than a call may have"):
+            prepare(flags, **{**wanted, **fields})
+    one_of_two = {**wanted, "input_ids": [[1, 2, 3, 4]] * 2, "return_hidden_states": [True, False]}
+    starts = [r.hidden_start for r in prepare(flags, **one_of_two, sampling_params={"max_new_tokens": 17}).requests]
+    assert starts == [0, -1]
+    with pytest.raises(RequestError, match="--enable-return-hidden-states"):
+        prepare(**wanted)

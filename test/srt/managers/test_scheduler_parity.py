@@ -159,15 +159,15 @@ def test_embeddings(reference: Reference, options: dict[str, Any]) -> None:
         add(scheduler, request("other", prompt(1), NEW_TOKENS, temperature=0.0, ignore_eos=True))
         for i, ids in enumerate(prompts):
             msg = request(f"r{i}", ids, 0)
-            msg.embed = True
+            msg.hidden_start = len(ids) - 1
             add(scheduler, msg)
         run_to_end(scheduler, collector)
-        assert collector.tokens["other"] == reference.greedy(prompt(1)) and set(collector.embeddings) == {
+        assert collector.tokens["other"] == reference.greedy(prompt(1)) and set(collector.hidden) == {
             f"r{i}" for i in range(len(prompts))
         }
         for i, ids in enumerate(prompts):
             assert not collector.tokens[f"r{i}"] and collector.finish[f"r{i}"].type == "length"
-            values = torch.frombuffer(bytearray(collector.embeddings[f"r{i}"]), dtype=torch.float32)
+            values = torch.frombuffer(bytearray(collector.hidden[f"r{i}"]), dtype=torch.float32)
             torch.testing.assert_close(values, reference.hidden(ids), atol=1e-4, rtol=1e-4, msg=f"{attempt}, {i}")
         assert_clean(scheduler)
     assert scheduler.stats._cached >= 2 * 32 or scheduler.plan.has_states

@@ -92,13 +92,16 @@ def with_attention(runner: ModelRunner, decode: Any, extend: Any) -> AttentionSi
 
 @contextmanager
 def in_graphs(
-    runner: ModelRunner, sizes: GraphSizes, capture: Callable[..., Any] = StepInPlaceOfGraph
+    runner: ModelRunner,
+    sizes: GraphSizes,
+    capture: Callable[..., Any] = StepInPlaceOfGraph,
+    keeps_hidden: bool = False,
 ) -> Iterator[list[StepInput]]:
     """Steps run in stand-ins of graphs of these sizes; those that did so far."""
     replays: list[StepInput] = []
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         patch.setattr(graph_runner, "capture", capture)
-        runner.graphs = graphs = GraphRunner(runner.state, sizes)
+        runner.graphs = graphs = GraphRunner(runner.state, sizes, keeps_hidden)
         replay = graphs.replay
         patch.setattr(graphs, "replay", lambda shape, step: (replays.append(step), replay(shape, step))[1])
         yield replays

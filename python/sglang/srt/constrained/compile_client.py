@@ -58,7 +58,7 @@ class _Process:
 
 
 class CompileClient:
-    """The process starts with the first grammar, and again with the next one if it died."""
+    """The process starts with the first grammar that is submitted, and again with the next one if it died."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup

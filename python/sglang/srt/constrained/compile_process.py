@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -35,6 +35,10 @@ from sglang.srt.constrained.grammar import GrammarError, GrammarKey, GrammarKind
 from sglang.srt.constrained.grammar_backends import DEFAULT_BACKEND, GrammarBackend, make_backend
 from sglang.srt.constrained.source_limits import check_source
 from sglang.srt.constrained.vocabulary import write_vocabulary
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.server_args import ServerArgs
 
 MIB = 1 << 20
 _PR_SET_PDEATHSIG = 1
@@ -62,6 +66,25 @@ class Setup(msgspec.Struct):
     compile_threads: int = 1
     limits: CompileLimits = CompileLimits()
     backend: str = DEFAULT_BACKEND
+
+
+MAX_COMPILE_THREADS = 4
+TOKENIZER_ARGS = ("model_path", "tokenizer_path", "revision", "download_dir", "trust_remote_code")
+"""What the process that compiles grammars needs to load the tokenizer."""
+
+
+def setup_for(args: ServerArgs, model: ModelConfig, vocabulary: Path) -> Setup | None:
+    """None: the server runs without grammars."""
+    if args.grammar_backend == "none" or args.skip_tokenizer_init:
+        return None
+    return Setup(
+        str(vocabulary),
+        model.vocab_size,
+        sorted(model.eos_token_ids),
+        {name: getattr(args, name) for name in TOKENIZER_ARGS},
+        max(1, min(MAX_COMPILE_THREADS, (os.cpu_count() or 1) // 4)),
+        backend=args.grammar_backend or DEFAULT_BACKEND,
+    )
 
 
 class Job(msgspec.Struct, tag=True):

@@ -8,6 +8,7 @@ own copy (`build`), which is then known to end.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -26,6 +27,7 @@ from sglang.srt.constrained.grammar_backends import GrammarBackend
 
 logger = logging.getLogger(__name__)
 
+WARM_UP = GrammarKey("json_schema", '{"type": "string"}')
 MAX_CACHED = 128
 MAX_CACHED_BYTES = 256 * MIB
 """Compiled grammars that are kept although no request uses them."""
@@ -99,9 +101,24 @@ class GrammarManager:
         self._live = _LiveBytes()
         self._news = False
         """Of the leader: a request or a verdict has come."""
+        self._closed = False
         self._load_lock = threading.Lock()
         self._quick = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._slow = ThreadPoolExecutor(1, thread_name_prefix="slow-grammar")
+
+    def warm_up(self) -> None:
+        """Of a leader: loads what compiles grammars, here and in the other process, before anybody wants one. Does not
+        block."""
+        if self._backend is not None and self._verifier is not None:
+            self._verifier.submit(WARM_UP).verdict.add_done_callback(self._warm_up_here)
+
+    def _warm_up_here(self, verified: Future[Verdict]) -> None:
+        """The other process has written the vocabulary."""
+        if (error := verified.result().error) and not self._closed:
+            logger.warning("%s", error)
+        elif not error:
+            with contextlib.suppress(RuntimeError):  # the server has ended
+                self._quick.submit(self._compile, WARM_UP)
 
     def request(self, key: GrammarKey) -> PendingGrammar:
         """Starts the verification, if this is the leader's and the verdict is not known. Does not block."""
@@ -225,6 +242,7 @@ class GrammarManager:
 
     def shutdown(self) -> None:
         """Drops what has not started; a build that runs ends by itself."""
+        self._closed = True
         if self._verifier is not None:
             self._verifier.close()
         for threads in (self._quick, self._slow):

@@ -13,15 +13,18 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sglang.srt.environ import adopt_environment
-from sglang.srt.managers.front.generate_request import GenerateRequest
+from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
 from sglang.srt.managers.front.native_output import native_results, native_stream
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.managers.launch import launch_engine
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from sglang.srt.entrypoints.openai.serving import OpenAIService
 
 T = TypeVar("T")
 Result = dict[str, Any]
@@ -44,6 +47,8 @@ class Engine:
         adopt_environment()
         self.server_args = server_args or ServerArgs.from_kwargs(**{"log_level": "error", **flags})
         self._closed = False
+        self._service: OpenAIService | None = None
+        """Where the formats of outputs are known, once a request asks for them."""
         self._handle = launch_engine(self.server_args)
         self._manager: TokenizerManager = self._handle.manager
         self._handle.wait_ready()
@@ -65,8 +70,9 @@ class Engine:
     ) -> Result | list[Result] | Iterator[Result]:
         """Continue `prompt` (or `input_ids`). One prompt gives a dict, a list or `n` > 1 a list of dicts, `stream` an
         iterator of dicts with all text so far. `options` are further fields of GenerateRequest: return_logprob,
-        logprob_start_len, top_logprobs_num, token_ids_logprob, return_text_in_logprobs, rid, priority, ..."""
-        req = _request(prompt, sampling_params, input_ids, stream, options)
+        logprob_start_len, top_logprobs_num, token_ids_logprob, return_text_in_logprobs, return_hidden_states, rid,
+        priority, ...; and require_reasoning: the output begins with thoughts, as --reasoning-parser says."""
+        req = self._request(prompt, sampling_params, input_ids, stream, **options)
         return self._iterate(req) if stream else self._run(native_results(self._manager, req))
 
     async def async_generate(
@@ -79,7 +85,7 @@ class Engine:
         **options: Any,
     ) -> Result | list[Result] | AsyncIterator[Result]:
         """As `generate`; with `stream`, awaiting it gives an asynchronous iterator."""
-        req = _request(prompt, sampling_params, input_ids, stream, options)
+        req = self._request(prompt, sampling_params, input_ids, stream, **options)
         return self._aiterate(req) if stream else await self._arun(native_results(self._manager, req))
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
@@ -126,6 +132,36 @@ class Engine:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
+    def _request(
+        self,
+        prompt: str | list[str] | None,
+        sampling_params: dict[str, Any] | list[dict[str, Any]] | None,
+        input_ids: list[int] | list[list[int]] | None,
+        stream: bool,
+        require_reasoning: bool = False,
+        **options: Any,
+    ) -> GenerateRequest:
+        given: dict[str, Any] = {"text": prompt, "input_ids": input_ids, "sampling_params": sampling_params}
+        req = GenerateRequest(**given, stream=stream, **options)
+        if require_reasoning:
+            self._require_reasoning(req)
+        return req
+
+    def _require_reasoning(self, req: GenerateRequest) -> None:
+        from sglang.srt.entrypoints.http_errors import ApiError  # with what only serves HTTP
+        from sglang.srt.entrypoints.http_state import ServerState
+        from sglang.srt.entrypoints.native_reasoning import require_reasoning
+
+        try:
+            if self._service is None:
+                state = ServerState(self.server_args)
+                state.connect(self._manager)
+                self._service = state.engine
+            assert self._service is not None
+            require_reasoning(self._service, req)
+        except ApiError as error:
+            raise RequestError(error.message, error.status) from None
+
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
@@ -164,16 +200,6 @@ class Engine:
 
     def _engine_failed(self, message: str) -> None:
         self._loop.call_soon_threadsafe(self._manager.mark_unhealthy, message)
-
-
-def _request(
-    prompt: str | list[str] | None,
-    sampling_params: dict[str, Any] | list[dict[str, Any]] | None,
-    input_ids: list[int] | list[list[int]] | None,
-    stream: bool,
-    options: dict[str, Any],
-) -> GenerateRequest:
-    return GenerateRequest(text=prompt, input_ids=input_ids, sampling_params=sampling_params, stream=stream, **options)
 
 
 async def _next(results: AsyncIterator[Result]) -> Result | None:

@@ -17,6 +17,7 @@ from sglang.srt.entrypoints.http_errors import ApiError, bad_request, json_respo
 from sglang.srt.entrypoints.http_sessions import SessionParams, session_result, session_stream
 from sglang.srt.entrypoints.http_state import engine_of, state_of
 from sglang.srt.entrypoints.http_stream import EventStream, until_disconnect
+from sglang.srt.entrypoints.native_hidden_states import hidden_states_as_json, stream_with_json
 from sglang.srt.entrypoints.native_reasoning import require_reasoning
 from sglang.srt.entrypoints.openai.protocol import Int
 from sglang.srt.entrypoints.unsupported_fields import NATIVE, PROFILE
@@ -55,6 +56,7 @@ class GenerateBody(Body, kw_only=True):
     cache_salt: str | list[str | None] | None = None
     extra_key: str | list[str | None] | None = None
     session_params: SessionParams | None = None
+    return_hidden_states: bool | list[bool] | None = None
     require_reasoning: bool | None = False
     """The output begins with thoughts, which are counted; a grammar holds behind them."""
 
@@ -73,6 +75,7 @@ class GenerateBody(Body, kw_only=True):
             priority=self.priority,
             cache_salt=self.cache_salt,
             extra_key=self.extra_key,
+            return_hidden_states=self.return_hidden_states or False,
         )
 
 
@@ -107,13 +110,14 @@ async def generate(request: Request) -> Response:
     session = body.session_params if body.session_params and body.session_params.id else None
     if not call.stream:
         work = native_results(manager, call) if session is None else session_result(manager, sessions, call, session)
-        return json_response(await until_disconnect(request, work))
+        return json_response(await until_disconnect(request, hidden_states_as_json(work)))
     incremental = manager.args.incremental_streaming_output
     results = (
         native_stream(manager, call, incremental)
         if session is None
         else session_stream(manager, sessions, call, session, incremental)
     )
+    results = stream_with_json(results)
     first = await until_disconnect(request, _first(results))
     return EventStream(_event(first), results, _event, request.url.path)
 

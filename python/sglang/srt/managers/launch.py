@@ -33,7 +33,7 @@ from multiprocessing.process import BaseProcess
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.managers.child import ALIVE, ERROR, READY, STOP, USER_ERROR, child_main
-from sglang.srt.managers.front.request_preparation import check_server_defaults
+from sglang.srt.managers.front.server_defaults import check_server_defaults
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.managers.watchdog import beat_seconds
 from sglang.srt.managers.wire.ipc import Ports

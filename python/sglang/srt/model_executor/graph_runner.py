@@ -59,7 +59,8 @@ class CapturedStep:
     decode: DecodeRows | None
     positions: torch.Tensor  # [T] int64
     hidden: torch.Tensor | None
-    """[T, H] of a step with prompts or of a stage that sends; of others the graph uses the memory again."""
+    """[T, H] of a step with prompts, of a stage that sends, or where all are kept; of others the graph uses the memory
+    again."""
     logits: torch.Tensor
     """As `CausalLM.step_logits` has them, of every row that may be sampled."""
     state_records: Sequence[StateRecord] = ()
@@ -69,7 +70,8 @@ class CapturedStep:
 class GraphRunner:
     """Owns the captured graphs, and the arrays and results at fixed addresses."""
 
-    def __init__(self, state: DeviceState, sizes: GraphSizes) -> None:
+    def __init__(self, state: DeviceState, sizes: GraphSizes, keeps_hidden: bool = False) -> None:
+        """keeps_hidden: steps without prompts leave their hidden states, too."""
         self.state, self.sizes = state, sizes
         self.width, self.num_windows = state.tokens_per_step, state.num_tables - 1
         shapes = list(self._shapes())
@@ -80,6 +82,7 @@ class GraphRunner:
                 self._arrays[has_prompts] = DeviceArrays(fields, state.device)
                 self._arrays[has_prompts].load()
         self.stage = StageInGraph(state.model, max(shape.num_tokens for shape in shapes))
+        self.keeps_hidden = keeps_hidden or self.stage.sends
         self._logits = {has_prompts: StaticOutput() for has_prompts in (True, False)}
         self._hidden = {has_prompts: StaticOutput() for has_prompts in (True, False)}
         self.graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
@@ -185,7 +188,7 @@ class GraphRunner:
             self.state.req_to_token.view(-1)[arrays["table_index"][:most]] = arrays["table_value"][:most]
         batch = self.state.batch(arrays, shape, num_valid_tokens=arrays["num_tokens"])
         hidden = sampled = self.stage.compute(batch)
-        kept = self._hidden[shape.has_prompts].keep(hidden) if shape.has_prompts or self.stage.sends else None
+        kept = self._hidden[shape.has_prompts].keep(hidden) if shape.has_prompts or self.keeps_hidden else None
         if shape.has_prompts:
             sampled = hidden[arrays["last_rows"][: shape.num_decodes + MAX_PROMPTS]]
         logits = model.step_logits(sampled)

@@ -35,7 +35,15 @@ logger = logging.getLogger(__name__)
 class ModelRunner:
     """Everything that touches the device. Called by one thread; every call returns before the device is done."""
 
-    def __init__(self, plan: Plan, load_format: str = "auto", seed: int = 0, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        load_format: str = "auto",
+        seed: int = 0,
+        drafter: Drafter | None = None,
+        keeps_hidden: bool = False,
+    ) -> None:
+        """keeps_hidden: any step may be asked for final hidden states, not only those with prompts."""
         if drafter is not None and plan.ranks.pp_size > 1:
             raise UserError("guesses cannot be verified with --pp-size: only the last stage knows what was accepted")
         self.plan = plan
@@ -60,7 +68,7 @@ class ModelRunner:
         sizes = self._graph_sizes()
         if sizes.any:
             with torch.inference_mode():
-                self.graphs = GraphRunner(self.state, sizes)
+                self.graphs = GraphRunner(self.state, sizes, keeps_hidden)
             logger.info("Captured CUDA graphs for batch sizes %s", list(plan.cuda_graph_bs))
         if plan.device == "cuda":
             self._warm_up_prompts()

@@ -25,7 +25,6 @@ class PromptTokens:
     extend_lens: np.ndarray  # [P] int32
     sample_rows: np.ndarray  # [R] int64, the requests (of all B of the step) whose next token is wanted, in order
     prompt_logprobs: LogprobRequest | None = None
-    embed_rows: np.ndarray | None = None  # [E] int64, sampled rows (of R) whose final hidden state is wanted
 
 
 @dataclass(slots=True)
@@ -48,6 +47,8 @@ class StepInput:
     """[B] int32, 1 to k: tokens that each request brings to verify, the last sampled one included. Only without
     prompts."""
     logprobs: LogprobRequest | None = None  # of the sampled rows
+    hidden_rows: np.ndarray | None = None
+    """[N] int64, tokens (of T, or of B k with `widths`) whose final hidden states are wanted."""
 
     @property
     def num_decodes(self) -> int:
@@ -107,7 +108,7 @@ class LaunchedForward:
     widths: torch.Tensor | None = None  # [B] int32, of a step that verifies: R = B k
     state_records: Sequence[StateRecord] = ()  # of such a step: what its states go on from
     prompt_logprobs: LogprobResult | None = None
-    embeddings: torch.Tensor | None = None  # [E, H] fp32, on its way to host memory
+    hidden: torch.Tensor | None = None  # [N, H] fp32, on its way to host memory
 
 
 @dataclass(slots=True)
@@ -120,7 +121,7 @@ class StepResult:
     """[R] int32, host memory: how many tokens of each request stand. None: one of each."""
     logprobs: LogprobResult | None = None
     prompt_logprobs: LogprobResult | None = None
-    embeddings: torch.Tensor | None = None  # [E, H] fp32, host memory
+    hidden: torch.Tensor | None = None  # [N, H] fp32, host memory
 
     def wait(self) -> None:
         if self.ready is not None:

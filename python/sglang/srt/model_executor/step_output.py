@@ -36,14 +36,16 @@ class StepOutput:
         state_records: Sequence[StateRecord] = (),
     ) -> LaunchedForward:
         """A step whose model is launched: `step_arrays` on the device, positions [T], hidden states [T, H] and logits
-        of the rows that may be sampled, each of which may be longer by padding."""
+        of the rows that may be sampled, each of which may be longer by padding. Of a step without prompts hidden states
+        are only there where they are kept."""
+        wanted = self._hidden(step, hidden)
         if step.widths is not None:
-            forward = self._verified(step, step.widths, arrays, positions, logits)
+            forward = self._verified(step, step.widths, arrays, positions, logits, wanted)
             forward.state_records = state_records
             return forward
         if step.prompts is None:
             slots, lens = (arrays[name][: len(step.slots)] for name in ("decode_slots", "decode_lens"))
-            return LaunchedForward(step, logits[: len(slots)], slots, step.slots, lens)
+            return LaunchedForward(step, logits[: len(slots)], slots, step.slots, lens, hidden=wanted)
         assert hidden is not None
         logits = logits[: len(step.prompts.sample_rows)]
         slots, lens = (arrays[name][: len(logits)] for name in ("sampled_slots", "sampled_lens"))
@@ -61,7 +63,7 @@ class StepOutput:
             step.sampled_slots,
             lens,
             prompt_logprobs=self._prompt_logprobs(step, hidden),
-            embeddings=self._embeddings(step, hidden, arrays["last_rows"]),
+            hidden=wanted,
         )
 
     def _verified(
@@ -71,6 +73,7 @@ class StepOutput:
         arrays: DeviceArrays,
         positions: torch.Tensor,
         logits: torch.Tensor,
+        hidden: torch.Tensor | None,
     ) -> LaunchedForward:
         """Rows of padding are sampled as the padding slot is: greedily, without penalties."""
         count, width = len(step.slots), self.state.tokens_per_step
@@ -80,7 +83,7 @@ class StepOutput:
         inside = torch.arange(width, device=slots.device) < widths[:, None]
         row_slots = torch.where(inside, slots[:, None], 0).flatten()
         rows = len(host_slots)
-        return LaunchedForward(step, logits[:rows], row_slots, host_slots, positions[:rows] + 1, widths)
+        return LaunchedForward(step, logits[:rows], row_slots, host_slots, positions[:rows] + 1, widths, hidden=hidden)
 
     def _prompt_logprobs(self, step: StepInput, hidden: torch.Tensor) -> LogprobResult | None:
         assert step.prompts is not None
@@ -90,13 +93,12 @@ class StepOutput:
         packed = prompt_logprobs(hidden, self.model.logits, request, self.model.description.vocab_size)
         return LogprobResult(to_host(packed), request)
 
-    def _embeddings(self, step: StepInput, hidden: torch.Tensor, last_rows: torch.Tensor) -> torch.Tensor | None:
-        """Final hidden states [E, H] fp32 of the sampled rows that want them."""
-        assert step.prompts is not None
-        rows = step.prompts.embed_rows
-        if rows is None or not self.samples:
+    def _hidden(self, step: StepInput, hidden: torch.Tensor | None) -> torch.Tensor | None:
+        """Final hidden states [N, H] fp32 of the tokens that want them."""
+        if step.hidden_rows is None or not self.samples:
             return None
-        return to_host(hidden[last_rows[to_device(rows, self.state.device)]].float())
+        assert hidden is not None, "the graph of this step does not keep them"
+        return to_host(hidden[to_device(step.hidden_rows, self.state.device)].float())
 
     def sample(self, forward: LaunchedForward, vocab_mask: np.ndarray | None) -> StepResult:
         step, state = forward.step, self.state
@@ -119,7 +121,7 @@ class StepOutput:
             assert out.logprobs is not None
             logprobs = LogprobResult(to_host(out.logprobs), step.logprobs)
         ready = event_on(state.device)
-        return StepResult(tokens, ready, counts, logprobs, forward.prompt_logprobs, forward.embeddings)
+        return StepResult(tokens, ready, counts, logprobs, forward.prompt_logprobs, forward.hidden)
 
     def _sampled(self, forward: LaunchedForward, vocab_mask: np.ndarray | None) -> SamplerOutput:
         """The logits of several ranks come together for what cannot be said of each rank's columns."""

@@ -73,7 +73,7 @@ async def encoded_embeddings(outputs: list[GenerateOutput], dimensions: int | No
 
 def normalized(output: GenerateOutput, dimensions: int | None = None) -> np.ndarray:
     """[H] float32 of length 1, or the first `dimensions` of it. Raises ApiError 400 for more than there are."""
-    vector = np.frombuffer(output.embedding, np.float32)
+    vector = np.frombuffer(output.hidden, np.float32)
     if dimensions is not None and dimensions > len(vector):
         raise bad_request(f"dimensions must be in [1, {len(vector)}] for this model", param="dimensions")
     vector = vector[:dimensions]

@@ -95,7 +95,7 @@ class Detokenizer:
             finish=message.finish,
             meta=message.meta,
             logprobs=message.logprobs,
-            embeddings=message.embeddings,
+            hidden=message.hidden,
         )
 
     def _texts(self, decoder: TextDecoder, message: BatchTokenIDOut) -> list[str]:

@@ -35,10 +35,10 @@ class GenerateRequest:
     """One call: a single prompt or a batch of prompts, each with `n` samples.
 
     Exactly one of `text` and `input_ids` is given. A list of strings (or of id lists) is a batch, also with one entry.
-    Per-prompt values (`sampling_params`, `rid`, the logprob options, `cache_salt`, `extra_key`) are either one value
-    for all prompts or a list with an entry for each. Keys of `sampling_params` that the request does not set come from
-    the server's preferred ones, then generation_config.json, then the defaults of SamplingParams; `max_new_tokens=None`
-    given explicitly means "until the context is full".
+    Per-prompt values (`sampling_params`, `rid`, `return_hidden_states`, the logprob options, `cache_salt`, `extra_key`)
+    are either one value for all prompts or a list with an entry for each. Keys of `sampling_params` that the request
+    does not set come from the server's preferred ones, then generation_config.json, then the defaults of
+    SamplingParams; `max_new_tokens=None` given explicitly means "until the context is full".
     """
 
     text: str | list[str] | None = None
@@ -50,6 +50,8 @@ class GenerateRequest:
     top_logprobs_num: int | list[int] = 0
     token_ids_logprob: list[int] | list[list[int]] | None = None
     return_text_in_logprobs: bool = False
+    return_hidden_states: bool | list[bool] = False
+    """Final hidden states of the prompt and of every output token but the last come with the last output."""
     embed: bool = False
     """Wanted are final hidden states instead of text: `sampling_params` is not given then."""
     rid: str | list[str] | None = None
@@ -86,8 +88,9 @@ class GenerateOutput:
     """Set on the last output of a sequence."""
     meta: TokenMeta
     logprobs: OutputLogprobs | None
-    embedding: bytes = b""
-    """With `embed`, on the last output: H float32 values, the final hidden state of the prompt's last token."""
+    hidden: bytes = b""
+    """On the last output: [N, H] float32, the final hidden states that were asked for; with `embed` one, that of the
+    prompt's last token."""
 
     def merge(self, later: GenerateOutput) -> None:
         """Append the next output of the same sequence."""
@@ -95,7 +98,7 @@ class GenerateOutput:
         self.new_ids.extend(later.new_ids)
         self.finish = later.finish
         self.meta = later.meta
-        self.embedding = later.embedding
+        self.hidden = later.hidden
         if self.logprobs is None:
             self.logprobs = later.logprobs
         elif later.logprobs is not None:

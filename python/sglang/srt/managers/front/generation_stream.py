@@ -144,7 +144,7 @@ class GenerationStream:
         whole.new_ids.extend(output.new_ids)
         whole.finish = output.finish
         whole.meta = output.meta
-        whole.embedding = output.embedding
+        whole.hidden = output.hidden
         if whole.logprobs is None:
             whole.logprobs = output.logprobs
         elif output.logprobs is not None:

@@ -1,4 +1,5 @@
-"""Outputs in the form of `/generate` and of `Engine.generate`: dicts with text, output_ids and meta_info."""
+"""Outputs in the form of `/generate` and of `Engine.generate`: dicts with text, output_ids and meta_info. Hidden states
+are float32 arrays in them."""
 
 from __future__ import annotations
 
@@ -6,14 +7,15 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import numpy as np
+
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, extend_logprobs
 from sglang.srt.managers.front.generation_stream import GenerationStream
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
-from sglang.srt.managers.wire.io_struct import FinishReason, TokenMeta
+from sglang.srt.managers.wire.io_struct import FinishReason, TokenizedGenerateReq, TokenMeta
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.sampling.thinking_budget import ThinkingBudget
 from sglang.srt.sampling.thoughts import Thoughts
-from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 WEIGHT_VERSION = "default"
 """The weights are those that the server was started with."""
@@ -24,7 +26,7 @@ async def native_results(manager: TokenizerManager, req: GenerateRequest) -> dic
     Raises RequestError."""
     async with await manager.submit(req) as stream:
         outputs = await stream.collect()
-    writer = _Writer(manager.tokenizer, req, stream)
+    writer = _Writer(manager, req, stream)
     results = [writer.result(output, output.text, output.new_ids, output.logprobs) for output in outputs]
     return results if _is_list(req, stream) else results[0]
 
@@ -35,7 +37,7 @@ async def native_stream(
     """A dict for every step of every sequence, with everything so far or, if `incremental`, only what is new. Dicts of
     a batch or of n > 1 carry the sequence's `index`. Raises RequestError, at the first step if nothing was sent."""
     async with await manager.submit(req) as stream:
-        writer = _Writer(manager.tokenizer, req, stream)
+        writer = _Writer(manager, req, stream)
         so_far = [_SoFar() for _ in stream.requests]
         many = _is_list(req, stream)
         async for output in stream:
@@ -73,7 +75,9 @@ class _SoFar:
 class _Writer:
     """Builds the dicts of one call."""
 
-    def __init__(self, tokenizer: Tokenizer | None, req: GenerateRequest, stream: GenerationStream) -> None:
+    def __init__(self, manager: TokenizerManager, req: GenerateRequest, stream: GenerationStream) -> None:
+        tokenizer = manager.tokenizer
+        self._hidden_size = int(manager.model_config.hf_config["hidden_size"])
         self._has_text = tokenizer is not None
         self._names = tokenizer if req.return_text_in_logprobs else None
         self._stream = stream
@@ -90,6 +94,8 @@ class _Writer:
             info["e2e_latency"] = time.monotonic() - self._stream.created_time
         if logprobs is not None:
             info.update(self._logprob_info(logprobs))
+        if request.hidden_start >= 0 and output.finish is not None:
+            info["hidden_states"] = self._hidden_states(request, output.hidden)
         result = {"output_ids": ids, "meta_info": info}
         return {"text": text, **result} if self._has_text else result
 
@@ -106,6 +112,12 @@ class _Writer:
         if logprobs.input_token_ids is not None:
             info["input_token_ids_logprobs"] = self._rows(logprobs.input_token_ids)
         return info
+
+    def _hidden_states(self, request: TokenizedGenerateReq, hidden: bytes) -> list[np.ndarray]:
+        """Of the prompt [P, H], and [H] of each output token but the last."""
+        states = np.frombuffer(hidden, np.float32).reshape(-1, self._hidden_size)
+        prompt_len = len(request.input_ids)
+        return [states[:prompt_len], *states[prompt_len:]] if len(states) else []
 
     def _entries(self, tokens: Any) -> list[list[Any]]:
         names = self._names

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.errors import UserError
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
 from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq
+from sglang.srt.sampling.hidden_states import MAX_CALL_BYTES, VALUE_BYTES, num_states
 from sglang.srt.sampling.sampling_params import SamplingParams, merge
 from sglang.srt.sampling.thinking_budget import ThinkingBudget
 from sglang.srt.server_args import ServerArgs
@@ -59,15 +59,6 @@ class PreparedCall:
     num_samples: int
 
 
-def check_server_defaults(args: ServerArgs, model_config: ModelConfig) -> None:
-    """Raises UserError for --preferred-sampling-params that no request could have."""
-    model_defaults = model_config.default_sampling if args.sampling_defaults == "model" else {}
-    try:
-        merge({}, model_defaults, json.loads(args.preferred_sampling_params or "{}")).verify(model_config.vocab_size)
-    except ValueError as error:
-        raise UserError(f"--preferred-sampling-params: {error}") from None
-
-
 class RequestPreparer:
     """Validates against one model's limits. `encode` tokenizes, None without a tokenizer."""
 
@@ -77,6 +68,8 @@ class RequestPreparer:
         self._vocab_size = model_config.vocab_size
         self._encode = encode
         self._only_embeds = args.is_embedding
+        self._returns_hidden = args.enable_return_hidden_states
+        self._state_bytes = int(model_config.hf_config["hidden_size"]) * VALUE_BYTES
         self._default_priority = args.default_priority_value
         self._refuse_priorities = args.abort_on_priority_when_disabled and not args.enable_priority_scheduling
         self._model_defaults = model_config.default_sampling if args.sampling_defaults == "model" else {}
@@ -109,10 +102,11 @@ class RequestPreparer:
             _spread_ids(req.token_ids_logprob, count),
             _spread_keys("cache_salt", req.cache_salt, count),
             _spread_keys("extra_key", req.extra_key, count),
+            _spread("return_hidden_states", req.return_hidden_states, count, bool),
             strict=True,
         )
         requests: list[TokenizedGenerateReq] = []
-        num_tokens = num_chars = num_logprobs = 0
+        num_tokens = num_chars = num_logprobs = num_hidden = 0
         for prompt, rid, (p, explicit_length), wanted in zip(prompts, rids, params, options, strict=True):
             num_chars += len(prompt)
             if num_chars >= YIELD_CHARS:
@@ -135,7 +129,7 @@ class RequestPreparer:
                 logprob_start_len=wanted[1],
                 top_logprobs_num=wanted[2],
                 token_ids_logprob=wanted[3],
-                embed=req.embed,
+                hidden_start=len(input_ids) - 1 if req.embed else 0 if wanted[6] else -1,
                 priority=priority,
                 thinking=self._thinking(req, len(input_ids), p.max_new_tokens),
                 cache_namespace=_namespace(wanted[4], wanted[5]),
@@ -143,6 +137,9 @@ class RequestPreparer:
             self._check_logprobs(request)
             room = MAX_LOGPROBS - num_logprobs
             num_logprobs += num_samples * self._bound_logprobs(request, explicit_length, room // num_samples)
+            if wanted[6]:
+                room = MAX_CALL_BYTES // self._state_bytes - num_hidden
+                num_hidden += num_samples * self._bound_hidden(request, explicit_length, room // num_samples)
             requests.extend(_samples(request))
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
         return PreparedCall(rids, requests, texts, num_samples)
@@ -278,20 +275,43 @@ class RequestPreparer:
             return 0
         width = 1 + request.top_logprobs_num + len(request.token_ids_logprob or ())
         num_inputs = 0 if request.logprob_start_len < 0 else len(request.input_ids) - request.logprob_start_len
-        params = request.sampling_params
-        length = self._context_len - len(request.input_ids)
-        length = length if params.max_new_tokens is None else min(length, params.max_new_tokens)
         most = room // width - num_inputs
-        if length > most and not explicit_length and most > 0:
-            length = most
-            shorter = {"max_new_tokens": most, "min_new_tokens": min(most, params.min_new_tokens)}
-            request.sampling_params = msgspec.structs.replace(params, **shorter)
+        length = self._longest_output(request, explicit_length, most)
         if length > most:
             raise RequestError(
                 f"{num_inputs} tokens of the prompt and {length} of the output with {width} log probabilities each are "
                 f"more than a call may have, {MAX_LOGPROBS} for all its prompts and samples; ask for fewer."
             )
         return (num_inputs + length) * width
+
+    def _bound_hidden(self, request: TokenizedGenerateReq, explicit_length: bool, room: int) -> int:
+        """How many hidden states a sample may bring. A default output length shrinks until they are no more than
+        `room`."""
+        if not self._returns_hidden:
+            raise RequestError(
+                "return_hidden_states needs a server that was started with --enable-return-hidden-states."
+            )
+        num_inputs = len(request.input_ids)
+        length = self._longest_output(request, explicit_length, room + 1 - num_inputs)
+        states = num_states(num_inputs, num_inputs + length)
+        if states > room:
+            raise RequestError(
+                f"{num_inputs} tokens of the prompt and {length} of the output with {self._state_bytes} bytes of "
+                f"hidden states each are more than a call may have, {MAX_CALL_BYTES} bytes for all its prompts and "
+                "samples; ask for fewer."
+            )
+        return states
+
+    def _longest_output(self, request: TokenizedGenerateReq, explicit_length: bool, most: int) -> int:
+        """How many tokens the output may have. A default length shrinks to `most`, if that is any."""
+        params = request.sampling_params
+        length = self._context_len - len(request.input_ids)
+        length = length if params.max_new_tokens is None else min(length, params.max_new_tokens)
+        if length > most and not explicit_length and most > 0:
+            length = most
+            shorter = {"max_new_tokens": most, "min_new_tokens": min(most, params.min_new_tokens)}
+            request.sampling_params = msgspec.structs.replace(params, **shorter)
+        return length
 
 
 def pieces(text: str) -> Iterator[str]:

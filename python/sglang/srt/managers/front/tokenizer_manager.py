@@ -369,9 +369,9 @@ class TokenizerManager:
                 sequence.num_kept += len(batch.new_text[i])
             if finish is not None:
                 self._finish(rid, sequence, finish, meta, now)
-            embedding = batch.embeddings.get(rid, b"")
+            hidden = batch.hidden.get(rid, b"")
             text = batch.new_text[i]
-            stream.push(GenerateOutput(sequence.index, text, ids, finish, meta, log_probabilities[i], embedding))
+            stream.push(GenerateOutput(sequence.index, text, ids, finish, meta, log_probabilities[i], hidden))
 
     def _finish(self, rid: str, sequence: _Sequence, finish: FinishReason, meta: TokenMeta, now: float) -> None:
         self._forget(rid, sequence)

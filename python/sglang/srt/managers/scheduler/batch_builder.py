@@ -46,8 +46,11 @@ def build_decode(kv: KVTable, running: RunningBatch) -> ScheduleBatch:
         table_update=kv.take_update(),
         logprobs=_logprobs(reqs),
     )
+    batch = ScheduleBatch(step, reqs)
+    if running.wants_hidden:
+        _ask_hidden(batch, reqs, running.seq_lens[rows], np.ones(len(reqs), np.int32), np.arange(len(reqs)))
     running.advance()
-    return ScheduleBatch(step, reqs)
+    return batch
 
 
 def build_verify(kv: KVTable, running: RunningBatch) -> ScheduleBatch | None:
@@ -68,9 +71,12 @@ def build_verify(kv: KVTable, running: RunningBatch) -> ScheduleBatch | None:
     )
     if step.logprobs is not None:
         step.logprobs.of_request = np.repeat(np.arange(len(reqs)), running.most)
+    batch = ScheduleBatch(step, reqs)
+    if running.wants_hidden:  # of requests that bring no guesses
+        _ask_hidden(batch, reqs, running.seq_lens[brings], widths, np.arange(len(reqs)) * running.most)
     for req, width in zip(reqs, widths.tolist(), strict=True):
         req.launched(width)
-    return ScheduleBatch(step, reqs)
+    return batch
 
 
 def build_extend(kv: KVTable, chosen: list[tuple[Req, int]], mixed: list[Req], most: int = 1) -> ScheduleBatch:
@@ -102,8 +108,8 @@ def build_extend(kv: KVTable, chosen: list[tuple[Req, int]], mixed: list[Req], m
         logprobs=_logprobs(sampled),
     )
     batch = ScheduleBatch(step, sampled)
-    embedded = [row for row, req in enumerate(sampled) if req.embed]
-    prompts.embed_rows = np.array(embedded, np.int64) if embedded else None
+    if any(r.hidden is not None for r in reqs):
+        _ask_hidden(batch, reqs, prefix, lens, np.cumsum(lens) - lens)
     prompts.prompt_logprobs = _ask_prompt_logprobs(batch, chosen, prompts)
     return batch
 
@@ -115,6 +121,22 @@ def _grow_reserved(kv: KVTable, reqs: list[Req], slots: np.ndarray, new_lens: np
     locs = kv.grow(slots, reserved, np.maximum(reserved, new_lens), 0)
     num_prompt_tokens = int((new_lens - reserved)[count:].sum())
     return np.concatenate((np.zeros(count, np.int32), locs[len(locs) - num_prompt_tokens :]))
+
+
+def _ask_hidden(
+    batch: ScheduleBatch, reqs: list[Req], starts: np.ndarray, counts: np.ndarray, first_rows: np.ndarray
+) -> None:
+    """Of those of each request's new tokens, which begin at position `starts`, whose states are wanted and not on their
+    way yet. first_rows: where the request begins among the tokens of the step."""
+    rows = []
+    for req, start, count, row in zip(reqs, starts.tolist(), counts.tolist(), first_rows.tolist(), strict=True):
+        if req.hidden is None or req.hidden.end >= start + count:
+            continue
+        skipped = max(0, req.hidden.end - start)
+        rows.append(np.arange(row + skipped, row + count))
+        batch.hidden_spans.append((req, count - skipped))
+        req.hidden.end = start + count
+    batch.step.hidden_rows = np.concatenate(rows).astype(np.int64) if rows else None
 
 
 def _ask_prompt_logprobs(

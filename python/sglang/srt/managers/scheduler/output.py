@@ -16,6 +16,7 @@ from sglang.srt.managers.scheduler.leader import EndReq
 from sglang.srt.managers.scheduler.schedule_batch import Req
 from sglang.srt.managers.scheduler.text_stop import TextStop
 from sglang.srt.managers.wire.io_struct import BatchTokenIDOut, DecodeOptions, FinishReason, TokenMeta
+from sglang.srt.sampling.hidden_states import num_states
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.utils.text_stream import TextDecoder
 
@@ -92,7 +93,7 @@ def _options(req: Req) -> DecodeOptions:
 
 def output_message(reqs: Iterable[Req]) -> BatchTokenIDOut:
     """Everything of these requests that has not been sent yet."""
-    out = BatchTokenIDOut(rids=[], new_ids=[], finish=[], meta=[], options=[], logprobs=[], embeddings={})
+    out = BatchTokenIDOut(rids=[], new_ids=[], finish=[], meta=[], options=[], logprobs=[], hidden={})
     for req in reqs:  # up to all running requests, each step
         length = len(req.tokens) if req.pending_finish is None else req.pending_finish_len
         meta = TokenMeta(req.prompt_len, length - req.prompt_len, req.hit_len, req.num_retractions, req.started_time)
@@ -106,8 +107,8 @@ def output_message(reqs: Iterable[Req]) -> BatchTokenIDOut:
         out.meta.append(meta)
         out.options.append(_options(req) if req.first_message else None)
         out.logprobs.append(_take_logprobs(req) if req.return_logprob else None)
-        if req.embedding:
-            out.embeddings[req.rid] = req.embedding
+        if req.hidden is not None and req.finish is not None:
+            out.hidden[req.rid] = req.hidden.up_to(num_states(req.prompt_len, length))
         req.sent_len = length
         req.first_message = False
     return out

@@ -23,6 +23,7 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.wire.io_struct import FinishReason, TokenizedGenerateReq
 from sglang.srt.mem_cache.radix_node import Node
 from sglang.srt.model_executor.step import StepInput, StepResult
+from sglang.srt.sampling.hidden_states import HiddenStates, num_states
 from sglang.srt.sampling.logprobs import LogprobResult
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.sampling.thoughts import Thoughts
@@ -84,9 +85,8 @@ class Req:
             self.pending_logprobs.input = [(None, self.tokens[0])]
             self.pending_logprobs.input_top = [None] if self.top_logprobs_num else None
             self.pending_logprobs.input_token_ids = [None] if self.token_ids_logprob else None
-        self.embed = msg.embed
-        self.embedding = b""
-        """The final hidden state that was asked for, once it is there."""
+        self.hidden = None if msg.hidden_start < 0 else HiddenStates(msg.hidden_start)
+        """The final hidden states that are wanted."""
         self.prompt_logprobs_done = 0
         """Prompt tokens whose log probability has been collected (a retracted request computes its prompt again)."""
 
@@ -104,7 +104,7 @@ class Req:
         """Tokens that its next step may bring, all but the first guessed; 0: it must wait for results. Guesses are
         only for samples that depend on nothing but the tokens before."""
         thinks = self.thoughts is not None and not self.thoughts.over
-        if self.grammar is not None or thinks or self.params.has_penalties:
+        if self.grammar is not None or thinks or self.params.has_penalties or self.hidden is not None:
             most = 1
         return min(most, self.limit - self.planned_len)
 
@@ -144,6 +144,12 @@ class Req:
     def wants_prompt_logprobs(self) -> bool:
         return self.logprob_start < self.prompt_len
 
+    @property
+    def most_hidden(self) -> int:
+        """How many hidden states it may come to hold. One alone, an embedding, is sent as soon as it is there."""
+        count = 0 if self.hidden is None else num_states(self.prompt_len, self.limit) - self.hidden.start
+        return count if count > 1 else 0
+
     def token_array(self, length: int) -> np.ndarray:
         """The first `length` tokens, int32. Each is converted once: lists of 100,000 numbers take milliseconds."""
         done = len(self._token_array)
@@ -153,8 +159,10 @@ class Req:
 
     def matchable_len(self) -> int:
         """How many leading tokens may come from the cache: the last one must be computed to sample from it, and so must
-        everything whose log probability is wanted and not collected yet."""
+        everything whose log probability or hidden state is wanted and not collected yet."""
         limit = len(self.tokens) - 1
+        if self.hidden is not None:
+            limit = min(limit, self.hidden.end)
         if self.wants_prompt_logprobs and self.prompt_logprobs_done < self.prompt_len:
             limit = min(limit, max(self.logprob_start - 1, 0))
         return limit
@@ -213,6 +221,7 @@ class RunningBatch:
 
     def _rebuild(self, reqs: list[Req]) -> None:
         self.reqs = reqs
+        self.wants_hidden = any(r.hidden is not None for r in reqs)
         self.slots = np.fromiter((r.slot for r in reqs), np.int64, len(reqs))
         self.limits = np.fromiter((r.limit for r in reqs), np.int32, len(reqs))
         self.seq_lens = np.fromiter((r.kv_len for r in reqs), np.int32, len(reqs))
@@ -294,17 +303,17 @@ class ScheduleBatch:
     sampled: list[Req]
     prompt_logprob_spans: list[tuple[Req, int, int]] = field(default_factory=list)
     """(request, first, end) prompt positions whose log probabilities this step computes, in row order."""
+    hidden_spans: list[tuple[Req, int]] = field(default_factory=list)
+    """Requests whose hidden states this step computes, and of how many positions, in row order."""
     result: StepResult | None = None
 
     def read(self) -> SampledTokens:
-        """Waits for the device, files prompts' log probabilities and embeddings, and settles the lengths."""
+        """Waits for the device, files prompts' log probabilities and hidden states, and settles the lengths."""
         assert self.result is not None
         self.result.wait()
         parallel_state.groups().tp.raise_if_stalled()
-        if self.result.embeddings is not None:
-            embedded = [req for req in self.sampled if req.embed]
-            for req, row in zip(embedded, self.result.embeddings.numpy(), strict=True):
-                req.embedding = row.tobytes()
+        if self.result.hidden is not None:
+            self._file_hidden(self.result.hidden.numpy())
         if self.result.prompt_logprobs is not None:
             self._file_prompt_logprobs(self.result.prompt_logprobs)
         tokens = self.result.next_token_ids.numpy()
@@ -331,6 +340,14 @@ class ScheduleBatch:
         assert self.result is not None and self.result.logprobs is not None
         request = row // self.result.next_token_ids.shape[1]
         self.result.logprobs.add_output(req.pending_logprobs, request, row, token)
+
+    def _file_hidden(self, hidden: np.ndarray) -> None:
+        row = 0
+        for req, count in self.hidden_spans:
+            if req.finish is None:
+                assert req.hidden is not None
+                req.hidden.add(hidden[row : row + count])
+            row += count
 
     def _file_prompt_logprobs(self, logprobs: LogprobResult) -> None:
         row = 0

@@ -36,6 +36,7 @@ from sglang.srt.managers.wire.io_struct import (
 )
 from sglang.srt.mem_cache.kv_table import KVTable
 from sglang.srt.mem_cache.radix_node import Node
+from sglang.srt.sampling.hidden_states import MAX_HELD_BYTES, VALUE_BYTES
 from sglang.srt.sampling.sampling_params import NO_TOKEN
 from sglang.srt.server_args import ServerArgs
 
@@ -85,6 +86,8 @@ class Scheduler:
         self.in_flight: deque[ScheduleBatch] = deque()
         """Launched and not read back, the oldest first."""
         self.reqs: dict[str, Req] = {}
+        self.held_hidden = 0
+        """Hidden states that these may come to hold."""
         self.outbox: list[BatchTokenIDOut] = []
         self.paused = False
         self._chunk = self.plan.chunked_prefill_size if self.plan.chunked_prefill_size > 0 else None
@@ -352,6 +355,7 @@ class Scheduler:
         """End a request that is not in the queue."""
         req.finish = req.pending_finish or reason
         del self.reqs[req.rid]
+        self.held_hidden -= req.most_hidden
         if req in self.chunked:
             self.chunked.remove(req)
         if req.slot:
@@ -389,12 +393,22 @@ class Scheduler:
             refusal = FinishReason("abort", message=f"The queue is full ({queued} requests).", status_code=503)
         if msg.rid in self.reqs:
             refusal = FinishReason("abort", message=f"A request with rid {msg.rid!r} is running.", status_code=400)
+        if refusal is None and req.most_hidden:
+            refusal = self._hidden_refusal(req)
         if refusal is not None:
             self.refuse(req, refusal)
             return None
         self.reqs[req.rid] = req
+        self.held_hidden += req.most_hidden
         self.waiting.append(req)
         return req
+
+    def _hidden_refusal(self, req: Req) -> FinishReason | None:
+        size = (self.held_hidden + req.most_hidden) * self.plan.description.hidden_size * VALUE_BYTES
+        if size <= MAX_HELD_BYTES:
+            return None
+        message = f"The hidden states of all requests together may reach {MAX_HELD_BYTES >> 20} MiB; try again later."
+        return FinishReason("abort", message=message, status_code=503)
 
     def refuse(self, req: Req, reason: FinishReason) -> None:
         """Answer a request that was never queued."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
@@ -18,8 +17,8 @@ from typing import ClassVar
 import msgspec
 
 from sglang.srt.constrained.compile_client import CompileClient
-from sglang.srt.constrained.compile_process import Setup
-from sglang.srt.constrained.grammar_backends import DEFAULT_BACKEND, make_backend
+from sglang.srt.constrained.compile_process import setup_for
+from sglang.srt.constrained.grammar_backends import make_backend
 from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.distributed import parallel_state
 from sglang.srt.environ import envs
@@ -52,9 +51,6 @@ logger = logging.getLogger(__name__)
 
 IDLE_POLL_S = 60.0
 GRAMMAR_POLL_S = 0.002
-MAX_COMPILE_THREADS = 4
-TOKENIZER_ARGS = ("model_path", "tokenizer_path", "revision", "download_dir", "trust_remote_code")
-"""What the process that compiles grammars needs to load the tokenizer."""
 RECV_LIMIT = 1024
 """Messages taken in one step; the rest waits in the socket."""
 
@@ -82,20 +78,11 @@ class SchedulerProcess:
         self._was_idle = False
 
     def _grammar_manager(self, ports: ipc.Ports) -> GrammarManager:
-        args = self.args
-        if args.grammar_backend == "none" or args.skip_tokenizer_init:
-            return GrammarManager(None)
         vocabulary = Path(ports.directory) / "grammar_vocabulary.json"
-        threads = max(1, min(MAX_COMPILE_THREADS, (os.cpu_count() or 1) // 4))
-        setup = Setup(
-            str(vocabulary),
-            self.model.vocab_size,
-            sorted(self.model.eos_token_ids),
-            {name: getattr(args, name) for name in TOKENIZER_ARGS},
-            threads,
-            backend=args.grammar_backend or DEFAULT_BACKEND,
-        )
-        backend = make_backend(setup.backend, vocabulary, threads)
+        setup = setup_for(self.args, self.model, vocabulary)
+        if setup is None:
+            return GrammarManager(None)
+        backend = make_backend(setup.backend, vocabulary, setup.compile_threads)
         return GrammarManager(backend, CompileClient(setup) if self.leader else None)
 
     def run_forever(self) -> None:
@@ -256,4 +243,6 @@ def run_scheduler(args: ServerArgs, ports: ipc.Ports, rank: int, start_pipe: Chi
     process.tell(SchedulerReady(info=runner.plan.describe()))
     gc.freeze()  # what start-up made stays: a collection must not look at all of it in the middle of a step
     start_pipe.send_bytes(READY)
+    if envs.SGLANG_GRAMMAR_WARM_UP and not (args.skip_server_warmup or args.is_embedding):
+        process.grammars.warm_up()
     process.run_forever()

@@ -106,7 +106,8 @@ def create_runner(args: ServerArgs, rank: int = 0, rendezvous: str | None = None
         plan.log()
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    runner = ModelRunner(plan, args.load_format, args.random_seed or 0)
+    keeps_hidden = args.enable_return_hidden_states
+    runner = ModelRunner(plan, args.load_format, args.random_seed or 0, keeps_hidden=keeps_hidden)
     if not args.skip_server_warmup:
         from sglang.srt.model_executor.canary import check_runner
 

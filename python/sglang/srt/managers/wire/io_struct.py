@@ -44,8 +44,8 @@ class TokenizedGenerateReq(msgspec.Struct, tag=True, omit_defaults=True, kw_only
     """First prompt position whose log probability is wanted; -1: none of the prompt."""
     top_logprobs_num: int = 0
     token_ids_logprob: list[int] | None = None
-    embed: bool = False
-    """Wanted is the final hidden state of the last prompt token, and no next token (`max_new_tokens` is 0)."""
+    hidden_start: int = -1
+    """First position whose final hidden state is wanted; -1: none. An embedding is that of the last prompt token."""
     priority: int = 0
     thinking: ThinkingBudget | None = None
     cache_namespace: str | None = None
@@ -113,8 +113,8 @@ class BatchTokenIDOut(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True
     meta: list[TokenMeta]
     options: list[DecodeOptions | None]
     logprobs: list[OutputLogprobs | None]
-    embeddings: dict[str, bytes] = {}
-    """By rid: H float32 values of requests with `embed` that have ended."""
+    hidden: dict[str, bytes] = {}
+    """By rid: [N, H] float32, the final hidden states of requests that wanted them and have ended."""
 
 
 class ControlReply(msgspec.Struct, tag=True, omit_defaults=True):
@@ -157,7 +157,7 @@ class BatchStrOut(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
     finish: list[FinishReason | None]
     meta: list[TokenMeta]
     logprobs: list[OutputLogprobs | None]
-    embeddings: dict[str, bytes] = {}
+    hidden: dict[str, bytes] = {}
 
 
 DetokenizerOutput = BatchStrOut | ControlReply | SchedulerStats | SchedulerReady
