@@ -227,7 +227,11 @@ def broken_models(tmp_path: Path) -> Iterator[dict[str, str]]:
         ("incomplete", (), "is missing"),
         (None, ("--no-such-flag",), "--no-such-flag"),
         (None, ("--chat-template", "/no/such.jinja"), "/no/such.jinja"),
-        (None, ("--max-total-tokens", "16", "--page-size", "16", "--attention-backend", "trtllm_mha"), "trtllm_mha"),
+        (
+            None,
+            ("--max-total-tokens", "16", "--page-size", "16", "--attention-backend", "trtllm_mha", "--strict-backends"),
+            "trtllm_mha",
+        ),
     ],
 )
 def test_start_refused_with_a_reason(

@@ -236,7 +236,7 @@ def test_prompts_that_end_within_a_page_pause_at_the_last_whole_one(
     prompts = [prompt(1, 70), prompt(2, 33), prompt(3, 64), prompt(4, page_size)]
     forward, prefills = scheduler.runner.forward, []
     monkeypatch.setattr(
-        scheduler.runner, "forward", lambda step: (prefills.append(step.extend is not None), forward(step))[1]
+        scheduler.runner, "forward", lambda step: (prefills.append(step.prompts is not None), forward(step))[1]
     )
     check(reference, scheduler, prompts)
     assert sum(prefills) == 2

@@ -25,6 +25,7 @@ from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.template_messages import CallForm, call_form, template_message
 from sglang.srt.errors import UserError
+from sglang.srt.sampling.limits import MAX_GRAMMAR_LENGTH
 
 _DEFAULT = "default"
 _WITH_TOOLS = "tool_use"
@@ -188,11 +189,22 @@ def _answer_form(request: ChatCompletionRequest) -> dict[str, Any]:
     if given is not None and given.type != "text":
         return {"response_format": msgspec.to_builtins(given)}
     if request.json_schema is not None:
-        schema = request.json_schema
-        schema = msgspec.json.decode(schema) if isinstance(schema, str) else schema
+        schema = _schema(request.json_schema)
+        if schema is None:
+            return {"response_format": {"type": "json_object"}}
         return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
     grammars = [name for name in ("regex", "ebnf", "structural_tag") if getattr(request, name) is not None]
     return {"response_format": {"type": grammars[0]}} if grammars else {}
+
+
+def _schema(given: str | dict[str, Any]) -> Any:
+    """None for text that is no JSON: SGLang's word for any object, or what is refused later, by its name."""
+    if not isinstance(given, str):
+        return given
+    try:
+        return msgspec.json.decode(given) if len(given) <= MAX_GRAMMAR_LENGTH else None
+    except (msgspec.DecodeError, RecursionError):
+        return None
 
 
 def _effort(effort: str | None) -> dict[str, Any]:
