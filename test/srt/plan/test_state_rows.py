@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sglang.srt import environ
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
@@ -135,7 +136,10 @@ def test_models_without_states_say_that_the_flags_do_nothing(tmp_path: Path) -> 
     assert warning == "--max-mamba-cache-size 32 has no effect: the model has no recurrent states"
 
 
-def test_strategies_have_no_effect_and_say_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_strategies_have_no_effect_and_say_why(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environ, "_already_warned", set())
     words = [
         "--mamba-scheduler-strategy",
         "extra_buffer",
