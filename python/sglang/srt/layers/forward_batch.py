@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots
+from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, StateRecord, TokenSlots
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.metadata import SiteMetadata
-    from sglang.srt.layers.recurrent.mixer import StateRecord
     from sglang.srt.mem_cache.memory_pool import CacheStore
     from sglang.srt.plan.layer_spec import AttentionSite
 

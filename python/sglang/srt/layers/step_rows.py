@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -54,3 +55,10 @@ class ExtendRows:
 
     def __len__(self) -> int:
         return len(self.req_pool_indices)
+
+
+class StateRecord(Protocol):
+    """What one layer with states left of a step that did not change them."""
+
+    def commit(self, counts: torch.Tensor) -> None:
+        """The states of the step's first len(counts) requests go on by their first `counts` [B] int32 tokens."""

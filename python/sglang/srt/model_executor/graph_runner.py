@@ -26,8 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang.srt.layers.recurrent.mixer import StateRecord
-from sglang.srt.layers.step_rows import DecodeRows
+from sglang.srt.layers.step_rows import DecodeRows, StateRecord
 from sglang.srt.model_executor.device_state import DeviceState, StepShape
 from sglang.srt.model_executor.graph_capture import StageInGraph, StaticOutput, capture
 from sglang.srt.model_executor.step import StepInput, step_arrays

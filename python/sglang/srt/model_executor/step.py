@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.kv_table import TableUpdate
 from sglang.srt.sampling.logprobs import LogprobRequest, LogprobResult
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.recurrent.mixer import StateRecord
+    from sglang.srt.layers.step_rows import StateRecord
 
 
 @dataclass(slots=True)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from sglang.srt.distributed.parallel_state import Group
-from sglang.srt.layers.recurrent.mixer import StateRecord
 from sglang.srt.layers.sampler import Sampler, SamplerOutput
+from sglang.srt.layers.step_rows import StateRecord
 from sglang.srt.model_executor.device_state import DeviceState
 from sglang.srt.model_executor.step import LaunchedForward, StepInput, StepResult
 from sglang.srt.sampling.logprobs import LogprobResult, prompt_logprobs

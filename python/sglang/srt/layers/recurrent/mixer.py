@@ -71,9 +71,9 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
-class StateRecord:
-    """What one layer computed its states' next steps from, in a step that left the states as they were: k tokens of
-    each of B requests. To go on by some of them the layer computes them again.
+class RecurrentRecord:
+    """Implements StateRecord by the inputs of the layer: k tokens of each of B requests. To go on by some of them the
+    layer computes them again.
 
     The alternative is a ring of k states a request. Qwen3-Next's layer would write 2 MiB for each token; its inputs
     are 16.5 KiB, and are read once more."""
@@ -85,7 +85,6 @@ class StateRecord:
     requests: ExtendRows
 
     def commit(self, counts: torch.Tensor) -> None:
-        """The states of the first len(counts) requests go on by their first `counts` [B] int32 tokens."""
         num_reqs, width = len(counts), len(self.x) // len(self.requests)
         accepted = torch.arange(width, device=counts.device) < counts[:, None]
         rows = torch.argsort(~accepted.flatten(), stable=True)  # those that stand, one request after the other
@@ -122,7 +121,7 @@ class RecurrentCore:
             slots = targets = rows.req_pool_indices
             if batch.state_records is not None:
                 targets = torch.zeros_like(slots)  # the padding's
-                batch.state_records.append(StateRecord(self, x, conv, gates, rows))
+                batch.state_records.append(RecurrentRecord(self, x, conv, gates, rows))
             self.extend(x, convolved, conv, gates, (slots, targets, rows.prefix_lens, rows.start_loc), out)
         return out
 
