@@ -119,7 +119,7 @@ def test_the_schemas_that_neither_library_enforces_alone(
         if libraries == (False, False):
             compile_schema(backend, schema)
             assert taken_by_llguidance(schema), name
-    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "outputs.md").read_text(encoding="utf-8")
     cells = [counts[True, True], counts[True, False], counts[False, True], counts[False, False]]
     assert f"| {' | '.join(map(str, cells))} |" in page
 

@@ -53,7 +53,9 @@ class EagerInPlaceOfGraphs:
             logits = self.spoil(step, self.runner.forward(step).logits)
         sent = torch.from_numpy(step.sampled_slots)
         names = ("decode_slots", "decode_lens", "sampled_slots", "sampled_lens", "last_rows")
-        return dict.fromkeys(names, sent), SimpleNamespace(positions=sent, hidden=logits, logits=logits)
+        return dict.fromkeys(names, sent), SimpleNamespace(
+            positions=sent, hidden=logits, logits=logits, state_records=()
+        )
 
 
 def test_a_warm_up_launches_what_long_prompts_do(tmp_path: Path) -> None:
