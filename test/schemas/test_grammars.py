@@ -98,7 +98,7 @@ def enforced_by_xgrammar(schema: Schema) -> bool:
 def test_the_schemas_that_neither_library_enforces_alone(
     vocabulary: Path, backend: XGrammarBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What rewriting is for: the table in docs/architecture.md. With it both libraries take all of them."""
+    """What rewriting is for: the table in docs/outputs.md. With it both libraries take all of them."""
     llguidance = make_backend("llguidance", vocabulary)
     llguidance.load()
 
