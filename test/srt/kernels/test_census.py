@@ -49,6 +49,9 @@ UNSERVED = {"quantize.amax_kernel": "activations without a static scale get one 
 """Kernels with rows that no launcher of the server reaches."""
 
 
+pytestmark = pytest.mark.timeout(900)  # two minutes on an idle processor, for the first test
+
+
 @pytest.fixture(scope="module")
 def forms() -> dict[Form, int]:
     """Of every model in every layout, on an RTX PRO 6000."""
