@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from sglang.srt.entrypoints.http_errors import ApiError
-from sglang.srt.entrypoints.openai.chat_template import ChatTemplate, read_template_file
+from sglang.srt.entrypoints.openai.chat_template import ChatTemplate, _answer_form, read_template_file
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.errors import UserError
 from sglang.srt.server_args import ServerArgs
@@ -227,3 +227,10 @@ def test_templates_reach_nothing_of_python(expression: str) -> None:
     """They come with a model, from anybody."""
     with pytest.raises(ApiError, match="the chat template"):
         render(f"{{{{ {expression} }}}}", CONVERSATION)
+
+
+@pytest.mark.parametrize("schema", ["", "$$ANY$$", "{", "[" * 100_000])
+def test_a_schema_that_is_no_json_reaches_no_template(schema: str) -> None:
+    """SGLang's word for any object, or what is refused by name behind the template."""
+    request = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], json_schema=schema)
+    assert _answer_form(request) == {"response_format": {"type": "json_object"}}
