@@ -76,7 +76,7 @@ class ModelRunner:
     def _graph_sizes(self) -> GraphSizes:
         """Of the graphs that the attention of this model can be in."""
         plan, attention, guesses = self.plan, self.state.attention, self.state.drafter is not None
-        if not plan.cuda_graph_bs:
+        if not plan.cuda_graph_bs or not attention.decode_in_graphs:
             return GraphSizes()
         prompt_tokens = plan.cuda_graph_prefill_tokens if attention.extend_in_graphs else ()
         mixed = mixed_decode_sizes(plan.cuda_graph_bs)
