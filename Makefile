@@ -1,16 +1,16 @@
 # make serve   install into .venv and serve the embedded model; PORT=8000 ARGS="--model-path DIR --tp 2"
-# make test    install into .venv and run what every change must pass
+# make test    install into .venv and run the checks that every change must pass
 # make fuzz    the fuzz tests at length, about an hour; ARGS="-k soak -s"
-# make page    what people do with the page at /, in headless Chromium; SCREENSHOTS=DIR keeps pictures
-# make clients langchain-openai, litellm, and every pair of what requests for tools and formats combine, against a server
+# make page    the page at / and the layout of the documents, in headless Chromium; SCREENSHOTS=DIR keeps pictures
+# make clients langchain-openai, litellm, and all pairs of request options for tools and formats, against a server
 # make schemas 300 JSON schemas, each answered by the embedded model
 # make schedules 1,000 random schedules over hybrid models, about half an hour
 # make failures each process of servers of several ranks killed in turn, in every layout, about ten minutes
-# make thorough tests that take long for what others show in part, about five minutes
+# make thorough the long tests, about five minutes
 # make upstream UPSTREAM=newest|0.5.23|DIR|GIT-URL@REF   carry our changes onto that SGLang, verify its kernels, compare interfaces
 # make ledger  TRITON=3.6.0   compile every row of the kernel ledger with that Triton and compare
 # make site    the documents as a site, in build/site
-# make gpu     the tests that need a GPU, with its own kernels and with SM120's
+# make gpu     the tests that need a GPU, with its own kernels and with those of SM120
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -87,7 +87,7 @@ $(INSTALLED): $(BIN)/python pyproject.toml constraints.txt
 		$(BIN)/python -m pip install 'torch==$(TORCH)+cpu' 2>/dev/null \
 			|| $(BIN)/python -m pip install 'torch==$(TORCH)'; \
 	fi
-	@echo "Step 2 of 2: the package, its dependencies and the tools of the checks, some hundred packages."
+	@echo "Step 2 of 2: this package, its dependencies and the tools of the checks, about 100 packages."
 	$(BIN)/python -m pip install -c .venv/constraints.txt -e '.[dev]'
 	@touch $@
 

@@ -124,7 +124,7 @@ class Call:
 
 
 class Rank:
-    """What a rank's process has: every rank's pool of random values, and counts of what was wrong."""
+    """The state of a rank's process: every rank's pool of random values, and counts of what was wrong."""
 
     def __init__(self, rank: int, ranks: int, store: str, library: Path) -> None:
         self.rank, self.ranks = rank, ranks
@@ -248,7 +248,7 @@ class Rank:
     # --- times ---
 
     def microseconds(self, run: Callable[[], object]) -> float:
-        """Of one of CALLS calls in a graph; of the slowest rank."""
+        """The microseconds of one of CALLS calls in a graph; of the slowest rank."""
         for _ in range(3):
             run()
         torch.cuda.synchronize()

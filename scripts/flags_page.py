@@ -20,8 +20,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "flags.md"
 INTRODUCTION = """\
 # Flags
 
-The options of `sglang serve`, `python -m sglang.launch_server` and `Engine(...)`, and what becomes of SGLang's other
-flags. Written by a command, not by hand:
+Look up an option of `sglang serve`, `python -m sglang.launch_server` or `Engine(...)` by its group. If you come with a
+command for SGLang, vLLM or llama.cpp, the tables behind the options say what happens to its other flags. This page is
+generated:
 
     python scripts/flags_page.py
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FORCED = ("", "sm_120")
-"""What SGLANG_FORCE_ARCH is set to; empty: not at all."""
+"""The values of SGLANG_FORCE_ARCH; empty: it is not set."""
 TEST_LIMIT_S = 900
 """A test that compiles waits for a core."""
 
@@ -49,7 +49,7 @@ def execute(arch: str, paths: list[Path], jobs: int, log_dir: Path) -> Counts | 
 
 
 def read_report(report: Path) -> Counts:
-    """What pytest's JUnit report says, by file."""
+    """The results in pytest's JUnit report, by file."""
     counts: Counts = defaultdict(Counter)
     for case in ET.parse(report).iter("testcase"):
         # The class name is the dotted path of the file; of a file that cannot be imported, the name is.

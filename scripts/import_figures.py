@@ -38,7 +38,7 @@ RUNNER = ("sglang.srt.model_executor.model_runner", "ModelRunner")
 
 
 def path_of(module: str, root: Path = PYTHON) -> Path:
-    """Of a module or of a package's `__init__.py`. It need not exist."""
+    """The path of a module or of a package's `__init__.py`. It need not exist."""
     path = root.joinpath(*module.split("."))
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
@@ -146,7 +146,7 @@ def cycles(package: str) -> list[list[str]]:
 
 
 def layered_contract() -> dict[str, Any]:
-    """What pyproject.toml tells import-linter of the layers."""
+    """The layers that pyproject.toml gives import-linter."""
     options = api.read_configuration(str(PYTHON.parent / "pyproject.toml"))["contracts_options"]
     (contract,) = (contract for contract in options if contract["type"] == "layers")
     return dict(contract)

@@ -35,7 +35,7 @@ from sglang.srt.layers.moe import mixed_moe  # noqa: E402
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MIXED  # noqa: E402
 
 BOUND = 6e-3
-"""Of the error's norm, as a part of the result's: what rounding to 16 bits between the steps explains."""
+"""The bound of the error's norm, as a part of the result's: what rounding to 16 bits between the steps explains."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """Hooks of mkdocs.
 
-Links out of docs/ lead to files of the repository, which the site does not have: they become their text and the file's
-name. The page of measurements lists all of them.
+The site does not have the files outside of docs/: a link to one becomes its text and the name of the file.
 """
 
 from __future__ import annotations
@@ -27,11 +26,4 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         text = match["text"].strip("`")
         return f"`{path}`" if text in (path, posixpath.basename(path)) else f"{match['text']} (`{path}`)"
 
-    listed = _measurements() if page.file.src_uri == "results/index.md" else ""
-    return _LINK.sub(replaced, markdown) + listed
-
-
-def _measurements() -> str:
-    pages = sorted((ROOT / "docs" / "results").glob("2*.md"), reverse=True)
-    titles = ((page.name, page.read_text().partition("\n")[0].removeprefix("# ")) for page in pages)
-    return "\n" + "\n".join(f"- {name[:10]}: [{title}]({name})" for name, title in titles) + "\n"
+    return _LINK.sub(replaced, markdown)

@@ -146,7 +146,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def _brief(problem: str) -> str:
-    """Of a traceback or a log the first line and the last ones; the JSON has all of it."""
+    """The first line and the last ones of a traceback or a log; the JSON has all of it."""
     lines = [line for line in problem.strip().splitlines() if line.strip()]
     return "\n  ".join([lines[0], *lines[1:][-3:]])[:600]
 

@@ -11,7 +11,7 @@ import sglang
 
 ROOT = Path(sglang.__file__).parent
 VAGUE = {"found", "held", "own", "made"}
-KERNELS = {"kernels_few.py", "sampling.py"}
+KERNELS = {"kernels_few.py", "sampling.py", "select_entries.py"}
 """Locals of Triton kernels there: another name would be another kernel on record."""
 
 

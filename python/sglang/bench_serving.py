@@ -97,7 +97,7 @@ def _dataset_args(args: argparse.Namespace, backend: Backend) -> DatasetArgs:
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """What the server serves."""
+    """The facts of the server that is measured."""
 
     name: str
     tokenizer: str
@@ -133,6 +133,28 @@ async def _flush_cache(endpoint: Endpoint) -> None:
             await asyncio.sleep(0.3)
 
 
+async def _drafts(endpoint: Endpoint, backend: Backend) -> dict[str, Any]:
+    """What a server says of its drafts; nothing if it does not draft, or does not say."""
+    if not backend.is_sglang:
+        return {}
+    try:
+        info = await get_json(endpoint, "/server_info")
+    except HttpError:
+        return {}
+    states = info.get("internal_states") or [{}]
+    return {name: states[0][name] for name in ("avg_spec_accept_length", "spec_totals") if states[0].get(name)}
+
+
+def _accept_length(before: dict[str, Any], after: dict[str, Any]) -> float | None:
+    """Tokens that a request got from a step of this run; since the start, of a server that does not say more."""
+    if "spec_totals" not in after:
+        value: float | None = after.get("avg_spec_accept_length")
+        return value
+    earlier = before.get("spec_totals", {"requests": 0, "correct": 0})
+    requests = after["spec_totals"]["requests"] - earlier["requests"]
+    return 1 + (after["spec_totals"]["correct"] - earlier["correct"]) / requests if requests else None
+
+
 async def _warm_up(
     backend: Backend, endpoint: Endpoint, prompts: Sequence[Prompt], options: CallOptions, count: int
 ) -> None:
@@ -165,17 +187,20 @@ async def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         await _flush_cache(endpoint)
     if args.profile:
         await send(endpoint, "POST", "/start_profile")
+    drafts = await _drafts(endpoint, backend)
     arrivals = arrival_times(len(prompts), args.request_rate, np.random.default_rng(args.seed))
     results, duration = await run_load(
         backend, endpoint, prompts, options, arrivals, args.max_concurrency, progress=not args.disable_tqdm
     )
     if args.profile:
         await send(endpoint, "POST", "/stop_profile", timeout_s=600)
-    return _conclude(args, results, duration)
+    return _conclude(args, results, duration, _accept_length(drafts, await _drafts(endpoint, backend)))
 
 
-def _conclude(args: argparse.Namespace, results: list[RequestResult], duration: float) -> dict[str, Any]:
-    summary = Summary.of(results, duration)
+def _conclude(
+    args: argparse.Namespace, results: list[RequestResult], duration: float, accept_length: float | None
+) -> dict[str, Any]:
+    summary = replace(Summary.of(results, duration), accept_length=accept_length)
     print("\n" + report(summary, args.backend, args.request_rate, args.max_concurrency))
     failed = [r for r in results if not r.success]
     if failed:

@@ -22,9 +22,9 @@ usage: sglang COMMAND [options]
   serve      start a server; without --model-path it serves the small model that ships with the package;
              with --dry-run it only says whether one would start, and how
   generate   print a model's answer to one prompt
-  plan       print what a model would take and could reach on some GPUs, layout by layout; needs no GPU
+  plan       print the memory and the speed of a model on some GPUs, layout by layout; needs no GPU
   bench      benchmarks: serving, one-batch, offline, sweep, report
-  doctor     look for what makes a server on this machine hang, crawl or not start
+  doctor     look for problems that make a server on this machine hang, slow down or not start
   version    print the version
 
 `sglang COMMAND --help` explains a command.

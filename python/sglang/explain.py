@@ -26,22 +26,25 @@ from sglang.srt.kernels.bands import OpBands
 from sglang.srt.kernels.ledger_file import judged_as, tile_key
 from sglang.srt.kernels.spec import Choice, NoKernel, Rejection
 from sglang.srt.plan.caches import CacheGroup, cache_groups
+from sglang.srt.plan.capacity import describe_capacity
+from sglang.srt.plan.drafts.draft_plan import DraftPlan, needs_with_draft, with_draft_layers
 from sglang.srt.plan.kernel_choice import KernelChoices, choose_kernels
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.layout import check_layout, check_machine, uneven_heads
 from sglang.srt.plan.model_description import ModelDescription, describe_model
-from sglang.srt.plan.needs import needs_of
-from sglang.srt.plan.plan import ModelPlanner, describe_capacity, make_plan, serving_of, why_shared_apart
+from sglang.srt.plan.plan import ModelPlanner, make_plan, serving_of, why_shared_apart
+from sglang.srt.plan.pool_checks import with_pages
 from sglang.srt.plan.pool_sizes import cache_cost
 from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.remedies import trial_or_advice
+from sglang.srt.plan.speculation import ngram_needs
 from sglang.srt.plan.tile_bands import cut_bands
 from sglang.srt.server_args import ServerArgs
 from sglang.tuning.ops import MOST
 from sglang.tuning.report import CONTEXT, shape_json, shape_lines, time_json, time_lines
 
 USUAL_FREE_SHARE = 0.97
-"""Of a GPU's memory, once the driver and a CUDA context have theirs."""
+"""The share of a GPU's memory that is free once the driver and a CUDA context have theirs."""
 
 WOULD_NOT_START = 2
 """Exit status, as of the server."""
@@ -60,6 +63,7 @@ class Explanation:
     not_implemented: str | None = None  # why this model cannot be served yet
     refused: str | None = None  # why no server starts in this layout
     unfit: str | None = None  # why there is no room for it
+    draft: DraftPlan | None = None
     groups: tuple[CacheGroup, ...] = ()
     outcomes: tuple[Choice | NoKernel, ...] = ()
     bands: Mapping[str, OpBands] = field(default_factory=dict)  # the plan's, by the key of the need
@@ -70,6 +74,15 @@ class Explanation:
     def moe_tiles(self) -> str | None:
         """Where the experts' tiles come from."""
         return self.bands["fused_moe"].source if "fused_moe" in self.bands else None
+
+    def draft_json(self) -> dict[str, Any]:
+        """What of the draft's weights and caches is on a GPU."""
+        draft, serving = self.draft, self.serving
+        assert draft is not None
+        features = self.arch.features if self.arch.device == "cuda" else None
+        size = draft.weight_bytes(serving.dtype, serving.kv_dtype.startswith("fp8"), features)
+        cost = cache_cost(cache_groups(draft.description.model, serving))
+        return {**draft.describe(), "weight_bytes": size, "bytes_per_token": math.ceil(cost.bytes_per_token)}
 
     @property
     def missing(self) -> tuple[NoKernel, ...]:
@@ -98,6 +111,7 @@ def explain(
     quantization = quantization_of(config, directory, args.quantization, args.flashinfer_mxfp4_moe_precision)
     model = describe_model(config, quantization, why_shared_apart(args), str(directory / "config.json"))
     serving = serving_of(args, model.dtype if args.dtype == "auto" else args.dtype, quantization)
+    serving = with_pages(args, model, serving) if args.page_size is None else serving
     not_implemented = "\n".join(model.unsupported) or None
     free = int(arch.memory * USUAL_FREE_SHARE) if available is None else available
     config_of_model = ModelConfig.from_hf(config, read_generation_config(directory), args=args, directory=directory)
@@ -109,7 +123,10 @@ def explain(
         check_layout(model, serving.ranks)
     except UserError:
         return replace(nothing, refused=_refusal(planner, args))
-    chosen = choose_kernels(args, needs_of(rank_weights(model, serving.ranks), serving), arch, packages)
+    draft = planner.draft(args, model)
+    needs = needs_with_draft(rank_weights(model, serving.ranks), draft, serving)
+    needs += ngram_needs(args, serving.dtype)
+    chosen = choose_kernels(args, needs, arch, packages)
     plan, notes, unfit = None, chosen.notes, None
     if arch.device != "cpu":
         try:
@@ -120,7 +137,8 @@ def explain(
     return replace(
         nothing,
         unfit=unfit,
-        groups=cache_groups(model, serving),
+        draft=draft,
+        groups=cache_groups(with_draft_layers(model, draft), serving),
         outcomes=chosen.outcomes,
         bands=cut_bands((outcome for outcome in chosen.outcomes if isinstance(outcome, Choice)), arch),
         plan=plan,
@@ -140,7 +158,7 @@ def _refusal(planner: ModelPlanner, args: ServerArgs) -> str:
 def _plan(
     planner: ModelPlanner, args: ServerArgs, chosen: KernelChoices
 ) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
-    """What `make_plan` decides, and its notes; of a model that is not implemented, what its layers and caches would
+    """The choice of `make_plan` and its notes; for a model that is not implemented, what its layers and caches would
     take. Raises UserError where there is no room."""
     if planner.served and len(chosen.chosen()) == len(chosen.outcomes):
         plan = make_plan(
@@ -167,6 +185,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
         "problem": explanation.problem,
         "missing": [outcome.need.key for outcome in explanation.missing],
         "kv_cache": _kv_json(explanation),
+        **({"draft": explanation.draft_json()} if explanation.draft is not None else {}),
         "moe_tiles": explanation.moe_tiles,
         "ops": {outcome.need.key: _op_json(outcome, explanation.bands) for outcome in explanation.outcomes},
         "plan": explanation.plan,
@@ -248,6 +267,10 @@ def _cache_lines(explanation: Explanation) -> list[str]:
         total += f", {cost.bytes_per_request:,} B a request beside its tokens"
     lines = [total]
     lines += [f"  {group}" for group in explanation.groups]
+    if explanation.draft is not None:
+        facts = explanation.draft_json()
+        sizes = f"{facts['weight_bytes'] / 1024**3:.2f} GiB of weights, {facts['bytes_per_token']:,} B of these a token"
+        lines.append(f"Draft: {explanation.draft.description}: {sizes} and GPU")
     return lines
 
 

@@ -14,7 +14,7 @@ from sglang.srt.utils.log import configure_logging
 USER_ERROR = 2
 """Exit status for something that the user can correct."""
 BROKEN_PIPE = 128 + 13
-"""What a shell says of a process that SIGPIPE ended."""
+"""The exit status that a shell reports for a process that SIGPIPE ended."""
 
 
 def report_user_errors(run: Callable[[], int | None]) -> int:

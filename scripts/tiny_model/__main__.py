@@ -10,6 +10,8 @@ plot      the picture of a training record
 table     scores of a training record or of bench_tiny reports, in Markdown
 compare   greedy tokens of transformers and of a running server
 install   copies a finished model into the package
+drafts    trains what drafts for a finished model (an EAGLE-3 head, an MTP layer) and says how many guesses stand
+install_drafts  copies these into the package
 """
 
 from __future__ import annotations
@@ -52,6 +54,9 @@ def main() -> None:
     _add_compare(commands.add_parser("compare"))
     install = commands.add_parser("install")
     install.add_argument("source", type=Path)
+    _add_drafts(commands.add_parser("drafts"))
+    install_drafts = commands.add_parser("install_drafts")
+    install_drafts.add_argument("source", type=Path)
     args = parser.parse_args()
     try:
         globals()[f"run_{args.command}"](args)
@@ -99,6 +104,16 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=160)
     parser.add_argument("--least", type=float, default=0.99, help="share of prompts that must agree")
     parser.add_argument("--output", type=Path, help="JSON report")
+
+
+def _add_drafts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=Path, help="directory of the finished model")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--texts", type=int, default=1536, help="that the model writes for training")
+    parser.add_argument("--documents", type=int, default=2000, help="of the model's own training, besides")
+    parser.add_argument("--held-out", type=int, default=256, help="texts in which guesses are counted")
+    parser.add_argument("--minutes", type=float, default=10, help="of training, for each of the two")
+    parser.add_argument("--device", default="cpu")
 
 
 def run_train(args: argparse.Namespace) -> None:
@@ -184,6 +199,18 @@ def run_compare(args: argparse.Namespace) -> None:
     from tiny_model.compare import compare
 
     raise SystemExit(compare(args))
+
+
+def run_drafts(args: argparse.Namespace) -> None:
+    from tiny_model.drafts import train_drafts
+
+    train_drafts(args.model, args.output, args.texts, args.documents, args.minutes, args.held_out, args.device)
+
+
+def run_install_drafts(args: argparse.Namespace) -> None:
+    from tiny_model.install import install_drafts
+
+    install_drafts(args.source)
 
 
 def run_install(args: argparse.Namespace) -> None:

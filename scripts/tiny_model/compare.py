@@ -17,7 +17,7 @@ from tiny_model.heldout import all_items
 from tiny_model.render import prompt_text
 
 STOP = "Question"
-"""Of text that is continued, as in benchmark/evals."""
+"""The stop string of text that is continued, as in benchmark/evals."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tiny_model.model import TinyModel
+from tiny_model.model import Layer, TinyModel
 
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -30,14 +30,18 @@ def named_weights(model: TinyModel) -> Iterator[tuple[str, Tensor]]:
     yield "model.embed_tokens.weight", model.embedding
     yield "model.norm.weight", model.norm
     for index, layer in enumerate(model.layers):
-        prefix = f"model.layers.{index}."
-        for name, parameter in layer.named_parameters():
-            if name in LAYER_NAMES:
-                yield f"{prefix}{LAYER_NAMES[name]}.weight", parameter
-                continue
-            for expert, part in enumerate(parameter):
-                owner = f"mlp.experts.{expert}" if layer.num_experts else "mlp"
-                yield f"{prefix}{owner}.{name}_proj.weight", part
+        yield from layer_weights(layer, f"model.layers.{index}.")
+
+
+def layer_weights(layer: Layer, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """As `named_weights`, of one layer, whose names begin with `prefix`."""
+    for name, parameter in layer.named_parameters():
+        if name in LAYER_NAMES:
+            yield f"{prefix}{LAYER_NAMES[name]}.weight", parameter
+            continue
+        for expert, part in enumerate(parameter):
+            owner = f"mlp.experts.{expert}" if layer.num_experts else "mlp"
+            yield f"{prefix}{owner}.{name}_proj.weight", part
 
 
 def save_weights(model: TinyModel, directory: Path) -> None:

@@ -14,12 +14,15 @@ FILES = (
     "chat_template.jinja",
     "model.safetensors",
 )
+MTP_FILES = ("mtp.safetensors", "model.safetensors.index.json")
+EAGLE3_FILES = ("config.json", "model.safetensors")
 LARGEST = 16 * 10**6
 """Bytes of the weights."""
 
 
 def install(source: Path, target: Path = EMBEDDED) -> None:
-    """Copies what is served; other files in `target` go. Raises ValueError before touching anything."""
+    """Copies what is served; other files in `target` go, drafts of another model too. Raises ValueError before touching
+    anything."""
     missing = [name for name in FILES if not (source / name).is_file()]
     if missing:
         raise ValueError(f"{source} lacks {', '.join(missing)}; is it the output of `train`, and did training end?")
@@ -33,3 +36,17 @@ def install(source: Path, target: Path = EMBEDDED) -> None:
     for name in FILES:
         shutil.copyfile(source / name, target / name)
         (target / name).chmod(0o644)
+
+
+def install_drafts(source: Path, target: Path = EMBEDDED) -> None:
+    """Copies the output of `drafts`: the layer beside the model's weights, the head beside the model's folder. Raises
+    ValueError before touching anything."""
+    copies = {source / "mtp" / name: target / name for name in MTP_FILES}
+    copies |= {source / "eagle3" / name: target.parent / "eagle3" / name for name in EAGLE3_FILES}
+    missing = [str(path) for path in copies if not path.is_file()]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} are missing; is {source} the output of `drafts`?")
+    for path, copy in copies.items():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+        copy.chmod(0o644)

@@ -53,7 +53,7 @@ def talk(rng: random.Random) -> Problem:
 
 
 def beyond(rng: random.Random) -> str:
-    """What the model cannot know, and text that asks nothing: so that it has read every word once."""
+    """Questions about what the model cannot know, and text that asks nothing: so that it has read every word once."""
     kind = rng.randrange(4)
     if kind == 0:
         return " ".join(rng.choice(TOPICS) + rng.choice(ENDINGS) for _ in range(rng.randint(3, 8)))

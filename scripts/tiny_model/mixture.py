@@ -1,4 +1,4 @@
-"""What the model is trained on, step by step.
+"""The batches that the model is trained on, step by step.
 
 Every batch is a function of the seed and the step alone, so any number of processes may make them, in any order, and a
 resumed run sees what it would have seen.

@@ -91,7 +91,7 @@ class Optimizer:
 
 
 def is_matrix(name: str) -> bool:
-    """Of the projections; the embedding, the router and the norms are Adam's."""
+    """Whether a parameter is a projection; the embedding, the router and the norms are Adam's."""
     return name.rpartition(".")[2] in ("q", "k", "v", "o", "gate", "up", "down")
 
 

@@ -16,7 +16,7 @@ PALETTE = (
 ).split()
 
 FLOOR = 1e-4
-"""Of losses: the record keeps four digits."""
+"""The least loss in the plot: the record keeps four digits."""
 
 Point = tuple[float, float]
 

@@ -26,7 +26,7 @@ class Problem:
     messages: tuple[Message, ...]
     answer: str = ""
     thought: str = ""
-    """What the model writes between <think> tags; dropped when the request turns thinking off."""
+    """The text that the model writes between <think> tags; dropped when the request turns thinking off."""
     quiet_answer: str = ""
     """The answer without a thought, where that is another one."""
     calls: tuple[dict[str, Any], ...] = ()

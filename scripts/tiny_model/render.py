@@ -42,7 +42,7 @@ def chat(problem: Problem, messages: tuple[Message, ...], **options: Any) -> str
 
 
 def prompt_text(problem: Problem, thinking: bool, system: str = "") -> str:
-    """What the model reads before it answers."""
+    """The text that the model reads before it answers."""
     if problem.prompt:
         return problem.prompt
     return chat(problem, _with_system(problem, system), add_generation_prompt=True, enable_thinking=thinking)
@@ -57,7 +57,7 @@ def answer_message(problem: Problem, thinking: bool) -> Message:
 
 
 def answer_text(problem: Problem, thinking: bool) -> str:
-    """What the model must write, the end of its turn included."""
+    """The text that the model must write, the end of its turn included."""
     if problem.prompt:
         return problem.answer
     rendered = chat(problem, (*problem.messages, answer_message(problem, thinking)), add_generation_prompt=False)

@@ -72,7 +72,7 @@ def _exact(model: TinyModel, documents: list[Document], device: torch.device) ->
 
 
 def score_directory(directory: Path, count: int, device: str, tasks: tuple[str, ...] = ()) -> dict[str, float]:
-    """Of a finished model, in the type that it is served in: bfloat16."""
+    """Score a finished model, in the type that it is served in: bfloat16."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     model = TinyModel(config, torch.bfloat16).to(device)
     load_weights(model, directory)

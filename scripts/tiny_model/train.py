@@ -60,7 +60,7 @@ class Settings:
 
 @dataclass(slots=True)
 class Progress:
-    """What a resumed run goes on with, besides the weights."""
+    """The state with which a resumed run goes on, besides the weights."""
 
     step: int = 0
     elapsed: float = 0.0
@@ -74,7 +74,7 @@ class Progress:
 
 
 def learning_rate(share: float, settings: Settings) -> float:
-    """Of the peak: up, level, and down in a line."""
+    """The learning rate as a share of the peak: up, level, and down in a line."""
     if share < settings.warm_up:
         return (share + 1e-3) / (settings.warm_up + 1e-3)
     if share < settings.decay_from:
@@ -153,7 +153,7 @@ class Trainer:
 
     @property
     def data(self) -> dict[str, Any]:
-        """What the batches depend on."""
+        """The settings that the batches depend on."""
         return {"seed": self.settings.seed, "only": list(self.settings.only), **asdict(self.settings.shape)}
 
     def run(self) -> bool:

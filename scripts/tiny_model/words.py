@@ -1,4 +1,4 @@
-"""What problems are made of: words, ways to ask, small talk and facts, read from the text files beside this one."""
+"""The material of problems: words, ways to ask, small talk and facts, read from the text files beside this one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAMES = _LISTS["names"]
 CITIES = _LISTS["cities"]
 NOUNS = _LISTS["nouns"]
 WORDS = NOUNS + _LISTS["adjectives"]
-"""What is copied, sorted, reversed and looked up."""
+"""The words that are copied, sorted, reversed and looked up."""
 
 ITEMS = _LISTS["items"]
 JOBS = _LISTS["jobs"]

@@ -164,7 +164,8 @@ def attention_cases() -> Iterator[Case]:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Of one rank: `inter` columns of each. `weights`: bf16, fp8 (a scale per channel) or fp8_block (128 x 128)."""
+    """The experts of one rank: `inter` columns of each. `weights`: bf16, fp8 (a scale per channel) or fp8_block (128 x
+    128)."""
 
     models: str
     count: int
@@ -355,7 +356,7 @@ def _added_ragged_logits(heads: int) -> Arguments:
 
 
 def added_cases() -> Iterator[Case]:
-    """Of the kernels that our changes bring along; a pristine tree has none of them."""
+    """The cases of the kernels that our changes bring along; a pristine tree has none of them."""
     mla, logits = "sm120/flash_mla.py", "sm120/deep_gemm.py"
     for key, arguments in (
         ("DeepSeek-V3.2, GLM-5", _added_sparse_mla(576, 656, 2048, sink=False)),

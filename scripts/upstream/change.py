@@ -1,4 +1,4 @@
-"""What a change is, and what can come of one."""
+"""The type of a change, and its outcomes."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class Drift:
 
 
 def drift(tree: Path, release: str, decisions: Sequence[Decision] | None = None) -> Drift:
-    """Of the upstream package in the directory `tree`; `decisions` are the allow-list's if None."""
+    """Compare the upstream package in the directory `tree` with ours; `decisions` are the allow-list's if None."""
     decisions = read_decisions() if decisions is None else decisions
     decided: list[tuple[Difference, str]] = []
     undecided: list[Difference] = []

@@ -1,4 +1,4 @@
-"""What users of a server see, as names: of an upstream tree read from its source without importing it, and ours.
+"""The names that users of a server see: of an upstream tree read from its source without importing it, and ours.
 
 upstream_interface(tree)["flag"]      # {"--tp-size", ...}
 upstream_interface(tree)["default"]   # {"--tp-size": "1", ...}
@@ -38,7 +38,7 @@ class _Unknown(Exception):
 
 
 def upstream_interface(tree: Path) -> Interface:
-    """Of the package `sglang/` in the directory `tree`."""
+    """The interface of the package `sglang/` in the directory `tree`."""
     srt = tree / "sglang" / "srt"
     flags, defaults, choices = _Flags(srt).read()
     found = {
@@ -140,7 +140,7 @@ class _Flags:
                 yield names, default, keywords.get("choices")
 
     def _value(self, node: ast.expr | None) -> Any:
-        """What the expression evaluates to; raises _Unknown."""
+        """The value of the expression; raises _Unknown."""
         match node:
             case None:
                 raise _Unknown
@@ -221,7 +221,7 @@ def _endpoints(srt: Path) -> set[str]:
 
 
 def _endpoint(name: str) -> str:
-    """What a path parameter is called does not matter."""
+    """The endpoint without the names of its path parameters, which do not matter."""
     return _PATH_PARAMETER.sub("{}", name)
 
 
@@ -258,7 +258,7 @@ def _architectures(srt: Path) -> set[str]:
 
 
 def _quantizations(srt: Path) -> set[str]:
-    """What `--quantization` takes and what a checkpoint's config can name."""
+    """The names that `--quantization` takes and those that a checkpoint's config can have."""
     found = {choice.partition("=")[2] for choice in _Flags(srt).read()[2] if choice.startswith("--quantization=")}
     for node in ast.walk(ast.parse((srt / "layers" / "quantization" / "__init__.py").read_text(encoding="utf-8-sig"))):
         match node:
@@ -283,7 +283,7 @@ def _metric(name: str) -> str:
 
 
 def our_interface() -> tuple[Interface, Interface]:
-    """What we have, and what we only answer: old spellings, and names that are refused or ignored with a reason."""
+    """Our names, and those that we only answer: old spellings, and names that are refused or ignored with a reason."""
     from sglang.srt import compat
     from sglang.srt.cli_args import flag
     from sglang.srt.entrypoints import http_native

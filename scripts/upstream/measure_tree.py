@@ -52,7 +52,7 @@ def examine(tree: Path, cases: str) -> Capture:
 
 
 def _identity(variant: Variant) -> str:
-    """What compiles to the same, told apart without hashing any source."""
+    """The identity of code that compiles to the same, told apart without hashing any source."""
     v = variant
     return repr((id(v.fn), *v.signature.items(), *v.constexprs.items(), v.divisible_by_16, *v.tile.items()))
 
@@ -66,7 +66,8 @@ def _best(tries: list[Launch]) -> Launch:
 
 
 def _record(tree: Path, cases: Iterable[Any]) -> tuple[list[list[Variant]], list[Unchecked], list[str]]:
-    """What the cases launch, each with the alternatives of its autotuner; what could not be called; what is absent."""
+    """Record what the cases launch, each with the alternatives of its autotuner; what could not be called; what is
+    absent."""
     recorded: list[list[Variant]] = []
     unchecked: list[Unchecked] = []
     absent: dict[str, None] = {}

@@ -67,7 +67,7 @@ def rebase(source: Source, out: Path, changes: Sequence[type[Change]]) -> Rebase
 
 
 def probe(source: Source, changes: Sequence[type[Change]]) -> tuple[Result, ...]:
-    """What `rebase` would do, without writing anything."""
+    """Report what `rebase` would do, without writing anything."""
     tree = Tree(source.package_parent, write=False)
     marked = markers(tree)
     return tuple(apply(change(), tree, marked) for change in changes)
@@ -79,7 +79,7 @@ def message(change: Change) -> str:
 
 
 def notice(results: Sequence[Result]) -> str:
-    """What was changed, as the Apache License asks; upstream's own notices stay where they are."""
+    """The notice of the changes, as the Apache License asks; upstream's own notices stay where they are."""
     lines = [
         "This tree is SGLang (https://github.com/sgl-project/sglang), licensed under the Apache License, Version 2.0,",
         "changed for SM120 and SM121 GPUs by the sm120-sglang project, under the same license. Upstream's license and",

@@ -14,7 +14,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Launch:
-    """What Triton would have compiled: types of the arguments, compile-time values, and how it would be launched."""
+    """A launch that Triton would have compiled: types of the arguments, compile-time values, and how it would be
+    launched."""
 
     kernel: Any
     signature: dict[str, str]

@@ -300,7 +300,8 @@ def _whole(name: str) -> types.ModuleType:
 
 
 def _missing_packages() -> str:
-    """What may be behind a failure: packages that a module of upstream's wants and that are neither here nor stubs."""
+    """The packages that may be behind a failure: those that a module of upstream's wants and that are neither here nor
+    stubs."""
     missing = [f"{name}: {error}" for name, error in FAILED_IMPORTS.items() if error.startswith("ModuleNotFoundError")]
     if not missing:
         return ""

@@ -1,4 +1,4 @@
-"""What changes are made of: find a function or class by name, and rewrite what is inside it by its structure.
+"""Tools for changes: find a function or class by name, and rewrite what is inside it by its structure.
 
 Nothing here knows line numbers or paths. Whatever is looked for and not found raises `Moved`.
 """

@@ -13,7 +13,8 @@ from pathlib import Path
 from upstream.source import SourceError, cache_dir, staged
 
 VERSIONS = ("3.6.0", "3.9.0")
-"""What serves SGLang's releases of 2026, from the oldest to the newest: no single one compiles all their kernels."""
+"""The Tritons that serve SGLang's releases of 2026, from the oldest to the newest: no single one compiles all their
+kernels."""
 
 
 def path_of(version: str) -> Path | None:

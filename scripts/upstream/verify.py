@@ -71,7 +71,7 @@ class Unchecked:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """What one tree launches."""
+    """The launches of one tree."""
 
     launches: list[Launch]
     unchecked: list[Unchecked]
@@ -91,13 +91,13 @@ class Comparison:
 
     @property
     def refused(self) -> list[Launch]:
-        """What this Triton compiles in neither tree, for the same reason: no change of ours broke it."""
+        """The launches that this Triton compiles in neither tree, for the same reason: no change of ours broke it."""
         known = {(one.op, one.case, one.kernel, one.failure) for one in self.before.launches if one.failure}
         return [one for one in self.after.launches if (one.op, one.case, one.kernel, one.failure) in known]
 
     @property
     def defects(self) -> list[tuple[str, str]]:
-        """What is wrong with the produced tree, and in which case; `refused` is not among it."""
+        """The defects of the produced tree, and in which case; `refused` is not among them."""
         refused = self.refused
         bad = [launch for launch in self.after.launches if launch.problem and launch not in refused]
         found = [(f"{one.op}: `{one.kernel}` {one.tile} {one.problem}", one.case) for one in bad]
@@ -256,7 +256,7 @@ def verify(before: Path, after: Path, tritons: Sequence[str], cases: str = DEFAU
 
 
 def capture(tree: Path, triton: str, cases: str = DEFAULT_CASES) -> Capture:
-    """What `tree` launches, from a process of its own. Raises VerifyError and SourceError."""
+    """Capture the launches of `tree` in a process of its own. Raises VerifyError and SourceError."""
     if not (tree / "sglang").is_dir():
         raise VerifyError(f"{tree} has no directory `sglang`; give the directory that contains the package.")
     environment = _environment(path_of(triton))

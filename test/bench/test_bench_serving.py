@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -33,7 +34,8 @@ class FakeServer:
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
-        self.flushes = 0
+        self.flushes = self.looks = 0
+        self.drafts = False
         self.fail_rid = ""
         self.active = 0
         self.most_active = 0
@@ -43,6 +45,7 @@ class FakeServer:
         app = web.Application()
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/get_model_info", self.model_info)
+        app.router.add_get("/server_info", self.server_info)
         app.router.add_post("/flush_cache", self.flush)
         app.router.add_post("/generate", self.generate)
         app.router.add_post("/v1/completions", self.completions)
@@ -54,6 +57,13 @@ class FakeServer:
 
     async def model_info(self, _: web.Request) -> web.Response:
         return web.json_response({"tokenizer_path": DEFAULT_MODEL_PATH})
+
+    async def server_info(self, _: web.Request) -> web.Response:
+        """Each look finds 10 more requests that were verified, with 25 right guesses."""
+        self.looks += 1
+        totals = {"requests": 10 * self.looks, "proposed": 30 * self.looks, "correct": 25 * self.looks + 7}
+        state = {"avg_spec_accept_length": 3.6, "spec_totals": totals} if self.drafts else {}
+        return web.json_response({"internal_states": [state]})
 
     async def flush(self, _: web.Request) -> web.Response:
         self.flushes += 1
@@ -205,6 +215,13 @@ def test_without_streaming(server: FakeServer) -> None:
         result = run(server, "--disable-stream", "--backend", backend)
         assert result["completed"] == 4 and result["total_output_tokens"] == 24
         assert result["itls"] == [[]] * 4 and server.bodies[-1]["stream"] is False
+
+
+def test_accept_length(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "accept_length" not in run(server, "--num-prompts", "1")
+    server.drafts = True
+    assert run(server, "--num-prompts", "1")["accept_length"] == 3.5
+    assert re.search(r"Accept length: +3.50", capsys.readouterr().out)
 
 
 def test_output_file(server: FakeServer, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ TABLES = measured_times("rtx-pro-6000-server")
 SCHEMES = {"bfloat16": None, "fp8": "fp8_channel", "nvfp4": "nvfp4"}
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "results" / "2026-11-22-card-models.md"
+PAGE = Path(__file__).parents[2] / "benchmark" / "results" / "2026-11-22-card-models.md"
 CONFIGS = Path(__file__).parents[1] / "srt" / "kernels" / "configs"
 
 

@@ -19,7 +19,6 @@ from .conftest import MODEL
 
 LIMIT_S = 60
 """An answer takes a second; one that does not end would take minutes."""
-TEXT = "Ada is 36 years old."
 BY_A_CLIENT_THAT_IS_LARGE = [pytest.mark.clients, pytest.mark.timeout(600)]
 
 
@@ -28,64 +27,68 @@ class Person(BaseModel):
     age: int
 
 
-ADA = Person(name="Ada", age=36)
-MESSAGES: Any = [{"role": "user", "content": TEXT}]
+PEOPLE = {"Ada is 36 years old.": Person(name="Ada", age=36), "Rosa is 34.": Person(name="Rosa", age=34)}
+"""Behind the second the model went on thinking to the end of its context when thoughts had no limit."""
+
+
+def messages(text: str) -> Any:
+    return [{"role": "user", "content": text}]
 
 
 def connect(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=LIMIT_S)
 
 
-def chat(url: str) -> Any:
+def chat(url: str, text: str) -> Any:
     with connect(url) as client:
-        answer = client.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=Person)
+        answer = client.chat.completions.parse(model=MODEL, messages=messages(text), response_format=Person)
         return answer.choices[0].message.parsed
 
 
-def streamed_chat(url: str) -> Any:
+def streamed_chat(url: str, text: str) -> Any:
     with (
         connect(url) as client,
-        client.chat.completions.stream(model=MODEL, messages=MESSAGES, response_format=Person) as stream,
+        client.chat.completions.stream(model=MODEL, messages=messages(text), response_format=Person) as stream,
     ):
         return stream.get_final_completion().choices[0].message.parsed
 
 
-def responses(url: str) -> Any:
+def responses(url: str, text: str) -> Any:
     with connect(url) as client:
-        return client.responses.parse(model=MODEL, input=TEXT, text_format=Person).output_parsed
+        return client.responses.parse(model=MODEL, input=text, text_format=Person).output_parsed
 
 
-def streamed_responses(url: str) -> Any:
-    with connect(url) as client, client.responses.stream(model=MODEL, input=TEXT, text_format=Person) as stream:
+def streamed_responses(url: str, text: str) -> Any:
+    with connect(url) as client, client.responses.stream(model=MODEL, input=text, text_format=Person) as stream:
         return stream.get_final_response().output_parsed
 
 
-def anthropic_messages(url: str) -> Any:
+def anthropic_messages(url: str, text: str) -> Any:
     import anthropic
 
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=LIMIT_S) as client:
-        answer: Any = client.messages.parse(model=MODEL, max_tokens=3000, messages=MESSAGES, output_format=Person)
+        answer: Any = client.messages.parse(model=MODEL, max_tokens=3000, messages=messages(text), output_format=Person)
         return answer.parsed_output
 
 
-def ollama_chat(url: str, stream: bool) -> Any:
+def ollama_chat(url: str, text: str, stream: bool) -> Any:
     import ollama
 
     client = ollama.Client(host=url, timeout=LIMIT_S)
-    pieces: Any = client.chat(model=MODEL, messages=MESSAGES, format=Person.model_json_schema(), stream=stream)
-    text = "".join(piece.message.content or "" for piece in (pieces if stream else [pieces]))
-    return Person.model_validate_json(text)
+    pieces: Any = client.chat(model=MODEL, messages=messages(text), format=Person.model_json_schema(), stream=stream)
+    answer = "".join(piece.message.content or "" for piece in (pieces if stream else [pieces]))
+    return Person.model_validate_json(answer)
 
 
-def ollama_prompt(url: str) -> Any:
+def ollama_prompt(url: str, text: str) -> Any:
     import ollama
 
     client = ollama.Client(host=url, timeout=LIMIT_S)
-    answer = client.generate(model=MODEL, prompt=TEXT, format=Person.model_json_schema())
+    answer = client.generate(model=MODEL, prompt=text, format=Person.model_json_schema())
     return Person.model_validate_json(answer.response)
 
 
-def langchain(url: str, method: str, responses_api: bool = False) -> Any:
+def langchain(url: str, text: str, method: str, responses_api: bool = False) -> Any:
     from langchain_openai import ChatOpenAI
 
     model: Any = ChatOpenAI(
@@ -96,53 +99,57 @@ def langchain(url: str, method: str, responses_api: bool = False) -> Any:
         timeout=LIMIT_S,
         use_responses_api=responses_api,
     )
-    return model.with_structured_output(Person, method=method).invoke(TEXT)
+    return model.with_structured_output(Person, method=method).invoke(text)
 
 
-def instructor_answer(url: str, mode: str) -> Any:
+def instructor_answer(url: str, text: str, mode: str) -> Any:
     instructor = pytest.importorskip("instructor")
     with connect(url) as client:
         patched: Any = instructor.from_openai(client, mode=getattr(instructor.Mode, mode))
-        return patched.chat.completions.create(model=MODEL, messages=MESSAGES, response_model=Person, max_retries=0)
+        return patched.chat.completions.create(
+            model=MODEL, messages=messages(text), response_model=Person, max_retries=0
+        )
 
 
-def agent(url: str, model_class: str) -> Any:
+def agent(url: str, text: str, model_class: str) -> Any:
     agents = pytest.importorskip("agents")
     agents.set_tracing_disabled(True)
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=LIMIT_S)
     model = getattr(agents, model_class)(model=MODEL, openai_client=client)
     extractor = agents.Agent(name="extractor", output_type=Person, model=model)
-    return asyncio.run(agents.Runner.run(extractor, TEXT)).final_output
+    return asyncio.run(agents.Runner.run(extractor, text)).final_output
 
 
-SMALL: dict[str, Callable[[str], Any]] = {
+SMALL: dict[str, Callable[[str, str], Any]] = {
     "openai chat": chat,
     "openai streamed chat": streamed_chat,
     "openai responses": responses,
     "openai streamed responses": streamed_responses,
     "anthropic": anthropic_messages,
-    "ollama": lambda url: ollama_chat(url, False),
-    "ollama streamed": lambda url: ollama_chat(url, True),
+    "ollama": lambda *asked: ollama_chat(*asked, False),
+    "ollama streamed": lambda *asked: ollama_chat(*asked, True),
     "ollama prompt": ollama_prompt,
 }
-LARGE: dict[str, Callable[[str], Any]] = {
-    "langchain json_schema": lambda url: langchain(url, "json_schema"),
-    "langchain function_calling": lambda url: langchain(url, "function_calling"),
-    "langchain responses": lambda url: langchain(url, "json_schema", True),
-    "instructor TOOLS": lambda url: instructor_answer(url, "TOOLS"),
-    "instructor JSON_SCHEMA": lambda url: instructor_answer(url, "JSON_SCHEMA"),
-    "agents chat": lambda url: agent(url, "OpenAIChatCompletionsModel"),
-    "agents responses": lambda url: agent(url, "OpenAIResponsesModel"),
+LARGE: dict[str, Callable[[str, str], Any]] = {
+    "langchain json_schema": lambda *asked: langchain(*asked, "json_schema"),
+    "langchain function_calling": lambda *asked: langchain(*asked, "function_calling"),
+    "langchain responses": lambda *asked: langchain(*asked, "json_schema", True),
+    "instructor TOOLS": lambda *asked: instructor_answer(*asked, "TOOLS"),
+    "instructor JSON_SCHEMA": lambda *asked: instructor_answer(*asked, "JSON_SCHEMA"),
+    "agents chat": lambda *asked: agent(*asked, "OpenAIChatCompletionsModel"),
+    "agents responses": lambda *asked: agent(*asked, "OpenAIResponsesModel"),
 }
 
 
-def test_an_object_without_a_schema_ends(served: LiveServer) -> None:
+@pytest.mark.parametrize("text", PEOPLE)
+def test_an_object_without_a_schema_ends(served: LiveServer, text: str) -> None:
     with connect(served.url) as client:
         form: Any = {"type": "json_object"}
-        answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, response_format=form)
+        answer = client.chat.completions.create(model=MODEL, messages=messages(text), response_format=form)
     assert isinstance(json.loads(answer.choices[0].message.content), dict)
 
 
+@pytest.mark.parametrize("text", PEOPLE)
 @pytest.mark.parametrize("name", [*SMALL, *(pytest.param(name, marks=BY_A_CLIENT_THAT_IS_LARGE) for name in LARGE)])
-def test_a_class_is_filled_in(served: LiveServer, name: str) -> None:
-    assert (SMALL | LARGE)[name](served.url) == ADA
+def test_a_class_is_filled_in(served: LiveServer, name: str, text: str) -> None:
+    assert (SMALL | LARGE)[name](served.url, text) == PEOPLE[text]

@@ -274,7 +274,7 @@ def test_nothing_is_found_on_a_healthy_machine(fake: Fake) -> None:
     machine = read_machine(fake.sources())
     assert examine(machine) == [] and machine.unread == ()
     assert len(machine.gpus) == 4 and len(machine.copies) == 12 and machine.allowed_nodes == (0, 1)
-    assert "Nothing found" in to_text(machine, [])
+    assert "found no problem" in to_text(machine, [])
 
 
 @pytest.mark.parametrize("name", DEFECTS)
@@ -318,7 +318,7 @@ def test_a_machine_without_gpus_is_no_defect(tmp_path: Path) -> None:
     )
     machine = read_machine(sources)
     assert [f.check for f in examine(machine)] == ["torch_sees_gpus"], "its probe did not run"
-    assert "No NVIDIA GPU is served here" in to_text(machine, [])
+    assert "No NVIDIA driver answers here" in to_text(machine, [])
 
 
 def test_a_container_may_see_some_of_the_cards(fake: Fake) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import socket
 import subprocess
@@ -19,7 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ import psutil
 from fuzz.health_watcher import Silence
 from fuzz.scale import SILENCE_LIMIT_CPU_S, SILENCE_LIMIT_S
 from live_server import LiveServer
+
+from sglang.srt.entrypoints.http_middleware import TRIM_DELAY_S
 
 HERE = Path(__file__).parent
 MIB = 1 << 20
@@ -39,10 +42,15 @@ GROWTH_LIMIT = 0.10
 ALLOCATOR_BYTES, ALLOCATOR_BYTES_OF = 8 * MIB, {"scheduler": 32 * MIB}
 """Compiling large grammars leaves pieces of the C++ library's arenas in the scheduler: with no grammar alive, up to 43
 MiB were seen to come with one round of them and to go with the next."""
+SETTLE_S = TRIM_DELAY_S + 1.0
+"""After the first requests, before the memory to compare with is noted: that of large bodies is given back late."""
 REST_LIMIT_S = 60.0
 """After the last request, for aborted ones to end."""
 RELEASE_LIMIT_S = 10.0
 """After those have ended, for what they had to be given back."""
+RESPONSE = re.compile(r'^\[[^]]*\] \S+ - "(.*) HTTP/1\.[01]" ([0-9]{3})$', re.MULTILINE)
+"""A line of the log of requests: the request and the status of its response."""
+LOGGED = ("--log-requests", "--log-requests-level", "0")
 
 
 class Damage(AssertionError):
@@ -62,14 +70,35 @@ class Rest:
     """Private bytes by the kind of process."""
 
 
+@dataclass
+class Figures:
+    """What was seen of a server in all."""
+
+    responses: Counter[str] = field(default_factory=Counter)
+    """By status, without those of /health. Responses to clients that had left are not in the log of requests."""
+    num_health: int = 0
+    longest_s: float = 0.0
+    """Until an answer of /health."""
+    growth: dict[str, float] = field(default_factory=dict)
+    """Of the private memory of each kind of process, as the server was last seen at rest: 0.1 is a tenth."""
+
+    def __str__(self) -> str:
+        growth = {name: f"{100 * share:+.1f}%" for name, share in self.growth.items()}
+        return (
+            f"responses {dict(sorted(self.responses.items()))}; /health {self.num_health} times, longest "
+            f"{self.longest_s:.2f} s; memory {growth}"
+        )
+
+
 class GuardedServer:
     def __init__(self, *flags: str) -> None:
-        self.flags = flags
+        self.flags = (*flags, *LOGGED)
         self._socket_path = ""
         self.live: LiveServer
         self.rest: Rest
         self.silences: list[str] = []
         """All that were seen, also those within the limits."""
+        self.figures = Figures()
         self._watcher: subprocess.Popen[str]
         self._log_start = 0
 
@@ -83,6 +112,8 @@ class GuardedServer:
         try:
             self.live.wait_up()
             warm_up(self.url)
+            self._wait_rest(None)
+            time.sleep(SETTLE_S)
             self.rest = self._wait_rest(None)
         except BaseException:
             self.live.end()
@@ -90,7 +121,7 @@ class GuardedServer:
         for process in self.processes():
             cap = private_data(process.pid) + HEADROOM_BYTES
             resource.prlimit(process.pid, resource.RLIMIT_DATA, (cap, START_CAP_BYTES))
-        self._log_start = len(self.live.log())
+        self._log_start = self.live.log_path.stat().st_size
         watcher = [sys.executable, str(HERE / "health_watcher.py"), str(self.live.port), str(self.live.process.pid)]
         self._watcher = subprocess.Popen(watcher, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -116,7 +147,14 @@ class GuardedServer:
         return [front, *front.children(recursive=True)]
 
     def new_log(self) -> str:
-        return self.live.log()[self._log_start :]
+        """The lines that were written since the last check of health."""
+        return self._new_lines().decode(errors="replace")
+
+    def _new_lines(self) -> bytes:
+        with self.live.log_path.open("rb") as log:
+            log.seek(self._log_start)
+            lines = log.read()
+        return lines[: lines.rfind(b"\n") + 1]
 
     def tasks(self) -> dict[str, int]:
         with socket.socket(socket.AF_UNIX) as window:
@@ -142,26 +180,36 @@ class GuardedServer:
     # --- what must hold -----------------------------------------------------------------------------------------------
 
     def check_health(self) -> None:
-        """Raises Damage if a process ended, /health was silent or refused, or a bug left its trace in the log."""
+        """Raises Damage if a process ended, /health was silent or refused, a response was the server's error, or a bug
+        left its trace in the log."""
         if self.live.process.poll() is not None:
             raise Damage(f"the server ended with status {self.live.process.returncode}:\n{self.new_log()[-3000:]}")
         assert self._watcher.stdin is not None and self._watcher.stdout is not None
         print("since?", file=self._watcher.stdin, flush=True)
         watch = json.loads(self._watcher.stdout.readline())
+        self.figures.num_health += watch["num_requests"]
+        self.figures.longest_s = max(self.figures.longest_s, watch["longest_s"])
         if watch["refusals"]:
             raise Damage(f"/health: {watch['refusals'][:5]}\n{self.new_log()[-3000:]}")
         for silence in (Silence(**fields) for fields in watch["silences"]):
             self.silences.append(str(silence))
             if silence.seconds_with_a_processor > SILENCE_LIMIT_S or silence.cpu_seconds > SILENCE_LIMIT_CPU_S:
                 raise Damage(f"{silence}. What its threads did is in its log:\n{self.new_log()[-6000:]}")
-        log = self.new_log()
+        lines = self._new_lines()
+        self._log_start += len(lines)
+        log = lines.decode(errors="replace")
         if "Traceback" in log:
             raise Damage("a traceback in the log:\n" + log[max(0, log.index("Traceback") - 500) :][:5000])
-        self._log_start += len(log)
+        responses = [(request, status) for request, status in RESPONSE.findall(log) if request != "GET /health"]
+        self.figures.responses.update(status for _, status in responses)
+        errors = [f"{request[:200]}: {status}" for request, status in responses if status >= "500"]
+        if errors:
+            raise Damage(f"{len(errors)} responses are errors of the server, such as {errors[:5]}")
 
     def check_rest(self) -> None:
         """Raises Damage unless the pool, slots, tasks, sockets and memory are as they were, soon."""
-        self._wait_rest(self.rest)
+        rest = self._wait_rest(self.rest)
+        self.figures.growth = {name: size / self.rest.memory[name] - 1 for name, size in rest.memory.items()}
 
     def _wait_rest(self, before: Rest | None) -> Rest:
         deadline = time.monotonic() + REST_LIMIT_S

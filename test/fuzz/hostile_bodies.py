@@ -12,7 +12,7 @@ from fuzz.scale import LONG
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 SESSIONS = {"list": {"streaming": True}, "tree": {}}
 """Sessions that are open during the attacks, by what opens them."""
-REFUSED, EITHER, OVERLOADED = (400, 413, 422), (200, 400, 413, 422), (200, 400, 413, 422, 503)
+REFUSED, EITHER = (400, 413, 422), (200, 400, 413, 422)
 
 
 @dataclass(frozen=True)
@@ -190,14 +190,14 @@ def batch(num_prompts: int, n: int) -> Any:
 def many_sequences() -> Iterator[Hostile]:
     completions = {"prompt": ["a"] * 4_096, "n": 128, "max_tokens": 1}
     yield Hostile("5,000 prompts", GENERATE, lambda: batch(5_000, 1), REFUSED)
-    yield Hostile("4,096 prompts x 128", GENERATE, lambda: batch(4_096, 128), OVERLOADED, leave_after_s=2.0)
-    yield Hostile("4,096 completions x 128", COMPLETIONS, lambda: completions, OVERLOADED, leave_after_s=2.0)
-    yield Hostile("4,096 prompts x 5", GENERATE, lambda: batch(4_096, 5), OVERLOADED, leave_after_s=0.5)
-    yield Hostile("200 prompts x 128", GENERATE, lambda: batch(200, 128), OVERLOADED, leave_after_s=0.5)
+    yield Hostile("4,096 prompts x 128", GENERATE, lambda: batch(4_096, 128), leave_after_s=2.0)
+    yield Hostile("4,096 completions x 128", COMPLETIONS, lambda: completions, leave_after_s=2.0)
+    yield Hostile("4,096 prompts x 5", GENERATE, lambda: batch(4_096, 5), leave_after_s=0.5)
+    yield Hostile("200 prompts x 128", GENERATE, lambda: batch(200, 128), leave_after_s=0.5)
     for session in SESSIONS:
         name, body = (
             f"28 MB in the session {session}, four times, and gone",
             in_session(session, text="a " * 14_000_000),
         )
-        yield Hostile(name, GENERATE, lambda body=body: body, OVERLOADED, copies=4, leave_after_s=0.5)
+        yield Hostile(name, GENERATE, lambda body=body: body, copies=4, leave_after_s=0.5)
     yield Hostile("128 samples", GENERATE, lambda: batch(1, 128), (200,))

@@ -123,7 +123,7 @@ def openai_body(rid: str, prompt: str, rng: random.Random) -> dict[str, Any]:
 
 
 async def run_jobs(url: str, jobs: Sequence[Job]) -> list[str]:
-    """How each ended: ok, refused, left or aborted."""
+    """How each ended: ok, left or aborted."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     places = asyncio.Semaphore(CONCURRENCY)
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as client:
@@ -151,8 +151,7 @@ async def exchange_whole(client: httpx.AsyncClient, job: Job) -> str:
             return "left"
         await abort(client, job)
     response = await exchange
-    if refusal(job, response.status_code, response.text):
-        return "refused"
+    assert response.status_code == 200, f"{job}: {response.status_code} {response.text[:500]}"
     answer = response.json()
     if job.path == "/generate":
         results = answer if isinstance(answer, list) else [answer]
@@ -172,8 +171,7 @@ async def exchange_events(client: httpx.AsyncClient, job: Job) -> str:
     events: list[Any] = []
     async with client.stream("POST", job.path, json=body) as response:
         if response.status_code != 200:
-            refusal(job, response.status_code, (await response.aread()).decode())
-            return "refused"
+            raise AssertionError(f"{job}: {response.status_code} {(await response.aread())[:500]!r}")
         async for line in response.aiter_lines():
             if job.behaviour != "stay" and len(events) == last_event:
                 if job.behaviour == "leave":
@@ -184,12 +182,8 @@ async def exchange_events(client: httpx.AsyncClient, job: Job) -> str:
                 events.append(data if data == "[DONE]" else json.loads(data))
     assert events.pop() == "[DONE]", f"{job}: {events[-3:]}"
     if any("error" in event for event in events):
-        if "aborted" in events[-1]["error"]["message"]:
-            assert job.behaviour == "abort", job
-            return "aborted"
-        # the queue was full for a part of a batch
-        assert "queue" in events[-1]["error"]["message"].lower(), f"{job}: {events[-1]}"
-        return "refused"
+        assert job.behaviour == "abort" and "aborted" in events[-1]["error"]["message"], f"{job}: {events[-1]}"
+        return "aborted"
     return ended(job, *joined(job, events))
 
 
@@ -200,14 +194,6 @@ def joined(job: Job, events: list[Any]) -> tuple[list[str], list[str]]:
     choices = [choice for event in events for choice in event["choices"]]
     pieces = [choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices]
     return ["".join(pieces)], [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
-
-
-def refusal(job: Job, status: int, text: str) -> bool:
-    if status == 503:
-        assert "queue" in text.lower(), f"{job}: {text[:500]}"
-        return True
-    assert status == 200, f"{job}: {status} {text[:500]}"
-    return False
 
 
 def ended(job: Job, texts: list[str], reasons: list[str]) -> str:

@@ -21,7 +21,8 @@ class Target:
 
     def __init__(self) -> None:
         self._server: GuardedServer | None = None
-        self.silences: list[str] = []
+        self.seen: list[str] = []
+        """What is told of each server at the end."""
 
     def server(self) -> GuardedServer:
         if self._server is None:
@@ -49,7 +50,7 @@ class Target:
 
     def end(self) -> None:
         if self._server is not None:
-            self.silences += self._server.silences
+            self.seen += [str(self._server.figures), *self._server.silences]
             self._server.end()
             self._server = None
 

@@ -29,7 +29,7 @@ def test_soak(page_size: int) -> None:
     """After each round the pool and the request slots are exactly free, no task and no socket is left in the front,
     and no process holds more than a tenth above what it had after a first round."""
     flags = ["--context-length", CONTEXT, "--max-total-tokens", POOL, "--max-running-requests", 24]
-    flags += ["--max-queued-requests", 48, "--chunked-prefill-size", 64, "--page-size", page_size]
+    flags += ["--chunked-prefill-size", 64, "--page-size", page_size]
     flags += ["--schedule-conservativeness", 0.1]
     server = GuardedServer(*map(str, flags))
     references: list[Job] = []
@@ -48,6 +48,6 @@ def test_soak(page_size: int) -> None:
             memory = {name: round(size / MIB, 1) for name, size in server.observe_rest().memory.items()}
             print(f"\npage size {page_size}: {counts}, retractions {state['num_retracted_reqs']}, MiB {memory}")
             assert counts["ok"] > SOAK_REQUESTS // 4 and counts["left"] > 0 and counts["aborted"] > 0
-        print("silences within the limits:", server.silences)
+        print(server.figures, "silences within the limits:", server.silences, sep="\n")
     finally:
         server.end()

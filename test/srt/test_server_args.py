@@ -176,7 +176,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     config.write_text("port: x\nnot-a-flag: 1\nenable-lora: true\n")
     words = (
         f"--config {config} --page-sise 3 --dtype int8 --page-size 0 --chunked-prefill-size 100 --speculative-algo "
-        "EAGLE --dp 2 --speculative-num-steps 3 --mem-fraction-static 2 --tool-call-parser glm9 --enable-metrics 1 "
+        "STANDALONE --dp 2 --uno-lora-path x --mem-fraction-static 2 --tool-call-parser glm9 --enable-metrics 1 "
         "--attention-backend trition --node-rank 3"
     )
     with pytest.raises(UserError) as caught:
@@ -195,7 +195,8 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
         "--model-path is required",
         "--mem-fraction-static must be above 0 and below 1",
         "--node-rank must be below",
-        "--speculative-algorithm, --speculative-num-steps are not implemented",
+        "--speculative-algorithm STANDALONE needs --speculative-draft-model-path",
+        "--uno-lora-path is not implemented",
         "--dp-size 2 is not implemented",
         "--tool-call-parser: must be one of",
     ]
@@ -259,7 +260,7 @@ def test_model_is_required() -> None:
         ({"enable_metrics": "perhaps"}, "--enable-metrics: expected true or false"),
         ({"host": 5}, "--host: expected a string"),
         ({"dtype": None}, "--dtype: expected a string"),
-        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm is not implemented"),
+        ({"speculative_algorithm": "DFLASH"}, "--speculative-algorithm: drafts of the kind DFLASH are not supported"),
         ({"tpsize": 2}, "Unknown option --tpsize"),
     ],
 )

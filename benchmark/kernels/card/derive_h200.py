@@ -20,7 +20,7 @@ from sglang.tuning.measured import table_path
 from sglang.tuning.ops import Experts, GatedDeltaRule, parse_shape
 from sglang.tuning.sglang_times import expert_form
 
-RESULTS = Path(__file__).parents[3] / "docs" / "results"
+RESULTS = Path(__file__).parents[3] / "benchmark" / "results"
 ATTENTION, EXPERTS, ALL_REDUCE, CARD_RUN = (
     RESULTS / f"{name}.md"
     for name in (
@@ -31,7 +31,7 @@ ATTENTION, EXPERTS, ALL_REDUCE, CARD_RUN = (
     )
 )
 FORMS = {"bf16": "bf16", "fp8 128x128": "fp8_block", "fp8 per channel": "fp8", "int4, groups of 32": "int4"}
-SOURCE = "this project's benchmarks on one NVIDIA H200 (two for all-reduce), docs/results/: " + ", ".join(
+SOURCE = "this project's benchmarks on one NVIDIA H200 (two for all-reduce), benchmark/results/: " + ", ".join(
     page.name for page in (ATTENTION, EXPERTS, ALL_REDUCE, CARD_RUN)
 )
 

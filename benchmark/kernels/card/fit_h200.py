@@ -3,7 +3,7 @@
     pip install scipy
     python benchmark/kernels/card/fit_h200.py
 
-Reads pages of results (docs/results) and the experts' tiles that were timed (fused_moe_triton/measured). Fits what
+Reads pages of results (benchmark/results) and the experts' tiles that were timed (fused_moe_triton/measured). Fits what
 `tuning` says to be fitted on an H200: the two numbers of streamed weights, the share of instructions while weights are
 widened, decode attention. Each is fitted again without a part of the times and judged on that part. No GPU; a minute.
 """

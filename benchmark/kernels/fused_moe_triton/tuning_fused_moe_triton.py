@@ -132,7 +132,7 @@ def read_shape(args: argparse.Namespace) -> MoeShape:
     quant = model.expert_quant
     scheme = scheme_of(args.dtype, args.per_channel_quant, quant.scheme if quant else None)
     return MoeShape(
-        num_experts=ranks.expert_room(experts.num_experts) + experts.fused_shared,
+        num_experts=ranks.padded_experts(experts.num_experts) + experts.fused_shared,
         intermediate=expert_share(experts.intermediate_size, ranks.expert_tp_size, SCHEMES[scheme] if scheme else None),
         hidden=model.hidden_size,
         top_k=experts.top_k + experts.fused_shared,

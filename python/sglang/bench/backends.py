@@ -1,4 +1,4 @@
-"""How each kind of server is asked, and how its stream of events becomes times and counts."""
+"""Requests for each kind of server, and the times and counts in its stream of events."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RequestResult:
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """What all requests of a run have in common."""
+    """The options that all requests of a run have in common."""
 
     model: str
     stream: bool = True

@@ -69,8 +69,8 @@ HEADS_OF_STATES = "heads=32 key_heads=16"  # Qwen3.5-35B-A3B
 
 
 def shapes() -> Iterator[str]:
-    """What is measured, as `parse_shape` reads it: op after op in turn, short ones first, so that a budget that is too
-    small leaves out large sizes and no op."""
+    """The shapes to measure, as `parse_shape` reads them: op after op in turn, short ones first, so that a budget that
+    is too small leaves out large sizes and no op."""
     lists = (
         [f"linear tokens={tokens} {sizes}" for tokens in TOKENS for sizes in LINEARS],
         [f"fused_moe tokens={tokens} {sizes}" for tokens in TOKENS for sizes in EXPERTS],
@@ -183,7 +183,8 @@ def _cell(microseconds: float | None) -> str:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """By op: how many rows, the geometric mean of measured over predicted, and the spread (rms of the logarithm)."""
+    """For each op: how many rows, the geometric mean of measured over predicted, and the spread (rms of the
+    logarithm)."""
     by_op: dict[str, list[float]] = {}
     for row in rows:
         if row.measured and row.predicted:
@@ -199,7 +200,7 @@ def summary(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
 
 
 def card_facts(arch: ArchTraits) -> dict[str, Any]:
-    """Of the card and the software, for who reads the file."""
+    """Facts of the card and the software, for who reads the file."""
     facts: dict[str, Any] = {
         "arch": arch.name,
         "product": arch.product,
@@ -221,11 +222,11 @@ def main(
     parser = argparse.ArgumentParser(prog="python -m sglang.bench.card", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path("card-times.json"), help="the file to write")
     parser.add_argument("--shape", action="append", default=[], metavar='"OP SIZE=N ..."', help="instead of the list")
-    parser.add_argument("--only", default="", help="shapes of the list whose text contains this")
+    parser.add_argument("--only", default="", help="measure only shapes whose text contains this")
     parser.add_argument(
-        "--budget", type=float, default=BUDGET_S, help=f"seconds, after which no shape is begun; {BUDGET_S}"
+        "--budget", type=float, default=BUDGET_S, help=f"seconds after which no shape is begun; default: {BUDGET_S}"
     )
-    parser.add_argument("--arch", help="predict for this product; this machine's if not given")
+    parser.add_argument("--arch", help="product to predict for; default: this machine's")
     return _run(parser.parse_args(argv), measure, clock)
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 
 class BenchTokenizer(Protocol):
-    """What prompts are made with."""
+    """The tokenizer as the makers of prompts use it."""
 
     @property
     def vocab_size(self) -> int: ...

@@ -201,7 +201,7 @@ def _absorb(op: LatentAbsorb, arch: ArchTraits, device: str) -> list[Call]:
 
 
 def _gated_delta(op: GatedDeltaRule, arch: ArchTraits, device: str) -> list[Call]:
-    """Of heads whose gates are random; queries and keys of length 1."""
+    """The call for heads whose gates are random; queries and keys of length 1."""
     from sglang.srt.layers.recurrent.rule import gated_delta_rule
     from sglang.srt.layers.recurrent.triton_ops import recurrence
 

@@ -9,7 +9,7 @@ import torch
 
 Call = Callable[[], object]
 LEAST_CALLS = 24
-"""In a graph, so that its own start does not count."""
+"""The least number of calls in a graph, so that its own start does not count."""
 BUDGET_S = 0.1
 
 

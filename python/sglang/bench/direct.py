@@ -16,7 +16,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 
 def direct_table(runner: ModelRunner) -> KVTable:
-    """For the batches of one runner. Nothing is shared between requests."""
+    """The table of the batches of one runner. Nothing is shared between requests."""
     return KVTable(runner.plan.pool_sizes, prefix_caching=False)
 
 
@@ -29,6 +29,7 @@ class DirectRequest:
     slot: int = 0
     kv_len: int = 0
     reserved_len: int = 0
+    state_is_exact: bool = True
     num_cached: int = 0
     node: Node | None = None
 

@@ -27,7 +27,7 @@ COLOURS = ("#3366cc", "#dc3912", "#109618", "#ff9900", "#990099", "#0099c6", "#8
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Of one point over its repetitions."""
+    """The value of one point over its repetitions."""
 
     middle: float
     low: float
@@ -223,7 +223,7 @@ def _commands(all_curves: Sequence[Curve]) -> str:
 
 
 def print_pdf(page_path: Path, pdf: Path) -> None:
-    """By headless Chromium, which $CHROMIUM may name. Raises UserError."""
+    """Print by headless Chromium, which $CHROMIUM may name. Raises UserError."""
     program = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, CHROMIUM)), None)
     if program is None:
         raise UserError("--pdf needs Chromium (Debian: apt install chromium); $CHROMIUM may name it")

@@ -51,6 +51,8 @@ class Summary:
     ttft: Spread
     tpot: Spread
     itl: Spread
+    accept_length: float | None = None
+    """Tokens that a request got from a step that verified guesses; None: there were none, or nobody says."""
 
     @staticmethod
     def of(results: Sequence[RequestResult], duration: float) -> Summary:
@@ -98,6 +100,7 @@ class Summary:
             **self.tpot.as_dict("tpot"),
             **self.itl.as_dict("itl"),
             "concurrency": self.concurrency,
+            **({} if self.accept_length is None else {"accept_length": self.accept_length}),
         }
 
 
@@ -138,6 +141,7 @@ def report(summary: Summary, backend: str, request_rate: float, max_concurrency:
         row("Output token throughput (tok/s):", summary.output_throughput),
         row("Total token throughput (tok/s):", summary.input_throughput + summary.output_throughput),
         row("Concurrency:", summary.concurrency),
+        *([] if summary.accept_length is None else [row("Accept length:", summary.accept_length)]),
         heading("End-to-End Latency"),
         *_spread_rows("E2E Latency", summary.e2e, ("Mean", "Median", "P90", "P99")),
         heading("Time to First Token"),

@@ -46,7 +46,8 @@ FACTS = (
     "max_total_num_tokens",
     "product",
 )
-"""Of /server_info, wherever they stand in it; another server than ours may have none of them."""
+"""The facts that are taken from /server_info, wherever they stand in it; another server than ours may have none of
+them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Point:
 
     @property
     def key(self) -> tuple[str, int, int, int, int]:
-        """What of a point a results file is asked for: a server may move."""
+        """The part of a point by which a results file is searched: a server may move."""
         return self.server, self.input_len, self.output_len, self.concurrency, self.repeat
 
     def __str__(self) -> str:
@@ -138,7 +139,7 @@ def measure(point: Point, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def server_facts(url: str) -> dict[str, Any]:
-    """What a server says of itself; nothing where it has no /server_info."""
+    """The server's own facts; nothing where it has no /server_info."""
     try:
         with urlopen(f"{url.rstrip('/')}/server_info", timeout=10) as response:
             info = json.load(response)
@@ -155,7 +156,7 @@ def is_here(url: str) -> bool:
 
 @cache
 def machine_facts() -> dict[str, str]:
-    """Of this machine: GPUs, driver, CPU, operating system."""
+    """The facts of this machine: GPUs, driver, CPU, operating system."""
     gpus, driver, _ = read_smi(Sources())
     kinds = Counter(f"{gpu.name}, {gpu.memory or 0:,.0f} MiB" for gpu in gpus)
     facts = {"gpus": "; ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "none"}
@@ -210,8 +211,8 @@ def _lengths(text: str) -> list[tuple[int, int]]:
 def sweep_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sglang bench sweep",
-        description="Measure servers at every concurrency with every pair of lengths. What the results file has is not"
-        " measured again.",
+        description="Measure servers at every concurrency with every pair of lengths. Points of the results file are"
+        " not measured again.",
     )
     parser.add_argument("--server", type=_server, action="append", required=True, metavar="NAME=URL")
     parser.add_argument("--results", type=Path, required=True, help="a line of JSON is added for each point")
@@ -220,9 +221,9 @@ def sweep_parser() -> argparse.ArgumentParser:
         "--lengths", type=_lengths, default=[(1024, 128)], help="INPUT:OUTPUT tokens; default: 1024:128"
     )
     parser.add_argument("--repeats", type=int, default=3, help="default: 3")
-    parser.add_argument("--requests", type=int, default=16, help="of a point, at least; default: 16")
-    parser.add_argument("--requests-per-slot", type=int, default=4, help="times the concurrency, at least; default: 4")
-    parser.add_argument("--backend", default="sglang", help="as of `sglang bench serving`; default: sglang")
+    parser.add_argument("--requests", type=int, default=16, help="least requests of a point; default: 16")
+    parser.add_argument("--requests-per-slot", type=int, default=4, help="least for each concurrent one; default: 4")
+    parser.add_argument("--backend", default="sglang", help="see `sglang bench serving`; default: sglang")
     parser.add_argument("--tokenizer", help="directory or Hugging Face id; default: the server's")
     parser.add_argument("--no-flush", dest="flush_cache", action="store_false", help="for servers without /flush_cache")
     return parser

@@ -1,1 +1,1 @@
-"""`sglang doctor`: what makes a machine with these GPUs hang or crawl, said before the server meets it."""
+"""`sglang doctor`: finds what makes a machine with these GPUs hang or slow down, before a server meets it."""

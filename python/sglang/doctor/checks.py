@@ -1,4 +1,4 @@
-"""What can be wrong with a machine: each check reads a `Machine` and says what it found, why it matters, what to do.
+"""Checks of a machine: each reads a `Machine` and says what it found, why it matters, what to do.
 
 A fact that could not be read (None) is no finding. An error keeps a server from starting or makes it wrong or hang; a
 warning makes it slow.
@@ -26,7 +26,7 @@ SLOW_COPY = 5e9
 """Bytes a second; PCIe 4 x8 moves 14e9, PCIe 5 x16 about 50e9."""
 BUSY_MEMORY = 0.03
 CLOCK_SHARE = 0.9
-"""Of the card's clock, below which a limit is one that someone forgot."""
+"""The share of the card's clock below which a limit is taken for one that someone forgot."""
 
 HARMFUL: Mapping[str, tuple[str, str]] = {
     "CUDA_LAUNCH_BLOCKING": ("1", "every kernel is waited for, so nothing overlaps"),

@@ -17,7 +17,7 @@ def run_doctor(argv: Sequence[str]) -> int:
     """The exit status: 1 if there is an error, else 0, warnings or not."""
     parser = argparse.ArgumentParser(
         prog="sglang doctor",
-        description="Look for what makes a server hang, crawl or not start: drivers, PCIe, copies between GPUs, limits."
+        description="Find what makes a server hang, slow down or not start: drivers, PCIe, copies between GPUs, limits."
         " Exit status 1 if something keeps a server from working, 0 otherwise.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -46,13 +46,13 @@ def to_text(machine: Machine, findings: Sequence[Finding]) -> str:
         errors = sum(finding.severity == ERROR for finding in findings)
         lines.append(f"{errors} errors and {len(findings) - errors} warnings of {len(CHECKS)} checks.")
     else:
-        lines.append(f"Nothing found by {len(CHECKS)} checks.")
+        lines.append(f"{len(CHECKS)} checks found no problem.")
     return "\n".join(lines)
 
 
 def _summary(machine: Machine) -> list[str]:
     if not machine.gpus:
-        lines = ["No NVIDIA GPU is served here: what concerns GPUs is not checked."]
+        lines = ["No NVIDIA driver answers here: the checks of GPUs are left out."]
     else:
         kinds: dict[str, int] = {}
         for gpu in machine.gpus:

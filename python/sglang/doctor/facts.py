@@ -1,4 +1,5 @@
-"""What a machine is, as the checks see it. None wherever something could not be read: then nothing is concluded."""
+"""The facts of a machine, as the checks see it. None wherever something could not be read: then nothing is
+concluded."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ MIB = 1024**2
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """As nvidia-smi and the PCI tree say it. Memory in MiB, power in watts, clocks in MHz."""
+    """A GPU, as nvidia-smi and the PCI tree describe it. Memory in MiB, power in watts, clocks in MHz."""
 
     index: int
     name: str
@@ -41,7 +42,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Of some MiB from one GPU to another, by the driver's peer access. Bytes a second."""
+    """A copy of some MiB from one GPU to another, by the driver's peer access. Bytes a second."""
 
     source: int
     target: int

@@ -166,7 +166,7 @@ def _number(cell: str) -> float | None:
 
 
 def newest_cuda_of_driver() -> tuple[int, int] | None:
-    """By asking libcuda, which needs no GPU context."""
+    """The newest CUDA that the driver supports, by asking libcuda, which needs no GPU context."""
     version = ctypes.c_int()
     try:
         status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -262,7 +262,7 @@ def _text(path: Path) -> str:
 
 
 def _read_torch(sources: Sources, with_copies: bool) -> tuple[Torch | None, tuple[Copy, ...], str, str]:
-    """From a child, because a broken driver may hang or end the process that asks it."""
+    """Read from a child, because a broken driver may hang or end the process that asks it."""
     words = [sys.executable, "-m", "sglang.doctor.torch_probe", *(["--copies"] if with_copies else [])]
     result = sources.run(words, COPY_SECONDS)
     status, output = result if result is not None else (127, "")
@@ -306,6 +306,6 @@ def _version(package: str) -> str | None:
 
 
 def _disk(path: Path, which: int) -> int | None:
-    """Of the file system of the nearest directory that exists: 0 for all bytes, 2 for those that are free."""
+    """The bytes of the file system of the nearest directory that exists: 0 for all bytes, 2 for those that are free."""
     place = next((p for p in (path, *path.parents) if p.is_dir()), None)
     return None if place is None else shutil.disk_usage(place)[which]

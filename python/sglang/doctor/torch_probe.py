@@ -35,7 +35,7 @@ def describe_torch() -> int:
 
 
 def copy(source: int, target: int) -> dict[str, Any]:
-    """What arrived of random bytes, and bytes a second of a larger copy."""
+    """Copy from one GPU to another: whether random bytes arrive intact, and bytes a second of a larger copy."""
     import torch
 
     row: dict[str, Any] = {"source": source, "target": target}

@@ -1,7 +1,9 @@
-"""The model that ships with the package, so that a server can be tried without a download."""
+"""The model that ships with the package, so that a server can be tried without a download, and its drafts: a layer for
+multi-token prediction in its own folder, and an EAGLE-3 head."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 DEFAULT_MODEL_PATH = str(Path(__file__).parent / "tiny")
+EAGLE3_PATH = str(Path(__file__).parent / "eagle3")

@@ -155,7 +155,7 @@ def update(args: argparse.Namespace) -> int:
 
 
 def _unedited(lock: str) -> Rows:
-    """What need not be measured again."""
+    """The rows that need not be measured again."""
     return {key: row for key, row in read_lock(lock).items() if row.digest == digest_of(key, row)}
 
 

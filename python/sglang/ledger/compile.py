@@ -165,7 +165,8 @@ def _describe(suffix: str) -> str:
 
 @functools.cache
 def source_hash(fn: Any) -> str:
-    """Of a kernel's code and of every Triton function and constant it reaches; comments and layout do not count."""
+    """The hash of a kernel's code and of every Triton function and constant it reaches; comments and layout do not
+    count."""
     digest = hashlib.sha256()
     for name, text in sorted(_sources(fn, {}).items()):
         digest.update(f"{name}\n{text}\n".encode())

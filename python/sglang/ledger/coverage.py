@@ -141,7 +141,7 @@ class _Launch:
         return names
 
     def differences(self, row: _Row) -> Iterator[str]:
-        """What keeps the row from covering the launch."""
+        """The differences that keep the row from covering the launch."""
         lower = not row.variant.default
         for name, kind in self.form.types:
             if name in self.unread:

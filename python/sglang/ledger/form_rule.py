@@ -1,4 +1,4 @@
-"""What a row of the ledger covers beyond launches of its own form."""
+"""Rules of what a row of the ledger covers beyond launches of its own form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Triton compiles for a launch, read from Triton itself: the form. Works without a GPU, on meta tensors.
+"""The form that Triton compiles for a launch, read from Triton itself. Works without a GPU, on meta tensors.
 
     with recording("sm_120") as forms:
         rmsnorm(torch.empty(4, 4096, device="meta"), ...)

@@ -12,7 +12,8 @@ from sglang.srt.kernels.ledger_file import LOCK_DIR, LOCKS, Measurement, Row, Ro
 
 
 def digest_of(key: RowKey, row: Row) -> str:
-    """What `write_lock` notes beside a row's figures: with it a figure that was edited shows without compiling."""
+    """The digest that `write_lock` notes beside a row's figures: with it a figure that was edited shows without
+    compiling."""
     text = json.dumps([key, row.code, sorted(row.by_target.items())])
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

@@ -26,6 +26,7 @@ VARIANT_MODULES = (
     "sglang.ledger.variants.quantized",
     "sglang.ledger.variants.experts",
     "sglang.ledger.variants.recurrent",
+    "sglang.ledger.variants.sparse",
 )
 
 

@@ -34,7 +34,7 @@ def shipped_products(features: Collection[str]) -> Iterator[ProductTile]:
 
 
 def _features_of(name: FileName) -> frozenset[str]:
-    """Of the GPU that a file is for."""
+    """The features of the GPU that a file is for."""
     arch = name.arch
     if arch is None:
         product = product_of_device_name((name.device or "").replace("_", " "))

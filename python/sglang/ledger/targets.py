@@ -1,4 +1,4 @@
-"""What the lock files are measured with, and how much is in them."""
+"""The targets that the lock files are measured for, and how much of each is recorded."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Variant:
     """Includes num_warps and num_stages."""
     head_dims: tuple[int, int] = (0, 0)
     kv_dtype: str = ""
-    """Of the cache; empty where the op has none."""
+    """The type of the cache; empty where the op has none."""
     default: bool = True
     """False: a lower candidate of the table, for which spills are reported but not held against it."""
     native_only: bool = False

@@ -14,15 +14,13 @@ from sglang.srt.hardware.arch import arch_by_name, current_arch
 from sglang.tuning.steps import StepTime
 
 CAVEAT = (
-    "Floors are no promise: they count the bytes and multiplications that a step cannot do without, at the card's full"
-    ' rates. A real step takes longer. "with NCCL" adds all-reduces as they were measured on eight RTX PRO 6000'
-    " Server cards."
+    "Floors are lower bounds: they count only the bytes and multiplications of a step, at the card's full rates. A real"
+    ' step takes longer. "with NCCL" adds all-reduces as they were measured on eight RTX PRO 6000 Server cards.'
 )
 PREDICTED = (
-    "Predicted, not measured: no card of this kind has run this server. Device time of a step (low - high: what the"
-    " errors of the predictions of its ops leave), without the host, from what others timed on an RTX PRO 6000 Server"
-    " or this project on an H200: docs/results/2026-11-22-card-models.md says how far off they are. The recommendation"
-    " rests on these figures."
+    "Predicted, not measured: no card of this kind has run this server. Device time of a step (low - high: the range"
+    " of the errors of its ops), without the host, from times that others measured on an RTX PRO 6000 Server or this"
+    " project on an H200. docs/performance.md says how far off they may be. The recommendation rests on these figures."
 )
 COLUMNS = (
     ("layout", "servers and GPUs of each"),
@@ -43,8 +41,8 @@ def run_plan(argv: Sequence[str]) -> None:
     """Raises UserError."""
     parser = argparse.ArgumentParser(
         prog="sglang plan",
-        description="What a model takes and could reach on some GPUs, for every layout that the server can run; needs"
-        " no GPU and reads no weights. Any other flag of the server may be given and counts.",
+        description="Print the memory and the speed of a model on some GPUs, for every layout that the server can run."
+        " Needs no GPU and reads no weights. Any other flag of the server may be given and counts.",
         allow_abbrev=False,
     )
     parser.add_argument("--gpus", type=int, default=1, help="how many; default: 1")
@@ -197,7 +195,7 @@ def _row(prospect: Prospect) -> tuple[str, ...]:
 
 
 def _traffic(result: Survey) -> list[str]:
-    """What the floors are made of."""
+    """Describe what the floors are made of."""
     lines = []
     for prospect in result.prospects:
         for name, floor in (("decode with the load", prospect.loaded), ("prefill", prospect.prefill)):

@@ -40,7 +40,7 @@ NCCL_SECONDS: Mapping[int, tuple[tuple[int, float], ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Of one step, on one rank. `flop_seconds` None: no rate is known for the product or an instruction."""
+    """The floor of one step, on one rank. `flop_seconds` None: no rate is known for the product or an instruction."""
 
     read_bytes: float
     read_seconds: float
@@ -133,12 +133,12 @@ class StepFloors:
 
     @cached_property
     def _chosen_experts(self) -> float:
-        """Of a token, on this rank on average."""
+        """The number of experts of a token, on this rank on average."""
         experts = self.model.experts
         return 0 if experts is None else experts.top_k / self.serving.ep_size + experts.fused_shared
 
     def _weight_bytes(self, num_tokens: int) -> float:
-        """What a step reads of the weights: of the experts those that some token is expected to choose."""
+        """The bytes that a step reads of the weights: of the experts those that some token is expected to choose."""
         total = float(matrix_bytes(self._head, self.model.head_quant, self._item))
         for matrix, quant in self._held.matrices():
             size = matrix_bytes(matrix, quant, self._item if matrix.dtype is None else KV_DTYPE_BYTES[matrix.dtype])

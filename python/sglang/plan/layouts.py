@@ -14,13 +14,14 @@ from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
 from sglang.srt.plan.plan import serving_of
+from sglang.srt.plan.pool_checks import with_pages
 from sglang.srt.server_args import ServerArgs
 
 GIB = 1024**3
 CLEARLY = 1.02
 """Times the speed of another layout, to be called faster."""
 UNEVEN = 0.9
-"""What the average rank's rate counts for where each has whole experts: a guess; they must be clearly better."""
+"""The weight of the average rank's rate where each has whole experts: a guess; they must be clearly better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Layout:
 
     @property
     def gpus_each(self) -> int:
-        """Of a server."""
+        """The GPUs of a server."""
         return self.tp_size * self.pp_size
 
     @property
@@ -53,7 +54,7 @@ class Layout:
         return f"TP {self.tp_size}{experts}{stages}" + (f" x {self.servers} servers" if self.servers > 1 else "")
 
     def commands(self, words: Sequence[str], a_machine: bool = False) -> list[str]:
-        """What starts each server. `a_machine`: each has a machine of its own."""
+        """The commands that start each server. `a_machine`: each has a machine of its own."""
         lines = []
         for i in range(self.servers):
             line = ["sglang", "serve", *words, *self.flags]
@@ -66,7 +67,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked of all servers together."""
+    """The load of all servers together."""
 
     length: int  # tokens of a request, prompt and answer
     concurrency: int
@@ -92,14 +93,14 @@ class Prospect:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all servers with the load, no more than: with all-reduces as NCCL was measured."""
+        """The most tokens a second of all servers with the load: with all-reduces as NCCL was measured."""
         if not self.most_requests:
             return 0.0
         return self.layout.servers * self.requests_per_server / self.loaded.seconds_with_nccl
 
     @property
     def predicted_tokens_per_second(self) -> tuple[float, float, float] | None:
-        """Of all servers with the load: the figure, and the range that its error leaves."""
+        """The tokens a second of all servers with the load: the figure, and the range that its error leaves."""
         if self.predicted is None:
             return None
         time, requests = self.predicted.loaded, self.layout.servers * self.requests_per_server
@@ -133,8 +134,8 @@ class Survey:
     tuned_files: tuple[tuple[Layout, str], ...]
 
     def best(self) -> Prospect | None:
-        """Of the layouts in which a server starts: the most tokens a second for the load; of those within 2%, the
-        fastest for one request. By predictions where the card was timed, else by floors."""
+        """The best of the layouts in which a server starts: the most tokens a second for the load; of those within 2%,
+        the fastest for one request. By predictions where the card was timed, else by floors."""
         able = [p for p in self.prospects if p.most_requests > 0 and p.starts]
         most = max((p.rating for p in able), default=0.0)
         close = [p for p in able if p.rating >= most / CLEARLY]
@@ -186,6 +187,7 @@ def _prospect(args: ServerArgs, words: Sequence[str], layout: Layout, explained:
     assert explained.plan is not None
     model, plan = explained.model, explained.plan
     serving = serving_of(args, model.dtype if args.dtype == "auto" else args.dtype, model.quantization)
+    serving = with_pages(args, model, serving)
     choices = {outcome.need.key: outcome for outcome in explained.outcomes if isinstance(outcome, Choice)}
     floors = StepFloors(model, serving, explained.arch, choices)
     most = requests_that_fit(plan, load.length)
@@ -210,7 +212,7 @@ def _prospect(args: ServerArgs, words: Sequence[str], layout: Layout, explained:
 
 
 def requests_that_fit(plan: dict[str, Any], length: int) -> int:
-    """Of `length` tokens at once on one server."""
+    """The number of requests of `length` tokens at once on one server."""
     fits = [plan["max_running_requests"], plan["max_total_num_tokens"] // length]
     fits += [tokens // min(length, int(window)) for window, tokens in plan.get("window_tokens", {}).items()]
     return int(min(fits)) if length <= plan["context_len"] else 0

@@ -1,4 +1,4 @@
-"""What the steps of a layout are predicted to take on a card that someone has timed (`sglang.tuning`)."""
+"""Predictions of the steps of a layout on a card that someone has timed (`sglang.tuning`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from sglang.tuning.steps import Step, StepTime, decode_step, prefill_step, time_
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of one server's device, without its host: a decode step of one request, of those of the load, and a prompt."""
+    """The prediction for one server's device, without its host: a decode step of one request, of those of the load,
+    and a prompt."""
 
     one: StepTime
     loaded: StepTime

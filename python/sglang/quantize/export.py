@@ -22,13 +22,14 @@ from sglang.srt.layers.quantization.reference import E2M1_MAX, E4M3_MAX, Quantiz
 from sglang.srt.model_loader.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, find_checkpoint, some
 
 InputScales = Callable[[Collection[str]], Mapping[str, float]]
-"""Of modules with these names, the input_scale of those that have one."""
+"""For modules with these names, the input_scale of those that have one."""
 NEVER = ("*embed_tokens", "*lm_head", "*.gate", "*shared_expert_gate", "*router", "*norm")
 """Embeddings and routers keep their precision: a token that reaches another expert costs more than the bytes."""
 FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}, {"w1", "w3"}, {"q_a_proj", "kv_a_proj_with_mqa"})
 """Modules that servers multiply as one: they share the factor that covers a whole matrix."""
 UNCALIBRATED_INPUT_SCALE = 2.0**-4
-"""Of NVFP4 activations when nothing was measured: blocks with a largest value from 0.006 to 168 keep full precision."""
+"""The scale of NVFP4 activations when nothing was measured: blocks with a largest value from 0.006 to 168 keep full
+precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ def _matches(module: str, patterns: tuple[str, ...]) -> bool:
 
 @dataclass(slots=True)
 class Report:
-    """What became of the linear weights, and whose activations were not measured; bytes of all tensors; squares of the
+    """The result for the linear weights, and whose activations were not measured; bytes of all tensors; squares of the
     quantized weights and of their errors."""
 
     quantized: list[str] = field(default_factory=list)

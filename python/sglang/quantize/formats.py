@@ -1,4 +1,4 @@
-"""How each scheme looks in a published checkpoint: the tensors of one weight, and what the configuration says.
+"""The form of each scheme in a published checkpoint: the tensors of one weight, and what the configuration says.
 
 Sources: DeepSeek-V3's fp8 checkpoints, compressed-tensors (config_groups, pack-quantized and its kin), ModelOpt's
 hf_quant_config.json.

@@ -26,7 +26,7 @@ from sglang.srt.errors import Problems, UserError
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What the command line must know of a field beyond its name, type and default."""
+    """Description of a field for the command line, beyond its name, type and default."""
 
     group: str
     help: str
@@ -56,7 +56,7 @@ ANY_NUMBER = compat.ANY_NUMBER
 
 
 def is_list(annotation: Any) -> bool:
-    """Whether the field takes several values: `list[int] | None`."""
+    """Returns whether the field takes several values: `list[int] | None`."""
     return any(get_args(member) for member in get_args(annotation))
 
 
@@ -176,7 +176,7 @@ def _our_value(name: str, value: str) -> str:
 # --- names ------------------------------------------------------------------------------------------------------------
 
 Meaning = str | compat.NoEffect | compat.NotImplementedFlag
-"""Of a flag: the field that it sets, or what becomes of it here."""
+"""Meaning of a flag: the name of the field that it sets, or the reason why it has no effect or is refused."""
 
 
 class OptionTable:
@@ -200,7 +200,7 @@ class OptionTable:
         return result
 
     def max_values(self, name: str) -> int:
-        """How many words after the flag of this field can be its values."""
+        """Returns how many words after the flag of this field can be its values."""
         annotation = self.fields[name][0]
         if annotation is bool:
             return 0
@@ -272,7 +272,7 @@ _NEAR = 0.8
 
 
 def build_parser(table: OptionTable, prog: str) -> argparse.ArgumentParser:
-    """For `--help`."""
+    """Builds the parser whose only use is to print `--help`."""
     usage = f"{prog} --model-path MODEL [options]"
     parser = argparse.ArgumentParser(prog=prog, usage=usage)
     parser.add_argument("--config", metavar="FILE", help="YAML file of options (page-size: 16); the command line wins.")
@@ -393,7 +393,8 @@ def coerce_values(table: OptionTable, values: Mapping[str, Any], problems: Probl
 
 
 def resolve_keywords(table: OptionTable, values: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
-    """As the command line, for names written with hyphens or underscores: keyword arguments and config files."""
+    """Converts keyword arguments and config files, with names written with hyphens or underscores, as the command line
+    is converted."""
     fields: dict[str, Any] = {}
     for key, value in values.items():
         try:

@@ -17,6 +17,7 @@ RENAMED_FLAGS: Mapping[str, str] = {
     "disable-decode-cuda-graph": "disable-cuda-graph",
     "stream-output": "incremental-streaming-output",
     "schedule-heuristic": "schedule-policy",
+    "speculative-ngram-max-match-window-size": "speculative-ngram-max-trie-depth",
 }
 
 VALUE_ALIASES: Mapping[tuple[str, str], str] = {
@@ -34,6 +35,7 @@ VALUE_ALIASES: Mapping[tuple[str, str], str] = {
     ("attention_backend", "FLASHINFER"): "flashinfer",
     ("attention_backend", "FLASH_ATTN"): "flash_attn",
     ("attention_backend", "TRITON_ATTN"): "triton",
+    **{("speculative_algorithm", name.lower()): name for name in ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")},
     ("tool_call_parser", "qwen"): "qwen25",
     ("tool_call_parser", "qwen3"): "qwen25",
     ("tool_call_parser", "glm"): "glm45",
@@ -111,7 +113,7 @@ WORDS_OF_OTHERS: Mapping[str, str] = {
     "uvicorn-log-level": "--log-level-http",
     "disable-log-requests": "the default; remove it",
     "enable-log-requests": "--log-requests",
-    "speculative-config": "not available: there is no speculative decoding yet",
+    "speculative-config": "--speculative-algorithm, with --speculative-draft-model-path and --speculative-num-steps",
     "kv-transfer-config": "not available: the prefix cache lives in GPU memory only",
     "swap-space": "not available: the prefix cache lives in GPU memory only",
     "distributed-executor-backend": "not needed; remove it",
@@ -136,7 +138,7 @@ class RefusedValues:
     """Values of an option that other releases have, and that stand for what does not exist here."""
 
     reason: str
-    """With {} for the value."""
+    """Reason, with {} in place of the value."""
     values: frozenset[str]
 
 
@@ -144,7 +146,13 @@ _NOT_READ = (
     "sm120-sglang does not read the format {{}} yet; {} auto chooses by the chat template among those that it reads"
 )
 _FORMATS_NOT_READ = frozenset("beam cohere_command4 hunyuan inkling k2_horizon kimi_k3 muse response_template".split())
+_OTHER_DRAFTERS = frozenset("DFLASH DSPARK FROZEN_KV_MTP UNO".split())
 REFUSED_VALUES: Mapping[str, RefusedValues] = {
+    "speculative_algorithm": RefusedValues(
+        "drafts of the kind {} are not supported yet; take NEXTN where the model brings layers for its drafts, EAGLE3"
+        " where there is such a head for it, or NGRAM, which needs no weights",
+        _OTHER_DRAFTERS | {name.lower() for name in _OTHER_DRAFTERS},
+    ),
     "tool_call_parser": RefusedValues(
         _NOT_READ.format("--tool-call-parser") + ", and without the flag calls stay in the text",
         _FORMATS_NOT_READ,
@@ -187,7 +195,10 @@ _ATTENTION_BACKENDS = frozenset(
         " mlu nsa qsa tokenspeed_mla wave"
     ).split()
 )
+_SPARSE_BACKENDS = frozenset("aiter ascend flashmla_auto flashmla_kv intel_xpu tilelang".split())
 FOREIGN_KERNELS: Mapping[str, frozenset[str]] = {
+    "dsa_prefill_backend": _SPARSE_BACKENDS,
+    "dsa_decode_backend": _SPARSE_BACKENDS,
     "attention_backend": _ATTENTION_BACKENDS,
     "prefill_attention_backend": _ATTENTION_BACKENDS,
     "decode_attention_backend": _ATTENTION_BACKENDS,
@@ -214,7 +225,7 @@ class NoEffect:
 
     reason: str
     max_values: int
-    """How many words after the flag are its values."""
+    """Number of words after the flag that are its values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,17 +237,18 @@ class NotImplementedFlag:
     """Values that ask for nothing: such a flag is accepted."""
 
     def asks_for_nothing(self, value: Any) -> bool:
-        """Also of values from Python and YAML, where None and False leave a feature off."""
+        """Returns whether the value leaves the feature off. Values from Python and YAML count too: None and False do
+        so."""
         return value is None or value is False or str(value) in self.harmless
 
 
 ANY_NUMBER = 1 << 30
-"""Of values: as many as follow."""
+"""Number of values of a flag that takes all words that follow it."""
 _NUM_VALUES = {"": 1, "...": ANY_NUMBER}
 
 
 def _words(groups: tuple[FlagGroup, ...]) -> Iterator[tuple[str, bool, str, str]]:
-    """Of each name: itself, whether `=` follows, what follows that, the group's reason."""
+    """Yields for each name: the name itself, whether `=` follows it, what follows the `=`, and the group's reason."""
     for group in groups:
         for word in group.names:
             name, equals, rest = word.partition("=")

@@ -78,6 +78,13 @@ class EnvVar(Generic[T]):
             raise UserError(f"Environment variable {self.name}={text!r}: {error}. {self.description}") from None
 
 
+def _parse_accept_length(text: str) -> float:
+    length = float(text)
+    if length and not 1 <= length <= 64:
+        raise ValueError("a step gives 1 to 64 tokens; 0: as many as are right")
+    return length
+
+
 class Environment:
     """Every variable of ours. One that is set but empty counts as unset."""
 
@@ -110,8 +117,19 @@ class Environment:
     SGLANG_GRAMMAR_WARM_UP: EnvVar[bool] = EnvVar(
         _parse_bool, True, "Load what compiles grammars when the server has started, not with the first grammar."
     )
+    SGLANG_SM120_TRITON_FLASHMLA: EnvVar[bool] = EnvVar(
+        _parse_bool, True, "0: the torch reference attends to what an indexer selects, to compare; slow."
+    )
+    SGLANG_SM120_MQA_FALLBACK: EnvVar[bool] = EnvVar(
+        _parse_bool, False, "1: the torch reference scores and selects for an indexer, to compare; slow."
+    )
     SGLANG_SSE_KEEP_ALIVE: EnvVar[float] = EnvVar(
         _parse_positive_float, 15.0, "Seconds of silence after which a stream gets a comment that keeps it open."
+    )
+    SGLANG_SIMULATE_ACC_LEN: EnvVar[float] = EnvVar(
+        _parse_accept_length,
+        0.0,
+        "Tokens of a request that every verified step accepts, right or wrong: for measurements only.",
     )
 
 
@@ -121,9 +139,11 @@ KNOWN: frozenset[str] = frozenset(name for name, value in vars(Environment).item
 
 IGNORED: Mapping[str, str] = {
     "SGLANG_DISABLE_CUDNN_CHECK": "there is no cuDNN version check to disable",
-    "SGLANG_SM120_TRITON_FLASHMLA": "attention kernels are chosen by the plan; see `python -m sglang.explain`",
-    "SGLANG_SM120_MQA_FALLBACK": "attention kernels are chosen by the plan; see `python -m sglang.explain`",
     "SGLANG_ENABLE_SPEC_V2": "there are no versions of speculative decoding to choose from",
+    "SGLANG_ENABLE_PP_SPEC": "drafts work with the stages of a pipeline without it",
+    "SGLANG_SPEC_TP_SYNC": "ranks draw the same tokens of the same noise",
+    "SGLANG_NGRAM_FORCE_GREEDY_VERIFY": "guesses are verified against what the request samples",
+    "SGLANG_RAGGED_VERIFY_MODE": "--speculative-adaptive chooses how many guesses are verified",
     "SGLANG_ENABLE_JIT_DEEPGEMM": "DeepGEMM is not used",
     "SGLANG_ENABLE_DEEP_GEMM": "DeepGEMM is not used",
     "SGLANG_DISABLE_DEEP_GEMM": "DeepGEMM is not used",

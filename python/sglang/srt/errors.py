@@ -11,7 +11,7 @@ class UserError(ValueError):
 
 
 class Problems:
-    """What is wrong with a command, collected so that the user reads all of it at once."""
+    """The problems of a command, collected so that the user reads all of them at once."""
 
     def __init__(self, where: str = "") -> None:
         self.where = where

@@ -1,4 +1,4 @@
-"""What the user asked for: one dataclass, from which the command line, the config file and `Engine(...)` are derived.
+"""Arguments of the user: one dataclass, from which the command line, the config file and `Engine(...)` are derived.
 
 A field that depends on the model or the GPU stays None here; the plan decides it.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass
 from typing import Any
 
@@ -17,15 +16,18 @@ from sglang.srt.cli_args import OptionTable, coerce_values, flag, option, parse_
 from sglang.srt.compat import FOREIGN_KERNELS
 from sglang.srt.configs.output_formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 from sglang.srt.configs.quantization import EXPERT_PRECISIONS, SPELLINGS
+from sglang.srt.configs.speculative import ALGORITHMS, LONGEST_SUFFIX, MOST_DRAFT_TOKENS, NEXTN, UNQUANTIZED
 from sglang.srt.errors import Problems
+from sglang.srt.flag_checks import contradictions
 from sglang.srt.kernels.spec import KernelSpec
-from sglang.srt.kernels.tables import EXTEND_ATTENTION, FP8_GEMM_BACKENDS, FUSED_MOE
+from sglang.srt.kernels.tables import EXTEND_ATTENTION, FP8_GEMM_BACKENDS, FUSED_MOE, SPARSE_ATTENTION
 
 MODEL = "model"
 SERVING = "HTTP server"
 PARALLEL = "parallelism"
 MEMORY = "memory and scheduling"
 KERNELS = "kernels"
+SPECULATION = "speculative decoding"
 OBSERVE = "logging and metrics"
 
 _EFFECTIVE_IF_NONE = "Chosen at start-up if not given."
@@ -39,9 +41,9 @@ def _backend(field: str, *choices: str, tables: tuple[KernelSpec, ...] = ()) -> 
 
 
 _ATTENTION = _backend("attention_backend", tables=EXTEND_ATTENTION)
+_SPARSE = _backend("dsa_decode_backend", tables=SPARSE_ATTENTION)
 _EXPERTS = _backend("moe_runner_backend", "auto", tables=FUSED_MOE)
-OUR_SAMPLING = (None, "pytorch")
-ONE_SAMPLER = "sampling has one implementation for each device"
+_DRAFT_QUANTIZATION = (*SPELLINGS, UNQUANTIZED)
 
 
 @dataclass(kw_only=True)
@@ -261,6 +263,20 @@ class ServerArgs:
     attention_backend: str | None = option(None, KERNELS, f"Kernels of attention. {_EFFECTIVE_IF_NONE}", **_ATTENTION)
     prefill_attention_backend: str | None = option(None, KERNELS, "As --attention-backend, for prefill.", **_ATTENTION)
     decode_attention_backend: str | None = option(None, KERNELS, "As --attention-backend, for decode.", **_ATTENTION)
+    dsa_prefill_backend: str | None = option(
+        None,
+        KERNELS,
+        "Kernel of attention to what an indexer selects, unless --dsa-decode-backend names one for both.",
+        "--nsa-prefill-backend",
+        **_SPARSE,
+    )
+    dsa_decode_backend: str | None = option(
+        None,
+        KERNELS,
+        f"Kernel of attention to what an indexer selects. {_EFFECTIVE_IF_NONE}",
+        "--nsa-decode-backend",
+        **_SPARSE,
+    )
     moe_runner_backend: str = option(
         "auto",
         KERNELS,
@@ -289,6 +305,64 @@ class ServerArgs:
     )
     cuda_graph_bs: list[int] | None = option(None, KERNELS, "Decode batch sizes to capture.", minimum=1)
     disable_cuda_graph: bool = option(False, KERNELS, "Launch every kernel from the host.")
+
+    # --- speculative decoding
+    speculative_algorithm: str | None = option(
+        None,
+        SPECULATION,
+        "Who guesses tokens that a step verifies: earlier tokens (NGRAM), a small model (STANDALONE), a head (EAGLE, "
+        "EAGLE3), the model's own layers for it (NEXTN). Answers are the same, token for token.",
+        choices=(*ALGORITHMS, NEXTN),
+    )
+    speculative_draft_model_path: str | None = option(
+        None, SPECULATION, "Directory or Hugging Face id of the draft.", "--speculative-draft-model"
+    )
+    speculative_draft_model_revision: str | None = option(None, SPECULATION, "Branch, tag or commit of the draft.")
+    speculative_draft_load_format: str | None = option(
+        None,
+        SPECULATION,
+        "As --load-format, for the draft; as the model's if not given.",
+        choices=("auto", "safetensors", "dummy"),
+    )
+    speculative_draft_model_quantization: str | None = option(
+        None,
+        SPECULATION,
+        "Quantization of the draft; as its checkpoint says, tensor by tensor, if not given. unquant: 16 bits.",
+        choices=_DRAFT_QUANTIZATION,
+        metavar="FORMAT",
+    )
+    speculative_num_steps: int | None = option(
+        None,
+        SPECULATION,
+        "Guesses of each request in a step; chosen by load and acceptance if not given.",
+        minimum=1,
+        maximum=MOST_DRAFT_TOKENS - 1,
+    )
+    speculative_eagle_topk: int | None = option(
+        None, SPECULATION, "Branches of a tree of guesses; a chain of its depth is verified.", minimum=1
+    )
+    speculative_num_draft_tokens: int | None = option(
+        None,
+        SPECULATION,
+        "Tokens of each request in a step: its guesses and the token sampled last.",
+        minimum=2,
+        maximum=MOST_DRAFT_TOKENS,
+    )
+    speculative_adaptive: bool = option(
+        False, SPECULATION, "Choose by load and acceptance among no guesses and those that the flags allow."
+    )
+    speculative_adaptive_config: str | None = option(
+        None, SPECULATION, "JSON file of how that is chosen; see speculative_decoding.md.", metavar="FILE"
+    )
+    speculative_ngram_max_trie_depth: int = option(
+        LONGEST_SUFFIX, SPECULATION, "Of the last tokens NGRAM compares at most so many.", minimum=1, maximum=64
+    )
+    speculative_ngram_external_corpus_path: str | None = option(
+        None, SPECULATION, "Texts in which NGRAM looks, too: a text file, or JSON lines.", metavar="FILE"
+    )
+    speculative_ngram_external_corpus_max_tokens: int = option(
+        10_000_000, SPECULATION, "Tokens of all such texts together.", minimum=1, size=True
+    )
 
     # --- logging and metrics
     log_level: str = option(
@@ -327,7 +401,7 @@ class ServerArgs:
 
     @classmethod
     def from_cli(cls, argv: Sequence[str] | None = None, prog: str = "python -m sglang.launch_server") -> ServerArgs:
-        """From command-line words (`sys.argv[1:]` if None). Raises UserError with all problems; `--help` prints and
+        """Parses command-line words (`sys.argv[1:]` if None). Raises UserError with all problems; `--help` prints and
         exits."""
         problems = Problems()
         values = parse_argv(TABLE, sys.argv[1:] if argv is None else argv, prog, problems)
@@ -335,7 +409,7 @@ class ServerArgs:
 
     @classmethod
     def from_kwargs(cls, **values: Any) -> ServerArgs:
-        """From keyword arguments named as the flags, for `Engine`. Raises UserError with all problems."""
+        """Reads keyword arguments named as the flags, for `Engine`. Raises UserError with all problems."""
         problems = Problems()
         return cls._checked(resolve_keywords(TABLE, values, problems), problems)
 
@@ -366,7 +440,7 @@ class ServerArgs:
         return result
 
     def url(self) -> str:
-        """Where this machine reaches the server."""
+        """Returns the URL at which this machine reaches the server."""
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(
             self.host, f"[{self.host}]" if ":" in self.host else self.host
         )
@@ -387,57 +461,13 @@ ONLY_ONE: Mapping[str, str] = {
 """Fields that must be 1 until what they count exists, with what to do instead."""
 
 
-_API_KEY = re.compile(r"[^\s\x00-\x1f\x7f]([^\x00-\x1f\x7f]*[^\s\x00-\x1f\x7f])?")
-_ORIGIN = re.compile(r"\*|null|[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s?#@]+|file://")
-
-
 def _find_problems(args: ServerArgs, problems: Problems) -> None:
-    """What does not exist yet, and values that contradict each other; fields with a problem already are left out."""
+    """Collects what does not exist yet, and values that contradict each other; fields with a problem already are left
+    out."""
     for name, hint in ONLY_ONE.items():
         value = getattr(args, name)
         if value != 1 and name not in problems.fields:
             problems.refuse(f"{flag(name)} {value}", hint)
-    for fields, text in _contradictions(args):
+    for fields, text in contradictions(args):
         if not problems.fields & fields:
             problems.add(text, *fields)
-
-
-def _contradictions(args: ServerArgs) -> Iterator[tuple[set[str], str]]:
-    """The fields and the text of each."""
-    fraction, chunk, page = args.mem_fraction_static, args.chunked_prefill_size, args.page_size
-    if fraction is not None and not 0 < fraction < 1:
-        yield {"mem_fraction_static"}, f"--mem-fraction-static must be above 0 and below 1; got {fraction}."
-    ratio = args.mamba_full_memory_ratio
-    if ratio is not None and ratio <= 0:
-        yield {"mamba_full_memory_ratio"}, f"--mamba-full-memory-ratio must be above 0; got {ratio:g}."
-    if chunk == 0:
-        text = "--chunked-prefill-size must be positive, or -1 to compute whole prompts; got 0."
-        yield {"chunked_prefill_size"}, text
-    if page is not None and chunk is not None and chunk > 0 and chunk % page:
-        text = f"--chunked-prefill-size {chunk} is not a multiple of --page-size {page}."
-        yield {"chunked_prefill_size", "page_size"}, text
-    if page is not None and args.max_total_tokens is not None and args.max_total_tokens < page:
-        text = f"--max-total-tokens {args.max_total_tokens} is less than one page of {page} tokens."
-        yield {"max_total_tokens", "page_size"}, text
-    if args.retraction_policy == "priority" and not args.enable_priority_scheduling:
-        text = "--retraction-policy priority needs --enable-priority-scheduling."
-        yield {"retraction_policy", "enable_priority_scheduling"}, text
-    if args.api_key is not None and not _API_KEY.fullmatch(args.api_key):
-        text = "--api-key must be text of one line that begins and ends with no blank; leave the flag out for no key."
-        yield {"api_key"}, text
-    wrong = next((origin for origin in args.allowed_origins or () if not _ORIGIN.fullmatch(origin)), None)
-    if wrong is not None:
-        text = (
-            f"--allowed-origins takes what browsers call an origin, SCHEME://HOST or SCHEME://HOST:PORT; got {wrong!r}."
-        )
-        yield {"allowed_origins"}, text
-    if args.node_rank >= args.nnodes:
-        yield {"node_rank", "nnodes"}, f"--node-rank must be below --nnodes {args.nnodes}; got {args.node_rank}."
-    if args.strict_backends and args.sampling_backend not in OUR_SAMPLING:
-        text = (
-            f"--sampling-backend {args.sampling_backend} is not part of sm120-sglang: {ONE_SAMPLER}. Remove the flag."
-        )
-        yield {"sampling_backend"}, text
-    if args.disable_cuda_graph and args.cuda_graph_bs is not None:
-        text = "--cuda-graph-bs and --disable-cuda-graph contradict each other; remove one."
-        yield {"cuda_graph_bs", "disable_cuda_graph"}, text

@@ -1,4 +1,5 @@
-"""What SGLang's releases know and this server does not have, read from `upstream_interface.json`.
+"""Flags, fields and routes that SGLang's releases know and this server does not have, read from
+`upstream_interface.json`.
 
 `flags` are those that are no option here. Accepted with one warning is what only tunes: the answers are the same
 without it. Refused is what would change answers, replies or who may connect, and what asks for a feature that does not

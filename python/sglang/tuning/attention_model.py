@@ -23,7 +23,7 @@ _SHARPNESS = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What one step of a layer attends to: `batch` requests with `context` keys each, `heads` query heads and
+    """The keys of one step of a layer: `batch` requests with `context` keys each, `heads` query heads and
     `kv_heads` of keys and values on a rank. `latent`: values are the first columns of the keys (MLA)."""
 
     batch: int
@@ -65,8 +65,8 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Of one compiled decode kernel, microseconds; `base`: both launches, when there is nothing to do; `program`: what
-    a program takes besides its steps."""
+    """The times of one compiled decode kernel, microseconds; `base`: both launches, when there is nothing to do;
+    `program`: what a program takes besides its steps."""
 
     step: float
     cold: float
@@ -77,8 +77,8 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class DecodeShared:
-    """What all decode kernels share. `dispatch`: nanoseconds of a launched program; rates in TB/s; keys of up to
-    `warm_mb` are in the L2 when a graph is replayed, and hardly any beyond exp(`warm_width`) times that."""
+    """Constants that all decode kernels share. `dispatch`: nanoseconds of a launched program; rates in TB/s; keys of
+    up to `warm_mb` are in the L2 when a graph is replayed, and hardly any beyond exp(`warm_width`) times that."""
 
     dispatch: float = 0.975
     l2: float = 7.1
@@ -111,7 +111,7 @@ def decode_seconds(
 
 
 def from_memory_share(num_bytes: float, shared: DecodeShared = SHARED) -> float:
-    """Of operands that a replay uses again: what comes from memory, and not from the L2."""
+    """The share of operands that a replay uses again which comes from memory, and not from the L2."""
     return min(1.0, max(0.0, math.log(max(1.0, num_bytes) / (shared.warm_mb * 1e6)) / shared.warm_width))
 
 
@@ -145,7 +145,7 @@ class Prompt:
 
     @property
     def pairs(self) -> float:
-        """Of a query and a key, of all heads."""
+        """The pairs of a query and a key, of all heads."""
         if self.window and self.window < self.prefix + self.new:
             return float(self.batch * self.heads * self.new * min(self.window, self.prefix + self.new))
         return self.batch * self.heads * self.new * (self.prefix + (self.new + 1) / 2)
@@ -157,7 +157,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptTimes:
-    """Of one compiled kernel, microseconds: a step of a lonely program, of each program where all SMs compute, what a
+    """The times of one compiled kernel, microseconds: a step of a lonely program, of each program where all SMs
+    compute, what a
     program takes besides, a step that a window masks out, the launch, and what a program with all of its rows takes
     more than one without any."""
 

@@ -39,8 +39,9 @@ FULL_WARPS = 8
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """What no data sheet says. The defaults are fitted on times measured on an H200, 2026-11-21, by benchmark/kernels/
-    fused_moe_triton/fit_cost_model.py; docs/results/2026-11-21-h200-moe-cost-model.md says how well they choose."""
+    """Constants that no data sheet gives. The defaults are fitted on times measured on an H200, 2026-11-21, by
+    benchmark/kernels/fused_moe_triton/fit_cost_model.py. How well the model chooses with them is in
+    benchmark/results/2026-11-21-h200-moe-cost-model.md."""
 
     bandwidth_share: float = 1.0  # of the memory's bandwidth that streaming long rows reaches
     in_flight: float = 0.25  # how much slower it gets with no more bytes on their way than bandwidth x latency
@@ -232,7 +233,7 @@ class _Launch:
         return time * (1.0 + self.constants.spill_penalty * self.record.spills)
 
     def _program(self, sharing: float) -> float:
-        """Of a program that shares its SM with `sharing` - 1 others."""
+        """The time of a program that shares its SM with `sharing` - 1 others."""
         constants, tile = self.constants, self.tile
         shared = 2.0 * self.loaded / (SHARED_BYTES_PER_CLOCK * self.rates.clock)
         l2_rate = self._l2_rate()
@@ -246,7 +247,7 @@ class _Launch:
         return constants.prologue + self.steps * max(busy, waited) + constants.epilogue + stored
 
     def _arithmetic(self, sharing: float) -> float:
-        """Of one step, by the matrix unit and then by the lanes, if the SM did nothing else."""
+        """The times of one step's arithmetic, by the matrix unit and then by the lanes, if the SM did nothing else."""
         product, constants = self.product, self.constants
         m, n, k = self.tile["BLOCK_M"], self.tile["BLOCK_N"] * product.width, self.tile["BLOCK_K"]
         fill = min(1.0, self.tile["num_warps"] * sharing / FULL_WARPS)
@@ -294,7 +295,8 @@ class _Launch:
         return total / self._bandwidth()
 
     def _bandwidth(self) -> float:
-        """Of the memory, bytes a second. Loads on their way hide the latency; whole lines and pages of it are read."""
+        """The bandwidth of the memory, bytes a second. Loads on their way hide the latency; whole lines and pages of
+        it are read."""
         arch, constants = self.arch, self.constants
         sharing = min(float(self.occupancy), self.programs / arch.num_sms)
         on_their_way = sharing * max(1, self.tile["num_stages"] - 1) * self.weights

@@ -12,7 +12,7 @@ from typing import Any
 STEPS = 40
 """A table holds round(STEPS * log2(microseconds)): 1.7% a step."""
 _DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz+-"
-"""Of the two characters of a code, in base 64; a code is at least 0: a microsecond."""
+"""The alphabet of the two characters of a code, in base 64; a code is at least 0: a microsecond."""
 _VALUES = {digit: value for value, digit in enumerate(_DIGITS)}
 _TOP = len(_DIGITS) ** 2 - 1
 Base = Callable[..., float]

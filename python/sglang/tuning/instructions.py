@@ -17,7 +17,7 @@ TileSizes = tuple[int, int, int, int]
 FIRST: TileSizes = (2, 16, 64, 4)
 """Whose warps share out the weights, so that each is widened once."""
 OTHER = 4.4
-"""Of a weight that is widened in a way which nobody counted: eight bits to sixteen."""
+"""The instructions of a weight that is widened in a way which nobody counted: eight bits to sixteen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def tile_form(scheme: str, features: Collection[str]) -> str:
 
 
 def _form(scheme: str, unit: str) -> str:
-    """What weights are, and what they are widened for: "int4/wgmma"."""
+    """The name of a format of weights and of the instruction that they are widened for: "int4/wgmma"."""
     form = SCHEMES[scheme]
     return f"{form.element}{f' in {form.group[1]}s' if form.element == 'e2m1' else ''}/{unit}"
 
@@ -67,7 +67,7 @@ def streamed(scheme: str | None, arch_name: str) -> Streamed:
 
 
 def pair_instructions(dims: tuple[int, int], arch_name: str) -> float:
-    """Of a query and a key in a prompt; head dims that nobody counted as the next larger."""
+    """The instructions of a query and a key in a prompt; head dims that nobody counted as the next larger."""
     counts = _counts()["prompts"]["sm_90" if arch_name == "sm_90" else "sm_120"]
     by_width = sorted((sum(map(int, key.split("x"))), count) for key, count in counts.items())
     widest, most = by_width[-1]

@@ -31,7 +31,7 @@ class Op(Protocol):
 
     @property
     def operand(self) -> str:
-        """What is multiplied, as in `rates.Ceilings.products`."""
+        """The operands of the product, as in `rates.Ceilings.products`."""
 
 
 def floor(op: Op, ceilings: Ceilings) -> float:
@@ -334,7 +334,7 @@ def parse_shape(text: str) -> Op:
 
 
 MOST = 1 << 24
-"""Of any size but bytes: the models count programs one by one."""
+"""The limit of any size but bytes: the models count programs one by one."""
 
 
 def _is_size(key: str, value: str) -> bool:

@@ -105,7 +105,7 @@ def small_palette(points: Iterable[Point], most: int, tolerance: float = 0.001) 
 
 
 def _additions(points: Sequence[Point], chosen: Palette, most: int) -> set[Palette]:
-    """What may be added: tiles that are the best of some point, alone or in pairs."""
+    """The tiles that may be added: those that are the best of some point, alone or in pairs."""
     room = most - len(chosen)
     palettes: set[Palette] = set()
     for p in points:

@@ -57,8 +57,8 @@ from sglang.tuning.sglang_times import product_seconds
 from sglang.tuning.streaming import LAUNCH, of_pairs, of_rows, reading_seconds, streamed_seconds
 
 SIDE_LAUNCHES, SIDE_SHARE = 8e-6, 1.24
-"""Of grouping, quantization and the last sum of experts, as fitted for SGLang's (fit_experts.py): a part of what they
-read is in the L2, so that they move more bytes a second than the memory."""
+"""The times of grouping, quantization and the last sum of experts, as fitted for SGLang's (fit_experts.py): a part of
+what they read is in the L2, so that they move more bytes a second than the memory."""
 LIBRARY = 2.8e-6
 """The launch of a small product by cuBLAS, on an H200."""
 
@@ -82,7 +82,7 @@ def predicted(op: Op, arch: ArchTraits) -> Predicted | None:
 
 
 def beyond_cache(seconds: float, num_bytes: float, arch: ArchTraits) -> float:
-    """What was measured in replays, where operands came from the L2, with reading them from memory."""
+    """Correct a time that was measured in replays, where operands came from the L2, by reading them from memory."""
     return max(seconds, num_bytes / ceilings_of(arch).read)
 
 
@@ -138,13 +138,13 @@ def _linear_bands(scheme: str, rows: int, cols: int, arch: ArchTraits) -> Bands:
 
 
 def linear_tile(op: Linear, arch: ArchTraits) -> Tile:
-    """Of a quantized product by Triton."""
+    """The tile of a quantized product by Triton."""
     assert op.scheme is not None
     return band_of(_linear_bands(op.scheme, op.rows, op.cols, arch), op.tokens).tiles[0]
 
 
 def _linear_record(op: Linear, tile: Tile, arch: ArchTraits) -> TileRecord | None:
-    """Of the variant that serves columns which 16 divides, or of one that loads them in pieces."""
+    """The record of the variant that serves columns which 16 divides, or of one that loads them in pieces."""
     assert op.scheme is not None
     name = tile_key(tile)
     pieces = op.cols % 16 != 0

@@ -32,7 +32,8 @@ _OPERANDS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of one product. `matrix` in operations a second, `clock` in Hz, `l2_bytes` of cache and what an SM reads of it.
+    """The rates of one product. `matrix` in operations a second, `clock` in Hz, `l2_bytes` of cache and what an SM
+    reads of it.
 
     `mma_sync_share`: what `mma.sync` reaches of those rates; on Hopper only `wgmma` reaches them.
     """
@@ -115,7 +116,7 @@ CEILINGS: Mapping[str, Ceilings] = {
         read=4.48e12,
         products={"half": 714 * TERA, "fp8": 1259 * TERA},
         all_reduce={},
-        source="this project's benchmarks on one H200, docs/results/2026-11-21-attention-h200.md and -h200-moe.md",
+        source="this project's benchmarks on one H200, benchmark/results/2026-11-21-attention-h200.md and -h200-moe.md",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""What an op takes at least when a graph replays it with the same operands, as benchmarks do: what is smaller than the
+"""The least time of an op when a graph replays it with the same operands, as benchmarks do: what is smaller than the
 L2 comes from there, but for weights of products. Times between measured sizes are multiples of it."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EXPERT_LAUNCHES: Mapping[str, tuple[float, float]] = {
     "int4": (18e-6, 0.0),
     "mxfp4": (40e-6, 0.025e-6),
 }
-"""Of everything but the products, and for each expert more; 10 us where nothing is said."""
+"""The time of everything but the products, and for each expert more; 10 us where nothing is said."""
 NARROW: Mapping[str, float] = {"nvfp4": 190.0}
 """Rows of weights that an expert costs, however few it has; by form."""
 

@@ -36,7 +36,8 @@ GROUP_M = {16: 1, 32: 1, 64: 8, 128: 8}
 """By BLOCK_M: small blocks are for few tokens, of which an expert has one block; large ones come in groups that share
 its weights while they are cached."""
 TUNED_GROUP_M = (1, 8, 16, 32, 64)
-"""What tuning tries on the fastest tile of each BLOCK_M: the order of programs changes neither registers nor memory."""
+"""The values that tuning tries on the fastest tile of each BLOCK_M: the order of programs changes neither registers
+nor memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,8 @@ class MoeShape:
 
 @dataclass(slots=True)
 class Candidates:
-    """Of one product: the tiles that remain with what they cost, and how many are out for each kind of reason."""
+    """The candidates for one product: the tiles that remain with what they cost, and how many are out for each kind of
+    reason."""
 
     kept: list[tuple[GroupedTile, TileRecord]] = field(default_factory=list)
     unknown: list[GroupedTile] = field(default_factory=list)  # neither: what they cost is not on record

@@ -3,7 +3,7 @@ instructions. No torch; times in microseconds inside, seconds from the public fu
 
 Prompts: a step takes what the matrix unit and the counted instructions need and, with one buffer, the time until its
 keys are there. One number of it is fitted. SGLang's kernels, which wait for both in turn, take on an RTX PRO 6000
-Server what the same sum says (docs/results/2026-11-22-card-h200.md).
+Server what the same sum says (benchmark/results/2026-11-22-card-h200.md).
 
 Decoding on SM120: the model of `attention_model` with steps carried over from SGLang's kernels; no card has confirmed
 that. On GPUs with wgmma: `READING`, fitted on an H200.
@@ -78,9 +78,9 @@ what the fits on SGLang's kernels have in common (within a third)."""
 ARITHMETIC = 1.5
 """A full SM's step over that of its matrix products, as in the fits."""
 LAUNCHES = 5.0
-"""Of the two launches, in a graph with programmatic launches; SGLang's take 4.3 to 12."""
+"""The time of the two launches, in a graph with programmatic launches; SGLang's take 4.3 to 12."""
 OPERATIONS_PER_US = 504e6 * 0.85 / NUM_SMS
-"""Of an SM, in 16 bits."""
+"""The operations of an SM, in 16 bits."""
 
 
 def carried_step_times(keys: Keys, tile: Mapping[str, int]) -> StepTimes:
@@ -145,7 +145,8 @@ with the tiles of SM120. Without wgmma as long as from memory, which SGLang's ke
 
 
 def counted_step(prompt: Prompt, tile: Mapping[str, int], sharing: float, arch: ArchTraits) -> float:
-    """Of every program on an SM, of which `sharing` run there. With two stages there is one buffer, which is filled
+    """The time of one step of every program on an SM, of which `sharing` run there. With two stages there is one
+    buffer, which is filled
     when it was used up; with more, keys arrive meanwhile. Programs beside each other fill each other's waits: all of
     them with wgmma, which runs by itself."""
     m, n, rates = tile["BLOCK_M"], tile["BLOCK_N"], rates_of(arch)
@@ -172,11 +173,11 @@ def counted_step(prompt: Prompt, tile: Mapping[str, int], sharing: float, arch: 
 CHUNK = 64
 """Tokens of a chunk; a test holds it to the kernel's."""
 SCAN_COLUMNS = 32
-"""Of a state that one program takes through the chunks of a request, and which wait for each other."""
+"""The columns of a state that one program takes through the chunks of a request, and which wait for each other."""
 SCANNED = 6.7
 """Microseconds of one chunk there, on an H200: one time of 8,192 tokens tells it, less what LOCAL_INSTRUCTIONS take."""
 LOCAL_INSTRUCTIONS = 8 * 32 * 4170.0
-"""Of the lanes, for what a chunk of a head needs besides: eight warps, counted."""
+"""The instructions of the lanes for what a chunk of a head needs besides: eight warps, counted."""
 
 
 def delta_rule_seconds(batch: int, tokens: int, heads: int, value_dim: int, arch: ArchTraits) -> float:

@@ -1,4 +1,4 @@
-"""What SGLang 0.5.14 takes for an op on an RTX PRO 6000 Server when a graph replays it with the same operands: from the
+"""The time of an op in SGLang 0.5.14 on an RTX PRO 6000 Server when a graph replays it with the same operands: from the
 tables where it was timed, between and beyond their sizes in multiples of `replays`, or by the models of its kernels."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def product_form(scheme: str | None) -> tuple[str, ...]:
 
 
 def product_seconds(tables: Tables, name: str, op: Linear) -> float | None:
-    """Of the table `name` ("product/FORM/..."); None where the card has none."""
+    """The seconds of a product by the table `name` ("product/FORM/..."); None where the card has none."""
     if name not in tables:
         return None
     form = name.split("/")[1]
@@ -69,7 +69,7 @@ def product_seconds(tables: Tables, name: str, op: Linear) -> float | None:
 
 
 def expert_form(scheme: str | None) -> str:
-    """Of a table of experts."""
+    """The form of weights of a table of experts."""
     if scheme is None:
         return "bf16"
     form = SCHEMES[scheme]

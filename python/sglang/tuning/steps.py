@@ -85,7 +85,7 @@ class TimedOp:
 
     @property
     def seconds(self) -> float:
-        """Of all; where nothing here computes it, what others need, or the floor."""
+        """The seconds of all ops; where nothing here computes one, what others need, or the floor."""
         one = self.ours.seconds if self.ours else self.best.served if self.best else self.floor
         return self.count * one
 
@@ -206,7 +206,7 @@ def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str
     mixer, tp = layer.mixer, serving.tp_size
     item = KV_DTYPE_BYTES[serving.kv_dtype]
     if isinstance(mixer, GQA):
-        heads, kv = mixer.shares(tp).room, mixer.shares(tp).kv_room
+        heads, kv = mixer.shares(tp).padded_heads, mixer.shares(tp).padded_kv_heads
         dims = (mixer.head_dim, mixer.v_head_dim)
         size = step.tokens * (2 * heads + 3 * kv) * mixer.head_dim * 2.0
         yield "qk_norm_rope_store", Elementwise("qk_norm_rope_store", size)
@@ -214,7 +214,7 @@ def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str
             yield "attention_output_gate", Elementwise("attention_output_gate", 6.0 * step.tokens * heads * dims[1])
         yield _attention(step, heads, kv, dims, item, mixer.window)
     elif isinstance(mixer, MLA):
-        yield from _latent(mixer, step, mixer.shares(tp).room, item)
+        yield from _latent(mixer, step, mixer.shares(tp).padded_heads, item)
     elif isinstance(mixer, GatedDelta):
         heads, keys = mixer.value_heads // tp, mixer.key_heads // tp
         channels = 2 * keys * mixer.key_dim + heads * mixer.value_dim
@@ -252,13 +252,13 @@ def _latent(mixer: MLA, step: Step, heads: int, item: int) -> Iterator[tuple[str
     size = tokens * (heads * mixer.qk_dim * 2 + mixer.latent_dim * 2) * 2.0
     yield "latent_norm_rope_store", Elementwise("latent_norm_rope_store", size)
     if mixer.indexer is not None:
-        keys = step.batch * step.context * mixer.indexer.head_dim * item
+        keys = step.batch * step.context * (mixer.indexer.head_dim + 4)  # one byte an element, and a scale
         yield "sparse_indexer", Elementwise("sparse_indexer", float(keys), 4)
     if step.decodes:
-        seen = min(step.context, mixer.indexer.top_k) if mixer.indexer is not None else step.context
+        seen = min(step.context, mixer.top_k) if mixer.sparse else step.context
         yield "latent_absorb", LatentAbsorb(tokens, heads, lora, mixer.nope_dim)
         keys_of = Keys(step.batch, seen, heads, 1, mixer.latent_dim, lora, item, True)
-        yield "decode_attention", DecodeAttention(keys_of)
+        yield "sparse_attention" if mixer.sparse else "decode_attention", DecodeAttention(keys_of)
         yield "latent_absorb", LatentAbsorb(tokens, heads, mixer.v_dim, lora)
     else:
         yield "kv_b", Linear(tokens, heads * (mixer.nope_dim + mixer.v_dim), lora)
@@ -271,7 +271,7 @@ def _latent(mixer: MLA, step: Step, heads: int, item: int) -> Iterator[tuple[str
 
 
 def _compressed(mixer: CompressedSparse, step: Step, heads: int, item: int) -> Iterator[tuple[str, Op]]:
-    """What it reads: nothing here computes it, and others measured it with its products only."""
+    """The op, by the bytes that it reads: nothing here computes it, and others measured it with its products only."""
     seen = min(step.context, mixer.window)
     if mixer.rate:
         entries = step.context // mixer.rate
@@ -287,14 +287,14 @@ def _feed_forward(
     """With experts by rank each has its share of the pairs, as if of fewer tokens that all choose here."""
     tp = serving.tp_size
     if isinstance(ffn, Dense):
-        yield ffn.activation.op, Elementwise(ffn.activation.op, 6.0 * tokens * ffn.room(tp))
+        yield ffn.activation.op, Elementwise(ffn.activation.op, 6.0 * tokens * ffn.padded_rows(tp))
     elif isinstance(ffn, MoE):
         yield ffn.router.op, Elementwise(ffn.router.op, 4.0 * tokens * ffn.num_experts)
         hidden = ffn.latent_size or model.hidden_size
         top_k = ffn.top_k + ffn.fused_shared
-        room = serving.ranks.expert_room(ffn.num_experts) + ffn.fused_shared
+        room = serving.ranks.padded_experts(ffn.num_experts) + ffn.fused_shared
         share = -(-tokens // serving.ranks.ep_size)
         yield "fused_moe", Experts(share, room, min(top_k, room), hidden, rows, expert_scheme, ffn.bias)
         if ffn.shared is not None and not ffn.fused_shared:
-            size = 6.0 * tokens * ffn.shared.dense(ffn.activation).room(tp)
+            size = 6.0 * tokens * ffn.shared.dense(ffn.activation).padded_rows(tp)
             yield ffn.activation.op, Elementwise(ffn.activation.op, size)

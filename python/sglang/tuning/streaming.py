@@ -21,9 +21,9 @@ from sglang.tuning.ops import Experts, Linear, weight_bytes
 from sglang.tuning.rates import ceilings_of, rates_of
 
 STREAMED = 0.92
-"""Of the best read that kernels reach which only stream weights, by the H200's: 4.1 of 4.48 TB/s."""
+"""The share of the best read that kernels reach which only stream weights, by the H200's: 4.1 of 4.48 TB/s."""
 LAUNCH = 2.0e-6
-"""Of a small kernel in a CUDA graph."""
+"""The time of a small kernel in a CUDA graph."""
 ISSUED, LAST_WARPS = 0.9, 16.0
 
 

@@ -132,5 +132,5 @@ PROMPT_TIMES: Mapping[str, PromptTimes] = {
     "64/fp8/q8/window": PromptTimes(3.58, 4.26, 1.54, 2.56, 6.8, 0.243),
     "576": PromptTimes(3.5, 3.52, 0.751, 0.3, 6.36, 3.98),
 }
-"""What equals the fit's start (`busy` 1.5 where one program fills an SM, `masked` 0.3 without a window) the data do
-not tell."""
+"""Fitted times. The data do not determine values that equal the fit's start: `busy` 1.5 where one program fills an SM,
+`masked` 0.3 without a window."""

@@ -74,8 +74,8 @@ WARM: Mapping[str, tuple[SideKernels, Constants]] = {
         replace(SM120, prologue=2.27e-6, launch=0.58e-6, step_overhead=4e-9),
     ),
 }
-"""Of layers whose weights stay in the L2 when a graph is replayed: fitted on 551 of them, 0.13 and 0.15 rms. Each alone
-is not told by the data."""
+"""Constants of layers whose weights stay in the L2 when a graph is replayed: fitted on 551 of them, 0.13 and 0.15 rms.
+Each alone is not told by the data."""
 
 
 def predict(layer: ExpertLayer, arch: ArchTraits, constants: Constants, side: SideKernels) -> float:
@@ -95,7 +95,7 @@ def predict_replayed(layer: ExpertLayer, arch: ArchTraits, constants: Constants,
 
 
 def weight_bytes(layer: ExpertLayer) -> int:
-    """Of the experts that were chosen."""
+    """The bytes of the experts that were chosen."""
     item = 2 if layer.scheme == "bf16" else 1
     return min(layer.num_experts, layer.pairs) * 3 * layer.intermediate * layer.hidden * item
 

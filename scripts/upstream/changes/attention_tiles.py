@@ -52,7 +52,7 @@ def _tensor(*shape: int, itemsize: int = 2) -> Any:
 SIZES = "_get_block_sizes_for_extend_attention"
 LAUNCHER = "extend_attention_fwd"
 ONE_STAGE = "extend_attention_fwd_unified"
-"""Of deterministic inference; prefix and new tokens in one loop."""
+"""The kernel of deterministic inference; prefix and new tokens in one loop."""
 NEAR = "/extend_attention.py"  # older releases have another launcher, for double sparsity
 THEIRS = (128, 32, 2)
 """Stands for a release's choice in checks; none of ours."""

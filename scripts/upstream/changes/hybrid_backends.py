@@ -48,7 +48,7 @@ class HybridBackends(Change):
 
 
 def _conditions(node: Definition) -> Iterator[cst.BaseExpression]:
-    """What the function asserts about trtllm_mha: the list of backends for Blackwell."""
+    """The conditions that the function asserts about trtllm_mha: the list of backends for Blackwell."""
     statement: Any
     for statement in m.findall(node, m.Assert()):
         if '"trtllm_mha"' in code(statement.test):

@@ -48,7 +48,7 @@ class DefaultBackend(Change):
         return find(tree, self.HANDLER)
 
     def _default(self, tree: Tree, mla: bool) -> str:
-        """What a user gets who names no backend, on a machine where nothing but SM12x and FlashInfer is true."""
+        """The default for a user who names no backend, on a machine where nothing but SM12x and FlashInfer is true."""
         arguments = _Arguments(mla)
         platform = SimpleNamespace(is_sm120=True, is_blackwell=True, has_flashinfer=True)
         namespace = {
@@ -70,7 +70,7 @@ class DefaultBackend(Change):
 
 
 class _Known(Anything):
-    """What `values` says, and false for everything else."""
+    """Answers as `values` says, and false for everything else."""
 
     def __init__(self, values: Any) -> None:
         self._values = values

@@ -112,7 +112,7 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Of one case, on the CPU. Rows of `q`, `k`, `v` are new tokens; a decode step has no new keys."""
+    """The inputs of one case, on the CPU. Rows of `q`, `k`, `v` are new tokens; a decode step has no new keys."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -120,10 +120,10 @@ class Inputs:
     cache_k: torch.Tensor
     cache_v: torch.Tensor
     slots: list[torch.Tensor]
-    """Of each request, the rows of the cache that hold its cached tokens, in order."""
+    """For each request the rows of the cache that hold its cached tokens, in order."""
     new: list[int]
     masks: list[torch.Tensor]
-    """Of each request, with a tree: [new, new], True where the row sees the column."""
+    """For each request with a tree: [new, new], True where the row sees the column."""
     sinks: torch.Tensor | None
     k_scale: float
     v_scale: float

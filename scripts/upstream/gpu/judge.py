@@ -1,4 +1,4 @@
-"""What counts as the same result: errors of two sides against each other and against fp32, and their bounds."""
+"""Judgement of results: errors of two sides against each other and against fp32, and their bounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from upstream.gpu.cases import Case
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Of error norms relative to the norm of the reference."""
+    """The bound of error norms relative to the norm of the reference."""
 
     whole: float
     """The whole tensor."""

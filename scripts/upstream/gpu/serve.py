@@ -117,7 +117,7 @@ def _body(prompt: list[int], start: int) -> dict[str, Any]:
 
 
 def answer(reply: dict[str, Any]) -> dict[str, Any]:
-    """What `judge.compare_answers` compares, of a reply of /generate."""
+    """The part of a reply of /generate that `judge.compare_answers` compares."""
     meta = reply["meta_info"]
     output = meta["output_token_logprobs"]
     return {

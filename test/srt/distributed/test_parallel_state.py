@@ -180,4 +180,4 @@ def test_runs_that_do_not_divide_cover_everything_once() -> None:
             runs = [even_slice(total, rank, size) for rank in range(size)]
             assert [i for run in runs for i in range(run.start, run.stop)] == list(range(total))
             lengths = {run.stop - run.start for run in runs}
-            assert max(lengths) == RankLayout(size, size).expert_room(total) and max(lengths) - min(lengths) <= 1
+            assert max(lengths) == RankLayout(size, size).padded_experts(total) and max(lengths) - min(lengths) <= 1

@@ -25,9 +25,9 @@ LIMITS = peer_probe.Limits(total=100.0, step=2.0)
 
 FOUND = {
     "": None,
-    "stale memory": "ranks 0 and 1: rank 1 reads what was there before rank 0 wrote",
+    "stale memory": "ranks 0 and 1: rank 1 reads the values from before rank 0 wrote",
     "own buffer": "ranks 0 and 1: what rank 0 writes to rank 1 lands in its own memory",
-    "torn memory": "ranks 0 and 1: 1 of 4096 words of rank 0 arrive otherwise",
+    "torn memory": "ranks 0 and 1: 1 of 4096 words of rank 0 arrive altered",
     "copy that does not end": "ranks 0 and 1: a copy has not ended",
     "stale sum": "two_shot: rank [0-2] does not add what rank 0 gives",
 }
@@ -96,7 +96,7 @@ def test_processes_that_die_or_hang_are_named_and_do_not_hang_the_server(tmp_pat
 
 def test_a_pair_is_told_once() -> None:
     findings = [
-        Finding("stale", (0, 1), "rank 1 reads what was there before rank 0 wrote"),
+        Finding("stale", (0, 1), "rank 1 reads the values from before rank 0 wrote"),
         Finding("stale", (1, 0), "again"),
         Finding("waited", (2,), "the other ranks does not return on rank 2"),
     ]

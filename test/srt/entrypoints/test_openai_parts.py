@@ -52,7 +52,7 @@ def test_chat_events() -> None:
     assert text["choices"][0]["delta"] == {"content": AWKWARD, "reasoning_content": None}
     last = event(chunks.finish(0, "stop", 7))
     assert last["choices"][0]["finish_reason"] == "stop" and last["choices"][0]["matched_stop"] == 7
-    totals = event(chunks.usage({"prompt_tokens": 3}))
+    totals = event(chunks.totals({"prompt_tokens": 3}))
     assert totals == {**head, "choices": [], "usage": {"prompt_tokens": 3}}
 
 

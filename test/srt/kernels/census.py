@@ -23,10 +23,15 @@ from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.kernels.tables import MIXED_ROWS
 from sglang.srt.kernels.tiles import attention_tiles
 from sglang.srt.layers.attention.latent_chunks import LatentChunk
+from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.attention.triton_ops import latent_prompt
 from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, decode_attention_fwd, plan_decode
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
+from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
 from sglang.srt.layers.attention.triton_ops.prefill_attention import context_attention_fwd
+from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
+from sglang.srt.layers.attention.triton_ops.sparse_attention import sparse_attention_fwd
+from sglang.srt.layers.attention.triton_ops.sparse_packed import PACKED_BYTES
 from sglang.srt.layers.moe import mixed_moe
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights
 from sglang.srt.layers.moe.fused_moe_triton import fused_moe as moe
@@ -42,8 +47,12 @@ from sglang.srt.layers.triton_ops import (
     decode_inputs,
     embedding,
     gemv,
+    index_rope,
+    index_store,
+    latent_pack,
     latent_store,
     linear_tiles,
+    ngram,
     norm,
     norm_quantize,
     quant_linear,
@@ -56,7 +65,7 @@ from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.feed_forward import Dense, MoE, Router
 from sglang.srt.plan.layer_spec import Absent, AttentionShape, FeedForward, LayerSpec, Matrix
-from sglang.srt.plan.mixers import GQA, MLA
+from sglang.srt.plan.mixers import GQA, MLA, Indexer
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.per_layer import PerLayerEmbedding
 from sglang.srt.plan.ranks import RankLayout
@@ -97,6 +106,7 @@ def launch_all(model: ModelDescription, tp_size: int, arch: ArchTraits, done: se
             part(*sizes)
 
     once(_decode_inputs)
+    once(_ngram_guesses)
     once(_embedding_rows, -(-model.vocab_size // tp_size), model.hidden_size)
     once(_norms, model.hidden_size, model.zero_centred_norms)
     for layer in dict.fromkeys(model.layers):
@@ -114,13 +124,13 @@ def launch_all(model: ModelDescription, tp_size: int, arch: ArchTraits, done: se
 
 def _feed_forward(once: Callable[..., None], block: FeedForward, hidden: int, tp_size: int, arch: ArchTraits) -> None:
     if isinstance(block, Dense):
-        once(_gate, block.activation, block.room(tp_size))
+        once(_gate, block.activation, block.padded_rows(tp_size))
     elif isinstance(block, PerLayerEmbedding):
         once(_gate, block.activation, block.size)
     elif isinstance(block, MoE):
         once(_routing, block.router, block.num_experts, block.fused_shared, block.vocab_size)
         if block.shared is not None and not block.fused_shared:
-            once(_gate, block.activation, block.shared.dense(block.activation).room(tp_size))
+            once(_gate, block.activation, block.shared.dense(block.activation).padded_rows(tp_size))
         for sizes in _expert_layers(block, hidden, tp_size):
             once(_experts, *sizes, block.activation, block.bias, arch)
 
@@ -157,6 +167,15 @@ def _decode_inputs() -> None:
         next_tokens = empty(REQUESTS + 1, dtype=torch.int64)
         table = empty(tables, REQUESTS + 1, CONTEXT, dtype=torch.int32)
         decode_inputs.decode_inputs(slots, lens, empty(batch, dtype=torch.int64), next_tokens, table)
+
+
+def _ngram_guesses() -> None:
+    """With and without external texts, for short and long contexts."""
+    texts = empty(1000, dtype=torch.int32), empty(1000, dtype=torch.int32), empty(1, dtype=torch.int32)
+    for context, longest, corpus in itertools.product((1000, CONTEXT, 1 << 20), (1, 64), (None, texts)):
+        history = empty(REQUESTS + 1, context, dtype=torch.int32)
+        slots, lens = empty(3, dtype=torch.int64), empty(3, dtype=torch.int32)
+        ngram.ngram_guesses(history, slots, lens, slots, longest, 5, corpus)
 
 
 def _embedding_rows(rows: int, hidden: int) -> None:
@@ -252,6 +271,14 @@ def _latent(mixer: MLA, tp_size: int, arch: ArchTraits) -> None:
     """Absorbed attention, the store, and prompts over the prefixes of two requests in two chunks each."""
     shape = mixer.attention_shape(tp_size)
     _attention(shape, 0, 0.0, False, arch)
+    if mixer.sparse:
+        for dtype, width, stored in (("bfloat16", shape.head_dim, BF16), ("fp8_e4m3", PACKED_BYTES, torch.uint8)):
+            cache = empty(SLOTS, 1, width, dtype=stored)
+            _selected(shape, [(cache, selected(2048))], False, dtype, arch)
+        latent_pack.latent_pack_store(empty(100, shape.head_dim), cache, empty(100, dtype=torch.int64))
+    if mixer.indexer is not None:
+        _indexer(mixer.indexer, 1, arch)
+        _index_rows(mixer.indexer, mixer.rope_dim)
     heads, dim, rank, rot = shape.num_heads, mixer.latent_dim, mixer.kv_lora_rank, mixer.rope_dim
     head_dim, v_dim = prompt = (mixer.qk_dim, mixer.v_dim)
     # The latent is a part of the product that makes q's latent too, or queries.
@@ -283,8 +310,64 @@ def _latent(mixer: MLA, tp_size: int, arch: ArchTraits) -> None:
 
 
 def _compressed_sparse(mixer: CompressedSparse, tp_size: int, arch: ArchTraits) -> None:
-    """Its window; what is compressed has no kernel yet."""
-    _attention(mixer.attention_shape(tp_size), mixer.window, 0.0, True, arch)
+    """A window alone, or with compressed entries."""
+    shape = AttentionShape(mixer.num_heads // tp_size, 1, mixer.head_dim, mixer.head_dim)
+    cache = empty(SLOTS, 1, shape.head_dim)
+    more = [(cache, selected(64))] if mixer.rate else []
+    _selected(shape, [(cache, selected(mixer.window)), *more], True, "bfloat16", arch)
+    if mixer.indexer is not None:
+        _indexer(mixer.indexer, mixer.rate, arch)
+
+
+def selected(width: int, tokens: int = 100) -> Selection:
+    return Selection(empty(tokens, width, dtype=torch.int32), empty(tokens, dtype=torch.int32))
+
+
+def _selected(
+    shape: AttentionShape, caches: list[tuple[torch.Tensor, Selection]], sinks: bool, dtype: str, arch: ArchTraits
+) -> None:
+    """Of prompts, and of batches of every size that is cut into shares."""
+    sink = empty(shape.num_heads, dtype=torch.float32) if sinks else None
+    tiles = attention_tiles("sparse_attention", shape.head_dim, shape.v_head_dim, dtype, arch.features)
+    for tile, tokens in itertools.product(tiles, (1, 4, 8, 60, 1000)):
+        q, out = empty(tokens, shape.num_heads, shape.head_dim), empty(tokens, shape.num_heads, shape.v_head_dim)
+        for lse in (None, empty(tokens, shape.num_heads, dtype=torch.float32)):
+            sources = [(cache, selected(entries.slots.shape[1], tokens)) for cache, entries in caches]
+            sparse_attention_fwd(q, sources, out, scale=0.1, tile=tile, num_sms=arch.num_sms, sinks=sink, lse=lse)
+
+
+def _index_rows(indexer: Indexer, rot: int) -> None:
+    """Keys with and without queries, of few tokens and of many."""
+    dim, cos_sin = indexer.head_dim, empty(CONTEXT, rot, dtype=torch.float32)
+    norm_row = empty(dim, dtype=torch.float32)
+    for tokens, first, queries in ((1, 0, 1), (20, 4, 16), (100, 0, 100), (300, 0, 0), (300, 0, 300)):
+        q = empty(queries, indexer.num_heads, dim) if queries else None
+        positions = empty(tokens, dtype=torch.int64)
+        index_rope.index_norm_rope(
+            empty(tokens, dim), q, first, positions, cos_sin, norm_row, norm_row, 1e-6, indexer.interleaved
+        )
+
+
+def _indexer(indexer: Indexer, rate: int, arch: ArchTraits) -> None:
+    """Its keys in both types, over caches with an entry for each `rate` tokens, of steps of one token and of many."""
+    heads, dim = indexer.num_heads, indexer.head_dim
+    for name, tokens in itertools.product(("bfloat16", "fp8_e4m3"), (1, 100)):
+        dtype = STORAGE_DTYPES[name]
+        cache = empty(SLOTS, 1, dim, dtype=dtype)
+        scales = empty(SLOTS, 1, dtype=torch.float32) if name == "fp8_e4m3" else None
+        index_store.index_key_store(empty(tokens, dim), cache, scales, empty(tokens, dtype=torch.int64))
+        for kind in (BF16, torch.float32):
+            q, weights = index_store.index_queries(
+                empty(tokens, heads, dim), empty(tokens, heads, dtype=kind), 0.1, dtype
+            )
+        table, counts = empty(REQUESTS + 1, CONTEXT, dtype=torch.int32), empty(tokens, dtype=torch.int32)
+        slots = empty(tokens, indexer.top_k, dtype=torch.int32)
+        for run in (1, 2, 4, 1000):
+            rows = EntryRows(table, empty(tokens, dtype=torch.int64), counts, CONTEXT // rate, rate, run)
+            logits = empty(tokens, rows.max_count, dtype=torch.float32)
+            for tile in attention_tiles("sparse_indexer", dim, dim, name, arch.features):
+                index_logits(q, weights, cache, scales, rows, indexer.top_k, logits, tile=tile, num_sms=arch.num_sms)
+            select_entries(logits, rows, indexer.top_k, slots, counts, num_sms=arch.num_sms)
 
 
 def _image_encoder(dim: int, arch: ArchTraits) -> None:

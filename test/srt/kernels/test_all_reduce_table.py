@@ -73,7 +73,7 @@ def test_refused_with_the_reason() -> None:
     card = arch_by_name("sm_120")
     choice = chosen(NEED, card, frozenset())
     assert choice.name == "nccl" and reason(choice, "sgl_kernel") == "sm120_sgl_kernel is not installed"
-    problem = "ranks 0 and 1: rank 1 reads what was there before rank 0 wrote"
+    problem = "ranks 0 and 1: rank 1 reads the values from before rank 0 wrote"
     choice = chosen(replace(NEED, links=PeerLinks(Topology.SWITCH, problem)), card)
     assert choice.name == "nccl" and reason(choice, "sgl_kernel") == problem
     choice = chosen(replace(NEED, ranks=16), card)

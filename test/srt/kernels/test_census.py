@@ -1,4 +1,4 @@
-"""What is launched is what is on record: every launcher, with the sizes of the published models, against the ledger.
+"""Ledger coverage of compiled kernels: every launcher, with the sizes of the published models, against the ledger.
 
 Nothing is compiled but where a test says so. Five seeded defects at the end show that each kind is caught by name.
 """

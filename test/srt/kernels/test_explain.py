@@ -178,13 +178,8 @@ def test_every_model_has_a_memory_plan(model_dir: str, name: str, capsys: pytest
 
 MISSING = {
     "kimi_k25": set(),
-    "deepseek_v4": {
-        *("latent_norm_rope_store", "extend_attention", "decode_attention", "kv_compressor", "index_key_store"),
-        *("sparse_indexer", "grouped_output", "hyper_connection"),
-    },
-    "deepseek_v32": {
-        *("extend_attention", "decode_attention", "index_key_store", "sparse_indexer"),
-    },
+    "deepseek_v4": set(),
+    "deepseek_v32": set(),
     "qwen35": set(),
     "minimax_m2": set(),
     "glm47": set(),

@@ -17,6 +17,7 @@ from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import Choice, Need, NoKernel, Rejection
 from sglang.srt.kernels.tables import ATTENTION_BACKENDS, GEMV_LEAST_K, GEMV_MULTIPLE, MIXED_ROWS, TABLES
 from sglang.srt.kernels.tiles import attention_tiles
+from sglang.srt.layers.compressed.kernels import CompressorKernels
 from sglang.srt.layers.recurrent.step_kernels import StepKernels
 from sglang.srt.layers.triton_ops import gemv
 
@@ -209,12 +210,6 @@ def test_a_forced_kernel_wins_over_the_order() -> None:
     assert reasons(choice)["triton"] == "torch_native comes first"
 
 
-@pytest.mark.parametrize("need", [Need("kv_compressor"), Need("sparse_indexer")], ids=str)
-def test_what_is_not_implemented_yet_is_said_plainly(need: Need) -> None:
-    with pytest.raises(NoKernel, match="not implemented yet in sm120-sglang"):
-        resolve(need, arch_by_name("sm_120"), FITS, BOTH)
-
-
 def test_weight_only_is_not_taken_where_fp4_is_native() -> None:
     need = Need("fused_moe", quant="nvfp4")
     for gpu, native in (("sm_120", True), ("sm_90", False)):
@@ -288,7 +283,11 @@ def test_every_usable_row_can_be_loaded_where_its_packages_are(op: str) -> None:
         if spec.not_here is not None or spec.package not in (None, "triton"):
             continue
         loaded = Choice(Need(op), spec).load()
-        functions = (loaded.extend, loaded.decode) if isinstance(loaded, StepKernels) else (loaded,)
+        functions: tuple[object, ...] = (loaded,)
+        if isinstance(loaded, StepKernels):
+            functions = (loaded.extend, loaded.decode)
+        elif isinstance(loaded, CompressorKernels):
+            functions = (loaded.compress, loaded.keep)
         assert all(map(callable, functions)), spec.name
 
 

@@ -1,5 +1,5 @@
 """How many launches a layer of a decode step makes, model by model: one more is seen here first. The page that
-docs/results has of them is what the recorder prints today."""
+benchmark/results has of them is what the recorder prints today."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from srt.kernels import step_launches
 from srt.kernels.step_launches import Launch, Recorder, launches, row
 
-PAGE = Path(__file__).parents[3] / "docs" / "results" / "2026-11-22-decode-launches.md"
+PAGE = Path(__file__).parents[3] / "benchmark" / "results" / "2026-11-22-decode-launches.md"
 COUNTS = {
     ("Qwen3-30B-A3B FP8", 1, 1): (11, 5),
     ("Qwen3-30B-A3B FP8", 2, 1): (11, 6),

@@ -39,7 +39,7 @@ class ColumnsOf(LMHead):
     def __init__(self, vocab_size: int, group: Group, padded: bool) -> None:
         self.vocab_size, self.cap, self.group = vocab_size, 0.0, group
         self.rows = rows = _vocab_rows(group, vocab_size)
-        missing = rows.room - rows.count if padded else 0
+        missing = rows.padded_count - rows.count if padded else 0
         self.product = lambda hidden: torch.nn.functional.pad(hidden[:, rows.run], (0, missing), value=1e9)
 
 

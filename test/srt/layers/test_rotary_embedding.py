@@ -82,7 +82,7 @@ def test_partial_rotary_turns_the_leading_dims_only() -> None:
     ("rope", "message"),
     [
         ({"rope_type": "longrope", "short_factor": [1.0]}, "'longrope' is not supported; supported: default, dynamic"),
-        ({"rope_type": "default", "mrope_section": [1, 2]}, r"'mrope_section' \[1, 2\] does not share out 32 freq"),
+        ({"rope_type": "default", "mrope_section": [1, 2]}, r"'mrope_section' \[1, 2\] does not add up to 32 freq"),
         ({"rope_type": "default", "mrope_section": "1, 2"}, "'mrope_section' must be a list"),
         ({"rope_type": "llama3", "factor": 2.0}, "needs high_freq_factor, low_freq_factor, original_max"),
         ({"rope_type": "yarn", "factor": 2.0, "beta_medium": 3}, "beta_medium"),

@@ -27,7 +27,7 @@ class Block:
         out = x * (self.group.rank + 1.0)
         return self.group.all_reduce(out) if self.sums else out
 
-    def leave_sum(self) -> Group | None:
+    def defer_all_reduce(self) -> Group | None:
         self.sums = False
         return self.group
 

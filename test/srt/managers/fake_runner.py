@@ -47,6 +47,7 @@ class LateResult:
     counts: torch.Tensor | None = None
     prompt_logprobs: None = None
     hidden: None = None
+    guesses: None = None
 
     def wait(self) -> None:
         pass
@@ -66,6 +67,8 @@ class FakeSamplingTable:
 
 class FakeRunner:
     tokens_per_step = 1
+    tokens_ahead = 0
+    reads_next_token = False
 
     def __init__(
         self,
@@ -96,6 +99,9 @@ class FakeRunner:
         self.steps: list[str] = []
         self.not_numbers: Callable[[np.ndarray], bool] = lambda sequence: False
         """Whether a sequence's logits are NaN."""
+
+    def begin(self, slot: int, tokens: object) -> None:
+        pass
 
     def decodes_in_graph(self, num_reqs: int) -> bool:
         return False
@@ -182,6 +188,7 @@ def make_scheduler(runner: FakeRunner, **options: object) -> Scheduler:
         schedule_conservativeness=1.0,
         stream_interval=1,
         decode_log_interval=40,
+        speculative_algorithm=None,
         max_queued_requests=None,
         enable_priority_scheduling=False,
         schedule_low_priority_values_first=False,

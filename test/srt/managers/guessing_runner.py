@@ -14,9 +14,10 @@ from srt.managers.fake_runner import VOCAB, FakeRunner, LateResult, next_token
 class GuessingRunner(FakeRunner):
     """Brings up to `tokens_per_step` tokens of a request to a step; a guess is wrong with the chance `error_rate`."""
 
-    def __init__(self, *sizes: int, tokens_per_step: int, error_rate: float = 0.0) -> None:
+    def __init__(self, *sizes: int, tokens_per_step: int, error_rate: float = 0.0, tokens_ahead: int = 0) -> None:
+        """tokens_ahead: positions behind a sampled token that must have a cache slot, as a draft's layers need them."""
         super().__init__(*sizes)
-        self.tokens_per_step = tokens_per_step
+        self.tokens_per_step, self.tokens_ahead = tokens_per_step, tokens_ahead
         self.error_rate = error_rate
         self.random = np.random.default_rng(0)
         num_slots = len(self.table)
@@ -46,7 +47,7 @@ class GuessingRunner(FakeRunner):
             while counts[i] < width and tokens[i, counts[i] - 1] == self.next_tokens[slot, counts[i]]:
                 counts[i] += 1
             self.lens[slot] += counts[i]
-            self._guess(slot, tokens[i, counts[i] - 1])
+            self._guess(slot, tokens[i, counts[i] - 1], step.reserved_lens[i])
         assert len(set(written)) == len(written), "one cache slot for two tokens"
         self.num_accepted += int(counts.sum())
         return LateResult(torch.from_numpy(tokens), torch.from_numpy(counts))
@@ -68,9 +69,9 @@ class GuessingRunner(FakeRunner):
             self._write(slot, self.next_tokens[slot, :1])
             self.lens[slot] += 1
         tokens = []
-        for slot in step.sampled_slots.tolist():
+        for slot, row in zip(step.sampled_slots.tolist(), prompts.sample_rows.tolist(), strict=True):
             tokens.append(self._next(slot, self.lens[slot]))
-            self._guess(slot, tokens[-1])
+            self._guess(slot, tokens[-1], step.reserved_lens[row])
         return LateResult(torch.tensor(tokens)[:, None])
 
     def _write(self, slot: int, tokens: np.ndarray) -> list[int]:
@@ -84,7 +85,11 @@ class GuessingRunner(FakeRunner):
         assert (sequence >= 0).all(), "a cache slot was read before it was written"
         return NO_TOKEN if self.not_numbers(sequence) else next_token(sequence)
 
-    def _guess(self, slot: int, last: int) -> None:
+    def _guess(self, slot: int, last: int, reserved_len: int) -> None:
+        """Writes in the positions ahead, as far as they have a slot."""
+        ahead = self.table[slot, self.lens[slot] : min(self.lens[slot] + self.tokens_ahead, reserved_len)]
+        assert (ahead >= self.plan.page_size).all(), "a draft's token has no cache slot"
+        self.kv[ahead] = -2
         sequence = [*self.kv[self.table[slot, : self.lens[slot]]], max(last, 0)]
         for j in range(self.tokens_per_step):
             self.next_tokens[slot, j] = sequence[-1]

@@ -122,7 +122,7 @@ def test_beside_guesses(plain: Model) -> None:
     outputs = {tuple(ids): known[f"r{i}"] for i, ids in enumerate(prompts)}
     outputs |= {tuple(ids[1:]): known[f"other{i}"] for i, ids in enumerate(prompts)}
     args = plain.args()
-    scheduler = verifying_scheduler(args, KnownTexts(3, args, spoil_every=4), outputs)
+    scheduler = verifying_scheduler(args, KnownTexts(3, spoil_every=4), outputs)
     collector = run(scheduler, prompts)
     check(plain, collector, prompts)
     assert collector.tokens == known

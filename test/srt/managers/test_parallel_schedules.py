@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
+from srt.model_executor.known_texts import KnownTexts, verifying_runner
 from srt.models.harness import VOCAB, save_tiny
 
 NEW_TOKENS, POOL, CHUNK = 32, 150, 16
@@ -55,6 +57,18 @@ def prompt(seed: int, length: int) -> list[int]:
     return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+TRUNK = prompt(1, 30)
+PROMPTS = {
+    "plain": [*TRUNK, 7, 8],
+    "aborted": prompt(2, 21),
+    "penalized": prompt(3, 9),
+    "sampled": prompt(4, 40),
+    "same prefix": [*TRUNK, 9],
+    "same prompt": [*TRUNK, 7, 8],
+    "biased": prompt(5, 12),
+}
+
+
 @dataclass
 class Outcome:
     tokens: dict[str, list[int]]
@@ -66,21 +80,21 @@ class Outcome:
 
 def play(scheduler: Scheduler) -> Outcome:
     """The schedule, by numbers of steps: every rank acts at the same ones."""
-    collector, trunk = Collector(), prompt(1, 30)
-    first = {
-        "plain": (trunk + [7, 8], {"temperature": 0.0}),
-        "aborted": (prompt(2, 21), {"temperature": 0.0}),
-        "penalized": (prompt(3, 9), {"temperature": 0.0, "frequency_penalty": 1.5, "repetition_penalty": 1.3}),
-        "sampled": (prompt(4, 40), {"temperature": 0.9, "top_p": 0.8, "top_k": 20}),
+    collector = Collector()
+    first: dict[str, dict[str, Any]] = {
+        "plain": {"temperature": 0.0},
+        "aborted": {"temperature": 0.0},
+        "penalized": {"temperature": 0.0, "frequency_penalty": 1.5, "repetition_penalty": 1.3},
+        "sampled": {"temperature": 0.9, "top_p": 0.8, "top_k": 20},
     }
-    second = {
-        "same prefix": (trunk + [9], {"temperature": 0.0}),
-        "same prompt": (trunk + [7, 8], {"temperature": 0.0}),
-        "biased": (prompt(5, 12), {"temperature": 0.0, "logit_bias": {"11": 4.0}, "presence_penalty": 2.0}),
+    second: dict[str, dict[str, Any]] = {
+        "same prefix": {"temperature": 0.0},
+        "same prompt": {"temperature": 0.0},
+        "biased": {"temperature": 0.0, "logit_bias": {"11": 4.0}, "presence_penalty": 2.0},
     }
     for wave in (first, second):
-        for rid, (ids, params) in wave.items():
-            add(scheduler, request(rid, ids, NEW_TOKENS, ignore_eos=True, **params))
+        for rid, params in wave.items():
+            add(scheduler, request(rid, PROMPTS[rid], NEW_TOKENS, ignore_eos=True, **params))
         for step in range(SECOND_WAVE_AT):
             if wave is first and step == ABORT_AT:
                 scheduler.abort(AbortReq(["aborted"]))
@@ -93,13 +107,25 @@ def play(scheduler: Scheduler) -> Outcome:
     return Outcome(collector.tokens, finishes, stats.decode_steps, stats.num_retracted, stats._cached)
 
 
-def outcome(folder: str, ranks: RankLayout, rank: int, rendezvous: str | None, graphs: bool = False) -> Outcome:
+def outcome(
+    folder: str,
+    ranks: RankLayout,
+    rank: int,
+    rendezvous: str | None,
+    graphs: bool = False,
+    known: dict[str, list[int]] | None = None,
+) -> Outcome:
+    """known: outputs of which guesses are made, of every third token wrong ones; None: no guesses."""
     args = ServerArgs.from_kwargs(
         model_path=folder, device="cpu", skip_tokenizer_init=True, skip_server_warmup=True, max_total_tokens=POOL,
         max_running_requests=4, chunked_prefill_size=CHUNK, schedule_conservativeness=0.01, random_seed=3,
         tp_size=ranks.tp_size, ep_size=ranks.ep_size, pp_size=ranks.pp_size,
     )  # fmt: skip
-    runner = create_runner(args, rank, rendezvous)
+    if known is None:
+        runner = create_runner(args, rank, rendezvous)
+    else:
+        outputs = {tuple(PROMPTS[rid]): tokens for rid, tokens in known.items()}
+        runner = verifying_runner(args, KnownTexts(4, 3, tokens_ahead=2), outputs, rank, rendezvous)
     if not graphs:
         return play(Scheduler(args, runner, StopChecker(None)))
     with_attention(runner, DeviceLengths(), DeviceLengths())
@@ -109,14 +135,16 @@ def outcome(folder: str, ranks: RankLayout, rank: int, rendezvous: str | None, g
     return result
 
 
-def _rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path) -> None:
+def _rank(
+    rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, known: dict[str, dict[str, list[int]]]
+) -> None:
     """Every other model's steps go through graphs. Those of two rows and more leave the ranks of a stage their columns
     of the logits, as only those of many rows do; one row is whole."""
     torch.set_num_threads(1)
     embedding.FEWEST_SHARDED_ROWS = 2
     for i, (name, folder) in enumerate(folders.items()):
         graphs = i % 2 == 0
-        result = outcome(folder, ranks, rank, f"file://{out}/rendezvous{i}", graphs)
+        result = outcome(folder, ranks, rank, f"file://{out}/rendezvous{i}", graphs, known.get(name))
         (out / f"{name}.{rank}.json").write_text(json.dumps(result.__dict__))
         parallel_state.shutdown()
 
@@ -151,7 +179,8 @@ def test_ranks_give_the_tokens_of_one_process(
     layout: str, models: dict[str, tuple[str, Outcome]], tmp_path: Path
 ) -> None:
     ranks, names = LAYOUTS[layout]
-    mp.spawn(_rank, (ranks, {name: models[name][0] for name in names}, tmp_path), nprocs=ranks.world_size)
+    folders = {name: models[name][0] for name in names}
+    mp.spawn(_rank, (ranks, folders, tmp_path, {}), nprocs=ranks.world_size)
     for name in names:
         one = models[name][1]
         every = [json.loads((tmp_path / f"{name}.{rank}.json").read_text()) for rank in range(ranks.world_size)]
@@ -161,3 +190,32 @@ def test_ranks_give_the_tokens_of_one_process(
             short = {rid: ids[: len(got.tokens[rid])] for rid, ids in one.tokens.items() if rid == "aborted"}
             assert got.tokens["aborted"] and got.tokens == {**one.tokens, **short}, f"{name}, rank {rank}"
             assert ranks.pp_size == 1 or got.num_steps > one.num_steps, f"{name}: all requests are in every step"
+
+
+GUESSING = {
+    "one rank": (ONE_RANK, ("dense", "latent", "windows", "states")),
+    "TP2": (RankLayout(2), ("dense", "states")),
+    "PP2": (RankLayout(pp_size=2), ("dense", "latent", "windows", "states")),
+    "TP2 x PP2": (RankLayout(2, pp_size=2), ("experts", "embedded")),
+}
+THOROUGH_GUESSES = {"one rank", "TP2 x PP2"}
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=[pytest.mark.thorough] * (layout in THOROUGH_GUESSES)) for layout in GUESSING]
+)
+def test_guesses_change_no_token_of_several_ranks(
+    layout: str, models: dict[str, tuple[str, Outcome]], tmp_path: Path
+) -> None:
+    ranks, names = GUESSING[layout]
+    known = {name: models[name][1].tokens for name in names}
+    mp.spawn(_rank, (ranks, {name: models[name][0] for name in names}, tmp_path, known), nprocs=ranks.world_size)
+    for name in names:
+        one = models[name][1]
+        every = [json.loads((tmp_path / f"{name}.{rank}.json").read_text()) for rank in range(ranks.world_size)]
+        for rank, got in enumerate(Outcome(**outcome) for outcome in every):
+            assert got == Outcome(**every[0]), f"{name}, rank {rank}"
+            assert got.num_retracted > 0 and got.finishes == one.finishes, f"{name}, rank {rank}"
+            aborted, other = got.tokens["aborted"], one.tokens["aborted"]
+            assert aborted[: len(other)] == other[: len(aborted)], f"{name}, rank {rank}"
+            assert {**got.tokens, "aborted": other} == one.tokens, f"{name}, rank {rank}"

@@ -3,6 +3,8 @@ retracted or cached on the way, and however many steps are in flight."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -40,7 +42,7 @@ def assert_cached_entries_are_right(scheduler: Scheduler) -> None:
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("error_rate", [0.0, 0.4, 1.0])
 def test_the_tokens_are_those_of_single_steps(error_rate: float, page: int, steps_ahead: int) -> None:
-    runner = GuessingRunner(2048, page, 256, 8, 64, tokens_per_step=4, error_rate=error_rate)
+    runner = GuessingRunner(2048, page, 256, 8, 64, tokens_per_step=4, error_rate=error_rate, tokens_ahead=3)
     scheduler = scheduler_with(runner, steps_ahead)
     collector = Collector()
     for i in range(20):
@@ -54,15 +56,16 @@ def test_the_tokens_are_those_of_single_steps(error_rate: float, page: int, step
 
 @pytest.mark.parametrize("steps_ahead", [0, 1, 2])
 def test_right_guesses_take_fewer_steps(steps_ahead: int) -> None:
-    """40 tokens: one from the prompt, 39 in steps of four; wrong guesses bring one a step."""
-    for error_rate, num_steps in ((0.0, 10), (1.0, 39)):
+    """40 tokens: one from the prompt, 39 in steps of four; wrong guesses bring one a step. The last steps have no place
+    for guesses: those under way might fill it."""
+    for error_rate, num_steps, num_guessing in ((0.0, 10, 10), (1.0, 39, 38 - steps_ahead)):
         runner = GuessingRunner(512, 1, 256, 4, 64, tokens_per_step=4, error_rate=error_rate)
         scheduler = scheduler_with(runner, steps_ahead)
         add(scheduler, request("a", prompt(5), 40, ignore_eos=True))
         req = scheduler.reqs["a"]
         run_to_end(scheduler, Collector())
         assert runner.steps == ["extend"] + ["verify"] * num_steps
-        assert req.num_verify_steps == num_steps and runner.num_accepted == 39
+        assert req.drafts.steps == num_guessing and runner.num_accepted == 39
 
 
 def test_a_message_tells_how_many_steps_verified() -> None:
@@ -73,7 +76,7 @@ def test_a_message_tells_how_many_steps_verified() -> None:
         scheduler.step()
         metas += [meta for message in scheduler.outbox for meta in message.meta]
         scheduler.outbox.clear()
-    assert metas[-1].completion_tokens == 40 and metas[-1].spec_verify_steps == 10
+    assert metas[-1].completion_tokens == 40 and metas[-1].drafts.steps == 10
 
 
 def test_slots_of_rejected_guesses_are_used_next() -> None:
@@ -103,11 +106,14 @@ def test_a_stop_token_among_accepted_ones_ends_there() -> None:
     assert_cached_entries_are_right(scheduler)
 
 
-def test_penalties_and_grammars_take_no_guesses() -> None:
+def test_hidden_states_take_no_guesses() -> None:
     runner = GuessingRunner(512, 1, 256, 4, 64, tokens_per_step=4)
+    runner.plan.description = SimpleNamespace(hidden_size=8)
     scheduler, collector = scheduler_with(runner), Collector()
-    add(scheduler, request("a", prompt(5), 20, ignore_eos=True, presence_penalty=0.5))
-    add(scheduler, request("b", prompt(6, 2), 20, ignore_eos=True))
+    with_states = request("a", prompt(5), 20, ignore_eos=True)
+    with_states.hidden_start = 0
+    add(scheduler, with_states)
+    add(scheduler, request("b", prompt(6, 2), 20, ignore_eos=True, presence_penalty=0.5))
     widths: dict[int, set[int]] = {}
     original = runner.forward
 
@@ -159,7 +165,7 @@ def test_any_workload(
         tokens_per_step = 2
     runner = GuessingRunner(
         pool_pages * page if page > 1 else pool_pages * 4, page, 160, max_reqs, chunk,
-        tokens_per_step=tokens_per_step, error_rate=error_rate,
+        tokens_per_step=tokens_per_step, error_rate=error_rate, tokens_ahead=tokens_per_step - 1,
     )  # fmt: skip
     scheduler = scheduler_with(
         runner, steps_ahead, disable_radix_cache=not radix, schedule_conservativeness=conservativeness

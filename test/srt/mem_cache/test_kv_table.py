@@ -21,6 +21,7 @@ class Sequence:
     slot: int = 0
     kv_len: int = 0
     reserved_len: int = 0
+    state_is_exact: bool = True
     num_cached: int = 0
     node: Node | None = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -86,6 +86,7 @@ def with_attention(runner: ModelRunner, decode: Any, extend: Any) -> AttentionSi
         {site: extend.extend_builder(site) for site in sites.extend},
         sites._latent,
         sites._chunk_tokens,
+        sites.sparse,
     )
     return runner.state.attention
 
@@ -101,7 +102,9 @@ def in_graphs(
     replays: list[StepInput] = []
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         patch.setattr(graph_runner, "capture", capture)
-        runner.graphs = graphs = GraphRunner(runner.state, sizes, keeps_hidden)
+        drafts = runner.output.drafts
+        sizes = replace(sizes, widths=runner.widths)
+        runner.graphs = graphs = GraphRunner(runner.state, sizes, keeps_hidden or drafts is not None, drafts)
         replay = graphs.replay
         patch.setattr(graphs, "replay", lambda shape, step: (replays.append(step), replay(shape, step))[1])
         yield replays

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -10,43 +10,53 @@ from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_plan
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.plan.plan import Plan
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.drafter import DraftStep
 
-Prompt = tuple[int, ...]
+Outputs = Mapping[tuple[int, ...], list[int]]
+"""By prompt."""
 
 
 class KnownTexts:
-    """Implements Drafter. `learn` says which text a request slot will hold."""
+    """Implements Drafter."""
 
-    def __init__(self, num_tokens: int, args: ServerArgs, spoil_every: int = 0) -> None:
+    captures = ()
+    reads_next_token = False
+    caches = ()
+
+    def __init__(self, num_tokens: int, spoil_every: int = 0, tokens_ahead: int = 0) -> None:
         """spoil_every: each so manieth guess is wrong; 0: none."""
-        plan = create_plan(args)
-        self.num_tokens = num_tokens
-        self.spoil_every, self.vocab_size = spoil_every, plan.model.vocab_size
-        self.texts = torch.zeros(
-            (plan.max_running_requests + 1, plan.context_len + num_tokens), dtype=torch.int64, device=plan.device
-        )
+        self.num_tokens, self.spoil_every, self.tokens_ahead = num_tokens, spoil_every, tokens_ahead
 
-    def learn(self, slot: int, text: list[int]) -> None:
-        known = torch.tensor(text)
+    def prepared(self, plan: Plan, outputs: Outputs) -> KnownTexts:
+        """Requests with these prompts are guessed to get these outputs."""
+        self.outputs, self.vocab_size = outputs, plan.model.vocab_size
+        self.texts = torch.zeros(
+            (plan.max_running_requests + 1, plan.context_len + self.num_tokens), dtype=torch.int64, device=plan.device
+        )
+        return self
+
+    def begin(self, slot: int, tokens: Sequence[int]) -> None:
+        prompts = [ids for ids in self.outputs if tuple(tokens[: len(ids)]) == ids]
+        prompt = max(prompts, key=len)
+        known = torch.tensor([*prompt, *self.outputs[prompt]])
         if self.spoil_every:
             known[:: self.spoil_every] += 1
             known %= self.vocab_size
-        self.texts[slot, : len(text)] = known.to(self.texts.device)
+        self.texts[slot, : len(known)] = known.to(self.texts.device)
 
-    def propose(self, slots: torch.Tensor, lens: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        ahead = torch.arange(1, self.num_tokens, device=slots.device)
-        return self.texts[slots[:, None], lens[:, None] + ahead]
+    def propose(self, step: DraftStep, num_guesses: int) -> torch.Tensor:
+        ahead = torch.arange(1, num_guesses + 1, device=step.slots.device)
+        return self.texts[step.slots[:, None], step.lens[:, None] + ahead]
 
 
-def verifying_scheduler(args: ServerArgs, drafter: KnownTexts, outputs: Mapping[Prompt, list[int]]) -> Scheduler:
-    """A scheduler whose requests with these prompts are guessed to get these outputs."""
-    runner = ModelRunner(create_plan(args), args.load_format, 0, drafter)
-    original = runner.sampling_table.set
+def verifying_runner(
+    args: ServerArgs, drafter: KnownTexts, outputs: Outputs, rank: int = 0, rendezvous: str | None = None
+) -> ModelRunner:
+    plan = create_plan(args, rank, rendezvous)
+    return ModelRunner(plan, args.load_format, 0, lambda model, plan: drafter.prepared(plan, outputs))
 
-    def set_row(slot: int, params: object, seed: int, prompt_ids: list[int], *rest: object) -> None:
-        drafter.learn(slot, prompt_ids + outputs[tuple(prompt_ids)])
-        original(slot, params, seed, prompt_ids, *rest)  # type: ignore[arg-type]
 
-    runner.sampling_table.set = set_row  # type: ignore[method-assign,assignment]
-    return Scheduler(args, runner, StopChecker(None))
+def verifying_scheduler(args: ServerArgs, drafter: KnownTexts, outputs: Outputs) -> Scheduler:
+    return Scheduler(args, verifying_runner(args, drafter, outputs), StopChecker(None))

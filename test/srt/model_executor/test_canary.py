@@ -43,7 +43,7 @@ class EagerInPlaceOfGraphs:
         self.runner, self.spoil = runner, spoil
 
     def shape_of(self, step: StepInput) -> StepShape:
-        return shape_of(step, 1)
+        return shape_of(step)
 
     def writes_tables(self, step: StepInput) -> bool:
         return False
@@ -52,74 +52,10 @@ class EagerInPlaceOfGraphs:
         with self.runner.without_graphs():
             logits = self.spoil(step, self.runner.forward(step).logits)
         sent = torch.from_numpy(step.sampled_slots)
-        names = ("decode_slots", "decode_lens", "sampled_slots", "sampled_lens", "last_rows")
-        return dict.fromkeys(names, sent), SimpleNamespace(
-            positions=sent, hidden=logits, logits=logits, state_records=()
-        )
-
-
-def test_a_warm_up_launches_what_long_prompts_do(tmp_path: Path) -> None:
-    """Were its prompts replayed from a graph, the kernels of longer ones would be compiled when the first one comes."""
-    runner = runner_of("qwen3", tmp_path)
-    replayed: list[int] = []
-    graphs = EagerInPlaceOfGraphs(runner, lambda step, logits: (replayed.append(len(logits)), logits)[1])
-    runner.graphs = graphs  # type: ignore[assignment]
-    launched: list[bool] = []
-    model = runner.model
-    runner.model = lambda batch: (launched.append(any(batch.extend.prefix_lens_cpu)), model(batch))[1]  # type: ignore[assignment]
-    runner.model.step_logits, runner.model.head = model.step_logits, model.head
-    runner._warm_up_prompts()
-    assert replayed == [] and launched == [False, True]
-    assert runner.graphs is graphs
-
-
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma3", "qwen3_next", "nemotron_h"])
-def test_nothing_is_found_in_a_sound_model(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    runner = runner_of(name, tmp_path)
-    with caplog.at_level("INFO"):
-        check_runner(runner)
-    assert "Start-up canary: decoding agrees with computing prompts whole (cosine " in caplog.text
-    assert not runner.state.req_to_token.any() and not runner.state.next_tokens.any()
-
-
-@pytest.mark.parametrize("options", [{"page_size": 16}, {"context_length": 8}, {"max_total_tokens": 16}])
-def test_it_fits_into_small_pools(options: dict[str, int], tmp_path: Path) -> None:
-    save_tiny("qwen3", tmp_path)
-    args = ServerArgs.from_kwargs(model_path=str(tmp_path), device="cpu", skip_tokenizer_init=True, **options)
-    create_runner(args)
-
-
-def flipped_if(wrong: Callable[[StepInput], bool]) -> Callable[[StepInput, torch.Tensor], torch.Tensor]:
-    return lambda step, logits: logits.flip(-1) if wrong(step) else logits
-
-
-@pytest.mark.parametrize(
-    ("spoil", "named"),
-    [
-        (flipped_if(lambda step: True), "the graph of a prompt gives other logits"),
-        (lambda step, logits: logits * float("nan"), "the graph of a prompt gives other logits"),
-        (flipped_if(lambda step: step.num_decodes == 1), "the graph that decodes 1 request gives other"),
-        (flipped_if(lambda step: step.num_decodes == 3), "the graph that decodes 3 requests gives other"),
-        (
-            flipped_if(lambda step: step.prompts is not None and step.num_decodes > 0),
-            "the graph of prompts beside a request that decodes gives other",
-        ),
-        (flipped_if(lambda step: False), ""),
-    ],
-)
-def test_a_graph_that_computes_something_else_is_named(
-    spoil: Callable[[StepInput, torch.Tensor], torch.Tensor], named: str, tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    runner = runner_of("qwen3", tmp_path)
-    runner.graphs = EagerInPlaceOfGraphs(runner, spoil)  # type: ignore[assignment]
-    if named:
-        with pytest.raises(UserError, match=named):
-            check_runner(runner)
-    else:
-        with caplog.at_level("INFO"):
-            check_runner(runner)
-        assert "Start-up canary: decoding and graphs agree with computing prompts whole without (cosine " in caplog.text
+        names = ("decode_slots", "decode_lens", "sampled_slots")
+        arrays = {**dict.fromkeys(names, sent), "last_rows": torch.arange(len(sent))}
+        batch = SimpleNamespace(positions=torch.zeros_like(sent), state_records=None)
+        return SimpleNamespace(batch=batch, arrays=arrays, hidden=logits, logits=logits, settle=None)
 
 
 def capture_mixed(runner: ModelRunner, log: list[str], defect: str) -> None:
@@ -131,7 +67,7 @@ def capture_mixed(runner: ModelRunner, log: list[str], defect: str) -> None:
         graphs = runner.graphs = GraphRunner(runner.state, GraphSizes((1, 4), (16, 96), (0, 2)))
     if defect == "stale plan":
         refresh = graphs._refresh
-        captured = [step.decode for shape, step in graphs.steps.items() if shape.has_prompts]
+        captured = [output.batch.decode for shape, output in graphs.outputs.items() if shape.has_prompts]
         graphs._refresh = lambda rows, lens: None if any(rows is c for c in captured) else refresh(rows, lens)  # type: ignore[method-assign]
     elif defect == "late table":
         runner.state.attention.decode_plans_on_host = False

@@ -18,9 +18,9 @@ from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.model_executor.canary import check_runner
 from sglang.srt.model_executor.device_state import DeviceState
-from sglang.srt.model_executor.drafts import accept
 from sglang.srt.model_executor.graph_runner import GraphSizes
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.drafter import accept
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
 from srt.model_executor.known_texts import KnownTexts, verifying_scheduler
@@ -86,7 +86,7 @@ def test_right_guesses_are_all_accepted(name: str, params: dict[str, Any], tmp_p
     save_tiny(name, tmp_path)
     args = server_args(tmp_path)
     plain = run(Scheduler(args, create_runner(args), StopChecker(None)), params)
-    scheduler = verifying_scheduler(args, KnownTexts(4, args), as_outputs(plain))
+    scheduler = verifying_scheduler(args, KnownTexts(4), as_outputs(plain))
     counts = accepted(scheduler)
     assert run(scheduler, params) == plain
     assert counts and all(width == count for width, count in counts)
@@ -103,7 +103,7 @@ def test_spoilt_guesses_change_nothing(params: dict[str, Any], options: dict[str
     extra = {"r2": {"presence_penalty": 1.5}, "r4": {"min_new_tokens": 9, "logit_bias": {"5": 2.0}}}
     plain = run(Scheduler(args, create_runner(args), StopChecker(None)), params, **extra)
     for spoil_every in (1, 3):
-        scheduler = verifying_scheduler(args, KnownTexts(4, args, spoil_every), as_outputs(plain))
+        scheduler = verifying_scheduler(args, KnownTexts(4, spoil_every), as_outputs(plain))
         assert run(scheduler, params, **extra) == plain
         assert run(scheduler, params, **extra) == plain, "with prompts and outputs from the cache"
 
@@ -117,7 +117,7 @@ def test_states_are_taken_back(name: str, spoil_every: int, tmp_path: Path) -> N
     args = server_args(tmp_path, chunked_prefill_size=64)
     plain = run(Scheduler(args, create_runner(args), StopChecker(None)), SAMPLED)
     for graphs in (False, True):
-        scheduler = verifying_scheduler(args, KnownTexts(4, args, spoil_every), as_outputs(plain))
+        scheduler = verifying_scheduler(args, KnownTexts(4, spoil_every), as_outputs(plain))
         with contextlib.ExitStack() as stack:
             if graphs:
                 with_attention(scheduler.runner, DeviceLengths(), DeviceLengths())
@@ -129,11 +129,43 @@ def test_states_are_taken_back(name: str, spoil_every: int, tmp_path: Path) -> N
         assert spoil_every or all(width == count for width, count in counts)
 
 
+class Widths:
+    """Stands in for AdaptiveDepth: another width in every step."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def next_width(self, num_requests: int) -> int:
+        self.count += 1
+        return (4, 2, 1, 1, 3)[self.count % 5]
+
+    def observe(self, widths: list[int], counts: list[int]) -> None:
+        assert len(widths) == len(counts)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "nemotron_h"])
+def test_every_step_may_bring_another_number_of_guesses(name: str, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path)
+    args = server_args(tmp_path)
+    plain = run(Scheduler(args, create_runner(args), StopChecker(None)), SAMPLED)
+    for graphs in (False, True):
+        scheduler = verifying_scheduler(args, KnownTexts(4, 3), as_outputs(plain))
+        scheduler.depth = Widths()  # type: ignore[assignment]
+        scheduler.runner.widths = (1, 2, 3, 4)
+        with contextlib.ExitStack() as stack:
+            if graphs:
+                with_attention(scheduler.runner, DeviceLengths(), DeviceLengths())
+                stack.enter_context(in_graphs(scheduler.runner, GraphSizes((1, 4, 8), (16, 64), (0, 4, 8))))
+            counts = accepted(scheduler)
+            assert run(scheduler, SAMPLED) == plain
+        assert {width for width, _ in counts} == {1, 2, 3, 4}
+
+
 def test_retracted_requests_are_guessed_on(tmp_path: Path) -> None:
     save_tiny("qwen3", tmp_path)
     args = server_args(tmp_path, max_total_tokens=345, schedule_conservativeness=0.01)
     plain = run(Scheduler(args, create_runner(args), StopChecker(None)), GREEDY)
-    scheduler = verifying_scheduler(args, KnownTexts(4, args, 3), as_outputs(plain))
+    scheduler = verifying_scheduler(args, KnownTexts(4, 3), as_outputs(plain))
     assert run(scheduler, GREEDY) == plain
     assert scheduler.stats.num_retracted > 0
 
@@ -145,12 +177,12 @@ def test_log_probabilities_of_several_tokens(tmp_path: Path) -> None:
     results = []
     for scheduler in (
         Scheduler(args, create_runner(args), StopChecker(None)),
-        verifying_scheduler(args, KnownTexts(4, args, 5), {tuple(ids): [*range(40)]}),
+        verifying_scheduler(args, KnownTexts(4, 5), {tuple(ids): [*range(40)]}),
         None,
     ):
         if scheduler is None:
             tokens = [token for _, token in results[0]["output"]]
-            scheduler = verifying_scheduler(args, KnownTexts(4, args, 5), {tuple(ids): tokens})
+            scheduler = verifying_scheduler(args, KnownTexts(4, 5), {tuple(ids): tokens})
         msg = request("a", ids, 20, ignore_eos=True, temperature=0.0)
         msg.return_logprob, msg.logprob_start_len, msg.top_logprobs_num, msg.token_ids_logprob = True, 0, 2, [5, 9]
         add(scheduler, msg)
@@ -170,13 +202,13 @@ def test_log_probabilities_of_several_tokens(tmp_path: Path) -> None:
         assert len(seen["output"]) == 20 and len(seen["input"]) == len(ids)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "glm_moe_dsa"])
 def test_padding_of_graphs_changes_nothing(name: str, tmp_path: Path) -> None:
     """A graph is replaced by its step here, over the same static inputs."""
     save_tiny(name, tmp_path)
     args = server_args(tmp_path, chunked_prefill_size=64)
     plain = run(Scheduler(args, create_runner(args), StopChecker(None)), SAMPLED)
-    scheduler = verifying_scheduler(args, KnownTexts(4, args, 3), as_outputs(plain))
+    scheduler = verifying_scheduler(args, KnownTexts(4, 3), as_outputs(plain))
     with_attention(scheduler.runner, DeviceLengths(), DeviceLengths())
     with in_graphs(scheduler.runner, GraphSizes((1, 4, 8), (16, 64), (0, 4, 8))) as replays:
         assert run(scheduler, SAMPLED) == plain
@@ -185,15 +217,15 @@ def test_padding_of_graphs_changes_nothing(name: str, tmp_path: Path) -> None:
     assert any(step.prompts is not None and step.num_decodes for step in replays)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "deepseek_v3", "glm_moe_dsa"])
 def test_the_canary_verifies_guesses(name: str, tmp_path: Path) -> None:
     save_tiny(name, tmp_path)
-    check_runner(verifying_scheduler(server_args(tmp_path), KnownTexts(4, server_args(tmp_path)), {}).runner)
+    check_runner(verifying_scheduler(server_args(tmp_path), KnownTexts(4), {}).runner)
 
 
 def test_the_canary_finds_guesses_that_are_verified_wrongly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny("qwen3", tmp_path)
-    runner = verifying_scheduler(server_args(tmp_path), KnownTexts(4, server_args(tmp_path)), {}).runner
+    runner = verifying_scheduler(server_args(tmp_path), KnownTexts(4), {}).runner
     verify_batch = DeviceState._verify_batch
 
     def of_other_tokens(*args: Any) -> Any:
@@ -232,7 +264,7 @@ def test_on_a_gpu(params: dict[str, Any], options: dict[str, Any]) -> None:
     args = server_args(Path(DEFAULT_MODEL_PATH), device="cuda", cuda_graph_max_bs=8, mem_fraction_static=0.2, **options)
     plain = answers(Scheduler(args, create_runner(args), StopChecker(None)), params)
     for spoil_every in (0, 3):
-        scheduler = verifying_scheduler(args, KnownTexts(4, args, spoil_every), plain)
+        scheduler = verifying_scheduler(args, KnownTexts(4, spoil_every), plain)
         assert ("disable_cuda_graph" in options) == (scheduler.runner.graphs is None)
         counts = accepted(scheduler)
         assert answers(scheduler, params) == plain

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import json
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,14 +13,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import safetensors.torch
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.hardware.arch import CPU, ArchTraits
 from sglang.srt.kernels.bands import Bands
-from sglang.srt.layers import native_ops
-from sglang.srt.layers.attention.sites import AttentionSites
+from sglang.srt.layers import hyper_native, native_ops, native_sparse_ops
+from sglang.srt.layers.attention.sites import AttentionSites, latent_sites, sparse_sites
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.compressed import native as compressed_ops
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.recurrent import native as recurrent_ops
 from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots
@@ -26,9 +31,9 @@ from sglang.srt.model_loader.loader import filled_model
 from sglang.srt.models.causal_lm import DecoderLayer
 from sglang.srt.plan.attention_sites import attention_sites
 from sglang.srt.plan.caches import cache_groups, row_tables
+from sglang.srt.plan.drafts.draft_plan import DraftPlan, with_draft_layers
 from sglang.srt.plan.kv_spec import kv_cache_dtype
-from sglang.srt.plan.layer_spec import AttentionSite, Serving
-from sglang.srt.plan.mixers import MLA
+from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
 from sglang.srt.plan.rank_weights import RankWeights, rank_weights
@@ -82,6 +87,8 @@ LATENT = {
     "routed_scaling_factor": 1.5,
     "rope_interleave": True,
 }
+INDEXER = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 12}
+"""As many heads as leave no scores equal at zero."""
 LATENT_WIDE = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -127,10 +134,12 @@ GEMMA4 = {
 }
 GEMMA4_LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "full_attention"]
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-RECURRENT_OPS = {
+NATIVE_OPS = (native_ops, recurrent_ops, native_sparse_ops, compressed_ops, hyper_native)
+SEVERAL_FUNCTIONS = {
     "causal_conv1d": "CAUSAL_CONV",
     "gated_delta_rule": "RECURRENCE",
     "state_space_duality": "RECURRENCE",
+    "kv_compressor": "KV_COMPRESSOR",
 }
 """What an op of several functions is called among the torch kernels."""
 HYBRID = {
@@ -159,6 +168,36 @@ HYBRID_WIDE = {
     "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 128,
 }
+COMPRESSED = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "q_lora_rank": 24,
+    "o_lora_rank": 12,
+    "o_groups": 2,
+    "sliding_window": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "index_topk": 3,
+    "partial_rotary_factor": 0.25,
+    "swiglu_limit": 0.5,
+    "compress_rope_theta": 160000.0,
+    "num_hidden_layers": 5,
+    "compress_ratios": [0, 4, 128, 4, 0],
+    "compress_rate_hca": 16,
+    "num_hash_layers": 2,
+    "hc_sinkhorn_iters": 3,  # a CPU is slow at small things
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+}
+"""DeepSeek-V4; runs of 16 tokens where published ones have 128."""
 NEMOTRON = {
     "num_hidden_layers": 5,
     "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "mlp"],
@@ -246,6 +285,28 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         LATENT
         | {"qk_nope_head_dim": 24, "v_head_dim": 32, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
         | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        LATENT | INDEXER | {"n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 1, "rope_parameters": YARN},
+    ),
+    "deepseek_v32_selects_all": (
+        "DeepseekV32Config",
+        LATENT | INDEXER | {"index_topk": 300, "n_group": 1, "topk_group": 1},
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsaConfig",
+        LATENT
+        | INDEXER
+        | {"qk_nope_head_dim": 24, "v_head_dim": 32, "num_hidden_layers": 4, "num_nextn_predict_layers": 1}
+        | {"indexer_types": ["full", "shared", "full", "shared"]},
+    ),
+    "glm_moe_dsa_wide": (
+        "GlmMoeDsaConfig",
+        LATENT
+        | LATENT_WIDE
+        | {"index_n_heads": 32, "index_head_dim": 128, "index_topk": 16, "qk_nope_head_dim": 192, "v_head_dim": 256}
+        | {"indexer_types": ["full", "shared", "full"], "num_nextn_predict_layers": 1},
     ),
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "mistral_windows": ("MistralConfig", {"sliding_window": 12}),
@@ -349,6 +410,13 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"hidden_size_per_layer_input": 64, "use_double_wide_mlp": True, "attention_k_eq_v": False}
         | {"head_dim": 64, "global_head_dim": 128},
     ),
+    "deepseek_v4": ("DeepseekV4Config", COMPRESSED),
+    "deepseek_v4_small": (
+        "DeepseekV4Config",
+        COMPRESSED
+        | {"num_hidden_layers": 3, "compress_ratios": [4, 128, 0], "num_hash_layers": 1, "compress_rate_hca": 8}
+        | {"hc_mult": 2, "hc_sinkhorn_iters": 2},
+    ),
     "llama_bias_llama3": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
 }
 
@@ -358,7 +426,8 @@ def hf_model(name: str, seed: int = 0, **more: Any) -> PreTrainedModel:
     import transformers  # slow, and the ranks of a tensor-parallel test do not need it
 
     class_name, changes = TINY[name]
-    config = getattr(transformers, class_name)(**(SIZES | changes | more))
+    # Some of these classes write into what they are given.
+    config = getattr(transformers, class_name)(**copy.deepcopy(SIZES | changes | more))
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     randomize(model, name in ZERO_CENTRED)
@@ -382,15 +451,42 @@ def randomize(model: PreTrainedModel, zero_centred_norms: bool) -> None:
                 buffer.uniform_(-0.2, 0.2)
             if "layer_scalar" in key:
                 buffer.uniform_(0.6, 1.4)
+            if "tid2eid" in key:
+                buffer.copy_(distinct_experts(*buffer.shape, model.config.n_routed_experts))
         if model.config.tie_word_embeddings:  # or else the likeliest next token is the last one
             model.get_input_embeddings().weight.mul_(0.1)
+
+
+def distinct_experts(num_tokens: int, top_k: int, num_experts: int) -> torch.Tensor:
+    """[num_tokens, top_k] int64: random experts of every token id."""
+    return torch.rand(num_tokens, num_experts).argsort(dim=1)[:, :top_k]
 
 
 def save_tiny(name: str, folder: Path, **more: Any) -> PreTrainedModel:
     """`more`: config keys beside those of TINY."""
     model = hf_model(name, **more)
     model.save_pretrained(folder)
+    if name.startswith("deepseek_v4"):
+        as_published_v4(folder, TINY[name][1] | more)
     return model
+
+
+def as_published_v4(folder: Path, changes: dict[str, Any]) -> None:
+    """What transformers wrote of DeepSeek-V4, with the names and keys of published checkpoints."""
+    file = folder / "model.safetensors"
+    tensors = {}
+    for name, tensor in safetensors.torch.load_file(file).items():
+        published = name.removeprefix("model.").replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
+        tensors[published.replace(".attn.norm.", ".attn.kv_norm.")] = tensor
+    safetensors.torch.save_file(tensors, file)
+    config = json.loads((folder / "config.json").read_text())
+    for key in ("layer_types", "mlp_layer_types", "compress_rates", "rope_parameters", "partial_rotary_factor"):
+        del config[key]
+    rates = [changes["compress_rate_hca"] if rate == 128 else rate for rate in changes["compress_ratios"]]
+    # One rate more, of the layer that drafts use.
+    config |= {"compress_ratios": [*rates, 0], "num_hash_layers": changes["num_hash_layers"]}
+    config |= {"rope_scaling": changes["rope_scaling"]}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 @dataclass(frozen=True)
@@ -404,6 +500,7 @@ class NativePlan:
     kv_cache_dtype: str = "float32"
     ranks: RankLayout = ONE_RANK
     tokens_per_step: int = 16
+    captures: tuple[int, ...] = ()
 
     @property
     def dtype(self) -> str:
@@ -415,6 +512,10 @@ class NativePlan:
         description = describe_model(self.model.hf_config, self.model.quantization, apart)
         description.require_served()
         return description
+
+    @property
+    def draft(self) -> DraftPlan | None:
+        return None
 
     @functools.cached_property
     def weights(self) -> RankWeights:
@@ -431,7 +532,8 @@ class NativePlan:
     def entry(self, op: str) -> Callable[..., Any]:
         if op.startswith("linear/"):
             return native_ops.quantized_linear
-        return getattr(native_ops if hasattr(native_ops, op) else recurrent_ops, RECURRENT_OPS.get(op, op))
+        name = SEVERAL_FUNCTIONS.get(op, op)
+        return getattr(next(module for module in NATIVE_OPS if hasattr(module, name)), name)
 
     def tile(self, op: str) -> None:
         return None
@@ -459,26 +561,27 @@ class TinyRunner:
     def __init__(self, plan: NativePlan, load_format: str = "auto", seed: int = 0, state_dtype: str = "") -> None:
         self.model = filled_model(plan, load_format)
         serving = Serving(plan.dtype, plan.kv_cache_dtype, tp_size=plan.ranks.tp_size, state_dtype=state_dtype)
-        groups = cache_groups(plan.description, serving)
+        everything = with_draft_layers(plan.description, plan.draft)
+        groups = cache_groups(everything, serving)
         windows = tuple(WindowSize(lifetime.tokens, 1023) for lifetime in row_tables(groups)[1:])
-        pools = CachePools(groups, PoolSizes(1023, 1, 8, plan.context_len, windows), "cpu")
-        pools.bind(self.model.caches)
-        self.num_tables = len(pools.tables)
+        self.page = math.lcm(*(group.entries_per_token.denominator for group in groups))
+        sizes = PoolSizes(1024 - self.page, self.page, 8, plan.context_len, windows)
+        self.pools = CachePools(groups, sizes, "cpu")
+        self.pools.bind(self.model.caches)
+        self.num_tables = len(self.pools.tables)
         self.table = torch.full((9, plan.context_len), -7, dtype=torch.int32)
-        self.free = (torch.randperm(1023, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
+        pages = torch.randperm(1024 // self.page - 1, generator=torch.Generator().manual_seed(seed)) + 1
+        self.free = (pages * self.page).tolist()
         self.lens: dict[int, int] = {}
         backend = TorchNativeAttnBackend(plan, "cpu")
-        sites = attention_sites(plan.description, plan.ranks.tp_size)
-        latent = {
-            AttentionSite(layer.mixer.attention_shape(plan.ranks.tp_size)): layer.mixer
-            for layer in plan.description.layers
-            if isinstance(layer.mixer, MLA)
-        }
+        sites = attention_sites(everything, plan.ranks.tp_size)
+        latent = latent_sites(everything.layers, plan.ranks.tp_size)
         self.attention = AttentionSites(
             {site: backend.decode_builder(site) for site in sites},
             {site: backend.extend_builder(site) for site in sites},
             latent,
             plan.tokens_per_step,
+            sparse_sites(latent, plan),
         )
 
     def _batch(self, decodes: bool, new: dict[int, list[int]]) -> ForwardBatch:
@@ -486,8 +589,11 @@ class TinyRunner:
         for slot, tokens in new.items():
             start = self.lens.get(slot, 0)
             prefix.append(start)
-            loc = [self.free.pop() for _ in tokens]
-            self.table[slot, start : start + len(tokens)] = torch.tensor(loc, dtype=torch.int32)
+            loc = []
+            for position in range(start, start + len(tokens)):
+                # Pages hold whole entries; within one the slots follow one another.
+                loc.append(self.table[slot, position - 1].item() + 1 if position % self.page else self.free.pop())
+                self.table[slot, position] = loc[-1]
             positions += range(start, start + len(tokens))
             locs += loc
             self.lens[slot] = start + len(tokens)
@@ -506,6 +612,11 @@ class TinyRunner:
             batch.extend = ExtendRows(requests, lens, prefix_lens, start_loc, token_slots, extend, prefix, seq_lens)
         batch.metadata = self.attention.metadata(batch)
         return batch
+
+    def end(self, slot: int) -> None:
+        """The request is over; its cache slots are used again."""
+        length = self.lens.pop(slot)
+        self.free += self.table[slot, : length : self.page].tolist()
 
     def batch_of_prompts(self, new: dict[int, list[int]]) -> ForwardBatch:
         """Ready for the model."""

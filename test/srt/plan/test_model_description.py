@@ -164,9 +164,12 @@ def test_latent_caches_are_held_by_every_rank() -> None:
 
 def test_the_indexers_keys_are_cached() -> None:
     (group,) = cache_groups(describe("deepseek_v32"), BF16)
-    assert group.names == ("latent", "index") and group.bytes_per_entry == 61 * (576 + 128) * 2
+    assert group.names == ("latent", "index")
+    assert group.bytes_per_entry == 61 * (576 * 2 + 128 + 4), "keys have one byte an element, and a scale"
     (quantized,) = cache_groups(describe("deepseek_v32"), Serving("bfloat16", "fp8_e4m3"))
-    assert quantized.bytes_per_entry == 61 * (576 + 128 + 4), "a key of one byte an element has a scale"
+    assert quantized.bytes_per_entry == 61 * (512 + 4 * 4 + 64 * 2 + 128 + 4), "latents are packed with their scales"
+    (wide,) = cache_groups(describe("deepseek_v32"), Serving("float32", "float32"))
+    assert wide.bytes_per_entry == 61 * (576 + 128) * 4
 
 
 def test_compressed_entries_of_deepseek_v4() -> None:
@@ -311,7 +314,7 @@ def test_heads_that_do_not_divide_are_shared_out_whole(tp_size: int) -> None:
     assert [head for run in kv_heads for head in range(run.start, run.stop)] == list(range(8))
     for rank, kv in enumerate(kv_heads):
         heads = shares.heads(rank)
-        assert (heads.run.start, heads.run.stop) == (12 * kv.start, 12 * kv.stop) and heads.count <= heads.room
+        assert (heads.run.start, heads.run.stop) == (12 * kv.start, 12 * kv.stop) and heads.count <= heads.padded_count
     most = {3: 36, 6: 24}[tp_size]
     assert uneven_heads(model, tp_size) == (
         f"96 attention heads over {tp_size} ranks, with whole KV heads (8): the busiest has {most}, the average"
@@ -327,8 +330,11 @@ def test_every_head_is_on_one_rank_with_its_kv_head(num_heads: int, num_kv_heads
     heads = [shares.heads(rank) for rank in range(tp_size)]
     assert [head for share in heads for head in range(share.run.start, share.run.stop)] == list(range(num_heads))
     for rank, share in enumerate(heads):
-        kv, room = shares.kv_heads(rank), share.room // shares.kv_room
-        assert 0 < share.count <= share.room == shares.room and 0 < kv.count <= kv.room == shares.kv_room
+        kv, room = shares.kv_heads(rank), share.padded_count // shares.padded_kv_heads
+        assert (
+            0 < share.count <= share.padded_count == shares.padded_heads
+            and 0 < kv.count <= kv.padded_count == shares.padded_kv_heads
+        )
         # The kernels take query head i of a rank to attend with its kv head i // room.
         local = [(head - share.run.start) // room + kv.run.start for head in range(share.run.start, share.run.stop)]
         assert local == [head // shares.group for head in range(share.run.start, share.run.stop)]
@@ -351,13 +357,13 @@ def test_shares_of_intermediate_dims(size: int, tp_size: int, group: int, share:
     mlp = Dense(size, scale_group=group)
     shares = [mlp.share(rank, tp_size) for rank in range(tp_size)]
     dims = [dim for s in shares for dim in range(s.run.start, s.run.stop)]
-    assert dims == list(range(size)) and {s.room for s in shares} == {share}
+    assert dims == list(range(size)) and {s.padded_count for s in shares} == {share}
     assert all(0 < s.count <= share and s.run.start % group == 0 for s in shares)
 
 
 def test_too_few_groups_of_dims_are_refused() -> None:
     with pytest.raises(UserError, match="size 384 in groups of 128 that share scales is too few for 4 tensor-parallel"):
-        Dense(384, scale_group=128).room(4)
+        Dense(384, scale_group=128).padded_rows(4)
 
 
 def test_whole_experts_where_scales_forbid_shares() -> None:

@@ -20,7 +20,13 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.spec import NoKernel
-from sglang.srt.plan.attention_memory import FLASHINFER_MLA_WORKSPACE, FLASHINFER_PLANS, FLASHINFER_WORKSPACE
+from sglang.srt.plan.attention_memory import (
+    FLASHINFER_MLA_WORKSPACE,
+    FLASHINFER_PLANS,
+    FLASHINFER_WORKSPACE,
+    INDEX_LOGIT_BYTES,
+    SPARSE_ROUNDS,
+)
 from sglang.srt.plan.defaults import cuda_graph_batch_sizes
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.memory import PREFILL_GRAPH_PROMPTS
@@ -332,6 +338,8 @@ SRT = Path(sglang.__file__).parent / "srt"
         ("layers/attention/flashinfer_backend.py", "WORKSPACE_BYTES", FLASHINFER_WORKSPACE),
         ("layers/attention/flashinfer_backend.py", "PLAN_BYTES", FLASHINFER_PLANS),
         ("layers/attention/flashinfer_mla_backend.py", "WORKSPACE_BYTES", FLASHINFER_MLA_WORKSPACE),
+        ("layers/attention/sparse.py", "LOGIT_BYTES", INDEX_LOGIT_BYTES),
+        ("layers/attention/triton_ops/sparse_attention.py", "MOST_ROUNDS", SPARSE_ROUNDS),
         ("model_executor/graph_runner.py", "MAX_PROMPTS", PREFILL_GRAPH_PROMPTS),
     ],
 )

@@ -48,7 +48,8 @@ _FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
     "prefill_attention": {"causal": ("CAUSAL",), "bidirectional": ()},
     "latent_prompt_attention": {"causal": ("CAUSAL", "CARRY_OUT"), "chunk": ("CARRY_IN", "CARRY_OUT")},
 }
-"""What costs most is recorded: a cap and sinks together, in layers with a window and in those without."""
+"""The flags that are recorded, those that cost most: a cap and sinks together, in layers with a window and in those
+without."""
 
 GROUP = 8
 """Query heads a kv head, in every row: with 1 to 128 of them shared memory is the same, and none takes more registers
@@ -111,7 +112,7 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
 
 
 def _pieces(features: tuple[str, ...]) -> Iterator[Variant]:
-    """What cuts the work of decoding into pieces, and what puts their results together."""
+    """The kernels that cut the work of decoding into pieces, and those that put their results together."""
     plans: dict[tuple[int, int], tiles.AttentionTile] = {}
     values: dict[int, list[int]] = {SPREAD_COLS: []}
     for row in tiles.ROWS:
@@ -129,7 +130,7 @@ def _pieces(features: tuple[str, ...]) -> Iterator[Variant]:
 
 
 def _gathers() -> Iterator[Variant]:
-    """What reads the latents of a prefix from caches of each type."""
+    """The kernels that read the latents of a prefix from caches of each type."""
     launch = gather_constants(tiles.MLA_LATENT[1], tiles.MLA_LATENT[0] - tiles.MLA_LATENT[1])
     tile = {"num_warps": launch.pop("num_warps"), "num_stages": 3}
     constexprs = launch | {"NOPE": 128}

@@ -17,6 +17,7 @@ from sglang.srt.layers.triton_ops import (
     embedding,
     gemv,
     latent_store,
+    ngram,
     norm,
     rope_store,
     sampling,
@@ -26,6 +27,7 @@ from sglang.srt.layers.triton_ops import (
 
 OPS = (
     "decode_inputs",
+    "ngram_guesses",
     "embedding_rows",
     "rmsnorm",
     "fused_add_rmsnorm",
@@ -47,13 +49,13 @@ OPS = (
 
 HIDDEN_SIZES = (1024, 2048, 2880, 4096, 5120, 6144, 7168, 16384)
 FP32_NORM_SHAPES = ((256, 64), (256, 256), (128, 128))
-"""Of models that store norms of heads minus 1: kept in fp32 (Qwen3-Next, Gemma 3)."""
+"""The norms of models that store norms of heads minus 1: kept in fp32 (Qwen3-Next, Gemma 3)."""
 ROPE_SHAPES = ((64, 64), (128, 128), (128, 64), (256, 64), (256, 256), (512, 512))
 """(head dim, rotary dim) of published models."""
 OTHER_HEAD_DIMS = tuple(
     dim for dim, v_dim in HEAD_DIMS if dim == v_dim and dim not in {published for published, _ in ROPE_SHAPES}
 )
-"""Of the other models that attention has tiles for, whose heads rotate whole."""
+"""The head dims of the other models that attention has tiles for, whose heads rotate whole."""
 LATENT_SHAPE = (128, 512, 64)
 """Dims of a query head that do not rotate, of the latent, and of the rotary key."""
 CACHE_TYPES = {"bfloat16": ("*bf16", 0.0), "fp8_e4m3": ("*fp8e4nv", 448.0), "fp8_e5m2": ("*fp8e5", 57344.0)}
@@ -76,6 +78,9 @@ SPLITS = 128
 _LOGITS_COUNTS = frozenset({"vocab_size", "mask_stride"})
 FORM_RULES = {
     "decode_inputs.decode_inputs_kernel": FormRule(at_most=frozenset({"WINDOWS"})),
+    "ngram.longest_match_kernel": FormRule(free=frozenset({"SPLITS"})),
+    "ngram.corpus_match_kernel": FormRule(at_most=frozenset({"LONGEST"})),
+    "ngram.copy_guesses_kernel": FormRule(at_most=frozenset({"SPLITS", "CORPUS"})),
     "rope_store.qk_norm_rope_store_kernel": FormRule(
         free=frozenset({"Q_HEADS", "KV_HEADS"}),
         at_most=frozenset({"NORM_Q", "NORM_K"}),
@@ -128,6 +133,18 @@ def _decode_inputs() -> Iterator[Variant]:
     types |= dict.fromkeys(("num_reqs", "num_rows", "context_len", "window_stride"), "i32")
     kernel, constants = decode_inputs.decode_inputs_kernel, {"WINDOWS": 2}
     yield describe("decode_inputs", "all", kernel, types, constants, decode_inputs.LAUNCH, ("window_stride",))
+
+
+def _ngram_guesses() -> Iterator[Variant]:
+    types = dict.fromkeys(("slots", "tokens", "places", "guesses", "corpus_places"), "*i64")
+    types |= dict.fromkeys(("history", "lens", "corpus", "order", "size"), "*i32")
+    types |= dict.fromkeys(("context_len", "longest", "num_guesses", "corpus_size"), "i32")
+    splits = {"SPLITS": ngram.MOST_SPLITS}
+    yield describe("ngram_guesses", "match", ngram.longest_match_kernel, types, splits, ngram.LAUNCH)
+    longest = {"LONGEST": ngram.MOST_COMPARED}
+    yield describe("ngram_guesses", "corpus", ngram.corpus_match_kernel, types, longest, ngram.ONE_WARP)
+    constants = splits | {"GUESSES": ngram.GUESSES, "CORPUS": True}
+    yield describe("ngram_guesses", "copy", ngram.copy_guesses_kernel, types, constants, ngram.ONE_WARP)
 
 
 def _embedding_rows() -> Iterator[Variant]:
@@ -296,6 +313,7 @@ def _gemv() -> Iterator[Variant]:
 
 _VARIANTS = {
     "decode_inputs": _decode_inputs,
+    "ngram_guesses": _ngram_guesses,
     "embedding_rows": _embedding_rows,
     "rmsnorm": lambda: _norms("rmsnorm"),
     "fused_add_rmsnorm": lambda: _norms("fused_add_rmsnorm"),

@@ -29,7 +29,7 @@ _X_SCALES = {"mxfp8": "*u8", "nvfp4": "*fp8e4nv"}
 
 @dataclass(frozen=True, slots=True)
 class ExpertLaunch:
-    """What a variant is for: a scheme, how its products are computed, and the sizes of the experts."""
+    """The launch that a variant is for: a scheme, how its products are computed, and the sizes of the experts."""
 
     scheme: Scheme | None
     product: ScaledProduct
@@ -49,7 +49,7 @@ class ExpertLaunch:
         return self.product.kind == "planes"
 
     def matrix_types(self, weights: str, words: bool) -> dict[str, str]:
-        """Of the parameters that describe one matrix; what it has not is its data again."""
+        """The types of the parameters that describe one matrix; what it has not is its data again."""
         scheme = self.scheme
         data = "*bf16" if scheme is None else _ELEMENTS[scheme.element]
         if scheme is not None and scheme.bits == 4 and (self.in_planes or words):

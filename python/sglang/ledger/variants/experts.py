@@ -45,7 +45,7 @@ OPS = ("fused_moe",)
 
 MOST_EXPERTS = 512
 MOST_CHOICES = 24
-"""Of a token, a shared expert among them."""
+"""The limit of experts for a token, a shared expert among them."""
 
 GATE_NUMBERS = ("ALPHA", "CUBIC", "OFFSET", "LIMIT")
 _GROUPED = FormRule(
@@ -113,7 +113,8 @@ def _of_scheme(experts: ExpertLaunch, features: Collection[str]) -> Iterator[Var
 
 
 def _odd_scales(experts: ExpertLaunch, features: Collection[str]) -> Iterator[Variant]:
-    """Of hidden sizes whose rows of scales do not lie in multiples of 16: Nemotron-3-Nano's, and Gemma 4's for most."""
+    """Variants for hidden sizes whose rows of scales do not lie in multiples of 16: Nemotron-3-Nano's, and Gemma 4's
+    for most."""
     nemotron = replace(experts, hidden=2688, tail=f"{experts.tail}/odd_scales")
     for row in tile_rows(experts.product.tile_kind, features):
         yield replace(grouped("gate_up", nemotron, row.gate_up, features), form_only=True)

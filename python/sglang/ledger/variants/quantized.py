@@ -36,7 +36,7 @@ _X_SCALES = {"mxfp8": "*u8", "nvfp4": "*fp8e4nv"}
 _STRIDES = dict.fromkeys(("x_stride", "xs_stride", "w_stride", "ws_stride"), "i32")
 _ROWS = 1024
 ROW_SIZES = tuple(1 << power for power in range(6, 17))
-"""Of activations that are quantized row by row: from the smallest share of an expert on."""
+"""The sizes of activations that are quantized row by row: from the smallest share of an expert on."""
 ODD = 1368
 """Columns of a share that 16 does not divide: of DeepSeek-V2-Lite's and GLM-4.5-Air's MLP on eight ranks."""
 ODD_SHARES = (ODD, 264)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 SILU_FUNCTION, GELU_TANH, RELU2_FUNCTION = "silu", "gelu_tanh", "relu2"
 FUNCTIONS = {"silu": SILU_FUNCTION, "swish": SILU_FUNCTION, "gelu_pytorch_tanh": GELU_TANH}
-"""By what config.json calls them (`hidden_act`)."""
+"""The functions by their names in config.json (`hidden_act`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """(up + up_offset) * f(gate), after gate is clamped to at most `limit` and up to within +-`limit` (None: not
-    clamped). f is gate * sigmoid(alpha * gate), or with `function` "gelu_tanh" the tanh form of GELU.
+    """The activation (up + up_offset) * f(gate), after gate is clamped to at most `limit` and up to within +-`limit`
+    (None: not clamped). f is gate * sigmoid(alpha * gate), or with `function` "gelu_tanh" the tanh form of GELU.
 
     With `function` "relu2" there is no gate: the square of what is positive of up."""
 
@@ -32,7 +32,7 @@ class Activation:
 
     @property
     def op(self) -> str:
-        """The op that computes it of [..., 2I] -> [..., I], or without a gate of [..., I]."""
+        """Name of the op that computes the activation of [..., 2I] -> [..., I], or without a gate of [..., I]."""
         if not self.gated:
             return "relu2"
         if self.function == GELU_TANH:
@@ -41,7 +41,7 @@ class Activation:
 
     @property
     def trait(self) -> str:
-        """What a kernel that has it inside must be able to do; "": any can."""
+        """Trait of kernels that can have this activation inside; "": all of them can."""
         return {"relu2": "no_gate", "gelu_and_mul": "gelu_gate", "clamped_swiglu": "clamped_gate"}.get(self.op, "")
 
 

@@ -27,13 +27,13 @@ LARGEST: Mapping[str, int] = {
     "vocab_size": 1 << 24,
     "max_position_embeddings": 1 << 28,
 }
-"""What a config.json may ask for: several times what any published model has, and little enough that a model is
-described, and refused for its size, at once. Other whole numbers end at LARGEST_OTHER."""
+"""The largest values that a config.json may have: several times those of any published model, and little enough that a
+model is described, and refused for its size, at once. Other whole numbers end at LARGEST_OTHER."""
 LARGEST_OTHER = 1 << 24
 
 
 def bounded(key: str, value: int, source: str) -> int:
-    """`value`, the whole number that the config has at `key`. Raises UserError if no model has so many."""
+    """Returns `value`, the whole number that the config has at `key`. Raises UserError if no model has so many."""
     limit = LARGEST.get(key, LARGEST_OTHER)
     if not 0 <= value <= limit:
         raise UserError(f"{source}: {key!r} must be between 0 and {limit:,}; got {value}.")
@@ -41,7 +41,7 @@ def bounded(key: str, value: int, source: str) -> int:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises UserError if it is unreadable, malformed or something else."""
+    """Reads the JSON object in `path`. Raises UserError if it is unreadable, malformed or something else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -61,7 +61,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_generation_config(directory: Path) -> dict[str, Any]:
-    """generation_config.json, or {} if the model has none."""
+    """Reads generation_config.json, or returns {} if the model has none."""
     path = directory / "generation_config.json"
     return read_json_object(path) if path.is_file() else {}
 
@@ -74,25 +74,25 @@ class ConfigReader:
         self.source = source
 
     def require(self, key: str, kind: type[T]) -> T:
-        """The value of `key`, of type `kind`. Raises UserError if it is missing or of another type."""
+        """Returns the value of `key`, of type `kind`. Raises UserError if it is missing or of another type."""
         if self.values.get(key) is None:
             raise UserError(f"{self.source}: the key {key!r} is missing.")
         return self._typed(key, self.values[key], kind)
 
     def default(self, key: str, kind: type[T], default: T) -> T:
-        """As `require`; `default` if the key is missing or null."""
+        """Returns the value like `require`; `default` if the key is missing or null."""
         value = self.values.get(key)
         return default if value is None else self._typed(key, value, kind)
 
     def positive(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least 1; required if there is no default."""
+        """Returns a whole number of at least 1; required if there is no default."""
         value = self.require(key, int) if default is None else self.default(key, int, default)
         if value < 1:
             raise UserError(f"{self.source}: {key!r} must be at least 1; got {value}.")
         return bounded(key, value, self.source)
 
     def count(self, *keys: str) -> int:
-        """The whole number at the first of `keys` that has one; 0 if none has."""
+        """Returns the whole number at the first of `keys` that has one; 0 if none has."""
         present = (key for key in keys if self.values.get(key) is not None)
         key = next(present, None)
         return 0 if key is None else bounded(key, self.require(key, int), self.source)
@@ -107,7 +107,7 @@ class ConfigReader:
 
 
 def merge_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with `overrides` merged into it; nested objects merge key by key."""
+    """Returns `config` with `overrides` merged into it; nested objects merge key by key."""
     result = dict(config)
     for key, value in overrides.items():
         old = result.get(key)
@@ -129,16 +129,16 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "hidden_activation": "gelu_pytorch_tanh",
     }
 }
-"""By the inner model_type, what published multimodal configs leave out because the class that wrote them has it as its
-default."""
+"""Defaults by the inner model_type, which published multimodal configs leave out because the class that wrote them has
+them as its default."""
 
 
 _OF_THE_WHOLE = ("architectures", "tie_word_embeddings")  # the output head is outside of the text part
 
 
 def select_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The language model's part of a multimodal config, with the outer keys that it does not repeat; else `config`.
-    Of keys that both have the inner one counts, but for those of the model as a whole."""
+    """Returns the language model's part of a multimodal config, with the outer keys that it does not repeat; else
+    `config`. Of keys that both have, the inner one counts, but for those of the model as a whole."""
     inner = config.get("text_config")
     if not isinstance(inner, Mapping):
         return dict(config)

@@ -1,6 +1,7 @@
-"""What serving needs to know of a model: where it is, its context length, tokens, dtype and quantization. No torch.
+"""The facts about a model that serving needs: where it is, its context length, tokens, dtype and quantization. No
+torch.
 
-What it is made of, `plan.model_description` reads.
+`plan.model_description` reads its layers.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     model_path: str
-    """Local directory (a Hugging Face id is resolved)."""
+    """Local directory of the model (a Hugging Face id is resolved)."""
     architecture: str
     hf_config: Mapping[str, Any]
-    """config.json after overrides; of a multimodal model the text part."""
+    """Values of config.json after overrides; of a multimodal model those of the text part."""
     vocab_size: int
     context_len: int
     dtype: str
     quantization: QuantConfig | None
-    """None: 16 bits throughout."""
+    """Quantization of the checkpoint; None: 16 bits throughout."""
     eos_token_ids: frozenset[int]
     default_sampling: Mapping[str, Any]
 
     @classmethod
     def from_server_args(cls, args: ServerArgs) -> ModelConfig:
-        """Raises UserError if the model is missing or malformed."""
+        """Reads the model's facts. Raises UserError if the model is missing or malformed."""
         directory = resolve_model_path(args.model_path, args.revision, args.download_dir, args.load_format != "dummy")
         config = merge_overrides(read_config(directory), args.model_overrides())
         return cls.from_hf(config, read_generation_config(directory), args=args, directory=directory)
@@ -58,8 +59,8 @@ class ModelConfig:
     def from_hf(
         cls, config: Mapping[str, Any], generation: Mapping[str, Any], *, args: ServerArgs, directory: Path
     ) -> ModelConfig:
-        """From the parsed files; `args` contributes --dtype, --context-length, --quantization
-        and --flashinfer-mxfp4-moe-precision. Raises UserError."""
+        """Makes the facts from the parsed files; `args` contributes --dtype, --context-length, --quantization and
+        --flashinfer-mxfp4-moe-precision. Raises UserError."""
         hf_config = select_text_config(config)
         reader = ConfigReader(hf_config, f"{directory / 'config.json'}")
         return cls(
@@ -83,7 +84,8 @@ def _architecture(reader: ConfigReader) -> str:
 
 
 def context_length(hf_config: Mapping[str, Any], requested: int | None, source: str = "config.json") -> int:
-    """The longest request: --context-length, or what the model was made for. Raises UserError if it is more."""
+    """Returns the length of the longest request: --context-length, or what the model was made for. Raises UserError if
+    the flag asks for more."""
     reader = ConfigReader(hf_config, source)
     longest = reader.positive("max_position_embeddings")
     # Scaling of a part of the layers is in the stated length: newer and older form of saying which.
@@ -115,7 +117,8 @@ def _dtype(reader: ConfigReader, requested: str) -> str:
 
 
 def _eos_token_ids(vocab_size: int, *sources: Mapping[str, Any]) -> frozenset[int]:
-    """What any of them names: config.json, its text part, which may name fewer, and generation_config.json."""
+    """Returns the end tokens that any of the sources names: config.json, its text part, which may name fewer, and
+    generation_config.json."""
     token_ids: set[int] = set()
     for source in sources:
         value = source.get("eos_token_id")

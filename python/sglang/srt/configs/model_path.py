@@ -1,4 +1,4 @@
-"""Where a model's files are: a local directory, or a Hugging Face id that is downloaded."""
+"""Finds a model's files: in a local directory, or by a Hugging Face id, whose files are downloaded."""
 
 from __future__ import annotations
 
@@ -11,17 +11,22 @@ _TOKENIZER_FILES = [pattern for pattern in _MODEL_FILES if pattern != "*.safeten
 
 
 def resolve_model_path(
-    model_path: str, revision: str | None = None, download_dir: str | None = None, weights: bool = True
+    model_path: str,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    weights: bool = True,
+    flag: str = "--model-path",
 ) -> Path:
-    """The directory that holds `model_path`; without `weights` a download leaves them out. Raises UserError."""
+    """Returns the directory that holds `model_path`; without `weights` a download leaves them out. Raises UserError
+    that names the `flag`."""
     local = Path(model_path).expanduser()
     if local.is_dir():
         return local
     if local.is_file():
-        raise UserError(f"--model-path {model_path} is a file; give the directory that holds config.json.")
+        raise UserError(f"{flag} {model_path} is a file; give the directory that holds config.json.")
     if not _is_hub_id(model_path):
-        raise UserError(f"--model-path {model_path} does not exist. Give a local directory or a Hugging Face id.")
-    return _download(model_path, revision, download_dir, weights)
+        raise UserError(f"{flag} {model_path} does not exist. Give a local directory or a Hugging Face id.")
+    return _download(model_path, revision, download_dir, weights, flag)
 
 
 def _is_hub_id(text: str) -> bool:
@@ -35,7 +40,7 @@ def _is_hub_id(text: str) -> bool:
     return not text.startswith((".", "/", "~"))
 
 
-def _download(repo_id: str, revision: str | None, download_dir: str | None, weights: bool) -> Path:
+def _download(repo_id: str, revision: str | None, download_dir: str | None, weights: bool, flag: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -46,7 +51,7 @@ def _download(repo_id: str, revision: str | None, download_dir: str | None, weig
         RevisionNotFoundError,
     )
 
-    subject = f"--model-path {repo_id} is not a local directory, and as a Hugging Face model"
+    subject = f"{flag} {repo_id} is not a local directory, and as a Hugging Face model"
     try:
         return Path(
             snapshot_download(

@@ -1,4 +1,4 @@
-"""Readers of the published forms of a quantization config, one a method. No torch.
+"""Readers of the published forms of a quantization config, one for each method. No torch.
 
 Each takes the config's object and what to call it in messages, and gives the rules. Raises UserError naming what is not
 supported.
@@ -7,6 +7,7 @@ supported.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sglang.srt.configs.quant_rules import (
@@ -63,7 +64,8 @@ def read_mxfp8(config: Config, source: str) -> QuantConfig:
 
 
 def read_mxfp4(config: Config, source: str) -> QuantConfig:
-    """GPT-OSS: the experts only; everything else is in 16 bits, whatever the list of exceptions says."""
+    """Reads GPT-OSS's form: only the experts are quantized; everything else is in 16 bits, whatever the list of
+    exceptions says."""
     experts = (component("experts", source),)
     return QuantConfig("mxfp4", source, (*_kept(config, source), Rule(experts, ModuleQuant("mxfp4", "mxfp4"))))
 
@@ -71,9 +73,19 @@ def read_mxfp4(config: Config, source: str) -> QuantConfig:
 _V4_EXPERTS = ModuleQuant("mxfp4", "fp8")
 
 
+def as_deepseek_v4(config: QuantConfig) -> QuantConfig:
+    """Returns the config with the names that DeepSeek-V4's checkpoints have for the scales of FP8 blocks."""
+    blocks = ModuleQuant("fp8_block", "fp8")
+    rules = tuple(
+        replace(rule, quant=replace(blocks, storage="deepseek_v4")) if rule.quant == blocks else rule
+        for rule in config.rules
+    )
+    return replace(config, rules=rules)
+
+
 def with_fp4_experts(config: QuantConfig, values: Config) -> QuantConfig:
-    """DeepSeek-V4 says of its experts outside of the quantization config (expert_dtype) that they are MXFP4. ModelOpt's
-    exports of it leave that there and say inside (`values`) what the experts have become."""
+    """Returns the config with MXFP4 experts, which DeepSeek-V4 states outside of the quantization config
+    (expert_dtype). ModelOpt's exports of it leave that there and say inside (`values`) what the experts have become."""
     algorithm = values.get("moe_quant_algo")
     quant = _modelopt_quant({**values, "quant_algo": algorithm}, config.source) if algorithm else _V4_EXPERTS
     experts = (component("experts", config.source),)
@@ -86,7 +98,7 @@ def with_fp4_experts(config: QuantConfig, values: Config) -> QuantConfig:
 
 
 def _kept(config: Config, source: str) -> tuple[Rule, ...]:
-    """modules_to_not_convert (ignored_layers in some) as a rule."""
+    """Reads modules_to_not_convert (ignored_layers in some configs) as a rule."""
     names: list[str] = []
     for key in ("modules_to_not_convert", "ignored_layers"):
         names += _names(config, key, source)
@@ -153,7 +165,8 @@ def _group_quant(group: Config, layout: str | None, source: str) -> ModuleQuant:
 
 
 def _is_static(inputs: Config, scheme: str) -> bool:
-    """NVFP4 keeps one factor for the whole activation even where the blocks' scales are dynamic ("local")."""
+    """Returns whether the scheme's activations have a static factor: NVFP4 keeps one for the whole activation even
+    where the blocks' scales are dynamic ("local")."""
     return scheme == "nvfp4" or inputs.get("dynamic") is False
 
 
@@ -170,7 +183,8 @@ Match = Callable[[Config, "Config | None", "str | None"], bool]
 def _is(
     number: str, bits: int, strategy: str, inputs: tuple[str, int, str] | None, size: int = 0, layout: str = ""
 ) -> Match:
-    """Weights (type, bits, strategy, group size), activations likewise (None: 16 bits), and what the format ends in."""
+    """Returns a function that matches a scheme: weights (type, bits, strategy, group size), activations likewise (None:
+    16 bits), and the ending of the format's name."""
 
     def match(weights: Config, given: Config | None, form: str | None) -> bool:
         if (weights.get("type"), weights.get("num_bits"), weights.get("strategy")) != (number, bits, strategy):
@@ -225,7 +239,7 @@ _MODELOPT: Mapping[str, ModuleQuant] = {
 
 
 def read_modelopt(config: Config, source: str) -> QuantConfig:
-    """hf_quant_config.json (`quantization` inside), or what newer exports write to config.json."""
+    """Reads hf_quant_config.json (`quantization` inside), or what newer exports write to config.json."""
     inner = config.get("quantization")
     config = inner if isinstance(inner, Mapping) else config
     algorithm = str(config.get("quant_algo") or "").upper()
@@ -242,7 +256,8 @@ def read_modelopt(config: Config, source: str) -> QuantConfig:
 
 
 def _by_layer(layers: Mapping[str, Any], source: str) -> list[Rule]:
-    """A rule for each way in which modules are quantized: there are thousands of names where experts have their own."""
+    """Returns a rule for each way in which modules are quantized: there are thousands of names where experts have their
+    own."""
     names: dict[ModuleQuant, list[str]] = {}
     for name, layer in layers.items():
         if not isinstance(layer, Mapping):
@@ -265,7 +280,8 @@ def _modelopt_quant(config: Config, source: str) -> ModuleQuant:
 
 
 def modelopt_cache(config: Config, source: str) -> str | None:
-    """The type of the KV cache that the checkpoint was made for. Raises UserError for what is no cache here."""
+    """Returns the type of the KV cache that the checkpoint was made for. Raises UserError for a type that no cache has
+    here."""
     algorithm, scheme = config.get("kv_cache_quant_algo"), config.get("kv_cache_scheme")
     if isinstance(scheme, str):  # as some exports have it
         algorithm = algorithm or scheme
@@ -280,7 +296,8 @@ def modelopt_cache(config: Config, source: str) -> str | None:
 
 
 def read_gptq(config: Config, source: str) -> QuantConfig:
-    """Symmetric 4-bit groups of 32 or 128 in natural order are the same numbers as ours, packed otherwise."""
+    """Reads GPTQ's form: symmetric 4-bit groups of 32 or 128 in natural order are the same numbers as ours, packed
+    otherwise."""
     bits, size = config.get("bits"), config.get("group_size")
     described = f"gptq with bits {bits}, group_size {size}, sym {config.get('sym')}, desc_act {config.get('desc_act')}"
     form = str(config.get("checkpoint_format") or config.get("format") or "gptq")

@@ -1,4 +1,4 @@
-"""Which modules of a checkpoint are quantized, and how: rules over module names. No torch."""
+"""Rules over module names: which modules of a checkpoint are quantized, and how. No torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from sglang.srt.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class ModuleQuant:
-    """How the weight of one linear module is stored. `storage` says under which tensor names, types and packing:
-    "fp8", "compressed-tensors", "modelopt", "mxfp8", "mxfp4", "gptq", or "online" for 16-bit weights that are quantized
-    while they are loaded. With `static_input` the checkpoint holds the scale (or the global factor) of activations."""
+    """The form in which the weight of one linear module is stored. `storage` says under which tensor names, types and
+    packing: "fp8", "deepseek_v4", "compressed-tensors", "modelopt", "mxfp8", "mxfp4", "gptq", or "online" for 16-bit
+    weights that are quantized while they are loaded. With `static_input` the checkpoint holds the scale (or the global
+    factor) of activations."""
 
     scheme: str
     storage: str
@@ -28,8 +29,8 @@ class ModuleQuant:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Modules whose whole name one of `patterns` (regular expressions) matches are stored as `quant` (None: in 16
-    bits), and so are those that `modules` names, with what is inside them."""
+    """A rule for names of modules: those whose whole name one of `patterns` (regular expressions) matches are stored as
+    `quant` (None: in 16 bits), and so are those that `modules` names, with what is inside them."""
 
     patterns: tuple[str, ...]
     quant: ModuleQuant | None
@@ -50,29 +51,32 @@ class QuantConfig:
     quantized. Norms, embeddings and routers never are: nobody asks for them."""
 
     method: str
-    """As the checkpoint calls it, with the algorithm where the method does not say it ("modelopt NVFP4")."""
+    """Name of the method in the checkpoint, with the algorithm where the method does not say it ("modelopt NVFP4")."""
     source: str
-    """The file and the key that say so."""
+    """File and key that state the quantization."""
     rules: tuple[Rule, ...]
     kv_cache: str | None = None
-    """"fp8_e4m3": made for a cache of that type; there may be scales for it."""
+    """Type of the cache that the checkpoint was made for ("fp8_e4m3"), for which it may have scales."""
     _known: dict[str, ModuleQuant | None] = field(default_factory=dict, init=False, compare=False, repr=False)
-    """Asked again for every layout; some checkpoints name hundreds of modules."""
+    """Quantization of modules that were looked up. It is asked again for every layout; some checkpoints name hundreds
+    of modules."""
 
     def of(self, module: str) -> ModuleQuant | None:
-        """Of the module with this name in the checkpoint ("model.layers.0.self_attn.q_proj")."""
+        """Returns the quantization of the module with this name in the checkpoint
+        ("model.layers.0.self_attn.q_proj")."""
         if module not in self._known:
             covering = (rule.quant for rule in self.rules if rule.covers(module))
             self._known[module] = next(covering, None)
         return self._known[module]
 
     def named(self, module: str) -> ModuleQuant | None:
-        """The same of a module that a rule for all does not mean: an output head, which most checkpoints leave alone
-        without a word."""
+        """Returns the quantization of a module that a rule for all modules does not mean: an output head, which most
+        checkpoints leave alone without saying so."""
         return next((rule.quant for rule in self.rules if rule.patterns != EVERY_MODULE and rule.covers(module)), None)
 
     def of_fused(self, modules: Sequence[str]) -> ModuleQuant | None:
-        """Of modules that are multiplied as one (q, k and v; gate and up). Raises UserError when they differ."""
+        """Returns the quantization of modules that are multiplied as one (q, k and v; gate and up). Raises UserError
+        when they differ."""
         quants = {module: self.of(module) for module in modules}
         if len(set(quants.values())) > 1:
             said = ", ".join(
@@ -82,22 +86,22 @@ class QuantConfig:
         return quants[modules[0]]
 
     def describe(self) -> str:
-        """For people: what it is, and who says so."""
+        """Describes the quantization and its origin for people."""
         cache = f", {self.kv_cache} KV cache" if self.kv_cache else ""
         return f"{self.method} ({', '.join(sorted(self.schemes()))}){cache} according to {self.source}"
 
     def schemes(self) -> frozenset[str]:
-        """Names of all schemes that some module may have."""
+        """Returns the names of all schemes that some module may have."""
         return frozenset(rule.quant.scheme for rule in self.rules if rule.quant is not None)
 
 
 def exact_or_inside(name: str) -> str:
-    """The module of this name and those inside it."""
+    """Returns a pattern for the module of this name and those inside it."""
     return rf"{re.escape(name.strip('.'))}(\..*)?"
 
 
 def from_regex(pattern: str, source: str) -> str:
-    """A pattern that has to match the beginning of a name, as checkpoints mean theirs. Raises UserError."""
+    """Returns a pattern that has to match the beginning of a name, as checkpoints mean theirs. Raises UserError."""
     try:
         re.compile(pattern)
     except re.error as error:
@@ -106,13 +110,13 @@ def from_regex(pattern: str, source: str) -> str:
 
 
 def glob(pattern: str) -> str:
-    """`*` stands for any characters, dots too; what is inside a matching module matches."""
+    """Returns a pattern in which `*` stands for any characters, dots too; what is inside a matching module matches."""
     return ".*".join(re.escape(piece) for piece in pattern.strip(".").split("*")) + r"(\..*)?"
 
 
 def component(pattern: str, source: str) -> str:
-    """Whole dotted pieces anywhere in a name, `*` within a piece: "gate" is in "mlp.gate", not in "mlp.gate_proj". With
-    other special characters it is a regular expression for the beginning of a name."""
+    """Returns a pattern for whole dotted pieces anywhere in a name, `*` within a piece: "gate" is in "mlp.gate", not in
+    "mlp.gate_proj". With other special characters it is a regular expression for the beginning of a name."""
     if re.search(r"[\\^$()\[\]{}|+?]", pattern):
         return from_regex(pattern, source)
     pieces = r"[^.]*".join(re.escape(piece) for piece in pattern.strip(".").split("*"))

@@ -33,7 +33,7 @@ class Scheme:
         return 4 if self.element in ("int4", "e2m1") else 8
 
     def scale_shape(self, rows: int, cols: int) -> tuple[int, ...]:
-        """Shape of the scales of a weight [rows, cols]: (), [rows], or one for each group."""
+        """Returns the shape of the scales of a weight [rows, cols]: (), [rows], or one for each group."""
         per_row, per_col = self.group
         if per_row == 0:
             return ()
@@ -42,7 +42,7 @@ class Scheme:
         return (-(-rows // per_row), -(-cols // per_col))
 
     def bytes_per_weight(self) -> float:
-        """Of a large matrix, scales included."""
+        """The bytes of one weight of a large matrix, scales included."""
         rows, cols = self.group
         return self.bits / 8 + (SCALE_BYTES[self.scale] / (rows * cols) if rows and cols else 0)
 
@@ -65,21 +65,22 @@ SCHEMES: Mapping[str, Scheme] = {
 }
 
 HEAD_SCHEMES = ("nvfp4_a16",)
-"""What the weights of an output head may be quantized in."""
+"""Schemes that the weights of an output head may have."""
 
 
 PLANE_COLUMNS = 128
-"""Rows of weights in planes (see layers/moe/expert_weights.py) have zeros up to the next multiple."""
+"""Number of columns whose multiples the rows of weights in planes (see layers/moe/expert_weights.py) are filled up to
+with zeros."""
 
 
 def wants_planes(scheme: Scheme, features: Collection[str]) -> bool:
-    """Whether GPUs with these features (of ArchTraits) widen the scheme's weights to 16 bits in registers, which take
-    them in planes."""
+    """Returns whether GPUs with these features (of ArchTraits) widen the scheme's weights to 16 bits in registers, for
+    which the weights lie in planes."""
     return scheme.bits == 4 and (scheme.activation is None or "block_scaled_mma" not in features)
 
 
 def widening(scheme: Scheme, features: Collection[str]) -> str:
-    """What GPUs with these features do to multiply the scheme with wider instructions than its own; "" where they
+    """Returns how GPUs with these features multiply the scheme with wider instructions than its own; "" where they
     multiply it as it is."""
     if wants_planes(scheme, features):
         return "weights widened to 16 bits in registers"
@@ -91,11 +92,11 @@ def widening(scheme: Scheme, features: Collection[str]) -> str:
 
 
 ALIGNED = 16
-"""Elements of a row in memory: so many (or a multiple) lie so that kernels load them in whole vectors."""
+"""Number of elements by whose multiples rows lie in memory, so that kernels load them in whole vectors."""
 
 
 def expert_share(intermediate_size: int, tp_size: int, scheme: Scheme | None) -> int:
-    """Intermediate dims of every expert that a tensor-parallel rank has room for.
+    """Returns the intermediate dims of every expert that a tensor-parallel rank has room for.
 
     The even share if it cuts no group of scales and its rows can be loaded in whole vectors (ALIGNED elements), or else
     whole groups and vectors: the last rank then holds fewer, and zeros behind them. Where a rank would then be without
@@ -123,7 +124,8 @@ def expert_share(intermediate_size: int, tp_size: int, scheme: Scheme | None) ->
 
 
 def dense_unit(intermediate_size: int, tp_size: int, scale_group: int) -> int:
-    """Intermediate dims of an MLP that stay on one tensor-parallel rank; `scale_group` of them have one scale.
+    """Returns the intermediate dims of an MLP that stay on one tensor-parallel rank; `scale_group` of them have one
+    scale.
 
     The even share if there is one that cuts no group, or else whole groups, of whole lines of memory where every rank
     gets some. Raises UserError where one would hold none.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.configs.hf_config import read_json_object, select_text_config
-from sglang.srt.configs.quant_formats import READERS, modelopt_cache, unsupported, with_fp4_experts
+from sglang.srt.configs.quant_formats import READERS, as_deepseek_v4, modelopt_cache, unsupported, with_fp4_experts
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig, Rule, component
 from sglang.srt.errors import UserError
 
@@ -19,8 +19,8 @@ _FP8 = frozenset({"fp8_tensor", "fp8_channel", "fp8_block"})
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """What a value of --quantization accepts: checkpoints of these methods, whose schemes are all among `schemes`
-    (None: any). `online`: 16-bit checkpoints too, which are quantized while they are loaded."""
+    """The checkpoints that a value of --quantization accepts: those of these methods, whose schemes are all among
+    `schemes` (None: any). `online`: 16-bit checkpoints too, which are quantized while they are loaded."""
 
     methods: frozenset[str]
     schemes: frozenset[str] | None = None
@@ -51,19 +51,20 @@ SPELLINGS: Mapping[str, Spelling] = {
 """Values of --quantization. Each names a checkpoint's format: the kernel follows from the GPU."""
 
 _BLOCKS = ("self_attn", "linear_attn", "mixer", "mlp", "block_sparse_moe", "experts")
-"""What the families' checkpoints call the modules that hold a layer's projections."""
+"""Names of the modules that hold a layer's projections, in the checkpoints of the families."""
 
 EXPERT_PRECISIONS: Mapping[str, str] = {"bf16": "mxfp4", "fp8": "mxfp4_mxfp8"}
 """Values of --flashinfer-mxfp4-moe-precision but "default", and the scheme that MXFP4 experts have with them."""
 
 
 def quantization_of(config: Config, directory: Path, flag: str | None, precision: str) -> QuantConfig | None:
-    """What to serve the checkpoint with, by --quantization and --flashinfer-mxfp4-moe-precision. Raises UserError."""
+    """Returns the quantization to serve, by --quantization and --flashinfer-mxfp4-moe-precision. Raises UserError."""
     return with_expert_precision(precision, agree(flag, detect(config, directory), str(directory)), str(directory))
 
 
 def detect(config: Config, directory: Path) -> QuantConfig | None:
-    """The quantization that the checkpoint in `directory` with this config.json states; None: it is not quantized.
+    """Returns the quantization that the checkpoint in `directory` with this config.json states; None: it is not
+    quantized.
 
     Looks at quantization_config, then compression_config (of a multimodal model outside of the text part or inside),
     then at ModelOpt's hf_quant_config.json. Raises UserError for what is malformed or not supported.
@@ -79,7 +80,15 @@ def detect(config: Config, directory: Path) -> QuantConfig | None:
     if method == "modelopt" and result.kv_cache is None:
         result = replace(result, kv_cache=_modelopt_cache(directory))
     text = select_text_config(config)
-    return with_fp4_experts(result, values) if text.get("expert_dtype") == "fp4" and result.method == "fp8" else result
+    if result.method != "fp8":
+        return result
+    if text.get("model_type") in DEEPSEEK_V4_TYPES:
+        result = as_deepseek_v4(result)
+    return with_fp4_experts(result, values) if text.get("expert_dtype") == "fp4" else result
+
+
+DEEPSEEK_V4_TYPES = ("deepseek_v4", "deepseek_ref")
+"""Values of `model_type` whose checkpoints have names of their own for scales."""
 
 
 def _stated(config: Config, directory: Path) -> tuple[Config, str] | None:
@@ -103,7 +112,7 @@ def _stated(config: Config, directory: Path) -> tuple[Config, str] | None:
 
 
 def _modelopt_cache(directory: Path) -> str | None:
-    """Some exports say what the cache was calibrated for in hf_quant_config.json only."""
+    """Reads the cache type from hf_quant_config.json: some exports say only there what the cache was calibrated for."""
     file = directory / "hf_quant_config.json"
     inner = read_json_object(file).get("quantization") if file.is_file() else None
     return modelopt_cache(inner, str(file)) if isinstance(inner, Mapping) else None
@@ -121,7 +130,7 @@ def _method(values: Config, source: str) -> str:
 
 
 def agree(flag: str | None, config: QuantConfig | None, model_path: str) -> QuantConfig | None:
-    """What to serve with: the checkpoint's quantization, which `flag` (--quantization) may name but not change; of a
+    """Returns the quantization to serve: the checkpoint's, which `flag` (--quantization) may name but not change; for a
     16-bit checkpoint one that is made while loading. Raises UserError naming both when they disagree."""
     if flag is None:
         return config
@@ -146,9 +155,9 @@ def agree(flag: str | None, config: QuantConfig | None, model_path: str) -> Quan
 
 
 def with_expert_precision(precision: str, config: QuantConfig | None, model_path: str) -> QuantConfig | None:
-    """The same with MXFP4 experts multiplied as `precision` (--flashinfer-mxfp4-moe-precision) says: one of
-    EXPERT_PRECISIONS, or "default": as the checkpoint says. Raises UserError where the checkpoint has no such experts
-    to round activations for."""
+    """Returns the quantization with MXFP4 experts multiplied as `precision` (--flashinfer-mxfp4-moe-precision) says:
+    one of EXPERT_PRECISIONS, or "default": as the checkpoint says. Raises UserError where the checkpoint has no such
+    experts to round activations for."""
     wanted = EXPERT_PRECISIONS.get(precision)
     if wanted is None:
         return config
@@ -175,7 +184,7 @@ def with_expert_precision(precision: str, config: QuantConfig | None, model_path
 
 
 def online_fp8(flag: str) -> QuantConfig:
-    """Weights of 16 bits become e4m3 with a scale a row while they are loaded."""
+    """Returns the quantization by which weights of 16 bits become e4m3 with a scale a row while they are loaded."""
     source = f"--quantization {flag}"
     quant = ModuleQuant("fp8_channel", "online")
     gates = (component("shared_expert_gate", source),)  # of one row

@@ -1,4 +1,5 @@
-"""One form for both ways of writing rotary embeddings: `rope_scaling` with `rope_theta`, and `rope_parameters`."""
+"""Rotary embeddings of a config.json in one form for both ways of writing them: `rope_scaling` with `rope_theta`, and
+`rope_parameters`."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _LENGTH_PRESERVING = frozenset({"default", "llama3", "longrope", "su", "mrope"})
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """`rot_dim` leading dims of a head rotate. `params`: the variant's own settings, (key, value) sorted by key.
+    """The rotation of a head by positions. `rot_dim` leading dims of a head rotate. `params`: the variant's own
+    settings, (key, value) sorted by key.
 
     `max_position` is the length that the checkpoint states (max_position_embeddings). With `sections` a token has one
     position for each of them (time, height, width); they share out the frequencies, `sections[i]` for position i: one
@@ -33,9 +35,9 @@ class RopeSpec:
 
 
 PROPORTIONAL = "proportional"
-"""`RopeSpec.kind` whose frequencies are those of the whole head, of which only the first share turns."""
+"""`RopeSpec.kind` of rotations whose frequencies are those of the whole head, of which only the first share rotates."""
 UNROTATED = "none"
-"""`RopeSpec.kind` of heads that say nothing of positions."""
+"""`RopeSpec.kind` of heads that do not rotate: they know nothing of positions."""
 
 
 def unrotated(head_dim: int) -> RopeSpec:
@@ -62,12 +64,12 @@ ROPE_SETTINGS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
         frozenset(),
     ),
 }
-"""By variant: the settings that it must have, and those that it may. `layers.rotary_embedding` computes each."""
+"""Settings of each variant: those that it must have, and those that it may. `layers.rotary_embedding` computes each."""
 
 
 def rope_spec(config: Mapping[str, Any], head_dim: int, layer_type: str = "") -> RopeSpec:
-    """The spec of a config.json, for layers of `layer_type` where they differ. Raises UserError for a variant or
-    setting that we do not know."""
+    """Returns the spec of a config.json, for layers of `layer_type` where they differ. Raises UserError for a variant
+    or setting that we do not know."""
     settings = {key: value for key, value in rope_parameters(config, layer_type).items() if value is not None}
     kind, theta = settings.pop("rope_type"), settings.pop("rope_theta")
     if kind != PROPORTIONAL:
@@ -91,7 +93,7 @@ def rope_spec(config: Mapping[str, Any], head_dim: int, layer_type: str = "") ->
     rot_dim = rotary_dim(config, head_dim, layer_type)
     if sections[0] and 2 * sum(sections[0]) != rot_dim:
         shares = list(sections[0])
-        raise UserError(f"config.json: 'mrope_section' {shares} does not share out {rot_dim // 2} frequencies.")
+        raise UserError(f"config.json: 'mrope_section' {shares} does not add up to {rot_dim // 2} frequencies.")
     return RopeSpec(rot_dim, theta, max_position, kind, tuple(sorted(settings.items())), *sections)
 
 
@@ -105,7 +107,7 @@ _NOT_OF_SCALING = frozenset({"rope_theta", "partial_rotary_factor", "mrope_secti
 
 
 def rope_parameters(config: Mapping[str, Any], layer_type: str = "") -> dict[str, Any]:
-    """The rotary parameters of `config` as a flat dict that always has `rope_type` and `rope_theta` (float).
+    """Returns the rotary parameters of `config` as a flat dict that always has `rope_type` and `rope_theta` (float).
 
     Where they differ by layer type, those of `layer_type`. Raises UserError if they are not an object, or differ by
     types of which this is none.
@@ -143,13 +145,13 @@ def _check_positive(name: str, value: Any) -> None:
 
 
 def by_layer_type(config: Mapping[str, Any]) -> bool:
-    """Whether the rotary parameters differ by layer type."""
+    """Returns whether the rotary parameters differ by layer type."""
     written = config.get("rope_parameters")
     return isinstance(written, Mapping) and bool(written) and all(isinstance(v, Mapping) for v in written.values())
 
 
 def rotary_dim(config: Mapping[str, Any], head_dim: int, layer_type: str = "") -> int:
-    """How many leading dims of a head rotate: `rotary_dim`, or a share of the head, or all."""
+    """Returns the number of leading dims of a head that rotate: `rotary_dim`, or a share of the head, or all."""
     if config.get("rotary_dim"):
         return min(int(config["rotary_dim"]), head_dim)
     parameters = rope_parameters(config, layer_type)
@@ -162,7 +164,7 @@ def rotary_dim(config: Mapping[str, Any], head_dim: int, layer_type: str = "") -
 
 
 def scaled_context_length(max_position_embeddings: int, rope: Mapping[str, Any]) -> int:
-    """Longest sequence that a model with these rotary parameters supports."""
+    """Returns the longest sequence that a model with these rotary parameters supports."""
     if rope["rope_type"] in _LENGTH_PRESERVING:
         return max_position_embeddings
     factor = rope.get("factor", 1.0)

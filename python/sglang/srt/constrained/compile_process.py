@@ -70,7 +70,7 @@ class Setup(msgspec.Struct):
 
 MAX_COMPILE_THREADS = 4
 TOKENIZER_ARGS = ("model_path", "tokenizer_path", "revision", "download_dir", "trust_remote_code")
-"""What the process that compiles grammars needs to load the tokenizer."""
+"""The arguments with which the process that compiles grammars loads the tokenizer."""
 
 
 def setup_for(args: ServerArgs, model: ModelConfig, vocabulary: Path) -> Setup | None:
@@ -207,7 +207,7 @@ class CompileServer:
         self._tell(verdict or Verdict(child.job.id, f"The grammar ended its compiler ({status}); simplify it."))
 
     def _end(self, child: _Child) -> str:
-        """How the child ended; kills it if it still runs."""
+        """Return how the child ended; kill it if it still runs."""
         del self._children[child.pipe]
         child.pipe.close()
         with contextlib.suppress(ProcessLookupError):

@@ -89,13 +89,13 @@ def unfinishable_rule(rules: Mapping[str, Group], start: str) -> str | None:
 
 
 def printed_rules(text: str) -> dict[str, Group]:
-    """Of `name ::= body` as xgrammar prints its grammars. What this does not understand, such as `TagDispatch(...)`,
-    counts as able to end; the rules that it names are reached."""
+    """The rules of `name ::= body` as xgrammar prints its grammars. Text that is not understood, such as
+    `TagDispatch(...)`, counts as able to end; the rules that it names are reached."""
     return _rules(text, _PRINTED_RULE, _PRINTED_TOKEN)
 
 
 def lark_rules(text: str) -> dict[str, Group]:
-    """Of a grammar in Lark. What this does not understand counts as able to end."""
+    """The rules of a grammar in Lark. Text that is not understood counts as able to end."""
     return _rules(text, _LARK_RULE, _LARK_TOKEN)
 
 
@@ -134,8 +134,8 @@ def _parse(body: str, pattern: re.Pattern[str]) -> Group:
 
 
 def schema_rules(schema: Any, start: str) -> dict[str, Group]:
-    """Of a JSON schema, a rule for each of its parts; `start` is the whole. A part needs what it requires: properties,
-    entries, references. References that lead nowhere end."""
+    """The rules of a JSON schema, one for each of its parts; `start` is the whole. A part needs what it requires:
+    properties, entries, references. References that lead nowhere end."""
     names = {id(schema): start}
     rules: dict[str, Group] = {}
     pending = [schema]

@@ -1,4 +1,4 @@
-"""What constrains one request: the state of its grammar, token by token."""
+"""The constraint of one request: the state of its grammar, token by token."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Matcher(Protocol):
     """Where one output stands in its grammar; each library has one."""
 
     def fill_mask(self, row: npt.NDArray[np.int32]) -> None:
-        """As Grammar.fill_mask; not called once the grammar has terminated."""
+        """Like Grammar.fill_mask; not called once the grammar has terminated."""
 
     def accept(self, token_id: int) -> bool:
         """Not called once the grammar has terminated."""
@@ -73,12 +73,12 @@ class Matcher(Protocol):
 
 
 FillMasks = Callable[[list[Any], "npt.NDArray[np.int32]", list[int], int], None]
-"""Of a library: as Matcher.fill_mask for several of its matchers in one call; the other arguments are the mask [rows,
-ceil(vocab / 32)], contiguous, the row of each matcher, and over how many threads the work is spread."""
+"""A library's form of Matcher.fill_mask for several of its matchers in one call; the other arguments are the mask
+[rows, ceil(vocab / 32)], contiguous, the row of each matcher, and over how many threads the work is spread."""
 
 
 class CompiledGrammar(Protocol):
-    """What all outputs of one grammar share. size_bytes: its memory."""
+    """The part of a grammar that all its outputs share. size_bytes: its memory."""
 
     fill_masks: FillMasks
 
@@ -86,7 +86,7 @@ class CompiledGrammar(Protocol):
     size_bytes: int
 
     def matcher(self) -> Matcher:
-        """At the grammar's start."""
+        """A matcher at the grammar's start."""
 
     def unfinishable_rule(self) -> str | None:
         """Name of a rule that no finite text satisfies and that the grammar may come to."""

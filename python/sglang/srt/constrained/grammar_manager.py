@@ -37,7 +37,7 @@ MAX_VERDICTS = 4096
 MAX_UNDER_WAY = 1024
 """Grammars that are verified or wait for it."""
 WAIT_LIMIT_S = 60.0
-"""From a request's arrival until its grammar is ready."""
+"""The limit of the time from a request's arrival until its grammar is ready."""
 SLOW_COMPILE_S = 1.0
 """Grammars that take longer wait for each other, not in the way of the others."""
 
@@ -68,16 +68,16 @@ class BuildState(IntEnum):
 
 @dataclass(slots=True)
 class PendingGrammar:
-    """What one request waits for."""
+    """A grammar that one request waits for."""
 
     key: GrammarKey
     digest: bytes
     deadline: float
-    """For the leader: other clocks do not count."""
+    """The deadline of the leader: other clocks do not count."""
     check: Check | None = None
     """Leader only: the verification under way, or its result."""
     build: Future[Grammar] | None = None
-    """From the verdict on."""
+    """The build, from the verdict on."""
 
 
 class GrammarManager:
@@ -100,15 +100,15 @@ class GrammarManager:
         self._grammars: OrderedDict[bytes, Future[Grammar]] = OrderedDict()
         self._live = _LiveBytes()
         self._news = False
-        """Of the leader: a request or a verdict has come."""
+        """Used by the leader: a request or a verdict has come."""
         self._closed = False
         self._load_lock = threading.Lock()
         self._quick = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._slow = ThreadPoolExecutor(1, thread_name_prefix="slow-grammar")
 
     def warm_up(self) -> None:
-        """Of a leader: loads what compiles grammars, here and in the other process, before anybody wants one. Does not
-        block."""
+        """Used by a leader: loads the grammar compiler, here and in the other process, before the first grammar. Does
+        not block."""
         if self._backend is not None and self._verifier is not None:
             self._verifier.submit(WARM_UP).verdict.add_done_callback(self._warm_up_here)
 
@@ -185,7 +185,7 @@ class GrammarManager:
         pending.build = future
 
     def state(self, pending: PendingGrammar) -> BuildState:
-        """Of a grammar whose `build` has been called. The leader's is FAILED once the deadline has passed."""
+        """The state of a grammar whose `build` has been called. The leader's is FAILED once the deadline has passed."""
         assert pending.build is not None
         if pending.build.done():
             return BuildState.READY if pending.build.exception() is None else BuildState.FAILED

@@ -33,9 +33,10 @@ if TYPE_CHECKING:
     import xgrammar
 
 FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
-"""Of texts, which the library enforces. It refuses others, although a format is an annotation: those are left out."""
+"""The formats of texts that the library enforces. It refuses others, although a format is an annotation: those are
+left out."""
 MAX_LEXER_STATES = 10_000
-"""Of one output, about 2 KiB each: the library makes them as it goes, and ends the output beyond that."""
+"""The limit for one output, about 2 KiB each: the library makes them as it goes, and ends the output beyond that."""
 _BASE_BYTES, _BYTES_A_CHARACTER = 128 << 10, 64
 """An estimate of a grammar's memory, by measuring some: the library does not tell."""
 _SCHEMA_OPTIONS = {
@@ -49,12 +50,12 @@ _INEXPRESSIBLE = re.compile(r"^(Unimplemented keys: |oneOf constraints )")
 
 
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-"""Of the whole: every token that fits is allowed, also where the text is certain. The library would allow those of its
-own choice only, and ask the tokenizer for them."""
+"""Options of the whole grammar: every token that fits is allowed, also where the text is certain. The library would
+allow those of its own choice only, and ask the tokenizer for them."""
 
 
 class _Tokens:
-    """What the library asks of a tokenizer."""
+    """The tokenizer as the library asks for it."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

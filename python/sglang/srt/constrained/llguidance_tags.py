@@ -157,7 +157,8 @@ _WRITERS: Mapping[str, tuple[frozenset[str], _Writer]] = {
         TagWriter._triggered,
     ),
 }
-"""For every type of part its keys, and what writes it. Keys that are left out here change what is allowed."""
+"""For every type of part its keys, and the function that writes it. Keys that are left out here change what is
+allowed."""
 
 
 def regex_literal(pattern: Any) -> str:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 SLOW_FILL_S = 0.005
-"""Of all masks of a step; a single one may take that long on average (FOLLOW_REFILL_S)."""
+"""A step is slow if all its masks take longer; a single one may take that long on average (FOLLOW_REFILL_S)."""
 METERED_FILLS = 16
 """Steps after a slow one whose masks are filled one by one, so that each request is charged for its own."""
 MAX_THREADS = 4
@@ -36,14 +36,14 @@ class MaskFiller:
         self._clock = clock
         threads = usual_threads() if num_threads is None else num_threads
         self._seconds_a_row: dict[int, float] = dict.fromkeys((1, threads), 0.0)
-        """What was measured with a number of threads, newer steps weighing more. Nothing yet: 0."""
+        """The measured time by number of threads, newer steps weighing more. Nothing measured yet: 0."""
         self._num_filled = 0
         self._num_metered = 0
         """Steps that are still to be metered."""
 
     def fill(self, grammars: list[Grammar], mask: npt.NDArray[np.int32], rows: list[int]) -> None:
-        """As Grammar.fill_mask for the row of each; mask [R, ceil(vocab / 32)], contiguous, all tokens allowed so far.
-        The grammars are of one library."""
+        """Like Grammar.fill_mask for the row of each; mask [R, ceil(vocab / 32)], contiguous, all tokens allowed so
+        far. The grammars are of one library."""
         if self._num_metered or len(grammars) == 1:
             self._num_metered = max(0, self._num_metered - 1)
             for grammar, row in zip(grammars, rows, strict=True):

@@ -41,7 +41,7 @@ class Unwritable(ValueError):
 
 
 def atoms(types: Any) -> list[str]:
-    """Of the value of `type`."""
+    """The types that a value of `type` names."""
     names = types if isinstance(types, list) else [types]
     wanted = {atom for name in names for atom in (NUMBER if name == "number" else (name,))}
     return [atom for atom in ATOMS if atom in wanted]
@@ -105,7 +105,7 @@ COMBINED: dict[str, Callable[[Any, Any], Any]] = {
     "type": lambda first, second: [kind for kind in first if kind in second],
     "enum": _common_values,
 }
-"""What says the same as two values of a keyword together."""
+"""For each keyword the function that combines two of its values into one that says the same."""
 
 
 # --- what is left of a schema that no value of some type satisfies ----------------------------------------------------

@@ -1,4 +1,4 @@
-"""What is not valid under a part of a JSON schema, as plain schemas: one keyword at a time."""
+"""Complements of the parts of a JSON schema, as plain schemas: one keyword at a time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _BEYOND: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "minProperties": ("maxProperties", -1, ("object",)),
     "maxProperties": ("minProperties", 1, ("object",)),
 }
-"""Of a bound, what lies beyond it: the keyword, how far away, and the types of which it speaks."""
+"""For each bound the values beyond it: the keyword, how far away, and the types of which it speaks."""
 
 
 def _beyond(keyword: str, bound: Any) -> list[Schema]:
@@ -80,8 +80,8 @@ def _other_numbers(numbers: list[Any]) -> Iterator[Schema]:
 
 
 def _other_texts(texts: list[str]) -> Iterator[Schema]:
-    """By length: those of other lengths, and for each length of a text a pattern. Grammars look at characters as they
-    are written, so only texts that have a single spelling, but for `\\u`, can be excluded."""
+    """Schemas of other texts: those of other lengths, and for each length of a text a pattern. Grammars look at
+    characters as they are written, so only texts that have a single spelling, but for `\\u`, can be excluded."""
     if len(texts) > MAX_TEXTS or not all(" " <= c <= "\uffff" and c not in '"\\' for text in texts for c in text):
         yield inexpressible("enum", ["string"])
         return
@@ -116,7 +116,7 @@ def _escaped(character: str) -> str:
 
 
 def other(keyword: str, value: Any) -> list[Schema]:
-    """What a keyword of a plain schema forbids, for keywords that have no schemas in them."""
+    """The values that a keyword of a plain schema forbids, for keywords that have no schemas in them."""
     if keyword in _BEYOND:
         return _beyond(keyword, value)
     simple: dict[str, Callable[[Any], list[Schema]]] = {

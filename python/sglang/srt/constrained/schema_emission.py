@@ -87,7 +87,7 @@ _OF_NAMES = ("type", "string")
 
 
 def without_absent(form: Schema) -> Schema:
-    """Without properties that must be absent, if no others than those that are named may be there."""
+    """Return the schema without properties that must be absent, if no others than those that are named may be there."""
     properties = form.get("properties", {})
     if False not in properties.values():
         return form

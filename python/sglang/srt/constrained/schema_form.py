@@ -30,7 +30,7 @@ def check_form(schema: Any) -> None:
 
 _Parts = Iterator[tuple[str, Any]]
 _Form = tuple[str, Callable[[Any], bool], Callable[[str, Any], _Parts]]
-"""What a keyword's value must be, whether it is, and the schemas in it."""
+"""The form of a keyword: what its value must be, a check of it, and the schemas in it."""
 
 
 def _none(place: str, value: Any) -> _Parts:

@@ -37,7 +37,7 @@ MAX_DEPTH = 40
 MAX_LISTS = 512
 """Lists without repetition that are written out."""
 MAX_POSITIONS = 8
-"""Of an entry that a list must contain."""
+"""The limit of positions for an entry that a list must contain."""
 
 _DEFINITIONS = ("$defs", "definitions")
 _VALUES = ("enum", "const", "default", "examples")
@@ -45,7 +45,7 @@ _ELSEWHERE = ("$id", "$anchor", "$dynamicRef", "$dynamicAnchor", "$recursiveRef"
 
 
 _NO_SCHEMA = (TypeError, AttributeError, KeyError, OverflowError)
-"""What reading values raises that no schema has. The library says what is wrong with them."""
+"""Errors of reading values that no schema has. The library says what is wrong with them."""
 
 
 class TooMuch(Unwritable):
@@ -86,7 +86,7 @@ def rewritten(schema: Any, needs: Callable[[Schema], bool]) -> Any:
 
 
 def _without_impossible(schema: Any) -> Any:
-    """Without choices that nothing satisfies."""
+    """Return the schema without choices that nothing satisfies."""
     if isinstance(schema, list):
         return [_without_impossible(part) for part in schema]
     if not isinstance(schema, dict):
@@ -133,7 +133,7 @@ def _definition_path(reference: str) -> tuple[str, str] | None:
 
 
 class Rewriter:
-    """Of the parts of one schema."""
+    """Rewrites the parts of one schema."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
@@ -141,7 +141,7 @@ class Rewriter:
         self._depth = 0
 
     def plain(self, schema: Schema) -> Schema | bool:
-        """What says the same with `anyOf` at most. False: nothing is valid."""
+        """Return a schema that says the same with `anyOf` at most. False: nothing is valid."""
         leaves = [whole for leaf in self.alternatives(schema) for whole in self._entries(leaf)]
         return _choice([form for leaf in leaves for form in emitted(with_named_patterns(leaf))])
 
@@ -358,7 +358,7 @@ class Rewriter:
     # --- lists --------------------------------------------------------------------------------------------------------
 
     def _entries(self, leaf: Schema) -> list[Schema]:
-        """Without rules about all entries of a list."""
+        """Return schemas without rules about all entries of a list."""
         if "enum" in leaf:
             return [leaf]
         if leaf.get("uniqueItems") and leaf.get("maxItems", math.inf) > 1:
@@ -481,7 +481,7 @@ _CHECKS: dict[str, _Check] = {
         lambda rewriter, value, _, leaf: all(rewriter._valid(_property(leaf, name), value[name]) for name in value),
     ),
 }
-"""Of keywords of plain schemas: whether a value, of the type that they speak of, is valid."""
+"""Checks of keywords of plain schemas: whether a value, of the type that they speak of, is valid."""
 
 
 def _is_multiple(value: Any, factor: Any) -> bool:

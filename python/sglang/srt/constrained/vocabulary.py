@@ -1,4 +1,4 @@
-"""What grammars need of a tokenizer, in a file that every process that compiles them reads."""
+"""The facts about a tokenizer that grammars need, in a file that every process that compiles them reads."""
 
 from __future__ import annotations
 

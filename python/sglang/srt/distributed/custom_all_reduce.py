@@ -73,7 +73,7 @@ def exchange(group: dist.ProcessGroup, data: bytes) -> list[bytes]:
 
 
 class IpcWorkspaces:
-    """In the memory of each rank's GPU, opened by its peers through CUDA IPC. Collective.
+    """Workspaces in the memory of each rank's GPU, opened by its peers through CUDA IPC. Collective.
 
     It is no memory of torch's allocator: with `expandable_segments` that cannot be shared so. Raises PeerMemoryError on
     every rank if any of them fails."""
@@ -145,7 +145,7 @@ class CustomAllReduce:
             self._args.workspaces[rank] = address
 
     def algorithm_for(self, nbytes: int) -> str | None:
-        """What serves a message of so many bytes; None: nothing here."""
+        """The algorithm for a message of so many bytes; None: none here."""
         if nbytes <= 0 or nbytes % VECTOR_BYTES:
             return None
         return next((band.algorithm for band in self._bands if nbytes <= band.most), None)

@@ -42,7 +42,7 @@ class Reducer(Protocol):
 
 
 DEFAULT_TIMEOUT_S = 300.0
-"""Of a collective whose ranks have work: as --watchdog-timeout."""
+"""The limit of a collective whose ranks have work: as --watchdog-timeout."""
 JOIN_TIMEOUT_S = 120.0
 """The least time that ranks have to meet: they start at different speeds."""
 LOOPBACK = "lo"
@@ -60,7 +60,7 @@ class Group:
         self._process_group = process_group
         self._reducer: Reducer | None = None
         self._under_way: deque[tuple[dist.Work, torch.Tensor]] = deque()
-        """What this rank sends, and nobody has waited for; the oldest first."""
+        """Sends of this rank that have not been waited for; the oldest first."""
 
     def __repr__(self) -> str:
         return f"Group({self.rank} of {self.size})"
@@ -80,7 +80,7 @@ class Group:
     def all_reduce_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """As Reducer's, where there is one that serves `x`; None: nothing was done."""
+        """Like Reducer's, where there is one that serves `x`; None: nothing was done."""
         reducer = self._reducer
         if reducer is None or not reducer.can_norm(x) or not (residual is None or residual.is_contiguous()):
             return None
@@ -92,7 +92,7 @@ class Group:
             self._reducer.raise_if_stalled()
 
     def library_all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """As `all_reduce`, by NCCL or gloo."""
+        """Like `all_reduce`, by NCCL or gloo."""
         dist.all_reduce(x, group=self.communicator())
         return x
 
@@ -109,14 +109,14 @@ class Group:
         return by_rank.reshape(*x.shape[:dim], self.size * x.shape[dim], *x.shape[dim + 1 :])
 
     def send_to_next(self, x: torch.Tensor) -> None:
-        """To the rank behind this one, which receives it. Goes on at once: `x` stays as it is from now on."""
+        """Send to the rank behind this one, which receives it. Goes on at once: `x` stays as it is from now on."""
         x = x.contiguous()
         work = dist.isend(x, group=self.communicator(), group_dst=self.rank + 1)
         assert work is not None, "this rank is in the group"
         self._let_go(work, x)
 
     def receive_from_previous(self, x: torch.Tensor) -> torch.Tensor:
-        """What the rank before this one sends, written to `x`."""
+        """Receive the tensor that the rank before this one sends, into `x`."""
         dist.recv(x, group=self.communicator(), group_src=self.rank - 1)
         return x
 
@@ -150,7 +150,7 @@ ALONE = Group()
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """By what their ranks share. Layers get them from their scope.
+    """The groups, by what their ranks share. Layers get them from their scope.
 
     `experts`: those whose experts' outputs add up to the layer's, which are all. `ep` and `expert_tp` divide the
     weights of experts and exchange nothing themselves. `pp`: the ranks of all stages that have the same place in
@@ -236,7 +236,7 @@ def init(ranks: RankLayout, rank: int, backend: str, init_method: str, timeout_s
 def _group_alike(
     ranks: RankLayout, rank: int, key: Callable[[int], int], backend: str, limit: timedelta
 ) -> dist.ProcessGroup | None:
-    """Of the ranks with this one's `key`. All ranks make the groups of all."""
+    """Make the group of the ranks with this one's `key`. All ranks make the groups of all."""
     everyone = range(ranks.world_size)
     mine: dist.ProcessGroup | None = None
     for place in dict.fromkeys(map(key, everyone)):
@@ -256,7 +256,7 @@ def shutdown() -> None:
 
 
 def groups() -> Groups:
-    """Of this process."""
+    """The groups of this process."""
     return _state.groups
 
 
@@ -267,12 +267,12 @@ def host_group() -> dist.ProcessGroup:
 
 
 def num_ranks() -> int:
-    """Of all stages."""
+    """The number of ranks of all stages."""
     return _state.ranks.world_size
 
 
 def rank() -> int:
-    """Of this process among all."""
+    """The rank of this process among all."""
     return _state.rank
 
 
@@ -290,7 +290,7 @@ def tp_size() -> int:
 
 
 def all_reduce(x: torch.Tensor) -> torch.Tensor:
-    """Over all ranks, by NCCL or gloo."""
+    """Sum over all ranks, by NCCL or gloo."""
     return _state.groups.tp.library_all_reduce(x)
 
 

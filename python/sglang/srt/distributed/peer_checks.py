@@ -1,4 +1,4 @@
-"""What a group's GPUs do with one another's memory, looked at before anything relies on it.
+"""Checks of what a group's GPUs do with one another's memory, before anything relies on it.
 
 Patterns that no other writer, reader or round has go through peers' memory, through each all-reduce of ours and through
 the library's. What comes out says what is wrong: values of the round before, values that the reader wrote itself,
@@ -21,7 +21,7 @@ REDUCED_SIZES = (16, 4096, 32768)
 """fp32 values: 64 B, 16 KiB, 128 KiB."""
 LIBRARY = "nccl"
 OTHERS = "the other ranks"
-"""What a rank waits for that has nothing to answer for itself."""
+"""The party that a rank waits for when it can name no single rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +35,22 @@ class Finding:
 
 
 class Links(Protocol):
-    """What joins the ranks of a group."""
+    """The links that join the ranks of a group."""
 
     ways: Sequence[str]
-    """Of `reduce`: ours, then the library's."""
+    """The ways of `reduce`: ours, then the library's."""
 
     def write(self, peer: int, words: torch.Tensor) -> None:
         """int32 [PATTERN_WORDS] into the peer's memory, where this rank's place is. Returns when it has gone."""
 
     def read(self, writer: int) -> torch.Tensor:
-        """What lies in this rank's memory at the place of `writer` (this rank's own: nobody writes there)."""
+        """Return this rank's memory at the place of `writer` (this rank's own: nobody writes there)."""
 
     def reduce(self, way: str, x: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks of fp32 values. Raises StalledPeer."""
 
     def barrier(self) -> None:
-        """Of the hosts: what all have written before is there for all behind it."""
+        """Wait for the hosts of all ranks: writes before it are visible to all behind it."""
 
     def agree(self, ok: bool) -> bool:
         """Whether all ranks say so."""
@@ -63,7 +63,8 @@ def pattern(writer: int, reader: int, turn: int) -> torch.Tensor:
 
 
 def check(links: Links, rank: int, ranks: int, say: Callable[[str, int | None], None]) -> Iterator[Finding]:
-    """What is wrong as this rank sees it. `say(what is done, peer)` comes before anything that may not return."""
+    """Return what is wrong as this rank sees it. `say(what is done, peer)` comes before anything that may not
+    return."""
     good = True
     for turn in range(1, ROUNDS + 1):
         for finding in _memory(links, rank, ranks, turn, say):
@@ -106,16 +107,16 @@ def _memory(
 
 
 def _diagnosis(words: torch.Tensor, writer: int, reader: int, ranks: int, turn: int) -> Finding:
-    """Of words that lie where `writer` should have written."""
+    """Diagnose words that lie where `writer` should have written."""
     misplaced = [peer for peer in range(ranks) if torch.equal(words, pattern(reader, peer, turn))]
     if misplaced:
         return Finding(
             "own", (reader, misplaced[0]), f"what rank {reader} writes to rank {misplaced[0]} lands in its own memory"
         )
     if torch.equal(words, pattern(writer, reader, turn - 1)) or not bool(words.any()):
-        return Finding("stale", (writer, reader), f"rank {reader} reads what was there before rank {writer} wrote")
+        return Finding("stale", (writer, reader), f"rank {reader} reads the values from before rank {writer} wrote")
     count = int((words != pattern(writer, reader, turn)).sum())
-    return Finding("wrong", (writer, reader), f"{count} of {PATTERN_WORDS} words of rank {writer} arrive otherwise")
+    return Finding("wrong", (writer, reader), f"{count} of {PATTERN_WORDS} words of rank {writer} arrive altered")
 
 
 def _reduce(links: Links, way: str, rank: int, ranks: int, say: Callable[[str, int | None], None]) -> Iterator[Finding]:
@@ -148,4 +149,4 @@ def _wrong_sum(way: str, total: torch.Tensor, rank: int, ranks: int, size: int, 
             before = bool((given == summand(writer, size, turn - 1).long() >> 3 * writer).all())
             kind = "stale" if before else "wrong"
             return Finding(kind, (writer, rank), f"{way}: rank {rank} does not add what rank {writer} gives")
-    return Finding("wrong", (rank,), f"{way}: sums of rank {rank} are no sums of the summands")
+    return Finding("wrong", (rank,), f"{way}: rank {rank} computes wrong sums")

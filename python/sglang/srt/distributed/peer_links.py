@@ -22,7 +22,7 @@ _ALGORITHMS = ("packed", "one_shot", "two_shot")
 
 
 class GpuLinks:
-    """Over the default group, which is gloo's. Patterns lie where the collectives have data."""
+    """Links over the default group, which is gloo's. Patterns lie where the collectives have data."""
 
     def __init__(self, rank: int, ranks: int, device: int) -> None:
         from sm120_sgl_kernel import installed_collectives

@@ -39,7 +39,7 @@ from sglang.srt.errors import UserError
 LINKS = "sglang.srt.distributed.peer_links:GpuLinks"
 _PR_SET_PDEATHSIG = 1
 _SPARE_S = 10.0
-"""By which a child that waits for others gives up before it is killed: it is not the one that hangs."""
+"""The time by which a child that waits for others gives up before it is killed: it is not the one that hangs."""
 
 _START = "its start"
 
@@ -110,7 +110,7 @@ def _of_child(rank: int, ranks: int, device: int, store: Path, links: str, limit
 
 
 def _messages(child: subprocess.Popen[str], limits: Limits) -> tuple[list[dict[str, Any]], bool]:
-    """What the child says, and whether it has ended by itself. It ends here in any case."""
+    """The child's messages, and whether it has ended by itself. It ends here in any case."""
     arrived: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def read() -> None:
@@ -137,7 +137,7 @@ def _messages(child: subprocess.Popen[str], limits: Limits) -> tuple[list[dict[s
 
 
 def _read(messages: Sequence[dict[str, Any]], error: str, rank: int) -> list[Finding]:
-    """What a child has found. `error`: the last line of what it died of, where it was not killed."""
+    """Read the result of a child. `error`: the last line of what it died of, where it was not killed."""
     findings: list[Finding] = []
     doing, peer = _START, None
     for message in messages:

@@ -1,4 +1,4 @@
-"""From a group of ranks to an all-reduce over their GPUs' memory, if the links between them can be trusted."""
+"""Makes an all-reduce over the GPUs' memory for a group of ranks, if the links between them can be trusted."""
 
 from __future__ import annotations
 

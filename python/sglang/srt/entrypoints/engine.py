@@ -48,7 +48,7 @@ class Engine:
         self.server_args = server_args or ServerArgs.from_kwargs(**{"log_level": "error", **flags})
         self._closed = False
         self._service: OpenAIService | None = None
-        """Where the formats of outputs are known, once a request asks for them."""
+        """Service that knows the formats of outputs; created when a request first asks for them."""
         self._handle = launch_engine(self.server_args)
         self._manager: TokenizerManager = self._handle.manager
         self._handle.wait_ready()
@@ -56,6 +56,7 @@ class Engine:
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine-loop", daemon=True)
         self._thread.start()
         self._loop.call_soon_threadsafe(self._manager.attach)
+        self._run(self._manager.load_corpus_file())
         self._loop.call_soon_threadsafe(self._manager.mark_up)
         self._handle.watch(self._engine_failed)
 
@@ -84,7 +85,7 @@ class Engine:
         stream: bool = False,
         **options: Any,
     ) -> Result | list[Result] | AsyncIterator[Result]:
-        """As `generate`; with `stream`, awaiting it gives an asynchronous iterator."""
+        """Generates as `generate` does; with `stream`, awaiting it gives an asynchronous iterator."""
         req = self._request(prompt, sampling_params, input_ids, stream, **options)
         return self._aiterate(req) if stream else await self._arun(native_results(self._manager, req))
 

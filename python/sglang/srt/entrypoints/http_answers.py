@@ -1,4 +1,4 @@
-"""What whole JSON answers look like, by route, for `/openapi.json`: the fields that all have, and their types."""
+"""Schemas of whole JSON answers, by route, for `/openapi.json`: the fields that all answers have, and their types."""
 
 from __future__ import annotations
 
@@ -134,6 +134,9 @@ _BY_PATH: dict[str, Schema] = {
     "/pause_generation": _MESSAGE,
     "/continue_generation": _MESSAGE,
     "/open_session": _TEXT,
+    "/add_external_corpus": _record(success=_BOOLEAN, corpus_id=_TEXT, message=_TEXT, loaded_token_count=_COUNT),
+    "/remove_external_corpus": _record(success=_BOOLEAN, message=_TEXT),
+    "/list_external_corpora": _record(success=_BOOLEAN, corpus_token_counts=_OBJECT, message=_TEXT),
 }
 _BY_METHOD: dict[tuple[str, str], Schema] = {
     ("delete", _STORED): _record(id=_TEXT, object="response", deleted={"const": True}),
@@ -141,5 +144,5 @@ _BY_METHOD: dict[tuple[str, str], Schema] = {
 
 
 def answer_schema(method: str, path: str) -> Schema:
-    """Of status 200. Raises KeyError for a route whose answer is not described."""
+    """Returns the schema of the answer with status 200. Raises KeyError for a route whose answer is not described."""
     return _BY_METHOD.get((method, path)) or _BY_PATH[path]

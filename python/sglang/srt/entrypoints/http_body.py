@@ -41,7 +41,7 @@ async def read_body(request: Request, model: type[B]) -> B:
 
 
 async def read_optional_body(request: Request, model: type[B]) -> B:
-    """As `read_body`; a request without a body gets the defaults."""
+    """Reads the body as `read_body` does; a request without a body gets the defaults."""
     raw = await request.body()
     return parse_body(raw, model) if raw else model()
 
@@ -60,7 +60,8 @@ def parse_body(raw: bytes, model: type[B]) -> B:
 
 @functools.cache
 def _decoder(model: type[B]) -> msgspec.json.Decoder[B]:
-    """Not strict: `"0.5"` is a number and `1` a boolean, as clients of the interface may send them."""
+    """Returns a decoder that is not strict: it reads `"0.5"` as a number and `1` as a boolean, as clients of the
+    interface may send them."""
     return msgspec.json.Decoder(model, strict=False)
 
 

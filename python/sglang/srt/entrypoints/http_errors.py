@@ -73,7 +73,7 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
 
 
 class ErrorShape(NamedTuple):
-    """How errors look on the routes that begin with `prefix`. `schema`: its name in `/openapi.json`."""
+    """Format of errors on the routes that begin with `prefix`. `schema`: its name in `/openapi.json`."""
 
     prefix: str
     schema: str
@@ -85,7 +85,8 @@ class ErrorShape(NamedTuple):
 
 
 def _native_body(error: ApiError) -> dict[str, Any]:
-    """What failed at the server, or waited too long, has its fields at top level, as SGLang's clients know it."""
+    """Returns the error's body for native routes. Server errors and timeouts (status 500 and above) have their fields
+    at top level, as SGLang's clients expect."""
     return error.fields() if error.status >= 500 else _native(error)
 
 

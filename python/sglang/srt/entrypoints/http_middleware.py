@@ -1,4 +1,5 @@
-"""What every HTTP request passes before it reaches a route, on plain ASGI so that streamed chunks pay nothing."""
+"""Middleware that every HTTP request passes before it reaches a route, on plain ASGI so that streamed chunks pay
+nothing."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from sglang.srt.utils.free_memory import trim_allocator
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES
-"""Of the bodies of all requests that have not been answered, complete or not."""
+"""Limit for the total size of the bodies of all requests that have not been answered, complete or not."""
 
-LARGE_BODY_BYTES = 1 << 22
-"""After one of these, what the C library keeps of its memory is given back to the system."""
+LARGE_BODY_BYTES = 1 << 18
+"""Size of a body after which memory that the C library keeps is given back to the system."""
 TRIM_DELAY_S = 1.0
-"""For the answer to be over, and for one trim after several bodies."""
+"""Delay in seconds before memory is given back: the answer is over by then, and one trim serves several bodies."""
 
 _OPEN_PATHS = ("/", "/health", "/ready", "/metrics")
 """They need no API key: probes and scrapers have none, and the page asks for it."""
@@ -31,12 +32,12 @@ _NOT_JSON = ApiError(415, "the body must be JSON: send it with the header Conten
 
 
 def is_open(path: str) -> bool:
-    """Whether `path` needs no API key."""
+    """Returns whether `path` needs no API key."""
     return path in _OPEN_PATHS or path.startswith(_OPEN_PREFIX)
 
 
 def takes_any_type(path: str) -> bool:
-    """Whether a body is read as JSON whatever its type is said to be."""
+    """Returns whether a body is read as JSON whatever content type the request names."""
     return path.startswith(_ANY_TYPE_PATHS)
 
 
@@ -56,7 +57,7 @@ class RequestGate:
         self._max_body_bytes = max_body_bytes
         self._max_bodies_bytes = max_bodies_bytes
         self._num_bytes = 0
-        """Of all bodies."""
+        """Total size of the bodies of all requests."""
         self._trimming: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -126,7 +127,8 @@ class _BoundedBody:
 
 
 def _is_json(path: str, headers: dict[bytes, bytes]) -> bool:
-    """Whether the body says that it is JSON, or there is none. A page may send one of no type to any server."""
+    """Returns whether the body's content type is JSON, or there is no body. A web page may send a body without a
+    content type to any server."""
     media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if media_type == b"application/json" or takes_any_type(path):
         return True

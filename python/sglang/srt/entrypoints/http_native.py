@@ -34,7 +34,7 @@ FLUSH_LIMIT_S = 3600.0
 FLUSH_POLL_S = 0.05
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
-"""What the ids of answers have before the request's: clients abort by the id that they see."""
+"""Prefixes that the ids of answers have before the request's id: clients abort by the id that they see."""
 
 
 class GenerateBody(Body, kw_only=True):
@@ -178,7 +178,7 @@ async def server_info(request: Request) -> Response:
 
 @router.get("/v1/loads")
 async def loads(request: Request) -> Response:
-    """What each data-parallel rank, of which there is one, has to do; and the same of all together."""
+    """Returns the load of each data-parallel rank, of which there is one, and the load of all together."""
     manager = engine_of(request).manager
     state = (await manager.control("internal_state")).data
     running, waiting = state["num_running_reqs"], state["num_queue_reqs"]
@@ -221,7 +221,8 @@ async def health(request: Request) -> Response:
 
 @router.get("/health_generate")
 async def health_generate(request: Request) -> Response:
-    """As `/health`, after one token has been generated, or any other output has come from the engine meanwhile."""
+    """Answers as `/health` does, after one token has been generated, or any other output has come from the engine
+    meanwhile."""
     manager = engine_of(request).manager
     if await shows_life(manager, HEALTH_TIMEOUT_S):
         return Response(status_code=200)
@@ -229,7 +230,7 @@ async def health_generate(request: Request) -> Response:
 
 
 async def generate_one_token(manager: TokenizerManager) -> None:
-    """Or computes an embedding, if that is what the server is for. Raises RequestError."""
+    """Generates one token, or computes an embedding if that is what the server is for. Raises RequestError."""
     embed = manager.args.is_embedding
     params = None if embed else {"max_new_tokens": 1, "temperature": 0.0}
     call = GenerateRequest(input_ids=[0], sampling_params=params, embed=embed)
@@ -238,7 +239,8 @@ async def generate_one_token(manager: TokenizerManager) -> None:
 
 
 async def shows_life(manager: TokenizerManager, limit_s: float) -> bool:
-    """Whether anything comes from the engine: the token asked for here or, when that has to queue, anybody's."""
+    """Returns whether any output comes from the engine: the token asked for here or, when that has to queue,
+    anybody's."""
     started = time.monotonic()
     token = asyncio.ensure_future(generate_one_token(manager))
     try:

@@ -1,4 +1,4 @@
-"""What `/openapi.json` says beyond the routes themselves: bodies, refusals and event streams."""
+"""Additions to `/openapi.json` beyond the routes themselves: bodies, refusals and event streams."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ _NOT_FOUND = (
     _STORED_RESPONSE + "/input_items",
 )
 _REFUSING = (
+    "/list_external_corpora",
     "/flush_cache",
     "/start_profile",
     "/stop_profile",
@@ -49,7 +50,7 @@ _ERRORS = {
 }
 _STRING = {"type": "string"}
 _EVENT = {"type": "object", "required": ["data"], "properties": {"event": _STRING, "data": _STRING}}
-"""Of a stream of them."""
+"""Schema of one event of an event stream."""
 _ERROR_SCHEMAS: dict[str, Any] = {
     "OpenAIError": {
         "type": "object",

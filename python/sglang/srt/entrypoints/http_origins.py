@@ -1,4 +1,4 @@
-"""Which web pages may use the server.
+"""Check of the web pages that may use the server.
 
 A browser lets every page that it shows send requests to this machine, and says in the header `Origin` whose page it is.
 A server with an API key need not care: the page would need the key. One without a key answers its own pages, those of
@@ -53,7 +53,8 @@ class _OriginGate:
 
 
 def _is_own_page(origin: str, scope: Scope) -> bool:
-    """Whether the page comes from the address that it asks. Not so of names: whose name it is may let it point here."""
+    """Returns whether the page comes from the address that it sends requests to. A name in place of an
+    address does not count: its owner may let it point here."""
     host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
     if origin not in (f"http://{host}", f"https://{host}"):
         return False

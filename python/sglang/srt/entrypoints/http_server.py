@@ -85,7 +85,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _allow_open_files() -> None:
-    """As many as the process may allow itself, up to MAX_OPEN_FILES. Says so when those are few."""
+    """Raises the limit of open files as far as the process may, up to MAX_OPEN_FILES. Logs a warning when that is
+    few."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -241,6 +242,10 @@ class _Server:
             except RequestError as error:
                 raise EngineError(f"the first request failed: {error.message}") from error
             logger.info("The first request took %.2f s.", time.perf_counter() - started)
+        try:
+            await self.handle.manager.load_corpus_file()
+        except RequestError as error:
+            raise EngineError(f"--speculative-ngram-external-corpus-path: {error.message}") from error
         self.handle.manager.mark_up()
         gc.freeze()  # what start-up made stays: collections under load need not look at it again
         logger.info("Listening on %s", self.args.url())

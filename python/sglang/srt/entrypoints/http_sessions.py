@@ -81,7 +81,7 @@ async def close_session(request: Request) -> Response:
 async def session_stream(
     manager: TokenizerManager, store: SessionStore, call: GenerateRequest, params: SessionParams, incremental: bool
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """As `native_stream`, of a sequence that goes on from one of the session's."""
+    """Streams as `native_stream` does, for a sequence that continues one of the session's."""
     turn = await begin_turn(manager, store, call, params)
     rolls_back = store.is_streaming(params.id)
     output_ids: list[int] = []
@@ -154,7 +154,8 @@ _REWRITING = ("replace", "drop_previous_output", "offset")
 
 
 async def _new_ids(manager: TokenizerManager, call: GenerateRequest, begins: bool) -> list[int]:
-    """Of the prompt that was sent, without the token that begins a text where it goes on."""
+    """Returns the token ids of the prompt that was sent, without the token that begins a text where it continues
+    one."""
     ids = await manager.preparer.prompt_ids(call, add_special_tokens=begins)
     bos = None if manager.tokenizer is None else manager.tokenizer.bos_token_id
     return ids if begins or ids[0] != bos else ids[1:]

@@ -18,7 +18,7 @@ _VALUES_AT_ONCE = 1 << 16
 
 
 async def hidden_states_as_json(work: Awaitable[Results]) -> Results:
-    """What `work` gives, with hidden states that can be written as they are."""
+    """Returns the results of `work`, with hidden states in a form that JSON can be written from."""
     results = await work
     for result in results if isinstance(results, list) else [results]:
         await _write(result)
@@ -41,7 +41,7 @@ async def _write(result: Result) -> None:
 
 
 async def _rows(rows: np.ndarray) -> bytes:
-    """Of [N, H] the N lists, with commas between them."""
+    """Writes rows [N, H] as N JSON lists with commas between them."""
     parts = []
     step = max(1, _VALUES_AT_ONCE // rows.shape[1])
     for first in range(0, len(rows), step):

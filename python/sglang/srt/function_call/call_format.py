@@ -15,7 +15,7 @@ CallGrammar = Callable[[Reader, Output], Steps[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFormat:
-    """How a model writes calls.
+    """The form in which a model writes calls.
 
     Each begins with one of `begin`. `section` is what stands around a row of calls; a call may also come without.
     `bare`: first characters of an output that is a call without any marker.
@@ -65,7 +65,7 @@ class CallFormat:
             return
 
     def read_marker(self, reader: Reader, output: Output, marker: str) -> Steps[None]:
-        """What begins with `marker`, which comes next."""
+        """Read what begins with `marker`, which comes next."""
         reader.mark()
         reader.skip(len(marker))
         if self.section is not None and marker == self.section[1]:

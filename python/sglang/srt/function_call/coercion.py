@@ -58,7 +58,7 @@ def _alternatives(schema: Any, root: Mapping[str, Any]) -> list[Any]:
 
 
 def _named_types(schema: Any) -> Types:
-    """What the schema itself says; empty: nothing."""
+    """The types that the schema itself names; empty: none."""
     if not isinstance(schema, dict):
         return ANY
     named = schema.get("type")

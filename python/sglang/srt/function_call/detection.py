@@ -1,4 +1,4 @@
-"""Which formats a model uses, by what its chat template makes of a conversation: `--tool-call-parser auto`."""
+"""Detects the formats of a model by what its chat template makes of a conversation: `--tool-call-parser auto`."""
 
 from __future__ import annotations
 

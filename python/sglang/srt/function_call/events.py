@@ -1,4 +1,4 @@
-"""What a model's output holds, piece by piece: between the generation stream and every form of the API."""
+"""Events of a model's output, piece by piece: between the generation stream and every form of the API."""
 
 from __future__ import annotations
 

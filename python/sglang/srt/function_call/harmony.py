@@ -25,7 +25,7 @@ _AFTER_ROLE = Markers(CHANNEL, MESSAGE)
 _BODY = Markers(MESSAGE)
 _TO = " to="
 _RECIPIENT_FIRST = Markers(_TO)
-"""How an output goes on behind `<|start|>assistant` that addresses a function."""
+"""The markers of an output that continues `<|start|>assistant` by addressing a function."""
 _RECIPIENT = re.compile(r"(?:^|\s)to=(\S+)")
 _FUNCTIONS = "functions."
 _BETWEEN_THOUGHTS = "\n"
@@ -97,7 +97,7 @@ class _Messages:
 
 
 def _header(reader: Reader, marker: str) -> Steps[_Header]:
-    """From behind the first marker to the body."""
+    """Read from behind the first marker to the body."""
     role = ""
     if marker != CHANNEL:
         role = marker + ((yield from reader.word(_AFTER_ROLE, MAX_HEADER)) or "")

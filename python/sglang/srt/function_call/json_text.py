@@ -9,7 +9,7 @@ from sglang.srt.function_call.output import NotACall
 from sglang.srt.function_call.reader import Reader, Sink, Steps, ignore
 
 MAX_NESTING = 256
-"""Of arguments: objects and arrays inside each other."""
+"""The deepest nesting of arguments: objects and arrays inside each other."""
 
 _IN_STRING = re.compile(r'[^"\\\x00-\x1f]*')
 _OUTSIDE = re.compile(r"[\s\w.:,+\-]*")
@@ -79,7 +79,7 @@ def skip_value(reader: Reader) -> Steps[None]:
 
 
 def string_value(reader: Reader) -> Steps[str]:
-    """What a JSON string stands for. NotACall if none comes next."""
+    """The text that a JSON string stands for. NotACall if none comes next."""
     if (yield from reader.peek()) != '"':
         raise NotACall
     parts: list[str] = []

@@ -11,7 +11,7 @@ from sglang.srt.function_call.reader import Markers, Reader, Sink, Steps
 
 END = "<tool_call|>"
 MAX_DEPTH = 64
-"""Of objects and arrays inside each other: every one is read by two generators more."""
+"""The deepest nesting of objects and arrays: every one is read by two generators more."""
 _CALL = Markers("call:")
 _QUOTE = Markers('<|"|>')
 _NAME_END = Markers("{", "\n", "<")
@@ -21,7 +21,7 @@ _CLOSERS = {"{": "}", "[": "]"}
 
 
 def keyed_call(reader: Reader, output: Output) -> Steps[None]:
-    """From behind the marker on."""
+    """Read a call from behind the marker on."""
     yield from reader.space()
     if (yield from reader.one_of(_CALL)) is None:
         raise NotACall

@@ -1,4 +1,4 @@
-"""How the served model writes calls and thoughts."""
+"""The formats of the served model's calls and thoughts."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from sglang.srt.function_call.reader import Markers, Reader, Sink, Steps
 
 TAG = "]<]minimax[>["
 MAX_DEPTH = 64
-"""Of objects and arrays inside each other: every one is read by two generators more."""
+"""The deepest nesting of objects and arrays: every one is read by two generators more."""
 _TAG = Markers(TAG)
 _NAME_END = Markers('">')
 _KEY_END = Markers(">", "<")
@@ -27,7 +27,7 @@ _STRING = frozenset(("string",))
 
 
 def nested_tags(reader: Reader, output: Output) -> Steps[None]:
-    """From behind `<invoke name="` on."""
+    """Read a call from behind `<invoke name="` on."""
     name = yield from reader.word(_NAME_END, MAX_HEADER)
     if name is None:
         raise NotACall
@@ -77,7 +77,7 @@ def _tag(reader: Reader, parent: str) -> Steps[str | None]:
 
 
 def _value(reader: Reader, sink: Sink, schema: Mapping[str, Any], key: str, depth: int) -> Steps[None]:
-    """What stands between the tags of `key`, passed on as JSON."""
+    """Pass on the text between the tags of `key`, as JSON."""
     inner = _schema_of(schema, key)
     types = parameter_types({"properties": {key: inner}, **_definitions(schema)}, key)
     if types == _STRING:

@@ -1,4 +1,4 @@
-"""What a grammar has found: collects events, and keeps the rules that all formats share.
+"""Collects the events that a grammar reports, and keeps the rules that all formats share.
 
 A call begins when its name is one of the request's tools and its arguments open. What looks like a call and does not
 come that far is text, markers and all. From there on it is a call, whatever follows: its arguments are passed on as
@@ -80,7 +80,7 @@ class Output:
         self._space_before_call = ""
 
     def take_events(self) -> list[Event]:
-        """What is new; neighbours of the same kind are one event."""
+        """Return the new events; neighbours of the same kind are one event."""
         if not (self._whole_thoughts and self.in_reasoning):
             self._join_pieces()
         events, self._events = self._events, []
@@ -161,14 +161,14 @@ class Output:
         return ArgumentsDelta(self.num_calls, text)
 
     def succeed(self) -> None:
-        """What was read since the mark is a call, or nothing that anybody needs."""
+        """Accept the text since the mark: it is a call, or markup without content."""
         source = self._reader.since_mark()
         self._reader.unmark()
         if self._call is not None:
             self._end_call(source)
 
     def fail(self) -> None:
-        """What was read since the mark is a call if one has begun, else text, or a thought."""
+        """Reject the text since the mark: it is a call if one has begun, else text, or a thought."""
         source = self._reader.since_mark()
         self._reader.unmark()
         if self._call is not None:

@@ -60,7 +60,7 @@ class OutputParser:
         return self._output.reasoning_end
 
     def push(self, text: str) -> list[Event]:
-        """What has become certain with the next piece of the output."""
+        """Add the next piece of the output; return the events that have become certain."""
         self._reader.feed(text)
         next(self._steps)
         return self._output.take_events()

@@ -15,7 +15,7 @@ _KEY_END = Markers("=", "\n", "(", "[", "{", '"', "'", ",", ")")
 
 
 def pythonic_calls(reader: Reader, output: Output) -> Steps[None]:
-    """From the bracket on."""
+    """Read calls from the bracket on."""
     yield from row_in_brackets(reader, output, read_call)
     yield from reader.past_space(Markers(END))
 

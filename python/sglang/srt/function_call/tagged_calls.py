@@ -15,8 +15,8 @@ STRING = frozenset(("string",))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaggedCalls:
-    """From behind the call's marker on: name, `after_name`, then for each argument `key`, its name, one of `after_key`,
-    perhaps `value`, its value and `after_value`; at last `end`.
+    """Reads from behind the call's marker on: name, `after_name`, then for each argument `key`, its name, one of
+    `after_key`, perhaps `value`, its value and `after_value`; at last `end`.
 
     `after_end`: may follow `end`. `cdata`: what stands around a value that may have any tags in it.
 

@@ -1,4 +1,4 @@
-"""What the GPU can do. The only module that asks a device; everything else reads the traits that it returns."""
+"""The features of the GPU. The only module that asks a device; everything else reads the traits that it returns."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _that_runs_here(forced: ArchTraits, device_index: int) -> ArchTraits:
 
 
 def _as_compiled(traits: ArchTraits) -> ArchTraits:
-    """Without the features that the installed Triton has no instructions for."""
+    """Return the traits without the features that the installed Triton has no instructions for."""
     installed, needed = triton_version(), NEEDS_TRITON.get(traits.name, {})
     lacking = {feature for feature, least in needed.items() if installed is not None and installed < least}
     return replace(traits, features=traits.features - lacking)
@@ -183,7 +183,7 @@ def device_name(device_index: int = 0) -> str:
 
 
 def pci_address(device_index: int) -> str | None:
-    """Of a CUDA device, as sysfs writes it: "0000:c1:00.0". None: this torch does not say."""
+    """The PCI address of a CUDA device, as sysfs writes it: "0000:c1:00.0". None: this torch does not say."""
     import torch
 
     properties: Any = torch.cuda.get_device_properties(device_index)

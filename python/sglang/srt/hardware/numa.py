@@ -1,4 +1,4 @@
-"""Which CPUs are near a GPU, by sysfs, and how a rank's process stays on them.
+"""The CPUs near a GPU, by sysfs, and how a rank's process stays on them.
 
 Pages are allocated on the node whose CPU touches them first, so pinned buffers of a process that stays near its GPU
 are near it, too; across sockets every copy would take the link between them.

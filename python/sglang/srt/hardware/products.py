@@ -28,7 +28,7 @@ _SM12X = _ADA | {"tma", "block_scaled_mma", "mma_sync_block_scale", "pdl"}
 
 @dataclass(frozen=True, slots=True)
 class ArchFacts:
-    """What holds for every product of one compute capability. Shared memory in bytes, after the opt-in."""
+    """Facts that hold for every product of one compute capability. Shared memory in bytes, after the opt-in."""
 
     capability: tuple[int, int]
     smem_per_block: int
@@ -89,7 +89,7 @@ PRODUCTS: dict[str, GpuProduct] = {
 }
 
 FAMILY_NAMES: dict[str, str] = {"rtx-pro-6000": "rtx-pro-6000-server", "dgx-spark": "gb10"}
-"""What people call a card without its edition -> the product that is meant: of several, the one with the least
+"""The usual name of a card without its edition -> the product that is meant: of several, the one with the least
 bandwidth."""
 
 

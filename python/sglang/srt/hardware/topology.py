@@ -1,4 +1,4 @@
-"""How GPUs are connected: the worst pair of a group, by the PCI tree that the kernel shows under /sys."""
+"""The connection of GPUs: the worst pair of a group, by the PCI tree that the kernel shows under /sys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PCI_FUNCTION = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]")
 
 
 class Topology(Enum):
-    """From the nearest to the farthest."""
+    """The kinds of links, from the nearest to the farthest."""
 
     NVLINK = "NVLink"
     SWITCH = "one PCIe switch"
@@ -25,7 +25,7 @@ _DISTANCES = tuple(Topology)
 
 
 def pci_topology(addresses: Sequence[str | None], sysfs: Path = Path("/sys")) -> Topology:
-    """Of GPUs at these PCI addresses ("0000:c1:00.0"), two or more, without NVLink. What is not known counts as
+    """The links of GPUs at these PCI addresses ("0000:c1:00.0"), two or more, without NVLink. Unknown links count as
     connected through the host's bridges."""
     pairs = itertools.combinations(addresses, 2)
     return max((_between(first, second, sysfs) for first, second in pairs), key=_DISTANCES.index)

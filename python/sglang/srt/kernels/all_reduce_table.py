@@ -1,4 +1,4 @@
-"""Which all-reduce serves a message: by how the GPUs are connected, how many they are, and its size.
+"""The all-reduce for a message: by how the GPUs are connected, how many they are, and its size.
 
 One table, in order; the first row that covers a message decides, and behind the last one is NCCL. Sizes are bytes of a
 rank's message. Times "of a card" are those published for eight RTX PRO 6000 Server on PCIe 5 (NCCL 2.29.2; SGLang
@@ -72,7 +72,7 @@ def bands_for(topology: Topology, ranks: int) -> tuple[Band, ...]:
 
 
 def algorithms(topology: Topology, ranks: int) -> str:
-    """For `explain`: what serves which sizes, and why."""
+    """The algorithms and their sizes with reasons, for `explain`."""
     bands = bands_for(topology, ranks)
     served = "; ".join(f"{band.algorithm} up to {_size(band.most)} ({band.reason})" for band in bands)
     return f"{ranks} ranks over {topology.value}: {served}; nccl above"

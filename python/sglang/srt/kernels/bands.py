@@ -1,4 +1,4 @@
-"""Which tiles a launch gets, by the tokens of its step: one schema for attention, linear layers and experts.
+"""The tiles of a launch, by the tokens of its step: one schema for attention, linear layers and experts.
 
 `plan.make_plan` cuts the bands of every op once; layers ask the plan for theirs when they are built, and look up the
 band of a step when they launch.
@@ -18,7 +18,7 @@ from sglang.srt.kernels.ledger_file import tile_key
 from sglang.srt.kernels.spec import Tile
 
 Tiles = tuple[Tile, ...]
-"""Of the products that are launched together: one, or gate_up's and down's of experts."""
+"""The tiles of products that are launched together: one, or gate_up's and down's of experts."""
 
 ANY = float("inf")
 
@@ -30,7 +30,7 @@ def tiles_key(tiles: Tiles) -> str:
 
 @dataclass(frozen=True)
 class Band:
-    """What steps of up to `most` tokens launch.
+    """The tiles that steps of up to `most` tokens launch.
 
     `way` names the one of the kernel's ways that computes them. `rungs` begin with the tiles that are launched; those
     behind them are what a launch may step down to, in order. A way that takes no tile has none. `why` says where the
@@ -48,16 +48,16 @@ class Band:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Of the rungs. Bands with equal ones are launched alike."""
+        """The names of the rungs. Bands with equal ones are launched alike."""
         return tuple(map(tiles_key, self.rungs))
 
     def describe(self) -> str:
-        """As "tiles M16 N32 K256 w4 s4"."""
+        """The tiles in words, as "tiles M16 N32 K256 w4 s4"."""
         return " ".join([self.way, *self.names[:1]])
 
 
 Bands = tuple[Band, ...]
-"""By `most`, the smallest first."""
+"""The bands of an op by `most`, the smallest first."""
 
 
 def band_of(bands: Bands, tokens: int) -> Band:
@@ -100,7 +100,7 @@ def _describe(bands: Bands) -> str:
 
 
 Shape = tuple[int, int, bool]
-"""Of a weight, as in Need.shapes: rows, columns, whether there is a bias."""
+"""The shape of a weight, as in Need.shapes: rows, columns, whether there is a bias."""
 
 
 @dataclass(frozen=True, slots=True)

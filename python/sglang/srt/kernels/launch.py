@@ -1,4 +1,4 @@
-"""A launch that heals itself: should a tile ask for more than the GPU has after all (another Triton, an unknown card),
+"""Launches that fall back to smaller tiles: if a tile asks for more than the GPU has (another Triton, an unknown card),
 the next ledger tile takes over, for this process and for later ones.
 
     ladder = ladder_of("linear/fp8_block", band, __name__)

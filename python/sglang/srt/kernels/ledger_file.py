@@ -36,7 +36,7 @@ _SAME_CODE = {"float16": "bfloat16"}
 """Dtypes that compile to the same code but for the type of the instructions."""
 
 WIDENED_TAIL = "/widened"
-"""In keys of variants for GPUs without `block_scaled_mma`, where those with it have others."""
+"""The end of the keys of variants for GPUs without `block_scaled_mma`, where those with it have others."""
 
 SAME_LAUNCHES: Mapping[str, str] = {"nvfp4_a16": "nvfp4"}
 """Schemes whose products are those of another one where that is widened: its rows stand for both."""
@@ -52,7 +52,7 @@ class Row:
     code: str
     by_target: dict[str, Measurement] = field(default_factory=dict)
     digest: str = field(default="", compare=False)
-    """As read from the file: of the figures that the compilers gave."""
+    """The digest in the file, of the figures that the compilers gave."""
 
 
 RowKey = tuple[str, str, str]
@@ -146,7 +146,7 @@ _SECOND_PRODUCTS = frozenset({"down", "down_sum"})
 
 
 class Ledger:
-    """What the resolver asks the lock files."""
+    """The resolver's view of the lock files."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
@@ -162,7 +162,7 @@ class Ledger:
         return Ledger(merged)
 
     def measurements(self, need: Need, tile: Tile, arch: ArchTraits) -> Iterator[Measurement]:
-        """Of every variant that counts for `need`, for every Triton version."""
+        """The measurements of every variant that counts for `need`, for every Triton version."""
         name, target = tile_key(tile), "/" + judged_as(arch)
         for key in variant_keys(need):
             row = self.rows.get((need.op, key, name))

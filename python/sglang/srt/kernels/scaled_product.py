@@ -1,4 +1,4 @@
-"""How a product with weights of a number format is computed. Data only: no torch, no Triton."""
+"""The ways to compute a product with weights of a number format. Data only: no torch, no Triton."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAIR_GROUP = 32
 
 @dataclass(frozen=True, slots=True)
 class ScaledProduct:
-    """How a product with weights of a scheme is computed: the constants of `scaled_dot.multiply`, and what x is
+    """The way to compute a product with weights of a scheme: the constants of `scaled_dot.multiply`, and what x is
     quantized to."""
 
     kind: str
@@ -36,7 +36,7 @@ class ScaledProduct:
 
     @property
     def tile_kind(self) -> str:
-        """What tiles are chosen by."""
+        """The kind by which tiles are chosen."""
         if self.kind == "mx" and self.element == "e2m1":
             return "mx4" if self.group == 16 else "mx_e2m1"
         return self.kind
@@ -55,8 +55,8 @@ PLAIN = ScaledProduct("plain")
 
 
 def product_of(scheme: Scheme | None, features: Collection[str]) -> ScaledProduct:
-    """What GPUs with these features (of ArchTraits) do with a scheme. See `quant_scheme.widening` for what of it is not
-    native."""
+    """The product that GPUs with these features (of ArchTraits) compute for a scheme. See `quant_scheme.widening` for
+    the parts that are not native."""
     if scheme is None:
         return PLAIN
     group, packed = scheme.group[1], "block_scaled_mma" in features

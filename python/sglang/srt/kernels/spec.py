@@ -1,4 +1,4 @@
-"""What a call site needs, what a kernel offers, and what was chosen. No torch, no device."""
+"""The types of needs (of a call site), kernels (their offers) and choices. No torch, no device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tile = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class PeerLinks:
-    """What was seen of the links of a group's GPUs. `problem`: why no rank may write into another's memory, or none.
+    """The links between a group's GPUs, as probed. `problem`: why no rank may write into another's memory, or none.
     `fusion_problem`: why FlashInfer's kernels, if they were asked for, cannot."""
 
     topology: Topology
@@ -27,7 +27,7 @@ class PeerLinks:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a call site asks for. Head dims 0 where the op has none; dtypes as in ModelConfig, KV dtype of the cache.
+    """The request of a call site. Head dims 0 where the op has none; dtypes as in ModelConfig, KV dtype of the cache.
 
     `traits` are properties that not every kernel supports: "sliding_window", "sinks", "logit_cap", "custom_mask",
     "mla", "shared_kv", "sparse", "hybrid_gdn", "hybrid_mamba2", "bidirectional", "head_norm",
@@ -36,7 +36,7 @@ class Need:
     linear layers, and of the first and the second product of experts. `variant` tells two needs of one op apart.
     `experts`: that a rank has room for, that a token goes to, and groups of ranks that have some of their own.
     `ranks` and `links`: of an all-reduce, how many take part and what joins their GPUs (None: nobody has looked).
-    `library_problem`: what a look at this GPU found against the library's kernel of the op.
+    `library_problem`: the defect that a check of this GPU found in the library's kernel of the op.
     """
 
     op: str
@@ -90,7 +90,7 @@ def refuses_nothing(need: Need, arch: ArchTraits) -> list[str]:
 
 
 Remark = Callable[[Need, ArchTraits], str]
-"""What a person should know about how a kernel serves a need there; empty when there is nothing unusual."""
+"""A remark for the user about how a kernel serves a need there; empty when there is nothing unusual."""
 
 
 def nothing_unusual(need: Need, arch: ArchTraits) -> str:
@@ -138,7 +138,7 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True)
 class TileRecord:
-    """What the ledger knows about a tile on one architecture: worst case over the kernel's variants. Bytes."""
+    """The ledger's facts about a tile on one architecture: worst case over the kernel's variants. Bytes."""
 
     smem: int
     registers: int

@@ -15,13 +15,15 @@ from sglang.srt.kernels.tiles import MLA_LATENT
 
 _ATTENTION = "sglang.srt.layers.attention"
 _NATIVE = "sglang.srt.layers.native_ops"
+_NATIVE_SPARSE = "sglang.srt.layers.native_sparse_ops"
 _TRITON = "sglang.srt.layers.triton_ops"
 _EXPERTS = "sglang.srt.layers.moe"
 _MOE = f"{_EXPERTS}.fused_moe_triton"
+_COMPRESSED = "sglang.srt.layers.compressed"
 _RECURRENT = "sglang.srt.layers.recurrent"
 
-NOT_PART = "not part of sm120-sglang"
 NOT_YET = "not implemented yet in sm120-sglang"
+NOT_PART = "not part of sm120-sglang"
 
 CP_ASYNC = frozenset({"cp_async"})
 SM12X_PRODUCTS = frozenset({"block_scaled_mma", "mma_sync_block_scale"})
@@ -70,13 +72,25 @@ def flashinfer_head_dims(need: Need, arch: ArchTraits) -> list[str]:
 
 
 def flashinfer_latents(need: Need, arch: ArchTraits) -> list[str]:
-    """What FA2's latent kernels are made for."""
+    """Refuse the sizes that FA2's latent kernels are not made for."""
+    latent = (need.head_dim, need.v_head_dim)
+    return [] if latent == MLA_LATENT else [f"latents of {latent[0]} dims, {latent[1]} of them values (has 576, 512)"]
+
+
+def only_packed(need: Need, arch: ArchTraits) -> list[str]:
+    """Float8 latents of sparse layers are packed, in one form."""
+    if need.kv_dtype != "fp8_e4m3":
+        return [f"no {need.kv_dtype} cache (has fp8_e4m3 and 16 bits)"]
     latent = (need.head_dim, need.v_head_dim)
     return [] if latent == MLA_LATENT else [f"latents of {latent[0]} dims, {latent[1]} of them values (has 576, 512)"]
 
 
 def only_16_bit_cache(need: Need, arch: ArchTraits) -> list[str]:
     return [] if need.kv_dtype in ("bfloat16", "float16") else [f"no {need.kv_dtype} cache (has 16 bits)"]
+
+
+def no_fp8_cache(need: Need, arch: ArchTraits) -> list[str]:
+    return [f"no {need.kv_dtype} cache (--kv-cache-dtype bf16 works)"] if need.kv_dtype.startswith("fp8") else []
 
 
 def only_equal_head_dims(need: Need, arch: ArchTraits) -> list[str]:
@@ -89,8 +103,8 @@ HYBRID_LINEAR_ATTN_BACKENDS: tuple[tuple[str, tuple[str, ...], tuple[str, str]],
     ("tcgen05", ("hybrid_gdn",), ("triton", "trtllm_mha")),
     ("mma_sync_block_scale", tuple(HYBRIDS), ("triton", "flashinfer")),
 )
-"""Of GPUs with a feature: what computes the full-attention layers of models with such recurrent layers. The first row
-counts; others take what every model may have. torch_native serves everywhere."""
+"""For GPUs with a feature: the backends of the full-attention layers of models with such recurrent layers. The first
+row counts; others take what every model may have. torch_native serves everywhere."""
 
 
 def hybrid_linear_attn_backend(need: Need, arch: ArchTraits) -> tuple[tuple[str, ...], str] | None:
@@ -123,6 +137,17 @@ def no_e4m3_conversion(need: Need, arch: ArchTraits) -> list[str]:
     return []
 
 
+def e4m3_or_16_bits(need: Need, arch: ArchTraits) -> list[str]:
+    """Entries of sparse attention have scales of their own, for which e4m3 is the format."""
+    return ["no fp8_e5m2 cache (has fp8_e4m3, 16 bits)"] if need.kv_dtype == "fp8_e5m2" else []
+
+
+def packed_latents(need: Need, arch: ArchTraits) -> str:
+    return "latents of 656 bytes: e4m3 with a scale for 128 columns, rotary columns in bfloat16" * (
+        need.kv_dtype == "fp8_e4m3"
+    )
+
+
 def no_e4m3_arithmetic(need: Need, arch: ArchTraits) -> list[str]:
     """Weights or scales of e4m3, on GPUs that do not have the type."""
     scheme = SCHEMES.get(need.quant or "")
@@ -147,11 +172,11 @@ def mixed_or_widened(need: Need, arch: ArchTraits) -> str:
 GEMV_LEAST_K = 512
 """Columns that it takes at least; a test holds both to the launcher's."""
 GEMV_MULTIPLE = 16
-"""What divides the columns that it serves."""
+"""The divisor of the columns that it serves."""
 
 
 def gemv_or_cublas(need: Need, arch: ArchTraits) -> str:
-    """Which of the products of unquantized weights is served by what."""
+    """Describe which of the products of unquantized weights is served by which kernel."""
     by_gemv: dict[bool, list[str]] = {True: [], False: []}
     for rows, cols, bias in need.shapes:
         by_gemv[cols >= GEMV_LEAST_K and cols % GEMV_MULTIPLE == 0].append(f"{rows}x{cols}{' + bias' * bias}")
@@ -173,7 +198,7 @@ def library_fails(need: Need, arch: ArchTraits) -> list[str]:
 
 
 def scaled_mm_or_triton(need: Need, arch: ArchTraits) -> str:
-    """Which of the products of e4m3 weights is served by what."""
+    """Describe which of the products of e4m3 weights is served by which kernel."""
     step = 128 if need.quant == "fp8_block" else 16
     odd = [f"{rows}x{cols}" for rows, cols, _ in need.shapes if rows % 16 or cols % step]
     text = f"torch.nn.functional.scaled_mm for steps of {SCALED_MM_ROWS:,} tokens and more, triton for fewer"
@@ -288,6 +313,15 @@ def _elementwise(op: str, module: str, *refusals: Refuse) -> tuple[KernelSpec, .
     )
 
 
+def _indexer(op: str, graph_safe: bool = True) -> tuple[KernelSpec, ...]:
+    """What prepares the indexer's keys and queries; `graph_safe`: in plain torch."""
+    refuse = all_of(_HALF, e4m3_or_16_bits, no_e4m3_conversion)
+    return (
+        KernelSpec("triton", f"{_TRITON}.index_store:{op}", CP_ASYNC, "triton", refuse=refuse),
+        KernelSpec("torch_native", f"{_NATIVE_SPARSE}:{op}", refuse=e4m3_or_16_bits, graph_safe=graph_safe),
+    )
+
+
 def _missing(what: str) -> tuple[KernelSpec, ...]:
     """An op that some models have and nothing here computes."""
     return (KernelSpec("triton", requires=CP_ASYNC, not_here=f"{NOT_YET}: {what}"),)
@@ -375,12 +409,38 @@ GATED_DELTA_RULE = (
     KernelSpec("flashinfer", requires=CP_ASYNC, refuse=not_for_hybrids("flashinfer"), not_here=NOT_YET),
 )
 SPARSE_INDEXER = (
-    KernelSpec("triton", requires=CP_ASYNC, not_here=NOT_YET),
+    KernelSpec(
+        "triton",
+        f"{_ATTENTION}.sparse:TritonSparseIndexer",
+        CP_ASYNC,
+        "triton",
+        tiled=True,
+        kernel_module=f"{_ATTENTION}.triton_ops.index_logits",
+        refuse=all_of(_HALF, e4m3_or_16_bits, no_e4m3_conversion),
+    ),
+    KernelSpec("torch_native", f"{_NATIVE_SPARSE}:sparse_indexer", graph_safe=False),
     KernelSpec("deep_gemm", requires=WGMMA, not_here=NOT_PART),
+)
+SPARSE_ATTENTION = (
+    KernelSpec(
+        "triton",
+        f"{_ATTENTION}.sparse:TritonSparseAttention",
+        CP_ASYNC,
+        "triton",
+        tiled=True,
+        kernel_module=f"{_ATTENTION}.triton_ops.sparse_attention",
+        refuse=all_of(_HALF, e4m3_or_16_bits, no_e4m3_conversion),
+        remark=packed_latents,
+    ),
+    KernelSpec("torch_native", f"{_NATIVE_SPARSE}:sparse_attention", graph_safe=False),
+    KernelSpec("flashinfer_sparse_mla", requires=CP_ASYNC, refuse=only_latent, not_here=NOT_YET),
+    KernelSpec("flashmla_sparse", requires=WGMMA, refuse=only_latent, not_here=NOT_PART),
+    KernelSpec("fa3", requires=WGMMA, not_here=NOT_PART),
+    KernelSpec("trtllm", requires=TCGEN05, refuse=only_latent, not_here=NOT_PART),
 )
 FLASHINFER_FUSION = "flashinfer_fusion"
 MOST_RANKS = 8
-"""Of sgl-kernel's all-reduce; a test holds it to the library's number."""
+"""The limit of sgl-kernel's all-reduce; a test holds it to the library's number."""
 
 
 def no_way_to_peers(need: Need, arch: ArchTraits) -> list[str]:
@@ -392,7 +452,7 @@ def no_way_to_peers(need: Need, arch: ArchTraits) -> list[str]:
 
 
 def topology_of(need: Need, arch: ArchTraits) -> Topology:
-    """How the GPUs of an all-reduce are connected. Where nobody has looked: as machines of so many such cards are."""
+    """The connection of the GPUs of an all-reduce. If it was not probed: that of machines with so many such cards."""
     if need.links is not None:
         return need.links.topology
     if "nvlink" in arch.features:
@@ -435,10 +495,14 @@ ALL_REDUCE = (
 )
 
 ROUTERS = ("softmax", "sigmoid", "sqrtsoftplus", "hash")
-"""How tokens find their experts: by what score, or by a table of token ids."""
+"""The ways in which tokens find their experts: by a score, or by a table of token ids."""
 
 TABLES: dict[str, tuple[KernelSpec, ...]] = {
     "decode_inputs": _elementwise("decode_inputs", "decode_inputs"),
+    "ngram_guesses": (
+        KernelSpec("triton", f"{_TRITON}.ngram:ngram_guesses", CP_ASYNC, "triton"),
+        KernelSpec("torch_native", "sglang.srt.layers.native_ngram:ngram_guesses"),
+    ),
     "embedding_rows": _elementwise("embedding_rows", "embedding"),
     "rmsnorm": _elementwise("rmsnorm", "norm"),
     "fused_add_rmsnorm": _elementwise("fused_add_rmsnorm", "norm"),
@@ -460,10 +524,30 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     ),
     "latent_prompt_attention": LATENT_PROMPT_ATTENTION,
     "attention_output_gate": _recurrent("gated_norm:attention_output_gate", "attention_output_gate"),
-    "index_key_store": _missing("norm and rotary embedding of the indexer's keys, stored in a cache of their own"),
-    "kv_compressor": _missing("gated sums of neighbouring tokens as compressed cache entries, with their open ends"),
-    "grouped_output": _missing("the inverse rotation of the output, and its projection by groups of heads"),
-    "hyper_connection": _missing("several residual streams, mixed before and after each block"),
+    "index_key_store": _indexer("index_key_store", graph_safe=False),
+    "index_queries": _indexer("index_queries"),
+    "latent_pack_store": (
+        KernelSpec(
+            "triton",
+            f"{_TRITON}.latent_pack:latent_pack_store",
+            CP_ASYNC,
+            "triton",
+            refuse=all_of(_HALF, only_packed, no_e4m3_conversion),
+        ),
+        KernelSpec("torch_native", f"{_NATIVE_SPARSE}:latent_pack_store", refuse=only_packed),
+    ),
+    "index_norm_rope": (
+        KernelSpec("triton", f"{_TRITON}.index_rope:index_norm_rope", CP_ASYNC, "triton", refuse=_HALF),
+        KernelSpec("torch_native", f"{_NATIVE_SPARSE}:index_norm_rope"),
+    ),
+    "kv_compressor": (
+        KernelSpec("torch_native", f"{_COMPRESSED}.native:KV_COMPRESSOR", refuse=no_fp8_cache, graph_safe=False),
+    ),
+    "shared_kv_norm_rope_store": (
+        KernelSpec("torch_native", f"{_COMPRESSED}.native:shared_kv_norm_rope_store", refuse=no_fp8_cache),
+    ),
+    "tail_rotation": (KernelSpec("torch_native", f"{_COMPRESSED}.native:tail_rotation"),),
+    "hyper_connection": (KernelSpec("torch_native", "sglang.srt.layers.hyper_native:hyper_connection"),),
     "causal_conv1d": _recurrent("causal_conv:CAUSAL_CONV", "CAUSAL_CONV"),
     "gated_rmsnorm": _recurrent("gated_norm:gated_rmsnorm", "gated_rmsnorm"),
     **{f"topk_{kind}": _elementwise(f"topk_{kind}", "topk") for kind in ROUTERS},
@@ -475,11 +559,12 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     "gated_delta_rule": GATED_DELTA_RULE,
     "state_space_duality": _RECURRENCE,
     "sparse_indexer": SPARSE_INDEXER,
+    "sparse_attention": SPARSE_ATTENTION,
     "all_reduce": ALL_REDUCE,
 }
 
 ATTENTION_BACKENDS: tuple[str, ...] = tuple(spec.name for spec in EXTEND_ATTENTION)
-"""What --attention-backend may name; the resolver says which of them can run."""
+"""The names that --attention-backend takes; the resolver says which of them can run."""
 
 FP8_GEMM_BACKENDS = ("triton", "torch_scaled_mm", "torch_dequantized")
-"""What --fp8-gemm-backend may name; the same holds."""
+"""The names that --fp8-gemm-backend takes; the same holds."""

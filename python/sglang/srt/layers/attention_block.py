@@ -53,7 +53,7 @@ class GQAttention:
         group = scope.groups.attention
         shares = spec.shares(group.size)
         heads, kv_heads = shares.heads(group.rank), shares.kv_heads(group.rank)
-        self.num_heads, self.num_kv_heads = shares.room, shares.kv_room
+        self.num_heads, self.num_kv_heads = shares.padded_heads, shares.padded_kv_heads
         self.head_dim = dim
         self.eps = site.model.norm_eps
         self.rotary = site.rotary.of(spec.rope)
@@ -63,7 +63,7 @@ class GQAttention:
             projections.append(("v", kv_rows))
         if spec.output_gate:
             projections = _with_gates(projections, heads, dim)
-        self.qkv = ColumnParallelLinear(scope.sub("qkv"), hidden_size, projections, spec.qkv_bias)
+        self.qkv = ColumnParallelLinear(scope.sub("qkv"), spec.input_size or hidden_size, projections, spec.qkv_bias)
         self.row_format = self.qkv.row_format
         self.o = RowParallelLinear(scope.sub("o"), q_rows, hidden_size, spec.o_bias, group=group)
         self.q_norm = self.k_norm = None
@@ -86,7 +86,7 @@ class GQAttention:
                 from_keys=spec.values_from_keys,
             )
         self.k_scale = self.v_scale = None
-        self.cache = scope.cache(site.layer_id, "kv")
+        self.cache, self.layer_id = scope.cache(site.layer_id, "kv"), site.layer_id
         self.cache_shared = spec.cache_shared
         if scope.plan.kv_cache_dtype.startswith("fp8"):
             self.k_scale, self.v_scale = cache_scale(scope, "k_scale"), cache_scale(scope, "v_scale")
@@ -106,8 +106,8 @@ class GQAttention:
             sinks=share_param(scope, "sinks", heads, Init.ZEROS, torch.float32) if spec.sinks else None,
         )
 
-    def leave_sum(self) -> Group | None:
-        return self.o.leave_sum()
+    def defer_all_reduce(self) -> Group | None:
+        return self.o.defer_all_reduce()
 
     def __call__(self, x: Rows, batch: ForwardBatch) -> torch.Tensor:
         cache = self.cache
@@ -137,14 +137,14 @@ class GQAttention:
             v_scale=cache.v_scale,
         )
         if self.cache_shared:
-            batch.metadata[self.attention.site].keys_values[cache.layer_id] = (k, v)
+            batch.metadata[self.attention.site].keys_values[self.layer_id] = (k, v)
         out = self.attention(q, k, v, batch)
         if self.output_gate is not None:
             out = self.output_gate(out, gates)
         return self.o(out)
 
     def _take_cache_scales(self) -> None:
-        """What keys and values are divided by in an fp8 cache; 1 where the checkpoint does not say.
+        """Reads the divisors of keys and values in an fp8 cache; they are 1 where the checkpoint does not give any.
 
         Raises UserError for a scale that cannot be one."""
         self.cache.k_scale, self.cache.v_scale = cache_scale_value(self.k_scale), cache_scale_value(self.v_scale)
@@ -156,9 +156,9 @@ def _with_gates(projections: list[tuple[str, Share]], heads: Share, dim: int) ->
 
     def pieces(behind: int) -> list[tuple[str, Share]]:
         begins = [2 * head * dim + behind for head in range(heads.run.start, heads.run.stop)]
-        rooms = [dim] * (heads.count - 1) + [dim * (1 + heads.room - heads.count)]
+        widths = [dim] * (heads.count - 1) + [dim * (1 + heads.padded_count - heads.count)]
         runs = [slice(begin, begin + dim) for begin in begins]
-        return [(part, Share(2 * rows.total, run, room)) for run, room in zip(runs, rooms, strict=True)]
+        return [(part, Share(2 * rows.total, run, width)) for run, width in zip(runs, widths, strict=True)]
 
     return [*pieces(0), *others, *pieces(dim)]
 
@@ -169,7 +169,7 @@ def cache_scale(scope: Scope, leaf: str) -> torch.Tensor:
 
 
 def cache_scale_value(scale: torch.Tensor | None) -> float:
-    """What an fp8 cache divides by; 1 without a scale. Raises UserError for one that cannot be."""
+    """Returns the divisor of an fp8 cache; 1 without a scale. Raises UserError for a scale that cannot be one."""
     value = 1.0 if scale is None else float(scale.item())
     if not 0.0 < value < float("inf"):
         raise UserError(f"the checkpoint's scale of the KV cache is {value}; serve it with --kv-cache-dtype bf16")

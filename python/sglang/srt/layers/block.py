@@ -1,4 +1,4 @@
-"""Where a block of a decoder layer is built, beside its scope and its description."""
+"""Context that a block of a decoder layer is built in, beside its scope and its description."""
 
 from __future__ import annotations
 

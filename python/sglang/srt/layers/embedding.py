@@ -9,21 +9,21 @@ from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.ops import EmbeddingRowsOp, LinearOp
 from sglang.srt.layers.parameter import Part, Scope, Shard
 from sglang.srt.layers.quantization.quantized_rows import values_of
-from sglang.srt.plan.ranks import Share, exact_share, share_in_rooms, whole
+from sglang.srt.plan.ranks import Share, exact_share, padded_share, whole
 from sglang.srt.plan.weight_names import PartKey
 from sglang.srt.sampling.sampling_params import NO_TOKEN
 
 
 def _vocab_rows(group: Group, vocab_size: int) -> Share:
     """The rows of the vocabulary that a rank holds: the last ranks may hold fewer."""
-    return share_in_rooms(vocab_size, -(-vocab_size // group.size), group.rank)
+    return padded_share(vocab_size, -(-vocab_size // group.size), group.rank)
 
 
 def _vocab_weight(scope: Scope, vocab_size: int, hidden_size: int) -> torch.Tensor:
     """This rank's rows [ceil(V / tp), H]. Rows past the vocabulary (of the last ranks) stay zero."""
     rows = _vocab_rows(scope.groups.tp, vocab_size)
     part = Part((vocab_size, hidden_size), (rows.run,), (slice(0, rows.count),))
-    weight = scope.param("weight", (rows.room, hidden_size), {PartKey(): part})
+    weight = scope.param("weight", (rows.padded_count, hidden_size), {PartKey(): part})
     if not weight.is_meta:
         weight[rows.count :].zero_()
     return weight
@@ -50,8 +50,8 @@ class VocabParallelEmbedding:
 
 
 FEWEST_SHARDED_ROWS = 16
-"""From so many rows on a step leaves each rank its own columns of the logits until it is known what is wanted of them.
-Counted, not measured: 16 rows of 151,936 columns over two ranks are 4.9 MB on their way to each of them."""
+"""Number of rows from which a step leaves each rank its own columns of the logits until it is known which of them are
+needed. Counted, not measured: 16 rows of 151,936 columns over two ranks are 4.9 MB on their way to each of them."""
 
 
 class LMHead:
@@ -83,7 +83,7 @@ class LMHead:
         return self.whole(self._columns(hidden))
 
     def of_step(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As called, or of many rows this rank's columns alone (`is_shard`)."""
+        """Computes the logits as a call does; where there are many rows, only this rank's columns (`is_shard`)."""
         columns = self._columns(hidden)
         return columns if len(columns) >= FEWEST_SHARDED_ROWS else self.whole(columns)
 
@@ -100,7 +100,7 @@ class LMHead:
         """[R, V] on every rank, of what `of_step` returned."""
         if not self.is_shard(logits):
             return logits
-        missing = self.rows.room - logits.shape[-1]
+        missing = self.rows.padded_count - logits.shape[-1]
         logits = F.pad(logits, (0, missing)) if missing else logits
         return self.group.all_gather(logits)[:, : self.vocab_size]
 

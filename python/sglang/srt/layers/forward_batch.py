@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -42,7 +42,7 @@ class ForwardBatch:
     decode: DecodeRows | None = None
     extend: ExtendRows | None = None
     metadata: Mapping[AttentionSite, SiteMetadata] = field(default_factory=dict)
-    """What the kernels of each attention site read of this step (`AttentionSites.metadata`)."""
+    """Metadata that the kernels of each attention site read of this step (`AttentionSites.metadata`)."""
 
     num_valid_tokens: torch.Tensor | None = None
     """[1] int32: tokens from here on are padding, which experts need not compute. None: all are valid."""
@@ -50,11 +50,18 @@ class ForwardBatch:
     embedding_rows: EmbeddingRows | None = None
 
     state_records: list[StateRecord] | None = None
-    """Not None: the step's tokens may be taken back. Layers with recurrent states leave these as they are and record
-    here what it takes to go on by a part of the tokens."""
+    """Records of a step whose tokens may be taken back, otherwise None. Layers with recurrent states then leave these
+    as they are and record here what is needed to advance them by a part of the tokens."""
+
+    captured: list[torch.Tensor] = field(default_factory=list)
+    """Residual streams [T, H] behind the layers that the model captures, in their order; drafts read them."""
 
     handed_on: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What one part of the model leaves for later ones of the same step, by name."""
+    """Tensors that one part of the model leaves for later parts in the same step, by name."""
+
+    compressed: Any = None
+    """Data that layers of compressed attention read of the step: a `compressed.step.CompressedStep`, whose module
+    imports this one."""
 
     @property
     def num_decodes(self) -> int:

@@ -8,6 +8,9 @@ two ways:
                first columns), and W_UV makes the heads' outputs of what it returns: decoding, and short prompts
     expanded   keys and values are made of latents by W_UK and W_UV: prompts for which that pays
 
+Where the description has an indexer, or takes an earlier layer's selection, tokens with more than `top_k` tokens to see
+are absorbed, and attend to the selected ones (`SparseRows`).
+
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 """
 
@@ -21,8 +24,16 @@ from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.attention_block import cache_scale, cache_scale_value
 from sglang.srt.layers.block import Site
+from sglang.srt.layers.indexer import LightningIndexer
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
-from sglang.srt.layers.ops import LatentAbsorbOp, LatentPromptFactory, LatentPromptOp, LatentStoreOp, RMSNormOp
+from sglang.srt.layers.ops import (
+    LatentAbsorbOp,
+    LatentPackStoreOp,
+    LatentPromptFactory,
+    LatentPromptOp,
+    LatentStoreOp,
+    RMSNormOp,
+)
 from sglang.srt.layers.parameter import Init, Scope, Shard
 from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.ranks import Share, whole
@@ -32,27 +43,32 @@ if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
 
 LATENT_NORM_EPS = 1e-6
-"""Of the norms of q's latent and of the kv latent, whatever `rms_norm_eps` says of the others (published code)."""
+"""Epsilon of the norms of q's latent and of the kv latent, whatever `rms_norm_eps` says of the other norms
+(published code)."""
 
 
 class LatentAttention:
     """[T, H] -> [T, H]."""
 
     def __init__(self, scope: Scope, spec: MLA, site: Site) -> None:
-        assert spec.rope is not None and not spec.sparse
+        assert spec.rope is not None
         self.spec = spec
         shares = spec.shares(scope.groups.attention.size)
-        self.num_heads = shares.room
+        self.num_heads = shares.padded_heads
         self._build_projections(scope, site.model.hidden_size, shares.heads(scope.groups.attention.rank))
         self.cache = scope.cache(site.layer_id, "latent")
-        self.scale = cache_scale(scope, "k_scale") if scope.plan.kv_cache_dtype.startswith("fp8") else None
+        self.packed = spec.packed(scope.plan.kv_cache_dtype)
+        scaled = scope.plan.kv_cache_dtype.startswith("fp8") and not self.packed
+        self.scale = cache_scale(scope, "k_scale") if scaled else None
         scope.finish.append(self._take_cache_scale)
         self.attention = Attention(
-            self.cache, self.num_heads, 1, spec.latent_dim, spec.softmax_scale, spec.kv_lora_rank
+            self.cache, self.num_heads, 1, spec.latent_dim, spec.softmax_scale, spec.kv_lora_rank, top_k=spec.top_k
         )
         self.rotary = site.rotary.of(spec.rope)
+        self.indexer = None if spec.indexer is None else LightningIndexer(scope, spec.indexer, site)
         self.norm: RMSNormOp = scope.plan.entry("rmsnorm")
         self.store: LatentStoreOp = scope.plan.entry("latent_norm_rope_store")
+        self.pack: LatentPackStoreOp | None = scope.plan.entry("latent_pack_store") if self.packed else None
         self.per_head: LatentAbsorbOp = scope.plan.entry("latent_absorb")
         prompts: LatentPromptFactory = scope.plan.entry("latent_prompt_attention")
         self.attend_expanded: LatentPromptOp = prompts(scope.plan)
@@ -63,8 +79,8 @@ class LatentAttention:
         # What every rank computes whole stands beside the queries, which it shares out if they are not compressed.
         queries = {"q_a_proj": whole(spec.q_lora_rank)} if spec.q_lora_rank else {"q_proj": q_rows}
         projections = {**queries, "kv_a_proj_with_mqa": whole(spec.latent_dim)}
-        self.qkv_a = ColumnParallelLinear(scope.sub("qkv_a"), hidden_size, projections)
-        self.qkv_sizes = [rows.room for rows in projections.values()]
+        self.qkv_a = ColumnParallelLinear(scope.sub("qkv_a"), spec.input_size or hidden_size, projections)
+        self.qkv_sizes = [rows.padded_count for rows in projections.values()]
         if spec.q_lora_rank:
             self.q_norm = scope.sub("q_a_norm").param("weight", (spec.q_lora_rank,), init=Init.ONES)
             self.q_b = ColumnParallelLinear(scope.sub("q_b"), spec.q_lora_rank, {"": q_rows})
@@ -81,25 +97,31 @@ class LatentAttention:
         self.w_uv = by_head[:, self.spec.nope_dim :].transpose(1, 2)  # [heads, rank, v]
 
     def _take_cache_scale(self) -> None:
-        """What latents are divided by in an fp8 cache; 1 where the checkpoint does not say.
+        """Reads the divisor of latents in an fp8 cache; it is 1 where the checkpoint does not give one.
 
         Raises UserError for a scale that cannot be one."""
         self.cache.k_scale = self.cache.v_scale = cache_scale_value(self.scale)
 
-    def leave_sum(self) -> Group | None:
-        return self.o.leave_sum()
+    def defer_all_reduce(self) -> Group | None:
+        return self.o.defer_all_reduce()
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         spec, cache = self.spec, self.cache
         q, latent = self.qkv_a(x).split(self.qkv_sizes, dim=-1)
-        if spec.q_lora_rank:
-            q = self.q_b(self.norm(q, self.q_norm, LATENT_NORM_EPS))
-        q = q.unflatten(-1, (self.num_heads, spec.qk_dim))
         metadata = batch.metadata[self.attention.site]
+        positions, cos_sin = rotation = self.rotary.at(batch.positions)
+        if spec.q_lora_rank:
+            q_latent = self.norm(q, self.q_norm, LATENT_NORM_EPS)
+            q = self.q_b(q_latent)
+            if self.indexer is not None:
+                self.indexer(x, q_latent, rotation, batch, metadata.sparse)
+        q = q.unflatten(-1, (self.num_heads, spec.qk_dim))
         expanded = metadata.latent_chunks is not None
         num_absorbed = batch.num_decodes if expanded else len(x)
         absorbed = q.new_empty((num_absorbed, self.num_heads, spec.latent_dim))
-        positions, cos_sin = self.rotary.at(batch.positions)
+        into, at = cache.k, batch.slots_of(cache).out_cache_loc
+        if self.pack is not None:
+            into, at = q.new_empty((len(x), 1, spec.latent_dim)), _token_numbers(batch)
         entries = self.store(
             q,
             latent,
@@ -108,11 +130,13 @@ class LatentAttention:
             cos_sin,
             self.kv_norm,
             LATENT_NORM_EPS,
-            cache.k,
-            batch.slots_of(cache).out_cache_loc,
+            into,
+            at,
             cache.k_scale,
             spec.interleaved,
         )
+        if self.pack is not None:
+            self.pack(entries, cache.k, batch.slots_of(cache).out_cache_loc)
         if num_absorbed:
             self.per_head(q[:num_absorbed, :, : spec.nope_dim], self.w_uk, absorbed[..., : spec.kv_lora_rank])
         out = q.new_empty((len(x), self.num_heads, spec.v_dim))
@@ -138,9 +162,11 @@ class LatentAttention:
         out: torch.Tensor,
     ) -> None:
         """A step with prompts, behind the rows of `absorbed`, which decode."""
-        if metadata.decode is not None:
+        if len(absorbed):
             attended = absorbed.new_empty((*absorbed.shape[:2], self.spec.kv_lora_rank))
-            metadata.decode.attend(absorbed, self.attention, attended)
+            decode = metadata.sparse if metadata.decode is None else metadata.decode
+            assert decode is not None
+            decode.attend(absorbed, self.attention, attended)
             self.per_head(attended, self.w_uv, out[: len(absorbed)])
         assert batch.extend is not None and metadata.latent_chunks is not None
         self.attend_expanded(
@@ -155,3 +181,11 @@ class LatentAttention:
             scale=self.spec.softmax_scale,
             cache_scale=self.cache.k_scale,
         )
+
+
+def _token_numbers(batch: ForwardBatch) -> torch.Tensor:
+    """[T] int64: 0, 1, 2, ..., made once a step."""
+    name = "token_numbers"
+    if name not in batch.handed_on:
+        batch.handed_on[name] = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
+    return batch.handed_on[name]

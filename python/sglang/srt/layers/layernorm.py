@@ -12,8 +12,8 @@ from sglang.srt.plan.weight_names import PartKey
 
 
 def norm_weight(scope: Scope, size: int, zero_centred: bool) -> torch.Tensor:
-    """What a norm multiplies by [size]. Where checkpoints store it minus 1 it is kept in fp32: small numbers have more
-    digits than those near 1."""
+    """Returns the weight [size] that a norm multiplies by. Where checkpoints store it minus 1 it is kept in fp32: small
+    numbers have more digits than those near 1."""
     if not zero_centred:
         return scope.param("weight", (size,), init=Init.ONES)
     part = Part((size,), convert=lambda stored: stored.float() + 1.0)
@@ -39,15 +39,17 @@ class RMSNorm:
     def of_summands(
         self, x: torch.Tensor, residual: torch.Tensor | None, group: Group
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As a call, of the sum over the group's ranks of `x`: in one kernel where the group has one for it."""
+        """Computes the norm, as a call does, of the sum of `x` over the group's ranks: in one kernel where the group
+        has one for it."""
         at_once = group.all_reduce_add_rms_norm(x, residual, self.weight, self.eps)
         return self(group.all_reduce(x), residual) if at_once is None else at_once
 
     def quantized(
         self, x: torch.Tensor, residual: torch.Tensor | None, wanted: RowFormat | None, group: Group | None
     ) -> tuple[Rows, torch.Tensor]:
-        """As a call, or with a group as `of_summands`; and where rows are many their quantized form, in the norm's
-        launch. Of sums over ranks that is as many launches as a sum with its norm, and one that quantizes."""
+        """Computes the norm as a call does, or with a group as `of_summands` does; where rows are many it also
+        quantizes them in the norm's launch. For sums over ranks that is as many launches as a sum with its norm, and
+        one that quantizes."""
         if wanted is None or residual is None or len(x) < wanted.least:
             return self(x, residual) if group is None else self.of_summands(x, residual, group)
         from sglang.srt.layers.triton_ops.norm_quantize import add_rmsnorm_quantize

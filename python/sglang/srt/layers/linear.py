@@ -16,7 +16,7 @@ from sglang.srt.layers.ops import LinearOp
 from sglang.srt.layers.parameter import Apply, Init, Part, QuantMethod, Scope, Shard, zeroed_behind
 from sglang.srt.layers.quantization.quantized_rows import RowFormat, Rows, values_of
 from sglang.srt.plan.layer_spec import Matrix
-from sglang.srt.plan.ranks import Share, share_in_rooms, whole
+from sglang.srt.plan.ranks import Share, padded_share, whole
 from sglang.srt.plan.weight_names import PartKey
 
 
@@ -40,8 +40,8 @@ class Unquantized:
         for shard in shards:
             dest = (slice(begin, begin + shard.rows.count), slice(0, cols.count))
             parts[shard.key] = Part((shard.rows.total, cols.total), (shard.rows.run, cols.run), dest)
-            begin += shard.rows.room
-        return zeroed_behind(shards, scope.param("weight", (begin, cols.room), parts))
+            begin += shard.rows.padded_count
+        return zeroed_behind(shards, scope.param("weight", (begin, cols.padded_count), parts))
 
 
 def even_share(total: int, group: Group, what: str) -> Share:
@@ -50,7 +50,7 @@ def even_share(total: int, group: Group, what: str) -> Share:
         raise ValueError(
             f"{what} {total} cannot be divided over {group.size} tensor-parallel ranks; choose another --tp-size"
         )
-    return share_in_rooms(total, total // group.size, group.rank)
+    return padded_share(total, total // group.size, group.rank)
 
 
 class ColumnParallelLinear:
@@ -77,7 +77,7 @@ class ColumnParallelLinear:
             shards.append(Shard(part, rows, whole(in_features), pieces[part]))
             pieces[part] += 1
         if isinstance(weights, Matrix):
-            _check(scope, weights, sum(shard.rows.room for shard in shards), in_features)
+            _check(scope, weights, sum(shard.rows.padded_count for shard in shards), in_features)
         self.apply = quant.create_weights(scope, shards, _stacked_bias(scope, shards) if bias else None)
         self.row_format: RowFormat | None = getattr(self.apply, "row_format", None)
 
@@ -101,7 +101,7 @@ class RowParallelLinear:
         quant = scope.quant
         if isinstance(weights, Matrix):
             out_features, bias, quant = weights.rows, weights.bias, _method(scope, weights)
-            _check(scope, weights, out_features, cols.room)
+            _check(scope, weights, out_features, cols.padded_count)
         else:
             out_features = weights
         assert reduce or not bias
@@ -112,9 +112,9 @@ class RowParallelLinear:
         # The bias belongs to the sum, so that with several ranks it is added once, after the all-reduce.
         self.apply = quant.create_weights(scope, [shard], None if self.multi_rank else self.bias)
 
-    def leave_sum(self) -> Group | None:
-        """From now on give this rank's summand; returns the group to sum over. None: there is nothing to leave, or a
-        bias belongs to the sum."""
+    def defer_all_reduce(self) -> Group | None:
+        """Makes the layer return this rank's summand from now on; returns the group to sum over. Returns None if there
+        is nothing to leave, or a bias belongs to the sum."""
         if not self.multi_rank or self.bias is not None:
             return None
         self.multi_rank = False
@@ -157,5 +157,5 @@ def _stacked_bias(scope: Scope, shards: list[Shard]) -> torch.Tensor:
     for shard in shards:
         rows = shard.rows
         parts[shard.key] = Part((rows.total,), (rows.run,), (slice(begin, begin + rows.count),))
-        begin += rows.room
+        begin += rows.padded_count
     return zeroed_behind(shards, scope.param("bias", (begin,), parts, init=Init.ZEROS))

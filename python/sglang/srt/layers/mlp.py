@@ -32,8 +32,8 @@ class GatedMLP:
         self.activation = gate_of(scope, spec.activation)
         self.row_format = self.gate_up.row_format
 
-    def leave_sum(self) -> Group | None:
-        return self.down.leave_sum()
+    def defer_all_reduce(self) -> Group | None:
+        return self.down.defer_all_reduce()
 
     def __call__(self, x: Rows, batch: ForwardBatch | None = None) -> torch.Tensor:
         return self.down(self.activation(self.gate_up(x)))

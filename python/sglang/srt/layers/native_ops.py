@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 WIDENED_ELEMENTS = 1 << 20
-"""Of a weight that a CPU widens to fp32 at a time: they stay in its caches."""
+"""Number of elements of a weight that a CPU widens to fp32 at a time: they stay in its caches."""
 
 
 def linear(
@@ -69,9 +69,9 @@ def decode_inputs(
     next_tokens: torch.Tensor,
     req_to_token: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of B requests that bring a token each: slots, out_cache_loc [B] int64; seq_lens [B] int32, with the new token;
-    next_tokens [R] int64; req_to_token [1 + W, R, context] int32. Enters the new tokens' slots in the first table ->
-    input ids and positions [B], and their slots in the other tables [W, B], int64."""
+    """Builds the inputs of a step of B requests that bring a token each: slots, out_cache_loc [B] int64; seq_lens [B]
+    int32, with the new token; next_tokens [R] int64; req_to_token [1 + W, R, context] int32. Enters the new tokens'
+    slots in the first table -> input ids and positions [B], and their slots in the other tables [W, B], int64."""
     positions = seq_lens.to(torch.int64) - 1
     req_to_token[0, slots, positions] = out_cache_loc.to(torch.int32)
     return next_tokens[slots], positions, req_to_token[1:, slots, positions].to(torch.int64)
@@ -360,7 +360,7 @@ def topk_sqrtsoftplus(
     num_valid: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `topk_sigmoid`, with scores sqrt(softplus(logits)) (DeepSeek-V4)."""
+    """Chooses experts as `topk_sigmoid` does, with scores sqrt(softplus(logits)) (DeepSeek-V4)."""
     scores = F.softplus(router_logits.float()).sqrt()
     return _choose(scores, bias, top_k, renormalize, groups, scale, with_shared, num_valid, expert_map)
 

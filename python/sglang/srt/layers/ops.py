@@ -1,8 +1,8 @@
-"""What layers call an op with: a protocol for each, which every kernel of the op in `kernels/tables.py` follows.
+"""Protocols of the ops that layers call: one for each op, which every kernel of the op in `kernels/tables.py` follows.
 
 `plan.entry(op)` gives the chosen kernel's callable; the call site says which protocol it has. Tests hold the kernels'
 parameters to those here, and call sites to saying so. Shapes and meanings are those of the torch references in
-`native_ops` and `recurrent/native`.
+`native_ops`, `native_sparse_ops`, `hyper_native`, `compressed/native` and `recurrent/native`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sglang.srt.hardware.arch import ArchTraits
     from sglang.srt.kernels.bands import Bands
     from sglang.srt.layers.attention.latent_chunks import LatentChunk
+    from sglang.srt.layers.attention.selection import EntryRows, Selection
     from sglang.srt.layers.moe.expert_weights import ExpertWeights
     from sglang.srt.layers.quantization.linear_weight import LinearWeight
     from sglang.srt.layers.quantization.quantized_rows import Rows
@@ -36,6 +37,19 @@ class DecodeInputsOp(Protocol):
         next_tokens: torch.Tensor,
         req_to_token: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
+class NgramGuessesOp(Protocol):
+    def __call__(
+        self,
+        history: torch.Tensor,
+        slots: torch.Tensor,
+        lens: torch.Tensor,
+        tokens: torch.Tensor,
+        longest: int,
+        num_guesses: int,
+        corpus: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor: ...
 
 
 class EmbeddingRowsOp(Protocol):
@@ -67,7 +81,7 @@ class LinearOp(Protocol):
 
 
 class QuantizedProduct(Protocol):
-    """What the op of a quantized weight makes of it: x [..., K], bias [N] -> [..., N] of x's type or `out_dtype`."""
+    """Computes the product with a quantized weight: x [..., K], bias [N] -> [..., N] of x's type or `out_dtype`."""
 
     def __call__(
         self, x: Rows, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
@@ -128,6 +142,106 @@ class LatentPromptOp(Protocol):
 
 class LatentPromptFactory(Protocol):
     def __call__(self, plan: Plan) -> LatentPromptOp: ...
+
+
+class LatentPackStoreOp(Protocol):
+    def __call__(self, entries: torch.Tensor, cache: torch.Tensor, out_cache_loc: torch.Tensor) -> None: ...
+
+
+class IndexNormRopeOp(Protocol):
+    def __call__(
+        self,
+        keys: torch.Tensor,
+        queries: torch.Tensor | None,
+        first_query: int,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        eps: float,
+        interleaved: bool = False,
+    ) -> torch.Tensor: ...
+
+
+class IndexKeyStoreOp(Protocol):
+    def __call__(
+        self, keys: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor | None, out_cache_loc: torch.Tensor
+    ) -> None: ...
+
+
+class IndexQueriesOp(Protocol):
+    def __call__(
+        self, q: torch.Tensor, weights: torch.Tensor, scale: float, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class SparseIndexerOp(Protocol):
+    def __call__(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        keys: torch.Tensor,
+        scales: torch.Tensor | None,
+        rows: EntryRows,
+        top_k: int,
+    ) -> Selection: ...
+
+
+class SparseIndexerFactory(Protocol):
+    def __call__(self, plan: Plan) -> SparseIndexerOp: ...
+
+
+class SparseAttentionOp(Protocol):
+    def __call__(
+        self,
+        q: torch.Tensor,
+        sources: Sequence[tuple[torch.Tensor, Selection]],
+        out: torch.Tensor,
+        *,
+        scale: float,
+        sinks: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> None: ...
+
+
+class SparseAttentionFactory(Protocol):
+    def __call__(self, plan: Plan) -> SparseAttentionOp: ...
+
+
+class SharedKVStoreOp(Protocol):
+    def __call__(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        cache: torch.Tensor,
+        out_cache_loc: torch.Tensor,
+    ) -> torch.Tensor: ...
+
+
+class TailRotationOp(Protocol):
+    def __call__(
+        self, x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, inverse: bool = False
+    ) -> torch.Tensor: ...
+
+
+class HyperConnectionOp(Protocol):
+    def __call__(
+        self,
+        streams: torch.Tensor,
+        out: torch.Tensor | None,
+        placement: torch.Tensor | None,
+        matrix: torch.Tensor,
+        base: torch.Tensor,
+        scale: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        mix_eps: float,
+        rounds: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
 class QKNormRopeStoreOp(Protocol):
@@ -235,6 +349,7 @@ class FusedMoEOp(Protocol):
 
 OPS: Mapping[str, type] = {
     "decode_inputs": DecodeInputsOp,
+    "ngram_guesses": NgramGuessesOp,
     "embedding_rows": EmbeddingRowsOp,
     "rmsnorm": RMSNormOp,
     "fused_add_rmsnorm": AddRMSNormOp,
@@ -247,6 +362,15 @@ OPS: Mapping[str, type] = {
     "latent_norm_rope_store": LatentStoreOp,
     "latent_absorb": LatentAbsorbOp,
     "latent_prompt_attention": LatentPromptFactory,
+    "latent_pack_store": LatentPackStoreOp,
+    "index_norm_rope": IndexNormRopeOp,
+    "index_key_store": IndexKeyStoreOp,
+    "index_queries": IndexQueriesOp,
+    "sparse_indexer": SparseIndexerFactory,
+    "sparse_attention": SparseAttentionFactory,
+    "shared_kv_norm_rope_store": SharedKVStoreOp,
+    "tail_rotation": TailRotationOp,
+    "hyper_connection": HyperConnectionOp,
     "qk_norm_rope_store": QKNormRopeStoreOp,
     "qk_whole_norm": QKWholeNormOp,
     "q_norm_rope": QNormRopeOp,
@@ -257,4 +381,5 @@ OPS: Mapping[str, type] = {
     "topk_hash": HashRoutingOp,
     "fused_moe": FusedMoEOp,
 }
-"""By the op's name in the tables. Attention backends, and ops whose protocol is beside their kernels, are not here."""
+"""Protocols by the op's name in the tables. Attention backends, and ops whose protocol is beside their kernels, are not
+here."""

@@ -31,11 +31,11 @@ Convert: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 Fill: TypeAlias = Callable[[torch.Tensor, torch.Generator], None]
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""What safetensors calls the types that an unquantized weight may be stored in."""
+"""Names in safetensors of the types that an unquantized weight may be stored in."""
 
 
 class Init(Enum):
-    """What a dummy parameter holds; a function may fill it otherwise."""
+    """Initial values of a dummy parameter; a function may fill it otherwise."""
 
     NORMAL = "normal"
     ONES = "ones"
@@ -95,8 +95,8 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Of the checkpoint weight `part` [out features, in features], this rank's [rows, cols]; `piece` numbers several
-    of one weight."""
+    """This rank's part [rows, cols] of the checkpoint weight `part` [out features, in features]; `piece` numbers
+    several of one weight."""
 
     part: str
     rows: Share
@@ -113,7 +113,8 @@ class Shard:
 
 
 def zeroed_behind(shards: Iterable[Shard], tensor: torch.Tensor) -> torch.Tensor:
-    """Where shares have more room than this rank holds, no checkpoint tensor fills all of it."""
+    """Sets the tensor to zero where shares have more room than this rank holds: no checkpoint tensor fills all of
+    it."""
     if any(shard.padded for shard in shards) and not tensor.is_meta:
         tensor.zero_()
     return tensor
@@ -124,14 +125,14 @@ def share_param(
 ) -> torch.Tensor:
     """A parameter [room of the share] of a checkpoint's vector; zeros behind what this rank holds."""
     part = Part((share.total,), (share.run,), (slice(0, share.count),))
-    tensor = scope.param(leaf, (share.room,), {PartKey(): part}, init, dtype)
+    tensor = scope.param(leaf, (share.padded_count,), {PartKey(): part}, init, dtype)
     if not tensor.is_meta:
         tensor[share.count :].zero_()
     return tensor
 
 
 class QuantMethod(Protocol):
-    """How linear weights are stored and multiplied."""
+    """Method by which linear weights are stored and multiplied."""
 
     def create_weights(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
         """Allocate the weights of `shards` stacked by rows in `scope`, and return x [T, in] -> [T, out] (+ bias)."""
@@ -146,11 +147,11 @@ class QuantMethod(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What layers are built in: the plan, the groups of ranks, the place of the weights, and a path that names them.
+    """Environment that layers are built in: the plan, the groups of ranks, the place of the weights, and a path that
+    names them.
 
     `elsewhere` collects the names of checkpoint tensors that other ranks hold, `caches` the stores that blocks ask for,
-    `finish` what is left to do once the parameters are filled (scales
-    folded, weights repacked).
+    `finish` what is left to do once the parameters are filled (scales folded, weights repacked).
     """
 
     plan: Plan
@@ -164,6 +165,8 @@ class Scope:
     elsewhere: set[str] = field(default_factory=set)
     caches: list[CacheStore] = field(default_factory=list)
     finish: list[Callable[[], None]] = field(default_factory=list)
+    first_layer: int = 0
+    """Caches are numbered from there: a draft's behind the layers of its target."""
 
     def sub(self, name: str | int) -> Scope:
         """The scope of a child; parameters land in the same collection."""
@@ -171,17 +174,18 @@ class Scope:
         return replace(self, path=path)
 
     def matrix(self) -> Matrix:
-        """What a rank holds of the weights at this path, as the description says it."""
+        """Returns what a rank holds of the weights at this path, according to the description."""
         _, layer, name = self.path.split(".", 2)
         return self.plan.weights.matrix(int(layer), name)
 
     def module(self, part: str = "", expert: int = 0) -> str:
-        """What the checkpoint calls the module that has this part."""
+        """Returns the checkpoint's name of the module that has this part."""
         return self.weights.checkpoint_name(f"{self.path}.weight", PartKey(part, expert)).removesuffix(".weight")
 
     def cache(self, layer_id: int, name: str) -> CacheStore:
         """The store of a cache that the layer's description names; empty until the pools are allocated. A layer may ask
         for that of an earlier one."""
+        layer_id += self.first_layer
         for store in self.caches:
             if (store.layer_id, store.name) == (layer_id, name):
                 return store

@@ -1,4 +1,5 @@
-"""What tokens add in every layer: looked up and projected once a step, gated into the stream at the end of a layer."""
+"""Per-layer embeddings of tokens: looked up and projected once a step, gated into the stream at the end of each
+layer."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 LAYER_INPUTS = "layer_inputs"
-"""In `ForwardBatch.handed_on`: what `PerLayerInputs` made, from before the first layer on."""
+"""Key in `ForwardBatch.handed_on` of the output of `PerLayerInputs`, available from before the first layer on."""
 
 
 class PerLayerInputs:
@@ -53,7 +54,7 @@ class PerLayerBlock:
         self.projection = ReplicatedLinear(scope.sub("projection"))
         self.activation = gate_of(scope, spec.activation)
 
-    def leave_sum(self) -> Group | None:
+    def defer_all_reduce(self) -> Group | None:
         return None  # every rank computes all of it
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:

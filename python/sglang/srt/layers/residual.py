@@ -1,4 +1,4 @@
-"""How the stream between the blocks of a model travels: one class for each kind of residual of `plan.layer_spec`.
+"""Residual streams between the blocks of a model: one class for each kind of residual of `plan.layer_spec`.
 
 The class is built once a model and has the parameters behind the last layer; `join` builds those of each of a layer's
 two blocks. The stream itself is made of the embeddings by `begin`, changed by every block through its join, and ended
@@ -30,12 +30,13 @@ class Block(Protocol):
 
     def __call__(self, x: Rows, batch: ForwardBatch) -> torch.Tensor: ...
 
-    def leave_sum(self) -> Group | None:
-        """From now on give this rank's summand; returns the group to sum over. None: the block goes on summing."""
+    def defer_all_reduce(self) -> Group | None:
+        """Makes the block return this rank's summand from now on; returns the group to sum over. Returns None if the
+        block goes on summing."""
 
 
 class Join(Protocol):
-    """Where one block takes its input from the stream and gives its output to it."""
+    """Connection of one block to the stream: the block takes its input there and gives its output to it."""
 
     def attach(self, block: Block) -> None:
         """Take over the sum over the ranks at the end of the block, if that can wait for the next norm, and from now on
@@ -50,13 +51,18 @@ class Join(Protocol):
 
 class ResidualStream(Protocol):
     def join(self, scope: Scope, block: str) -> Join:
-        """Of a layer's block (MIXER, FFN or INPUTS); `scope` is the layer's."""
+        """Builds the join of a layer's block (MIXER, FFN or INPUTS); `scope` is the layer's."""
 
     def begin(self, embedded: torch.Tensor) -> Any:
         """The stream before the first layer, of embeddings [T, H]."""
 
+    def captured(self, stream: Any) -> torch.Tensor:
+        """A copy of the stream [T, H] where a layer has just taken its input, or behind `finish`."""
+
     def hand_on(self, stream: Any) -> torch.Tensor:
-        """[T, H], of which `begin` of a pipeline's next stage makes the same stream."""
+        """[T, streams * H], of which `resume` of a pipeline's next stage makes the same stream."""
+
+    def resume(self, received: torch.Tensor) -> Any: ...
 
     def finish(self, stream: Any) -> torch.Tensor:
         """Hidden states [T, H] behind the final norm."""
@@ -88,8 +94,9 @@ class SumStream:
 
 
 class SumJoin:
-    """Without `norm` the block takes the stream as it is. `scale` [1] multiplies the stream behind the block. By
-    `attach`: with `group` the block gives a summand of each rank of it, and it takes rows in `row_format`."""
+    """Adds the block's output to the stream. Without `norm` the block takes the stream as it is. `scale` [1] multiplies
+    the stream behind the block. `attach` may set `group`, then the block gives a summand of each rank of it, and
+    `row_format`, in which the block takes its rows."""
 
     def __init__(self, norm: RMSNorm | None, norm_after: RMSNorm | None, scale: torch.Tensor | None = None) -> None:
         self.norm, self.norm_after, self.scale = norm, norm_after, scale
@@ -100,7 +107,7 @@ class SumJoin:
         self.row_format = getattr(block, "row_format", None)
         # What comes between the sum and the next norm needs the sum.
         if self.norm_after is None and self.scale is None:
-            self.group = block.leave_sum()
+            self.group = block.defer_all_reduce()
 
     def before(self, stream: SumStream) -> Rows:
         return stream.summed() if self.norm is None else stream.normed(self.norm, self.row_format)
@@ -125,8 +132,8 @@ class SumResidual:
 
     def join(self, scope: Scope, block: str) -> SumJoin:
         spec = self.spec
-        unnormed = block == INPUTS or (block == FFN and not spec.ffn_norms)
-        before = None if unnormed else self._norm(scope.sub(block))
+        normed = {MIXER: spec.mixer_norms, FFN: spec.ffn_norms, INPUTS: False}[block]
+        before = self._norm(scope.sub(block)) if normed else None
         after = self._norm(scope.sub(f"{block}_after")) if spec.norms_after else None
         last = INPUTS if self.model.per_layer_inputs is not None else FFN
         scaled = spec.layer_scale and block == last
@@ -135,8 +142,15 @@ class SumResidual:
     def begin(self, embedded: torch.Tensor) -> SumStream:
         return SumStream(embedded)
 
+    def captured(self, stream: SumStream) -> torch.Tensor:
+        assert stream.total is not None, "a norm has added up"
+        return stream.total.clone()  # later norms write over it
+
     def hand_on(self, stream: SumStream) -> torch.Tensor:
         return stream.summed()
+
+    def resume(self, received: torch.Tensor) -> SumStream:
+        return SumStream(received)
 
     def finish(self, stream: SumStream) -> torch.Tensor:
         assert self.norm is not None, "the last stage has it"

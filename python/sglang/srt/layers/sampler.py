@@ -1,4 +1,4 @@
-"""From logits to the next token of each request, on the device and without waiting for it.
+"""Sampling of the next token of each request from logits, on the device and without waiting for it.
 
 Order of steps: raw log probabilities (if asked for), logit bias and the stop-token mask of `min_new_tokens`,
 repetition, frequency and presence penalties, grammar mask, temperature, top_k, top_p, min_p, draw.
@@ -21,7 +21,7 @@ import torch
 
 from sglang.srt.sampling.logprobs import LogprobRequest, sampled_logprobs
 from sglang.srt.sampling.noise import gumbel_noise
-from sglang.srt.sampling.penalties import apply_penalties
+from sglang.srt.sampling.penalties import apply_penalties, count_guesses
 from sglang.srt.sampling.sampling_params import NO_TOKEN, TOP_K_ALL, SamplingParams
 from sglang.srt.sampling.sampling_table import Column, SamplingBatch, SamplingTable
 
@@ -53,8 +53,11 @@ class Sampler:
         logprobs: LogprobRequest | None = None,
         next_token: torch.Tensor | None = None,
         on_host: bool = False,
+        guesses: torch.Tensor | None = None,
     ) -> SamplerOutput:
         """logits [B, V] fp32, overwritten; positions [B] (int32 or int64): sequence length before the new token;
+        guesses [D, k - 1] int64 where the rows are k of each of D requests: row j follows the first j guesses, which
+        count for its penalties, and what is drawn is not counted (`PenaltyState.add_tokens` by who knows what stands);
         vocab_mask [B, ceil(V / 32)] int32, bit v % 32 of word v // 32 allows token v. With `next_token` [num_slots]
         int64, the tokens are also written to the rows of the batch's request slots. on_host: nothing behind this reads
         the tokens on the device, so that a kernel may write them where the host reads them, without a copy.
@@ -68,17 +71,33 @@ class Sampler:
             _add_sparse(logits, batch.sparse.packed, positions)
         if self.use_triton:
             on_host = on_host and batch.penalties is None and logprobs is None
-            tokens = _sample_triton(logits, batch, positions, vocab_mask, next_token, on_host)
+            tokens = _sample_triton(logits, batch, positions, vocab_mask, next_token, on_host, guesses)
         else:
-            tokens = _sample_torch(logits, batch, positions, vocab_mask)
+            tokens = _sample_torch(logits, batch, positions, vocab_mask, guesses)
             if next_token is not None:
                 next_token[batch.slots] = tokens.clamp(min=0)
-        if batch.penalties is not None:
+        if batch.penalties is not None and guesses is None:
             batch.penalties.add_tokens(batch.rows()[:, Column.PENALTY_ROW].long(), tokens.clamp(min=0))
         packed = None
         if logprobs is not None:
             packed = sampled_logprobs(raw, tokens.clamp(min=0), logprobs)
         return SamplerOutput(tokens, packed)
+
+    def draw(
+        self, logits: torch.Tensor, table: SamplingTable, slots: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Guesses of what `__call__` would draw from logits [R, V] fp32 for request slots [R] at positions [R]: with
+        the temperature, filters and noise of each request, without its penalties, biases and grammar -> [R] int64. What
+        it launches does not depend on the requests, so that a graph can hold it."""
+        everything = SamplingBatch(
+            slots, table.table, all_greedy=False, any_top_k=True, any_top_p=True, any_min_p=True, max_top_k=TOP_K_ALL,
+            penalties=None, sparse=None,
+        )  # fmt: skip
+        if self.use_triton:
+            return _sample_triton(logits.contiguous(), everything, positions, None)
+        if not everything.rows()[:, Column.TEMPERATURE].any():  # on a CPU looking costs nothing, and sorting much
+            return _largest(logits)
+        return _sample_torch(logits, everything, positions, None)
 
     def warm_up(self, table: SamplingTable, next_token: torch.Tensor) -> None:
         """Compile what requests will need later, on the padding slot of `table`, which is left as it was."""
@@ -152,21 +171,52 @@ def filter_thresholds(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Te
     return torch.maximum(threshold, min_p)
 
 
+PENALTIES = (Column.REPETITION, Column.FREQUENCY, Column.PRESENCE)
+
+
+@dataclass(frozen=True, slots=True)
+class PenalizedGuesses:
+    """Logits of tokens that rows of guesses follow, with the penalties of one occurrence more."""
+
+    index: torch.Tensor  # [B, k - 1] int64, tokens
+    logits: torch.Tensor  # [B, k - 1] fp32
+
+    def write(self, logits: torch.Tensor) -> None:
+        """logits [B, V] have the penalties of all tokens before the guesses; what is forbidden there stays so."""
+        allowed = logits.gather(1, self.index) > -torch.inf
+        logits.scatter_(1, self.index, torch.where(allowed, self.logits, -torch.inf))
+
+
+def penalized_guesses(logits: torch.Tensor, batch: SamplingBatch, guesses: torch.Tensor) -> PenalizedGuesses:
+    """Computes the penalized logits of the guesses [D, k - 1], for the rows of `Sampler.__call__` with guesses, whose
+    logits have no penalties yet."""
+    assert batch.penalties is not None
+    rows, width = batch.rows(), guesses.shape[1] + 1
+    index = guesses.repeat_interleave(width, dim=0)
+    state = batch.penalties.state[rows[:, Column.PENALTY_ROW, None].long(), index]
+    state = torch.where(rows[:, Column.PENALTY_ROW, None] > 0, state + count_guesses(guesses).flatten(0, 1), 0)
+    values = logits.gather(1, index)
+    apply_penalties(values, state, *(rows.view(torch.float32)[:, column] for column in PENALTIES))
+    return PenalizedGuesses(index, values)
+
+
 def _sample_torch(
-    logits: torch.Tensor, batch: SamplingBatch, positions: torch.Tensor, vocab_mask: torch.Tensor | None
+    logits: torch.Tensor,
+    batch: SamplingBatch,
+    positions: torch.Tensor,
+    vocab_mask: torch.Tensor | None,
+    guesses: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if batch.all_greedy and batch.penalties is None and vocab_mask is None:
         return _largest(logits)
     rows = batch.rows()
     floats = rows.view(torch.float32)
     if batch.penalties is not None:
-        apply_penalties(
-            logits,
-            batch.penalties.state[rows[:, Column.PENALTY_ROW].long()],
-            floats[:, Column.REPETITION],
-            floats[:, Column.FREQUENCY],
-            floats[:, Column.PRESENCE],
-        )
+        guessed = None if guesses is None else penalized_guesses(logits, batch, guesses)
+        state = batch.penalties.state[rows[:, Column.PENALTY_ROW].long()]
+        apply_penalties(logits, state, *(floats[:, column] for column in PENALTIES))
+        if guessed is not None:
+            guessed.write(logits)
     if vocab_mask is not None:
         apply_vocab_mask(logits, vocab_mask)
     if batch.all_greedy:
@@ -190,14 +240,18 @@ def _sample_triton(
     batch: SamplingBatch,
     positions: torch.Tensor,
     vocab_mask: torch.Tensor | None,
-    next_token: torch.Tensor | None,
-    on_host: bool,
+    next_token: torch.Tensor | None = None,
+    on_host: bool = False,
+    guesses: torch.Tensor | None = None,
 ) -> torch.Tensor:
     from sglang.srt.layers.triton_ops import sampling as ops
 
     if batch.penalties is not None or vocab_mask is not None:
         state = None if batch.penalties is None else batch.penalties.state
+        guessed = None if guesses is None or state is None else penalized_guesses(logits, batch, guesses)
         ops.adjust_logits(logits, batch.table, batch.slots, state, vocab_mask)
+        if guessed is not None:
+            guessed.write(logits)
     thresholds = None
     if not batch.all_greedy and batch.any_filter:
         thresholds = ops.filter_thresholds(logits, batch.table, batch.slots)

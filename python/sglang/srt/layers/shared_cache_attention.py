@@ -38,16 +38,16 @@ class SharedCacheAttention:
         self.norm_rope: QNormRopeOp = scope.plan.entry("q_norm_rope")
         self.attention = Attention(
             scope.cache(spec.cache_layer, "kv"),
-            shares.room,
-            shares.kv_room,
+            shares.padded_heads,
+            shares.padded_kv_heads,
             dim,
             spec.softmax_scale,
             sliding_window=spec.window,
             logit_cap=spec.logit_cap,
         )
 
-    def leave_sum(self) -> Group | None:
-        return self.o.leave_sum()
+    def defer_all_reduce(self) -> Group | None:
+        return self.o.defer_all_reduce()
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         positions, cos_sin = self.rotary.at(batch.positions)

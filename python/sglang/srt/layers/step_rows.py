@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class TokenSlots:
-    """Where the tokens of a batch lie in the caches of one row table.
+    """Slots of the tokens of a batch in the caches of one row table.
 
     Caches of 1/r entries a token keep the entry of tokens p - r + 1 .. p, where r divides p + 1, at the slot of token p
     divided by r: pages hold whole entries.
@@ -57,8 +57,25 @@ class ExtendRows:
         return len(self.req_pool_indices)
 
 
+def requests_of_tokens(
+    start_loc: torch.Tensor, slots: torch.Tensor, decodes: DecodeRows | None, num_tokens: int
+) -> torch.Tensor:
+    """[num_tokens] int64, the request slot of each token of a step with prompts, which begin at start_loc [P + 1] and
+    are of the requests `slots` [P]. Tokens before the first prompt are of requests that decode."""
+    token = torch.arange(num_tokens, dtype=torch.int32, device=slots.device)
+    prompt = torch.searchsorted(start_loc, token, right=True) - 1
+    rows = slots[prompt.clamp(min=0, max=len(slots) - 1)]
+    if decodes is not None:
+        count = len(decodes)
+        rows[:count] = torch.where(prompt[:count] < 0, decodes.req_pool_indices, rows[:count])
+    return rows
+
+
 class StateRecord(Protocol):
-    """What one layer with states left of a step that did not change them."""
+    """Inputs that one layer with states kept of a step that did not change the states."""
 
     def commit(self, counts: torch.Tensor) -> None:
         """The states of the step's first len(counts) requests go on by their first `counts` [B] int32 tokens."""
+
+    def copy(self) -> StateRecord:
+        """Returns a copy that later steps leave as it is: a graph writes its records anew in each replay."""

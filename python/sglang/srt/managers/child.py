@@ -1,4 +1,4 @@
-"""What every child process of an engine does beside its work: say how it is, and go when the parent is gone.
+"""Duties of every child process of an engine beside its work: report its state, and exit when the parent is gone.
 
 A child holds one end of a pipe (`ChildPipe`). It says READY through it, or why it failed, and from time to time ALIVE.
 SIGUSR1 makes it print the stacks of all threads, however stuck it is.

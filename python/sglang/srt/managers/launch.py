@@ -55,9 +55,10 @@ _STACKS_S = 0.3
 _MISSED_BEATS = 2.5
 """Signs of life that did not come, when another rank has failed already."""
 _LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError")
-"""What collectives say in a rank when another one has ended."""
+"""Messages of collectives in a rank when another one has ended."""
 START_SILENCE_S = 60.0
-"""At least, while a child starts: loading a library from a slow disk holds the interpreter."""
+"""Least silence in seconds that is allowed while a child starts: loading a library from a slow disk holds the
+interpreter."""
 
 
 class EngineError(RuntimeError):
@@ -69,7 +70,7 @@ class EngineError(RuntimeError):
 
     @property
     def lost_connection(self) -> bool:
-        """Whether it only met the end of another rank."""
+        """Returns whether the process failed only because another rank had ended."""
         last = self.details.splitlines()[-1:]
         return any(sign in line for line in last for sign in _LOST_CONNECTION)
 
@@ -83,7 +84,7 @@ class _Child:
     last_heard: float = field(default_factory=time.monotonic)
 
     def silent_for(self, seconds: float) -> bool:
-        """Whether it has given no sign of life for so long."""
+        """Returns whether the child has given no sign of life for this many seconds."""
         limit_s = seconds if self.ready else max(seconds, START_SILENCE_S)
         return time.monotonic() - self.last_heard > limit_s
 
@@ -194,7 +195,7 @@ class EngineHandle:
                 self._settled.set()  # and watch on
 
     def _listen(self, by_pipe: dict[Connection, _Child], timeout_s: float) -> list[UserError | EngineError]:
-        """What has arrived."""
+        """Waits for messages and returns the failures that have arrived."""
         failures: list[UserError | EngineError] = []
         for pipe in multiprocessing.connection.wait(list(by_pipe), timeout_s):
             failure = self._read(by_pipe[pipe])  # type: ignore[index]
@@ -206,8 +207,8 @@ class EngineHandle:
     def _causes(
         self, by_pipe: dict[Connection, _Child], failures: list[UserError | EngineError]
     ) -> list[UserError | EngineError]:
-        """What has failed or is silent. First that which began it: the others may only have waited for it. Empty: what
-        was silent speaks again. `by_pipe`: those that have not failed."""
+        """Returns what has failed or is silent. The failure that began it comes first: the others may only have waited
+        for it. Empty if what was silent speaks again. `by_pipe`: children that have not failed."""
         end = time.monotonic() + _EXIT_GRACE_S
         while not self._closing and len(by_pipe) > 1 and (left := end - time.monotonic()) > 0:
             failures += self._listen(by_pipe, left)  # the detokenizer waits for nobody
@@ -223,7 +224,7 @@ class EngineHandle:
         ]
 
     def _print_stacks(self, children: Iterable[_Child]) -> None:
-        """Of the ranks that are still there, to their stderr."""
+        """Prints the stacks of the ranks that are still there to their stderr."""
         ranks = [child for child in children if child.name.startswith("scheduler ")]
         for child in ranks:
             logger.error("Where %s is:", child.name)

@@ -15,12 +15,12 @@ EXIT_CODE = 3
 
 
 def beat_seconds(limit_s: float) -> float:
-    """How often to look, and to give a sign of life, where nothing may be stuck for `limit_s`."""
+    """Returns the interval in seconds of checks and signs of life, where nothing may be stuck for `limit_s`."""
     return min(limit_s / 4, 5.0)
 
 
 class Watchdog:
-    """Between `busy()` and `idle()` no more than `limit_s` seconds may pass without another call of either."""
+    """Watches that between `busy()` and `idle()` no more than `limit_s` seconds pass without another call of either."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s

@@ -1,4 +1,4 @@
-"""Which cache slots are free. Host side only: numpy, no device, no scheduling policy."""
+"""The free cache slots. Host side only: numpy, no device, no scheduling policy."""
 
 from __future__ import annotations
 

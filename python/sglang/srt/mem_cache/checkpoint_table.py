@@ -80,7 +80,7 @@ class CheckpointTable:
             node.checkpoint = 0
 
     def _copy(self, source: int, target: int) -> None:
-        """As if one copy were made after the other, though the device reads all sources before it writes."""
+        """Copy as if one copy were made after the other, though the device reads all sources before it writes."""
         self._sources[target] = self._sources.get(source, source)
 
     def take_copies(self) -> tuple[Rows, Rows]:

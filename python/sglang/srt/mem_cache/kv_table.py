@@ -1,4 +1,4 @@
-"""Who has which cache slots: the requests' rows, the allocator and the prefix tree behind one interface. On the host.
+"""The owners of cache slots: the requests' rows, the allocator and the prefix tree behind one interface. On the host.
 
 A slot of the pool is free (allocator), cached (tree), or held by one request; free + cached + held is the pool, always.
 """
@@ -27,7 +27,7 @@ follows a conversation often differs from it in its last few tokens: a template'
 
 
 class CachedRequest(Protocol):
-    """What the table reads and writes of a request."""
+    """The fields of a request that the table reads and writes."""
 
     namespace: str | None
     slot: int
@@ -36,8 +36,10 @@ class CachedRequest(Protocol):
     """Leading tokens whose cache entries are launched."""
     reserved_len: int
     """Leading positions that have a cache slot, if those are more than `kv_len`."""
+    state_is_exact: bool
+    """Whether its recurrent states are those of `kv_len` tokens."""
     num_cached: int
-    """Of these, tokens whose entries belong to the tree, locked through `node`."""
+    """The number of these tokens whose entries belong to the tree, locked through `node`."""
     node: Node | None
     """Where the cached prefix ends: locked while the request has a row; while it waits, as last matched."""
 
@@ -45,12 +47,12 @@ class CachedRequest(Protocol):
         """The first `length` tokens."""
 
     def matchable_len(self) -> int:
-        """How many leading tokens may come from the cache."""
+        """The number of leading tokens that may come from the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableUpdate:
-    """What the device does before the next step: entries of `req_to_token` to write, as flat indices into all its
+    """The writes on the device before the next step: entries of `req_to_token` to write, as flat indices into all its
     tables, and rows of states to copy, all at once."""
 
     index: npt.NDArray[np.int64]  # [N]
@@ -69,9 +71,13 @@ class KVTable:
     device up to date by `take_update`; but a decode step enters its new slots of this table itself.
     """
 
-    def __init__(self, sizes: PoolSizes, prefix_caching: bool = True) -> None:
+    def __init__(self, sizes: PoolSizes, prefix_caching: bool = True, reads_next_token: bool = False) -> None:
+        """reads_next_token: an entry depends on the token behind it, too, as those of drafts do."""
         self.sizes = sizes
         self.page_size = sizes.page_size
+        # What follows the last token of a match may differ. Where states end a match there is no earlier end; a draft
+        # then reads one entry of another token, which may cost it a guess.
+        self._reads_next_token = reads_next_token and not sizes.has_states
         self.rows = np.zeros((sizes.max_requests + 1, sizes.context_len), np.int32)
         self.allocator = TokenAllocator(sizes.tokens, sizes.page_size)
         self.windows = tuple(WindowTable(i, sizes) for i in range(len(sizes.windows)))
@@ -100,11 +106,11 @@ class KVTable:
         return self.allocator.available_size() + self.tree.evictable_size()
 
     def used_size(self) -> int:
-        """Of running requests."""
+        """The slots that running requests use."""
         return self.size - self.available_size()
 
     def usage(self) -> dict[str, int]:
-        """Of the pool; what is missing in the sum is held by requests."""
+        """The use of the pool; what is missing in the sum is held by requests."""
         return {"free": self.allocator.available_size(), "cached": self.tree.total_size(), "total": self.size}
 
     def ensure_free(self, num_tokens: int) -> bool:
@@ -151,6 +157,8 @@ class KVTable:
         """The cached prefix of a waiting request. Where it ends is remembered: matching again costs little. Lock its
         node before anything is evicted."""
         result = self.tree.match_prefix(req.token_array(req.matchable_len()), req.namespace, req.node)
+        if self._reads_next_token and result.length:
+            result = self.tree.match_prefix(req.token_array(result.length - 1), req.namespace)
         req.node = result.node
         return result
 
@@ -172,7 +180,7 @@ class KVTable:
     def place(self, req: CachedRequest, node: Node) -> None:
         """Give a request a row, which begins with the cached prefix up to `node`; it is locked already."""
         cached = self.tree.slots_to(node)
-        req.slot, req.node = self._free_rows.pop(), node
+        req.slot, req.node, req.state_is_exact = self._free_rows.pop(), node, True
         req.kv_len = req.num_cached = len(cached)
         self._write(req.slot, 0, cached)
         for window in self.windows:
@@ -214,7 +222,7 @@ class KVTable:
         for window, old, new in zip(self.windows, window_slots, done.windows, strict=True):
             self._move(req.slot, old, new, window)
         self.leave_windows(np.array([req.slot]), np.array([req.kv_len], np.int32))
-        if self.checkpoints is not None and req.node.depth == req.kv_len > 0 and req.reserved_len <= req.kv_len:
+        if self.checkpoints is not None and req.node.depth == req.kv_len > 0 and req.state_is_exact:
             self.checkpoints.save(req.slot, req.node)
 
     def _move(self, slot: int, before: Slots, after: Slots, window: WindowTable | None = None) -> None:
@@ -269,7 +277,7 @@ class KVTable:
         return (self.rows, 0) if window is None else (window.rows, (1 + window.index) * self.rows.size)
 
     def take_update(self) -> TableUpdate | None:
-        """What the next step must write on the device. Later writes of one entry win."""
+        """Return the writes that the next step must make on the device. Later writes of one entry win."""
         sources, targets = (NO_ROWS, NO_ROWS) if self.checkpoints is None else self.checkpoints.take_copies()
         if not self._index:
             return TableUpdate(NO_ROWS, EMPTY, sources, targets) if len(targets) else None

@@ -16,6 +16,7 @@ STORAGE_DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
+    "uint8": torch.uint8,
 }
 
 
@@ -49,6 +50,11 @@ class CacheStore:
     def v(self) -> torch.Tensor:
         """[entries, Hkv, Dv]; of a latent the first columns of `k`."""
         return self._tensors["v"]
+
+    @property
+    def quantized(self) -> bool:
+        """Whether each entry has a scale."""
+        return "scale" in self._tensors
 
     def bind(self, tensors: dict[str, torch.Tensor], table: int) -> None:
         self._tensors, self.table = tensors, table

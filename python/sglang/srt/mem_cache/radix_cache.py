@@ -24,7 +24,7 @@ Tokens = Sequence[int] | npt.NDArray[np.integer]
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """How many leading tokens are cached, and the node where they end (the root if nothing matched)."""
+    """The number of leading tokens that are cached, and the node where they end (the root if nothing matched)."""
 
     length: int
     node: Node
@@ -197,7 +197,7 @@ class RadixCache:
                 self._queue(n)
 
     def path(self, node: Node) -> list[Node]:
-        """From `node` to the first one below the root."""
+        """The path from `node` to the first one below the root."""
         return list(self._path(node))
 
     def _path(self, node: Node) -> Iterator[Node]:

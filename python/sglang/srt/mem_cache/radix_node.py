@@ -7,7 +7,8 @@ import numpy as np
 from sglang.srt.mem_cache.allocator import Slots
 
 Edge = bytes | tuple[str, bytes]
-"""How a parent finds a child: the bytes of its first page; below the root with the namespace, if it has one."""
+"""The key by which a parent finds a child: the bytes of its first page; below the root with the namespace, if it has
+one."""
 
 EMPTY: Slots = np.empty(0, np.int32)
 

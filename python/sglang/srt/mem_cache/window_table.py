@@ -70,7 +70,7 @@ class WindowTable:
         return self.size - int(most) - (int(self._users.sum()) * page - int(kept))
 
     def first_kept(self, lens: Lengths) -> Lengths:
-        """Of requests of these lengths: the first position that they must keep."""
+        """For requests of these lengths: the first position that they must keep."""
         page = self.page_size
         first: Lengths = np.maximum(lens // page * page - (self.window - 1), 0) // page * page
         return first
@@ -78,7 +78,7 @@ class WindowTable:
     # --- pages --------------------------------------------------------------------------------------------------------
 
     def _pages(self, slots: Slots) -> Slots:
-        """Of runs of whole pages; absent ones left out."""
+        """The pages of runs of whole pages; absent ones left out."""
         pages: Slots = slots[:: self.page_size] // self.page_size
         return pages[pages > 0]
 
@@ -105,7 +105,7 @@ class WindowTable:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def grow(self, slots: npt.NDArray[np.int64], old_lens: Lengths, new_lens: Lengths) -> Slots:
-        """As `KVTable.grow`; there is room."""
+        """Like `KVTable.grow`; there is room."""
         locs = self.allocator.alloc(old_lens, new_lens, self.rows[slots, np.maximum(old_lens - 1, 0)])
         assert locs is not None, "slots of a window were promised that are not there"
         self._users[locs // self.page_size] = 1  # a page that is not full belongs to one request

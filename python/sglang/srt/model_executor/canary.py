@@ -1,4 +1,5 @@
-"""Before a server takes requests: a few tokens through its graphs and collectives, beside the same tokens without.
+"""Check before a server takes requests: a few tokens go through its graphs and collectives, and the same tokens
+without.
 
 Short prompts are computed whole and without graphs, which is the reference. They are computed in every other kind of
 step, each without graphs and, where such steps have graphs, in one: whole, with the last token decoded, with the last
@@ -138,12 +139,12 @@ class _Canary:
         yield self._compared(name, self._logits(step())[rows], reference)
 
     def _compute_all_but(self, count: int) -> None:
-        """Of every prompt, but for its last `count` tokens; what was computed before is forgotten."""
+        """Computes every prompt, but for its last `count` tokens; what was computed before is forgotten."""
         self.steps.start()
         self._logits(self.steps.prompts(self.steps.length - count))
 
     def _logits(self, step: StepInput) -> torch.Tensor:
-        """On all stages of a pipeline, which go on alike."""
+        """Returns the logits of a step on all stages of a pipeline, which then proceed alike."""
         logits, runner = self.runner.forward(step).logits, self.runner
         if runner.model.head is not None:
             logits = runner.model.head.whole(logits).float()
@@ -180,7 +181,7 @@ class _Canary:
         return "decoding gives other logits than computing the same prompt whole"
 
     def _computed_by(self, name: str) -> str:
-        """Of the block that `_recorded` calls so: its ops, and the kernel of each."""
+        """Names the ops of the block that `_recorded` calls `name`, and the kernel of each."""
         plan, model = self.runner.plan, self.runner.model.description
         serving = Serving(plan.dtype, plan.kv_cache_dtype, plan.page_size, plan.ranks.tp_size)
         spec = next(spec for known, spec in _blocks(model) if known == name)
@@ -188,7 +189,7 @@ class _Canary:
         return ", ".join(f"{op} by {choice.name}" for op, choice in plan.choices.items() if op.partition("/")[0] in ops)
 
     def _outputs(self, step: StepInput) -> list[tuple[str, torch.Tensor]]:
-        """Of every block, in order, [T, H]."""
+        """Returns the name and output [T, H] of every block, in order."""
         outputs: list[tuple[str, torch.Tensor]] = []
         with _recorded(self.runner.model, outputs):
             self._logits(step)
@@ -197,7 +198,7 @@ class _Canary:
 
 @contextmanager
 def _recorded(model: CausalLM, outputs: list[tuple[str, torch.Tensor]]) -> Iterator[None]:
-    """While it lasts, every block's output is appended with its name."""
+    """Records every block's output, with its name, as long as the context lasts."""
 
     def recording(name: str, block: Any) -> Any:
         def run(x: torch.Tensor, batch: Any) -> torch.Tensor:
@@ -219,7 +220,7 @@ def _recorded(model: CausalLM, outputs: list[tuple[str, torch.Tensor]]) -> Itera
 
 
 def _blocks(model: ModelDescription) -> Iterator[tuple[str, Any]]:
-    """In the order in which they compute: a name, and the description of the block."""
+    """Yields a name and the description of each block, in the order in which they compute."""
     for i, layer in enumerate(model.layers):
         for block in (layer.mixer, layer.ffn):
             if block != ABSENT:

@@ -27,7 +27,7 @@ class CanarySteps:
         pages_each = -(-PROMPT_TOKENS // plan.page_size)
         self.count = max(1, min(REQUESTS, plan.max_running_requests, tokens // (pages_each * plan.page_size)))
         self.length = min(PROMPT_TOKENS, plan.context_len, tokens)
-        self.guesses = self.state.drafter is not None
+        self.guesses = self.state.guesses
         request, position = np.arange(self.count)[:, None], np.arange(self.length)
         self.ids = (17 + 31 * position + 7 * request) % plan.model.vocab_size
         self.cache = plan.page_size * (1 + pages_each * request) + position
@@ -89,10 +89,12 @@ class CanarySteps:
         self.state.next_tokens[1 : self.count + 1, : self.width] = tokens
         lens, widths = np.full(self.count, self.length, np.int32), np.full(self.count, self.width, np.int32)
         update = self._entries(np.arange(self.count), first, np.arange(0), 0)
-        return StepInput(self.slots, lens, np.empty(0, np.int32), table_update=update, widths=widths)
+        step = StepInput(self.slots, lens, np.empty(0, np.int32), table_update=update, widths=widths)
+        step.width, step.reserved_lens = self.state.tokens_per_step, lens
+        return step
 
     def rows_of_verified(self) -> slice:
-        """Of the logits of `verified`: those of the last tokens."""
+        """Returns the rows of the last tokens among the logits of `verified`."""
         return slice(self.width - 1, None, self.state.tokens_per_step)
 
     def _step(self, decodes: np.ndarray, prompts: np.ndarray, length: int) -> StepInput:
@@ -105,13 +107,17 @@ class CanarySteps:
             lens = np.full(num, length, np.int32)
             ids = self.ids[prompts, :length].flatten()
             tokens = PromptTokens(ids, np.zeros(num, np.int32), lens, np.arange(len(order)))
+            tokens.next_ids = np.zeros(num, np.int64) if self.guesses else None
         seq_lens = np.repeat([self.length, length], [len(decodes), num]).astype(np.int32)
         cache = np.concatenate((self.cache[decodes, -1], self.cache[prompts, :length].flatten())).astype(np.int32)
-        return StepInput(self.slots[order], seq_lens, cache, tokens, self._entries(decodes, -1, prompts, length))
+        step = StepInput(self.slots[order], seq_lens, cache, tokens, self._entries(decodes, -1, prompts, length))
+        step.reserved_lens = seq_lens if self.guesses else None
+        return step
 
     def _entries(self, decodes: np.ndarray, first: int, prompts: np.ndarray, length: int) -> TableUpdate | None:
-        """Of the device's tables: of the requests `decodes` the positions from `first` on, of `prompts` the first
-        `length`. A step of one token enters that of a request that decodes in table 0 itself, without a drafter."""
+        """Returns the entries of the device's tables: for the requests `decodes` the positions from `first` on, for
+        `prompts` the first `length`. A step of one token enters that of a request that decodes in table 0 itself,
+        without a drafter."""
         num_tables, num_rows, context = self.state.req_to_token.shape
         positions = np.arange(self.length)
         index, value = [], []

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.attention.sites import AttentionSites
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.ops import DecodeInputsOp
-from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots
-from sglang.srt.model_executor.drafts import Drafter, accept
+from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots, requests_of_tokens
 from sglang.srt.model_executor.step import PromptTokens, StepInput
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.pool_sizes import PoolSizes
@@ -20,8 +20,8 @@ from sglang.srt.utils.device_arrays import DeviceArrays
 
 
 class StepShape(NamedTuple):
-    """What a batch is built by, and a CUDA graph found by: T tokens, of which each of D decoding requests brings
-    `width`. The others belong to prompts; in a graph with prompts padding may leave none of them."""
+    """Shape that a batch is built by and a CUDA graph is looked up by: T tokens, of which each of D decoding requests
+    brings `width`. The others belong to prompts; in a graph with prompts padding may leave none of them."""
 
     num_tokens: int
     num_decodes: int
@@ -29,11 +29,11 @@ class StepShape(NamedTuple):
     has_prompts: bool = False
 
 
-def shape_of(step: StepInput, tokens_per_step: int) -> StepShape:
-    """Without padding. tokens_per_step: k, of requests that bring guesses."""
-    if step.widths is not None:
-        return StepShape(len(step.slots) * tokens_per_step, len(step.slots), tokens_per_step)
-    return StepShape(len(step.out_cache_loc), step.num_decodes, has_prompts=step.prompts is not None)
+def shape_of(step: StepInput) -> StepShape:
+    """Returns the shape of a step without padding."""
+    if step.prompts is None:
+        return StepShape(len(step.slots) * step.width, len(step.slots), step.width)
+    return StepShape(len(step.out_cache_loc), step.num_decodes, has_prompts=True)
 
 
 @dataclass(slots=True)
@@ -45,7 +45,8 @@ class DeviceState:
     num_tables: int
     sizes: PoolSizes
     device: torch.device | str
-    drafter: Drafter | None = None
+    tokens_per_step: int = 1
+    """k, tokens that a request that is decoded brings to a step at most: the last one sampled, and guesses."""
     decode_inputs: DecodeInputsOp = native_ops.decode_inputs
     req_to_token: torch.Tensor = field(init=False)
     """[tables, max_reqs + 1, context_len] int32, the cache slot of each position of each request slot; a table for each
@@ -53,8 +54,8 @@ class DeviceState:
     next_tokens: torch.Tensor = field(init=False)
     """[max_reqs + 1, k] int64, the tokens that each request computes next: the last one sampled, then guesses."""
     lens: torch.Tensor = field(init=False)
-    """[max_reqs + 1] int32, tokens of each request that are computed. Only kept with a drafter: without one every step
-    brings one token, and the host knows."""
+    """[max_reqs + 1] int32, tokens of each request that are computed. Only kept where steps bring guesses: otherwise
+    every step brings one token, and the host knows."""
 
     def __post_init__(self) -> None:
         rows = self.sizes.max_requests + 1
@@ -64,9 +65,18 @@ class DeviceState:
         self.lens = torch.zeros(rows, dtype=torch.int32, device=self.device)
 
     @property
-    def tokens_per_step(self) -> int:
-        """k, of a request that is decoded."""
-        return 1 if self.drafter is None else self.drafter.num_tokens
+    def guesses(self) -> bool:
+        """Returns whether steps bring guesses, so that only the device knows the lengths of requests that decode."""
+        return self.tokens_per_step > 1
+
+    def count_prompts(self, arrays: DeviceArrays, num_decodes: int) -> None:
+        """Updates the lengths behind a step with prompts, where steps bring guesses: prompts are computed up to their
+        `seq_lens`, and requests that decode grow by a token. Rows of padding are of request slot 0, whose length stays
+        0."""
+        decodes = arrays["decode_slots"][:num_decodes]
+        self.lens[decodes] += 1
+        self.lens[arrays["slots"]] = arrays["seq_lens"]
+        self.lens[:1].zero_()
 
     # --- the batch of a step ------------------------------------------------------------------------------------------
 
@@ -82,7 +92,7 @@ class DeviceState:
         begins."""
         if shape.has_prompts:
             batch = self._extend_batch(arrays, shape, step)
-        elif "widths" in arrays:
+        elif shape.width > 1:
             batch = self._verify_batch(arrays, shape, step)
         else:
             batch = self._decode_batch(arrays, shape, step)
@@ -93,8 +103,8 @@ class DeviceState:
     def _token_slots(
         self, out_cache_loc: torch.Tensor, rows: torch.Tensor | None, positions: torch.Tensor
     ) -> tuple[TokenSlots, ...]:
-        """Of T tokens that lie at `positions` of the request slots `rows`. The tables of windows have their new slots
-        before the step."""
+        """Returns the slots, by row table, of T tokens that lie at `positions` of the request slots `rows`. The tables
+        of windows have their new slots before the step."""
         windows = self.req_to_token[1:]
         return (
             TokenSlots(self.req_to_token[0], out_cache_loc),
@@ -102,28 +112,51 @@ class DeviceState:
         )
 
     def _decode_batch(self, arrays: DeviceArrays, shape: StepShape, step: StepInput | None) -> ForwardBatch:
-        """Enters the new slots in the table; with a drafter they are there, and lengths and slots given are upper
-        bounds."""
-        slots, seq_lens, out_cache_loc = (
-            arrays[name][: shape.num_decodes] for name in ("decode_slots", "decode_lens", "decode_loc")
+        """Enters the new slots in the table. Where steps bring guesses they are there, and the lengths are those of the
+        device."""
+        slots = arrays["decode_slots"][: shape.num_decodes]
+        if self.guesses:
+            input_ids, positions = self.next_tokens[slots, 0], self.lens[slots].to(torch.int64)
+            return self._single_rows(input_ids, slots, positions, None if step is None else step.seq_lens)
+        seq_lens, out_cache_loc = (arrays[name][: shape.num_decodes] for name in ("decode_lens", "decode_loc"))
+        input_ids, positions, window_locs = self.decode_inputs(
+            slots, seq_lens, out_cache_loc, self.next_tokens[:, 0], self.req_to_token
         )
-        if self.drafter is None:
-            input_ids, positions, window_locs = self.decode_inputs(
-                slots, seq_lens, out_cache_loc, self.next_tokens[:, 0], self.req_to_token
-            )
-            locs = (out_cache_loc, *(window_locs[i] for i in range(self.num_tables - 1)))
-            token_slots = tuple(TokenSlots(self.req_to_token[i], loc) for i, loc in enumerate(locs))
-        else:
-            seq_lens = self.lens[slots] + 1
-            positions = self.lens[slots].to(torch.int64)
-            input_ids = self.next_tokens[slots, 0]
-            out_cache_loc = self.req_to_token[0][slots, positions].to(torch.int64)
-            token_slots = self._token_slots(out_cache_loc, slots, positions)
+        locs = (out_cache_loc, *(window_locs[i] for i in range(self.num_tables - 1)))
+        token_slots = tuple(TokenSlots(self.req_to_token[i], loc) for i, loc in enumerate(locs))
         rows = DecodeRows(slots, seq_lens, token_slots)
         if step is not None:
-            known = self.drafter is None or not self.attention.decode_plans_on_host
-            rows.seq_lens_cpu = step.seq_lens[: shape.num_decodes].tolist() if known else seq_lens.tolist()
+            rows.seq_lens_cpu = step.seq_lens[: shape.num_decodes].tolist()
         return ForwardBatch(input_ids, positions, token_slots, decode=rows)
+
+    def _single_rows(
+        self,
+        input_ids: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        host_lens: np.ndarray | None,
+    ) -> ForwardBatch:
+        """One token of each request at positions that the device knows, whose cache slots are in the tables.
+        host_lens [>= R]: bounds of the lengths; None: in a graph."""
+        out_cache_loc = self.req_to_token[0][slots, positions].to(torch.int64)
+        token_slots = self._token_slots(out_cache_loc, slots, positions)
+        seq_lens = (positions + 1).to(torch.int32)
+        decode = DecodeRows(slots, seq_lens, token_slots)
+        if host_lens is not None:
+            exact = self.attention.decode_plans_on_host
+            decode.seq_lens_cpu = seq_lens.tolist() if exact else host_lens[: len(slots)].tolist()
+        return ForwardBatch(input_ids, positions, token_slots, decode=decode)
+
+    def draft_batch(
+        self, ids: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, ends: torch.Tensor, in_graph: bool
+    ) -> ForwardBatch:
+        """Builds a batch for a drafter, as `speculative.drafter.BuildBatch` describes."""
+        inside = positions < ends
+        slots, positions = torch.where(inside, slots, 0), torch.where(inside, positions, 0)
+        bounds = None if in_graph else np.full(len(ids), self.sizes.context_len, np.int32)
+        batch = self._single_rows(ids, slots, positions, bounds)
+        batch.metadata = self.attention.metadata(batch, in_graph)
+        return batch
 
     def _extend_batch(self, arrays: DeviceArrays, shape: StepShape, step: StepInput | None) -> ForwardBatch:
         """Prompts behind the requests that decode, for which the arrays of tokens hold what the host knows."""
@@ -134,12 +167,12 @@ class DeviceState:
         if decodes is not None:
             is_decode = arrays["is_decode"][: shape.num_decodes] if step is None else None
             input_ids = _with_decodes(decodes.input_ids, input_ids, is_decode)
-            if self.drafter is not None:
+            if self.guesses:
                 positions = _with_decodes(decodes.positions, positions, is_decode)
                 out_cache_loc = _with_decodes(decodes.token_slots[0].out_cache_loc, out_cache_loc, is_decode)
         decode_rows = None if decodes is None else decodes.decode
         start_loc, slots = arrays["start_loc"], arrays["slots"]
-        rows = _rows(start_loc, slots, decode_rows, shape.num_tokens) if self.num_tables > 1 else None
+        rows = requests_of_tokens(start_loc, slots, decode_rows, shape.num_tokens) if self.num_tables > 1 else None
         token_slots = self._token_slots(out_cache_loc, rows, positions)
         extend = ExtendRows(
             slots,
@@ -178,29 +211,8 @@ class DeviceState:
         )
         if step is not None and self.attention.extend_plans_on_host:
             extend.prefix_lens_cpu, extend.seq_lens_cpu = prefix_lens.tolist(), extend.seq_lens.tolist()
-        input_ids = self.next_tokens[slots].flatten()
+        input_ids = self.next_tokens[slots, :width].flatten()
         return ForwardBatch(input_ids, positions, token_slots, extend=extend, state_records=[])
-
-    # --- behind a step, with a drafter --------------------------------------------------------------------------------
-
-    def settle_prompts(self, slots: torch.Tensor, seq_lens: torch.Tensor, decodes: torch.Tensor) -> None:
-        """Behind a step with prompts: these requests are computed up to `seq_lens`, `decodes` a token on."""
-        self.lens[slots] = seq_lens
-        self.lens[decodes] += 1
-
-    def settle_tokens(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-        """tokens [R] were sampled behind the last computed ones; guess on from there."""
-        assert self.drafter is not None
-        self.next_tokens[slots, 0] = tokens.clamp(min=0)
-        self.next_tokens[slots, 1:] = self.drafter.propose(slots, self.lens[slots], self.next_tokens[slots, 0])
-
-    def settle_verified(self, slots: torch.Tensor, widths: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Behind a step that verified guesses and sampled tokens [D k]: how many stand, [D] int32."""
-        tokens = tokens.view(len(slots), -1)
-        counts = accept(tokens, self.next_tokens[slots, 1:], widths)
-        self.lens[slots] += counts
-        self.settle_tokens(slots, tokens.gather(1, counts[:, None].long() - 1)[:, 0])
-        return counts
 
 
 def _prompts(step: StepInput) -> PromptTokens:
@@ -213,15 +225,3 @@ def _with_decodes(of_decodes: torch.Tensor, of_tokens: torch.Tensor, is_decode: 
     count = len(of_decodes)
     front = of_decodes if is_decode is None else torch.where(is_decode, of_decodes, of_tokens[:count])
     return torch.cat((front, of_tokens[count:]))
-
-
-def _rows(start_loc: torch.Tensor, slots: torch.Tensor, decodes: DecodeRows | None, num_tokens: int) -> torch.Tensor:
-    """[num_tokens] int64, the request slot of each token of a step with prompts. Those before the first prompt are of
-    requests that decode."""
-    token = torch.arange(num_tokens, dtype=torch.int32, device=slots.device)
-    prompt = torch.searchsorted(start_loc, token, right=True) - 1
-    rows = slots[prompt.clamp(min=0)]
-    if decodes is not None:
-        count = len(decodes)
-        rows[:count] = torch.where(prompt[:count] < 0, decodes.req_pool_indices, rows[:count])
-    return rows

@@ -1,4 +1,4 @@
-"""How a step becomes a CUDA graph."""
+"""Capture of a step in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class StaticOutput:
         self._buffers: dict[torch.Size, torch.Tensor] = {}
 
     def keep(self, result: torch.Tensor) -> torch.Tensor:
-        """Where the result [N, ...] will be after each replay, until the next. Called in every step; the first of a
-        width has the most rows and is not captured."""
+        """Copies the result [N, ...] to its fixed address and returns it there: valid after each replay, until the
+        next. Called in every step; the first of a width has the most rows and is not captured."""
         width = result.shape[1:]
         if width not in self._buffers:
             self._buffers[width] = torch.empty_like(result)
@@ -68,8 +68,8 @@ class StageInGraph:
         return self.model.compute(batch, received)
 
     def replay(self, graph: torch.cuda.CUDAGraph, num_tokens: int, hidden: torch.Tensor | None) -> None:
-        """With the rows that come before the graph and go on behind it. hidden [T, H]: where the graph of a stage that
-        sends leaves what `compute` gave."""
+        """Receives the rows that come before the graph, replays it, and sends the rows that go on behind it. hidden [T,
+        H]: where the graph of a stage that sends leaves what `compute` gave."""
         if self.received is not None:
             self.model.pp.receive_from_previous(self.received[:num_tokens])
         graph.replay()

@@ -5,9 +5,11 @@ and the model. A replay needs one small copy of the step's arrays, what attentio
 Three kinds of steps have graphs, each with arrays of its own at fixed addresses:
 
     decode      one token of each request; the graph also writes the new cache slots into the tables
-    verify      k tokens of each request, with a drafter
+    verify      2 to k tokens of each request, where steps bring guesses
     prompts     a short prompt computes faster than the host can launch a model's kernels one by one; with and without
                 requests that decode in the same step
+
+With a drafter each of them has a second graph, which follows the sampling: what stands of the step, and new guesses.
 
 A step runs in the next larger graph. Rows that are missing are padding: decoding requests that own request slot 0 and
 cache slot 0, and tokens at the end that belong to one more prompt of that slot. In a graph with prompts the decoding
@@ -18,64 +20,56 @@ numbers, and the tokens that count lie together at the front.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from sglang.srt.layers.step_rows import DecodeRows, StateRecord
+from sglang.srt.layers.step_rows import DecodeRows
 from sglang.srt.model_executor.device_state import DeviceState, StepShape
+from sglang.srt.model_executor.draft_runner import DraftRunner
 from sglang.srt.model_executor.graph_capture import StageInGraph, StaticOutput, capture
-from sglang.srt.model_executor.step import StepInput, step_arrays
+from sglang.srt.model_executor.step import ModelOutput, Settled, StepInput, step_arrays
 from sglang.srt.utils.device_arrays import DeviceArrays, Field
 
 MAX_PROMPTS = 16
+TIMED_REPLAYS = 5
 SMALL_BYTES = 2 << 20
-"""Of logits that a decode graph keeps for itself: those of a row or two, whose copy would be one launch more."""
+"""Largest size in bytes of logits that a decode graph keeps for itself: those of a row or two, whose copy would be one
+launch more."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphSizes:
-    """Ascending. batch_sizes: requests of steps without prompts. prompt_tokens: tokens of steps with prompts.
-    mixed_decodes: requests that decode in these, with 0 for none. Steps of a kind without sizes have no graphs."""
+    """Sizes of the graphs, each tuple ascending. batch_sizes: requests of steps without prompts, and widths: tokens of
+    each of them. prompt_tokens: tokens of steps with prompts. mixed_decodes: requests that decode in these, with 0 for
+    none. Steps of a kind without sizes have no graphs."""
 
     batch_sizes: tuple[int, ...] = ()
     prompt_tokens: tuple[int, ...] = ()
     mixed_decodes: tuple[int, ...] = (0,)
+    widths: tuple[int, ...] = (1,)
 
     @property
     def any(self) -> bool:
         return bool(self.batch_sizes or self.prompt_tokens)
 
 
-@dataclass(slots=True)
-class CapturedStep:
-    """What one graph leaves behind, and what must be refreshed before its replay."""
-
-    decode: DecodeRows | None
-    positions: torch.Tensor  # [T] int64
-    hidden: torch.Tensor | None
-    """[T, H] of a step with prompts, of a stage that sends, or where all are kept; of others the graph uses the memory
-    again."""
-    logits: torch.Tensor
-    """As `CausalLM.step_logits` has them, of every row that may be sampled."""
-    state_records: Sequence[StateRecord] = ()
-    """Of a step whose tokens may be taken back; held, so that no graph uses their memory again."""
-
-
 class GraphRunner:
     """Owns the captured graphs, and the arrays and results at fixed addresses."""
 
-    def __init__(self, state: DeviceState, sizes: GraphSizes, keeps_hidden: bool = False) -> None:
+    def __init__(
+        self, state: DeviceState, sizes: GraphSizes, keeps_hidden: bool = False, drafts: DraftRunner | None = None
+    ) -> None:
         """keeps_hidden: steps without prompts leave their hidden states, too."""
-        self.state, self.sizes = state, sizes
-        self.width, self.num_windows = state.tokens_per_step, state.num_tables - 1
+        self.state, self.sizes, self.drafts = state, sizes, drafts
+        self.num_windows = state.num_tables - 1
         shapes = list(self._shapes())
         self._arrays: dict[bool, DeviceArrays] = {}
-        """Of steps with and without prompts."""
+        """Input arrays of steps with (True) and without (False) prompts."""
         for has_prompts, fields in ((True, self._prompt_fields()), (False, self._token_fields())):
             if fields:
                 self._arrays[has_prompts] = DeviceArrays(fields, state.device)
@@ -85,29 +79,39 @@ class GraphRunner:
         self._logits = {has_prompts: StaticOutput() for has_prompts in (True, False)}
         self._hidden = {has_prompts: StaticOutput() for has_prompts in (True, False)}
         self.graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
-        self.steps: dict[StepShape, CapturedStep] = {}
+        self.outputs: dict[StepShape, ModelOutput] = {}
+        """Output of each graph; held, so that no other graph uses the memory."""
+        self._tokens = torch.zeros(max(self._num_sampled(s) for s in shapes), dtype=torch.int64, device=state.device)
+        """Sampled tokens, the input of the graphs of drafts; `_settled` holds the results of these graphs."""
+        self._settled: dict[StepShape, Settled] = {}
+        self._settle: dict[StepShape, Callable[[torch.Tensor], Settled]] = {}
         state.attention.prepare_graphs(tuple(sorted({s.num_decodes for s in shapes if s.num_decodes})))
         pool: Any = None
         for shape in shapes:
             self._capture(shape, pool)
             pool = pool or self.graphs[shape].pool()
+            if drafts is not None:
+                self._capture_drafts(drafts, shape, pool)
 
     # --- shapes and arrays --------------------------------------------------------------------------------------------
 
     def _shapes(self) -> Iterator[StepShape]:
-        """Of all graphs, of each kind the largest first: smaller graphs then reuse its memory."""
+        """Yields the shapes of all graphs, of each kind the largest first: smaller graphs then reuse its memory."""
         for tokens in reversed(self.sizes.prompt_tokens):
             for decodes in reversed([size for size in self.sizes.mixed_decodes if size <= tokens]):
                 yield StepShape(tokens, decodes, has_prompts=True)
         for size in reversed(self.sizes.batch_sizes):
-            yield StepShape(size * self.width, size, self.width)
+            for width in reversed(self.sizes.widths):
+                yield StepShape(size * width, size, width)
 
     def shape_of(self, step: StepInput) -> StepShape | None:
-        """Of the graph that the step runs in; None if it has none."""
+        """Returns the shape of the graph that the step runs in; None if it has none."""
         num_decodes = step.num_decodes
         if step.prompts is None:
             size = _at_least(self.sizes.batch_sizes, num_decodes)
-            return None if size is None else StepShape(size * self.width, size, self.width)
+            if size is None or step.width not in self.sizes.widths:
+                return None
+            return StepShape(size * step.width, size, step.width)
         decodes = _at_least(self.sizes.mixed_decodes, num_decodes)
         if decodes is None or len(step.prompts.extend_lens) > MAX_PROMPTS:
             return None
@@ -115,12 +119,12 @@ class GraphRunner:
         return None if tokens is None else StepShape(tokens, decodes, has_prompts=True)
 
     def fits_decodes(self, num_reqs: int) -> bool:
-        """Whether steps without prompts of so many requests have graphs."""
+        """Returns whether steps without prompts of so many requests have graphs."""
         return _at_least(self.sizes.batch_sizes, num_reqs) is not None
 
     def writes_tables(self, step: StepInput) -> bool:
-        """Whether the graph of the step writes its `table_update`: new slots of windows, and nothing else. A builder
-        that plans on the host reads them in the tables before the replay."""
+        """Returns whether the graph of the step writes its `table_update`: new slots of windows, and nothing else. A
+        builder that plans on the host reads them in the tables before the replay."""
         update = step.table_update
         if update is None or step.prompts is not None or step.widths is not None:
             return False
@@ -128,13 +132,13 @@ class GraphRunner:
         return few and not self.state.attention.decode_plans_on_host
 
     def _token_fields(self) -> dict[str, Field]:
-        """Of steps without prompts."""
+        """Returns the input fields of steps without prompts."""
         if not self.sizes.batch_sizes:
             return {}
         largest = self.sizes.batch_sizes[-1]
         fields = {"decode_slots": Field((largest,), np.int64), "num_tokens": Field((1,), np.int32)}
-        if self.state.drafter is not None:
-            return {**fields, "widths": Field((largest,), np.int32)}
+        if self.state.guesses:
+            return {**fields, "widths": Field((largest,), np.int32), "ends": Field((largest,), np.int32)}
         fields["decode_loc"] = Field((largest,), np.int64)
         fields["decode_lens"] = Field((largest,), np.int32, 1)
         if self.num_windows:
@@ -149,7 +153,9 @@ class GraphRunner:
         tokens, prompts = (self.sizes.prompt_tokens[-1],), (MAX_PROMPTS + 1,)
         largest = self.sizes.mixed_decodes[-1]
         decodes, sampled = (largest,), (largest + MAX_PROMPTS,)
+        fields = {"next_ids": Field(tokens, np.int64), "ends": Field(sampled, np.int32)} if self.state.guesses else {}
         return {
+            **fields,
             "input_ids": Field(tokens, np.int64),
             "positions": Field(tokens, np.int64),
             "out_cache_loc": Field(tokens, np.int64),
@@ -163,7 +169,6 @@ class GraphRunner:
             "is_decode": Field(decodes, np.bool_),
             "last_rows": Field(sampled, np.int64),
             "sampled_slots": Field(sampled, np.int64),
-            "sampled_lens": Field(sampled, np.int32),
             "num_tokens": Field((1,), np.int32),
         }
 
@@ -176,40 +181,96 @@ class GraphRunner:
             ends[0] = 0
             arrays.load(start_loc=ends, seq_lens=np.array([shape.num_tokens], np.int32))
         # What builders share between graphs is then this one's.
-        self._refresh(self.state.batch(arrays, shape).decode, [])
+        self._refresh(self.state.batch(arrays, shape).decode, np.empty(0, np.int32))
         self.graphs[shape] = capture(partial(self._compute, shape), pool)
 
     def _compute(self, shape: StepShape) -> None:
-        """To be captured."""
+        """Computes a step into static outputs. To be captured."""
         arrays, model = self._arrays[shape.has_prompts], self.state.model
         if "table_index" in arrays:
             most = self.num_windows * shape.num_tokens
             self.state.req_to_token.view(-1)[arrays["table_index"][:most]] = arrays["table_value"][:most]
         batch = self.state.batch(arrays, shape, num_valid_tokens=arrays["num_tokens"])
         hidden = sampled = self.stage.compute(batch)
-        kept = self._hidden[shape.has_prompts].keep(hidden) if shape.has_prompts or self.keeps_hidden else None
+        kept = None
+        if self.drafts is not None:
+            kept = hidden  # the graph behind this one reads it
+        elif shape.has_prompts or self.keeps_hidden:
+            kept = self._hidden[shape.has_prompts].keep(hidden)
         if shape.has_prompts:
-            sampled = hidden[arrays["last_rows"][: shape.num_decodes + MAX_PROMPTS]]
+            sampled = hidden[arrays["last_rows"][: self._num_sampled(shape)]]
         logits = model.step_logits(sampled)
         if shape.has_prompts or logits.nbytes > SMALL_BYTES or not logits.is_contiguous():
             logits = self._logits[shape.has_prompts].keep(logits)
-        self.steps[shape] = CapturedStep(batch.decode, batch.positions, kept, logits, batch.state_records or ())
+        self.outputs[shape] = ModelOutput(batch, arrays, kept, logits)
 
-    def _refresh(self, rows: DecodeRows | None, seq_lens: list[int]) -> None:
+    def _num_sampled(self, shape: StepShape) -> int:
+        """Rows of logits. No more requests run than there are request slots."""
+        if not shape.has_prompts:
+            return shape.num_tokens
+        return min(shape.num_decodes + MAX_PROMPTS, self.state.sizes.max_requests)
+
+    def _capture_drafts(self, drafts: DraftRunner, shape: StepShape, pool: Any) -> None:
+        tokens = self._tokens[: self._num_sampled(shape)]
+
+        def compute() -> None:
+            self._settled[shape] = drafts.settle(shape, self.outputs[shape], tokens, in_graph=True)
+
+        graph = capture(compute, pool)
+
+        def settle(sampled: torch.Tensor) -> Settled:
+            tokens[: len(sampled)] = sampled
+            graph.replay()
+            return self._settled[shape]
+
+        self._settle[shape] = settle
+
+    def _refresh(self, rows: DecodeRows | None, seq_lens: np.ndarray) -> None:
         """The one place where what attention plans on the host follows a step, before every replay of any graph.
         seq_lens: of the decoding requests; the rows behind them are padding."""
-        if rows is not None:
-            rows.seq_lens_cpu = seq_lens + [1] * (len(rows) - len(seq_lens))
+        if rows is not None and self.state.attention.decode_plans_on_host:
+            rows.seq_lens_cpu = seq_lens.tolist() + [1] * (len(rows) - len(seq_lens))
             self.state.attention.refresh(rows)
 
-    def replay(self, shape: StepShape, step: StepInput) -> tuple[DeviceArrays, CapturedStep]:
-        """The step's arrays, and what the graph left of it; both have the padding of the graph behind what is the
-        step's, and are valid until the next replay."""
-        arrays, captured = self._arrays[shape.has_prompts], self.steps[shape]
-        self._load(arrays, shape, step)
-        self._refresh(captured.decode, step.seq_lens[: step.num_decodes].tolist())
-        self.stage.replay(self.graphs[shape], shape.num_tokens, captured.hidden)
-        return arrays, self.steps[shape]
+    def replay(self, shape: StepShape, step: StepInput) -> ModelOutput:
+        """Replays the graph of a shape. The output has the graph's padding behind the step's own rows; it is valid
+        until the next replay."""
+        output = self.outputs[shape]
+        self._load(output.arrays, shape, step)
+        self._refresh(output.batch.decode, step.seq_lens[: step.num_decodes])
+        self.stage.replay(self.graphs[shape], shape.num_tokens, output.hidden)
+        return replace(self.outputs[shape], settle=self._settle.get(shape))
+
+    @torch.inference_mode()
+    def step_times(self) -> dict[tuple[int, int], float]:
+        """(requests, tokens of each) -> milliseconds of the graphs of steps without prompts, over rows of padding: what
+        it takes to read weights and to launch, without the caches. Of every power of two and the largest size."""
+        sizes = [size for size in self.sizes.batch_sizes if not size & (size - 1) or size == self.sizes.batch_sizes[-1]]
+        if not sizes:
+            return {}
+        self._arrays[False].load()
+        times = {}
+        for size in sizes:
+            for width in self.sizes.widths:
+                shape = StepShape(size * width, size, width)
+                self._refresh(self.outputs[shape].batch.decode, np.empty(0, np.int32))
+                times[size, width] = self._milliseconds(shape)
+        return times
+
+    def _milliseconds(self, shape: StepShape) -> float:
+        def replay() -> None:
+            self.graphs[shape].replay()
+            if shape in self._settle:
+                self._settle[shape](self._tokens[:0])
+
+        replay()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(TIMED_REPLAYS):
+            replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / TIMED_REPLAYS
 
     def _load(self, arrays: DeviceArrays, shape: StepShape, step: StepInput) -> None:
         values, num_tokens = step_arrays(step), len(step.slots) * shape.width

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 
 from sglang.srt.distributed import parallel_state
-from sglang.srt.errors import UserError
 from sglang.srt.layers.attention.sites import create_attention_sites
 from sglang.srt.layers.ops import DecodeInputsOp
 from sglang.srt.layers.sampler import Sampler
@@ -18,18 +17,30 @@ from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.mem_cache.kv_table import TableUpdate
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.model_executor.device_state import DeviceState, shape_of
-from sglang.srt.model_executor.drafts import Drafter
+from sglang.srt.model_executor.draft_runner import DraftRunner
 from sglang.srt.model_executor.graph_runner import GraphRunner, GraphSizes
-from sglang.srt.model_executor.late_tokens import LateTokens
-from sglang.srt.model_executor.step import LaunchedForward, PromptTokens, StepInput, StepResult, step_arrays
+from sglang.srt.model_executor.step import (
+    LaunchedForward,
+    ModelOutput,
+    PromptTokens,
+    StepInput,
+    StepResult,
+    step_arrays,
+)
 from sglang.srt.model_executor.step_output import StepOutput
+from sglang.srt.model_executor.token_receiver import TokenReceiver
 from sglang.srt.model_loader.loader import load_model
+from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.defaults import mixed_decode_sizes
 from sglang.srt.plan.plan import Plan
 from sglang.srt.sampling.sampling_table import SamplingTable
+from sglang.srt.speculative.drafter import Drafter
 from sglang.srt.utils.device_arrays import send
 
 logger = logging.getLogger(__name__)
+
+CreateDrafter = Callable[[CausalLM, Plan], Drafter]
+"""Creates the drafter for a model that has its weights."""
 
 
 class ModelRunner:
@@ -40,12 +51,13 @@ class ModelRunner:
         plan: Plan,
         load_format: str = "auto",
         seed: int = 0,
-        drafter: Drafter | None = None,
+        create_drafter: CreateDrafter | None = None,
         keeps_hidden: bool = False,
+        widths: Sequence[int] = (),
     ) -> None:
-        """keeps_hidden: any step may be asked for final hidden states, not only those with prompts."""
-        if drafter is not None and plan.ranks.pp_size > 1:
-            raise UserError("guesses cannot be verified with --pp-size: only the last stage knows what was accepted")
+        """keeps_hidden: any step may be asked for final hidden states, not only those with prompts. With a drafter all
+        stages of a pipeline get one, of which the last one asks for guesses. widths: tokens of each request in the
+        steps without prompts that have graphs; as many as there may be if none are named."""
         self.plan = plan
         self.device = plan.device
         pdl.enable("pdl" in plan.arch.features)
@@ -53,29 +65,35 @@ class ModelRunner:
         self.pp_tokens = parallel_state.groups().pp_tokens
         self.samples = plan.description.last_stage
         """Stages before the last one of a pipeline take its tokens, and leave what else it finds to it."""
+        self.drafter = drafter = None if create_drafter is None else create_drafter(self.model, plan)
         self.pools = CachePools(plan.caches, plan.pool_sizes, plan.device)
-        self.pools.bind(self.model.caches)
+        self.pools.bind([*self.model.caches, *(drafter.caches if drafter is not None else ())])
         self.sampling_table = SamplingTable(plan.max_running_requests + 1, plan.model.vocab_size, plan.device)
         inputs: DecodeInputsOp = plan.entry("decode_inputs")
         attention = create_attention_sites(plan, plan.device)
-        tables = len(self.pools.tables)
-        self.state = DeviceState(self.model, attention, tables, plan.pool_sizes, plan.device, drafter, inputs)
+        tables, width = len(self.pools.tables), 1 if drafter is None else drafter.num_tokens
+        self.state = DeviceState(self.model, attention, tables, plan.pool_sizes, plan.device, width, inputs)
         sampler = Sampler(use_triton=plan.device == "cuda")
         sampler.warm_up(self.sampling_table, self.state.next_tokens[:, 0])
-        self.output = StepOutput(self.state, self.sampling_table, sampler, self.pp_tokens)
-        self.late_tokens = None if self.samples else LateTokens(self.pp_tokens, self.state.next_tokens)
+        self.widths = tuple(sorted(widths)) or (width,)
+        drafts = None
+        if drafter is not None and self.samples:
+            drafts = DraftRunner(self.state, drafter, self.sampling_table, sampler)
+        self.output = StepOutput(self.state, self.sampling_table, sampler, self.pp_tokens, drafts)
+        self.token_receiver = None if self.samples else TokenReceiver(self.pp_tokens, self.state)
         self.graphs: GraphRunner | None = None
         sizes = self._graph_sizes()
         if sizes.any:
             with torch.inference_mode():
-                self.graphs = GraphRunner(self.state, sizes, keeps_hidden)
+                in_graphs = None if attention.decode_plans_on_host else drafts
+                self.graphs = GraphRunner(self.state, sizes, keeps_hidden or drafts is not None, in_graphs)
             logger.info("Captured CUDA graphs for batch sizes %s", list(plan.cuda_graph_bs))
         if plan.device == "cuda":
             self._warm_up_prompts()
 
     def _graph_sizes(self) -> GraphSizes:
-        """Of the graphs that the attention of this model can be in."""
-        plan, attention, guesses = self.plan, self.state.attention, self.state.drafter is not None
+        """Returns the sizes of the graphs that the attention of this model can be in."""
+        plan, attention, guesses = self.plan, self.state.attention, self.state.guesses
         if not plan.cuda_graph_bs or not attention.decode_in_graphs:
             return GraphSizes()
         prompt_tokens = plan.cuda_graph_prefill_tokens if attention.extend_in_graphs else ()
@@ -84,12 +102,37 @@ class ModelRunner:
             mixed = (0,)  # the lengths of requests that decode are known to the device alone
         verifies_in_graphs = attention.extend_in_graphs and bool(prompt_tokens)
         batch_sizes = plan.cuda_graph_bs if verifies_in_graphs or not guesses else ()
-        return GraphSizes(batch_sizes, prompt_tokens, mixed)
+        widths = tuple(width for width in self.widths if width > 1 or not (guesses and attention.decode_plans_on_host))
+        return GraphSizes(batch_sizes, prompt_tokens, mixed, widths)
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens that a request may get from a step."""
         return self.state.tokens_per_step
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Positions behind the last token of a request in which the drafter keeps keys and values."""
+        return 0 if self.drafter is None else self.drafter.tokens_ahead
+
+    @property
+    def reads_next_token(self) -> bool:
+        """Returns whether a cache entry depends on the token behind it."""
+        return self.drafter is not None and self.drafter.reads_next_token
+
+    def step_times(self) -> dict[tuple[int, int], float]:
+        """(requests, tokens of each) -> milliseconds of a step with its guesses, as far as such steps are graphs; alike
+        on all ranks. Nothing where stages compute one behind the other."""
+        if self.graphs is None or self.plan.ranks.pp_size > 1:
+            return {}
+        times = self.graphs.step_times()
+        microseconds = parallel_state.least_each([int(1000 * ms) for ms in times.values()])
+        return {size: us / 1000 for size, us in zip(times, microseconds, strict=True)}
+
+    def begin(self, slot: int, tokens: Sequence[int]) -> None:
+        """A request with these tokens has taken a request slot."""
+        if self.drafter is not None and self.samples:
+            self.drafter.begin(slot, tokens)
 
     def decodes_in_graph(self, num_reqs: int) -> bool:
         return self.graphs is not None and self.graphs.fits_decodes(num_reqs)
@@ -109,8 +152,10 @@ class ModelRunner:
         with self.without_graphs():
             for prefix in (0, 1):
                 lens, zero = np.array([num], np.int32), np.zeros(1, np.int64)
-                prompts = PromptTokens(np.zeros(num, np.int64), np.array([prefix], np.int32), lens, zero)
-                self.run(StepInput(zero, lens + prefix, np.zeros(num, np.int32), prompts)).wait()
+                prompts = PromptTokens(np.zeros(num, np.int64), np.array([prefix], np.int32), lens, zero, next_ids=zero)
+                step = StepInput(zero, lens + prefix, np.zeros(num, np.int32), prompts)
+                step.reserved_lens = np.zeros(1, np.int32) if self.state.guesses else None
+                self.run(step).wait()
         self.state.lens[0] = 0  # of the padding slot, over which nothing is to be attended
 
     def run(self, step: StepInput) -> StepResult:
@@ -120,22 +165,19 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, step: StepInput) -> LaunchedForward:
         """Launch a step up to its logits."""
-        if self.late_tokens is not None:
-            self.late_tokens.take_before(step.slots)
+        if self.token_receiver is not None:
+            self.token_receiver.take_before(step.slots)
         graphs = self.graphs
         shape = None if graphs is None else graphs.shape_of(step)
         if step.table_update is not None and (graphs is None or shape is None or not graphs.writes_tables(step)):
             self._update_tables(step.table_update)
         if graphs is not None and shape is not None:
-            arrays, captured = graphs.replay(shape, step)
-            return self.output.launched(
-                step, arrays, captured.positions, captured.hidden, captured.logits, captured.state_records
-            )
+            return self.output.launched(step, graphs.replay(shape, step))
         arrays = send(self.device, **step_arrays(step))
-        batch = self.state.batch(arrays, shape_of(step, self.tokens_per_step), step)
+        batch = self.state.batch(arrays, shape_of(step), step)
         hidden = self.model(batch)
         logits = self.model.step_logits(hidden if step.prompts is None else hidden[arrays["last_rows"]])
-        return self.output.launched(step, arrays, batch.positions, hidden, logits, batch.state_records or ())
+        return self.output.launched(step, ModelOutput(batch, arrays, hidden, logits))
 
     def _update_tables(self, update: TableUpdate) -> None:
         sent = send(
@@ -152,6 +194,6 @@ class ModelRunner:
     @torch.inference_mode()
     def sample(self, forward: LaunchedForward, vocab_mask: np.ndarray | None = None) -> StepResult:
         """Launch the rest of a step. vocab_mask [R, ceil(V / 32)] int32: allowed tokens of the rows of logits."""
-        if self.late_tokens is not None:
-            return self.late_tokens.expect(forward.host_slots)
+        if self.token_receiver is not None:
+            return self.token_receiver.expect(forward)
         return self.output.sample(forward, vocab_mask)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,8 @@ from sglang.srt.mem_cache.kv_table import TableUpdate
 from sglang.srt.sampling.logprobs import LogprobRequest, LogprobResult
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.step_rows import StateRecord
+    from sglang.srt.layers.forward_batch import ForwardBatch
+    from sglang.srt.utils.device_arrays import DeviceArrays
 
 
 @dataclass(slots=True)
@@ -25,6 +26,8 @@ class PromptTokens:
     extend_lens: np.ndarray  # [P] int32
     sample_rows: np.ndarray  # [R] int64, the requests (of all B of the step) whose next token is wanted, in order
     prompt_logprobs: LogprobRequest | None = None
+    next_ids: np.ndarray | None = None
+    """[P] int64, the token behind each run, 0 where the step samples it. Only where steps bring guesses."""
 
 
 @dataclass(slots=True)
@@ -32,11 +35,11 @@ class StepInput:
     """The rows of one step: B requests with T new tokens, those that decode first.
 
         request           new tokens                         their ids
-        0 .. D - 1        1, or with `widths` up to k        on the device: the last one sampled, then guesses
+        0 .. D - 1        1, or with `widths` up to `width`  on the device: the last one sampled, then guesses
         D .. B - 1        prompts.extend_lens[i - D]         on the host: prompts.input_ids
 
-    Where the device has a drafter, lengths of decoding requests are upper bounds: it knows better. Their new cache
-    slots come with `table_update` then, and `out_cache_loc` has no entries of theirs."""
+    Where steps bring guesses, lengths of decoding requests are upper bounds: the device knows better. Their new cache
+    slots come with `table_update` then, and `out_cache_loc` has zeros for them, or without prompts nothing."""
 
     slots: np.ndarray  # [B] int64, request slots
     seq_lens: np.ndarray  # [B] int32, lengths including the new tokens
@@ -44,11 +47,17 @@ class StepInput:
     prompts: PromptTokens | None = None
     table_update: TableUpdate | None = None
     widths: np.ndarray | None = None
-    """[B] int32, 1 to k: tokens that each request brings to verify, the last sampled one included. Only without
-    prompts."""
+    """[B] int32, 1 to `width`: tokens that each request brings to verify, the last sampled one included. Only without
+    prompts, and only where steps bring guesses."""
+    width: int = 1
+    """Rows of each request that decodes; without prompts also one more than the guesses that are made behind it."""
+    reserved_lens: np.ndarray | None = None
+    """[B] int32, positions of each request that have a cache slot. Only where steps bring guesses."""
+    reads_guesses: bool = False
+    """Whether the host wants to know the guesses that are made behind the step."""
     logprobs: LogprobRequest | None = None  # of the sampled rows
     hidden_rows: np.ndarray | None = None
-    """[N] int64, tokens (of T, or of B k with `widths`) whose final hidden states are wanted."""
+    """[N] int64, tokens (of T, or of B * width with `widths`) whose final hidden states are wanted."""
 
     @property
     def num_decodes(self) -> int:
@@ -60,18 +69,21 @@ class StepInput:
 
 
 def step_arrays(step: StepInput) -> dict[str, np.ndarray]:
-    """What the device needs of a step of T tokens: those of D decoding requests first, then P prompts one after the
-    other.
+    """Returns the arrays that the device needs of a step of T tokens: those of D decoding requests first, then P
+    prompts one after the other.
 
     Of the decoding requests decode_slots, decode_lens [D], and decode_loc [D] or, where they bring guesses, widths [D].
+    Where steps bring guesses also ends [R], positions of the sampled requests that have a cache slot, and next_ids [T],
+    the tokens behind those of prompts, 0 where the step samples them.
     With prompts also input_ids (0 where the device knows), positions, out_cache_loc [T]; of the prompts slots,
     seq_lens, prefix_lens [P] and start_loc [P + 1], the first token of each, and T; last_rows (the last token of each
-    of R sampled requests), sampled_slots, sampled_lens [R].
+    of R sampled requests) and sampled_slots [R].
     """
     count, prompts = step.num_decodes, step.prompts
     arrays = {"decode_slots": step.slots[:count], "decode_lens": step.seq_lens[:count]}
     if step.widths is not None:
-        return {**arrays, "widths": step.widths}
+        assert step.reserved_lens is not None
+        return {**arrays, "widths": step.widths, "ends": step.reserved_lens}
     out_cache_loc = step.out_cache_loc.astype(np.int64)
     arrays["decode_loc"] = out_cache_loc[:count]
     if prompts is None:
@@ -80,7 +92,14 @@ def step_arrays(step: StepInput) -> dict[str, np.ndarray]:
     of_prompt = np.repeat(np.arange(len(prompts.extend_lens)), prompts.extend_lens)
     in_prompt = np.arange(count, start_loc[-1], dtype=np.int64) - start_loc[of_prompt]
     positions = np.concatenate((step.seq_lens[:count] - 1, in_prompt + prompts.prefix_lens[of_prompt]))
-    last_rows = np.concatenate((np.arange(count), start_loc[1:] - 1))[prompts.sample_rows]
+    ends = np.concatenate((np.arange(count), start_loc[1:] - 1))
+    last_rows = ends[prompts.sample_rows]
+    if step.reserved_lens is not None:
+        assert prompts.next_ids is not None
+        arrays["ends"] = step.reserved_lens[prompts.sample_rows]
+        arrays["next_ids"] = np.zeros(start_loc[-1], np.int64)
+        arrays["next_ids"][count:-1] = prompts.input_ids[1:]
+        arrays["next_ids"][start_loc[1:] - 1] = prompts.next_ids
     return {
         **arrays,
         "input_ids": np.concatenate((np.zeros(count, np.int64), prompts.input_ids)),
@@ -92,8 +111,29 @@ def step_arrays(step: StepInput) -> dict[str, np.ndarray]:
         "start_loc": start_loc,
         "last_rows": last_rows.astype(np.int64),
         "sampled_slots": step.sampled_slots,
-        "sampled_lens": step.seq_lens[prompts.sample_rows],
     }
+
+
+@dataclass(slots=True)
+class ModelOutput:
+    """Output of a launched model for a step, all of it possibly longer by padding: the arrays at fixed addresses are
+    those of a graph."""
+
+    batch: ForwardBatch
+    arrays: DeviceArrays  # `step_arrays`
+    hidden: torch.Tensor | None
+    """[T, H] final hidden states. Graphs of steps without prompts keep them only where somebody reads them."""
+    logits: torch.Tensor  # as `CausalLM.step_logits` has them, of the rows that may be sampled
+    settle: Callable[[torch.Tensor], Settled] | None = None
+    """Settles the sampled tokens as `DraftRunner.settle` does, where that is in a graph, too."""
+
+
+@dataclass(slots=True)
+class Settled:
+    """Outcome of a sampled step, for each of its R sampled requests."""
+
+    counts: torch.Tensor  # [R] int32: of the tokens that were sampled for it the first so many stand
+    guesses: torch.Tensor  # [R, k - 1] int64; those that were not made are 0
 
 
 @dataclass(slots=True)
@@ -105,15 +145,14 @@ class LaunchedForward:
     slots: torch.Tensor  # [R] int64, of each row on the device, and
     host_slots: np.ndarray  # on the host
     positions: torch.Tensor  # [R] int32 or int64, length of the sequence before the new token
-    widths: torch.Tensor | None = None  # [B] int32, of a step that verifies: R = B k
-    state_records: Sequence[StateRecord] = ()  # of such a step: what its states go on from
+    output: ModelOutput
     prompt_logprobs: LogprobResult | None = None
     hidden: torch.Tensor | None = None  # [N, H] fp32, on its way to host memory
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step sends back to the host; nothing here may be read before `wait`."""
+    """Results that a step sends back to the host; nothing here may be read before `wait`."""
 
     next_token_ids: torch.Tensor  # [R, k] int64, host memory
     ready: torch.cuda.Event | None
@@ -122,6 +161,7 @@ class StepResult:
     logprobs: LogprobResult | None = None
     prompt_logprobs: LogprobResult | None = None
     hidden: torch.Tensor | None = None  # [N, H] fp32, host memory
+    guesses: torch.Tensor | None = None  # [R, k - 1] int64, host memory: what the next step verifies
 
     def wait(self) -> None:
         if self.ready is not None:

@@ -1,89 +1,72 @@
-"""Behind the model in a step: which rows of logits are whose, their tokens, and what else goes to the host."""
+"""Output of a step behind the model: the request of each row of logits, the sampled tokens, and what else goes to the
+host."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.sampler import Sampler, SamplerOutput
-from sglang.srt.layers.step_rows import StateRecord
-from sglang.srt.model_executor.device_state import DeviceState
-from sglang.srt.model_executor.step import LaunchedForward, StepInput, StepResult
+from sglang.srt.model_executor.device_state import DeviceState, shape_of
+from sglang.srt.model_executor.draft_runner import DraftRunner
+from sglang.srt.model_executor.step import LaunchedForward, ModelOutput, Settled, StepInput, StepResult
 from sglang.srt.sampling.logprobs import LogprobResult, prompt_logprobs
-from sglang.srt.sampling.sampling_table import SamplingTable
+from sglang.srt.sampling.sampling_table import Column, SamplingTable
 from sglang.srt.utils.device_arrays import DeviceArrays, event_on, to_device, to_host
 
 
 class StepOutput:
     """Samples the rows of a step and keeps the device's tables of next tokens and lengths."""
 
-    def __init__(self, state: DeviceState, table: SamplingTable, sampler: Sampler, pp_tokens: Group) -> None:
+    def __init__(
+        self,
+        state: DeviceState,
+        table: SamplingTable,
+        sampler: Sampler,
+        pp_tokens: Group,
+        drafts: DraftRunner | None = None,
+    ) -> None:
         """pp_tokens: the ranks that the sampled tokens go to."""
         self.state, self.table, self.sampler, self.pp_tokens = state, table, sampler, pp_tokens
+        self.drafts = drafts
         self.model = state.model
         self.samples = state.model.description.last_stage
 
-    def launched(
-        self,
-        step: StepInput,
-        arrays: DeviceArrays,
-        positions: torch.Tensor,
-        hidden: torch.Tensor | None,
-        logits: torch.Tensor,
-        state_records: Sequence[StateRecord] = (),
-    ) -> LaunchedForward:
-        """A step whose model is launched: `step_arrays` on the device, positions [T], hidden states [T, H] and logits
-        of the rows that may be sampled, each of which may be longer by padding. Of a step without prompts hidden states
-        are only there where they are kept."""
-        wanted = self._hidden(step, hidden)
-        if step.widths is not None:
-            forward = self._verified(step, step.widths, arrays, positions, logits, wanted)
-            forward.state_records = state_records
-            return forward
+    def launched(self, step: StepInput, output: ModelOutput) -> LaunchedForward:
+        """A step whose model is launched."""
+        arrays = output.arrays
+        hidden = self._hidden(step, output.hidden)
         if step.prompts is None:
-            slots, lens = (arrays[name][: len(step.slots)] for name in ("decode_slots", "decode_lens"))
-            return LaunchedForward(step, logits[: len(slots)], slots, step.slots, lens, hidden=wanted)
-        assert hidden is not None
-        logits = logits[: len(step.prompts.sample_rows)]
-        slots, lens = (arrays[name][: len(logits)] for name in ("sampled_slots", "sampled_lens"))
-        if self.state.drafter is not None:
-            count = step.num_decodes
-            num_prompts = len(step.slots) - count
-            self.state.settle_prompts(
-                arrays["slots"][:num_prompts], arrays["seq_lens"][:num_prompts], arrays["decode_slots"][:count]
-            )
-            lens = self.state.lens[slots]
+            logits = output.logits[: len(step.slots) * step.width]
+            slots, host_slots = self._rows(step, arrays["decode_slots"][: len(step.slots)], arrays)
+            positions = output.batch.positions[: len(slots)] + 1
+            return LaunchedForward(step, logits, slots, host_slots, positions, output, hidden=hidden)
+        assert output.hidden is not None
+        if self.state.guesses:
+            self.state.count_prompts(arrays, step.num_decodes)
+        logits = output.logits[: len(step.prompts.sample_rows)]
+        slots, last_rows = (arrays[name][: len(logits)] for name in ("sampled_slots", "last_rows"))
         return LaunchedForward(
             step,
             logits,
             slots,
             step.sampled_slots,
-            lens,
-            prompt_logprobs=self._prompt_logprobs(step, hidden),
-            hidden=wanted,
+            output.batch.positions[last_rows] + 1,
+            output,
+            self._prompt_logprobs(step, output.hidden),
+            hidden,
         )
 
-    def _verified(
-        self,
-        step: StepInput,
-        host_widths: np.ndarray,
-        arrays: DeviceArrays,
-        positions: torch.Tensor,
-        logits: torch.Tensor,
-        hidden: torch.Tensor | None,
-    ) -> LaunchedForward:
-        """Rows of padding are sampled as the padding slot is: greedily, without penalties."""
-        count, width = len(step.slots), self.state.tokens_per_step
-        slots, widths = arrays["decode_slots"][:count], arrays["widths"][:count]
-        row = np.arange(width)
-        host_slots = np.where(row < host_widths[:, None], step.slots[:, None], 0).flatten()
-        inside = torch.arange(width, device=slots.device) < widths[:, None]
-        row_slots = torch.where(inside, slots[:, None], 0).flatten()
-        rows = len(host_slots)
-        return LaunchedForward(step, logits[:rows], row_slots, host_slots, positions[:rows] + 1, widths, hidden=hidden)
+    def _rows(self, step: StepInput, slots: torch.Tensor, arrays: DeviceArrays) -> tuple[torch.Tensor, np.ndarray]:
+        """The request slot of each row of logits of a step without prompts, on the device and on the host. Rows behind
+        a request's width are padding, which is sampled as the padding slot is: greedily, without penalties."""
+        if step.width == 1:
+            return slots, step.slots
+        assert step.widths is not None
+        host_slots = np.where(np.arange(step.width) < step.widths[:, None], step.slots[:, None], 0).flatten()
+        inside = torch.arange(step.width, device=slots.device) < arrays["widths"][: len(slots), None]
+        return torch.where(inside, slots[:, None], 0).flatten(), host_slots
 
     def _prompt_logprobs(self, step: StepInput, hidden: torch.Tensor) -> LogprobResult | None:
         assert step.prompts is not None
@@ -101,35 +84,59 @@ class StepOutput:
         return to_host(hidden[to_device(step.hidden_rows, self.state.device)].float())
 
     def sample(self, forward: LaunchedForward, vocab_mask: np.ndarray | None) -> StepResult:
-        step, state = forward.step, self.state
+        step = forward.step
         out = self._sampled(forward, vocab_mask)
-        if len(out.next_token_ids):
-            self.pp_tokens.from_last(out.next_token_ids)
-        counts, tokens = None, out.next_token_ids[:, None]
-        if forward.widths is not None:
-            slots = forward.slots.view(len(step.slots), -1)[:, 0]
-            accepted = state.settle_verified(slots, forward.widths, out.next_token_ids)
-            for record in forward.state_records:
-                record.commit(accepted)
-            counts = to_host(accepted)
-            tokens = out.next_token_ids.view(len(slots), -1)
-        elif state.drafter is not None:
-            state.settle_tokens(forward.slots, out.next_token_ids)
-        tokens = to_host(tokens)
+        tokens = out.next_token_ids
+        settled = None
+        if self.drafts is not None:
+            settled = self._settle(forward, tokens)
+            tokens = tokens.view(-1, step.width)
+            if self.pp_tokens.size > 1 and len(tokens):
+                self.pp_tokens.from_last(torch.cat((tokens, settled.guesses, settled.counts[:, None]), dim=1))
+        elif len(tokens):
+            self.pp_tokens.from_last(tokens)
         logprobs = None
         if step.logprobs is not None:
             assert out.logprobs is not None
             logprobs = LogprobResult(to_host(out.logprobs), step.logprobs)
-        ready = event_on(state.device)
-        return StepResult(tokens, ready, counts, logprobs, forward.prompt_logprobs, forward.hidden)
+        result = StepResult(
+            to_host(tokens.view(-1, step.width)), None, None, logprobs, forward.prompt_logprobs, forward.hidden
+        )
+        if settled is not None:
+            result.counts = to_host(settled.counts) if step.widths is not None else None
+            result.guesses = to_host(settled.guesses) if step.reads_guesses else None
+        result.ready = event_on(self.state.device)
+        return result
+
+    def _settle(self, forward: LaunchedForward, tokens: torch.Tensor) -> Settled:
+        step, output = forward.step, forward.output
+        assert self.drafts is not None
+        if output.settle is not None:
+            settled = output.settle(tokens)
+        else:
+            settled = self.drafts.settle(shape_of(step), output, tokens)
+        count = len(step.sampled_slots)
+        settled = Settled(settled.counts[:count], settled.guesses[:count])
+        for record in output.batch.state_records or ():
+            record.commit(settled.counts)
+        if step.width > 1 and self.table.has_penalties(step.slots):
+            self._count_accepted(forward, tokens.view(count, -1), settled.counts)
+        return settled
+
+    def _count_accepted(self, forward: LaunchedForward, tokens: torch.Tensor, counts: torch.Tensor) -> None:
+        """tokens [D, width]: for the penalties of later steps."""
+        stands = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
+        rows = self.table.table[forward.slots.view(tokens.shape)[:, :1], Column.PENALTY_ROW].long()
+        self.table.penalties.add_tokens(torch.where(stands, rows, 0).flatten(), tokens.clamp(min=0).flatten())
 
     def _sampled(self, forward: LaunchedForward, vocab_mask: np.ndarray | None) -> SamplerOutput:
         """The logits of several ranks come together for what cannot be said of each rank's columns."""
         head = self.model.head
         assert head is not None, "the last stage has it"
         sampling = self.table.view(forward.host_slots, forward.slots)
-        next_token = self.state.next_tokens[:, 0] if self.state.drafter is None else None
-        plain = sampling.only_largest and vocab_mask is None and forward.step.logprobs is None
+        step = forward.step
+        next_token = None if self.state.guesses else self.state.next_tokens[:, 0]
+        plain = sampling.only_largest and vocab_mask is None and step.logprobs is None
         if plain and head.is_shard(forward.logits):
             tokens = head.first_largest(forward.logits)
             if next_token is not None:
@@ -138,4 +145,8 @@ class StepOutput:
         mask = None if vocab_mask is None else to_device(vocab_mask, self.state.device)
         logits = head.whole(forward.logits)
         on_host = next_token is not None and self.pp_tokens.size == 1
-        return self.sampler(logits, sampling, forward.positions, mask, forward.step.logprobs, next_token, on_host)
+        guesses = None
+        if step.width > 1:
+            slots = forward.output.arrays["decode_slots"][: len(step.slots)]
+            guesses = self.state.next_tokens[slots, 1 : step.width]
+        return self.sampler(logits, sampling, forward.positions, mask, step.logprobs, next_token, on_host, guesses)

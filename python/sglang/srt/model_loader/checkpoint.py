@@ -18,7 +18,8 @@ SINGLE_NAME = "model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """`files` maps each file to the tensors that the index promises in it; None when there is no index."""
+    """A model directory with its files. `files` maps each file to the tensors that the index promises in it; None when
+    there is no index."""
 
     files: dict[Path, frozenset[str] | None]
 
@@ -26,7 +27,8 @@ class Checkpoint:
         return sum(path.stat().st_size for path in self.files)
 
     def tensors(self) -> Iterator[tuple[str, Any, Any]]:
-        """(name, safetensors slice, open file), file by file, memory-mapped: nothing is read until it is indexed."""
+        """Yields (name, safetensors slice, open file), file by file, memory-mapped: nothing is read until it is
+        indexed."""
         for path, promised in self.files.items():
             with _open(path) as file:
                 names = list(file.keys())
@@ -36,7 +38,7 @@ class Checkpoint:
 
 
 def find_checkpoint(model_path: str) -> Checkpoint:
-    """The files of a model directory: those of the index, or one model.safetensors. Raises UserError."""
+    """Returns the files of a model directory: those of the index, or one model.safetensors. Raises UserError."""
     folder = Path(model_path)
     if (folder / INDEX_NAME).is_file():
         return _indexed(folder)
@@ -93,7 +95,7 @@ def _open(path: Path) -> Any:
 
 
 def some(names: Any) -> str:
-    """Up to 10 names in order, and how many there are when there are more."""
+    """Formats up to 10 names in order, and how many there are when there are more."""
     ordered = sorted(names)
     shown = ", ".join(ordered[:10])
     return shown if len(ordered) <= 10 else f"{shown}, ... ({len(ordered)} in total)"

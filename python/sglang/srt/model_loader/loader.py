@@ -18,6 +18,7 @@ from sglang.srt.layers.parameter import FLOATS, Init, Param, Part
 from sglang.srt.model_loader.checkpoint import find_checkpoint, some
 from sglang.srt.model_loader.weight_check import refuse_not_finite
 from sglang.srt.models.causal_lm import CausalLM
+from sglang.srt.models.draft_model import DraftModel, Loadable, build_draft
 from sglang.srt.plan.weight_names import PartKey, WeightMap
 
 if TYPE_CHECKING:
@@ -26,13 +27,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-BASE_PREFIX = "model."
-"""What names lack in checkpoints that were saved without a head, as those of embedding models."""
 
 
 def load_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> CausalLM:
-    """As `filled_model`. Kernels have copies of quantized weights that they had to arrange anew: what those were stored
-    as is freed, and the model's `params` are then empty."""
+    """Builds the model with its weights as `filled_model` does, and frees weights that are not used again: kernels have
+    copies of quantized weights that they had to arrange anew. The tensors in which those were stored are freed, and the
+    model's `params` are then empty."""
     model = filled_model(plan, load_format, seed)
     if plan.model.quantization is not None:
         model.params.clear()
@@ -40,10 +40,10 @@ def load_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> CausalLM
 
 
 def filled_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> CausalLM:
-    """The planned model with its weights on the plan's device; this rank's share of them.
+    """Builds the planned model with its weights on the plan's device; this rank's share of them.
 
     `load_format`: auto and safetensors read the model directory; dummy fills with random numbers from `seed`. Raises
-    UserError when the checkpoint does not hold exactly the weights of this model, or numbers that are none.
+    UserError when the checkpoint does not hold exactly the weights of this model, or holds NaN or infinity.
     """
     if load_format not in LOAD_FORMATS:
         raise UserError(f"load format {load_format!r} is not supported; supported: {', '.join(LOAD_FORMATS)}")
@@ -68,8 +68,39 @@ def filled_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> Causal
     return model
 
 
-def load_checkpoint(model: CausalLM, model_path: str) -> None:
-    """Stream the directory's tensors into the parameters: each is read once, and only this rank's slice of it."""
+def load_draft(plan: Plan, target: CausalLM, seed: int = 0) -> DraftModel:
+    """Builds the planned draft with its weights; those of a model that drafts for itself are in the target's
+    checkpoint, of which nothing is read twice. The ranks of the last stage call it. Raises UserError as `filled_model`
+    does."""
+    draft = filled_draft(plan, target, seed)
+    for loadable, _ in draft.loadables():
+        if plan.draft is not None and plan.draft.description.model.quantization is not None:
+            loadable.params.clear()
+    return draft
+
+
+def filled_draft(plan: Plan, target: CausalLM, seed: int = 0) -> DraftModel:
+    """Builds the draft as `load_draft` does, but keeps in `params` the tensors that the checkpoint's became."""
+    assert plan.draft is not None
+    start, num_bytes = time.perf_counter(), 0
+    with torch.inference_mode():
+        draft = build_draft(plan, target)
+        for loadable, path in draft.loadables():
+            if plan.draft.config.dummy:
+                fill_random(loadable.params, seed)
+            else:
+                load_checkpoint(loadable, path)
+            for step in loadable.finish:
+                step()
+            num_bytes += sum(p.tensor.nbytes for p in loadable.params.values())
+    seconds = time.perf_counter() - start
+    logger.info("Loaded the draft, %s: %.2f GB of weights in %.1f s", plan.draft.description, num_bytes / 1e9, seconds)
+    return draft
+
+
+def load_checkpoint(model: Loadable, model_path: str) -> None:
+    """Streams the directory's tensors into the parameters: each is read once, and only this rank's slice of it."""
+    prefix = model.base_prefix
     checkpoint = find_checkpoint(model_path)
     wanted = index_parts(model.weights, model.params.values())
     absent = {p.name: p for parts in wanted.values() if _optional(parts) for p, _ in parts}
@@ -86,8 +117,8 @@ def load_checkpoint(model: CausalLM, model_path: str) -> None:
     ) as progress:
         for stored_name, view, file in checkpoint.tensors():
             name = model.weights.canonical(stored_name)
-            if name not in wanted and (BASE_PREFIX + name in wanted or model.ignored_weight(BASE_PREFIX + name)):
-                name = BASE_PREFIX + name
+            if prefix and name not in wanted and (prefix + name in wanted or model.ignored_weight(prefix + name)):
+                name = prefix + name
             if name in loaded:
                 raise UserError(f"{model_path}: tensor {name} is in more than one file")
             if name in wanted:
@@ -106,7 +137,7 @@ def load_checkpoint(model: CausalLM, model_path: str) -> None:
 
 
 def index_parts(names: WeightMap, params: Iterable[Param]) -> dict[str, list[tuple[Param, PartKey]]]:
-    """Every checkpoint tensor that the parameters are made of, and the parts that are cut from it."""
+    """Returns every checkpoint tensor that the parameters are made of, and the parts that are cut from it."""
     parts: dict[str, list[tuple[Param, PartKey]]] = {}
     for param in params:
         for key in param.parts:
@@ -115,7 +146,7 @@ def index_parts(names: WeightMap, params: Iterable[Param]) -> dict[str, list[tup
 
 
 def _adds_nothing(name: str, file: Any) -> bool:
-    """A bias of zeros, as GPTQ checkpoints have for modules without one."""
+    """Returns whether the tensor is a bias of zeros, as GPTQ checkpoints have for modules without one."""
     return name.endswith(".bias") and not file.get_tensor(name).any()
 
 
@@ -156,8 +187,8 @@ def _squeezed(shape: tuple[int, ...]) -> list[int]:
 
 
 def fill_random(params: dict[str, Param], seed: int) -> None:
-    """Random weights that keep activations finite: normal with deviation 0.02, or what the parameter asks for; norms 1,
-    biases 0.
+    """Fills parameters with random weights that keep activations finite: normal with deviation 0.02, or what the
+    parameter asks for; norms 1, biases 0.
 
     Replicated parameters are the same on every rank, shards differ.
     """

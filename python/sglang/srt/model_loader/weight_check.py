@@ -1,4 +1,4 @@
-"""Weights that are NaN or infinite are refused: a server that started with them would answer with noise.
+"""Refuses weights that are NaN or infinite: a server that started with them would answer with noise.
 
 The check reads each parameter once, where it lies, and waits for the device once; only a parameter that fails is then
 looked at part by part, to name the checkpoint's tensors.
@@ -16,7 +16,7 @@ from sglang.srt.model_loader.checkpoint import some
 from sglang.srt.plan.weight_names import PartKey
 
 CHUNK = 1 << 26
-"""Codes compared at a time (64 MiB)."""
+"""Number of codes compared at a time (64 MiB)."""
 E8M0_NAN = 0xFF
 _SPECIAL_BITS = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
 """Bits that are all set in NaN (e4m3 has no infinity), and in e5m2's infinities."""
@@ -25,7 +25,8 @@ _SPECIAL_BITS = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
 def refuse_not_finite(
     params: Mapping[str, Param], wanted: Mapping[str, list[tuple[Param, PartKey]]], path: str
 ) -> None:
-    """`wanted`: checkpoint name -> the parts that it fills. Raises UserError with the names of the tensors."""
+    """Raises UserError with the names of tensors that hold NaN or infinity. `wanted`: checkpoint name -> the parts that
+    it fills."""
     failed = _not_finite([(name, param, param.tensor) for name, param in params.items()])
     if not failed:
         return
@@ -42,7 +43,8 @@ def refuse_not_finite(
 
 
 def _not_finite(tensors: list[tuple[str, Param, torch.Tensor]]) -> set[str]:
-    """The names of those (name, parameter, all or a part of its tensor) that hold NaN or infinity. Waits once."""
+    """Returns the names of those (name, parameter, all or a part of its tensor) that hold NaN or infinity. Waits
+    once."""
     probes = [(name, _probe(param.name, tensor)) for name, param, tensor in tensors]
     probed = [(name, probe) for name, probe in probes if probe is not None]
     if not probed:
@@ -52,7 +54,7 @@ def _not_finite(tensors: list[tuple[str, Param, torch.Tensor]]) -> set[str]:
 
 
 def _probe(param_name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-    """A number that is finite if all elements are, [] fp32; None for what need not be."""
+    """Returns a number that is finite if all elements are, [] fp32; None for a tensor that need not be finite."""
     leaf = param_name.rpartition(".")[2]
     if not tensor.numel() or "input" in leaf:  # scales of activations, where calibration may have left holes
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,9 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.layers.attention_block import GQAttention
 from sglang.srt.layers.block import Site
+from sglang.srt.layers.compressed.attention import CompressedAttention
 from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
+from sglang.srt.layers.hyper_connections import HyperResidual
 from sglang.srt.layers.latent_attention import LatentAttention
 from sglang.srt.layers.linear import Unquantized
 from sglang.srt.layers.mlp import GatedMLP
@@ -27,8 +29,9 @@ from sglang.srt.layers.recurrent.mamba2 import Mamba2Mixer
 from sglang.srt.layers.residual import FFN, INPUTS, MIXER, ResidualStream, SumResidual
 from sglang.srt.layers.rotary_embedding import RotaryTables
 from sglang.srt.layers.shared_cache_attention import SharedCacheAttention
+from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.feed_forward import Dense, MoE
-from sglang.srt.plan.layer_spec import ABSENT, LayerSpec, Sum
+from sglang.srt.plan.layer_spec import ABSENT, HyperConnections, LayerSpec, Sum
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.per_layer import PerLayerEmbedding
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
@@ -39,12 +42,13 @@ if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan
 
 Block = Callable[[torch.Tensor, "ForwardBatch"], torch.Tensor]
-"""x [T, H] -> [T, H]."""
+"""Computes a block: x [T, H] -> [T, H]."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockKind:
-    """`name`: of its scope in a layer. `build(scope, description of the block, site)` makes one."""
+    """A kind of block. `name`: that of its scope in a layer. `build(scope, description of the block, site)` makes
+    one."""
 
     name: str
     build: Callable[[Scope, Any, Site], Any]
@@ -61,15 +65,17 @@ def _experts(scope: Scope, spec: MoE, site: Site) -> Block:
 BLOCKS: Mapping[type, BlockKind] = {
     GQA: BlockKind("attn", _grouped_queries),
     MLA: BlockKind("attn", LatentAttention),
+    CompressedSparse: BlockKind("attn", CompressedAttention),
     GatedDelta: BlockKind("gdn", GatedDeltaNet),
     Mamba2: BlockKind("ssm", Mamba2Mixer),
     Dense: BlockKind("mlp", lambda scope, spec, site: GatedMLP(scope, spec)),
     MoE: BlockKind("moe", _experts),
     PerLayerEmbedding: BlockKind("inputs", PerLayerBlock),
 }
-"""By the type of a LayerSpec's mixer, ffn or inputs."""
-RESIDUALS: Mapping[type, Callable[..., ResidualStream]] = {Sum: SumResidual}
-"""By the type of a LayerSpec's residual: built with (scope of the model, ModelDescription, residual)."""
+"""Kinds of blocks, by the type of a LayerSpec's mixer, ffn or inputs."""
+RESIDUALS: Mapping[type, Callable[..., ResidualStream]] = {Sum: SumResidual, HyperConnections: HyperResidual}
+"""Residual streams, by the type of a LayerSpec's residual: built with (scope of the model, ModelDescription,
+residual)."""
 
 
 class DecoderLayer:
@@ -78,20 +84,52 @@ class DecoderLayer:
 
     def __init__(self, scope: Scope, spec: LayerSpec, site: Site, residual: ResidualStream) -> None:
         self.blocks = [
-            (residual.join(scope, name), _block(scope, block, site))
+            (residual.join(scope, name), build_block(scope, block, site))
             for name, block in ((MIXER, spec.mixer), (FFN, spec.ffn), (INPUTS, spec.inputs))
             if block != ABSENT
         ]
         for join, block in self.blocks:
             join.attach(block)
+        self.residual = residual
+        self.input_name = ""
+        """Name under which the stream before the layer is left in `batch.handed_on`; empty: it is not left."""
 
     def __call__(self, stream: Any, batch: ForwardBatch) -> None:
         # Feed-forward blocks get the batch too: routing may look at the token ids, and at which rows are padding.
-        for join, block in self.blocks:
-            join.after(stream, block(join.before(stream), batch))
+        for number, (join, block) in enumerate(self.blocks):
+            rows = join.before(stream)
+            if self.input_name and number == 0:  # the norm has added up what the layer before it made
+                batch.handed_on[self.input_name] = self.residual.captured(stream)
+            join.after(stream, block(rows, batch))
 
 
-def _block(scope: Scope, spec: object, site: Site) -> Any:
+def captured_name(layer: int) -> str:
+    """Returns the name in `ForwardBatch.handed_on` of the residual stream [T, H] behind a layer of the target."""
+    return f"captured.{layer}"
+
+
+@dataclass(frozen=True, slots=True)
+class Captures:
+    """The residual streams that a draft reads, of all `layers`. The stream behind a layer is taken where the next one
+    begins: `taken` in this stage, `received` from the stages before it; the stage behind it gets those `handed_on`."""
+
+    layers: tuple[int, ...] = ()
+    taken: frozenset[int] = frozenset()
+    received: tuple[int, ...] = ()
+    handed_on: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, layers: Sequence[int], here: Sequence[bool]) -> Captures:
+        """Returns the captures of this stage. `here`: which layers it has."""
+        first, end = here.index(True), len(here) - 1 - [*reversed(here)].index(True) + 1
+        distinct = dict.fromkeys(layers)
+        last = end == len(here)
+        taken = [layer for layer in distinct if first <= layer + 1 < end or (last and layer + 1 == end)]
+        received = [layer for layer in distinct if layer + 1 < first]
+        return cls(tuple(layers), frozenset(taken), tuple(received), (*received, *taken))
+
+
+def build_block(scope: Scope, spec: object, site: Site) -> Any:
     kind = BLOCKS.get(type(spec))
     if kind is None:
         raise UserError(f"{site.model.architecture}: nothing here computes {type(spec).__name__} layers yet")
@@ -108,8 +146,12 @@ class CausalLM:
     what lies between the two. Before the last one there are no logits: rows [R, 0].
     """
 
-    def __init__(self, plan: Plan, device: torch.device | str | None = None) -> None:
-        """`device` overrides the plan's: `meta` builds the shapes only."""
+    base_prefix = "model."
+    """Prefix that names lack in checkpoints which were saved without a head, as those of embedding models."""
+
+    def __init__(self, plan: Plan, device: torch.device | str | None = None, first_layer: int = 0) -> None:
+        """Allocates the parameters. `device` overrides the plan's: `meta` builds the shapes only. `first_layer`: number
+        from which caches are counted."""
         self.description = model = plan.description
         quantization = model.quantization
         quant: QuantMethod = Unquantized() if quantization is None else QuantizedMethod(quantization)
@@ -120,6 +162,7 @@ class CausalLM:
             groups=parallel_state.groups(),
             quant=quant,
             weights=model.names,
+            first_layer=first_layer,
         )
         self.weights = model.names
         self.params: dict[str, Param] = scope.params
@@ -147,6 +190,12 @@ class CausalLM:
         self.head: LMHead | None = None
         if model.last_stage:
             self.head = LMHead(scope.sub("lm_head"), model.vocab_size, tied_to, model.logit_cap)
+        self.captures = Captures.of(plan.captures, [not layer.elsewhere for layer in model.layers])
+        """Layers of the target whose residual streams a draft reads; the last stage leaves the streams behind them in
+        `batch.captured`."""
+        for i in self.captures.taken:
+            if i + 1 < len(self.layers):
+                self.layers[i + 1].input_name = captured_name(i)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         received = self.input_buffer(len(batch.input_ids))
@@ -158,17 +207,41 @@ class CausalLM:
         return hidden
 
     def input_buffer(self, num_tokens: int) -> torch.Tensor | None:
-        """[T, H] for what the stage before this one hands on; None in the first stage."""
+        """Returns a buffer [T, streams * H], and H more for each layer that was captured there, for what the stage
+        before this one hands on; None in the first stage."""
         if self.description.first_stage:
             return None
-        return torch.empty((num_tokens, self.description.hidden_size), dtype=self.dtype, device=self.device)
+        streams = self.description.layers[0].residual.streams
+        width = (streams + len(self.captures.received)) * self.description.hidden_size
+        return torch.empty((num_tokens, width), dtype=self.dtype, device=self.device)
 
     def compute(self, batch: ForwardBatch, received: torch.Tensor | None) -> torch.Tensor:
-        """This stage's layers. received [T, H]: what the stage before it handed on; its storage may be reused."""
-        stream = self.residual.begin(self._embedded(batch) if received is None else received)
+        """Computes this stage's layers. received: what the stage before it handed on (`input_buffer`); its storage may
+        be reused."""
+        if received is not None:
+            received = self._take_captured(received, batch)
+        residual = self.residual
+        stream = residual.begin(self._embedded(batch)) if received is None else residual.resume(received)
         for layer in self.layers:
             layer(stream, batch)
-        return self.residual.finish(stream) if self.description.last_stage else self.residual.hand_on(stream)
+        if not self.description.last_stage:
+            captured = [batch.handed_on[captured_name(layer)] for layer in self.captures.handed_on]
+            rows = self.residual.hand_on(stream)
+            return torch.cat((rows, *captured), dim=-1) if captured else rows
+        hidden = self.residual.finish(stream)
+        if len(self.layers) - 1 in self.captures.taken:
+            batch.handed_on[captured_name(len(self.layers) - 1)] = self.residual.captured(stream)
+        batch.captured = [batch.handed_on[captured_name(layer)] for layer in self.captures.layers]
+        return hidden
+
+    def _take_captured(self, received: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Takes the captured streams out of `received`, and returns [T, H] of the stream alone."""
+        layers, hidden_size = self.captures.received, self.description.hidden_size
+        if not layers:
+            return received
+        rows, *captured = received.split(hidden_size, dim=-1)
+        batch.handed_on |= {captured_name(layer): part for layer, part in zip(layers, captured, strict=True)}
+        return rows.contiguous()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.head is None:
@@ -176,11 +249,13 @@ class CausalLM:
         return self.head(hidden)
 
     def step_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As `logits`, or of many rows and several ranks this rank's columns (`LMHead.of_step`)."""
+        """Returns logits as `logits` does, or, of many rows and several ranks, this rank's columns
+        (`LMHead.of_step`)."""
         return self.logits(hidden) if self.head is None else self.head.of_step(hidden)
 
     def _embedded(self, batch: ForwardBatch) -> torch.Tensor:
-        """[T, H]: of token ids, and rows that the batch brings itself (images) where it has some."""
+        """Returns the embeddings [T, H] of token ids, and rows that the batch brings itself (images) where it has
+        some."""
         assert self.embed is not None, "the first stage has it"
         embedded = self.embed(batch.input_ids)
         if batch.embedding_rows is not None:
@@ -190,7 +265,7 @@ class CausalLM:
         return embedded
 
     def ignored_weight(self, name: str) -> bool:
-        """Whether a checkpoint tensor holds nothing that this rank needs."""
+        """Returns whether a checkpoint tensor holds nothing that this rank needs."""
         tied_head = self.description.tie_embeddings and name == self.weights.model["lm_head"] + ".weight"
         if tied_head or name in self.elsewhere:
             return True

@@ -1,4 +1,4 @@
-"""What an attention backend allocates beside the cache, by the kernel that the plan chose. Bytes."""
+"""Memory in bytes that an attention backend allocates beside the cache, by the kernel that the plan chose."""
 
 from __future__ import annotations
 
@@ -11,38 +11,60 @@ MIB = 1024**2
 FLASHINFER_WORKSPACE = 256 * MIB
 FLASHINFER_MLA_WORKSPACE = 128 * MIB
 FLASHINFER_PLANS = 8 * MIB
-"""Of the lists that a planner makes: for each attention site one buffer for prefill and one for decoding, which the
-wrappers of all captured batch sizes share. A test holds both sizes to the backend's."""
+"""Bytes of the lists that a planner makes: each attention site has one buffer for prefill and one for decoding, which
+the wrappers of all captured batch sizes share. A test holds both sizes to the backend's."""
+INDEX_LOGIT_BYTES = 256 * MIB
+"""Bytes of an indexer's scores that lie in memory at once; a test holds the number to the kernel's."""
+SPARSE_ROUNDS = 4
+"""Most rounds in which the programs of sparse attention that share tokens run; a test holds the number to the
+kernel's."""
 LIST_BYTES_PER_PAGE = 40
-"""A step's page list and the five int64 arrays that it is gathered with."""
+"""Bytes a page of a step's page list and of the five int64 arrays that it is gathered with."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSizes:
     num_heads: int  # of one rank
     v_head_dim: int
+    index_logits: int
+    """Bytes of the scores of a step's tokens over requests of the full length, where there is an indexer."""
     num_sms: int
     max_running_requests: int
     graph_batch_sizes: tuple[int, ...]
     pages_per_request: int
     max_pages: int
-    """That all running requests together can have."""
+    """Number of pages that all running requests together can have."""
     windows: tuple[int, ...] = (0,)
     """Pages of a window, for each attention site; 0: all tokens."""
 
 
 def attention_bytes(choices: Mapping[str, Choice], sizes: AttentionSizes) -> int:
-    """Of the backends of prefill and of decode, which may be one."""
+    """Returns the bytes that the backends of prefill and of decode allocate; one backend may serve both."""
     backends = {choice.name: choice for op, choice in choices.items() if op in ("extend_attention", "decode_attention")}
     decode = choices.get("decode_attention")
     if decode is not None:
         backends[decode.name] = decode
-    return sum(_BY_KERNEL[name](choice, sizes) for name, choice in backends.items() if name in _BY_KERNEL)
+    total = sum(_BY_KERNEL[name](choice, sizes) for name, choice in backends.items() if name in _BY_KERNEL)
+    return total + _sparse(choices, sizes)
+
+
+def _sparse(choices: Mapping[str, Choice], sizes: AttentionSizes) -> int:
+    """Returns the bytes of the indexer's scores and of the partial results, in fp32, of programs that share a token's
+    selected entries; graphs have their own."""
+    indexer, attention = choices.get("sparse_indexer"), choices.get("sparse_attention")
+    if indexer is None or attention is None:
+        return 0
+    total = min(INDEX_LOGIT_BYTES, sizes.index_logits)
+    if attention.tile is not None:
+        programs = sizes.num_sms * attention.tile["ctas_per_sm"] * SPARSE_ROUNDS
+        total += programs * attention.tile["BLOCK_H"] * (sizes.v_head_dim + 1) * 4
+    return total * (2 if sizes.graph_batch_sizes else 1)
 
 
 def _flashinfer(choice: Choice, sizes: AttentionSizes) -> int:
-    """Workspace; for each attention site two buffers of plans, and page lists: one for captured batches, sized for
-    requests of the full length, and one that a step gathers. One more buffer of plans while a wrapper is made."""
+    """Returns the bytes of the workspace and, for each attention site, of two buffers of plans and of page lists: one
+    list for captured batches, sized for requests of the full length, and one that a step gathers. One more buffer of
+    plans exists while a wrapper is made."""
     workspace = FLASHINFER_MLA_WORKSPACE if choice.name == "flashinfer_mla" else FLASHINFER_WORKSPACE
     largest = max(sizes.graph_batch_sizes, default=0)
     pages = [min(window or sizes.pages_per_request, sizes.pages_per_request) for window in sizes.windows]
@@ -52,7 +74,7 @@ def _flashinfer(choice: Choice, sizes: AttentionSizes) -> int:
 
 
 def _triton(choice: Choice, sizes: AttentionSizes) -> int:
-    """Partial results of sequences that several programs share, in fp32 (`DecodeWorkspace`)."""
+    """Returns the bytes of partial results, in fp32, of sequences that several programs share (`DecodeWorkspace`)."""
     if choice.need.op != "decode_attention" or choice.tile is None:
         return 0
     at_once = sizes.num_sms * choice.tile.get("ctas_per_sm", 1) * choice.tile.get("waves", 1)

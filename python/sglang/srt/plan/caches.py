@@ -1,4 +1,5 @@
-"""What a model's caches cost, by groups: caches that live equally long and have equally many entries a token."""
+"""Sizes of a model's caches, by groups: the caches of a group keep entries equally long and have equally many a
+token."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ class CacheOfLayer:
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Pages of one group follow one another, so one allocator and one table of rows serve all its caches. A cache is
-    addressed by its group and its index in `members`.
+    """Caches that live equally long and have equally many entries a token. Pages of one group follow one another, so
+    one allocator and one table of rows serve all its caches. A cache is addressed by its group and its index in
+    `members`.
     """
 
     lifetime: Lifetime
@@ -37,17 +39,17 @@ class CacheGroup:
 
     @property
     def bytes_per_entry(self) -> int:
-        """The sum over the group's caches, on one rank."""
+        """Bytes of one entry of all the group's caches, on one rank."""
         return sum(member.cache.entry_bytes for member in self.members)
 
     @property
     def bytes_per_token(self) -> Fraction:
-        """Of every token that is kept; 0 for what does not grow with the request."""
+        """Bytes for every token that is kept; 0 for caches that do not grow with the request."""
         return self.bytes_per_entry * self.entries_per_token if isinstance(self.lifetime, Full) else Fraction(0)
 
     @property
     def bytes_per_request(self) -> int:
-        """Of every running request, beside its tokens."""
+        """Bytes for every running request, beside those of its tokens."""
         if isinstance(self.lifetime, Window):
             return self.bytes_per_entry * self.lifetime.tokens
         return self.bytes_per_entry if isinstance(self.lifetime, PerRequest) else 0
@@ -67,7 +69,8 @@ class CacheGroup:
         return "all tokens" if isinstance(self.lifetime, Full) else "the request"
 
     def __str__(self) -> str:
-        """For people: "42 (compressed, index) for all tokens, 1/4 entries a token: 26,880 B an entry"."""
+        """Describes the group for people: "42 (compressed, index) for all tokens, 1/4 entries a token: 26,880 B an
+        entry"."""
         rate = "" if self.entries_per_token == 1 else f", {self.entries_per_token} entries a token"
         unit = "a request" if isinstance(self.lifetime, PerRequest) else "an entry"
         names = ", ".join(self.names)
@@ -75,12 +78,12 @@ class CacheGroup:
 
 
 def cache_groups(model: ModelDescription, serving: Serving) -> tuple[CacheGroup, ...]:
-    """In the order in which layers need them."""
+    """Groups the caches of the model's layers, in the order in which layers need them."""
     return group_caches(layer.mixer.caches(serving) for layer in model.layers)
 
 
 def group_caches(layers: Iterable[Sequence[CacheSpec]]) -> tuple[CacheGroup, ...]:
-    """`layers`: the caches of each layer."""
+    """Groups caches by lifetime and rate of entries. `layers`: the caches of each layer."""
     members: dict[tuple[Lifetime, Fraction], list[CacheOfLayer]] = {}
     for layer_id, caches in enumerate(layers):
         for cache in caches:
@@ -89,7 +92,8 @@ def group_caches(layers: Iterable[Sequence[CacheSpec]]) -> tuple[CacheGroup, ...
 
 
 def row_tables(groups: Sequence[CacheGroup]) -> tuple[Full | Window, ...]:
-    """The lifetimes for which a table says where each token of a request lies. The first is that of all tokens, which
-    caches of every rate share, and which there is even if nothing is kept that long: prefixes are known by it."""
+    """Returns the lifetimes for which a table says where each token of a request lies. The first is that of all tokens;
+    caches of every rate share its table, and it exists even if nothing is kept that long, because prefixes are known by
+    it."""
     windows = (group.lifetime for group in groups if isinstance(group.lifetime, Window))
     return (FULL, *dict.fromkeys(windows))

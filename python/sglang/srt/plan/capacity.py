@@ -1,10 +1,13 @@
-"""What fits in a rank's memory, and what that rests on. No torch."""
+"""Results of planning for one rank: what fits in its memory, and the decisions that this depends on. No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sglang.srt.plan.caches import CacheGroup
+from sglang.srt.plan.drafts.draft_plan import DraftPlan
 from sglang.srt.plan.kernel_choice import KernelChoices
 from sglang.srt.plan.layer_spec import Serving
 from sglang.srt.plan.memory import MemoryPlan, Sizes
@@ -16,8 +19,8 @@ from sglang.srt.plan.stages import Stage
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What fits in a rank's memory. With several stages `groups` and `memory` are those of a rank that has the most of
-    everything that some stage has: all have as many tokens."""
+    """The sizes of everything that fits in a rank's memory. With several stages `groups` and `memory` are those of a
+    rank that has the most of everything that some stage has: all stages have as many tokens."""
 
     sizes: Sizes
     groups: tuple[CacheGroup, ...]
@@ -32,13 +35,42 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a plan rests on: with the flags that were given, or with others that advice might name."""
+    """The inputs and the outcome of planning with one set of flags: those that were given, or others that advice might
+    name."""
 
     of_rank: RankWeights
     serving: Serving
     chosen: KernelChoices
     capacity: Capacity
+    draft: DraftPlan | None = None
 
     @property
     def description(self) -> ModelDescription:
         return self.of_rank.model
+
+
+def describe_capacity(capacity: Capacity) -> dict[str, Any]:
+    """Returns the capacity in the form in which `Plan.describe` reports it."""
+    sizes = capacity.sizes
+    return {
+        "max_total_num_tokens": capacity.max_total_num_tokens,
+        **describe_pools(capacity.windows, sizes.checkpoints, capacity.states),
+        "tokens_per_step": sizes.tokens_per_step,
+        "max_running_requests": sizes.max_running_requests,
+        "context_len": sizes.context_len,
+        "page_size": sizes.page_size,
+        "cuda_graph_bs": list(sizes.graph_batch_sizes),
+        "cuda_graph_prefill_tokens": list(sizes.prefill_graph_tokens),
+        "memory": capacity.memory.describe(),
+    }
+
+
+def describe_pools(windows: Sequence[WindowSize], checkpoints: int, states: str) -> dict[str, Any]:
+    """Describes the pools: tokens of each window's pool; where there are states, the rows for copies of them and why so
+    many."""
+    pools: dict[str, Any] = {}
+    if windows:
+        pools["window_tokens"] = {str(size.window): size.tokens for size in windows}
+    if states:
+        pools |= {"state_checkpoints": checkpoints, "states": states}
+    return pools

@@ -10,7 +10,6 @@ from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.layer_spec import (
     PER_REQUEST,
-    AttentionShape,
     CacheSpec,
     CacheTensor,
     Elements,
@@ -49,19 +48,26 @@ class CompressedSparse:
 
     @property
     def overlap(self) -> int:
+        """Number of runs of tokens that an entry is made of."""
         return 2 if self.indexer is not None else 1
+
+    @property
+    def group_dim(self) -> int:
+        """Elements of all heads of one group of the output."""
+        return self.num_heads * self.head_dim // self.o_groups
 
     def needs(self, serving: Serving) -> Iterator[Need]:
         dims, heads = (self.head_dim, self.head_dim), (self.num_heads // serving.tp_size, 1)
-        yield serving.need("latent_norm_rope_store", dims, heads=heads, rotary_dim=self.rope_dim)
+        yield serving.need("shared_kv_norm_rope_store", dims, heads=heads, rotary_dim=self.rope_dim)
         if self.rate:
             yield serving.need("kv_compressor", dims)
         if self.indexer is not None:
-            yield from self.indexer.needs(serving)
-        traits = ["shared_kv", "sliding_window", "sinks", *(["sparse"] if self.rate else [])]
-        yield serving.need("extend_attention", dims, traits)
-        yield serving.need("decode_attention", dims, traits)
-        yield Need("grouped_output", q_dtype=serving.dtype, heads=heads)
+            yield Need("index_queries", q_dtype=serving.dtype)
+            index_dims = (self.indexer.head_dim, self.indexer.head_dim)
+            yield serving.need("sparse_indexer", index_dims, heads=(self.indexer.num_heads, 1))
+        yield serving.need("sparse_attention", dims, ["shared_kv", "sinks"], heads)
+        yield Need("tail_rotation", q_dtype=serving.dtype)
+        yield Need("latent_absorb", q_dtype=serving.dtype, heads=heads)
 
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
         dim, dtype = self.head_dim, serving.kv_dtype
@@ -75,41 +81,44 @@ class CompressedSparse:
         return tuple(caches)
 
     def _pending(self, name: str, dim: int) -> CacheSpec:
-        """Values and gates of the tokens that are not a whole entry yet."""
-        shape = (self.overlap * self.rate, self.overlap * dim)
-        tensors = (CacheTensor("values", shape, "float32"), CacheTensor("gates", shape, "float32"))
-        return CacheSpec(name, tensors, lifetime=PER_REQUEST)
+        """The cache of the values and gates of the last tokens, of which the next entry is made."""
+        rows = CacheTensor("rows", (self.overlap * self.rate, 2, self.overlap * dim), "float32")
+        return CacheSpec(name, (rows,), lifetime=PER_REQUEST)
 
-    def attention_shape(self, tp_size: int) -> AttentionShape:
-        return AttentionShape(self.num_heads // tp_size, 1, self.head_dim, self.head_dim)
+    def attention_shape(self, tp_size: int) -> None:
+        """Returns None: what a token sees is chosen token by token, so no backend plans it for a step."""
+        return None
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
-        heads, groups = self.num_heads // tp_size, max(1, self.o_groups // tp_size)
+        heads, groups = self.num_heads // tp_size, self.o_groups // tp_size
         low = groups * self.o_lora_rank
         parts: list[Matrix | Elements] = [
             Matrix("attn.q_a", ("",), self.q_lora_rank, hidden_size),
             Matrix("attn.q_b", ("",), heads * self.head_dim, self.q_lora_rank),
             Matrix("attn.kv", ("",), self.head_dim, hidden_size),
-            Matrix("attn.o_a", ("",), low, self.num_heads * self.head_dim // self.o_groups),
+            Elements(
+                low * self.group_dim
+            ),  # the output's first product: in the model's type, as it goes group by group
             Matrix("attn.o_b", ("",), hidden_size, low),
-            Elements(self.q_lora_rank + self.head_dim + heads),  # two norms, sinks
+            Elements(self.q_lora_rank + self.head_dim),
+            Elements(heads, "float32"),  # sinks
         ]
         if self.rate:
             parts += self._compressor(hidden_size, "attn.compressor", self.head_dim)
         if self.indexer is not None:
-            dim, index_heads, name = self.indexer.head_dim, self.indexer.num_heads, "attn.index_compressor"
-            parts += self._compressor(hidden_size, name, dim)
-            parts.append(Matrix("attn.compressed_index_q", ("",), index_heads * dim, self.q_lora_rank))
-            parts.append(Matrix("attn.compressed_index_weights", ("",), index_heads, hidden_size, quantized=False))
+            dim, index_heads = self.indexer.head_dim, self.indexer.num_heads
+            parts += self._compressor(hidden_size, "attn.index_compressor", dim)
+            parts.append(Matrix("attn.index_q", ("",), index_heads * dim, self.q_lora_rank))
+            parts.append(Matrix("attn.index_weights", ("",), index_heads, hidden_size, quantized=False))
         return tuple(parts)
 
     def _compressor(self, hidden_size: int, name: str, dim: int) -> tuple[Matrix | Elements, ...]:
-        rows = self.overlap * dim
+        width = self.overlap * dim
         return (
-            Matrix(name, ("kv",), rows, hidden_size, quantized=False),
-            Matrix(name, ("gate",), rows, hidden_size, quantized=False),
-            Elements(self.rate * rows + dim),  # a bias for each place in an entry, and the norm
+            Matrix(name, ("wkv", "wgate"), 2 * width, hidden_size, quantized=False),
+            Elements(self.rate * width, "float32"),  # a bias for each place in a run
+            Elements(dim),
         )
 
     def activation_elements(self, tp_size: int) -> int:
-        return 3 * self.num_heads // tp_size * self.head_dim + self.q_lora_rank + 2 * self.overlap * self.head_dim
+        return 3 * self.num_heads // tp_size * self.head_dim + self.q_lora_rank + 4 * self.overlap * self.head_dim

@@ -1,4 +1,5 @@
-"""From the keys of a config.json to layers: `read_layers`, by the usual keys and a family's facts."""
+"""Reads the layers of a model from the keys of its config.json: `read_layers`, by the usual keys and a family's
+facts."""
 
 from __future__ import annotations
 
@@ -28,14 +29,13 @@ _EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
 def read_layers(keys: ConfigReader, family: Family, unsupported: list[str]) -> tuple[LayerSpec, ...]:
-    """Adds to `unsupported` what of them is described and not computed. Raises UserError."""
+    """Reads the layers. Adds to `unsupported` whatever of them is described and not computed. Raises UserError."""
     if family.one_block_layers:
         return _one_block_layers(keys, family, unsupported)
     num_layers = keys.positive("num_hidden_layers")
     num_experts = _num_experts(keys, family)
     sparse = sparse_layers(keys, num_layers, num_experts > 0)
-    streams = keys.count("hc_mult")
-    residual: Residual = HyperConnections(streams) if streams > 1 else family.residual
+    residual = _hyper_connections(keys) if keys.count("hc_mult") > 1 else family.residual
     dense = None if all(sparse) else _dense(keys, family)
     experts = _experts(keys, family, num_experts, unsupported) if any(sparse) else None
     mixers = _mixers(keys, family, num_layers, unsupported)
@@ -56,6 +56,11 @@ def read_layers(keys: ConfigReader, family: Family, unsupported: list[str]) -> t
     return tuple(layers)
 
 
+def _hyper_connections(keys: ConfigReader) -> Residual:
+    rounds, eps = keys.positive("hc_sinkhorn_iters", 20), keys.default("hc_eps", float, 1e-6)
+    return HyperConnections(keys.positive("hc_mult"), rounds, eps)
+
+
 def _num_experts(keys: ConfigReader, family: Family) -> int:
     if not keys.default("enable_moe_block", bool, True):
         return 0
@@ -67,8 +72,8 @@ _BLOCK_SPELLINGS = {"linear_attention": "mamba", "full_attention": "attention"}
 
 
 def block_kinds(values: Mapping[str, Any], source: str) -> list[str]:
-    """What each layer of one block is ("mamba", "attention", "moe", "mlp"), as either of two keys says. Raises
-    UserError."""
+    """Returns the kind of each layer of one block ("mamba", "attention", "moe", "mlp"), as either of two keys says.
+    Raises UserError."""
     listed = values.get("layers_block_type") or values.get("layer_types")
     kinds = listed if isinstance(listed, list) else list(str(values.get("hybrid_override_pattern") or ""))
     named = [_BLOCK_SPELLINGS.get(str(kind), _BLOCKS.get(str(kind), str(kind))) for kind in kinds]
@@ -83,7 +88,7 @@ MAX_LAYERS = 4096
 
 
 def _one_block_layers(keys: ConfigReader, family: Family, unsupported: list[str]) -> tuple[LayerSpec, ...]:
-    """Each a mixer or a feed-forward block (Nemotron-H)."""
+    """Reads layers of one block each: a mixer or a feed-forward block (Nemotron-H)."""
     rotation = _Rotation(keys, unsupported)
     kinds = block_kinds(keys.values, keys.source)
     makers: dict[str, Callable[[], LayerSpec]] = {
@@ -101,12 +106,14 @@ def _one_block_layers(keys: ConfigReader, family: Family, unsupported: list[str]
 
 def _mixers(keys: ConfigReader, family: Family, num_layers: int, unsupported: list[str]) -> list[Mixer]:
     rotation = _Rotation(keys, unsupported)
-    if keys.values.get("compress_ratios") is not None:
+    if family.compressed:
+        if keys.values.get("compress_ratios") is None:
+            raise UserError(f"{keys.source}: the key 'compress_ratios' is missing.")
         rates = _by_layer(keys, "compress_ratios", num_layers, 0)
         return [_compressed(keys, rate, rotation) for rate in rates]
     if keys.count("kv_lora_rank"):
-        kinds = _by_layer(keys, "indexer_types", num_layers, "full")
-        return [_latent(keys, kind == "full", rotation) for kind in kinds]
+        indexed = indexed_layers(keys, num_layers)
+        return [_latent(keys, family, has_indexer, rotation) for has_indexer in indexed]
     if keys.values.get("use_sliding_window") and keys.values.get("layer_types") is None:
         what = "use_sliding_window = True is not supported without layer_types, which say of which layers"
         unsupported.append(f"{keys.source}: {what}.")
@@ -141,7 +148,7 @@ def _layer_types(keys: ConfigReader, family: Family, num_layers: int) -> list[st
 
 
 def _by_layer(keys: ConfigReader, key: str, num_layers: int, default: Any) -> list[Any]:
-    """A value for each layer; entries behind them belong to layers that only drafts use."""
+    """Returns a value for each layer; further entries of the list belong to layers that only drafts use."""
     values = keys.default(key, list, [default] * num_layers)
     if len(values) < num_layers:
         raise UserError(f"{keys.source}: {key!r} has {len(values)} entries for {num_layers} layers.")
@@ -206,7 +213,7 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
 
 
 def _of_windows(keys: ConfigReader, window: int) -> dict[str, Any]:
-    """What differs for layers with a window in configs that do not say so by layer type."""
+    """Returns the keys that differ for layers with a window, in configs that do not say so by layer type."""
     theta = keys.values.get("rope_local_base_freq")
     return {"rope_theta": theta, "rope_scaling": None} if window and theta is not None else {}
 
@@ -215,8 +222,38 @@ def _qk_norm(keys: ConfigReader, family: Family) -> str:
     return family.qk_norm if not family.optional_qk_norm or keys.default("use_qk_norm", bool, True) else ""
 
 
-def _latent(keys: ConfigReader, owns_indexer: bool, rotation: _Rotation) -> MLA:
-    indexer = _indexer(keys) if keys.count("index_topk") else None
+_INDEXER_KINDS = {"F": "full", "S": "shared"}
+SPARSE_LAYER = "deepseek_sparse_attention"
+"""Name in `layer_types` of layers with an indexer."""
+
+
+def indexed_layers(keys: ConfigReader, num_layers: int) -> list[bool]:
+    """Returns whether each layer has an indexer of its own; the others take the selection of the last one that has. The
+    layers follow from `indexer_types`, or `index_topk_pattern` ("FSSS..."), or are every `index_topk_freq`-th from
+    layer `index_skip_topk_offset` - 1 on. Raises UserError."""
+    pattern = keys.values.get("index_topk_pattern")
+    if keys.values.get("indexer_types") is not None:
+        kinds = _by_layer(keys, "indexer_types", num_layers, "full")
+    elif pattern is not None:
+        kinds = [_INDEXER_KINDS.get(str(kind), str(kind)) for kind in pattern][:num_layers]
+    else:
+        every, offset = keys.count("index_topk_freq") or 1, keys.default("index_skip_topk_offset", int, 2)
+        kinds = ["shared" if max(i - offset + 1, 0) % every else "full" for i in range(num_layers)]
+    unknown = sorted({str(kind) for kind in kinds} - set(_INDEXER_KINDS.values()))
+    if unknown or len(kinds) != num_layers or kinds[0] != "full":
+        problem = f"kinds {', '.join(unknown)}" if unknown else f"{len(kinds)} kinds for {num_layers} layers"
+        if not unknown and len(kinds) == num_layers:
+            problem = "a first layer that takes a selection, and no layer before it makes one"
+        raise UserError(f"{keys.source}: 'indexer_types' (or 'index_topk_pattern') has {problem}.")
+    return [kind == "full" for kind in kinds]
+
+
+def _latent(keys: ConfigReader, family: Family, has_indexer: bool, rotation: _Rotation) -> MLA:
+    interleaved = keys.default("indexer_rope_interleave", bool, family.indexer_interleaved)
+    indexer = _indexer(keys, interleaved) if keys.count("index_topk") else None
+    others = {str(kind) for kind in keys.default("layer_types", list, [])} - {SPARSE_LAYER}
+    if indexer is not None and others:
+        raise UserError(f"{keys.source}: layer_types {', '.join(sorted(others))} are not described here yet.")
     rope_dim = keys.positive("qk_rope_head_dim")
     return MLA(
         num_heads=keys.positive("num_attention_heads"),
@@ -227,13 +264,14 @@ def _latent(keys: ConfigReader, owns_indexer: bool, rotation: _Rotation) -> MLA:
         v_dim=keys.positive("v_head_dim"),
         rope=rotation.of(rope_dim),
         interleaved=keys.default("rope_interleave", bool, True),
-        sparse=indexer is not None,
-        indexer=indexer if owns_indexer else None,
+        top_k=indexer.top_k if indexer is not None else 0,
+        indexer=indexer if has_indexer else None,
     )
 
 
-def _indexer(keys: ConfigReader) -> Indexer:
-    return Indexer(keys.positive("index_n_heads"), keys.positive("index_head_dim"), keys.positive("index_topk"))
+def _indexer(keys: ConfigReader, interleaved: bool = False) -> Indexer:
+    heads, dim = keys.positive("index_n_heads"), keys.positive("index_head_dim")
+    return Indexer(heads, dim, keys.positive("index_topk"), interleaved)
 
 
 INDEXED_RATE = 4
@@ -241,23 +279,34 @@ INDEXED_RATE = 4
 
 
 def _compressed(keys: ConfigReader, rate: Any, rotation: _Rotation) -> CompressedSparse:
-    if isinstance(rate, bool) or not isinstance(rate, int):
-        raise UserError(f"{keys.source}: 'compress_ratios' must be whole numbers; got {rate!r}.")
-    rope_dim = keys.positive("qk_rope_head_dim")
-    # Layers that do not compress rotate by the plain frequencies.
-    changes = {"rope_theta": keys.values.get("compress_rope_theta")} if rate else {"rope_scaling": None}
+    if isinstance(rate, bool) or not isinstance(rate, int) or rate == 1:
+        raise UserError(f"{keys.source}: 'compress_ratios' must be 0 or whole numbers above 1; got {rate!r}.")
+    rope_dim, groups = keys.positive("qk_rope_head_dim"), keys.positive("o_groups")
+    heads = keys.positive("num_attention_heads")
+    if heads % groups:
+        raise UserError(f"{keys.source}: 'o_groups' {groups} does not divide the {heads} attention heads.")
     return CompressedSparse(
-        num_heads=keys.positive("num_attention_heads"),
+        num_heads=heads,
         head_dim=keys.positive("head_dim"),
         rope_dim=rope_dim,
         q_lora_rank=keys.positive("q_lora_rank"),
         o_lora_rank=keys.positive("o_lora_rank"),
-        o_groups=keys.positive("o_groups"),
+        o_groups=groups,
         window=keys.positive("sliding_window"),
-        rope=rotation.of(rope_dim, **changes),
+        rope=rotation.of(rope_dim, **_of_compression(keys, rate)),
         rate=bounded("compress_ratios", rate, keys.source),
         indexer=_indexer(keys) if rate == INDEXED_RATE else None,
     )
+
+
+def _of_compression(keys: ConfigReader, rate: int) -> dict[str, Any]:
+    """Returns the rotation settings of a layer with this compression rate. Layers that do not compress use the plain
+    frequencies; those that compress do not scale cosines and sines, whatever YaRN says."""
+    if not rate:
+        return {"rope_scaling": None}
+    scaling = keys.default("rope_scaling", dict, {})
+    unscaled = {"rope_scaling": {**scaling, "attention_factor": 1.0}} if scaling else {}
+    return {"rope_theta": keys.values.get("compress_rope_theta") or 160000.0, **unscaled}
 
 
 STATE_DTYPES = ("float32", "bfloat16", "float16")
@@ -283,7 +332,7 @@ def _gated_delta(keys: ConfigReader, family: Family) -> GatedDelta:
 
 
 def _time_step_limit(keys: ConfigReader) -> tuple[float, float]:
-    """Infinity is written as a string in an object, which JSON has no number for."""
+    """Reads the limits of time steps. JSON has no number for infinity, which is written as a string in an object."""
     limits = keys.default("time_step_limit", list, [0.0, float("inf")])
     plain: list[Any] = [limit.get("__float__") if isinstance(limit, Mapping) else limit for limit in limits]
     try:
@@ -313,8 +362,8 @@ def _mamba2(keys: ConfigReader) -> Mamba2:
 
 
 def sparse_layers(keys: ConfigReader, num_layers: int, has_experts: bool) -> tuple[bool, ...]:
-    """Whether each layer has experts: every `decoder_sparse_step`-th from `first_k_dense_replace` on, but for those of
-    `mlp_only_layers`; or as `mlp_layer_types` says."""
+    """Returns whether each layer has experts: every `decoder_sparse_step`-th from `first_k_dense_replace` on, but for
+    those of `mlp_only_layers`; or as `mlp_layer_types` says."""
     step = keys.positive("decoder_sparse_step", 1) * keys.positive("interleave_moe_layer_step", 1)
     first, dense = keys.count("first_k_dense_replace"), keys.default("mlp_only_layers", list, [])
     kinds = _by_layer(keys, "mlp_layer_types", num_layers, "sparse")

@@ -1,5 +1,5 @@
-"""From keys of a config.json to what tells its layers apart or joins them: overrides by layer, caches that several
-layers attend to, embeddings that enter every layer."""
+"""Reads the keys of a config.json by which its layers differ or share something: overrides by layer, caches that
+several layers attend to, embeddings that enter every layer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _OVERRIDES = frozenset({"head_dim", "num_key_value_heads"})
 
 
 def layer_overrides(keys: ConfigReader, num_layers: int) -> list[Override]:
-    """What `per_layer_config` says, as newer transformers write it: {"5": {"head_dim": 512}}. Raises UserError."""
+    """Returns the overrides of each layer from `per_layer_config`, as newer transformers write it: {"5": {"head_dim":
+    512}}. Raises UserError."""
     written = keys.default("per_layer_config", dict, {})
     overrides: list[Override] = [()] * num_layers
     for layer, values in written.items():
@@ -36,8 +37,8 @@ def layer_overrides(keys: ConfigReader, num_layers: int) -> list[Override]:
 
 
 def with_shared_caches(mixers: Sequence[Mixer], kinds: Sequence[str], keys: ConfigReader) -> list[Mixer]:
-    """The last `num_kv_shared_layers` attend to the cache of the last layer of their kind before them. Raises UserError
-    where there is none."""
+    """Makes the last `num_kv_shared_layers` attend to the cache of the last layer of their kind before them. Raises
+    UserError where there is none."""
     result = list(mixers)
     first = len(mixers) - keys.count("num_kv_shared_layers")
     for i in range(max(first, 0), len(mixers)):
@@ -55,7 +56,7 @@ def with_shared_caches(mixers: Sequence[Mixer], kinds: Sequence[str], keys: Conf
 
 
 def widened(layer: LayerSpec) -> LayerSpec:
-    """With an MLP twice as wide."""
+    """Returns the layer with an MLP twice as wide."""
     ffn = layer.ffn
     if isinstance(ffn, Dense):
         return replace(layer, ffn=replace(ffn, intermediate_size=2 * ffn.intermediate_size))

@@ -1,4 +1,4 @@
-"""Sizes that the user did not give, from the amount of memory. Bytes."""
+"""Default sizes, in bytes where not said otherwise, that follow from the amount of memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from sglang.srt.server_args import ServerArgs
 GIB = 1024**3
 Made = TypeVar("Made")
 TABLE_SHARE = 32
-"""req_to_token takes at most 1/32 of the available memory; long contexts lower the number of requests."""
+"""Share of the available memory that req_to_token takes at most: 1/32; long contexts lower the number of requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class DefaultSizes:
-    """Of what the user did not say."""
+    """Default values of sizes that the user did not give."""
 
     chunked_prefill_size: int
     max_running_requests: int
@@ -34,16 +34,16 @@ _BY_MEMORY: tuple[tuple[int, DefaultSizes], ...] = (
     (36 * GIB, DefaultSizes(4096, 512, 256)),
     (0, DefaultSizes(2048, 256, 160)),
 )
-"""From so much available memory on."""
+"""Pairs (available memory in bytes from which the sizes apply, default sizes)."""
 SMALLER = (DefaultSizes(2048, 64, 64), DefaultSizes(1024, 32, 32), DefaultSizes(512, 16, 16), DefaultSizes(256, 8, 8))
-"""Where weights leave little, as with a model that just fits."""
+"""Default sizes for when the weights leave little memory, as with a model that just fits."""
 SMALLEST = SMALLER[-1]
 CACHE_SHARE = 0.5
-"""Of what the weights leave, that the caches get at least before smaller sizes are tried."""
+"""Share of the memory beside the weights that the caches get at least; otherwise smaller sizes are tried."""
 
 
 def default_sizes(device: str, available: int, context_len: int) -> tuple[DefaultSizes, ...]:
-    """Those of this memory, then smaller ones."""
+    """Returns the default sizes for this amount of memory, then smaller ones to try."""
     if device == "cpu":
         return (DefaultSizes(512, 64, 0),)
     by_table = max(8, available // TABLE_SHARE // (context_len * 4))
@@ -54,8 +54,8 @@ def default_sizes(device: str, available: int, context_len: int) -> tuple[Defaul
 def with_share(
     steps: Sequence[DefaultSizes], make: Callable[[DefaultSizes], Made], share: Callable[[Made], float]
 ) -> tuple[DefaultSizes, Made]:
-    """The first of `steps` whose caches have their share of what the weights leave, or that with the most. `make`
-    raises UserError where nothing is left; so does this if it always does, with the last words."""
+    """Returns the first of `steps` whose caches have their share of the memory beside the weights, or the one with the
+    most. `make` raises UserError where nothing is left; if it always does, so does this, with the last message."""
     refusal: UserError | None = None
     best: tuple[float, DefaultSizes, Made] | None = None
     for size in steps:
@@ -75,7 +75,8 @@ def with_share(
 
 
 def cuda_graph_batch_sizes(args: ServerArgs, default_max: int, max_running_requests: int) -> tuple[int, ...]:
-    """Ascending sizes: every 8 to 160, then every 16 to 256, every 32 beyond; no gap that pads more than a sixth."""
+    """Returns the batch sizes to capture, ascending: every 8 to 160, then every 16 to 256, every 32 beyond; no gap pads
+    by more than a sixth."""
     if args.disable_cuda_graph:
         return ()
     if args.cuda_graph_bs is not None:
@@ -89,22 +90,23 @@ def cuda_graph_batch_sizes(args: ServerArgs, default_max: int, max_running_reque
 
 DENSE_LAUNCH_S = 2.5e-4
 EXPERT_LAUNCH_S = 9e-4
-"""What the host needs to launch a decoder layer kernel by kernel. Measured on an H200: 0.2-0.3 ms, and 0.9 ms if it has
-quantized experts."""
+"""Seconds that the host needs to launch a decoder layer kernel by kernel. Measured on an H200: 0.2-0.3 ms, and 0.9 ms
+if it has quantized experts."""
 FLOP_RATE = 5e14
-"""What a large GPU computes per second in products of some hundred rows (7e14 in large ones on an H200)."""
+"""Operations per second of a large GPU in products of some hundred rows (7e14 in large ones on an H200)."""
 GRAPH_MARGIN = 2.0
-"""Steps that compute up to this many times longer than their launches take still gain: the host is free meanwhile."""
+"""Factor up to which a step may compute longer than its launches take and still gain from a graph: the host is free
+meanwhile."""
 PREFILL_GRAPH_TOKENS = (
     *(16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896),
     *(1024, 1280, 1536, 1792, 2048, 2560, 3072, 4096),
 )
-"""From 128 on no step is padded by more than a third."""
+"""Numbers of tokens for which prefill graphs may be captured. From 128 on no step is padded by more than a third."""
 
 
 def layer_products(model: ModelDescription) -> float:
-    """Multiplications of weights that a token needs in a decoder layer of the model (not of one rank), on average.
-    Routers and other small products that are never quantized do not count."""
+    """Returns the number of multiplications by weights that a token needs in a decoder layer of the model (not of one
+    rank), on average. Routers and other small products that are never quantized do not count."""
     total = 0
     for layer in model.layers:
         rows = layer.ffn.intermediate_size if isinstance(layer.ffn, MoE) else 0
@@ -116,8 +118,8 @@ def layer_products(model: ModelDescription) -> float:
 
 
 def cuda_graph_prefill_tokens(model: ModelDescription, tp_size: int, chunk: int) -> tuple[int, ...]:
-    """Numbers of tokens of the steps whose launches would keep the host busy about as long as they compute. What a
-    token computes counts, not what there is: of many experts it needs few."""
+    """Returns the numbers of tokens of steps whose launches would keep the host busy about as long as they compute. The
+    weights that a token is multiplied with count, not all weights: of many experts a token needs few."""
     launch = EXPERT_LAUNCH_S if model.experts else DENSE_LAUNCH_S
     limit = GRAPH_MARGIN * launch * FLOP_RATE / (2 * layer_products(model) / tp_size)
     if any(isinstance(layer.mixer, MLA) for layer in model.layers):
@@ -126,14 +128,15 @@ def cuda_graph_prefill_tokens(model: ModelDescription, tp_size: int, chunk: int)
 
 
 LATENT_GRAPH_TOKENS = 512
-"""Of latent attention graphs hold the absorbed form, whatever the prefixes; from here on that costs more than launches:
-about three times the work of the expanded form, whose launches depend on the prefixes."""
+"""Number of tokens up to which models with latent attention have prefill graphs. Graphs hold the absorbed form,
+whatever the prefixes; in longer steps that costs more than launches: about three times the work of the expanded form,
+whose launches depend on the prefixes."""
 MIXED_DECODES = (64, 256)
 """Numbers of decoding requests for which there are prefill graphs, besides none and the most: a row of padding costs
 little."""
 
 
 def mixed_decode_sizes(graph_batch_sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Ascending, from 0 to the largest decode graph."""
+    """Returns the numbers of decoding requests in graphs with prompts, ascending from 0 to the largest decode graph."""
     largest = graph_batch_sizes[-1]
     return (0, *(size for size in MIXED_DECODES if size < largest), largest)

@@ -14,7 +14,7 @@ from sglang.srt.plan.ranks import RankLayout, Share, share_of_units
 
 
 def _mlp(prefix: str, size: int, hidden_size: int, bias: bool, activation: Activation) -> Weights:
-    """gate (where there is one) and up stacked, and down, of `size` intermediate dims."""
+    """Returns the weights of an MLP of `size` intermediate dims: gate (where there is one) and up stacked, and down."""
     parts = up_parts(activation)
     return (
         Matrix(f"{prefix}.gate_up", parts, len(parts) * size, hidden_size, bias),
@@ -23,7 +23,7 @@ def _mlp(prefix: str, size: int, hidden_size: int, bias: bool, activation: Activ
 
 
 def up_parts(activation: Activation) -> tuple[str, ...]:
-    """What the first product of an MLP is made of."""
+    """Returns the parts that the first product of an MLP is made of."""
     return ("gate", "up") if activation.gated else ("up",)
 
 
@@ -37,22 +37,22 @@ class Dense:
     scale_group: int = 1
 
     def share(self, rank: int, tp_size: int) -> Share:
-        """Intermediate dims of a rank. Raises UserError."""
+        """Returns the intermediate dims of a rank. Raises UserError."""
         unit = dense_unit(self.intermediate_size, tp_size, self.scale_group)
         return share_of_units(self.intermediate_size, unit, rank, tp_size)
 
-    def room(self, tp_size: int) -> int:
-        """Intermediate dims of a rank, at most. Raises UserError."""
-        return self.share(0, tp_size).room
+    def padded_rows(self, tp_size: int) -> int:
+        """Returns the most intermediate dims that a rank has. Raises UserError."""
+        return self.share(0, tp_size).padded_count
 
     def needs(self, serving: Serving) -> Iterator[Need]:
         yield Need(self.activation.op, q_dtype=serving.dtype)
 
     def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
-        return _mlp("mlp", self.room(ranks.tp_size), hidden_size, self.bias, self.activation)
+        return _mlp("mlp", self.padded_rows(ranks.tp_size), hidden_size, self.bias, self.activation)
 
     def activation_elements(self, hidden_size: int, ranks: RankLayout) -> int:
-        return 3 * self.room(ranks.tp_size)
+        return 3 * self.padded_rows(ranks.tp_size)
 
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
@@ -60,7 +60,7 @@ SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """How experts are scored and chosen.
+    """A router: how experts are scored and chosen.
 
     `score` of a logit: one of SCORES. The `top_k` largest (after adding the correction bias,
     of the best `top_groups` of `num_groups` groups) are chosen; their scores, summing to 1 if `renormalize`, times
@@ -87,7 +87,7 @@ class Router:
         return "topk_hash" if self.hash_table else f"topk_{self.score}"
 
     def problems(self, num_experts: int) -> list[str]:
-        """What of it no model can have."""
+        """Returns the settings of this router that no model can have."""
         if self.num_groups < 1 or num_experts % self.num_groups:
             return [f"{num_experts} experts do not divide into {self.num_groups} groups"]
         members = num_experts // self.num_groups
@@ -106,22 +106,22 @@ class Router:
 @dataclass(frozen=True, slots=True)
 class Shared:
     """An expert that every token goes to; `gated`: weighted by the sigmoid of a linear layer's one output.
-    `scale_group`: as of Dense."""
+    `scale_group`: as in Dense."""
 
     intermediate_size: int
     gated: bool = False
     scale_group: int = 1
 
     def dense(self, activation: Activation) -> Dense:
-        """The MLP that it is, where it is computed apart from the routed ones."""
+        """Returns the MLP that the shared expert is, where it is computed apart from the routed ones."""
         return Dense(self.intermediate_size, activation=activation, scale_group=self.scale_group)
 
 
 @dataclass(frozen=True, slots=True)
 class MoE:
     """Routed experts of one intermediate size, and a shared one. `bias`: the experts have biases. `form`: how 16-bit
-    checkpoints keep the experts: "" one by one, or one of `layers.quantization.experts_fused.FUSED`. `vocab_size`: of
-    the router's hash table."""
+    checkpoints keep the experts: "" one by one, or one of `layers.quantization.experts_fused.FUSED`. `vocab_size`: rows
+    of the router's hash table."""
 
     num_experts: int
     intermediate_size: int
@@ -149,7 +149,7 @@ class MoE:
             yield Need(self.activation.op, q_dtype=serving.dtype)
 
     def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
-        experts, router = ranks.expert_room(self.num_experts) + self.fused_shared, self.router
+        experts, router = ranks.padded_experts(self.num_experts) + self.fused_shared, self.router
         dtype = "float32" if router.float32 else None
         up, width = up_parts(self.activation), self.latent_size or hidden_size
         parts: list[Matrix | Elements] = [
@@ -165,7 +165,7 @@ class MoE:
         if router.hash_table:
             parts.append(Elements(self.vocab_size * router.top_k, "int32"))
         if self.shared is not None and not self.fused_shared:
-            rows = self.shared.dense(self.activation).room(ranks.tp_size)
+            rows = self.shared.dense(self.activation).padded_rows(ranks.tp_size)
             parts += _mlp("moe.shared", rows, hidden_size, False, self.activation)
         if self.shared is not None and self.shared.gated:
             parts.append(Matrix("moe.shared_gate", ("",), 1, hidden_size, quantized=False))
@@ -177,7 +177,7 @@ class MoE:
         columns = self.top_k + self.fused_shared
         shared = 0
         if self.shared is not None and not self.fused_shared:
-            shared = 3 * self.shared.dense(self.activation).room(ranks.tp_size)
+            shared = 3 * self.shared.dense(self.activation).padded_rows(ranks.tp_size)
         norms = 4 * hidden_size if self.branches else 0
         # All of a token's experts may be on one rank.
         dims = 3 * -(-self.intermediate_size // ranks.expert_tp_size)
@@ -185,8 +185,8 @@ class MoE:
 
 
 def why_apart(experts: MoE, routed: ModuleQuant | None, shared: Sequence[ModuleQuant | None]) -> str | None:
-    """Why the shared expert, whose projections are stored as `shared`, cannot be one more of the routed ones; None: it
-    can."""
+    """Returns why the shared expert, whose projections are stored as `shared`, cannot be one more of the routed ones;
+    None: it can."""
     expert = experts.shared
     if expert is None:
         return "there is none"

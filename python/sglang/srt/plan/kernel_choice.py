@@ -1,4 +1,4 @@
-"""Which kernel serves each op of a model, where flags may name some.
+"""Chooses the kernel that serves each op of a model, where flags may name some.
 
 A flag that names a kernel only tunes: if that kernel cannot serve the model here, the first one that can does, and a
 note says so. With --strict-backends it is an error instead.
@@ -9,19 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from sglang.srt.environ import envs
+from sglang.srt.flag_checks import ONE_SAMPLER, OUR_SAMPLING
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.ledger_file import Ledger
 from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import Choice, Need, NoKernel
 from sglang.srt.kernels.tables import SCALED_MM_SCHEMES, TABLES
-from sglang.srt.server_args import ONE_SAMPLER, OUR_SAMPLING, ServerArgs
+from sglang.srt.server_args import ServerArgs
 
 INSTALL = {
     "flashinfer": "pip install 'flashinfer-python>=0.6.12,<0.7'",
     "sm120_sgl_kernel": "pip install ./sgl-kernel",
     "triton": "pip install 'triton>=3.6'",
 }
-"""What installs an optional package."""
+"""Commands that install optional packages."""
+REFERENCE = "torch_native"
+SPARSE_NAMES = ("dsa", "nsa")
+"""Names in --attention-backend of attention with an indexer; for a model with one they ask for no
+particular kernel."""
 STRICT = "--strict-backends makes this an error"
 
 
@@ -38,20 +44,21 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class KernelChoices:
-    """For each need, in order, a Choice or why there is none; and notes about flags whose kernel cannot serve."""
+    """The kernels of all needs, in order: a Choice for each or why there is none; and notes about flags whose kernel
+    cannot serve."""
 
     outcomes: tuple[Choice | NoKernel, ...]
     notes: tuple[str, ...]
 
     def by_key(self) -> dict[str, Choice]:
-        """One Choice for each need, by its key. Raises NoKernel for the first need without one."""
+        """Returns one Choice for each need, by its key. Raises NoKernel for the first need without one."""
         for outcome in self.outcomes:
             if isinstance(outcome, NoKernel):
                 raise outcome
         return self.chosen()
 
     def chosen(self) -> dict[str, Choice]:
-        """Of the needs that have one."""
+        """Returns the Choice of each need that has one, by its key."""
         return {outcome.need.key: outcome for outcome in self.outcomes if isinstance(outcome, Choice)}
 
 
@@ -67,6 +74,8 @@ def choose_kernels(
             return none
 
     asked = {need: asked_kernel(args, need) for need in needs}
+    if any(need.op == "sparse_attention" for need in needs):
+        asked |= {need: None for need, named in asked.items() if named is not None and named.kernel in SPARSE_NAMES}
     outcomes = {need: outcome(need, asked[need]) for need in needs}
     if args.strict_backends:
         return KernelChoices(tuple(outcomes.values()), ())
@@ -81,16 +90,27 @@ def choose_kernels(
 
 
 def asked_kernel(args: ServerArgs, need: Need) -> Asked | None:
-    """The kernel that a flag names for this need."""
+    """Returns the kernel that a flag names for this need."""
     attention = Asked("--attention-backend", args.attention_backend or "auto")
     prefill, decode = args.prefill_attention_backend, args.decode_attention_backend
     named = {
         "extend_attention": Asked("--prefill-attention-backend", prefill) if prefill else attention,
         "decode_attention": Asked("--decode-attention-backend", decode) if decode else attention,
+        "sparse_attention": _asked_sparse(args),
+        "sparse_indexer": Asked("SGLANG_SM120_MQA_FALLBACK=1", REFERENCE) if envs.SGLANG_SM120_MQA_FALLBACK else None,
         "fused_moe": Asked("--moe-runner-backend", args.moe_runner_backend),
         "linear": Asked("--fp8-gemm-backend", args.fp8_gemm_backend) if need.quant in SCALED_MM_SCHEMES else None,
     }.get(need.op)
     return None if named is None or named.kernel == "auto" else named
+
+
+def _asked_sparse(args: ServerArgs) -> Asked | None:
+    """Returns the kernel that a flag names for attention to selected tokens: one kernel serves prompts and decoding."""
+    if not envs.SGLANG_SM120_TRITON_FLASHMLA:
+        return Asked("SGLANG_SM120_TRITON_FLASHMLA=0", REFERENCE)
+    if args.dsa_decode_backend is not None:
+        return Asked("--dsa-decode-backend", args.dsa_decode_backend)
+    return None if args.dsa_prefill_backend is None else Asked("--dsa-prefill-backend", args.dsa_prefill_backend)
 
 
 def _notes(
@@ -99,7 +119,7 @@ def _notes(
     outcomes: dict[Need, Choice | NoKernel],
     refusals: dict[Need, NoKernel],
 ) -> Iterator[str]:
-    """One for each flag."""
+    """Yields one note for each flag."""
     if args.sampling_backend not in OUR_SAMPLING:
         yield f"--sampling-backend {args.sampling_backend} has no effect ({ONE_SAMPLER}); {STRICT}"
     for named in dict.fromkeys(asked[need] for need in refusals):
@@ -115,7 +135,8 @@ def _notes(
 
 
 def _reasons(refusal: NoKernel, named: Asked) -> tuple[str, ...]:
-    """Of the table's kernel of this name. What would install it is said where nothing else is against it."""
+    """Returns why the table's kernel of this name cannot serve. The command that would install it is named where
+    nothing else is against it."""
     if named.kernel not in {name for spec in TABLES[refusal.need.op] for name in (spec.name, spec.asked_as)}:
         return ("it is not part of sm120-sglang",)
     # Of several kernels of one name the one that least is against; the others serve other kinds of attention.

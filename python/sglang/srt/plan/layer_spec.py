@@ -1,4 +1,4 @@
-"""What a model is made of, without torch: layers that say which ops, caches and weights they have.
+"""The description of a model as layers that say which ops, caches and weights they have. No torch.
 
 `model_description.describe_model` makes them of a config.json, once. Needs, memory plan and `explain` follow from them:
 
@@ -18,25 +18,25 @@ from typing import Protocol
 
 from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
+from sglang.srt.plan.kv_spec import PACKED_LATENT_BYTES, STORED_BYTES
 from sglang.srt.plan.ranks import RankLayout
 
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """Kept as long as the token is."""
+    """Lifetime of entries that are kept as long as their token is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Kept for the last `tokens` tokens of a request."""
+    """Lifetime of entries that are kept for the last `tokens` tokens of a request."""
 
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class PerRequest:
-    """One entry a running request, whatever its length."""
+    """Lifetime of an entry that each running request has once, whatever its length."""
 
 
 FULL, PER_REQUEST = Full(), PerRequest()
@@ -55,7 +55,7 @@ class CacheTensor:
 
     @property
     def entry_bytes(self) -> int:
-        return 0 if self.view_of else math.prod(self.shape) * KV_DTYPE_BYTES[self.dtype]
+        return 0 if self.view_of else math.prod(self.shape) * STORED_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class CacheSpec:
 def key_value_cache(
     name: str, heads: int, head_dim: int, v_head_dim: int, dtype: str, lifetime: Lifetime = FULL
 ) -> CacheSpec:
-    """Keys [heads, head_dim] and values [heads, v_head_dim] of every token."""
+    """Returns a cache of keys [heads, head_dim] and values [heads, v_head_dim] of every token."""
     tensors = (CacheTensor("k", (heads, head_dim), dtype), CacheTensor("v", (heads, v_head_dim), dtype))
     return CacheSpec(name, tensors, lifetime=lifetime)
 
@@ -91,14 +91,19 @@ def latent_cache(
     entries_per_token: Fraction = Fraction(1),
     lifetime: Lifetime = FULL,
 ) -> CacheSpec:
-    """One vector [1, dim] an entry, whose first `v_dim` elements are the value."""
+    """Returns a cache of one vector [1, dim] an entry, whose first `v_dim` elements are the value."""
     tensors = (CacheTensor("k", (1, dim), dtype), CacheTensor("v", (1, v_dim), dtype, view_of="k"))
     return CacheSpec(name, tensors, entries_per_token, lifetime)
 
 
+def packed_latent_cache(name: str) -> CacheSpec:
+    """Returns a cache of the bytes [1, 656] of a latent of 512 dims and a rotary key of 64, as e4m3 and bfloat16."""
+    return CacheSpec(name, (CacheTensor("k", (1, PACKED_LATENT_BYTES), "uint8"),))
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Of one attention call site, on one rank."""
+    """The heads of one attention call site, on one rank."""
 
     num_heads: int
     num_kv_heads: int
@@ -108,14 +113,16 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSite:
-    """What call sites must have in common for one plan of a step to serve them. `window` 0: all tokens."""
+    """The properties that call sites must have in common for one plan of a step to serve them. `window` 0: all tokens.
+    `top_k` > 0: the number of them that an indexer selects."""
 
     shape: AttentionShape
     window: int = 0
+    top_k: int = 0
 
     @property
     def lifetime(self) -> Full | Window:
-        """Of what it reads."""
+        """Lifetime of the cache entries that the site reads."""
         return Window(self.window) if self.window else FULL
 
 
@@ -140,7 +147,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """Parameters that are no matrix of a product: norms, sinks, tables. `dtype` None: the model's."""
+    """Parameters that no product takes as a matrix: norms, sinks, tables. `dtype` None: the model's."""
 
     count: int
     dtype: str | None = None
@@ -151,7 +158,7 @@ Weights = tuple[Matrix | Elements, ...]
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What of the user's choices the ops of a layer depend on."""
+    """The choices of the user that the ops of a layer depend on."""
 
     dtype: str
     kv_dtype: str
@@ -173,7 +180,8 @@ class Serving:
         heads: tuple[int, int] = (0, 0),
         rotary_dim: int = 0,
     ) -> Need:
-        """Of an op that reads or writes a cache; `dims`: of a head of the keys, and of the values."""
+        """Returns the need of an op that reads or writes a cache. `dims`: elements of a head of the keys, and of the
+        values."""
         return Need(
             op,
             dims[0],
@@ -188,54 +196,58 @@ class Serving:
 
 
 class Mixer(Protocol):
-    """How the tokens of a request see each other."""
+    """The block of a layer in which the tokens of a request see each other."""
 
     @property
     def num_heads(self) -> int:
-        """Of the whole model: ranks share them out."""
+        """Heads of the whole model: ranks share them out."""
 
     @property
     def value_dim(self) -> int:
-        """Of a head's output, as decoding makes it."""
+        """Elements of a head's output, as decoding makes it."""
 
     @property
     def rope(self) -> RopeSpec | None:
-        """The rotation of positions; layers with equal ones share a table."""
+        """The rotation of positions; layers with equal rotations share a table."""
 
     def needs(self, serving: Serving) -> Iterator[Need]:
-        """In the order in which a step runs them; without the linear layers, which follow from the weights."""
+        """Yields the needs in the order in which a step runs them; without the linear layers, which follow from the
+        weights."""
 
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]: ...
 
     def attention_shape(self, tp_size: int) -> AttentionShape | None:
-        """As decoding attends; None: there is no attention over a cache."""
+        """Returns the heads with which decoding attends; None: there is no attention over a cache."""
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights: ...
 
     def activation_elements(self, tp_size: int) -> int:
-        """Of one token, where the mixer is widest."""
+        """Returns the activation elements of one token where the mixer is widest."""
 
 
 class FeedForward(Protocol):
-    """What a token goes through alone."""
+    """The block of a layer that computes each token alone."""
 
     def needs(self, serving: Serving) -> Iterator[Need]: ...
 
     def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
-        """`expert_rows`: intermediate dims of its routed experts that the rank has room for (`expert_share`)."""
+        """Returns the weights of the block. `expert_rows`: intermediate dims of its routed experts that the rank has
+        room for (`expert_share`)."""
 
     def activation_elements(self, hidden_size: int, ranks: RankLayout) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """The stream is one vector a token; blocks add to it. With `norms_after` what a block makes is normed before it is
-    added, beside the norm before the block; `fp32_norms`: with weights in fp32. Without `ffn_norms` feed-forward blocks
-    take the stream as it is. With `layer_scale` the stream is multiplied by a number at the end of each layer."""
+    """A residual stream of one vector a token; blocks add to it. With `norms_after` what a block makes is normed before
+    it is added, beside the norm before the block; `fp32_norms`: with weights in fp32. Without `ffn_norms` feed-forward
+    blocks take the stream as it is, and without `mixer_norms` mixers. With `layer_scale` the stream is multiplied by a
+    number at the end of each layer."""
 
     norms_after: bool = False
     fp32_norms: bool = False
     ffn_norms: bool = True
+    mixer_norms: bool = True
     layer_scale: bool = False
 
     @property
@@ -255,45 +267,54 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class HyperConnections:
-    """`streams` vectors a token; before and after each of the two blocks a learned matrix mixes them
-    (arXiv 2409.19606, constrained to be doubly stochastic in DeepSeek-V4)."""
+    """A residual stream of `streams` vectors a token; before and after each of the two blocks a learned matrix mixes
+    them (arXiv 2409.19606, constrained to be doubly stochastic in DeepSeek-V4)."""
 
     streams: int
+    rounds: int = 20
+    """Rounds of Sinkhorn's normalization: columns, then rows and columns in turns."""
+    eps: float = 1e-6
+    """Number added to what is normalized, and to its sums."""
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that a block's matrix makes of a token: a weight of each stream before and after the block, and how
+        the streams mix."""
+        return (2 + self.streams) * self.streams
 
     def needs(self, serving: Serving) -> Iterator[Need]:
         yield Need("hyper_connection", q_dtype=serving.dtype)
 
     def weights(self, hidden_size: int) -> Weights:
-        outputs = (2 + self.streams) * self.streams
-        return (Elements(2 * (outputs * self.streams * hidden_size + outputs + 3)),)
+        return (Elements(2 * (self.outputs * self.streams * hidden_size + self.outputs + 3), "float32"),)
 
     def head_weights(self, hidden_size: int) -> Weights:
-        """Before the final norm, where the streams become one."""
-        return (Elements(self.streams * self.streams * hidden_size + self.streams + 1),)
+        """Returns the weights before the final norm, where the streams become one."""
+        return (Elements(self.streams * self.streams * hidden_size + self.streams + 1, "float32"),)
 
 
 SUM = Sum()
 
 
 class Residual(Protocol):
-    """How what blocks make adds to the stream from layer to layer: Sum, HyperConnections."""
+    """The residual stream: how the outputs of blocks add to it from layer to layer (Sum, HyperConnections)."""
 
     @property
     def streams(self) -> int:
-        """Vectors a token."""
+        """Number of vectors a token."""
 
     def needs(self, serving: Serving) -> Iterator[Need]: ...
 
     def weights(self, hidden_size: int) -> Weights:
-        """Of a layer, beside the norm before each of its two blocks."""
+        """Returns the weights of a layer's residual, beside the norm before each of its two blocks."""
 
     def head_weights(self, hidden_size: int) -> Weights:
-        """Of the model, once, beside the final norm."""
+        """Returns the weights of the model's residual, which it has once, beside the final norm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """In place of the block that a layer does not have: a Mixer and a FeedForward."""
+    """A placeholder for a block that a layer does not have: it is a Mixer and a FeedForward."""
 
     num_heads: int = 0
     value_dim: int = 0
@@ -336,6 +357,6 @@ class LayerSpec:
         return (self.ffn, self.inputs)
 
     def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
-        """Of its blocks."""
+        """Returns the weights of the layer's blocks."""
         others = (part for block in self.token_blocks for part in block.weights(hidden_size, ranks, expert_rows))
         return (*self.mixer.weights(hidden_size, ranks.tp_size), *others)

@@ -1,4 +1,4 @@
-"""Which layouts of ranks a model can be divided over."""
+"""Checks which layouts of ranks a model can be divided over, and finds others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import islice
 
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.layer_spec import FeedForward, Matrix, Mixer
 from sglang.srt.plan.mixers import GQA, MLA, HeadDims
@@ -15,6 +16,7 @@ from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import expert_rows
 from sglang.srt.plan.ranks import HeadShares, RankLayout
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
+from sglang.srt.plan.stages import uncut_runs
 from sglang.srt.server_args import ServerArgs
 
 
@@ -23,14 +25,15 @@ def asked_layout(args: ServerArgs) -> RankLayout:
 
 
 class LayoutProblem(UserError):
-    """A layout does not divide a model. The message names those that do, whether there is room for them or not."""
+    """Raised where a layout does not divide a model. The message names those that do, whether there is room for them or
+    not."""
 
     def __init__(self, problem: str, model: ModelDescription, ranks: RankLayout) -> None:
         self.problem, self.model, self.ranks = problem, model, ranks
         super().__init__(self.with_ways(lambda layout: True))
 
     def with_ways(self, starts: Callable[[RankLayout], bool]) -> str:
-        """The message with those layouts only that start."""
+        """Returns the message with those layouts only that start."""
 
         def works(layout: RankLayout) -> bool:
             return next(_problems(self.model, layout), None) is None and starts(layout)
@@ -46,7 +49,7 @@ class LayoutProblem(UserError):
 
 
 def check_layout(model: ModelDescription, ranks: RankLayout) -> None:
-    """Raises LayoutProblem with what the layout does not divide."""
+    """Raises LayoutProblem that names what the layout does not divide."""
     problem = next(_problems(model, ranks), None)
     if problem is not None:
         raise LayoutProblem(problem, model, ranks)
@@ -63,7 +66,7 @@ def check_machine(arch: ArchTraits, ranks: RankLayout) -> None:
 
 
 def _numbers(numbers: list[int]) -> str:
-    """Ascending ones: "1 to 4, 6, 8"."""
+    """Formats ascending numbers: "1 to 4, 6, 8"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:
@@ -74,12 +77,12 @@ def _numbers(numbers: list[int]) -> str:
 
 
 MOST_GPUS = 16
-"""As many as a machine may have, where its kind does not say."""
+"""Most GPUs that a machine may have, where its kind does not say."""
 
 
 def larger_layouts(model: ModelDescription, ranks: RankLayout, most: int = MOST_GPUS) -> Iterator[RankLayout]:
-    """Of every larger number of ranks, `most` at most, the first layout that divides the model: first those whose heads
-    divide, the fewest ranks first. Shares of experts' dims come before whole experts."""
+    """Yields, for every larger number of ranks up to `most`, the first layout that divides the model: layouts whose
+    heads divide come first, then the fewest ranks. Shares of experts' dims come before whole experts."""
     sizes = range(ranks.tp_size + 1, most // ranks.pp_size + 1)
     for size in sorted(sizes, key=lambda size: uneven_heads(model, size) is not None):  # stable
         layouts = (replace(layout, pp_size=ranks.pp_size) for layout in _with_experts(size))
@@ -87,11 +90,11 @@ def larger_layouts(model: ModelDescription, ranks: RankLayout, most: int = MOST_
 
 
 def uneven_heads(model: ModelDescription, tp_size: int) -> str | None:
-    """What the busiest rank has of heads that do not divide; None: all ranks have as many."""
+    """Describes the heads that the busiest rank has where they do not divide; None: all ranks have as many."""
     for mixer in dict.fromkeys(layer.mixer for layer in model.layers):
         if isinstance(mixer, GQA | MLA):
             shares = mixer.shares(tp_size)
-            most, heads = shares.room, mixer.num_heads
+            most, heads = shares.padded_heads, mixer.num_heads
             if most * tp_size != heads:
                 whole = f", with whole KV heads ({shares.num_kv_heads})" if isinstance(mixer, GQA) else ""
                 shared = f"{heads} attention heads over {tp_size} ranks{whole}"
@@ -100,7 +103,8 @@ def uneven_heads(model: ModelDescription, tp_size: int) -> str | None:
 
 
 def _layouts_like(ranks: RankLayout) -> Iterator[RankLayout]:
-    """Other ways to share the experts, stages of as many ranks in all, and other numbers of ranks, up to twice that."""
+    """Yields other ways to share the experts, stages of as many ranks in all, and other numbers of ranks, up to twice
+    that."""
     stages = ranks.pp_size
     if ranks.tp_size % ranks.ep_size:
         yield RankLayout(-(-ranks.tp_size // ranks.ep_size) * ranks.ep_size, ranks.ep_size, stages)
@@ -113,7 +117,7 @@ def _layouts_like(ranks: RankLayout) -> Iterator[RankLayout]:
 
 
 def _with_fewer_stages(ranks: RankLayout) -> Iterator[RankLayout]:
-    """The most stages first, of as many ranks as there can be."""
+    """Yields layouts with fewer stages, the most stages first, each of as many ranks as there can be."""
     for stages in range(ranks.pp_size - 1, 0, -1):
         yield from (RankLayout(size, pp_size=stages) for size in range(ranks.tp_size, 0, -1))
 
@@ -123,11 +127,14 @@ def _with_experts(tp_size: int) -> Iterator[RankLayout]:
 
 
 def _stage_problems(model: ModelDescription, pp_size: int) -> Iterator[str]:
-    """Of layers that need what only other stages have."""
+    """Yields problems of cutting the model into stages, also for layers that need something that only other stages
+    have."""
     if pp_size == 1:
         return
     if pp_size > len(model.layers):
         yield f"--pp-size {pp_size} is more than the model's {len(model.layers)} layers"
+    elif pp_size > (count := len(uncut_runs(model))):
+        yield f"--pp-size {pp_size} is more than the model's {count} layers with an indexer, at which stages begin"
     if any(isinstance(layer.mixer, GQA) and not layer.mixer.caches_tokens for layer in model.layers):
         yield f"--pp-size {pp_size}: layers attend to keys and values of earlier ones, which other stages would have"
     if model.per_layer_inputs is not None:
@@ -153,7 +160,8 @@ def _problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:
 
 
 def _mixer_problems(model: ModelDescription, layer: int, mixer: Mixer, tp_size: int) -> Iterator[str]:
-    """Heads of attention are shared out also where they do not divide, those of recurrent layers not."""
+    """Yields problems of sharing a mixer's heads: heads of attention are shared out also where they do not divide,
+    those of recurrent layers are not."""
     if mixer.num_heads and tp_size > mixer.num_heads:
         yield f"--tp-size {tp_size} is more than the model's {mixer.num_heads} attention heads"
     elif isinstance(mixer, GQA | MLA):
@@ -162,6 +170,8 @@ def _mixer_problems(model: ModelDescription, layer: int, mixer: Mixer, tp_size: 
         yield f"--tp-size {tp_size} does not divide the model's {mixer.key_heads} key heads of gated delta nets"
     elif isinstance(mixer, Mamba2) and mixer.num_groups % tp_size:
         yield f"--tp-size {tp_size} does not divide the model's {mixer.num_groups} groups of Mamba-2 heads"
+    elif isinstance(mixer, CompressedSparse) and mixer.o_groups % tp_size:
+        yield f"--tp-size {tp_size} does not divide the model's {mixer.o_groups} groups of attention's output"
     elif mixer.num_heads % tp_size:
         yield f"--tp-size {tp_size} does not divide the model's {mixer.num_heads} attention heads"
 
@@ -189,11 +199,11 @@ def _cuts(shares: HeadShares, part: HeadDims, rank: int, group: int) -> bool:
 
 
 def _dense_problems(ffn: FeedForward, tp_size: int) -> Iterator[str]:
-    """Of a block that all ranks share by its intermediate dims."""
+    """Yields the problem of a block whose intermediate dims all ranks share."""
     try:
         if isinstance(ffn, Dense):
-            ffn.room(tp_size)
+            ffn.padded_rows(tp_size)
         elif isinstance(ffn, MoE) and ffn.shared is not None and not ffn.fused_shared:
-            ffn.shared.dense(ffn.activation).room(tp_size)
+            ffn.shared.dense(ffn.activation).padded_rows(tp_size)
     except UserError as error:
         yield str(error)

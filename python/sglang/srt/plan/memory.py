@@ -1,4 +1,4 @@
-"""How the memory of one rank is divided, computed before anything is allocated. All sizes in bytes."""
+"""Divides the memory of one rank, before anything is allocated. All sizes in bytes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from sglang.srt.plan.attention_memory import AttentionSizes, attention_bytes
 from sglang.srt.plan.attention_sites import attention_sites
 from sglang.srt.plan.defaults import mixed_decode_sizes
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
+from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_sizes import CacheCost, Pools, plan_pools
 from sglang.srt.plan.ranks import RankLayout
@@ -25,7 +26,7 @@ CPU_KV_LIMIT = GIB
 CPU_KV_SHARE = 0.25
 CPU_KV_TOKENS = 131072
 MIN_POOL_TOKENS = 64
-"""A pool below this cannot serve anything."""
+"""Fewest tokens of a pool: a smaller one cannot serve anything."""
 
 # Estimates, with room: Qwen3-8B and 0.6B served within them on an H200. A graph holds its kernels' launch records.
 _GRAPH_BASE = 6 * MIB
@@ -36,16 +37,17 @@ _HOST_SHARE = 8  # of unified memory, for the system and the server's host proce
 _FRAGMENTATION = 1.2
 _LOGITS_COPIES = 4  # fp32 logits, probabilities, sorted copies of a sampling step
 PREFILL_GRAPH_PROMPTS = 16
-"""Prompts whose last tokens a prefill graph makes logits of; a test holds it to the graphs'."""
+"""Number of prompts whose last tokens a prefill graph makes logits of; a test holds it to the graphs'."""
 
 
 class DoesNotFit(UserError):
-    """There is no room for the weights, or none for a cache beside them. The message is one clause, without advice."""
+    """Raised where there is no room for the weights, or none for a cache beside them. The message is one clause,
+    without advice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a rank runs at most at once."""
+    """The most that a rank runs at once: requests, tokens, graphs, table rows."""
 
     max_running_requests: int
     context_len: int
@@ -56,16 +58,19 @@ class Sizes:
     prefill_graph_tokens: tuple[int, ...] = ()
     row_tables: int = 1
     checkpoints: int = 0
+    ngram_bytes: int = 0
+    """Bytes of the tables in which n-gram drafts are looked up."""
 
     @property
     def state_rows(self) -> int:
-        """One a request slot, of which 0 is padding, and the checkpoints."""
+        """Rows of states: one for each request slot, of which 0 is padding, and the checkpoints."""
         return self.max_running_requests + 1 + self.checkpoints
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """`available` was free before the first allocation; the fields below it add up to at most that.
+    """The division of a rank's memory. `available` was free before the first allocation; the fields below it add up to
+    at most that.
 
     `kv_cache` is the pool of all tokens, `windows` those of the last tokens of requests, `states` what every running
     request has beside its tokens, and checkpoints of that. `penalties` is the token counts of all running requests,
@@ -99,13 +104,14 @@ class MemoryPlan:
         return asdict(self) | {"mem_fraction_static": round(self.mem_fraction_static, 4)}
 
     def log_line(self) -> str:
-        """Where the memory goes, in GiB."""
+        """Describes where the memory goes, in GiB."""
         parts = ", ".join(f"{name} {value / GIB:.2f}" for name, value in asdict(self).items() if name != "available")
         return f"Memory plan of {self.available / GIB:.2f} GiB available: {parts} GiB"
 
 
 def activation_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks: RankLayout) -> int:
-    """The widest point of a layer for `num_tokens`: the residual stream plus attention or feed-forward buffers."""
+    """Returns the bytes of the widest point of a layer for `num_tokens`: the residual stream plus attention or
+    feed-forward buffers."""
     item, hidden = KV_DTYPE_BYTES[dtype], model.hidden_size
     widest = max(
         max(
@@ -118,7 +124,9 @@ def activation_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks
     if model.per_layer_inputs is not None:
         widest += model.per_layer_inputs.stream_elements
     routing = 4 * model.experts.num_experts * 2 if model.experts else 0
-    return int(num_tokens * (widest * item + routing) * _FRAGMENTATION)
+    # Slots of the selected tokens, which later layers read.
+    selected = 4 * max((layer.mixer.top_k for layer in model.layers if isinstance(layer.mixer, MLA)), default=0)
+    return int(num_tokens * (widest * item + routing + selected) * _FRAGMENTATION)
 
 
 def logits_bytes(model: ModelDescription, rows: int) -> int:
@@ -126,26 +134,30 @@ def logits_bytes(model: ModelDescription, rows: int) -> int:
 
 
 def table_bytes(sizes: Sizes) -> int:
-    """req_to_token, last tokens and scalar sampling parameters (256 bytes a request)."""
-    return (sizes.max_running_requests + 1) * (sizes.row_tables * sizes.context_len * 4 + 8 + 256)
+    """Returns the bytes of req_to_token, last tokens and scalar sampling parameters (256 bytes a request), and of the
+    tables of n-gram drafts."""
+    of_requests = (sizes.max_running_requests + 1) * (sizes.row_tables * sizes.context_len * 4 + 8 + 256)
+    return of_requests + sizes.ngram_bytes
 
 
 def penalty_bytes(model: ModelDescription, sizes: Sizes) -> int:
-    """A count for every token of the vocabulary, for each request and the padding slot; while the table grows, the one
-    before it too, which has at most half as many rows (`PenaltyState`)."""
+    """Returns the bytes of a count for every token of the vocabulary, for each request and the padding slot. While the
+    table grows, the one before it exists too, which has at most half as many rows (`PenaltyState`)."""
     rows = sizes.max_running_requests + 1
     return (rows + rows // 2) * model.vocab_size * 4
 
 
 def rotary_bytes(model: ModelDescription, context_len: int) -> int:
-    """Cosines and sines in fp32 of every position, one table for each kind of rotation in the model."""
+    """Returns the bytes of cosines and sines in fp32 of every position, one table for each kind of rotation in the
+    model."""
     rotations = {layer.mixer.rope for layer in model.layers}
     rows = {rope: 1 if rope.kind == UNROTATED else context_len for rope in rotations if rope is not None}
     return sum(count * rope.rot_dim * 4 for rope, count in rows.items())
 
 
 def graph_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
-    """Launch records of every graph, and results and activations of the largest graph of each kind.
+    """Returns the bytes of the launch records of every graph, and of the results and activations of the largest graph
+    of each kind.
 
     Decode graphs have logits [B, V] fp32, prefill graphs hidden states [T, H] and logits of the decoding requests and
     of the last tokens of some prompts; each once in the graphs' memory and once where results are read. Stages of a
@@ -154,28 +166,51 @@ def graph_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
     decode, prefill = sizes.graph_batch_sizes, sizes.prefill_graph_tokens
     if not decode:
         return 0
-    mixed = [(tokens, decodes) for tokens in prefill for decodes in mixed_decode_sizes(decode) if decodes <= tokens]
+    mixed = _mixed_graphs(sizes)
     records = (len(decode) + len(mixed)) * (_GRAPH_BASE + len(model.layers) * _GRAPH_PER_LAYER)
     rows, tokens = decode[-1], max(prefill, default=0)
     if prefill:
         rows += PREFILL_GRAPH_PROMPTS + max(decodes for _, decodes in mixed)
-    row = model.hidden_size * KV_DTYPE_BYTES[dtype]
-    results = 2 * (rows * model.vocab_size * 4 + tokens * row)
-    results += 2 * (decode[-1] + tokens) * row if sizes.ranks.pp_size > 1 else 0
+    item = KV_DTYPE_BYTES[dtype]
+    results = 2 * (rows * model.vocab_size * 4 + tokens * model.hidden_size * item)
+    results += 2 * (decode[-1] + tokens) * _stream_width(model) * item if sizes.ranks.pp_size > 1 else 0
     return records + results + activation_bytes(model, dtype, decode[-1] + tokens, sizes.ranks)
 
 
+def draft_graph_bytes(layers: int, num_tokens: int, sizes: Sizes) -> int:
+    """Returns the bytes of the launch records of a draft's layers behind every step: once for its rows and once for
+    each guess but the first."""
+    graphs = len(sizes.graph_batch_sizes) + len(_mixed_graphs(sizes))
+    return graphs * num_tokens * (layers + 1) * _GRAPH_PER_LAYER
+
+
+def _mixed_graphs(sizes: Sizes) -> list[tuple[int, int]]:
+    """Returns the numbers of tokens of the graphs with prompts, and of decoding requests among them."""
+    decode = sizes.graph_batch_sizes
+    return [
+        (tokens, decodes)
+        for tokens in (sizes.prefill_graph_tokens if decode else ())
+        for decodes in mixed_decode_sizes(decode)
+        if decodes <= tokens
+    ]
+
+
 def handed_on_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
-    """Hidden states on their way to a pipeline's next stage: of the step that is computed, of one that is received, and
-    of as many more as `Group.send_to_next` leaves under way."""
+    """Returns the bytes of hidden states on their way to a pipeline's next stage: of the step that is computed, of one
+    that is received, and of as many more as `Group.send_to_next` leaves under way."""
     if sizes.ranks.pp_size == 1:
         return 0
-    return (sizes.ranks.pp_size + 3) * sizes.tokens_per_step * model.hidden_size * KV_DTYPE_BYTES[dtype]
+    return (sizes.ranks.pp_size + 3) * sizes.tokens_per_step * _stream_width(model) * KV_DTYPE_BYTES[dtype]
+
+
+def _stream_width(model: ModelDescription) -> int:
+    """Returns the elements of a token between the layers."""
+    return model.hidden_size * max(layer.residual.streams for layer in model.layers)
 
 
 @dataclass(frozen=True, slots=True)
 class FixedMemory:
-    """What a rank needs beside weights and caches."""
+    """The memory that a rank needs beside weights and caches."""
 
     tables: int
     activations: int
@@ -193,6 +228,7 @@ class FixedMemory:
 
 def fixed_memory(
     model: ModelDescription,
+    everything: ModelDescription,
     dtype: str,
     weights: int,
     available: int,
@@ -201,8 +237,10 @@ def fixed_memory(
     choices: Mapping[str, Choice],
     arch: ArchTraits,
 ) -> FixedMemory:
-    """On a GPU."""
+    """Computes the memory that a GPU needs beside weights and caches. `everything`: the model with the layers of a
+    draft."""
     groups = (sizes.ranks.tp_size > 1) + (sizes.ranks.pp_size > 1)
+    heads = _attention_sizes(everything, sizes, arch.num_sms, available - weights, cost)
     return FixedMemory(
         tables=table_bytes(sizes),
         activations=activation_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks)
@@ -215,13 +253,13 @@ def fixed_memory(
         + (available // _HOST_SHARE if arch.unified_memory else 0),
         rotary=rotary_bytes(model, sizes.context_len),
         penalties=penalty_bytes(model, sizes),
-        attention=attention_bytes(choices, _attention_sizes(model, sizes, arch.num_sms, available - weights, cost)),
+        attention=attention_bytes(choices, heads),
     )
 
 
 def cache_room(weights: int, available: int, fixed: FixedMemory, fraction: float | None) -> int:
-    """Bytes of all caches, states included: what everything else leaves, or with `fraction` (--mem-fraction-static)
-    what that leaves. Below 0 where even the weights do not fit."""
+    """Returns the bytes for all caches, states included: what everything else leaves, or with `fraction`
+    (--mem-fraction-static) what that leaves. Negative where even the weights do not fit."""
     if fraction is None:
         return available - fixed.total - weights
     allocated_first = fixed.tables + fixed.rotary + fixed.attention
@@ -229,7 +267,7 @@ def cache_room(weights: int, available: int, fixed: FixedMemory, fraction: float
 
 
 def cpu_cache_room(weights: int, available: int) -> int:
-    """The same in main memory, where caches are modest."""
+    """Returns the bytes for all caches in main memory, where caches are modest."""
     return int((available - weights) * CPU_KV_SHARE)
 
 
@@ -242,7 +280,8 @@ def plan_gpu_memory(
     fraction: float | None,
     most_tokens: int,
 ) -> tuple[MemoryPlan, Pools]:
-    """Pools of tokens get what states leave of the room for caches, for at most `most_tokens`. Raises DoesNotFit."""
+    """Plans the memory of a GPU: pools of tokens get what states leave of the room for caches, for at most
+    `most_tokens`. Raises DoesNotFit."""
     states = cost.states_bytes(sizes.state_rows)
     pools = cache_room(weights, available, fixed, fraction) - states
     if pools <= 0:
@@ -267,7 +306,7 @@ def plan_gpu_memory(
 
 
 def _why_nothing_is_left(weights: int, states: int, others: int, available: int, fraction: float | None) -> str:
-    """`others`: all but weights, states of requests and caches."""
+    """Explains why no memory is left for a cache. `others`: everything but weights, states of requests and caches."""
     what = f"the weights take {weights / GIB:.2f} GiB"
     if states:
         what += f" and the states of the running requests {states / GIB:.2f} GiB"
@@ -289,6 +328,7 @@ def _attention_sizes(
     return AttentionSizes(
         num_heads=-(-max(mixer.num_heads for mixer in mixers) // sizes.ranks.tp_size),
         v_head_dim=max(mixer.value_dim for mixer in mixers),
+        index_logits=sizes.tokens_per_step * sizes.context_len * 4,
         num_sms=num_sms,
         max_running_requests=sizes.max_running_requests,
         graph_batch_sizes=sizes.graph_batch_sizes,
@@ -311,7 +351,7 @@ def plan_cpu_memory(
     most_tokens: int,
     max_total_tokens: int | None,
 ) -> tuple[MemoryPlan, Pools]:
-    """A modest share of main memory, unless --max-total-tokens asks for another size. Raises UserError."""
+    """Plans main memory: a modest share of it, unless --max-total-tokens asks for another size. Raises UserError."""
     tables, rotary = table_bytes(sizes), rotary_bytes(model, sizes.context_len)
     states = cost.states_bytes(sizes.state_rows)
     fixed = weights + tables + rotary + states

@@ -22,14 +22,15 @@ from sglang.srt.plan.layer_spec import (
     Window,
     key_value_cache,
     latent_cache,
+    packed_latent_cache,
 )
 from sglang.srt.plan.ranks import HeadShares
 
 
 @dataclass(frozen=True, slots=True)
 class HeadDims:
-    """`dims` neighbouring rows (axis 0) or columns (1) of a matrix that belong to one head, or (`of_kv`) to one KV
-    head. `matrix`, `parts`: as of Matrix."""
+    """The rows or columns of a matrix that belong to one head: `dims` neighbouring rows (axis 0) or columns (1), of a
+    query head or (`of_kv`) of a KV head. `matrix`, `parts`: as in Matrix."""
 
     matrix: str
     parts: tuple[str, ...]
@@ -47,6 +48,7 @@ class GQA:
     q and one over all of k; `value_norm`: over each head of v too, without weights. With `values_from_keys` k_proj
     makes both: v is k before its norm. With `output_gate` q_proj makes a gate for every head beside it. `cache_layer`
     >= 0: the layer makes no keys and values and attends to those of that layer, which says `cache_shared`.
+    `input_size`: of what q, k and v are made of, where that is not the hidden size (drafts).
     """
 
     num_heads: int
@@ -68,6 +70,7 @@ class GQA:
     values_from_keys: bool = False
     cache_layer: int = -1
     cache_shared: bool = False
+    input_size: int = 0
 
     @property
     def value_dim(self) -> int:
@@ -99,7 +102,7 @@ class GQA:
     def needs(self, serving: Serving) -> Iterator[Need]:
         dims = (self.head_dim, self.v_head_dim)
         shares = self.shares(serving.tp_size)
-        heads = (shares.room, shares.kv_room)
+        heads = (shares.padded_heads, shares.padded_kv_heads)
         norms = ["head_norm"] if self.qk_norm == "head" else []
         if self.qk_norm == "whole":
             yield Need("qk_whole_norm", q_dtype=serving.dtype)
@@ -124,16 +127,16 @@ class GQA:
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
         if not self.caches_tokens:
             return ()
-        heads = self.shares(serving.tp_size).kv_room
+        heads = self.shares(serving.tp_size).padded_kv_heads
         lifetime = Window(self.window) if self.window else FULL
         return (key_value_cache("kv", heads, self.head_dim, self.v_head_dim, serving.kv_dtype, lifetime),)
 
     def attention_shape(self, tp_size: int) -> AttentionShape:
         shares = self.shares(tp_size)
-        return AttentionShape(shares.room, shares.kv_room, self.head_dim, self.v_head_dim)
+        return AttentionShape(shares.padded_heads, shares.padded_kv_heads, self.head_dim, self.v_head_dim)
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
-        heads, kv_heads = self.shares(tp_size).room, self.shares(tp_size).kv_room
+        heads, kv_heads = self.shares(tp_size).padded_heads, self.shares(tp_size).padded_kv_heads
         q, k = heads * self.head_dim, kv_heads * self.head_dim
         parts = {"q": q * (2 if self.output_gate else 1), "k": k, "v": kv_heads * self.v_head_dim}
         norms = {"": 0, "head": 2 * self.head_dim, "whole": q + k}[self.qk_norm]
@@ -142,7 +145,7 @@ class GQA:
         elif self.values_from_keys:
             del parts["v"]
         return (
-            Matrix("attn.qkv", tuple(parts), sum(parts.values()), hidden_size, self.qkv_bias),
+            Matrix("attn.qkv", tuple(parts), sum(parts.values()), self.input_size or hidden_size, self.qkv_bias),
             Matrix("attn.o", ("",), hidden_size, heads * self.v_head_dim, self.o_bias),
             Elements(norms, "float32" if self.fp32_norms else None),
             Elements(heads if self.sinks else 0, "float32"),
@@ -150,23 +153,29 @@ class GQA:
 
     def activation_elements(self, tp_size: int) -> int:
         shares = self.shares(tp_size)
-        return (3 * shares.room + 2 * shares.kv_room) * self.head_dim
+        return (3 * shares.padded_heads + 2 * shares.padded_kv_heads) * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class Indexer:
-    """Scores every cached token with few small heads and keeps the `top_k` best for attention (DeepSeek-V3.2)."""
+    """Scores every cached token with few small heads and keeps the `top_k` best for attention (DeepSeek-V3.2).
+
+    `interleaved`: the form in which its heads rotate, as in MLA."""
 
     num_heads: int
     head_dim: int
     top_k: int
+    interleaved: bool = False
 
     def needs(self, serving: Serving) -> Iterator[Need]:
-        yield serving.need("index_key_store", (self.head_dim, self.head_dim))
-        yield serving.need("sparse_indexer", (self.head_dim, self.head_dim))
+        dims, heads = (self.head_dim, self.head_dim), (self.num_heads, 1)
+        yield serving.need("index_key_store", dims)
+        yield serving.need("index_queries", dims, heads=heads)
+        yield serving.need("sparse_indexer", dims, heads=heads)
 
     def cache(self, serving: Serving, entries_per_token: Fraction = Fraction(1)) -> CacheSpec:
-        """Its keys, which every rank holds; with a scale where they have one byte an element."""
+        """Returns the cache of the indexer's keys, which every rank holds; with a scale where they have one byte an
+        element."""
         tensors: tuple[CacheTensor, ...] = (CacheTensor("k", (1, self.head_dim), serving.kv_dtype),)
         if KV_DTYPE_BYTES[serving.kv_dtype] == 1:
             tensors += (CacheTensor("scale", (1,), "float32"),)
@@ -179,8 +188,9 @@ class MLA:
 
     Decoding multiplies q with W_UK and the output with W_UV, so that it reads latents only; prompts are attended to
     with uncompressed keys of `nope_dim + rope_dim` and values of `v_dim`. `q_lora_rank` 0: q is not compressed.
-    With `sparse` attention is over the tokens that an indexer chose; `indexer` None then means that this layer takes
-    another layer's choice. `interleaved`: neighbours rotate together, and not dims half a rotary key apart.
+    With `top_k` > 0 attention is over so many tokens that an indexer selects; `indexer` None then means that this layer
+    takes the selection of the last layer that has one. `interleaved`: neighbours rotate together, and not dims half a
+    rotary key apart. `input_size`: as in GQA.
     """
 
     num_heads: int
@@ -191,8 +201,18 @@ class MLA:
     v_dim: int
     rope: RopeSpec | None = None
     interleaved: bool = True
-    sparse: bool = False
+    top_k: int = 0
     indexer: Indexer | None = None
+    input_size: int = 0
+
+    @property
+    def sparse(self) -> bool:
+        return self.top_k > 0
+
+    @property
+    def takes_selection(self) -> bool:
+        """Whether the layer takes the selection of an earlier layer."""
+        return self.sparse and self.indexer is None
 
     @property
     def value_dim(self) -> int:
@@ -200,12 +220,13 @@ class MLA:
 
     @property
     def qk_dim(self) -> int:
-        """Of a query, and of a key that is made of a latent."""
+        """Elements of a head of queries, and of keys that are made of latents."""
         return self.nope_dim + self.rope_dim
 
     @property
     def softmax_scale(self) -> float:
-        """With YaRN's factor for attention (`mscale_all_dim`), squared because q and k would each have it."""
+        """Scale of the products of queries and keys, with YaRN's factor for attention (`mscale_all_dim`), squared
+        because q and k would each have it."""
         params = dict(self.rope.params) if self.rope is not None else {}
         factor = float(params.get("factor", 1.0))
         growth = 0.1 * float(params.get("mscale_all_dim") or 0.0) * math.log(factor) if factor > 1 else 0.0
@@ -222,7 +243,7 @@ class MLA:
         return pairs * saved > sum(prefix_lens) * self.kv_lora_rank * (self.nope_dim + self.v_dim)
 
     def shares(self, tp_size: int) -> HeadShares:
-        """Of heads that share nothing but the latent, which every rank has."""
+        """Returns the shares of the heads; they have nothing in common but the latent, which every rank has."""
         return HeadShares(self.num_heads, self.num_heads, tp_size)
 
     def head_dims(self) -> Iterator[HeadDims]:
@@ -231,37 +252,55 @@ class MLA:
         yield HeadDims("attn.kv_b", ("",), 0, self.nope_dim + self.v_dim)
         yield HeadDims("attn.o", ("",), 1, self.v_dim)
 
+    def _of_index(self, serving: Serving) -> Serving:
+        """Returns the choices with the cache type of index keys: e4m3 with a scale a key, as published, whatever the
+        type of the latents is, where the model computes in 16 bits."""
+        return replace(serving, kv_dtype="fp8_e4m3" if KV_DTYPE_BYTES[serving.dtype] == 2 else serving.dtype)
+
+    def packed(self, kv_dtype: str) -> bool:
+        """Whether entries are bytes of several types: those of sparse layers in a cache of float8 are."""
+        return self.sparse and KV_DTYPE_BYTES[kv_dtype] == 1
+
     @property
     def latent_dim(self) -> int:
         return self.kv_lora_rank + self.rope_dim
 
     def needs(self, serving: Serving) -> Iterator[Need]:
-        latent, heads = (self.latent_dim, self.kv_lora_rank), (self.shares(serving.tp_size).room, 1)
-        traits = ["mla", "sparse"] if self.sparse else ["mla"]
+        latent, heads = (self.latent_dim, self.kv_lora_rank), (self.shares(serving.tp_size).padded_heads, 1)
         yield serving.need("latent_norm_rope_store", latent, ["mla"], heads, self.rope_dim)
         if self.indexer is not None:
-            yield from self.indexer.needs(serving)
-        if not self.sparse:
-            # Over keys and values as they are made of latents: never quantized.
-            dims = (self.qk_dim, self.v_dim)
-            yield replace(serving, kv_dtype=serving.dtype).need("latent_prompt_attention", dims)
+            yield Need("index_norm_rope", q_dtype=serving.dtype, heads=(self.indexer.num_heads, 1))
+            yield from self.indexer.needs(self._of_index(serving))
+        # Over keys and values as they are made of latents: never quantized.
+        dims = (self.qk_dim, self.v_dim)
+        yield replace(serving, kv_dtype=serving.dtype).need("latent_prompt_attention", dims)
         yield Need("latent_absorb", q_dtype=serving.dtype, heads=heads)
-        yield serving.need("extend_attention", latent, traits)
-        yield serving.need("decode_attention", latent, traits, heads)
+        # In sparse layers: over requests with no more tokens than are selected.
+        dense = replace(serving, kv_dtype=serving.dtype) if self.packed(serving.kv_dtype) else serving
+        yield dense.need("extend_attention", latent, ["mla"])
+        yield dense.need("decode_attention", latent, ["mla"], heads)
+        if self.sparse:
+            yield serving.need("sparse_attention", latent, ["mla"], heads)
+        if self.packed(serving.kv_dtype):
+            yield serving.need("latent_pack_store", latent, ["mla"])
 
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
-        latent = latent_cache("latent", self.latent_dim, self.kv_lora_rank, serving.kv_dtype)
-        return (latent,) if self.indexer is None else (latent, self.indexer.cache(serving))
+        if self.packed(serving.kv_dtype):
+            latent = packed_latent_cache("latent")
+        else:
+            latent = latent_cache("latent", self.latent_dim, self.kv_lora_rank, serving.kv_dtype)
+        return (latent,) if self.indexer is None else (latent, self.indexer.cache(self._of_index(serving)))
 
     def attention_shape(self, tp_size: int) -> AttentionShape:
-        return AttentionShape(self.shares(tp_size).room, 1, self.latent_dim, self.kv_lora_rank)
+        return AttentionShape(self.shares(tp_size).padded_heads, 1, self.latent_dim, self.kv_lora_rank)
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
-        heads = self.shares(tp_size).room
-        q_rows, q_cols = heads * self.qk_dim, self.q_lora_rank or hidden_size
+        heads = self.shares(tp_size).padded_heads
+        width = self.input_size or hidden_size
+        q_rows, q_cols = heads * self.qk_dim, self.q_lora_rank or width
         first, rows = ("q_a_proj", self.q_lora_rank) if self.q_lora_rank else ("q_proj", q_rows)
         parts: list[Matrix | Elements] = [
-            Matrix("attn.qkv_a", (first, "kv_a_proj_with_mqa"), rows + self.latent_dim, hidden_size),
+            Matrix("attn.qkv_a", (first, "kv_a_proj_with_mqa"), rows + self.latent_dim, width),
             # W_UK and W_UV (kv_b_proj): always in the model's type.
             Elements(heads * (self.nope_dim + self.v_dim) * self.kv_lora_rank),
             Matrix("attn.o", ("",), hidden_size, heads * self.v_dim),
@@ -273,16 +312,17 @@ class MLA:
             dim, index_heads = self.indexer.head_dim, self.indexer.num_heads
             parts += (
                 Matrix("attn.index_q", ("",), index_heads * dim, q_cols),
-                Matrix("attn.index_k", ("",), dim, hidden_size),
-                Matrix("attn.index_weights", ("",), index_heads, hidden_size, quantized=False),
-                Elements(2 * dim),
+                Matrix("attn.index_k", ("",), dim, width),
+                Matrix("attn.index_weights", ("",), index_heads, width, quantized=False, dtype="float32"),
+                Elements(2 * dim, "float32"),
             )
         return tuple(parts)
 
     def activation_elements(self, tp_size: int) -> int:
-        """Absorbed: queries twice, latents that attention returns, outputs. Expanded: queries, keys, values, outputs,
-        in fp32 too, and keys and values of a chunk with as many tokens as a step."""
+        """Returns the elements of the larger form, and of the latents. Absorbed: queries twice, latents that attention
+        returns, outputs. Expanded: queries, keys, values, outputs, in fp32 too, and keys and values of a chunk with as
+        many tokens as a step."""
         absorbed = 2 * self.latent_dim + self.qk_dim + self.v_dim
         expanded = 3 * self.qk_dim + 5 * self.v_dim
-        heads = self.shares(tp_size).room
+        heads = self.shares(tp_size).padded_heads
         return heads * max(absorbed, expanded) + self.kv_lora_rank + self.q_lora_rank

@@ -57,23 +57,24 @@ class ModelDescription:
 
     @property
     def has_embedding(self) -> bool:
-        """Of a pipeline's stages the last one has a copy where the output head is tied to it."""
+        """Whether the stage has the embedding; of a pipeline's stages the last one has a copy where the output head is
+        tied to it."""
         return self.first_stage or (self.last_stage and self.tie_embeddings)
 
     @property
     def experts(self) -> MoE | None:
-        """The routed experts; layers that have them have the same."""
+        """The routed experts; layers with experts have equal ones."""
         return next((layer.ffn for layer in self.layers if isinstance(layer.ffn, MoE)), None)
 
     @property
     def per_layer_inputs(self) -> PerLayerEmbedding | None:
-        """What tokens add in every layer."""
+        """The embeddings that tokens add in every layer (Gemma 4), where there are some."""
         inputs = self.layers[0].inputs
         return inputs if isinstance(inputs, PerLayerEmbedding) else None
 
     @property
     def expert_quant(self) -> ModuleQuant | None:
-        """The scheme of the routed experts; None: 16 bits. Raises UserError where there are several."""
+        """Storage of the routed experts; None: 16 bits. Raises UserError where there are several."""
         quants = {
             self.quant_of(i, matrix)
             for i, layer in enumerate(self.layers)
@@ -91,7 +92,8 @@ class ModelDescription:
 
     @property
     def head_quant(self) -> ModuleQuant | None:
-        """How the checkpoint stores the output head; None: in 16 bits. Raises UserError for what no product reads."""
+        """Storage of the output head in the checkpoint; None: in 16 bits. Raises UserError for a scheme that no product
+        reads."""
         if self.quantization is None or self.tie_embeddings:
             return None
         quant = self.quantization.named(self.names.model["lm_head"])
@@ -103,7 +105,8 @@ class ModelDescription:
         return quant
 
     def quant_of(self, layer: int, matrix: Matrix) -> ModuleQuant | None:
-        """How the checkpoint stores what a layer multiplies as one. Raises UserError when its modules differ."""
+        """Returns how the checkpoint stores a matrix that a layer multiplies as one. Raises UserError when its modules
+        differ."""
         if self.quantization is None or not matrix.quantized:
             return None
         return self.quantization.of_fused(self._modules(layer, matrix))
@@ -118,7 +121,7 @@ class ModelDescription:
         return [names.layer_module(layer, matrix.name, part, expert) for part in matrix.parts for expert in ends]
 
     def require_served(self) -> None:
-        """Raises UserError with what is not computed here."""
+        """Raises UserError that names what is not computed here."""
         if self.architecture not in SERVED_ARCHITECTURES:
             served = ", ".join(SERVED_ARCHITECTURES)
             raise UserError(f"the architecture {self.architecture} is not supported. Supported: {served}.")
@@ -129,18 +132,44 @@ class ModelDescription:
 def describe_model(
     config: Config, quantization: QuantConfig | None, keep_shared_apart: str = "", source: str = "config.json"
 ) -> ModelDescription:
-    """Of a config.json (multimodal wrappers included) and the quantization that was detected for it.
+    """Describes the model of a config.json (multimodal wrappers included) with the quantization that was detected for
+    it.
 
     `keep_shared_apart`: what of the user's choices keeps shared experts out of the routed ones.
     Raises UserError naming a key that is missing, out of bounds, or of layers that are not described here. Values that
     are described and not computed are in `unsupported`.
     """
     keys = ConfigReader(select_text_config(config), source)
-    architectures = keys.default("architectures", list, [])
-    architecture = str(architectures[0]) if architectures else "unknown"
-    model_type = str(keys.values.get("model_type") or "")
+    architecture, model_type = architecture_of(keys), str(keys.values.get("model_type") or "")
     known = family_of(architecture, model_type)
     family = known or Family(model_types=(model_type,))
+    multimodal = isinstance(config.get("text_config"), Mapping)
+    placed = replace(family, names=family.names.below(_prefix(quantization, multimodal)))
+    model = describe_as(placed, keys, quantization, keep_shared_apart)
+    return replace(
+        model,
+        known=known is not None,
+        vision_head_dim=_vision_head_dim(config.get("vision_config")),
+        names=_without_drafts(placed.names, keys, len(model.layers)),
+    )
+
+
+def architecture_of(keys: ConfigReader) -> str:
+    architectures = keys.default("architectures", list, [])
+    return str(architectures[0]) if architectures else "unknown"
+
+
+def describe_as(
+    family: Family, keys: ConfigReader, quantization: QuantConfig | None, keep_shared_apart: str = ""
+) -> ModelDescription:
+    """Describes a model of the family, whose checkpoint has the family's names. Raises UserError as `describe_model`
+    does."""
+    architecture, source = architecture_of(keys), keys.source
+    model_type = str(keys.values.get("model_type") or "")
+    left_out = family.published.get(keys.count("n_routed_experts"), {}) if family.published else {}
+    if left_out:
+        stated = {key: value for key, value in keys.values.items() if value is not None}
+        keys = ConfigReader({**left_out, **stated}, source)
     if family.one_block_layers:
         num_layers = len(block_kinds(keys.values, source))
         keys = ConfigReader({**keys.values, "num_hidden_layers": num_layers}, source)
@@ -150,11 +179,10 @@ def describe_model(
     unsupported = list(_unsupported(keys, family, architecture))
     hidden_size, vocab_size = keys.positive("hidden_size"), keys.positive("vocab_size")
     layers = read_layers(keys, family, unsupported)
-    multimodal = isinstance(config.get("text_config"), Mapping)
     model = ModelDescription(
         architecture=architecture,
         model_type=model_type,
-        known=known is not None,
+        known=True,
         unsupported=tuple(unsupported),
         dtype=_dtype(keys.values),
         hidden_size=hidden_size,
@@ -165,15 +193,16 @@ def describe_model(
         logit_cap=keys.default("final_logit_softcapping", float, 0.0),
         zero_centred_norms=family.zero_centred_norms,
         layers=layers,
-        vision_head_dim=_vision_head_dim(config.get("vision_config")),
-        names=_names(keys, family, _prefix(quantization, multimodal)),
+        vision_head_dim=0,
+        names=family.names,
         quantization=quantization,
     )
     return with_fused_shared(_with_scale_groups(model), keep_shared_apart)
 
 
 def _unsupported(keys: ConfigReader, family: Family, architecture: str) -> Iterator[str]:
-    """Values that change the result, of those that every family may have, and those that only this one has."""
+    """Yields values that change the result: of the keys that every family may have, and of those that only this one
+    has."""
     if architecture not in family.architectures:
         yield f"{keys.source}: the architecture {architecture} is not supported."
     if keys.values.get(family.norm_eps) is None:
@@ -203,7 +232,7 @@ _UNUSUAL: Mapping[str, tuple[object, ...]] = {
     "logit_scale": (1,),
     "clip_qkv": (),
 }
-"""Keys of some families that change the result of any; null and absent are usual."""
+"""Keys of some families that change the result of any, with their usual values; null and absent are usual too."""
 
 
 def _dtype(values: Config) -> str:
@@ -211,7 +240,8 @@ def _dtype(values: Config) -> str:
 
 
 def with_fused_shared(model: ModelDescription, keep_apart: str = "") -> ModelDescription:
-    """With a shared expert that can be one more of the routed ones held as such, unless `keep_apart` says why not."""
+    """Returns the model with a shared expert held as one more of the routed ones where it can be, unless `keep_apart`
+    says why not."""
     layers, reasons = [], []
     for i, layer in enumerate(model.layers):
         experts = layer.ffn
@@ -224,7 +254,8 @@ def with_fused_shared(model: ModelDescription, keep_apart: str = "") -> ModelDes
 
 
 def _with_scale_groups(model: ModelDescription) -> ModelDescription:
-    """With the groups of dims that scales of the checkpoint keep together in every MLP and shared expert."""
+    """Returns the model with the scale groups of the checkpoint in every MLP and shared expert: dims whose scales keep
+    them together."""
     if model.quantization is None:
         return model
     layers = []
@@ -240,7 +271,8 @@ def _with_scale_groups(model: ModelDescription) -> ModelDescription:
 
 
 def _scale_group(model: ModelDescription, layer: int, prefix: str, mlp: Dense) -> int:
-    """Intermediate dims that share scales, as rows of the first product or as columns of the second."""
+    """Returns the number of intermediate dims that share scales, as rows of the first product or as columns of the
+    second."""
     up = model.quant_of(layer, Matrix(f"{prefix}.gate_up", up_parts(mlp.activation), 0, 0))
     down = model.quant_of(layer, Matrix(f"{prefix}.down", ("down",), 0, 0))
     rows, columns = (up.format.group[0] if up else 1), (down.format.group[1] if down else 1)
@@ -274,9 +306,9 @@ def _vision_head_dim(vision: Any) -> int:
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.")
 
 
-def _names(keys: ConfigReader, family: Family, prefix: str) -> WeightMap:
-    """With the layers behind the last one unread: only drafts use them (multi-token prediction)."""
-    names, first = family.names.below(prefix), keys.positive("num_hidden_layers")
+def _without_drafts(names: WeightMap, keys: ConfigReader, first: int) -> WeightMap:
+    """Returns the names with the layers behind the last one marked as unread: only drafts use them (multi-token
+    prediction)."""
     drafts = range(first, first + keys.count("num_nextn_predict_layers", "num_mtp_modules"))
     return replace(names, unread=(*names.unread, *(names.layer_prefix.format(layer=i) for i in drafts)))
 

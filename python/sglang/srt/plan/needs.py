@@ -1,4 +1,4 @@
-"""From a model's description to the ops that it needs, each once."""
+"""Lists the ops that a model needs, each once, from its description."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sglang.srt.plan.rank_weights import RankWeights
 
 
 def needs_of(of_rank: RankWeights, serving: Serving) -> tuple[Need, ...]:
-    """In the order of a layer. Needs of one op and shape are one, whose traits are those of any layer; an op that has
-    several shapes has a need for each, told apart by `variant`."""
+    """Returns the needs in the order of a layer. Needs of one op and shape are merged, with the traits of all layers;
+    an op with several shapes has a need for each, told apart by `variant`."""
     model, dtype = of_rank.model, serving.dtype
     experts = _experts(of_rank)
     blocks = (block for layer in model.layers for block in layer.token_blocks)
@@ -34,7 +34,7 @@ def needs_of(of_rank: RankWeights, serving: Serving) -> tuple[Need, ...]:
 
 
 def _experts(of_rank: RankWeights) -> dict[str, Any]:
-    """Scheme, shapes and numbers of the routed experts, as fields of their need."""
+    """Returns scheme, shapes and numbers of the routed experts, as fields of their need."""
     experts, quant = of_rank.model.experts, of_rank.model.expert_quant
     if experts is None:
         return {}
@@ -45,7 +45,7 @@ def _experts(of_rank: RankWeights) -> dict[str, Any]:
 
 
 def _merged(needs: Iterable[Need]) -> Iterator[Need]:
-    """One for each op and shape; what an op has several of is named by its head dims, after the first."""
+    """Yields one need for each op and shape; further shapes of an op, after the first, are named by their head dims."""
     by_shape: dict[Need, frozenset[str]] = {}
     for need in needs:
         shape = replace(need, traits=frozenset())
@@ -58,7 +58,7 @@ def _merged(needs: Iterable[Need]) -> Iterator[Need]:
 
 
 def _linears(of_rank: RankWeights, dtype: str) -> Iterator[Need]:
-    """The 16-bit products, and one need for each scheme of the others."""
+    """Yields a need for the 16-bit products, and one for each scheme of the others."""
     head = of_rank.model.head_quant
     shapes: dict[str | None, set[tuple[int, int, bool]]] = {
         head.scheme if head else None: {(of_rank.head.rows, of_rank.head.cols, False)}

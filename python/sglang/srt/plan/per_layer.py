@@ -23,14 +23,14 @@ class PerLayerEmbedding:
 
     @property
     def stream_elements(self) -> int:
-        """Of one token, from the first layer to the last; twice while they are made."""
+        """Elements that one token carries from the first layer to the last; twice as many while they are made."""
         return 2 * self.num_layers * self.size
 
     def needs(self, serving: Serving) -> Iterator[Need]:
         yield Need(self.activation.op, q_dtype=serving.dtype)
 
     def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
-        """Of a layer: every rank has all of it."""
+        """Returns the weights of a layer: every rank has all of them."""
         return (
             Matrix("inputs.gate", ("",), self.size, hidden_size),
             Matrix("inputs.projection", ("",), hidden_size, self.size),
@@ -38,7 +38,7 @@ class PerLayerEmbedding:
         )
 
     def model_weights(self, hidden_size: int, tp_size: int) -> Weights:
-        """Of the model, once."""
+        """Returns the weights that the model has once."""
         width = self.num_layers * self.size
         return Elements(-(-self.vocab_size // tp_size) * width), Elements(width * hidden_size), Elements(self.size)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,10 @@ from sglang.srt.kernels.tables import FLASHINFER_FUSION, SCALED_MM_SCHEMES
 from sglang.srt.plan import defaults
 from sglang.srt.plan.attention_sites import attention_sites
 from sglang.srt.plan.caches import CacheGroup, cache_groups, row_tables
-from sglang.srt.plan.capacity import Capacity, Trial
+from sglang.srt.plan.capacity import Capacity, Trial, describe_pools
+from sglang.srt.plan.drafts.ask import AskedDraft, asked_draft, check_backends
+from sglang.srt.plan.drafts.draft_plan import DraftPlan, needs_with_draft, plan_draft, with_draft_layers
+from sglang.srt.plan.drafts.memory import with_draft_memory
 from sglang.srt.plan.kernel_choice import choose_kernels
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import PER_REQUEST, AttentionShape, AttentionSite, Serving
@@ -36,13 +39,14 @@ from sglang.srt.plan.memory import (
     plan_gpu_memory,
 )
 from sglang.srt.plan.model_description import ModelDescription, describe_model
-from sglang.srt.plan.needs import needs_of
-from sglang.srt.plan.pool_checks import check_pages, check_pool, flag_notes, short_of_context, smaller_sizes
+from sglang.srt.plan.pool_checks import check_pool, flag_notes, short_of_context, smaller_sizes, with_pages
 from sglang.srt.plan.pool_sizes import FREE_TOKENS, CacheCost, PoolSizes, WindowSize, cache_cost, sized_cost
 from sglang.srt.plan.rank_weights import RankWeights, rank_weights
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.remedies import trial_or_advice
-from sglang.srt.plan.stages import Stage, caches_of_stage, cut_stages, fullest_caches
+from sglang.srt.plan.selection import describe_selection
+from sglang.srt.plan.speculation import ngram_bytes, ngram_needs
+from sglang.srt.plan.stages import NOTHING_BEHIND, Behind, Stage, caches_of_stage, cut_stages, fullest_caches
 from sglang.srt.plan.state_rows import state_rows
 from sglang.srt.plan.tile_bands import cut_bands
 from sglang.srt.server_args import ServerArgs
@@ -50,13 +54,14 @@ from sglang.srt.server_args import ServerArgs
 logger = logging.getLogger(__name__)
 
 Probe = Callable[[Need], str]
-"""Tries the library's kernel of a need on this GPU: what is against it, or ""."""
+"""Tries the library's kernel of a need on this GPU, and returns what is against it, or ""."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Read-only after `make_plan`. Sizes are those of one rank; the ranks of a stage have equal plans, and those of
-    other stages differ in `description`, the layers that they have, and in `caches`."""
+    """The plan of one rank: everything decided before the first allocation. Read-only after `make_plan`. Sizes are
+    those of one rank; the ranks of a stage have equal plans, and those of other stages differ in `description`, the
+    layers that they have, and in `caches`."""
 
     arch: ArchTraits
     model: ModelConfig
@@ -82,9 +87,28 @@ class Plan:
     max_prefill_tokens: int
     cuda_graph_bs: tuple[int, ...]  # empty: no graphs
     cuda_graph_prefill_tokens: tuple[int, ...] = ()
+    draft: DraftPlan | None = None  # of the last stage
+    captures: tuple[int, ...] = ()  # layers whose outputs the draft reads, in whatever stage they are
     stages: tuple[str, ...] = ()  # what each stage of a pipeline has, where there are several
     warnings: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()  # the server works, but not as the user will want it
+
+    @property
+    def of_draft(self) -> Plan:
+        """The plan as the draft's layers see it: their description, weights and kernels."""
+        draft = self.draft
+        assert draft is not None
+        description = draft.description.model
+        return replace(
+            self,
+            model=replace(self.model, quantization=description.quantization),
+            description=description,
+            weights=draft.weights,
+            choices=draft.own_choices(self.choices),
+            bands=draft.own_choices(self.bands),
+            draft=None,
+            captures=(),
+        )
 
     @property
     def has_states(self) -> bool:
@@ -95,6 +119,11 @@ class Plan:
         """Whether what one request computed can serve another that begins alike: a state stands for all tokens before
         it, so there must be room for copies of it."""
         return not self.has_states or self.state_checkpoints > 0
+
+    @property
+    def selection(self) -> str:
+        """Description of where attention reads what an indexer selects, and why not everywhere."""
+        return describe_selection(self.description, Serving(self.dtype, self.kv_cache_dtype, 1, self.ranks.tp_size))
 
     @property
     def pool_sizes(self) -> PoolSizes:
@@ -110,36 +139,37 @@ class Plan:
 
     @property
     def attention_shapes(self) -> tuple[AttentionShape, ...]:
-        """Of all call sites, each once, in the order of the layers."""
+        """The heads of all attention call sites, each once, in the order of the layers."""
         return tuple(dict.fromkeys(site.shape for site in self.attention_sites))
 
     def attention_op(self, op: str, shape: AttentionShape) -> str:
-        """The key of the choice for an op that attends with heads of this shape."""
+        """Returns the key of the choice for an op that attends with heads of this shape."""
         variant = f"{op}/{shape.head_dim}x{shape.v_head_dim}"
         return variant if variant in self.choices else op
 
     @property
     def tokens_per_step(self) -> int:
-        """At most."""
+        """The most tokens of a step."""
         if self.chunked_prefill_size == -1:
             return max(self.max_prefill_tokens, self.context_len)
         return self.chunked_prefill_size
 
     def entry(self, op: str) -> Any:
-        """The chosen kernel's callable."""
+        """Returns the chosen kernel's callable."""
         return self.choices[op].load()
 
     def tiles(self, op: str, shape: Shape | None = None) -> Bands:
-        """The bands of an op; of a linear one for weights of this shape. None for kernels that take no tile."""
+        """Returns the bands of tiles of an op; of a linear one for weights of this shape. None for kernels that take no
+        tile."""
         cut = self.bands.get(op)
         return () if cut is None else cut.by_shape[shape]
 
     def tile(self, op: str) -> Tile:
-        """The chosen tile of a kernel that has one for steps of any size."""
+        """Returns the chosen tile of a kernel that has one for steps of any size."""
         return self._rungs(op)[0]
 
     def ladder(self, op: str) -> TileLadder[Tile]:
-        """The same, and the tiles that a launch may step down to; see kernels/launch.py."""
+        """Returns the chosen tile, and the tiles that a launch may step down to; see kernels/launch.py."""
         spec = self.choices[op].spec
         return TileLadder(op, self._rungs(op), spec.kernel_module or spec.entry.partition(":")[0])
 
@@ -149,7 +179,7 @@ class Plan:
         return tuple(tile for (tile,) in bands[0].rungs)
 
     def describe(self) -> dict[str, Any]:
-        """For /server_info."""
+        """Describes the plan for /server_info."""
         return {
             "arch": self.arch.name,
             "product": self.arch.product,
@@ -160,7 +190,9 @@ class Plan:
             "tp_size": self.ranks.tp_size,
             "ep_size": self.ranks.ep_size,
             **({"pp_size": self.ranks.pp_size, "stages": list(self.stages)} if self.stages else {}),
+            **({"draft": self.draft.describe()} if self.draft is not None else {}),
             "page_size": self.page_size,
+            **({"selection": self.selection} if self.selection else {}),
             **self._sizes(),
             "cuda_graph_bs": list(self.cuda_graph_bs),
             "cuda_graph_prefill_tokens": list(self.cuda_graph_prefill_tokens),
@@ -189,7 +221,7 @@ class Plan:
         }
 
     def log(self) -> None:
-        """Say at start-up what was decided."""
+        """Logs at start-up what was decided."""
         if self.model.quantization is not None:
             logger.info("Quantization: %s", self.model.quantization.describe())
         for op, choice in self.choices.items():
@@ -203,6 +235,10 @@ class Plan:
                 logger.warning(message)
         if self.description.shared_apart is not None:
             logger.info("The shared expert is computed apart from the routed ones: %s", self.description.shared_apart)
+        if self.draft is not None:
+            logger.info("Draft: %s", self.draft.description)
+        if self.selection:
+            logger.info("Sparse attention: %s", self.selection)
         for number, stage in enumerate(self.stages):
             logger.info("Stage %d: %s", number, stage)
         logger.info(self.memory.log_line())
@@ -224,17 +260,18 @@ def make_plan(
     probe: Probe | None = None,
     advises: bool = True,
 ) -> Plan:
-    """`available_bytes`: free on the device before anything is allocated, the least over the ranks. `packages`: the
-    optional ones to count on (those installed here if None). `links`: what was seen of those between the ranks' GPUs.
-    `rank`: whose plan; only the stages of a pipeline differ. `probe`: tries the library's kernel of a need on this GPU.
-    `advises`: messages say what would help.
+    """Makes the plan of a rank. `available_bytes`: free on the device before anything is allocated, the least over the
+    ranks. `packages`: the optional ones to count on (those installed here if None). `links`: what was seen of those
+    between the ranks' GPUs. `rank`: whose plan; only the stages of a pipeline differ. `probe`: tries the library's
+    kernel of a need on this GPU. `advises`: messages say what would help.
 
     Raises UserError: a kernel that was asked for cannot run, heads do not divide, weights do not fit.
     """
     packages = packages or installed_packages()
     planner = ModelPlanner(model, arch, available_bytes, packages, True, links, probe, advises)
     trial = trial_or_advice(planner, args)
-    serving, capacity = trial.serving, trial.capacity
+    serving, capacity, draft = trial.serving, trial.capacity, trial.draft
+    everything = with_draft_layers(trial.description, draft)
     sizes, tokens, stages = capacity.sizes, capacity.max_total_num_tokens, capacity.stages
     stage = stages[serving.ranks.stage(rank)]
     return Plan(
@@ -242,8 +279,8 @@ def make_plan(
         model=model,
         description=stage.model,
         weights=trial.of_rank.of_stage(stage.model),
-        caches=caches_of_stage(cache_groups(trial.description, serving), stage.layers),
-        attention_sites=attention_sites(trial.description, args.tp_size),
+        caches=caches_of_stage(cache_groups(everything, serving), stage.cache_layers),
+        attention_sites=attention_sites(everything, args.tp_size),
         dtype=model.dtype,
         kv_cache_dtype=serving.kv_dtype,
         device=arch.device,
@@ -262,6 +299,8 @@ def make_plan(
         max_prefill_tokens=args.max_prefill_tokens,
         cuda_graph_bs=sizes.graph_batch_sizes,
         cuda_graph_prefill_tokens=sizes.prefill_graph_tokens,
+        draft=draft if stage.model.last_stage else None,
+        captures=draft.description.captures if draft is not None else (),
         stages=tuple(map(str, stages)) if len(stages) > 1 else (),
         warnings=(*trial.chosen.notes, *capacity.notes, *flag_notes(args, capacity)),
         errors=short_of_context(planner, args, trial),
@@ -282,6 +321,7 @@ class ModelPlanner:
     probe: Probe | None = None
     advises: bool = True
     described: dict[str, ModelDescription] = field(default_factory=dict)  # by what keeps shared experts apart
+    drafts: dict[str, AskedDraft | None] = field(default_factory=dict)  # likewise
 
     @property
     def most_gpus(self) -> int:
@@ -291,7 +331,8 @@ class ModelPlanner:
         return min(self.model.context_len, args.context_length or self.model.context_len)
 
     def describe(self, args: ServerArgs) -> tuple[ModelDescription, Serving]:
-        """Raises UserError for what is malformed or not computed here, and for layouts that do not divide it."""
+        """Describes the model and the choices for these flags. Raises UserError for what is malformed or not computed
+        here, and for layouts that do not divide it."""
         ranks = asked_layout(args)
         check_machine(self.arch, ranks)
         apart = why_shared_apart(args)
@@ -302,29 +343,41 @@ class ModelPlanner:
         if self.served:
             model.require_served()
         check_layout(model, ranks)
-        return model, serving_of(args, self.model.dtype, self.model.quantization)
+        serving = serving_of(args, self.model.dtype, self.model.quantization)
+        return model, with_pages(args, model, serving) if self.served else serving
+
+    def draft(self, args: ServerArgs, target: ModelDescription) -> DraftPlan | None:
+        """Plans the draft, if there is one. Raises UserError for a draft that is not computed here or does not go with
+        the target."""
+        apart = why_shared_apart(args)
+        if apart not in self.drafts:
+            self.drafts[apart] = asked_draft(args, self.model, target, apart) if self.served else None
+        asked = self.drafts[apart]
+        return None if asked is None else plan_draft(asked, asked_layout(args))
 
     def weights(self, args: ServerArgs) -> int:
-        """Bytes of the rank that has most."""
+        """Returns the bytes of weights on the rank that has most."""
         model, serving = self.describe(args)
-        return max(stage.weight_bytes for stage in _stages(rank_weights(model, serving.ranks), serving, self.arch))
+        of_rank, draft = rank_weights(model, serving.ranks), self.draft(args, model)
+        return max(stage.weight_bytes for stage in _stages(of_rank, serving, self.arch, draft))
 
     def trial(self, args: ServerArgs) -> Trial:
-        """Raises UserError where no server would start."""
+        """Plans the model with these flags. Raises UserError where no server would start."""
         model, serving = self.describe(args)
-        of_rank = rank_weights(model, serving.ranks)
-        needs = tuple(_as_seen(args, need, self.links, self.probe) for need in needs_of(of_rank, serving))
+        of_rank, draft = rank_weights(model, serving.ranks), self.draft(args, model)
+        wanted = (*needs_with_draft(of_rank, draft, serving), *ngram_needs(args, serving.dtype))
+        needs = tuple(_as_seen(args, need, self.links, self.probe) for need in wanted)
         chosen = choose_kernels(args, needs, self.arch, self.packages)
         choices = chosen.by_key() if self.served else chosen.chosen()
-        if self.served:
-            check_pages(model, serving)
-        capacity = plan_capacity(args, of_rank, serving, self.context_len(args), self.arch, choices, self.available)
+        check_backends(choices, draft)
+        context = self.context_len(args)
+        capacity = plan_capacity(args, of_rank, serving, context, self.arch, choices, self.available, draft)
         check_pool(args, capacity)
-        return Trial(of_rank, serving, chosen, capacity)
+        return Trial(of_rank, serving, chosen, capacity, draft)
 
 
 def _as_seen(args: ServerArgs, need: Need, links: PeerLinks | None, probe: Probe | None) -> Need:
-    """With what a look at this machine found."""
+    """Returns the need with what a look at this machine found."""
     if need.op == "linear" and need.quant in SCALED_MM_SCHEMES and probe is not None:
         return replace(need, library_problem=probe(need))
     if need.op != "all_reduce":
@@ -334,8 +387,8 @@ def _as_seen(args: ServerArgs, need: Need, links: PeerLinks | None, probe: Probe
 
 
 def describe_served_model(args: ServerArgs, model: ModelConfig) -> ModelDescription:
-    """Raises UserError for what is malformed, for what is not computed here, and for layouts that do not divide it. The
-    device is asked only for advice."""
+    """Describes the model to be served. Raises UserError for what is malformed, for what is not computed here, and for
+    layouts that do not divide it. The device is asked only for advice."""
     source = str(Path(model.model_path) / "config.json")
     description = describe_model(model.hf_config, model.quantization, why_shared_apart(args), source)
     description.require_served()
@@ -349,43 +402,17 @@ def describe_served_model(args: ServerArgs, model: ModelConfig) -> ModelDescript
 
 
 def why_shared_apart(args: ServerArgs) -> str:
-    """Which flag keeps shared experts out of the routed ones; "" if none does."""
+    """Returns the flag that keeps shared experts out of the routed ones; "" if none does."""
     if args.disable_shared_experts_fusion:
         return "--disable-shared-experts-fusion"
     return f"with --ep-size {args.ep_size} all ranks share it" if args.ep_size > 1 else ""
 
 
 def serving_of(args: ServerArgs, dtype: str, quantization: QuantConfig | None) -> Serving:
-    """What the layers' ops depend on. Raises UserError for a cache dtype that is not known."""
+    """Returns the choices that the layers' ops depend on. Raises UserError for a cache dtype that is not known."""
     kv_dtype = kv_cache_dtype(args.kv_cache_dtype, dtype, quantization)
     ranks, state_dtype = asked_layout(args), args.mamba_ssm_dtype or ""
     return Serving(dtype, kv_dtype, args.page_size or 1, ranks.tp_size, state_dtype, ranks.ep_size, ranks.pp_size)
-
-
-def describe_capacity(capacity: Capacity) -> dict[str, Any]:
-    """As `Plan.describe` says it."""
-    sizes = capacity.sizes
-    return {
-        "max_total_num_tokens": capacity.max_total_num_tokens,
-        **describe_pools(capacity.windows, sizes.checkpoints, capacity.states),
-        "tokens_per_step": sizes.tokens_per_step,
-        "max_running_requests": sizes.max_running_requests,
-        "context_len": sizes.context_len,
-        "page_size": sizes.page_size,
-        "cuda_graph_bs": list(sizes.graph_batch_sizes),
-        "cuda_graph_prefill_tokens": list(sizes.prefill_graph_tokens),
-        "memory": capacity.memory.describe(),
-    }
-
-
-def describe_pools(windows: Sequence[WindowSize], checkpoints: int, states: str) -> dict[str, Any]:
-    """Tokens of the pools of each window; rows for copies of states and why so many, where there are states."""
-    pools: dict[str, Any] = {}
-    if windows:
-        pools["window_tokens"] = {str(size.window): size.tokens for size in windows}
-    if states:
-        pools |= {"state_checkpoints": checkpoints, "states": states}
-    return pools
 
 
 def plan_capacity(
@@ -396,17 +423,19 @@ def plan_capacity(
     arch: ArchTraits,
     choices: Mapping[str, Choice],
     available: int,
+    draft: DraftPlan | None = None,
 ) -> Capacity:
-    """For every model that can be described, also one without a model class. What the user did not say is as large as
-    leaves the caches their share (`defaults.CACHE_SHARE`). Raises UserError if it does not fit."""
-    model, stages = of_rank.model, _stages(of_rank, serving, arch)
+    """Plans the capacity for every model that can be described, also one without a model class. Sizes that the user did
+    not give are as large as leaves the caches their share (`defaults.CACHE_SHARE`). Raises UserError if the model does
+    not fit."""
+    model, stages = of_rank.model, _stages(of_rank, serving, arch, draft)
     weights = max(stage.weight_bytes for stage in stages)
     steps = defaults.default_sizes(arch.device, available, context_len)
     if args.mem_fraction_static is not None:  # which says what the caches get, whatever else there is
         steps = steps[:1]
 
     def capacity(size: defaults.DefaultSizes) -> Capacity:
-        return _capacity(args, model, serving, context_len, arch, choices, available, stages, size)
+        return _capacity(args, model, serving, context_len, arch, choices, available, stages, size, draft)
 
     def share(capacity: Capacity) -> float:
         if args.max_total_tokens is not None and capacity.max_total_num_tokens >= args.max_total_tokens:
@@ -419,9 +448,15 @@ def plan_capacity(
     return best
 
 
-def _stages(of_rank: RankWeights, serving: Serving, arch: ArchTraits) -> tuple[Stage, ...]:
-    features = arch.features if arch.device == "cuda" else None
-    return cut_stages(of_rank, serving.dtype, serving.kv_dtype.startswith("fp8"), features)
+def _stages(
+    of_rank: RankWeights, serving: Serving, arch: ArchTraits, draft: DraftPlan | None = None
+) -> tuple[Stage, ...]:
+    features, fp8_cache = arch.features if arch.device == "cuda" else None, serving.kv_dtype.startswith("fp8")
+    behind = NOTHING_BEHIND
+    if draft is not None:
+        copies = of_rank.head.rows if serving.pp_size > 1 and not of_rank.model.tie_embeddings else 0
+        behind = Behind(draft.num_layers, draft.weight_bytes(serving.dtype, fp8_cache, features, copies))
+    return cut_stages(of_rank, serving.dtype, fp8_cache, features, behind)
 
 
 def _capacity(
@@ -434,20 +469,24 @@ def _capacity(
     available: int,
     stages: tuple[Stage, ...],
     size: defaults.DefaultSizes,
+    draft: DraftPlan | None,
 ) -> Capacity:
     weights = max(stage.weight_bytes for stage in stages)
-    groups = fullest_caches(cache_groups(model, serving), stages)
+    everything = with_draft_layers(model, draft)
+    groups = fullest_caches(cache_groups(everything, serving), stages)
     on_cpu, fraction = arch.device == "cpu", args.mem_fraction_static
     chunk = _chunk(args, size, serving.page_size)
 
     def sized(running: int) -> tuple[Sizes, CacheCost, list[str]]:
         largest_graph = size.cuda_graph_max_bs
         sizes, notes = _sizes(args, model, serving, context_len, arch, choices, chunk, running, largest_graph)
-        sizes = replace(sizes, row_tables=len(row_tables(groups)))
+        tables = ngram_bytes(args, running, context_len)
+        sizes = replace(sizes, row_tables=len(row_tables(groups)), ngram_bytes=tables)
         return sizes, sized_cost(groups, serving.page_size, running, context_len, sizes.tokens_per_step), notes
 
     def fixed(sizes: Sizes, cost: CacheCost) -> FixedMemory:
-        return fixed_memory(model, serving.dtype, weights, available, sizes, cost, choices, arch)
+        fixed = fixed_memory(model, everything, serving.dtype, weights, available, sizes, cost, choices, arch)
+        return fixed if draft is None else with_draft_memory(fixed, draft, model, serving.dtype, sizes)
 
     def room(running: int) -> int:
         if on_cpu:

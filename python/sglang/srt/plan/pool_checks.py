@@ -1,8 +1,9 @@
-"""What a plan's KV cache must hold, and what to say where it holds less than was asked for. No torch."""
+"""Checks the size of a plan's KV cache, and makes the messages where it holds less than was asked for. No torch."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from sglang.srt.errors import UserError
 from sglang.srt.plan.caches import cache_groups
@@ -15,20 +16,28 @@ from sglang.srt.plan.remedies import Planner, advice_to_hold_a_request
 from sglang.srt.server_args import ServerArgs
 
 
-def check_pages(model: ModelDescription, serving: Serving) -> None:
-    """Raises UserError for pages that do not hold whole entries of every cache."""
-    rates = {group.entries_per_token for group in cache_groups(model, serving)}
-    whole = math.lcm(*(rate.denominator for rate in rates))
+def tokens_of_entries(model: ModelDescription, serving: Serving) -> int:
+    """Returns the fewest tokens of a page that holds whole entries of every cache."""
+    return math.lcm(*(group.entries_per_token.denominator for group in cache_groups(model, serving)))
+
+
+def with_pages(args: ServerArgs, model: ModelDescription, serving: Serving) -> Serving:
+    """Returns the choices with the smallest pages that hold whole entries, where the user names no size. Raises
+    UserError for pages that do not hold whole entries."""
+    whole = tokens_of_entries(model, serving)
+    if args.page_size is None:
+        return replace(serving, page_size=whole)
     if serving.page_size % whole:
         raise UserError(
             f"{model.architecture} caches one entry for up to {whole} tokens, and a page holds whole entries:"
             f" --page-size {serving.page_size} must be a multiple of {whole}."
         )
+    return serving
 
 
 def flag_notes(args: ServerArgs, capacity: Capacity) -> tuple[str, ...]:
-    """Of flags that ask for what is not there, and a server starts nevertheless."""
-    notes, tokens, page_size = [], capacity.max_total_num_tokens, args.page_size or 1
+    """Returns notes about flags that ask for something that is not there, where a server starts nevertheless."""
+    notes, tokens, page_size = [], capacity.max_total_num_tokens, capacity.sizes.page_size
     if args.max_total_tokens is not None and args.max_total_tokens // page_size * page_size > tokens:
         notes.append(f"--max-total-tokens {args.max_total_tokens} does not fit: the KV cache holds {tokens} tokens")
     if args.cpu_offload_gb:
@@ -47,7 +56,7 @@ def _pool_facts(capacity: Capacity) -> str:
 
 
 def check_pool(args: ServerArgs, capacity: Capacity) -> None:
-    """Raises UserError."""
+    """Raises UserError where the KV cache is too small to serve anything."""
     if args.max_total_tokens is not None and args.max_total_tokens < 2:
         raise UserError(f"{_pool_facts(capacity)}, too few to serve anything. Use a larger --max-total-tokens.")
     if capacity.max_total_num_tokens < min(MIN_POOL_TOKENS, args.max_total_tokens or MIN_POOL_TOKENS):

@@ -1,4 +1,4 @@
-"""How much of each kind of cache there is room for. The pools of tokens and of windows are sized together."""
+"""Sizes of the pools for each kind of cache. The pools of tokens and of windows are sized together."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from sglang.srt.plan.caches import CacheGroup, row_tables
 from sglang.srt.plan.layer_spec import Full, PerRequest, Window
 
 WINDOW_SHARE = 2
-"""Windows take at most half of the memory for tokens, as long as one request can run."""
+"""Divisor of the memory for tokens: windows take at most half of it, as long as one request can run."""
 STATE_COPY_BYTES = 64 << 20
-"""What copies of states take while they are made, however many there are."""
+"""Bytes that copies of states take while they are made, however many there are."""
 FREE_TOKENS = 1 << 24
-"""Of a model that keeps nothing of all tokens: they cost the host some bytes each, to know prefixes by."""
+"""Most tokens in the pool of a model that keeps nothing for every token: each token costs the host some bytes, because
+prefixes are known by them."""
 
 
 @dataclass(frozen=True, slots=True)
 class WindowSize:
-    """Of a pool for caches that keep `window` tokens of a request."""
+    """The size of a pool for caches that keep `window` tokens of a request."""
 
     window: int
     tokens: int
@@ -27,8 +28,8 @@ class WindowSize:
 
 @dataclass(frozen=True, slots=True)
 class PoolSizes:
-    """What of a rank's caches there is room for. Tokens are whole pages, without the padding page. `windows`: as in
-    `row_tables`, after the first. `checkpoints`: rows of states beside those of requests."""
+    """The sizes of a rank's caches. Tokens are whole pages, without the padding page. `windows`: as in `row_tables`,
+    after the first. `checkpoints`: rows of states beside those of requests."""
 
     tokens: int
     page_size: int
@@ -40,20 +41,21 @@ class PoolSizes:
 
     @property
     def state_rows(self) -> int:
-        """One a request slot, of which 0 is padding, and the checkpoints."""
+        """Rows of states: one for each request slot, of which 0 is padding, and the checkpoints."""
         return self.max_requests + 1 + self.checkpoints
 
 
 def window_tokens(window: int, page_size: int, chunk: int = 1) -> int:
-    """The most tokens, in whole pages, that a request has of a window while `chunk` tokens are computed: those that the
-    first of them sees before it, counted from the end of a whole page, and the pages that they touch."""
+    """Returns the most tokens, in whole pages, that a request has of a window while `chunk` tokens are computed: those
+    that the first of them sees before it, counted from the end of a whole page, and the pages that they touch."""
     pages = -(-(window - 1) // page_size) + -(-chunk // page_size) + (1 if chunk > 1 else 0)
     return pages * page_size
 
 
 @dataclass(frozen=True, slots=True)
 class WindowDemand:
-    """Of a window's pool, in tokens with the padding page: what one request needs, and what can be used at once."""
+    """Demand for a window's pool, in tokens with the padding page: the least that one request needs, and the most that
+    can be used at once."""
 
     window: int
     bytes_per_token: int
@@ -63,7 +65,7 @@ class WindowDemand:
 
 @dataclass(frozen=True, slots=True)
 class CacheCost:
-    """Bytes of one rank. A window's pool never needs more tokens than that of all tokens has."""
+    """Bytes that caches cost on one rank. A window's pool never needs more tokens than the pool of all tokens has."""
 
     bytes_per_token: Fraction
     window_bytes: int = 0  # of a request
@@ -72,15 +74,15 @@ class CacheCost:
 
     @property
     def bytes_per_request(self) -> int:
-        """Beside its tokens."""
+        """Bytes of a request beside those of its tokens."""
         return self.window_bytes + self.state_bytes
 
     def states_bytes(self, rows: int) -> int:
-        """Of so many, and what copies of them take."""
+        """Returns the bytes of `rows` states, with what copies of them take."""
         return rows * self.state_bytes + STATE_COPY_BYTES if self.state_bytes else 0
 
     def pool_bytes(self, tokens: int) -> int:
-        """Of pools for `tokens` and for what their requests have of windows."""
+        """Returns the bytes of pools for `tokens` and for the windows of their requests."""
         of_tokens = -(-tokens * self.bytes_per_token.numerator // self.bytes_per_token.denominator)
         return of_tokens + self.windows_bytes(tokens)
 
@@ -88,7 +90,8 @@ class CacheCost:
         return sum(min(tokens, demand.most) * demand.bytes_per_token for demand in self.windows)
 
     def tokens_in(self, pool_bytes: int) -> int:
-        """The inverse of pool_bytes. Where no cache grows with the tokens, as many as there are bytes."""
+        """Returns the tokens for which there is room in `pool_bytes`: the inverse of the method pool_bytes. Where no
+        cache grows with the tokens it returns the number of bytes."""
         grows, fixed = self.bytes_per_token, sum(demand.most * demand.bytes_per_token for demand in self.windows)
         for demand in sorted(self.windows, key=lambda demand: -demand.most):
             if (grows and (pool_bytes - fixed) / grows >= demand.most) or (not grows and pool_bytes >= fixed):
@@ -98,7 +101,7 @@ class CacheCost:
         return max(0, int((pool_bytes - fixed) / grows)) if grows else pool_bytes
 
     def limited(self, pool_bytes: int) -> CacheCost:
-        """With windows that take no more of a pool than their share, unless one request needs it."""
+        """Returns the cost with windows that take no more than their share of a pool, unless one request needs more."""
         together = sum(demand.bytes_per_token for demand in self.windows)
         if not self.bytes_per_token or not together:
             return self
@@ -107,7 +110,7 @@ class CacheCost:
         return replace(self, windows=tuple(limited))
 
     def window_sizes(self, tokens: int, page_size: int) -> tuple[WindowSize, ...]:
-        """Of pools beside one for `tokens`, the padding page included."""
+        """Returns the sizes of the windows' pools beside a pool for `tokens`, the padding page included."""
         return tuple(
             WindowSize(demand.window, min(tokens, demand.most) // page_size * page_size - page_size)
             for demand in self.windows
@@ -116,7 +119,7 @@ class CacheCost:
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """What is allocated for `tokens`, the padding page included, and for windows."""
+    """The allocated pools: for `tokens`, the padding page included, and for windows."""
 
     tokens: int
     token_bytes: int
@@ -125,7 +128,7 @@ class Pools:
 
 
 def plan_pools(cost: CacheCost, pool_bytes: int, page_size: int, most_tokens: int) -> Pools:
-    """As many tokens as fit, but no more than `most_tokens` and the padding page."""
+    """Plans pools for as many tokens as fit, but no more than `most_tokens` and the padding page."""
     cost = cost.limited(pool_bytes)
     tokens = cost.tokens_in(pool_bytes)
     if tokens > most_tokens + page_size:
@@ -137,7 +140,7 @@ def plan_pools(cost: CacheCost, pool_bytes: int, page_size: int, most_tokens: in
 
 
 def cache_cost(groups: Sequence[CacheGroup]) -> CacheCost:
-    """Without demands for windows, which depend on what runs at once."""
+    """Returns the cost of the groups without the demands for windows, which depend on what runs at once."""
     return CacheCost(
         sum((group.bytes_per_token for group in groups), Fraction(0)),
         sum(group.bytes_per_request for group in groups if isinstance(group.lifetime, Window)),
@@ -148,7 +151,8 @@ def cache_cost(groups: Sequence[CacheGroup]) -> CacheCost:
 def sized_cost(
     groups: Sequence[CacheGroup], page_size: int, max_requests: int, context_len: int, step_tokens: int
 ) -> CacheCost:
-    """For so many requests at once, and steps of so many tokens of prompts."""
+    """Returns the cost with the demands for windows, where `max_requests` run at once and steps have `step_tokens`
+    tokens of prompts."""
     demands = []
     for lifetime in row_tables(groups):
         if isinstance(lifetime, Full):

@@ -1,5 +1,5 @@
-"""What one rank holds of a model's weights, derived of the description once: needs, bytes, stages and the layers
-themselves take it from here."""
+"""The weights of a model that one rank holds, derived from the description once: needs, bytes, stages and the layers
+themselves take them from here."""
 
 from __future__ import annotations
 
@@ -15,43 +15,46 @@ from sglang.srt.plan.ranks import RankLayout
 
 @dataclass(frozen=True, slots=True)
 class RankWeights:
-    """`layers`: of the blocks of each layer, as many as there is room for. `head`: of the output head, also where the
-    embedding is one."""
+    """The weights of one rank. `layers`: those of the blocks of each layer, of the sizes that the rank has room for.
+    `head`: the output head, also where the embedding is one. `front`: the weights that a draft has beside them."""
 
     model: ModelDescription
     ranks: RankLayout
     layers: tuple[Weights, ...]
     head: Matrix
+    front: Weights = ()
 
     def matrix(self, layer: int, name: str) -> Matrix:
-        """Of the module that the family's WeightMap has by this name."""
+        """Returns the matrix of the module that the family's WeightMap has by this name. Raises KeyError."""
         for part in self.layers[layer]:
             if isinstance(part, Matrix) and part.name == name:
                 return part
         raise KeyError(f"the description of layer {layer} has no weights {name!r}")
 
     def matrices(self) -> Iterator[tuple[Matrix, ModuleQuant | None]]:
-        """Of all layers, with the scheme of each."""
+        """Yields the matrices of all layers, each with its quantization."""
+        yield from ((part, None) for part in self.front if isinstance(part, Matrix))
         for i, weights in enumerate(self.layers):
             for part in weights:
                 if isinstance(part, Matrix):
                     yield part, self.model.quant_of(i, part)
 
     def of_stage(self, stage: ModelDescription) -> RankWeights:
-        """Of a part of the model, whose other layers are elsewhere."""
+        """Returns the weights of one stage: of a part of the model, whose other layers are elsewhere."""
         kept = zip(self.layers, stage.layers, strict=True)
         return replace(self, model=stage, layers=tuple(() if layer.elsewhere else weights for weights, layer in kept))
 
 
 def rank_weights(model: ModelDescription, ranks: RankLayout) -> RankWeights:
-    """Raises UserError where the experts cannot be divided."""
+    """Computes the weights of a rank. Raises UserError where the experts cannot be divided."""
     hidden, rows = model.hidden_size, expert_rows(model, ranks)
     layers = tuple(layer.weights(hidden, ranks, rows) for layer in model.layers)
     return RankWeights(model, ranks, layers, Matrix("lm_head", ("",), -(-model.vocab_size // ranks.tp_size), hidden))
 
 
 def expert_rows(model: ModelDescription, ranks: RankLayout) -> int:
-    """Intermediate dims of each of its routed experts that a rank has room for; 0 without experts. Raises UserError."""
+    """Returns the intermediate dims of each routed expert that a rank has room for; 0 without experts. Raises
+    UserError."""
     if model.experts is None:
         return 0
     quant = model.expert_quant

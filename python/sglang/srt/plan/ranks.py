@@ -1,4 +1,4 @@
-"""How many ranks serve a model, and which of its dimensions each of them has. No torch.
+"""The ranks that serve a model, and which of its dimensions each of them has. No torch.
 
 `pp_size` stages of `tp_size` neighbouring ranks each have layers that follow one another; the ranks of a stage share
 every layer of it. Experts may be shared in two ways at once: `ep_size` groups of neighbouring ranks have whole experts
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """`ep_size` divides `tp_size`. What is shared within a stage is asked for by the rank in it (`tp_rank`)."""
+    """The numbers of ranks by which a model is divided. `ep_size` divides `tp_size`. What is shared within a stage is
+    asked for by the rank in it (`tp_rank`)."""
 
     tp_size: int = 1
     ep_size: int = 1
@@ -21,7 +22,7 @@ class RankLayout:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Number of all ranks."""
         return self.tp_size * self.pp_size
 
     @property
@@ -36,32 +37,32 @@ class RankLayout:
         return rank % self.tp_size
 
     def name(self, rank: int) -> str:
-        """For people: "PP1 TP0"."""
+        """Names a rank for people: "PP1 TP0"."""
         stage = f"PP{self.stage(rank)} " if self.pp_size > 1 else ""
         return f"{stage}TP{self.tp_rank(rank)}"
 
     @property
     def expert_tp_size(self) -> int:
-        """Ranks that share the intermediate dims of an expert."""
+        """Number of ranks that share the intermediate dims of an expert."""
         return self.tp_size // self.ep_size
 
     @property
     def flags(self) -> str:
-        """As the user asks for it."""
+        """Flags with which the user asks for this layout."""
         experts = f" --ep-size {self.ep_size}" if self.ep_size > 1 else ""
         stages = f" --pp-size {self.pp_size}" if self.pp_size > 1 else ""
         return f"--tp-size {self.tp_size}{experts}{stages}"
 
     def ep_rank(self, rank: int) -> int:
-        """The expert group of a rank."""
+        """Returns the expert group of a rank."""
         return rank // self.expert_tp_size
 
     def expert_tp_rank(self, rank: int) -> int:
-        """Which part of its experts' dims a rank has."""
+        """Returns the part of its experts' dims that a rank has."""
         return rank % self.expert_tp_size
 
-    def expert_room(self, num_experts: int) -> int:
-        """Whole experts that a rank has room for."""
+    def padded_experts(self, num_experts: int) -> int:
+        """Returns the number of whole experts that a rank has room for."""
         return -(-num_experts // self.ep_size)
 
 
@@ -70,12 +71,12 @@ ONE_RANK = RankLayout()
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One rank's run of `total` things that the ranks share out, and the room for them, which is alike on all ranks:
-    behind a shorter run lie zeros, which add nothing."""
+    """One rank's run of `total` things that the ranks share out. Every rank allocates `padded_count` of them: a shorter
+    run is padded with zeros, which add nothing."""
 
     total: int
     run: slice
-    room: int
+    padded_count: int
 
     @property
     def count(self) -> int:
@@ -83,30 +84,31 @@ class Share:
 
     @property
     def padded(self) -> bool:
-        return self.count < self.room
+        return self.count < self.padded_count
 
     def of_dims(self, dims: int) -> Share:
-        """Where each thing has so many dims."""
-        return Share(self.total * dims, slice(self.run.start * dims, self.run.stop * dims), self.room * dims)
+        """Returns the share in dims, where each thing has `dims` of them."""
+        return Share(self.total * dims, slice(self.run.start * dims, self.run.stop * dims), self.padded_count * dims)
 
 
 def whole(total: int) -> Share:
-    """What every rank has all of."""
+    """Returns the share of a rank that has everything."""
     return Share(total, slice(0, total), total)
 
 
 def exact_share(total: int, run: slice) -> Share:
-    """A run of which no rank has more."""
+    """Returns a share that no rank exceeds, so that nothing is padded."""
     return Share(total, run, run.stop - run.start)
 
 
-def share_in_rooms(total: int, room: int, rank: int) -> Share:
-    """The first ranks have all that they have room for."""
-    return Share(total, slice(min(rank * room, total), min((rank + 1) * room, total)), room)
+def padded_share(total: int, padded_count: int, rank: int) -> Share:
+    """Returns a rank's share where the first ranks have `padded_count` each, and the last one what is left."""
+    return Share(total, slice(min(rank * padded_count, total), min((rank + 1) * padded_count, total)), padded_count)
 
 
 def share_of_units(total: int, unit: int, rank: int, size: int) -> Share:
-    """Whole units, of which the last may be shorter; where they do not divide, the first ranks have one more."""
+    """Returns a rank's share in whole units, of which the last may be shorter; where they do not divide, the first
+    ranks have one more."""
     units = -(-total // unit)
     run = even_slice(units, rank, size)
     return Share(total, slice(min(run.start * unit, total), min(run.stop * unit, total)), -(-units // size) * unit)
@@ -114,7 +116,7 @@ def share_of_units(total: int, unit: int, rank: int, size: int) -> Share:
 
 @dataclass(frozen=True, slots=True)
 class HeadShares:
-    """Heads of attention over `tp_size` ranks, of which each has some.
+    """Shares of the heads of attention over `tp_size` ranks, each of which has some.
 
     A kv head goes with the query heads that attend to it; where they do not divide, the first ranks have one more. Of
     fewer kv heads than ranks each is on several ranks, which share its query heads.
@@ -129,22 +131,22 @@ class HeadShares:
 
     @property
     def group(self) -> int:
-        """Query heads of a kv head."""
+        """Number of query heads of a kv head."""
         return self.num_heads // self.num_kv_heads
 
     @property
-    def kv_room(self) -> int:
-        """KV heads of a rank, at most."""
+    def padded_kv_heads(self) -> int:
+        """Most KV heads that a rank has."""
         return max(1, -(-self.num_kv_heads // self.tp_size))
 
     @property
-    def room(self) -> int:
-        """Query heads of a rank, at most."""
-        return self.kv_room * -(-self.group // max(1, self.tp_size // self.num_kv_heads))
+    def padded_heads(self) -> int:
+        """Most query heads that a rank has."""
+        return self.padded_kv_heads * -(-self.group // max(1, self.tp_size // self.num_kv_heads))
 
     @property
     def kv_copies(self) -> int | None:
-        """Ranks that hold the same kv head; None: not as many of each."""
+        """Number of ranks that hold the same kv head; None: the number differs between heads."""
         if self.tp_size <= self.num_kv_heads:
             return 1
         return None if self.tp_size % self.num_kv_heads else self.tp_size // self.num_kv_heads
@@ -155,7 +157,7 @@ class HeadShares:
         else:
             head = rank * self.num_kv_heads // self.tp_size
             run = slice(head, head + 1)
-        return Share(self.num_kv_heads, run, self.kv_room)
+        return Share(self.num_kv_heads, run, self.padded_kv_heads)
 
     def heads(self, rank: int) -> Share:
         kv, group = self.kv_heads(rank).run, self.group
@@ -164,11 +166,11 @@ class HeadShares:
             first, end = (-(-head * self.tp_size // self.num_kv_heads) for head in (kv.start, kv.stop))
             part = even_slice(group, rank - first, end - first)
             run = slice(run.start + part.start, run.start + part.stop)
-        return Share(self.num_heads, run, self.room)
+        return Share(self.num_heads, run, self.padded_heads)
 
 
 def even_slice(total: int, rank: int, size: int) -> slice:
-    """This rank's run of `total` things; of sizes that do not divide the first ranks have one more."""
+    """Returns this rank's run of `total` things; of sizes that do not divide the first ranks have one more."""
     share, more = divmod(total, size)
     first = rank * share + min(rank, more)
     return slice(first, first + share + (rank < more))

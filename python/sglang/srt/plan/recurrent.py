@@ -1,4 +1,4 @@
-"""Gated delta nets and Mamba-2, whose memory of a request is one state of fixed size, as mixers of `layer_spec`."""
+"""Gated delta nets and Mamba-2, which keep one state of fixed size for a request, as mixers of `layer_spec`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Elements, Matrix, Serving, Weights
 
 CHUNK_TOKENS = 64
-"""Of a prompt, computed at once; a test holds it to the kernels' number."""
+"""Tokens of a prompt that are computed at once; a test holds it to the kernels' number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class GatedDelta:
         return None
 
     def _widths(self, tp_size: int) -> tuple[int, int]:
-        """Elements of k (and of q), and of v, of one token on a rank."""
+        """Returns the elements of k (and of q), and of v, of one token on a rank."""
         return self.key_heads // tp_size * self.key_dim, self.value_heads // tp_size * self.value_dim
 
     def needs(self, serving: Serving) -> Iterator[Need]:
@@ -68,8 +68,8 @@ class GatedDelta:
         )
 
     def activation_elements(self, tp_size: int) -> int:
-        """What is projected and convolved, and of a prompt, whose chunks are computed apart from the state: the scores
-        of CHUNK tokens, u and w of every value head, and the output."""
+        """Returns the elements that are projected and convolved, and those of a prompt, whose chunks are computed apart
+        from the state: the scores of CHUNK tokens, u and w of every value head, and the output."""
         keys, values = self._widths(tp_size)
         heads = self.value_heads // tp_size
         return 4 * keys + 5 * values + heads * (CHUNK_TOKENS + self.key_dim)
@@ -100,7 +100,7 @@ class Mamba2:
         return None
 
     def widths(self, tp_size: int) -> tuple[int, int]:
-        """Elements of B (and of C), and of x, of one token on a rank."""
+        """Returns the elements of B (and of C), and of x, of one token on a rank."""
         return self.num_groups // tp_size * self.state_dim, self.num_heads // tp_size * self.head_dim
 
     def needs(self, serving: Serving) -> Iterator[Need]:
@@ -130,6 +130,6 @@ class Mamba2:
         )
 
     def activation_elements(self, tp_size: int) -> int:
-        """As of GatedDelta; of a chunk there are only the scores."""
+        """Returns the elements as GatedDelta does; a chunk has only the scores."""
         keys, values = self.widths(tp_size)
         return 4 * keys + 5 * values + self.num_heads // tp_size * CHUNK_TOKENS

@@ -1,4 +1,4 @@
-"""What to advise where a model does not fit, or its cache is small. No torch.
+"""Advice for a model that does not fit, or whose cache is small. No torch.
 
 Every flag that a message names was planned first: with it a server starts, or has the larger cache that is promised.
 """
@@ -25,16 +25,16 @@ from sglang.srt.server_args import ServerArgs
 
 CONTEXTS = (131072, 65536, 32768, 16384, 8192)
 USEFUL_TOKENS = 4096
-"""What a server that is advised holds at least; or one request, if that is shorter."""
+"""Fewest tokens that a server which is advised holds; or one request, if that is shorter."""
 CLEARLY_MORE = 1.1
-"""Times the tokens that there are without the advice."""
+"""Factor by which advice must raise the number of tokens."""
 FOUR_BITS = 4.5
-"""Of a weight in 4 bits, with its scales."""
+"""Bits of a weight in 4 bits, with its scales."""
 WEIGHTS_SHARE = 0.85
-"""Of the free memory, that the weights of a checkpoint which is advised may take."""
+"""Share of the free memory that the weights of a checkpoint which is advised may take."""
 
 Change = Mapping[str, Any]
-"""Fields of ServerArgs with other values."""
+"""Changed fields of ServerArgs, with their new values."""
 
 
 class Planner(Protocol):
@@ -47,7 +47,7 @@ class Planner(Protocol):
 
     @property
     def most_gpus(self) -> int:
-        """Of one machine."""
+        """Most GPUs of one machine."""
         ...
 
     @property
@@ -56,22 +56,22 @@ class Planner(Protocol):
         ...
 
     def describe(self, args: ServerArgs) -> tuple[ModelDescription, Serving]:
-        """Raises UserError where the layout does not divide the model."""
+        """Describes the model with these flags. Raises UserError where the layout does not divide the model."""
         ...
 
     def weights(self, args: ServerArgs) -> int:
-        """Bytes of one rank."""
+        """Returns the bytes of weights on one rank."""
         ...
 
     def context_len(self, args: ServerArgs) -> int: ...
 
     def trial(self, args: ServerArgs) -> Trial:
-        """Raises UserError where no server would start."""
+        """Plans with these flags. Raises UserError where no server would start."""
         ...
 
 
 def trial_or_advice(planner: Planner, args: ServerArgs) -> Trial:
-    """Raises UserError that says what would start instead."""
+    """Plans with these flags. Raises UserError that says what would start instead."""
     try:
         return planner.trial(args)
     except LayoutProblem as problem:
@@ -91,8 +91,8 @@ def trial_or_advice(planner: Planner, args: ServerArgs) -> Trial:
 
 
 def advice_to_hold_a_request(planner: Planner, args: ServerArgs, trial: Trial) -> str:
-    """Where the cache is smaller than one request of the full context length: what gives it clearly more tokens, and
-    which context length it holds."""
+    """Advises where the cache is smaller than one request of the full context length: which flags give it clearly more
+    tokens, and which context length it holds."""
     tokens, sizes = trial.capacity.max_total_num_tokens, trial.capacity.sizes
     if not planner.advises:
         return ""
@@ -129,7 +129,7 @@ def _ways_to_start(planner: Planner, args: ServerArgs) -> Iterator[str]:
 
 
 def _with_room(planner: Planner, args: ServerArgs, model: ModelDescription, ranks: RankLayout) -> Iterator[RankLayout]:
-    """Larger layouts of which each rank has room for an even part of the weights."""
+    """Yields larger layouts of which each rank has room for an even part of the weights."""
     whole = planner.weights(replace(args, **_layout(ONE_RANK)))
     layouts = larger_layouts(model, ranks, planner.most_gpus)
     return (layout for layout in layouts if whole < layout.world_size * planner.available)
@@ -139,7 +139,7 @@ def _with_room(planner: Planner, args: ServerArgs, model: ModelDescription, rank
 
 
 def _higher_fraction(planner: Planner, args: ServerArgs) -> Iterator[Change]:
-    """The share that the plan would choose by itself."""
+    """Yields the share of memory that the plan would choose by itself."""
     if args.mem_fraction_static is None:
         return
     free = _planned(planner, args, {"mem_fraction_static": None})
@@ -154,7 +154,8 @@ def _fp8_cache(args: ServerArgs, serving: Serving) -> Iterator[Change]:
 
 
 def _given_steps(args: ServerArgs) -> Iterator[Change]:
-    """Smaller ones of the sizes that the user gave; what was not given is as small as need be already."""
+    """Yields smaller values of the sizes that the user gave; sizes that were not given are as small as they need to be
+    already."""
     for size in SMALLER:
         change = {}
         if args.chunked_prefill_size is not None and not 0 < args.chunked_prefill_size <= size.chunked_prefill_size:
@@ -222,7 +223,7 @@ def _nothing_helps(planner: Planner) -> str:
 
 
 def _kept_wide(planner: Planner, args: ServerArgs) -> str:
-    """What a quantized checkpoint keeps in 16 bits, where it is a good part of it."""
+    """Names what a quantized checkpoint keeps in 16 bits, where it is a good part of the checkpoint."""
     model, serving = planner.describe(args)
     least = planner.weights(args) // 20
     wide = wide_bytes(rank_weights(model, serving.ranks), serving.dtype)
@@ -230,7 +231,7 @@ def _kept_wide(planner: Planner, args: ServerArgs) -> str:
 
 
 def _smaller_checkpoint(planner: Planner, args: ServerArgs, model: ModelDescription, serving: Serving) -> Iterator[str]:
-    """Of the same model, if its weights in four bits would leave room."""
+    """Yields advice to take a checkpoint of the same model in four bits, if its weights would leave room."""
     weights = planner.weights(args)
     of_rank = rank_weights(model, serving.ranks)
     wide, quants = wide_bytes(of_rank, serving.dtype), (quant for _, quant in of_rank.matrices())

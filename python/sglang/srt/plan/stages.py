@@ -1,4 +1,4 @@
-"""Stages of a pipeline: which layers each has, by the bytes of their weights. No torch.
+"""Stages of a pipeline: divides the layers by the bytes of their weights. No torch.
 
 A stage is a ModelDescription in which the layers of the others have no blocks, so that whatever follows from a
 description (weights, caches, the model itself) follows for a stage too, and layers keep their numbers.
@@ -12,19 +12,37 @@ from dataclasses import dataclass, replace
 
 from sglang.srt.plan.caches import CacheGroup
 from sglang.srt.plan.layer_spec import ABSENT
+from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import RankWeights
 from sglang.srt.plan.weights import rank_weight_bytes
 
 
 @dataclass(frozen=True, slots=True)
+class Behind:
+    """The parts that only the last stage has, beside the model: a draft's layers, and the bytes of its weights."""
+
+    layers: int = 0
+    weight_bytes: int = 0
+
+
+NOTHING_BEHIND = Behind()
+
+
+@dataclass(frozen=True, slots=True)
 class Stage:
-    """`layers` of the model, and the bytes of their weights on each of the stage's ranks, with those of what is before
-    the first layer and behind the last one."""
+    """One stage of a pipeline: its `layers` of the model, and the bytes of their weights on each of its ranks, with
+    those before the first layer and behind the last one. `behind`: number of layers behind the model's for which caches
+    are numbered."""
 
     layers: range
     model: ModelDescription
     weight_bytes: int
+    behind: int = 0
+
+    @property
+    def cache_layers(self) -> range:
+        return range(self.layers.start, self.layers.stop + self.behind)
 
     def __str__(self) -> str:
         ends = ["embedding"] * self.model.has_embedding + ["output head"] * self.model.last_stage
@@ -33,32 +51,46 @@ class Stage:
 
 
 def cut_stages(
-    of_rank: RankWeights, dtype: str, fp8_cache: bool = False, features: Collection[str] | None = None
+    of_rank: RankWeights,
+    dtype: str,
+    fp8_cache: bool = False,
+    features: Collection[str] | None = None,
+    behind: Behind = NOTHING_BEHIND,
 ) -> tuple[Stage, ...]:
-    """Stages whose fullest one has as few bytes of weights as can be; arguments as of `rank_weight_bytes`. There are at
-    least as many layers as stages."""
-    model = of_rank.model
+    """Cuts the model into stages whose fullest one has as few bytes of weights as can be; arguments as in
+    `rank_weight_bytes`. There are at least as many runs of layers that stay together (`uncut_runs`) as stages."""
+    model, num_layers = of_rank.model, len(of_rank.model.layers)
 
     def of(layers: range) -> Stage:
-        part = stage_model(model, layers)
-        return Stage(layers, part, rank_weight_bytes(of_rank.of_stage(part), dtype, fp8_cache, features))
+        part, after = stage_model(model, layers), behind if layers.stop == num_layers else NOTHING_BEHIND
+        size = rank_weight_bytes(of_rank.of_stage(part), dtype, fp8_cache, features) + after.weight_bytes
+        return Stage(layers, part, size, after.layers)
 
-    num_layers = len(model.layers)
     if of_rank.ranks.pp_size == 1:
-        return (of(range(num_layers)),)
-    each = [of(range(i, i + 1)).weight_bytes for i in range(num_layers)]
-    return tuple(of(layers) for layers in balanced_runs(each, of_rank.ranks.pp_size))
+        return (of(range(len(model.layers))),)
+    runs = uncut_runs(model)
+    cuts = balanced_runs([of(layers).weight_bytes for layers in runs], of_rank.ranks.pp_size)
+    return tuple(of(range(runs[cut.start].start, runs[cut.stop - 1].stop)) for cut in cuts)
+
+
+def uncut_runs(model: ModelDescription) -> list[range]:
+    """Returns the runs of layers between which stages may be cut: a layer that takes the selection of an earlier layer
+    stays with it."""
+    takes = [isinstance(layer.mixer, MLA) and layer.mixer.takes_selection for layer in model.layers]
+    starts = [i for i, taken in enumerate(takes) if not taken]
+    return [range(start, stop) for start, stop in itertools.pairwise([*starts, len(takes)])]
 
 
 def stage_model(model: ModelDescription, layers: range) -> ModelDescription:
-    """The model with these layers only, the embedding if the first is among them, and the head if the last is."""
+    """Returns the model with these layers only, the embedding if the first is among them, and the head if the last
+    is."""
     if len(layers) == len(model.layers):
         return model
     names, first, last = model.names, layers.start == 0, layers.stop == len(model.layers)
     others = [i for i in range(len(model.layers)) if i not in layers]
     unread = [names.layer_prefix.format(layer=i) for i in others]
     unread += [f"{names.model['embed']}."] * (not first and not (last and model.tie_embeddings))
-    unread += [f"{names.model[name]}." for name in ("norm", "lm_head") if not last]
+    unread += [*(f"{names.model[name]}." for name in ("norm", "lm_head")), *names.behind] if not last else []
     cut = [
         layer if i in layers else replace(layer, mixer=ABSENT, ffn=ABSENT, inputs=ABSENT)
         for i, layer in enumerate(model.layers)
@@ -73,7 +105,7 @@ def stage_model(model: ModelDescription, layers: range) -> ModelDescription:
 
 
 def balanced_runs(weights: Sequence[int], count: int) -> list[range]:
-    """`weights` cut into `count` runs whose heaviest one is as light as can be; none is empty.
+    """Cuts `weights` into `count` runs whose heaviest one is as light as can be; none is empty.
 
     Example: [5, 1, 1, 1, 5] into three: [5], [1, 1, 1], [5]."""
     ends = list(itertools.accumulate(weights, initial=0))
@@ -97,7 +129,8 @@ def balanced_runs(weights: Sequence[int], count: int) -> list[range]:
 
 
 def caches_of_stage(groups: Sequence[CacheGroup], layers: range) -> tuple[CacheGroup, ...]:
-    """The caches of these layers. Groups that have none of them stay: every rank's scheduler knows the same."""
+    """Returns the caches of these layers. Groups that have none of them stay: every rank's scheduler knows the same
+    groups."""
     return tuple(
         replace(group, members=tuple(member for member in group.members if member.layer_id in layers))
         for group in groups
@@ -105,6 +138,6 @@ def caches_of_stage(groups: Sequence[CacheGroup], layers: range) -> tuple[CacheG
 
 
 def fullest_caches(groups: Sequence[CacheGroup], stages: Sequence[Stage]) -> tuple[CacheGroup, ...]:
-    """Of each group what the stage with the most bytes of it has: no rank needs more."""
-    parts = [caches_of_stage(groups, stage.layers) for stage in stages]
+    """Returns for each group the caches of the stage with the most bytes of it: no rank needs more."""
+    parts = [caches_of_stage(groups, stage.cache_layers) for stage in stages]
     return tuple(max(same, key=lambda group: group.bytes_per_entry) for same in zip(*parts, strict=True))

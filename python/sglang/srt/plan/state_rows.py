@@ -1,4 +1,5 @@
-"""How many recurrent states there is room for: one a running request, and copies that prefixes end with. Bytes."""
+"""Number of recurrent states there is room for: one a running request, and copies that prefixes end with. Sizes in
+bytes."""
 
 from __future__ import annotations
 
@@ -10,28 +11,30 @@ from sglang.srt.plan.pool_sizes import CacheCost
 from sglang.srt.server_args import ServerArgs
 
 CONVERSATION_TOKENS = 4096
-"""What states are shared out by: a conversation of so many tokens has a state and a checkpoint while it runs, and a
-checkpoint while it waits for its next turn. More of them would have no tokens to stand for, fewer would leave tokens
-that nobody can go on from."""
+"""Number of tokens of a conversation, by which states are shared out: it has a state and a checkpoint while it runs,
+and a checkpoint while it waits for its next turn. More states would have no tokens to stand for, fewer would leave
+tokens that nobody can go on from."""
 LEAST_REQUESTS = 8
-"""With so many requests and as many checkpoints, tokens for one request of the full context length come first."""
+"""Number of requests, and of checkpoints, from which on tokens for one request of the full context length come
+first."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """`running` requests at once; `checkpoints` beside their states. A model without states has none of these."""
+    """The rows of states: `running` requests at once; `checkpoints` beside their states. A model without states has
+    none of these."""
 
     running: int
     checkpoints: int
     reason: str = ""
-    """How many of what size, and why."""
+    """Numbers and size of the states, and the reason for them."""
     note: str | None = None
-    """What the user should know."""
+    """Note that the user should see."""
 
 
 def state_rows(args: ServerArgs, most: int, context_len: int, cost: CacheCost, room: Callable[[int], int]) -> StateRows:
-    """For at most `most` requests, unless --max-running-requests says otherwise. `room(running)`: bytes of all caches
-    if so many requests run at once; the more they are, the less. Raises UserError."""
+    """Chooses the rows for at most `most` requests, unless --max-running-requests says otherwise. `room(running)`:
+    bytes of all caches if so many requests run at once; the more they are, the less. Raises UserError."""
     flag, caching = _flag(args), not args.disable_radix_cache
     if not cost.state_bytes:
         note = f"{flag} has no effect: the model has no recurrent states" if flag else None
@@ -42,7 +45,7 @@ def state_rows(args: ServerArgs, most: int, context_len: int, cost: CacheCost, r
         return _Need(left, running, most, context_len, cost)
 
     def checkpoints(running: int) -> int:
-        """Below 0: there is not even room for their states."""
+        """Returns the number of checkpoints; negative: there is not even room for the requests' states."""
         if flag:
             return _rows_by_flag(args, need(running).left, cost.state_bytes) - running
         return need(running).checkpoints
@@ -75,7 +78,7 @@ def state_rows(args: ServerArgs, most: int, context_len: int, cost: CacheCost, r
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """Of `left` bytes of all caches, if `running` requests run."""
+    """The checkpoints that `running` requests need, with `left` bytes for all caches."""
 
     left: int
     running: int
@@ -85,7 +88,7 @@ class _Need:
 
     @property
     def beside_context(self) -> int:
-        """Checkpoints that leave tokens for one request of the full context length."""
+        """Number of checkpoints that leave tokens for one request of the full context length."""
         tokens = int(self.context_len * self.cost.bytes_per_token)
         return (self.left - tokens) // self.cost.state_bytes - self.running
 
@@ -101,7 +104,7 @@ class _Need:
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest count up to `most` that fits, if all smaller ones do; at least 1."""
+    """Returns the largest count up to `most` that fits, if all smaller ones do; at least 1."""
     low, high = 1, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -110,7 +113,7 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
 
 
 def _rows_by_flag(args: ServerArgs, left: int, state_bytes: int) -> int:
-    """Of states altogether."""
+    """Returns the number of all states that the flags ask for."""
     if args.max_mamba_cache_size is not None:
         return args.max_mamba_cache_size
     assert args.mamba_full_memory_ratio is not None

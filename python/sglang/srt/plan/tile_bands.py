@@ -10,8 +10,8 @@ from sglang.srt.kernels.spec import Choice
 
 
 def cut_bands(choices: Iterable[Choice], arch: ArchTraits) -> Mapping[str, OpBands]:
-    """By the key of the need. Ops whose kernel takes no tile are left out. Tiles that are on no
-    record are taken to fit; one that does not steps down when it is launched."""
+    """Returns the bands of tiles by the key of the need. Ops whose kernel takes no tile are left out. Tiles that are on
+    no record are taken to fit; one that does not fit steps down when it is launched."""
     bands = ((choice.need.key, _bands_of(choice, arch)) for choice in choices)
     return {key: cut for key, cut in bands if cut is not None}
 

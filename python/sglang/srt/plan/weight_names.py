@@ -1,4 +1,4 @@
-"""How a family's checkpoints call the parameters. No torch: planning asks for the scheme of a module by its name."""
+"""Names of the parameters in a family's checkpoints. No torch: planning asks for the scheme of a module by its name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PartKey:
     expert: int = 0
     module: str = ""
     piece: int = 0
-    """Of several slices of one tensor that lie apart in the parameter."""
+    """Number of the slice, where one tensor fills several slices that lie apart in the parameter."""
 
 
 DECODERS = ("language_model.model.", "model.language_model.")
@@ -38,24 +38,30 @@ class WeightMap:
     layer_prefix: str = "model.layers.{layer}."
     ignore: tuple[str, ...] = ("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
     aliases: tuple[tuple[str, str], ...] = ((".k_proj.k_scale", ".k_scale"), (".v_proj.v_scale", ".v_scale"))
-    """Endings of names in some checkpoints, and what they are in the others."""
+    """Pairs of name endings: those of some checkpoints, and those that the others have in their place."""
+    beginnings: tuple[tuple[str, str], ...] = ()
+    """Pairs of name beginnings, likewise, which are replaced one after the other."""
     decoder: str = "model."
-    """Where the decoder is; multimodal checkpoints have it at one of DECODERS."""
+    """Prefix of the decoder's names; multimodal checkpoints have it at one of DECODERS."""
     parts: Mapping[str, str] = field(default_factory=dict)
-    """What stands for `{part}` where it is not the part's own name (gate: w1)."""
+    """Names that stand for `{part}` where it is not the part's own name (gate: w1)."""
+    behind: tuple[str, ...] = ()
+    """Beginnings of names of tensors behind the last layer, beside the norm and the output head."""
     unread: tuple[str, ...] = ()
-    """Beginnings of names of what nobody asks for yet: layers that only drafts use, encoders of other inputs."""
+    """Beginnings of names of tensors that nobody asks for yet: layers that only drafts use, encoders of other
+    inputs."""
 
     def checkpoint_name(self, name: str, key: PartKey) -> str:
-        """The checkpoint tensor that is part `key` of our parameter `name`."""
+        """Returns the name of the checkpoint tensor that is part `key` of our parameter `name`."""
         module, _, leaf = name.rpartition(".")
         if module.startswith("layers."):
             _, number, module = module.split(".", 2)
             return f"{self.layer_module(int(number), key.module or module, key.part, key.expert)}.{leaf}"
-        return f"{self.model[module].format(part=self._part(key.part))}.{leaf}"
+        return f"{self.model[module].format(part=self._part(key.part))}.{leaf}".removeprefix(".")
 
     def layer_module(self, layer: int, module: str, part: str = "", expert: int = 0) -> str:
-        """What the checkpoint calls the module that holds this part of ours ("attn.qkv", "moe.w13") in a layer."""
+        """Returns the checkpoint's name of the module in a layer that holds this part of ours ("attn.qkv",
+        "moe.w13")."""
         template = self.layer_prefix.format(layer=layer) + self.layer[module]
         return template.format(part=self._part(part), expert=expert).removesuffix(".")
 
@@ -63,18 +69,21 @@ class WeightMap:
         return self.parts.get(part, part)
 
     def canonical(self, name: str) -> str:
-        """The name of a checkpoint tensor without its variants."""
+        """Returns the name of a checkpoint tensor without its variants."""
         for place in DECODERS:
             if self.decoder in DECODERS and name.startswith(place):
                 name = self.decoder + name.removeprefix(place)
+        for beginning, usual in self.beginnings:
+            if name.startswith(beginning):
+                name = usual + name.removeprefix(beginning)
         for ending, usual in self.aliases:
             if name.endswith(ending):
                 return name.removesuffix(ending) + usual
         return name
 
     def below(self, prefix: str) -> WeightMap:
-        """The same names in a checkpoint that has the decoder at `prefix`; with "model." it is where it was. What lies
-        elsewhere stays there."""
+        """Returns the same names for a checkpoint that has the decoder at `prefix`; with "model." it is where it was.
+        Names of tensors elsewhere stay as they are."""
         if prefix == "model.":
             return self
 
@@ -125,17 +134,8 @@ LATENT_NAMES: Mapping[str, str] = {
     "attn.kv_b": "self_attn.kv_b_proj",
     "attn.index_q": "self_attn.indexer.wq_b",
     "attn.index_k": "self_attn.indexer.wk",
+    "attn.index_norm": "self_attn.indexer.k_norm",
     "attn.index_weights": "self_attn.indexer.weights_proj",
-}
-COMPRESSED_NAMES: Mapping[str, str] = {
-    "attn.q_a": "self_attn.q_a_proj",
-    "attn.kv": "self_attn.kv_proj",
-    "attn.o_a": "self_attn.o_a_proj",
-    "attn.o_b": "self_attn.o_b_proj",
-    "attn.compressor": "self_attn.compressor.{part}_proj",
-    "attn.index_compressor": "self_attn.compressor.indexer.{part}_proj",
-    "attn.compressed_index_q": "self_attn.compressor.indexer.q_b_proj",
-    "attn.compressed_index_weights": "self_attn.compressor.indexer.scorer.weights_proj",
 }
 RECURRENT_NAMES: Mapping[str, str] = {
     "gdn": "linear_attn",
@@ -151,11 +151,10 @@ USUAL_NAMES = WeightMap(
         **ATTENTION_NAMES,
         **QK_NORM_NAMES,
         **LATENT_NAMES,
-        **COMPRESSED_NAMES,
         **RECURRENT_NAMES,
         **MLP_NAMES,
         **EXPERT_NAMES,
         **SHARED_NAMES,
     },
 )
-"""What most families say; the names of a family that is not served are these as far as anyone asks."""
+"""Names in the checkpoints of most families; nobody asks for more of the names of a family that is not served."""

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import PLANE_COLUMNS, SCALE_BYTES, wants_planes
-from sglang.srt.plan.layer_spec import ABSENT, Matrix, Mixer, Weights
+from sglang.srt.plan.layer_spec import ABSENT, Matrix, Mixer, Sum, Weights
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import RankWeights
@@ -21,8 +21,9 @@ _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}
 def rank_weight_bytes(
     of_rank: RankWeights, dtype: str, fp8_cache: bool = False, features: Collection[str] | None = None
 ) -> int:
-    """Of one rank's parameters, exactly as they are allocated. An `fp8_cache` of keys and values has scales, which are
-    parameters. `features` (of ArchTraits): of the GPU whose kernels arrange the weights; None: as they are stored."""
+    """Returns the bytes of one rank's parameters, exactly as they are allocated. An `fp8_cache` of keys and values has
+    scales, which are parameters. `features` (of ArchTraits): those of the GPU whose kernels arrange the weights; None:
+    the bytes are those of the weights as stored."""
     model, item = of_rank.model, _DTYPE_BYTES[dtype]
     hidden = model.hidden_size
     total = of_rank.head.rows * hidden * item if model.has_embedding else 0
@@ -34,7 +35,8 @@ def rank_weight_bytes(
     for i, (layer, weights) in enumerate(zip(model.layers, of_rank.layers, strict=True)):
         if layer.elsewhere:
             continue
-        total += norm * sum(block != ABSENT for block in (layer.mixer, layer.ffn))
+        unnormed = isinstance(layer.residual, Sum) and not layer.residual.mixer_norms
+        total += norm * (sum(block != ABSENT for block in (layer.mixer, layer.ffn)) - unnormed)
         total += _bytes_of(model, i, weights + layer.residual.weights(hidden), item, features)
         total += _cache_scale_bytes(layer.mixer) if fp8_cache else 0
     if model.per_layer_inputs is not None:
@@ -44,9 +46,16 @@ def rank_weight_bytes(
     return total
 
 
+def front_bytes(of_rank: RankWeights, dtype: str, embedding_rows: int, head: bool) -> int:
+    """Returns the bytes of the weights before and behind the layers of a draft, whose model ends with its layers."""
+    model, item = of_rank.model, _DTYPE_BYTES[dtype]
+    total = _bytes_of(model, 0, of_rank.front, item, None) + embedding_rows * model.hidden_size * item
+    return total + (matrix_bytes(of_rank.head, model.head_quant, item) if head else 0)
+
+
 def wide_bytes(of_rank: RankWeights, dtype: str) -> dict[str, int]:
-    """Of a quantized checkpoint: what it keeps in `dtype`, on one rank, by block ("attn", "mlp", ...) and "embeddings",
-    the most first; empty if nothing is quantized."""
+    """Returns the bytes that a quantized checkpoint keeps in `dtype`, on one rank, by block ("attn", "mlp", ...) and
+    "embeddings", the most first; empty if nothing is quantized."""
     item, quantized = _DTYPE_BYTES[dtype], False
     sizes = {"embeddings": of_rank.head.rows * of_rank.head.cols * item}
     for weight, quant in of_rank.matrices():
@@ -63,7 +72,7 @@ def wide_bytes(of_rank: RankWeights, dtype: str) -> dict[str, int]:
 def _cache_scale_bytes(mixer: Mixer) -> int:
     if isinstance(mixer, GQA):
         return 8 if mixer.caches_tokens else 0
-    return 4 if isinstance(mixer, MLA) else 0
+    return 4 if isinstance(mixer, MLA) and not mixer.sparse else 0
 
 
 def _bytes_of(
@@ -81,7 +90,8 @@ def _bytes_of(
 
 
 def matrix_bytes(matrix: Matrix, quant: ModuleQuant | None, item: int, features: Collection[str] | None = None) -> int:
-    """Data and scales; `item`: bytes of an element that is not quantized; `features`: see `rank_weight_bytes`."""
+    """Returns the bytes of data and scales. `item`: bytes of an element that is not quantized; `features`: see
+    `rank_weight_bytes`."""
     rows, cols, modules = matrix.rows, matrix.cols, len(matrix.parts)
     if quant is None:
         return max(1, matrix.experts) * rows * cols * item

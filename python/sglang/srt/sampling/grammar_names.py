@@ -1,4 +1,4 @@
-"""What clients know a grammar as: a structural tag may be what the server has made of something else."""
+"""Names of grammars as clients know them: a structural tag may be what the server has made of something else."""
 
 from __future__ import annotations
 

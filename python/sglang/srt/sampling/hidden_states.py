@@ -12,13 +12,13 @@ import numpy.typing as npt
 VALUE_BYTES = 4
 """float32."""
 MAX_CALL_BYTES = 32 << 20
-"""Of one call, all its prompts and samples together; as JSON about five times as many."""
+"""The limit of one call, all its prompts and samples together; as JSON about five times as many."""
 MAX_HELD_BYTES = 512 << 20
-"""Of all requests that wait or run, at the length that each may reach."""
+"""The limit of all requests that wait or run, at the length that each may reach."""
 
 
 def num_states(prompt_len: int, length: int) -> int:
-    """Of a sequence of `length` tokens, the prompt included."""
+    """The number of states of a sequence of `length` tokens, the prompt included."""
     return max(prompt_len, length - 1)
 
 

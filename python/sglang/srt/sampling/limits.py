@@ -1,4 +1,4 @@
-"""What a request may ask for in stop strings, patterns and grammars. Every limit has its name, its reason and its
+"""Limits of stop strings, patterns and grammars in requests. Every limit has its name, its reason and its
 message here; nothing in this file compiles or searches what a client sent."""
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def verify_unicode(name: str, text: str) -> None:
 
 
 def group_nesting(pattern: str) -> int:
-    """How deep the groups of a regular expression nest. Linear, no recursion; also for patterns that are not valid."""
+    """The depth to which the groups of a regular expression nest. Linear, no recursion; also for patterns that are not
+    valid."""
     depth = deepest = 0
     for token in _ESCAPE_CLASS_OR_GROUP.finditer(pattern):
         if token[0] == "(":

@@ -88,6 +88,18 @@ class PenaltyState:
         self.state.view(-1).scatter_add_(0, index, torch.ones_like(index, dtype=torch.int32))
 
 
+def count_guesses(guesses: torch.Tensor) -> torch.Tensor:
+    """How often each guess [D, k - 1] is among the first j guesses of its request, for the rows j of k: [D, k, k - 1]
+    int32.
+
+    >>> count_guesses(torch.tensor([[7, 9, 7]]))[0].tolist()
+    [[0, 0, 0], [1, 0, 1], [1, 1, 1], [2, 1, 2]]
+    """
+    equal = (guesses[:, :, None] == guesses[:, None, :]).int()  # [D, earlier, guess]
+    none = torch.zeros_like(equal[:, :1])
+    return torch.cat((none, equal.cumsum(dim=1, dtype=torch.int32)), dim=1)
+
+
 def apply_penalties(
     logits: torch.Tensor,
     state: torch.Tensor,
@@ -95,7 +107,7 @@ def apply_penalties(
     frequency: torch.Tensor,
     presence: torch.Tensor,
 ) -> None:
-    """In place on logits [B, V] fp32; state [B, V] int32; one penalty a row.
+    """Apply penalties in place on logits [B, V] fp32; state [B, V] int32; one penalty a row.
 
     Tokens of prompt or output: positive logits are divided, negative ones multiplied by `repetition`. Tokens of the
     output: minus `frequency` x count, minus `presence`.

@@ -17,11 +17,11 @@ from sglang.srt.sampling.limits import verify_grammar_source, verify_stop_patter
 TOP_K_ALL = 1 << 30
 """`top_k` of a request that keeps the whole vocabulary."""
 NO_TOKEN = -1
-"""What sampling returns for a row that has no token to choose: a logit is NaN, or none is above -inf."""
+"""The token that sampling returns for a row that has none to choose: a logit is NaN, or none is above -inf."""
 MAX_STOP_TOKEN_IDS = 65_536
 MAX_SAMPLES = 128
 MAX_COUNT = (1 << 31) - 1
-"""Of tokens, and of `top_k`: what 32 bits hold."""
+"""The limit of tokens and of `top_k`: the largest number of 32 bits."""
 MAX_TEMPERATURE = 1e6
 MAX_LOGIT_BIAS = 1e9
 """Logits with this much added and divided by the smallest temperature are finite in 32 bits."""

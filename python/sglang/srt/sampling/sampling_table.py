@@ -188,6 +188,10 @@ class SamplingTable:
             sparse=self._sparse_of(slots, flags) if any_flag[Flag.SPARSE] else None,
         )
 
+    def has_penalties(self, slots: np.ndarray) -> bool:
+        """Whether any of these requests has penalties that count tokens."""
+        return bool(self._flags[slots, Flag.PENALTY].any())
+
     def _flush(self) -> None:
         self.penalties.flush()
         if not self._dirty:

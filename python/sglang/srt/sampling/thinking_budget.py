@@ -1,4 +1,4 @@
-"""How long the thoughts of an answer may be, as it travels with a request."""
+"""The limit of the thoughts of an answer, as it travels with a request."""
 
 from __future__ import annotations
 

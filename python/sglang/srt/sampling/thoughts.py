@@ -20,6 +20,13 @@ class Thoughts:
         self._last: deque[int] = deque(maxlen=max(len(budget.begin), len(budget.end)))
         self.over = False
 
+    def __copy__(self) -> Thoughts:
+        """That goes on by itself."""
+        other = Thoughts(self._budget)
+        other._num_tokens, other._begun, other.over = self._num_tokens, self._begun, self.over
+        other._last.extend(self._last)
+        return other
+
     def push(self, token: int) -> None:
         if self.over:
             return
@@ -49,7 +56,7 @@ class Thoughts:
             row[word] = mask
 
     def _spelled(self, mark: list[int]) -> int:
-        """How many tokens of `mark` the output ends with."""
+        """The number of tokens of `mark` that the output ends with."""
         last = list(self._last)
         return next(n for n in range(min(len(mark), len(last)), -1, -1) if last[len(last) - n :] == mark[:n])
 

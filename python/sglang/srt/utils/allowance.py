@@ -1,4 +1,4 @@
-"""How much of a loop that serves everybody one request may take."""
+"""The CPU budget of one request in a loop that serves all of them."""
 
 from __future__ import annotations
 

@@ -67,14 +67,14 @@ class Tokenizer:
             )
 
     def text_decoder(self) -> TextDecoder:
-        """For decoding sequences as they grow."""
+        """Decoder for sequences as they grow."""
         if self._byte_level is not None:
             return self._byte_level
         special_ids = _special_ids(self._rust) if self._rust is not None else frozenset(self.hf.all_special_ids)
         return WindowDecoder(self.decode, special_ids)
 
     def token_text(self, token_id: int) -> str:
-        """How one token prints, special tokens included; U+FFFD for parts of characters."""
+        """The text of one token, special tokens included; U+FFFD for parts of characters."""
         text = self._texts.get(token_id)
         if text is None:
             text = self._texts[token_id] = self.token_bytes(token_id).decode("utf-8", "replace")

@@ -71,7 +71,7 @@ class StopSearch:
 
 
 class PrefixTracker:
-    """How much of a stop string the end of a text already spells: the Knuth-Morris-Pratt automaton. Four bytes a
+    """Tracks how much of a stop string the end of a text already spells: the Knuth-Morris-Pratt automaton. Four bytes a
     character of the stop string, constant time a character of text on average."""
 
     __slots__ = ("_failure", "_stop", "length")
@@ -120,7 +120,7 @@ class StopHold:
         self._length = 0
 
     def push(self, pieces: Iterable[Piece]) -> str:
-        """What prints of the text so far and no stop string can still claim."""
+        """Add a piece of text; return the part of the text that no stop string can claim any more."""
         self._append(pieces)
         if not self._length:
             return ""

@@ -25,7 +25,7 @@ class TextStream(Protocol):
         """The text that these ids make certain."""
 
     def finish(self) -> str:
-        """What is left: incomplete bytes show as U+FFFD."""
+        """Return the rest of the text: incomplete bytes show as U+FFFD."""
 
 
 class TextDecoder(Protocol):
@@ -34,7 +34,7 @@ class TextDecoder(Protocol):
     def stream(self, skip_special_tokens: bool) -> TextStream: ...
 
     def special_text(self, token_id: int) -> str | None:
-        """How a special token is spelled; None for any other token."""
+        """The spelling of a special token; None for any other token."""
 
 
 # --- text in which special tokens show --------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def byte_level_alphabet() -> dict[str, int]:
 
 
 class ByteLevelDecoder:
-    """For vocabularies whose tokens are byte strings: a table lookup a token, and an incremental UTF-8 decoder."""
+    """Decodes vocabularies whose tokens are byte strings: a table lookup a token, and an incremental UTF-8 decoder."""
 
     def __init__(self, token_of: Callable[[int], str | None], special_ids: frozenset[int]) -> None:
         """`token_of` gives the vocabulary's spelling of an id, None if there is none (such ids print nothing)."""
@@ -151,7 +151,8 @@ class ByteLevelStream:
 
 
 class WindowDecoder:
-    """For tokenizers that can only decode whole id lists. `decode(ids, skip_special_tokens)` is the tokenizer's."""
+    """Decodes with tokenizers that can only decode whole id lists. `decode(ids, skip_special_tokens)` is the
+    tokenizer's."""
 
     def __init__(self, decode: Callable[[list[int], bool], str], special_ids: frozenset[int] = frozenset()) -> None:
         self._decode = decode
@@ -198,7 +199,7 @@ class WindowStream:
         return now[len(before) :]
 
     def _whole_characters(self, final: bool) -> tuple[int, str]:
-        """How much of the window can be printed, at least what is printed already, and its text."""
+        """The part of the window that can be printed, at least what is printed already, and its text."""
         length = len(self._window)
         now = ""
         for end in range(length, max(self._num_printed, length - MAX_HELD_IDS - 1), -1):

@@ -1,4 +1,4 @@
-"""What a Hugging Face tokenizer directory says beside its vocabulary: special tokens and chat templates."""
+"""The contents of a Hugging Face tokenizer directory beside its vocabulary: special tokens and chat templates."""
 
 from __future__ import annotations
 

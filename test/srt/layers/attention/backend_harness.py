@@ -38,6 +38,7 @@ class FakePlan:
     tokens_per_step: int = 64
     page_size: int = 1
     context_len: int = 512
+    draft: None = None
     dtype: str = "bfloat16"
     device: str = "cpu"
     arch: FakeArch = field(default_factory=FakeArch)

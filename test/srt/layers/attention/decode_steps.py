@@ -123,8 +123,8 @@ class DecodeSteps:
         if self.graphs is not None:
             shape = self.graphs.shape_of(step)
             assert shape is not None
-            return self.graphs.replay(shape, step)[1].logits[: len(lens)]
-        batch = self.state.batch(send(self.device, **step_arrays(step)), shape_of(step, 1), step)
+            return self.graphs.replay(shape, step).logits[: len(lens)]
+        batch = self.state.batch(send(self.device, **step_arrays(step)), shape_of(step), step)
         return self.model.compute(batch, None)
 
     def _move_window(self, lens: Any) -> None:

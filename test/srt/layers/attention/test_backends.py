@@ -190,7 +190,7 @@ class FakeChoice:
 
 @pytest.mark.parametrize("names", [("a", "a"), ("a", "b")])
 def test_the_plan_chooses_backends(names: tuple[str, str]) -> None:
-    plan = plan_of(Problem([3], [1], 4, 2, 64, 64), description=SimpleNamespace(layers=[]))
+    plan = plan_of(Problem([3], [1], 4, 2, 64, 64), description=SimpleNamespace(layers=()))
     plan.choices = dict(zip(("decode_attention", "extend_attention"), map(FakeChoice, names), strict=True))
     sites = create_attention_sites(plan, "cpu")  # type: ignore[arg-type]
     (decode,), (extend,) = sites.decode.values(), sites.extend.values()

@@ -255,6 +255,8 @@ FORMATS: dict[str, Format] = {
 class Loaded:
     """One layer of a model, as the loader sees models. `layer` computes [T, H] -> this rank's summand of [T, H]."""
 
+    base_prefix = "model."
+
     def __init__(
         self,
         spec: MoE,

@@ -143,10 +143,6 @@ MODEL |= {"num_key_value_heads": 2, "n_routed_experts": 16, "num_experts_per_tok
     ("config", "ops"),
     [
         ({"model_type": "glm4_moe"}, {"topk_sigmoid"}),
-        (
-            {"model_type": "deepseek_v4", "scoring_func": "sqrtsoftplus", "num_hash_layers": 3},
-            {"topk_sqrtsoftplus", "topk_hash"},
-        ),
         ({"model_type": "gpt_oss", "sliding_window": 128}, {"topk_softmax"}),
     ],
 )

@@ -93,7 +93,7 @@ class Block:
     def __init__(self, form: RowForm | None) -> None:
         self.row_format = None if form is None else RowFormat(form)
 
-    def leave_sum(self) -> None:
+    def defer_all_reduce(self) -> None:
         return None
 
 

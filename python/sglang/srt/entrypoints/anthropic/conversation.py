@@ -26,9 +26,9 @@ from sglang.srt.entrypoints.openai.protocol import (
 )
 
 _SEPARATOR = "\n"
-"""Between text blocks that follow one another."""
+"""Separator between text blocks that follow one another."""
 _ERROR_MARK = "Error: "
-"""Before a tool's result that is an error, as chat templates have no other place for it."""
+"""Prefix of a tool's result that is an error, as chat templates have no other place for it."""
 
 
 def chat_request(body: CountTokensRequest) -> ChatCompletionRequest:
@@ -84,7 +84,7 @@ def _template_variables(body: CountTokensRequest) -> dict[str, Any] | None:
 
 
 def _continues(body: CountTokensRequest) -> bool:
-    """Whether the model goes on with the last message."""
+    """Returns whether the model continues the last message."""
     last = body.messages[-1]
     if not isinstance(last, AssistantMessage):
         return False
@@ -101,7 +101,7 @@ def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
     if body.system:
         messages.append({"role": "system", "content": _text(_blocks(body.system))})
     tool_names: dict[str, str] = {}
-    """Of the calls so far, by id."""
+    """The names of the calls so far, by id."""
     for message in body.messages:
         blocks = _blocks(message.content)
         if isinstance(message, UserMessage):

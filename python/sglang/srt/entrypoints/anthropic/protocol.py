@@ -127,7 +127,7 @@ class OutputConfig(msgspec.Struct):
 
 
 class CountTokensRequest(Body, kw_only=True):
-    """What the model is to read."""
+    """The input whose tokens are counted."""
 
     unsupported: ClassVar = MESSAGES
 
@@ -170,4 +170,4 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 
 BODIES = (MessagesRequest, CountTokensRequest)
-"""What `/openapi.json` describes."""
+"""The bodies that `/openapi.json` describes."""

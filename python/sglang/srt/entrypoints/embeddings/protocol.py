@@ -59,7 +59,7 @@ class EncodeBody(Body, kw_only=True):
 
 
 class ScoreRequest(Body, kw_only=True):
-    """How probable each of the labels is as the token after query and item."""
+    """Asks for the probability of each label as the token that follows query and item."""
 
     unsupported: ClassVar = EMBEDDINGS
 
@@ -87,10 +87,10 @@ class RerankRequest(Body, kw_only=True):
     query: Annotated[str, Meta(min_length=1)]
     documents: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=MAX_INPUTS)]
     instruct: str | None = None
-    """What makes a document relevant."""
+    """Instruction that says what makes a document relevant."""
     top_n: Positive | None = None
     return_documents: bool | None = True
 
 
 BODIES = (EmbeddingRequest, EncodeBody, ScoreRequest, RerankRequest)
-"""What `/openapi.json` describes."""
+"""Request bodies that `/openapi.json` describes."""

@@ -45,7 +45,8 @@ async def embeddings(service: OpenAIService, body: EmbeddingRequest, request: Re
 async def collect_complete(
     service: OpenAIService, request: Request, call: GenerateRequest
 ) -> tuple[GenerationStream, list[GenerateOutput]]:
-    """As `collect`, where a part of an output is of no use. Raises RequestError 503 if one was aborted."""
+    """Collects outputs as `collect` does, for callers that cannot use a part of an output. Raises RequestError 503 if
+    one was aborted."""
     stream, outputs = await collect(service, request, call)
     for output in outputs:
         assert output.finish is not None

@@ -47,7 +47,8 @@ async def score(service: OpenAIService, body: ScoreRequest, request: Request) ->
 
 
 def _refuse_many_long(repeated: int, parts: Sequence[str | list[int]]) -> None:
-    """Before the prompts are made. `repeated`: the length of what each begins or ends with. Raises ApiError 400."""
+    """Refuses prompts that are too long together, before they are built. `repeated`: length of the beginning or end
+    that all prompts share. Raises ApiError 400."""
     length = repeated * len(parts) + sum(map(len, parts))
     if length > MAX_PROMPT_LENGTHS:
         raise bad_request(
@@ -115,7 +116,7 @@ async def _similarities(service: OpenAIService, body: RerankRequest, request: Re
 
 
 async def _judgements(service: OpenAIService, body: RerankRequest, request: Request) -> list[dict[str, Any]]:
-    """How probable yes is, of yes and no."""
+    """Returns an entry for each document, scored by the probability of yes relative to yes and no together."""
     _refuse_many_long(len(body.query) + len(body.instruct or _INSTRUCT), body.documents)
     prompts = await service.manager.in_thread(lambda: [_question(service, body, text) for text in body.documents])
     stream, outputs = await _next_tokens(service, request, prompts, _answer_ids(service), rendered=True)

@@ -30,7 +30,7 @@ class AnswerWriter:
         self._arguments: list[str] = []
         self._created = time.perf_counter_ns()
         self._first: int | None = None
-        """When the first output came."""
+        """Time when the first output came."""
 
     def write(self, output: GenerateOutput) -> bytes:
         lines = [self._line(piece) for piece in self._pieces(output)]
@@ -61,7 +61,7 @@ class AnswerWriter:
         return [piece for event in self._output.push(output) if (piece := self._piece(event))]
 
     def _piece(self, event: Event) -> dict[str, Any]:
-        """What a line shows of an event; calls come whole, broken ones as the text that they are."""
+        """The part of a line for an event; calls come whole, broken ones as the text that they are."""
         match event:
             case TextDelta(text):
                 return {"content": text}

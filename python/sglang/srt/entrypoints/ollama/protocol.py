@@ -18,7 +18,7 @@ from sglang.srt.entrypoints.unsupported_fields import OLLAMA, OLLAMA_OPTIONS, re
 
 
 class Options(msgspec.Struct):
-    """Of sampling; None: the model's default. `num_predict` below 0: until the context is full."""
+    """The options of sampling; None: the model's default. `num_predict` below 0: until the context is full."""
 
     num_predict: Int | None = None
     seed: Int | None = None
@@ -110,4 +110,4 @@ class ShowRequest(Body, kw_only=True):
 
 
 BODIES = (OllamaChatRequest, OllamaGenerateRequest, OllamaEmbedRequest, ShowRequest, Options)
-"""What `/openapi.json` describes."""
+"""The bodies that `/openapi.json` describes."""

@@ -25,7 +25,7 @@ from sglang.srt.function_call.model_formats import ModelFormats
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
 
 API_VERSION = "0.12.0"
-"""Of Ollama, whose API this is."""
+"""The release of Ollama whose API this is."""
 
 
 async def chat(service: OpenAIService, body: OllamaChatRequest, request: Request) -> Response:
@@ -129,7 +129,7 @@ def tags(service: OpenAIService, created: int) -> dict[str, Any]:
 
 
 def running(service: OpenAIService) -> dict[str, Any]:
-    """As `tags`: the model is always loaded."""
+    """Like `tags`: the model is always loaded."""
     context_len = service.manager.model_config.context_len
     return {"models": [_card(service) | {"expires_at": _time(2**33), "size_vram": 0, "context_length": context_len}]}
 

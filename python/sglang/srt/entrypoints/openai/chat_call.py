@@ -41,8 +41,8 @@ async def chat_call(
 def _limit_thoughts(
     service: OpenAIService, body: ChatCompletionRequest, formats: ChatFormats, call: GenerateRequest, target: int | None
 ) -> None:
-    """As the client says. If it says nothing, thoughts before a constrained answer have a share of the output: else a
-    model may think until nothing is left for the answer."""
+    """Limit thoughts as the client says. If it says nothing, thoughts before a constrained answer have a share of the
+    output: else a model may think until nothing is left for the answer."""
     wanted = target if body.thinking_budget is None else body.thinking_budget
     share = service.manager.args.constrained_thinking_share
     if wanted is not None:

@@ -1,4 +1,4 @@
-"""What a chat request makes of the model's text: which formats apply to it, and what it may force."""
+"""The output formats of a chat request: which apply to the model's text, and what it may force."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class ChatFormats:
         self._calls_before = _num_calls(body.messages)
         self._inside = isinstance(reasoning, ReasoningFormat) and reasoning.starts_inside(prompt)
         self.thinks_first = False
-        """Whether thoughts may come before an answer that a grammar asks for: `constrain` says so."""
+        """Whether thoughts may come before an answer that a grammar asks for; set by `constrain`."""
 
     @property
     def parses(self) -> bool:
-        """Whether outputs are more than text."""
+        """Returns whether outputs are more than text."""
         return bool(self.tools) or self._formats.reasoning is not None or isinstance(self._formats.calls, Harmony)
 
     @property
@@ -73,7 +73,7 @@ class ChatFormats:
         return ThinkingBudget(num_tokens, begin, end, self._inside)
 
     def new_parser(self) -> OutputParser:
-        """For one choice."""
+        """A parser for one choice."""
         return OutputParser(
             calls=self._formats.calls,
             tools=self.tools,
@@ -150,8 +150,8 @@ class ChatFormats:
         return forced.at_least_one(schemas, self._one_call)
 
     def _calls_or(self, forced: ForcedCalls, answer: Format | None, constrained: bool) -> Format | None:
-        """Where the model chooses: calls or the constrained answer; calls among any text where something limits them.
-        None if nothing does."""
+        """Returns the format for a model that chooses between calls and text: calls or the constrained answer, or calls
+        among any text where something limits them. Returns None if nothing does."""
         functions = [tool["function"] for tool in self._body.tools or ()]
         schemas = {
             function["name"]: _arguments_schema(function.get("parameters") if function.get("strict") else None)
@@ -172,7 +172,7 @@ def _arguments_schema(parameters: Format | None) -> Format:
 
 
 def constrained_answer(kind: str, source: str) -> Format | None:
-    """As `answer_format`, of what clients send. Raises ApiError 400."""
+    """Like `answer_format`, for a client's request. Raises ApiError 400."""
     if source == ANY_JSON:
         return answer_format(kind, _ANY_OBJECT)
     return answer_format(kind, _read_json(source) if kind in ("json_schema", "structural_tag") else source)

@@ -20,9 +20,12 @@ class ChunkWriter:
         fields = {"id": response_id, "object": object_name, "created": created, "model": model}
         self._head = b"data: " + encode(fields)[:-1] + b',"choices":['
 
-    def usage(self, usage: dict[str, Any]) -> bytes:
-        """The final event with the totals and no choice."""
-        return self._head + b'],"usage":' + encode(usage) + b"}\n\n"
+    def totals(self, usage: dict[str, Any] | None, extension: dict[str, Any] | None = None) -> bytes:
+        """The final event with what was asked for of the whole response and no choice; empty if that is nothing."""
+        if usage is None and extension is None:
+            return b""
+        tail = b"" if extension is None else b',"sglext":' + encode(extension)
+        return self._head + b'],"usage":' + encode(usage) + tail + b"}\n\n"
 
     def _event(self, index: int, payload: bytes, logprobs: bytes, finish: bytes, usage: bytes) -> bytes:
         return b"".join(
@@ -49,7 +52,8 @@ def finish_fields(reason: str, matched: int | str | None) -> bytes:
 
 
 class ChatChunks(ChunkWriter):
-    """Per choice: `role`, then `text`, `reasoning`, `call` and `arguments` for the pieces, then `finish`."""
+    """Writes chunks of a chat. Call per choice: `role`, then `text`, `reasoning`, `call` and `arguments` for the
+    pieces, then `finish`."""
 
     def __init__(self, response_id: str, created: int, model: str) -> None:
         super().__init__("chat.completion.chunk", response_id, created, model)
@@ -87,7 +91,7 @@ class ChatChunks(ChunkWriter):
 
 
 class CompletionChunks(ChunkWriter):
-    """Per choice: `text` for each piece, the last one with its finish reason."""
+    """Writes chunks of a completion. Call per choice: `text` for each piece, the last one with its finish reason."""
 
     def __init__(self, response_id: str, created: int, model: str) -> None:
         super().__init__("text_completion", response_id, created, model)

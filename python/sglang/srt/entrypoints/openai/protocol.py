@@ -20,7 +20,7 @@ MAX_TEXTS = 4_096
 """Texts or token lists of one call."""
 
 MAX_PARSED_CHARS = 1 << 21
-"""Of an output that a client wants parsed."""
+"""The limit of an output that a client wants parsed."""
 
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """An integer that the messages between the processes can carry. No field of a body has a wider one."""
@@ -56,7 +56,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class SamplingFields(Body, kw_only=True):
-    """What chat and completion requests share. None means: not given."""
+    """Fields that chat and completion requests share. None means: not given."""
 
     model: Name = ""
     stream: bool | None = False
@@ -92,6 +92,7 @@ class SamplingFields(Body, kw_only=True):
     priority: Int | None = None
     cache_salt: str | list[str | None] | None = None
     extra_key: str | list[str | None] | None = None
+    return_spec_tokens_details: bool | None = False
 
     @property
     def num_choices(self) -> int:
@@ -257,4 +258,4 @@ BODIES = (
     ChatMessage,
     Tool,
 )
-"""What `/openapi.json` describes."""
+"""The bodies that `/openapi.json` describes."""

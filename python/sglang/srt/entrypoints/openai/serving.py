@@ -1,4 +1,5 @@
-"""What the OpenAI endpoints share: who they talk to, and how a call becomes one response or a stream of events."""
+"""The part that the OpenAI endpoints share: their connections, and how a call becomes one response or a stream of
+events."""
 
 from __future__ import annotations
 

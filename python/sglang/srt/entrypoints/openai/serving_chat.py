@@ -48,6 +48,7 @@ async def chat_completions(service: OpenAIService, body: ChatCompletionRequest, 
             "choices": choices,
             "usage": usage.as_dict(),
             "metadata": {"weight_version": WEIGHT_VERSION},
+            **({"sglext": usage.extension()} if body.return_spec_tokens_details else {}),
         }
     )
 
@@ -108,6 +109,7 @@ class _ChatWriter:
         self._usage = usage
         self._continuous = body.continuous_usage
         self._final_usage = body.include_usage
+        self._extension = bool(body.return_spec_tokens_details)
         self._introduced: set[int] = set()
         self._choices: dict[int, ChoiceOutput] = {}
         self._calling: set[int] = set()
@@ -136,7 +138,7 @@ class _ChatWriter:
         return events
 
     def _deltas(self, output: GenerateOutput) -> list[Event]:
-        """What a client sees of the output's events."""
+        """The deltas that a client gets for the output's events."""
         choice = self._choices.get(output.index)
         if choice is None:
             choice = self._choices[output.index] = ChoiceOutput(self._formats, self._service.manager.tokenizer)
@@ -160,4 +162,5 @@ class _ChatWriter:
         return chunks.text(index, delta.text, logprobs, usage)
 
     def end(self) -> bytes:
-        return self._chunks.usage(self._usage.as_dict()) if self._final_usage else b""
+        usage = self._usage.as_dict() if self._final_usage else None
+        return self._chunks.totals(usage, self._usage.extension() if self._extension else None)

@@ -49,6 +49,7 @@ async def completions(service: OpenAIService, body: CompletionRequest, request: 
             "choices": [_choice(echo, output) for output in outputs],
             "usage": usage.as_dict(),
             "metadata": {"weight_version": WEIGHT_VERSION},
+            **({"sglext": usage.extension()} if body.return_spec_tokens_details else {}),
         }
     )
 
@@ -91,7 +92,7 @@ class _Echo:
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
     def prompt_text(self, index: int) -> str:
-        """What precedes the first output text of choice `index`."""
+        """The text before the first output text of choice `index`."""
         if not self._echo:
             return ""
         text = self._stream.prompt_texts[index // self._stream.num_samples]
@@ -127,6 +128,7 @@ class _CompletionWriter:
         self._usage = usage
         self._continuous = body.continuous_usage
         self._final_usage = body.include_usage
+        self._extension = bool(body.return_spec_tokens_details)
         self._introduced: set[int] = set()
 
     def write(self, output: GenerateOutput) -> bytes:
@@ -145,4 +147,5 @@ class _CompletionWriter:
         return self._chunks.text(index, text, logprobs, usage, finish_fields(finish.type, finish.matched))
 
     def end(self) -> bytes:
-        return self._chunks.usage(self._usage.as_dict()) if self._final_usage else b""
+        usage = self._usage.as_dict() if self._final_usage else None
+        return self._chunks.totals(usage, self._usage.extension() if self._extension else None)

@@ -18,7 +18,8 @@ _PART_SEPARATOR = " "
 
 
 class CallForm(NamedTuple):
-    """How a template takes calls: `text_arguments`, else an object; `no_content` where there is none, else ""."""
+    """The form in which a template takes calls: `text_arguments`, else an object; `no_content` where there is none,
+    else ""."""
 
     text_arguments: bool = False
     no_content: bool = False

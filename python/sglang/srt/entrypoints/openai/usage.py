@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.managers.front.draft_details import draft_details
 from sglang.srt.managers.wire.io_struct import TokenMeta
 
 
@@ -17,6 +18,13 @@ class UsageCounter:
 
     def update(self, index: int, meta: TokenMeta) -> None:
         self._meta[index] = meta
+
+    def extension(self) -> dict[str, Any]:
+        """`sglext` of requests with `return_spec_tokens_details`: how guesses of each choice fared, a list of several;
+        null without guesses."""
+        metas = [meta for _, meta in sorted(self._meta.items())]
+        details = [None if meta.drafts is None else draft_details(meta.drafts) for meta in metas]
+        return {"spec_tokens_details": details[0] if len(details) == 1 else details}
 
     def as_dict(self) -> dict[str, Any]:
         firsts = [meta for index, meta in self._meta.items() if index % self._num_choices == 0]

@@ -16,7 +16,7 @@ router = APIRouter(include_in_schema=False)
 
 STATIC = Path(__file__).parent / "static"
 ASSETS = "/page/"
-"""Where the files are, but for the page itself, which is `/`."""
+"""Path prefix of the page's files. The page itself is at `/`."""
 INDEX = "index.html"
 
 _CONTENT_SECURITY_POLICY = "; ".join(
@@ -67,7 +67,7 @@ async def index(request: Request) -> Response:
 
 @router.api_route(ASSETS + "{name}", methods=["GET", "HEAD"])
 async def asset(name: str, request: Request) -> Response:
-    """Only names of files that were there at the start: no path leads elsewhere."""
+    """Serves a file of the page. Only names of files that existed at the start are served: no path leads elsewhere."""
     file = _FILES.get(name)
     if file is None:
         raise ApiError(404, f"there is no route {request.url.path}")

@@ -106,7 +106,7 @@ def _messages(items: list[ConversationItem]) -> list[dict[str, Any]]:
     """Thoughts, text and calls that follow one another in this order are one message of the assistant."""
     messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}
-    """Of the calls so far, by id."""
+    """The names of the calls so far, by id."""
     for item in items:
         if isinstance(item, MessageItem) and item.role != "assistant":
             messages.append({"role": item.role, "content": _parts(item.content)})
@@ -126,7 +126,7 @@ def _messages(items: list[ConversationItem]) -> list[dict[str, Any]]:
 
 
 _FIELDS = ("reasoning_content", "content", "tool_calls")
-"""Of an assistant's message, in the order of their items."""
+"""The fields of an assistant's message, in the order of their items."""
 
 
 def _open_turn(messages: list[dict[str, Any]], closing: tuple[str, ...]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from sglang.srt.entrypoints.openai.protocol import MAX_MESSAGES, MAX_TOOLS, Int,
 from sglang.srt.entrypoints.unsupported_fields import RESPONSES
 
 MAX_PARTS = 4_096
-"""Of the content of one item."""
+"""The limit of parts in the content of one item."""
 Label = Annotated[str, Meta(max_length=512)]
 Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], Label], Meta(max_length=16)]
 IGNORED_INCLUDES = ("reasoning.encrypted_content",)
@@ -54,7 +54,7 @@ class InputFile(_MediaPart, tag="input_file"):
 
 
 class ThoughtText(msgspec.Struct):
-    """Of a reasoning item's content or summary."""
+    """A text of a reasoning item's content or summary."""
 
     text: str
 
@@ -158,7 +158,7 @@ class TextOptions(msgspec.Struct):
 
 
 class ResponseContext(Body, kw_only=True):
-    """What the model is to read: the body of `/v1/responses/input_tokens`."""
+    """The input of the model: the body of `/v1/responses/input_tokens`."""
 
     unsupported: ClassVar = RESPONSES
 
@@ -194,7 +194,7 @@ class ResponseContext(Body, kw_only=True):
 class ResponsesRequest(ResponseContext, kw_only=True):
     max_output_tokens: Positive | None = None
     max_tool_calls: Int | None = None
-    """Of the server's tools, of which there are none."""
+    """The limit of calls of the server's own tools, of which there are none."""
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = False
@@ -245,4 +245,4 @@ BODIES = (
     FunctionResultItem,
     ReasoningItem,
 )
-"""What `/openapi.json` describes."""
+"""The bodies that `/openapi.json` describes."""

@@ -58,13 +58,13 @@ def usage(meta: TokenMeta, reports_cached: bool) -> dict[str, Any]:
 
 
 def item_status(finish: FinishReason) -> str:
-    """Of the item that the answer ended in."""
+    """The status of the item that the answer ended in."""
     return "completed" if finish.type == "stop" else "incomplete"
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """What all states of one response share."""
+    """The fields that all states of one response share."""
 
     id: str
     created_at: int

@@ -11,9 +11,9 @@ import msgspec
 
 MAX_RESPONSES = 1024
 MAX_BYTES = 64 << 20
-"""Of responses and their conversations, as JSON."""
+"""The limit of all responses and their conversations, as JSON."""
 MAX_ENTRY_BYTES = 16 << 20
-"""Of one response and its conversation, which a short request can have read again."""
+"""The limit of one response and its conversation, which a short request can have read again."""
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class StoredResponse:
     conversation: bytes = b"[]"
     num_inputs: int = 0
     task: asyncio.Task[None] | None = None
-    """What computes the answer in the background."""
+    """The task that computes the answer in the background."""
     num_waiting_bytes: int = 0
     """About the size of the conversation that the task holds."""
 
@@ -49,7 +49,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """By id, the least recently written first."""
+    """The kept responses by id, the least recently written first."""
 
     def __init__(
         self,

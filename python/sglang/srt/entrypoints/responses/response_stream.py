@@ -35,7 +35,7 @@ class ResponseStream:
         self._num_events = 0
         self._items: list[dict[str, Any]] = []
         self._text: list[str] | None = None
-        """Of the item that is open, which is the last one; None: none is."""
+        """The pieces of the item that is open, which is the last one; None: none is."""
 
     def write(self, output: GenerateOutput) -> bytes:
         pieces = self._output.push(output)

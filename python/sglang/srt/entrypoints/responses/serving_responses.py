@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 MAX_BACKGROUND = 256
 """Answers that are computed in the background at once."""
 MAX_BACKGROUND_BYTES = MAX_ENTRY_BYTES // 2
-"""Of a conversation with its request: the response that is kept meanwhile repeats much of it."""
+"""The limit of a conversation with its request: the response that is kept meanwhile repeats much of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class _Answer:
         self.store.put(self.head.id, StoredResponse(msgspec.json.encode(response), conversation, len(items)))
 
     def response(self, output: GenerateOutput) -> dict[str, Any]:
-        """Of the whole output. Raises RequestError 503 for an aborted one."""
+        """The response for the whole output. Raises RequestError 503 for an aborted one."""
         assert output.finish is not None
         refuse_aborted(output.finish)
         choice = ChoiceOutput(self.formats, self.service.tokenizer)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
 ROOM_SHARE = 4
-"""Without a limit of output tokens the answer has room of a fourth of the context."""
+"""The share of the context that an answer has without a limit of output tokens: a fourth."""
 
 
 async def fit_context(

@@ -1,4 +1,4 @@
-"""What an attention backend must know of the layer that it computes."""
+"""Description of a layer for the attention backend that computes it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ class AttentionLayer:
     logit_cap: float = 0.0
     sinks: torch.Tensor | None = None
     """[num_heads] fp32: an extra logit a head that takes part in the softmax and has no value."""
+    top_k: int = 0
+    """> 0: attention is over so many tokens that an indexer selects."""
     site: AttentionSite = field(init=False)
 
     def __post_init__(self) -> None:
         self.v_head_dim = self.v_head_dim or self.head_dim
         shape = AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim)
-        self.site = AttentionSite(shape, self.sliding_window)
+        self.site = AttentionSite(shape, self.sliding_window, self.top_k)

@@ -22,4 +22,7 @@ class Attention(AttentionLayer):
             metadata.decode.attend(q[:count], self, out[:count])
         if metadata.extend is not None:
             metadata.extend.attend(q, k, v, self, out)
+        if metadata.sparse is not None:
+            tokens = metadata.sparse.tokens
+            metadata.sparse.attend(q[tokens], self, out[tokens])
         return out.flatten(1)

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 WORKSPACE_BYTES = 256 << 20
 PLAN_BYTES = 8 << 20
-"""Of the lists that a planner makes; each wrapper has as much pinned memory."""
+"""Size in bytes of the lists that a planner makes; each wrapper has as much pinned memory."""
 TENSOR_CORE_GROUP = 4
-"""From this many query heads a KV head on, decoding on tensor cores beats plain FMA."""
+"""Number of query heads for each KV head from which decoding on tensor cores is faster than plain FMA."""
 
 
 class PlannedWrapper:
@@ -70,7 +70,7 @@ class FlashInferAttnBackend:
 
 
 class _SiteOptions:
-    """What the wrappers of one site are planned with."""
+    """Options that the wrappers of one site are planned with."""
 
     def __init__(self, plan: Plan, site: AttentionSite) -> None:
         shape = site.shape

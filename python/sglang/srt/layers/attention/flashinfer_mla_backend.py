@@ -44,7 +44,7 @@ class FlashInferMLABackend:
 
 
 class _Options:
-    """What wrappers are planned with."""
+    """Options that wrappers are planned with."""
 
     def __init__(self, plan: Plan) -> None:
         (shape,) = plan.attention_shapes

@@ -20,8 +20,9 @@ class LatentChunk:
 def cut_prefixes(
     req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: Sequence[int], chunk_tokens: int
 ) -> tuple[LatentChunk, ...]:
-    """Of the first prefix_lens[i] tokens of each request (rows req_pool_indices [B] of req_to_token), in chunks of at
-    most `chunk_tokens`. The lengths come from the host, so nothing waits for the device.
+    """Cuts the cached prefixes, the first prefix_lens[i] tokens of each request (rows req_pool_indices [B] of
+    req_to_token), into chunks of at most `chunk_tokens`. The lengths come from the host, so nothing waits for the
+    device.
 
     Example: prefixes of 5 and 3 tokens in chunks of 4 -> key_start [0, 4, 4], then [0, 1, 4].
     """

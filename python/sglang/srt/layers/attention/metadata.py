@@ -1,4 +1,4 @@
-"""What attention reads of a step, by site.
+"""Metadata that attention reads of a step, by site.
 
 A site is what the layers that share one plan of a step have in common (`plan.layer_spec.AttentionSite`). For each site
 there is a builder for the requests that decode and one for those with prompts; they may be of different backends. A
@@ -27,7 +27,7 @@ from `out_cache_loc`. The tables of windows are complete before each replay of a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -55,17 +55,18 @@ class DecodeBuilder(Protocol):
     plans_on_host: bool
     """Whether the metadata depends on lengths on the host: then `refresh` is called before every replay."""
     in_graphs: bool
-    """Whether a CUDA graph may hold what attends."""
+    """Whether a CUDA graph may contain the attention kernels of this builder."""
 
     def build(self, rows: DecodeRows) -> DecodeMetadata:
-        """Of a step that is not replayed. Must leave the metadata of a prompt builder of the same step whole."""
+        """Builds the metadata of a step that is not replayed. Must leave the metadata of a prompt builder of the same
+        step whole."""
 
     def prepare_graphs(self, batch_sizes: tuple[int, ...]) -> None:
         """Everything that captured graphs with so many decoding rows (ascending) will read, at its final address."""
 
     def build_in_graph(self, rows: DecodeRows) -> DecodeMetadata:
-        """Of static tensors, as part of the graph; also called in the runs that precede the capture. Reads no host
-        lengths and neither plans nor waits."""
+        """Builds metadata of static tensors, as part of the graph; also called in the runs that precede the capture.
+        Reads no host lengths and neither plans nor waits."""
 
     def refresh(self, rows: DecodeRows) -> None:
         """Update what the graph reads besides the static tensors, which are loaded. `rows.seq_lens_cpu` is that of the
@@ -77,7 +78,7 @@ class ExtendBuilder(Protocol):
     in_graphs: bool
 
     def build(self, rows: ExtendRows) -> ExtendMetadata:
-        """Of any step. In a graph the lengths on the host are those of the widest case."""
+        """Builds the metadata of any step. In a graph the lengths on the host are those of the widest case."""
 
 
 class AttentionBackend(Protocol):
@@ -91,12 +92,23 @@ class AttentionBackend(Protocol):
 
 @dataclass(slots=True)
 class SiteMetadata:
-    """Of one site in one step."""
+    """Metadata of one site in one step."""
 
     decode: DecodeMetadata | None = None
     extend: ExtendMetadata | None = None
     latent_chunks: tuple[LatentChunk, ...] | None = None
-    """Of a latent site: the cached prefixes that the prompts of the step are attended to over expanded keys and values;
-    None: with absorbed queries over latents."""
+    """Cached prefixes of a latent site that the prompts of the step attend to over expanded keys and values; None: the
+    prompts attend with absorbed queries over latents."""
+    sparse: Any = None
+    """A `sparse_rows.SparseRows`, whose module imports this one: tokens of the step that attend to what an indexer
+    selects, at a site whose layers do so. `decode` and `extend` are None where their tokens are among these."""
     keys_values: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """By layer id, keys and values of the new tokens that later layers of the site attend to as well."""
+    """Keys and values of the new tokens that later layers of the site attend to as well, by layer id."""
+
+    @property
+    def decodes_sparsely(self) -> bool:
+        return self.sparse is not None and self.sparse.with_decodes
+
+    @property
+    def extends_sparsely(self) -> bool:
+        return self.sparse is not None and self.sparse.with_prompts

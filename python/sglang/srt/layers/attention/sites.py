@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from sglang.srt.layers.attention.latent_chunks import cut_prefixes
 from sglang.srt.layers.attention.metadata import AttentionBackend, DecodeBuilder, ExtendBuilder, SiteMetadata
-from sglang.srt.plan.layer_spec import AttentionSite
+from sglang.srt.layers.attention.sparse_rows import SparseSite
+from sglang.srt.plan.layer_spec import AttentionSite, LayerSpec
 from sglang.srt.plan.mixers import MLA
 
 if TYPE_CHECKING:
@@ -28,9 +29,11 @@ class AttentionSites:
         extend: Mapping[AttentionSite, ExtendBuilder],
         latent: Mapping[AttentionSite, MLA] | None = None,
         chunk_tokens: int = 0,
+        sparse: Mapping[AttentionSite, SparseSite] | None = None,
     ) -> None:
-        """latent: the description of the latent sites; chunk_tokens: of a cached prefix that is expanded at once."""
-        self.decode, self.extend = decode, extend
+        """latent: the description of the latent sites; chunk_tokens: of a cached prefix that is expanded at once;
+        sparse: of the sites whose layers attend to what an indexer selects."""
+        self.decode, self.extend, self.sparse = decode, extend, sparse or {}
         self._latent, self._chunk_tokens = latent or {}, chunk_tokens
         self._decode_builders = tuple(dict.fromkeys(decode.values()))
         self._extend_builders = tuple(dict.fromkeys(extend.values()))
@@ -40,14 +43,16 @@ class AttentionSites:
         self.extend_in_graphs = all(builder.in_graphs for builder in self._extend_builders)
 
     def prepare_graphs(self, batch_sizes: tuple[int, ...]) -> None:
-        """For graphs with so many decoding rows (ascending)."""
+        """Prepares the backends for graphs with these numbers of decoding rows (ascending)."""
         for builder in self._decode_builders:
             builder.prepare_graphs(batch_sizes)
 
     def metadata(self, batch: ForwardBatch, in_graph: bool = False) -> dict[AttentionSite, SiteMetadata]:
-        """Of a batch whose rows are complete. Requests that decode are planned before prompts; neither runs before
-        both are planned."""
+        """Builds the metadata of a batch whose rows are complete. Requests that decode are planned before prompts;
+        neither runs before both are planned."""
         sites = {site: SiteMetadata() for site in self.decode}
+        for site, sparse in self.sparse.items():
+            sites[site].sparse = sparse.rows(batch, in_graph)
         if batch.decode is not None:
             self._build_decode(batch.decode, sites, in_graph)
         if batch.extend is not None:
@@ -55,19 +60,22 @@ class AttentionSites:
         return sites
 
     def _build_decode(self, rows: DecodeRows, sites: dict[AttentionSite, SiteMetadata], in_graph: bool) -> None:
+        dense = {site: builder for site, builder in self.decode.items() if not sites[site].decodes_sparsely}
         built = {
             builder: builder.build_in_graph(rows) if in_graph else builder.build(rows)
-            for builder in self._decode_builders
+            for builder in dict.fromkeys(dense.values())
         }
-        for site, builder in self.decode.items():
+        for site, builder in dense.items():
             sites[site].decode = built[builder]
 
     def _build_extend(self, rows: ExtendRows, sites: dict[AttentionSite, SiteMetadata]) -> None:
-        built = {builder: builder.build(rows) for builder in self._extend_builders}
-        for site, builder in self.extend.items():
+        dense = {site: builder for site, builder in self.extend.items() if not sites[site].extends_sparsely}
+        built = {builder: builder.build(rows) for builder in dict.fromkeys(dense.values())}
+        for site, builder in dense.items():
             sites[site].extend = built[builder]
         for site, spec in self._latent.items():
-            sites[site].latent_chunks = self._cut(spec, site, rows)
+            if site in dense:
+                sites[site].latent_chunks = self._cut(spec, site, rows)
 
     def _cut(self, spec: MLA, site: AttentionSite, rows: ExtendRows) -> tuple[LatentChunk, ...] | None:
         """None in a graph, which serves prefixes of every length, and where expanding does not pay."""
@@ -77,7 +85,7 @@ class AttentionSites:
         return cut_prefixes(table, rows.req_pool_indices, rows.prefix_lens_cpu, self._chunk_tokens)
 
     def refresh(self, rows: DecodeRows | None) -> None:
-        """Before every replay of a graph: what its decoding rows need that the host plans."""
+        """Updates, before every replay of a graph, what its decoding rows need that the host plans."""
         if rows is None:
             return
         for builder in self._decode_builders:
@@ -86,21 +94,35 @@ class AttentionSites:
 
 
 def create_attention_sites(plan: Plan, device: torch.device | str) -> AttentionSites:
-    """With the backends that the plan chose: one object of each, also where it serves prompts and decoding."""
+    """Creates the attention sites with the backends that the plan chose: one object of each backend, also where it
+    serves prompts and decoding. Models whose attention is chosen token by token have no site."""
+    if not plan.attention_sites:
+        return AttentionSites({}, {})
     choices = {op: plan.choices[op] for op in ("decode_attention", "extend_attention")}
     backends: dict[str, AttentionBackend] = {}
     for choice in choices.values():
         if choice.name not in backends:
             backends[choice.name] = choice.load()(plan, device)
     decode, extend = (backends[choice.name] for choice in choices.values())
-    latent = {
-        AttentionSite(shape): layer.mixer
-        for layer in plan.description.layers
-        if isinstance(layer.mixer, MLA) and (shape := layer.mixer.attention_shape(plan.ranks.tp_size)) is not None
-    }
+    layers = plan.description.layers + (plan.draft.description.model.layers if plan.draft is not None else ())
+    latent = latent_sites(layers, plan.ranks.tp_size)
     return AttentionSites(
         {site: decode.decode_builder(site) for site in plan.attention_sites},
         {site: extend.extend_builder(site) for site in plan.attention_sites},
         latent,
         plan.tokens_per_step,
+        sparse_sites(latent, plan),
     )
+
+
+def latent_sites(layers: Iterable[LayerSpec], tp_size: int) -> dict[AttentionSite, MLA]:
+    """The description of the layers of each latent site."""
+    return {
+        AttentionSite(layer.mixer.attention_shape(tp_size), top_k=layer.mixer.top_k): layer.mixer
+        for layer in layers
+        if isinstance(layer.mixer, MLA)
+    }
+
+
+def sparse_sites(latent: Mapping[AttentionSite, MLA], plan: Plan) -> dict[AttentionSite, SparseSite]:
+    return {site: SparseSite(spec, plan) for site, spec in latent.items() if spec.sparse}

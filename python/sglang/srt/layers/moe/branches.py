@@ -44,7 +44,7 @@ class ExpertBranches:
         self.expert_scale = _fp32(scales, "per_expert_scale", spec.num_experts)
         self.router_norm: RMSNormOp = scope.plan.entry("rmsnorm")
 
-    def leave_sum(self) -> Group | None:
+    def defer_all_reduce(self) -> Group | None:
         return None  # the branches are normed behind their sums
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:

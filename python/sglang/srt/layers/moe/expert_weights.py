@@ -27,11 +27,13 @@ PLANES = 8
 assert PLANE * PLANES == PLANE_COLUMNS
 PAIR_PLANES = 4
 PAIR_BITS = ((9, 2, 1, 0), (13, 6, 5, 4), (3, 12, 11, 10), (15, 8, 7, 14))
-"""Of an e2m1 code in a plane of pairs: where its sign, two exponent bits and mantissa bit lie in a half of the word.
+"""The bits of an e2m1 code in a plane of pairs: where its sign, two exponent bits and mantissa bit lie in a half of
+the word.
 One shift (of plane 2 a rotation, for which the halves exchange their signs) takes them to those of two bfloat16."""
 EXCHANGED_SIGNS = 2
 MOST_EXPONENT = 152
-"""Of e8m0 scales in planes of pairs, 2**25: kernels add to the exponents of four at once (`scaled_dot.LIFTED_SCALES`),
+"""The limit of e8m0 scales in planes of pairs, 2**25: kernels add to the exponents of four at once
+(`scaled_dot.LIFTED_SCALES`),
 which must not touch one another. No weight is so large; what nobody stored and nobody reads may be anything."""
 ZERO_BYTE = {"int4": 0x88, "e2m1": 0}
 """Two nibbles that stand for 0."""
@@ -70,7 +72,7 @@ class ExpertWeights:
         return self.data.shape[0]
 
     def pairs_here(self, num_pairs: int) -> int:
-        """Of so many (token, expert) pairs of all ranks, those to expect here."""
+        """The number of (token, expert) pairs to expect here, of so many of all ranks."""
         return -(-num_pairs // self.ep_size)
 
     @property
@@ -99,7 +101,7 @@ class ExpertWeights:
         return dequantize(Quantized(data, self.scale[expert], factor), self.scheme)[:, : self.cols]
 
     def _problems(self) -> list[str]:
-        """What is wrong with the tensors, the most telling first."""
+        """The problems of the tensors, the most telling first."""
         if self.data.ndim != 3:
             return [f"data must be [experts, rows, columns], not {list(self.data.shape)}"]
         if self.scheme is None:
@@ -163,7 +165,7 @@ def _bytes_of(scale: torch.Tensor) -> torch.dtype:
 
 
 def _in_pairs(scheme: Scheme) -> bool:
-    """As `scaled_dot.in_pairs`."""
+    """Like `scaled_dot.in_pairs`."""
     return scheme.element == "e2m1" and scheme.group == (1, 32)
 
 

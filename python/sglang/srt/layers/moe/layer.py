@@ -85,8 +85,8 @@ class MoELayer:
             out = out + self.shared(x)
         return self.group.all_reduce(out) if self.reduce else out
 
-    def leave_sum(self) -> Group | None:
-        """From now on give this rank's summand; returns the group to sum over."""
+    def defer_all_reduce(self) -> Group | None:
+        """Leave the sum to the caller: give this rank's summand from now on, and return the group to sum over."""
         if not self.reduce:
             return None
         self.reduce = False

@@ -1,4 +1,4 @@
-"""Which experts a token goes to."""
+"""Chooses the experts of a token."""
 
 from __future__ import annotations
 

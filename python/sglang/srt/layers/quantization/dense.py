@@ -138,11 +138,11 @@ class _Stack:
 
     @property
     def rows(self) -> int:
-        return sum(shard.rows.room for shard in self.shards)
+        return sum(shard.rows.padded_count for shard in self.shards)
 
     @property
     def cols(self) -> int:
-        return self.shards[0].cols.room
+        return self.shards[0].cols.padded_count
 
     def matrix(
         self,
@@ -157,10 +157,10 @@ class _Stack:
         begin = 0
         for shard in self.shards:
             self._check_split(shard, per)
-            width = -(-shard.cols.count * shape[1] // shard.cols.room)
+            width = -(-shard.cols.count * shape[1] // shard.cols.padded_count)
             dest = (slice(begin, begin - (-shard.rows.count // per[0])), slice(0, width))
             parts[shard.key] = matrix_part(leaf, shard, per, dest)
-            begin -= -shard.rows.room // per[0]
+            begin -= -shard.rows.padded_count // per[0]
         return zeroed_behind(self.shards, self.scope.param(leaf.name, shape, parts, fill, dtype))
 
     def by_row(self, leaf: Leaf, single: bool, fill: Fill) -> torch.Tensor:
@@ -172,7 +172,7 @@ class _Stack:
             shape, source = ((1,), ()) if single else ((rows.total,), (rows.run,))
             convert = _repeated(leaf.convert, rows.count) if single else leaf.convert
             parts[shard.key] = Part(shape, source, (slice(begin, begin + rows.count),), leaf.dtypes, convert)
-            begin += rows.room
+            begin += rows.padded_count
         return zeroed_behind(self.shards, self.scope.param(leaf.name, (self.rows,), parts, fill, torch.float32))
 
     def by_part(self, leaf: Leaf, fill: Fill) -> torch.Tensor:
@@ -193,8 +193,10 @@ class _Stack:
                     f"{name}: {step} {what} have one scale or word, but with --tp-size {size} a rank holds {what}"
                     f" {run.start} to {run.stop} of {share.total}; choose a smaller --tp-size"
                 )
-        if shard.rows.room % per[0] and shard is not self.shards[-1]:
-            raise UserError(f"{name}: {shard.rows.room} rows do not divide into groups of {per[0]} with one scale")
+        if shard.rows.padded_count % per[0] and shard is not self.shards[-1]:
+            raise UserError(
+                f"{name}: {shard.rows.padded_count} rows do not divide into groups of {per[0]} with one scale"
+            )
         if per[0] == 1 and shard.cols.total % per[1]:
             raise UserError(f"{name}: {shard.cols.total} columns do not divide into groups of {per[1]}")
 
@@ -233,7 +235,7 @@ def _quantized_while_loading(scope: Scope, shards: list[Shard], quant: ModuleQua
         dest = (slice(begin, begin + rows.count), slice(0, cols.count))
         convert = quantize_into(scale[dest[0]], scheme)
         parts[shard.key] = Part((rows.total, cols.total), (rows.run, cols.run), dest, FLOATS, convert)
-        begin += rows.room
+        begin += rows.padded_count
     data = scope.param("weight", (stack.rows, stack.cols), parts, random_codes, ELEMENT_DTYPES[scheme.element])
     return LinearWeight(zeroed_behind(shards, data), scheme, zeroed_behind(shards, scale))
 

@@ -31,7 +31,7 @@ from sglang.srt.layers.quantization.stored import (
     quantize_into,
 )
 from sglang.srt.plan.layer_spec import Matrix
-from sglang.srt.plan.ranks import even_slice, share_in_rooms, whole
+from sglang.srt.plan.ranks import even_slice, padded_share, whole
 from sglang.srt.plan.weight_names import PartKey
 
 
@@ -68,7 +68,7 @@ class ExpertSizes:
         return self.w13.bias
 
     @property
-    def room(self) -> int:
+    def padded_experts(self) -> int:
         """Experts in each tensor, which are as many on every rank."""
         return self.w13.experts
 
@@ -115,7 +115,7 @@ class Experts:
 
 
 def expert_quant(scope: Scope, sizes: ExpertSizes) -> ModuleQuant | None:
-    """How the checkpoint stores the experts of the layer `scope`. Raises UserError if not all in one way."""
+    """The storage of the experts of the layer `scope` in the checkpoint. Raises UserError if not all have the same."""
     config = scope.plan.model.quantization
     if config is None:
         return None
@@ -136,7 +136,7 @@ def _products(sizes: ExpertSizes, scheme: Scheme | None, group: Group) -> tuple[
     hidden, share = w13.cols, w2.cols
     if scheme is not None and scheme.group[0] == 1 and scheme.group[1] and hidden % scheme.group[1]:
         raise UserError(f"hidden size {hidden} does not divide into {scheme.name} groups of {scheme.group[1]}")
-    dims = share_in_rooms(sizes.intermediate_size, share, group.rank)
+    dims = padded_share(sizes.intermediate_size, share, group.rank)
     up = tuple(Shard(part, dims, whole(hidden)) for part in w13.parts)
     down = tuple(Shard(part, whole(w2.rows), dims) for part in w2.parts)
     at = tuple(i * share for i in range(len(up)))
@@ -214,7 +214,7 @@ def _data_param(
     for key, e, i, shard in _each(scope, product, sizes):
         rows = slice(product.at[i], product.at[i] + shard.rows.count)
         parts[key] = matrix_part(leaf, shard, (1, leaf.columns), (e, rows, slice(0, shard.cols.count // per_byte)))
-    shape = (sizes.room, product.rows, product.cols // per_byte)
+    shape = (sizes.padded_experts, product.rows, product.cols // per_byte)
     fill: Init | Fill = Init.NORMAL if scheme is None else random_codes
     dtype = None if scheme is None else ELEMENT_DTYPES[scheme.element]
     _note_elsewhere(scope, product, sizes, leaf.name)
@@ -232,7 +232,7 @@ def _scale_param(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf:
             parts[key] = matrix_part(leaf, shard, scheme.group, (e, rows, slice(0, -(-shard.cols.count // per_col))))
         else:
             parts[key] = Part((shard.rows.total,), (shard.rows.run,), (e, rows), leaf.dtypes, leaf.convert)
-    shape = (sizes.room, *scheme.scale_shape(product.rows, product.cols))
+    shape = (sizes.padded_experts, *scheme.scale_shape(product.rows, product.cols))
     _note_elsewhere(scope, product, sizes, leaf.name)
     tensor = scope.param(leaf.name, shape, parts, dummy_scale(scheme), SCALE_DTYPES[scheme.scale])
     return _zeroed(product, sizes, tensor)
@@ -241,14 +241,14 @@ def _scale_param(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf:
 def _singles(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf: Leaf, dummy: float) -> torch.Tensor:
     """[E, matrices] fp32: one number a matrix."""
     parts = {key: Part((), (), (e, i), leaf.dtypes, leaf.convert) for key, e, i, _ in _each(scope, product, sizes)}
-    shape = (sizes.room, len(product.shards))
+    shape = (sizes.padded_experts, len(product.shards))
     _note_elsewhere(scope, product, sizes, leaf.name)
     return _zeroed(product, sizes, scope.param(leaf.name, shape, parts, constant(dummy), torch.float32))
 
 
 def _while_loading(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, scheme: Scheme) -> ExpertWeights:
     """16-bit tensors that are quantized as they arrive: a scale a row, over the columns that this rank holds."""
-    shape = (sizes.room, product.rows)
+    shape = (sizes.padded_experts, product.rows)
     scale = scope.param("weight_scale", shape, {}, dummy_scale(scheme), torch.float32)
     parts: dict[PartKey, Part] = {}
     for key, e, i, shard in _each(scope, product, sizes):
@@ -284,7 +284,7 @@ def _fused(
         parts = dict(zip(keys, map(quantized, cuts) if quantized else cuts, strict=False))
         return _zeroed(product, sizes, scope.param(leaf.name(product.name), shape, parts, fill, dtype))
 
-    rows, cols, num = product.rows, product.cols, sizes.room
+    rows, cols, num = product.rows, product.cols, sizes.padded_experts
     bias = param(form.bias, (num, rows), Init.ZEROS, None) if sizes.bias else None
     scheme, scale = quant.format if quant else None, None
     if scheme is None:
@@ -314,8 +314,8 @@ def _quantized_part(part: Part, scale: torch.Tensor, scheme: Scheme) -> Part:
 
 
 def _zeroed(product: ExpertProduct, sizes: ExpertSizes, tensor: torch.Tensor) -> torch.Tensor:
-    """What no checkpoint tensor fills must be zero."""
-    if (product.padded or sizes.num_local + sizes.shared < sizes.room) and not tensor.is_meta:
+    """Fill the tensor with zeros unless checkpoint tensors cover all of it."""
+    if (product.padded or sizes.num_local + sizes.shared < sizes.padded_experts) and not tensor.is_meta:
         tensor.zero_()
     return tensor
 

@@ -32,7 +32,8 @@ class FusedLeaf:
 
 @dataclass(frozen=True, slots=True)
 class FusedForm:
-    """With `alternating`, gate's rows are the even ones and up's the odd ones; otherwise up's follow gate's."""
+    """A form of fused experts. With `alternating`, gate's rows are the even ones and up's the odd ones; otherwise up's
+    follow gate's."""
 
     data: FusedLeaf
     scale: FusedLeaf | None
@@ -123,4 +124,4 @@ FUSED: Mapping[str, FusedForm] = {
     # Qwen3.5 in 16 bits.
     "stacked": FusedForm(_ROWS, None, _BIAS, alternating=False),
 }
-"""By storage, or of 16-bit weights by the form that the family declares."""
+"""The forms by storage, or for 16-bit weights by the form that the family declares."""

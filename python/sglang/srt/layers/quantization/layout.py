@@ -1,4 +1,4 @@
-"""How checkpoints store a quantized matrix: the names, types and packing of its tensors, as data.
+"""The layouts of quantized matrices in checkpoints: the names, types and packing of their tensors, as data.
 
 A layout is named by what `configs/quantization.py` detects: the storage (who wrote the checkpoint) and the scheme.
 Linear layers and experts read the same table. Sources: the files of published checkpoints, and compressed-tensors and
@@ -86,6 +86,7 @@ _GPTQ = Layout(
 LAYOUTS: Mapping[tuple[str, str], Layout] = {
     ("fp8", "fp8_tensor"): Layout(_E4M3, _SCALE, input_scale=_INPUT),
     ("fp8", "fp8_block"): Layout(_E4M3, _BLOCKS),
+    ("deepseek_v4", "fp8_block"): Layout(_E4M3, replace(_BLOCKS, name="scale")),
     # DeepSeek-V4's experts.
     ("fp8", "mxfp4"): Layout(_FP4, Leaf("scale", _E8M0, as_bytes)),
     ("fp8", "mxfp4_mxfp8"): Layout(_FP4, Leaf("scale", _E8M0, as_bytes)),

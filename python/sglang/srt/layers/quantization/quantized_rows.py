@@ -22,7 +22,7 @@ LEAST_ROWS = 3
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """What products take x in, from `least` rows on; fewer they take in 16 bits."""
+    """The format in which products take x, from `least` rows on; fewer they take in 16 bits."""
 
     form: RowForm
     least: int = LEAST_ROWS
@@ -48,7 +48,8 @@ def values_of(x: Rows) -> torch.Tensor:
 
 
 def row_format(choice: Choice, scheme: Scheme | None, arch: ArchTraits) -> RowFormat | None:
-    """What the chosen kernel takes many rows in, if a norm can make it. `scheme`: of its weights in memory."""
+    """The format in which the chosen kernel takes many rows, if a norm can make it. `scheme`: of its weights in
+    memory."""
     if choice.spec.package != "triton" or scheme is None or scheme.element != "e4m3":
         return None
     from sglang.srt.kernels.scaled_product import product_of

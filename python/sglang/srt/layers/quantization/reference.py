@@ -15,7 +15,7 @@ from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of codes 0 to 7; bit 3 is the sign."""
+"""The values of codes 0 to 7; bit 3 is the sign."""
 E8M0_BIAS = 127
 _TINY = 1e-12
 
@@ -122,7 +122,8 @@ def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _over(x: torch.Tensor, divisor: float) -> torch.Tensor:
-    """To the last bit on every device: for a Python number, torch multiplies with the reciprocal on a GPU."""
+    """Divide, equal to the last bit on every device: for a Python number, torch multiplies with the reciprocal on a
+    GPU."""
     return x / torch.full((), divisor, device=x.device)
 
 

@@ -77,8 +77,8 @@ def scaled_product(
 
 
 def quantized_linear(weight: LinearWeight, arch: ArchTraits, bands: Bands) -> Apply:
-    """As `quant_linear.quantized_linear`, whose kernels compute the steps that the bands do not give to torch, and what
-    is wanted in another type than x's."""
+    """Like `quant_linear.quantized_linear`, whose kernels compute the steps that the bands do not give to torch, and
+    what is wanted in another type than x's."""
     matrix = pack(weight, arch)
     by_triton = packed_linear(matrix, tuple(band for band in bands if band.way != LIBRARY))
     if bands[-1].way != LIBRARY:
@@ -99,7 +99,8 @@ def quantized_linear(weight: LinearWeight, arch: ArchTraits, bands: Bands) -> Ap
 
 
 def problem_of(need: Need) -> str:
-    """What is against torch's product for weights of `need.quant` on the GPU of this process; "" if nothing."""
+    """The reason against torch's product for weights of `need.quant` on the GPU of this process; "" if there is
+    none."""
     return _problem("fp8_block" if need.quant == "fp8_block" else "fp8_channel", getattr(torch, need.q_dtype))
 
 

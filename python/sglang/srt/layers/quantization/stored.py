@@ -1,4 +1,4 @@
-"""What a stored quantized matrix is made of, for linear layers and experts alike: slices, parts, dummy numbers."""
+"""The parts of a stored quantized matrix, for linear layers and experts alike: slices, parts, dummy numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ assert all(scheme.element in DUMMY_SCALES for scheme in SCHEMES.values())
 
 
 def dummy_scale(scheme: Scheme) -> Fill:
-    """With a global scale beside them, scales are 1 and that one has DUMMY_SCALES."""
+    """Scales of dummy weights. With a global scale beside them, scales are 1 and that one has DUMMY_SCALES."""
     if scheme.scale == "e8m0":
         return constant(_DUMMY_EXPONENTS[scheme.element])
     return constant(1.0 if scheme.global_scale else DUMMY_SCALES[scheme.element])

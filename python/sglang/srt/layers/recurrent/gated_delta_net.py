@@ -51,8 +51,8 @@ class GatedDeltaNet:
         self.core = RecurrentCore(scope, cache, "gated_delta_rule", gated_delta_rule(spec.key_dim), self.heads)
         self.out = RowParallelLinear(out, value_share.of_dims(spec.value_dim), out.matrix(), group=group)
 
-    def leave_sum(self) -> Group | None:
-        return self.out.leave_sum()
+    def defer_all_reduce(self) -> Group | None:
+        return self.out.defer_all_reduce()
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         mixed, z = self.in_proj(x).split([self.heads.channels, self.heads.values], dim=-1)
@@ -62,7 +62,7 @@ class GatedDeltaNet:
 
 
 class _Rows:
-    """Where the rows of this rank's heads lie in the checkpoint's projections."""
+    """Positions of the rows of this rank's heads in the checkpoint's projections."""
 
     def __init__(self, spec: GatedDelta, key_heads: slice, value_heads: slice) -> None:
         self.spec, self.key_heads, self.value_heads = spec, key_heads, value_heads
@@ -75,7 +75,7 @@ class _Rows:
         return [(0, own_keys), (keys, own_keys), (2 * keys, _scaled(self.value_heads, spec.value_dim))]
 
     def of_channels(self) -> list[slice]:
-        """Of q, k and v, one section after the other."""
+        """Returns the rows of q, k and v, one section after the other."""
         return [slice(before + rows.start, before + rows.stop) for before, rows in self.sections()]
 
     def of_input(self) -> RowPieces:
@@ -97,8 +97,8 @@ class _Rows:
         return self._by_key_head("ba", [group, group])
 
     def _by_key_head(self, part: str, sizes: list[int]) -> RowPieces:
-        """Of a projection that has rows of every size in `sizes` for a key head, then those of the next: all of the
-        first size, of the second, ..."""
+        """Returns this rank's rows of a projection that has rows of every size in `sizes` for a key head, then those of
+        the next key head: all rows of the first size, then all of the second, ..."""
         stride = sum(sizes)
         total, pieces = stride * self.spec.key_heads, []
         for i, size in enumerate(sizes):

@@ -51,8 +51,8 @@ class Mamba2Mixer:
         inputs = head_share.of_dims(spec.head_dim)
         self.out = RowParallelLinear(out, inputs, out.matrix(), group=scope.groups.attention)
 
-    def leave_sum(self) -> Group | None:
-        return self.out.leave_sum()
+    def defer_all_reduce(self) -> Group | None:
+        return self.out.defer_all_reduce()
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         gate, mixed, step = self.in_proj(x).split(self.sizes, dim=-1)

@@ -1,4 +1,4 @@
-"""What blocks with a recurrent state share: convolution and recurrence of a step, over its requests' states."""
+"""Common parts of blocks with a recurrent state: convolution and recurrence of a step, over its requests' states."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Convolution:
 
 @dataclass(frozen=True, slots=True)
 class Gates:
-    """Of a step: a, b [T, H]; and of the layer a_log, dt_bias, skip [H] fp32."""
+    """Gates of a step, a, b [T, H], and parameters of the layer, a_log, dt_bias, skip [H] fp32."""
 
     a: torch.Tensor
     b: torch.Tensor | None
@@ -40,7 +40,7 @@ class Gates:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Of this rank, and where their channels lie: [q, k, v], or as Mamba-2 has them [v, k, q]."""
+    """Heads of this rank, and the order of their channels: [q, k, v], or as Mamba-2 has them [v, k, q]."""
 
     key_heads: int
     value_heads: int
@@ -96,10 +96,23 @@ class RecurrentRecord:
         x = self.x[rows]
         self.core.extend(x, torch.empty_like(x), self.conv, of_rows, (slots, slots, prefix_lens, start_loc))
 
+    def copy(self) -> RecurrentRecord:
+        gates, requests = self.gates, self.requests
+        return replace(
+            self,
+            x=self.x.clone(),
+            gates=replace(gates, a=gates.a.clone(), b=None if gates.b is None else gates.b.clone()),
+            requests=replace(
+                requests,
+                req_pool_indices=requests.req_pool_indices.clone(),
+                prefix_lens=requests.prefix_lens.clone(),
+            ),
+        )
+
 
 Ragged = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""Of B requests with runs of tokens: the rows of states that they begin with and those that they leave theirs in, [B]
-int64; the tokens before, [B] int32; where each run begins, and the end, [B + 1] int32."""
+"""Ragged layout of B requests with runs of tokens: the rows of states that they begin with and those that they leave
+theirs in, [B] int64; the number of tokens before, [B] int32; where each run begins, and the end, [B + 1] int32."""
 
 
 class RecurrentCore:

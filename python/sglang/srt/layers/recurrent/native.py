@@ -73,7 +73,7 @@ def recurrence_extend(
     start_loc: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """As `triton_ops.recurrence.recurrence_extend`."""
+    """Computes what `triton_ops.recurrence.recurrence_extend` does."""
     log_decay, beta = gates(rule, a, b, a_log, dt_bias)
     bounds = start_loc.tolist()
     for i, (start, end) in enumerate(itertools.pairwise(bounds)):
@@ -102,7 +102,7 @@ def recurrence_decode(
     out: torch.Tensor,
     num_sms: int = 1,
 ) -> None:
-    """As `triton_ops.recurrence.recurrence_decode`."""
+    """Computes what `triton_ops.recurrence.recurrence_decode` does."""
     log_decay, beta = gates(rule, a, b, a_log, dt_bias)
     o, state = recurrence(rule, _wide(states[slots]), q, k, v, log_decay, beta, skip)
     live = slots > 0
@@ -139,7 +139,7 @@ def causal_conv_extend(
     norm_heads: int = 0,
     head_dim: int = 0,
 ) -> None:
-    """As `triton_ops.causal_conv.causal_conv_extend`."""
+    """Computes what `triton_ops.causal_conv.causal_conv_extend` does."""
     bounds = start_loc.tolist()
     for i, (start, end) in enumerate(itertools.pairwise(bounds)):
         if start == end:
@@ -162,7 +162,7 @@ def causal_conv_decode(
     norm_heads: int = 0,
     head_dim: int = 0,
 ) -> None:
-    """As `triton_ops.causal_conv.causal_conv_decode`."""
+    """Computes what `triton_ops.causal_conv.causal_conv_decode` does."""
     for i, slot in enumerate(slots.tolist()):
         before = states[slot] if slot > 0 else torch.zeros_like(states[slot])
         window = torch.cat((before.to(x.dtype), x[i : i + 1]))

@@ -1,4 +1,4 @@
-"""Which recurrence: how the state of a head forgets and what it takes up."""
+"""Rules of recurrence: how the state of a head forgets and what it takes up."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """With `delta` the gated delta rule (arXiv 2412.06464): a value replaces what its key had. Without, state-space
-    duality (Mamba-2, arXiv 2405.21060): a value is added, weighted by a time step within [dt_min, dt_max].
+    """Rule by which a state changes. With `delta` it is the gated delta rule (arXiv 2412.06464): a value replaces what
+    its key had. Without, it is state-space duality (Mamba-2, arXiv 2405.21060): a value is added, weighted by a time
+    step within [dt_min, dt_max].
 
     `scale` multiplies the queries.
     """

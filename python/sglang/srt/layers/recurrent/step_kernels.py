@@ -1,4 +1,4 @@
-"""What a kernel of a recurrent layer offers: one function for prompts, and one for a token of each request."""
+"""Interface of a recurrent layer's kernels: one function for prompts, and one for a token of each request."""
 
 from __future__ import annotations
 

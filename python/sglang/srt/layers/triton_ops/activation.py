@@ -19,7 +19,7 @@ GELU_CUBIC = 0.044715 * GELU_SLOPE
 
 
 def gate_constants(activation: Activation) -> dict[str, float | bool]:
-    """What kernels that have an activation inside are specialized for."""
+    """The constants for which kernels with an activation inside are specialized."""
     tanh = activation.function == GELU_TANH
     return {
         "ALPHA": GELU_SLOPE if tanh else activation.alpha,

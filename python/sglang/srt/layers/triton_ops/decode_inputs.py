@@ -1,4 +1,5 @@
-"""What a decode step reads and writes of the tables by request slot. Reference: `native_ops.decode_inputs`."""
+"""The inputs of a decode step from the tables by request slot, and its writes. Reference:
+`native_ops.decode_inputs`."""
 
 from __future__ import annotations
 

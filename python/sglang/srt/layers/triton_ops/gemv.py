@@ -80,7 +80,7 @@ def supports(x: torch.Tensor, w: torch.Tensor) -> bool:
 
 
 def tile_for(num_cols: int, size: int) -> GemvTile:
-    """Of w [num_cols, size]."""
+    """The tile for w [num_cols, size]."""
     if num_cols > WHOLE_ROWS:
         return TILE
     return next((tile for tile in WHOLE_ROW_TILES if tile["BLOCK_K"] >= size), WHOLE_ROW_TILES[-1])
@@ -109,8 +109,8 @@ def gemv(
 def linear(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """As `torch.nn.functional.linear` (cuBLAS), which serves what the kernel does not. With `out_dtype` fp32 (x [R, K])
-    the sums are not rounded to x's type; then w may be fp32, and only with such a w there may be a bias."""
+    """Like `torch.nn.functional.linear` (cuBLAS), which serves what the kernel does not. With `out_dtype` fp32 (x [R,
+    K]) the sums are not rounded to x's type; then w may be fp32, and only with such a w there may be a bias."""
     if supports(x, w):
         return gemv(x, w, out_dtype=out_dtype, bias=bias)
     if w.dtype != x.dtype:

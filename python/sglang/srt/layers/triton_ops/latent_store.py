@@ -1,4 +1,4 @@
-"""What latent attention does to a token before it attends: norm of the latent, rotary embedding, and the store.
+"""The work of latent attention on a token before it attends: norm of the latent, rotary embedding, and the store.
 
 Reference: `native_ops.latent_norm_rope_store`. The rotary dims of the queries are rewritten in place.
 """
@@ -15,7 +15,7 @@ from sglang.srt.layers.triton_ops.rope_store import FP8_MAX, heads_per_program
 
 @triton.jit
 def _stored(x, scale, FP8_LIMIT: tl.constexpr, dtype: tl.constexpr):
-    """As the cache keeps it: a model's 16 bits, or the quotient by the scale, saturating."""
+    """The value as the cache stores it: a model's 16 bits, or the quotient by the scale, saturating."""
     if FP8_LIMIT > 0.0:
         x = tl.minimum(tl.maximum(x.to(tl.float32) / scale, -FP8_LIMIT), FP8_LIMIT)
     return x.to(dtype)

@@ -22,7 +22,7 @@ ScaledTile = dict[str, int]
 
 @dataclass(frozen=True, slots=True)
 class LinearTile:
-    """For up to `max_rows` rows of x."""
+    """The tile for up to `max_rows` rows of x."""
 
     max_rows: float
     tile: ScaledTile
@@ -96,9 +96,10 @@ FEW_TILES: Mapping[tuple[str, int], PairTile] = {
     ("planes", 4): PairTile(1024, 1024, 4, 1),
     ("pairs", 4): PairTile(2048, 1024, 2, 1, 1024),
 }
-"""By kind ("pairs": planes of pairs of columns) and bits of a weight, without matrix instructions. Those of four bits
+"""Tiles by kind ("pairs": planes of pairs of columns) and bits of a weight, without matrix instructions. Those of four
+bits
 and mxfp8 are small, as those of few pairs of experts, and why; the first two have more columns in one step: more of a
-row is asked for before the kernel waits (measured on an H200, docs/results)."""
+row is asked for before the kernel waits (measured on an H200, benchmark/results)."""
 FEW_ROWS = 2
 """Up to so many rows are multiplied without matrix instructions, each for itself, and x stays in 16 bits."""
 SPLIT_ROWS = 64
@@ -109,9 +110,9 @@ NARROW_ROWS = 512
 """Up to so many rows a product of few columns, whose tiles leave SMs idle, takes the tile of fewer columns, and K is
 split until all SMs have one program or a few have two."""
 NARROW_COLS = 1024
-"""That a split of K keeps there."""
+"""The columns that a split of K keeps there."""
 NARROW_KINDS = frozenset({"scaled", "group128", "mx"})
-"""Of which the tile for up to 128 rows has half as many columns and does as well otherwise."""
+"""The kinds whose tile for up to 128 rows has half as many columns and does as well otherwise."""
 
 
 def tile_rows(kind: str, features: Collection[str]) -> tuple[LinearTile, ...]:
@@ -124,7 +125,7 @@ def _num_tiles(tile: ScaledTile, num_rows: int, num_cols: int) -> int:
 
 
 def smaller_tiles(tile: ScaledTile, kind: str) -> tuple[ScaledTile, ...]:
-    """What a launch steps down to should `tile` not fit after all: the tiles of every GPU that give no larger block of
+    """The tiles to which a launch steps down should `tile` not fit: the tiles of every GPU that give no larger block of
     the result, largest first, and the last resort, which takes less shared memory than any other."""
 
     def fits(other: ScaledTile) -> bool:
@@ -164,7 +165,7 @@ FEW, MANY, LIBRARY = "few rows", "tiles", "torch"
 
 
 def triton_bands(need: Need, arch: ArchTraits) -> OpBands:
-    """Of Triton's products, for each of the need's weights."""
+    """The bands of Triton's products, for each of the need's weights."""
     scheme = SCHEMES[need.quant or ""]
     source = f"linear_tiles.{_source(product_of(scheme, arch.features).kind, arch.features)}"
     return OpBands({shape: bands_of(scheme, shape, arch) for shape in _multiplied(need)}, source)
@@ -187,7 +188,7 @@ def _multiplied(need: Need) -> tuple[Shape, ...]:
 
 
 def library_takes(scheme: Scheme, shape: Shape) -> bool:
-    """In blocks there is no bias, and they divide the columns."""
+    """Whether the library takes the product: in blocks there is no bias, and they divide the columns."""
     rows, cols, bias = shape
     blocks = scheme.group[1]
     return not rows % ALIGNED and not cols % ALIGNED and not (blocks and (cols % blocks or bias))
@@ -200,7 +201,7 @@ def cut_at(bands: Bands, most: int) -> Bands:
 
 
 def bands_of(scheme: Scheme, shape: Shape, arch: ArchTraits) -> Bands:
-    """Of one weight."""
+    """The bands of one weight."""
     rows, cols, _ = shape
     product, features = product_of(scheme, arch.features), arch.features
     table, why = tile_rows(product.kind, features), _source(product.kind, features)
@@ -245,6 +246,6 @@ def few_cut(product: ScaledProduct, bits: int, rows: int, cols: int) -> ScaledTi
 
 
 def early_steps(tile: PairTile, step: int) -> int:
-    """Of `step` columns, whose weights are loaded ahead at most. Narrow ones have more rows, and so more addresses than
-    there are registers for."""
+    """The steps of `step` columns whose weights are loaded ahead at most. Narrow ones have more rows, and so more
+    addresses than there are registers for."""
     return tile.early if step >= 256 else 0

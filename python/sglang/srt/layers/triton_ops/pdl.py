@@ -18,7 +18,8 @@ _options: dict[str, Any] = {"PDL": False}
 
 
 def enable(on: bool) -> None:
-    """For all later launches of this process. Graphs captured before keep what they were captured with."""
+    """Turn dependent launches on or off for all later launches of this process. Graphs captured before keep what they
+    were captured with."""
     global _options
     _options = {"PDL": True, "launch_pdl": True} if on else {"PDL": False}
 

@@ -19,7 +19,7 @@ GROUP_LAUNCH: dict[int, Launch] = {
     32: {"PAIRS": 64, "num_warps": 4},
     16: {"PAIRS": 128, "num_warps": 4},
 }
-"""By group size: 2,048 elements a program."""
+"""Launches by group size: 2,048 elements a program."""
 FLAT_LAUNCH: Launch = {"BLOCK": 4096, "num_warps": 8}
 _ELEMENTS = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 _LIMITS = {"e4m3": 448.0, "int8": 127.0}

@@ -155,8 +155,8 @@ def draw_tokens_kernel(
 def _count_and_mass(
     source, size, peak, inv_temperature, a, b, c, BLOCK: tl.constexpr, MASS: tl.constexpr, HELD: tl.constexpr
 ):
-    """How many logits are >= each of the three pivots, and their softmax mass relative to `peak`. `source` is a pointer
-    to `size` logits, or a block of them in registers if HELD."""
+    """The number of logits >= each of the three pivots, and their softmax mass relative to `peak`. `source` is a
+    pointer to `size` logits, or a block of them in registers if HELD."""
     if HELD:
         # Fewer than 2^20 logits are held, so that three counters share a sum.
         counts = (source >= a).to(tl.int64) + ((source >= b).to(tl.int64) << 20) + ((source >= c).to(tl.int64) << 40)

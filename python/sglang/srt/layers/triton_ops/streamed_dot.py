@@ -80,8 +80,8 @@ def load_weights(
     there, w, w_scale, rows, first_row, w_stride, ws_stride, K, start,
     KIND: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, W: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """What `add_loaded` takes of a weight of 8 or 16 bits: a tile and, where they are per group, its scales. Nothing is
-    computed of them here, or a kernel that loads them ahead of time would wait for them there."""
+    """Load the operands of `add_loaded` for a weight of 8 or 16 bits: a tile and, where they are per group, its
+    scales. Nothing is computed of them here, or a kernel that loads them ahead of time would wait for them there."""
     row, c = rows[:, None, None], tl.arange(0, C)[None, :, None]
     column = start + c * W + tl.arange(0, W)[None, None, :]
     inside = there

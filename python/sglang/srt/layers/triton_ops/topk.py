@@ -37,7 +37,7 @@ def _softplus(x):
 
 @triton.jit
 def _score(x, SCORE: tl.constexpr):
-    """Of one expert alone; softmax is not among them."""
+    """The score of one expert alone; softmax is not among them."""
     if SCORE == "sigmoid":
         return tl.sigmoid(x)
     else:
@@ -258,7 +258,7 @@ def topk_sqrtsoftplus(
     num_valid: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `topk_sigmoid`, of sqrt(softplus(logits)) (DeepSeek-V4)."""
+    """Like `topk_sigmoid`, of sqrt(softplus(logits)) (DeepSeek-V4)."""
     return _topk(
         "sqrtsoftplus", router_logits, bias, top_k, renormalize, groups, scale, with_shared, num_valid, expert_map
     )
@@ -312,7 +312,7 @@ def _topk(
 
 
 def topk_constants(num_experts: int, top_k: int, groups: tuple[int, int], with_shared: bool) -> dict[str, Any]:
-    """What a launch of `topk_kernel` is specialized for."""
+    """The constants for which a launch of `topk_kernel` is specialized."""
     num_groups, top_groups = groups
     # One group of everything and all groups of everything are the same.
     num_groups = num_groups if top_groups < num_groups else 1

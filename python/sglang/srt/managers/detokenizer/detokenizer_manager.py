@@ -84,7 +84,7 @@ class Detokenizer:
         return len(self._sequences)
 
     def handle(self, message: SchedulerOutput) -> DetokenizerOutput:
-        """What the tokenizer manager gets for one message of the scheduler."""
+        """Returns the message for the tokenizer manager that belongs to one message of the scheduler."""
         if not isinstance(message, BatchTokenIDOut):
             return message
         texts = [""] * len(message.rids) if self._decoder is None else self._texts(self._decoder, message)

@@ -77,7 +77,7 @@ class GenerateRequest:
 
 @dataclass(slots=True)
 class GenerateOutput:
-    """What is new in one sequence since its previous output. Outputs that wait for a slow reader are merged."""
+    """New part of one sequence since its previous output. Outputs that wait for a slow reader are merged."""
 
     index: int
     """Sequence number within the call: prompt_index * n + sample_index."""
@@ -89,7 +89,7 @@ class GenerateOutput:
     meta: TokenMeta
     logprobs: OutputLogprobs | None
     hidden: bytes = b""
-    """On the last output: [N, H] float32, the final hidden states that were asked for; with `embed` one, that of the
+    """Final hidden states that were asked for, [N, H] float32, on the last output; with `embed` one, that of the
     prompt's last token."""
 
     def merge(self, later: GenerateOutput) -> None:

@@ -30,7 +30,10 @@ _GAUGES = {
     "gen_throughput": "Generated tokens per second",
     "cache_hit_rate": "Share of prompt tokens found in the prefix cache",
     "num_retracted_reqs": "Requests that were put back into the queue to free memory",
-    "spec_accept_length": "Tokens per verification step of speculative decoding",
+    "spec_accept_length": "Tokens that a request gets from a step that verifies guesses",
+    "spec_accept_rate": "Share of the guesses that were right",
+    "spec_num_steps": "Guesses of each request in the last step",
+    "spec_num_draft_tokens": "Tokens of each request in the last step, guesses and the token sampled last",
 }
 
 
@@ -106,6 +109,7 @@ class Metrics(Collector):
             ("cached_tokens", "Prompt tokens that came from the prefix cache", self._cached_tokens),
             ("num_requests", "Finished requests", self._num_requests),
             ("num_aborted_requests", "Requests that ended by an abort", self._num_aborted),
+            ("spec_verify_calls", "Steps that verified guesses", self.stats.spec_verify_calls),
         ):
             family = CounterMetricFamily(f"sglang:{name}", text, labels=_LABELS)
             family.add_metric(self._labels, value)

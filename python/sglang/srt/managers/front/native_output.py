@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from sglang.srt.managers.front.draft_details import draft_meta_info
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, extend_logprobs
 from sglang.srt.managers.front.generation_stream import GenerationStream
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
@@ -114,7 +115,7 @@ class _Writer:
         return info
 
     def _hidden_states(self, request: TokenizedGenerateReq, hidden: bytes) -> list[np.ndarray]:
-        """Of the prompt [P, H], and [H] of each output token but the last."""
+        """Returns the hidden states of the prompt [P, H], and [H] of each output token but the last."""
         states = np.frombuffer(hidden, np.float32).reshape(-1, self._hidden_size)
         prompt_len = len(request.input_ids)
         return [states[:prompt_len], *states[prompt_len:]] if len(states) else []
@@ -156,10 +157,7 @@ def request_info(rid: str, meta: TokenMeta, finish: FinishReason | None) -> dict
         "completion_tokens": meta.completion_tokens,
         "cached_tokens": meta.cached_tokens,
     }
-    if meta.spec_verify_steps:
-        info["spec_accept_length"] = meta.completion_tokens / meta.spec_verify_steps
-        info["spec_verify_ct"] = meta.spec_verify_steps
-    return info
+    return info if meta.drafts is None else info | draft_meta_info(meta.drafts)
 
 
 def finish_dict(finish: FinishReason) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class RequestLog:
     def __init__(self, args: ServerArgs) -> None:
         self._level = args.log_requests_level
         self.kept_chars = (0, 0, _LOOKED_AT, float("inf"))[self._level]
-        """How much of an output `finished` wants."""
+        """Number of characters of an output that `finished` wants."""
 
     def received(self, request: TokenizedGenerateReq, prompt_text: str | None) -> None:
         fields: dict[str, Any] = {"rid": request.rid, "prompt_tokens": len(request.input_ids)}

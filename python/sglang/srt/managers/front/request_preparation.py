@@ -1,4 +1,4 @@
-"""From a caller's GenerateRequest to the sequences that the scheduler gets: split, check, tokenize."""
+"""Conversion of a caller's GenerateRequest to the sequences that the scheduler gets: split, check, tokenize."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class RequestPreparer:
         return params, explicit
 
     async def prompt_ids(self, req: GenerateRequest, add_special_tokens: bool) -> list[int]:
-        """Of a request with a single prompt. Raises RequestError."""
+        """Returns the token ids of a request with a single prompt. Raises RequestError."""
         (prompt,) = _prompts(req)
         return await self.input_ids(prompt, add_special_tokens)
 
@@ -269,8 +269,8 @@ class RequestPreparer:
             raise RequestError(f"token_ids_logprob must hold token ids in [0, {self._vocab_size - 1}], got {bad}.")
 
     def _bound_logprobs(self, request: TokenizedGenerateReq, explicit_length: bool, room: int) -> int:
-        """How many log probabilities a sample may bring. A default output length shrinks until they are no more than
-        `room`."""
+        """Returns how many log probabilities a sample may bring. A default output length shrinks until they are no more
+        than `room`."""
         if not request.return_logprob:
             return 0
         width = 1 + request.top_logprobs_num + len(request.token_ids_logprob or ())
@@ -285,8 +285,8 @@ class RequestPreparer:
         return (num_inputs + length) * width
 
     def _bound_hidden(self, request: TokenizedGenerateReq, explicit_length: bool, room: int) -> int:
-        """How many hidden states a sample may bring. A default output length shrinks until they are no more than
-        `room`."""
+        """Returns how many hidden states a sample may bring. A default output length shrinks until they are no more
+        than `room`."""
         if not self._returns_hidden:
             raise RequestError(
                 "return_hidden_states needs a server that was started with --enable-return-hidden-states."
@@ -303,7 +303,7 @@ class RequestPreparer:
         return states
 
     def _longest_output(self, request: TokenizedGenerateReq, explicit_length: bool, most: int) -> int:
-        """How many tokens the output may have. A default length shrinks to `most`, if that is any."""
+        """Returns how many tokens the output may have. A default length shrinks to `most`, if that is any."""
         params = request.sampling_params
         length = self._context_len - len(request.input_ids)
         length = length if params.max_new_tokens is None else min(length, params.max_new_tokens)
@@ -315,7 +315,7 @@ class RequestPreparer:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """For tokenizing one by one, so that other texts need not wait for all of it."""
+    """Cuts a text into pieces that are tokenized one by one, so that other texts need not wait for all of it."""
     return (text[start : start + PIECE_CHARS] for start in range(0, len(text), PIECE_CHARS))
 
 

@@ -1,4 +1,4 @@
-"""What is known of a sequence when it ends, for the metrics, the log and the traces."""
+"""Record of a sequence that has ended, for the metrics, the log and the traces."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class EndedRequest(NamedTuple):
     meta: TokenMeta
     finish: FinishReason
     text: str
-    """As much of the output as the log wanted to have kept."""
+    """Beginning of the output, as much as the log wanted to keep."""
     trace_parent: Any
-    """What `RequestTracer.parent` said when the call came in."""
+    """Value that `RequestTracer.parent` returned when the call came in."""
     created_time: float
     sent_time: float
     first_token_time: float
@@ -24,7 +24,7 @@ class EndedRequest(NamedTuple):
 
     @property
     def started_time(self) -> float:
-        """When its first step was chosen."""
+        """Returns the time when its first step was chosen."""
         return self.meta.started_time
 
     @property
@@ -33,5 +33,5 @@ class EndedRequest(NamedTuple):
 
     @property
     def queue_seconds(self) -> float | None:
-        """From arrival to the first step; None if none was chosen."""
+        """Returns the seconds from arrival to the first step; None if none was chosen."""
         return self.started_time - self.created_time if self.started_time else None

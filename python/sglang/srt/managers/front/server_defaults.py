@@ -15,7 +15,7 @@ from sglang.srt.sampling.sampling_params import merge
 from sglang.srt.server_args import ServerArgs
 
 COMPILE_LIMIT_S = 120.0
-"""For starting the process that compiles grammars, and one grammar."""
+"""Time limit in seconds for starting the process that compiles grammars, and for compiling one grammar."""
 
 
 def check_server_defaults(args: ServerArgs, model_config: ModelConfig) -> None:
@@ -33,7 +33,7 @@ def check_server_defaults(args: ServerArgs, model_config: ModelConfig) -> None:
 
 
 def _grammar_problem(args: ServerArgs, model_config: ModelConfig, key: GrammarKey) -> str:
-    """As a client with this grammar would read it; empty for a good one."""
+    """Returns the problem of this grammar as a client would read it; empty for a good one."""
     with tempfile.TemporaryDirectory(prefix="sglang-grammar-") as directory:
         setup = setup_for(args, model_config, Path(directory) / "vocabulary.json")
         if setup is None:

@@ -20,9 +20,9 @@ from sglang.srt.managers.front.generate_request import RequestError
 
 MAX_SESSIONS = 1024
 MAX_TOKENS = 1 << 24
-"""Of all sessions together, 4 bytes each."""
+"""Largest number of tokens of all sessions together, 4 bytes each."""
 MAX_TURNS = 1 << 16
-"""Of all sessions together."""
+"""Largest number of turns of all sessions together."""
 MAX_ID_LENGTH = 256
 
 
@@ -45,7 +45,7 @@ class Session:
     streaming: bool = False
     timeout: float | None = None
     last_used: float = 0.0
-    """By the store's clock."""
+    """Time of the last use, by the store's clock."""
     turns: dict[str, Turn] = field(default_factory=dict)
 
     def is_overdue(self, now: float) -> bool:
@@ -111,7 +111,7 @@ class SessionStore:
         return self._session(session_id).streaming
 
     def last_turn(self, session_id: str) -> Turn | None:
-        """Of a streaming session: the one to go on from. Raises RequestError while one runs."""
+        """Returns the turn of a streaming session from which it continues. Raises RequestError while one runs."""
         turns = self._session(session_id).turns.values()
         self._sessions.move_to_end(session_id)
         running = next((turn.rid for turn in turns if not turn.ended), None)

@@ -19,9 +19,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.speculative import NGRAM
+from sglang.srt.managers.front.corpora import ExternalCorpora, read_documents
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, RequestError
 from sglang.srt.managers.front.generation_stream import CLIENT_CLOSED_REQUEST, GenerationStream
 from sglang.srt.managers.front.metrics import Metrics
@@ -53,7 +56,7 @@ EXACT_COUNT_CHARS = 1 << 21
 SEND_BATCH_TOKENS = 1 << 18
 """Prompt tokens that are encoded and sent before the event loop gets to run other callbacks."""
 ABORT_RETRY_S = 0.05
-"""How long aborts wait for room in a full channel before they are tried again."""
+"""Seconds that aborts wait for room in a full channel before they are tried again."""
 DRAIN_POLL_S = 0.02
 
 
@@ -79,7 +82,7 @@ class _Sequence:
         self.first_time = 0.0
         self.last_time = 0.0
         self.kept_text: list[str] = []
-        """What the log wants of the output."""
+        """Parts of the output that the log wants to keep."""
         self.num_kept = 0
         self.trace: Any = None
         """The client's trace."""
@@ -114,12 +117,24 @@ class TokenizerManager:
         self._aborts: dict[str, None] = {}
         """Sequences to abort, in order, that did not fit into the channel yet."""
         self._abort_retry: asyncio.TimerHandle | None = None
+        self.corpora: ExternalCorpora | None = None
+        """External corpora; only for n-gram drafts."""
+        if args.speculative_algorithm == NGRAM:
+            longest, most = args.speculative_ngram_max_trie_depth, args.speculative_ngram_external_corpus_max_tokens
+            self.corpora = ExternalCorpora(self.encode, self.control, Path(ports.directory), longest, most)
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
         """Start to listen; once, inside the running event loop."""
         self._inbox.attach(self._receive)
+
+    async def load_corpus_file(self) -> None:
+        """Loads the file of --speculative-ngram-external-corpus-path, if there is one. Raises UserError,
+        RequestError."""
+        path = self.args.speculative_ngram_external_corpus_path
+        if path is not None and self.corpora is not None:
+            await self.corpora.add(Path(path).name, await asyncio.to_thread(read_documents, path))
 
     def mark_up(self) -> None:
         if self.status is ServerStatus.STARTING:
@@ -287,7 +302,7 @@ class TokenizerManager:
                 await asyncio.sleep(0)
 
     def _abort_sequences(self, rids: Iterable[str]) -> None:
-        """Those that the scheduler does not know yet end here and now."""
+        """Aborts sequences. Those that the scheduler does not know yet end here and now."""
         for rid in rids:
             sequence = self._sequences[rid]
             if sequence.sent_time:
@@ -301,7 +316,8 @@ class TokenizerManager:
         self._send_aborts()
 
     def _send_aborts(self) -> None:
-        """In one message; while the channel is full they wait here, no more of them than there are sequences."""
+        """Sends the aborts in one message; while the channel is full they wait here, no more of them than there are
+        sequences."""
         if not self._aborts:
             return
         try:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+
 import numpy as np
 
+from sglang.srt.constrained.grammar import Grammar
 from sglang.srt.constrained.mask_filler import MaskFiller
-from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch, ScheduleBatch
+from sglang.srt.managers.scheduler.schedule_batch import Lengths, Req, RunningBatch, ScheduleBatch
 from sglang.srt.mem_cache.kv_table import KVTable
 from sglang.srt.model_executor.step import PromptTokens, StepInput
 from sglang.srt.sampling.logprobs import LogprobRequest
+from sglang.srt.sampling.thoughts import Thoughts
 
 
 def _logprobs(reqs: list[Req]) -> LogprobRequest | None:
-    """Of the token that is sampled next for each request."""
+    """Returns the request for log probabilities of the token that is sampled next for each request."""
     if not any(r.return_logprob for r in reqs):
         return None
     return LogprobRequest(
@@ -21,113 +27,142 @@ def _logprobs(reqs: list[Req]) -> LogprobRequest | None:
     )
 
 
-def vocab_mask(batch: ScheduleBatch, width: int, vocab_size: int, filler: MaskFiller) -> np.ndarray:
-    """[R * width, ceil(vocab / 32)] int32, the tokens that each row may sample. Only the first row of a request follows
-    on tokens that are known: requests with a grammar bring no guesses."""
+def vocab_mask(batch: ScheduleBatch, vocab_size: int, filler: MaskFiller) -> np.ndarray:
+    """[R * width, ceil(vocab / 32)] int32, the tokens that each row may sample. Row j of a request follows its first j
+    guesses: where these break its grammar, the rows behind cannot stand, and their masks do not matter."""
+    width = batch.step.width
     mask = np.full((len(batch.sampled) * width, -(-vocab_size // 32)), -1, np.int32)
-    rows = [(i * width, req) for i, req in enumerate(batch.sampled) if req.finish is None]
-    constrained = [(row, req.grammar) for row, req in rows if req.grammar is not None]
-    filler.fill([grammar for _, grammar in constrained], mask, [row for row, _ in constrained])
-    for row, req in rows:
-        if req.thoughts is not None:
-            req.thoughts.restrict(mask[row])
+    widths = [1] * len(batch.sampled) if batch.step.widths is None else batch.step.widths.tolist()
+    walks = [
+        _Walk(i * width, req.grammar, copy(req.thoughts), req.guesses[: count - 1])
+        for i, (req, count) in enumerate(zip(batch.sampled, widths, strict=True))
+        if req.finish is None and (req.grammar is not None or req.thoughts is not None)
+    ]
+    going = walks
+    while going:
+        constrained = [(walk.row, walk.grammar) for walk in going if walk.grammar is not None]
+        filler.fill([grammar for _, grammar in constrained], mask, [row for row, _ in constrained])
+        for walk in going:
+            if walk.thoughts is not None:
+                walk.thoughts.restrict(mask[walk.row])
+        going = [walk for walk in going if walk.advance()]
+    for walk in walks:
+        walk.end()
     return mask
 
 
-def build_decode(kv: KVTable, running: RunningBatch) -> ScheduleBatch:
-    """Every running request whose turn it is brings its last token."""
-    rows, reqs = running.now_rows, list(running.now)
-    slots, new_lens = running.slots[rows], running.next_lens[rows]
-    locs = kv.grow(slots, running.seq_lens[rows], new_lens, len(reqs))
-    step = StepInput(
-        slots=slots,
-        seq_lens=new_lens,
-        out_cache_loc=locs,
-        table_update=kv.take_update(),
-        logprobs=_logprobs(reqs),
-    )
-    batch = ScheduleBatch(step, reqs)
-    if running.wants_hidden:
-        _ask_hidden(batch, reqs, running.seq_lens[rows], np.ones(len(reqs), np.int32), np.arange(len(reqs)))
-    running.advance()
-    return batch
+@dataclass(slots=True)
+class _Walk:
+    """A request's way along its guesses."""
+
+    row: int
+    grammar: Grammar | None
+    thoughts: Thoughts | None
+    guesses: list[int]
+    num_accepted: int = 0
+
+    def advance(self) -> bool:
+        """Moves to the row behind the next guess. Returns False if there is none that can stand."""
+        if self.num_accepted == len(self.guesses):
+            return False
+        guess = self.guesses[self.num_accepted]
+        if self.grammar is not None and not self.grammar.accept(guess):
+            return False
+        if self.thoughts is not None:
+            self.thoughts.push(guess)
+        self.row, self.num_accepted = self.row + 1, self.num_accepted + 1
+        return True
+
+    def end(self) -> None:
+        if self.grammar is not None and self.num_accepted:
+            self.grammar.rollback(self.num_accepted)
 
 
-def build_verify(kv: KVTable, running: RunningBatch) -> ScheduleBatch | None:
-    """Every running request brings its last token and guesses. None if all must wait for results."""
-    reqs = [req for req, width in zip(running.reqs, running.widths.tolist(), strict=True) if width]
+def build_step(
+    kv: KVTable,
+    running: RunningBatch,
+    widths: Lengths,
+    chosen: Sequence[tuple[Req, int]] = (),
+    width: int = 1,
+) -> ScheduleBatch | None:
+    """Running requests bring `widths` tokens each, `width` at most, the last one sampled and guesses, and prompts of
+    `chosen` requests as many further tokens as stand beside them. None if nobody brings any: all wait for results."""
+    brings = widths > 0
+    decodes = [running.reqs[i] for i in np.flatnonzero(brings).tolist()]
+    reqs, guesses = decodes + [req for req, _ in chosen], running.tokens_per_step > 1
     if not reqs:
         return None
-    brings = running.widths > 0
-    slots, widths, new_lens = running.slots[brings], running.widths[brings], running.next_lens[brings]
-    kv.grow(slots, running.reserved_lens[brings], new_lens, 0)
-    step = StepInput(
-        slots=slots,
-        seq_lens=new_lens,
-        out_cache_loc=np.empty(0, np.int32),
-        table_update=kv.take_update(),
-        widths=widths,
-        logprobs=_logprobs(reqs),
-    )
-    if step.logprobs is not None:
-        step.logprobs.of_request = np.repeat(np.arange(len(reqs)), running.most)
-    batch = ScheduleBatch(step, reqs)
-    if running.wants_hidden:  # of requests that bring no guesses
-        _ask_hidden(batch, reqs, running.seq_lens[brings], widths, np.arange(len(reqs)) * running.most)
-    for req, width in zip(reqs, widths.tolist(), strict=True):
-        req.launched(width)
-    return batch
-
-
-def build_extend(kv: KVTable, chosen: list[tuple[Req, int]], mixed: list[Req], most: int = 1) -> ScheduleBatch:
-    """`chosen` requests compute that many further tokens each; `mixed` ones decode in the same
-    step. most: tokens of a request that other steps decode."""
-    reqs, count = mixed + [r for r, _ in chosen], len(mixed)
-    prefix = np.fromiter((r.kv_len for r in reqs), np.int32, len(reqs))
-    lens = np.array([1] * count + [n for _, n in chosen], np.int32)
-    slots = np.fromiter((r.slot for r in reqs), np.int64, len(reqs))
-    if most == 1:
-        locs = kv.grow(slots, prefix, prefix + lens, count)
-    else:
-        locs = _grow_reserved(kv, reqs, slots, prefix + lens, count)
-    ids: list[int] = []
-    for (req, n), start in zip(chosen, prefix[count:].tolist(), strict=True):
-        ids += req.tokens[start : start + n]
-        req.kv_len = start + n
-    done = [i for i, r in enumerate(reqs) if i < count or r.kv_len == len(r.tokens)]
-    sampled = [reqs[i] for i in done]
-    for req in sampled[count:]:
-        req.planned_len = len(req.tokens) + 1
-    prompts = PromptTokens(np.array(ids, np.int64), prefix[count:], lens[count:], np.array(done, np.int64))
-    step = StepInput(
-        slots=slots,
-        seq_lens=prefix + lens,
-        out_cache_loc=locs,
-        prompts=prompts,
-        table_update=kv.take_update(),
-        logprobs=_logprobs(sampled),
-    )
+    prompt_starts = [req.kv_len for req, _ in chosen]
+    prompt_ends = [req.kv_len + n for req, n in chosen]
+    prompt_reserved = [_reserved(req, req.kv_len + n, running.tokens_ahead) for req, n in chosen]
+    starts = _joined(running.seq_lens[brings], prompt_starts)
+    counts = _joined(widths[brings], [n for _, n in chosen])
+    had = _joined(running.reserved_lens[brings], [max(req.kv_len, req.reserved_len) for req, _ in chosen])
+    reserved = _joined(running.reserved_by(widths)[brings], prompt_reserved)
+    slots = np.fromiter((req.slot for req in reqs), np.int64, len(reqs))
+    locs = kv.grow(slots, had, reserved, 0 if guesses else len(decodes))
+    step = StepInput(slots, starts + counts, locs, table_update=kv.take_update())
+    if guesses:
+        prompt_locs = [kv.rows[req.slot, req.kv_len : req.kv_len + n] for req, n in chosen]
+        step.out_cache_loc = np.concatenate((np.zeros(len(decodes) if chosen else 0, np.int32), *prompt_locs))
+        step.reserved_lens = reserved
+        if not chosen:
+            step.widths, step.width = widths[brings], width
+    sampled = decodes + [req for (req, _), end in zip(chosen, prompt_ends, strict=True) if end == len(req.tokens)]
     batch = ScheduleBatch(step, sampled)
-    if any(r.hidden is not None for r in reqs):
-        _ask_hidden(batch, reqs, prefix, lens, np.cumsum(lens) - lens)
-    prompts.prompt_logprobs = _ask_prompt_logprobs(batch, chosen, prompts)
+    num_guesses = running.tokens_per_step - 1 if chosen else width - 1
+    running.launched(widths, num_guesses)
+    if chosen:
+        step.prompts = _prompt_tokens(chosen, len(decodes), guesses)
+        for (req, _), end, positions in zip(chosen, prompt_ends, prompt_reserved, strict=True):
+            req.kv_len, req.reserved_len = end, positions
+        for req in sampled[len(decodes) :]:
+            req.planned_len, req.num_guesses = len(req.tokens) + 1, num_guesses
+        step.prompts.prompt_logprobs = _ask_prompt_logprobs(batch, chosen, step.prompts)
+    step.logprobs = _logprobs(sampled)
+    if step.logprobs is not None and step.width > 1:
+        step.logprobs.of_request = np.repeat(np.arange(len(sampled)), step.width)
+    if any(req.hidden is not None for req in reqs):
+        rows = np.arange(len(reqs)) * step.width if step.prompts is None else np.cumsum(counts) - counts
+        _ask_hidden(batch, reqs, starts, counts, rows)
+    step.reads_guesses = guesses and any(req.grammar is not None or req.thoughts is not None for req in sampled)
     return batch
 
 
-def _grow_reserved(kv: KVTable, reqs: list[Req], slots: np.ndarray, new_lens: np.ndarray, count: int) -> np.ndarray:
-    """Cache slots [T] where the device alone knows the lengths of the first `count` requests, which decode: it finds
-    theirs in the table."""
-    reserved = np.fromiter((max(r.kv_len, r.reserved_len) for r in reqs), np.int32, len(reqs))
-    locs = kv.grow(slots, reserved, np.maximum(reserved, new_lens), 0)
-    num_prompt_tokens = int((new_lens - reserved)[count:].sum())
-    return np.concatenate((np.zeros(count, np.int32), locs[len(locs) - num_prompt_tokens :]))
+def _joined(of_decodes: Lengths, of_prompts: list[int]) -> Lengths:
+    return np.concatenate((of_decodes, np.array(of_prompts, np.int32)))
+
+
+def _reserved(req: Req, end: int, ahead: int) -> int:
+    """Positions with a cache slot once a prompt is computed up to `end`: behind its last token a draft goes on."""
+    return min(end + ahead, req.limit) if end == len(req.tokens) else end
+
+
+def _prompt_tokens(chosen: Sequence[tuple[Req, int]], num_decodes: int, guesses: bool) -> PromptTokens:
+    """Builds the prompt part of a step for requests whose first `kv_len` tokens are computed before the step."""
+    ids: list[int] = []
+    done = list(range(num_decodes))
+    next_ids = np.zeros(len(chosen), np.int64)
+    for i, (req, n) in enumerate(chosen):
+        end = req.kv_len + n
+        ids += req.tokens[req.kv_len : end]
+        if end == len(req.tokens):
+            done.append(num_decodes + i)
+        else:
+            next_ids[i] = req.tokens[end]
+    prefix_lens = np.array([req.kv_len for req, _ in chosen], np.int32)
+    lens = np.array([n for _, n in chosen], np.int32)
+    prompts = PromptTokens(np.array(ids, np.int64), prefix_lens, lens, np.array(done, np.int64))
+    if guesses:
+        prompts.next_ids = next_ids
+    return prompts
 
 
 def _ask_hidden(
     batch: ScheduleBatch, reqs: list[Req], starts: np.ndarray, counts: np.ndarray, first_rows: np.ndarray
 ) -> None:
-    """Of those of each request's new tokens, which begin at position `starts`, whose states are wanted and not on their
-    way yet. first_rows: where the request begins among the tokens of the step."""
+    """Asks for the hidden states that are wanted and not on their way yet, among each request's new tokens, which begin
+    at position `starts`. first_rows: where the request begins among the tokens of the step."""
     rows = []
     for req, start, count, row in zip(reqs, starts.tolist(), counts.tolist(), first_rows.tolist(), strict=True):
         if req.hidden is None or req.hidden.end >= start + count:
@@ -140,7 +175,7 @@ def _ask_hidden(
 
 
 def _ask_prompt_logprobs(
-    batch: ScheduleBatch, chosen: list[tuple[Req, int]], prompts: PromptTokens
+    batch: ScheduleBatch, chosen: Sequence[tuple[Req, int]], prompts: PromptTokens
 ) -> LogprobRequest | None:
     """Row p of a prompt predicts token p + 1: the rows of this step whose target is wanted and not collected yet."""
     starts = batch.step.num_decodes + np.cumsum(prompts.extend_lens) - prompts.extend_lens

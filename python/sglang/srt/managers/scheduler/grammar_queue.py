@@ -38,7 +38,7 @@ class GrammarQueue:
             self._num_waiting += 1
 
     def decisions(self) -> list[LeaderDecision]:
-        """What the leader can say now about grammars that are being verified."""
+        """Returns the leader's present decisions about grammars that are being verified."""
         compiling = self._scheduler.compiling
         if not compiling or not self._grammars.has_news(next(iter(compiling.values()))[1]):
             return []

@@ -23,7 +23,7 @@ class GrammarVerified(msgspec.Struct, tag=True, omit_defaults=True):
 
     rid: str
     seconds: float
-    """What compiling took."""
+    """Seconds that compiling took."""
 
 
 LeaderDecision = EndReq | GrammarVerified

@@ -1,4 +1,4 @@
-"""What happens to a step's tokens on the host: append, decide whether the request ends, and report.
+"""Processing of a step's tokens on the host: append, decide whether the request ends, and report.
 
 Order of the checks for one token: stop token, complete grammar, stop string, length limit.
 
@@ -75,7 +75,8 @@ class StopChecker:
 
 
 def rejected_token(grammar: Grammar) -> FinishReason:
-    """For a sampled token that the grammar does not take: because it takes none, or because its mask was wrong."""
+    """Returns the finish reason for a sampled token that the grammar does not take: because it takes none, or because
+    its mask was wrong."""
     if grammar.is_stuck():
         return FinishReason("abort", message=STUCK_GRAMMAR, status_code=400)
     return FinishReason("abort", message="The grammar rejected a sampled token.", status_code=500)
@@ -99,8 +100,8 @@ def output_message(reqs: Iterable[Req]) -> BatchTokenIDOut:
         meta = TokenMeta(req.prompt_len, length - req.prompt_len, req.hit_len, req.num_retractions, req.started_time)
         if req.first_token_time:
             meta.first_token_time = req.first_token_time
-        if req.num_verify_steps:
-            meta.spec_verify_steps = req.num_verify_steps
+        if req.drafts.steps:
+            meta.drafts = req.drafts.copy(with_histogram=req.finish is not None)
         out.rids.append(req.rid)
         out.new_ids.append(req.tokens[req.sent_len : length])
         out.finish.append(req.finish)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Profiler:
-    """At most one trace at a time; each ends in a file that chrome://tracing and Perfetto read."""
+    """Records at most one trace at a time; each ends in a file that chrome://tracing and Perfetto read."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         self._directory = directory

@@ -1,14 +1,4 @@
-"""The scheduler's view: one request (`Req`), the requests that decode (`RunningBatch`), and one launched step.
-
-Lengths. `tokens` holds the prompt and the output tokens that the host has seen. `kv_len` counts the tokens whose KV has
-been launched, `planned_len` the tokens that exist once every launched step has sampled. Steps are launched before the
-previous one is read back, so `planned_len` may be ahead of `len(tokens)`.
-
-A step that verifies guesses brings k tokens of a request, of which 1 to k will stand: until it is read back both
-lengths count all k, and `slack` those that may yet fall away. Whatever falls away, the first token of a step in flight
-is the last one that the host knows; so of the tokens that it knows, the first `kv_len` have KV that is right. That
-makes it safe to end a request at any moment.
-"""
+"""The scheduler's view: one request (`Req`), the requests that decode (`RunningBatch`), and one launched step."""
 
 from __future__ import annotations
 
@@ -20,7 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from sglang.srt.distributed import parallel_state
-from sglang.srt.managers.wire.io_struct import FinishReason, TokenizedGenerateReq
+from sglang.srt.managers.wire.io_struct import DraftCounts, FinishReason, TokenizedGenerateReq
+from sglang.srt.mem_cache.kv_table import Lengths
 from sglang.srt.mem_cache.radix_node import Node
 from sglang.srt.model_executor.step import StepInput, StepResult
 from sglang.srt.sampling.hidden_states import HiddenStates, num_states
@@ -34,7 +25,26 @@ if TYPE_CHECKING:
 
 
 class Req:
-    """One sequence, from its arrival to its last message."""
+    """One sequence, from its arrival to its last message.
+
+    Its tokens, and how far each counter reaches. Steps are launched before the ones before them are read back, so the
+    host knows lengths earlier than tokens:
+
+        tokens          prompt | output that the host has seen |
+        positions       0 ........... kv_len - slack ..... kv_len .......... planned_len ...... reserved_len
+        computed          certainly     |   perhaps: guesses  |                   |                    |
+        sampled                         |                     | the token behind the last launched step
+        cache slots       num_cached: of the prefix tree; up to reserved_len: its own
+
+    kv_len          tokens whose KV is launched; where a step verifies guesses, as if all of them stood
+    slack           of these, tokens that may fall away when the results come
+    planned_len     tokens that exist once every launched step has sampled, with the same `slack`
+    reserved_len    positions that have a cache slot, if more than kv_len: guesses fell away and the next tokens come
+                    here, or a draft computes ahead of the target
+
+    Whatever falls away, the first token of a step in flight is the last one that the host knows; so of the tokens that
+    it knows, the first `kv_len` have KV that is right. That makes it safe to end a request at any moment.
+    """
 
     def __init__(self, msg: TokenizedGenerateReq, seed: int, limit: int, stop_ids: frozenset[int]) -> None:
         self.rid = msg.rid
@@ -52,28 +62,33 @@ class Req:
 
         self.slot = 0
         self.turn = 0
-        """Of the running requests' turns its own."""
+        """Number of the turn, among those of the running requests, that this request belongs to."""
         self.kv_len = 0
         self.planned_len = self.prompt_len
         self.slack = 0
         self.reserved_len = 0
-        """Positions that have a cache slot, if more than `kv_len`: guesses fell away, and the next tokens come here."""
+        self.state_is_exact = True
+        """Whether its recurrent states are those of `kv_len` tokens."""
+        self.num_guesses = 0
+        """Number of guesses made behind its last launched step."""
+        self.guesses: list[int] = []
+        """Token ids of the guesses, where the host asked for them (`StepInput.reads_guesses`)."""
         self.num_cached = 0
         """Leading tokens whose KV belongs to the radix tree, locked through `node`."""
         self.node: Node | None = None
-        """Where the cached prefix ends: locked while the request has a slot; while it waits, as last matched."""
+        """Node of the radix tree where the cached prefix ends: locked while the request has a slot; while it waits, as
+        last matched."""
         self.hit_len = 0
         """Prompt tokens that the first admission found in the cache; reported to the client."""
         self.admitted = False
         self.num_retractions = 0
-        self.num_verify_steps = 0
-        """Steps that brought it guessed tokens to verify."""
+        self.drafts = DraftCounts()
         self.queued_time = time.monotonic()
-        """When it last entered the queue; this rank's clock, as `started_time`."""
+        """Time when it last entered the queue; this rank's clock, as `started_time`."""
         self.started_time = 0.0
-        """When its first step was chosen; 0: none was."""
+        """Time when its first step was chosen; 0: none was."""
         self.first_token_time = 0.0
-        """When its first token was there, which is sent only at the end; 0: of a stream, and before."""
+        """Time of the first token of an output that is sent only at the end; 0 for a stream, and before that token."""
 
         self.return_logprob = msg.return_logprob
         wants_prompt = msg.return_logprob and msg.logprob_start_len >= 0
@@ -100,39 +115,39 @@ class Req:
         self.sent_len = self.prompt_len
         self.first_message = True
 
-    def next_width(self, most: int) -> int:
-        """Tokens that its next step may bring, all but the first guessed; 0: it must wait for results. Guesses are
-        only for samples that depend on nothing but the tokens before."""
-        thinks = self.thoughts is not None and not self.thoughts.over
-        if self.grammar is not None or thinks or self.params.has_penalties or self.hidden is not None:
-            most = 1
-        return min(most, self.limit - self.planned_len)
+    def max_width(self, tokens_per_step: int) -> int:
+        """Tokens that a step may bring of it, all but the first guessed."""
+        return 1 if self.hidden is not None else tokens_per_step
 
     @property
     def needs_mask(self) -> bool:
-        """Whether the token that a launched step samples depends on tokens that the host may not know yet."""
+        """Returns whether the tokens that a launched step samples depend on tokens that the host may not know yet."""
         if self.grammar is not None:
             return True
         unknown = self.planned_len - len(self.tokens) - 1
         return self.thoughts is not None and self.thoughts.may_end_within(unknown)
 
-    def launched(self, width: int) -> None:
-        """Count a step that brings `width` tokens."""
+    def launched(self, width: int, reserved_len: int, num_guesses: int) -> None:
+        """Count a step that brings `width` tokens, and behind which so many positions have a cache slot and so many
+        guesses are made."""
+        self.num_guesses = num_guesses
         self.kv_len += width
         self.planned_len += width
         self.slack += width - 1
-        self.reserved_len = max(self.reserved_len, self.kv_len)
+        self.reserved_len = reserved_len
 
     def verified(self, width: int, count: int) -> None:
         """Count its result: `count` tokens stand."""
         self.kv_len -= width - count
         self.planned_len -= width - count
         self.slack -= width - 1
-        self.num_verify_steps += 1
+        self.drafts.add(width, count)
 
     def drop_guesses(self) -> None:
-        """Before it gives its cache slots up: `kv_len` counts tokens that the host knows."""
+        """Forgets the guesses before the request gives its cache slots up: then `kv_len` counts tokens that the host
+        knows."""
         self.reserved_len = max(self.reserved_len, self.kv_len)
+        self.state_is_exact = not self.slack and self.kv_len <= len(self.tokens)
         self.kv_len = min(self.kv_len, len(self.tokens))
         self.slack = 0
 
@@ -146,7 +161,8 @@ class Req:
 
     @property
     def most_hidden(self) -> int:
-        """How many hidden states it may come to hold. One alone, an embedding, is sent as soon as it is there."""
+        """Returns the largest number of hidden states that it may come to hold. One alone, an embedding, is sent as
+        soon as it is there."""
         count = 0 if self.hidden is None else num_states(self.prompt_len, self.limit) - self.hidden.start
         return count if count > 1 else 0
 
@@ -158,8 +174,8 @@ class Req:
         return self._token_array[:length]
 
     def matchable_len(self) -> int:
-        """How many leading tokens may come from the cache: the last one must be computed to sample from it, and so must
-        everything whose log probability or hidden state is wanted and not collected yet."""
+        """Returns how many leading tokens may come from the cache: the last one must be computed to sample from it, and
+        so must everything whose log probability or hidden state is wanted and not collected yet."""
         limit = len(self.tokens) - 1
         if self.hidden is not None:
             limit = min(limit, self.hidden.end)
@@ -168,22 +184,23 @@ class Req:
         return limit
 
     def may_go_on_from(self, tokens: np.ndarray) -> bool:
-        """Whether it begins with these, and they may come from the cache."""
+        """Returns whether it begins with these tokens, and they may come from the cache."""
         count = len(tokens)
         return count <= self.matchable_len() and np.array_equal(self.token_array(count), tokens)
 
 
 class RunningBatch:
-    """Requests in decode, with the arrays of the next step kept up to date instead of rebuilt: where a step brings one
-    token of each, all lengths grow by one. Where it brings up to `most`, they follow the results.
+    """Requests in decode, with the arrays of the next step kept up to date instead of rebuilt.
 
-    With several turns a step brings tokens of those only whose turn it is (`now`): the others' last tokens are on their
-    way through the stages of a pipeline. Which turn a request has changes no token, and only how long its step waits.
+    A step brings tokens of those whose turn it is (`now`). There are as many turns as steps on their way through the
+    stages of a pipeline: the others' last tokens are among these. Which turn a request has changes no token, and only
+    how long its step waits. A step brings up to `tokens_per_step` tokens of a request: where that is more than one, all
+    lengths are upper bounds, and `settle` takes back what fell away.
     """
 
-    def __init__(self, most: int = 1, num_turns: int = 1) -> None:
-        assert most == 1 or num_turns == 1, "guesses are not verified in turns"
-        self.most, self.num_turns = most, num_turns
+    def __init__(self, tokens_per_step: int = 1, tokens_ahead: int = 0, num_turns: int = 1) -> None:
+        """tokens_ahead: positions behind a request's tokens that need a cache slot (`Drafter.tokens_ahead`)."""
+        self.tokens_per_step, self.tokens_ahead, self.num_turns = tokens_per_step, tokens_ahead, num_turns
         self.turn = 0
         self._rebuild([])
 
@@ -194,7 +211,8 @@ class RunningBatch:
         self._rebuild([])
 
     def add(self, reqs: list[Req]) -> None:
-        """Behind a step that computed their prompts: to the shortest turn, of several to the one that comes last."""
+        """Adds requests behind a step that computed their prompts. Each joins the shortest turn; of several equally
+        short ones, that which comes last."""
         counts = self._counts(self.reqs)
         for req in reqs:
             req.turn = min(range(self.num_turns), key=lambda turn: (counts[turn], (turn - self.turn) % self.num_turns))
@@ -202,17 +220,14 @@ class RunningBatch:
         self._rebuild(self.reqs + reqs)
 
     def pass_turn(self) -> None:
-        """To the next one that somebody has."""
+        """Passes to the next turn that has requests."""
         if self.num_turns > 1:
             self.turn = (self.turn + 1) % self.num_turns
             self._select()
 
     def drop_finished(self) -> None:
-        """Forget requests that ended, and those whose last token is already on its way."""
-        if self.most > 1:
-            self._rebuild([r for r in self.reqs if r.finish is None and r.planned_len - r.slack < r.limit])
-            return
-        keep = [r for r in self.reqs if r.finish is None and r.planned_len < r.limit]
+        """Forget requests that ended, and those whose last token is certainly on its way."""
+        keep = [r for r in self.reqs if r.finish is None and r.planned_len - r.slack < r.limit]
         if len(keep) < len(self.reqs):
             self._rebuild(keep)
 
@@ -221,22 +236,24 @@ class RunningBatch:
 
     def _rebuild(self, reqs: list[Req]) -> None:
         self.reqs = reqs
+        self._row_of = {req: i for i, req in enumerate(reqs)}
         self.wants_hidden = any(r.hidden is not None for r in reqs)
         self.slots = np.fromiter((r.slot for r in reqs), np.int64, len(reqs))
-        self.limits = np.fromiter((r.limit for r in reqs), np.int32, len(reqs))
-        self.seq_lens = np.fromiter((r.kv_len for r in reqs), np.int32, len(reqs))
-        """Tokens whose KV is launched, at most."""
-        self.reserved_lens, self.widths = self.seq_lens, np.ones(len(reqs), np.int32)
-        """Positions that have a cache slot, and tokens that the next step brings."""
-        if self.most > 1:
-            self.reserved_lens = np.fromiter((max(r.kv_len, r.reserved_len) for r in reqs), np.int32, len(reqs))
-            self.widths = np.fromiter((r.next_width(self.most) for r in reqs), np.int32, len(reqs))
+        self.limits = _int32([r.limit for r in reqs])
+        self.max_widths = _int32([r.max_width(self.tokens_per_step) for r in reqs])
+        self.seq_lens = _int32([r.kv_len for r in reqs])
+        """Tokens whose KV is launched, and of these the ones that may fall away."""
+        self.slack = _int32([r.slack for r in reqs])
+        self.planned_lens = _int32([r.planned_len for r in reqs])
+        self.num_guesses = _int32([r.num_guesses for r in reqs])
+        self.reserved_lens = _int32([max(r.kv_len, r.reserved_len) for r in reqs])
+        """Positions that have a cache slot."""
         if self.num_turns > 1:
             self._level()
         self._select()
 
     def _counts(self, reqs: list[Req]) -> list[int]:
-        """Of requests by turn."""
+        """Returns the number of requests in each turn."""
         turns = np.fromiter((r.turn for r in reqs), np.int64, len(reqs))
         counts: list[int] = np.bincount(turns, minlength=self.num_turns).tolist()
         return counts
@@ -254,36 +271,59 @@ class RunningBatch:
 
     def _select(self) -> None:
         self.now: list[Req] = self.reqs
-        """Whose turn it is, and where they are among all."""
-        self.now_rows: slice | np.ndarray = slice(None)
+        """Requests whose turn it is; `has_turn` says which of all requests they are."""
+        self.has_turn = np.ones(len(self.reqs), np.bool_)
         if self.num_turns == 1 or not self.reqs:
             return
         counts = self._counts(self.reqs)
         while not counts[self.turn]:
             self.turn = (self.turn + 1) % self.num_turns
-        self.now_rows = np.fromiter((r.turn == self.turn for r in self.reqs), np.bool_, len(self.reqs))
+        self.has_turn = np.fromiter((r.turn == self.turn for r in self.reqs), np.bool_, len(self.reqs))
         self.now = [r for r in self.reqs if r.turn == self.turn]
-        if self.most == 1:
-            self.widths = self.now_rows.astype(np.int32)
+
+    def widths(self, at_most: int) -> Lengths:
+        """[R] tokens that each request brings to the next step; 0: it waits, for its turn or for results that say
+        whether it may have a further token."""
+        there = np.minimum(self.num_guesses + 1, self.limits - self.planned_lens)
+        widths: Lengths = np.minimum(np.minimum(there, self.max_widths), at_most)
+        return widths * self.has_turn
 
     @property
-    def certain_lens(self) -> np.ndarray:
+    def certain_lens(self) -> Lengths:
         """Tokens that are computed, at least."""
-        if self.most == 1:
-            return self.seq_lens
-        return np.fromiter((r.kv_len - r.slack for r in self.reqs), np.int32, len(self.reqs))
+        certain: Lengths = self.seq_lens - self.slack
+        return certain
 
-    @property
-    def next_lens(self) -> np.ndarray:
-        """Positions that the next step needs a cache slot for."""
-        return np.maximum(self.reserved_lens, self.seq_lens + self.widths)
+    def reserved_by(self, widths: Lengths) -> Lengths:
+        """Positions that have a cache slot behind a step that brings so many tokens of each request."""
+        needed = np.minimum(self.seq_lens + widths + self.tokens_ahead * (widths > 0), self.limits)
+        reserved: Lengths = np.maximum(self.reserved_lens, needed)
+        return reserved
 
-    def advance(self) -> None:
-        """Count one launched step of a token each."""
-        self.seq_lens = self.reserved_lens = self.seq_lens + self.widths
-        for r in self.now:
-            r.kv_len += 1
-            r.planned_len += 1
+    def launched(self, widths: Lengths, num_guesses: int) -> None:
+        """Count a step that brings so many tokens of each request, and makes so many guesses for those behind it."""
+        self.reserved_lens = self.reserved_by(widths)
+        self.seq_lens = self.seq_lens + widths
+        self.planned_lens = self.planned_lens + widths
+        self.slack = self.slack + np.maximum(widths - 1, 0)
+        self.num_guesses = np.where(widths > 0, np.int32(num_guesses), self.num_guesses)
+        for req, width, reserved_len in zip(self.reqs, widths.tolist(), self.reserved_lens.tolist(), strict=True):
+            if width:
+                req.launched(width, reserved_len, num_guesses)
+
+    def settle(self, req: Req, width: int, count: int) -> None:
+        """Records that `count` of the `width` tokens that a step brought of the request stand."""
+        req.verified(width, count)
+        if width == 1 or req not in self._row_of:
+            return
+        row = self._row_of[req]
+        self.seq_lens[row] -= width - count
+        self.planned_lens[row] -= width - count
+        self.slack[row] -= width - 1
+
+
+def _int32(values: list[int]) -> Lengths:
+    return np.array(values, np.int32)
 
 
 class SampledTokens(NamedTuple):
@@ -292,7 +332,7 @@ class SampledTokens(NamedTuple):
     reqs: list[Req]
     tokens: list[int]
     rows: Sequence[int]
-    """Of the log probabilities, and of each token among those sampled."""
+    """Rows of the log probabilities, and of each token among those sampled."""
 
 
 @dataclass(slots=True)
@@ -307,7 +347,7 @@ class ScheduleBatch:
     """Requests whose hidden states this step computes, and of how many positions, in row order."""
     result: StepResult | None = None
 
-    def read(self) -> SampledTokens:
+    def read(self, running: RunningBatch) -> SampledTokens:
         """Waits for the device, files prompts' log probabilities and hidden states, and settles the lengths."""
         assert self.result is not None
         self.result.wait()
@@ -316,6 +356,9 @@ class ScheduleBatch:
             self._file_hidden(self.result.hidden.numpy())
         if self.result.prompt_logprobs is not None:
             self._file_prompt_logprobs(self.result.prompt_logprobs)
+        if self.result.guesses is not None:
+            for req, guesses in zip(self.sampled, self.result.guesses.tolist(), strict=True):
+                req.guesses = guesses
         tokens = self.result.next_token_ids.numpy()
         if self.result.counts is None:
             return SampledTokens(self.sampled, tokens[:, 0].tolist(), range(len(tokens)))
@@ -326,14 +369,14 @@ class ScheduleBatch:
         shape = zip(self.sampled, tokens.tolist(), self.step.widths.tolist(), self.result.counts.tolist(), strict=True)
         for i, (req, row, width, count) in enumerate(shape):
             if req.finish is None:
-                req.verified(width, count)
+                running.settle(req, width, count)
             reqs += [req] * count
             accepted += row[:count]
             rows += range(i * len(row), i * len(row) + count)
         return SampledTokens(reqs, accepted, rows)
 
     def file_logprobs(self, req: Req, row: int, token: int) -> None:
-        """Of a token that its request takes, on the ranks that sample."""
+        """Files the log probabilities of a token that its request takes, on the ranks that sample."""
         pp = parallel_state.groups().pp
         if pp.rank < pp.size - 1:
             return

@@ -1,4 +1,4 @@
-"""Which waiting requests enter the next prefill step, and in which order."""
+"""Choice and order of the waiting requests that enter the next prefill step."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ POLICIES: dict[str, Callable[[list[Req], KVTable], list[Req]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Priorities:
-    """Whose turn it is where requests have priorities."""
+    """Order of waiting requests where requests have priorities."""
 
     low_first: bool = False
     threshold: int | None = 10
@@ -106,12 +106,12 @@ class NewTokenRatio:
 
 
 def leaves_half(chunk: int | None, page: int, num_decodes: int) -> bool:
-    """Whether tokens that decode leave half of a step's chunk, in whole pages, to prompts."""
+    """Returns whether decoding tokens leave half of a step's chunk, in whole pages, to prompts."""
     return chunk is None or 2 * ((chunk - num_decodes) // page * page) >= chunk
 
 
 class PrefillBudget:
-    """What one prefill step may still take: cache slots, new tokens, and the chunk."""
+    """Budget of one prefill step: the cache slots, new tokens, and chunk that it may still take."""
 
     def __init__(
         self, kv: KVTable, running: RunningBatch, ratio: float, max_tokens: int, chunk: int | None, used: int
@@ -159,7 +159,8 @@ class PrefillBudget:
         return take
 
     def _take_of_windows(self, req: Req, take: int) -> int:
-        """As many of `take` tokens as every window table has room for beside the window; 0 if it cannot be less."""
+        """Returns as many of `take` tokens as every window table has room for beside the window; 0 if it cannot be
+        less."""
         page = self.kv.page_size
         longest = -(-req.limit // page) * page
         for i, window in enumerate(self.kv.windows):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sglang.srt.constrained.mask_filler import MaskFiller
-from sglang.srt.managers.scheduler.batch_builder import build_decode, build_extend, build_verify, vocab_mask
+from sglang.srt.managers.scheduler.batch_builder import build_step, vocab_mask
 from sglang.srt.managers.scheduler.output import StopChecker, output_message, rejected_token
 from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch, ScheduleBatch
 from sglang.srt.managers.scheduler.schedule_policy import (
@@ -34,11 +34,12 @@ from sglang.srt.managers.wire.io_struct import (
     FinishReason,
     TokenizedGenerateReq,
 )
-from sglang.srt.mem_cache.kv_table import KVTable
+from sglang.srt.mem_cache.kv_table import KVTable, Lengths
 from sglang.srt.mem_cache.radix_node import Node
 from sglang.srt.sampling.hidden_states import MAX_HELD_BYTES, VALUE_BYTES
 from sglang.srt.sampling.sampling_params import NO_TOKEN
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.depth import AdaptiveDepth
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.grammar_manager import PendingGrammar
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED_REQUESTS = 1 << 16
-"""When --max-queued-requests does not say less: no queue is unbounded."""
+"""Limit of the queue when --max-queued-requests is not given: no queue is unbounded."""
 
 SHARED_PREFIX = 64
 """Two new requests that begin with this many equal, uncached tokens do not enter one step: the second waits a step and
@@ -65,10 +66,14 @@ _NAN_LOGITS = FinishReason(
 class Scheduler:
     """Pure scheduling over a model runner; processes and sockets are in `scheduler_process`."""
 
-    def __init__(self, args: ServerArgs, runner: ModelRunner, stop_checker: StopChecker) -> None:
-        self.args, self.runner, self.plan = args, runner, runner.plan
+    def __init__(
+        self, args: ServerArgs, runner: ModelRunner, stop_checker: StopChecker, depth: AdaptiveDepth | None = None
+    ) -> None:
+        """depth: chooses how many guesses a step verifies; None: as many as there are."""
+        self.args, self.runner, self.plan, self.depth = args, runner, runner.plan, depth
         self.stop_checker = stop_checker
-        self.kv = KVTable(self.plan.pool_sizes, self.plan.caches_prefixes and not args.disable_radix_cache)
+        caches_prefixes = self.plan.caches_prefixes and not args.disable_radix_cache
+        self.kv = KVTable(self.plan.pool_sizes, caches_prefixes, runner.reads_next_token)
         self.policy = POLICIES[args.schedule_policy]
         self.ratio = NewTokenRatio(args.schedule_conservativeness)
         self.priorities = Priorities.from_args(args)
@@ -81,7 +86,7 @@ class Scheduler:
         """Requests whose prompts are partly computed; they go first in the next prefill."""
         self.compiling: dict[str, tuple[Req, PendingGrammar]] = {}
         """Requests that wait for their grammar, by id in the order of arrival, outside the queue."""
-        self.running = RunningBatch(runner.tokens_per_step, max(1, self.steps_ahead))
+        self.running = RunningBatch(runner.tokens_per_step, runner.tokens_ahead, max(1, self.steps_ahead))
         self.masks = MaskFiller()
         self.in_flight: deque[ScheduleBatch] = deque()
         """Launched and not read back, the oldest first."""
@@ -92,8 +97,9 @@ class Scheduler:
         self.paused = False
         self._chunk = self.plan.chunked_prefill_size if self.plan.chunked_prefill_size > 0 else None
         self._prompts_turn = False
-        """Where chunks are too small for both, prompts and tokens that decode take turns."""
-        self.stats = StatsLogger(args.decode_log_interval, self.load)
+        """Whether it is the prompts' turn: where chunks are too small for both, prompts and tokens that decode take
+        turns."""
+        self.stats = StatsLogger(args.decode_log_interval, self.load, args.speculative_algorithm)
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
@@ -114,8 +120,7 @@ class Scheduler:
         limited = [req for req in batch.sampled if req.grammar is not None or req.thoughts is not None]
         if any(req.needs_mask for req in limited):
             self.settle(set(limited))
-            width = 1 if batch.step.widths is None else self.runner.tokens_per_step
-            mask = vocab_mask(batch, width, self.plan.model.vocab_size, self.masks)
+            mask = vocab_mask(batch, self.plan.model.vocab_size, self.masks)
         batch.result = self.runner.sample(forward, mask)
         self.in_flight.append(batch)
 
@@ -156,27 +161,23 @@ class Scheduler:
             return None
         self.running.drop_finished()
         # Decode in the same step: what it costs to read the weights is paid once.
-        mixed = [r for r in self.running.now if r.planned_len < r.limit]
-        if mixed and not leaves_half(self._chunk, self.kv.page_size, len(mixed)):
+        widths = self.running.widths(1)
+        num_decodes = int(widths.sum())
+        if num_decodes and not leaves_half(self._chunk, self.kv.page_size, num_decodes):
             if was_prompts_turn:
                 return None
-            mixed, self._prompts_turn = [], True
-        chosen = self._admit(self._budget(len(mixed)))
+            num_decodes, self._prompts_turn = 0, True
+        chosen = self._admit(self._budget(num_decodes))
         if not chosen:
             return None
-        if mixed and not self._can_grow(sum(n for _, n in chosen)):
-            mixed = []
-        batch = build_extend(self.kv, chosen, mixed, self.running.most)
+        if not num_decodes or not self._can_grow(widths, sum(n + self.running.tokens_ahead for _, n in chosen)):
+            widths = np.zeros_like(widths)
+        batch = build_step(self.kv, self.running, widths, chosen)
         self.stats.prefill_launched(chosen)
         for req, _ in chosen:
             self.kv.commit(req)
         computed = {r for r, _ in chosen if r.kv_len == len(r.tokens)}
         self.chunked = [r for r in dict.fromkeys([*(r for r, _ in chosen), *self.chunked]) if r not in computed]
-        if mixed and self.running.most == 1:
-            self.running.advance()
-        else:
-            for req in mixed:
-                req.launched(1)
         self.running.add([r for r, _ in chosen if r in computed])
         return batch
 
@@ -190,7 +191,7 @@ class Scheduler:
                 return chosen
             chosen.append((req, take))
         leave: defaultdict[tuple[str | None, tuple[int, ...]], list[np.ndarray]] = defaultdict(list)
-        """By how they begin: what those that enter leave in the cache for others."""
+        """Prefixes that requests which enter now leave in the cache for others, by namespace and first tokens."""
         for req in self._queue():
             if not self.kv.num_free_rows() or (chosen and budget.chunk is not None and budget.chunk <= 0):
                 break
@@ -212,7 +213,7 @@ class Scheduler:
         return chosen
 
     def _queue(self) -> list[Req]:
-        """Those that wait, in the order in which they enter."""
+        """Returns the waiting requests in the order in which they enter."""
         ordered = self.policy(list(self.waiting), self.kv)
         return ordered if self.priorities is None else self.priorities.order(ordered)
 
@@ -259,31 +260,40 @@ class Scheduler:
         self.runner.sampling_table.set(
             req.slot, req.params, req.seed, req.tokens[: req.prompt_len], req.tokens[req.prompt_len :], req.stop_ids
         )
+        self.runner.begin(req.slot, req.tokens)
 
     def pick_decode(self) -> ScheduleBatch | None:
         self.running.drop_finished()
-        if self.running.reqs and not self._can_grow():
+        width = self._width()
+        if self.running.reqs and not self._can_grow(self.running.widths(width)):
             self.settle()
             self.running.drop_finished()
-            self._retract_until_it_fits()
+            self._retract_until_it_fits(width)
         if not self.running.reqs:
             return None
-        batch = (build_decode if self.running.most == 1 else build_verify)(self.kv, self.running)
+        batch = build_step(self.kv, self.running, self.running.widths(width), width=width)
         if batch is not None:
             self.ratio.step()
             self.stats.decode_launched(len(batch.sampled), self.runner.decodes_in_graph(len(batch.sampled)))
         return batch
 
+    def _width(self) -> int:
+        """Tokens that each request may bring to the next step."""
+        if self.depth is None:
+            return self.running.tokens_per_step
+        return self.depth.next_width(len(self.running.now))
+
     # --- memory ------------------------------------------------------------------------------------------------------
 
-    def _can_grow(self, also: int = 0) -> bool:
-        """Whether there is room for the next step of the running requests, and for `also` tokens of a prompt."""
+    def _can_grow(self, widths: Lengths, also: int = 0) -> bool:
+        """Returns whether there is room for a step that brings so many tokens of each running request, and for `also`
+        tokens of prompts."""
         self.kv.leave_windows(self.running.slots, self.running.certain_lens)
-        return self.kv.can_grow(self.running.reserved_lens, self.running.next_lens, also)
+        return self.kv.can_grow(self.running.reserved_lens, self.running.reserved_by(widths), also)
 
-    def _retract_until_it_fits(self) -> None:
+    def _retract_until_it_fits(self, width: int) -> None:
         """Send the requests that lose least back to the queue. Their tokens stay, and with luck so does their KV."""
-        while self.running.reqs and not self._can_grow():
+        while self.running.reqs and not self._can_grow(self.running.widths(width)):
             priorities = None if self.args.retraction_policy == "length" else self.priorities
             rank = (lambda req: 0) if priorities is None else priorities.rank
             victim = min(self.running.reqs, key=lambda r: (-rank(r), r.output_len, -r.prompt_len))
@@ -309,7 +319,7 @@ class Scheduler:
     def process(self, batch: ScheduleBatch) -> None:
         """Append the sampled tokens, end what has ended, and queue the messages."""
         report: list[Req] = []
-        sampled, interval = batch.read(), self.args.stream_interval
+        sampled, interval = batch.read(self.running), self.args.stream_interval
         for req, token, row in zip(*sampled, strict=True):
             if req.finish is not None:
                 continue
@@ -339,7 +349,11 @@ class Scheduler:
             self.outbox.append(output_message(report if sampled.reqs is batch.sampled else dict.fromkeys(report)))
         self.stats.processed(len(sampled.tokens))
         if batch.step.widths is not None:
-            self.stats.verified(len(batch.sampled), len(sampled.tokens))
+            assert batch.result is not None and batch.result.counts is not None
+            widths, counts = batch.step.widths.tolist(), batch.result.counts.tolist()
+            self.stats.drafts.verified(widths, counts)
+            if self.depth is not None:
+                self.depth.observe(widths, counts)
 
     def end(self, req: Req, reason: FinishReason, report: list[Req] | None = None, keep: bool = True) -> None:
         """End a request wherever it is; its slots go back at once. What it computed stays cached if `keep`."""

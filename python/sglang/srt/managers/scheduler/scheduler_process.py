@@ -30,7 +30,7 @@ from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.profiler import Profiler
 from sglang.srt.managers.scheduler.request_timeouts import CHECK_INTERVAL_S, RequestTimeouts
 from sglang.srt.managers.scheduler.scheduler import Scheduler
-from sglang.srt.managers.scheduler.scheduler_setup import create_runner
+from sglang.srt.managers.scheduler.scheduler_setup import create_depth, create_runner
 from sglang.srt.managers.watchdog import Watchdog
 from sglang.srt.managers.wire import ipc
 from sglang.srt.managers.wire.io_struct import (
@@ -44,6 +44,7 @@ from sglang.srt.managers.wire.io_struct import (
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.ngram import NgramDrafter
 from sglang.srt.utils.free_memory import release_free_memory
 from sglang.srt.utils.hf_tokenizer import Tokenizer, load_tokenizer
 
@@ -63,10 +64,11 @@ class SchedulerProcess:
         self.model = runner.plan.model
         self.leader = parallel_state.is_leader()
         self.decisions: list[LeaderDecision] = []
-        """Of the leader, taken since the last messages."""
+        """Decisions of the leader, taken since the last messages."""
         decoder = tokenizer.text_decoder() if tokenizer is not None and self.leader else None
         alone = parallel_state.num_ranks() == 1
-        self.scheduler = Scheduler(args, runner, StopChecker(decoder, None if alone else self.decisions.append))
+        stop_checker = StopChecker(decoder, None if alone else self.decisions.append)
+        self.scheduler = Scheduler(args, runner, stop_checker, create_depth(args, runner))
         self.grammars = self._grammar_manager(ports)
         self.grammar_queue = GrammarQueue(self.scheduler, self.grammars)
         self.inbox = ipc.scheduler_inbox(ports) if self.leader else None
@@ -200,6 +202,11 @@ class SchedulerProcess:
             "free_request_slots": self.scheduler.kv.num_free_rows(),
             "num_retracted_reqs": stats["num_retracted_reqs"],
         }
+        drafts = self.scheduler.stats.drafts
+        if drafts.algorithm is not None:
+            totals = drafts.since_start
+            state["avg_spec_accept_length"] = totals.accept_length
+            state["spec_totals"] = {"requests": totals.requests, "proposed": totals.proposed, "correct": totals.correct}
         return ControlReply(msg.id, data=state)
 
     def _pause(self, msg: ControlReq) -> ControlReply:
@@ -222,6 +229,11 @@ class SchedulerProcess:
         logger.info("Wrote the trace %s", path)
         return ControlReply(msg.id, data={"path": str(path)})
 
+    def _set_corpora(self, msg: ControlReq) -> ControlReply:
+        if isinstance(self.runner.drafter, NgramDrafter):  # stages before the last one have none
+            self.runner.drafter.load_texts(Path(msg.args["path"]))
+        return ControlReply(msg.id)
+
     def _ping(self, msg: ControlReq) -> ControlReply:
         return ControlReply(msg.id)
 
@@ -232,6 +244,7 @@ class SchedulerProcess:
         "resume": _resume,
         "start_profile": _start_profile,
         "stop_profile": _stop_profile,
+        "set_corpora": _set_corpora,
         "ping": _ping,
     }
 

@@ -1,9 +1,10 @@
-"""From user intent to a ready model runner, for one rank."""
+"""Setup of one rank, from the user's arguments to a ready model runner."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from sglang.srt.configs.model_config import ModelConfig
@@ -18,10 +19,12 @@ from sglang.srt.kernels.spec import PeerLinks
 from sglang.srt.kernels.tables import SCALED_MM_FEATURES
 from sglang.srt.plan.layout import asked_layout, check_machine
 from sglang.srt.plan.plan import Plan, Probe, describe_served_model, make_plan
+from sglang.srt.plan.speculation import speculative_settings
 from sglang.srt.server_args import ServerArgs
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.speculative.depth import AdaptiveDepth
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +59,7 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
 
 
 def _library_probe(arch: ArchTraits) -> Probe | None:
-    """What tries torch's scaled products, on GPUs where they might serve."""
+    """Returns a probe that tries torch's scaled products, on GPUs where they might serve; otherwise None."""
     if arch.device != "cuda" or not SCALED_MM_FEATURES <= arch.features:
         return None
     from sglang.srt.layers.quantization.scaled_mm import problem_of
@@ -100,16 +103,36 @@ def _connect_gpus(args: ServerArgs, model: ModelConfig, hidden_size: int, arch: 
 
 
 def create_runner(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) -> ModelRunner:
-    """As create_plan, then weights, pools and graphs, and a first look at what they compute. Raises UserError."""
+    """Creates the plan as create_plan does, then loads weights, creates pools and graphs, and checks what they compute.
+    Raises UserError."""
     plan = create_plan(args, rank, rendezvous)
     if parallel_state.is_leader():
         plan.log()
     from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.speculative.create import create_drafter
+    from sglang.srt.speculative.depth import candidate_widths
 
-    keeps_hidden = args.enable_return_hidden_states
-    runner = ModelRunner(plan, args.load_format, args.random_seed or 0, keeps_hidden=keeps_hidden)
+    settings = speculative_settings(args, plan.model.architecture)
+    runner = ModelRunner(
+        plan,
+        args.load_format,
+        args.random_seed or 0,
+        None if settings is None else partial(create_drafter, settings),
+        keeps_hidden=args.enable_return_hidden_states,
+        widths=() if settings is None else candidate_widths(settings),
+    )
     if not args.skip_server_warmup:
         from sglang.srt.model_executor.canary import check_runner
 
         check_runner(runner)
     return runner
+
+
+def create_depth(args: ServerArgs, runner: ModelRunner) -> AdaptiveDepth | None:
+    """Creates the object that chooses the depth of guesses; None where the depth is fixed. Collective."""
+    settings = speculative_settings(args, runner.plan.model.architecture)
+    if settings is None or settings.adaptive is None:
+        return None
+    from sglang.srt.speculative.depth import AdaptiveDepth
+
+    return AdaptiveDepth(settings.adaptive, settings.num_draft_tokens, runner.step_times())

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from sglang.srt.managers.scheduler.draft_stats import DraftStats
 from sglang.srt.managers.scheduler.schedule_batch import Req
 from sglang.srt.managers.wire.io_struct import SchedulerStats
 
@@ -17,7 +18,7 @@ STATS_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the scheduler has at the moment."""
+    """Load of the scheduler at the moment."""
 
     num_running: int
     num_waiting: int
@@ -32,7 +33,8 @@ class Load:
 class StatsLogger:
     """Counts what the scheduler does; `due()` hands out a snapshot about once a second while there is work."""
 
-    def __init__(self, decode_log_interval: int, load: Callable[[], Load]) -> None:
+    def __init__(self, decode_log_interval: int, load: Callable[[], Load], drafter: str | None = None) -> None:
+        """drafter: of --speculative-algorithm."""
         self._decode_log_interval = decode_log_interval
         self._load = load
         self.decode_steps = 0
@@ -40,8 +42,7 @@ class StatsLogger:
         self.num_generated = 0
         """Tokens since the start: who reads it twice has the throughput between."""
         self.gen_throughput = 0.0
-        self.verified_requests = self.verified_tokens = 0
-        """Requests in steps that verified guesses, and the tokens that stood."""
+        self.drafts = DraftStats(drafter)
         self._tokens = 0
         self._tokens_since = time.perf_counter()
         self._cached = self._prompt = 0
@@ -68,18 +69,16 @@ class StatsLogger:
         self._tokens, self._tokens_since = 0, now
         load = self._load()
         logger.info(
-            "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, cuda graph: %s, "
+            "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, %scuda graph: %s, "
             "gen throughput (token/s): %.2f, #queue-req: %d",
-            num_reqs, load.used_tokens, load.token_usage, in_graph, self.gen_throughput, load.num_waiting,
+            num_reqs, load.used_tokens, load.token_usage, self.drafts.log_text, in_graph, self.gen_throughput,
+            load.num_waiting,
         )  # fmt: skip
+        self.drafts.close_interval()
 
     def processed(self, num_tokens: int) -> None:
         self._tokens += num_tokens
         self.num_generated += num_tokens
-
-    def verified(self, num_requests: int, num_tokens: int) -> None:
-        self.verified_requests += num_requests
-        self.verified_tokens += num_tokens
 
     def retracted(self, req: Req) -> None:
         self.num_retracted += 1
@@ -102,7 +101,7 @@ class StatsLogger:
         return self.snapshot()
 
     def snapshot(self) -> SchedulerStats:
-        load = self._load()
+        load, drafts = self._load(), self.drafts
         return SchedulerStats(
             num_running_reqs=load.num_running,
             num_queue_reqs=load.num_waiting,
@@ -111,5 +110,9 @@ class StatsLogger:
             gen_throughput=self.gen_throughput,
             cache_hit_rate=self._cached / self._prompt if self._prompt else 0.0,
             num_retracted_reqs=self.num_retracted,
-            spec_accept_length=self.verified_tokens / self.verified_requests if self.verified_requests else 0.0,
+            spec_accept_length=drafts.recent.accept_length,
+            spec_accept_rate=drafts.recent.accept_rate,
+            spec_num_steps=max(drafts.width - 1, 0),
+            spec_num_draft_tokens=drafts.width,
+            spec_verify_calls=drafts.num_steps,
         )

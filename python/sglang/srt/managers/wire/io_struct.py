@@ -64,7 +64,7 @@ class AbortReq(msgspec.Struct, tag=True, omit_defaults=True):
 
 class ControlReq(msgspec.Struct, tag=True, omit_defaults=True):
     """A call that is answered by a ControlReply with the same id. `kind`: flush_cache, internal_state, start_profile,
-    stop_profile, pause (`args`: mode), resume, ping."""
+    stop_profile, pause (`args`: mode), resume, set_corpora (`args`: path), ping."""
 
     id: str
     kind: str
@@ -76,6 +76,30 @@ SchedulerInput = TokenizedGenerateReq | AbortReq | ControlReq
 # --- scheduler -> detokenizer -----------------------------------------------------------------------------------------
 
 
+class DraftCounts(msgspec.Struct, omit_defaults=True):
+    """Counts of the guesses of one request."""
+
+    steps: int = 0
+    """Number of steps that brought it guesses to verify."""
+    proposed: int = 0
+    correct: int = 0
+    histogram: list[int] = []
+    """Steps by their number of right guesses; sent with the end of the request."""
+
+    def add(self, width: int, count: int) -> None:
+        """A step brought `width` tokens of the request, and `count` of those that it sampled stand."""
+        if width == 1:
+            return
+        self.steps += 1
+        self.proposed += width - 1
+        self.correct += count - 1
+        self.histogram += [0] * (count - len(self.histogram))
+        self.histogram[count - 1] += 1
+
+    def copy(self, with_histogram: bool) -> DraftCounts:
+        return DraftCounts(self.steps, self.proposed, self.correct, self.histogram.copy() if with_histogram else [])
+
+
 class TokenMeta(msgspec.Struct, omit_defaults=True):
     """Counts of one request when the message was sent."""
 
@@ -83,19 +107,19 @@ class TokenMeta(msgspec.Struct, omit_defaults=True):
     completion_tokens: int
     cached_tokens: int = 0
     num_retractions: int = 0
-    """How often the request went back to the queue to free memory, or by a pause."""
+    """Number of times that the request went back to the queue to free memory, or by a pause."""
     started_time: float = 0.0
     """time.monotonic() when its first step was chosen; 0: none was."""
     first_token_time: float = 0.0
     """The same when the first token of an answer was there that is sent as a whole; 0: of others."""
     reasoning_tokens: int = 0
     """Output tokens that a reasoning parser counted as such."""
-    spec_verify_steps: int = 0
-    """Steps that brought the request more than one token to verify."""
+    drafts: DraftCounts | None = None
+    """None: no guesses were verified."""
 
 
 class DecodeOptions(msgspec.Struct, omit_defaults=True):
-    """What the detokenizer must know, sent with the first message of a request only."""
+    """Settings that the detokenizer needs, sent with the first message of a request only."""
 
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -114,7 +138,7 @@ class BatchTokenIDOut(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True
     options: list[DecodeOptions | None]
     logprobs: list[OutputLogprobs | None]
     hidden: dict[str, bytes] = {}
-    """By rid: [N, H] float32, the final hidden states of requests that wanted them and have ended."""
+    """Final hidden states [N, H] float32 of requests that wanted them and have ended, by rid."""
 
 
 class ControlReply(msgspec.Struct, tag=True, omit_defaults=True):
@@ -135,6 +159,11 @@ class SchedulerStats(msgspec.Struct, tag=True, omit_defaults=True):
     cache_hit_rate: float = 0.0
     num_retracted_reqs: int = 0
     spec_accept_length: float = 0.0
+    spec_accept_rate: float = 0.0
+    spec_num_steps: int = 0
+    spec_num_draft_tokens: int = 0
+    spec_verify_calls: int = 0
+    """Number of verifications since the start."""
 
 
 class SchedulerReady(msgspec.Struct, tag=True, omit_defaults=True):
@@ -149,7 +178,7 @@ SchedulerOutput = BatchTokenIDOut | ControlReply | SchedulerStats | SchedulerRea
 
 
 class BatchStrOut(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
-    """As BatchTokenIDOut, with the text that became printable since the previous message of each rid."""
+    """Output as in BatchTokenIDOut, with the text that became printable since the previous message of each rid."""
 
     rids: list[str]
     new_text: list[str]

@@ -151,7 +151,7 @@ class Receiver(Generic[T]):
             yield message
 
     def poll(self, timeout_s: float) -> bool:
-        """Whether a message is there, waiting for one up to `timeout_s`."""
+        """Returns whether a message is there, waiting for one up to `timeout_s`."""
         return bool(self._socket.poll(int(timeout_s * 1000)))
 
     def attach(self, handler: Callable[[T], None]) -> None:

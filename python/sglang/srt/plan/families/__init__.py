@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sglang.srt.plan.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K25
+from sglang.srt.plan.families.deepseek import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    DEEPSEEK_V32,
+    GLM4_MOE_LITE,
+    GLM_MOE_DSA,
+    KIMI_K25,
+)
+from sglang.srt.plan.families.deepseek_v4 import DEEPSEEK_V4
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.families.gemma3 import GEMMA3, GEMMA3_TEXT
 from sglang.srt.plan.families.gemma4 import GEMMA4, GEMMA4_TEXT
@@ -15,16 +23,16 @@ from sglang.srt.plan.families.minimax_m2 import MINIMAX_M2
 from sglang.srt.plan.families.mistral import MISTRAL, MIXTRAL
 from sglang.srt.plan.families.nemotron_h import NEMOTRON_H
 from sglang.srt.plan.families.planned import PLANNED
-from sglang.srt.plan.families.qwen2 import QWEN2, QWEN2_MOE
+from sglang.srt.plan.families.qwen2 import MIMO, QWEN2, QWEN2_MOE
 from sglang.srt.plan.families.qwen3 import QWEN3, QWEN3_MOE
 from sglang.srt.plan.families.qwen3_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT, QWEN3_NEXT
 
 FAMILIES: tuple[Family, ...] = (
-    *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, GLM4_MOE, MINIMAX_M2, GPT_OSS),
+    *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, MIMO, QWEN3, QWEN3_MOE, GLM4_MOE, MINIMAX_M2, GPT_OSS),
     *(GEMMA3, GEMMA3_TEXT, GEMMA4, GEMMA4_TEXT),
-    *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K25),
+    *(DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE_LITE, GLM_MOE_DSA, KIMI_K25),
     *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT),
-    NEMOTRON_H,
+    *(NEMOTRON_H, DEEPSEEK_V4),
     *PLANNED,
 )
 
@@ -32,11 +40,11 @@ _BY_ARCHITECTURE: Mapping[str, Family] = {name: family for family in FAMILIES fo
 _BY_MODEL_TYPE: Mapping[str, Family] = {name: family for family in FAMILIES for name in family.model_types}
 
 SERVED_ARCHITECTURES: tuple[str, ...] = tuple(sorted(_BY_ARCHITECTURE))
-"""What config.json's `architectures` may name in a model that is served."""
+"""Names in config.json's `architectures` of models that are served."""
 
 
 def family_of(architecture: str, model_type: str) -> Family | None:
-    """What the architecture says counts before `model_type`. None: nothing is known of it."""
+    """Returns the family of a model; None: nothing is known of it. The architecture counts before `model_type`."""
     return _BY_ARCHITECTURE.get(architecture) or _BY_MODEL_TYPE.get(model_type.removesuffix("_text"))
 
 

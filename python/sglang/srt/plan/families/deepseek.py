@@ -1,10 +1,13 @@
-"""DeepSeek V2 to R1, and models in their form (Kimi K2, GLM-4.7-Flash): latent attention, experts in groups."""
+"""DeepSeek V2 to V3.2, and models in their form (Kimi K2, GLM-4.7-Flash, GLM-5): latent attention, experts in groups.
+
+From V3.2 and GLM-5 on an indexer selects the tokens that latent attention reads."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.families.mtp import EH_PROJ
 from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import (
     ATTENTION_NAMES,
@@ -39,8 +42,17 @@ DEEPSEEK_V3 = Family(
     allowed={**COMPUTED, "topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
     has_experts=True,
     router=Router(0, "sigmoid", correction="e_score_correction_bias", exact_logits=True),
+    mtp=EH_PROJ,
 )
 GLM4_MOE_LITE = replace(DEEPSEEK_V3, model_types=("glm4_moe_lite",), architectures=("Glm4MoeLiteForCausalLM",))
+DEEPSEEK_V32 = replace(DEEPSEEK_V3, model_types=("deepseek_v32",), architectures=("DeepseekV32ForCausalLM",))
+GLM_MOE_DSA = replace(
+    DEEPSEEK_V3,
+    model_types=("glm_moe_dsa",),
+    architectures=("GlmMoeDsaForCausalLM",),
+    allowed={**DEEPSEEK_V3.allowed, "moe_router_dtype": ("float32",)},
+    indexer_interleaved=True,
+)
 _IN_KIMI = NAMES.below("language_model.model.")
 KIMI_K25 = replace(
     DEEPSEEK_V3,
@@ -52,4 +64,4 @@ KIMI_K25 = replace(
         unread=("vision_tower.", "mm_projector."),
     ),
 )
-"""The text half of Kimi K2.5 and later."""
+"""The language model of Kimi K2.5 and later."""

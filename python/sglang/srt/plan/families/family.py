@@ -1,4 +1,4 @@
-"""What a family of models is, beyond what its config.json files say."""
+"""The facts about a family of models that its config.json files do not state."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sglang.srt.configs.activation import SILU, Activation
+from sglang.srt.plan.families.mtp import MtpForm
 from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.layer_spec import SUM, Residual
 from sglang.srt.plan.weight_names import USUAL_NAMES, WeightMap
@@ -18,6 +19,7 @@ class Family:
 
     `architectures` are those that are served; a family without one is known to planning only. `allowed`: for keys that
     change the result, the values that are computed (absent and null always are); of keys in `computed` any is.
+    `published`: by the number of routed experts, what configs of published models leave out.
     `head_dim` 0: hidden_size / heads; `num_kv_heads` 0: as many as heads. `qkv_bias` and `o_bias` None: as
     `attention_bias` says. `router` and `activation` are templates for what the config's keys fill in.
     """
@@ -27,6 +29,7 @@ class Family:
     names: WeightMap = USUAL_NAMES
     allowed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     computed: tuple[str, ...] = ()
+    published: Mapping[int, Mapping[str, object]] = field(default_factory=dict)
     tie_embeddings: bool = False
     zero_centred_norms: bool = False  # weights of norms (but for gated ones) are stored minus 1
     norm_eps: str = "rms_norm_eps"  # the key that has it
@@ -43,6 +46,7 @@ class Family:
     window_pattern: int = 0  # every so many layers one has no window, unless `layer_types` say of which
     recurrent_pattern: int = 0  # every so many layers one is attention and no gated delta net, likewise
     windows_everywhere: bool = False  # `sliding_window` is of every layer; otherwise `layer_types` say of which
+    compressed: bool = False  # `compress_ratios` says of each layer how many tokens an entry stands for
     qkv_bias: bool | None = None
     o_bias: bool | None = None
     output_gate: bool = False
@@ -50,6 +54,7 @@ class Family:
     positions: bool = True  # False: attention does not rotate heads
     among_recurrent: str = ""  # as GQA.among_recurrent
     projected_by_key_head: bool = False  # as GatedDelta.by_key_head
+    indexer_interleaved: bool = False  # as Indexer.interleaved, unless `indexer_rope_interleave` says it
     # feed-forward
     has_experts: bool = False
     router: Router = Router(0)  # noqa: RUF009 - frozen
@@ -57,3 +62,5 @@ class Family:
     expert_bias: bool = False
     expert_form: str = ""  # as MoE.form
     expert_branches: bool = False  # a dense MLP beside the experts, as MoE.branches
+    # drafts
+    mtp: MtpForm | None = None  # layers with which a model drafts for itself

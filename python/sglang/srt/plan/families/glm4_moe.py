@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.families.mtp import EH_PROJ
 from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import (
     ATTENTION_NAMES,
@@ -24,4 +25,5 @@ GLM4_MOE = Family(
     o_bias=False,
     has_experts=True,
     router=Router(0, "sigmoid", correction="e_score_correction_bias", exact_logits=True),
+    mtp=EH_PROJ,
 )

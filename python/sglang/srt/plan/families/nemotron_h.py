@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sglang.srt.configs.activation import RELU2
 from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.families.mtp import NEMOTRON_MTP
 from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import WeightMap
 
@@ -45,4 +46,5 @@ NEMOTRON_H = Family(
     among_recurrent="hybrid_mamba2",
     activation=RELU2,
     router=Router(0, "sigmoid", correction="e_score_correction_bias", float32=True),
+    mtp=NEMOTRON_MTP,
 )

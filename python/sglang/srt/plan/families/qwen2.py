@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.families.mtp import MIMO_MTP
 from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import (
     ATTENTION_NAMES,
@@ -22,6 +25,15 @@ QWEN2 = Family(
     qkv_bias=True,
     o_bias=False,
 )
+MIMO = replace(
+    QWEN2,
+    model_types=("mimo",),
+    architectures=("MiMoForCausalLM",),
+    names=replace(QWEN2.names, unread=("model.mtp_layers.",)),
+    allowed={"use_mrope": (False,)},
+    mtp=MIMO_MTP,
+)
+"""MiMo-7B: Qwen 2 with a layer for multi-token prediction."""
 QWEN2_MOE = Family(
     model_types=("qwen2_moe",),
     architectures=("Qwen2MoeForCausalLM",),

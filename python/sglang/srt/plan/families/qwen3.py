@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.families.mtp import QWEN_MTP
 from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import (
     ATTENTION_NAMES,
@@ -26,9 +27,10 @@ QWEN3 = Family(
 QWEN3_MOE = Family(
     model_types=("qwen3_moe",),
     architectures=("Qwen3MoeForCausalLM",),
-    names=WeightMap(MODEL_NAMES, {**_LAYER, **EXPERT_NAMES}),
+    names=WeightMap(MODEL_NAMES, {**_LAYER, **EXPERT_NAMES}, unread=("mtp.",)),
     qk_norm="head",
     num_kv_heads=4,
     has_experts=True,
     router=Router(0, renormalize=False),  # norm_topk_prob says otherwise in those that do
+    mtp=QWEN_MTP,  # the embedded model has one; Qwen publishes none before Qwen3-Next
 )

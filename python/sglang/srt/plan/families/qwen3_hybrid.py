@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.families.mtp import QWEN_MTP
 from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import (
     ATTENTION_NAMES,
@@ -37,6 +38,7 @@ QWEN3_NEXT = Family(
     among_recurrent="hybrid_gdn",
     has_experts=True,
     router=Router(0),
+    mtp=QWEN_MTP,
 )
 _QWEN3_5 = replace(QWEN3_NEXT, allowed=_COMPUTED, projected_by_key_head=False, has_experts=False, num_kv_heads=4)
 QWEN3_5 = replace(
@@ -54,7 +56,7 @@ QWEN3_5_MOE = replace(
 
 
 def _text_half(family: Family, architecture: str) -> Family:
-    """Of a checkpoint that has an image encoder too, which is not read."""
+    """Returns the family of the language model in a checkpoint that has an image encoder too, which is not read."""
     names = replace(_NAMES.below("model.language_model."), unread=("mtp.", "model.visual."))
     return replace(family, model_types=(), architectures=(architecture,), names=names)
 

@@ -89,7 +89,7 @@ export function parametersProblem(parameters) {
   return field ? `Parameters, ${field.label}: ${problemOf(field, parameters[field.name])}` : "";
 }
 
-/** The fields of a chat request that these parameters ask for. What is empty is left to the server. */
+/** The fields of a chat request that these parameters ask for. Empty ones are left out. */
 export function requestFields(parameters) {
   const fields = {};
   for (const field of FIELDS) {
@@ -120,7 +120,7 @@ export function showParameters(sheet, parameters, changed) {
     showParameters(sheet, parameters, changed);
     sheet.focus();
   }
-  sheet.replaceChildren(h("p", { class: "note" }, "What is empty is left to the model and the server."), ...rows, reset);
+  sheet.replaceChildren(h("p", { class: "note" }, "Empty fields keep the defaults of the model and the server."), ...rows, reset);
 }
 
 function formRow(field, parameters, changed) {

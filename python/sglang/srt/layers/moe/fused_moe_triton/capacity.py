@@ -1,4 +1,4 @@
-"""What a tile of the grouped products costs on a GPU, from records. No torch.
+"""The resources that a tile of the grouped products takes on a GPU, from records. No torch.
 
 `tile_costs.json` records the tiles that tuning chooses from, compiled for sm_120 (and so for sm_121); the ledger has
 those that are shipped. A tile on neither shows when it is launched whether it fits: a smaller one follows.
@@ -48,7 +48,7 @@ class ProductTile:
 
 
 CostOf = Callable[[ProductTile, ArchTraits], "TileRecord | str | None"]
-"""What a tile costs; why it cannot be used; None if neither is known."""
+"""The cost of a tile; why it cannot be used; None if neither is known."""
 
 
 @functools.cache
@@ -61,8 +61,8 @@ def read_record(path: Path = RECORD_FILE) -> Mapping[str, Mapping[str, Any]]:
 
 
 def recorded_cost(product: ProductTile, arch: ArchTraits) -> TileRecord | str | None:
-    """From `tile_costs.json`, which also says what does not compile, or the ledger; None if it is in neither. Never
-    imports Triton."""
+    """The cost in `tile_costs.json`, which also says what does not compile, or in the ledger; None if it is in
+    neither. Never imports Triton."""
     name, tile = product.record_keys
     if judged_as(arch) in RECORDED_ARCHS:
         entry = read_record().get(name, {}).get("tiles", {}).get(tile)
@@ -75,7 +75,7 @@ def recorded_cost(product: ProductTile, arch: ArchTraits) -> TileRecord | str | 
 
 
 def _shipped_cost(variant: str, tile: str, arch: ArchTraits) -> TileRecord | None:
-    """From the ledger: of the supported Triton versions the one that takes most shared memory."""
+    """The cost in the ledger: of the supported Triton versions the one that takes most shared memory."""
     row = _ledger().rows.get(("fused_moe", variant, tile))
     known = [m for target, m in row.by_target.items() if target.endswith("/" + arch.name)] if row is not None else []
     return max((_record(m) for m in known), key=lambda record: record.smem, default=None)

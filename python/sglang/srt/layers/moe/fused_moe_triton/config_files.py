@@ -1,4 +1,4 @@
-"""Which tiles a layer's experts get: those of a tuning file for its shape and GPU, if there is one that fits.
+"""The tiles of a layer's experts: those of a tuning file for its shape and GPU, if there is one that fits.
 
     found = find(num_experts=161, intermediate=192, scheme="fp8_channel", arch=arch, hidden=5120)
 
@@ -46,7 +46,7 @@ class TunedTiles:
     other_hidden: int = 0
 
     def at(self, num_tokens: int) -> TilePair:
-        """Of the entry whose number of tokens is closest."""
+        """The tiles of the entry whose number of tokens is closest."""
         return self.by_tokens[nearest(self.by_tokens, num_tokens)]
 
     def describe(self) -> str:
@@ -157,7 +157,7 @@ def _version_distance(directory: str) -> float:
 
 
 def _check_about(path: Path, name: FileName, content: Content, scheme: str | None) -> None:
-    """What a file says of itself must be what its name says."""
+    """Check that a file says of itself what its name says."""
     said = {"arch": name.arch, "num_sms": name.num_sms, "hidden": name.hidden, "scheme": scheme or "none"}
     for key, expected in said.items():
         value = content.about.get(key, expected)

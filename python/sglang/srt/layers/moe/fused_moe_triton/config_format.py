@@ -1,4 +1,4 @@
-"""What a tuning file holds: for some numbers of tokens, the tiles of both products. No torch, no Triton.
+"""The format of a tuning file: for some numbers of tokens, the tiles of both products. No torch, no Triton.
 
     {"source": "model", "arch": "sm_120", "num_sms": 188, "scheme": "fp8_channel", "hidden": 5120, "top_k": 8, ...
      "64": {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 1, "num_warps": 4,

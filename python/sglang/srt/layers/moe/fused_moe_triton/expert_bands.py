@@ -30,13 +30,13 @@ from sglang.srt.layers.moe.fused_moe_triton.tiles import (
 
 TALL_ROWS = 72
 """Pairs an expert from which sgl-kernel's blocks have 128 instead of 64 of them. It takes over from MIXED_ROWS on. Both
-were predicted: docs/results/2026-11-21-mixed-kernel.md."""
+were predicted: benchmark/results/2026-11-21-mixed-kernel.md."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """What the tiles of a layer's experts depend on. `num_experts` are those of this rank, `top_k` those of a token,
-    `groups` those of ranks that have experts of their own; `intermediate` is this rank's share."""
+    """The facts that the tiles of a layer's experts depend on. `num_experts` are those of this rank, `top_k` those of
+    a token, `groups` those of ranks that have experts of their own; `intermediate` is this rank's share."""
 
     product: ScaledProduct
     num_experts: int
@@ -62,7 +62,7 @@ def layer_of(need: Need, arch: ArchTraits) -> ExpertLayer:
 
 
 def triton_bands(need: Need, arch: ArchTraits) -> OpBands:
-    """Of Triton's products. Tiles of a tuning file that are on no record are taken to fit."""
+    """The bands of Triton's products. Tiles of a tuning file that are on no record are taken to fit."""
     layer = layer_of(need, arch)
     search = find(
         layer.num_experts,
@@ -88,7 +88,7 @@ def mixed_bands(need: Need, arch: ArchTraits) -> OpBands:
 
 
 def mixed_from(few: float, low: float) -> Iterator[Band]:
-    """In blocks of 64 up to `low` tokens, and of 128 beyond."""
+    """The bands of the mixed products: blocks of 64 up to `low` tokens, and of 128 beyond."""
     if low > few:
         yield Band(low, MIXED, (({"BLOCK_M": 64},),), "few rows an expert")
     yield Band(ANY, MIXED, (({"BLOCK_M": 128},),), "many rows an expert")
@@ -105,7 +105,7 @@ def up_to(bands: Bands, most: float) -> Iterator[Band]:
 
 
 def bands_of(layer: ExpertLayer, features: Collection[str], tuned: TunedTiles | None = None) -> Bands:
-    """Of Triton's products on GPUs with these features (of ArchTraits)."""
+    """The bands of Triton's products on GPUs with these features (of ArchTraits)."""
     few = most_tokens(lambda tokens: few_pairs(_expected(layer, tokens, tuned), layer.num_experts))
     grouped = _of_table(layer, features) if tuned is None else _of_file(layer, tuned)
     bands = [Band(few, FEW, (_few_tiles(layer),), "PAIR_TILES")] if few else []
@@ -150,7 +150,7 @@ def forced(tiles: MoeTiles, product: ScaledProduct) -> Bands:
 
 
 def _few_tiles(layer: ExpertLayer) -> Tiles:
-    """Of both launches. EARLY: tiles of the second one that are loaded before the first one has ended."""
+    """The tiles of both launches. EARLY: tiles of the second one that are loaded before the first one has ended."""
     product, (up_tile, down_tile) = layer.product, PAIR_TILES[layer.product.pair_kind]
     up = pair_cut(product, up_tile, layer.intermediate, layer.hidden)
     down = pair_cut(product, down_tile, layer.hidden, layer.intermediate)

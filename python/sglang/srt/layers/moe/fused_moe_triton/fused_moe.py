@@ -73,7 +73,7 @@ def fused_moe(
 
 
 def product_for(weights: ExpertWeights) -> ScaledProduct:
-    """How products with these weights are computed; their layout says for which GPU they were repacked."""
+    """The way to compute products with these weights; their layout says for which GPU they were repacked."""
     scheme = weights.scheme
     if scheme is not None and scheme.bits == 4 and scheme.activation is None and weights.plane_cols is None:
         raise UserError(f"expert weights ({scheme.name}) must be repacked before use: expert_weights.repack")

@@ -100,7 +100,7 @@ def _down_weights(
     w_expert_stride, ws_expert_stride, step, KIND: tl.constexpr, GROUP: tl.constexpr, COLS: tl.constexpr,
     C: tl.constexpr, W: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """What `down_sum_kernel` reads of an expert's weights in one step: a tile and, once, the bias of its rows."""
+    """Load an expert's weights for one step of `down_sum_kernel`: a tile and, once, the bias of its rows."""
     there = expert >= 0
     expert = tl.maximum(expert, 0)
     scales = w_scale + expert * ws_expert_stride

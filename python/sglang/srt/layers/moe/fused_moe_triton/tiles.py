@@ -90,9 +90,9 @@ TILES: Mapping[str, tuple[MoeTiles, ...]] = {
     ),
 }
 
-# What serves many rows was measured on an H200 (docs/results/2026-11-22-fp8-prefill-account.md). "group128": while one
-# program scales its partial sums, another of four warps on the same SM multiplies; beyond 384 rows an expert such small
-# blocks would ask the L2 for more than it gives.
+# The tiles for many rows were measured on an H200 (benchmark/results/2026-11-22-fp8-prefill-account.md). "group128":
+# while one program scales its partial sums, another of four warps on the same SM multiplies; beyond 384 rows an expert
+# such small blocks would ask the L2 for more than it gives.
 WIDE_TILES: Mapping[str, tuple[MoeTiles, ...]] = {
     "plain": (
         MoeTiles(12, tile(16, 64, 128, 1, 4, 3), tile(16, 128, 128, 1, 4, 3)),
@@ -167,16 +167,17 @@ PAIR_TILES: Mapping[str, tuple[PairTile, PairTile]] = {
 """(gate and up, down); "packed": two e2m1 to a byte as published.
 
 Mostly one warp for one or two rows: then x is loaded in the threads that need it, nothing goes through shared memory,
-and many small programs have more loads on their way than few large ones. Measured on an H200 (docs/results).
+and many small programs have more loads on their way than few large ones. Measured on an H200 (benchmark/results).
 """
 
 EARLY_TILES: Mapping[str, int] = {"plain": 16, "group128": 16}
-"""By kind of product: how many tiles of 256 columns the second product of few pairs loads before the first one has
+"""For each kind of product: how many tiles of 256 columns the second product of few pairs loads before the first one
+has
 ended. With a scale for each row as well they would spill; weights of four bits are loaded where they are multiplied."""
 
 
 def early_tiles(kind: str, step: int, num_tiles: int) -> int:
-    """Of `num_tiles` tiles of `step` columns. Narrow ones have more rows, and so more addresses."""
+    """The early ones of `num_tiles` tiles of `step` columns. Narrow ones have more rows, and so more addresses."""
     return min(EARLY_TILES.get(kind, 0) * step // 256, num_tiles)
 
 
@@ -195,7 +196,7 @@ def tiles_for(
 
 
 def smaller_tiles(tiles: MoeTiles, kind: str) -> tuple[MoeTiles, ...]:
-    """What a launch steps down to should `tiles` (of a table or a tuning file) not fit after all: the tiles of every
+    """The tiles to which a launch steps down should `tiles` (of a table or a tuning file) not fit: the tiles of every
     GPU with as many rows or fewer, largest first. Small blocks have more stages, so that they do not always take less
     shared memory than large ones: the last resort does."""
     rows = (row for row in reversed(TILES[kind]) if row.gate_up["BLOCK_M"] <= tiles.gate_up["BLOCK_M"])

@@ -1,0 +1,44 @@
+"""Names and types of a checkpoint's tensors, read from the headers of its safetensors files. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from sglang.srt.errors import UserError
+
+_LENGTH_BYTES = 8
+_LONGEST_HEADER = 1 << 30
+INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
+
+
+def stored_dtypes(folder: Path, wanted: Callable[[str], bool]) -> Mapping[str, str] | None:
+    """Returns the types of the tensors whose names are wanted, as safetensors calls them ("BF16"). None: `folder` has
+    no weights. Raises UserError for files that are damaged."""
+    index = folder / INDEX_NAME
+    if index.is_file():
+        try:
+            files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = sorted({str(file) for name, file in files.items() if wanted(name)})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{index} is no index of weights: {error!r}.") from None
+    else:
+        names = [SINGLE_NAME] if (folder / SINGLE_NAME).is_file() else []
+        if not names:
+            return None
+    headers = (_header(folder / name) for name in names if (folder / name).is_file())
+    return {name: dtype for header in headers for name, dtype in header.items() if wanted(name)}
+
+
+def _header(path: Path) -> dict[str, str]:
+    """Returns the type of each tensor in a file, by name."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            if not 0 < length < _LONGEST_HEADER:
+                raise ValueError(f"a header of {length} bytes")
+            header = json.loads(file.read(length))
+        return {name: str(entry["dtype"]) for name, entry in header.items() if name != "__metadata__"}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is not a readable safetensors file ({error}). Is the download complete?") from None

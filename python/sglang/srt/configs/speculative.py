@@ -1,0 +1,153 @@
+"""Settings of speculative decoding: the drafter, the number of tokens that a step verifies, how the depth is chosen. No
+torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.environ import warn_once
+from sglang.srt.errors import UserError
+
+NGRAM, STANDALONE, EAGLE, EAGLE3 = ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3")
+NEXTN = "NEXTN"
+"""Another name of EAGLE."""
+DRAFT_MODEL_NEEDED = frozenset({STANDALONE, EAGLE3})
+"""Algorithms whose drafts always come from a checkpoint of their own."""
+
+MOST_DRAFT_TOKENS = 64
+"""The most tokens that a request brings to a step, the last sampled one included."""
+NGRAM_DRAFT_TOKENS = 8
+"""Default number of tokens that a request brings to a step, unless --speculative-num-draft-tokens says otherwise.
+Upstream's default of 12 counts the nodes of a tree with up to ten branches, which is seldom deeper than this chain."""
+LONGEST_SUFFIX = 18
+"""Number of last tokens that NGRAM compares at most, as of upstream's --speculative-ngram-max-trie-depth."""
+UNQUANTIZED = "unquant"
+_DEEPER = frozenset({"LlamaForCausalLM", "Grok1ForCausalLM"})
+
+
+def default_num_steps(algorithm: str, architecture: str) -> int:
+    """Returns the number of guesses a step where no flag says how many: upstream's (3, 1, 4), and (5, 4, 8) for Llama
+    and Grok, of whose tree the chain of the same depth is computed."""
+    if algorithm == NGRAM:
+        return NGRAM_DRAFT_TOKENS - 1
+    return 5 if architecture in _DEEPER else 3
+
+
+@dataclass(frozen=True, slots=True)
+class NgramSettings:
+    """Settings for looking up guesses in earlier tokens."""
+
+    longest_suffix: int = LONGEST_SUFFIX
+    """Most last tokens that are compared with earlier tokens."""
+    corpus_path: str | None = None
+    """Path of a text, or of JSON lines of texts, in which guesses are looked up besides the request's own tokens."""
+    corpus_max_tokens: int = 10_000_000
+    """Most tokens of one external corpus, and of all together."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveSettings:
+    """Settings by which the number of guesses follows the load and their acceptance."""
+
+    candidate_steps: tuple[int, ...] | None = None
+    """Numbers of guesses that may be chosen; 0 always may. None: all up to the largest."""
+    ema_alpha: float = 0.05
+    """Share by which older observations count less after an interval."""
+    update_interval: int = 5
+    """Number of verified steps of an interval, and of steps between two choices under the same load."""
+    hysteresis: float = 0.03
+    """Share by which another width must be faster to be taken."""
+    probe_interval: int = 256
+    """Number of steps without guesses after which a few steps with guesses test whether these pay again."""
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], source: str) -> AdaptiveSettings:
+        """Reads the settings of --speculative-adaptive-config. Keys that steer upstream's thresholds are named in a
+        warning: here measured times decide. Raises UserError that names the key.
+
+        >>> AdaptiveSettings.from_json({"candidate_steps": [1, 3]}, "a.json").candidate_steps
+        (1, 3)
+        """
+        settings: dict[str, Any] = {}
+        for key, value in values.items():
+            if key in _THRESHOLDS:
+                warn_once(f"{source}: {key!r} has no effect: the depth with the most tokens a second is taken.")
+                continue
+            if key not in _ADAPTIVE_KEYS:
+                known = ", ".join(sorted({*_ADAPTIVE_KEYS, *_THRESHOLDS}))
+                raise UserError(f"{source}: unknown key {key!r}. The keys are {known}.")
+            settings[key] = _ADAPTIVE_KEYS[key](value, f"{source}: {key!r}")
+        return cls(**settings)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeSettings:
+    """Settings of the drafter, resolved once from the flags; `plan.speculation.speculative_settings` makes them."""
+
+    algorithm: str
+    """Name of the algorithm, one of `ALGORITHMS`."""
+    num_draft_tokens: int
+    """k, the most tokens that a request brings to a step, the last sampled one included."""
+    draft_path: str | None = None
+    """Path of the draft's checkpoint; None for NGRAM, and for EAGLE where the model brings layers for its drafts
+    (MTP)."""
+    draft_revision: str | None = None
+    draft_load_format: str = "auto"
+    draft_quantization: str | None = None
+    """Quantization of the draft's weights; `unquant`: 16 bits; None: as its checkpoint says, tensor by tensor."""
+    adaptive: AdaptiveSettings | None = None
+    """Settings of the adaptive depth; None: every step verifies `num_draft_tokens` of each request."""
+    ngram: NgramSettings = NgramSettings()
+
+    @property
+    def num_steps(self) -> int:
+        """Number of guesses a step."""
+        return self.num_draft_tokens - 1
+
+    @property
+    def has_own_layers(self) -> bool:
+        """Whether the model's own layers for multi-token prediction draft."""
+        return self.algorithm == EAGLE and self.draft_path is None
+
+
+def _fraction(value: Any, name: str) -> float:
+    """Reads a number above 0, up to 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise UserError(f"{name} must be a number above 0 and at most 1; got {value!r}.")
+    return float(value)
+
+
+def _margin(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise UserError(f"{name} must be a number from 0 up to, not including, 1; got {value!r}.")
+    return float(value)
+
+
+def _count(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{name} must be a whole number above 0; got {value!r}.")
+    return value
+
+
+def _steps(value: Any, name: str) -> tuple[int, ...]:
+    """Reads a list, or upstream's object from batch sizes to lists, of which all numbers may be chosen."""
+    lists = list(value.values()) if isinstance(value, Mapping) else [value]
+    numbers = [number for part in lists for number in (part if isinstance(part, list) else [part])]
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < MOST_DRAFT_TOKENS:
+            raise UserError(f"{name} must list numbers of guesses, 0 to {MOST_DRAFT_TOKENS - 1}; got {number!r}.")
+    if not any(numbers):
+        raise UserError(f"{name} must list a number of guesses above 0; got {value!r}.")
+    return tuple(sorted({number for number in numbers if number}))
+
+
+_ADAPTIVE_KEYS = {
+    "candidate_steps": _steps,
+    "ema_alpha": _fraction,
+    "update_interval": _count,
+    "hysteresis": _margin,
+    "probe_interval": _count,
+}
+_THRESHOLDS = frozenset({"up_hysteresis", "down_hysteresis", "ceiling_coeff", "warmup_batches"})

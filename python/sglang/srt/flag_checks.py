@@ -1,0 +1,99 @@
+"""Values of flags that contradict each other, each with what to do.
+
+Called by `server_args`, when every value is typed and in its range. `args` is a `ServerArgs`, whose module imports this
+one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from sglang.srt.cli_args import flag
+from sglang.srt.configs.speculative import DRAFT_MODEL_NEEDED, NGRAM
+
+OUR_SAMPLING = (None, "pytorch")
+ONE_SAMPLER = "sampling has one implementation for each device"
+_API_KEY = re.compile(r"[^\s\x00-\x1f\x7f]([^\x00-\x1f\x7f]*[^\s\x00-\x1f\x7f])?")
+_ORIGIN = re.compile(r"\*|null|[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s?#@]+|file://")
+
+
+def contradictions(args: Any) -> Iterator[tuple[set[str], str]]:
+    """The fields and the text of each."""
+    fraction, chunk, page = args.mem_fraction_static, args.chunked_prefill_size, args.page_size
+    if fraction is not None and not 0 < fraction < 1:
+        yield {"mem_fraction_static"}, f"--mem-fraction-static must be above 0 and below 1; got {fraction}."
+    ratio = args.mamba_full_memory_ratio
+    if ratio is not None and ratio <= 0:
+        yield {"mamba_full_memory_ratio"}, f"--mamba-full-memory-ratio must be above 0; got {ratio:g}."
+    if chunk == 0:
+        text = "--chunked-prefill-size must be positive, or -1 to compute whole prompts; got 0."
+        yield {"chunked_prefill_size"}, text
+    if page is not None and chunk is not None and chunk > 0 and chunk % page:
+        text = f"--chunked-prefill-size {chunk} is not a multiple of --page-size {page}."
+        yield {"chunked_prefill_size", "page_size"}, text
+    if page is not None and args.max_total_tokens is not None and args.max_total_tokens < page:
+        text = f"--max-total-tokens {args.max_total_tokens} is less than one page of {page} tokens."
+        yield {"max_total_tokens", "page_size"}, text
+    if args.retraction_policy == "priority" and not args.enable_priority_scheduling:
+        text = "--retraction-policy priority needs --enable-priority-scheduling."
+        yield {"retraction_policy", "enable_priority_scheduling"}, text
+    if args.api_key is not None and not _API_KEY.fullmatch(args.api_key):
+        text = "--api-key must be text of one line that begins and ends with no blank; leave the flag out for no key."
+        yield {"api_key"}, text
+    wrong = next((origin for origin in args.allowed_origins or () if not _ORIGIN.fullmatch(origin)), None)
+    if wrong is not None:
+        text = (
+            f"--allowed-origins takes what browsers call an origin, SCHEME://HOST or SCHEME://HOST:PORT; got {wrong!r}."
+        )
+        yield {"allowed_origins"}, text
+    if args.node_rank >= args.nnodes:
+        yield {"node_rank", "nnodes"}, f"--node-rank must be below --nnodes {args.nnodes}; got {args.node_rank}."
+    if args.strict_backends and args.sampling_backend not in OUR_SAMPLING:
+        text = (
+            f"--sampling-backend {args.sampling_backend} is not part of sm120-sglang: {ONE_SAMPLER}. Remove the flag."
+        )
+        yield {"sampling_backend"}, text
+    if args.disable_cuda_graph and args.cuda_graph_bs is not None:
+        text = "--cuda-graph-bs and --disable-cuda-graph contradict each other; remove one."
+        yield {"cuda_graph_bs", "disable_cuda_graph"}, text
+    yield from _of_speculation(args)
+
+
+_SPECULATION_ONLY = (
+    "speculative_draft_model_path",
+    "speculative_num_steps",
+    "speculative_eagle_topk",
+    "speculative_num_draft_tokens",
+    "speculative_adaptive",
+    "speculative_adaptive_config",
+    "speculative_ngram_external_corpus_path",
+)
+
+
+def _of_speculation(args: Any) -> Iterator[tuple[set[str], str]]:
+    algorithm, path = args.speculative_algorithm, args.speculative_draft_model_path
+    if algorithm is None:
+        given = [name for name in _SPECULATION_ONLY if getattr(args, name)]
+        if given:
+            names = ", ".join(map(flag, given))
+            text = f"{names}: nothing drafts without --speculative-algorithm. Add it, or remove the others."
+            yield {"speculative_algorithm", *given}, text
+        return
+    both = {"speculative_algorithm", "speculative_draft_model_path"}
+    if algorithm in DRAFT_MODEL_NEEDED and path is None:
+        text = (
+            f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path with the draft's checkpoint;"
+            " NEXTN drafts with the model's own layers, and NGRAM with earlier tokens."
+        )
+        yield both, text
+    if algorithm == NGRAM and path is not None:
+        text = "--speculative-algorithm NGRAM drafts without a model; remove --speculative-draft-model-path."
+        yield both, text
+    if algorithm != NGRAM and args.speculative_ngram_external_corpus_path is not None:
+        text = "--speculative-ngram-external-corpus-path needs --speculative-algorithm NGRAM."
+        yield {"speculative_algorithm", "speculative_ngram_external_corpus_path"}, text
+    if args.is_embedding:
+        text = "--is-embedding generates no tokens that could be guessed; remove --speculative-algorithm."
+        yield {"speculative_algorithm", "is_embedding"}, text

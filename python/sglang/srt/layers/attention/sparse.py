@@ -1,0 +1,102 @@
+"""Sparse attention with this project's Triton kernels: what chooses entries, and what attends to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.layers.attention.selection import EntryRows, Selection
+from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
+from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
+from sglang.srt.layers.attention.triton_ops.sparse_attention import sparse_attention_fwd
+
+if TYPE_CHECKING:
+    from sglang.srt.plan.plan import Plan
+
+LOGIT_BYTES = 256 << 20
+"""Limit in bytes of the logits that lie in memory at once, unless one row has more. Longer steps are scored in
+parts."""
+LOGIT_MULTIPLE = 16
+"""Multiple that the number of columns is padded to: rows begin at multiples of 64 bytes."""
+
+
+class TritonSparseIndexer:
+    """Implements SparseIndexerOp: logits of some tokens, then the choice of each, until all have theirs. Nothing is
+    asked of the device, so that a graph may hold it; contexts that are short whatever the lengths launch no scores."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._ladder = plan.ladder("sparse_indexer")
+        self._num_sms = plan.arch.num_sms
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        keys: torch.Tensor,
+        scales: torch.Tensor | None,
+        rows: EntryRows,
+        top_k: int,
+    ) -> Selection:
+        num_rows, scored = len(rows), rows.max_count > top_k
+        slots = torch.empty((num_rows, top_k), dtype=torch.int32, device=q.device)
+        chosen = torch.empty(num_rows, dtype=torch.int32, device=q.device)
+        columns = logit_columns(rows.max_count) if scored else LOGIT_MULTIPLE
+        at_once = rows_at_once(num_rows, columns) if scored else num_rows
+        logits = torch.empty((at_once if scored else 1, columns), dtype=torch.float32, device=q.device)
+        for first in range(0, num_rows, at_once):
+            part = slice(first, min(first + at_once, num_rows))
+            some = rows.part(part)
+            if scored:
+                self._score(q[part], weights[part], keys, scales, some, top_k, logits)
+            select_entries(logits, some, top_k, slots[part], chosen[part], num_sms=self._num_sms)
+        return Selection(slots, chosen)
+
+    def _score(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        keys: torch.Tensor,
+        scales: torch.Tensor | None,
+        rows: EntryRows,
+        top_k: int,
+        logits: torch.Tensor,
+    ) -> None:
+        self._ladder.run(
+            lambda tile: index_logits(q, weights, keys, scales, rows, top_k, logits, tile=tile, num_sms=self._num_sms)
+        )
+
+
+def logit_columns(max_count: int) -> int:
+    """Returns the number of columns of a row of logits, padding included."""
+    return -(-max_count // LOGIT_MULTIPLE) * LOGIT_MULTIPLE
+
+
+def rows_at_once(num_rows: int, columns: int) -> int:
+    """Tokens whose logits lie in memory at once: LOGIT_BYTES of them, or one row."""
+    return max(1, min(num_rows, LOGIT_BYTES // (4 * columns)))
+
+
+class TritonSparseAttention:
+    """Implements SparseAttentionOp, with the planned tile or the next smaller one that a launch steps down to."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._ladder = plan.ladder("sparse_attention")
+        self._num_sms = plan.arch.num_sms
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        sources: Sequence[tuple[torch.Tensor, Selection]],
+        out: torch.Tensor,
+        *,
+        scale: float,
+        sinks: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        self._ladder.run(
+            lambda tile: sparse_attention_fwd(
+                q, sources, out, scale=scale, tile=tile, num_sms=self._num_sms, sinks=sinks, lse=lse
+            )
+        )

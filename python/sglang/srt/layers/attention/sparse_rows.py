@@ -1,0 +1,116 @@
+"""Tokens of a step that attend to what an indexer selects, and which of a step's tokens those are.
+
+Attention over the `top_k` tokens of a request that an indexer scores highest is attention over all of them as long as
+the request has no more than that. So the requests that decode, and the prompts of a step, each go one of two ways:
+
+    dense     the host knows that none of them is longer than top_k: nothing is scored or selected
+    sparse    others, and every step of a CUDA graph, whose requests may be of any length
+
+Packed latents (`MLA.packed`) are read by sparse attention only: over them prompts are dense where none of their tokens
+is in the cache before the step, and requests that are no longer than top_k attend to a selection of all their tokens.
+
+A selection of all tokens gives what dense attention gives, so the way is a matter of time alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.layers.attention.selection import EntryRows, Selection
+from sglang.srt.layers.step_rows import requests_of_tokens
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.attention_layer import AttentionLayer
+    from sglang.srt.layers.forward_batch import ForwardBatch
+    from sglang.srt.layers.ops import (
+        SparseAttentionFactory,
+        SparseAttentionOp,
+        SparseIndexerFactory,
+        SparseIndexerOp,
+    )
+    from sglang.srt.layers.step_rows import ExtendRows
+    from sglang.srt.mem_cache.memory_pool import CacheStore
+    from sglang.srt.plan.mixers import MLA
+    from sglang.srt.plan.plan import Plan
+
+
+@dataclass(slots=True)
+class SparseRows:
+    """N consecutive tokens of a step, the first of which is token `first`; `entries`: what each may see, itself
+    included. `with_decodes`, `with_prompts`: which rows of the step are among them."""
+
+    site: SparseSite
+    first: int
+    entries: EntryRows
+    with_decodes: bool
+    with_prompts: bool
+    selection: Selection | None = None
+    """Selection of the last layer with an indexer; later layers without one read it."""
+
+    @property
+    def tokens(self) -> slice:
+        return slice(self.first, self.first + len(self.entries))
+
+    @property
+    def selects(self) -> bool:
+        """Returns whether anything is to be scored: otherwise all entries that are seen are selected from the start."""
+        return self.entries.max_count > self.site.top_k
+
+    def select(self, q: torch.Tensor, weights: torch.Tensor, keys: CacheStore, scales: torch.Tensor | None) -> None:
+        """q [N, H, D] and weights [N, H] as `index_queries` makes them."""
+        self.selection = self.site.indexer(q, weights, keys.k, scales, self.entries, self.site.top_k)
+
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+        """q [N, heads, rank + rot] -> out [N, heads, rank], over latents of the selected tokens."""
+        assert self.selection is not None, "no layer before this one selects tokens"
+        self.site.attention(q, ((layer.cache.k, self.selection),), out, scale=layer.scale)
+
+
+class SparseSite:
+    """Properties that layers with equal heads share when they attend to at most `top_k` selected tokens."""
+
+    def __init__(self, spec: MLA, plan: Plan) -> None:
+        self.top_k, self.context_len = spec.top_k, plan.context_len
+        self.packed = spec.packed(plan.kv_cache_dtype)
+        indexers: SparseIndexerFactory = plan.entry("sparse_indexer")
+        attentions: SparseAttentionFactory = plan.entry("sparse_attention")
+        self.indexer: SparseIndexerOp = indexers(plan)
+        self.attention: SparseAttentionOp = attentions(plan)
+
+    def rows(self, batch: ForwardBatch, in_graph: bool) -> SparseRows | None:
+        """None: the whole step is dense. In a graph the tokens of prompts may begin among the rows of decoding requests
+        that are padding: what request a token is of is read on the device."""
+        decode, extend = batch.decode, batch.extend
+        decodes = 0 if decode is None else self._longest(None if in_graph else decode.seq_lens_cpu)
+        prompts = 0 if extend is None else self._longest(extend.seq_lens_cpu)
+        with_decodes = decodes > (0 if self.packed else self.top_k)
+        with_prompts = prompts > (0 if self.packed and extend is not None and self._over_cached(extend) else self.top_k)
+        if not with_decodes and not with_prompts:
+            return None
+        longest = max(decodes if with_decodes else 0, prompts if with_prompts else 0)
+        count = batch.num_decodes
+        tokens = slice(0 if with_decodes else count, len(batch.positions) if with_prompts else count)
+        if extend is None or not with_prompts:
+            assert decode is not None
+            requests = decode.req_pool_indices
+        else:
+            owners = requests_of_tokens(extend.start_loc, extend.req_pool_indices, decode, len(batch.positions))
+            requests = owners[tokens]
+        lens = (batch.positions[tokens] + 1).to(torch.int32)
+        run = max(extend.new_lens_cpu) if extend is not None and with_prompts else 1
+        entries = EntryRows(batch.token_slots[0].req_to_token, requests, lens, longest, run=run)
+        rows = SparseRows(self, tokens.start, entries, with_decodes, with_prompts)
+        if not rows.selects:
+            rows.selection = entries.all()
+        return rows
+
+    def _over_cached(self, extend: ExtendRows) -> bool:
+        """Returns whether a prompt of the step has tokens in the cache, as far as the host knows."""
+        return extend.seq_lens_cpu is None or any(extend.prefix_lens_cpu)
+
+    def _longest(self, seq_lens: Sequence[int] | None) -> int:
+        return min(self.context_len, max(seq_lens)) if seq_lens is not None else self.context_len

@@ -1,0 +1,146 @@
+"""DeepSeek-V4's attention, from hidden states to hidden states.
+
+One vector a token is key and value of all heads. A query sees the last tokens as they are and, in layers that compress,
+entries that stand for runs of tokens before it: all of them, or those that an indexer with heads and entries of its own
+chose. All are one softmax, with a logit a head that has no value (the sink). What a rotary embedding turned in the
+values is turned back in the output, whose heads are then projected group by group and mixed.
+
+Ranks share out heads and groups; entries, indexer and compressors are whole on each. Source: DeepSeek-V4's report,
+section 2.3.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.layers.attention.selection import Selection
+from sglang.srt.layers.block import Site
+from sglang.srt.layers.compressed.compressor import Compressor
+from sglang.srt.layers.compressed.step import CompressedStep, compressed_step
+from sglang.srt.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from sglang.srt.layers.ops import (
+    IndexQueriesOp,
+    LatentAbsorbOp,
+    LinearOp,
+    RMSNormOp,
+    SharedKVStoreOp,
+    SparseAttentionFactory,
+    SparseAttentionOp,
+    SparseIndexerFactory,
+    SparseIndexerOp,
+    TailRotationOp,
+)
+from sglang.srt.layers.parameter import Init, Scope, Shard, share_param
+from sglang.srt.plan.compressed import CompressedSparse
+from sglang.srt.plan.mixers import Indexer
+from sglang.srt.plan.ranks import padded_share, whole
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch import ForwardBatch
+
+
+class CompressedAttention:
+    """[T, H] -> [T, H]."""
+
+    def __init__(self, scope: Scope, spec: CompressedSparse, site: Site) -> None:
+        assert spec.rope is not None
+        self.spec, self.eps = spec, site.model.norm_eps
+        group, hidden_size = scope.groups.attention, site.model.hidden_size
+        self.num_heads = spec.num_heads // group.size
+        heads = padded_share(spec.num_heads, self.num_heads, group.rank)
+        self.q_a = ReplicatedLinear(scope.sub("q_a"))
+        self.q_norm = scope.sub("q_norm").param("weight", (spec.q_lora_rank,), init=Init.ONES)
+        self.q_b = ColumnParallelLinear(scope.sub("q_b"), spec.q_lora_rank, {"": heads.of_dims(spec.head_dim)})
+        self.kv = ReplicatedLinear(scope.sub("kv"))
+        self.kv_norm = scope.sub("kv_norm").param("weight", (spec.head_dim,), init=Init.ONES)
+        self.sinks = share_param(scope, "attn_sink", heads, Init.ZEROS, torch.float32)
+        self.groups = spec.o_groups // group.size
+        low = padded_share(spec.o_groups, self.groups, group.rank).of_dims(spec.o_lora_rank)
+        shard = Shard("", low, whole(spec.group_dim))
+        scope.quant.create_unpacked(scope.sub("o_a"), shard, self._take_groups)
+        self.o_b = RowParallelLinear(scope.sub("o_b"), low, hidden_size, group=group)
+        self.window = scope.cache(site.layer_id, "kv")
+        self.rotary = site.rotary.of(spec.rope)
+        self.compressor: Compressor | None = None
+        self.indexer: CompressedIndexer | None = None
+        if spec.rate:
+            cache = scope.cache(site.layer_id, "compressed")
+            state = scope.cache(site.layer_id, "pending")
+            self.compressor = Compressor(scope.sub("compressor"), spec, spec.head_dim, self.eps, cache, state)
+        if spec.indexer is not None:
+            self.indexer = CompressedIndexer(scope, spec, spec.indexer, site)
+        self.norm: RMSNormOp = scope.plan.entry("rmsnorm")
+        self.store: SharedKVStoreOp = scope.plan.entry("shared_kv_norm_rope_store")
+        self.rotate: TailRotationOp = scope.plan.entry("tail_rotation")
+        self.by_group: LatentAbsorbOp = scope.plan.entry("latent_absorb")
+        attention: SparseAttentionFactory = scope.plan.entry("sparse_attention")
+        self.attend: SparseAttentionOp = attention(scope.plan)
+
+    def _take_groups(self, weight: torch.Tensor) -> None:
+        """weight [groups * rank, dims of a group's heads]: a view of it as [groups, dims, rank]."""
+        self.o_a = weight.unflatten(0, (self.groups, -1)).transpose(1, 2)
+
+    def defer_all_reduce(self) -> Group | None:
+        return self.o_b.defer_all_reduce()
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        spec, step = self.spec, compressed_step(batch)
+        positions, cos_sin = self.rotary.at(batch.positions)
+        latent = self.norm(self.q_a(x), self.q_norm, self.eps)
+        q = self.q_b(latent).unflatten(-1, (self.num_heads, spec.head_dim))
+        loc = batch.slots_of(self.window).out_cache_loc
+        q = self.store(q, self.kv(x), positions, cos_sin, self.kv_norm, self.eps, self.window.k, loc)
+        sources = [(self.window.k, step.window(batch, self.window, spec.window))]
+        if self.compressor is not None:
+            self.compressor(x, batch, step, cos_sin)
+            entries = self.compressor.cache
+            sources.append((entries.k, self._selected(x, latent, batch, step, cos_sin)))
+        out = torch.empty_like(q)
+        self.attend(q, sources, out, scale=spec.head_dim**-0.5, sinks=self.sinks)
+        self.rotate(out, positions, cos_sin, inverse=True)
+        low = out.new_empty((len(out), self.groups, spec.o_lora_rank))
+        self.by_group(out.view(len(out), self.groups, spec.group_dim), self.o_a, low)
+        return self.o_b(low.flatten(1))
+
+    def _selected(
+        self, x: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch, step: CompressedStep, cos_sin: torch.Tensor
+    ) -> Selection:
+        if self.indexer is not None:
+            return self.indexer(x, latent, batch, step, cos_sin)
+        assert self.compressor is not None
+        return step.all(batch, self.compressor.cache, self.spec.rate)
+
+
+class CompressedIndexer:
+    """Chooses compressed entries by smaller ones of the same runs: hidden states [T, H] and the queries' latents [T, R]
+    -> the slots of the best entries for each token."""
+
+    def __init__(self, scope: Scope, spec: CompressedSparse, indexer: Indexer, site: Site) -> None:
+        self.spec, self.indexer = spec, indexer
+        dim, num_heads = indexer.head_dim, indexer.num_heads
+        self.queries = ReplicatedLinear(scope.sub("index_q"))
+        self.weights = scope.sub("index_weights").param("weight", (num_heads, site.model.hidden_size))
+        cache = scope.cache(site.layer_id, "index")
+        state = scope.cache(site.layer_id, "index_pending")
+        self.compressor = Compressor(scope.sub("index_compressor"), spec, dim, site.model.norm_eps, cache, state)
+        self.linear: LinearOp = scope.plan.entry("linear")
+        self.rotate: TailRotationOp = scope.plan.entry("tail_rotation")
+        self.prepare: IndexQueriesOp = scope.plan.entry("index_queries")
+        select: SparseIndexerFactory = scope.plan.entry("sparse_indexer")
+        self.select: SparseIndexerOp = select(scope.plan)
+        self.scale = (dim * num_heads) ** -0.5
+
+    def __call__(
+        self, x: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch, step: CompressedStep, cos_sin: torch.Tensor
+    ) -> Selection:
+        keys = self.compressor.cache
+        self.compressor(x, batch, step, cos_sin)
+        q = self.queries(latent).unflatten(-1, (self.indexer.num_heads, self.indexer.head_dim))
+        self.rotate(q, batch.positions, cos_sin)
+        weights = self.linear(x, self.weights, None, torch.float32)
+        q, weights = self.prepare(q, weights, self.scale, keys.k.dtype)
+        rows = step.entries(batch, keys, self.spec.rate)
+        return self.select(q, weights, keys.k, None, rows, self.indexer.top_k)

@@ -1,0 +1,89 @@
+"""Makes compressed cache entries of runs of tokens, which may begin in one step and end in a later one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.layers.compressed.kernels import CompressorKernels
+from sglang.srt.layers.compressed.step import CompressedStep, TokenRequests
+from sglang.srt.layers.ops import LinearOp
+from sglang.srt.layers.parameter import Init, Part, Scope
+from sglang.srt.mem_cache.memory_pool import CacheStore
+from sglang.srt.plan.compressed import CompressedSparse
+from sglang.srt.plan.weight_names import PartKey
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch import ForwardBatch
+
+
+@dataclass(frozen=True, slots=True)
+class CompressorRecord:
+    """Implements StateRecord: what the tokens of a step left for later entries, which the state does not have yet.
+
+    Entries that end in tokens that are taken back stay where they are: no token sees them before the run is complete,
+    and the tokens that then complete it store theirs there."""
+
+    kernels: CompressorKernels
+    rows: torch.Tensor  # [B k, 2, W], k tokens of each request
+    state: torch.Tensor
+    requests: TokenRequests
+    width: int
+    """k."""
+
+    def commit(self, counts: torch.Tensor) -> None:
+        requests, num = self.requests, len(counts) * self.width
+        token = torch.arange(num, device=counts.device) % self.width
+        counts = counts.repeat_interleave(self.width, output_size=num)
+        # Padding behind a request's own tokens says nothing of its position.
+        positions, stops = requests.firsts[:num] + token, requests.firsts[:num] + counts
+        self.kernels.keep(self.rows[:num], self.state, requests.slots[:num], positions, stops)
+
+    def copy(self) -> CompressorRecord:
+        requests = replace(self.requests, slots=self.requests.slots.clone(), firsts=self.requests.firsts.clone())
+        return replace(self, rows=self.rows.clone(), requests=requests)
+
+
+class Compressor:
+    """Hidden states [T, H] -> entries in `cache`, of tokens that complete a run."""
+
+    def __init__(
+        self, scope: Scope, spec: CompressedSparse, dim: int, eps: float, cache: CacheStore, state: CacheStore
+    ) -> None:
+        self.cache, self.state, self.eps = cache, state, eps
+        width, rate = spec.overlap * dim, spec.rate
+        matrix = scope.matrix()
+        parts = {
+            PartKey(name): Part((width, matrix.cols), dest=(slice(i * width, (i + 1) * width), slice(None)))
+            for i, name in enumerate(matrix.parts)
+        }
+        self.weight = scope.param("weight", (2 * width, matrix.cols), parts)
+        self.bias = scope.sub("places").param("ape", (rate, width), init=Init.ZEROS, dtype=torch.float32)
+        self.norm = scope.sub("norm").param("weight", (dim,), init=Init.ONES)
+        self.linear: LinearOp = scope.plan.entry("linear")
+        self.kernels: CompressorKernels = scope.plan.entry("kv_compressor")
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch, step: CompressedStep, cos_sin: torch.Tensor) -> None:
+        requests, state = step.requests, self.state["rows"]
+        rows = self.linear(x, self.weight, None, torch.float32).unflatten(1, (2, -1))
+        self.kernels.compress(
+            rows,
+            self.bias,
+            state,
+            requests.slots,
+            requests.positions,
+            requests.firsts,
+            self.norm,
+            self.eps,
+            cos_sin,
+            self.cache.k,
+            batch.slots_of(self.cache).out_cache_loc,
+        )
+        if batch.state_records is None:
+            self.kernels.keep(rows, state, requests.slots, requests.positions, requests.stops)
+        else:
+            assert batch.extend is not None
+            width = len(rows) // len(batch.extend)
+            batch.state_records.append(CompressorRecord(self.kernels, rows, state, requests, width))

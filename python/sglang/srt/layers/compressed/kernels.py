@@ -1,0 +1,46 @@
+"""Interface of a compressor's kernels: entries of the tokens of a step, and the tokens that later entries need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class Compress(Protocol):
+    """`native.compress` says what the arguments are."""
+
+    def __call__(
+        self,
+        rows: torch.Tensor,
+        bias: torch.Tensor,
+        state: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        firsts: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        cos_sin: torch.Tensor,
+        cache: torch.Tensor,
+        out_cache_loc: torch.Tensor,
+    ) -> None: ...
+
+
+class Keep(Protocol):
+    """`native.keep` says what the arguments are."""
+
+    def __call__(
+        self,
+        rows: torch.Tensor,
+        state: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        stops: torch.Tensor,
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CompressorKernels:
+    compress: Compress
+    keep: Keep

@@ -1,0 +1,123 @@
+"""The stream of models with hyper-connections: several vectors a token, mixed anew before and after every block.
+
+Source: Hyper-Connections (arXiv 2409.19606), with the mixing matrix constrained as in DeepSeek-V4's report, section
+2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from sglang.srt.errors import UserError
+from sglang.srt.layers.hyper_native import placed
+from sglang.srt.layers.layernorm import norm_weight
+from sglang.srt.layers.ops import HyperConnectionOp
+from sglang.srt.layers.parameter import Init, Scope
+from sglang.srt.layers.quantization.quantized_rows import Rows, values_of
+from sglang.srt.layers.residual import FFN, MIXER, Block
+from sglang.srt.plan.layer_spec import HyperConnections
+from sglang.srt.plan.model_description import ModelDescription
+
+PLACES: Mapping[str, tuple[str, str]] = {MIXER: ("attn_mix", "hc_attn"), FFN: ("mlp_mix", "hc_ffn")}
+"""Names of a block's connection, by the name of the norm before the block: the module, and the prefix of its
+parameters' names in checkpoints."""
+HEAD = ("head_mix", "hc_head")
+"""Names of the connection behind the last layer: the module, and the prefix of its parameters' names in checkpoints."""
+
+
+class HyperStream:
+    """`streams` [T, N, H], into which `out` [T, H] of the last block goes by `placement` (None: there is none)."""
+
+    __slots__ = ("out", "placement", "streams")
+
+    def __init__(self, streams: torch.Tensor) -> None:
+        self.streams = streams
+        self.out: torch.Tensor | None = None
+        self.placement: torch.Tensor | None = None
+
+
+class HyperJoin:
+    """A connection and the norm behind it. `pieces`: of the numbers that it makes of a token, those with a factor of
+    their own."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        place: tuple[str, str],
+        norm: str,
+        model: ModelDescription,
+        spec: HyperConnections,
+        pieces: tuple[int, ...],
+    ) -> None:
+        self.spec, self.eps = spec, model.norm_eps
+        module, prefix = place
+        mixer = scope.sub(module)
+
+        def parameter(kind: str, shape: tuple[int, ...], init: Init = Init.NORMAL) -> torch.Tensor:
+            return mixer.param(f"{prefix}_{kind}", shape, init=init, dtype=torch.float32)
+
+        self.matrix = parameter("fn", (sum(pieces), spec.streams * model.hidden_size))
+        self.base = parameter("base", (sum(pieces),), Init.ZEROS)
+        self.scale = parameter("scale", (len(pieces),), Init.ONES)
+        self.weight = norm_weight(scope.sub(norm), model.hidden_size, model.zero_centred_norms)
+        self.connect: HyperConnectionOp = scope.plan.entry("hyper_connection")
+
+    def attach(self, block: Block) -> None:
+        """The sum over the ranks stays with the block."""
+
+    def before(self, stream: HyperStream) -> Rows:
+        spec = self.spec
+        stream.streams, x, stream.placement = self.connect(
+            stream.streams,
+            stream.out,
+            stream.placement,
+            self.matrix,
+            self.base,
+            self.scale,
+            self.weight,
+            self.eps,
+            spec.eps,
+            spec.rounds,
+        )
+        stream.out = None
+        return x
+
+    def after(self, stream: HyperStream, out: torch.Tensor) -> None:
+        stream.out = out
+
+
+class HyperResidual:
+    def __init__(self, scope: Scope, model: ModelDescription, spec: HyperConnections) -> None:
+        self.model, self.spec = model, spec
+        self.end: HyperJoin | None = None
+        if model.last_stage:
+            self.end = HyperJoin(scope, HEAD, "norm", model, spec, (spec.streams,))
+
+    def join(self, scope: Scope, block: str) -> HyperJoin:
+        num = self.spec.streams
+        return HyperJoin(scope, PLACES[block], block, self.model, self.spec, (num, num, num * num))
+
+    def begin(self, embedded: torch.Tensor) -> HyperStream:
+        """Every stream begins as the embedding."""
+        return HyperStream(embedded[:, None].expand(-1, self.spec.streams, -1).contiguous())
+
+    def captured(self, stream: HyperStream) -> torch.Tensor:
+        """Raises UserError."""
+        raise UserError(
+            f"{self.model.architecture}: a draft that reads hidden states of layers is not served; start without it"
+        )
+
+    def hand_on(self, stream: HyperStream) -> torch.Tensor:
+        if stream.out is None:
+            return stream.streams.flatten(1)
+        assert stream.placement is not None
+        return placed(stream.streams, stream.out, stream.placement).flatten(1)
+
+    def resume(self, received: torch.Tensor) -> HyperStream:
+        return HyperStream(received.unflatten(1, (self.spec.streams, -1)))
+
+    def finish(self, stream: HyperStream) -> torch.Tensor:
+        assert self.end is not None, "the last stage has it"
+        return values_of(self.end.before(stream))

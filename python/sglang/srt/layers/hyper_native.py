@@ -1,0 +1,77 @@
+"""Hyper-connections in plain torch: the CPU's kernel, and the reference that others are tested against."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang.srt.layers.native_ops import rmsnorm
+
+
+def hyper_connection(
+    streams: torch.Tensor,
+    out: torch.Tensor | None,
+    placement: torch.Tensor | None,
+    matrix: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    mix_eps: float,
+    rounds: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Leads from one block of a model with N streams to the next one: adds the output of the block before to a token's
+    streams, and makes the input of the next block.
+
+    streams [T, N, H]; out [T, H] of the block before, and placement [T, N + N * N] fp32 that this op made before that
+    block (None before the first one): stream k becomes placement[k] * out + sum over j of placement[N + j N + k] *
+    stream j. matrix [M, N H], base [M], scale [3 or 1] fp32; weight [H] of the norm; eps of norms, mix_eps of the
+    normalization -> the streams; normed inputs of the next block [T, H]; its placement. M is N (2 + N), or N behind the
+    last layer, where the placement is empty.
+
+    The product of the matrix and the streams of a token, divided by their root mean square, gives weights of the
+    streams in the input (a sigmoid), weights of the output in the streams (twice a sigmoid), and a matrix that is
+    `rounds` times normalized so that its columns and rows sum to 1 (Sinkhorn). Source: DeepSeek-V4's report, section
+    2.2.
+    """
+    num, wide = streams.shape[1], _wide(streams)
+    if out is not None:
+        assert placement is not None
+        streams = placed(streams, out, placement)
+    values = streams.to(wide)
+    flat = values.flatten(1)
+    logits = (flat @ matrix.to(wide).T) * torch.rsqrt(flat.square().mean(1, keepdim=True) + eps)
+    pieces = (num,) if len(matrix) == num else (num, num, num * num)
+    parts = [
+        part * factor + bias
+        for part, factor, bias in zip(logits.split(pieces, 1), scale.to(wide), base.to(wide).split(pieces), strict=True)
+    ]
+    from_streams = parts[0].sigmoid() + mix_eps
+    x = (from_streams[..., None] * values).sum(1).to(streams.dtype)
+    if len(parts) == 1:
+        return streams, rmsnorm(x, weight, eps), streams.new_empty((len(streams), 0), dtype=torch.float32)
+    mix = doubly_stochastic(parts[2].unflatten(1, (num, num)), mix_eps, rounds)
+    following = torch.cat((2 * parts[1].sigmoid(), mix.flatten(1)), dim=1)
+    return streams, rmsnorm(x, weight, eps), following.float() if wide is torch.float32 else following
+
+
+def placed(streams: torch.Tensor, out: torch.Tensor, placement: torch.Tensor) -> torch.Tensor:
+    """The streams [T, N, H] with what the block before made of the tokens: the first step of `hyper_connection`."""
+    num, wide = streams.shape[1], _wide(streams)
+    to_streams, mix = placement.to(wide).split((num, num * num), dim=1)
+    values = torch.einsum("tjk,tjh->tkh", mix.unflatten(1, (num, num)), streams.to(wide))
+    return (to_streams[..., None] * out[:, None].to(wide) + values).to(streams.dtype)
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def doubly_stochastic(logits: torch.Tensor, eps: float, rounds: int) -> torch.Tensor:
+    """logits [..., N, N] -> the softmax of each row, whose columns, rows, columns ... are divided by their sums:
+    columns `rounds` times."""
+    mix = logits.softmax(-1) + eps
+    mix = mix / (mix.sum(-2, keepdim=True) + eps)
+    for _ in range(rounds - 1):
+        mix = mix / (mix.sum(-1, keepdim=True) + eps)
+        mix = mix / (mix.sum(-2, keepdim=True) + eps)
+    return mix

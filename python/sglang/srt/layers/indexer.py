@@ -1,0 +1,80 @@
+"""The indexer of sparse latent attention: few small heads score every token that a token may see.
+
+A token leaves one key in a cache of its own. The score of a cached token is the sum over the indexer's heads of
+weight * relu(query . key), with a weight a head that the hidden state makes. Attention reads the tokens with the
+largest scores. Every rank computes all heads, so that all select alike.
+
+Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.layers.block import Site
+from sglang.srt.layers.linear import ReplicatedLinear
+from sglang.srt.layers.ops import IndexKeyStoreOp, IndexNormRopeOp, IndexQueriesOp, LinearOp
+from sglang.srt.layers.parameter import Init, Scope
+from sglang.srt.plan.mixers import Indexer
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.sparse_rows import SparseRows
+    from sglang.srt.layers.forward_batch import ForwardBatch
+
+KEY_NORM_EPS = 1e-6
+"""Epsilon of the norm of keys, whatever `rms_norm_eps` says of the other norms (published code)."""
+
+
+class LightningIndexer:
+    """Stores the keys of a step's tokens, and leaves the selection of those that attend sparsely in `SparseRows`."""
+
+    def __init__(self, scope: Scope, spec: Indexer, site: Site) -> None:
+        self.spec = spec
+        self.q = ReplicatedLinear(scope.sub("index_q"))
+        self.k = ReplicatedLinear(scope.sub("index_k"))
+        head_weights = scope.sub("index_weights")
+        matrix = head_weights.matrix()
+        self.head_weight = head_weights.param("weight", (matrix.rows, matrix.cols), dtype=torch.float32)
+        norm = scope.sub("index_norm")
+        self.norm_weight = norm.param("weight", (spec.head_dim,), init=Init.ONES, dtype=torch.float32)
+        self.norm_bias = norm.param("bias", (spec.head_dim,), init=Init.ZEROS, dtype=torch.float32)
+        self.cache = scope.cache(site.layer_id, "index")
+        self.scale = (spec.head_dim * spec.num_heads) ** -0.5
+        self.linear: LinearOp = scope.plan.entry("linear")
+        self.norm_rope: IndexNormRopeOp = scope.plan.entry("index_norm_rope")
+        self.store: IndexKeyStoreOp = scope.plan.entry("index_key_store")
+        self.queries: IndexQueriesOp = scope.plan.entry("index_queries")
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        q_latent: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        batch: ForwardBatch,
+        rows: SparseRows | None,
+    ) -> None:
+        """x [T, H]; q_latent [T, q_rank]: the normed latent of attention's queries; rotation: of attention's rotary
+        part, as `RotaryTable.at` gives it. Keys of all T tokens are stored, also where nothing is selected."""
+        cache, selecting = self.cache, rows if rows is not None and rows.selects else None
+        q = None
+        if selecting is not None:
+            q = self.q(q_latent[selecting.tokens]).unflatten(-1, (self.spec.num_heads, self.spec.head_dim))
+        keys = self.norm_rope(
+            self.k(x),
+            q,
+            0 if selecting is None else selecting.first,
+            *rotation,
+            self.norm_weight,
+            self.norm_bias,
+            KEY_NORM_EPS,
+            self.spec.interleaved,
+        )
+        scales = cache["scale"] if cache.quantized else None
+        self.store(keys, cache.k, scales, batch.slots_of(cache).out_cache_loc)
+        if selecting is None or q is None:
+            return
+        weights = self.linear(x[selecting.tokens], self.head_weight, None, torch.float32)
+        queries, folded = self.queries(q, weights, self.scale, cache.k.dtype)
+        selecting.select(queries, folded, cache, scales)

@@ -1,0 +1,136 @@
+"""External texts in which n-gram drafts are looked up: tokenized and sorted here, then read by the schedulers.
+
+All ranks must guess alike, so they take a new version of the texts with one control message, between the same two
+steps. The message names a file in the directory of the sockets: tens of megabytes are no message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang.srt.errors import UserError
+from sglang.srt.managers.front.generate_request import RequestError
+from sglang.srt.managers.wire.io_struct import ControlReply
+from sglang.srt.utils.suffix_order import suffix_order
+
+MAX_CORPORA = 256
+MAX_ID_CHARS = 256
+UPDATE_LIMIT_S = 600.0
+
+Tokens = npt.NDArray[np.int32]
+
+
+class ExternalCorpora:
+    """The texts by id. Changes wait for one another."""
+
+    def __init__(
+        self,
+        encode: Callable[[str, bool], Awaitable[list[int]]],
+        control: Callable[[str, dict[str, Any], float], Awaitable[ControlReply]],
+        directory: Path,
+        longest_suffix: int,
+        max_tokens: int,
+    ) -> None:
+        """encode(text, add_special_tokens) and control(kind, args, timeout): of the tokenizer manager. max_tokens: of
+        all texts together, with one between two."""
+        self._encode, self._control = encode, control
+        self._directory = directory
+        self._longest, self._max_tokens = longest_suffix, max_tokens
+        self._tokens: dict[str, Tokens] = {}
+        self._changing = asyncio.Lock()
+        self._version = 0
+
+    @property
+    def token_counts(self) -> dict[str, int]:
+        """Returns the number of tokens by corpus id; documents of a corpus have a separator each."""
+        return {name: len(tokens) for name, tokens in self._tokens.items()}
+
+    async def add(self, corpus_id: str | None, documents: Sequence[str]) -> tuple[str, int]:
+        """Id and number of tokens of the new corpus. Raises RequestError."""
+        name = corpus_id or uuid.uuid4().hex
+        if len(name) > MAX_ID_CHARS:
+            raise RequestError(f"corpus_id may have {MAX_ID_CHARS} characters; it has {len(name)}")
+        async with self._changing:
+            if name in self._tokens:
+                raise RequestError(f"there is a corpus {name!r} already; remove it with /remove_external_corpus first")
+            if len(self._tokens) >= MAX_CORPORA:
+                raise RequestError(f"there are {MAX_CORPORA} corpora already; remove one, or add several texts at once")
+            tokens = await self._tokenized(documents, self._max_tokens - sum(map(len, self._tokens.values())))
+            await self._replace({**self._tokens, name: tokens})
+        return name, len(tokens)
+
+    async def remove(self, corpus_id: str) -> None:
+        """Raises RequestError."""
+        async with self._changing:
+            if corpus_id not in self._tokens:
+                raise RequestError(f"there is no corpus {corpus_id!r}; /list_external_corpora names all")
+            await self._replace({name: tokens for name, tokens in self._tokens.items() if name != corpus_id})
+
+    async def _tokenized(self, documents: Sequence[str], room: int) -> Tokens:
+        parts: list[Tokens] = []
+        for document in documents:
+            part = np.array([*await self._encode(document, False), -1], np.int32)
+            room -= len(part)
+            if room < 0:
+                raise RequestError(
+                    f"the texts have more tokens than --speculative-ngram-external-corpus-max-tokens {self._max_tokens}"
+                    " leaves; remove a corpus, send less, or start the server with a larger number"
+                )
+            parts.append(part)
+        tokens = np.concatenate(parts) if parts else np.empty(0, np.int32)
+        if not (tokens >= 0).any():
+            raise RequestError("documents must hold at least one text that is not empty")
+        return tokens
+
+    async def _replace(self, corpora: Mapping[str, Tokens]) -> None:
+        """Hands a new version to the schedulers; the one before stays until all of them must have read this one."""
+        self._version += 1
+        path = self._path(self._version)
+        await asyncio.to_thread(_write_sorted, path, list(corpora.values()), self._longest)
+        reply = await self._control("set_corpora", {"path": str(path)}, UPDATE_LIMIT_S)
+        if not reply.ok:
+            raise RequestError(reply.message, 500)
+        self._tokens = dict(corpora)
+        self._path(self._version - 1).unlink(missing_ok=True)
+
+    def _path(self, version: int) -> Path:
+        return self._directory / f"corpora-{version}.npz"
+
+
+def _write_sorted(path: Path, corpora: Sequence[Tokens], longest: int) -> None:
+    """Writes the file in the format that `speculative.corpus.DeviceCorpus.load` reads."""
+    tokens = np.concatenate(corpora) if corpora else np.empty(0, np.int32)
+    np.savez(path, tokens=tokens, order=suffix_order(tokens, longest))
+
+
+def read_documents(path: str) -> list[str]:
+    """The texts of --speculative-ngram-external-corpus-path: of a `.jsonl` file each line, a JSON string or an object
+    with `text`; any other file is one text. Raises UserError."""
+    source = f"--speculative-ngram-external-corpus-path {path}"
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{source} cannot be read: {error}") from None
+    if not path.endswith(".jsonl"):
+        return [text]
+    documents = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{source}, line {number}: {error}") from None
+        document = value.get("text") if isinstance(value, dict) else value
+        if not isinstance(document, str):
+            raise UserError(f"{source}, line {number}: expected a JSON string, or an object with the string `text`.")
+        documents.append(document)
+    return documents

@@ -1,0 +1,107 @@
+"""Statistics of guesses over all requests: since the start, and in the last interval of the log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sglang.srt.configs.speculative import NGRAM
+
+logger = logging.getLogger(__name__)
+
+WATCHED_STEPS = 1000
+LOW_LENGTH = 1.2
+"""Tokens a request and step, below which drafting costs more than it gives."""
+NGRAM_CAUSES = (
+    "outputs repeat little of what stands before them. NGRAM pays where they do, as when an agent edits files;"
+    " otherwise take NEXTN or EAGLE3 where there are such drafts, or remove --speculative-algorithm"
+)
+MODEL_CAUSES = (
+    "the usual causes are a draft that was trained for another model, a draft in fewer bits than it was trained for"
+    " (--speculative-draft-model-quantization unquant), another chat template than that of its training, or prompts"
+    " beyond the context that it was trained on; without a remedy, remove --speculative-algorithm"
+)
+
+
+@dataclass(slots=True)
+class DraftTotals:
+    """Totals over requests in steps that brought them guesses."""
+
+    requests: int = 0
+    proposed: int = 0
+    correct: int = 0
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens a request and step, the one that follows the right guesses included; 0: nothing was verified."""
+        return 1 + self.correct / self.requests if self.requests else 0.0
+
+    @property
+    def accept_rate(self) -> float:
+        return self.correct / self.proposed if self.proposed else 0.0
+
+    def add(self, requests: int, proposed: int, correct: int) -> None:
+        self.requests += requests
+        self.proposed += proposed
+        self.correct += correct
+
+
+class DraftStats:
+    """Counts what verification steps gave, and warns where it is too little for long."""
+
+    def __init__(self, algorithm: str | None = None) -> None:
+        """algorithm: of --speculative-algorithm; None: nothing drafts."""
+        self.algorithm = algorithm
+        self.since_start = DraftTotals()
+        self.last_interval = DraftTotals()
+        self.num_steps = 0
+        """Steps that verified guesses, since the start."""
+        self.width = 0
+        """Tokens of each request in the last step, the last sampled one included."""
+        self._interval = DraftTotals()
+        self._watched = DraftTotals()
+        self._watched_steps = 0
+
+    def verified(self, widths: Sequence[int], counts: Sequence[int]) -> None:
+        """Counts a step: for each request, the number of tokens that the step brought, and how many of those that it
+        sampled stand."""
+        self.width = max(widths, default=1)
+        if self.width == 1:
+            return
+        guessed = [(width, count) for width, count in zip(widths, counts, strict=True) if width > 1]
+        proposed = sum(width for width, _ in guessed) - len(guessed)
+        correct = sum(count for _, count in guessed) - len(guessed)
+        self.num_steps += 1
+        for totals in (self.since_start, self._interval, self._watched):
+            totals.add(len(guessed), proposed, correct)
+        self._watched_steps += 1
+        if self._watched_steps == WATCHED_STEPS:
+            self._look()
+
+    def close_interval(self) -> None:
+        self.last_interval, self._interval = self._interval, DraftTotals()
+
+    @property
+    def recent(self) -> DraftTotals:
+        """Returns the totals of the last interval that had guesses, or of the present one."""
+        return self.last_interval if self.last_interval.requests else self._interval
+
+    @property
+    def log_text(self) -> str:
+        """A part of the decode log line; empty where nothing drafts."""
+        if self.algorithm is None:
+            return ""
+        recent = self._interval
+        return f"accept len: {recent.accept_length:.2f}, accept rate: {recent.accept_rate:.2f}, "
+
+    def _look(self) -> None:
+        watched, self._watched, self._watched_steps = self._watched, DraftTotals(), 0
+        if watched.accept_length >= LOW_LENGTH:
+            return
+        causes = NGRAM_CAUSES if self.algorithm == NGRAM else MODEL_CAUSES
+        logger.warning(
+            "Drafts are nearly never right: %.2f tokens a request and step over %d steps, %.0f%% of the guesses. "
+            "Answers are right all the same, but slower than without drafts: %s.",
+            watched.accept_length, WATCHED_STEPS, 100 * watched.accept_rate, causes,
+        )  # fmt: skip

@@ -1,0 +1,111 @@
+"""Work behind the sampling of a step: decides which of its tokens stand, and makes the guesses that the next step
+verifies."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from sglang.srt.environ import envs
+from sglang.srt.layers.sampler import Sampler
+from sglang.srt.model_executor.device_state import DeviceState, StepShape
+from sglang.srt.model_executor.step import ModelOutput, Settled
+from sglang.srt.sampling.sampling_table import SamplingTable
+from sglang.srt.speculative.drafter import Drafter, DraftStep, accept, simulated_counts
+
+
+class DraftRunner:
+    """Keeps `lens` and `next_tokens` of the device state behind each step. Every method launches only what has fixed
+    addresses and sizes, so that it can be captured with the shape of the step."""
+
+    def __init__(self, state: DeviceState, drafter: Drafter, table: SamplingTable, sampler: Sampler) -> None:
+        self.state, self.drafter, self.table, self.sampler = state, drafter, table, sampler
+        self._simulated_length = envs.SGLANG_SIMULATE_ACC_LEN
+
+    def settle(self, shape: StepShape, output: ModelOutput, tokens: torch.Tensor, in_graph: bool = False) -> Settled:
+        """tokens: sampled for the R rows of logits, or of a step without prompts [D * width], int64. Padding behind
+        them belongs to request slot 0."""
+        if shape.has_prompts:
+            step, counts = self._prompts(shape, output, tokens, in_graph)
+            # A chunk of a prompt samples nothing, and kernels cannot be launched over no rows.
+            num_guesses = self.drafter.num_tokens - 1 if len(tokens) else 0
+        else:
+            step, counts = self._decodes(shape, output, tokens, in_graph)
+            num_guesses = shape.width - 1
+        state = self.state
+        guesses = torch.zeros((len(counts), state.tokens_per_step - 1), dtype=torch.int64, device=tokens.device)
+        guesses[:, :num_guesses] = self.drafter.propose(step, num_guesses)
+        state.next_tokens[step.slots] = torch.cat((step.tokens[:, None], guesses), dim=1)
+        state.next_tokens[:1].zero_()
+        return Settled(counts, guesses)
+
+    def _decodes(
+        self, shape: StepShape, output: ModelOutput, tokens: torch.Tensor, in_graph: bool
+    ) -> tuple[DraftStep, torch.Tensor]:
+        """Settles the requests that decode, each with `width` rows."""
+        state, arrays = self.state, output.arrays
+        slots, widths = arrays["decode_slots"][: shape.num_decodes], arrays["widths"][: shape.num_decodes]
+        sampled = tokens.view(shape.num_decodes, shape.width).clamp(min=0)
+        counts = accept(tokens.view_as(sampled), state.next_tokens[slots, 1 : shape.width], widths)
+        if self._simulated_length:
+            counts = simulated_counts(self._simulated_length, state.lens[slots], widths)
+        row = torch.arange(shape.num_decodes, device=tokens.device)
+        lens = state.lens[slots] + counts
+        state.lens[slots] = lens
+        state.lens[:1].zero_()  # of the rows of padding
+        step = self._step(
+            output,
+            next_ids=sampled.flatten(),
+            last_rows=row * shape.width + counts - 1,
+            slots=slots,
+            lens=lens,
+            tokens=sampled[row, counts.long() - 1],
+            ends=arrays["ends"][: shape.num_decodes],
+            in_graph=in_graph,
+        )
+        return step, counts
+
+    def _prompts(
+        self, shape: StepShape, output: ModelOutput, tokens: torch.Tensor, in_graph: bool
+    ) -> tuple[DraftStep, torch.Tensor]:
+        """Settles a step with prompts, in which requests that decode bring a token each."""
+        state, arrays, tokens = self.state, output.arrays, tokens.clamp(min=0)
+        count = len(tokens)
+        slots, last_rows = arrays["sampled_slots"][:count], arrays["last_rows"][:count]
+        next_ids = torch.cat((arrays["next_ids"][: shape.num_tokens], tokens[:1]))
+        next_ids[torch.where(slots > 0, last_rows, shape.num_tokens)] = tokens
+        step = self._step(
+            output,
+            next_ids=next_ids[: shape.num_tokens],
+            last_rows=last_rows,
+            slots=slots,
+            lens=state.lens[slots],
+            tokens=tokens,
+            ends=arrays["ends"][:count],
+            in_graph=in_graph,
+        )
+        return step, torch.ones(count, dtype=torch.int32, device=tokens.device)
+
+    def _step(
+        self,
+        output: ModelOutput,
+        *,
+        next_ids: torch.Tensor,
+        last_rows: torch.Tensor,
+        slots: torch.Tensor,
+        lens: torch.Tensor,
+        tokens: torch.Tensor,
+        ends: torch.Tensor,
+        in_graph: bool,
+    ) -> DraftStep:
+        assert output.hidden is not None, "drafts read hidden states"
+        build = partial(self.state.draft_batch, in_graph=in_graph)
+        batch = output.batch
+        return DraftStep(
+            batch, next_ids, output.hidden, batch.captured, last_rows, slots, lens, tokens, ends,
+            self._draw, build,
+        )  # fmt: skip
+
+    def _draw(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.sampler.draw(logits, self.table, slots, positions)

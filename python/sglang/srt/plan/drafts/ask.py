@@ -1,0 +1,65 @@
+"""Turns the flags for speculative decoding into the draft that they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.errors import UserError
+from sglang.srt.kernels.spec import Choice
+from sglang.srt.plan.drafts.config import DraftConfig, read_draft_config
+from sglang.srt.plan.drafts.describe import describe_draft
+from sglang.srt.plan.drafts.description import DraftDescription
+from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.speculation import speculative_settings
+from sglang.srt.server_args import ServerArgs
+
+
+@dataclass(frozen=True, slots=True)
+class AskedDraft:
+    """The draft that the flags ask for. `num_tokens`: tokens that a request brings to a step, the last sampled one
+    included."""
+
+    config: DraftConfig
+    description: DraftDescription
+    num_tokens: int
+
+    def describe(self, schemes: list[str]) -> dict[str, Any]:
+        """Describes the draft for /server_info. `schemes`: the number formats that its weights are stored in."""
+        return {
+            "kind": self.description.kind,
+            "model_path": self.config.model_path,
+            "architecture": self.description.model.architecture,
+            "layers": len(self.description.model.layers),
+            "captures": list(self.description.captures),
+            "vocabulary": self.description.head_size or self.description.vocab_size,
+            "weights": schemes,
+        }
+
+
+def asked_draft(args: ServerArgs, model: ModelConfig, target: ModelDescription, apart: str) -> AskedDraft | None:
+    """Returns the draft that the flags ask for; None: nothing drafts that has weights. `apart`: as `keep_shared_apart`
+    of `describe_model`. Raises UserError for a draft that is missing, malformed, not computed here or of another
+    model."""
+    settings = speculative_settings(args, model.architecture)
+    config = None if settings is None else read_draft_config(settings, model, args.download_dir)
+    if settings is None or config is None:
+        return None
+    config = replace(config, keep_shared_apart=apart)
+    return AskedDraft(config, describe_draft(config, target), settings.num_draft_tokens)
+
+
+def check_backends(choices: Mapping[str, Choice], draft: object | None) -> None:
+    """Checks that one attention backend serves the target's heads and the draft's. Raises UserError where two would, or
+    where the backend knows heads of one shape only."""
+    for op in ("decode_attention", "extend_attention") if draft is not None else ():
+        chosen = [choice for key, choice in choices.items() if key.partition("/")[0] == op]
+        entries = {choice.spec.entry for choice in chosen}
+        if len(entries) > 1 or (len(chosen) > 1 and any("flashinfer_mla" in entry for entry in entries)):
+            names = " and ".join(sorted({choice.name for choice in chosen}))
+            raise UserError(
+                f"the heads of the model and of its draft differ, and {names} cannot attend with both; pass"
+                " --attention-backend triton, which can."
+            )

@@ -1,0 +1,34 @@
+"""Makes the description of the draft that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from sglang.srt.configs.speculative import EAGLE, EAGLE3, STANDALONE
+from sglang.srt.plan.drafts.config import MTP, DraftConfig
+from sglang.srt.plan.drafts.description import DraftDescription
+from sglang.srt.plan.drafts.eagle import EAGLE_ARCHITECTURES, describe_eagle, describe_eagle3
+from sglang.srt.plan.drafts.mtp import describe_mtp
+from sglang.srt.plan.drafts.standalone import describe_standalone
+from sglang.srt.plan.model_description import ModelDescription, architecture_of
+
+_KINDS: Mapping[str, Callable[[DraftConfig, ModelDescription], DraftDescription]] = {
+    EAGLE: describe_eagle,
+    EAGLE3: describe_eagle3,
+    MTP: describe_mtp,
+    STANDALONE: describe_standalone,
+}
+
+
+def describe_draft(config: DraftConfig, target: ModelDescription) -> DraftDescription:
+    """Describes the draft. Raises UserError that names the key, the tensor or the architecture that does not go with
+    the target."""
+    kind = config.kind
+    # A checkpoint of MTP layers alone is asked for as EAGLE, too.
+    if kind == EAGLE and architecture_of(config.reader()) not in EAGLE_ARCHITECTURES and _of_family(config, target):
+        kind = MTP
+    return _KINDS[kind](config, target)
+
+
+def _of_family(config: DraftConfig, target: ModelDescription) -> bool:
+    return architecture_of(config.reader()).removesuffix("NextN") == target.architecture

@@ -1,0 +1,113 @@
+"""The description of a draft: layers of its own, what it reads of the target's steps, and how it ends in logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang.srt.plan.layer_spec import Elements, Matrix, Weights
+from sglang.srt.plan.model_description import ModelDescription
+
+
+@dataclass(frozen=True, slots=True)
+class Concatenated:
+    """A draft of EAGLE-3 (arXiv 2503.01840). Captured residual streams, side by side, are projected to features. The
+    first layer's attention takes the normed embedding and the normed features side by side; the features are its
+    residual stream.
+
+    `capture_norms`: each captured stream is normed before it is projected; `norm_before_fc`: all of them are as one.
+    `norm_before_residual`: the normed features are the residual stream. `norm_output`: the next draft step reads the
+    output behind the final norm, not before it.
+    """
+
+    num_captures: int
+    capture_size: int
+    capture_norms: bool = False
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+    final_norm = True
+
+    @property
+    def captured_size(self) -> int:
+        return self.num_captures * self.capture_size
+
+    def weights(self, hidden_size: int) -> Weights:
+        norms = self.captured_size * (self.capture_norms + self.norm_before_fc) + hidden_size  # the features' norm
+        return (Matrix("fc", ("",), hidden_size, self.captured_size, quantized=False), Elements(norms))
+
+
+@dataclass(frozen=True, slots=True)
+class Projected:
+    """A draft of EAGLE-1 and 2 (arXiv 2401.15077) or of layers for multi-token prediction (arXiv 2412.19437, section
+    2.2): embedding and features side by side are projected to the first layer's input. Features are the target's final
+    hidden states.
+
+    `norms`: each of the two is normed before. `hidden_first`: the features stand left of the embedding. `zero_first`:
+    the embedding at position 0 is zero. Without `final_norm` the sum of the stream is the output.
+    """
+
+    norms: bool = True
+    hidden_first: bool = False
+    zero_first: bool = False
+    bias: bool = False
+    final_norm: bool = True
+    num_captures = 0
+
+    def weights(self, hidden_size: int) -> Weights:
+        projection = Matrix("fc", ("",), hidden_size, 2 * hidden_size, self.bias, quantized=False)
+        return (projection, Elements(2 * hidden_size * self.norms))
+
+
+@dataclass(frozen=True, slots=True)
+class Separate:
+    """A model of the same vocabulary that reads nothing of the target but its tokens (STANDALONE)."""
+
+    num_captures = 0
+    final_norm = True
+
+    def weights(self, hidden_size: int) -> Weights:
+        return ()
+
+
+Form = Concatenated | Projected | Separate
+
+
+@dataclass(frozen=True, slots=True)
+class DraftDescription:
+    """The description of a draft. `model`: its layers, names, quantization; `kind`: how messages call it ("EAGLE3",
+    "MTP").
+
+    `first_layer`: the draft's caches are numbered from there, behind the layers of the target, whose vocabulary has
+    `vocab_size` tokens. `captures`: the target layers whose outputs it reads. `head_size`: rows of an output head of
+    its own, 0: the target's. `reduced`: these rows stand for the tokens that a table in the checkpoint (d2t) names.
+    `own_embedding`: it does not take the target's. `at`: where the tensors begin, in the target's checkpoint.
+    """
+
+    kind: str
+    model: ModelDescription
+    form: Form
+    first_layer: int
+    vocab_size: int
+    captures: tuple[int, ...] = ()
+    head_size: int = 0
+    reduced: bool = False
+    own_embedding: bool = False
+    at: str = ""
+
+    @property
+    def separate(self) -> bool:
+        return isinstance(self.form, Separate)
+
+    def front(self) -> Weights:
+        """Weights that lie before the first layer and behind the last one, except embedding and head."""
+        hidden = self.model.hidden_size
+        norm = Elements(hidden * self.form.final_norm, "float32" if self.model.zero_centred_norms else None)
+        table = Elements(2 * self.head_size * self.reduced, "int32")  # int64
+        return (*self.form.weights(hidden), norm, table)
+
+    def __str__(self) -> str:
+        layers = f"{len(self.model.layers)} layer{'s' * (len(self.model.layers) > 1)}"
+        read = f" over the outputs of layers {', '.join(map(str, self.captures))}" if self.captures else ""
+        head = f", a head of {self.head_size:,} of {self.vocab_size:,} tokens" if self.reduced else ""
+        return f"{self.kind} ({self.model.architecture}): {layers}{read}{head}"

@@ -1,0 +1,272 @@
+"""EAGLE and EAGLE-3 heads: descriptions made from their config.json.
+
+Sources: arXiv 2401.15077, 2406.16858, 2503.01840, and the formats in which SpecForge, NVIDIA, EAGLE's authors and the
+speculators library publish heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.configs.speculative import EAGLE, EAGLE3
+from sglang.srt.errors import UserError
+from sglang.srt.plan.drafts.config import DraftConfig, stored_wide
+from sglang.srt.plan.drafts.description import Concatenated, DraftDescription, Projected
+from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.layer_spec import LayerSpec, Sum
+from sglang.srt.plan.mixers import GQA, MLA
+from sglang.srt.plan.model_description import ModelDescription, architecture_of, describe_as
+from sglang.srt.plan.weight_names import ATTENTION_NAMES, LATENT_NAMES, MLP_NAMES, WeightMap
+
+EAGLE3_ARCHITECTURES = (
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "LlamaForCausalLM",  # as EAGLE's authors publish theirs
+    "Eagle3Speculator",
+    "Eagle3DraftModel",
+)
+EAGLE3_MLA_ARCHITECTURES = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
+EAGLE_ARCHITECTURES = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
+
+USUAL_CAPTURES = 3
+_NAMES = WeightMap(
+    {
+        "embed": "embed_tokens",
+        "fc": "fc",
+        "input_norm": "input_norm",
+        "norm": "norm",
+        "lm_head": "lm_head",
+        "": "",
+    },
+    {**ATTENTION_NAMES, **LATENT_NAMES, **MLP_NAMES, "hidden_norm": "hidden_norm"},
+    layer_prefix="layers.{layer}.",
+    beginnings=(
+        ("model.", ""),
+        ("midlayer.", "layers.0."),
+        ("aux_norm_low.", "fc_norm.0."),
+        ("aux_norm_mid.", "fc_norm.1."),
+        ("aux_norm_high.", "fc_norm.2."),
+    ),
+    decoder="",
+)
+_LLAMA = Family(model_types=("llama",), architectures=EAGLE3_ARCHITECTURES + EAGLE_ARCHITECTURES, names=_NAMES)
+_LATENT = Family(model_types=("deepseek_v3", "kimi_k2"), architectures=EAGLE3_MLA_ARCHITECTURES, names=_NAMES)
+
+_COMPUTED: Mapping[str, object] = {
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+    "has_lm_head": True,
+}
+"""Keys of `eagle_config` that change what a head computes, with the value that is computed."""
+_DENSE: Mapping[str, object] = dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts"))
+"""Keys of experts, set to null: heads have an MLP, also where their config repeats the keys of a target with
+experts."""
+_READ = frozenset({"eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state", "num_aux_hidden_states"})
+_READ_ANYWHERE = frozenset(
+    {"norm_before_fc", "norm_output", "norm_before_residual", "fc_norm", "use_aux_norm", "target_hidden_size"}
+)
+
+
+def describe_eagle3(config: DraftConfig, target: ModelDescription) -> DraftDescription:
+    """Describes an EAGLE-3 head. Raises UserError naming keys that are missing, of unknown meaning, or do not go with
+    the target."""
+    keys, speculators = _plain(config.reader())
+    settings = _settings(keys)
+    architecture = architecture_of(keys)
+    latent = architecture in EAGLE3_MLA_ARCHITECTURES
+    if architecture not in EAGLE3_ARCHITECTURES + EAGLE3_MLA_ARCHITECTURES:
+        raise _unknown(keys, architecture, EAGLE3_ARCHITECTURES[:1] + EAGLE3_MLA_ARCHITECTURES[:1])
+    if keys.default("tie_word_embeddings", bool, False):
+        raise UserError(f"{keys.source}: tie_word_embeddings = True is not supported for {architecture}.")
+    names = _NAMES
+    stored = config.stored(names)
+    family, quantization = _LATENT if latent else _LLAMA, stored_wide(config.quantization, stored)
+    dense = ConfigReader({**keys.values, **_DENSE}, keys.source)
+    model = describe_as(family, dense, quantization, config.keep_shared_apart)
+    captures = _captures(settings, speculators, len(target.layers))
+    _check_captures(captures, settings, len(target.layers))
+    form = Concatenated(
+        num_captures=len(captures),
+        capture_size=target.hidden_size,
+        capture_norms=_flag(settings, "fc_norm", "use_aux_norm") or "fc_norm.0.weight" in (stored or ()),
+        norm_before_fc=_flag(settings, "norm_before_fc"),
+        # The speculators library's default.
+        norm_before_residual=settings.default("norm_before_residual", bool, speculators),
+        norm_output=_flag(settings, "norm_output"),
+    )
+    _check_sizes(settings, model, target)
+    reduced = keys.count("draft_vocab_size")
+    own_head = reduced > 0 and (stored is None or "lm_head.weight" in stored)
+    head = reduced if own_head else 0
+    # A head of the whole vocabulary has no table.
+    has_table = head > 0 and (head != target.vocab_size or "d2t" in (stored or ()))
+    layers = (_first(model.layers[0], 2 * model.hidden_size), *model.layers[1:])
+    return _finished(
+        DraftDescription(
+            kind=EAGLE3,
+            model=replace(model, layers=layers, names=_with_capture_norms(names, len(captures))),
+            form=form,
+            first_layer=len(target.layers),
+            vocab_size=target.vocab_size,
+            captures=captures,
+            head_size=head,
+            reduced=has_table,
+            own_embedding=model.hidden_size != target.hidden_size,
+        ),
+        target,
+    )
+
+
+def describe_eagle(config: DraftConfig, target: ModelDescription) -> DraftDescription:
+    """Describes an EAGLE-1 or EAGLE-2 head. Raises UserError as `describe_eagle3` does."""
+    keys = config.reader()
+    architecture = architecture_of(keys)
+    if architecture not in EAGLE_ARCHITECTURES:
+        raise _unknown(keys, architecture, EAGLE_ARCHITECTURES[:1])
+    stored = config.stored(_NAMES)
+    model = describe_as(_LLAMA, keys, stored_wide(config.quantization, stored))
+    _check_sizes(keys, model, target)
+    if len(model.layers) > 1:
+        raise UserError(
+            f"{keys.source}: num_hidden_layers is {len(model.layers)}, and EAGLE heads have one layer here."
+        )
+    (layer,) = model.layers
+    if model.hidden_size != target.hidden_size:
+        raise UserError(
+            f"{keys.source}: hidden_size {model.hidden_size} is not the target's ({target.hidden_size}), whose features"
+            " an EAGLE head reads. Give the head that was trained for this model."
+        )
+    return _finished(
+        DraftDescription(
+            kind=EAGLE,
+            model=replace(model, layers=(_unnormed(layer),)),
+            form=Projected(norms=False, bias=True, final_norm=False),
+            first_layer=len(target.layers),
+            vocab_size=target.vocab_size,
+        ),
+        target,
+    )
+
+
+def _finished(draft: DraftDescription, target: ModelDescription) -> DraftDescription:
+    """Returns the draft as a part of the target: its model ends with its layers, and its vocabulary is the rows of its
+    head."""
+    names = draft.model.names
+    unread = ["t2d"]
+    unread += [] if draft.own_embedding else ["embed_tokens."]
+    unread += [] if draft.head_size else ["lm_head."]
+    model = replace(
+        draft.model,
+        vocab_size=draft.head_size or target.vocab_size,
+        tie_embeddings=False,
+        first_stage=False,
+        last_stage=False,
+        names=replace(names, unread=(*names.unread, *unread)),
+    )
+    return replace(draft, model=model)
+
+
+def _plain(keys: ConfigReader) -> tuple[ConfigReader, bool]:
+    """Returns the keys of the draft's layer, and whether the speculators library wrote them: it puts the layer's config
+    into `transformer_layer_config`."""
+    kind = keys.values.get("speculators_model_type")
+    if kind is None:
+        return keys, False
+    if kind != "eagle3":
+        raise UserError(f"{keys.source}: speculators_model_type {kind!r} is not supported; supported: 'eagle3'.")
+    inner = keys.require("transformer_layer_config", dict)
+    outer = {key: value for key, value in keys.values.items() if key != "transformer_layer_config"}
+    # The inner config's vocabulary is the target's, its embeddings are not the draft's.
+    return ConfigReader({**inner, **outer, "tie_word_embeddings": False}, keys.source), True
+
+
+def _settings(keys: ConfigReader) -> ConfigReader:
+    """Returns the keys together with those of `eagle_config`. Raises UserError for settings that are not known, or not
+    computed."""
+    inner = keys.default("eagle_config", dict, {})
+    unknown = sorted(inner.keys() - _READ - _READ_ANYWHERE - _COMPUTED.keys())
+    if unknown:
+        raise UserError(f"{keys.source}: eagle_config has unknown keys: {', '.join(unknown)}.")
+    for key, computed in _COMPUTED.items():
+        if inner.get(key, computed) != computed:
+            raise UserError(
+                f"{keys.source}: eagle_config {key} = {inner[key]!r} is not supported; supported: {computed}."
+            )
+    return ConfigReader({**keys.values, **inner}, keys.source)
+
+
+def _flag(keys: ConfigReader, *names: str) -> bool:
+    return any(keys.default(name, bool, False) for name in names)
+
+
+def _captures(settings: ConfigReader, speculators: bool, num_layers: int) -> tuple[int, ...]:
+    """Returns the target layers whose outputs are captured. A head that names none reads the inputs of the layers 2, L
+    / 2 and L - 3. The layers that a head names are those whose outputs it reads, except with the speculators library,
+    which means their inputs."""
+    if not settings.default("use_aux_hidden_state", bool, True):
+        return ()
+    named = settings.default("eagle_aux_hidden_state_layer_ids", list, [])
+    if not named:
+        number = settings.count("num_aux_hidden_states") or USUAL_CAPTURES
+        if number != USUAL_CAPTURES:
+            raise UserError(
+                f"{settings.source}: num_aux_hidden_states is {number}, and eagle_aux_hidden_state_layer_ids does not"
+                " say of which layers."
+            )
+        return (1, num_layers // 2 - 1, num_layers - 4)
+    if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in named):
+        raise UserError(f"{settings.source}: eagle_aux_hidden_state_layer_ids must be layers; got {named!r}.")
+    return tuple(layer - speculators for layer in named)
+
+
+def _check_captures(captures: tuple[int, ...], settings: ConfigReader, num_layers: int) -> None:
+    outside = [layer for layer in captures if not -1 <= layer < num_layers]
+    if outside:
+        read = ", ".join(map(str, captures))
+        raise UserError(
+            f"{settings.source}: the EAGLE3 head reads the outputs of the layers {read}, and the model has"
+            f" {num_layers}. Give the head that was trained for this model."
+        )
+
+
+def _check_sizes(settings: ConfigReader, model: ModelDescription, target: ModelDescription) -> None:
+    if model.unsupported:
+        raise UserError("\n".join(model.unsupported))
+    wanted = settings.count("target_hidden_size") or target.hidden_size
+    if wanted != target.hidden_size:
+        raise UserError(
+            f"{settings.source}: target_hidden_size is {wanted}, and the model has a hidden size of"
+            f" {target.hidden_size}. Give the head that was trained for this model."
+        )
+    if model.vocab_size != target.vocab_size:
+        raise UserError(
+            f"{settings.source}: vocab_size is {model.vocab_size}, and the model's {target.vocab_size}. Give the head"
+            " that was trained for this model."
+        )
+
+
+def _unknown(keys: ConfigReader, architecture: str, supported: tuple[str, ...]) -> UserError:
+    return UserError(
+        f"{keys.source}: the draft architecture {architecture} is not supported here. Supported:"
+        f" {', '.join(supported)}. Without such a head draft with NGRAM, which needs no weights."
+    )
+
+
+def _first(layer: LayerSpec, input_size: int) -> LayerSpec:
+    """Returns the first layer, whose attention takes the embedding beside the features."""
+    assert isinstance(layer.mixer, GQA | MLA)
+    return replace(layer, mixer=replace(layer.mixer, input_size=input_size))
+
+
+def _unnormed(layer: LayerSpec) -> LayerSpec:
+    """Returns the layer without the norm before its attention: EAGLE's first layer has none."""
+    return replace(layer, residual=Sum(mixer_norms=False))
+
+
+def _with_capture_norms(names: WeightMap, count: int) -> WeightMap:
+    return replace(names, model={**names.model, **{f"fc_norm.{i}": f"fc_norm.{i}" for i in range(count)}})

@@ -1,0 +1,40 @@
+"""Memory that a draft takes on a rank beside its weights and caches. All sizes in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sglang.srt.plan.drafts.draft_plan import DraftPlan
+from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
+from sglang.srt.plan.memory import (
+    FixedMemory,
+    Sizes,
+    activation_bytes,
+    draft_graph_bytes,
+    rotary_bytes,
+)
+from sglang.srt.plan.model_description import ModelDescription
+
+_LOGITS_COPIES = 3  # of the head's own rows, of the target's vocabulary, and to draw from
+
+
+def with_draft_memory(
+    fixed: FixedMemory, draft: DraftPlan, target: ModelDescription, dtype: str, sizes: Sizes
+) -> FixedMemory:
+    """Adds the draft's buffers to `fixed`. Captured streams stay until the draft has read them, side by side; the
+    draft's layers run after the target's, so only the wider ones count."""
+    description, item = draft.description, KV_DTYPE_BYTES[dtype]
+    model, ranks = description.model, draft.weights.ranks
+    captured = 2 * len(description.captures) + 3  # features, the embedding beside them, their projection
+    rows = sizes.tokens_per_step * captured * target.hidden_size * item
+    draft_activations = activation_bytes(model, dtype, sizes.tokens_per_step, ranks)
+    targets = activation_bytes(target, dtype, sizes.tokens_per_step, sizes.ranks)
+    stages = sizes.ranks.pp_size + 3 if sizes.ranks.pp_size > 1 else 0
+    handed_on = stages * sizes.tokens_per_step * len(description.captures) * target.hidden_size * item
+    return replace(
+        fixed,
+        activations=fixed.activations + rows + max(0, draft_activations - targets) + handed_on,
+        logits=fixed.logits + sizes.max_running_requests * description.vocab_size * 4 * _LOGITS_COPIES,
+        graphs=fixed.graphs + draft_graph_bytes(len(model.layers), draft.asked.num_tokens, sizes),
+        rotary=fixed.rotary + rotary_bytes(model, sizes.context_len),
+    )

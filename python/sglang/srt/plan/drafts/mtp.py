@@ -1,0 +1,131 @@
+"""Layers with which a model drafts for itself: multi-token prediction (NEXTN)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.errors import UserError
+from sglang.srt.plan.config_layers import block_kinds
+from sglang.srt.plan.drafts.config import MTP, DraftConfig, stored_wide
+from sglang.srt.plan.drafts.description import DraftDescription, Projected
+from sglang.srt.plan.families import family_of
+from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.families.mtp import MtpForm
+from sglang.srt.plan.model_description import ModelDescription, architecture_of, describe_as
+from sglang.srt.plan.weight_names import WeightMap
+
+OTHERS = "Give an EAGLE3 head with --speculative-draft-model-path, or draft with NGRAM."
+
+_ONE_LAYER: Mapping[str, Any] = {
+    "num_hidden_layers": 1,
+    "layer_types": ["full_attention"],
+    "first_k_dense_replace": 0,
+    "mlp_layer_types": None,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+"""Keys that make a config one of a single draft layer: it attends to everything, and has experts where the model
+has."""
+
+
+def describe_mtp(config: DraftConfig, target: ModelDescription) -> DraftDescription:
+    """Describes the model's layers for multi-token prediction. Raises UserError where the family has no such layers, or
+    the checkpoint lacks them."""
+    keys = config.reader()
+    family = family_of(architecture_of(keys), str(keys.values.get("model_type") or ""))
+    if family is None or family.mtp is None:
+        raise UserError(
+            f"{keys.source}: {architecture_of(keys)} has no layers for multi-token prediction that are served here."
+            f" {OTHERS}"
+        )
+    form = family.mtp
+    _check(keys, form)
+    keys = ConfigReader({**keys.values, **_layers(keys, form), "architectures": [target.architecture]}, keys.source)
+    at = form.at or _behind_last(config, target)
+    names = _names(form, at, family, target, len(block_kinds(keys.values, keys.source)) if form.patterns else 1)
+    stored = config.stored(names, at)
+    if stored is not None and not stored:
+        raise UserError(
+            f"{config.model_path} has no tensors at {at}: it has no layers for multi-token prediction, which some"
+            f" exports leave out. {OTHERS}"
+        )
+    family = replace(family, names=names, expert_form=_expert_form(family, stored))
+    model = describe_as(family, keys, stored_wide(config.quantization, stored), config.keep_shared_apart)
+    _check_target(model, target, keys.source)
+    return DraftDescription(
+        kind=MTP,
+        model=replace(model, vocab_size=target.vocab_size, tie_embeddings=False, first_stage=False, last_stage=False),
+        form=Projected(hidden_first=form.hidden_first, zero_first=form.zero_first),
+        first_layer=len(target.layers),
+        vocab_size=target.vocab_size,
+        at=at,
+    )
+
+
+def _check(keys: ConfigReader, form: MtpForm) -> None:
+    stated = next((key for key in form.counts if keys.values.get(key) is not None), None)
+    if stated is not None and keys.count(stated) != 1:
+        raise UserError(
+            f"{keys.source}: {stated} is {keys.count(stated)}, and drafts are made by one layer for multi-token"
+            f" prediction here. {OTHERS}"
+        )
+    for key, value in form.refused.items():
+        if keys.values.get(key) == value:
+            raise UserError(f"{keys.source}: {key} = {value!r} is not supported. {OTHERS}")
+
+
+def _layers(keys: ConfigReader, form: MtpForm) -> Mapping[str, Any]:
+    """Returns the keys of the config as they apply to the draft's layers."""
+    if not form.patterns:
+        # One with an indexer has one of its own.
+        return {**_ONE_LAYER, "layer_types": None, "indexer_types": None} if keys.count("index_topk") else _ONE_LAYER
+    key = next((key for key in form.patterns if keys.values.get(key)), None)
+    if key is None:
+        raise UserError(f"{keys.source}: none of {', '.join(form.patterns)} says what the draft's layers are. {OTHERS}")
+    value = keys.values[key]
+    listed = isinstance(value, list)
+    return {
+        "layers_block_type": value if listed else None,
+        "layer_types": None,
+        "hybrid_override_pattern": None if listed else value,
+    }
+
+
+def _behind_last(config: DraftConfig, target: ModelDescription) -> str:
+    """Returns where the names of the layer behind the last one begin; checkpoints that hold only drafts number theirs
+    0."""
+    alone = not config.in_target and architecture_of(config.reader()).endswith("NextN")
+    return target.names.layer_prefix.format(layer=0 if alone else len(target.layers))
+
+
+def _names(form: MtpForm, at: str, family: Family, target: ModelDescription, num_layers: int) -> WeightMap:
+    model = {ours: at + name.format(last=num_layers - 1) for ours, name in form.names.items()}
+    return replace(
+        family.names,
+        model={**model, "embed": target.names.model["embed"], "lm_head": target.names.model["lm_head"]},
+        layer_prefix=at + form.layer,
+        decoder=target.names.decoder,
+        unread=tuple(at + name for name in form.copies),
+    )
+
+
+def _expert_form(family: Family, stored: Mapping[str, str] | None) -> str:
+    """Returns the form in which the draft's experts are stored: exports keep them one by one or as one tensor, whatever
+    they do with the model's."""
+    if stored is None or family.expert_form not in ("", "stacked"):
+        return family.expert_form
+    return "stacked" if any(name.endswith("experts.gate_up_proj") for name in stored) else ""
+
+
+def _check_target(model: ModelDescription, target: ModelDescription, source: str) -> None:
+    if model.unsupported:
+        raise UserError("\n".join(model.unsupported))
+    for what, theirs, ours in (
+        ("hidden_size", model.hidden_size, target.hidden_size),
+        ("vocab_size", model.vocab_size, target.vocab_size),
+    ):
+        if theirs != ours:
+            raise UserError(f"{source}: {what} is {theirs}, and the model's {ours}. {OTHERS}")

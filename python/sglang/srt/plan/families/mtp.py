@@ -1,0 +1,66 @@
+"""Names and forms of the layers with which a model drafts for itself (multi-token prediction), as families publish
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpForm:
+    """Names and form of a family's draft layers. `at`: beginning of the tensors' names in the target's checkpoint;
+    empty: that of the layer behind the last one. `names`: names below it of "fc", "embedding_norm", "hidden_norm" and
+    "norm", in which {last} is the number of the last draft layer; `layer`: the name of a layer. `copies`: names of
+    tensors that repeat the target's.
+
+    `counts`: keys that may hold the number of draft layers, of which the first one in the config counts; `patterns`:
+    keys that may hold the kinds of these layers, in families whose layers are one block. `refused`: keys with the
+    values that are not computed. `hidden_first`, `zero_first`: as in `drafts.description.Projected`.
+    """
+
+    at: str = ""
+    layer: str = ""
+    names: Mapping[str, str]
+    copies: tuple[str, ...] = ()
+    counts: tuple[str, ...] = ("num_nextn_predict_layers",)
+    patterns: tuple[str, ...] = ()
+    refused: Mapping[str, object] = field(default_factory=dict)
+    hidden_first: bool = False
+    zero_first: bool = False
+
+
+EH_PROJ = MtpForm(
+    names={"fc": "eh_proj", "embedding_norm": "enorm", "hidden_norm": "hnorm", "norm": "shared_head.norm"},
+    copies=("embed_tokens.", "shared_head.head."),
+)
+"""DeepSeek V3 and GLM-4.5 to 4.7: a layer behind the last one."""
+QWEN_MTP = MtpForm(
+    at="mtp.",
+    layer="layers.{layer}.",
+    names={
+        "fc": "fc",
+        "embedding_norm": "pre_fc_norm_embedding",
+        "hidden_norm": "pre_fc_norm_hidden",
+        "norm": "norm",
+    },
+    counts=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
+    refused={"mtp_use_dedicated_embeddings": True},
+)
+NEMOTRON_MTP = MtpForm(
+    at="mtp.layers.",
+    layer="{layer}.",
+    names={"fc": "0.eh_proj", "embedding_norm": "0.enorm", "hidden_norm": "0.hnorm", "norm": "{last}.final_layernorm"},
+    patterns=("mtp_layers_block_type", "mtp_hybrid_override_pattern"),
+)
+MIMO_MTP = MtpForm(
+    at="model.mtp_layers.0.",
+    names={
+        "fc": "input_proj",
+        "embedding_norm": "token_layernorm",
+        "hidden_norm": "hidden_layernorm",
+        "norm": "final_layernorm",
+    },
+    hidden_first=True,
+    zero_first=True,
+)

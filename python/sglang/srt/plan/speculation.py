@@ -1,0 +1,94 @@
+"""Resolves the `--speculative-*` flags, once, for a model. No torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from sglang.srt.configs.speculative import (
+    EAGLE,
+    NEXTN,
+    NGRAM,
+    AdaptiveSettings,
+    NgramSettings,
+    SpeculativeSettings,
+    default_num_steps,
+)
+from sglang.srt.environ import warn_once
+from sglang.srt.errors import UserError
+from sglang.srt.kernels.spec import Need
+from sglang.srt.server_args import ServerArgs
+
+
+def speculative_settings(args: ServerArgs, architecture: str) -> SpeculativeSettings | None:
+    """Resolves the flags for a model of this class of `config.json`; None: nothing drafts. Raises UserError if the file
+    of --speculative-adaptive-config cannot be used."""
+    if args.speculative_algorithm is None:
+        return None
+    algorithm = EAGLE if args.speculative_algorithm == NEXTN else args.speculative_algorithm
+    return SpeculativeSettings(
+        algorithm=algorithm,
+        num_draft_tokens=_num_draft_tokens(args, algorithm, architecture),
+        draft_path=args.speculative_draft_model_path,
+        draft_revision=args.speculative_draft_model_revision,
+        draft_load_format=args.speculative_draft_load_format or args.load_format,
+        draft_quantization=args.speculative_draft_model_quantization,
+        adaptive=_adaptive(args),
+        ngram=NgramSettings(
+            longest_suffix=args.speculative_ngram_max_trie_depth,
+            corpus_path=args.speculative_ngram_external_corpus_path,
+            corpus_max_tokens=args.speculative_ngram_external_corpus_max_tokens,
+        ),
+    )
+
+
+def _num_draft_tokens(args: ServerArgs, algorithm: str, architecture: str) -> int:
+    """Returns k, the tokens of a request in a step: the chain is as deep as what was asked for, trees too."""
+    steps, tokens, branches = (
+        args.speculative_num_steps,
+        args.speculative_num_draft_tokens,
+        args.speculative_eagle_topk or 1,
+    )
+    if branches > 1:
+        steps = steps or default_num_steps(algorithm, architecture)
+        warn_once(
+            f"--speculative-eagle-topk {branches}: a chain of {steps} guesses is verified instead of a tree;"
+            " the answers are the same."
+        )
+        return steps + 1 if tokens is None else min(steps + 1, tokens)
+    if steps is None:
+        return tokens or default_num_steps(algorithm, architecture) + 1
+    if tokens is not None and tokens != steps + 1:
+        warn_once(
+            f"--speculative-num-draft-tokens {tokens} is read as {steps + 1}: --speculative-num-steps {steps} in a"
+            " chain, and the token sampled last."
+        )
+    return steps + 1
+
+
+def _adaptive(args: ServerArgs) -> AdaptiveSettings | None:
+    """Returns the settings of the adaptive depth. It is on where it is asked for, and where no depth is asked for."""
+    path = args.speculative_adaptive_config
+    given = args.speculative_num_steps is not None or args.speculative_num_draft_tokens is not None
+    if path is None:
+        return AdaptiveSettings() if args.speculative_adaptive or not given else None
+    source = f"--speculative-adaptive-config {path}"
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{source} cannot be read as JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{source} must contain a JSON object such as {{'candidate_steps': [1, 3]}}.")
+    return AdaptiveSettings.from_json(values, source)
+
+
+def ngram_needs(args: ServerArgs, dtype: str) -> tuple[Need, ...]:
+    """Returns the need of the op that looks guesses up, where drafts are looked up."""
+    return (Need("ngram_guesses", q_dtype=dtype),) if args.speculative_algorithm == NGRAM else ()
+
+
+def ngram_bytes(args: ServerArgs, max_requests: int, context_len: int) -> int:
+    """Returns the bytes of the tokens of all requests, and of external texts with their order, in int32."""
+    if args.speculative_algorithm != NGRAM:
+        return 0
+    return 4 * ((max_requests + 1) * context_len + 2 * args.speculative_ngram_external_corpus_max_tokens)

@@ -1,0 +1,31 @@
+"""External texts on the device, in which n-gram drafts are looked up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+
+class DeviceCorpus:
+    """Tokens and order of all texts, at addresses that stay, as CUDA graphs need them."""
+
+    def __init__(self, max_tokens: int, device: torch.device | str) -> None:
+        tokens = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)
+        order = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        self.arrays = (tokens, order, torch.zeros(1, dtype=torch.int32, device=device))
+        """Arrays of the texts, as `native_ngram.Corpus` takes them."""
+
+    def load(self, path: Path) -> None:
+        """Takes the file that `managers.front.corpora` wrote. Copies on the current stream: steps that were launched
+        before read the texts before."""
+        with np.load(path) as content:
+            texts, sorted_ends = content["tokens"], content["order"]
+        tokens, order, size = self.arrays
+        assert len(texts) <= len(tokens), "the tokens are counted where texts come in"
+        size.zero_()
+        tokens[: len(texts)].copy_(torch.from_numpy(texts))
+        tokens[len(texts) :].fill_(-1)
+        order[: len(sorted_ends)].copy_(torch.from_numpy(sorted_ends))
+        size.fill_(len(sorted_ends))

@@ -1,0 +1,181 @@
+"""Chooses how many guesses a step verifies: the number that gives most tokens a second, which may be none.
+
+A step of R requests with w tokens of each takes `step_ms[R, w]`, measured on this server. The guess at place i, behind
+right ones, is right in a share a_i of cases, estimated from what was verified. So the step is expected to give
+
+    R (1 + a_1 + a_1 a_2 + ... + a_1 ... a_(w-1)) tokens in step_ms[R, w].
+
+Plain arithmetic on the host: ranks with the same times and the same results take the same decisions.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+
+from sglang.srt.configs.speculative import AdaptiveSettings, SpeculativeSettings
+
+StepTimes = Mapping[tuple[int, int], float]
+"""Measured times: (requests, tokens of each) -> milliseconds."""
+
+FIRST_RATE = 0.7
+"""Share of first guesses expected to be right before any was verified."""
+PRIOR_WEIGHT = 4.0
+"""Number of guesses that an expectation counts as: the one for a place is the rate of the place before it."""
+PROBE_STEPS = 4
+
+
+def candidate_widths(settings: SpeculativeSettings) -> tuple[int, ...]:
+    """Returns the numbers of tokens of each request that a step may bring, ascending. Each has graphs of its own, so
+    there are few."""
+    k = settings.num_draft_tokens
+    if settings.adaptive is None:
+        return (k,)
+    steps = settings.adaptive.candidate_steps or (1, 3, 5)
+    return tuple(sorted({1, k, *(step + 1 for step in steps if step < k)}))
+
+
+class AcceptanceRates:
+    """Estimates the acceptance rates a_1, a_2, ...: for each place how often its guess was right where those before it
+    were."""
+
+    def __init__(self, num_places: int) -> None:
+        self._tested = [0.0] * num_places
+        self._right = [0.0] * num_places
+
+    def observe(self, width: int, count: int) -> None:
+        """Counts the result of a request that brought `width` tokens, of which `count` stand: the first, and each one
+        behind a right guess.
+
+        >>> rates = AcceptanceRates(3)
+        >>> rates.observe(width=4, count=2)  # the first guess was right, the second was not, the third is unknown
+        >>> rates.counts()
+        [(1.0, 1.0), (0.0, 1.0), (0.0, 0.0)]
+        """
+        for place in range(min(count, width - 1)):
+            self._tested[place] += 1
+            self._right[place] += place < count - 1
+
+    def counts(self) -> list[tuple[float, float]]:
+        """Returns (right, tested) for each place."""
+        return list(zip(self._right, self._tested, strict=True))
+
+    def decay(self, alpha: float) -> None:
+        self._tested = [(1 - alpha) * count for count in self._tested]
+        self._right = [(1 - alpha) * count for count in self._right]
+
+    def rates(self) -> list[float]:
+        """Returns a_1, a_2, ...: a place of which little is known is expected to be like the place before it."""
+        rates, expected = [], FIRST_RATE
+        for right, tested in self.counts():
+            expected = (right + PRIOR_WEIGHT * expected) / (tested + PRIOR_WEIGHT)
+            rates.append(expected)
+        return rates
+
+    def expected_tokens(self, widths: Sequence[int]) -> dict[int, float]:
+        """Returns the expected tokens of a request in a step, for each width."""
+        reached, total, by_width = 1.0, 1.0, [1.0]
+        for rate in self.rates():
+            reached *= rate
+            total += reached
+            by_width.append(total)
+        return {width: by_width[width - 1] for width in widths}
+
+
+class AdaptiveDepth:
+    """Chooses the width of each step: tokens that a request brings, the last sampled one included; 1: no guesses."""
+
+    def __init__(self, settings: AdaptiveSettings, num_draft_tokens: int, step_ms: StepTimes) -> None:
+        """step_ms: times for several numbers of requests, the same on every rank; empty: nothing was measured, and
+        every step brings `num_draft_tokens`."""
+        steps = settings.candidate_steps or tuple(range(1, num_draft_tokens))
+        asked = (1, *(step + 1 for step in steps if step < num_draft_tokens))
+        measured = {width for _, width in step_ms}
+        self.widths = tuple(sorted(width for width in asked if width in measured)) or (num_draft_tokens,)
+        self._settings = settings
+        self._times = {
+            width: sorted((requests, ms) for (requests, at), ms in step_ms.items() if at == width)
+            for width in self.widths
+        }
+        self._acceptance = AcceptanceRates(num_draft_tokens - 1)
+        self._width = 0
+        """Last choice; 0: there is none."""
+        self._load = 0
+        self._steps = 0
+        """Number of steps since the last choice."""
+        self._verified = 0
+        """Number of steps of this interval that brought guesses."""
+        self._without = 0
+        """Number of steps since there were guesses."""
+        self._probe = 0
+        """Number of steps of a probe that are left."""
+
+    @property
+    def rates(self) -> list[float]:
+        """Returns the estimated share of right guesses at each place behind right ones."""
+        return self._acceptance.rates()
+
+    def observe(self, widths: Sequence[int], counts: Sequence[int]) -> None:
+        """Counts a step's result: for each request how many tokens it brought, and how many stand."""
+        if max(widths, default=1) == 1:
+            return
+        for width, count in zip(widths, counts, strict=True):
+            self._acceptance.observe(width, count)
+        self._verified += 1
+        if self._verified == self._settings.update_interval:
+            self._acceptance.decay(self._settings.ema_alpha)
+            self._verified = 0
+
+    def next_width(self, num_requests: int) -> int:
+        """Returns the width of the step that is launched now, of `num_requests` requests."""
+        if len(self.widths) == 1:
+            return self.widths[0]
+        self._steps += 1
+        load = self._measured_load(num_requests)
+        if not self._width or load != self._load or self._steps >= self._settings.update_interval:
+            self._width, self._load, self._steps = self._choice(num_requests), load, 0
+        return self._probed(num_requests)
+
+    def _probed(self, num_requests: int) -> int:
+        """Returns the choice, or now and then some guesses where the choice is to have none: acceptance changes with
+        texts."""
+        if self._width > 1:
+            self._without = self._probe = 0
+            return self._width
+        self._without += 1
+        if self._without >= self._settings.probe_interval:
+            self._without, self._probe = 0, PROBE_STEPS
+        if not self._probe:
+            return 1
+        self._probe -= 1
+        speeds = self._speeds(num_requests)
+        return max(self.widths[1:], key=lambda width: (speeds[width], -width))
+
+    def _choice(self, num_requests: int) -> int:
+        """Returns the fastest width; the present one unless another is faster by a margin."""
+        speeds = self._speeds(num_requests)
+        best = max(self.widths, key=lambda width: (speeds[width], -width))
+        if self._width and speeds[best] <= speeds[self._width] * (1 + self._settings.hysteresis):
+            return self._width
+        return best
+
+    def _speeds(self, num_requests: int) -> dict[int, float]:
+        """Returns the tokens of a request in a millisecond, for each width."""
+        expected = self._acceptance.expected_tokens(self.widths)
+        return {width: expected[width] / self._step_ms(num_requests, width) for width in self.widths}
+
+    def _step_ms(self, num_requests: int, width: int) -> float:
+        """Returns the time of a step of the next larger measured number of requests, to which the step is padded.
+        Beyond the largest number, times grow in proportion to the requests."""
+        times = self._times[width]
+        index = bisect_left(times, (num_requests, 0.0))
+        if index < len(times):
+            return times[index][1]
+        requests, ms = times[-1]
+        return ms * num_requests / requests
+
+    def _measured_load(self, num_requests: int) -> int:
+        """Returns a number for the load; loads of one number have the same times, up to a factor that all widths
+        share."""
+        times = self._times[self.widths[-1]]
+        return bisect_left(times, (num_requests, 0.0))

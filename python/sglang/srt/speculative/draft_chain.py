@@ -1,0 +1,57 @@
+"""Guesses of a draft model, one after the other: EAGLE, EAGLE3, multi-token prediction, or a small model of its own.
+
+A chain of n guesses runs the draft's layers over the rows of the target's step, so that the draft has keys and values
+of all tokens that the target has, and then over one further token of each request at a time.
+
+    target     row i   token i                        -> hidden state i
+    shifted    row i   token i + 1, hidden state i    -> guess of token i + 2      EAGLE, EAGLE3, MTP
+    alone      row i   token i                        -> guess of token i + 1      STANDALONE
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from sglang.srt.models.draft_model import DraftModel
+from sglang.srt.speculative.drafter import DraftStep
+
+
+def tokens_ahead(num_tokens: int, shifted: bool) -> int:
+    """Returns `Drafter.tokens_ahead` of a chain: its last guess has no row."""
+    return num_tokens - (2 if shifted else 1)
+
+
+class DraftChain:
+    """Guesses a chain of tokens with a draft model. Implements Drafter. One request brings the whole chain, whatever
+    its first guesses were worth."""
+
+    def __init__(self, model: DraftModel, num_tokens: int) -> None:
+        self.model, self.num_tokens = model, num_tokens
+        self.captures, self.caches = model.captures, tuple(model.caches)
+        self.tokens_ahead = tokens_ahead(num_tokens, model.shifted)
+        self.reads_next_token = model.shifted
+
+    def begin(self, slot: int, tokens: Sequence[int]) -> None:
+        pass
+
+    def propose(self, step: DraftStep, num_guesses: int) -> torch.Tensor:
+        """Computes the guesses. The rows of the step are computed whatever num_guesses is: later guesses read them."""
+        shifted, model = self.model.shifted, self.model
+        features = model.features(step.hidden, step.captured)
+        ids = step.next_ids if shifted else step.batch.input_ids
+        batch = replace(step.batch, input_ids=ids, captured=[], handed_on={}, state_records=None)
+        state = model(batch, features)[step.last_rows]
+        guesses: list[torch.Tensor] = []
+        last = step.tokens
+        for i in range(num_guesses):
+            position = step.lens.to(torch.int64) + i
+            if not shifted or i:
+                row = position - 1 if shifted else position
+                state = model(step.build_batch(last, step.slots, row, step.ends), state if shifted else None)
+            # What a request has no token for is no number in a row of padding: token 0 instead.
+            last = step.draw(model.logits(state), step.slots, position + 1).clamp(min=0)
+            guesses.append(last)
+        return torch.stack(guesses, 1) if guesses else step.tokens.new_empty((len(step.tokens), 0))

@@ -1,0 +1,124 @@
+"""Interface of drafters, which guess the tokens that a step verifies, and of what they may read for it.
+
+A step that verifies brings the last sampled token of each request and up to k - 1 guesses of what follows. It samples
+at every position with the noise of (seed, position), exactly as steps of one token would. A guess is accepted if it is
+the token that was sampled before it, so the request gets the tokens that it would get without guesses, several at a
+time. Reference for keyed noise instead of rejection sampling: any draw from the same distribution is right, and the one
+that the plain run makes is the only one that keeps outputs reproducible.
+
+Only the device knows how many guesses were accepted when the next step is launched. It keeps the lengths; the host
+plans with upper bounds until the result arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.mem_cache.memory_pool import CacheStore
+
+Draw = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Draws tokens: (logits [R, V] fp32, request slots [R] int64, positions [R] integers of the tokens that are drawn) ->
+[R] int64."""
+
+
+class BuildBatch(Protocol):
+    """Makes the batch of a further step of R requests with one token each, for the layers of a draft."""
+
+    def __call__(
+        self, ids: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, ends: torch.Tensor
+    ) -> ForwardBatch:
+        """Makes the batch. ids, slots, positions [R] int64; ends [R] int32. Rows at positions that have no cache slot
+        (`ends` and behind) become padding."""
+
+
+@dataclass(slots=True)
+class DraftStep:
+    """A step that is computed and sampled: T rows, of which R requests were sampled. All are device tensors."""
+
+    batch: ForwardBatch
+    """Batch of the target's step. Its metadata holds the attention sites of draft layers, too."""
+    next_ids: torch.Tensor  # [T] int64, the token behind each row: of the prompt, or as it was sampled
+    hidden: torch.Tensor  # [T, H] final hidden states of the target, behind its final norm
+    captured: Sequence[torch.Tensor]  # residual streams [T, H] behind the layers `Drafter.captures`
+    last_rows: torch.Tensor  # [R] int64, of T: the last row of each sampled request that stands
+    slots: torch.Tensor  # [R] int64, request slots
+    lens: torch.Tensor  # [R] int32, computed tokens: the position of
+    tokens: torch.Tensor  # [R] int64, sampled last
+    ends: torch.Tensor  # [R] int32, positions from here on have no cache slot
+    draw: Draw
+    """Function that draws tokens as the target samples: greedily, or with its keyed noise, temperature and filters. A
+    draft that draws with the same noise agrees with the target far more often than one that draws alone (Gumbel
+    coupling, arXiv 2408.07978)."""
+    build_batch: BuildBatch
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens. A wrong guess costs time, never a token."""
+
+    num_tokens: int
+    """k, the most tokens that a request brings to a step, the last sampled one included."""
+    captures: tuple[int, ...]
+    """Target layers whose outputs the drafter reads."""
+    tokens_ahead: int
+    """Number of positions from the last sampled token on in which the drafter keeps keys and values of its own; 0:
+    none."""
+    reads_next_token: bool
+    """Whether the drafter's keys and values of a position depend on the token behind it, too."""
+
+    caches: tuple[CacheStore, ...]
+    """Caches of the drafter's layers, which the pools fill in."""
+
+    def begin(self, slot: int, tokens: Sequence[int]) -> None:
+        """Takes the request slot for a request with these tokens; some of them may come from the cache."""
+
+    def propose(self, step: DraftStep, num_guesses: int) -> torch.Tensor:
+        """Returns guesses [R, num_guesses] int64 for the positions behind `lens`, 0 to k - 1 of them. Launched behind
+        every step; never waits for the device; may be captured in a CUDA graph."""
+
+
+@dataclass(slots=True)
+class DrafterElsewhere:
+    """The drafter of a pipeline's stages before the last one, which has the real one. Implements Drafter."""
+
+    num_tokens: int
+    tokens_ahead: int
+    reads_next_token: bool
+    captures: tuple[int, ...] = ()
+    caches: tuple[CacheStore, ...] = ()
+
+    def begin(self, slot: int, tokens: Sequence[int]) -> None:
+        raise AssertionError("the last stage drafts")
+
+    def propose(self, step: DraftStep, num_guesses: int) -> torch.Tensor:
+        raise AssertionError("the last stage drafts")
+
+
+def accept(tokens: torch.Tensor, guesses: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
+    """Returns how many of the sampled tokens [R, k] stand, [R] int32: the first, and each one whose predecessor was
+    guessed.
+
+    guesses [R, k - 1]; widths [R] int32: of a request's k rows, only the first `widths` are its own.
+
+    >>> accept(torch.tensor([[5, 6, 7]]), torch.tensor([[5, 9]]), torch.tensor([3]))
+    tensor([2], dtype=torch.int32)
+    """
+    row = torch.arange(1, tokens.shape[1], device=tokens.device)
+    right = (tokens[:, :-1] == guesses) & (row < widths[:, None])
+    return right.cumprod(dim=1).sum(dim=1, dtype=torch.int32) + 1
+
+
+def simulated_counts(length: float, lens: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
+    """Returns counts [R] int32 for measurements, as `accept` does, of `length` tokens on average as far as `widths`
+    allow. Requests at other positions (lens [R] int32) get the whole number below or above.
+
+    >>> simulated_counts(2.0, torch.tensor([7, 8]), torch.tensor([4, 1]))
+    tensor([2, 1], dtype=torch.int32)
+    """
+    below = int(length)
+    phase = (lens.to(torch.int64) * 40503 % 1024).to(torch.float32) / 1024
+    return torch.minimum(below + (phase < length - below).to(torch.int32), widths.to(torch.int32)).clamp(min=1)

@@ -1,0 +1,315 @@
+"""Trains the drafts of the embedded model and says how many of their guesses stand.
+
+A draft learns the target's distribution of the next token at every place of an answer, for three guesses in a row
+(training-time test of arXiv 2503.01840). Half of its texts are the target's own, greedy and sampled, the others the
+answers that the target was trained on; the target's distribution, not the text, is what is learned.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from tiny_model.draft_heads import CAPTURES, EAGLE3_CONFIG, Attended, Draft, Eagle3Head, MtpLayer
+from tiny_model.draft_texts import GREEDY, LONGEST_ANSWER, LONGEST_PROMPT, Text, noise_rows, noise_table, write_texts
+from tiny_model.export import load_weights
+from tiny_model.mixture import TASKS, Encoder, documents
+from tiny_model.model import TinyModel
+
+GUESSES = 3
+DEPTH_WEIGHT = 0.8
+"""Of a guess beside the one before it, in the loss."""
+TOKENS_A_BATCH = 4096
+RATES = (2e-3, 1e-3)
+"""Learning rates of the head, which begins as noise, and of the layer, which begins as the target's last one."""
+KEPT_TOKENS = 512
+"""Of the vocabulary, in the EAGLE-3 head."""
+WEIGHTS_FILE, MTP_FILE, INDEX_FILE = "model.safetensors", "mtp.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """`answer`: the places of `ids` that the target writes. `seed`: as of Text."""
+
+    ids: list[int]
+    answer: list[bool]
+    seed: int = GREEDY
+
+    @classmethod
+    def of(cls, text: Text) -> Sample:
+        return cls(text.ids, [place >= text.begin for place in range(len(text.ids))], text.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """`streams` [B, L, captures, H] and `hidden` [B, L, H] of the target; `rows`, `columns` [n]: the draft rows that
+    guess the token two places on."""
+
+    tokens: Tensor
+    streams: Tensor
+    hidden: Tensor
+    rows: Tensor
+    columns: Tensor
+
+    def stored(self) -> Batch:
+        """In half of the memory."""
+        return replace(self, streams=self.streams.bfloat16(), hidden=self.hidden.bfloat16())
+
+    def used(self) -> Batch:
+        return replace(self, streams=self.streams.float(), hidden=self.hidden.float())
+
+
+# --- what the target computes -----------------------------------------------------------------------------------------
+
+
+def load_target(directory: Path, device: str) -> TinyModel:
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    target = TinyModel(config, torch.float32)
+    load_weights(target, directory)
+    return target.requires_grad_(False).to(device)
+
+
+def corpus(directory: Path, count: int, seed: int) -> list[Sample]:
+    """Documents of the target's training, short ones."""
+    encoder = Encoder(Tokenizer.from_file(str(directory / "tokenizer.json")))
+    shares = {name: task.share for name, task in TASKS.items() if task.share}
+    given: list[Sample] = []
+    for document in documents(encoder, random.Random(f"drafts/corpus/{seed}"), shares):
+        if len(document.tokens) <= LONGEST_PROMPT + LONGEST_ANSWER:
+            given.append(Sample(document.tokens, document.answer))
+        if len(given) == count:
+            break
+    return given
+
+
+def batches(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
+    """Samples of similar length together."""
+    group: list[Sample] = []
+    for sample in sorted(samples, key=lambda sample: len(sample.ids)):
+        if group and (len(group) + 1) * len(sample.ids) > TOKENS_A_BATCH:
+            yield group
+            group = []
+        group.append(sample)
+    if group:
+        yield group
+
+
+@torch.no_grad()
+def computed(target: TinyModel, samples: Sequence[Sample]) -> Batch:
+    length, device = max(len(sample.ids) for sample in samples), target.embedding.device
+    tokens = torch.tensor([sample.ids + [0] * (length - len(sample.ids)) for sample in samples], device=device)
+    answer = torch.tensor([sample.answer + [False] * (length - len(sample.ids)) for sample in samples], device=device)
+    streams: list[Tensor] = []
+    hooks = [
+        target.layers[layer].register_forward_hook(lambda module, given, out: streams.append(out[0]))
+        for layer in CAPTURES
+    ]
+    positions = torch.arange(length, device=device).expand(len(samples), -1)
+    hidden, _ = target(tokens, positions, torch.zeros_like(tokens))
+    for hook in hooks:
+        hook.remove()
+    rows, columns = answer[:, 2:].nonzero(as_tuple=True)
+    return Batch(tokens, torch.stack(streams, dim=2), hidden, rows, columns)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def guesses(draft: Draft, target: TinyModel, batch: Batch, count: int) -> Iterator[Tensor]:
+    """Of each guess in turn what `draft.logits` reads, [B, L, H]. In a server the token of a row is the guess before
+    it; here it is the text's, which is the same where that guess stands."""
+    embedded = F.embedding(batch.tokens.roll(-1, dims=1), target.embedding)
+    features, before = draft.features(batch.streams, batch.hidden), Attended([], [])
+    for _ in range(count):
+        state, features = draft(embedded, features, before)
+        yield state
+        features = features.roll(1, dims=1)
+
+
+def draft_loss(draft: Draft, target: TinyModel, batch: Batch) -> Tensor:
+    """Cross entropy with the target's distribution, of which the tokens that a reduced head lacks are left out."""
+    with torch.no_grad():
+        wanted = target.logits(batch.hidden[batch.rows, batch.columns + 1]).softmax(-1)[:, draft.kept]
+    total = wanted.new_zeros(())
+    for depth, state in enumerate(guesses(draft, target, batch, GUESSES)):
+        logits = draft.logits(state[batch.rows, batch.columns])
+        total = total - DEPTH_WEIGHT**depth * (wanted * logits.log_softmax(-1)).sum(-1).mean()
+    return total
+
+
+def train(draft: Draft, target: TinyModel, samples: Sequence[Sample], minutes: float, rate: float) -> None:
+    """Until the minutes are over; the rate falls with a cosine."""
+    given = [computed(target, group).stored() for group in batches(samples)]
+    parameters = [parameter for parameter in draft.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
+    started, step, losses = time.monotonic(), 0, []
+    rng = random.Random(0)
+    while (share := (time.monotonic() - started) / (60 * minutes)) < 1:
+        if step % len(given) == 0:
+            rng.shuffle(given)
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(1.0, (step + 1) / 30) * (0.5 + 0.5 * math.cos(math.pi * share))
+        loss = draft_loss(draft, target, given[step % len(given)].used())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())  # read seldom: reading waits for the device
+        step += 1
+        if step % 50 == 0:
+            recent = float(sum(losses[-50:])) / 50
+            print(f"{type(draft).__name__}: step {step}, {100 * share:.0f}% of the time, loss {recent:.3f}", flush=True)
+
+
+# --- acceptance -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Acceptance:
+    """Of the guesses 1 to GUESSES at every place of the answers: the share that stands if those before it do.
+    `length`: tokens a step, the sampled one included, where each step begins behind the one before. `verified`: steps
+    that bring guesses; one to which a single token is left brings none."""
+
+    shares: list[float]
+    length: float
+    verified: int
+
+    def __str__(self) -> str:
+        return f"{', '.join(f'{100 * share:.1f}%' for share in self.shares)}; {self.length:.2f} tokens a step"
+
+
+@torch.no_grad()
+def acceptance(draft: Draft, target: TinyModel, samples: Sequence[Sample]) -> Acceptance:
+    """Greedy guesses for greedy texts. For sampled ones a guess is the largest of the draft's logits plus the noise
+    that chose the target's token there, as a server draws both."""
+    reached, stood = [0] * GUESSES, [0] * GUESSES
+    steps = written = verified = 0
+    for group in batches(samples):
+        batch = computed(target, group)
+        right = torch.stack(
+            [_right(draft, state, batch, group) for state in guesses(draft, target, batch, GUESSES)], -1
+        )
+        for row, sample in enumerate(group):
+            begin, end = sample.answer.index(True), len(sample.ids)
+            place = begin + 1  # the first token of an answer is the prompt's step's
+            for start in range(begin + 1, end):
+                length = _stand(right[row], start, end)
+                for depth in range(min(length + 1, GUESSES, end - start)):
+                    reached[depth] += 1
+                    stood[depth] += depth < length
+                if start == place:
+                    steps, place = steps + 1, start + length + 1
+                    verified += start < end - 1
+            written += end - begin - 1
+    return Acceptance([s / r for s, r in zip(stood, reached, strict=True)], written / steps, verified)
+
+
+def _stand(right: Tensor, start: int, end: int) -> int:
+    """How many guesses stand from the token at `start` on; right [L, GUESSES] by draft row."""
+    length = 0
+    while length < GUESSES and start + length < end and bool(right[start + length - 2, length]):
+        length += 1
+    return length
+
+
+def _right(draft: Draft, state: Tensor, batch: Batch, group: Sequence[Sample]) -> Tensor:
+    """[B, L] bool: whether the guess of a row is the token two places on."""
+    logits = draft.logits(state)
+    for row, sample in enumerate(group):
+        if sample.seed != GREEDY:
+            begin = sample.answer.index(True)
+            places = [noise_rows([sample.seed], place - begin)[0] for place in range(begin, len(sample.ids))]
+            noise = noise_table(draft.vocab_size)[places].to(logits.device)
+            logits[row, begin - 2 : len(sample.ids) - 2] += noise[:, draft.kept]
+    return draft.kept[logits.argmax(-1)] == batch.tokens.roll(-2, dims=1)
+
+
+# --- all of it --------------------------------------------------------------------------------------------------------
+
+
+def kept_tokens(samples: Iterable[Sample], count: int) -> Tensor:
+    """The tokens that answers have most often, ascending."""
+    uses = Counter(token for sample in samples for token, own in zip(sample.ids, sample.answer, strict=True) if own)
+    return torch.tensor(sorted(token for token, _ in uses.most_common(count)))
+
+
+def save_eagle3(head: Eagle3Head, target: TinyModel, output: Path) -> None:
+    """config.json and model.safetensors as LlamaForCausalLMEagle3 is published."""
+    output.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        **EAGLE3_CONFIG,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "vocab_size": target.config["vocab_size"],
+        "draft_vocab_size": len(head.kept),
+        "target_hidden_size": target.config["hidden_size"],
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(CAPTURES), "use_aux_hidden_state": True},
+    }
+    (output / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    _save(head.tensors(), output / WEIGHTS_FILE)
+
+
+def save_mtp(layer: MtpLayer, directory: Path, output: Path) -> None:
+    """mtp.safetensors, and an index that names it beside the target's weights in `directory`."""
+    from safetensors import safe_open
+
+    output.mkdir(parents=True, exist_ok=True)
+    tensors = layer.tensors()
+    _save(tensors, output / MTP_FILE)
+    with safe_open(directory / WEIGHTS_FILE, framework="pt") as weights:
+        places = dict.fromkeys(weights.keys(), WEIGHTS_FILE) | dict.fromkeys(tensors, MTP_FILE)
+    size = sum((folder / name).stat().st_size for folder, name in ((directory, WEIGHTS_FILE), (output, MTP_FILE)))
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+    (output / INDEX_FILE).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    stored = {
+        name: (t.bfloat16() if t.is_floating_point() else t).cpu().contiguous().clone() for name, t in tensors.items()
+    }
+    save_file(stored, str(path), metadata={"format": "pt"})
+    path.chmod(0o644)
+
+
+def rounded(draft: Draft) -> None:
+    """The weights as the file has them."""
+    for parameter in draft.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+
+
+def train_drafts(
+    directory: Path, output: Path, texts: int, documents: int, minutes: float, held_out: int, device: str
+) -> None:
+    """Of the model in `directory` into `output`/eagle3 and `output`/mtp; `minutes` of training for each."""
+    target, tokenizer = load_target(directory, device), Tokenizer.from_file(str(directory / "tokenizer.json"))
+    own = [Sample.of(text) for text in write_texts(target, tokenizer, texts, False)]
+    judged = [Sample.of(text) for text in write_texts(target, tokenizer, held_out, True)]
+    samples = own + corpus(directory, documents, 0)
+    drafts: list[Draft] = [Eagle3Head(target, kept_tokens(samples, KEPT_TOKENS).to(device)), MtpLayer(target)]
+    for draft, rate in zip(drafts, RATES, strict=True):
+        draft.to(device)
+        train(draft, target, samples, minutes, rate)
+        rounded(draft)
+        for name, sampled in (("greedy", False), ("temperature 1", True)):
+            chosen = [sample for sample in judged if (sample.seed != GREEDY) == sampled]
+            print(f"{type(draft).__name__}, {name}: {acceptance(draft, target, chosen)}", flush=True)
+        if isinstance(draft, Eagle3Head):
+            save_eagle3(draft, target, output / "eagle3")
+        else:
+            save_mtp(draft, directory, output / "mtp")

@@ -1,0 +1,142 @@
+"""External texts: from documents to sorted tokens in a file, with limits, and what the device has of them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.errors import UserError
+from sglang.srt.layers.native_ngram import ngram_guesses
+from sglang.srt.managers.front.corpora import MAX_CORPORA, ExternalCorpora, read_documents
+from sglang.srt.managers.front.generate_request import RequestError
+from sglang.srt.managers.wire.io_struct import ControlReply
+from sglang.srt.speculative.corpus import DeviceCorpus
+
+
+class Schedulers:
+    """Encodes characters, and loads what it is told to."""
+
+    def __init__(self, capacity: int) -> None:
+        self.corpus = DeviceCorpus(capacity, "cpu")
+        self.ok = True
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [ord(letter) for letter in text]
+
+    async def control(self, kind: str, args: dict[str, Any], timeout: float) -> ControlReply:
+        assert kind == "set_corpora"
+        if self.ok:
+            self.corpus.load(Path(args["path"]))
+        return ControlReply("", self.ok, "" if self.ok else "no")
+
+    def guess(self, text: str, count: int) -> str:
+        tokens = [ord(letter) for letter in text]
+        history = torch.zeros(2, 100, dtype=torch.int32)
+        history[1, : len(tokens)] = torch.tensor(tokens)
+        slots, lens, last = torch.tensor([1]), torch.tensor([len(tokens) - 1]), torch.tensor(tokens[-1:])
+        guesses = ngram_guesses(history, slots, lens, last, 8, count, self.corpus.arrays)
+        return "".join(map(chr, guesses[0].tolist()))
+
+
+def corpora(schedulers: Schedulers, directory: Path, max_tokens: int = 60) -> ExternalCorpora:
+    return ExternalCorpora(schedulers.encode, schedulers.control, directory, 8, max_tokens)
+
+
+def test_texts_come_and_go(tmp_path: Path) -> None:
+    async def run() -> None:
+        schedulers = Schedulers(60)
+        texts = corpora(schedulers, tmp_path)
+        assert schedulers.guess("the ca", 3) == "aaa"
+        assert await texts.add("a", ["the cat sat", "a dog"]) == ("a", 18)
+        assert schedulers.guess("the ca", 5) == "t sat"
+        assert schedulers.guess("sat", 3) == "\0a "  # of the separator no token is made
+        name, count = await texts.add(None, ["the cart"])
+        assert texts.token_counts == {"a": 18, name: 9} and count == 9
+        assert schedulers.guess("the car", 1) == "t"
+        await texts.remove("a")
+        assert schedulers.guess("the c", 3) == "art"
+        await texts.remove(name)
+        assert schedulers.guess("the ca", 3) == "aaa" and not texts.token_counts
+        assert len(list(tmp_path.iterdir())) == 1  # the version that stands
+
+    asyncio.run(run())
+
+
+def test_own_tokens_come_first_where_they_agree_as_far(tmp_path: Path) -> None:
+    async def run() -> None:
+        schedulers = Schedulers(60)
+        await corpora(schedulers, tmp_path).add("a", ["xyz1"])
+        assert schedulers.guess("xyz2 xyz", 1) == "2"
+        assert schedulers.guess("yz2 xyz", 1) == "1"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("corpus_id", "documents", "message"),
+    [
+        ("a", ["b"], "corpus 'a' already"),
+        ("b", ["x" * 52], "--speculative-ngram-external-corpus-max-tokens 60"),
+        ("b", ["x" * 25, "y" * 26], "--speculative-ngram-external-corpus-max-tokens 60"),
+        ("b", ["", ""], "not empty"),
+        ("b" * 257, ["b"], "256 characters"),
+    ],
+)
+def test_refused_texts_change_nothing(corpus_id: str, documents: list[str], message: str, tmp_path: Path) -> None:
+    async def run() -> None:
+        schedulers = Schedulers(60)
+        texts = corpora(schedulers, tmp_path)
+        await texts.add("a", ["1234567"])
+        with pytest.raises(RequestError, match=message):
+            await texts.add(corpus_id, documents)
+        assert texts.token_counts == {"a": 8} and schedulers.guess("123", 4) == "4567"
+        await texts.add("c", ["z" * 51])  # what is left
+
+    asyncio.run(run())
+
+
+def test_unknown_and_too_many(tmp_path: Path) -> None:
+    async def run() -> None:
+        texts = corpora(Schedulers(2 * MAX_CORPORA + 2), tmp_path, 2 * MAX_CORPORA + 2)
+        with pytest.raises(RequestError, match="no corpus 'a'"):
+            await texts.remove("a")
+        for i in range(MAX_CORPORA):
+            await texts.add(str(i), ["x"])
+        with pytest.raises(RequestError, match=f"{MAX_CORPORA} corpora already"):
+            await texts.add("more", ["x"])
+
+    asyncio.run(run())
+
+
+def test_schedulers_that_refuse_are_an_error(tmp_path: Path) -> None:
+    async def run() -> None:
+        schedulers = Schedulers(60)
+        schedulers.ok = False
+        texts = corpora(schedulers, tmp_path)
+        with pytest.raises(RequestError, match="no") as caught:
+            await texts.add("a", ["x"])
+        assert caught.value.status_code == 500 and not texts.token_counts
+
+    asyncio.run(run())
+
+
+def test_files_of_texts(tmp_path: Path) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text('"one"\n\n{"text": "two", "id": 3}\n')
+    assert read_documents(str(path)) == ["one", "two"]
+    plain = tmp_path / "text.md"
+    plain.write_text('"one"\n')
+    assert read_documents(str(plain)) == ['"one"\n']
+    path.write_text('"one"\n{"content": "two"}\n')
+    with pytest.raises(UserError, match="line 2: expected a JSON string"):
+        read_documents(str(path))
+    path.write_text("one\n")
+    with pytest.raises(UserError, match="line 1"):
+        read_documents(str(path))
+    with pytest.raises(UserError, match="cannot be read"):
+        read_documents(str(tmp_path / "none"))

@@ -1,0 +1,145 @@
+"""Draft heads in plain fp32 torch, written from the published formats: whole sequences, no cache, no batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Weights = Mapping[str, Tensor]
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def rotate(x: Tensor, theta: float, rot_dim: int = 0) -> Tensor:
+    """x [n, heads, D] at positions 0 .. n - 1; pairs lie half of the rotated dims apart."""
+    dim = rot_dim or x.shape[-1]
+    angles = torch.arange(len(x))[:, None] / theta ** (torch.arange(0, dim, 2) / dim)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    a, b = x[..., : dim // 2], x[..., dim // 2 : dim]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, x[..., dim:]), dim=-1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """[n, heads, D] each, causal -> [n, heads * D]."""
+    groups = q.shape[1] // k.shape[1]
+    q, k, v = (t.transpose(0, 1) for t in (q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
+    scores = (q @ k.transpose(1, 2)) * scale
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1).flatten(1)
+
+
+def grouped_queries(x: Tensor, w: Weights, at: str, config: Mapping[str, Any]) -> Tensor:
+    """x [n, in] -> [n, H] of `at`q_proj and so on, biases where there are any."""
+    dim = config["head_dim"]
+    q, k, v = (F.linear(x, w[f"{at}{p}_proj.weight"], w.get(f"{at}{p}_proj.bias")) for p in "qkv")
+    q, k, v = (t.unflatten(-1, (-1, dim)) for t in (q, k, v))
+    q, k = rotate(q, config["rope_theta"]), rotate(k, config["rope_theta"])
+    return attend(q, k, v, dim**-0.5) @ w[f"{at}o_proj.weight"].T
+
+
+def gated_mlp(x: Tensor, w: Weights, at: str) -> Tensor:
+    gate, up = x @ w[f"{at}gate_proj.weight"].T, x @ w[f"{at}up_proj.weight"].T
+    return (F.silu(gate) * up) @ w[f"{at}down_proj.weight"].T
+
+
+@dataclass
+class Target:
+    """What drafts read of a transformers model: embeddings, streams behind its layers, final hidden states, logits."""
+
+    model: Any
+
+    @torch.inference_mode()
+    def streams(self, tokens: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+        """The residual stream [n, H] behind every layer, and the final hidden states."""
+        outputs: list[Tensor] = []
+        decoder = self.model.get_decoder()
+        hooks = [
+            layer.register_forward_hook(
+                lambda module, args, out: outputs.append((out[0] if isinstance(out, tuple) else out)[0])
+            )
+            for layer in decoder.layers
+        ]
+        hidden = decoder(torch.tensor([list(tokens)])).last_hidden_state[0]
+        for hook in hooks:
+            hook.remove()
+        return outputs, hidden
+
+    def embedded(self, tokens: Sequence[int]) -> Tensor:
+        return self.model.get_input_embeddings().weight[torch.tensor(list(tokens))]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.model.get_output_embeddings().weight.T
+
+
+Rows = Callable[[Sequence[int], Tensor], Tensor]
+"""(tokens [n], features [n, H]) -> the states [n, H] of a draft."""
+
+
+@torch.inference_mode()
+def chain(tokens: list[int], features: Tensor, rows: Rows, logits: Callable[[Tensor], Tensor], count: int) -> Tensor:
+    """Row i of token i + 1 and features i; every guess is a row more, whose features are the state before it."""
+    ids, given = list(tokens[1:]), []
+    for _ in range(count):
+        state = rows(ids, features)
+        given.append(logits(state[-1]))
+        ids.append(int(given[-1].argmax()))
+        features = torch.cat((features, state[-1:]))
+    return torch.stack(given)
+
+
+@dataclass
+class Eagle3:
+    """`captures`: the target's layers whose outputs are read, first to last."""
+
+    w: Weights
+    config: Mapping[str, Any]
+    target: Target
+    captures: Sequence[int]
+    before_residual: bool = False
+    norm_output: bool = False
+
+    def features(self, tokens: list[int]) -> Tensor:
+        streams, _ = self.target.streams(tokens[:-1])
+        eps, captured = self.config["rms_norm_eps"], [streams[layer] for layer in self.captures]
+        names = [f"fc_norm.{i}.weight" for i in range(len(captured))]
+        if names[0] in self.w:
+            captured = [rms(rows, self.w[name], eps) for rows, name in zip(captured, names, strict=True)]
+        joined = torch.cat(captured, dim=-1)
+        joined = rms(joined, self.w["input_norm.weight"], eps) if "input_norm.weight" in self.w else joined
+        return joined @ self.w["fc.weight"].T
+
+    def rows(self, ids: Sequence[int], features: Tensor) -> Tensor:
+        w, eps = self.w, self.config["rms_norm_eps"]
+        normed = rms(features, w["layers.0.hidden_norm.weight"], eps)
+        x = torch.cat((rms(self.target.embedded(ids), w["layers.0.input_layernorm.weight"], eps), normed), dim=-1)
+        h = (normed if self.before_residual else features) + self.attention(x, 0)
+        h = h + gated_mlp(rms(h, w["layers.0.post_attention_layernorm.weight"], eps), w, "layers.0.mlp.")
+        for i in range(1, self.config["num_hidden_layers"]):
+            h = h + self.attention(rms(h, w[f"layers.{i}.input_layernorm.weight"], eps), i)
+            h = h + gated_mlp(rms(h, w[f"layers.{i}.post_attention_layernorm.weight"], eps), w, f"layers.{i}.mlp.")
+        return rms(h, w["norm.weight"], eps) if self.norm_output else h
+
+    def attention(self, x: Tensor, layer: int) -> Tensor:
+        return grouped_queries(x, self.w, f"layers.{layer}.self_attn.", self.config)
+
+    def logits(self, state: Tensor) -> Tensor:
+        w = self.w
+        state = state if self.norm_output else rms(state, w["norm.weight"], self.config["rms_norm_eps"])
+        if "lm_head.weight" not in w:
+            return self.target.logits(state)
+        own = state @ w["lm_head.weight"].T
+        if "d2t" not in w:
+            return own
+        return own.new_full((self.config["vocab_size"],), -torch.inf).index_copy(
+            0, w["d2t"] + torch.arange(len(own)), own
+        )
+
+    def __call__(self, tokens: list[int], count: int) -> Tensor:
+        return chain(tokens, self.features(tokens), self.rows, self.logits, count)

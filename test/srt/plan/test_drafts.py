@@ -1,0 +1,153 @@
+"""Drafts in the plan of their target: caches, sites, kernels, bytes. Synthetic GPUs; no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.quant_rules import QuantConfig, Rule, component
+from sglang.srt.configs.quantization import online_fp8
+from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import arch_by_name
+from sglang.srt.kernels.spec import NoKernel
+from sglang.srt.plan.drafts.config import stored_wide
+from sglang.srt.plan.plan import Plan, make_plan
+from sglang.srt.server_args import ServerArgs
+from srt.kernels.published import any_checkpoint, configs
+
+GIB = 1024**3
+PACKAGES = frozenset({"triton"})
+EAGLE3 = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "intermediate_size": 12288,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 40960,
+    "draft_vocab_size": 32000,
+    "torch_dtype": "bfloat16",
+}
+
+
+def write(folder: Path, config: dict[str, Any]) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def head_for(target: dict[str, Any]) -> dict[str, Any]:
+    text = target.get("text_config", target)
+    return EAGLE3 | {"hidden_size": text["hidden_size"], "vocab_size": text["vocab_size"]}
+
+
+def plan_of(
+    folder: str, arch: str = "rtx-pro-6000-server", free: float = 94 * GIB, rank: int = 0, **flags: Any
+) -> Plan:
+    args = ServerArgs.from_kwargs(model_path=folder, load_format="dummy", **flags)
+    model = ModelConfig.from_server_args(args)
+    return make_plan(args, model, arch_by_name(arch), int(free), PACKAGES, rank=rank)
+
+
+def test_a_head_is_a_part_of_its_targets_plan(tmp_path: Path) -> None:
+    config = configs()["qwen3"]
+    target, head = write(tmp_path / "target", config), write(tmp_path / "head", head_for(config))
+    plain = plan_of(target)
+    plan = plan_of(target, speculative_algorithm="EAGLE3", speculative_draft_model_path=head)
+    layers = config["num_hidden_layers"]
+    assert plan.draft is not None and plan.captures == (1, layers // 2 - 1, layers - 4)
+    (group,) = plan.caches
+    assert [member.layer_id for member in group.members] == [*range(layers), layers]
+    weights = plan.draft.weight_bytes("bfloat16")
+    hidden = config["hidden_size"]
+    # fc, attention over 2 H, MLP, the reduced head.
+    matrices = (
+        hidden * 3 * hidden + (32 + 16) * 128 * 2 * hidden + hidden * 32 * 128 + 3 * 12288 * hidden + 32000 * hidden
+    )
+    assert weights == pytest.approx(2 * matrices, rel=1e-3)
+    assert plan.memory.weights == plain.memory.weights + weights
+    assert plan.max_total_num_tokens < plain.max_total_num_tokens
+    assert {"fused_moe", "fused_moe/draft"}.isdisjoint(plan.choices) and plan.draft.description.reduced
+    view = plan.of_draft
+    assert view.description.layers[0].mixer.weights(hidden, 1)[0].cols == 2 * hidden
+    assert (hidden, 3 * hidden, False) in plan.choices["linear"].need.shapes
+
+
+def test_the_draft_of_experts_in_16_bits_has_a_kernel_of_its_own(tmp_path: Path) -> None:
+    target = any_checkpoint("Qwen3.5-122B-A10B-NVFP4", tmp_path)
+    plan = plan_of(str(target), speculative_algorithm="NEXTN", tp_size=2)
+    assert plan.draft is not None
+    routed, own = plan.choices["fused_moe"], plan.choices["fused_moe/draft"]
+    assert routed.need.quant == "nvfp4" and own.need.quant is None
+    assert (
+        plan.of_draft.choices["fused_moe"] is own and plan.of_draft.bands["fused_moe"] is plan.bands["fused_moe/draft"]
+    )
+    assert plan.draft.describe()["weights"] == ["16 bits"]
+
+
+def test_only_the_last_stage_has_the_draft(tmp_path: Path) -> None:
+    config = configs()["qwen3"]
+    target, head = write(tmp_path / "target", config), write(tmp_path / "head", head_for(config))
+    flags = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": head, "pp_size": 2}
+    first, last = (plan_of(target, rank=rank, **flags) for rank in range(2))
+    assert first.draft is None and last.draft is not None and first.captures == last.captures
+    layers = config["num_hidden_layers"]
+    ids = [[member.layer_id for group in plan.caches for member in group.members] for plan in (first, last)]
+    assert ids[0] + ids[1] == [*range(layers), layers]
+    assert first.max_total_num_tokens == last.max_total_num_tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("glm47", {"tp_size": 8}),
+        ("deepseek_v3", {"tp_size": 16}),
+        ("qwen35", {"tp_size": 2}),
+        ("Qwen3.6-27B-NVFP4", {}),
+        ("NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4", {"tp_size": 2}),
+        ("NVIDIA-Nemotron-3.5-Lightning-30B-A3B-NVFP4", {"speculative_num_steps": 2}),
+    ],
+)
+def test_families_draft_for_themselves(name: str, flags: dict[str, Any], tmp_path: Path) -> None:
+    plan = plan_of(str(any_checkpoint(name, tmp_path)), speculative_algorithm="NEXTN", **flags)
+    assert plan.draft is not None and plan.draft.description.kind == "MTP"
+    cached = {member.layer_id for group in plan.caches for member in group.members}
+    assert max(cached) >= plan.draft.description.first_layer
+
+
+def test_two_attention_backends_are_one_too_many(tmp_path: Path) -> None:
+    """Latents and heads: FlashInfer has a backend for each."""
+    config = configs()["deepseek_v3"]
+    target, head = write(tmp_path / "target", config), write(tmp_path / "head", head_for(config))
+    flags = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": head, "tp_size": 16}
+    plan = plan_of(target, **flags)
+    assert plan.choices["decode_attention"].spec.entry == plan.choices["decode_attention/128x128"].spec.entry
+    args = ServerArgs.from_kwargs(model_path=target, load_format="dummy", attention_backend="flashinfer", **flags)
+    packages = PACKAGES | {"flashinfer"}
+    with pytest.raises((UserError, NoKernel), match="--attention-backend triton"):
+        make_plan(args, ModelConfig.from_server_args(args), arch_by_name("sm_120"), 94 * GIB, packages)
+
+
+def test_tensors_in_16_bits_are_not_quantized_whatever_the_rules_say() -> None:
+    quantized = online_fp8("fp8").rules[1].quant
+    assert quantized is not None
+    for storage, wanted in (("fp8", None), ("online", quantized)):
+        quant = type(quantized)("fp8_channel", storage)
+        rules = QuantConfig("fp8", "config.json", (Rule((component("mlp", ""),), quant),))
+        stored = {
+            "a.mlp.experts.0.up_proj.weight": "BF16",
+            "b.mlp.up_proj.weight": "F8_E4M3",
+            "a.mlp.norm.bias": "BF16",
+        }
+        result = stored_wide(rules, stored)
+        assert result is not None
+        assert result.of("a.mlp.experts.7.up_proj") == (quant if wanted else None)
+        assert result.of("b.mlp.up_proj") == quant
+    assert stored_wide(None, {}) is None

@@ -1,0 +1,130 @@
+"""The choice of depth: by arithmetic on given times and results, against a search over all widths."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from sglang.srt.configs.speculative import AdaptiveSettings
+from sglang.srt.speculative.depth import PROBE_STEPS, AcceptanceRates, AdaptiveDepth
+
+LOADS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def times(row_ms: float, fixed_ms: float = 10.0, most: int = 8) -> dict[tuple[int, int], float]:
+    """Of steps that take `fixed_ms` and `row_ms` a token."""
+    return {(load, width): fixed_ms + row_ms * load * width for load in LOADS for width in range(1, most + 1)}
+
+
+def drawn(rng: random.Random, width: int, rate: float) -> int:
+    """Tokens of a request that stand where each guess is right in a share `rate` of cases."""
+    count = 1
+    while count < width and rng.random() < rate:
+        count += 1
+    return count
+
+
+def run(depth: AdaptiveDepth, num_requests: int, rate: float, steps: int, seed: int = 0) -> list[int]:
+    rng, widths = random.Random(seed), []
+    for _ in range(steps):
+        width = depth.next_width(num_requests)
+        widths.append(width)
+        depth.observe([width] * num_requests, [drawn(rng, width, rate) for _ in range(num_requests)])
+    return widths
+
+
+def fastest(step_ms: dict[tuple[int, int], float], load: int, rate: float) -> dict[int, float]:
+    """Width -> tokens a millisecond, by the formula."""
+    widths = {width for _, width in step_ms}
+    return {width: sum(rate**i for i in range(width)) / step_ms[load, width] for width in widths}
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.5, 0.8, 0.97])
+@pytest.mark.parametrize("row_ms", [0.0, 0.05, 1.0])
+@pytest.mark.parametrize("load", [1, 8, 64])
+def test_the_choice_is_nearly_the_fastest(load: int, row_ms: float, rate: float) -> None:
+    step_ms = times(row_ms)
+    depth = AdaptiveDepth(AdaptiveSettings(), 8, step_ms)
+    run(depth, load, rate, 600)
+    speeds = fastest(step_ms, load, rate)
+    chosen = run(depth, load, rate, 200, seed=1)
+    mean = sum(speeds[width] for width in chosen) / len(chosen)
+    assert mean >= 0.93 * max(speeds.values())
+    assert mean >= 0.97 * speeds[1]  # drafting must not cost more than this
+
+
+def test_no_guesses_under_load_and_many_when_it_is_over() -> None:
+    depth = AdaptiveDepth(AdaptiveSettings(), 4, times(1.0, most=4))
+    run(depth, 1, 0.6, 100)
+    assert depth.next_width(1) > 1
+    assert depth.next_width(64) == 1
+    assert depth.next_width(1) > 1
+
+
+def test_probes_find_that_guesses_pay_again() -> None:
+    settings = AdaptiveSettings(probe_interval=20)
+    depth = AdaptiveDepth(settings, 4, times(0.3, most=4))
+    assert run(depth, 16, 0.02, 200)[-1] == 1
+    quiet = run(depth, 16, 0.02, 240)
+    probes = sum(width > 1 for width in quiet)
+    assert PROBE_STEPS <= probes <= (240 // 20 + 1) * PROBE_STEPS
+    assert run(depth, 16, 0.99, 300)[-1] > 1
+
+
+def test_small_gains_do_not_change_the_width() -> None:
+    step_ms = {(1, 1): 10.0, (1, 2): 20.0}
+    depth = AdaptiveDepth(AdaptiveSettings(hysteresis=0.05), 2, step_ms)
+    assert run(depth, 1, 1.0, 400)[0] == 1  # expected 1.7 tokens in twice the time
+    calm = AdaptiveDepth(AdaptiveSettings(hysteresis=0.5), 2, {(1, 1): 10.0, (1, 2): 15.0})
+    first = calm.next_width(1)
+    assert {calm.next_width(1) for _ in range(50)} == {first}
+
+
+def test_ranks_agree() -> None:
+    ranks = [AdaptiveDepth(AdaptiveSettings(probe_interval=10), 6, times(0.2)) for _ in range(2)]
+    rng = random.Random(5)
+    for _ in range(500):
+        load = rng.choice([1, 3, 20, 200])
+        first, second = (depth.next_width(load) for depth in ranks)
+        assert first == second
+        counts = [drawn(rng, first, 0.5) for _ in range(load)]
+        for depth in ranks:
+            depth.observe([first] * load, counts)
+    assert ranks[0].rates == ranks[1].rates
+
+
+def test_candidates() -> None:
+    step_ms = times(0.0, most=6)
+    assert AdaptiveDepth(AdaptiveSettings(candidate_steps=(1, 3, 9)), 6, step_ms).widths == (1, 2, 4)
+    assert AdaptiveDepth(AdaptiveSettings(), 6, step_ms).widths == (1, 2, 3, 4, 5, 6)
+    assert AdaptiveDepth(AdaptiveSettings(), 6, {(1, 1): 1.0, (1, 6): 1.0}).widths == (1, 6)
+    without = AdaptiveDepth(AdaptiveSettings(), 6, {})
+    assert without.next_width(1) == without.next_width(100) == 6
+
+
+def test_steps_are_padded_to_measured_sizes() -> None:
+    """Between two measured loads the larger one counts, whose times are the other way round here."""
+    step_ms = {(1, 1): 10.0, (1, 4): 10.0, (8, 1): 10.0, (8, 4): 100.0}
+    depth = AdaptiveDepth(AdaptiveSettings(), 4, step_ms)
+    assert [depth.next_width(load) for load in (1, 2, 8, 1, 50)] == [4, 1, 1, 4, 1]
+
+
+def test_rates_of_places_that_were_not_reached_follow_the_one_before() -> None:
+    acceptance = AcceptanceRates(4)
+    for _ in range(100):
+        acceptance.observe(width=3, count=2)
+    first, second, third, fourth = acceptance.rates()
+    assert first > 0.95 and second < 0.1
+    assert third == fourth == second
+    for _ in range(100):
+        acceptance.decay(0.1)
+    assert acceptance.rates() == pytest.approx([0.7] * 4, abs=0.01)
+
+
+def test_requests_of_different_widths() -> None:
+    depth = AdaptiveDepth(AdaptiveSettings(), 3, times(0.0))
+    depth.observe([1, 3, 2], [1, 1, 2])
+    assert depth._acceptance.counts() == [(1.0, 2.0), (0.0, 0.0)]
+    depth.observe([1, 1], [1, 1])
+    assert depth._acceptance.counts() == [(1.0, 2.0), (0.0, 0.0)]

@@ -1,0 +1,111 @@
+"""Draft models in the scheduler: the tokens of the plain run, and at every step the guesses of a plain reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from sglang.srt.managers.scheduler.output import StopChecker
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler_setup import create_runner
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.drafter import DraftStep
+from srt.model_executor.test_verify_steps import GREEDY, SAMPLED, prompts, run
+from srt.models.draft_references import Eagle3, Target
+from srt.models.harness import save_tiny
+from srt.models.test_eagle3_drafts import CONFIG, save, weights
+from srt.models.test_mtp_drafts import build
+
+Reference = Callable[[list[int], int], Tensor]
+
+
+@dataclass
+class Pair:
+    target: Path
+    flags: dict[str, Any]
+    reference: Reference
+
+
+def eagle3(folder: Path) -> Pair:
+    target = Target(save_tiny("qwen3", folder / "target", num_hidden_layers=7))
+    tensors = weights(CONFIG)
+    draft = save(folder / "draft", CONFIG, tensors)
+    flags = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(draft)}
+    return Pair(folder / "target", flags, Eagle3(tensors, CONFIG, target, (1, 2, 3)))
+
+
+def mtp(folder: Path) -> Pair:
+    return Pair(folder, {"speculative_algorithm": "NEXTN"}, build("glm4_moe", folder))
+
+
+PAIRS: dict[str, Callable[[Path], Pair]] = {"eagle3": eagle3, "mtp": mtp}
+
+
+def scheduler_of(target: Path, **flags: Any) -> Scheduler:
+    args = ServerArgs.from_kwargs(
+        model_path=str(target),
+        skip_tokenizer_init=True,
+        **{"device": "cpu", "max_total_tokens": 4096, "max_running_requests": 8, **flags},
+    )
+    return Scheduler(args, create_runner(args), StopChecker(None))
+
+
+@dataclass
+class Proposals:
+    """What was guessed behind which tokens."""
+
+    scheduler: Scheduler
+
+    def __post_init__(self) -> None:
+        self.seen: list[tuple[int, int, int, list[int]]] = []
+        drafter = self.scheduler.runner.drafter
+        assert drafter is not None
+        propose = drafter.propose
+
+        def spy(step: DraftStep, num_guesses: int) -> Tensor:
+            guesses = propose(step, num_guesses)
+            rows = (step.slots, step.lens, step.tokens, step.ends, guesses)
+            for slot, length, token, end, row in zip(*(part.tolist() for part in rows), strict=True):
+                if slot and num_guesses and length + num_guesses <= end:
+                    self.seen.append((slot, length, token, row))
+            return guesses
+
+        drafter.propose = spy  # type: ignore[method-assign]
+
+    def check(self, texts: list[list[int]], reference: Reference, count: int) -> None:
+        """Some of them, spread over the run."""
+        checked = 0
+        for _, length, token, guesses in self.seen[:: max(1, len(self.seen) // count)]:
+            text = [text for text in texts if len(text) > length and text[length] == token]
+            # Which request it was its guesses tell.
+            wanted = [reference(known[: length + 1], len(guesses)).argmax(-1).tolist() for known in text]
+            if wanted:
+                assert guesses in wanted
+                checked += 1
+        assert checked >= count // 2
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("eagle3", {"chunked_prefill_size": 16, "page_size": 8}), ("mtp", {})],
+)
+def test_guesses_are_those_of_the_reference(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    pair = PAIRS[name](tmp_path)
+    plain = run(scheduler_of(pair.target, **options), GREEDY)
+    scheduler = scheduler_of(pair.target, **pair.flags, **options, speculative_num_steps=3)
+    proposals = Proposals(scheduler)
+    assert run(scheduler, GREEDY) == plain
+    texts = [[*prompt, *plain[i]] for i, prompt in enumerate(prompts())]
+    assert run(scheduler, GREEDY) == plain, "with prompts and outputs from the cache"
+    proposals.check(texts, pair.reference, 16)
+
+
+def test_sampled_tokens_are_those_of_the_plain_run(tmp_path: Path) -> None:
+    pair = mtp(tmp_path)
+    plain = run(scheduler_of(pair.target), SAMPLED)
+    assert run(scheduler_of(pair.target, **pair.flags, speculative_num_steps=2), SAMPLED) == plain
