@@ -9,7 +9,7 @@ import httpx
 import pytest
 from benchmark.evals.defects import CATALOG, with_defect
 from live_server import live_server
-from tiny_model.install import FILES
+from tiny_model.install import FILES, MTP_FILES
 from tiny_model.layout import write_files
 
 from benchmark.evals import gate
@@ -22,7 +22,7 @@ def problems() -> list[dict[str, Any]]:
 
 def test_the_files_are_those_of_the_script(tmp_path: Path) -> None:
     write_files(tmp_path)
-    assert {path.name for path in gate.SHIPPED.iterdir()} == set(FILES)
+    assert {path.name for path in gate.SHIPPED.iterdir()} == {*FILES, *MTP_FILES}
     for path in tmp_path.iterdir():
         assert (gate.SHIPPED / path.name).read_bytes() == path.read_bytes(), path.name
     assert (gate.SHIPPED / "model.safetensors").stat().st_size < 16e6

@@ -4,6 +4,7 @@ tokens are those of the plain run, greedy and sampled, in graphs and without."""
 from __future__ import annotations
 
 import contextlib
+import random
 from pathlib import Path
 from typing import Any
 
@@ -130,14 +131,13 @@ def test_states_are_taken_back(name: str, spoil_every: int, tmp_path: Path) -> N
 
 
 class Widths:
-    """Stands in for AdaptiveDepth: another width in every step."""
+    """Stands in for AdaptiveDepth: a random width in every step."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.random = random.Random(0)
 
     def next_width(self, num_requests: int) -> int:
-        self.count += 1
-        return (4, 2, 1, 1, 3)[self.count % 5]
+        return self.random.randint(1, 4)
 
     def observe(self, widths: list[int], counts: list[int]) -> None:
         assert len(widths) == len(counts)
