@@ -4,7 +4,7 @@
 # make page    the page at / and the layout of the documents, in headless Chromium; SCREENSHOTS=DIR keeps pictures
 # make clients langchain-openai, litellm, and all pairs of request options for tools and formats, against a server
 # make schemas 300 JSON schemas, each answered by the embedded model
-# make schedules 1,000 random schedules over hybrid models, about half an hour
+# make schedules 1,000 random schedules over models of every kind of cache, with guesses and without, about an hour
 # make failures each process of servers of several ranks killed in turn, in every layout, about ten minutes
 # make thorough the long tests, about five minutes
 # make upstream UPSTREAM=newest|0.5.23|DIR|GIT-URL@REF   carry our changes onto that SGLang, verify its kernels, compare interfaces

@@ -1,18 +1,22 @@
-"""Random schedules over tiny models with recurrent states: requests of one conversation tree come, are aborted, sent
-back to the queue, evicted and resumed. Every request gets the tokens that it gets alone, and in the end no slot and no
-row of a state is missing. What a step must not read is filled with large numbers first."""
+"""Random schedules over tiny models of every kind of cache, without guesses and with right, wrong and half-right ones,
+on one rank and in two stages: requests of one conversation tree come, are aborted, sent back to the queue, evicted and
+resumed. Every request gets the tokens that it gets alone, and in the end no slot and no row of a state is missing. What
+a step must not read is filled with large numbers first."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 
+from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
@@ -21,41 +25,58 @@ from sglang.srt.mem_cache import kv_table
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
+from srt.model_executor.known_texts import KnownTexts, verifying_runner
 from srt.models.harness import random_tokens, save_tiny
 
-MODELS = ("qwen3_5", "qwen3_next", "nemotron_h", "qwen3_5_moe")
+MODELS = ("qwen3", "mistral_windows", "deepseek_v3", "qwen3_5", "qwen3_next", "nemotron_h", "qwen3_5_moe")
+"""Dense, windows, latents, gated delta three times (the last one with experts), Mamba-2."""
+GUESSES = {"none": None, "right": 0, "wrong": 1, "half-right": 2}
+"""Every so manieth guess is spoilt."""
 PAGES = (1, 4, 16)
+COMBINATIONS = len(MODELS) * len(GUESSES) * len(PAGES)
 OUTPUT, TRUNK = 40, 64
 REQUESTS, POOL = 4, 176
 """Room for little more than one long request: they push each other's prefixes out, and each other back to the queue."""
 GARBAGE = 1e3
-MANY, PARTS, FEW = 1000, 8, 12
+MANY, PARTS = 1008, 12
 
 
 @dataclass
 class World:
     """What the schedules of one model share. Loading costs more than a schedule."""
 
+    name: str
     folder: Path
+    num_stages: int = 1
+    rank: int = 0
     prompts: list[list[int]] = field(default_factory=list)
     outputs: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
-    runners: dict[int, tuple[ServerArgs, ModelRunner]] = field(default_factory=dict)
+    runners: dict[tuple[int, str, int], tuple[ServerArgs, ModelRunner]] = field(default_factory=dict)
 
-    def runner(self, page: int) -> tuple[ServerArgs, ModelRunner]:
-        if page not in self.runners:
+    def runner(self, page: int, guesses: str, num_stages: int = 1) -> tuple[ServerArgs, ModelRunner]:
+        key = page, guesses, num_stages
+        if key not in self.runners:
             args = ServerArgs.from_kwargs(
                 model_path=str(self.folder), device="cpu", skip_tokenizer_init=True, page_size=page,
                 max_total_tokens=POOL // page * page, max_running_requests=REQUESTS, chunked_prefill_size=32,
-                context_length=160, schedule_conservativeness=0.01,
+                context_length=160, schedule_conservativeness=0.01, pp_size=num_stages,
             )  # fmt: skip
-            self.runners[page] = args, create_runner(args)
-        return self.runners[page]
+            rendezvous = f"file://{self.folder}/rendezvous-{page}-{guesses}" if num_stages > 1 else None
+            spoil_every = GUESSES[guesses]
+            if spoil_every is None:
+                runner = create_runner(args, self.rank if num_stages > 1 else 0, rendezvous)
+            else:
+                drafter = KnownTexts(4, spoil_every, tokens_ahead=num_stages)
+                outputs = {tuple(ids): self.alone(ids) for ids in self.prompts}
+                runner = verifying_runner(args, drafter, outputs, self.rank, rendezvous)
+            self.runners[key] = args, runner
+        return self.runners[key]
 
     def alone(self, ids: list[int], output: int = OUTPUT) -> list[int]:
         """The plain run: at once, without a cache."""
         key = (output, *ids)
         if key not in self.outputs:
-            args, runner = self.runner(1)
+            args, runner = self.runner(1, "none")
             plain = replace(args, disable_radix_cache=True, disable_overlap_schedule=True)
             scheduler, collector = Scheduler(plain, runner, StopChecker(None)), Collector()
             add(scheduler, request("plain", ids, output, temperature=0.0, ignore_eos=True))
@@ -63,7 +84,13 @@ class World:
             self.outputs[key] = collector.tokens["plain"]
         return self.outputs[key]
 
-    def grow_tree(self, count: int) -> None:
+    def prepare(self) -> None:
+        """Before the first schedule. The checkpoint is made, too."""
+        if not self.prompts:
+            save_tiny(self.name, self.folder)
+            self.grow_tree()
+
+    def grow_tree(self, count: int = 30) -> None:
         """Two trunks; prompts leave them at every depth, go on from an output, or are a trunk's beginning."""
         rng = random.Random(0)
         trunks = [random_tokens(TRUNK, seed) for seed in (1, 2)]
@@ -80,15 +107,14 @@ class World:
 class Schedule:
     """One random run over a fresh scheduler."""
 
-    def __init__(self, world: World, seed: int) -> None:
+    def __init__(self, world: World, guesses: str, page: int, seed: int) -> None:
         self.random, self.world, self.seed = random.Random(seed), world, seed
-        page = PAGES[seed % len(PAGES)]
-        args, runner = world.runner(page)
+        args, runner = world.runner(page, guesses, world.num_stages)
         self.scheduler = Scheduler(args, runner, StopChecker(None))
-        self.scheduler.steps_ahead = self.random.randrange(4)
+        self.scheduler.steps_ahead = max(self.random.randrange(4), world.num_stages - 1)
         for cache in runner.model.caches:
-            for name in ("state", "conv") if cache.name == "state" else ("k", "v"):
-                cache[name].fill_(GARBAGE)
+            for tensor in cache._tensors.values():
+                tensor.fill_(GARBAGE)
         self.collector = Collector()
         self.wanted: dict[str, tuple[list[int], int]] = {}
         self.seen: Counter[str] = Counter()
@@ -127,8 +153,7 @@ class Schedule:
 
     def evict(self) -> None:
         tokens, states = self.scheduler.kv.tree, self.scheduler.kv.checkpoints
-        assert states is not None
-        if self.random.random() < 0.5:
+        if states is None or self.random.random() < 0.5:
             self.seen["evicted"] += tokens.evict(self.random.randrange(1, 60)) > 0
             return
         kept = [node for node in tokens.nodes() if node.checkpoint]
@@ -152,41 +177,64 @@ class Schedule:
         self.scheduler.kv.check()
         memory = self.scheduler.check_memory()
         assert memory["free"] == memory["total"] == self.scheduler.plan.max_total_num_tokens
-        assert memory["checkpoints"]["free"] == memory["checkpoints"]["total"] > 0
+        if self.scheduler.kv.checkpoints is not None:
+            assert memory["checkpoints"]["free"] == memory["checkpoints"]["total"] > 0
 
 
-@pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[World]]:
+@contextmanager
+def short_pauses() -> Iterator[None]:
+    """Chunks of so short prompts end where states are kept, too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv_table, "PAUSE_UNIT", 8)
         patch.setattr(kv_table, "PAUSE_LEAST", 16)
         torch.set_num_threads(1)
-        found = []
-        for name in MODELS:
-            world = World(tmp_path_factory.mktemp(name))
-            save_tiny(name, world.folder)
-            world.grow_tree(30)
-            found.append(world)
-        yield found
+        yield
 
 
-def schedules(worlds: list[World], seeds: range) -> tuple[Counter[str], dict[int, Counter[int]]]:
-    """What was done, and the depths of the hits by page size."""
-    seen: Counter[str] = Counter()
-    hits: dict[int, Counter[int]] = {page: Counter() for page in PAGES}
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[World]]:
+    with short_pauses():
+        yield [World(name, tmp_path_factory.mktemp(name)) for name in MODELS]
+
+
+@dataclass
+class Report:
+    seen: Counter[str] = field(default_factory=Counter)
+    hits: dict[int, Counter[int]] = field(default_factory=lambda: {page: Counter() for page in PAGES})
+    """Depths of the hits by page size."""
+
+    def __str__(self) -> str:
+        admissions = sum(sum(depths.values()) for depths in self.hits.values())
+        depths = {page: sorted(found) for page, found in self.hits.items()}
+        return f"{dict(self.seen)}, {admissions} admissions, hits at {depths}"
+
+
+def schedules(worlds: list[World], seeds: range) -> Report:
+    """Every so many as there are COMBINATIONS in a row of seeds have each of them once."""
+    report = Report()
     for seed in seeds:
-        schedule = Schedule(worlds[seed // len(PAGES) % len(worlds)], seed)
+        rest, page = divmod(seed, len(PAGES))
+        rest, world = divmod(rest, len(worlds))
+        guesses = list(GUESSES)[rest % len(GUESSES)]
+        worlds[world].prepare()
+        schedule = Schedule(worlds[world], guesses, PAGES[page], seed)
         schedule.run()
-        seen += schedule.seen
-        hits[PAGES[seed % len(PAGES)]] += schedule.hits
-    return seen, hits
+        report.seen += schedule.seen
+        report.hits[PAGES[page]] += schedule.hits
+    return report
 
 
 def test_random_schedules(worlds: list[World]) -> None:
-    seen, hits = schedules(worlds, range(FEW))
+    """Of four models with another kind of guesses each, so that few are loaded."""
+    report = Report()
+    for first in (0, 24, 51, 78):  # "qwen3" none, "mistral_windows" right, "qwen3_5" wrong, "nemotron_h" half-right
+        part = schedules(worlds, range(first, first + len(PAGES)))
+        report.seen += part.seen
+        for page, depths in part.hits.items():
+            report.hits[page] += depths
     for kind in ("aborted", "retracted", "resumed", "evicted", "states dropped"):
-        assert seen[kind], f"no request was {kind}"
-    assert all(len(depths) > 2 for depths in hits.values()), hits
+        assert report.seen[kind], f"no request was {kind}"
+    assert all(len(depths) > 1 for depths in report.hits.values()), report.hits
 
 
 @pytest.mark.slow
@@ -195,19 +243,47 @@ def test_random_schedules(worlds: list[World]) -> None:
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_thousand_random_schedules(worlds: list[World], part: int, capsys: pytest.CaptureFixture[str]) -> None:
     size = MANY // PARTS
-    seen, hits = schedules(worlds, range(part * size, (part + 1) * size))
-    admissions = sum(sum(found.values()) for found in hits.values())
-    depths = {page: sorted(found) for page, found in hits.items()}
+    report = schedules(worlds, range(part * size, (part + 1) * size))
     with capsys.disabled():
-        print(f"\n{size} schedules: {dict(seen)}, {admissions} admissions, hits at {depths}", flush=True)
-    assert len(hits[1]) > 20 and len(hits[4]) > 8 and len(hits[16]) > 3
+        print(f"\n{size} schedules: {report}", flush=True)
+    assert len(report.hits[1]) > 20 and len(report.hits[4]) > 8 and len(report.hits[16]) > 3
+
+
+def _stage(rank: int, name: str, folder: Path, guesses: list[str], pages: tuple[int, ...], num_schedules: int) -> None:
+    """One group of ranks after the other: there can be one at a time."""
+    with short_pauses():
+        world = World(name, folder, num_stages=2, rank=rank)
+        world.grow_tree()
+        for ids in world.prompts:
+            world.alone(ids)
+        for kind in guesses:
+            for page in pages:
+                for seed in range(num_schedules):
+                    Schedule(world, kind, page, seed).run()
+                parallel_state.shutdown()
+
+
+@pytest.mark.parametrize("name", ["qwen3_5"])
+def test_random_schedules_in_two_stages(name: str, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path)
+    mp.spawn(_stage, (name, tmp_path, ["half-right"], (4,), 1), nprocs=2)
+
+
+@pytest.mark.slow
+@pytest.mark.schedules
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("name", MODELS)
+def test_many_random_schedules_in_two_stages(name: str, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path)
+    mp.spawn(_stage, (name, tmp_path, list(GUESSES), PAGES, 4), nprocs=2)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_hit_at_every_depth(worlds: list[World], page: int) -> None:
     """Of a trunk: its beginning first, then a prompt that leaves it there."""
-    world = worlds[PAGES.index(page)]
-    args, runner = world.runner(page)
+    world = worlds[MODELS.index("qwen3_5")]
+    world.prepare()
+    args, runner = world.runner(page, "none")
     trunk = random_tokens(TRUNK, seed=7)
     for depth in range(page, TRUNK, page):
         scheduler, collector = Scheduler(args, runner, StopChecker(None)), Collector()
