@@ -157,22 +157,38 @@ def test_bodies_of_all_requests_together_are_bounded() -> None:
     asyncio.run(work())
 
 
-@pytest.mark.parametrize(("size", "times"), [(1 << 16, 0), (1 << 23, 1)])
-def test_memory_is_given_back_after_large_bodies(monkeypatch: pytest.MonkeyPatch, size: int, times: int) -> None:
-    """Once for several of them, and beside the event loop, which goes on."""
+@pytest.mark.parametrize(
+    ("size", "path", "busy", "times"),
+    [
+        (1 << 16, "/generate", False, 1),
+        (1 << 16, "/generate", True, 0),
+        (1 << 23, "/generate", True, 1),
+        (0, "/health", False, 0),
+    ],
+    ids=["at rest", "busy", "busy, after large bodies", "probes"],
+)
+def test_memory_is_given_back(monkeypatch: pytest.MonkeyPatch, size: int, path: str, busy: bool, times: int) -> None:
+    """Once for several bodies, and beside the event loop, which goes on."""
     monkeypatch.setattr(http_middleware, "TRIM_DELAY_S", 0.01)
     threads: list[threading.Thread] = []
     monkeypatch.setattr(http_middleware, "trim_allocator", lambda: threads.append(threading.current_thread()))
 
     async def work() -> None:
         gate = RequestGate(read_all, None)
+        under_way = Exchange()
+        if busy:
+            other = asyncio.create_task(gate(scope(), under_way.receive, under_way.send))
+            await asyncio.sleep(0)
         for _ in range(3):
             exchange = Exchange({"type": "http.request", "body": b"x" * size})
-            await gate(scope(), exchange.receive, exchange.send)
+            await gate({**scope(), "path": path}, exchange.receive, exchange.send)
         assert not threads, "the memory is still in use when the answer is sent"
         await asyncio.sleep(0.05)
         while len(threads) < times:
             await asyncio.sleep(0.01)
+        if busy:
+            under_way.inbox.put_nowait({"type": "http.request", "body": b""})
+            await other
 
     asyncio.run(work())
     assert len(threads) == times and threading.main_thread() not in threads

@@ -18,7 +18,7 @@ MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES
 """Limit for the total size of the bodies of all requests that have not been answered, complete or not."""
 
 LARGE_BODY_BYTES = 1 << 18
-"""Size of a body after which memory that the C library keeps is given back to the system."""
+"""Size of a body after which memory that the C library keeps is given back to the system, also by a busy server."""
 TRIM_DELAY_S = 1.0
 """Delay in seconds before memory is given back: the answer is over by then, and one trim serves several bodies."""
 
@@ -58,6 +58,9 @@ class RequestGate:
         self._max_bodies_bytes = max_bodies_bytes
         self._num_bytes = 0
         """Total size of the bodies of all requests."""
+        self._num_requests = 0
+        """Number of requests under way, without those that probes send."""
+        self._had_large_body = False
         self._trimming: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,16 +82,23 @@ class RequestGate:
             return
         scope[DIRECT_SEND] = send
         body = _BoundedBody(self, receive)
+        counts = not is_open(scope["path"])
+        self._num_requests += counts
         try:
             await self._app(scope, body.receive, send)
         finally:
+            self._num_requests -= counts
             self._num_bytes -= body.num_bytes
-            if body.num_bytes >= LARGE_BODY_BYTES and self._trimming is None:
+            self._had_large_body |= body.num_bytes >= LARGE_BODY_BYTES
+            if self._trimming is None and counts and (self._had_large_body or not self._num_requests):
                 self._trimming = asyncio.get_running_loop().call_later(TRIM_DELAY_S, self._trim)
 
     def _trim(self) -> None:
+        """Of a busy server only after a large body: a trim stops allocations for milliseconds."""
         self._trimming = None
-        asyncio.get_running_loop().run_in_executor(None, trim_allocator)
+        if self._had_large_body or not self._num_requests:
+            self._had_large_body = False
+            asyncio.get_running_loop().run_in_executor(None, trim_allocator)
 
     def _authorized(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
         if self._expected is None or scope["method"] == "OPTIONS" or is_open(scope["path"]):
