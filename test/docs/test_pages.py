@@ -52,11 +52,23 @@ def rows(text: str, columns: int) -> list[list[str]]:
 
 
 def test_figures_of_the_readme_are_those_that_were_measured() -> None:
-    table = rows(README, 7)
+    table = rows(README, 9)
     assert len(table) == 8
-    for model, gpus, requests, ours, upstream, ratio, _ in table:
+    for model, gpus, requests, ours, upstream, ratio, *_ in table:
         figures = f"{ours}, {upstream}, {ratio}" if gpus == "1" else f"| {ours} | {upstream} | {ratio} |"
         assert figures in MEASURED and figures in PERFORMANCE, (model, gpus, requests)
+
+
+@pytest.mark.parametrize("where", ["MEASURED", "PERFORMANCE"])
+def test_figures_beside_vllm_are_those_that_were_measured(where: str) -> None:
+    """There a cell has the figures of 1, 16, 64 and 256 requests at once."""
+    measured = {model: cells for model, *cells in rows(globals()[where], 4) if cells[0].count("/") == 3}
+    table = [row for row in rows(README, 9) if row[6]]
+    assert len(table) == 6
+    for model, _, requests, *_, ours, vllm, ratio in table:
+        name = next(name for name in measured if name.startswith(model))
+        number = {"64": 2, "256": 3}[requests]
+        assert [ours, vllm, ratio] == [cell.split(" / ")[number] for cell in measured[name]], (model, requests)
 
 
 def test_measured_cells_of_the_page_are_in_the_dated_files() -> None:
