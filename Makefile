@@ -6,6 +6,7 @@
 # make schemas 300 JSON schemas, each answered by the embedded model
 # make schedules 1,000 random schedules over models of every kind of cache, with guesses and without, about an hour
 # make failures each process of servers of several ranks killed in turn, in every layout, about ten minutes
+# make mutations changes the core in 120 places, one at a time, and counts which of them the tests notice, about two hours
 # make thorough the long tests, about five minutes
 # make upstream UPSTREAM=newest|0.5.23|DIR|GIT-URL@REF   carry our changes onto that SGLang, verify its kernels, compare interfaces
 # make ledger  TRITON=3.6.0   compile every row of the kernel ledger with that Triton and compare
@@ -26,7 +27,7 @@ TRITON ?= 3.9.0
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help serve test fuzz thorough page site clients schemas schedules failures ledger gpu install check lint types imports unit format clean
+.PHONY: help serve test fuzz thorough page site clients schemas schedules mutations failures ledger gpu install check lint types imports unit format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -55,6 +56,10 @@ schemas: install
 
 schedules: install
 	$(BIN)/pytest -m schedules test/srt/managers -s $(ARGS)
+
+mutations: install
+	$(BIN)/python -m pip install --quiet -c .venv/constraints.txt -e '.[mutations]'
+	$(BIN)/python scripts/mutations.py $(ARGS)
 
 thorough: install
 	$(BIN)/pytest -m thorough test $(ARGS)
