@@ -69,10 +69,11 @@ def test_numbers(target: Target) -> None:
     for number in NUMBERS:
         url = target.server().url
         open_sessions(url)  # each number leaves them as it will
-        for field, path, body in numbered_bodies(number):
-            answer = httpx.post(url + path, content=body, headers=JSON, timeout=ANSWER_LIMIT_S)
-            if answer.status_code not in (200, 400, 422):
-                problems.append(f"{path} {field} {number[:30]}: {answer.status_code} {answer.text[:300]}")
+        with httpx.Client(headers=JSON, timeout=ANSWER_LIMIT_S) as client:
+            for field, path, body in numbered_bodies(number):
+                answer = client.post(url + path, content=body)
+                if answer.status_code not in (200, 400, 422):
+                    problems.append(f"{path} {field} {number[:30]}: {answer.status_code} {answer.text[:300]}")
         reused = httpx.post(url + "/generate", json=AGAIN, timeout=ANSWER_LIMIT_S)
         if reused.status_code != 200:
             problems.append(f"{number[:30]}: the rid stays taken: {reused.text[:300]}")

@@ -18,9 +18,9 @@ PATIENCE_S = 30.0
 
 
 class HurriedProtocol(HttpProtocol):
-    head_limit_s = 0.3
-    body_limit_s = 0.3
-    unread_limit_s = 0.3
+    head_limit_s = 0.8
+    body_limit_s = 0.8
+    unread_limit_s = 0.8
     max_head_bytes = 20_000
 
 
