@@ -45,7 +45,7 @@ def advised(message: str) -> Iterator[list[str]]:
                 yield [name, number, *(word for other in others for word in other.split())]
     for way in message.partition("What helps: ")[2].split(", or "):
         if words := re.findall(r"--[a-z0-9-]+ [\w.]+", way):
-            yield [part for word in words for part in word.split()]
+            yield [part.rstrip(".") for word in words for part in word.split()]
 
 
 def tokens(found: explain.Explanation) -> int:

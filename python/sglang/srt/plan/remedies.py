@@ -101,8 +101,8 @@ def advice_to_hold_a_request(planner: Planner, args: ServerArgs, trial: Trial) -
         larger = _planned(planner, args, change)
         return larger is not None and larger.capacity.max_total_num_tokens >= min(wanted, sizes.context_len)
 
-    shorter = {"context_length": tokens}
-    ways = [_words(shorter)] if _planned(planner, args, shorter) else []
+    held = _held_length(planner, args, tokens)
+    ways = [_words({"context_length": held})] if held else []
     if args.max_total_tokens is not None:
         all_tokens = {"max_total_tokens": sizes.context_len}
         return _advice([*ways, *([_words(all_tokens)] if helps(all_tokens, sizes.context_len) else [])])
@@ -112,6 +112,17 @@ def advice_to_hold_a_request(planner: Planner, args: ServerArgs, trial: Trial) -
     layouts = _with_room(planner, args, trial.description, trial.serving.ranks)
     more = next((layout for layout in layouts if helps(_layout(layout), sizes.context_len)), None)
     return _advice([*ways, *([f"more GPUs ({more.flags})"] if more else [])])
+
+
+def _held_length(planner: Planner, args: ServerArgs, tokens: int) -> int | None:
+    """Returns a context length of about `tokens` that the cache holds. With a shorter one the plan may choose other
+    sizes, and these leave another number of tokens."""
+    for _ in range(4):
+        shorter = _planned(planner, args, {"context_length": tokens})
+        if shorter is None or shorter.capacity.max_total_num_tokens >= tokens:
+            return tokens if shorter else None
+        tokens = shorter.capacity.max_total_num_tokens
+    return None
 
 
 def _ways_to_start(planner: Planner, args: ServerArgs) -> Iterator[str]:

@@ -66,7 +66,7 @@ def state_rows(args: ServerArgs, most: int, context_len: int, cost: CacheCost, r
     if caching and number <= 0:
         note = (
             f"the states of {running} requests leave no room for checkpoints: no request goes on from what another one"
-            " computed. What helps: a smaller --max-running-requests, or --max-mamba-cache-size above it"
+            " computed. What helps: a smaller --max-running-requests, or a larger --max-mamba-cache-size"
         )
     number = max(0, number) if caching else 0
     reason = (
