@@ -255,12 +255,12 @@ def test_a_decode_step_reads_every_weight_of_a_dense_model_once(tmp_path: Path) 
 
 
 def test_what_nothing_computes_is_no_prediction(tmp_path: Path) -> None:
-    """Hyper-connections and sparse attention have no kernel: others' times or bytes stand in, and are said to."""
+    """Where an op has no kernel, others' times or bytes stand in, and are said to."""
     model, serving = model_of("deepseek_v4", tmp_path), Serving("bfloat16", "bfloat16", 4, 4)
     rows = time_step(model, serving, decode_step(16), CARD)
     missing = total(rows).missing
     unserved = unserved_ops(model, serving, CARD)
-    assert {name.partition(" ")[0] for name in missing} <= unserved | {"hyper_connection"}
+    assert {name.partition(" ")[0] for name in missing} <= unserved
     for row in rows:
         assert (row.ours is None) == (row.name in missing)
     served = model_of("qwen3", tmp_path)

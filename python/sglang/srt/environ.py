@@ -118,10 +118,18 @@ class Environment:
         _parse_bool, True, "Load what compiles grammars when the server has started, not with the first grammar."
     )
     SGLANG_SM120_TRITON_FLASHMLA: EnvVar[bool] = EnvVar(
-        _parse_bool, True, "0: the torch reference attends to what an indexer selects, to compare; slow."
+        _parse_bool,
+        True,
+        "0: the torch reference attends to what an indexer selects, and makes DeepSeek-V4's entries, to compare; slow.",
     )
     SGLANG_SM120_MQA_FALLBACK: EnvVar[bool] = EnvVar(
         _parse_bool, False, "1: the torch reference scores and selects for an indexer, to compare; slow."
+    )
+    SGLANG_OPT_USE_TILELANG_MHC_PRE: EnvVar[bool] = EnvVar(
+        _parse_bool, True, "0: the torch reference computes hyper-connections, to compare; slow."
+    )
+    SGLANG_OPT_USE_TILELANG_MHC_POST: EnvVar[bool] = EnvVar(
+        _parse_bool, True, "As SGLANG_OPT_USE_TILELANG_MHC_PRE, because one kernel mixes before and after a block."
     )
     SGLANG_SSE_KEEP_ALIVE: EnvVar[float] = EnvVar(
         _parse_positive_float, 15.0, "Seconds of silence after which a stream gets a comment that keeps it open."

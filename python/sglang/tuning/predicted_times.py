@@ -56,6 +56,9 @@ from sglang.tuning.served_attention import (
 from sglang.tuning.sglang_times import product_seconds
 from sglang.tuning.streaming import LAUNCH, of_pairs, of_rows, reading_seconds, streamed_seconds
 
+NORMALIZATION = 2e-6
+"""The chain of 20 rounds of hyper-connections: 39 times two shuffles, sums and a division, about 100 clocks each. Not
+measured."""
 SIDE_LAUNCHES, SIDE_SHARE = 8e-6, 1.24
 """The times of grouping, quantization and the last sum of experts, as fitted for SGLang's (fit_experts.py): a part of
 what they read is in the L2, so that they move more bytes a second than the memory."""
@@ -306,7 +309,15 @@ def _elementwise(op: Elementwise, arch: ArchTraits) -> Predicted:
     return Predicted(op.launches * LAUNCH + reading_seconds(op.size, arch), 0.3, "launches and bytes")
 
 
-def _none(op: HyperConnection | CompressedAttention, arch: ArchTraits) -> None:
+def _hyper(op: HyperConnection, arch: ArchTraits) -> Predicted:
+    """Both launches; the connection's matrix in fp32 is read once, by the first one."""
+    matrix = 4.0 * (2 + op.streams) * op.streams * op.streams * op.hidden
+    return Predicted(
+        2 * LAUNCH + NORMALIZATION + reading_seconds(op.num_bytes + matrix, arch), 0.5, "launches and bytes"
+    )
+
+
+def _none(op: CompressedAttention, arch: ArchTraits) -> None:
     return None
 
 
@@ -319,7 +330,7 @@ _PREDICTORS: Mapping[str, Callable[[Any, ArchTraits], Predicted | None]] = {
     "gated_delta_rule": _gated_delta,
     "all_reduce": _all_reduce,
     "all_gather": _all_reduce,
-    "hyper_connection": _none,
+    "hyper_connection": _hyper,
     "compressed_attention": _none,
     "elementwise": _elementwise,
 }

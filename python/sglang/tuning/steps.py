@@ -271,7 +271,7 @@ def _latent(mixer: MLA, step: Step, heads: int, item: int) -> Iterator[tuple[str
 
 
 def _compressed(mixer: CompressedSparse, step: Step, heads: int, item: int) -> Iterator[tuple[str, Op]]:
-    """The op, by the bytes that it reads: nothing here computes it, and others measured it with its products only."""
+    """The op, by the bytes that it reads: others measured it with its products only."""
     seen = min(step.context, mixer.window)
     if mixer.rate:
         entries = step.context // mixer.rate

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 
-from sglang.srt.configs.activation import GELU, RELU2, SILU, Activation
+from sglang.srt.configs.activation import Activation
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, SCHEMES, Scheme, expert_share, wants_planes
 from sglang.srt.errors import UserError
@@ -32,6 +32,7 @@ from sglang.srt.layers.attention.triton_ops.prefill_attention import context_att
 from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
 from sglang.srt.layers.attention.triton_ops.sparse_attention import sparse_attention_fwd
 from sglang.srt.layers.attention.triton_ops.sparse_packed import PACKED_BYTES
+from sglang.srt.layers.compressed.triton_ops import compressor, tail_rotation
 from sglang.srt.layers.moe import mixed_moe
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights
 from sglang.srt.layers.moe.fused_moe_triton import fused_moe as moe
@@ -47,6 +48,7 @@ from sglang.srt.layers.triton_ops import (
     decode_inputs,
     embedding,
     gemv,
+    hyper_connection,
     index_rope,
     index_store,
     latent_pack,
@@ -64,7 +66,7 @@ from sglang.srt.layers.triton_ops import (
 from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.feed_forward import Dense, MoE, Router
-from sglang.srt.plan.layer_spec import Absent, AttentionShape, FeedForward, LayerSpec, Matrix
+from sglang.srt.plan.layer_spec import Absent, AttentionShape, FeedForward, HyperConnections, LayerSpec, Matrix
 from sglang.srt.plan.mixers import GQA, MLA, Indexer
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.per_layer import PerLayerEmbedding
@@ -113,6 +115,8 @@ def launch_all(model: ModelDescription, tp_size: int, arch: ArchTraits, done: se
         once(_MIXERS[type(layer.mixer)], layer.mixer, tp_size, arch)
         for block in layer.token_blocks:
             _feed_forward(once, block, model.hidden_size, tp_size, arch)
+        if isinstance(layer.residual, HyperConnections):
+            once(_hyper_connections, layer.residual.streams, model.hidden_size)
         whole, share = _matrices(layer, model.hidden_size, 1), _matrices(layer, model.hidden_size, tp_size)
         for matrix, of_all in zip(share, whole, strict=True):
             _dense_product(once, matrix, matrix.cols < of_all.cols, arch)
@@ -194,9 +198,8 @@ def _norms(hidden: int, zero_centred: bool) -> None:
 
 
 def _gate(function: Activation, inter: int) -> None:
-    kernel = GATES.get(function)
-    for tokens in (1, 100) if kernel else ():
-        kernel(empty(tokens, (1 + function.gated) * inter))
+    for tokens in (1, 100):
+        activation.activate(empty(tokens, (1 + function.gated) * inter), function)
 
 
 def _grouped_query(mixer: GQA, tp_size: int, arch: ArchTraits) -> None:
@@ -313,10 +316,50 @@ def _compressed_sparse(mixer: CompressedSparse, tp_size: int, arch: ArchTraits) 
     """A window alone, or with compressed entries."""
     shape = AttentionShape(mixer.num_heads // tp_size, 1, mixer.head_dim, mixer.head_dim)
     cache = empty(SLOTS, 1, shape.head_dim)
+    _shared_rows(shape, mixer, cache)
+    if mixer.rate:
+        _compressors(mixer)
     more = [(cache, selected(64))] if mixer.rate else []
     _selected(shape, [(cache, selected(mixer.window)), *more], True, "bfloat16", arch)
     if mixer.indexer is not None:
         _indexer(mixer.indexer, mixer.rate, arch)
+
+
+def _shared_rows(shape: AttentionShape, mixer: CompressedSparse, cache: torch.Tensor) -> None:
+    """Norms, rotations and the store, of attention's heads and of the indexer's."""
+    cos_sin = empty(CONTEXT, mixer.rope_dim, dtype=torch.float32)
+    for tokens in (1, 100, 300):
+        q, row = empty(tokens, shape.num_heads, shape.head_dim), empty(tokens, shape.head_dim)
+        at, weight = empty(tokens, dtype=torch.int64), empty(shape.head_dim)
+        tail_rotation.shared_kv_norm_rope_store(q, row, at, cos_sin, weight, 1e-6, cache, at)
+        tail_rotation.tail_rotation(q, at, cos_sin, inverse=True)
+        if mixer.indexer is not None:
+            tail_rotation.tail_rotation(empty(tokens, mixer.indexer.num_heads, mixer.indexer.head_dim), at, cos_sin)
+
+
+def _compressors(mixer: CompressedSparse) -> None:
+    cos_sin = empty(CONTEXT, mixer.rope_dim, dtype=torch.float32)
+    for dim in (mixer.head_dim, *([mixer.indexer.head_dim] if mixer.indexer is not None else [])):
+        width, of_tokens = mixer.overlap * dim, {"dtype": torch.int64}
+        state = empty(REQUESTS, mixer.overlap * mixer.rate, 2, width, dtype=torch.float32)
+        for tokens in (1, 100):
+            rows, at = empty(tokens, 2, width, dtype=torch.float32), empty(tokens, **of_tokens)
+            bias = empty(mixer.rate, width, dtype=torch.float32)
+            cache = empty(SLOTS // mixer.rate, 1, dim)
+            compressor.compress(rows, bias, state, at, at, at, empty(dim), 1e-6, cos_sin, cache, at)
+            compressor.keep(rows, state, at, at, at)
+
+
+def _hyper_connections(streams: int, hidden: int) -> None:
+    """Before the first block, between blocks, and behind the last one."""
+    for tokens in (1, 100, 1000, MANY):
+        x, placement = empty(tokens, streams, hidden), empty(tokens, streams + streams**2, dtype=torch.float32)
+        made, between = (empty(tokens, hidden), placement), streams * (2 + streams)
+        for outputs, pieces, before in ((between, 3, (None, None)), (between, 3, made), (streams, 1, made)):
+            matrix, base, scale = (
+                empty(*shape, dtype=torch.float32) for shape in ((outputs, streams * hidden), (outputs,), (pieces,))
+            )
+            hyper_connection.hyper_connection(x, *before, matrix, base, scale, empty(hidden), 1e-6, 1e-6, 20)
 
 
 def selected(width: int, tokens: int = 100) -> Selection:
@@ -432,12 +475,6 @@ _MIXERS: dict[type, Callable[..., None]] = {
     Mamba2: _mamba2,
     Absent: _absent,
 }
-GATES: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
-    SILU: activation.silu_and_mul,
-    GELU: activation.gelu_and_mul,
-    RELU2: activation.relu2,
-}
-"""The others are torch's."""
 
 
 def _gemv(rows: int, cols: int, bias: bool, out_dtype: torch.dtype | None) -> None:

@@ -20,14 +20,8 @@ NATIVE = {
     "all_reduce": {"nccl"},
     "latent_absorb": {"cublas"},
     # Small next to what they stand beside, and safe in CUDA graphs.
-    "clamped_swiglu": {"torch_native"},
     "q_norm_rope": {"torch_native"},
     "value_norm": {"torch_native"},
-    # DeepSeek-V4's, of which nothing but torch is there yet: without CUDA graphs.
-    "hyper_connection": {"torch_native"},
-    "kv_compressor": {"torch_native"},
-    "shared_kv_norm_rope_store": {"torch_native"},
-    "tail_rotation": {"torch_native"},
 }
 """Ops that Triton does not serve, and what does."""
 SPILLS = {("fused_moe", "nvfp4_a16"): 72, ("fused_moe", "mxfp4"): 8}

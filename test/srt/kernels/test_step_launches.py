@@ -13,7 +13,8 @@ pytest.importorskip("triton")
 from srt.kernels import step_launches
 from srt.kernels.step_launches import Launch, Recorder, launches, row
 
-PAGE = Path(__file__).parents[3] / "benchmark" / "results" / "2026-11-22-decode-launches.md"
+RESULTS = Path(__file__).parents[3] / "benchmark" / "results"
+PAGES = (RESULTS / "2026-11-22-decode-launches.md", RESULTS / "2026-11-23-deepseek-v4-launches.md")
 COUNTS = {
     ("Qwen3-30B-A3B FP8", 1, 1): (11, 5),
     ("Qwen3-30B-A3B FP8", 2, 1): (11, 6),
@@ -21,6 +22,7 @@ COUNTS = {
     ("GLM-4.7-FP8", 8, 16): (17, 7),
     ("GPT-OSS-20B", 1, 1): (11, 5),
     ("DeepSeek-V3", 8, 1): (17, 7),
+    ("DeepSeek-V4-Flash, rate 4", 4, 1): (43, 7),
 }
 """(model, ranks, batch) -> (launches of a layer, launches around the layers)."""
 
@@ -30,7 +32,8 @@ def test_launches_of_a_decode_step(name: str, tp_size: int, batch: int) -> None:
     parts = launches(name, tp_size, batch)
     counts = len(parts["layer"]), len(parts["before"]) + len(parts["after"])
     assert counts == COUNTS[name, tp_size, batch], "\n".join(f"{part}: {parts[part]}" for part in parts)
-    assert row(name, tp_size, batch, parts) in PAGE.read_text().splitlines(), f"python {step_launches.__file__}"
+    rows = [line for page in PAGES for line in page.read_text().splitlines()]
+    assert row(name, tp_size, batch, parts) in rows, f"python {step_launches.__file__}"
 
 
 def test_what_computes_is_counted_and_what_only_looks_is_not() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from sglang.srt.configs.activation import GPT_OSS_SWIGLU, Activation
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.triton_ops import activation, decode_inputs, embedding, norm, rope_store, topk, whole_norm
 
@@ -104,6 +105,8 @@ def test_silu_and_mul(num_tokens: int, size: int, dtype: torch.dtype) -> None:
     assert_close(activation.silu_and_mul(gate_up), native_ops.silu_and_mul(gate_up))
     assert_close(activation.gelu_and_mul(gate_up), native_ops.gelu_and_mul(gate_up))
     assert_close(activation.relu2(gate_up), native_ops.relu2(gate_up))
+    for clamped in (Activation(limit=2.0), GPT_OSS_SWIGLU):
+        assert_close(activation.activate(gate_up, clamped), native_ops.gated(gate_up, clamped))
 
 
 @interpreter.kernel_test

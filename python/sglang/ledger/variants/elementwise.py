@@ -34,6 +34,7 @@ OPS = (
     "silu_and_mul",
     "gelu_and_mul",
     "relu2",
+    "clamped_swiglu",
     "qk_whole_norm",
     "qk_norm_rope_store",
     "latent_norm_rope_store",
@@ -47,6 +48,8 @@ OPS = (
     "linear",
 )
 
+CLAMPED = Activation(limit=10.0)
+"""DeepSeek-V4's shared expert has it alone: experts have activations inside."""
 HIDDEN_SIZES = (1024, 2048, 2880, 4096, 5120, 6144, 7168, 16384)
 FP32_NORM_SHAPES = ((256, 64), (256, 256), (128, 128))
 """The norms of models that store norms of heads minus 1: kept in fp32 (Qwen3-Next, Gemma 3)."""
@@ -81,6 +84,7 @@ FORM_RULES = {
     "ngram.longest_match_kernel": FormRule(free=frozenset({"SPLITS"})),
     "ngram.corpus_match_kernel": FormRule(at_most=frozenset({"LONGEST"})),
     "ngram.copy_guesses_kernel": FormRule(at_most=frozenset({"SPLITS", "CORPUS"})),
+    "activation.activation_kernel": FormRule(at_most=frozenset({"LIMIT"})),
     "rope_store.qk_norm_rope_store_kernel": FormRule(
         free=frozenset({"Q_HEADS", "KV_HEADS"}),
         at_most=frozenset({"NORM_Q", "NORM_K"}),
@@ -320,6 +324,7 @@ _VARIANTS = {
     "silu_and_mul": lambda: _activation(SILU),
     "gelu_and_mul": lambda: _activation(GELU),
     "relu2": lambda: _activation(RELU2),
+    "clamped_swiglu": lambda: _activation(CLAMPED),
     "qk_whole_norm": _whole_norm,
     "qk_norm_rope_store": _rope_store,
     "latent_norm_rope_store": _latent_store,

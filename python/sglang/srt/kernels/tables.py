@@ -322,9 +322,17 @@ def _indexer(op: str, graph_safe: bool = True) -> tuple[KernelSpec, ...]:
     )
 
 
-def _missing(what: str) -> tuple[KernelSpec, ...]:
-    """An op that some models have and nothing here computes."""
-    return (KernelSpec("triton", requires=CP_ASYNC, not_here=f"{NOT_YET}: {what}"),)
+def _compressed(
+    triton_entry: str, native_entry: str, *refusals: Refuse, graph_safe: bool = True
+) -> tuple[KernelSpec, ...]:
+    """An op of compressed attention. `refusals`: what both forms refuse; `graph_safe`: in plain torch."""
+    refuse = all_of(_HALF, lacks("uneven_sizes"), *refusals)
+    return (
+        KernelSpec("triton", f"{_COMPRESSED}.triton_ops.{triton_entry}", CP_ASYNC, "triton", refuse=refuse),
+        KernelSpec(
+            "torch_native", f"{_COMPRESSED}.native:{native_entry}", refuse=all_of(*refusals), graph_safe=graph_safe
+        ),
+    )
 
 
 FUSED_MOE = (
@@ -508,7 +516,7 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     "fused_add_rmsnorm": _elementwise("fused_add_rmsnorm", "norm"),
     "silu_and_mul": _elementwise("silu_and_mul", "activation"),
     "clamped_swiglu": (
-        *_missing("gate and up clamped before they are multiplied"),
+        KernelSpec("triton", f"{_TRITON}.activation:activate", CP_ASYNC, "triton"),
         KernelSpec("torch_native", f"{_NATIVE}:gated"),
     ),
     "gelu_and_mul": _elementwise("gelu_and_mul", "activation"),
@@ -540,14 +548,21 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
         KernelSpec("triton", f"{_TRITON}.index_rope:index_norm_rope", CP_ASYNC, "triton", refuse=_HALF),
         KernelSpec("torch_native", f"{_NATIVE_SPARSE}:index_norm_rope"),
     ),
-    "kv_compressor": (
-        KernelSpec("torch_native", f"{_COMPRESSED}.native:KV_COMPRESSOR", refuse=no_fp8_cache, graph_safe=False),
+    "kv_compressor": _compressed("compressor:KV_COMPRESSOR", "KV_COMPRESSOR", no_fp8_cache, graph_safe=False),
+    "shared_kv_norm_rope_store": _compressed(
+        "tail_rotation:shared_kv_norm_rope_store", "shared_kv_norm_rope_store", no_fp8_cache
     ),
-    "shared_kv_norm_rope_store": (
-        KernelSpec("torch_native", f"{_COMPRESSED}.native:shared_kv_norm_rope_store", refuse=no_fp8_cache),
+    "tail_rotation": _compressed("tail_rotation:tail_rotation", "tail_rotation"),
+    "hyper_connection": (
+        KernelSpec(
+            "triton",
+            f"{_TRITON}.hyper_connection:hyper_connection",
+            CP_ASYNC,
+            "triton",
+            refuse=all_of(only_dtypes("bfloat16"), lacks("uneven_sizes")),
+        ),
+        KernelSpec("torch_native", "sglang.srt.layers.hyper_native:hyper_connection"),
     ),
-    "tail_rotation": (KernelSpec("torch_native", f"{_COMPRESSED}.native:tail_rotation"),),
-    "hyper_connection": (KernelSpec("torch_native", "sglang.srt.layers.hyper_native:hyper_connection"),),
     "causal_conv1d": _recurrent("causal_conv:CAUSAL_CONV", "CAUSAL_CONV"),
     "gated_rmsnorm": _recurrent("gated_norm:gated_rmsnorm", "gated_rmsnorm"),
     **{f"topk_{kind}": _elementwise(f"topk_{kind}", "topk") for kind in ROUTERS},

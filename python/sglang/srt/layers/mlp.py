@@ -10,9 +10,8 @@ import torch
 
 from sglang.srt.configs.activation import GELU, RELU2, SILU, Activation
 from sglang.srt.distributed.parallel_state import Group
-from sglang.srt.layers import native_ops
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
-from sglang.srt.layers.ops import GateOp
+from sglang.srt.layers.ops import ClampedGateOp, GateOp
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.quantization.quantized_rows import Rows
 from sglang.srt.plan.feed_forward import Dense
@@ -44,4 +43,5 @@ def gate_of(scope: Scope, activation: Activation) -> Callable[[torch.Tensor], to
     if activation in (SILU, GELU, RELU2):
         gate: GateOp = scope.plan.entry(activation.op)
         return gate
-    return functools.partial(native_ops.gated, activation=activation)
+    clamped: ClampedGateOp = scope.plan.entry(activation.op)
+    return functools.partial(clamped, activation=activation)

@@ -432,17 +432,17 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
     return F.relu(x).square()
 
 
-def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """gate_up [..., 2I] -> (up + offset) * gate * sigmoid(alpha * gate) [..., I], clamped as `activation` says, or
+def gated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """x [..., 2I] (gate, up) -> (up + offset) * gate * sigmoid(alpha * gate) [..., I], clamped as `activation` says, or
     up * gelu(gate)."""
     if not activation.gated:
-        return relu2(gate_up)
-    gate, up = gate_up.float().chunk(2, dim=-1)
+        return relu2(x)
+    gate, up = x.float().chunk(2, dim=-1)
     if activation.function == GELU_TANH:
-        return (up * F.gelu(gate, approximate="tanh")).to(gate_up.dtype)
+        return (up * F.gelu(gate, approximate="tanh")).to(x.dtype)
     if activation.limit is not None:
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-    return ((up + activation.up_offset) * gate * torch.sigmoid(activation.alpha * gate)).to(gate_up.dtype)
+    return ((up + activation.up_offset) * gate * torch.sigmoid(activation.alpha * gate)).to(x.dtype)
 
 
 def fused_moe(

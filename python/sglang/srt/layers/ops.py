@@ -70,6 +70,10 @@ class GateOp(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
+class ClampedGateOp(Protocol):
+    def __call__(self, x: torch.Tensor, activation: Activation) -> torch.Tensor: ...
+
+
 class LinearOp(Protocol):
     def __call__(
         self,
@@ -356,6 +360,7 @@ OPS: Mapping[str, type] = {
     "silu_and_mul": GateOp,
     "gelu_and_mul": GateOp,
     "relu2": GateOp,
+    "clamped_swiglu": ClampedGateOp,
     "linear": LinearOp,
     "gated_rmsnorm": GatedRMSNormOp,
     "attention_output_gate": OutputGateOp,

@@ -18,6 +18,7 @@ from sglang.srt.plan.layer_spec import (
     Weights,
     Window,
     latent_cache,
+    uneven_sizes,
 )
 from sglang.srt.plan.mixers import Indexer
 
@@ -58,15 +59,17 @@ class CompressedSparse:
 
     def needs(self, serving: Serving) -> Iterator[Need]:
         dims, heads = (self.head_dim, self.head_dim), (self.num_heads // serving.tp_size, 1)
-        yield serving.need("shared_kv_norm_rope_store", dims, heads=heads, rotary_dim=self.rope_dim)
+        uneven = uneven_sizes(self.head_dim, self.rope_dim)
+        yield serving.need("shared_kv_norm_rope_store", dims, uneven, heads, self.rope_dim)
         if self.rate:
-            yield serving.need("kv_compressor", dims)
+            index_dim = self.indexer.head_dim if self.indexer is not None else self.head_dim
+            yield serving.need("kv_compressor", dims, uneven_sizes(self.rate, self.head_dim, index_dim, self.rope_dim))
         if self.indexer is not None:
             yield Need("index_queries", q_dtype=serving.dtype)
             index_dims = (self.indexer.head_dim, self.indexer.head_dim)
             yield serving.need("sparse_indexer", index_dims, heads=(self.indexer.num_heads, 1))
         yield serving.need("sparse_attention", dims, ["shared_kv", "sinks"], heads)
-        yield Need("tail_rotation", q_dtype=serving.dtype)
+        yield Need("tail_rotation", q_dtype=serving.dtype, traits=uneven_sizes(self.rope_dim))
         yield Need("latent_absorb", q_dtype=serving.dtype, heads=heads)
 
     def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from sglang.srt.errors import UserError
+from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.feed_forward import MoE
 from sglang.srt.plan.layer_spec import Matrix
 from sglang.srt.plan.mixers import MLA
@@ -122,15 +123,16 @@ def cuda_graph_prefill_tokens(model: ModelDescription, tp_size: int, chunk: int)
     weights that a token is multiplied with count, not all weights: of many experts a token needs few."""
     launch = EXPERT_LAUNCH_S if model.experts else DENSE_LAUNCH_S
     limit = GRAPH_MARGIN * launch * FLOP_RATE / (2 * layer_products(model) / tp_size)
-    if any(isinstance(layer.mixer, MLA) for layer in model.layers):
+    if any(isinstance(layer.mixer, (MLA, CompressedSparse)) for layer in model.layers):
         limit = min(limit, LATENT_GRAPH_TOKENS)
     return tuple(size for size in PREFILL_GRAPH_TOKENS if size <= min(limit, chunk))
 
 
 LATENT_GRAPH_TOKENS = 512
-"""Number of tokens up to which models with latent attention have prefill graphs. Graphs hold the absorbed form,
-whatever the prefixes; in longer steps that costs more than launches: about three times the work of the expanded form,
-whose launches depend on the prefixes."""
+"""Number of tokens up to which models with latent or compressed attention have prefill graphs. Graphs hold the absorbed
+form, whatever the prefixes; in longer steps that costs more than launches: about three times the work of the expanded
+form, whose launches depend on the prefixes. What tokens see of compressed entries is as wide in a graph as the context
+length allows."""
 MIXED_DECODES = (64, 256)
 """Numbers of decoding requests for which there are prefill graphs, besides none and the most: a row of padding costs
 little."""

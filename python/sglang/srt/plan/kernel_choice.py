@@ -97,6 +97,8 @@ def asked_kernel(args: ServerArgs, need: Need) -> Asked | None:
         "extend_attention": Asked("--prefill-attention-backend", prefill) if prefill else attention,
         "decode_attention": Asked("--decode-attention-backend", decode) if decode else attention,
         "sparse_attention": _asked_sparse(args),
+        **dict.fromkeys(("kv_compressor", "shared_kv_norm_rope_store", "tail_rotation"), _asked_entries()),
+        "hyper_connection": _asked_mixing(),
         "sparse_indexer": Asked("SGLANG_SM120_MQA_FALLBACK=1", REFERENCE) if envs.SGLANG_SM120_MQA_FALLBACK else None,
         "fused_moe": Asked("--moe-runner-backend", args.moe_runner_backend),
         "linear": Asked("--fp8-gemm-backend", args.fp8_gemm_backend) if need.quant in SCALED_MM_SCHEMES else None,
@@ -113,6 +115,19 @@ def _asked_sparse(args: ServerArgs) -> Asked | None:
     return None if args.dsa_prefill_backend is None else Asked("--dsa-prefill-backend", args.dsa_prefill_backend)
 
 
+def _asked_entries() -> Asked | None:
+    """Returns the reference for what DeepSeek-V4's attention does beside attending, where it serves that as well."""
+    return None if envs.SGLANG_SM120_TRITON_FLASHMLA else Asked("SGLANG_SM120_TRITON_FLASHMLA=0", REFERENCE)
+
+
+def _asked_mixing() -> Asked | None:
+    """Returns the reference where either variable asks for it: one op mixes before and after a block."""
+    for name in ("SGLANG_OPT_USE_TILELANG_MHC_PRE", "SGLANG_OPT_USE_TILELANG_MHC_POST"):
+        if not getattr(envs, name):
+            return Asked(f"{name}=0", REFERENCE)
+    return None
+
+
 def _notes(
     args: ServerArgs,
     asked: dict[Need, Asked | None],
@@ -122,6 +137,7 @@ def _notes(
     """Yields one note for each flag."""
     if args.sampling_backend not in OUR_SAMPLING:
         yield f"--sampling-backend {args.sampling_backend} has no effect ({ONE_SAMPLER}); {STRICT}"
+    yield from _without_backends(args, outcomes)
     for named in dict.fromkeys(asked[need] for need in refusals):
         assert named is not None
         needs = [need for need in refusals if asked[need] == named]
@@ -132,6 +148,19 @@ def _notes(
         kernels = " and ".join(dict.fromkeys(choice.name for choice in served))
         ops = " and ".join(dict.fromkeys(choice.need.op for choice in served))
         yield f"{named} cannot serve this model here ({why}): {kernels} serves {ops} instead; {STRICT}"
+
+
+def _without_backends(args: ServerArgs, outcomes: dict[Need, Choice | NoKernel]) -> Iterator[str]:
+    """Yields a note if a backend is named for a model whose attention no backend plans (DeepSeek-V4)."""
+    ops = {need.op for need in outcomes}
+    sparse = next((outcome for need, outcome in outcomes.items() if need.op == "sparse_attention"), None)
+    if not isinstance(sparse, Choice) or ops & {"extend_attention", "decode_attention"}:
+        return
+    for flag in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        name = getattr(args, flag)
+        if name not in (None, "auto"):
+            option = flag.replace("_", "-")
+            yield f"--{option} {name} has no effect for this model: {sparse.name} serves sparse_attention"
 
 
 def _reasons(refusal: NoKernel, named: Asked) -> tuple[str, ...]:

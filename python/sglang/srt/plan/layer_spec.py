@@ -237,6 +237,11 @@ class FeedForward(Protocol):
     def activation_elements(self, hidden_size: int, ranks: RankLayout) -> int: ...
 
 
+def uneven_sizes(*sizes: int) -> frozenset[str]:
+    """Returns the trait of needs with sizes that are no powers of two, if one is not."""
+    return frozenset({"uneven_sizes"} if any(size & (size - 1) for size in sizes) else ())
+
+
 @dataclass(frozen=True, slots=True)
 class Sum:
     """A residual stream of one vector a token; blocks add to it. With `norms_after` what a block makes is normed before
@@ -283,7 +288,7 @@ class HyperConnections:
         return (2 + self.streams) * self.streams
 
     def needs(self, serving: Serving) -> Iterator[Need]:
-        yield Need("hyper_connection", q_dtype=serving.dtype)
+        yield Need("hyper_connection", q_dtype=serving.dtype, traits=uneven_sizes(self.streams))
 
     def weights(self, hidden_size: int) -> Weights:
         return (Elements(2 * (self.outputs * self.streams * hidden_size + self.outputs + 3), "float32"),)

@@ -537,7 +537,7 @@ def _sizes(
     tokens = max(args.max_prefill_tokens, context_len) if chunk == -1 else chunk
     prefill_graphs: tuple[int, ...] = ()
     extend = choices.get("extend_attention")
-    if graphs and extend is not None and extend.spec.graph_prefill:
+    if graphs and (extend is None or extend.spec.graph_prefill):
         prefill_graphs = defaults.cuda_graph_prefill_tokens(model, serving.tp_size, tokens)
     sizes = Sizes(running, context_len, tokens, graphs, serving.page_size, serving.ranks, prefill_graphs)
     return sizes, notes

@@ -101,8 +101,8 @@ def advice_to_hold_a_request(planner: Planner, args: ServerArgs, trial: Trial) -
         larger = _planned(planner, args, change)
         return larger is not None and larger.capacity.max_total_num_tokens >= min(wanted, sizes.context_len)
 
-    held = _held_length(planner, args, tokens)
-    ways = [_words({"context_length": held})] if held else []
+    shorter_length = _held_length(planner, args, tokens)
+    ways = [_words({"context_length": shorter_length})] if shorter_length else []
     if args.max_total_tokens is not None:
         all_tokens = {"max_total_tokens": sizes.context_len}
         return _advice([*ways, *([_words(all_tokens)] if helps(all_tokens, sizes.context_len) else [])])

@@ -74,20 +74,22 @@ def _of_prompts(rows: ExtendRows, positions: torch.Tensor) -> TokenRequests:
 
 @dataclass(slots=True)
 class CompressedStep:
-    """Data of one step. Selections are made when the first layer asks for them."""
+    """Data of one step. Counts and selections are made when the first layer asks for them."""
 
     requests: TokenRequests
     longest: int
     """No request has more tokens, the new ones among them."""
+    _counts: dict[int, torch.Tensor] = field(default_factory=dict)
     _windows: dict[int, Selection] = field(default_factory=dict)
     _all: dict[int, Selection] = field(default_factory=dict)
 
     def entries(self, batch: ForwardBatch, cache: CacheStore, rate: int) -> EntryRows:
         """Returns what tokens see of a cache with an entry for every `rate` tokens: the entries of complete runs up to
         the token itself."""
-        counts = ((self.requests.positions + 1) // rate).to(torch.int32)
+        if rate not in self._counts:
+            self._counts[rate] = ((self.requests.positions + 1) // rate).to(torch.int32)
         table = batch.slots_of(cache).req_to_token
-        return EntryRows(table, self.requests.slots, counts, self.longest // rate, rate)
+        return EntryRows(table, self.requests.slots, self._counts[rate], self.longest // rate, rate)
 
     def window(self, batch: ForwardBatch, cache: CacheStore, tokens: int) -> Selection:
         """A token and those before it, `tokens` in all. Caches of one window have one row table."""

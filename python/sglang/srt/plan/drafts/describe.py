@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from sglang.srt.configs.speculative import EAGLE, EAGLE3, STANDALONE
+from sglang.srt.errors import UserError
 from sglang.srt.plan.drafts.config import MTP, DraftConfig
 from sglang.srt.plan.drafts.description import DraftDescription
 from sglang.srt.plan.drafts.eagle import EAGLE_ARCHITECTURES, describe_eagle, describe_eagle3
@@ -22,8 +23,14 @@ _KINDS: Mapping[str, Callable[[DraftConfig, ModelDescription], DraftDescription]
 
 def describe_draft(config: DraftConfig, target: ModelDescription) -> DraftDescription:
     """Describes the draft. Raises UserError that names the key, the tensor or the architecture that does not go with
-    the target."""
+    the target, or what the target lacks for it."""
     kind = config.kind
+    if kind != STANDALONE and any(layer.residual.streams > 1 for layer in target.layers):
+        raise UserError(
+            f"{target.architecture} hands several streams from layer to layer, which no draft that reads hidden states"
+            " (NEXTN, EAGLE, EAGLE3) takes here. Use --speculative-algorithm NGRAM, or STANDALONE with a model that"
+            " drafts by itself."
+        )
     # A checkpoint of MTP layers alone is asked for as EAGLE, too.
     if kind == EAGLE and architecture_of(config.reader()) not in EAGLE_ARCHITECTURES and _of_family(config, target):
         kind = MTP

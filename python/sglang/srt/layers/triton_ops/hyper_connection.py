@@ -1,0 +1,275 @@
+"""Hyper-connections from one block of a model to the next, in two launches. Reference: `hyper_native.hyper_connection`.
+
+The first one mixes the streams and multiplies them by the connection's matrix, in parts of a token's columns, each of
+which leaves its sums in fp32. The second one adds the parts in a fixed order and makes the next block's input of them,
+while other programs of it make the placement: the rounds of the normalization are a chain that nobody waits for.
+Streams of 16 bits are multiplied by fp32 numbers without losing digits: a number of the matrix is the sum of three in
+bfloat16, whose products the matrix unit adds in fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang.srt.layers.triton_ops import pdl
+
+FEW_TOKENS = 64
+"""Tokens up to which each program has one part of one stream, so that the matrix is read by as many as can be."""
+FEW_TILE = {"BLOCK_T": 16, "BLOCK_H": 64, "num_warps": 4}
+MANY_TILE = {"BLOCK_T": 64, "BLOCK_H": 64, "num_warps": 8, "num_stages": 2}
+SPLITS_UP_TO = ((512, 64), (2048, 16), (1 << 62, 8))
+"""Of more than FEW_TOKENS: (tokens of a step, parts of a token's columns)."""
+
+
+@triton.jit
+def _matrix_part(matrix, outputs, block, size, STREAMS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_H: tl.constexpr):
+    """[len(outputs), BLOCK_H]: the columns of block `block`. Neighbouring blocks are of the same columns of streams."""
+    h = (block // STREAMS) * BLOCK_H + tl.arange(0, BLOCK_H)
+    at = outputs[:, None].to(tl.int64) * (STREAMS * size) + (block % STREAMS) * size + h[None, :]
+    return tl.load(matrix + at, mask=(outputs < OUTPUTS)[:, None] & (h < size)[None, :], other=0.0)
+
+
+@triton.jit
+def mix_streams_kernel(
+    streams,  # [T, STREAMS, size]
+    out,  # [T, size]
+    placement,  # [T, STREAMS + STREAMS * STREAMS] fp32
+    matrix,  # [OUTPUTS, STREAMS * size] fp32
+    mixed,  # [T, STREAMS, size]
+    sums,  # [T, splits, COLS] fp32: products with the rows of the matrix, then squares
+    num_tokens,
+    size,
+    steps,  # blocks of a program
+    HAS_OUT: tl.constexpr,  # False: the streams stay as they are
+    STREAMS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    COLS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (tokens, split)."""
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    split = tl.program_id(1)
+    is_token = token < num_tokens
+    outputs = tl.arange(0, COLS)
+    first = split * steps
+    # The matrix does not wait for the streams, so its load is issued first.
+    weight = _matrix_part(matrix, outputs, first, size, STREAMS, OUTPUTS, BLOCK_H)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    products = tl.zeros((BLOCK_T, COLS), tl.float32)
+    squares = tl.zeros((BLOCK_T, BLOCK_H), tl.float32)
+    place = placement + token * (STREAMS + STREAMS * STREAMS)
+    for step in range(steps):
+        block = first + step
+        stream = block % STREAMS
+        h = (block // STREAMS) * BLOCK_H + tl.arange(0, BLOCK_H)
+        mask = is_token[:, None] & (h < size)[None, :]
+        source = streams + token[:, None] * (STREAMS * size) + h[None, :]
+        next_weight = weight
+        if step + 1 < steps:
+            next_weight = _matrix_part(matrix, outputs, block + 1, size, STREAMS, OUTPUTS, BLOCK_H)
+        if HAS_OUT:
+            share = tl.load(place + stream, mask=is_token, other=0.0)
+            output = tl.load(out + token[:, None] * size + h[None, :], mask=mask, other=0.0).to(tl.float32)
+            total = share[:, None] * output
+            for other in tl.static_range(STREAMS):
+                share = tl.load(place + STREAMS + other * STREAMS + stream, mask=is_token, other=0.0)
+                total += share[:, None] * tl.load(source + other * size, mask=mask, other=0.0).to(tl.float32)
+            x = total.to(streams.dtype.element_ty)
+            tl.store(mixed + token[:, None] * (STREAMS * size) + stream * size + h[None, :], x, mask=mask)
+        else:
+            x = tl.load(source + stream * size, mask=mask, other=0.0)
+        squares += x.to(tl.float32) * x.to(tl.float32)
+        high = weight.to(tl.bfloat16)
+        rest = weight - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        products = tl.dot(x, tl.trans(high), products)
+        products = tl.dot(x, tl.trans(middle), products)
+        products = tl.dot(x, tl.trans(low), products)
+        weight = next_weight
+    square = tl.sum(squares, axis=1)
+    all_sums = tl.where((outputs == OUTPUTS)[None, :], square[:, None], products)
+    rows = sums + (token * tl.num_programs(1) + split)[:, None] * COLS
+    tl.store(rows + outputs[None, :], all_sums, mask=is_token[:, None])
+
+
+@triton.jit
+def _input_of_token(
+    streams, sums, base, scale, weight, x, token, size, num_splits, eps, mix_eps,
+    STREAMS: tl.constexpr, OUTPUTS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """The sum of a token's streams by their weights, normed."""
+    split = tl.arange(0, SPLITS)
+    is_split = split < num_splits
+    stream = tl.arange(0, STREAMS)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < size
+    norm_weight = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(scale)
+    bias = tl.load(base + stream)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    rows = streams + token * (STREAMS * size)
+    values = tl.load(rows + stream[:, None] * size + cols[None, :], mask=inside[None, :], other=0.0)
+    part = sums + (token * num_splits + split) * COLS
+    logits = tl.sum(tl.load(part[:, None] + stream[None, :], mask=is_split[:, None], other=0.0), axis=0)
+    square = tl.sum(tl.load(part + OUTPUTS, mask=is_split, other=0.0), axis=0)
+    logits = logits * tl.rsqrt(square / (STREAMS * size) + eps)
+    shares = tl.sigmoid(logits * factor + bias) + mix_eps
+    dtype: tl.constexpr = x.dtype.element_ty
+    # The norm sees the sum in the model's type.
+    joined = tl.sum(shares[:, None] * values.to(tl.float32), axis=0).to(dtype).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(joined * joined) / size + eps)
+    tl.store(x + token * size + cols, (joined * inverse * norm_weight).to(dtype), mask=inside)
+
+
+@triton.jit
+def _placement_of_tokens(
+    sums, base, scale, placement, token, num_tokens, size, num_splits, eps, mix_eps, rounds,
+    STREAMS: tl.constexpr, OUTPUTS: tl.constexpr, COLS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """How the next block's output and the streams of the tokens [TOKENS] mix."""
+    split = tl.arange(0, SPLITS)
+    stream = tl.arange(0, STREAMS)
+    cell = stream[:, None] * STREAMS + stream[None, :]
+    factor = tl.load(scale + 1)
+    mix_factor = tl.load(scale + 2)
+    bias = tl.load(base + STREAMS + stream)
+    mix_bias = tl.load(base + 2 * STREAMS + cell)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    is_token = token < num_tokens
+    part = sums + (token[None, :] * num_splits + split[:, None]) * COLS
+    mask = (split < num_splits)[:, None] & is_token[None, :]
+    square = tl.sum(tl.load(part + OUTPUTS, mask=mask, other=0.0), axis=0)
+    inverse = tl.rsqrt(square / (STREAMS * size) + eps)
+    products = tl.load(part[:, :, None] + STREAMS + stream[None, None, :], mask=mask[:, :, None], other=0.0)
+    to_streams = tl.sum(products, axis=0) * inverse[:, None] * factor + bias[None, :]
+    row = placement + token * (STREAMS + STREAMS * STREAMS)
+    tl.store(row[:, None] + stream[None, :], 2.0 * tl.sigmoid(to_streams), mask=is_token[:, None])
+    at = part[:, :, None, None] + 2 * STREAMS + cell[None, None, :, :]
+    mix = tl.sum(tl.load(at, mask=mask[:, :, None, None], other=0.0), axis=0)
+    mix = mix * inverse[:, None, None] * mix_factor + mix_bias[None, :, :]
+    mix = tl.exp(mix - tl.max(mix, axis=2, keep_dims=True))
+    mix = mix / tl.sum(mix, axis=2, keep_dims=True) + mix_eps
+    mix = mix / (tl.sum(mix, axis=1, keep_dims=True) + mix_eps)
+    for _ in range(1, rounds):
+        mix = mix / (tl.sum(mix, axis=2, keep_dims=True) + mix_eps)
+        mix = mix / (tl.sum(mix, axis=1, keep_dims=True) + mix_eps)
+    tl.store(row[:, None, None] + STREAMS + cell[None, :, :], mix, mask=is_token[:, None, None])
+
+
+@triton.jit
+def join_streams_kernel(
+    streams,  # [T, STREAMS, size]
+    sums,  # [T, num_splits, COLS] fp32
+    base,  # [OUTPUTS] fp32
+    scale,  # [3] fp32, or [1] without MIX
+    weight,  # [size]
+    x,  # [T, size]
+    placement,  # MIX: [T, STREAMS + STREAMS * STREAMS] fp32
+    num_tokens,
+    size,
+    num_splits,
+    eps,
+    mix_eps,
+    rounds,
+    MIX: tl.constexpr,
+    STREAMS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    COLS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The first programs make the placement of TOKENS tokens each (with MIX), the others the input of one."""
+    program = tl.program_id(0).to(tl.int64)
+    num_mixing = 0
+    if MIX:
+        num_mixing = tl.cdiv(num_tokens, TOKENS)
+    if program >= num_mixing:
+        _input_of_token(
+            streams, sums, base, scale, weight, x, program - num_mixing, size, num_splits, eps, mix_eps,
+            STREAMS, OUTPUTS, COLS, BLOCK, SPLITS, PDL,
+        )  # fmt: skip
+    elif MIX:
+        _placement_of_tokens(
+            sums, base, scale, placement, program * TOKENS + tl.arange(0, TOKENS), num_tokens, size, num_splits, eps,
+            mix_eps, rounds, STREAMS, OUTPUTS, COLS, SPLITS, PDL,
+        )  # fmt: skip
+
+
+def mix_tile(num_tokens: int) -> dict[str, int]:
+    return FEW_TILE if num_tokens <= FEW_TOKENS else MANY_TILE
+
+
+def columns_of_sums(outputs: int) -> int:
+    """Returns the number of columns of `sums`, the least that the matrix unit takes or more."""
+    return max(16, triton.next_power_of_2(outputs + 1))
+
+
+def split_counts(num_tokens: int, streams: int, size: int) -> tuple[int, int]:
+    """Returns (parts of a token's columns, blocks of a part)."""
+    blocks = streams * triton.cdiv(size, mix_tile(num_tokens)["BLOCK_H"])
+    if num_tokens <= FEW_TOKENS:
+        return blocks, 1
+    splits = next(splits for most, splits in SPLITS_UP_TO if num_tokens <= most)
+    # A part has all streams of its columns, which it then reads once.
+    steps = triton.cdiv(triton.cdiv(blocks, splits), streams) * streams
+    return triton.cdiv(blocks, steps), steps
+
+
+def join_launch(num_splits: int, size: int) -> dict[str, int]:
+    """Block sizes and warps of `join_streams_kernel`: the parts of TOKENS tokens fit into registers."""
+    block, splits = triton.next_power_of_2(size), max(8, triton.next_power_of_2(num_splits))
+    warps = min(16, max(4, block // 512))
+    return {"BLOCK": block, "SPLITS": splits, "TOKENS": max(1, 128 // splits), "num_warps": warps}
+
+
+def hyper_connection(
+    streams: torch.Tensor,
+    out: torch.Tensor | None,
+    placement: torch.Tensor | None,
+    matrix: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    mix_eps: float,
+    rounds: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As the reference, for streams [T, N, H] in bfloat16, contiguous, N a power of two."""
+    num_tokens, num, size = streams.shape
+    outputs = matrix.shape[0]
+    mix = outputs > num
+    mixed = streams if out is None else torch.empty_like(streams)
+    x = torch.empty((num_tokens, size), dtype=streams.dtype, device=streams.device)
+    width = num + num * num if mix else 0
+    following = torch.empty((num_tokens, width), dtype=torch.float32, device=streams.device)
+    if num_tokens == 0:
+        return mixed, x, following
+    splits, steps = split_counts(num_tokens, num, size)
+    tile, cols = mix_tile(num_tokens), columns_of_sums(outputs)
+    sums = torch.empty((num_tokens, splits, cols), dtype=torch.float32, device=streams.device)
+    mix_streams_kernel[(triton.cdiv(num_tokens, tile["BLOCK_T"]), splits)](
+        streams, streams if out is None else out, sums if placement is None else placement, matrix, mixed, sums,
+        num_tokens, size, steps, HAS_OUT=out is not None, STREAMS=num, OUTPUTS=outputs, COLS=cols,
+        **tile, **pdl.options(),
+    )  # fmt: skip
+    launch = join_launch(splits, size)
+    num_mixing = triton.cdiv(num_tokens, launch["TOKENS"]) if mix else 0
+    join_streams_kernel[(num_mixing + num_tokens,)](
+        mixed, sums, base, scale, weight, x, following if mix else sums, num_tokens, size, splits, eps, mix_eps,
+        rounds, MIX=mix, STREAMS=num, OUTPUTS=outputs, COLS=cols, **launch, **pdl.options(),
+    )  # fmt: skip
+    return mixed, x, following

@@ -1,0 +1,77 @@
+"""Tiny models of DeepSeek-V4 whose layers run the Triton kernels: they compute what the torch kernels do, also for
+prompts in parts, padding, and guesses that are taken back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import interpreter
+import pytest
+import torch
+
+from sglang.srt.layers.compressed import native
+from sglang.srt.layers.compressed.kernels import CompressorKernels
+from sglang.srt.layers.compressed.triton_ops import compressor, tail_rotation
+from sglang.srt.model_executor.graph_runner import GraphSizes
+from srt.model_executor import test_compressed_steps as steps
+from srt.model_executor.graph_stand_ins import in_graphs
+from srt.model_executor.known_texts import KnownTexts, verifying_scheduler
+from srt.models.harness import NativePlan, TinyRunner, plan_for, random_tokens, save_tiny
+
+KERNELS = {
+    "kv_compressor": compressor.KV_COMPRESSOR,
+    "shared_kv_norm_rope_store": tail_rotation.shared_kv_norm_rope_store,
+    "tail_rotation": tail_rotation.tail_rotation,
+}
+"""All but hyper-connections, which are for bfloat16: tiny models are exact in fp32."""
+
+
+@dataclass(frozen=True)
+class KernelPlan(NativePlan):
+    def entry(self, op: str) -> Any:
+        return KERNELS[op] if op in KERNELS else super().entry(op)
+
+
+@pytest.mark.skipif(not interpreter.INTERPRETED, reason="interpreted: test_in_interpreter")
+@pytest.mark.parametrize("name", ["deepseek_v4", "deepseek_v4_small"])
+def test_kernels_in_a_model(name: str, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path)
+    native = plan_for(tmp_path)
+    runners = [TinyRunner(native), TinyRunner(KernelPlan(native.model, kv_cache_dtype=native.kv_cache_dtype))]
+    tokens, other = random_tokens(50, seed=1), random_tokens(9, seed=2)
+    results = []
+    for runner in runners:
+        parts = [*runner.extend({3: tokens[:29], 1: other[:4]}), *runner.extend({1: other[4:], 3: tokens[29:42]})]
+        parts += [runner.decode({3: token, 1: 6}) for token in tokens[42:]]
+        results.append(torch.cat(parts))
+    torch.testing.assert_close(results[1], results[0], rtol=0.0, atol=1e-3)
+
+
+@pytest.mark.skipif(not interpreter.INTERPRETED, reason="interpreted: test_in_interpreter")
+def test_kernels_in_graphs_with_guesses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of prompts, of decoding and of guesses, all as graphs have them: with rows of padding. Every third guess is
+    wrong, and the tokens are those of plain torch without guesses and graphs."""
+    save_tiny("deepseek_v4_small", tmp_path)
+    args = steps.server_args(tmp_path)
+    want = steps.run(steps.plain(args), steps.prompts())
+    calls: list[int] = []
+
+    def counted(rows: torch.Tensor, *more: Any) -> None:
+        calls.append(len(rows))
+        compressor.compress(rows, *more)
+
+    monkeypatch.setattr(native, "KV_COMPRESSOR", CompressorKernels(counted, compressor.keep))
+    monkeypatch.setattr(native, "shared_kv_norm_rope_store", tail_rotation.shared_kv_norm_rope_store)
+    monkeypatch.setattr(native, "tail_rotation", tail_rotation.tail_rotation)
+    outputs = {tuple(ids): tokens for ids, tokens in zip(steps.prompts(), want, strict=True)}
+    scheduler = verifying_scheduler(args, KnownTexts(4, 3), outputs)
+    with in_graphs(scheduler.runner, GraphSizes((1, 4), (16,), (0, 4))) as replays:
+        assert steps.run(scheduler, steps.prompts()) == want
+    assert {step.prompts is None for step in replays} == {True, False} and calls
+
+
+@pytest.mark.thorough
+def test_in_interpreter() -> None:
+    interpreter.run_file(__file__)

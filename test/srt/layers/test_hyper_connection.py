@@ -1,0 +1,140 @@
+"""Hyper-connections: the kernels against plain torch in fp64, interpreted here and natively on a GPU."""
+
+from __future__ import annotations
+
+import interpreter
+import pytest
+import torch
+
+from sglang.srt.layers import hyper_native
+from sglang.srt.layers.triton_ops import hyper_connection as kernels
+
+DEVICE = interpreter.DEVICE
+EPS, MIX_EPS, ROUNDS = 1e-6, 1e-6, 20
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def problem(num_tokens: int, streams: int, size: int, last: bool = False) -> dict[str, torch.Tensor]:
+    """A join whose logits are of the size of 1: of the middle of a model, or behind its last layer."""
+    outputs = streams if last else streams * (2 + streams)
+    made = {
+        "streams": torch.randn(num_tokens, streams, size).bfloat16(),
+        "out": torch.randn(num_tokens, size).bfloat16(),
+        "placement": torch.rand(num_tokens, streams + streams * streams),
+        "matrix": torch.randn(outputs, streams * size) / (streams * size) ** 0.5,
+        "base": torch.randn(outputs),
+        "scale": 2.0 * torch.randn(1 if last else 3),
+        "weight": (1 + 0.1 * torch.randn(size)).bfloat16(),
+    }
+    return {name: tensor.to(DEVICE) for name, tensor in made.items()}
+
+
+def joined(op, given: dict[str, torch.Tensor], rounds: int = ROUNDS) -> tuple[torch.Tensor, ...]:
+    return op(*given.values(), EPS, MIX_EPS, rounds)
+
+
+def exact(given: dict[str, torch.Tensor], rounds: int = ROUNDS) -> tuple[torch.Tensor, ...]:
+    """In fp64, but for what is kept in the model's type: the streams, which the next products read, and the inputs."""
+    wide = {name: None if tensor is None else tensor.double() for name, tensor in given.items()}
+    streams = wide["streams"]
+    if given["out"] is not None:
+        streams = hyper_native.placed(streams, wide["out"], wide["placement"]).bfloat16().double()
+    wide |= {"streams": streams, "out": None, "placement": None}
+    return joined(hyper_native.hyper_connection, wide, rounds)
+
+
+def check(given: dict[str, torch.Tensor], rounds: int = ROUNDS) -> None:
+    before = given["streams"].clone()
+    streams, x, placement = joined(kernels.hyper_connection, given, rounds)
+    assert torch.equal(given["streams"], before), "what a replay reads is as it was"
+    if given["out"] is None:
+        assert streams is given["streams"]
+        want = exact(given, rounds)
+    else:
+        # A sum on the edge between two numbers of 16 bits may be rounded to either; products are of what was stored.
+        mixed = hyper_native.placed(given["streams"].double(), given["out"].double(), given["placement"].double())
+        torch.testing.assert_close(streams.double(), mixed, rtol=2**-8, atol=1e-6)
+        want = exact(given | {"streams": streams, "out": None, "placement": None}, rounds)
+    torch.testing.assert_close(placement.double(), want[2].double(), rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(x.double(), want[1], rtol=2**-7, atol=2**-8)
+    if placement.shape[1]:
+        num = given["streams"].shape[1]
+        mix = placement[:, num:].unflatten(1, (num, num))
+        torch.testing.assert_close(mix.sum(1), torch.ones_like(mix.sum(1)), rtol=0.0, atol=1e-4)
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 4096), (17, 256), (40, 64), (41, 320), (45, 512), (61, 1024)])
+def test_a_join_in_the_middle(num_tokens: int, size: int, small_steps: None) -> None:
+    """A published width for a single token; both tiles, every number of parts, and ends that no block divides."""
+    check(problem(num_tokens, 4, size))
+
+
+@pytest.fixture
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 41 tokens and of 61 are computed as long ones are: each token takes the interpreter milliseconds."""
+    monkeypatch.setattr(kernels, "FEW_TOKENS", 40)
+    monkeypatch.setattr(kernels, "SPLITS_UP_TO", ((43, 64), (60, 16), (1 << 62, 8)))
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("num_tokens", [2, 45])
+@pytest.mark.parametrize("last", [False, True])
+def test_the_first_join_and_the_last(num_tokens: int, last: bool, small_steps: None) -> None:
+    given = problem(num_tokens, 4, 160, last)
+    if not last:
+        given |= {"out": None, "placement": None}
+    check(given)
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize(("streams", "rounds"), [(2, 2), (8, 20), (4, 1)])
+def test_other_streams_and_rounds(streams: int, rounds: int) -> None:
+    given = problem(5, streams, 48)
+    streams_out, x, placement = joined(kernels.hyper_connection, given, rounds)
+    want = exact(given | {"streams": streams_out, "out": None, "placement": None}, rounds)
+    torch.testing.assert_close(placement.double(), want[2], rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(x.double(), want[1], rtol=2**-7, atol=2**-8)
+
+
+@interpreter.kernel_test
+def test_digits_of_the_matrix_are_kept() -> None:
+    """Numbers that cancel: what is left of them lies below the digits of bfloat16, and of twice bfloat16."""
+    given = problem(16, 4, 128)
+    given["streams"].copy_(torch.ones(16, 4, 128))
+    given["matrix"][:, ::2] = 1000.0
+    given["matrix"][:, 1::2] = -1000.0
+    given["matrix"] += (torch.arange(512) * 1e-4).to(DEVICE)
+    check(given | {"out": None, "placement": None})
+
+
+@interpreter.kernel_test
+def test_a_token_does_not_depend_on_the_others() -> None:
+    """Bit by bit, within a way of computing."""
+    given = problem(40, 4, 128)
+    streams, x, placement = joined(kernels.hyper_connection, given)
+    some = given | {name: given[name][7:9].clone() for name in ("streams", "out", "placement")}
+    for got, want in zip(joined(kernels.hyper_connection, some), (streams, x, placement), strict=True):
+        assert torch.equal(got, want[7:9])
+
+
+@interpreter.kernel_test
+def test_no_tokens() -> None:
+    streams, x, placement = joined(kernels.hyper_connection, problem(0, 4, 64))
+    assert streams.shape == (0, 4, 64) and x.shape == (0, 64) and placement.shape == (0, 20)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 64, 65, 512, 513, 2048, 2049, 8192])
+@pytest.mark.parametrize("size", [4096, 7168])
+@pytest.mark.parametrize("last", [False, True])
+def test_published_widths(num_tokens: int, size: int, last: bool) -> None:
+    check(problem(num_tokens, 4, size, last))
+
+
+def test_in_interpreter() -> None:
+    interpreter.run_file(__file__)

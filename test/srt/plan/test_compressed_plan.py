@@ -1,0 +1,83 @@
+"""What is planned for DeepSeek-V4: kernels that graphs can hold, the switches to plain torch, and flags that ask for
+what it does not have."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang import explain
+from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import arch_by_name
+from sglang.srt.kernels.spec import Choice
+from sglang.srt.server_args import ServerArgs
+from srt.kernels import published
+
+OURS = ("hyper_connection", "shared_kv_norm_rope_store", "tail_rotation", "kv_compressor", "clamped_swiglu")
+REFERENCE = "torch_native"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(published.any_checkpoint("deepseek_v4", tmp_path_factory.mktemp("v4") / "m"))
+
+
+def explained(folder: str, *flags: str) -> explain.Explanation:
+    args = ServerArgs.from_cli(["--model-path", folder, "--tp", "4", *flags])
+    return explain.explain(args, arch_by_name("rtx-pro-6000-server"), frozenset({"triton"}))
+
+
+def kernels(found: explain.Explanation) -> dict[str, str]:
+    return {made.need.op: made.name for made in found.outcomes if isinstance(made, Choice) and made.need.op in OURS}
+
+
+def test_its_steps_run_from_graphs(folder: str) -> None:
+    found = explained(folder)
+    assert kernels(found) == dict.fromkeys(OURS, "triton")
+    assert (
+        found.plan is not None and found.plan["cuda_graph_bs"] and max(found.plan["cuda_graph_prefill_tokens"]) == 512
+    )
+
+
+@pytest.mark.parametrize(
+    ("variable", "ops", "graphs"),
+    [
+        ("SGLANG_OPT_USE_TILELANG_MHC_PRE", {"hyper_connection"}, True),
+        ("SGLANG_OPT_USE_TILELANG_MHC_POST", {"hyper_connection"}, True),
+        ("SGLANG_SM120_TRITON_FLASHMLA", {"shared_kv_norm_rope_store", "tail_rotation", "kv_compressor"}, False),
+    ],
+)
+def test_switches_to_plain_torch(
+    variable: str, ops: set[str], graphs: bool, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "0")
+    found = explained(folder)
+    assert {op for op, name in kernels(found).items() if name == REFERENCE} == ops
+    assert found.plan is not None and bool(found.plan["cuda_graph_bs"]) is graphs
+
+
+def test_sizes_that_are_no_powers_of_two_take_plain_torch(folder: str) -> None:
+    found = explained(
+        folder, "--json-model-override-args", '{"hc_mult": 3, "compress_ratios": [0, 12], "num_hidden_layers": 2}'
+    )
+    chosen = kernels(found)
+    assert {op for op, name in chosen.items() if name == REFERENCE} == {"hyper_connection", "kv_compressor"}
+
+
+@pytest.mark.parametrize("algorithm", ["NEXTN", "EAGLE", "EAGLE3"])
+def test_drafts_that_read_hidden_states_are_refused(algorithm: str, folder: str) -> None:
+    """Before a weight is read, and whatever the draft is."""
+    draft = [] if algorithm == "NEXTN" else ["--speculative-draft-model-path", folder]
+    with pytest.raises(UserError, match=r"several streams.*Use --speculative-algorithm NGRAM, or STANDALONE"):
+        explained(folder, "--speculative-algorithm", algorithm, *draft)
+    assert explained(folder, "--speculative-algorithm", "NGRAM").plan is not None
+
+
+@pytest.mark.parametrize("name", ["nsa", "dsa", "dsv4", "compressed", "triton"])
+def test_backends_of_attention_have_no_effect(name: str, folder: str) -> None:
+    found = explained(folder, "--attention-backend", name)
+    (note,) = (note for note in found.notes if "--attention-backend" in note)
+    assert note == f"--attention-backend {name} has no effect for this model: triton serves sparse_attention"
+
+
+def test_indexer_keys_in_four_bits_have_no_effect(folder: str) -> None:
+    assert explained(folder, "--enable-deepseek-v4-fp4-indexer").plan is not None
